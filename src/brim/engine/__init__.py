@@ -1,0 +1,1 @@
+"""Keeps a device busy; knows no radio, no images, no HTTP."""

@@ -1,0 +1,45 @@
+"""Every exception brim raises on purpose.
+
+    BrimError                  something the user can act on; the command line prints it and exits with 2
+    ├── ConfigError            a value, option or combination that cannot work
+    │   └── NothingAccepted    a configuration whose gates refuse every sample
+    ├── DatasetError           a dataset directory that is missing, foreign, occupied or inconsistent
+    │   └── ShardCorrupt       a shard whose bytes differ from the manifest
+    ├── StorageError           the file system refused: full, read-only, no permission
+    ├── DeviceError            a device that is not there or cannot be used
+    └── OutOfMemory            a batch that does not fit; halved and retried wherever a batch can be halved
+
+A message names the thing, its value, what was expected and the next step.
+"""
+
+
+class BrimError(Exception):
+    """Base of all errors brim raises on purpose."""
+
+
+class ConfigError(BrimError):
+    """A configuration value, option or combination that cannot work."""
+
+
+class NothingAccepted(ConfigError):
+    """The gates refused every sample within the bounded number of tries."""
+
+
+class DatasetError(BrimError):
+    """A dataset directory that is missing, foreign, occupied or inconsistent."""
+
+
+class ShardCorrupt(DatasetError):
+    """A shard whose bytes differ from what the manifest records."""
+
+
+class StorageError(BrimError):
+    """The file system refused: full, read-only, no permission."""
+
+
+class DeviceError(BrimError):
+    """A device that is not there or cannot be used."""
+
+
+class OutOfMemory(BrimError):
+    """A batch that does not fit in memory."""

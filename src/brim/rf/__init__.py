@@ -1,0 +1,1 @@
+"""Synthetic radio data by the batch: scene → link → waveform → channel → features → gates."""
