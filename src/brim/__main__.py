@@ -1,0 +1,7 @@
+"""`python -m brim` is the same as `brim`."""
+
+import sys
+
+from brim.cli import main
+
+sys.exit(main())

@@ -1,0 +1,342 @@
+"""How much memory there is, what a batch may take, and what to do when it did not fit.
+
+This is the only module that recognises out-of-memory; everyone else catches `brim.errors.OutOfMemory`.
+It knows bytes and devices, not what a batch holds.
+"""
+
+import gc
+import logging
+import os
+import re
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from decimal import Decimal
+from pathlib import Path, PurePosixPath
+from types import TracebackType
+from typing import Any, Protocol, Self, TypeVar, cast
+
+import torch
+
+from brim.errors import ConfigError, OutOfMemory
+
+log = logging.getLogger("brim")
+
+INJECT_VARIABLE = "BRIM_INJECT_OOM_ABOVE"
+PROC = Path("/proc")
+CGROUP_ROOT = Path("/sys/fs/cgroup")
+SAMPLE_S = 0.005  # short enough to see a batch's peak; one read of /proc costs about 20 µs
+
+_UNITS = {
+    "": 1,
+    "b": 1,
+    **{f"{prefix}b": 1000**power for power, prefix in enumerate("kmgt", 1)},
+    **{f"{prefix}ib": 1024**power for power, prefix in enumerate("kmgt", 1)},
+}
+_SIZE = re.compile(r"\s*([0-9]{1,18}(?:\.[0-9]{1,18})?)\s*([a-z]*)\s*", re.IGNORECASE)
+
+
+# Sizes
+
+
+def parse_size(text: str) -> int:
+    """Bytes written as a person writes them: "2GiB", "500 MB", "1.5 GiB", "1073741824"."""
+    match = _SIZE.fullmatch(text)
+    factor = _UNITS.get(match[2].lower()) if match else None
+    size = int(Decimal(match[1]) * factor) if match and factor else 0
+    if size < 1:
+        raise ConfigError(
+            f'size "{text}" is not a positive number of bytes; write it like 2GiB, 500MB or 1073741824'
+        )
+    return size
+
+
+def format_size(size_bytes: int) -> str:
+    """Bytes as a person reads them, in powers of 1024: "1.5 GiB"."""
+    size = float(size_bytes)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(size) < 1024:
+            return f"{size:.4g} {unit}"
+        size /= 1024
+    return f"{size:.4g} TiB"
+
+
+def batch_for(budget_bytes: int, bytes_per_item: int, fixed_bytes: int = 0, *, limit: int) -> int:
+    """Largest batch, from 1 to limit, whose items fit the budget beside fixed_bytes."""
+    room_bytes = max(0, budget_bytes - fixed_bytes)
+    return max(1, min(limit, room_bytes // max(1, bytes_per_item)))
+
+
+# How much there is
+
+
+def free_bytes(device: torch.device) -> int:
+    """Memory a new allocation can use now on the device, cgroup limits included."""
+    if device.type == "cuda":
+        free = int(torch.cuda.mem_get_info(device)[0])
+        # The driver counts torch's cache as taken, though the next tensor comes out of it.
+        return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return min([_host_free_bytes(), *(limit - used for limit, used in _cgroup_memory())])
+
+
+def total_bytes(device: torch.device) -> int:
+    """Memory of the device, or what the cgroup leaves of the host's."""
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).total_memory)
+    return min([_host_total_bytes(), *(limit for limit, _ in _cgroup_memory())])
+
+
+def cgroup_directories(controller: str) -> list[Path]:
+    """This process's control groups for a controller, innermost first: each of them may set a limit."""
+    found: list[Path] = []
+    for line in _read(PROC / "self/cgroup").splitlines():
+        _, names, group = line.split(":", 2)
+        if names and controller not in names.split(","):
+            continue
+        unified = CGROUP_ROOT if (CGROUP_ROOT / "cgroup.controllers").exists() else CGROUP_ROOT / "unified"
+        mount = CGROUP_ROOT / controller if names else unified  # v1 names its controllers, v2 does not
+        path = PurePosixPath(group)
+        found += [mount / up.relative_to("/") for up in (path, *path.parents) if ".." not in up.parts]
+    return found
+
+
+def _cgroup_memory() -> Iterator[tuple[int, int]]:
+    """(limit, used) bytes of every enclosing memory cgroup that has a limit."""
+    for group in cgroup_directories("memory"):
+        for limit_name, used_name, cache_name in (
+            ("memory.max", "memory.current", "inactive_file"),
+            ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+        ):
+            limit, used = _read(group / limit_name).strip(), _read(group / used_name).strip()
+            if limit.isdecimal() and used.isdecimal():
+                # Idle page cache counts as used, yet the kernel drops it before it refuses us: writing a
+                # dataset would otherwise look like a leak.
+                cache = _field(group / "memory.stat", cache_name)
+                yield int(limit), max(0, int(used) - (cache or 0))
+
+
+def _host_free_bytes() -> int:
+    available_kib = _field(PROC / "meminfo", "MemAvailable:")
+    if available_kib is not None:
+        return available_kib * 1024
+    return _host_total_bytes() // 2  # no /proc, as on macOS: assume that others use half
+
+
+def _host_total_bytes() -> int:
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError:
+        return ""  # not Linux, another cgroup version, or hidden by the container
+
+
+def _field(path: Path, name: str) -> int | None:
+    """The number after name in a file of "name number" lines."""
+    for line in _read(path).splitlines():
+        words = line.split()
+        if len(words) > 1 and words[0] == name:
+            return int(words[1])
+    return None
+
+
+# When it does not fit
+
+
+@contextmanager
+def guard() -> Iterator[None]:
+    """Turn every kind of out-of-memory into OutOfMemory; other failures pass untouched."""
+    try:
+        yield
+    except (torch.OutOfMemoryError, MemoryError) as failure:
+        raise OutOfMemory(_reason(failure)) from failure
+    except RuntimeError as failure:
+        # torch's CPU allocator has no exception type of its own: its text is all there is.
+        if not re.search(r"DefaultCPUAllocator: (can't allocate|not enough) memory", str(failure)):
+            raise
+        raise OutOfMemory(_reason(failure)) from failure
+
+
+def _reason(failure: BaseException) -> str:
+    detail = str(failure).strip().split("\n")[0] or type(failure).__name__
+    return f"out of memory: {detail}; use a smaller batch or a smaller memory budget"
+
+
+_injected_above: int | None = None  # process-wide, because pipeline threads must see it too
+
+
+@contextmanager
+def inject_oom(above: int) -> Iterator[None]:
+    """Fault injection: inside the block a batch of more than `above` items does not fit."""
+    global _injected_above
+    before, _injected_above = _injected_above, above
+    try:
+        yield
+    finally:
+        _injected_above = before
+
+
+def check_injected(batch: int) -> None:
+    """Raise OutOfMemory when fault injection says that this batch does not fit."""
+    above = _injected_above
+    if above is None and (text := os.environ.get(INJECT_VARIABLE)):
+        if not text.isdecimal():
+            raise ConfigError(
+                f'{INJECT_VARIABLE}="{text}" is not a number of items; set it like 64 or unset it'
+            )
+        above = int(text)
+    if above is not None and batch > above:
+        raise OutOfMemory(f"batch of {batch} is above the injected limit of {above} ({INJECT_VARIABLE})")
+
+
+class Sliceable(Protocol):
+    """What Halving can cut: a list, a range, a tensor."""
+
+    def __len__(self) -> int: ...  # noqa: D105
+
+    def __getitem__(self, key: slice, /) -> Any: ...  # noqa: D105
+
+
+Items = TypeVar("Items", bound=Sliceable)
+Result = TypeVar("Result")
+
+
+class Halving:
+    """A batch size that halves when a batch does not fit, and stays halved."""
+
+    def __init__(self, size: int, device: torch.device) -> None:
+        """Start with batches of `size` items on the device."""
+        self.size = size
+        self.device = device
+        self._warned = False
+
+    def run(self, fn: Callable[[Items], Result], items: Items) -> list[Result]:
+        """Results of fn over items in order: one when they fit at once, else one for each part."""
+        results: list[Result] = []
+        waiting = [items]
+        while waiting:
+            part = waiting.pop()
+            # A part above a size that failed before is cut unheard: it would only fail again.
+            if len(part) <= max(1, self.size):
+                if self._fits(fn, part, results):
+                    continue
+                # Only now, outside the except block, is the traceback gone that kept fn's tensors alive.
+                self._shrink(len(part))
+            middle = (len(part) + 1) // 2
+            waiting += [cast(Items, part[middle:]), cast(Items, part[:middle])]
+        return results
+
+    def _fits(self, fn: Callable[[Items], Result], part: Items, results: list[Result]) -> bool:
+        try:
+            check_injected(len(part))
+            with guard():
+                results.append(fn(part))
+        except OutOfMemory as failure:
+            if len(part) > 1:
+                return False
+            raise OutOfMemory(
+                f"a single item does not fit on {self.device} ({failure}); "
+                "make the items smaller, free memory or use a larger device"
+            ) from failure
+        return True
+
+    def _shrink(self, failed: int) -> None:
+        self.size = min(self.size, (failed + 1) // 2)
+        gc.collect()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+        if not self._warned:
+            self._warned = True
+            log.warning("batch of %d did not fit on %s; continuing with %d", failed, self.device, self.size)
+
+
+# What it took
+
+
+class PeakMemory:
+    """The most memory in use at any moment of a block; blocks may nest.
+
+    On CUDA what torch's tensors held on the device, on the CPU the resident set of the process.
+    """
+
+    _open: "list[PeakMemory]" = []  # noqa: RUF012  # shared on purpose: the counters below are the process's
+    _lock = threading.Lock()
+
+    def __init__(self, device: torch.device) -> None:
+        """Measure on this device."""
+        self.device = device
+        self._seen_bytes = 0
+        self._sampler: threading.Thread | None = None
+        self._stop = threading.Event()
+
+    def __enter__(self) -> Self:
+        """Start measuring."""
+        with self._lock:
+            # Resetting the counter would erase what enclosing blocks have seen: they note it first.
+            for other in self._open:
+                other._note()
+            self._open.append(self)
+            resettable = _reset_peak(self.device)
+        if not resettable and _field(PROC / "self/status", "VmRSS:") is not None:
+            self._sampler = threading.Thread(target=self._sample, name="brim-peak-memory", daemon=True)
+            self._sampler.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, failure: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Stop measuring; bytes keeps its value."""
+        self._stop.set()
+        if self._sampler is not None:
+            self._sampler.join()
+        with self._lock:
+            self._note()
+            self._open.remove(self)
+
+    @property
+    def bytes(self) -> int:
+        """Peak so far, final once the block is left."""
+        with self._lock:
+            if self in self._open:
+                self._note()
+            return self._seen_bytes
+
+    def _note(self) -> None:
+        reading = _resident_bytes() if self._sampler is not None else _peak_bytes(self.device)
+        self._seen_bytes = max(self._seen_bytes, reading)
+
+    def _sample(self) -> None:
+        while not self._stop.wait(SAMPLE_S):
+            with self._lock:
+                self._note()
+
+
+def _reset_peak(device: torch.device) -> bool:
+    """Make the peak counter start from what is in use now; False where that is not permitted."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)  # starts CUDA where nothing has yet: no statistics before that
+        torch.cuda.reset_peak_memory_stats(device)
+        return True
+    with suppress(OSError):
+        (PROC / "self/clear_refs").write_text("5")
+        return True
+    return False
+
+
+def _peak_bytes(device: torch.device) -> int:
+    if device.type == "cuda":
+        return int(torch.cuda.max_memory_allocated(device))
+    peak_kib = _field(PROC / "self/status", "VmHWM:")
+    if peak_kib is not None:
+        return peak_kib * 1024
+    import resource  # absent on Windows, where the rest of this module still works
+
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # since the process began: the best macOS has
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+def _resident_bytes() -> int:
+    return (_field(PROC / "self/status", "VmRSS:") or 0) * 1024

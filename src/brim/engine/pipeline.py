@@ -1,0 +1,403 @@
+"""Overlapped stages: a thread or more each, bounded queues between them, results in order.
+
+    source ──queue──▶ stage ──queue──▶ stage ──queue──▶ the caller's for loop
+
+Every item carries its index. A queue takes an index only when it is among the next `depth` to be
+handed on, and hands on strictly by index; this orders the results of a stage with several workers
+and bounds what is in flight with one rule. The end of the run and every failure are an index too:
+the run ends for the caller when all items before it have arrived, and in no other way.
+
+torch's current device, current stream and gradient mode belong to a thread: a stage sets its own.
+"""
+
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Generic, Self, TypeVar
+
+import torch
+from torch import Tensor
+
+from brim.engine.meter import BUSY, INPUT, ROOM, Meter
+from brim.errors import ConfigError
+
+In = TypeVar("In")
+Out = TypeVar("Out")
+
+_SLICE_S = 0.1  # longest uninterrupted wait of the caller; two of them stay under the promised 0.25 s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stage(Generic[In, Out]):
+    """One step of a pipeline; work is called from the stage's own threads."""
+
+    name: str  # in the meter, in thread names and in errors
+    work: Callable[[In], Out]
+    workers: int = 1  # threads; each holds one more item than the queue
+    depth: int = 2  # items waiting in the output queue; 2 hides jitter of about one item
+
+    def __post_init__(self) -> None:
+        """Check the counts."""
+        if self.workers < 1:
+            raise ConfigError(f"stage {self.name!r}: workers={self.workers} must be at least 1")
+        _check_depth(self.name, self.depth)
+
+
+class Pipeline(Iterator[Any]):
+    """Results of the last stage in the order of the source, made while the caller uses earlier ones.
+
+    A failure in the source or in a stage is raised by next() as the original exception, after the
+    results that precede it. Leaving the with block stops and joins every thread; it waits for the
+    calls of work, and of the source, that are under way.
+    """
+
+    def __init__(
+        self,
+        source: Iterable[Any],
+        stages: Sequence[Stage[Any, Any]],
+        *,
+        meter: Meter | None = None,
+        source_name: str = "source",
+        depth: int = 2,
+        tick: Callable[[], None] | None = None,
+    ) -> None:
+        """Store; depth is that of the source's queue, and tick is called at least every 0.25 s of waiting."""
+        _check_depth(source_name, depth)
+        names = [source_name, *(stage.name for stage in stages)]
+        if len(set(names)) < len(names):
+            raise ConfigError(f"stages {names}: names must differ; the meter accounts by name")
+        self._source = source
+        self._stages = tuple(stages)
+        self._names = names
+        self._meter = meter if meter is not None else Meter()
+        self._tick = tick
+        self._ticked_s = 0.0
+        self._channels = [_Channel(depth), *(_Channel(stage.depth) for stage in stages)]
+        self._threads: list[threading.Thread] = []
+        self._settled: set[threading.Thread] = set()  # those that handed over their end, or were sent away
+
+    def __enter__(self) -> Self:
+        """Start the threads."""
+        if self._threads:
+            raise RuntimeError("pipeline was entered before; make a new one for a second run")
+        for name in self._names:
+            self._meter.add(name, 0.0, BUSY)  # the summary lists the stages in the order data flows
+        self._threads = self._make_threads()
+        try:
+            for thread in self._threads:
+                thread.start()
+        except BaseException:
+            self._close()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Stop and join the threads; results not yet taken are dropped."""
+        self._close()
+
+    def __next__(self) -> Any:
+        """Wait for the next result; a failure raises each time it is asked for, until the block is left."""
+        try:
+            entry = self._take()
+        except _Stopped:
+            raise RuntimeError("pipeline has stopped: left, interrupted, or never entered") from None
+        except BaseException as failure:
+            self._stop()  # an item may be lost between queue and caller, so this run cannot go on
+            if isinstance(failure, StopIteration):
+                raise RuntimeError("tick raised StopIteration") from failure
+            raise
+        if not isinstance(entry, _End):
+            return entry[1]
+        if entry.failure is None:
+            raise StopIteration
+        try:
+            raise entry.failure
+        finally:
+            del entry  # else failure → traceback → this frame → failure keeps device memory alive
+
+    def _take(self) -> "tuple[int, Any] | _End":
+        if not self._threads:
+            raise _Stopped
+        lost = ""
+        while True:
+            self._tick_when_due()
+            entry = self._channels[-1].get(_SLICE_S)
+            if entry is not None:
+                return entry
+            if lost:  # seen a slice ago: whatever that thread did post would have arrived
+                raise RuntimeError(
+                    f"pipeline thread {lost} died without handing over its end; results are missing"
+                )
+            lost = self._find_lost()
+
+    def _tick_when_due(self) -> None:
+        now_s = time.monotonic()
+        if self._tick is not None and now_s - self._ticked_s >= _SLICE_S:
+            self._ticked_s = now_s
+            self._tick()
+
+    def _find_lost(self) -> str:
+        dead = [thread for thread in self._threads if not thread.is_alive()]
+        lost = [thread for thread in dead if thread not in self._settled]
+        if not lost and len(dead) == len(self._threads):
+            lost = dead[-1:]
+        return ", ".join(thread.name for thread in lost)
+
+    def _make_threads(self) -> list[threading.Thread]:
+        first = self._channels[0]
+        threads = [self._thread(self._names[0], _Feed(self._source, self._names[0], first, self._meter))]
+        for stage, inbox, outbox in zip(self._stages, self._channels, self._channels[1:], strict=False):
+            for worker in range(stage.workers):
+                name = stage.name if stage.workers == 1 else f"{stage.name}-{worker}"
+                threads.append(self._thread(name, _Worker(stage, inbox, outbox, self._meter)))
+        return threads
+
+    def _thread(self, name: str, body: "_Feed | _Worker") -> threading.Thread:
+        def run() -> None:
+            _run_to_end(body)
+            self._settled.add(thread)
+
+        thread = threading.Thread(target=run, name=f"pipeline-{name}", daemon=True)
+        return thread
+
+    def _stop(self) -> None:
+        for channel in self._channels:
+            channel.stop()
+
+    def _close(self) -> None:
+        self._stop()
+        for thread in self._threads:
+            while thread.is_alive():
+                thread.join(_SLICE_S)  # in slices, so that a second Ctrl-C gets through on every system
+
+
+class HostCopy:
+    """Copies device tensors into pinned host memory without stopping the device.
+
+    The buffers come from torch's caching pinned allocator, which takes one back when its last
+    reference is gone and its copy has finished; no list of our own can hand one out too early.
+    """
+
+    def start(self, tensors: Mapping[str, Tensor]) -> "Pending":
+        """Queue the copies on the current stream; tensors already on the host pass through."""
+        host = {name: self._copy(tensor) for name, tensor in tensors.items()}
+        devices = {tensor.device for tensor in tensors.values() if tensor.is_cuda}
+        events = []
+        for device in devices:
+            # blocking: the waiting thread sleeps rather than spins
+            event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+            event.record(torch.cuda.current_stream(device))
+            events.append(event)
+        return Pending(host, tuple(tensors.values()), events)
+
+    def _copy(self, tensor: Tensor) -> Tensor:
+        if not tensor.is_cuda:
+            return tensor
+        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        return host.copy_(tensor.detach(), non_blocking=True)
+
+
+class Pending:
+    """Host copies under way; holds the device tensors until they are finished."""
+
+    def __init__(
+        self, host: dict[str, Tensor], sources: Sequence[Tensor], events: Sequence[torch.cuda.Event]
+    ) -> None:
+        """Store; the events follow the copies on their streams."""
+        self._host = host
+        self._sources = sources
+        self._events = events
+
+    def wait(self) -> dict[str, Tensor]:
+        """Return the host tensors once their bytes are there; waits for these copies alone."""
+        for event in self._events:
+            event.synchronize()
+        self._events = self._sources = ()
+        return self._host
+
+    def release(self) -> None:
+        """Drop the host tensors; their memory is used again when the caller has dropped them too."""
+        self.wait()
+        self._host = {}
+
+
+@dataclass(frozen=True, slots=True)
+class _End:
+    """The run has no items from this index on, because of the failure if there is one."""
+
+    index: int
+    failure: BaseException | None
+
+
+class _Stopped(Exception):
+    """Nobody wants what this thread makes any more."""
+
+
+class _Channel:
+    """Bounded hand-over between stages, strictly by index."""
+
+    def __init__(self, depth: int) -> None:
+        self._depth = depth
+        self._slots: dict[int, Any] = {}
+        self._next = 0  # index handed on next
+        self._end: _End | None = None
+        self._stopped = False
+        # entered as a plain lock: a signal between acquire and body cannot leave it locked
+        self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
+
+    def wait_for_room(self, index: int) -> None:
+        """Return when put would not wait; room once there stays."""
+        with self._lock:
+            self._changed.wait_for(lambda: self._refuses(index) or index < self._next + self._depth)
+            if self._refuses(index):
+                raise _Stopped
+
+    def put(self, index: int, item: Any) -> None:
+        self.wait_for_room(index)
+        with self._lock:
+            if self._refuses(index):
+                raise _Stopped
+            self._slots[index] = item
+            self._changed.notify_all()
+
+    def get(self, timeout_s: float | None = None) -> tuple[int, Any] | _End | None:
+        """Return the next item, the end again and again once reached, or None after the timeout."""
+        with self._lock:
+            if not self._ready():
+                self._changed.wait_for(self._ready, timeout_s)
+            index = self._next
+            if index in self._slots:
+                self._next += 1
+                self._changed.notify_all()
+                return index, self._slots.pop(index)
+            if self._end is not None and index >= self._end.index:
+                return self._end
+            if self._stopped:
+                raise _Stopped
+            return None
+
+    def close(self, end: _End) -> None:
+        """End the run at this index; of several ends the first in order holds."""
+        with self._lock:
+            if self._end is None or end.index < self._end.index:
+                self._end = end
+                self._slots = {index: item for index, item in self._slots.items() if index < end.index}
+                self._changed.notify_all()
+
+    def close_now(self, failure: BaseException) -> None:
+        """End the run before the next item."""
+        self.close(_End(self._next, failure))
+
+    def stop(self) -> None:
+        """Drop what is here and send away everybody who waits."""
+        with self._lock:
+            dropped, self._slots = self._slots, {}
+            if self._end is not None and self._end.failure is not None:
+                self._end = None
+            self._stopped = True
+            self._changed.notify_all()
+        dropped.clear()  # after the lock: items may have finalisers
+
+    def _refuses(self, index: int) -> bool:
+        return self._stopped or (self._end is not None and index >= self._end.index)
+
+    def _ready(self) -> bool:
+        at_end = self._end is not None and self._next >= self._end.index
+        return self._next in self._slots or at_end or self._stopped
+
+
+class _Feed:
+    """The source's thread: waits for room first, so that it never runs more than the depth ahead."""
+
+    def __init__(self, source: Iterable[Any], name: str, outbox: _Channel, meter: Meter) -> None:
+        self.inbox = None
+        self.outbox = outbox
+        self._source = source
+        self._iterator: Iterator[Any] | None = None
+        self._name = name
+        self._meter = meter
+        self._index = 0
+
+    def step(self) -> bool:
+        with self._meter.waiting(self._name, ROOM):
+            self.outbox.wait_for_room(self._index)
+        try:
+            if self._iterator is None:
+                self._iterator = self._begin()
+            with self._meter.busy(self._name):
+                item = next(self._iterator)
+        except StopIteration:
+            self.outbox.close(_End(self._index, None))
+            return False
+        except BaseException as failure:
+            self.outbox.close(_End(self._index, failure))
+            return False
+        self.outbox.put(self._index, item)
+        self._index += 1
+        return True
+
+    def _begin(self) -> Iterator[Any]:
+        try:
+            return iter(self._source)
+        except StopIteration as failure:
+            raise RuntimeError(f"{self._name!r} raised StopIteration in __iter__") from failure
+
+
+class _Worker:
+    """One thread of a stage."""
+
+    def __init__(self, stage: Stage[Any, Any], inbox: _Channel, outbox: _Channel, meter: Meter) -> None:
+        self.inbox = inbox
+        self.outbox = outbox
+        self._stage = stage
+        self._meter = meter
+
+    def step(self) -> bool:
+        # a call per item, so that no local keeps the last item alive while the thread waits
+        with self._meter.waiting(self._stage.name, INPUT):
+            entry = self.inbox.get()
+        assert entry is not None
+        if isinstance(entry, _End):
+            self.outbox.close(entry)
+            return False
+        index, item = entry
+        try:
+            with self._meter.busy(self._stage.name):
+                result = self._stage.work(item)
+        except BaseException as failure:
+            self.outbox.close(_End(index, self._surfaced(failure)))
+            self.inbox.stop()  # items before this one are already with other workers
+            return False
+        del entry, item
+        with self._meter.waiting(self._stage.name, ROOM):
+            self.outbox.put(index, result)
+        return True
+
+    def _surfaced(self, failure: BaseException) -> BaseException:
+        if not isinstance(failure, StopIteration):
+            return failure
+        # raised by next() as it is, it would end the caller's loop without a word
+        error = RuntimeError(f"stage {self._stage.name!r} raised StopIteration")
+        error.__cause__ = failure
+        return error
+
+
+def _run_to_end(body: _Feed | _Worker) -> None:
+    try:
+        while body.step():
+            pass
+    except _Stopped:
+        if body.inbox is not None:
+            body.inbox.stop()
+    except BaseException as failure:
+        body.outbox.close_now(failure)
+
+
+def _check_depth(name: str, depth: int) -> None:
+    if depth < 1:
+        raise ConfigError(f"{name!r}: depth={depth} must be at least 1; 2 lets two items wait")

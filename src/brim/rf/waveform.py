@@ -1,0 +1,168 @@
+"""One transmission: the message, and the table of phase (or amplitude) that every receiver reads at its own delay.
+
+Axes: B samples, K tones, S symbols, T table points at 50 kHz, starting `guard` points before time 0.
+"""
+
+from dataclasses import dataclass
+from typing import Any, Self
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from brim.rf.config import SAMPLE_RATE_HZ, GenerateConfig, Waveform
+from brim.rf.philox import Purpose, uniform, words
+from brim.rf.scene import ECHO_DELAY_S, max_delay_s
+
+TABLE_HZ = (
+    50_000  # 17 points per cycle of the highest message tone: six-point interpolation errs below −90 dB
+)
+OVERSAMPLING = SAMPLE_RATE_HZ // TABLE_HZ
+MARGIN = 4  # table and channel points kept on either side for interpolation
+
+NUM_TONES = 16
+MESSAGE_HZ = (300.0, 3000.0)
+SYLLABLE_HZ = (2.5, 6.0)  # rate of the slow modulation, as of speech
+SYLLABLE_DEPTH = 0.6  # below 1: the message never falls silent
+NUM_FORMANTS = 4  # groups of tones that share one slow modulation
+TILT_CORNER_HZ = 1_200.0  # tone amplitudes fall by 6 dB per octave above this
+PEAK_DEVIATION_HZ = 2_500.0  # nbfm
+AM_DEPTH = 0.8
+FSK_BAUD = 1_250
+FSK_DEVIATION_HZ = 1_500.0
+_POINTS_PER_SYMBOL = TABLE_HZ // FSK_BAUD
+
+PARAMETERS: dict[Waveform, dict[str, Any]] = {
+    "nbfm": {"peak_deviation_hz": PEAK_DEVIATION_HZ, "message_hz": MESSAGE_HZ, "tones": NUM_TONES},
+    "am": {"depth": AM_DEPTH, "message_hz": MESSAGE_HZ, "tones": NUM_TONES},
+    "cw": {},
+    "fsk": {"symbols_per_s": FSK_BAUD, "deviation_hz": FSK_DEVIATION_HZ, "line_code": "manchester"},
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Messages:
+    """What a batch of transmitters says, as integer oscillators: exact on every device."""
+
+    step: NDArray[np.uint32]  # (B, K) phase advance per table point, 2^32 per turn
+    phase: NDArray[np.uint32]  # (B, K) phase at time 0
+    amplitude: NDArray[np.float32]  # (B, K) of each tone; total rms 1
+    frequency_hz: NDArray[np.float32]  # (B, K)
+    symbols: NDArray[
+        np.int32
+    ]  # (B, S + 1) fsk: sum of the ±1 symbols before each, from the table's first point
+
+    def __getitem__(self, rows: slice) -> Self:
+        return type(self)(
+            step=self.step[rows],
+            phase=self.phase[rows],
+            amplitude=self.amplitude[rows],
+            frequency_hz=self.frequency_hz[rows],
+            symbols=self.symbols[rows],
+        )
+
+
+def guard_points(config: GenerateConfig) -> int:
+    """Table points before time 0, so that the latest arrival still finds its past; a multiple of a symbol."""
+    late = max_delay_s(config) + ECHO_DELAY_S[1] + 8 * config.clock_sigma_s
+    points = int(np.ceil(late * TABLE_HZ)) + 2 * MARGIN + 4
+    return -(-points // _POINTS_PER_SYMBOL) * _POINTS_PER_SYMBOL
+
+
+def table_points(config: GenerateConfig) -> int:
+    """T, points in a table: the guard, the record and a margin for early clocks."""
+    early = int(np.ceil(8 * config.clock_sigma_s * TABLE_HZ))
+    return guard_points(config) + channel_points(config) + early + 2 * MARGIN + 4
+
+
+def channel_points(config: GenerateConfig) -> int:
+    """Points of the received signal at 50 kHz."""
+    return config.num_samples_iq // OVERSAMPLING
+
+
+def make_messages(config: GenerateConfig, index: NDArray[np.int64]) -> Messages:
+    """Messages of the given attempts: tones under slow modulation for nbfm and am, random symbols for fsk."""
+    if config.waveform in ("nbfm", "am"):
+        return _tones(config, index)
+    empty_u, empty_f = np.zeros((len(index), 0), np.uint32), np.zeros((len(index), 0), np.float32)
+    num = -(-table_points(config) // _POINTS_PER_SYMBOL) if config.waveform == "fsk" else 0
+    symbols = np.zeros((len(index), num + 1), np.int32)
+    if num:
+        # Manchester: every bit is a symbol and its opposite, so that the mean frequency is the carrier's.
+        bits = words(config.seed, index, 0, Purpose.MESSAGE, -(-num // 2)) >> np.uint64(31)
+        first = 2 * bits.astype(np.int32) - 1
+        symbols[:, 1:] = np.cumsum(np.stack([first, -first], -1).reshape(len(index), -1)[:, :num], axis=1)
+    return Messages(step=empty_u, phase=empty_u, amplitude=empty_f, frequency_hz=empty_f, symbols=symbols)
+
+
+def _tones(config: GenerateConfig, index: NDArray[np.int64]) -> Messages:
+    draws = uniform(config.seed, index, 0, Purpose.MESSAGE, 3 * NUM_TONES + 2 * NUM_FORMANTS)
+    place, theta, level = (draws[:, k * NUM_TONES : (k + 1) * NUM_TONES] for k in range(3))
+    rate, psi = draws[:, 3 * NUM_TONES : -NUM_FORMANTS], draws[:, -NUM_FORMANTS:]
+    low, high = MESSAGE_HZ[0] + SYLLABLE_HZ[1], MESSAGE_HZ[1] - SYLLABLE_HZ[1]
+    centre = low + (high - low) * (np.arange(NUM_TONES) + place) / NUM_TONES  # one tone per band: no gaps
+    group = np.arange(NUM_TONES) * NUM_FORMANTS // NUM_TONES
+    slow = (SYLLABLE_HZ[0] + (SYLLABLE_HZ[1] - SYLLABLE_HZ[0]) * rate)[:, group]
+    a = (0.5 + level) / np.sqrt(1 + (centre / TILT_CORNER_HZ) ** 2)
+    side = a * SYLLABLE_DEPTH / 2  # (1 + depth·cos) times a tone is the tone and two sidebands
+    frequency = np.concatenate([centre, centre - slow, centre + slow], 1)
+    amplitude = np.concatenate([a, side, side], 1)
+    amplitude /= np.sqrt((amplitude**2).sum(-1, keepdims=True) / 2)
+    turn = np.concatenate([theta, theta - psi[:, group], theta + psi[:, group]], 1)
+    return Messages(
+        step=np.round(frequency / TABLE_HZ * 2**32).astype(np.uint32),
+        phase=np.floor((turn % 1.0) * 2**32).astype(np.uint64).astype(np.uint32),
+        amplitude=amplitude.astype(np.float32),
+        frequency_hz=frequency.astype(np.float32),
+        symbols=np.zeros((len(index), 1), np.int32),
+    )
+
+
+def make_table(config: GenerateConfig, message: Messages, row: int) -> tuple[Tensor, float]:
+    """The table of one sample and the peak of its message.
+
+    returns  (T,) float32: phase in rad at unit scale (nbfm, fsk) or message (am); and the peak the scale divides by
+    """
+    points = table_points(config)
+    if config.waveform == "cw":
+        return torch.zeros(points), 1.0
+    if config.waveform == "fsk":
+        n = np.arange(points)
+        symbol, within = n // _POINTS_PER_SYMBOL, n % _POINTS_PER_SYMBOL
+        sums = message.symbols[row]
+        here = sums[symbol + 1] - sums[symbol]
+        turns = (sums[symbol] * _POINTS_PER_SYMBOL + here * within).astype(np.float64)
+        return torch.from_numpy((turns * (2 * np.pi * FSK_DEVIATION_HZ / TABLE_HZ)).astype(np.float32)), 1.0
+    clock = (np.arange(points) - guard_points(config)).astype(np.uint32)  # wraps: the oscillators do too
+    wave, integral = torch.zeros(points), torch.zeros(points)
+    for k in range(message.step.shape[1]):
+        turn = clock * message.step[row, k] + message.phase[row, k]
+        angle = torch.from_numpy(turn.view(np.int32)).to(torch.float32).mul_(float(np.pi * 2**-31))
+        amplitude = float(message.amplitude[row, k])
+        wave.add_(torch.cos(angle), alpha=amplitude)
+        integral.add_(torch.sin(angle), alpha=amplitude / float(message.frequency_hz[row, k]))
+    peak = float(wave.abs().max())
+    return (wave if config.waveform == "am" else integral), peak
+
+
+def scale(config: GenerateConfig, peak: Any) -> Any:
+    """What a table is multiplied by: rad for nbfm and fsk, depth over the peak for am."""
+    if config.waveform == "nbfm":
+        return PEAK_DEVIATION_HZ / peak
+    return AM_DEPTH / peak if config.waveform == "am" else peak * 0 + 1.0
+
+
+def rms_frequency_hz(
+    config: GenerateConfig, messages: Messages, peak: NDArray[np.float64]
+) -> NDArray[np.float64]:
+    """β, (B,): rms instantaneous frequency; for am, which has none, the rms bandwidth that takes its place."""
+    if config.waveform == "nbfm":
+        return PEAK_DEVIATION_HZ / peak  # the message's rms is 1
+    if config.waveform == "fsk":
+        return np.full_like(peak, FSK_DEVIATION_HZ)
+    if config.waveform == "cw":
+        return np.zeros_like(peak)
+    slope = np.sqrt(((messages.amplitude.astype(np.float64) * messages.frequency_hz) ** 2).sum(-1) / 2)
+    depth = AM_DEPTH / peak
+    return depth * slope / np.sqrt(1 + depth**2)

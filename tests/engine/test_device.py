@@ -1,0 +1,145 @@
+import os
+
+import pytest
+import torch
+
+from brim.engine import device, memory
+from brim.engine.device import describe, resolve_device, stream, worker_count
+from brim.errors import ConfigError, DeviceError
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def gpus(monkeypatch):
+    def pretend(count):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: count > 0)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+
+    return pretend
+
+
+def test_auto_prefers_the_first_gpu(gpus):
+    gpus(2)
+    assert resolve_device("auto") == torch.device("cuda:0")
+
+
+def test_auto_falls_back_to_the_cpu(gpus):
+    gpus(0)
+    assert resolve_device("auto") == CPU
+
+
+def test_cuda_without_index_is_the_first_gpu(gpus):
+    gpus(2)
+    assert resolve_device("cuda") == torch.device("cuda:0")
+    assert resolve_device("cuda:1") == torch.device("cuda:1")
+    assert resolve_device("cpu") == CPU
+
+
+def test_absent_gpu_is_refused_with_those_that_are_here(gpus):
+    gpus(1)
+    with pytest.raises(
+        DeviceError, match=r'device="cuda:3" is not here; 1 CUDA device found: .*cuda:0 or cpu'
+    ):
+        resolve_device("cuda:3")
+
+
+def test_gpu_on_a_cpu_build_says_so(gpus, monkeypatch):
+    gpus(0)
+    monkeypatch.setattr(torch.version, "cuda", None)
+    with pytest.raises(DeviceError, match=r"built without CUDA.*use --device cpu"):
+        resolve_device("cuda")
+
+
+def test_gpu_without_driver_points_to_the_driver(gpus, monkeypatch):
+    gpus(0)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    with pytest.raises(DeviceError, match="nvidia-smi"):
+        resolve_device("cuda")
+
+
+@pytest.mark.parametrize("name", ["", "gpu", "mps", "cuda:", "cuda:-1", "cuda:x", "cpu:0", "CUDA"])
+def test_unknown_device_names_are_refused(name):
+    with pytest.raises(ConfigError, match="use auto, cpu, cuda or cuda:N"):
+        resolve_device(name)
+
+
+def test_description_of_the_cpu_holds_memory_and_cores():
+    facts = describe(CPU)
+    assert facts["device"] == "cpu"
+    assert facts["name"]
+    assert 0 < facts["free_bytes"] <= facts["total_bytes"]
+    assert facts["cores"] == worker_count()
+
+
+def test_stream_depends_on_its_name_alone():
+    first = torch.rand(4, generator=stream(7, "augment", 3, device=CPU))
+    stream(7, "other", device=CPU)
+    again = torch.rand(4, generator=stream(7, "augment", 3, device=CPU))
+    assert torch.equal(first, again)
+
+
+def test_streams_with_different_names_differ():
+    paths = [(7, "a", 1), (7, "a", 2), (7, "a", "1"), (7, "b", 1), (8, "a", 1), (7, "a")]
+    draws = {torch.rand(1, generator=stream(*path, device=CPU)).item() for path in paths}
+    assert len(draws) == len(paths)
+
+
+def test_workers_stay_within_the_affinity(monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0}, raising=False)
+    assert worker_count() == 1
+
+
+@pytest.fixture
+def cgroup(tmp_path, monkeypatch):
+    """Stand-ins for /proc and /sys/fs/cgroup on a machine of eight cores."""
+    monkeypatch.setattr(memory, "PROC", tmp_path / "proc")
+    monkeypatch.setattr(memory, "CGROUP_ROOT", tmp_path / "cgroup")
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)), raising=False)
+    monkeypatch.setattr(os, "cpu_count", lambda: 8)
+
+    def write(files):
+        for name, text in files.items():
+            (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / name).write_text(text)
+
+    return write
+
+
+def test_workers_stay_within_a_v2_quota_of_an_outer_group(cgroup):
+    cgroup({
+        "proc/self/cgroup": "0::/pod/box\n",
+        "cgroup/cgroup.controllers": "cpu memory",
+        "cgroup/pod/cpu.max": "250000 100000\n",
+        "cgroup/pod/box/cpu.max": "max 100000\n",
+    })  # fmt: skip
+    assert worker_count() == 2
+
+
+def test_workers_stay_within_a_v1_quota(cgroup):
+    cgroup({
+        "proc/self/cgroup": "3:cpu,cpuacct:/box\n",
+        "cgroup/cpu/box/cpu.cfs_quota_us": "300000\n",
+        "cgroup/cpu/box/cpu.cfs_period_us": "100000\n",
+        "cgroup/cpu/cpu.cfs_quota_us": "-1\n",
+        "cgroup/cpu/cpu.cfs_period_us": "100000\n",
+    })  # fmt: skip
+    assert worker_count() == 3
+
+
+def test_a_quota_below_one_core_still_gives_one_worker(cgroup):
+    cgroup({
+        "proc/self/cgroup": "0::/\n",
+        "cgroup/cgroup.controllers": "cpu",
+        "cgroup/cpu.max": "50000 100000\n",
+    })  # fmt: skip
+    assert worker_count() == 1
+
+
+def test_without_cgroups_all_cores_count(cgroup):
+    assert worker_count() == 8
+
+
+def test_cpu_has_a_name_without_proc(monkeypatch, tmp_path):
+    monkeypatch.setattr(device, "PROC", tmp_path)
+    assert describe(CPU)["name"]

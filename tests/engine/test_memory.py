@@ -1,0 +1,314 @@
+import logging
+import threading
+import time
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from brim.engine import memory
+from brim.engine.memory import (
+    Halving,
+    PeakMemory,
+    batch_for,
+    check_injected,
+    format_size,
+    free_bytes,
+    guard,
+    inject_oom,
+    parse_size,
+    total_bytes,
+)
+from brim.errors import ConfigError, OutOfMemory
+
+CPU = torch.device("cpu")
+MIB = 1024**2
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        ("2GiB", 2 * 1024**3),
+        ("500MB", 500_000_000),
+        ("1.5 GiB", 3 * 1024**3 // 2),
+        ("1073741824", 1024**3),
+        (" 7 kb ", 7000),
+        ("1TiB", 1024**4),
+        ("12B", 12),
+    ],
+)
+def test_sizes_are_read_as_people_write_them(text, size):
+    assert parse_size(text) == size
+
+
+@pytest.mark.parametrize(
+    "text", ["", "0", "0GiB", "-1GiB", "nan", "inf", "1e9", "2G", "GiB", "0.1B", "٣", "9" * 99]
+)
+def test_nonsense_sizes_are_refused(text):
+    with pytest.raises(ConfigError, match="write it like 2GiB"):
+        parse_size(text)
+
+
+@pytest.mark.parametrize(
+    ("size", "text"),
+    [(0, "0 B"), (1023, "1023 B"), (1536, "1.5 KiB"), (3 * 1024**3, "3 GiB"), (5 * 1024**4, "5 TiB")],
+)
+def test_sizes_are_written_in_powers_of_1024(size, text):
+    assert format_size(size) == text
+
+
+@given(st.integers(0, 10**12), st.integers(1, 10**9), st.integers(0, 10**12), st.integers(1, 10**5))
+def test_batch_is_the_largest_that_fits(budget, each, fixed, limit):
+    batch = batch_for(budget, each, fixed, limit=limit)
+    assert 1 <= batch <= limit
+    assert batch == 1 or fixed + batch * each <= budget
+    assert batch == limit or fixed + (batch + 1) * each > budget
+
+
+def test_free_memory_is_positive_and_within_the_total():
+    assert 0 < free_bytes(CPU) <= total_bytes(CPU)
+
+
+@pytest.fixture
+def machine(tmp_path, monkeypatch):
+    """Stand-ins for /proc and /sys/fs/cgroup with 8000 KiB available."""
+    monkeypatch.setattr(memory, "PROC", tmp_path / "proc")
+    monkeypatch.setattr(memory, "CGROUP_ROOT", tmp_path / "cgroup")
+
+    def write(files):
+        for name, text in {"proc/meminfo": "MemTotal: 9000 kB\nMemAvailable: 8000 kB\n", **files}.items():
+            (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / name).write_text(text)
+
+    return write
+
+
+def test_free_memory_is_bounded_by_a_v2_group_less_its_idle_cache(machine):
+    machine({
+        "proc/self/cgroup": "0::/box\n",
+        "cgroup/cgroup.controllers": "memory",
+        "cgroup/box/memory.max": "1000000\n",
+        "cgroup/box/memory.current": "700000\n",
+        "cgroup/box/memory.stat": "anon 1\ninactive_file 200000\n",
+    })  # fmt: skip
+    assert free_bytes(CPU) == 500_000
+    assert total_bytes(CPU) == 1_000_000
+
+
+def test_free_memory_is_bounded_by_a_v1_group_whose_path_is_hidden(machine):
+    machine({
+        "proc/self/cgroup": "5:devices:/x\n4:memory:/docker/abc\n",
+        "cgroup/memory/memory.limit_in_bytes": "1000000\n",
+        "cgroup/memory/memory.usage_in_bytes": "400000\n",
+    })  # fmt: skip
+    assert free_bytes(CPU) == 600_000
+
+
+def test_without_a_limit_free_memory_is_what_the_kernel_says(machine):
+    machine({
+        "proc/self/cgroup": "0::/\n",
+        "cgroup/cgroup.controllers": "",
+        "cgroup/memory.max": "max\n",
+        "cgroup/memory.current": "1\n",
+    })  # fmt: skip
+    assert free_bytes(CPU) == 8000 * 1024
+
+
+def test_without_proc_half_of_the_memory_counts_as_free(monkeypatch, tmp_path):
+    monkeypatch.setattr(memory, "PROC", tmp_path)
+    assert free_bytes(CPU) == total_bytes(CPU) // 2
+
+
+def test_memory_cached_by_torch_counts_as_free(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (100, 1000))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 50)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 20)
+    assert free_bytes(torch.device("cuda:0")) == 130
+
+
+@pytest.mark.parametrize(
+    "allocate",
+    [lambda: torch.empty(10**15), lambda: np.empty(10**15), lambda: bytearray(10**15)],
+    ids=["torch", "numpy", "python"],
+)
+def test_a_real_failed_allocation_becomes_out_of_memory(allocate):
+    with pytest.raises(OutOfMemory, match="smaller batch") as caught, guard():
+        allocate()
+    assert caught.value.__cause__ is not None
+
+
+@pytest.mark.parametrize(
+    "failure",
+    [
+        torch.OutOfMemoryError("CUDA out of memory."),
+        RuntimeError("DefaultCPUAllocator: not enough memory: you tried"),
+    ],
+)
+def test_other_shapes_of_out_of_memory_are_recognised(failure):
+    with pytest.raises(OutOfMemory) as caught, guard():
+        raise failure
+    assert caught.value.__cause__ is failure
+
+
+@pytest.mark.parametrize("failure", [RuntimeError("shape mismatch"), ValueError("x"), KeyboardInterrupt()])
+def test_guard_leaves_other_failures_alone(failure):
+    with pytest.raises(type(failure)) as caught, guard():
+        raise failure
+    assert caught.value is failure
+
+
+def test_injected_limit_ends_with_its_block():
+    with inject_oom(above=4):
+        check_injected(4)
+        with pytest.raises(OutOfMemory, match="batch of 5"):
+            check_injected(5)
+    check_injected(5)
+
+
+def test_injected_limit_comes_from_the_environment(monkeypatch):
+    monkeypatch.setenv("BRIM_INJECT_OOM_ABOVE", "8")
+    check_injected(8)
+    with pytest.raises(OutOfMemory):
+        check_injected(9)
+
+
+def test_injected_limit_that_is_no_number_is_refused(monkeypatch):
+    monkeypatch.setenv("BRIM_INJECT_OOM_ABOVE", "many")
+    with pytest.raises(ConfigError, match='BRIM_INJECT_OOM_ABOVE="many"'):
+        check_injected(1)
+
+
+def test_a_batch_that_fits_runs_at_once(caplog):
+    assert Halving(64, CPU).run(len, range(64)) == [64]
+    assert not caplog.records
+
+
+def test_halves_run_in_order_and_later_batches_stay_small():
+    halving = Halving(64, CPU)
+    with inject_oom(above=16):
+        assert halving.run(list, range(40)) == [
+            [*range(10)],
+            [*range(10, 20)],
+            [*range(20, 30)],
+            [*range(30, 40)],
+        ]
+    assert halving.size == 10
+    assert max(map(len, halving.run(list, range(40)))) <= 10
+
+
+def test_a_size_that_failed_is_not_tried_again():
+    tried = []
+
+    def work(items):
+        tried.append(len(items))
+        if len(items) > 4:
+            raise torch.OutOfMemoryError("full")
+        return len(items)
+
+    assert Halving(32, CPU).run(work, torch.arange(32)) == [4] * 8
+    assert tried == [32, 16, 8] + [4] * 8
+
+
+@given(st.integers(1, 100), st.integers(1, 100), st.integers(1, 120))
+def test_halving_loses_and_repeats_nothing(count, above, size):
+    with inject_oom(above=above):
+        parts = Halving(size, CPU).run(list, range(count))
+    assert [item for part in parts for item in part] == [*range(count)]
+
+
+def test_halving_warns_once(caplog):
+    halving = Halving(64, CPU)
+    with caplog.at_level(logging.WARNING, "brim"), inject_oom(above=8):
+        halving.run(list, range(64))
+        halving.run(list, range(9))
+    assert [record.getMessage() for record in caplog.records] == [
+        "batch of 64 did not fit on cpu; continuing with 32"
+    ]
+
+
+def test_a_single_item_that_does_not_fit_raises():
+    halving = Halving(4, CPU)
+    with inject_oom(above=0), pytest.raises(OutOfMemory, match="a single item does not fit on cpu"):
+        halving.run(list, range(4))
+    assert halving.size == 1
+
+
+def test_halving_frees_the_failed_batch_before_it_tries_again(monkeypatch):
+    class Held:
+        alive = 0
+
+        def __init__(self):
+            Held.alive += 1
+
+        def __del__(self):
+            Held.alive -= 1
+
+    def work(items):
+        before, held = Held.alive, Held()
+        if len(items) > 1:
+            raise MemoryError(held)
+        return before
+
+    assert Halving(2, CPU).run(work, [1, 2]) == [0, 0]
+
+
+def test_halving_lets_other_failures_through():
+    with pytest.raises(ZeroDivisionError):
+        Halving(4, CPU).run(lambda items: 1 / 0, [1, 2])
+
+
+def spend(mebibytes):
+    block = bytearray(mebibytes * MIB)
+    block[::4096] = b"x" * len(block[::4096])  # touched, so that it is resident
+
+
+def test_peak_sees_memory_that_is_gone_again():
+    with PeakMemory(CPU) as quiet:
+        pass
+    with PeakMemory(CPU) as peak:
+        spend(64)
+        during = peak.bytes
+    assert during >= quiet.bytes + 50 * MIB
+    assert peak.bytes >= during
+    settled = peak.bytes
+    spend(128)
+    assert peak.bytes == settled
+
+
+def test_peak_forgets_what_came_before_the_block():
+    spend(128)
+    with PeakMemory(CPU) as peak:
+        pass
+    with PeakMemory(CPU) as larger:
+        spend(128)
+    assert peak.bytes < larger.bytes - 100 * MIB
+
+
+def test_an_inner_block_does_not_erase_the_outer_peak():
+    with PeakMemory(CPU) as outer:
+        spend(96)
+        with PeakMemory(CPU) as inner:
+            pass
+    assert outer.bytes >= inner.bytes + 80 * MIB
+
+
+def test_peak_is_sampled_where_the_counter_cannot_be_reset(monkeypatch):
+    monkeypatch.setattr(memory, "_reset_peak", lambda device: False)
+    with PeakMemory(CPU) as quiet:
+        pass
+    with PeakMemory(CPU) as peak:
+        block = bytearray(64 * MIB)
+        block[::4096] = b"x" * len(block[::4096])
+        time.sleep(0.1)
+        del block
+    assert peak.bytes >= quiet.bytes + 50 * MIB
+    assert not [thread for thread in threading.enumerate() if thread.name == "brim-peak-memory"]
+
+
+def test_peak_works_without_proc(monkeypatch, tmp_path):
+    monkeypatch.setattr(memory, "PROC", tmp_path / "absent")
+    with PeakMemory(CPU) as peak:
+        pass
+    assert peak.bytes > MIB

@@ -1,0 +1,446 @@
+import contextlib
+import gc
+import itertools
+import os
+import random
+import signal
+import threading
+import time
+import traceback
+import weakref
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from brim.engine.meter import Meter
+from brim.engine.pipeline import HostCopy, Pipeline, Stage, _Channel, _End
+from brim.errors import ConfigError
+
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+
+
+@pytest.fixture(autouse=True)
+def _threads_are_joined() -> Iterator[None]:
+    before = set(threading.enumerate())
+    yield
+    assert set(threading.enumerate()) <= before
+
+
+def same(item: int) -> int:
+    return item
+
+
+def slow(seconds: float) -> Callable[[int], int]:
+    def work(item: int) -> int:
+        time.sleep(seconds)
+        return item
+
+    return work
+
+
+def three_stages(work: Callable[[int], int], place: str) -> list[Stage[int, int]]:
+    return [Stage(name=name, work=work if name == place else same) for name in ("first", "middle", "last")]
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    num_items=st.integers(0, 25),
+    workers=st.lists(st.integers(1, 5), max_size=3),
+    depth=st.integers(1, 3),
+    seed=st.integers(0, 99),
+)
+def test_results_keep_the_order_of_the_source(
+    num_items: int, workers: list[int], depth: int, seed: int
+) -> None:
+    rng = random.Random(seed)
+
+    def work(item: int) -> int:
+        time.sleep(rng.random() * 0.003)
+        return item + 1
+
+    stages = [Stage(name=f"s{i}", work=work, workers=num, depth=depth) for i, num in enumerate(workers)]
+    with Pipeline(range(num_items), stages, depth=depth) as results:
+        assert list(results) == [item + len(stages) for item in range(num_items)]
+
+
+def test_stages_overlap() -> None:
+    stages = [Stage(name=name, work=slow(0.05)) for name in "abc"]
+    began_s = time.perf_counter()
+    with Pipeline(range(10), stages) as results:
+        assert list(results) == list(range(10))
+    assert time.perf_counter() - began_s < 0.85  # 1.5 s one after the other, 0.6 s at best
+
+
+def test_workers_of_one_stage_overlap() -> None:
+    began_s = time.perf_counter()
+    with Pipeline(range(12), [Stage(name="a", work=slow(0.05), workers=4)]) as results:
+        assert list(results) == list(range(12))
+    assert time.perf_counter() - began_s < 0.4  # 0.6 s with one worker
+
+
+def test_end_is_reached_again_and_again() -> None:
+    with Pipeline([1], []) as results:
+        assert list(results) == [1]
+        assert list(results) == []
+    assert list(results) == []
+
+
+class Broken(Exception):
+    pass
+
+
+def break_at_five(item: int) -> int:
+    if item == 5:
+        raise Broken(item)
+    return item
+
+
+def frames(error: BaseException) -> list[str]:
+    return [frame.name for frame in traceback.extract_tb(error.__traceback__)]
+
+
+@pytest.mark.parametrize("place", ["first", "middle", "last"])
+def test_failing_stage_raises_its_own_exception_after_the_results_before_it(place: str) -> None:
+    got: list[int] = []
+    with (
+        pytest.raises(Broken) as caught,
+        Pipeline(range(100), three_stages(break_at_five, place)) as results,
+    ):
+        got.extend(results)  # extend keeps what came before the failure
+    assert got == [0, 1, 2, 3, 4]
+    assert caught.value.args == (5,)
+    assert frames(caught.value)[-1] == "break_at_five"
+
+
+def test_failing_source_raises_its_own_exception_after_the_results_before_it() -> None:
+    def source() -> Iterator[int]:
+        yield from range(5)
+        break_at_five(5)
+
+    got: list[int] = []
+    with pytest.raises(Broken) as caught, Pipeline(source(), three_stages(same, "")) as results:
+        got.extend(results)
+    assert got == [0, 1, 2, 3, 4]
+    assert frames(caught.value)[-2:] == ["source", "break_at_five"]
+
+
+def test_source_that_cannot_be_iterated_fails() -> None:
+    with pytest.raises(TypeError, match="not iterable"), Pipeline(3, []) as results:  # type: ignore[arg-type]
+        next(results)
+
+
+def test_first_failure_in_order_wins_over_the_first_in_time() -> None:
+    def work(item: int) -> int:
+        if item == 2:
+            time.sleep(0.05)
+        if item >= 2:
+            raise Broken(item)
+        return item
+
+    got: list[int] = []
+    stage = Stage(name="a", work=work, workers=4)
+    with pytest.raises(Broken) as caught, Pipeline(range(20), [stage]) as results:
+        got.extend(results)
+    assert (got, caught.value.args) == ([0, 1], (2,))
+
+
+def test_failure_is_raised_each_time_it_is_asked_for() -> None:
+    with Pipeline([5], [Stage(name="a", work=break_at_five)]) as results:
+        for _ in range(2):
+            with pytest.raises(Broken):
+                next(results)
+
+
+def test_failure_stops_the_stages_before_it() -> None:
+    pulled = []
+
+    def source() -> Iterator[int]:
+        for item in range(1000):
+            pulled.append(item)
+            yield item
+
+    with Pipeline(source(), three_stages(break_at_five, "last")) as results:
+        assert [next(results) for _ in range(4)] == [0, 1, 2, 3]
+        for thread in results._threads:
+            thread.join(5)
+        assert all(not thread.is_alive() for thread in results._threads)
+        assert next(results) == 4
+    assert len(pulled) < 20
+
+
+@pytest.mark.parametrize("place", ["first", "middle", "last"])
+def test_stop_iteration_inside_a_stage_is_an_error_not_the_end(place: str) -> None:
+    def work(item: int) -> int:
+        return next(iter([])) if item == 3 else item
+
+    got: list[int] = []
+    with (
+        pytest.raises(RuntimeError, match=f"{place}.*StopIteration") as caught,
+        Pipeline(range(9), three_stages(work, place)) as results,
+    ):
+        got.extend(results)
+    assert got == [0, 1, 2]
+    assert isinstance(caught.value.__cause__, StopIteration)
+
+
+def test_stop_iteration_in_iter_of_the_source_or_in_tick_is_an_error() -> None:
+    class Source:
+        def __iter__(self) -> Iterator[int]:
+            raise StopIteration
+
+    def tick() -> None:
+        raise StopIteration
+
+    with pytest.raises(RuntimeError, match="StopIteration"), Pipeline(Source(), []) as results:
+        list(results)
+    with pytest.raises(RuntimeError, match="StopIteration"), Pipeline([1], [], tick=tick) as results:
+        list(results)
+
+
+def test_system_exit_inside_a_stage_reaches_the_caller() -> None:
+    def work(item: int) -> int:
+        raise SystemExit(item)
+
+    with pytest.raises(SystemExit), Pipeline([7], [Stage(name="a", work=work)]) as results:
+        list(results)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_thread_that_dies_without_its_end_is_an_error(monkeypatch: pytest.MonkeyPatch, place: int) -> None:
+    close = _Channel.close
+    pipeline = Pipeline(range(3), [Stage(name="a", work=same), Stage(name="b", work=same)])
+
+    def die(channel: _Channel, end: _End) -> None:
+        if channel is pipeline._channels[place]:
+            raise MemoryError
+        close(channel, end)
+
+    monkeypatch.setattr(_Channel, "close", die)
+    got: list[int] = []
+    with pytest.raises(RuntimeError, match="died without"), pipeline as results:
+        got.extend(results)
+    assert got == [0, 1, 2]
+
+
+def test_lost_item_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    put = _Channel.put
+    monkeypatch.setattr(
+        _Channel, "put", lambda self, index, item: None if index == 2 else put(self, index, item)
+    )
+    with pytest.raises(RuntimeError, match="died without"), Pipeline(range(3), []) as results:
+        list(results)
+
+
+def test_early_break_stops_an_endless_source() -> None:
+    def source() -> Iterator[int]:
+        while True:
+            yield 0
+
+    with Pipeline(source(), [Stage(name="a", work=same, workers=3)]) as results:
+        for _ in results:
+            break
+    assert all(not thread.is_alive() for thread in results._threads)
+
+
+def test_error_of_the_caller_passes_through() -> None:
+    def use(item: int) -> None:
+        raise Broken(item)
+
+    with pytest.raises(Broken), Pipeline(range(100), three_stages(same, "")) as results:
+        use(next(results))
+
+
+def test_leaving_without_taking_anything_joins() -> None:
+    with Pipeline(range(100), [Stage(name="a", work=slow(0.01), workers=2, depth=1)], depth=1):
+        pass
+
+
+@pytest.mark.skipif(os.name != "posix", reason="sends a POSIX signal")
+def test_ctrl_c_interrupts_a_waiting_caller() -> None:
+    timer = threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT))
+    began_s = time.perf_counter()
+    timer.start()
+    with pytest.raises(KeyboardInterrupt), Pipeline(range(3), [Stage(name="a", work=slow(0.4))]) as results:
+        next(results)
+    timer.join()
+    assert time.perf_counter() - began_s < 1.0
+
+
+def test_interrupted_pipeline_does_not_go_on() -> None:
+    def tick() -> None:
+        raise KeyboardInterrupt
+
+    with Pipeline(range(3), [], tick=tick) as results:
+        with pytest.raises(KeyboardInterrupt):
+            next(results)
+        with pytest.raises(RuntimeError, match="stopped"):
+            next(results)
+
+
+def test_iteration_needs_the_with_block() -> None:
+    results = Pipeline(range(3), [])
+    with pytest.raises(RuntimeError, match="never entered"):
+        next(results)
+    with results:
+        assert next(results) == 0
+    with pytest.raises(RuntimeError, match="stopped"):
+        next(results)
+    with pytest.raises(RuntimeError, match="entered before"), results:
+        pass
+
+
+@pytest.mark.parametrize("depth", [1, 3])
+def test_source_never_runs_more_than_the_depth_ahead(depth: int) -> None:
+    pulled = taken = 0
+    ahead = []
+
+    def source() -> Iterator[int]:
+        nonlocal pulled
+        for item in range(12):
+            pulled += 1
+            ahead.append(pulled - taken)
+            yield item
+
+    with Pipeline(source(), [], depth=depth) as results:
+        for _ in range(12):
+            time.sleep(0.005)
+            taken += 1  # before the queue gives it up, so that the count never lags
+            next(results)
+    assert max(ahead) == depth
+
+
+def test_items_in_flight_are_bounded_by_depths_and_workers() -> None:
+    pulled = 0
+
+    def source() -> Iterator[int]:
+        nonlocal pulled
+        while True:
+            pulled += 1
+            yield pulled
+
+    stages = [Stage(name="a", work=same, workers=2, depth=3), Stage(name="b", work=same, depth=1)]
+    with Pipeline(source(), stages, depth=2):
+        time.sleep(0.1)
+        assert pulled == 2 + (2 + 3) + (1 + 1)
+
+
+def test_idle_pipeline_holds_no_item() -> None:
+    class Item:
+        pass
+
+    gate = threading.Event()
+
+    def source() -> Iterator[Item]:
+        yield Item()
+        gate.wait()
+
+    with Pipeline(source(), [Stage(name="a", work=lambda item: item)]) as results:
+        item = weakref.ref(next(results))
+        assert item() is None
+        gate.set()
+
+
+def test_failure_frees_what_it_held_without_the_cycle_collector() -> None:
+    class Item:
+        pass
+
+    def work(item: Item) -> None:
+        refs.append(weakref.ref(item))
+        raise Broken
+
+    refs: list[weakref.ref[Item]] = []
+    gc.disable()
+    try:
+        stage = Stage(name="a", work=work)
+        with contextlib.suppress(Broken), Pipeline((Item() for _ in range(1)), [stage]) as results:
+            next(results)
+        assert refs[0]() is None
+    finally:
+        gc.enable()
+
+
+def test_tick_is_called_while_waiting() -> None:
+    ticks: list[float] = []
+    callers = set()
+
+    def tick() -> None:
+        ticks.append(time.perf_counter())
+        callers.add(threading.current_thread())
+
+    with Pipeline(range(2), [Stage(name="a", work=slow(0.6))], tick=tick) as results:
+        assert list(results) == [0, 1]
+    gaps_s = [after - before for before, after in itertools.pairwise(ticks)]
+    assert max(gaps_s) < 0.25
+    assert ticks[-1] - ticks[0] > 0.9
+    assert callers == {threading.current_thread()}
+
+
+def test_tick_is_called_between_many_short_waits() -> None:
+    ticks = []
+    with Pipeline(range(20), [Stage(name="a", work=slow(0.03))], tick=lambda: ticks.append(0)) as results:
+        list(results)
+    assert len(ticks) >= 3
+
+
+def test_accounts_of_every_stage_add_up_to_the_wall_time() -> None:
+    meter = Meter()
+    stages = [Stage(name="quick", work=slow(0.01)), Stage(name="slow", work=slow(0.03))]
+    meter.start()
+    with Pipeline(range(30), stages, meter=meter) as results:
+        for _ in results:
+            meter.count(4)
+    meter.stop()
+    summary = meter.summary()
+    quick, long = summary["stages"]["quick"], summary["stages"]["slow"]
+    assert list(summary["stages"]) == ["source", "quick", "slow"]
+    assert [stage["items"] for stage in summary["stages"].values()] == [30, 30, 30]
+    assert summary["items"] == 120
+    assert long["busy_s"] + long["wait_input_s"] + long["wait_room_s"] == pytest.approx(
+        summary["seconds"], rel=0.1
+    )
+    assert long["share"] > 0.85
+    assert quick["wait_room_s"] > quick["wait_input_s"]
+
+
+def test_wrong_counts_and_names_are_refused() -> None:
+    with pytest.raises(ConfigError, match="workers=0"):
+        Stage(name="a", work=same, workers=0)
+    with pytest.raises(ConfigError, match="depth=0"):
+        Stage(name="a", work=same, depth=0)
+    with pytest.raises(ConfigError, match="depth=0"):
+        Pipeline([], [], depth=0)
+    with pytest.raises(ConfigError, match="names must differ"):
+        Pipeline([], [Stage(name="source", work=same)])
+
+
+def test_host_copy_passes_host_tensors_through() -> None:
+    tensors = {"a": torch.arange(3), "b": torch.ones(2, 2)}
+    pending = HostCopy().start(tensors)
+    host = pending.wait()
+    assert host["a"] is tensors["a"]
+    assert host["b"] is tensors["b"]
+    pending.release()
+    assert host["a"].tolist() == [0, 1, 2]
+    assert pending.wait() == {}
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_host_copy_brings_device_tensors_into_pinned_memory() -> None:
+    device = torch.device("cuda")
+    copy = HostCopy()
+    made = [torch.full((1 << 22,), number, device=device) for number in range(8)]
+    pending = [
+        copy.start({"x": tensor, "t": tensor.view(2, -1).T[:5], "c": torch.ones(2)}) for tensor in made
+    ]
+    for number, one in enumerate(pending):
+        host = one.wait()
+        assert host["x"].is_pinned()
+        assert bool((host["x"] == number).all())
+        assert host["t"].shape == (5, 2)
+        one.release()
+        assert bool((host["x"] == number).all())  # valid for as long as the caller holds it
