@@ -43,9 +43,7 @@ def test_sizes_are_read_as_people_write_them(text, size):
     assert parse_size(text) == size
 
 
-@pytest.mark.parametrize(
-    "text", ["", "0", "0GiB", "-1GiB", "nan", "inf", "1e9", "2G", "GiB", "0.1B", "٣", "9" * 99]
-)
+@pytest.mark.parametrize("text", ["", "0", "0GiB", "-1GiB", "nan", "inf", "1e9", "2G", "GiB", "0.1B", "٣", "9" * 99])
 def test_nonsense_sizes_are_refused(text):
     with pytest.raises(ConfigError, match="write it like 2GiB"):
         parse_size(text)
@@ -223,9 +221,7 @@ def test_halving_warns_once(caplog):
     with caplog.at_level(logging.WARNING, "brim"), inject_oom(above=8):
         halving.run(list, range(64))
         halving.run(list, range(9))
-    assert [record.getMessage() for record in caplog.records] == [
-        "batch of 64 did not fit on cpu; continuing with 32"
-    ]
+    assert [record.getMessage() for record in caplog.records] == ["batch of 64 did not fit on cpu; continuing with 32"]
 
 
 def test_a_single_item_that_does_not_fit_raises():

@@ -52,9 +52,7 @@ def three_stages(work: Callable[[int], int], place: str) -> list[Stage[int, int]
     depth=st.integers(1, 3),
     seed=st.integers(0, 99),
 )
-def test_results_keep_the_order_of_the_source(
-    num_items: int, workers: list[int], depth: int, seed: int
-) -> None:
+def test_results_keep_the_order_of_the_source(num_items: int, workers: list[int], depth: int, seed: int) -> None:
     rng = random.Random(seed)
 
     def work(item: int) -> int:
@@ -228,9 +226,7 @@ def test_thread_that_dies_without_its_end_is_an_error(monkeypatch: pytest.Monkey
 
 def test_lost_item_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     put = _Channel.put
-    monkeypatch.setattr(
-        _Channel, "put", lambda self, index, item: None if index == 2 else put(self, index, item)
-    )
+    monkeypatch.setattr(_Channel, "put", lambda self, index, item: None if index == 2 else put(self, index, item))
     with pytest.raises(RuntimeError, match="died without"), Pipeline(range(3), []) as results:
         list(results)
 
@@ -399,9 +395,7 @@ def test_accounts_of_every_stage_add_up_to_the_wall_time() -> None:
     assert list(summary["stages"]) == ["source", "quick", "slow"]
     assert [stage["items"] for stage in summary["stages"].values()] == [30, 30, 30]
     assert summary["items"] == 120
-    assert long["busy_s"] + long["wait_input_s"] + long["wait_room_s"] == pytest.approx(
-        summary["seconds"], rel=0.1
-    )
+    assert long["busy_s"] + long["wait_input_s"] + long["wait_room_s"] == pytest.approx(summary["seconds"], rel=0.1)
     assert long["share"] > 0.85
     assert quick["wait_room_s"] > quick["wait_input_s"]
 
@@ -434,9 +428,7 @@ def test_host_copy_brings_device_tensors_into_pinned_memory() -> None:
     device = torch.device("cuda")
     copy = HostCopy()
     made = [torch.full((1 << 22,), number, device=device) for number in range(8)]
-    pending = [
-        copy.start({"x": tensor, "t": tensor.view(2, -1).T[:5], "c": torch.ones(2)}) for tensor in made
-    ]
+    pending = [copy.start({"x": tensor, "t": tensor.view(2, -1).T[:5], "c": torch.ones(2)}) for tensor in made]
     for number, one in enumerate(pending):
         host = one.wait()
         assert host["x"].is_pinned()

@@ -269,6 +269,25 @@ def test_shards_made_within_a_second_share_a_commit(tmp_path, monkeypatch):
     assert len(commits) == 2  # at the start and at the end
 
 
+def test_finish_does_not_write_a_flushed_shard_again(tmp_path):
+    with writer(tmp_path / "out") as out:
+        out.append(rows_of(0, 13), totals_of(0, 13))
+        out.flush_partial()
+        flushed = (tmp_path / "out/shards/000001.safetensors").stat().st_ino
+        out.finish(report="done")
+    assert (tmp_path / "out/shards/000001.safetensors").stat().st_ino == flushed
+    assert files_of(tmp_path / "out") == files_of(fill(tmp_path / "clean", 13))
+
+
+def test_rows_may_follow_a_flushed_shard(tmp_path):
+    with writer(tmp_path / "out") as out:
+        for start in range(0, 24, 4):
+            out.append(rows_of(start, start + 4), totals_of(start, start + 4))
+            out.flush_partial()
+        out.finish(report="done")
+    assert files_of(tmp_path / "out") == files_of(fill(tmp_path / "clean", 24))
+
+
 # Resuming
 
 
@@ -444,9 +463,7 @@ def test_a_failed_sync_leaves_the_last_valid_manifest(tmp_path, monkeypatch):
     assert (tmp_path / "out/manifest.json").read_bytes() == before
 
 
-@pytest.mark.parametrize(
-    ("owner", "name"), [(Path, "open"), (Path, "mkdir"), (Path, "replace"), (os, "fsync")]
-)
+@pytest.mark.parametrize(("owner", "name"), [(Path, "open"), (Path, "mkdir"), (Path, "replace"), (os, "fsync")])
 def test_an_unwritable_directory_is_left_as_it_was(tmp_path, monkeypatch, owner, name):
     refuse(monkeypatch, errno.EACCES, owner, name)
     with pytest.raises(StorageError, match="no permission; change the permissions or choose another --out"):
@@ -458,9 +475,7 @@ def test_an_unwritable_directory_is_left_as_it_was(tmp_path, monkeypatch, owner,
 def test_a_first_shard_that_cannot_be_written_leaves_nothing(tmp_path, monkeypatch):
     (tmp_path / "out").mkdir()
     refuse(monkeypatch, errno.ENOSPC, Path, "replace", lambda self, target: target.suffix == ".safetensors")
-    with pytest.raises(
-        StorageError, match="no space is left on the device; free some space or choose another"
-    ):
+    with pytest.raises(StorageError, match="no space is left on the device; free some space or choose another"):
         fill(tmp_path / "out", 50)
     assert not list((tmp_path / "out").iterdir())
 

@@ -46,9 +46,7 @@ def parse_size(text: str) -> int:
     factor = _UNITS.get(match[2].lower()) if match else None
     size = int(Decimal(match[1]) * factor) if match and factor else 0
     if size < 1:
-        raise ConfigError(
-            f'size "{text}" is not a positive number of bytes; write it like 2GiB, 500MB or 1073741824'
-        )
+        raise ConfigError(f'size "{text}" is not a positive number of bytes; write it like 2GiB, 500MB or 1073741824')
     return size
 
 
@@ -184,9 +182,7 @@ def check_injected(batch: int) -> None:
     above = _injected_above
     if above is None and (text := os.environ.get(INJECT_VARIABLE)):
         if not text.isdecimal():
-            raise ConfigError(
-                f'{INJECT_VARIABLE}="{text}" is not a number of items; set it like 64 or unset it'
-            )
+            raise ConfigError(f'{INJECT_VARIABLE}="{text}" is not a number of items; set it like 64 or unset it')
         above = int(text)
     if above is not None and batch > above:
         raise OutOfMemory(f"batch of {batch} is above the injected limit of {above} ({INJECT_VARIABLE})")
@@ -195,9 +191,9 @@ def check_injected(batch: int) -> None:
 class Sliceable(Protocol):
     """What Halving can cut: a list, a range, a tensor."""
 
-    def __len__(self) -> int: ...  # noqa: D105
+    def __len__(self) -> int: ...
 
-    def __getitem__(self, key: slice, /) -> Any: ...  # noqa: D105
+    def __getitem__(self, key: slice, /) -> Any: ...
 
 
 Items = TypeVar("Items", bound=Sliceable)
@@ -212,6 +208,7 @@ class Halving:
         self.size = size
         self.device = device
         self._warned = False
+        self._lock = threading.Lock()  # several workers may share one batch size
 
     def run(self, fn: Callable[[Items], Result], items: Items) -> list[Result]:
         """Results of fn over items in order: one when they fit at once, else one for each part."""
@@ -244,13 +241,14 @@ class Halving:
         return True
 
     def _shrink(self, failed: int) -> None:
-        self.size = min(self.size, (failed + 1) // 2)
         gc.collect()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
-        if not self._warned:
+        with self._lock:
+            self.size = min(self.size, (failed + 1) // 2)
+            if not self._warned:
+                log.warning("batch of %d did not fit on %s; continuing with %d", failed, self.device, self.size)
             self._warned = True
-            log.warning("batch of %d did not fit on %s; continuing with %d", failed, self.device, self.size)
 
 
 # What it took

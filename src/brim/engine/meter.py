@@ -27,9 +27,7 @@ class Meter:
     Each thread accounts its own time, so a stage with four workers has a busy share of up to 4.
     """
 
-    def __init__(
-        self, *, clock: Callable[[], float] = time.perf_counter, gpu: "GpuSampler | None" = None
-    ) -> None:
+    def __init__(self, *, clock: Callable[[], float] = time.perf_counter, gpu: "GpuSampler | None" = None) -> None:
         """Take a clock in seconds, and a sampler whose summary becomes the summary\'s "gpu"."""
         self._clock = clock
         self._gpu = gpu

@@ -129,9 +129,7 @@ class Pipeline(Iterator[Any]):
             if entry is not None:
                 return entry
             if lost:  # seen a slice ago: whatever that thread did post would have arrived
-                raise RuntimeError(
-                    f"pipeline thread {lost} died without handing over its end; results are missing"
-                )
+                raise RuntimeError(f"pipeline thread {lost} died without handing over its end; results are missing")
             lost = self._find_lost()
 
     def _tick_when_due(self) -> None:
@@ -204,9 +202,7 @@ class HostCopy:
 class Pending:
     """Host copies under way; holds the device tensors until they are finished."""
 
-    def __init__(
-        self, host: dict[str, Tensor], sources: Sequence[Tensor], events: Sequence[torch.cuda.Event]
-    ) -> None:
+    def __init__(self, host: dict[str, Tensor], sources: Sequence[Tensor], events: Sequence[torch.cuda.Event]) -> None:
         """Store; the events follow the copies on their streams."""
         self._host = host
         self._sources = sources

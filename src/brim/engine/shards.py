@@ -74,9 +74,7 @@ class Dataset:
         rows = self.shard(0) if self.shards else {}
         return {name: (tensor.dtype, tuple(tensor.shape[1:])) for name, tensor in rows.items()}
 
-    def shard(
-        self, index: int, names: Sequence[str] | None = None, verify: bool = False
-    ) -> dict[str, Tensor]:
+    def shard(self, index: int, names: Sequence[str] | None = None, verify: bool = False) -> dict[str, Tensor]:
         """Rows of one shard, mapped from the file until touched; verify compares the checksum first."""
         entry = self.shards[index]
         file = self._file(entry)
@@ -91,9 +89,7 @@ class Dataset:
             _unreadable(file, failure)
         for name, tensor in rows.items():
             if tensor.ndim < 1 or len(tensor) != entry.items:
-                _corrupt(
-                    file, f'"{name}" has shape {list(tensor.shape)}, the manifest says {entry.items} items'
-                )
+                _corrupt(file, f'"{name}" has shape {list(tensor.shape)}, the manifest says {entry.items} items')
         return rows
 
     def load(self, names: Sequence[str] | None = None) -> dict[str, Tensor]:
@@ -167,6 +163,7 @@ class ShardWriter:
         self._buffer: dict[str, Tensor] = {}
         self._rows = 0  # rows accepted; those beyond the full shards are in the buffer
         self._row_totals: dict[str, int] = {}  # after the last accepted row
+        self._flushed = 0  # rows accepted when the partial shard was written here
         self._unsynced: list[Path] = []
         self._dirty = False  # what the manifest on disk says is out of date
         self._commit_failed = False
@@ -193,9 +190,7 @@ class ShardWriter:
         with _refusals(self.path, kept=False):
             self._fresh = _is_vacant(self.path)
             if not self._fresh and not self.resume:
-                raise DatasetError(
-                    f"{self.path} is not empty; add --resume to continue it or choose another --out"
-                )
+                raise DatasetError(f"{self.path} is not empty; add --resume to continue it or choose another --out")
             try:
                 self._start() if self._fresh else self._continue()
             except BaseException:
@@ -248,10 +243,10 @@ class ShardWriter:
     def finish(self, **extra: Any) -> None:
         """Write what is left, add the extra fields to the manifest and mark the dataset complete."""
         with _refusals(self.path):
-            if self._buffered():
-                self._write_shard()  # also over a listed partial one: it may come from a run with more items
-            else:
+            if not self._buffered():
                 self._partial = None
+            elif self._flushed != self._rows:
+                self._write_shard()  # also over a listed partial one: it may come from a run with more items
             self.header = {**self.header, **extra}
             self._complete = self._dirty = True
             self._commit()
@@ -363,7 +358,7 @@ class ShardWriter:
         if count == self.items_per_shard:
             self._full.append(entry)
         else:
-            self._partial = entry
+            self._partial, self._flushed = entry, self._rows
         if time.monotonic() - self._committed_at >= COMMIT_S:
             self._commit()
 

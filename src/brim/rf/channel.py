@@ -15,7 +15,7 @@ from torch import Tensor
 from brim.rf.config import GenerateConfig
 from brim.rf.philox import Purpose, words
 from brim.rf.scene import NUM_PATHS, Scenes
-from brim.rf.waveform import AM_DEPTH, MARGIN, TABLE_HZ, channel_points, guard_points
+from brim.rf.waveform import MARGIN, TABLE_HZ, channel_points, guard_points
 
 FADING_HZ = 1_000  # linear interpolation between these errs below −69 dB at the fastest fading, 8.5 Hz
 NUM_SINUSOIDS = 32  # per path: power is within 1/32 of Rayleigh's in its second moment
@@ -68,9 +68,7 @@ def make_links(config: GenerateConfig, scenes: Scenes) -> Links:
         shift=(guard_points(config) - MARGIN - whole - TAPS // 2).astype(np.int32),
         weights=lagrange(1 - (late - whole), TAPS).astype(np.float32),
         doppler_hz=scenes.doppler_hz[pick].astype(np.float32),
-        offset_step=np.round(scenes.frequency_offset_hz[pick] / TABLE_HZ * 2**32)
-        .astype(np.int64)
-        .astype(np.uint32),
+        offset_step=np.round(scenes.frequency_offset_hz[pick] / TABLE_HZ * 2**32).astype(np.int64).astype(np.uint32),
     )
 
 
@@ -108,9 +106,7 @@ def fading(config: GenerateConfig, links: Links, row: int) -> Tensor:
         flat = torch.polar(torch.ones(NUM_PATHS), start[:, 0] * float(2 * np.pi))
         return flat[:, None].expand(NUM_PATHS, fading_points(config)).contiguous()
     sector = torch.arange(NUM_SINUSOIDS, dtype=torch.float32)
-    doppler = float(links.doppler_hz[row]) * torch.cos(
-        (sector + turn[..., 0]) * float(2 * np.pi / NUM_SINUSOIDS)
-    )
+    doppler = float(links.doppler_hz[row]) * torch.cos((sector + turn[..., 0]) * float(2 * np.pi / NUM_SINUSOIDS))
     time = (torch.arange(fading_points(config), dtype=torch.float32) - 1) / FADING_HZ
     angle = (doppler[..., None] * time + start[..., None]) * float(2 * np.pi)  # (P, sinusoids, J)
     gain = torch.complex(torch.cos(angle).sum(1), torch.sin(angle).sum(1)) * float(NUM_SINUSOIDS**-0.5)

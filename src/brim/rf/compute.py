@@ -6,7 +6,7 @@ Axes: B samples, R receivers, M packed records, C chunks, F features.
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Protocol, Self
 
 import numpy as np
@@ -19,10 +19,11 @@ from brim.rf import features as ft
 from brim.rf.bound import crlb_m
 from brim.rf.channel import Links, make_links, receive
 from brim.rf.config import NUM_CHUNKS, GenerateConfig
+from brim.rf.geometry import SPEED_OF_LIGHT
 from brim.rf.link import noise_dbm
 from brim.rf.receiver import record, tune
 from brim.rf.scene import Scenes, baselines_m, make_scenes, max_baseline_m
-from brim.rf.waveform import MARGIN, Messages, TABLE_HZ, make_messages, make_table, rms_frequency_hz, scale
+from brim.rf.waveform import MARGIN, TABLE_HZ, Messages, make_messages, make_table, rms_frequency_hz, scale
 
 TRUTH: tuple[tuple[str, str], ...] = (
     ("power_dbm", "dBm"),
@@ -89,6 +90,11 @@ class Measured:
     chunks: Tensor  # (M, C, F) float32
     features: Tensor  # (M, F, 4) float32
     iq: Tensor | None  # (M, N) complex64, in sqrt(mW)
+
+    def to(self, device: str) -> Self:
+        """The same on another device."""
+        moved = {f.name: getattr(self, f.name) for f in fields(self)}
+        return type(self)(**{name: t if t is None else t.to(device) for name, t in moved.items()})
 
 
 class Backend(Protocol):
@@ -166,7 +172,7 @@ class CpuBackend:
             floors.append(floor)
             cleans.append(signal[MARGIN:-MARGIN:STREAM_STRIDE].reshape(NUM_CHUNKS, -1))
             if iq:
-                records.append(raw.mul_(ft.noise_free_units(self.noise_dbm)))
+                records.append(raw.mul_(ft.milliwatt_units(self.noise_dbm)))
         truth = ft.measure_truth(torch.stack(cleans), self.grid)
         chunks = self._features(work, row, torch.stack(streams), torch.stack(floors), truth)
         return Measured(
@@ -179,14 +185,28 @@ class CpuBackend:
 
     def _features(self, work: Work, row: int, stream: Tensor, floor: Tensor, truth: Tensor) -> Tensor:
         power = ft.channel_power(torch.fft.fft(stream), self.grid)
-        named = ft.measure_spectrum(power, floor, self.noise_dbm, self.grid)
-        snr = (power.sum(-1) - floor).clamp(min=0) / floor
-        envelope, demodulated = ft.measure_envelope(stream, snr, self.config)
+        spectrum = ft.sum_spectrum(power, floor, self.grid)
+        sums, demodulated = ft.sum_envelope(stream, self.config)
         reference = int(record_power(truth).argmax())
         limit = arrival_limit_s(self.config, work, row, reference)
         value, sigma = ft.measure_arrival(demodulated, reference, limit, self.config, self.grid)
-        arrival = {"arrival_difference_us": value * 1e6, "arrival_sigma_us": sigma * 1e6}
-        return ft.feature_tensor({**named, **envelope, **arrival})
+        return feature_chunks(self.config, self.grid, spectrum, sums, floor, value, sigma)
+
+
+def feature_chunks(
+    config: GenerateConfig,
+    grid: ft.Grid,
+    spectrum: ft.SpectrumSums,
+    envelope: ft.EnvelopeSums,
+    floor: Tensor,
+    arrival_s: Tensor,
+    sigma_s: Tensor,
+) -> Tensor:
+    """(M, C, F) from what a device reduced its chunks to; the same formulas on every device."""
+    snr = ft.linear_snr(spectrum.total, floor)
+    named = ft.spectrum_features(spectrum, floor, noise_dbm(config)) | ft.envelope_features(envelope, snr, config, grid)
+    named |= {"arrival_difference_us": arrival_s * 1e6, "arrival_sigma_us": sigma_s * 1e6}
+    return torch.stack([named[name] for name, _ in ft.FEATURES], -1)
 
 
 def record_power(truth: Tensor) -> Tensor:
@@ -202,15 +222,11 @@ def arrival_limit_s(config: GenerateConfig, work: Work, row: int, reference: int
     """(M,) how far the arrival differences of one sample may lie from 0."""
     span = slice(int(work.starts[row]), int(work.starts[row + 1]))
     receivers = work.links.receiver[span]
-    limits = baselines_m(work.scenes[row : row + 1], config, receivers[reference : reference + 1])[
-        0, receivers
-    ]
-    return torch.from_numpy((limits / ft.SPEED_OF_LIGHT + ft.lag_slack_s(config)).astype(np.float32))
+    limits = baselines_m(work.scenes[row : row + 1], config, receivers[reference : reference + 1])[0, receivers]
+    return torch.from_numpy((limits / SPEED_OF_LIGHT + ft.lag_slack_s(config)).astype(np.float32))
 
 
-def assemble(
-    config: GenerateConfig, work: Work, measured: Measured, *, chunks: bool = False
-) -> dict[str, Tensor]:
+def assemble(config: GenerateConfig, work: Work, measured: Measured, *, chunks: bool = False) -> dict[str, Tensor]:
     """Rows of the dataset: packed measurements laid out over the padded receiver axis, with truth and bounds."""
     scenes, pick = work.scenes, (work.links.sample, work.links.receiver)
     shape = scenes.valid.shape
@@ -242,9 +258,7 @@ def assemble(
     return out
 
 
-def _padded(
-    packed: Tensor, pick: tuple[NDArray[np.int64], NDArray[np.int64]], shape: tuple[int, ...]
-) -> Tensor:
+def _padded(packed: Tensor, pick: tuple[NDArray[np.int64], NDArray[np.int64]], shape: tuple[int, ...]) -> Tensor:
     out = torch.zeros(*shape, *packed.shape[1:], dtype=packed.dtype)
     out[torch.from_numpy(pick[0]), torch.from_numpy(pick[1])] = packed
     return out
@@ -295,12 +309,10 @@ def _truth(
 
 
 @contextmanager
-def open_backend(
-    config: GenerateConfig, device: torch.device, workers: int | None = None
-) -> Iterator[Backend]:
+def open_backend(config: GenerateConfig, device: torch.device, workers: int | None = None) -> Iterator[Backend]:
     """The backend for a device; its threads end with the block."""
     if device.type == "cuda":
-        from brim.rf.kernels import CudaBackend  # Triton is imported only where there is a GPU
+        from brim.rf.cuda import CudaBackend  # Triton is imported only where there is a GPU
 
         yield CudaBackend(config, device)
         return
@@ -320,5 +332,5 @@ def generate_batch(
     scenes = make_scenes(config, index)
     work = make_work(config, scenes[np.nonzero(scenes.accepted)[0]])
     with open_backend(config, torch.device(device)) as backend:
-        measured = backend.measure(work, iq=config.dataset_type == "iq_raw")
+        measured = backend.measure(work, iq=config.dataset_type == "iq_raw").to("cpu")
         return assemble(config, work, measured, chunks=chunks)

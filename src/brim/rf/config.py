@@ -105,9 +105,7 @@ class GenerateConfig:
     max_frequency_offset_hz: float = 50.0  # oscillators, uniform within ± this
     clock_sigma_s: float = 1e-6  # station clock error, drawn anew per sample and receiver
     duration_s: float = 1.0  # of a record at 200 kHz
-    samples_per_shard: int = (
-        0  # 0: 512 for features, 8 for iq_raw; fixed by the config, never by the batch size
-    )
+    samples_per_shard: int = 0  # 0: 512 for features, 8 for iq_raw; fixed by the config, never by the batch size
 
     def __post_init__(self) -> None:
         _check_types(self)
@@ -180,9 +178,7 @@ PRESETS: dict[str, dict[str, Any]] = {
 }
 
 
-def from_mapping(
-    values: Mapping[str, Any], *, preset: str | None = None, source: str = "config"
-) -> GenerateConfig:
+def from_mapping(values: Mapping[str, Any], *, preset: str | None = None, source: str = "config") -> GenerateConfig:
     """A configuration from plain values (TOML, JSON, options) over a preset; unknown names are refused."""
     known = [f.name for f in fields(GenerateConfig)]
     for name in values:
@@ -226,13 +222,9 @@ def read_stations(path: Path) -> tuple[Station, ...]:
             rows = list(csv.DictReader(file, skipinitialspace=True))
             header = list(rows[0]) if rows else []
     except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise ConfigError(
-            f"stations file {path}: {_reason(error)}; expected CSV with name,lat,lon,alt"
-        ) from error
+        raise ConfigError(f"stations file {path}: {_reason(error)}; expected CSV with name,lat,lon,alt") from error
     if not rows:
-        raise ConfigError(
-            f"stations file {path}: no stations; expected the header name,lat,lon,alt and a line each"
-        )
+        raise ConfigError(f"stations file {path}: no stations; expected the header name,lat,lon,alt and a line each")
     missing = [c for c in ("name", "lat", "lon", "alt") if c not in header]
     if missing:
         raise ConfigError(
@@ -258,9 +250,7 @@ def check_stations(stations: tuple[Station, ...], source: str) -> None:
             raise ConfigError(f"{source}: station name {s.name!r} is empty or used twice; give each its own")
         if (s.lat, s.lon) in places:
             other = places[s.lat, s.lon]
-            raise ConfigError(
-                f"{source}: stations {other!r} and {s.name!r} stand at the same place; keep one"
-            )
+            raise ConfigError(f"{source}: stations {other!r} and {s.name!r} stand at the same place; keep one")
         names.add(s.name)
         places[s.lat, s.lon] = s.name
     if stations:
@@ -270,9 +260,7 @@ def check_stations(stations: tuple[Station, ...], source: str) -> None:
 def _check_extent(stations: tuple[Station, ...], source: str) -> None:
     lats, lons = [s.lat for s in stations], [s.lon for s in stations]
     if max(abs(x) for x in lats) > 85:
-        raise ConfigError(
-            f"{source}: a station beyond 85 degrees of latitude; the outside margin would cross a pole"
-        )
+        raise ConfigError(f"{source}: a station beyond 85 degrees of latitude; the outside margin would cross a pole")
     height_km = (max(lats) - min(lats)) * 111.2
     width_km = (max(lons) - min(lons)) * 111.3 * math.cos(math.radians(min(abs(x) for x in lats)))
     if math.hypot(height_km, width_km) > MAX_EXTENT_KM:

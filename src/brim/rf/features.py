@@ -7,7 +7,6 @@ made the signal. Powers are in units of the noise in the channel until the last 
 import math
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -112,93 +111,148 @@ def measure_truth(clean: Tensor, grid: Grid) -> Tensor:
     return torch.stack([total, occupied.to(torch.float32) * grid.bin_hz], -1)
 
 
-def measure_envelope(stream: Tensor, snr: Tensor, config: GenerateConfig) -> tuple[dict[str, Tensor], Tensor]:
-    """Features of the stream in time, and the demodulated signal that carries the timing.
+@dataclass(frozen=True, slots=True)
+class EnvelopeSums:
+    """What a chunk of the stream comes down to in time; every tensor is (M, C) float32.
+
+    p is the mean power of two neighbouring points, t their product's imaginary part: power times phase advance.
+    """
+
+    envelope: Tensor  # sum of |y|
+    square: Tensor  # sum of |y|²
+    peak: Tensor  # largest |y|
+    crossings: Tensor  # sign changes of the real part
+    p: Tensor
+    pp: Tensor
+    t: Tensor
+    tt: Tensor
+    pt: Tensor
+
+
+def sum_envelope(stream: Tensor, config: GenerateConfig) -> tuple[EnvelopeSums, Tensor]:
+    """Reduce the stream in time, and demodulate the signal that carries the timing.
 
     stream   (M, C, W)  complex64
-    snr      (M, C)     float32   linear
-    returns  features (M, C) by name;  (M, C, W) float32, last point 0
+    returns  sums, and (M, C, W) float32 with 0 as its last point
     """
     power = stream.abs().square_()
-    square = power.mean(-1)
-    rms = square.sqrt().clamp(min=1e-15)
     envelope = power.sqrt()
-    mean, peak = envelope.mean(-1) / rms, envelope.amax(-1) / rms
-    crossings = (stream.real[..., 1:] * stream.real[..., :-1] < 0).sum(-1)
-    product = stream[..., 1:] * stream[..., :-1].conj()
-    turning = product.imag
-    both = (power[..., 1:] + power[..., :-1]) * 0.5
-    sums = [x.sum(-1) for x in (both, both * both, turning, turning * turning, both * turning)]
-    spread, confidence = delay_spread(*sums, snr, stream.shape[-1])
-    out = {
+    real = stream.real
+    p = (power[..., 1:] + power[..., :-1]) * 0.5
+    t = (stream[..., 1:] * stream[..., :-1].conj()).imag
+    sums = EnvelopeSums(
+        envelope=envelope.sum(-1),
+        square=power.sum(-1),
+        peak=envelope.amax(-1),
+        crossings=(real[..., 1:] * real[..., :-1] < 0).sum(-1).to(torch.float32),
+        p=p.sum(-1),
+        pp=(p * p).sum(-1),
+        t=t.sum(-1),
+        tt=(t * t).sum(-1),
+        pt=(p * t).sum(-1),
+    )
+    return sums, torch.nn.functional.pad(p if config.waveform == "am" else t, (0, 1))
+
+
+def envelope_features(sums: EnvelopeSums, snr: Tensor, config: GenerateConfig, grid: Grid) -> dict[str, Tensor]:
+    """Features of the stream in time, (M, C) by name; envelopes are relative to the chunk's rms.
+
+    snr  (M, C)  float32  linear
+    """
+    rms = (sums.square / grid.points).sqrt().clamp(min=1e-15)
+    mean, peak = sums.envelope / grid.points / rms, sums.peak / rms
+    spread, confidence = _delay_spread(sums, snr, config, grid)
+    return {
         "envelope_mean": mean,
         "envelope_std": (1 - mean * mean).clamp(min=0).sqrt(),
         "envelope_max": peak,
         "peak_to_avg_ratio_db": 20 * torch.log10(peak.clamp(min=1e-6)),
-        "zero_crossing_rate": crossings.to(torch.float32) * (STREAM_HZ / stream.shape[-1]),
+        "zero_crossing_rate": sums.crossings * (STREAM_HZ / grid.points),
         "multipath_delay_spread_us": spread * 1e6,
         "coherence_bandwidth_khz": (1e-3 / (5 * spread.clamp(min=1e-9))).clamp(max=MAX_COHERENCE_KHZ),
         "delay_spread_confidence": confidence,
     }
-    demodulated = both if config.waveform == "am" else turning
-    return out, torch.nn.functional.pad(demodulated, (0, 1))
 
 
-def delay_spread(
-    power: Tensor, power2: Tensor, turning: Tensor, turning2: Tensor, both: Tensor, snr: Tensor, points: int
-) -> tuple[Tensor, Tensor]:
-    """Delay spread in s and confidence from how the strength follows the instantaneous frequency.
+def _delay_spread(sums: EnvelopeSums, snr: Tensor, config: GenerateConfig, grid: Grid) -> tuple[Tensor, Tensor]:
+    """Delay spread in s and its confidence, from how the strength follows the instantaneous frequency.
 
     Echoes make the gain vary over frequency; a modulated carrier sweeps a few kHz and shows the slope of the gain,
-    d ln|H|²/df = 4π·Δτ. With so narrow a sweep the slope is often below its own error: the confidence says so.
-    The arguments are sums over a chunk of the power p, p², p·ω, (p·ω)² and p²·ω, ω the phase advance per point.
+    d ln|H|²/df = 4π·Δτ. Confidence is the slope's significance, times how much of the resolution 1/bandwidth the
+    spread is: echoes of microseconds in a few kHz cannot be resolved, and get a confidence near 0.
     """
-    tiny = 1e-30
-    sweep = turning2 / power2.clamp(min=tiny)  # mean ω²
-    slope = (both / power2.clamp(min=tiny) - turning / power.clamp(min=tiny)) / sweep.clamp(
-        min=1e-9
-    )  # per rad
-    per_hz = slope.abs() * (2 * math.pi / STREAM_HZ)
-    error = (2 / (snr.clamp(min=MIN_SNR) * points * sweep.clamp(min=1e-9))).sqrt() * (2 * math.pi / STREAM_HZ)
-    confidence = per_hz.square() / (per_hz.square() + 4 * error.square() + 1e-20)
-    return (per_hz / (4 * math.pi)).clamp(max=1e-4), confidence
+    if config.waveform in ("am", "cw"):  # nothing sweeps
+        return torch.zeros_like(snr), torch.zeros_like(snr)
+    tiny, to_hz = 1e-30, 2 * math.pi / STREAM_HZ
+    sweep = (sums.tt / sums.pp.clamp(min=tiny)).clamp(min=1e-9)  # mean square phase advance
+    slope = (sums.pt / sums.pp.clamp(min=tiny) - sums.t / sums.p.clamp(min=tiny)).abs() / sweep * to_hz  # per Hz
+    error = (2 / (snr.clamp(min=MIN_SNR) * grid.points * sweep)).sqrt() * to_hz
+    spread = (slope / (4 * math.pi)).clamp(max=1e-4)
+    significance = slope.square() / (slope.square() + 4 * error.square() + tiny)
+    resolved = (10 * spread * 4 * sweep.sqrt() / to_hz).clamp(max=1)
+    return spread, significance * resolved
 
 
-def measure_spectrum(power: Tensor, floor: Tensor, noise_dbm: float, grid: Grid) -> dict[str, Tensor]:
-    """Features of the channel's spectrum.
+@dataclass(frozen=True, slots=True)
+class SpectrumSums:
+    """What a chunk's spectrum comes down to; every tensor is (M, C) float32, powers with the noise."""
 
-    power    (M, C, bins)  float32
-    floor    (M, C)        float32   noise power in the channel
-    returns  features (M, C) by name
+    total: Tensor  # power in the channel
+    moment: Tensor  # sum of power times frequency, Hz
+    near: Tensor  # power within ± OFFSET_HZ, noise taken off
+    near_moment: Tensor  # its sum of power times frequency, Hz
+    band_peak: Tensor  # power of the strongest band
+    band_log: Tensor  # mean logarithm of the bands' powers
+    rolloff: Tensor  # bands on either side of the carrier that hold 85 % of the power
+    occupied: Tensor  # width in bands that holds 99 % of the power, noise taken off
+
+
+def sum_spectrum(power: Tensor, floor: Tensor, grid: Grid) -> SpectrumSums:
+    """Reduce the channel's spectrum.
+
+    power  (M, C, bins)  float32
+    floor  (M, C)        float32  noise power in the channel
     """
-    half = grid.bins // 2
+    half, reach = grid.bins // 2, round(OFFSET_HZ / grid.bin_hz)
     frequency = (torch.arange(grid.bins, dtype=torch.float32) - half) * grid.bin_hz
-    total = power.sum(-1)
-    signal = torch.maximum(total - floor, MIN_SNR * floor)
-    snr = signal / floor
-
-    reach = round(OFFSET_HZ / grid.bin_hz)
     near = power[..., half - reach : half + reach] - (floor / grid.bins).unsqueeze(-1)
-    weight = torch.maximum(near.sum(-1), MIN_SNR * floor)
-    offset = ((near * frequency[half - reach : half + reach]).sum(-1) / weight).clamp(-OFFSET_HZ, OFFSET_HZ)
-
     bands = power.reshape(*power.shape[:-1], NUM_BANDS, -1).sum(-1)
-    mean_log = bands.clamp(min=1e-30).log().mean(-1)
     edges = NUM_BANDS // 2
     folded = (bands[..., edges:] + bands[..., :edges].flip(-1)).cumsum(-1)
+    return SpectrumSums(
+        total=power.sum(-1),
+        moment=(power * frequency).sum(-1),
+        near=near.sum(-1),
+        near_moment=(near * frequency[half - reach : half + reach]).sum(-1),
+        band_peak=bands.amax(-1),
+        band_log=bands.clamp(min=1e-30).log().mean(-1),
+        rolloff=((folded < ROLLOFF * folded[..., -1:]).sum(-1) + 1).to(torch.float32),
+        occupied=_occupied_bands(bands - (floor / NUM_BANDS).unsqueeze(-1)),
+    )
+
+
+def spectrum_features(sums: SpectrumSums, floor: Tensor, noise_dbm: float) -> dict[str, Tensor]:
+    """Features of the channel's spectrum, (M, C) by name."""
+    snr = linear_snr(sums.total, floor)
+    offset = sums.near_moment / torch.maximum(sums.near, MIN_SNR * floor)
+    total = sums.total.clamp(min=1e-30)
     return {
-        "rssi_dbm": decibel(total) + noise_dbm,
+        "rssi_dbm": decibel(sums.total) + noise_dbm,
         "snr_db": decibel(snr),
         "noise_floor_dbm": decibel(floor) + noise_dbm,
-        "frequency_offset_hz": offset,
-        "bandwidth_hz": _occupied_hz(bands - (floor / NUM_BANDS).unsqueeze(-1)),
-        "psd_dbm_per_hz": decibel(bands.amax(-1) / BAND_HZ) + noise_dbm,
-        "spectral_centroid_hz": (power * frequency).sum(-1) / total.clamp(min=1e-30),
-        "spectral_rolloff_hz": ((folded < ROLLOFF * folded[..., -1:]).sum(-1) + 1).to(torch.float32)
-        * BAND_HZ,
-        "spectral_flatness": mean_log.exp() * NUM_BANDS / total.clamp(min=1e-30),
+        "frequency_offset_hz": offset.clamp(-OFFSET_HZ, OFFSET_HZ),
+        "bandwidth_hz": sums.occupied * BAND_HZ,
+        "psd_dbm_per_hz": decibel(sums.band_peak / BAND_HZ) + noise_dbm,
+        "spectral_centroid_hz": sums.moment / total,
+        "spectral_rolloff_hz": sums.rolloff * BAND_HZ,
+        "spectral_flatness": sums.band_log.exp() * NUM_BANDS / total,
         "confidence_score": snr / (snr + 1),
     }
+
+
+def linear_snr(total: Tensor, floor: Tensor) -> Tensor:
+    """Signal over noise in the channel from the power of both together, never below −20 dB."""
+    return torch.maximum(total / floor.clamp(min=1e-30) - 1, torch.full_like(total, MIN_SNR))
 
 
 def decibel(power: Tensor) -> Tensor:
@@ -206,8 +260,8 @@ def decibel(power: Tensor) -> Tensor:
     return 10 * torch.log10(power.clamp(min=1e-30))
 
 
-def _occupied_hz(bands: Tensor) -> Tensor:
-    """Width that holds 99 % of the power: from the first band past 0.5 % to the last below 99.5 %, interpolated."""
+def _occupied_bands(bands: Tensor) -> Tensor:
+    """Width in bands that holds 99 % of the power: from the first past 0.5 % to the last below 99.5 %, interpolated."""
     share = bands.cumsum(-1)
     total = share[..., -1:].clamp(min=1e-30)
     tail = (1 - OCCUPIED) / 2
@@ -220,7 +274,7 @@ def _occupied_hz(bands: Tensor) -> Tensor:
         inside = bands.gather(-1, band)
         before = share.gather(-1, band) - inside
         edges.append(band + ((level - before) / inside.clamp(min=1e-30)).clamp(0, 1))
-    return ((edges[1] - edges[0]) * BAND_HZ).squeeze(-1).clamp(0, CHANNEL_HZ)
+    return (edges[1] - edges[0]).squeeze(-1).clamp(0, NUM_BANDS)
 
 
 def measure_arrival(
@@ -250,9 +304,7 @@ def measure_arrival(
     _, stiff = _pull(whole, lag, turn)
     rotated = cross * torch.polar(torch.ones(()), turn * lag[:, None])[:, None]
     torque = -(rotated.imag * turn)
-    firm = (rotated.real * turn.square()).sum(-1).clamp(min=0) + PRIOR * stiff.clamp(min=0)[
-        :, None
-    ] / NUM_CHUNKS
+    firm = (rotated.real * turn.square()).sum(-1).clamp(min=0) + PRIOR * stiff.clamp(min=0)[:, None] / NUM_CHUNKS
     known = (firm > 0) & (stiff > 0)[:, None]
     safe = torch.where(known, firm, 1.0)
     value = lag[:, None] + (torque.sum(-1) / safe).clamp(-MAX_STEP_S, MAX_STEP_S)
@@ -294,11 +346,6 @@ def aggregate(chunks: Tensor) -> Tensor:
     return torch.stack([mean, (square / len(parts)).sqrt(), low, high], -1)
 
 
-def feature_tensor(named: dict[str, Tensor]) -> Tensor:
-    """Stack features by name into the order of FEATURES, along a new last axis."""
-    return torch.stack([named[name] for name, _ in FEATURES], -1)
-
-
-def noise_free_units(noise_dbm: float) -> float:
+def milliwatt_units(noise_dbm: float) -> float:
     """Amplitude in sqrt(mW) of a normalised unit."""
-    return float(np.sqrt(10 ** (noise_dbm / 10)))
+    return float(10 ** (noise_dbm / 20))

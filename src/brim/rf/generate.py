@@ -30,9 +30,7 @@ from brim.rf.link import noise_dbm, warn_outside_validity
 from brim.rf.scene import Scenes, make_scenes
 from brim.rf.waveform import PARAMETERS
 
-MAX_TRIES = (
-    200_000  # attempts in a row without an accepted one before we say that the gates refuse everything
-)
+MAX_TRIES = 200_000  # attempts in a row without an accepted one before we say that the gates refuse everything
 ATTEMPTS_PER_BLOCK = 4_096  # scenes made at once; some tens of ms
 BATCHES_IN_FLIGHT = 4  # between the stages, each holding its rows
 GPU_LIMIT = 2_048  # samples; larger batches are no faster: results/generate_h200_2026-11-15.md
@@ -224,9 +222,7 @@ class _Run:
     # Running
 
     def _make(self, writer: ShardWriter) -> None:
-        cpu_workers = (
-            2 if self.device.type == "cpu" else 1
-        )  # two batches share the threads: no gap between them
+        cpu_workers = 2 if self.device.type == "cpu" else 1  # two batches share the threads: no gap between them
         stages = [
             Stage(name="prepare", work=self._prepare, workers=2),
             Stage(name="compute", work=self._compute, workers=cpu_workers, depth=1),
@@ -236,9 +232,7 @@ class _Run:
         self.began_s = time.perf_counter()
         self.meter.start()
         source = self._batches()
-        with Pipeline(
-            source, stages, meter=self.meter, source_name="scene", depth=1, tick=self._tick
-        ) as results:
+        with Pipeline(source, stages, meter=self.meter, source_name="scene", depth=1, tick=self._tick) as results:
             for rows, totals in results:
                 with self.meter.busy("write"):
                     writer.append(rows, {name: torch.from_numpy(values) for name, values in totals.items()})
@@ -388,9 +382,7 @@ class _Run:
                 torch.cuda.synchronize(self.device)
             return len(work)
 
-        return self._attend(
-            "measuring the ceiling", lambda: ceiling_rate(once, warmup=int(self.device.type == "cuda"))
-        )
+        return self._attend("measuring the ceiling", lambda: ceiling_rate(once, warmup=int(self.device.type == "cuda")))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -416,15 +408,11 @@ def _merge(batches: list[_Batch]) -> _Batch:
         return batches[0]
     names = Scenes.__slots__
     scenes = Scenes(**{n: np.concatenate([getattr(b.scenes, n) for b in batches]) for n in names})
-    return _Batch(
-        scenes=scenes, totals={k: np.concatenate([b.totals[k] for b in batches]) for k in batches[0].totals}
-    )
+    return _Batch(scenes=scenes, totals={k: np.concatenate([b.totals[k] for b in batches]) for k in batches[0].totals})
 
 
 def _cut(batch: _Batch, rows: slice) -> _Batch:
-    return _Batch(
-        scenes=batch.scenes[rows], totals={name: values[rows] for name, values in batch.totals.items()}
-    )
+    return _Batch(scenes=batch.scenes[rows], totals={name: values[rows] for name, values in batch.totals.items()})
 
 
 def _first_accepted(config: GenerateConfig) -> Scenes:
@@ -443,9 +431,7 @@ def _first_accepted(config: GenerateConfig) -> Scenes:
     raise _nothing_accepted(config, MAX_TRIES, totals, 0)
 
 
-def _nothing_accepted(
-    config: GenerateConfig, tried: int, refused: dict[str, int], at: int
-) -> NothingAccepted:
+def _nothing_accepted(config: GenerateConfig, tried: int, refused: dict[str, int], at: int) -> NothingAccepted:
     worst = max(refused, key=lambda reason: refused[reason])
     rule = {
         "receivers": f"fewer than min_receivers={config.min_receivers} heard it at min_snr_db={config.min_snr_db:g} "

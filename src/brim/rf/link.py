@@ -57,9 +57,7 @@ def free_space_db(frequency_mhz: float, distance_m: F64) -> F64:
     return np.asarray(20 * np.log10(4 * np.pi * distance_m * frequency_mhz * 1e6 / _LIGHT_M_PER_S))
 
 
-def hata_db(
-    frequency_mhz: float, distance_m: F64, base_m: float, mobile_m: float, environment: Environment
-) -> F64:
+def hata_db(frequency_mhz: float, distance_m: F64, base_m: float, mobile_m: float, environment: Environment) -> F64:
     """Okumura-Hata loss (Hata, IEEE Trans. VT-29, 1980): city = urban, residential = suburban, rural = open."""
     f = math.log10(frequency_mhz)
     base = math.log10(max(base_m, 1.0))

@@ -44,9 +44,7 @@ def philox(c0: U64, c1: U64, c2: U64, c3: U64, seed: int) -> tuple[U64, U64, U64
     return c0, c1, c2, c3
 
 
-def words(
-    seed: int, index: NDArray[np.int64], receiver: NDArray[np.int64] | int, purpose: Purpose, count: int
-) -> U64:
+def words(seed: int, index: NDArray[np.int64], receiver: NDArray[np.int64] | int, purpose: Purpose, count: int) -> U64:
     """`count` words per (index, receiver).
 
     index, receiver  (...)         broadcast against each other

@@ -49,7 +49,7 @@ def upsampling_weights() -> NDArray[np.float32]:
 
 @lru_cache(maxsize=1)
 def filter_matrix() -> NDArray[np.float32]:
-    """(WINDOW, ROW_POINTS + NUM_PROBES): channel filter, then noise probes, on a window that starts 64 samples early."""
+    """(WINDOW, ROW_POINTS + NUM_PROBES): channel filter, then noise probes; the window starts 64 samples early."""
     # Kaiser window, 80 dB: flat to 6.25 kHz, closed from 14.1 kHz; what folds over lands beyond 10.9 kHz.
     cutoff = 10_200.0 / SAMPLE_RATE_HZ
     k = np.arange(FILTER_TAPS) - _HALF
@@ -61,21 +61,13 @@ def filter_matrix() -> NDArray[np.float32]:
     for probe in range(NUM_PROBES):
         begin = _HALF + probe * (ROW // NUM_PROBES)
         out[begin : begin + len(PROBE_TAPS), ROW_POINTS + probe] = PROBE_TAPS
-    return out.astype(np.float32)
+    return _tf32(out.astype(np.float32))
 
 
-@lru_cache(maxsize=1)
-def stream_noise_correlation() -> float:
-    """Correlation of the stream's noise between neighbouring points, from the filter; real by symmetry."""
-    taps = filter_matrix()[:FILTER_TAPS, 0].astype(np.float64)
-    return float((taps[DECIMATION:] * taps[:-DECIMATION]).sum() / (taps * taps).sum())
-
-
-@lru_cache(maxsize=1)
-def stream_noise_power() -> float:
-    """Noise power of the stream, in units of the channel's."""
-    taps = filter_matrix()[:FILTER_TAPS, 0].astype(np.float64)
-    return float((taps * taps).sum() * NOISE_POWER)
+def _tf32(values: NDArray[np.float32]) -> NDArray[np.float32]:
+    """Rounded to the 11 significant bits of the GPU's matrix units, so that the filter is the same on every device."""
+    bits = values.view(np.uint32)
+    return ((bits + np.uint32(0x1000)) & np.uint32(0xFFFFE000)).view(np.float32)
 
 
 def noise(config: GenerateConfig, index: int, receiver: int) -> Tensor:

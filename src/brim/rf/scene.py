@@ -149,9 +149,7 @@ def _extent_m(config: GenerateConfig, margin_deg: float) -> float:
         lats, lons = [s.lat for s in config.stations], [s.lon for s in config.stations]
         lat0, lat1, lon0, lon1 = min(lats), max(lats), min(lons), max(lons)
     height = (lat1 - lat0 + 2 * margin_deg) * 111_700.0  # metres per degree, at most
-    nearest = max(
-        0.0, max(-lat1, lat0) - margin_deg
-    )  # to the equator, where a degree of longitude is longest
+    nearest = max(0.0, max(-lat1, lat0) - margin_deg)  # to the equator, where a degree of longitude is longest
     width = (lon1 - lon0 + 2 * margin_deg) * 111_700.0 * float(np.cos(np.radians(nearest)))
     return float(np.hypot(height, width)) + 10_000.0  # and the difference in height
 
@@ -195,9 +193,7 @@ def _transmitters(config: GenerateConfig, index: I64, lat: F64, lon: F64, valid:
     on_south = (share >= 2 * strip) & (share < 2 * strip + margin * wide)
     frame_lon = np.where(on_west, west - margin * u, np.where(on_east, east + margin * u, west + wide * u))
     below, above = south - margin * v, north + margin * v
-    frame_lat = np.where(
-        on_west | on_east, south - margin + (tall + 2 * margin) * v, np.where(on_south, below, above)
-    )
+    frame_lat = np.where(on_west | on_east, south - margin + (tall + 2 * margin) * v, np.where(on_south, below, above))
     tx_lat = np.where(in_box, south + tall * v, frame_lat)
     tx_lon = np.where(in_box, west + wide * u, frame_lon)
     return tx_lat, tx_lon, MAX_HEIGHT_M * height

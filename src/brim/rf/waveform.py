@@ -15,9 +15,7 @@ from brim.rf.config import SAMPLE_RATE_HZ, GenerateConfig, Waveform
 from brim.rf.philox import Purpose, uniform, words
 from brim.rf.scene import ECHO_DELAY_S, max_delay_s
 
-TABLE_HZ = (
-    50_000  # 17 points per cycle of the highest message tone: six-point interpolation errs below −90 dB
-)
+TABLE_HZ = 50_000  # 17 points per cycle of the highest message tone: six-point interpolation errs below −90 dB
 OVERSAMPLING = SAMPLE_RATE_HZ // TABLE_HZ
 MARGIN = 4  # table and channel points kept on either side for interpolation
 
@@ -31,7 +29,8 @@ PEAK_DEVIATION_HZ = 2_500.0  # nbfm
 AM_DEPTH = 0.8
 FSK_BAUD = 1_250
 FSK_DEVIATION_HZ = 1_500.0
-_POINTS_PER_SYMBOL = TABLE_HZ // FSK_BAUD
+POINTS_PER_SYMBOL = TABLE_HZ // FSK_BAUD
+FSK_STEP_RAD = 2 * np.pi * FSK_DEVIATION_HZ / TABLE_HZ  # phase advance per table point
 
 PARAMETERS: dict[Waveform, dict[str, Any]] = {
     "nbfm": {"peak_deviation_hz": PEAK_DEVIATION_HZ, "message_hz": MESSAGE_HZ, "tones": NUM_TONES},
@@ -49,9 +48,7 @@ class Messages:
     phase: NDArray[np.uint32]  # (B, K) phase at time 0
     amplitude: NDArray[np.float32]  # (B, K) of each tone; total rms 1
     frequency_hz: NDArray[np.float32]  # (B, K)
-    symbols: NDArray[
-        np.int32
-    ]  # (B, S + 1) fsk: sum of the ±1 symbols before each, from the table's first point
+    symbols: NDArray[np.int32]  # (B, S + 1) fsk: sum of the ±1 symbols before each, from the table's first point
 
     def __getitem__(self, rows: slice) -> Self:
         return type(self)(
@@ -67,7 +64,7 @@ def guard_points(config: GenerateConfig) -> int:
     """Table points before time 0, so that the latest arrival still finds its past; a multiple of a symbol."""
     late = max_delay_s(config) + ECHO_DELAY_S[1] + 8 * config.clock_sigma_s
     points = int(np.ceil(late * TABLE_HZ)) + 2 * MARGIN + 4
-    return -(-points // _POINTS_PER_SYMBOL) * _POINTS_PER_SYMBOL
+    return -(-points // POINTS_PER_SYMBOL) * POINTS_PER_SYMBOL
 
 
 def table_points(config: GenerateConfig) -> int:
@@ -86,7 +83,7 @@ def make_messages(config: GenerateConfig, index: NDArray[np.int64]) -> Messages:
     if config.waveform in ("nbfm", "am"):
         return _tones(config, index)
     empty_u, empty_f = np.zeros((len(index), 0), np.uint32), np.zeros((len(index), 0), np.float32)
-    num = -(-table_points(config) // _POINTS_PER_SYMBOL) if config.waveform == "fsk" else 0
+    num = -(-table_points(config) // POINTS_PER_SYMBOL) if config.waveform == "fsk" else 0
     symbols = np.zeros((len(index), num + 1), np.int32)
     if num:
         # Manchester: every bit is a symbol and its opposite, so that the mean frequency is the carrier's.
@@ -129,11 +126,11 @@ def make_table(config: GenerateConfig, message: Messages, row: int) -> tuple[Ten
         return torch.zeros(points), 1.0
     if config.waveform == "fsk":
         n = np.arange(points)
-        symbol, within = n // _POINTS_PER_SYMBOL, n % _POINTS_PER_SYMBOL
+        symbol, within = n // POINTS_PER_SYMBOL, n % POINTS_PER_SYMBOL
         sums = message.symbols[row]
         here = sums[symbol + 1] - sums[symbol]
-        turns = (sums[symbol] * _POINTS_PER_SYMBOL + here * within).astype(np.float64)
-        return torch.from_numpy((turns * (2 * np.pi * FSK_DEVIATION_HZ / TABLE_HZ)).astype(np.float32)), 1.0
+        turns = (sums[symbol] * POINTS_PER_SYMBOL + here * within).astype(np.float64)
+        return torch.from_numpy((turns * FSK_STEP_RAD).astype(np.float32)), 1.0
     clock = (np.arange(points) - guard_points(config)).astype(np.uint32)  # wraps: the oscillators do too
     wave, integral = torch.zeros(points), torch.zeros(points)
     for k in range(message.step.shape[1]):
@@ -153,9 +150,7 @@ def scale(config: GenerateConfig, peak: Any) -> Any:
     return AM_DEPTH / peak if config.waveform == "am" else peak * 0 + 1.0
 
 
-def rms_frequency_hz(
-    config: GenerateConfig, messages: Messages, peak: NDArray[np.float64]
-) -> NDArray[np.float64]:
+def rms_frequency_hz(config: GenerateConfig, messages: Messages, peak: NDArray[np.float64]) -> NDArray[np.float64]:
     """β, (B,): rms instantaneous frequency; for am, which has none, the rms bandwidth that takes its place."""
     if config.waveform == "nbfm":
         return PEAK_DEVIATION_HZ / peak  # the message's rms is 1

@@ -1,0 +1,129 @@
+"""The same verbs in a terminal: `brim doctor`, `brim demo`, `brim rf generate | inspect | export`.
+
+Results go to standard output, progress and logs to standard error. Importing this imports no torch: commands
+import what they need when they run.
+"""
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from brim import __version__
+from brim.cli.rf import check_positive, end_stopped, print_made, rf, run_generate, this_command
+from brim.cli.terminal import Json, Stop, logs, print_json, quote, say, show, whole
+from brim.errors import BrimError
+
+DEMO_SAMPLES_CPU = 300  # half a minute on two cores
+DEMO_SAMPLES_GPU = 20_000  # seconds on a large GPU, enough for smooth histograms
+
+# typer brings its own copy of click in some versions and imports it in others: this is UsageError in both
+_UsageError: type[Exception] = typer.BadParameter.__bases__[0]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command line and return its exit code: 2 for what the user can put right, 128 + n after signal n."""
+    with logs():
+        try:
+            args = sys.argv[1:] if argv is None else list(argv)
+            code = typer.main.get_command(app).main(args, prog_name="brim", standalone_mode=False)
+        except BrimError as failure:
+            say(f"error: {failure}")
+            return 2
+        except _UsageError as failure:
+            _say_usage(failure)
+            return 2
+    return code if isinstance(code, int) else 0
+
+
+def _say_usage(failure: Exception) -> None:
+    message = failure.format_message() if hasattr(failure, "format_message") else str(failure)
+    context = getattr(failure, "ctx", None)
+    if type(failure).__name__ == "NoArgsIsHelpError":
+        say(message)
+        return
+    say(f"error: {message[:1].lower()}{message[1:]}")
+    if context is not None:
+        say(f'run "{context.command_path} --help" for the options')
+
+
+app = typer.Typer(
+    name="brim",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    epilog="Example: brim demo",
+)
+app.add_typer(rf, name="rf", help="Radio: synthetic transmitter-localisation data by the batch.")
+
+
+def _show_version(asked: bool) -> None:
+    if asked:
+        show(f"brim {__version__}")
+        raise typer.Exit
+
+
+@app.callback(help="Fill a GPU to the brim: synthetic data by the batch.")
+def _brim(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None: ...
+
+
+@app.command(epilog="Example: brim doctor --json")
+def doctor(as_json: Json = False) -> None:
+    """Show what is here: device, memory, versions, what brim will use, and what is wrong."""
+    from brim.doctor import collect, render
+
+    facts = collect()
+    if as_json:
+        print_json(facts)
+    else:
+        from rich.console import Console
+
+        console = Console()
+        with console.capture() as table:
+            console.print(render(facts))
+        show(table.get().rstrip())
+
+
+@app.command(epilog="Example: brim demo --out demo-output --samples 100")
+def demo(
+    out: Annotated[Path, typer.Option(metavar="DIR", help="Directory for the dataset and the report.")] = Path(
+        "demo-output"
+    ),
+    samples: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N",
+            parser=whole,
+            help=f"Accepted samples to make. [default: {DEMO_SAMPLES_CPU}, on a GPU {DEMO_SAMPLES_GPU}]",
+            show_default=False,
+        ),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Generate a small dataset on whatever device there is and write an HTML report about it."""
+    check_positive("--samples", samples)
+    with Stop() as stop:
+        from brim.engine.device import resolve_device
+        from brim.rf import GenerateConfig
+        from brim.rf.report import write_report
+
+        if samples is None:
+            samples = DEMO_SAMPLES_GPU if resolve_device("auto").type == "cuda" else DEMO_SAMPLES_CPU
+        dataset, page = out / "dataset", out / "report.html"
+        report = run_generate(GenerateConfig(), dataset, samples, stop)
+    if report.stopped:
+        end_stopped(report, samples, stop, again=this_command(), as_json=as_json)
+    write_report(dataset, page)
+    if as_json:
+        print_json({**report.as_dict(), "report": str(page)})
+        return
+    print_made(report)
+    show(f"dataset: {dataset}\nreport:  {page} (open it in a browser)")
+    show(f'next:    brim rf inspect {quote(dataset)}, or "brim rf generate --help" for your own data')

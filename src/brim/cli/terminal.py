@@ -1,0 +1,230 @@
+"""What a person sees: results on standard output, progress and logs on standard error, and what Ctrl-C does."""
+
+import json
+import logging
+import math
+import os
+import shlex
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import TYPE_CHECKING, Annotated, Any, Self
+
+import typer
+
+from brim.errors import StorageError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from brim.rf import Progress
+
+LINE_S = 3.0  # between progress lines where there is no terminal to draw a bar on
+AGAIN_S = 0.5  # wrappers such as `uv run` pass on the Ctrl-C that the terminal sent us too: two at once are one
+
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output, nothing else.")]
+
+
+# Options
+
+
+def whole(text: str) -> int:
+    """A whole number as typed; the message of a wrong one names it, which typer's own does not."""
+    try:
+        return int(text)
+    except ValueError:
+        raise typer.BadParameter(f"{text!r} is not a whole number") from None
+
+
+def number(text: str) -> float:
+    """A number as typed."""
+    try:
+        return float(text)
+    except ValueError:
+        raise typer.BadParameter(f"{text!r} is not a number") from None
+
+
+# Signals
+
+
+class Stop:
+    """Ctrl-C or SIGTERM ends a run at the next batch boundary; a second Ctrl-C ends the process at once."""
+
+    def __init__(self) -> None:
+        """Nothing has come yet."""
+        self.number = 0  # of the signal that came
+        self._came_s = 0.0
+        self._before: dict[int, Any] = {}
+
+    def __call__(self) -> bool:
+        """Whether to stop."""
+        return self.number != 0
+
+    def __enter__(self) -> Self:
+        """Take over the signals."""
+        self._before = {n: signal.signal(n, self._receive) for n in (signal.SIGINT, signal.SIGTERM)}
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, failure: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Give them back."""
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _receive(self, number: int, frame: FrameType | None) -> None:
+        if not self.number:
+            self.number, self._came_s = number, time.monotonic()
+        elif number == signal.SIGINT and time.monotonic() - self._came_s > AGAIN_S:
+            # No clean-up to wait for: a dataset survives even SIGKILL. The bar may have hidden the cursor.
+            os.write(2, (b"\x1b[?25h" if _on_terminal() else b"") + b"\naborted; complete shards stay usable\n")
+            os._exit(128 + number)
+
+
+# Standard error: progress and logs
+
+
+class Display:
+    """Progress on standard error: a bar on a terminal, else a line every few seconds."""
+
+    def __init__(self, stop: Stop | None = None) -> None:
+        """Take what may stop the run, to say that it was heard."""
+        from rich.progress import BarColumn, TextColumn
+        from rich.progress import Progress as Bar
+
+        columns = [TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[text]}")]
+        self._bar = Bar(*columns, console=_console()) if _on_terminal() else None
+        self._task = self._bar.add_task("starting", total=None, text="") if self._bar else None
+        self._stop = stop
+        self._said_stop = False
+        self._line_s = time.monotonic()  # a command that ends at once says nothing
+
+    def __enter__(self) -> Self:
+        """Draw."""
+        if self._bar is not None:
+            self._bar.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, failure: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Leave the last state on the terminal."""
+        if self._bar is not None:
+            self._bar.stop()
+
+    def __call__(self, progress: "Progress") -> None:
+        """Show where a generation is."""
+        if self._stop is not None and self._stop() and not self._said_stop:
+            self._said_stop = True
+            say("stopping at the end of this batch; Ctrl-C again stops at once")
+        self._show(progress.message, progress.done, progress.total, _progress_text(progress))
+
+    def shards(self, message: str) -> Callable[[int, int], None]:
+        """A callback that shows how many shards are done."""
+        return lambda done, total: self._show(message, done, total, f"{done}/{total} shards")
+
+    def _show(self, message: str, done: int, total: int, text: str) -> None:
+        if self._bar is not None and self._task is not None:
+            self._bar.update(self._task, description=message, total=total, completed=done, text=text)
+        elif time.monotonic() - self._line_s >= LINE_S:
+            self._line_s = time.monotonic()
+            say(f"{message}: {text}")
+
+
+def _progress_text(progress: "Progress") -> str:
+    parts = [f"{progress.done}/{progress.total} samples"]
+    if progress.rate > 0:
+        parts.append(f"{progress.rate:.1f}/s")
+    if progress.attempted > 0:
+        parts.append(f"{progress.done / progress.attempted:.0%} accepted")
+    if math.isfinite(progress.eta_s):
+        minutes, seconds = divmod(math.ceil(progress.eta_s), 60)
+        parts.append(f"{minutes // 60}:{minutes % 60:02}:{seconds:02} left")
+    return ", ".join(parts)
+
+
+def say(text: str) -> None:
+    """A line on standard error, above the bar where there is one."""
+    _console().print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+@contextmanager
+def logs() -> Iterator[None]:
+    """Show what brim logs, as "warning: …" on standard error."""
+    handler, logger = _LogHandler(), logging.getLogger("brim")
+    logger.addHandler(handler)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+
+
+class _LogHandler(logging.Handler):
+    def emit(self, record: logging.LogRecord) -> None:
+        say(f"{record.levelname.lower()}: {record.getMessage()}")
+
+
+@cache
+def _console() -> "Console":
+    from rich.console import Console
+
+    return Console(stderr=True)
+
+
+def _on_terminal() -> bool:
+    return sys.stderr is not None and sys.stderr.isatty()
+
+
+# Standard output: results
+
+
+def show(text: str) -> None:
+    """A line on standard output; a closed pipe is typer's business, a full disk is an error like any other."""
+    try:
+        typer.echo(text)
+    except BrokenPipeError:
+        raise
+    except OSError as failure:
+        raise StorageError(f"standard output: cannot write, {failure.strerror}; send it elsewhere") from failure
+
+
+def print_json(values: dict[str, Any]) -> None:
+    """One JSON object on one line."""
+    show(json.dumps(values, ensure_ascii=False))
+
+
+def print_facts(facts: dict[str, Any]) -> None:
+    """Names and values for a person, a line each; tables within take a line for each of theirs."""
+    lines: dict[str, Any] = {}
+    for name, value in facts.items():
+        nested = isinstance(value, dict) and any(isinstance(item, dict) for item in value.values())
+        lines.update({f"{name} {key}": item for key, item in value.items()} if nested else {name: value})
+    width = max(map(len, lines), default=0)
+    for name, value in lines.items():
+        show(f"{name.replace('_', ' '):{width}}  {_words(value)}")
+
+
+def _words(value: Any) -> str:
+    match value:
+        case None:
+            return "unknown"
+        case bool():
+            return "yes" if value else "no"
+        case float():
+            return f"{value:.4g}"
+        case dict():
+            return ", ".join(f"{name} {_words(item)}" for name, item in value.items())
+        case list():
+            return " … ".join(map(_words, value))
+        case _:
+            return str(value)
+
+
+def quote(path: Path) -> str:
+    """A path as it must be typed in a shell."""
+    return shlex.quote(str(path))

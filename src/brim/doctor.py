@@ -1,0 +1,248 @@
+"""What is here and what brim will make of it: versions, devices, memory, disk, and problems with their fixes.
+
+Never fails: what cannot be read is absent, and said.
+"""
+
+import importlib.metadata
+import os
+import platform
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from brim import __version__
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+PACKAGES = ("torch", "triton", "numpy", "safetensors", "nvidia-ml-py", "pyarrow", "h5py")
+OPTIONAL = {"pyarrow": "parquet", "h5py": "hdf5"}  # package → the export format that needs it
+LOW_DISK_BYTES = 2 * 1024**3
+LOW_MEMORY_BYTES = 1024**3
+
+
+def collect() -> dict[str, Any]:
+    """Everything `brim doctor` knows, as JSON-able values."""
+    cuda = _cuda()
+    facts: dict[str, Any] = {
+        "brim": __version__,
+        "python": platform.python_version(),
+        "system": platform.platform(),
+        "packages": {name: _version(name) for name in PACKAGES},
+        "cpu": _attempt(_cpu),
+        "cuda": cuda,
+        "nvml": _attempt(_nvml) or {"works": False, "driver": None, "num_devices": 0},
+        "triton": _triton(bool(cuda["devices"])),
+        "disk": _attempt(_disk),
+        "uses": _attempt(_uses),
+    }
+    facts["problems"] = _problems(facts)
+    return facts
+
+
+def render(facts: dict[str, Any]) -> "Table":
+    """The facts as a table for a terminal."""
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(show_header=False, box=None, pad_edge=False)
+    for name, value in _rows(facts):
+        table.add_row(Text(name, style="bold"), Text(value))
+    for problem in facts["problems"]:
+        text = f"{problem['problem']}; {problem['fix']}"
+        table.add_row(Text("problem", style="bold red"), Text(text))
+    if not facts["problems"]:
+        table.add_row(Text("problems", style="bold"), Text("none"))
+    return table
+
+
+def _rows(facts: dict[str, Any]) -> list[tuple[str, str]]:
+    cpu, disk, uses = facts["cpu"], facts["disk"], facts["uses"]
+    versions = ", ".join(f"{name} {version or 'absent'}" for name, version in facts["packages"].items())
+    rows = [
+        ("brim", f"{facts['brim']}, Python {facts['python']}, {facts['system']}"),
+        ("packages", versions),
+        ("CPU", f"{cpu.get('name', 'unknown')}, {cpu.get('cores', '?')} cores to use"),
+        ("memory", _free_of(cpu)),
+    ]
+    for gpu in facts["cuda"]["devices"]:
+        capability = f"compute capability {gpu['compute_capability']}"
+        rows.append((gpu["device"], f"{gpu['name']}, {_free_of(gpu)}, {capability}"))
+    if not facts["cuda"]["devices"]:
+        rows.append(("GPU", facts["cuda"]["reason"]))
+    nvml = facts["nvml"]
+    rows += [
+        ("NVML", f"works, driver {nvml['driver']}" if nvml["works"] else "not here: no power or utilisation figures"),
+        ("Triton", facts["triton"]["reason"]),
+        ("disk", f"{_free_of(disk)} in {disk.get('path', '.')}"),
+        ("uses", f"{uses.get('device', 'unknown')}; {uses.get('batch_size', 'unknown')}"),
+    ]
+    return rows
+
+
+def _free_of(facts: dict[str, Any]) -> str:
+    """Free and total memory of something in words."""
+    if "free_bytes" not in facts:
+        return "unknown"
+    free, total = (_gib(facts[key]) for key in ("free_bytes", "total_bytes"))
+    return f"{free} free of {total}"
+
+
+def _gib(size_bytes: int) -> str:
+    return f"{size_bytes / 1024**3:.1f} GiB"
+
+
+# Reading
+
+
+def _attempt(read: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    try:
+        return read()
+    except Exception:  # broad on purpose: a doctor that falls ill helps nobody
+        return {}
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _cpu() -> dict[str, Any]:
+    import torch
+
+    from brim.engine.device import describe
+
+    facts = describe(torch.device("cpu"))
+    return {name: facts[name] for name in ("name", "cores", "total_bytes", "free_bytes")}
+
+
+def _cuda() -> dict[str, Any]:
+    """The CUDA devices torch can use, or why there is none."""
+    none: dict[str, Any] = {"version": None, "devices": []}
+    try:
+        import torch
+
+        from brim.engine.device import describe
+    except Exception as failure:
+        return {**none, "reason": f"PyTorch cannot be imported: {failure}"}
+    version = torch.version.cuda
+    if version is None:
+        return {**none, "reason": "none used: PyTorch is built without CUDA"}
+    try:
+        if not torch.cuda.is_available():
+            return {**none, "version": version, "reason": "none found"}
+        devices = [describe(torch.device("cuda", index)) for index in range(torch.cuda.device_count())]
+    except Exception as failure:
+        return {**none, "version": version, "reason": f"cannot be used: {_first_line(failure)}"}
+    return {"version": version, "devices": devices, "reason": ""}
+
+
+def _nvml() -> dict[str, Any]:
+    import pynvml
+
+    pynvml.nvmlInit()
+    try:
+        driver = pynvml.nvmlSystemGetDriverVersion()
+        return {
+            "works": True,
+            "driver": driver.decode() if isinstance(driver, bytes) else driver,
+            "num_devices": pynvml.nvmlDeviceGetCount(),
+        }
+    finally:
+        pynvml.nvmlShutdown()
+
+
+def _triton(has_gpu: bool) -> dict[str, Any]:
+    """Whether a Triton kernel compiles and runs here; only a GPU needs it."""
+    if not has_gpu:
+        return {"works": False, "reason": "not needed without a GPU"}
+    try:
+        _run_kernel()
+    except Exception as failure:
+        return {"works": False, "reason": f"does not work: {_first_line(failure)}"}
+    return {"works": True, "reason": "compiles and runs a kernel"}
+
+
+def _run_kernel() -> None:
+    import torch
+    import triton
+    import triton.language as tl
+
+    @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
+    def double(values, size: tl.constexpr) -> None:  # type: ignore[no-untyped-def]
+        at = values + tl.arange(0, size)
+        tl.store(at, 2 * tl.load(at))
+
+    values = torch.ones(16, device=torch.device("cuda", 0))
+    double[(1,)](values, 16)
+    if values.tolist() != [2.0] * 16:
+        raise RuntimeError("a kernel gave a wrong result")
+
+
+def _disk() -> dict[str, Any]:
+    usage = shutil.disk_usage(Path.cwd())
+    return {"path": str(Path.cwd()), "free_bytes": usage.free, "total_bytes": usage.total}
+
+
+def _uses() -> dict[str, Any]:
+    from brim.engine.device import resolve_device, worker_count
+
+    device = resolve_device("auto")
+    if device.type == "cuda":
+        why = "batch size from the GPU's free memory and a measured batch"
+    else:
+        why = f"batch size from free memory, at most two samples for each of {worker_count()} cores"
+    return {"device": str(device), "batch_size": f"{why}; --batch-size and --memory override it"}
+
+
+def _first_line(failure: BaseException) -> str:
+    return (str(failure).strip() or type(failure).__name__).splitlines()[0]
+
+
+# Judging
+
+
+def _problems(facts: dict[str, Any]) -> list[dict[str, str]]:
+    found = [*_torch_problems(facts), *_room_problems(facts)]
+    for package, fmt in OPTIONAL.items():
+        if facts["packages"][package] is None:
+            found.append((f"{package} is absent, so {fmt} export is off", 'install it with pip install "brim[export]"'))
+    return [{"problem": problem, "fix": fix} for problem, fix in found]
+
+
+def _torch_problems(facts: dict[str, Any]) -> list[tuple[str, str]]:
+    cuda, nvml = facts["cuda"], facts["nvml"]
+    found = []
+    if not facts["uses"]:
+        found.append((cuda["reason"], "install it again: https://pytorch.org/get-started"))
+    elif not cuda["devices"] and nvml.get("num_devices"):
+        if cuda["version"] is None:
+            found.append(
+                (
+                    "a GPU is here, but PyTorch is built without CUDA",
+                    "install a CUDA build: https://pytorch.org/get-started",
+                )
+            )
+        elif os.environ.get("CUDA_VISIBLE_DEVICES") is not None:
+            value = os.environ["CUDA_VISIBLE_DEVICES"]
+            found.append((f'CUDA_VISIBLE_DEVICES="{value}" hides every GPU', "unset it to use them"))
+        else:
+            step = f"driver {nvml['driver']} may be older than CUDA {cuda['version']} needs: update the driver"
+            found.append((f"a GPU is here, but PyTorch cannot use it ({cuda['reason']})", step))
+    if cuda["devices"] and not facts["triton"]["works"]:
+        found.append((f"Triton {facts['triton']['reason']}", "install it and a C compiler: pip install triton"))
+    return found
+
+
+def _room_problems(facts: dict[str, Any]) -> list[tuple[str, str]]:
+    found = []
+    if facts["disk"] and facts["disk"]["free_bytes"] < LOW_DISK_BYTES:
+        found.append(
+            (f"only {_gib(facts['disk']['free_bytes'])} of disk is free here", "free some or use another --out")
+        )
+    if facts["cpu"] and facts["cpu"]["free_bytes"] < LOW_MEMORY_BYTES:
+        found.append((f"only {_gib(facts['cpu']['free_bytes'])} of memory is free", "close something or give --memory"))
+    return found

@@ -1,0 +1,382 @@
+"""The command line as others build on it: JSON, exit codes, what is written, what a killed run leaves."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from brim.cli import main
+from brim.engine.shards import Dataset
+
+KEYS = {
+    "dataset",
+    "accepted",
+    "attempted",
+    "rejected",
+    "seconds",
+    "samples_per_s",
+    "iq_per_s",
+    "device",
+    "batch_size",
+    "ceiling_share",
+    "stages",
+    "peak_bytes",
+}
+SAMPLES = 80
+GOOD = ["A,45.0,7.0,100", "B,45.2,7.5,200", "C,44.8,7.3,150"]
+
+
+def brim(*argv: str | Path, **env: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "brim", *map(str, argv)]
+    return subprocess.run(command, capture_output=True, text=True, env={**os.environ, **env})
+
+
+def contents(path: Path) -> dict[str, bytes]:
+    """Every file under a path, by its name there."""
+    return {str(file.relative_to(path)): file.read_bytes() for file in sorted(path.rglob("*")) if file.is_file()}
+
+
+def stations(path: Path, *lines: str, header: str = "name,lat,lon,alt") -> Path:
+    path.write_text("\n".join([header, *lines]) + "\n")
+    return path
+
+
+@pytest.fixture(scope="module")
+def options(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Short records, small shards: everything is quick."""
+    file = tmp_path_factory.mktemp("config") / "quick.toml"
+    file.write_text("duration_s = 0.2\nsamples_per_shard = 8\n")
+    return ["--samples", str(SAMPLES), "--config", str(file), "--device", "cpu"]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(options: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("undisturbed") / "data"
+    done = brim("rf", "generate", "--out", out, *options, "--json")
+    assert done.returncode == 0, done.stderr
+    (out.parent / "stdout").write_text(done.stdout)
+    return out
+
+
+@pytest.fixture
+def copy(undisturbed: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(undisturbed, tmp_path / "copy"))
+
+
+# Results
+
+
+def test_json_is_one_object_with_exactly_the_keys_of_the_contract(undisturbed):
+    text = (undisturbed.parent / "stdout").read_text()
+
+    report = json.loads(text)
+
+    assert text.count("\n") == 1
+    assert set(report) == KEYS
+    assert set(report["rejected"]) == {"receivers", "gdop"}
+    assert report["dataset"] == str(undisturbed)
+    assert report["accepted"] == len(Dataset(undisturbed)) == SAMPLES
+    assert report["attempted"] == report["accepted"] + sum(report["rejected"].values())
+    assert report["device"] == "cpu"
+    assert report["samples_per_s"] > 0
+    assert report["peak_bytes"] > 0
+
+
+def test_samples_are_accepted_ones_where_gates_refuse_many(tmp_path):
+    out = tmp_path / "data"
+
+    done = brim(
+        *("rf", "generate", "--out", out, "--samples", "12", "--tx-power-dbm", "20", "--min-snr-db", "15"),
+        *("--max-gdop", "10", "--waveform", "fsk", "--seed", "3", "--memory", "1GiB", "--json"),
+    )
+
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    dataset = Dataset(out)
+    assert report["accepted"] == len(dataset) == 12
+    assert sum(report["rejected"].values()) == report["attempted"] - 12 > 0
+    assert int(dataset.load(["index"])["index"][-1]) + 1 == report["attempted"]
+    assert dataset.manifest["config"]["waveform"] == "fsk"
+
+
+def test_out_of_memory_halves_the_batch_with_one_warning_and_the_same_bytes(undisturbed, options, tmp_path):
+    out = tmp_path / "data"
+
+    done = brim("rf", "generate", "--out", out, *options, "--batch-size", "16", "--json", BRIM_INJECT_OOM_ABOVE="5")
+
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("warning:") == 1
+    assert contents(out / "shards") == contents(undisturbed / "shards")
+
+
+def test_inspect_says_what_generate_made(undisturbed, tmp_path):
+    page = tmp_path / "report.html"
+
+    done = brim("rf", "inspect", undisturbed, "--report", page, "--json")
+
+    assert done.returncode == 0, done.stderr
+    summary = json.loads(done.stdout)
+    assert done.stdout.count("\n") == 1
+    assert (summary["samples"], summary["verified"], summary["complete"]) == (SAMPLES, True, True)
+    assert "<html" in page.read_text()
+
+
+@pytest.mark.parametrize("fmt", ["parquet", "hdf5"])
+def test_export_writes_a_directory(undisturbed, tmp_path, fmt, capsys):
+    pytest.importorskip({"parquet": "pyarrow", "hdf5": "h5py"}[fmt])
+    out = tmp_path / "out"
+
+    assert main(["rf", "export", str(undisturbed), "--format", fmt, "--out", str(out), "--json"]) == 0
+
+    assert isinstance(json.loads(capsys.readouterr().out), dict)
+    assert any(out.iterdir())
+
+
+# Stopped and killed
+
+
+def start_and_signal(out: Path, options: list[str], number: int) -> subprocess.CompletedProcess[str]:
+    """Run until the second shard is there, then send the signal."""
+    argv = [sys.executable, "-m", "brim", "rf", "generate", "--out", str(out), *options, "--json"]
+    process = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    deadline_s = time.monotonic() + 60
+    while not (out / "shards/000001.safetensors").exists() and time.monotonic() < deadline_s:
+        assert process.poll() is None, "ended before it could be disturbed"
+        time.sleep(0.005)
+    process.send_signal(number)
+    stdout, stderr = process.communicate(timeout=60)
+    return subprocess.CompletedProcess(argv, process.returncode, stdout, stderr)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_leaves_a_usable_dataset_that_resumes_to_the_same_bytes(undisturbed, options, tmp_path, number):
+    out = tmp_path / "data"
+
+    stopped = start_and_signal(out, options, number)
+
+    assert stopped.returncode == 128 + number, stopped.stderr
+    assert "Traceback" not in stopped.stderr
+    assert "--resume" in stopped.stderr
+    report = json.loads(stopped.stdout)
+    usable = Dataset(out)
+    usable.verify()
+    assert 0 < report["accepted"] == len(usable) < SAMPLES
+    assert not usable.manifest["complete"]
+
+    resumed = brim("rf", "generate", "--out", out, *options, "--resume", "--json")
+
+    assert resumed.returncode == 0, resumed.stderr
+    assert json.loads(resumed.stdout)["accepted"] == SAMPLES
+    assert contents(out / "shards") == contents(undisturbed / "shards")
+
+
+def test_kill_9_leaves_a_dataset_that_resumes_to_the_same_bytes(undisturbed, options, tmp_path):
+    out = tmp_path / "data"
+
+    killed = start_and_signal(out, options, signal.SIGKILL)
+    Dataset(out).verify()
+    resumed = brim("rf", "generate", "--out", out, *options, "--resume", "--batch-size", "3", "--json")
+
+    assert killed.returncode == -signal.SIGKILL
+    assert resumed.returncode == 0, resumed.stderr
+    assert json.loads(resumed.stdout)["accepted"] == SAMPLES
+    assert contents(out / "shards") == contents(undisturbed / "shards")
+
+
+# Bad input: exit code 2, a message, nothing written
+
+
+def refused(capsys: pytest.CaptureFixture[str], *argv: str | Path) -> str:
+    """The message of a command that must fail; run in this process, because there are many."""
+    assert main([*map(str, argv)]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert "Traceback" not in captured.err
+    assert captured.err.startswith("error: ")
+    return captured.err
+
+
+def test_a_refusal_of_the_real_command_is_two_and_one_line(tmp_path):
+    done = brim("rf", "generate", "--out", tmp_path / "d", "--waveform", "nbmf", "--json")
+
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == "error: --waveform nbmf is unknown; choose one of nbfm, am, cw, fsk; did you mean nbfm?\n"
+    assert not (tmp_path / "d").exists()
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ("--preset best", ["best", "production", "quality"]),
+        ("--waveform morse", ["morse", "nbfm", "fsk"]),
+        ("--loss two_ray", ["two_ray", "free_space", "hata"]),
+        ("--dataset-type iq", ["iq", "feature_based", "iq_raw"]),
+        ("--device gpu", ["gpu", "auto", "cpu"]),
+        ("--device cuda:99", ["cuda:99", "cpu"]),
+        ("--tx-power-dbm 51", ["51", "0", "50"]),
+        ("--tx-power-dbm -1", ["-1", "0", "50"]),
+        ("--tx-power-dbm nan", ["nan"]),
+        ("--min-snr-db 61", ["61", "60"]),
+        ("--min-snr-db inf", ["inf"]),
+        ("--max-gdop 0.5", ["0.5", "1"]),
+        ("--max-gdop -inf", ["-inf"]),
+        ("--frequency-mhz 0", ["frequency_mhz", "30"]),
+        ("--min-receivers 2", ["2", "3"]),
+        ("--min-receivers 8", ["8", "7 stations"]),
+        ("--seed -1", ["-1"]),
+        ("--samples 0", ["--samples 0", "at least 1"]),
+        ("--samples -5", ["--samples -5"]),
+        ("--batch-size 0", ["--batch-size 0"]),
+        ("--memory 2GigaBytes", ["2GigaBytes", "2GiB"]),
+        ("--memory 0", ["0"]),
+        ("--config missing.toml", ["missing.toml"]),
+        ("--stations missing.csv", ["missing.csv"]),
+        ("--min-snr-db 60 --tx-power-dbm 0", ["min_snr_db=60", "tx_power_dbm=0"]),
+    ],
+)
+def test_a_bad_option_is_named_and_nothing_is_written(capsys, tmp_path, flags, words):
+    message = refused(capsys, "rf", "generate", "--out", tmp_path / "d", "--samples", "5", *flags.split())
+
+    assert [word for word in words if word not in message] == []
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("power = 3\n", ["'power'", "tx_power_dbm"]),
+        ("seed = \n", ["TOML"]),
+        ('seed = "seven"\n', ["seed", "seven"]),
+        ('preset = "best"\n', ["best", "quality"]),
+        ("max_gdop = nan\n", ["max_gdop", "nan"]),
+    ],
+)
+def test_a_bad_config_file_is_named_and_nothing_is_written(capsys, tmp_path, text, words):
+    file = tmp_path / "c.toml"
+    file.write_text(text)
+
+    message = refused(capsys, "rf", "generate", "--out", tmp_path / "d", "--config", file)
+
+    assert [word for word in words if word not in message] == []
+    assert list(tmp_path.iterdir()) == [file]
+
+
+@pytest.mark.parametrize(
+    ("header", "lines", "words"),
+    [
+        ("name,lat,alt", ["A,45,100"], ["lon", "name,lat,lon,alt"]),
+        ("name,lat,lon,alt", [], ["no stations"]),
+        ("name,lat,lon,alt", [*GOOD, "A,44.5,7.1,10"], ["'A'", "twice"]),
+        ("name,lat,lon,alt", [*GOOD, "D,45.0,7.0,10"], ["'A'", "'D'", "same place"]),
+        ("name,lat,lon,alt", [*GOOD, "D,95.0,7.0,10"], ["'D'", "95", "90"]),
+        ("name,lat,lon,alt", [*GOOD, "D,45.0,181,10"], ["'D'", "181", "180"]),
+        ("name,lat,lon,alt", [*GOOD, "D,45.0,7.1,99999"], ["'D'", "99999"]),
+        ("name,lat,lon,alt", [*GOOD, "D,north,7.1,10"], ["line 5", "north"]),
+        ("name,lat,lon,alt", [*GOOD, "D,nan,7.1,10"], ["line 5", "nan"]),
+        ("name,lat,lon,alt", [*GOOD, "D,45.0"], ["line 5", "lon"]),
+        ("name,lat,lon,alt", GOOD[:2], ["2 stations", "min_receivers=3"]),
+    ],
+)
+def test_a_bad_station_file_is_named_and_nothing_is_written(capsys, tmp_path, header, lines, words):
+    file = stations(tmp_path / "s.csv", *lines, header=header)
+
+    message = refused(capsys, "rf", "generate", "--out", tmp_path / "d", "--stations", file)
+
+    assert [word for word in words if word not in message] == []
+    assert list(tmp_path.iterdir()) == [file]
+
+
+def test_a_geometry_that_accepts_nothing_names_its_gate(capsys, tmp_path):
+    file = stations(tmp_path / "s.csv", *GOOD)  # three receivers reach a GDOP of 1.29 at best
+
+    message = refused(capsys, "rf", "generate", "--out", tmp_path / "d", "--stations", file, "--max-gdop", "1")
+
+    assert "max_gdop=1" in message
+    assert list(tmp_path.iterdir()) == [file]
+
+
+def test_an_occupied_directory_is_left_alone_without_resume(capsys, copy, options):
+    before = contents(copy)
+
+    message = refused(capsys, "rf", "generate", "--out", copy, *options)
+
+    assert "not empty" in message
+    assert "--resume" in message
+    assert contents(copy) == before
+
+
+def test_resume_with_another_config_is_refused(capsys, copy, options):
+    before = contents(copy)
+
+    message = refused(capsys, "rf", "generate", "--out", copy, *options, "--resume", "--max-gdop", "40")
+
+    assert "max_gdop is 50.0 in the dataset and 40.0 now" in message
+    assert contents(copy) == before
+
+
+def test_resume_of_a_foreign_directory_is_refused(capsys, tmp_path, options):
+    (tmp_path / "notes.txt").write_text("mine")
+
+    message = refused(capsys, "rf", "generate", "--out", tmp_path, *options, "--resume")
+
+    assert "manifest.json" in message
+    assert contents(tmp_path) == {"notes.txt": b"mine"}
+
+
+def test_a_file_as_out_is_refused(capsys, tmp_path, options):
+    (tmp_path / "file").write_text("mine")
+
+    assert "is a file" in refused(capsys, "rf", "generate", "--out", tmp_path / "file", *options)
+
+
+def damage(copy: Path, how: str) -> None:
+    shard = copy / "shards/000001.safetensors"
+    data = bytearray(shard.read_bytes())
+    if how == "truncated":
+        del data[len(data) // 2 :]
+    else:
+        data[-100] ^= 1
+    shard.write_bytes(data)
+
+
+@pytest.mark.parametrize("how", ["truncated", "altered"])
+@pytest.mark.parametrize("command", ["inspect", "report", "export", "resume", "extend"])
+def test_a_damaged_shard_is_named_and_nothing_is_written(capsys, copy, options, tmp_path, how, command):
+    damage(copy, how)
+    argv = {
+        "inspect": ["inspect", copy],
+        "report": ["inspect", copy, "--report", tmp_path / "new"],
+        "export": ["export", copy, "--format", "parquet", "--out", tmp_path / "new"],
+        "resume": ["generate", "--out", copy, *options, "--resume"],
+        "extend": ["generate", "--out", copy, *options, "--samples", str(SAMPLES + 8), "--resume"],
+    }[command]
+    before = contents(copy)
+
+    message = refused(capsys, "rf", *argv)
+
+    assert "shard 000001.safetensors" in message
+    assert contents(copy) == before
+    assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize("command", ["inspect", "export"])
+def test_a_directory_without_a_dataset_is_named(capsys, tmp_path, command):
+    more = ["--format", "parquet", "--out", tmp_path / "new"] if command == "export" else []
+
+    message = refused(capsys, "rf", command, tmp_path / "nothing", *more)
+
+    assert str(tmp_path / "nothing") in message
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_unknown_export_format_is_named_with_the_choices(capsys, undisturbed, tmp_path):
+    message = refused(capsys, "rf", "export", undisturbed, "--format", "csv", "--out", tmp_path / "new")
+
+    assert all(word in message for word in ("csv", "sigmf", "parquet", "hdf5"))
+    assert list(tmp_path.iterdir()) == []

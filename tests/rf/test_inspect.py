@@ -1,0 +1,164 @@
+import json
+
+import numpy as np
+import pytest
+import torch
+from small_dataset import REPORT, write_dataset
+
+from brim.engine.shards import Dataset, ShardWriter
+from brim.errors import DatasetError, ShardCorrupt
+from brim.rf import inspect as module
+from brim.rf.config import GenerateConfig
+from brim.rf.features import F
+from brim.rf.inspect import inspect
+
+CONFIG = GenerateConfig(duration_s=0.2, tx_power_dbm=20.0, max_gdop=5.0, seed=3)  # rejects a part by each gate
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory):
+    path = tmp_path_factory.mktemp("inspect") / "data"
+    return path, write_dataset(path, CONFIG, attempts=24)
+
+
+def test_counts_agree_with_the_rows(dataset):
+    path, rows = dataset
+    found = inspect(path)
+    heard = rows["present"].sum(-1)
+    assert found.samples == len(rows["index"])
+    assert found.attempted == 24
+    assert sum(found.rejected.values()) == 24 - found.samples
+    assert found.rejected["receivers"] > 0
+    assert found.rejected["gdop"] > 0
+    assert found.acceptance_rate == found.samples / 24
+    assert found.records == heard.sum()
+    assert found.receivers_per_sample == {
+        "min": heard.min(),
+        "mean": pytest.approx(float(heard.double().mean())),
+        "max": heard.max(),
+    }
+
+
+def test_quantiles_agree_with_the_rows(dataset):
+    path, rows = dataset
+    found = inspect(path)
+    present = rows["present"]
+    measured = rows["features"][:, :, F["snr_db"], 0][present].double()
+    assert found.snr_db["measured"]["median"] == pytest.approx(float(np.median(measured)))
+    assert found.snr_db["link"]["min"] >= CONFIG.min_snr_db
+    assert found.gdop["max"] == pytest.approx(float(rows["gdop"].max()))
+    assert found.gdop["max"] <= CONFIG.max_gdop
+    assert found.crlb_m["p25"] == pytest.approx(float(np.quantile(rows["crlb_m"].double(), 0.25)))
+    assert found.quantiles_from == found.samples
+
+
+def test_bounds_are_of_valid_receivers_and_all_transmitters(dataset):
+    path, rows = dataset
+    found = inspect(path)
+    lat, lon = rows["transmitter"][:, 0], rows["transmitter"][:, 1]
+    assert found.transmitters["lat"] == [float(lat.min()), float(lat.max())]
+    assert found.transmitters["lon"] == [float(lon.min()), float(lon.max())]
+    assert found.receivers["lat"] == [44.395, 45.478]
+    assert found.receivers["alt"] == [100.0, 700.0]
+
+
+def test_padding_is_not_a_receiver(tmp_path):
+    config = GenerateConfig(duration_s=0.2, use_random_receivers=True)
+    rows = write_dataset(tmp_path / "random", config, attempts=6)
+    assert not rows["valid"].all()
+    assert inspect(tmp_path / "random").receivers["lat"][0] >= 44.0
+
+
+def test_origin_size_and_throughput_are_told(dataset):
+    path, _ = dataset
+    found = inspect(path)
+    files = [file for file in path.rglob("*") if file.is_file()]
+    assert (found.format_version, found.complete, found.verified) == (1, True, True)
+    assert (found.device, found.seed, found.waveform, found.dataset_type) == ("cpu", 3, "nbfm", "feature_based")
+    assert found.torch == torch.__version__
+    assert found.bytes == sum(file.stat().st_size for file in files)
+    assert found.shards == len(files) - 1
+    assert found.throughput == REPORT
+    assert json.loads(json.dumps(found.as_dict(), allow_nan=False))["dataset"] == str(path)
+
+
+def test_stopped_dataset_is_counted_by_its_running_totals(tmp_path):
+    rows = write_dataset(tmp_path / "stopped", CONFIG, attempts=24, finish=False)
+    found = inspect(tmp_path / "stopped")
+    assert not found.complete
+    assert found.throughput is None
+    assert found.attempted == int(rows["index"][-1]) + 1
+    assert found.attempted == found.samples + sum(found.rejected.values())
+
+
+def test_empty_dataset_is_summarised(tmp_path):
+    with ShardWriter(tmp_path / "empty", {"kind": "rf"}, items_per_shard=4):
+        pass
+    found = inspect(tmp_path / "empty")
+    assert (found.samples, found.records, found.shards) == (0, 0, 0)
+    assert found.gdop is found.receivers is found.acceptance_rate is found.receivers_per_sample is None
+    json.dumps(found.as_dict(), allow_nan=False)
+
+
+def test_altered_shard_is_refused_unless_not_verified(tmp_path):
+    path = tmp_path / "altered"
+    write_dataset(path, CONFIG)
+    shard = path / "shards" / "000000.safetensors"
+    content = bytearray(shard.read_bytes())
+    content[-1] ^= 1
+    shard.write_bytes(content)
+    with pytest.raises(ShardCorrupt, match=r"000000\.safetensors: checksum differs"):
+        inspect(path)
+    assert not inspect(path, verify=False).verified
+
+
+def test_truncated_shard_is_refused_in_any_case(tmp_path):
+    path = tmp_path / "short"
+    write_dataset(path, CONFIG)
+    shard = path / "shards" / "000000.safetensors"
+    shard.write_bytes(shard.read_bytes()[:-8])
+    with pytest.raises(ShardCorrupt, match="bytes"):
+        inspect(path, verify=False)
+
+
+@pytest.mark.parametrize("header", [{}, {"kind": "sequences"}])
+def test_other_kinds_are_refused(tmp_path, header):
+    with ShardWriter(tmp_path / "other", header, items_per_shard=4):
+        pass
+    with pytest.raises(DatasetError, match='expected "rf"'):
+        inspect(tmp_path / "other")
+
+
+def test_missing_columns_are_named(tmp_path, dataset):
+    _, rows = dataset
+    header = {"kind": "rf", "features": [{"name": "rssi_dbm", "unit": "dBm"}]}
+    with ShardWriter(tmp_path / "old", header, items_per_shard=4) as writer:
+        writer.append(rows, {"attempted": rows["index"] + 1})
+    with pytest.raises(DatasetError, match="features has no snr_db"):
+        inspect(tmp_path / "old")
+
+
+def test_progress_counts_shards(dataset):
+    path, _ = dataset
+    told = []
+    inspect(path, progress=lambda done, total: told.append((done, total)))
+    shards = len(Dataset(path).shards)
+    assert told == [(done, shards) for done in range(1, shards + 1)]
+
+
+def test_large_datasets_are_thinned_evenly_across_shards(dataset, monkeypatch):
+    path, rows = dataset
+    monkeypatch.setattr(module, "MAX_KEPT", 5)
+    step = -(-len(rows["index"]) // 5)
+    kept = module.survey(path).columns
+    assert torch.equal(torch.from_numpy(kept.gdop), rows["gdop"][::step])
+    assert torch.equal(torch.from_numpy(kept.transmitter), rows["transmitter"][::step])
+    assert inspect(path).records == rows["present"].sum()
+
+
+def test_arrival_errors_leave_out_the_reference_and_the_unmeasured(dataset, tmp_path):
+    path, rows = dataset
+    heard, samples = int(rows["present"].sum()), len(rows["index"])
+    assert len(module.survey(path).columns.arrival_error_us) == heard - samples
+    write_dataset(tmp_path / "cw", GenerateConfig(duration_s=0.2, waveform="cw"), attempts=4)
+    assert len(module.survey(tmp_path / "cw").columns.arrival_error_us) == 0

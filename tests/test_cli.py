@@ -1,0 +1,420 @@
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import brim.doctor
+from brim import __version__
+from brim.cli import main
+from brim.cli.terminal import Display, Stop
+from brim.errors import ConfigError
+from brim.rf import PRESETS, GenerateConfig, Progress, Report
+
+STATIONS = "name,lat,lon,alt\nA,45.0,7.0,100\nB,45.2,7.5,200\nC,44.8,7.3,150\nD,45.1,7.9,300\n"
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[dict]:
+    """Commands hand their work to this instead of generating."""
+    made: list[dict] = []
+
+    def fake(config, out, samples, *, stop, progress, **options):
+        made.append({"config": config, "out": out, "samples": samples, **options})
+        return report(accepted=samples)
+
+    monkeypatch.setattr("brim.rf.generate", fake)
+    return made
+
+
+def report(**changes) -> Report:
+    values = {
+        "dataset": "data",
+        "accepted": 10,
+        "attempted": 20,
+        "rejected": {"receivers": 7, "gdop": 3},
+        "seconds": 2.0,
+        "samples_per_s": 5.0,
+        "iq_per_s": 35.0,
+        "device": "cpu",
+        "batch_size": 4,
+        "ceiling_share": 0.93,
+        "stages": {},
+        "peak_bytes": 1,
+    }
+    return Report(**{**values, **changes})
+
+
+def config_of(calls: list[dict], *argv: str) -> GenerateConfig:
+    assert main(["rf", "generate", "--out", "data", *argv]) == 0
+    return calls[-1]["config"]
+
+
+# Starting
+
+
+@pytest.mark.parametrize("argv", [["--help"], ["--version"], ["rf", "generate", "--help"]])
+def test_help_and_version_import_no_torch(argv):
+    code = f"import sys; from brim.cli import main; main({argv}); assert 'torch' not in sys.modules"
+
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+
+    assert done.returncode == 0, done.stderr
+
+
+def test_python_dash_m_is_the_same_command():
+    done = subprocess.run([sys.executable, "-m", "brim", "--version"], capture_output=True, text=True)
+
+    assert done.stdout == f"brim {__version__}\n"
+
+
+@pytest.mark.parametrize("command", ["doctor", "demo", "rf", "rf generate", "rf inspect", "rf export"])
+def test_every_help_has_an_example(command, capsys):
+    assert main([*command.split(), "--help"]) == 0
+
+    assert f"Example: brim {command}" in capsys.readouterr().out
+
+
+def test_no_command_shows_the_help_and_fails(capsys):
+    assert main([]) == 2
+
+    assert "Usage: brim" in "".join(capsys.readouterr())
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["rf", "generat"], ["generat", "generate"]),
+        (["rf", "generate", "--sampels", "3"], ["--sampels", "--samples"]),
+        (["rf", "generate"], ["--out"]),
+        (["rf", "generate", "--out", "x", "--samples", "abc"], ["--samples", "abc", "whole number"]),
+        (["rf", "generate", "--out", "x", "--samples", "1.5"], ["--samples", "1.5", "whole number"]),
+        (["rf", "generate", "--out", "x", "--max-gdop", "wide"], ["--max-gdop", "wide", "number"]),
+        (["rf", "export", "d", "--out", "x"], ["--format"]),
+        (["rf", "export", "d", "--out", "x", "--format", "parqet"], ["parqet", "did you mean parquet"]),
+    ],
+)
+def test_a_usage_error_names_the_value_and_exits_with_2(argv, words, capsys):
+    assert main(argv) == 2
+
+    captured = capsys.readouterr()
+    assert captured.err.startswith("error: ")
+    assert all(word in captured.err for word in words)
+    assert captured.out == ""
+
+
+# Options
+
+
+def test_flags_left_out_change_nothing(calls):
+    assert config_of(calls) == GenerateConfig()
+    assert calls[0] == {
+        "config": GenerateConfig(),
+        "out": Path("data"),
+        "samples": 1000,
+        "device": "auto",
+        "batch_size": None,
+        "memory": None,
+        "resume": False,
+    }
+
+
+def test_every_flag_reaches_the_config(calls):
+    flags = "--frequency-mhz 433 --tx-power-dbm 30 --min-snr-db -3 --max-gdop 30 --min-receivers 4 --random-receivers"
+    more = "--waveform fsk --loss hata --dataset-type iq_raw --seed 7"
+
+    config = config_of(calls, *flags.split(), *more.split())
+
+    assert config == GenerateConfig(
+        frequency_mhz=433,
+        tx_power_dbm=30,
+        min_snr_db=-3,
+        max_gdop=30,
+        min_receivers=4,
+        use_random_receivers=True,
+        waveform="fsk",
+        loss="hata",
+        dataset_type="iq_raw",
+        seed=7,
+    )
+
+
+def test_running_options_reach_generate(calls):
+    flags = "--samples 5 --device cpu --batch-size 3 --memory 1.5GiB --resume --json"
+
+    config_of(calls, *flags.split())
+
+    options = {key: calls[0][key] for key in ("samples", "device", "batch_size", "memory", "resume")}
+    assert options == {"samples": 5, "device": "cpu", "batch_size": 3, "memory": 3 * 2**29, "resume": True}
+
+
+def test_flags_win_over_the_file_and_the_file_over_the_preset(calls, tmp_path):
+    file = tmp_path / "c.toml"
+    file.write_text("max_gdop = 33.0\nmin_snr_db = 7.0\n")
+
+    config = config_of(calls, "--preset", "quality", "--config", str(file), "--min-snr-db", "9")
+
+    assert (config.min_snr_db, config.max_gdop) == (9.0, 33.0)
+    assert config.min_receivers == PRESETS["quality"]["min_receivers"]
+
+
+def test_a_preset_in_the_file_counts_and_may_be_repeated(calls, tmp_path):
+    file = tmp_path / "c.toml"
+    file.write_text('preset = "quality"\nseed = 5\n')
+
+    alone = config_of(calls, "--config", str(file))
+    repeated = config_of(calls, "--config", str(file), "--preset", "quality")
+
+    assert alone == repeated == GenerateConfig(**PRESETS["quality"], seed=5)
+
+
+def test_a_preset_that_differs_from_the_files_is_refused(calls, tmp_path, capsys):
+    file = tmp_path / "c.toml"
+    file.write_text('preset = "quality"\n')
+
+    assert main(["rf", "generate", "--out", "d", "--config", str(file), "--preset", "production"]) == 2
+
+    assert "--preset production and preset = 'quality'" in capsys.readouterr().err
+    assert calls == []
+
+
+def test_stations_take_the_place_of_a_presets_random_receivers(calls, tmp_path):
+    file = tmp_path / "s.csv"
+    file.write_text(STATIONS)
+
+    config = config_of(calls, "--preset", "quality", "--stations", str(file))
+
+    assert [station.name for station in config.stations] == ["A", "B", "C", "D"]
+    assert (config.use_random_receivers, config.max_gdop) == (False, 20.0)
+
+
+def test_stations_and_random_receivers_exclude_each_other(calls, tmp_path, capsys):
+    file = tmp_path / "s.csv"
+    file.write_text(STATIONS)
+
+    assert main(["rf", "generate", "--out", "d", "--stations", str(file), "--random-receivers"]) == 2
+
+    assert "exclude each other" in capsys.readouterr().err
+
+
+# Results
+
+
+def test_the_end_line_says_how_many_how_fast_where_and_what_next(calls, capsys):
+    main(["rf", "generate", "--out", "my data", "--samples", "10"])
+
+    out = capsys.readouterr().out
+    assert "10 samples accepted of 20 tried (50.0%); 5.0 samples/s on cpu" in out
+    assert "next:    brim rf inspect 'my data'" in out
+
+
+def test_a_stopped_run_exits_as_the_signal_and_says_how_to_go_on(monkeypatch, capsys):
+    def stopped(config, out, samples, *, stop, **options):
+        signal.raise_signal(signal.SIGTERM)
+        assert stop()
+        return report(accepted=4, stopped=True)
+
+    monkeypatch.setattr("brim.rf.generate", stopped)
+    argv = ["rf", "generate", "--out", "d", "--samples", "10", "--json"]
+    monkeypatch.setattr(sys, "argv", ["brim", *argv])
+
+    code = main(argv)
+
+    captured = capsys.readouterr()
+    assert code == 128 + signal.SIGTERM
+    assert json.loads(captured.out)["accepted"] == 4
+    assert "stopped at 4 of 10 samples" in captured.err
+    assert "continue with: brim rf generate --out d --samples 10 --json --resume" in captured.err
+
+
+def test_a_signal_that_comes_after_the_last_sample_is_no_failure(monkeypatch):
+    def finished(config, out, samples, **options):
+        signal.raise_signal(signal.SIGINT)
+        return report(accepted=samples)
+
+    monkeypatch.setattr("brim.rf.generate", finished)
+
+    assert main(["rf", "generate", "--out", "d"]) == 0
+
+
+def test_an_error_is_one_line_without_a_traceback(monkeypatch, capsys):
+    def fail(*_, **__):
+        raise ConfigError("value [bold]x[/bold]=3 must be smaller; lower it " + "word " * 60)
+
+    monkeypatch.setattr("brim.rf.generate", fail)
+
+    assert main(["rf", "generate", "--out", "d"]) == 2
+
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith("error: value [bold]x[/bold]=3 must be smaller")
+    assert captured.err.count("\n") == 1
+
+
+def test_a_closed_pipe_is_no_traceback():
+    code = "import sys; from brim.cli import main; sys.exit(main(['doctor', '--json']))"
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert process.stdout is not None
+    process.stdout.close()
+
+    _, err = process.communicate()
+
+    assert err == b""
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_a_full_disk_behind_standard_output_is_an_error_message():
+    with Path("/dev/full").open("w") as full:
+        code = "import sys; from brim.cli import main; sys.exit(main(['doctor', '--json']))"
+        done = subprocess.run([sys.executable, "-c", code], stdout=full, stderr=subprocess.PIPE, text=True)
+
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: standard output: cannot write")
+
+
+# Progress and signals
+
+
+def test_progress_without_a_terminal_is_a_line_now_and_then(monkeypatch, capsys):
+    monkeypatch.setattr("brim.cli.terminal.LINE_S", 0.0)
+    with Display() as display:
+        display(Progress(done=5, total=10, attempted=8, rate=2.5, eta_s=2.0, message="generating"))
+        display(Progress(done=0, total=10, attempted=0, rate=0.0, eta_s=float("inf"), message="starting"))
+
+    lines = capsys.readouterr().err.splitlines()
+    assert lines == [
+        "generating: 5/10 samples, 2.5/s, 62% accepted, 0:00:02 left",
+        "starting: 0/10 samples",
+    ]
+
+
+def test_two_signals_at_once_are_one_and_handlers_are_given_back():
+    before = signal.getsignal(signal.SIGINT)
+    with Stop() as stop:
+        assert not stop()
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)  # a wrapper's copy
+        assert stop()
+
+    assert stop.number == signal.SIGINT
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_a_second_interrupt_ends_the_process_at_once():
+    code = (
+        "import time\nfrom brim.cli.terminal import Stop\n"
+        "with Stop():\n print('ready', flush=True)\n while True: time.sleep(60)"
+    )
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    process.stdout.readline()
+    process.send_signal(signal.SIGINT)
+    time.sleep(0.7)
+    assert process.poll() is None
+    process.send_signal(signal.SIGINT)
+
+    _, err = process.communicate(timeout=10)
+
+    assert process.returncode == 130
+    assert "aborted" in err
+
+
+# Doctor
+
+
+def test_doctor_says_what_is_here(capsys):
+    assert main(["doctor", "--json"]) == 0
+
+    out = capsys.readouterr().out
+    facts = json.loads(out)
+    assert out.count("\n") == 1
+    assert facts["brim"] == __version__
+    assert facts["packages"]["torch"]
+    assert facts["cpu"]["cores"] >= 1
+    assert facts["uses"]["device"] in ("cpu", "cuda:0")
+
+
+def test_doctor_draws_a_table(capsys):
+    assert main(["doctor"]) == 0
+
+    out = capsys.readouterr().out
+    assert all(word in out for word in ("packages", "memory", "disk", "uses", "problem"))
+
+
+def test_doctor_never_fails(monkeypatch, capsys):
+    def broken(*_):
+        raise RuntimeError("driver shut down\ndetails")
+
+    for name in ("_cpu", "_nvml", "_disk", "_uses"):
+        monkeypatch.setattr(brim.doctor, name, broken)
+    monkeypatch.setattr("torch.version.cuda", "13.0")
+    monkeypatch.setattr("torch.cuda.is_available", broken)
+
+    assert main(["doctor"]) == 0
+    assert main(["doctor", "--json"]) == 0
+
+    out = capsys.readouterr().out
+    assert "cannot be used: driver shut down" in out
+    assert "details" not in out
+
+
+def test_doctor_names_the_fix_for_a_gpu_that_torch_cannot_use(monkeypatch):
+    monkeypatch.setattr(brim.doctor, "_cuda", lambda: {"version": None, "devices": [], "reason": "none"})
+    monkeypatch.setattr(brim.doctor, "_nvml", lambda: {"works": True, "driver": "580", "num_devices": 1})
+
+    problems = brim.doctor.collect()["problems"]
+
+    assert any("built without CUDA" in p["problem"] and "install a CUDA build" in p["fix"] for p in problems)
+
+
+def test_doctor_names_the_fix_for_a_missing_optional_package(monkeypatch):
+    monkeypatch.setattr(brim.doctor, "_version", lambda name: None if name == "h5py" else "1.0")
+
+    problems = brim.doctor.collect()["problems"]
+
+    assert any("h5py" in p["problem"] and "brim[export]" in p["fix"] for p in problems)
+
+
+# Demo
+
+
+def test_demo_makes_a_dataset_and_a_report_and_reuses_them(tmp_path, capsys):
+    out = tmp_path / "demo"
+
+    assert main(["demo", "--out", str(out), "--samples", "3"]) == 0
+    first = capsys.readouterr().out
+    shard = out / "dataset/shards/000000.safetensors"
+    made_ns = shard.stat().st_mtime_ns
+    assert main(["demo", "--out", str(out), "--samples", "3", "--json"]) == 0
+
+    assert str(out / "dataset") in first
+    assert str(out / "report.html") in first
+    assert "next:" in first
+    assert json.loads(capsys.readouterr().out)["report"] == str(out / "report.html")
+    assert (out / "report.html").read_text().lstrip().lower().startswith("<!doctype html>")
+    assert shard.stat().st_mtime_ns == made_ns
+
+
+def test_demo_leaves_a_foreign_directory_alone(tmp_path, capsys):
+    foreign = tmp_path / "demo/dataset/thesis.txt"
+    foreign.parent.mkdir(parents=True)
+    foreign.write_text("years of work")
+
+    assert main(["demo", "--out", str(tmp_path / "demo"), "--samples", "3"]) == 2
+
+    assert "choose another --out" in capsys.readouterr().err
+    assert [p for p in (tmp_path / "demo").rglob("*") if p.is_file()] == [foreign]
+
+
+def test_inspect_reads_as_lines_for_a_person(tmp_path, capsys):
+    assert main(["rf", "generate", "--out", str(tmp_path / "d"), "--samples", "2", "--device", "cpu"]) == 0
+    capsys.readouterr()
+
+    assert main(["rf", "inspect", str(tmp_path / "d")]) == 0
+
+    lines = capsys.readouterr().out.splitlines()
+    assert any(line.split() == ["samples", "2"] for line in lines)
+    assert any(line.startswith("snr db link ") and "median" in line for line in lines)
