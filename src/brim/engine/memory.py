@@ -266,6 +266,7 @@ class PeakMemory:
     def __init__(self, device: torch.device) -> None:
         """Measure on this device."""
         self.device = device
+        self.start_bytes = 0  # in use when the block was entered
         self._seen_bytes = 0
         self._sampler: threading.Thread | None = None
         self._stop = threading.Event()
@@ -278,6 +279,7 @@ class PeakMemory:
                 other._note()
             self._open.append(self)
             resettable = _reset_peak(self.device)
+            self.start_bytes = _peak_bytes(self.device) if resettable else _resident_bytes()
         if not resettable and _field(PROC / "self/status", "VmRSS:") is not None:
             self._sampler = threading.Thread(target=self._sample, name="brim-peak-memory", daemon=True)
             self._sampler.start()

@@ -19,7 +19,7 @@ from brim.rf.waveform import MARGIN, TABLE_HZ, channel_points, guard_points
 
 FADING_HZ = 1_000  # linear interpolation between these errs below −69 dB at the fastest fading, 8.5 Hz
 NUM_SINUSOIDS = 32  # per path: power is within 1/32 of Rayleigh's in its second moment
-TAPS = 6  # of the fractional delay
+TAPS = 4  # of the fractional delay: cubic, errs below −80 dB at the table's rate
 _POINTS_PER_FADE = TABLE_HZ // FADING_HZ
 
 

@@ -6,7 +6,7 @@ Axes: B samples, R receivers, M packed records, C chunks, F features.
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Protocol, Self
 
 import numpy as np
@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from brim.engine.device import worker_count
+from brim.engine.device import resolve_device, worker_count
 from brim.rf import features as ft
 from brim.rf.bound import crlb_m
 from brim.rf.channel import Links, make_links, receive
@@ -87,14 +87,19 @@ class Measured:
 
     peak: Tensor  # (B,) float32, of each message
     truth: Tensor  # (M, C, 2) float32: power in the channel, in units of its noise; occupied bandwidth in Hz
-    chunks: Tensor  # (M, C, F) float32
     features: Tensor  # (M, F, 4) float32
-    iq: Tensor | None  # (M, N) complex64, in sqrt(mW)
+    chunks: Tensor | None = None  # (M, C, F) float32
+    iq: Tensor | None = None  # (M, N) complex64, in sqrt(mW)
 
     def to(self, device: str) -> Self:
         """The same on another device."""
-        moved = {f.name: getattr(self, f.name) for f in fields(self)}
-        return type(self)(**{name: t if t is None else t.to(device) for name, t in moved.items()})
+        return type(self)(
+            peak=self.peak.to(device),
+            truth=self.truth.to(device),
+            features=self.features.to(device),
+            chunks=None if self.chunks is None else self.chunks.to(device),
+            iq=None if self.iq is None else self.iq.to(device),
+        )
 
 
 class Backend(Protocol):
@@ -102,10 +107,6 @@ class Backend(Protocol):
 
     def measure(self, work: Work, *, iq: bool) -> Measured:
         """Signals, noise and features of a batch, on the device; may return before the device is done."""
-        ...
-
-    def bytes_per_sample(self, *, iq: bool) -> int:
-        """Memory a sample of a batch takes while it is made, from above."""
         ...
 
 
@@ -144,20 +145,13 @@ class CpuBackend:
         """Signals, noise and features of a batch."""
         futures = [self.pool.submit(self._sample, work, row, iq) for row in range(len(work))]
         parts = [future.result() for future in futures]
-        chunks = torch.cat([p.chunks for p in parts])
         return Measured(
             peak=torch.cat([p.peak for p in parts]),
             truth=torch.cat([p.truth for p in parts]),
-            chunks=chunks,
             features=torch.cat([p.features for p in parts]),
+            chunks=torch.cat([p.chunks for p in parts if p.chunks is not None]),
             iq=torch.cat([p.iq for p in parts if p.iq is not None]) if iq else None,
         )
-
-    def bytes_per_sample(self, *, iq: bool) -> int:
-        """Memory a sample of a batch takes while it is made, from above: its record at work, and its IQ if kept."""
-        record_bytes = self.config.num_samples_iq * 8
-        kept = 2 * self.config.max_receivers * record_bytes if iq else 0  # packed, then padded
-        return 12 * record_bytes + kept
 
     def _sample(self, work: Work, row: int, iq: bool) -> Measured:
         config, links = self.config, work.links
@@ -252,7 +246,7 @@ def assemble(config: GenerateConfig, work: Work, measured: Measured, *, chunks: 
     }
     if measured.iq is not None:
         out["iq"] = _padded(measured.iq, pick, shape)
-    if chunks:
+    if chunks and measured.chunks is not None:
         out["features_chunks"] = _padded(measured.chunks, pick, shape)
         out["truth_chunks"] = truth_chunks
     return out
@@ -323,7 +317,7 @@ def open_backend(config: GenerateConfig, device: torch.device, workers: int | No
 def generate_batch(
     config: GenerateConfig,
     indices: NDArray[np.int64] | Tensor | list[int] | range,
-    device: torch.device | str = "cpu",
+    device: torch.device | str = "auto",
     *,
     chunks: bool = False,
 ) -> dict[str, Tensor]:
@@ -331,6 +325,19 @@ def generate_batch(
     index = np.asarray(indices, np.int64).reshape(-1)
     scenes = make_scenes(config, index)
     work = make_work(config, scenes[np.nonzero(scenes.accepted)[0]])
-    with open_backend(config, torch.device(device)) as backend:
-        measured = backend.measure(work, iq=config.dataset_type == "iq_raw").to("cpu")
-        return assemble(config, work, measured, chunks=chunks)
+    iq = config.dataset_type == "iq_raw"
+    if not len(work):
+        return assemble(config, work, _nothing(config, iq=iq), chunks=chunks)
+    with open_backend(config, resolve_device(str(device))) as backend:
+        return assemble(config, work, backend.measure(work, iq=iq).to("cpu"), chunks=chunks)
+
+
+def _nothing(config: GenerateConfig, *, iq: bool) -> Measured:
+    """The measurements of no records."""
+    return Measured(
+        peak=torch.empty(0),
+        truth=torch.empty(0, NUM_CHUNKS, 2),
+        features=torch.empty(0, len(ft.FEATURES), len(ft.STATISTICS)),
+        chunks=torch.empty(0, NUM_CHUNKS, len(ft.FEATURES)),
+        iq=torch.empty(0, config.num_samples_iq, dtype=torch.complex64) if iq else None,
+    )

@@ -24,7 +24,6 @@ from brim.rf.geometry import SPEED_OF_LIGHT, ecef
 from brim.rf.link import noise_dbm
 from brim.rf.philox import Purpose
 from brim.rf.receiver import (
-    DECIMATION,
     FILTER_TAPS,
     NOISE_POWER,
     NUM_PROBES,
@@ -48,7 +47,8 @@ from brim.rf.waveform import (
     table_points,
 )
 
-FFT_ROWS = 2_560  # chunks per FFT tile: 512 records, some 100 MB
+FFT_ROWS = 1_280  # chunks per FFT tile: 256 records, some 50 MB
+ROUND_ROWS = 64  # records or samples
 PAD = FILTER_TAPS // 2  # zeros before a record: the filter's past
 TAIL = 2_048  # zeros after it: the filter's future, and rows that only fill the last block of 128
 
@@ -62,14 +62,6 @@ class CudaBackend:
         self.fast = os.environ.get("TRITON_INTERPRET") != "1"
         self.filters = torch.from_numpy(filter_matrix()).to(device)
         self.upsampling = torch.from_numpy(upsampling_weights()).to(device)
-
-    def bytes_per_sample(self, *, iq: bool) -> int:
-        """Memory a sample of a batch takes while it is made: its buffers, with all receivers present."""
-        n = self.config.num_samples_iq
-        record_bytes = n * 8 + n // 4 * 8 + 5 * (n // DECIMATION) * 8  # IQ, 50 kHz signal, streams and spectra
-        kept = n * 8 if iq else 0
-        table = table_points(self.config) * 4
-        return (record_bytes + kept) * self.config.max_receivers * 11 // 10 + table
 
     def measure(self, work: Work, *, iq: bool) -> Measured:
         """Signals, noise and features of a batch, queued on the current stream."""
@@ -106,7 +98,11 @@ class CudaBackend:
         return host.pin_memory().to(self.device, non_blocking=True)  # pinned: the copy must not wait for the kernels
 
     def _empty(self, *shape: int) -> Tensor:
-        return torch.empty(shape, dtype=torch.float32, device=self.device)
+        """Uninitialised float32, allocated for a rounded number of rows: batches differ by a few records, and torch's
+        allocator would keep a block for each size until the memory is full.
+        """
+        rows = triton.cdiv(shape[0], ROUND_ROWS) * ROUND_ROWS if self.device.type == "cuda" else shape[0]
+        return torch.empty((rows, *shape[1:]), dtype=torch.float32, device=self.device)[: shape[0]]
 
     def _upload(self, work: Work) -> dict[str, Tensor]:
         links = work.links
@@ -183,7 +179,7 @@ class CudaBackend:
             FAST=self.fast,
         )
         signal, clean = self._empty(num, points, 2), self._empty(*self._rows(num), self.grid.points, 2)
-        block = 512
+        block = 256
         kernels.channel_kernel[(num, triton.cdiv(points, block))](
             table,
             factor.to(torch.float32),
@@ -207,6 +203,7 @@ class CudaBackend:
             STRIDE=STREAM_STRIDE,
             BLOCK=block,
             FAST=self.fast,
+            num_warps=2,
         )
         return signal, clean
 
@@ -235,6 +232,7 @@ class CudaBackend:
             PURPOSE=int(Purpose.NOISE),
             BLOCK=block,
             FAST=self.fast,
+            num_warps=2,
         )
         return record
 
@@ -259,6 +257,7 @@ class CudaBackend:
             ROWS=128,
             STEP=32,
             num_warps=8,
+            num_stages=3,
         )
         return stream, floor
 

@@ -57,7 +57,7 @@ def words(seed: int, index: NDArray[np.int64], receiver: NDArray[np.int64] | int
     shape = np.broadcast_shapes(item.shape, block.shape)
     c0 = np.ascontiguousarray(np.broadcast_to(block, shape))
     out = philox(c0, stream, item & _LOW, item >> _SHIFT, seed)
-    return np.stack(np.broadcast_arrays(*out), axis=-1).reshape(*shape[:-1], -1)[..., :count]
+    return np.stack(np.broadcast_arrays(*out), axis=-1).reshape(*shape[:-1], 4 * shape[-1])[..., :count]
 
 
 def uniform(

@@ -73,14 +73,9 @@ def _tf32(values: NDArray[np.float32]) -> NDArray[np.float32]:
 def noise(config: GenerateConfig, index: int, receiver: int) -> Tensor:
     """Complex white noise of one record, (N,) complex64, power 16: a counter and a receiver make two samples."""
     block = np.arange(config.num_samples_iq // 2, dtype=np.uint64)
-    stream = np.uint64(int(Purpose.NOISE) << PURPOSE_SHIFT | receiver)
-    item = (np.uint64(index & 0xFFFFFFFF), np.uint64(index >> 32))
-    drawn = philox(
-        block,
-        np.broadcast_to(stream, block.shape),
-        *(np.broadcast_to(i, block.shape) for i in item),
-        config.seed,
-    )
+    key = (int(Purpose.NOISE) << PURPOSE_SHIFT | receiver, index & 0xFFFFFFFF, index >> 32)
+    stream, low, high = (np.full(block.shape, word, np.uint64) for word in key)
+    drawn = philox(block, stream, low, high, config.seed)
     packed = np.stack(drawn, axis=-1).astype(np.uint32)  # (N/2, 4): radius and angle of two samples
     bits = torch.from_numpy(packed.view(np.int32)).reshape(-1, 2)
     uniform = ((bits[:, 0] >> 8) & 0xFFFFFF).to(torch.float32).add_(0.5).mul_(2.0**-24)

@@ -15,7 +15,7 @@ from brim.rf.config import SAMPLE_RATE_HZ, GenerateConfig, Waveform
 from brim.rf.philox import Purpose, uniform, words
 from brim.rf.scene import ECHO_DELAY_S, max_delay_s
 
-TABLE_HZ = 50_000  # 17 points per cycle of the highest message tone: six-point interpolation errs below −90 dB
+TABLE_HZ = 50_000  # 17 points per cycle of the highest message tone: cubic interpolation errs below −80 dB
 OVERSAMPLING = SAMPLE_RATE_HZ // TABLE_HZ
 MARGIN = 4  # table and channel points kept on either side for interpolation
 
@@ -160,4 +160,4 @@ def rms_frequency_hz(config: GenerateConfig, messages: Messages, peak: NDArray[n
         return np.zeros_like(peak)
     slope = np.sqrt(((messages.amplitude.astype(np.float64) * messages.frequency_hz) ** 2).sum(-1) / 2)
     depth = AM_DEPTH / peak
-    return depth * slope / np.sqrt(1 + depth**2)
+    return np.asarray(depth * slope / np.sqrt(1 + depth**2))
