@@ -15,8 +15,9 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from brim.engine import shards
-from brim.engine.shards import Dataset, ShardWriter
+from brim.engine import shard_writer
+from brim.engine.shard_writer import ShardWriter
+from brim.engine.shards import Dataset
 from brim.errors import ConfigError, DatasetError, ShardCorrupt, StorageError
 
 HEADER = {"config": {"snr_db": [0, 20], "name": "µ"}, "seed": 7}
@@ -99,7 +100,7 @@ def test_manifest_says_what_is_there(made):
 
 
 def test_shard_bytes_are_those_of_the_safetensors_library(tmp_path):
-    rows = {str(dtype): torch.ones(3, 2).to(dtype) for dtype in shards._DTYPES}
+    rows = {str(dtype): torch.ones(3, 2).to(dtype) for dtype in shard_writer._DTYPES}
     rows |= {"none": torch.empty(3, 0), "é": torch.zeros(3), "a": torch.zeros(3, dtype=torch.bool)}
     with writer(tmp_path / "out", per_shard=5) as out:
         out.append(rows, {})
@@ -207,9 +208,9 @@ import sys, time
 sys.path.insert(0, {tests!r})
 import torch
 torch.set_num_threads(1)
-from brim.engine import shards
+from brim.engine import shard_writer
 from test_shards import rows_of, totals_of, writer
-shards.COMMIT_S = {commit_s}
+shard_writer.COMMIT_S = {commit_s}
 with writer(sys.argv[1]) as out:
     for start in range(0, 1000, 3):
         out.append(rows_of(start, start + 3), totals_of(start, start + 3))
@@ -264,7 +265,7 @@ def test_shards_made_within_a_second_share_a_commit(tmp_path, monkeypatch):
         return replace(self, target)
 
     monkeypatch.setattr(Path, "replace", counted)
-    monkeypatch.setattr(shards, "COMMIT_S", 3600.0)
+    monkeypatch.setattr(shard_writer, "COMMIT_S", 3600.0)
     fill(tmp_path / "out", 500)
     assert len(commits) == 2  # at the start and at the end
 

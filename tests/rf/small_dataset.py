@@ -3,7 +3,7 @@
 import torch
 
 import brim
-from brim.engine.shards import ShardWriter
+from brim.engine.shard_writer import ShardWriter
 from brim.rf.compute import TRUTH, generate_batch
 from brim.rf.config import SAMPLE_RATE_HZ, GenerateConfig
 from brim.rf.features import FEATURES, STATISTICS

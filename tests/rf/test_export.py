@@ -14,7 +14,8 @@ import sigmf.validate
 from sigmf.sigmffile import fromfile
 from small_dataset import write_dataset
 
-from brim.engine.shards import Dataset, ShardWriter
+from brim.engine.shard_writer import ShardWriter
+from brim.engine.shards import Dataset
 from brim.errors import ConfigError, DatasetError, ShardCorrupt, StorageError
 from brim.rf.compute import TRUTH
 from brim.rf.config import BUILTIN_STATIONS, GenerateConfig

@@ -5,7 +5,8 @@ import pytest
 import torch
 from small_dataset import REPORT, write_dataset
 
-from brim.engine.shards import Dataset, ShardWriter
+from brim.engine.shard_writer import ShardWriter
+from brim.engine.shards import Dataset
 from brim.errors import DatasetError, ShardCorrupt
 from brim.rf import inspect as module
 from brim.rf.config import GenerateConfig

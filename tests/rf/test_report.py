@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from small_dataset import write_dataset
 
-from brim.engine.shards import Dataset, ShardWriter
+from brim.engine.shard_writer import ShardWriter
+from brim.engine.shards import Dataset
 from brim.errors import DatasetError, ShardCorrupt, StorageError
 from brim.rf.config import BUILTIN_STATIONS, CHANNEL_HZ, GenerateConfig, Station
 from brim.rf.link import noise_dbm

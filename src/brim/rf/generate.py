@@ -20,7 +20,8 @@ from brim.engine.device import resolve_device, worker_count
 from brim.engine.memory import Halving, PeakMemory, batch_for, free_bytes
 from brim.engine.meter import GpuSampler, Meter, ceiling_rate, ceiling_share
 from brim.engine.pipeline import HostCopy, Pending, Pipeline, Stage
-from brim.engine.shards import Dataset, ShardWriter
+from brim.engine.shard_writer import ShardWriter
+from brim.engine.shards import Dataset
 from brim.errors import ConfigError, DatasetError
 from brim.rf.compute import TRUTH, Backend, Measured, Work, assemble, make_work, open_backend
 from brim.rf.config import SAMPLE_RATE_HZ, GenerateConfig

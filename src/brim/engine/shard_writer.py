@@ -1,0 +1,447 @@
+"""Tensors on disk, the writing half: rows in, whole shards and a manifest that lists them out.
+
+Shards appear by rename, the manifest after them, both synced: whatever is killed, a reader sees all of a shard or
+nothing of it.
+"""
+
+import errno
+import fcntl
+import hashlib
+import json
+import os
+import re
+import struct
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict
+from datetime import UTC, datetime
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from brim.engine.memory import guard
+from brim.engine.shards import FORMAT_VERSION, MANIFEST, Dataset, Fields, ShardEntry, allocate, check_bytes
+from brim.errors import ConfigError, DatasetError, ShardCorrupt, StorageError
+
+COMMIT_S = 1.0  # shards made within this time share one commit: syncing each would cost more than making it
+
+_OURS = re.compile(r"[0-9]{6}\.safetensors|\.[0-9]{6}\.tmp")
+
+
+class ShardWriter:
+    """Appends rows to a dataset directory, cut into shards of exactly items_per_shard.
+
+    Leaving the context writes what is left as a shorter last shard, also after Ctrl-C or a failure of the
+    caller, so that what was made can be used; resuming makes that shard again. Memory holds one shard.
+    """
+
+    def __init__(
+        self,
+        path: Path | str,
+        header: dict[str, Any],
+        *,
+        items_per_shard: int,
+        identity: tuple[str, ...] = (),
+        resume: bool = False,
+    ) -> None:
+        """Store; the header's keys go to the manifest, those in identity must be equal to resume."""
+        self.path = Path(path)
+        self.header = header
+        self.items_per_shard = items_per_shard
+        self.identity = identity
+        self.resume = resume
+        self._full: list[ShardEntry] = []
+        self._partial: ShardEntry | None = None  # listed last; goes once a longer shard takes its place
+        self._created = datetime.now(UTC).isoformat(timespec="seconds")
+        self._complete = False
+        self._fields: Fields = {}
+        self._buffer: dict[str, Tensor] = {}
+        self._rows = 0  # rows accepted; those beyond the full shards are in the buffer
+        self._row_totals: dict[str, int] = {}  # after the last accepted row
+        self._flushed = 0  # rows accepted when the partial shard was written here
+        self._unsynced: list[Path] = []
+        self._dirty = False  # what the manifest on disk says is out of date
+        self._commit_failed = False
+        self._committed_at = 0.0
+        self._fresh = True  # started by us, not continued
+        self._made: list[Path] = []  # directories that did not exist before, outermost first
+        self._lock: int | None = None
+
+    @property
+    def items(self) -> int:
+        """Items in full shards: where the next row of a resumed dataset belongs."""
+        return len(self._full) * self.items_per_shard
+
+    @property
+    def totals(self) -> dict[str, int]:
+        """Running totals after the last full shard, empty at the start."""
+        return dict(self._full[-1].totals) if self._full else {}
+
+    def __enter__(self) -> Self:
+        """Check everything, then create the directory or continue the one that is there."""
+        if self.items_per_shard < 1:
+            raise ConfigError(f"items_per_shard={self.items_per_shard} must be at least 1")
+        json.dumps(self._manifest())  # a header that cannot be written must fail before anything is created
+        with _refusals(self.path, kept=False):
+            self._fresh = _is_vacant(self.path)
+            if not self._fresh and not self.resume:
+                raise DatasetError(f"{self.path} is not empty; add --resume to continue it or choose another --out")
+            try:
+                self._start() if self._fresh else self._continue()
+            except BaseException:
+                self._unlock()
+                raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, failure: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Write what is left and commit; a file system that refused is not asked to take more rows."""
+        try:
+            if not isinstance(failure, StorageError):
+                self.flush_partial()
+                self._commit()
+            elif not self._commit_failed:  # shards renamed since the last commit are whole: list them
+                with suppress(StorageError):
+                    self._commit()
+            if failure is not None and self._fresh and not self._listed():
+                self._withdraw()  # nothing was made: leave no directory that refuses the next try
+        finally:
+            self._unlock()
+
+    def append(self, rows: dict[str, Tensor], totals: dict[str, Tensor]) -> None:
+        """Add n rows; full shards are written as they fill.
+
+        rows    name → (n, …)  any device; same names, dtypes and row shapes each time
+        totals  name → (n,)    int64, running total after each row; a shard's entry keeps that of its last row
+        """
+        assert not self._complete, "append after finish"
+        num_rows = self._check_rows(rows, totals)
+        start = 0
+        while start < num_rows:
+            filled = self._buffered()
+            stop = min(num_rows, start + self.items_per_shard - filled)
+            for name, tensor in rows.items():
+                self._buffer[name][filled : filled + stop - start].copy_(tensor[start:stop].detach())
+            # Both at once and only now: an interrupt before this line leaves the shard as it was.
+            last = {name: int(values[stop - 1]) for name, values in totals.items()}
+            self._rows, self._row_totals = self._rows + stop - start, last
+            start = stop
+            if self._buffered() == self.items_per_shard:
+                self._write_shard()
+
+    def flush_partial(self) -> None:
+        """Write the rows of the unfinished shard as they are; a longer one that is already listed stays."""
+        if self._buffered() > (self._partial.items if self._partial else 0):
+            self._write_shard()
+
+    def finish(self, **extra: Any) -> None:
+        """Write what is left, add the extra fields to the manifest and mark the dataset complete."""
+        with _refusals(self.path):
+            if not self._buffered():
+                self._partial = None
+            elif self._flushed != self._rows:
+                self._write_shard()  # also over a listed partial one: it may come from a run with more items
+            self.header = {**self.header, **extra}
+            self._complete = self._dirty = True
+            self._commit()
+            self._sweep()
+
+    # Opening
+
+    def _start(self) -> None:
+        missing = [place for place in (self.path, *self.path.parents) if not place.exists()]
+        try:
+            for place in reversed(missing):
+                place.mkdir(exist_ok=True)
+                self._made.append(place)
+            self._lock = _lock_directory(self.path)
+            # The manifest comes first, so that a crash from here on leaves a directory that can be resumed.
+            self._dirty = True
+            self._commit()
+            (self.path / "shards").mkdir(exist_ok=True)
+            _sync(self.path.parent)
+        except (OSError, StorageError):
+            self._withdraw()
+            raise
+
+    def _continue(self) -> None:
+        if not (self.path / MANIFEST).exists():
+            raise DatasetError(f"{self.path} has no {MANIFEST} to resume from; choose another --out")
+        self._lock = _lock_directory(self.path)
+        found = Dataset(self.path)
+        self._check_identity(found.manifest)
+        self._created = str(found.manifest["created"])
+        self._keep(found)
+        (self.path / "shards").mkdir(exist_ok=True)
+        self._sweep()
+        self._committed_at = time.monotonic()
+
+    def _check_identity(self, found: dict[str, Any]) -> None:
+        wanted = json.loads(json.dumps({**self.header, "items_per_shard": self.items_per_shard}))
+        for key in ("items_per_shard", *self.identity):
+            difference = _first_difference(key, found.get(key, _ABSENT), wanted.get(key, _ABSENT))
+            if difference:
+                raise DatasetError(
+                    f"{self.path} cannot be resumed: {difference}; use the same options, or another --out"
+                )
+
+    def _keep(self, found: Dataset) -> None:
+        """Take over the full shards, checked, and a partial last one until it is made again."""
+        self._full = list(found.shards)
+        if self._full and self._full[-1].items < self.items_per_shard:
+            self._partial = self._full.pop()
+        for entry in self._full:
+            if entry.items != self.items_per_shard:
+                raise DatasetError(
+                    f"{self.path / MANIFEST}: shard {entry.name} has {entry.items} items, "
+                    f"expected {self.items_per_shard}; choose another --out"
+                )
+        found.shards = self._full
+        found.verify()
+        self._fields = found.fields
+        self._rows, self._row_totals = self.items, self.totals
+        if self._partial is not None:
+            try:
+                check_bytes(self.path / "shards" / self._partial.name, self._partial, checksum=True)
+            except ShardCorrupt:  # it is made again anyway
+                self._partial, self._dirty = None, True
+
+    # Writing
+
+    def _buffered(self) -> int:
+        return self._rows - self.items
+
+    def _listed(self) -> list[ShardEntry]:
+        return [*self._full, *([self._partial] if self._partial else [])]
+
+    def _check_rows(self, rows: dict[str, Tensor], totals: dict[str, Tensor]) -> int:
+        """Number of rows, once it is sure that they belong with those before; allocates on the first call."""
+        counts = {len(tensor) for tensor in (*rows.values(), *totals.values())}
+        fields = {name: (tensor.dtype, tuple(tensor.shape[1:])) for name, tensor in rows.items()}
+        if len(counts) != 1 or not fields:
+            raise DatasetError(f"{self.path}: rows and totals must have one length, got {sorted(counts)}")
+        if fields != (self._fields or fields):
+            raise DatasetError(f"{self.path}: rows are {fields}, the shards before hold {self._fields}")
+        for name, (dtype, _) in fields.items():
+            if dtype not in _DTYPES:
+                raise DatasetError(f'{self.path}: "{name}" is {dtype}, expected one of {list(_DTYPES)}')
+        if not self._buffer:
+            self._fields = fields
+            with guard():
+                self._buffer = allocate(fields, self.items_per_shard)
+        return counts.pop()
+
+    def _write_shard(self) -> None:
+        """Write the buffered rows as the next shard and list it, full or partial."""
+        number, count = len(self._full), self._buffered()
+        if number > 999_999:
+            raise ConfigError(f"items_per_shard={self.items_per_shard} needs over a million shards; raise it")
+        file = self.path / "shards" / f"{number:06d}.safetensors"
+        temporary = file.with_name(f".{number:06d}.tmp")
+        with _refusals(file, temporary, kept=bool(self._listed())):
+            tensors = {name: rows[:count] for name, rows in self._buffer.items()}
+            size, sha256 = _write_safetensors(temporary, tensors)
+            if self._partial is not None:
+                # Same file name: the manifest must stop listing the old bytes before they go.
+                self._partial, self._dirty = None, True
+                self._commit()
+            temporary.replace(file)
+        self._unsynced.append(file)
+        self._dirty = True
+        entry = ShardEntry(name=file.name, items=count, bytes=size, sha256=sha256, totals=self._row_totals)
+        if count == self.items_per_shard:
+            self._full.append(entry)
+        else:
+            self._partial, self._flushed = entry, self._rows
+        if time.monotonic() - self._committed_at >= COMMIT_S:
+            self._commit()
+
+    def _commit(self) -> None:
+        """Make the manifest on disk say what is there, after making sure that it is there."""
+        if not self._dirty:
+            return
+        file, temporary = self.path / MANIFEST, self.path / f".{MANIFEST}.tmp"
+        self._commit_failed = True  # until its end; a sync that failed once seems to work when tried again
+        with _refusals(file, temporary, kept=bool(self._listed())):
+            for shard in self._unsynced:
+                _sync(shard)
+            if self._unsynced:
+                _sync(self.path / "shards")
+            with temporary.open("w", encoding="utf-8") as out:
+                json.dump(self._manifest(), out, indent=1, ensure_ascii=False)
+                out.write("\n")
+                out.flush()
+                os.fsync(out.fileno())
+            temporary.replace(file)
+            _sync(self.path)
+        self._unsynced.clear()
+        self._dirty = self._commit_failed = False
+        self._committed_at = time.monotonic()
+
+    def _manifest(self) -> dict[str, Any]:
+        listed = self._listed()
+        own_first = {"format_version": FORMAT_VERSION, "created": self._created}
+        own_last = {
+            "items": sum(entry.items for entry in listed),
+            "items_per_shard": self.items_per_shard,
+            "totals": listed[-1].totals if listed else {},
+            "complete": self._complete,
+            "shards": [asdict(entry) for entry in listed],
+        }
+        assert not self.header.keys() & {*own_first, *own_last}, "header uses a key of the manifest"
+        return {**own_first, **self.header, **own_last}
+
+    # Tidying
+
+    def _sweep(self) -> None:
+        """Remove temporary files and shards the manifest does not list; foreign files stay."""
+        listed = {entry.name for entry in self._listed()}
+        for file in (self.path / "shards").iterdir():
+            if _OURS.fullmatch(file.name) and file.name not in listed:
+                file.unlink()
+        (self.path / f".{MANIFEST}.tmp").unlink(missing_ok=True)
+
+    def _withdraw(self) -> None:
+        """Undo _start: remove what it made, as long as nothing else is in it."""
+        with suppress(OSError):
+            if (self.path / "shards").exists():
+                self._sweep()
+                (self.path / "shards").rmdir()
+            (self.path / MANIFEST).unlink(missing_ok=True)
+            for place in reversed(self._made):
+                place.rmdir()
+
+    def _unlock(self) -> None:
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+
+# Directories
+
+
+def _is_vacant(path: Path) -> bool:
+    """Nothing there but what a crash before the first manifest can leave."""
+    if not path.exists():
+        return True
+    if not path.is_dir():
+        raise DatasetError(f"{path} is a file, expected a directory; choose another --out")
+    return {entry.name for entry in path.iterdir()} <= {f".{MANIFEST}.tmp"}
+
+
+def _lock_directory(path: Path) -> int:
+    """Keep a second writer out; the lock ends with the process, however that ends."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as failure:
+        os.close(handle)
+        raise DatasetError(f"{path} is being written by another process; wait for it to end") from failure
+    except OSError:
+        pass  # a file system without locks, such as some NFS: go on without
+    return handle
+
+
+def _sync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+_STEPS = {
+    errno.ENOSPC: ("no space is left on the device", "free some space"),
+    errno.EDQUOT: ("the disk quota is used up", "free some space"),
+    errno.EFBIG: ("the file would be larger than allowed", "raise the limit or write fewer items per shard"),
+    errno.EROFS: ("the file system is read-only", "make it writable"),
+    errno.EACCES: ("no permission", "change the permissions"),
+    errno.EPERM: ("the operation is not permitted", "change the permissions"),
+    errno.EIO: ("the device failed", "check the disk"),
+}
+
+
+@contextmanager
+def _refusals(path: Path, temporary: Path | None = None, *, kept: bool = True) -> Iterator[None]:
+    """Turn a refusal of the file system into StorageError, removing the temporary file on any failure."""
+    try:
+        yield
+    except BaseException as failure:
+        if temporary is not None:
+            with suppress(OSError):
+                temporary.unlink(missing_ok=True)
+        if not isinstance(failure, OSError):
+            raise
+        reason, step = _STEPS.get(failure.errno or 0, (str(failure.strerror or failure), "check the path"))
+        if kept:
+            step = f"complete shards stay usable: {step}, then continue with --resume"
+        else:
+            step = f"{step} or choose another --out"
+        raise StorageError(f"{path}: cannot write, {reason}; {step}") from failure
+
+
+# What differs
+
+
+_ABSENT = object()
+
+
+def _first_difference(path: str, found: Any, wanted: Any) -> str:
+    """In words, the first place where two JSON values differ; empty when they are equal."""
+    if isinstance(found, dict) and isinstance(wanted, dict):
+        keys = [(f"{path}.{key}", key) for key in dict.fromkeys((*found, *wanted))]
+        pairs = [(name, found.get(key, _ABSENT), wanted.get(key, _ABSENT)) for name, key in keys]
+    elif isinstance(found, list) and isinstance(wanted, list) and len(found) == len(wanted):
+        pairs = [(f"{path}[{index}]", *pair) for index, pair in enumerate(zip(found, wanted, strict=True))]
+    elif found == wanted:
+        return ""
+    else:
+        old, new = ("absent" if value is _ABSENT else json.dumps(value) for value in (found, wanted))
+        return f"{path} is {old} in the dataset and {new} now"
+    return next(filter(None, (_first_difference(*pair) for pair in pairs)), "")
+
+
+# Shard files
+
+
+# In the order safetensors lays tensors out: wide types first, so that each is aligned in the mapped file.
+_DTYPES = {
+    torch.int64: "I64",
+    torch.float64: "F64",
+    torch.complex64: "C64",
+    torch.float32: "F32",
+    torch.int32: "I32",
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+
+
+def _write_safetensors(file: Path, tensors: dict[str, Tensor]) -> tuple[int, str]:
+    """Write the bytes `safetensors.torch.save` would give; returns their number and sha256.
+
+    Straight from the tensors' memory: save() copies the shard twice, save_file() hides the system's error.
+    """
+    ranks = {dtype: rank for rank, dtype in enumerate(_DTYPES)}
+    ordered = sorted(tensors.items(), key=lambda pair: (ranks[pair[1].dtype], pair[0]))
+    header, offset = {}, 0
+    for name, tensor in ordered:
+        span = [offset, offset := offset + tensor.nbytes]
+        header[name] = {"dtype": _DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": span}
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    memory: list[Any] = [tensor.reshape(-1).view(torch.uint8).numpy() for _, tensor in ordered]
+    digest = hashlib.sha256()
+    with file.open("wb") as out:
+        for piece in (struct.pack("<Q", len(text)), text, *memory):
+            digest.update(piece)
+            out.write(piece)
+    return 8 + len(text) + offset, digest.hexdigest()
