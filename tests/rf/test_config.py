@@ -61,7 +61,7 @@ def test_presets_are_the_promised_ones(name, power, snr, gdop, fewest):
 
 
 def test_an_unknown_preset_is_refused_with_the_choices():
-    with pytest.raises(ConfigError, match="bogus.*production.*quality"):
+    with pytest.raises(ConfigError, match=r"bogus.*production.*quality"):
         preset("bogus")
 
 
@@ -109,7 +109,13 @@ def test_an_unknown_choice_is_refused_with_the_known_ones(name, choice):
 
 @pytest.mark.parametrize(
     "change",
-    [{"tx_power_dbm": "40"}, {"tx_power_dbm": True}, {"min_receivers": 3.5}, {"use_random_receivers": 1}, {"seed": 1.0}],
+    [
+        {"tx_power_dbm": "40"},
+        {"tx_power_dbm": True},
+        {"min_receivers": 3.5},
+        {"use_random_receivers": 1},
+        {"seed": 1.0},
+    ],
     ids=str,
 )
 def test_a_value_of_the_wrong_type_is_refused(change):
@@ -124,9 +130,9 @@ def test_fewer_than_three_receivers_are_refused(few):
 
 
 def test_more_receivers_asked_for_than_there_are_is_refused():
-    with pytest.raises(ConfigError, match="min_receivers=8.*7 stations"):
+    with pytest.raises(ConfigError, match=r"min_receivers=8.*7 stations"):
         GenerateConfig(min_receivers=8)
-    with pytest.raises(ConfigError, match="min_receivers=11.*10 random receivers"):
+    with pytest.raises(ConfigError, match=r"min_receivers=11.*10 random receivers"):
         GenerateConfig(min_receivers=11, use_random_receivers=True)
 
 
@@ -221,7 +227,7 @@ def test_an_unreadable_stations_file_is_named(tmp_path):
 
 def test_fewer_stations_than_receivers_needed_is_refused(tmp_path):
     stations = read_stations(stations_file(tmp_path / "s.csv", *THREE[:2]))
-    with pytest.raises(ConfigError, match="min_receivers=3.*2 stations"):
+    with pytest.raises(ConfigError, match=r"min_receivers=3.*2 stations"):
         GenerateConfig(stations=stations)
 
 

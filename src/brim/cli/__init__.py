@@ -16,6 +16,8 @@ from brim.cli.rf import check_positive, end_stopped, print_made, rf, run_generat
 from brim.cli.terminal import Json, Stop, logs, print_json, quote, say, show, whole
 from brim.errors import BrimError
 
+# A half-watt hand-held transmitter: weak enough that the gates have something to refuse.
+DEMO = {"tx_power_dbm": 27.0, "min_snr_db": 10.0, "max_gdop": 5.0, "min_receivers": 4}
 DEMO_SAMPLES_CPU = 300  # half a minute on two cores
 DEMO_SAMPLES_GPU = 20_000  # seconds on a large GPU, enough for smooth histograms
 
@@ -111,13 +113,13 @@ def demo(
     check_positive("--samples", samples)
     with Stop() as stop:
         from brim.engine.device import resolve_device
-        from brim.rf import GenerateConfig
+        from brim.rf import from_mapping
         from brim.rf.report import write_report
 
         if samples is None:
             samples = DEMO_SAMPLES_GPU if resolve_device("auto").type == "cuda" else DEMO_SAMPLES_CPU
         dataset, page = out / "dataset", out / "report.html"
-        report = run_generate(GenerateConfig(), dataset, samples, stop)
+        report = run_generate(from_mapping(DEMO), dataset, samples, stop)
     if report.stopped:
         end_stopped(report, samples, stop, again=this_command(), as_json=as_json)
     write_report(dataset, page)

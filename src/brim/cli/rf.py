@@ -3,7 +3,6 @@
 import difflib
 import shlex
 import sys
-import tomllib
 from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn, get_args
@@ -168,16 +167,12 @@ def _resolve(preset: str | None, file: Path | None, stations: Path | None, flags
     for name, choices in {"waveform": Waveform, "loss": Loss, "dataset_type": DatasetType}.items():
         _check_choice(f"--{name.replace('_', '-')}", flags.get(name), get_args(choices))
     values = read_toml(file) if file is not None else {}
-    if file is not None and preset is not None:
-        own = tomllib.loads(file.read_text(encoding="utf-8")).get("preset", preset)
-        if own != preset:
-            raise ConfigError(f"--preset {preset} and preset = {own!r} in {file} differ; keep one of them")
     if stations is not None:
         if flags.get("use_random_receivers"):
             raise ConfigError("--stations and --random-receivers exclude each other; give one of them")
         # a preset's random receivers give way: stations that are read and then ignored help nobody
         flags = {**flags, "stations": read_stations(stations), "use_random_receivers": False}
-    return from_mapping({**values, **flags}, preset=preset, source=f"config file {file}")
+    return from_mapping({**values, **flags}, preset=preset, source=f"config file {file}" if file else "options")
 
 
 def _check_choice(flag: str, value: str | None, choices: Collection[str]) -> None:

@@ -1,6 +1,7 @@
 """What to generate: one frozen configuration, its presets and the built-in network of receivers."""
 
 import csv
+import difflib
 import math
 import tomllib
 from collections.abc import Mapping
@@ -179,13 +180,22 @@ PRESETS: dict[str, dict[str, Any]] = {
 
 
 def from_mapping(values: Mapping[str, Any], *, preset: str | None = None, source: str = "config") -> GenerateConfig:
-    """A configuration from plain values (TOML, JSON, options) over a preset; unknown names are refused."""
+    """A configuration from plain values (TOML, JSON, options) over a preset; unknown names are refused.
+
+    The preset is the argument's or that of the values' own `preset` key.
+    """
+    values = dict(values)
+    own = values.pop("preset", None)
+    if own is not None and preset not in (None, own):
+        raise ConfigError(f"{source}: preset={own!r} differs from the preset {preset!r} asked for; keep one of them")
     known = [f.name for f in fields(GenerateConfig)]
     for name in values:
         if name not in known:
-            raise ConfigError(f"{source}: unknown field {name!r}; known: {', '.join(known)}")
-    merged: dict[str, Any] = dict(preset_values(preset)) if preset else {}
-    merged.update(values)
+            near = difflib.get_close_matches(name, known, 1)
+            hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(known)}"
+            raise ConfigError(f"{source}: unknown field {name!r}; {hint}")
+    chosen = preset if own is None else own
+    merged = {**(preset_values(chosen) if chosen is not None else {}), **values}
     if "stations" in merged:
         merged["stations"] = _stations_from(merged["stations"], source)
     return GenerateConfig(**merged)
@@ -193,7 +203,7 @@ def from_mapping(values: Mapping[str, Any], *, preset: str | None = None, source
 
 def preset_values(name: str) -> dict[str, Any]:
     """The fields a preset sets."""
-    if name not in PRESETS:
+    if not isinstance(name, str) or name not in PRESETS:
         raise ConfigError(f"preset={name!r} is unknown; choose one of {', '.join(PRESETS)}")
     return PRESETS[name]
 
@@ -204,15 +214,13 @@ def preset(name: str, **changes: Any) -> GenerateConfig:
 
 
 def read_toml(path: Path) -> dict[str, Any]:
-    """The fields of a TOML configuration file; its optional `preset` key is resolved below them."""
+    """The fields of a TOML configuration file, for `from_mapping`."""
     try:
-        values = tomllib.loads(path.read_text(encoding="utf-8"))
+        return tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"config file {path}: {_reason(error)}; give the path of a TOML file") from error
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"config file {path}: not valid TOML: {error}") from error
-    base = preset_values(str(values.pop("preset"))) if "preset" in values else {}
-    return {**base, **values}
 
 
 def read_stations(path: Path) -> tuple[Station, ...]:
