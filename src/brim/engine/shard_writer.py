@@ -12,7 +12,7 @@ import os
 import re
 import struct
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from datetime import UTC, datetime
@@ -47,13 +47,18 @@ class ShardWriter:
         items_per_shard: int,
         identity: tuple[str, ...] = (),
         resume: bool = False,
+        derived: Callable[[int, dict[str, int]], dict[str, Any]] | None = None,
     ) -> None:
-        """Store; the header's keys go to the manifest, those in identity must be equal to resume."""
+        """Store; the header's keys go to the manifest, those in identity must be equal to resume.
+
+        derived gives further keys from the items and totals of each commit, so that they hold after a crash too.
+        """
         self.path = Path(path)
         self.header = header
         self.items_per_shard = items_per_shard
         self.identity = identity
         self.resume = resume
+        self.derived = derived
         self._full: list[ShardEntry] = []
         self._partial: ShardEntry | None = None  # listed last; goes once a longer shard takes its place
         self._created = datetime.now(UTC).isoformat(timespec="seconds")
@@ -285,11 +290,13 @@ class ShardWriter:
 
     def _manifest(self) -> dict[str, Any]:
         listed = self._listed()
+        items, totals = sum(entry.items for entry in listed), listed[-1].totals if listed else {}
         own_first = {"format_version": FORMAT_VERSION, "created": self._created}
         own_last = {
-            "items": sum(entry.items for entry in listed),
+            **(self.derived(items, totals) if self.derived is not None else {}),
+            "items": items,
             "items_per_shard": self.items_per_shard,
-            "totals": listed[-1].totals if listed else {},
+            "totals": totals,
             "complete": self._complete,
             "shards": [asdict(entry) for entry in listed],
         }

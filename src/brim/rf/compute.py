@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from threading import Thread
 from typing import Protocol, Self
 
 import numpy as np
@@ -128,6 +129,7 @@ class CpuBackend:
         self.config = config
         self.grid = ft.Grid.of(config, max_baseline_m(config))
         self.noise_dbm = noise_dbm(config)
+        self.threads_before = torch.get_num_threads()
         self.pool = ThreadPoolExecutor(
             workers or worker_count(),
             thread_name_prefix="brim-rf",
@@ -140,6 +142,10 @@ class CpuBackend:
 
     def __exit__(self, *_: object) -> None:
         self.pool.shutdown(cancel_futures=True)
+        # A worker's setting becomes the default of threads started later; put that back, from a thread of its own.
+        restore = Thread(target=torch.set_num_threads, args=(self.threads_before,))
+        restore.start()
+        restore.join()
 
     def measure(self, work: Work, *, iq: bool) -> Measured:
         """Signals, noise and features of a batch."""

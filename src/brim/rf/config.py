@@ -110,6 +110,7 @@ class GenerateConfig:
 
     def __post_init__(self) -> None:
         _check_types(self)
+        object.__setattr__(self, "stations", tuple(self.stations))  # a list would do harm: the config is hashable
         for name, (low, high, hint) in _RANGES.items():
             value = getattr(self, name)
             if name == "samples_per_shard" and value == 0:

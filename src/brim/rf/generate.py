@@ -27,8 +27,9 @@ from brim.rf.compute import TRUTH, Backend, Measured, Work, assemble, make_work,
 from brim.rf.config import SAMPLE_RATE_HZ, GenerateConfig
 from brim.rf.features import FEATURES, STATISTICS
 from brim.rf.gates import REASONS, Accepted, Totals, accepted_batches, first_accepted
+from brim.rf.geometry import SPEED_OF_LIGHT
 from brim.rf.link import noise_dbm, warn_outside_validity
-from brim.rf.scene import Scenes
+from brim.rf.scene import Scenes, max_delay_s
 from brim.rf.waveform import PARAMETERS
 
 GPU_LIMIT = 2_048  # samples per batch; larger ones are no faster: benchmarks/results/generate_h200_2026-11-15.md
@@ -62,7 +63,7 @@ class Report:
     iq_per_s: float
     device: str
     batch_size: int
-    ceiling_share: float  # samples/s of the whole run over those of the compute stage alone
+    ceiling_share: float  # rate of the whole run over that of the compute stage alone
     stages: dict[str, Any]
     peak_bytes: int
     stopped: bool = False  # before all samples were made, by request
@@ -140,7 +141,7 @@ class _Run:
         self, resume: bool, batch_size: int | None, memory: int | None, stop: Callable[[], bool] | None
     ) -> Report:
         """Open everything, run the stages, leave the manifest complete or usable."""
-        warn_outside_validity(self.config)
+        warn_outside_validity(self.config, max_delay_s(self.config) * SPEED_OF_LIGHT)
         first = first_accepted(self.config)  # before anything is written: the gates may refuse everything
         if resume and self._is_finished():
             return self._report(0, None)
@@ -156,8 +157,7 @@ class _Run:
                 self._make(writer, stop)
             report = self._report(peak.bytes, gpu.summary())
             if not self.stopped:
-                counts = {name: report.as_dict()[name] for name in ("accepted", "attempted", "rejected")}
-                writer.finish(counts=counts, report=report.as_dict())
+                writer.finish(report=report.as_dict())
         return report
 
     # Opening
@@ -183,6 +183,7 @@ class _Run:
             items_per_shard=self.config.shard_items,
             identity=("kind", "config", "features", "truth"),
             resume=resume,
+            derived=_counts,
         )
 
     def _is_finished(self) -> bool:
@@ -225,12 +226,12 @@ class _Run:
         return size
 
     def _measure(self, work: Work) -> int:
-        """The compute stage alone on one batch, to the end; returns its samples."""
+        """The compute stage alone on one batch, to the end; returns its records."""
         self.halving.size = max(self.halving.size, len(work))
         self.halving.run(lambda part: self.backend.measure(part, iq=self.iq), work)
         if self.on_gpu:
             torch.cuda.synchronize(self.device)
-        return len(work)
+        return len(work.links)
 
     # Running
 
@@ -330,7 +331,7 @@ class _Run:
     def _report(self, peak_bytes: int, gpu: dict[str, Any] | None) -> Report:
         summary = self.meter.summary()
         seconds = summary["seconds"]
-        rate = self.made / max(seconds, 1e-9)
+        rate, iq_rate = (count / max(seconds, 1e-9) for count in (self.made, self.records))
         return Report(
             dataset=str(self.out),
             accepted=self.done,
@@ -338,17 +339,20 @@ class _Run:
             rejected={reason: self.totals[reason] for reason in REASONS},
             seconds=seconds,
             samples_per_s=rate,
-            iq_per_s=self.records / max(seconds, 1e-9),
+            iq_per_s=iq_rate,
             device=str(self.device),
             batch_size=self.halving.size,
-            ceiling_share=ceiling_share(rate, self._ceiling(self.largest)) if self.largest is not None else 1.0,
+            ceiling_share=ceiling_share(iq_rate, self._ceiling(self.largest)) if self.largest is not None else 1.0,
             stages=summary["stages"] | ({"gpu": gpu} if gpu is not None else {}),
             peak_bytes=peak_bytes,
             stopped=self.stopped,
         )
 
     def _ceiling(self, work: Work) -> float:
-        """Samples per second of the compute stage alone, on the same batch over and over."""
+        """Records per second of the compute stage alone, on the same batch over and over.
+
+        Records, since samples of a small batch may have more or fewer receivers than the run's.
+        """
 
         def once() -> int:
             if self.compute_workers == 1:
@@ -357,6 +361,12 @@ class _Run:
                 return sum(pool.map(self._measure, [work] * (2 * self.compute_workers)))
 
         return self._attend("measuring the ceiling", lambda: ceiling_rate(once, warmup=int(self.on_gpu)))
+
+
+def _counts(items: int, totals: dict[str, int]) -> dict[str, Any]:
+    """What the manifest says of the attempts behind its samples."""
+    rejected = {reason: totals.get(reason, 0) for reason in REASONS}
+    return {"counts": {"accepted": items, "attempted": totals.get("attempted", 0), "rejected": rejected}}
 
 
 def _repeat(config: GenerateConfig, first: Scenes, num: int) -> Work:

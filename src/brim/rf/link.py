@@ -7,10 +7,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from brim.rf.config import CHANNEL_HZ, Environment, GenerateConfig
+from brim.rf.geometry import SPEED_OF_LIGHT
 
 F64 = NDArray[np.float64]
 
-_LIGHT_M_PER_S = 299_792_458.0
 _BOLTZMANN = 1.380649e-23  # J/K
 _T0_K = 290.0
 _MIN_DISTANCE_M = 10.0  # closer than this the far-field formulas mean nothing
@@ -54,7 +54,7 @@ def loss_exponent(config: GenerateConfig, distance_m: F64) -> F64:
 
 def free_space_db(frequency_mhz: float, distance_m: F64) -> F64:
     """Free-space basic transmission loss, ITU-R P.525: 20·log10(4πd/λ)."""
-    return np.asarray(20 * np.log10(4 * np.pi * distance_m * frequency_mhz * 1e6 / _LIGHT_M_PER_S))
+    return np.asarray(20 * np.log10(4 * np.pi * distance_m * frequency_mhz * 1e6 / SPEED_OF_LIGHT))
 
 
 def hata_db(frequency_mhz: float, distance_m: F64, base_m: float, mobile_m: float, environment: Environment) -> F64:
@@ -70,12 +70,14 @@ def hata_db(frequency_mhz: float, distance_m: F64, base_m: float, mobile_m: floa
     return np.asarray(urban)
 
 
-def warn_outside_validity(config: GenerateConfig) -> None:
-    """Say once when a model is used outside the range it was stated for."""
+def warn_outside_validity(config: GenerateConfig, reach_m: float) -> None:
+    """Say once when a model is used outside the range it was stated for; links are at most `reach_m` long."""
     if config.loss != "hata":
         return
+    outside = []
     if not 150 <= config.frequency_mhz <= 1500:
-        where = f"frequency_mhz={config.frequency_mhz:g}"
-    else:
-        where = "distances beyond 1-20 km"
-    _log.warning("loss=hata is stated for 150-1500 MHz and 1-20 km; used outside it (%s)", where)
+        outside.append(f"frequency_mhz={config.frequency_mhz:g}")
+    if reach_m > 20_000:
+        outside.append(f"links up to {reach_m / 1e3:.0f} km")
+    if outside:
+        _log.warning("loss=hata is stated for 150-1500 MHz and 1-20 km; used outside it: %s", ", ".join(outside))

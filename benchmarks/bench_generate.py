@@ -1,0 +1,580 @@
+"""How many accepted samples a second does `brim rf generate` make, and how close is that to what the device can do?
+
+One process measures, in this order:
+1. the whole command (scenes, signals, features, shards on disk), repeated, with a preset, a memory limit and raw IQ;
+2. its compute stage alone; on a GPU kernel by kernel, against the bytes that must move and the measured bandwidth;
+3. the naive way: the same code one record at a time, copied back to the host each time;
+4. on a CPU, what one would use instead: Sionna's tapped-delay-line channel with noise (`pip install 'brim[bench]'`).
+
+A record is one receiver's second of IQ, 200 000 complex samples; a sample has one record per present receiver.
+"""
+
+import argparse
+import ctypes
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from brim import __version__
+from brim.engine.device import describe, resolve_device, worker_count
+from brim.engine.memory import format_size, parse_size, total_bytes
+from brim.rf import GenerateConfig, generate, preset
+from brim.rf.channel import fading_points
+from brim.rf.compute import Backend, Work, make_work, open_backend
+from brim.rf.config import CHANNEL_HZ, NUM_CHUNKS, SAMPLE_RATE_HZ
+from brim.rf.features import Grid
+from brim.rf.geometry import SPEED_OF_LIGHT
+from brim.rf.scene import COHERENCE_TIME_S, DOPPLER_TIMES_COHERENCE, ECHO_DELAY_S, NUM_PATHS, make_scenes
+from brim.rf.scene import max_baseline_m as max_baseline
+from brim.rf.waveform import channel_points, table_points
+
+MEMORY = "1GiB"  # the limit of the run that must keep to it
+CALLS = 5  # of the compute stage per trial, back to back
+COPY_BYTES = 1 << 30  # of the copy that measures the bandwidth
+SIONNA_PROFILE = "D30"  # the profile with the fewest taps, ten: the kindest choice
+SIONNA_BATCHES = (1, 2)
+SIONNA_SNR_DB = 20.0
+
+Json = dict[str, Any]
+
+
+def main() -> None:
+    """Measure, print a table and one JSON line; what was measured is told even when a later part fails."""
+    options = parse_options()
+    device = resolve_device(options.device)
+    samples = options.samples or (100_000 if device.type == "cuda" else 64)
+    results: Json = {
+        "question": "samples per second of brim rf generate",
+        "machine": machine(device, options.commit),
+        "command": f"python benchmarks/bench_generate.py --device {device} --samples {samples} "
+        f"--repeats {options.repeats}",
+    }
+    try:
+        measure(results, device, samples, options.repeats)
+    finally:
+        line = json.dumps(results)
+        print(render(results), line, sep="\n")
+        if options.json_out:
+            options.json_out.write_text(line + "\n", encoding="utf-8")
+        if options.markdown:
+            options.markdown.write_text(page(results, line), encoding="utf-8")
+
+
+def parse_options() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
+    parser.add_argument("--samples", type=int, default=0, help="accepted samples per run; 100000 on a GPU, 64 on a CPU")
+    parser.add_argument("--repeats", type=int, default=3, help="runs of each measurement")
+    parser.add_argument("--commit", default="", help="what is measured, where git cannot say it")
+    parser.add_argument("--json-out", type=Path, help="file for the JSON line")
+    parser.add_argument("--markdown", type=Path, help="file for the page of results")
+    options = parser.parse_args()
+    if options.samples < 0 or options.repeats < 1:
+        parser.error(f"--samples {options.samples} and --repeats {options.repeats} must be positive")
+    return options
+
+
+def measure(results: Json, device: torch.device, samples: int, repeats: int) -> None:
+    """Fill in the results part by part."""
+    config, on_gpu = GenerateConfig(), device.type == "cuda"
+    tell("warm-up")
+    run_command(config, 4_096 if on_gpu else 4, device)
+    results["whole"] = whole_command(config, samples, device, repeats)
+    results["compute"] = compute_alone(config, results["whole"]["batch_size"], device, repeats)
+    rate = results["whole"]["iq_per_s"]["median"]
+    results["naive"] = one_at_a_time(config, 128 if on_gpu else 24, device, repeats, iq=False)
+    results["naive"]["ratio"] = rate / results["naive"]["iq_per_s"]["median"]
+    if on_gpu:
+        results["kernels"] = kernels(config, results["compute"], device)
+        results["naive_iq"] = one_at_a_time(config, 128, device, repeats, iq=True)
+        results["naive_iq"]["ratio"] = rate / results["naive_iq"]["iq_per_s"]["median"]
+    results["cases"] = cases(config, samples, device)
+    if not on_gpu:
+        results["sionna"] = sionna(config, repeats)
+        if "iq_per_s" in results["sionna"]:
+            results["sionna"]["ratio"] = rate / results["sionna"]["iq_per_s"]["median"]
+
+
+# The whole command
+
+
+def whole_command(config: GenerateConfig, samples: int, device: torch.device, repeats: int) -> Json:
+    """The command repeated: medians and spread of its rates, and the last run's accounts."""
+    runs = []
+    for number in range(repeats):
+        tell(f"whole command, {samples} samples, run {number + 1} of {repeats}")
+        runs.append(run_command(config, samples, device))
+    spreads = {
+        name: spread([run[name] for run in runs]) for name in ("samples_per_s", "iq_per_s", "ceiling_share", "wall_s")
+    }
+    peak_bytes = max(run["peak_bytes"] for run in runs)
+    return runs[-1] | spreads | {"peak_bytes": peak_bytes, "runs": repeats}
+
+
+def cases(config: GenerateConfig, samples: int, device: torch.device) -> dict[str, Json]:
+    """The command once in other settings."""
+    on_gpu = device.type == "cuda"
+    out = {}
+    tell("production preset")
+    out["production"] = run_command(preset("production"), samples, device)
+    tell(f"--memory {MEMORY}")
+    limited = run_command(config, max(1, samples // (5 if on_gpu else 2)), device, parse_size(MEMORY))
+    out[f"memory {MEMORY}"] = limited | {"kept": limited["peak_bytes"] <= parse_size(MEMORY)}
+    tell("iq_raw")
+    out["iq_raw"] = run_command(replace(config, dataset_type="iq_raw"), 256 if on_gpu else 8, device)
+    return out
+
+
+def run_command(config: GenerateConfig, samples: int, device: torch.device, memory: int | None = None) -> Json:
+    """One run into a directory of its own; wall_s also counts opening, compiling and measuring the ceiling."""
+    with tempfile.TemporaryDirectory(prefix="brim-bench-") as folder:
+        began_s = time.perf_counter()
+        report = generate(config, Path(folder) / "dataset", samples, device=device, memory=memory)
+        wall_s = time.perf_counter() - began_s
+        disk_bytes = sum(file.stat().st_size for file in Path(folder).rglob("*") if file.is_file())
+    out = report.as_dict()
+    del out["dataset"]
+    return out | {"wall_s": wall_s, "disk_bytes": disk_bytes}
+
+
+# The compute stage alone
+
+
+def compute_alone(config: GenerateConfig, batch: int, device: torch.device, repeats: int) -> Json:
+    """The compute stage on one batch, over and over: nothing prepared, copied back or written."""
+    tell(f"compute stage alone, {batch} samples")
+    work = make_batch(config, batch)
+    with open_backend(config, device) as backend:
+        seconds = [time_calls(lambda: backend.measure(work, iq=False), device) for _ in range(repeats + 1)][1:]
+    return {
+        "batch_size": len(work),
+        "records": len(work.links),
+        "samples_per_s": spread([len(work) / s for s in seconds]),
+        "iq_per_s": spread([len(work.links) / s for s in seconds]),
+    }
+
+
+def make_batch(config: GenerateConfig, size: int) -> Work:
+    """The first accepted samples, as many as there are among twice as many attempts."""
+    scenes = make_scenes(config, np.arange(2 * size))
+    return make_work(config, scenes[scenes.accepted][:size])
+
+
+def time_calls(call: Callable[[], object], device: torch.device) -> float:
+    """Seconds per call, of several back to back."""
+    if device.type != "cuda":
+        began_s = time.perf_counter()
+        for _ in range(CALLS):
+            call()
+        return (time.perf_counter() - began_s) / CALLS
+    with torch.cuda.device(device):
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        for _ in range(CALLS):
+            call()
+        end.record()
+        end.synchronize()
+    return float(begin.elapsed_time(end)) / 1e3 / CALLS
+
+
+def kernels(config: GenerateConfig, compute: Json, device: torch.device) -> Json:
+    """Device time and least traffic of each kernel, per record, against the time of the traffic alone."""
+    tell("kernel by kernel")
+    work = make_batch(config, compute["batch_size"])
+    bandwidth = copy_bandwidth(device)
+    device_us = kernel_times(config, work, device)
+    moved = traffic(config, len(work.links) / len(work))
+    rows = {
+        name: {
+            "us": device_us.get(name, 0.0),
+            "bytes": moved.get(name, 0.0),
+            "floor_us": moved.get(name, 0.0) / bandwidth * 1e6,
+        }
+        for name in sorted(device_us | moved, key=lambda n: -device_us.get(n, 0.0))
+    }
+    record_us = 1e6 / compute["iq_per_s"]["median"]
+    floor_us = sum(moved.values()) / bandwidth * 1e6
+    return {
+        "bandwidth_bytes_per_s": bandwidth,
+        "bytes_per_record": sum(moved.values()),
+        "record_us": record_us,
+        "floor_us": floor_us,
+        "floor_samples_per_s": 1e6 / floor_us * len(work) / len(work.links),
+        "floor_share": floor_us / record_us,
+        "busy_share": sum(device_us.values()) / record_us,
+        "by_kernel": rows,
+    }
+
+
+def copy_bandwidth(device: torch.device) -> float:
+    """Bytes per second of a large copy within the device, reading and writing counted; the best of several."""
+    source = torch.zeros(COPY_BYTES, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    seconds = min(time_calls(lambda: target.copy_(source), device) for _ in range(6))
+    return 2 * COPY_BYTES / seconds
+
+
+def kernel_times(config: GenerateConfig, work: Work, device: torch.device) -> dict[str, float]:
+    """Microseconds of device time per record by kernel; empty where the profiler may not look."""
+    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    with open_backend(config, device) as backend:
+        backend.measure(work, iq=False)
+        torch.cuda.synchronize(device)
+        with torch.profiler.profile(activities=activities) as profile:
+            for _ in range(CALLS):
+                backend.measure(work, iq=False)
+            torch.cuda.synchronize(device)
+    out: dict[str, float] = {}
+    for event in profile.key_averages():
+        if event.device_type == torch.autograd.DeviceType.CUDA:  # not the host's launches, which repeat the time
+            name = kernel_group(event.key)
+            out[name] = out.get(name, 0.0) + event.self_device_time_total / CALLS / len(work.links)
+    return out
+
+
+def kernel_group(name: str) -> str:
+    """One of our kernels by its name, and the libraries' by what they do."""
+    if "Memcpy" in name or "Memset" in name:
+        return "copies"
+    if "fft" in name.lower():
+        return "fft"
+    return name if name.endswith("_kernel") and "::" not in name else "torch"
+
+
+def traffic(config: GenerateConfig, records_per_sample: float) -> dict[str, float]:
+    """Bytes per record that each kernel must read and write: its inputs and outputs once, shared ones shared."""
+    grid = Grid.of(config, max_baseline(config))
+    table = table_points(config) * 4 / records_per_sample  # one for all records of a sample
+    gain = NUM_PATHS * fading_points(config) * 8
+    signal = channel_points(config) * 8  # 50 kHz
+    iq = config.num_samples_iq * 8  # 200 kHz
+    stream = NUM_CHUNKS * grid.points * 8  # 25 kHz; so are the noiseless signal and either spectrum
+    channel = stream * grid.bins // grid.points  # the spectrum's part that is read
+    band = NUM_CHUNKS * (grid.timing[1] - grid.timing[0]) * 8
+    real, half_spectrum = stream // 2, NUM_CHUNKS * (grid.points // 2 + 1) * 8
+    return {
+        "message_kernel": table,
+        "fading_kernel": gain,
+        "channel_kernel": table + gain + signal + stream,
+        "record_kernel": signal + iq,
+        "tune_kernel": iq + stream,
+        "truth_kernel": channel,
+        "spectrum_kernel": channel,
+        "envelope_kernel": stream + real,
+        "arrival_kernel": band + band / records_per_sample,
+        "fft": 4 * stream + real + half_spectrum,  # noiseless and noisy in and out, demodulated in and out
+        "torch": 2 * band,  # the timing band cut out; what is per chunk does not count beside it
+    }
+
+
+# The naive way
+
+
+def one_at_a_time(config: GenerateConfig, num: int, device: torch.device, repeats: int, *, iq: bool) -> Json:
+    """The same code, a record per call on one thread, its results on the host before the next begins."""
+    tell(f"one record at a time, {num} records")
+    works = single_records(config, num)
+    seconds = []
+    with single_backend(config, device) as backend:
+        for _ in range(repeats + 1):
+            began_s = time.perf_counter()
+            for work in works:
+                backend.measure(work, iq=iq).to("cpu")
+            seconds.append(time.perf_counter() - began_s)
+    return {"records": len(works), "iq_per_s": spread([len(works) / s for s in seconds[1:]])}
+
+
+def single_records(config: GenerateConfig, num: int) -> list[Work]:
+    """Works of one sample with one present receiver each."""
+    scenes = make_scenes(config, np.arange(num))
+    scenes = scenes[scenes.accepted]
+    works = []
+    for row, receiver in np.argwhere(scenes.present)[:num].tolist():
+        present = np.zeros((1, scenes.present.shape[1]), bool)
+        present[0, receiver] = True
+        works.append(make_work(config, replace(scenes[row : row + 1], present=present)))
+    return works
+
+
+@contextmanager
+def single_backend(config: GenerateConfig, device: torch.device) -> Iterator[Backend]:
+    """The backend with one thread, or on a GPU with FFTs of one record instead of tiles padded from one."""
+    if device.type != "cuda":
+        with open_backend(config, device, workers=1) as backend:
+            yield backend
+        return
+    from brim.rf.cuda import CudaBackend  # needs Triton
+
+    class SingleRecords(CudaBackend):
+        @property
+        def _tile(self) -> int:
+            return NUM_CHUNKS
+
+    yield SingleRecords(config, device)
+
+
+# What one would use instead
+
+
+def sionna(config: GenerateConfig, repeats: int) -> Json:
+    """Records per second of Sionna's TDL channel and noise on all cores, no features; its best batch."""
+    tell("sionna's tapped delay line")
+    keep_memory()
+    torch.set_num_threads(worker_count())
+    try:
+        rates = {batch: sionna_rates(config, batch, repeats) for batch in SIONNA_BATCHES}
+    except ImportError as error:
+        return {"skipped": f"sionna does not import ({error}): pip install 'brim[bench]'"}
+    except (RuntimeError, TypeError, ValueError) as error:
+        return {"skipped": f"sionna failed: {type(error).__name__}: {error}"}
+    best = max(rates, key=lambda batch: statistics.median(rates[batch]))
+    return {
+        "version": installed("sionna-no-rt"),
+        "profile": SIONNA_PROFILE,
+        "batch_size": best,
+        "iq_per_s": spread(rates[best]),
+        "medians": {str(batch): statistics.median(values) for batch, values in rates.items()},
+    }
+
+
+def sionna_rates(config: GenerateConfig, batch: int, repeats: int) -> list[float]:
+    """Records per second of each trial: fading as ours, echoes up to 5 µs, noise over the sampled band."""
+    from sionna.phy.channel import TimeChannel
+    from sionna.phy.channel.tr38901 import TDL
+
+    num, carrier_hz = config.num_samples_iq, config.frequency_mhz * 1e6
+    slow, fast = (DOPPLER_TIMES_COHERENCE / t * SPEED_OF_LIGHT / carrier_hz for t in reversed(COHERENCE_TIME_S))
+    paths = TDL(SIONNA_PROFILE, carrier_frequency=carrier_hz, min_speed=slow, max_speed=fast, device="cpu")
+    channel = TimeChannel(
+        paths,
+        bandwidth=float(SAMPLE_RATE_HZ),
+        num_time_samples=num,
+        maximum_delay_spread=ECHO_DELAY_S[1],
+        device="cpu",
+    )
+    sent = torch.polar(torch.ones(batch, 1, 1, num), torch.randn(batch, 1, 1, num))
+    noise = torch.tensor(SAMPLE_RATE_HZ / CHANNEL_HZ / 10 ** (SIONNA_SNR_DB / 10))
+    rates = []
+    with torch.no_grad():
+        for _ in range(repeats + 1):
+            began_s = time.perf_counter()
+            channel(sent, noise)
+            rates.append(batch / (time.perf_counter() - began_s))
+    return rates[1:]
+
+
+def keep_memory() -> None:
+    """Have glibc keep what is freed: Sionna's large temporaries are three times as fast without their page faults."""
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(-4, 0)  # M_MMAP_MAX
+        mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD
+
+
+# Telling
+
+
+def tell(message: str) -> None:
+    """A line of progress."""
+    print(message, file=sys.stderr, flush=True)
+
+
+def spread(values: Sequence[float]) -> dict[str, float]:
+    """Median and range."""
+    return {"median": statistics.median(values), "min": min(values), "max": max(values)}
+
+
+def machine(device: torch.device, commit: str) -> Json:
+    """What the figures depend on."""
+    facts = describe(device)
+    return {
+        "device": facts["name"],
+        "device_bytes": facts["total_bytes"],
+        "cores": facts["cores"],
+        "host_bytes": total_bytes(torch.device("cpu")),
+        "load_average": os.getloadavg()[0],
+        "driver": driver_version() if device.type == "cuda" else None,
+        "versions": {"brim": __version__, "python": platform.python_version(), "torch": torch.__version__}
+        | {name: installed(name) for name in ("triton", "numpy")},
+        "commit": commit or git_commit(),
+        "date": time.strftime("%Y-%m-%d"),
+    }
+
+
+def driver_version() -> str | None:
+    """The NVIDIA driver, where NVML says it."""
+    try:
+        import pynvml
+
+        pynvml.nvmlInit()
+        return str(pynvml.nvmlSystemGetDriverVersion())
+    except Exception:  # broad on purpose: without NVML one word is missing, and no more
+        return None
+
+
+def installed(name: str) -> str | None:
+    """The version of a package, if it is here."""
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+
+
+def git_commit() -> str | None:
+    """The commit measured, marked when files differ from it; None outside a checkout."""
+    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=12"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
+def table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A pipe table in aligned columns, readable as it is and as Markdown."""
+    widths = [max(len(row[k]) for row in [header, *rows]) for k in range(len(header))]
+    lines = [f"| {' | '.join(cell.ljust(w) for cell, w in zip(row, widths, strict=True))} |" for row in [header, *rows]]
+    rule = f"| {' | '.join('-' * w for w in widths)} |"
+    return "\n".join([title, "", lines[0], rule, *lines[1:], ""])
+
+
+def number(value: float) -> str:
+    """Three digits or more, thousands apart."""
+    return f"{value:,.0f}".replace(",", " ") if abs(value) >= 100 else f"{value:.3g}"
+
+
+def ranged(values: dict[str, float]) -> str:
+    """Median and range in words."""
+    return f"{number(values['median'])} ({number(values['min'])}–{number(values['max'])})"
+
+
+def render(results: Json) -> str:
+    """All tables there is something for."""
+    parts = {"whole": commands_table, "compute": compute_table, "kernels": kernels_table}
+    told = [tell_part(results) for name, tell_part in parts.items() if name in results]
+    if "whole" in results:
+        told.insert(1, stages_table(results))
+        told.append(ways_table(results))
+    return "\n".join(told)
+
+
+def commands_table(results: Json) -> str:
+    """The whole command in each setting."""
+    whole = results["whole"]
+    rows = [
+        [f"built-in network, {whole['runs']} runs", *(ranged(whole[n]) for n in ("samples_per_s", "iq_per_s"))]
+        + [f"{whole['ceiling_share']['median']:.1%}", *command_cells(whole)]
+    ]
+    for name, run in results.get("cases", {}).items():
+        verdict = {True: " (kept)", False: " (EXCEEDED)"}.get(run.get("kept"), "")
+        cells = [f"{name}{verdict}", number(run["samples_per_s"]), number(run["iq_per_s"])]
+        rows.append([*cells, f"{run['ceiling_share']:.1%}", *command_cells(run)])
+    header = ["whole command", "samples/s", "IQ records/s", "of ceiling", "samples", "batch", "peak", "on disk"]
+    return table("Whole command: median (least–most)", [*header, "GPU busy", "power"], rows)
+
+
+def command_cells(run: Json) -> list[str]:
+    """What every run of the command shows beside its rates."""
+    gpu = run["stages"].get("gpu") or {}
+    busy, power_w = gpu.get("utilisation_mean"), gpu.get("power_w_mean")
+    return [
+        number(run["accepted"]),
+        str(run["batch_size"]),
+        format_size(run["peak_bytes"]),
+        format_size(run["disk_bytes"]),
+        "-" if busy is None else f"{busy:.0f} %",
+        "-" if power_w is None else f"{power_w:.0f} W",
+    ]
+
+
+def stages_table(results: Json) -> str:
+    """Where the threads of the last run of the whole command were."""
+    stages = {name: s for name, s in results["whole"]["stages"].items() if name != "gpu"}
+    columns = ("busy_s", "wait_input_s", "wait_room_s")
+    rows = [[name, *(f"{s[c]:.3f}" for c in columns), f"{s['share']:.1%}"] for name, s in stages.items()]
+    header = ["stage", "busy s", "waiting for input s", "waiting for room s", "busy share"]
+    return table(f"Stages, of {results['whole']['seconds']:.2f} s, all threads of a stage added", header, rows)
+
+
+def compute_table(results: Json) -> str:
+    """The compute stage alone, and the floor under it where it is known."""
+    compute, known = results["compute"], results.get("kernels")
+    rows = [["compute stage alone", ranged(compute["samples_per_s"]), ranged(compute["iq_per_s"]), "-"]]
+    if known:
+        floor, share = known["floor_samples_per_s"], f"compute reaches {known['floor_share']:.1%}"
+        rows.append(["if only memory traffic took time", number(floor), number(1e6 / known["floor_us"]), share])
+    title = f"Compute stage, batches of {compute['batch_size']} samples, {compute['records']} records"
+    return table(title, ["what", "samples/s", "IQ records/s", "share"], rows)
+
+
+def kernels_table(results: Json) -> str:
+    """Kernels by their time."""
+    known = results["kernels"]
+    total_us = sum(k["us"] for k in known["by_kernel"].values())
+    rows = []
+    for name, k in known["by_kernel"].items():
+        share = f"{k['floor_us'] / k['us']:.0%}" if k["us"] else "-"
+        part = f"{k['us'] / total_us:.1%}" if total_us else "-"
+        rows.append([name, f"{k['us']:.3f}", part, f"{k['bytes'] / 1e3:.0f}", f"{k['floor_us']:.3f}", share])
+    moved, us = known["bytes_per_record"] / 1e3, known["record_us"]
+    whole = ["whole stage", f"{us:.3f}", f"kernels {known['busy_share']:.1%}", f"{moved:.0f}"]
+    rows.append([*whole, f"{known['floor_us']:.3f}", f"{known['floor_share']:.0%}"])
+    header = ["kernel", "µs/record", "share of time", "kB/record", "floor µs", "of bandwidth"]
+    speed = known["bandwidth_bytes_per_s"] / 1e12
+    return table(f"Kernels; a copy within the device moves {speed:.2f} TB/s, read and written", header, rows)
+
+
+def ways_table(results: Json) -> str:
+    """Other ways to the same records, and how many times as many the whole command makes."""
+    names = {
+        "naive": "one record at a time, features copied back",
+        "naive_iq": "one record at a time, IQ copied back too",
+        "sionna": "sionna TDL and noise, no features",
+    }
+    rows = [["brim rf generate", ranged(results["whole"]["iq_per_s"]), "1"]]
+    for key, name in names.items():
+        found = results.get(key, {})
+        if "ratio" in found:
+            batch = f", batch {found['batch_size']}" if "batch_size" in found else ""
+            rows.append([name + batch, ranged(found["iq_per_s"]), f"{found['ratio']:.1f}"])
+        elif "skipped" in found:
+            rows.append([name, found["skipped"], "-"])
+    return table("Other ways", ["way", "IQ records/s", "brim makes × as many"], rows)
+
+
+def page(results: Json, line: str) -> str:
+    """The results as a page of Markdown."""
+    here = results["machine"]
+    versions = ", ".join(f"{name} {v}" for name, v in here["versions"].items() if v)
+    if "version" in results.get("sionna", {}):
+        versions += f", sionna-no-rt {results['sionna']['version']}"
+    driver = f", driver {here['driver']}" if here["driver"] else ""
+    memory = f"{format_size(here['device_bytes'])}, host {format_size(here['host_bytes'])}"
+    facts = [
+        f"- machine: {here['device']}, {here['cores']} cores, memory {memory}{driver}",
+        f"- load average when it began: {here['load_average']:.2f}",
+        f"- versions: {versions}",
+        f"- commit: {here['commit'] or 'unknown'}, {here['date']}",
+        f"- command: `{results['command']}`",
+    ]
+    title = "# " + (__doc__ or "").splitlines()[0]
+    about = "A record is one receiver's second of IQ (200 000 complex samples); shards are written to disk."
+    return "\n".join([title, "", about, "", *facts, "", render(results), "```json", line, "```", ""])
+
+
+if __name__ == "__main__":
+    main()

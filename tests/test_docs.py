@@ -1,0 +1,134 @@
+"""What the documents say works: their commands run, their links resolve, nothing public is left out."""
+
+import os
+import re
+import subprocess
+import sys
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+import pytest
+
+from brim.cli.rf import generate as generate_command
+from brim.rf import FEATURES, TRUTH, GenerateConfig
+
+ROOT = Path(__file__).parents[1]
+RADIO = ROOT / "docs" / "radio.md"
+RUN = [ROOT / "README.md", RADIO]  # documents whose code blocks are executed, each in a directory of its own
+SKIP = "<!-- skip -->"  # on the line before a block that is not to be executed
+INTERPRETERS = {"sh": ["bash", "-euo", "pipefail", "-c"], "python": [sys.executable, "-c"]}
+
+_FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+_LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
+_HEADING = re.compile(r"^#+ (.*)$", re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced piece of a document."""
+
+    line: int
+    language: str
+    code: str
+    skipped: bool
+
+
+def blocks_of(text: str) -> list[Block]:
+    out = []
+    for match in _FENCE.finditer(text):
+        before = text[: match.start()]
+        skipped = before.rstrip().endswith(SKIP)
+        out.append(Block(before.count("\n") + 1, match[1], match[2], skipped))
+    return out
+
+
+def documents() -> list[Path]:
+    places = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("benchmarks/**/*.md")]
+    return sorted(places)
+
+
+def run(command: list[str], where: Path) -> subprocess.CompletedProcess[str]:
+    bin_first = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
+    return subprocess.run(command, cwd=where, env={**os.environ, "PATH": bin_first}, capture_output=True, text=True)
+
+
+def anchors(text: str) -> set[str]:
+    """The fragments a page of this text offers, as GitHub makes them."""
+    plain = [re.sub(r"[^\w\- ]", "", heading.lower()) for heading in _HEADING.findall(_FENCE.sub("", text))]
+    return {heading.strip().replace(" ", "-") for heading in plain}
+
+
+# Code
+
+
+@pytest.mark.parametrize("document", RUN, ids=lambda path: path.name)
+def test_the_code_blocks_run_one_after_another(document, tmp_path):
+    blocks = [b for b in blocks_of(document.read_text()) if b.language in INTERPRETERS and not b.skipped]
+    assert {block.language for block in blocks} == {"sh", "python"}
+
+    for block in blocks:
+        done = run([*INTERPRETERS[block.language], block.code], tmp_path)
+        assert done.returncode == 0, f"{document.name}, line {block.line}:\n{block.code}\n{done.stderr}"
+
+
+@pytest.mark.parametrize("script", sorted((ROOT / "examples").glob("*.py")), ids=lambda path: path.name)
+def test_an_example_runs(script, tmp_path):
+    done = run([sys.executable, str(script)], tmp_path)
+
+    assert done.returncode == 0, done.stderr
+    assert done.stdout
+
+
+def test_a_skipped_block_is_seen_as_such():
+    text = f"a\n\n{SKIP}\n```sh\nfalse\n```\n\n```sh\ntrue\n```\n"
+
+    assert [(b.line, b.code, b.skipped) for b in blocks_of(text)] == [(4, "false\n", True), (8, "true\n", False)]
+
+
+# Links
+
+
+@pytest.mark.parametrize("document", documents(), ids=lambda path: str(path.relative_to(ROOT)))
+def test_relative_links_resolve(document):
+    broken = []
+    for link in _LINK.findall(_FENCE.sub("", document.read_text())):
+        if re.match(r"[a-z]+:", link):
+            continue
+        path, _, fragment = link.partition("#")
+        target = (document.parent / path).resolve() if path else document
+        known = anchors(target.read_text()) if target.suffix == ".md" and target.exists() else set()
+        if not target.exists() or (fragment and fragment not in known):
+            broken.append(link)
+
+    assert broken == []
+
+
+# Completeness
+
+
+@pytest.mark.parametrize("field", fields(GenerateConfig), ids=lambda field: field.name)
+def test_every_config_field_is_in_the_table_with_its_default(field):
+    row = re.search(rf"^\| `{field.name}` \| ([^|]*) \|", RADIO.read_text(), re.MULTILINE)
+
+    assert row is not None
+    if isinstance(field.default, str):
+        assert f"`{field.default}`" in row[1]
+    elif isinstance(field.default, bool):
+        assert row[1] == str(field.default).lower()
+    elif isinstance(field.default, int | float):
+        assert float(row[1]) == field.default
+
+
+@pytest.mark.parametrize("name_and_unit", [*FEATURES, *TRUTH], ids=lambda pair: pair[0])
+def test_every_feature_and_truth_is_in_a_table_with_its_unit(name_and_unit):
+    name, unit = name_and_unit
+    units = re.findall(rf"^\| `{name}` \| ([^|]*) \|", RADIO.read_text(), re.MULTILINE)
+
+    assert unit.replace("us", "µs") in units
+
+
+def test_every_option_of_generate_is_documented():
+    options = ["--" + name.replace("_", "-") for name in generate_command.__annotations__ if name != "return"]
+    text = RADIO.read_text()
+
+    assert [option for option in options if f"`{option.replace('--as-json', '--json')}" not in text] == []

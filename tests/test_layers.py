@@ -1,0 +1,209 @@
+"""Imports point one way: service → jobs → cluster → rf | segmentation | sequences → engine → errors."""
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+ROOT = Path(__file__).parents[1] / "src" / "brim"
+
+# Greater numbers may import smaller ones; equal numbers only their own layer.
+HEIGHT = {
+    "__main__": 8,
+    "cli": 7,
+    "doctor": 6,
+    "service": 5,
+    "jobs": 4,
+    "cluster": 3,
+    "rf": 2,
+    "segmentation": 2,
+    "sequences": 2,
+    "engine": 1,
+    "errors": 0,
+    "__init__": 0,
+}
+
+COMPUTE = {"numpy", "safetensors", "torch", "triton", "pynvml"}  # all that a GPU box needs besides Python
+HOMES = {  # where else than in COMPUTE's layers a package may be imported, by path prefixes
+    "rich": ("cli/", "doctor.py"),
+    "typer": ("cli/",),
+    "triton": ("rf/cuda.py", "rf/kernels.py", "doctor.py"),
+    "pynvml": ("engine/meter.py", "doctor.py"),
+    "pyarrow": ("rf/export.py",),
+    "h5py": ("rf/export.py",),
+}
+INSIDE_FUNCTIONS = {"pyarrow", "h5py", "pynvml"}  # optional, or useless without a GPU: imported when needed
+
+
+class Import(NamedTuple):
+    """One import statement: where it stands and what it names, in full."""
+
+    file: str  # relative to src/brim
+    line: int
+    name: str  # dotted
+    in_function: bool
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line} imports {self.name}"
+
+
+def layer_of_file(file: str) -> str:
+    return Path(file).parts[0].removesuffix(".py")
+
+
+def layer_of_name(name: str) -> str:
+    """brim.rf.config → rf; brim.__version__ → __init__."""
+    parts = name.split(".")
+    own = parts[1] if len(parts) > 1 else "__init__"
+    return own if own in HEIGHT else "__init__"
+
+
+def imports_in(source: str, file: str) -> Iterator[Import]:
+    tree = ast.parse(source)
+    functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+    inner = {id(node) for function in functions for node in ast.walk(function)}
+    for node in ast.walk(tree):
+        for name in _names(node, file):
+            yield Import(file, getattr(node, "lineno", 0), name, id(node) in inner)
+
+
+def _names(node: ast.AST, file: str) -> list[str]:
+    if isinstance(node, ast.Import):
+        return [alias.name for alias in node.names]
+    if isinstance(node, ast.ImportFrom):
+        base = node.module or ""
+        if node.level:  # relative: count up from the file's own package
+            above = ("brim", *Path(file).parent.parts)
+            base = ".".join([*above[: len(above) - node.level + 1], *filter(None, [base])])
+        return [f"{base}.{alias.name}" for alias in node.names]
+    if isinstance(node, ast.Call) and _is_dynamic(node.func) and node.args:
+        return [str(node.args[0].value)] if isinstance(node.args[0], ast.Constant) else ["a name known when it runs"]
+    return []
+
+
+def _is_dynamic(function: ast.expr) -> bool:
+    name = function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
+    return name in ("import_module", "__import__")
+
+
+def all_imports() -> list[Import]:
+    files = sorted(ROOT.rglob("*.py"))
+    return [found for file in files for found in imports_in(file.read_text(), str(file.relative_to(ROOT)))]
+
+
+def upward(imports: list[Import]) -> list[str]:
+    """The arrows that do not point down."""
+    faults = []
+    for found in imports:
+        if found.name.partition(".")[0] != "brim":
+            continue
+        here, there = layer_of_file(found.file), layer_of_name(found.name)
+        if here != there and HEIGHT[there] >= HEIGHT[here] and there not in ("errors", "__init__"):
+            faults.append(str(found))
+    return faults
+
+
+def misplaced(imports: list[Import]) -> list[str]:
+    """Packages imported where they have no home, or too early."""
+    faults = []
+    for found in imports:
+        package = found.name.partition(".")[0]
+        if package == "brim" or package in sys.stdlib_module_names:
+            continue
+        early = package in INSIDE_FUNCTIONS and not found.in_function
+        if early or not _is_at_home(package, found.file):
+            faults.append(str(found))
+    return faults
+
+
+def _is_at_home(package: str, file: str) -> bool:
+    if package in HOMES:
+        return file.startswith(HOMES[package])
+    if package == "a name known when it runs":
+        return file == "rf/export.py"
+    return package in COMPUTE or layer_of_file(file) not in ("engine", "rf")
+
+
+# The package
+
+
+def test_every_layer_has_its_place():
+    found = {layer_of_file(str(file.relative_to(ROOT))) for file in ROOT.rglob("*.py")}
+
+    assert found <= set(HEIGHT)
+
+
+def test_imports_point_down():
+    assert upward(all_imports()) == []
+
+
+def test_packages_are_imported_at_home():
+    assert misplaced(all_imports()) == []
+
+
+def test_radio_runs_without_what_only_the_terminal_or_the_exports_need():
+    code = (
+        "import sys, brim.rf, brim.rf.export, brim.rf.inspect, brim.rf.report\n"
+        "print(*{'rich', 'typer', 'pyarrow', 'h5py', 'triton'} & set(sys.modules))"
+    )
+
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+
+    assert done.stdout.split() == []
+
+
+# The rule itself
+
+
+@pytest.mark.parametrize(
+    ("file", "line"),
+    [
+        ("engine/shards.py", "from brim.rf import GenerateConfig"),
+        ("engine/shards.py", "from brim import rf"),
+        ("engine/shards.py", "from ..rf import config"),
+        ("engine/shards.py", "import brim.cli"),
+        ("errors.py", "from brim.engine import device"),
+        ("rf/generate.py", "from brim.segmentation.networks import hrnet"),
+        ("rf/generate.py", "import brim.doctor"),
+        ("jobs/specs.py", "def f():\n    from brim.service import routes"),
+        ("doctor.py", "from brim.cli.terminal import say"),
+        ("cluster.py", "importlib.import_module('brim.jobs')"),
+    ],
+)
+def test_an_upward_arrow_is_seen(file, line):
+    assert upward(list(imports_in(line, file)))
+
+
+@pytest.mark.parametrize(
+    ("file", "line"),
+    [
+        ("cli/rf.py", "from brim.rf import generate"),
+        ("rf/generate.py", "from brim import __version__"),
+        ("rf/generate.py", "from brim.rf.config import GenerateConfig"),
+        ("rf/generate.py", "from .config import GenerateConfig"),
+        ("service/routes.py", "import brim.jobs.specs, brim.errors"),
+    ],
+)
+def test_an_arrow_down_or_within_is_allowed(file, line):
+    assert upward(list(imports_in(line, file))) == []
+
+
+@pytest.mark.parametrize(
+    ("file", "line"),
+    [
+        ("engine/meter.py", "import rich"),
+        ("rf/report.py", "from typer import Option"),
+        ("rf/scene.py", "import scipy.signal"),
+        ("rf/scene.py", "import triton"),
+        ("rf/export.py", "import pyarrow"),
+        ("rf/inspect.py", "def f():\n    import h5py"),
+        ("rf/inspect.py", "def f(name):\n    return import_module(name)"),
+        ("engine/meter.py", "import pynvml"),
+    ],
+)
+def test_a_package_away_from_home_is_seen(file, line):
+    assert misplaced(list(imports_in(line, file)))
