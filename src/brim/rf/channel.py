@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from brim.rf.config import GenerateConfig
-from brim.rf.philox import Purpose, words
+from brim.rf.philox import PATH_STRIDE, Purpose, words
 from brim.rf.scene import NUM_PATHS, Scenes
 from brim.rf.waveform import MARGIN, TABLE_HZ, channel_points, guard_points
 
@@ -96,7 +96,7 @@ def fading(config: GenerateConfig, links: Links, row: int) -> Tensor:
     draws = words(
         config.seed,
         links.index[row],
-        links.receiver[row] + np.arange(NUM_PATHS) * 4096,
+        links.receiver[row] + np.arange(NUM_PATHS) * PATH_STRIDE,
         Purpose.FADING,
         2 * NUM_SINUSOIDS,
     ).reshape(NUM_PATHS, NUM_SINUSOIDS, 2)

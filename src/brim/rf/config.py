@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from brim.errors import ConfigError
+from brim.rf.philox import PATH_STRIDE
 
 Waveform = Literal["nbfm", "am", "cw", "fsk"]
 Loss = Literal["free_space", "log_distance", "hata"]
@@ -246,6 +247,8 @@ def read_stations(path: Path) -> tuple[Station, ...]:
 
 def check_stations(stations: tuple[Station, ...], source: str) -> None:
     """Refuse duplicates, impossible coordinates and networks wider than the delay tables."""
+    if len(stations) > PATH_STRIDE:
+        raise ConfigError(f"{source}: {len(stations)} stations; at most {PATH_STRIDE} can hear one transmission")
     names: set[str] = set()
     places: dict[tuple[float, float], str] = {}
     for s in stations:

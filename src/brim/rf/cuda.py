@@ -22,7 +22,7 @@ from brim.rf.compute import STREAM_STRIDE, Measured, Work, feature_chunks, recor
 from brim.rf.config import NUM_CHUNKS, GenerateConfig
 from brim.rf.geometry import SPEED_OF_LIGHT, ecef
 from brim.rf.link import noise_dbm
-from brim.rf.philox import Purpose
+from brim.rf.philox import PATH_STRIDE, Purpose
 from brim.rf.receiver import (
     FILTER_TAPS,
     NOISE_POWER,
@@ -175,6 +175,7 @@ class CudaBackend:
             SINUSOIDS=NUM_SINUSOIDS,
             FADES=config.fading != "none",
             PURPOSE=int(Purpose.FADING),
+            STRIDE=PATH_STRIDE,
             BLOCK=triton.next_power_of_2(fades),
             FAST=self.fast,
         )

@@ -3,6 +3,7 @@
 scene (scenes, gates) → prepare (messages, links) → compute (device) → assemble (rows) → write (shards, the caller)
 """
 
+import logging
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -33,9 +34,11 @@ from brim.rf.scene import Scenes, max_delay_s
 from brim.rf.waveform import PARAMETERS
 
 GPU_LIMIT = 2_048  # samples per batch; larger ones are no faster: benchmarks/results/generate_h200_2026-11-15.md
+GPU_RAMP = 256  # samples of the first batch at most, doubled from batch to batch
 GPU_PROBE = 8  # samples in the first batch whose memory is measured
 BATCHES_IN_FLIGHT = 4  # between the stages on a CPU, each holding its rows
 _Result = TypeVar("_Result")
+_log = logging.getLogger("brim")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,6 +133,7 @@ class _Run:
         self.meter, self.copies = Meter(), HostCopy()
         self.backend: Backend
         self.halving = Halving(1, device)
+        self.ramp = GPU_RAMP
         self.previous: Pending | None = None
         self.largest: Work | None = None  # a batch to measure the ceiling on
         self.totals = {"attempted": 0, **dict.fromkeys(REASONS, 0)}
@@ -175,7 +179,7 @@ class _Run:
             "iq": {"unit": "sqrt(mW)", "sample_rate_hz": SAMPLE_RATE_HZ},
             "brim": __version__,
             "torch": torch.__version__,
-            "device": torch.cuda.get_device_name(self.device) if self.on_gpu else "cpu",
+            "device": self._device_name(),
         }
         return ShardWriter(
             self.out,
@@ -191,12 +195,19 @@ class _Run:
         if not (self.out / "manifest.json").is_file():
             return False
         found = Dataset(self.out)
-        same = found.manifest.get("kind") == "rf" and found.manifest.get("config") == self.config.as_dict()
-        if not (same and found.manifest.get("complete") and len(found) == self.samples):
+        if found.manifest.get("kind") != "rf" or found.manifest.get("config") != self.config.as_dict():
+            return False  # the writer says what differs
+        if not found.manifest["complete"] or len(found) != self.samples:
+            before, now = found.manifest.get("device"), self._device_name()
+            if before != now:
+                _log.warning("%s was begun on %s: shards made on %s differ in their last bits", self.out, before, now)
             return False
         self._attend("verifying", found.verify)
         self.done, self.totals = self.samples, dict(found.shards[-1].totals)
         return True
+
+    def _device_name(self) -> str:
+        return torch.cuda.get_device_name(self.device) if self.on_gpu else "cpu"
 
     def _continue_from(self, writer: ShardWriter) -> None:
         if writer.items > self.samples:
@@ -241,7 +252,7 @@ class _Run:
             Stage(name="compute", work=self._compute, workers=self.compute_workers, depth=1),
             Stage(name="assemble", work=self._assemble, workers=2, depth=1),
         ]
-        source = accepted_batches(self.config, self.samples - self.done, self.totals, lambda: self.halving.size)
+        source = accepted_batches(self.config, self.samples - self.done, self.totals, self._next_batch)
         self.message, self.began_s = "generating", time.perf_counter()
         self.meter.start()
         with Pipeline(source, stages, meter=self.meter, source_name="scene", depth=1, tick=self._tick) as results:
@@ -257,6 +268,12 @@ class _Run:
                 with self.meter.busy("write"):
                     writer.flush_partial()
         self.meter.stop()
+
+    def _next_batch(self) -> int:
+        """Samples of the next batch: the first are small, so that a GPU does not wait for the host to begin."""
+        size = min(self.halving.size, self.ramp)
+        self.ramp *= 2
+        return size
 
     def _prepare(self, batch: Accepted) -> tuple[Work, Totals]:
         return make_work(self.config, batch.scenes), batch.totals

@@ -62,12 +62,12 @@ def fading_kernel(
     item_low, item_high, receiver, doppler, gain,
     seed, num_points, k_direct, k_scattered,
     P: tl.constexpr, SINUSOIDS: tl.constexpr, FADES: tl.constexpr, PURPOSE: tl.constexpr,
-    BLOCK: tl.constexpr, FAST: tl.constexpr,
+    STRIDE: tl.constexpr, BLOCK: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
     """channel.fading.  gain (M, P, J, 2); k_direct and k_scattered are the direct path's Rician amplitudes"""
     record, path = tl.program_id(0), tl.program_id(1)
     low, high = tl.load(item_low + record), tl.load(item_high + record)
-    stream = (tl.load(receiver + record) + path * 4096) | (PURPOSE << 16)
+    stream = (tl.load(receiver + record) + path * STRIDE) | (PURPOSE << 16)
     doppler_hz = tl.load(doppler + record)
     at = tl.arange(0, BLOCK)
     time = (at - 1).to(tl.float32) * 1e-3
@@ -239,8 +239,8 @@ def tune_kernel(
         inside = row < CHUNK_ROWS
         place = (tl.program_id(0).to(tl.int64) * CHUNK_ROWS + row)[:, None] * POINTS + column[None, :]
         kept = inside[:, None] & (column < POINTS)[None, :]
-        tl.store(stream + 2 * place, real, mask=kept)
-        tl.store(stream + 2 * place + 1, imag, mask=kept)
+        pair = 2 * place[:, :, None] + tl.arange(0, 2)[None, None, :]
+        tl.store(stream + pair, tl.join(real, imag), mask=kept[:, :, None])
         probes = inside[:, None] & (column >= POINTS)[None, :]
         noise += tl.sum(tl.where(probes, real * real + imag * imag, 0.0))
     tl.store(floor + tl.program_id(0), noise * floor_scale)

@@ -18,7 +18,7 @@ _LOW = np.uint64(0xFFFFFFFF)
 _SHIFT = np.uint64(32)
 _ROUNDS = 10
 PURPOSE_SHIFT = 16  # counter word 1 is purpose << 16 | receiver
-MAX_RECEIVERS = 1 << PURPOSE_SHIFT
+PATH_STRIDE = 4_096  # a path's numbers are those of receiver + path · this: so many receivers at most
 
 
 class Purpose(IntEnum):
