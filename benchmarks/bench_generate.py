@@ -24,7 +24,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -38,8 +38,14 @@ from brim.rf.compute import Backend, Work, make_work, open_backend
 from brim.rf.config import CHANNEL_HZ, NUM_CHUNKS, SAMPLE_RATE_HZ
 from brim.rf.features import Grid
 from brim.rf.geometry import SPEED_OF_LIGHT
-from brim.rf.scene import COHERENCE_TIME_S, DOPPLER_TIMES_COHERENCE, ECHO_DELAY_S, NUM_PATHS, make_scenes
-from brim.rf.scene import max_baseline_m as max_baseline
+from brim.rf.scene import (
+    COHERENCE_TIME_S,
+    DOPPLER_TIMES_COHERENCE,
+    ECHO_DELAY_S,
+    NUM_PATHS,
+    make_scenes,
+    max_baseline_m,
+)
 from brim.rf.waveform import channel_points, table_points
 
 MEMORY = "1GiB"  # the limit of the run that must keep to it
@@ -110,6 +116,18 @@ def measure(results: Json, device: torch.device, samples: int, repeats: int) -> 
             results["sionna"]["ratio"] = rate / results["sionna"]["iq_per_s"]["median"]
 
 
+class Clock:
+    """Wall time of a block, and how many cores it got: fewer than it has threads where others load the machine."""
+
+    def __enter__(self) -> Self:
+        self._began = time.perf_counter(), time.process_time()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.wall_s = time.perf_counter() - self._began[0]
+        self.cores_used = (time.process_time() - self._began[1]) / self.wall_s
+
+
 # The whole command
 
 
@@ -119,11 +137,11 @@ def whole_command(config: GenerateConfig, samples: int, device: torch.device, re
     for number in range(repeats):
         tell(f"whole command, {samples} samples, run {number + 1} of {repeats}")
         runs.append(run_command(config, samples, device))
-    spreads = {
-        name: spread([run[name] for run in runs]) for name in ("samples_per_s", "iq_per_s", "ceiling_share", "wall_s")
-    }
+    names = ("samples_per_s", "iq_per_s", "ceiling_share", "wall_s")
+    spreads = {name: spread([run[name] for run in runs]) for name in names}
+    cores_used = statistics.median(run["cores_used"] for run in runs)
     peak_bytes = max(run["peak_bytes"] for run in runs)
-    return runs[-1] | spreads | {"peak_bytes": peak_bytes, "runs": repeats}
+    return runs[-1] | spreads | {"peak_bytes": peak_bytes, "cores_used": cores_used, "runs": repeats}
 
 
 def cases(config: GenerateConfig, samples: int, device: torch.device) -> dict[str, Json]:
@@ -136,20 +154,19 @@ def cases(config: GenerateConfig, samples: int, device: torch.device) -> dict[st
     limited = run_command(config, max(1, samples // (5 if on_gpu else 2)), device, parse_size(MEMORY))
     out[f"memory {MEMORY}"] = limited | {"kept": limited["peak_bytes"] <= parse_size(MEMORY)}
     tell("iq_raw")
-    out["iq_raw"] = run_command(replace(config, dataset_type="iq_raw"), 256 if on_gpu else 8, device)
+    out["iq_raw"] = run_command(replace(config, dataset_type="iq_raw"), 256 if on_gpu else 16, device)
     return out
 
 
 def run_command(config: GenerateConfig, samples: int, device: torch.device, memory: int | None = None) -> Json:
     """One run into a directory of its own; wall_s also counts opening, compiling and measuring the ceiling."""
     with tempfile.TemporaryDirectory(prefix="brim-bench-") as folder:
-        began_s = time.perf_counter()
-        report = generate(config, Path(folder) / "dataset", samples, device=device, memory=memory)
-        wall_s = time.perf_counter() - began_s
+        with Clock() as clock:
+            report = generate(config, Path(folder) / "dataset", samples, device=device, memory=memory)
         disk_bytes = sum(file.stat().st_size for file in Path(folder).rglob("*") if file.is_file())
     out = report.as_dict()
     del out["dataset"]
-    return out | {"wall_s": wall_s, "disk_bytes": disk_bytes}
+    return out | {"wall_s": clock.wall_s, "cores_used": clock.cores_used, "disk_bytes": disk_bytes}
 
 
 # The compute stage alone
@@ -183,7 +200,7 @@ def time_calls(call: Callable[[], object], device: torch.device) -> float:
             call()
         return (time.perf_counter() - began_s) / CALLS
     with torch.cuda.device(device):
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
         begin.record()
         for _ in range(CALLS):
             call()
@@ -197,8 +214,8 @@ def kernels(config: GenerateConfig, compute: Json, device: torch.device) -> Json
     tell("kernel by kernel")
     work = make_batch(config, compute["batch_size"])
     bandwidth = copy_bandwidth(device)
-    device_us = kernel_times(config, work, device)
     moved = traffic(config, len(work.links) / len(work))
+    device_us = kernel_times(config, work, device, list(moved))
     rows = {
         name: {
             "us": device_us.get(name, 0.0),
@@ -229,7 +246,7 @@ def copy_bandwidth(device: torch.device) -> float:
     return 2 * COPY_BYTES / seconds
 
 
-def kernel_times(config: GenerateConfig, work: Work, device: torch.device) -> dict[str, float]:
+def kernel_times(config: GenerateConfig, work: Work, device: torch.device, names: list[str]) -> dict[str, float]:
     """Microseconds of device time per record by kernel; empty where the profiler may not look."""
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
     with open_backend(config, device) as backend:
@@ -241,24 +258,24 @@ def kernel_times(config: GenerateConfig, work: Work, device: torch.device) -> di
             torch.cuda.synchronize(device)
     out: dict[str, float] = {}
     for event in profile.key_averages():
-        if event.device_type == torch.autograd.DeviceType.CUDA:  # not the host's launches, which repeat the time
-            name = kernel_group(event.key)
+        if event.device_type.name == "CUDA":  # not the host's launches, which repeat the time
+            name = kernel_group(event.key, names)
             out[name] = out.get(name, 0.0) + event.self_device_time_total / CALLS / len(work.links)
     return out
 
 
-def kernel_group(name: str) -> str:
+def kernel_group(event: str, names: list[str]) -> str:
     """One of our kernels by its name, and the libraries' by what they do."""
-    if "Memcpy" in name or "Memset" in name:
+    if "Memcpy" in event or "Memset" in event:
         return "copies"
-    if "fft" in name.lower():
+    if "fft" in event.lower():
         return "fft"
-    return name if name.endswith("_kernel") and "::" not in name else "torch"
+    return next((name for name in names if event.startswith(name)), "torch")
 
 
 def traffic(config: GenerateConfig, records_per_sample: float) -> dict[str, float]:
     """Bytes per record that each kernel must read and write: its inputs and outputs once, shared ones shared."""
-    grid = Grid.of(config, max_baseline(config))
+    grid = Grid.of(config, max_baseline_m(config))
     table = table_points(config) * 4 / records_per_sample  # one for all records of a sample
     gain = NUM_PATHS * fading_points(config) * 8
     signal = channel_points(config) * 8  # 50 kHz
@@ -289,14 +306,22 @@ def one_at_a_time(config: GenerateConfig, num: int, device: torch.device, repeat
     """The same code, a record per call on one thread, its results on the host before the next begins."""
     tell(f"one record at a time, {num} records")
     works = single_records(config, num)
-    seconds = []
+    clocks = []
     with single_backend(config, device) as backend:
         for _ in range(repeats + 1):
-            began_s = time.perf_counter()
-            for work in works:
-                backend.measure(work, iq=iq).to("cpu")
-            seconds.append(time.perf_counter() - began_s)
-    return {"records": len(works), "iq_per_s": spread([len(works) / s for s in seconds[1:]])}
+            with Clock() as clock:
+                for work in works:
+                    backend.measure(work, iq=iq).to("cpu")
+            clocks.append(clock)
+    return {"records": len(works)} | rates(clocks[1:], len(works))
+
+
+def rates(clocks: list[Clock], num_records: int) -> Json:
+    """Records per second over the trials."""
+    return {
+        "iq_per_s": spread([num_records / clock.wall_s for clock in clocks]),
+        "cores_used": statistics.median(clock.cores_used for clock in clocks),
+    }
 
 
 def single_records(config: GenerateConfig, num: int) -> list[Work]:
@@ -337,23 +362,18 @@ def sionna(config: GenerateConfig, repeats: int) -> Json:
     keep_memory()
     torch.set_num_threads(worker_count())
     try:
-        rates = {batch: sionna_rates(config, batch, repeats) for batch in SIONNA_BATCHES}
+        found = {batch: sionna_rates(config, batch, repeats) for batch in SIONNA_BATCHES}
     except ImportError as error:
         return {"skipped": f"sionna does not import ({error}): pip install 'brim[bench]'"}
     except (RuntimeError, TypeError, ValueError) as error:
         return {"skipped": f"sionna failed: {type(error).__name__}: {error}"}
-    best = max(rates, key=lambda batch: statistics.median(rates[batch]))
-    return {
-        "version": installed("sionna-no-rt"),
-        "profile": SIONNA_PROFILE,
-        "batch_size": best,
-        "iq_per_s": spread(rates[best]),
-        "medians": {str(batch): statistics.median(values) for batch, values in rates.items()},
-    }
+    best = max(found, key=lambda batch: float(found[batch]["iq_per_s"]["median"]))
+    about = {"version": installed("sionna-no-rt"), "profile": SIONNA_PROFILE, "batch_size": best}
+    return about | found[best]
 
 
-def sionna_rates(config: GenerateConfig, batch: int, repeats: int) -> list[float]:
-    """Records per second of each trial: fading as ours, echoes up to 5 µs, noise over the sampled band."""
+def sionna_rates(config: GenerateConfig, batch: int, repeats: int) -> Json:
+    """Records per second with one batch: fading as ours, echoes up to 5 µs, noise over the sampled band."""
     from sionna.phy.channel import TimeChannel
     from sionna.phy.channel.tr38901 import TDL
 
@@ -369,17 +389,16 @@ def sionna_rates(config: GenerateConfig, batch: int, repeats: int) -> list[float
     )
     sent = torch.polar(torch.ones(batch, 1, 1, num), torch.randn(batch, 1, 1, num))
     noise = torch.tensor(SAMPLE_RATE_HZ / CHANNEL_HZ / 10 ** (SIONNA_SNR_DB / 10))
-    rates = []
-    with torch.no_grad():
-        for _ in range(repeats + 1):
-            began_s = time.perf_counter()
+    clocks = []
+    for _ in range(repeats + 1):
+        with torch.no_grad(), Clock() as clock:
             channel(sent, noise)
-            rates.append(batch / (time.perf_counter() - began_s))
-    return rates[1:]
+        clocks.append(clock)
+    return rates(clocks[1:], batch)
 
 
 def keep_memory() -> None:
-    """Have glibc keep what is freed: Sionna's large temporaries are three times as fast without their page faults."""
+    """Have glibc keep what is freed, so that Sionna's large temporaries are not faulted in anew at every call."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
         mallopt(-4, 0)  # M_MMAP_MAX
@@ -449,7 +468,7 @@ def table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> s
     widths = [max(len(row[k]) for row in [header, *rows]) for k in range(len(header))]
     lines = [f"| {' | '.join(cell.ljust(w) for cell, w in zip(row, widths, strict=True))} |" for row in [header, *rows]]
     rule = f"| {' | '.join('-' * w for w in widths)} |"
-    return "\n".join([title, "", lines[0], rule, *lines[1:], ""])
+    return "\n".join([f"## {title}", "", lines[0], rule, *lines[1:], ""])
 
 
 def number(value: float) -> str:
@@ -475,16 +494,15 @@ def render(results: Json) -> str:
 def commands_table(results: Json) -> str:
     """The whole command in each setting."""
     whole = results["whole"]
-    rows = [
-        [f"built-in network, {whole['runs']} runs", *(ranged(whole[n]) for n in ("samples_per_s", "iq_per_s"))]
-        + [f"{whole['ceiling_share']['median']:.1%}", *command_cells(whole)]
-    ]
+    rates = (ranged(whole[name]) for name in ("samples_per_s", "iq_per_s"))
+    share = f"{whole['ceiling_share']['median']:.1%}"
+    rows = [[f"built-in network, {whole['runs']} runs", *rates, share, *command_cells(whole)]]
     for name, run in results.get("cases", {}).items():
         verdict = {True: " (kept)", False: " (EXCEEDED)"}.get(run.get("kept"), "")
         cells = [f"{name}{verdict}", number(run["samples_per_s"]), number(run["iq_per_s"])]
         rows.append([*cells, f"{run['ceiling_share']:.1%}", *command_cells(run)])
     header = ["whole command", "samples/s", "IQ records/s", "of ceiling", "samples", "batch", "peak", "on disk"]
-    return table("Whole command: median (least–most)", [*header, "GPU busy", "power"], rows)
+    return table("Whole command: median (least–most)", [*header, "cores used", "GPU busy", "power"], rows)
 
 
 def command_cells(run: Json) -> list[str]:
@@ -496,7 +514,8 @@ def command_cells(run: Json) -> list[str]:
         str(run["batch_size"]),
         format_size(run["peak_bytes"]),
         format_size(run["disk_bytes"]),
-        "-" if busy is None else f"{busy:.0f} %",
+        f"{run['cores_used']:.2f}",
+        "-" if busy is None else f"{busy:.0f}%",
         "-" if power_w is None else f"{power_w:.0f} W",
     ]
 
@@ -545,15 +564,17 @@ def ways_table(results: Json) -> str:
         "naive_iq": "one record at a time, IQ copied back too",
         "sionna": "sionna TDL and noise, no features",
     }
-    rows = [["brim rf generate", ranged(results["whole"]["iq_per_s"]), "1"]]
+    whole = results["whole"]
+    rows = [["brim rf generate", ranged(whole["iq_per_s"]), f"{whole['cores_used']:.2f}", "1"]]
     for key, name in names.items():
         found = results.get(key, {})
         if "ratio" in found:
             batch = f", batch {found['batch_size']}" if "batch_size" in found else ""
-            rows.append([name + batch, ranged(found["iq_per_s"]), f"{found['ratio']:.1f}"])
+            rates_told = ranged(found["iq_per_s"]), f"{found['cores_used']:.2f}"
+            rows.append([name + batch, *rates_told, f"{found['ratio']:.1f}"])
         elif "skipped" in found:
-            rows.append([name, found["skipped"], "-"])
-    return table("Other ways", ["way", "IQ records/s", "brim makes × as many"], rows)
+            rows.append([name, found["skipped"], "-", "-"])
+    return table("Other ways", ["way", "IQ records/s", "cores used", "brim makes × as many"], rows)
 
 
 def page(results: Json, line: str) -> str:

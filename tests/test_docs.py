@@ -61,6 +61,7 @@ def anchors(text: str) -> set[str]:
 # Code
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("document", RUN, ids=lambda path: path.name)
 def test_the_code_blocks_run_one_after_another(document, tmp_path):
     blocks = [b for b in blocks_of(document.read_text()) if b.language in INTERPRETERS and not b.skipped]

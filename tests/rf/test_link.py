@@ -79,17 +79,18 @@ def test_hata_stands_on_the_configured_antennas():
     assert loss_db(config, 1, 10) == pytest.approx([126.403, 161.628], abs=0.005)
 
 
-def test_hata_outside_its_range_warns_once(caplog):
+@pytest.mark.parametrize(("frequency_mhz", "reach_m"), [(145.0, 15e3), (1_600.0, 15e3), (433.0, 90e3), (145.0, 90e3)])
+def test_hata_outside_its_range_warns_once(caplog, frequency_mhz, reach_m):
     with caplog.at_level(logging.WARNING, logger="brim"):
-        warn_outside_validity(GenerateConfig(loss="hata", frequency_mhz=145.0))
+        warn_outside_validity(GenerateConfig(loss="hata", frequency_mhz=frequency_mhz), reach_m)
     assert [r.levelname for r in caplog.records] == ["WARNING"]
-    assert "150" in caplog.text
+    assert "150-1500 MHz" in caplog.text
 
 
-@pytest.mark.parametrize("loss", ["free_space", "log_distance"])
-def test_other_models_do_not_warn(caplog, loss):
+@pytest.mark.parametrize(("loss", "reach_m"), [("free_space", 90e3), ("log_distance", 90e3), ("hata", 19e3)])
+def test_a_model_inside_its_range_does_not_warn(caplog, loss, reach_m):
     with caplog.at_level(logging.WARNING, logger="brim"):
-        warn_outside_validity(GenerateConfig(loss=loss))
+        warn_outside_validity(GenerateConfig(loss=loss, frequency_mhz=433.0), reach_m)
     assert not caplog.records
 
 

@@ -131,8 +131,9 @@ def receive(config: GenerateConfig, links: Links, row: int, table: Tensor, scale
         if amplitude == 0:
             continue
         begin = int(links.shift[row, p])
-        window = table[begin : begin + points + TAPS - 1].unfold(0, TAPS, 1)
-        late = window @ torch.from_numpy(links.weights[row, p])
+        late = torch.zeros(points)
+        for k in range(TAPS):
+            late.add_(table[begin + k : begin + k + points], alpha=float(links.weights[row, p, k]))
         total.addcmul_(_modulate(config, late, scale), _interpolate(gain[p], points) * amplitude)
     clock = (np.arange(points) - MARGIN).astype(np.uint32)
     turn = (clock * links.offset_step[row]).view(np.int32)

@@ -66,7 +66,7 @@ class Report:
     iq_per_s: float
     device: str
     batch_size: int
-    ceiling_share: float  # rate of the whole run over that of the compute stage alone
+    ceiling_share: float | None  # rate of the whole run over that of the compute stage alone; None when not measured
     stages: dict[str, Any]
     peak_bytes: int
     stopped: bool = False  # before all samples were made, by request
@@ -359,17 +359,20 @@ class _Run:
             iq_per_s=iq_rate,
             device=str(self.device),
             batch_size=self.halving.size,
-            ceiling_share=ceiling_share(iq_rate, self._ceiling(self.largest)) if self.largest is not None else 1.0,
+            ceiling_share=self._ceiling_share(iq_rate),
             stages=summary["stages"] | ({"gpu": gpu} if gpu is not None else {}),
             peak_bytes=peak_bytes,
             stopped=self.stopped,
         )
 
-    def _ceiling(self, work: Work) -> float:
-        """Records per second of the compute stage alone, on the same batch over and over.
+    def _ceiling_share(self, iq_rate: float) -> float | None:
+        """Rate over that of the compute stage alone on the same batch over and over; not for someone who asked to stop.
 
-        Records, since samples of a small batch may have more or fewer receivers than the run's.
+        In records, since the samples of one batch may have more or fewer receivers than the run's.
         """
+        work = self.largest
+        if work is None or self.stopped:
+            return None
 
         def once() -> int:
             if self.compute_workers == 1:
@@ -377,7 +380,8 @@ class _Run:
             with ThreadPoolExecutor(self.compute_workers) as pool:
                 return sum(pool.map(self._measure, [work] * (2 * self.compute_workers)))
 
-        return self._attend("measuring the ceiling", lambda: ceiling_rate(once, warmup=int(self.on_gpu)))
+        ceiling = self._attend("measuring the ceiling", lambda: ceiling_rate(once, warmup=int(self.on_gpu)))
+        return ceiling_share(iq_rate, ceiling)
 
 
 def _counts(items: int, totals: dict[str, int]) -> dict[str, Any]:

@@ -33,7 +33,10 @@ class Purpose(IntEnum):
     NOISE = 7
 
 
-def philox(c0: U64, c1: U64, c2: U64, c3: U64, seed: int) -> tuple[U64, U64, U64, U64]:
+Word = U64 | np.uint64
+
+
+def philox(c0: Word, c1: Word, c2: Word, c3: Word, *, seed: int) -> tuple[Word, Word, Word, Word]:
     """Four 32-bit words (in uint64) for each counter; the arguments broadcast and hold 32-bit values."""
     key0, key1 = seed & 0xFFFFFFFF, (seed >> 32) & 0xFFFFFFFF
     for _ in range(_ROUNDS):
@@ -56,7 +59,7 @@ def words(seed: int, index: NDArray[np.int64], receiver: NDArray[np.int64] | int
     block = np.arange(-(-count // 4), dtype=np.uint64)
     shape = np.broadcast_shapes(item.shape, block.shape)
     c0 = np.ascontiguousarray(np.broadcast_to(block, shape))
-    out = philox(c0, stream, item & _LOW, item >> _SHIFT, seed)
+    out = philox(c0, stream, item & _LOW, item >> _SHIFT, seed=seed)
     return np.stack(np.broadcast_arrays(*out), axis=-1).reshape(*shape[:-1], 4 * shape[-1])[..., :count]
 
 

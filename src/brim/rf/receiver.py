@@ -39,6 +39,7 @@ PROBE_TAPS = (
 PROBE_GAIN = 924  # sum of the squares
 WINDOW = 448  # 320 − 8 + 129 samples, rounded up to a multiple of 64
 _HALF = FILTER_TAPS // 2
+_BLOCK = 8  # points upsampled by one row of the product
 
 
 def upsampling_weights() -> NDArray[np.float32]:
@@ -70,18 +71,28 @@ def _tf32(values: NDArray[np.float32]) -> NDArray[np.float32]:
     return ((bits + np.uint32(0x1000)) & np.uint32(0xFFFFE000)).view(np.float32)
 
 
+@lru_cache(maxsize=1)
+def _upsampling_matrix() -> Tensor:
+    """The upsampling of _BLOCK points as one product over interleaved real and imaginary parts."""
+    weights = upsampling_weights()
+    out = torch.zeros(_BLOCK + UPSAMPLING_TAPS - 1, 2, _BLOCK, OVERSAMPLING, 2)
+    for point in range(_BLOCK):
+        for part in range(2):
+            out[point : point + UPSAMPLING_TAPS, part, point, :, part] = torch.from_numpy(weights)
+    return out.reshape(2 * (_BLOCK + UPSAMPLING_TAPS - 1), -1)
+
+
 def noise(config: GenerateConfig, index: int, receiver: int) -> Tensor:
-    """Complex white noise of one record, (N,) complex64, power 16: a counter and a receiver make two samples."""
-    block = np.arange(config.num_samples_iq // 2, dtype=np.uint64)
+    """Complex white noise of one record, (N,) complex64, power 16: a counter makes two samples."""
+    counter = np.arange(config.num_samples_iq // 2, dtype=np.uint64)
     key = (int(Purpose.NOISE) << PURPOSE_SHIFT | receiver, index & 0xFFFFFFFF, index >> 32)
-    stream, low, high = (np.full(block.shape, word, np.uint64) for word in key)
-    drawn = philox(block, stream, low, high, config.seed)
-    packed = np.stack(drawn, axis=-1).astype(np.uint32)  # (N/2, 4): radius and angle of two samples
-    bits = torch.from_numpy(packed.view(np.int32)).reshape(-1, 2)
-    uniform = ((bits[:, 0] >> 8) & 0xFFFFFF).to(torch.float32).add_(0.5).mul_(2.0**-24)
-    radius = uniform.log_().mul_(-NOISE_POWER).sqrt_()  # each part has half the power
-    angle = bits[:, 1].to(torch.float32).mul_(float(np.pi * 2**-31))
-    return torch.complex(radius * torch.cos(angle), radius * torch.sin(angle))
+    drawn = philox(counter, *(np.uint64(word) for word in key), seed=config.seed)
+    bits = np.empty((2, len(counter), 2), np.uint32)  # radius and angle of two samples
+    bits[0, :, 0], bits[1, :, 0], bits[0, :, 1], bits[1, :, 1] = drawn
+    radius = torch.from_numpy((bits[0] >> 8).view(np.int32)).reshape(-1).to(torch.float32)
+    radius = radius.add_(0.5).mul_(2.0**-24).log_().mul_(-NOISE_POWER).sqrt_()  # each part has half the power
+    angle = torch.from_numpy(bits[1].view(np.int32)).reshape(-1).to(torch.float32).mul_(float(np.pi * 2**-31))
+    return torch.complex(torch.cos(angle).mul_(radius), angle.sin_().mul_(radius))
 
 
 def record(config: GenerateConfig, signal: Tensor, index: int, receiver: int) -> Tensor:
@@ -91,9 +102,10 @@ def record(config: GenerateConfig, signal: Tensor, index: int, receiver: int) ->
     """
     begin = MARGIN - UPSAMPLING_TAPS // 2 + 1
     window = signal[begin : begin + config.num_samples_iq // OVERSAMPLING + UPSAMPLING_TAPS - 1]
-    weights = torch.from_numpy(upsampling_weights())
-    parts = [part.contiguous().unfold(0, UPSAMPLING_TAPS, 1) @ weights for part in (window.real, window.imag)]
-    return noise(config, index, receiver).add_(torch.complex(*parts).reshape(-1))
+    matrix = _upsampling_matrix()
+    blocks = torch.view_as_real(window).reshape(-1).unfold(0, len(matrix), 2 * _BLOCK)
+    clean = torch.view_as_complex((blocks @ matrix).reshape(-1, 2))
+    return noise(config, index, receiver).add_(clean)
 
 
 def tune(config: GenerateConfig, iq: Tensor) -> tuple[Tensor, Tensor]:

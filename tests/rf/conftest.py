@@ -1,0 +1,42 @@
+"""Batches that many tests look at from different sides, each made once."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from columns import Rows
+
+from brim.rf.compute import generate_batch
+from brim.rf.config import GenerateConfig
+
+torch.set_num_threads(1)  # the backend has its own threads; torch's would only compete with them
+
+# From far below 0 dB to far above 40 dB; no clock error, so that arrival errors are the estimator's own.
+WIDE = {"tx_power_dbm": 35.0, "min_snr_db": -5.0, "clock_sigma_s": 0.0, "max_gdop": 1e6, "seed": 11}
+
+
+@pytest.fixture(scope="session")
+def nbfm_rows() -> Rows:
+    """250 samples at the built-in network, every SNR, chunk by chunk."""
+    return generate_batch(GenerateConfig(**WIDE), range(250), chunks=True)
+
+
+@pytest.fixture(scope="session")
+def rows_of(nbfm_rows: Rows) -> Callable[[str], Rows]:
+    """The same of another waveform, fewer samples."""
+    made = {"nbfm": nbfm_rows}
+
+    def get(waveform: str) -> Rows:
+        if waveform not in made:
+            made[waveform] = generate_batch(GenerateConfig(**WIDE, waveform=waveform), range(24), chunks=True)
+        return made[waveform]
+
+    return get
+
+
+@pytest.fixture(scope="session")
+def gated_config() -> GenerateConfig:
+    """Short records under gates that refuse about half of the attempts, for either reason."""
+    return GenerateConfig(
+        tx_power_dbm=20.0, max_gdop=2.5, min_receivers=4, duration_s=0.2, samples_per_shard=8, seed=31
+    )

@@ -1,0 +1,329 @@
+"""Every estimator against the truth that made the signal, at the accuracy that is promised."""
+
+import pytest
+import torch
+from columns import feature, feature_chunks, truth, truth_chunks
+
+from brim.rf.compute import generate_batch
+from brim.rf.config import GenerateConfig
+from brim.rf.features import FEATURES, aggregate
+
+NAMES = [name for name, _ in FEATURES]
+PROMISED = [
+    "rssi_dbm",
+    "snr_db",
+    "noise_floor_dbm",
+    "frequency_offset_hz",
+    "bandwidth_hz",
+    "psd_dbm_per_hz",
+    "spectral_centroid_hz",
+    "spectral_rolloff_hz",
+    "spectral_flatness",
+    "envelope_mean",
+    "envelope_std",
+    "envelope_max",
+    "peak_to_avg_ratio_db",
+    "zero_crossing_rate",
+    "multipath_delay_spread_us",
+    "coherence_bandwidth_khz",
+    "delay_spread_confidence",
+    "confidence_score",
+    "arrival_difference_us",
+    "arrival_sigma_us",
+]
+
+
+def chunks(rows, name):
+    """A feature of every chunk of every present receiver, flat."""
+    return feature_chunks(rows, name)[rows["present"]].flatten()
+
+
+def true_chunks(rows, name):
+    return truth_chunks(rows, name)[rows["present"]].flatten()
+
+
+def is_reference(rows):
+    mask = torch.zeros_like(rows["present"])
+    mask[torch.arange(len(mask)), rows["reference"]] = True
+    return mask
+
+
+def pairs(rows, low_db, high_db=1e9):
+    """(n, R) receivers whose record and whose reference's both reach low_db, the weaker staying below high_db."""
+    snr = truth(rows, "snr_record_db")
+    weaker = torch.minimum(snr, snr.gather(1, rows["reference"][:, None]))
+    return rows["present"] & ~is_reference(rows) & (weaker >= low_db) & (weaker < high_db)
+
+
+def arrival_errors(rows, mask):
+    return (feature(rows, "arrival_difference_us") - truth(rows, "arrival_difference_us"))[mask]
+
+
+def rms(values):
+    return values.double().square().mean().sqrt().item()
+
+
+def test_the_features_are_those_of_the_contract():
+    assert PROMISED == NAMES
+
+
+# Powers
+
+
+def test_rssi_is_right_within_0_3_db(nbfm_rows):
+    error = chunks(nbfm_rows, "rssi_dbm") - true_chunks(nbfm_rows, "rssi_dbm")
+    assert (error.abs() <= 0.3).float().mean() >= 0.95
+    assert error.mean().abs() < 0.02
+
+
+@pytest.mark.parametrize(("low", "high"), [(0, 40), (0, 5), (5, 10), (10, 20), (20, 30), (30, 40), (40, 60)])
+def test_snr_is_right_from_0_to_40_db_and_beyond(nbfm_rows, low, high):
+    snr = true_chunks(nbfm_rows, "snr_db")
+    there = (snr >= low) & (snr <= high)
+    error = (chunks(nbfm_rows, "snr_db") - snr)[there]
+    assert there.sum() > 200
+    assert error.abs().median() <= 0.3
+    assert error.abs().quantile(0.95) <= 1.0
+    assert error.mean().abs() < 0.05
+
+
+@pytest.mark.parametrize("waveform", ["am", "fsk", "cw"])
+def test_snr_is_right_for_every_waveform(rows_of, waveform):
+    rows = rows_of(waveform)
+    snr = true_chunks(rows, "snr_db")
+    error = (chunks(rows, "snr_db") - snr)[(snr >= 0) & (snr <= 40)].abs()
+    assert error.median() <= 0.3
+    assert error.quantile(0.95) <= 1.0
+
+
+def test_the_noise_floor_is_the_noise_whatever_the_signal(nbfm_rows):
+    error = chunks(nbfm_rows, "noise_floor_dbm") + 119.721
+    assert (error.abs() <= 0.3).float().mean() >= 0.99
+    strong = true_chunks(nbfm_rows, "snr_db") > 35
+    assert error[strong].mean().abs() < 0.02
+
+
+def test_the_noise_floor_follows_the_environment():
+    config = GenerateConfig(environment="city", noise_figure_db=6.0, duration_s=0.2)
+    rows = generate_batch(config, range(2), chunks=True)
+    assert feature(rows, "noise_floor_dbm")[rows["present"]].mean().item() == pytest.approx(-115.821, abs=0.1)
+
+
+def test_the_peak_density_is_that_of_a_carrier_spread_over_a_band(rows_of):
+    rows = rows_of("cw")
+    density = feature(rows, "psd_dbm_per_hz")[rows["present"]]
+    power = truth(rows, "power_dbm")[rows["present"]]
+    strong = truth(rows, "snr_db")[rows["present"]] > 20
+    width_db = (power - density)[strong]
+    assert (width_db.max() - width_db.min()) < 4  # a carrier at a band's edge shows half of it in each
+    assert 10 < width_db.median() < 30
+
+
+# Frequencies
+
+
+@pytest.mark.parametrize("waveform", ["nbfm", "am", "fsk"])
+def test_occupied_bandwidth_is_right_within_10_percent_at_15_db(rows_of, waveform):
+    rows = rows_of(waveform)
+    strong = true_chunks(rows, "snr_db") >= 15
+    ratio = (chunks(rows, "bandwidth_hz") / true_chunks(rows, "bandwidth_hz"))[strong]
+    assert len(ratio) > 300
+    assert ((ratio - 1).abs() <= 0.1).float().mean() >= 0.90
+
+
+def test_nbfm_occupies_about_4_7_khz_of_the_channel(nbfm_rows):
+    assert truth(nbfm_rows, "bandwidth_hz")[nbfm_rows["present"]].mean().item() == pytest.approx(4_700, rel=0.10)
+
+
+def test_frequency_offset_is_right_within_6_hz_at_10_db(nbfm_rows):
+    strong = nbfm_rows["present"] & (truth(nbfm_rows, "snr_record_db") >= 10)
+    error = (feature(nbfm_rows, "frequency_offset_hz") - truth(nbfm_rows, "frequency_offset_hz"))[strong]
+    assert rms(error) <= 6
+    assert error.mean().abs() < 0.5
+
+
+@pytest.mark.parametrize(("waveform", "within_hz"), [("am", 3), ("fsk", 12), ("cw", 3)])
+def test_frequency_offset_can_be_measured_with_other_modulations(rows_of, waveform, within_hz):
+    rows = rows_of(waveform)
+    strong = rows["present"] & (truth(rows, "snr_record_db") >= 10)
+    assert rms((feature(rows, "frequency_offset_hz") - truth(rows, "frequency_offset_hz"))[strong]) <= within_hz
+
+
+def test_the_centroid_of_a_strong_signal_is_its_offset(nbfm_rows):
+    strong = nbfm_rows["present"] & (truth(nbfm_rows, "snr_record_db") >= 30)
+    error = (feature(nbfm_rows, "spectral_centroid_hz") - truth(nbfm_rows, "frequency_offset_hz"))[strong]
+    assert rms(error) < 10
+
+
+def test_rolloff_lies_inside_half_the_occupied_bandwidth(nbfm_rows):
+    strong = true_chunks(nbfm_rows, "snr_db") >= 30
+    rolloff = chunks(nbfm_rows, "spectral_rolloff_hz")[strong]
+    assert (rolloff <= true_chunks(nbfm_rows, "bandwidth_hz")[strong] / 2 + 250).all()
+    assert rolloff.min() > 0
+
+
+def test_flatness_tells_noise_from_a_signal(nbfm_rows, rows_of):
+    flatness, snr = chunks(nbfm_rows, "spectral_flatness"), true_chunks(nbfm_rows, "snr_db")
+    assert ((flatness > 0) & (flatness <= 1.0001)).all()
+    assert flatness[snr < -3].median() > 0.5
+    assert flatness[snr > 30].median() < 0.1
+    assert chunks(rows_of("cw"), "spectral_flatness").median() < flatness.median()
+
+
+# Envelopes
+
+
+def test_envelope_features_are_relative_to_the_rms(nbfm_rows):
+    mean, std = chunks(nbfm_rows, "envelope_mean"), chunks(nbfm_rows, "envelope_std")
+    peak = chunks(nbfm_rows, "envelope_max")
+    assert torch.allclose(mean**2 + std**2, torch.ones_like(mean), atol=1e-4)
+    assert (peak >= 1).all()
+    assert torch.allclose(chunks(nbfm_rows, "peak_to_avg_ratio_db"), 20 * torch.log10(peak), atol=1e-3)
+
+
+def test_an_unfaded_carrier_has_a_flat_envelope():
+    config = GenerateConfig(waveform="cw", fading="none", tx_power_dbm=50.0, duration_s=0.2)
+    rows = generate_batch(config, range(6), chunks=True)
+    strong = rows["present"] & (truth(rows, "snr_db") > 30)
+    assert feature(rows, "envelope_std")[strong].max() < 0.05
+    assert feature(rows, "peak_to_avg_ratio_db", "max")[strong].max() < 1.5
+
+
+def test_zero_crossings_of_an_unfaded_carrier_count_its_turns():
+    config = GenerateConfig(waveform="cw", fading="none", tx_power_dbm=50.0, rx_gain_dbi=30.0, duration_s=2.0, seed=1)
+    rows = generate_batch(config, range(2), chunks=True)
+    fast = rows["present"] & (truth(rows, "frequency_offset_hz").abs() > 20) & (truth(rows, "snr_db") > 55)
+    assert fast.sum() > 3
+    rate, turns = feature(rows, "zero_crossing_rate")[fast], 2 * truth(rows, "frequency_offset_hz")[fast].abs()
+    assert ((rate - turns).abs() <= 0.1 * turns + 3).float().mean() > 0.7  # noise adds some at each crossing
+
+
+# Echoes
+
+
+def test_a_narrow_signal_says_that_it_cannot_resolve_echoes(nbfm_rows):
+    confidence = chunks(nbfm_rows, "delay_spread_confidence")
+    assert ((confidence >= 0) & (confidence <= 1)).all()
+    assert confidence.median() < 0.05
+    assert confidence.quantile(0.99) < 0.2
+
+
+@pytest.mark.parametrize("waveform", ["am", "cw"])
+def test_what_sweeps_no_frequency_has_no_delay_spread(rows_of, waveform):
+    rows = rows_of(waveform)
+    assert not chunks(rows, "delay_spread_confidence").any()
+    assert not chunks(rows, "multipath_delay_spread_us").any()
+
+
+def test_coherence_bandwidth_is_the_inverse_of_the_spread_and_bounded(nbfm_rows):
+    spread_us, khz = (chunks(nbfm_rows, n) for n in ("multipath_delay_spread_us", "coherence_bandwidth_khz"))
+    assert ((khz > 0) & (khz <= 1_000)).all()
+    assert torch.allclose(khz, (1e3 / (5 * spread_us.clamp(min=1e-3))).clamp(max=1_000), rtol=1e-3)
+
+
+def test_confidence_grows_with_the_snr(nbfm_rows):
+    score, snr = chunks(nbfm_rows, "confidence_score"), true_chunks(nbfm_rows, "snr_db")
+    assert ((score >= 0) & (score <= 1)).all()
+    medians = [score[(snr > low) & (snr <= low + 5)].median() for low in (-5, 0, 5, 15, 30)]
+    assert medians == sorted(medians)
+
+
+# Arrival times
+
+
+def test_the_reference_is_the_strongest_present_record(nbfm_rows):
+    power = truth(nbfm_rows, "power_record_dbm").masked_fill(~nbfm_rows["present"], -torch.inf)
+    assert torch.equal(nbfm_rows["reference"], power.argmax(1))
+
+
+def test_the_references_difference_is_zero(nbfm_rows):
+    own = is_reference(nbfm_rows)
+    assert not feature_chunks(nbfm_rows, "arrival_difference_us")[own].any()
+    assert not truth(nbfm_rows, "arrival_difference_us")[own].any()
+
+
+def test_true_differences_are_delays_and_clock_errors_later_is_positive():
+    rows = generate_batch(GenerateConfig(duration_s=0.2, clock_sigma_s=1e-5), range(20), chunks=True)
+    arrival = (truth(rows, "delay_s") + truth(rows, "clock_error_s")).double() * 1e6
+    later = arrival - arrival.gather(1, rows["reference"][:, None])
+    here = rows["present"]
+    assert torch.allclose(truth(rows, "arrival_difference_us").double()[here], later[here], atol=1e-3)
+
+
+def test_arrival_differences_include_both_clock_errors():
+    config = GenerateConfig(clock_sigma_s=2e-5, tx_power_dbm=50.0, seed=2)
+    rows = generate_batch(config, range(8), chunks=True)
+    strong = pairs(rows, 20)
+    assert strong.sum() > 15
+    assert rms(arrival_errors(rows, strong)) < 1.2
+    without = feature(rows, "arrival_difference_us") - 1e6 * (
+        truth(rows, "delay_s") - truth(rows, "delay_s").gather(1, rows["reference"][:, None])
+    )
+    assert rms(without[strong]) > 10
+
+
+def test_arrival_is_right_within_1_2_us_when_both_records_have_20_db(nbfm_rows):
+    strong = pairs(nbfm_rows, 20)
+    assert strong.sum() > 400
+    error = arrival_errors(nbfm_rows, strong)
+    assert rms(error) <= 1.2
+    assert error.mean().abs() < 0.15
+
+
+def test_arrival_is_right_within_5_us_at_10_to_20_db(nbfm_rows):
+    fair = pairs(nbfm_rows, 10, 20)
+    assert fair.sum() > 400
+    assert rms(arrival_errors(nbfm_rows, fair)) <= 5
+
+
+def test_no_arrival_is_off_by_50_us_at_10_db(nbfm_rows):
+    heard = pairs(nbfm_rows, 10)
+    assert heard.sum() >= 1_000
+    assert arrival_errors(nbfm_rows, heard).abs().max() <= 50
+
+
+@pytest.mark.parametrize("waveform", ["am", "fsk"])
+def test_arrival_can_be_measured_with_other_modulations(rows_of, waveform):
+    rows = rows_of(waveform)
+    error = arrival_errors(rows, pairs(rows, 20))
+    assert len(error) > 40
+    assert rms(error) < {"am": 5.0, "fsk": 1.2}[waveform]
+
+
+@pytest.mark.parametrize(("low", "high"), [(10, 1e9), (10, 20), (20, 30), (30, 1e9)])
+def test_arrival_sigma_is_the_spread_of_the_errors(nbfm_rows, low, high):
+    mask = pairs(nbfm_rows, low, high)
+    sigma = feature_chunks(nbfm_rows, "arrival_sigma_us")
+    error = feature_chunks(nbfm_rows, "arrival_difference_us") - truth(nbfm_rows, "arrival_difference_us")[..., None]
+    assert (sigma[mask] > 0).all()
+    assert 0.7 <= rms((error / sigma)[mask]) <= 1.4
+
+
+def test_a_carrier_has_no_arrival_time(rows_of):
+    rows = rows_of("cw")
+    assert not feature_chunks(rows, "arrival_difference_us")[rows["present"]].any()
+    others = rows["present"] & ~is_reference(rows)
+    assert (feature_chunks(rows, "arrival_sigma_us")[others] == 1e6).all()
+
+
+def test_an_arrival_never_leaves_what_the_baseline_allows():
+    config = GenerateConfig(tx_power_dbm=5.0, min_snr_db=-20.0, max_gdop=1e6, clock_sigma_s=0.0, duration_s=0.2)
+    rows = generate_batch(config, range(30), chunks=True)
+    widest_us = 250e3 / 299.792458 + 10 + 20  # the network is 165 km wide, a chunk moves 20 µs
+    assert feature_chunks(rows, "arrival_difference_us").abs().max() < widest_us
+
+
+# Aggregates
+
+
+def test_aggregates_are_the_mean_std_min_and_max_of_the_chunks(nbfm_rows):
+    chunk = nbfm_rows["features_chunks"][nbfm_rows["present"]].double()
+    wanted = torch.stack([chunk.mean(1), chunk.std(1, correction=0), chunk.amin(1), chunk.amax(1)], -1)
+    got = nbfm_rows["features"][nbfm_rows["present"]].double()
+    scale = chunk.abs().amax(1)[..., None] + 1e-6
+    assert ((got - wanted).abs() / scale).max() < 1e-5
+
+
+def test_aggregate_of_a_hand_case():
+    out = aggregate(torch.tensor([[1.0], [2.0], [3.0], [4.0], [10.0]]))
+    assert out.tolist() == [pytest.approx([4.0, 10**0.5, 1.0, 10.0])]
