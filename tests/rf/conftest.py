@@ -15,6 +15,13 @@ torch.set_num_threads(1)  # the backend has its own threads; torch's would only 
 WIDE = {"tx_power_dbm": 35.0, "min_snr_db": -5.0, "clock_sigma_s": 0.0, "max_gdop": 1e6, "seed": 11}
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Whichever test comes first makes the large batch: all that need it count as slow."""
+    for item in items:
+        if "nbfm_rows" in getattr(item, "fixturenames", ()):
+            item.add_marker("slow")
+
+
 @pytest.fixture(scope="session")
 def nbfm_rows() -> Rows:
     """250 samples at the built-in network, every SNR, chunk by chunk."""

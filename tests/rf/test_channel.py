@@ -93,6 +93,13 @@ def test_a_single_path_is_the_transmission_at_its_exact_delay(waveform, clock_si
         assert 20 * np.log10(abs(gain)) == pytest.approx(snr_db, abs=0.01)
 
 
+def test_a_long_record_does_not_drift():
+    config = GenerateConfig(**QUIET | {"duration_s": 4.0})
+    scenes = without_echoes(make_scenes(config, np.array([2**35])))
+    signal, links, messages, peak = received(config, scenes, 2)
+    assert fit(signal, expected(config, scenes, links, messages, peak, 2))[1] < -60
+
+
 @pytest.mark.parametrize("waveform", ["nbfm", "am"])
 def test_the_delay_is_exact_to_a_nanosecond(waveform):
     config = GenerateConfig(**QUIET, waveform=waveform)

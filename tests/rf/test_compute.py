@@ -245,6 +245,7 @@ EXTREMES = {
     "poor clocks and oscillators": {"clock_sigma_s": 1e-3, "max_frequency_offset_hz": 500.0},
     "2000 km": {"stations": WIDE, "tx_power_dbm": 50.0, "min_snr_db": -20.0, "loss": "free_space"},
     "two seconds": {"duration_s": 2.0, "tx_power_dbm": 20.0},
+    "ten seconds": {"duration_s": 10.0},
     "perfect and near": {"shadowing_db": 0.0, "clock_sigma_s": 0.0, "stations": CLOSE, "inside_ratio": 1.0},
     "microwaves": {"frequency_mhz": 3000.0, "noise_figure_db": 0.0, "environment": "rural", "min_snr_db": -20.0},
     "hata": {"loss": "hata", "environment": "city", "tx_power_dbm": 50.0, "min_snr_db": -20.0},
@@ -270,7 +271,7 @@ def test_every_waveform_and_fading_gives_finite_numbers(waveform, fading):
 def test_extreme_configurations_give_finite_numbers(case, waveform):
     config = GenerateConfig(**SHORT | {"waveform": waveform} | EXTREMES[case])
     first = 2**40 if case.startswith("late") else 0
-    assert_finite(generate_batch(config, range(first, first + 20 if config.duration_s < 1 else 2), chunks=True))
+    assert_finite(generate_batch(config, range(first, first + 20 if config.duration_s < 1 else 1), chunks=True))
 
 
 def test_the_strongest_pairs_do_not_overflow():

@@ -36,6 +36,7 @@ from brim.rf.waveform import PARAMETERS
 GPU_LIMIT = 2_048  # samples per batch; larger ones are no faster: benchmarks/results/generate_h200_2026-11-15.md
 GPU_RAMP = 256  # samples of the first batch at most, doubled from batch to batch
 GPU_PROBE = 8  # samples in the first batch whose memory is measured
+IQ_BYTES = 512 * 2**20  # of IQ in a batch at most: it passes through the host's memory, several batches at once
 BATCHES_IN_FLIGHT = 4  # between the stages on a CPU, each holding its rows
 _Result = TypeVar("_Result")
 _log = logging.getLogger("brim")
@@ -221,7 +222,9 @@ class _Run:
     def _fit(self, first: Scenes, memory: int | None) -> int:
         """Samples per batch that the memory takes, from the measured memory of a small and then a full batch."""
         limit = GPU_LIMIT if self.on_gpu else 2 * worker_count()
-        size = GPU_PROBE if self.on_gpu else worker_count()
+        if self.iq:
+            limit = max(1, min(limit, IQ_BYTES // (self.config.max_receivers * self.config.num_samples_iq * 8)))
+        size = min(limit, GPU_PROBE if self.on_gpu else worker_count())
         for _ in range(2):
             work = _repeat(self.config, first, size)
             with PeakMemory(self.device) as peak:
