@@ -55,7 +55,13 @@ def test_the_triton_path_equals_the_torch_path(waveform: str, fading: str) -> No
 
 
 @pytest.mark.parametrize(
-    "config", [GenerateConfig(), preset("production"), GenerateConfig(duration_s=0.4, waveform="am")]
+    "config",
+    [
+        GenerateConfig(),
+        preset("production"),
+        GenerateConfig(duration_s=0.2, waveform="am"),
+        GenerateConfig(duration_s=2.0, waveform="fsk"),
+    ],
 )
 def test_a_batch_equals_its_rows_one_at_a_time(config: GenerateConfig) -> None:
     whole = generate_batch(config, range(300), "cuda:0", chunks=True)

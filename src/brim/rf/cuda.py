@@ -50,7 +50,7 @@ from brim.rf.waveform import (
 FFT_ROWS = 1_280  # chunks per FFT tile: 256 records, some 50 MB
 ROUND_ROWS = 64  # records or samples
 PAD = FILTER_TAPS // 2  # zeros before a record: the filter's past
-TAIL = 2_048  # zeros after it: the filter's future, and rows that only fill the last block of 128
+TAIL = WINDOW - ROW - PAD  # zeros after it: the filter's future
 
 
 class CudaBackend:

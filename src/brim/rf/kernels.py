@@ -219,7 +219,7 @@ def tune_kernel(
 ):  # fmt: skip
     """receiver.tune: the channel filter as a matrix product.  stream (M, C, W, 2), floor (M, C); one chunk each
 
-    The record is padded so that no load needs a mask; rows past the chunk are computed and not stored.
+    The record is padded so that no load needs a mask; rows past the chunk repeat its last and are not stored.
     """
     record, chunk = tl.program_id(0) // C, tl.program_id(0) % C
     source = iq + record.to(tl.int64) * 2 * num_padded
@@ -227,7 +227,7 @@ def tune_kernel(
     noise = 0.0
     for begin in range(0, CHUNK_ROWS, ROWS):
         row = begin + tl.arange(0, ROWS)
-        start = (chunk * CHUNK_ROWS + row) * ROW
+        start = (chunk * CHUNK_ROWS + tl.minimum(row, CHUNK_ROWS - 1)) * ROW
         real = tl.zeros([ROWS, COLUMNS], tl.float32)
         imag = tl.zeros([ROWS, COLUMNS], tl.float32)
         for first in range(0, WINDOW, STEP):
