@@ -33,8 +33,9 @@ from brim import __version__
 from brim.engine.device import describe, resolve_device, worker_count
 from brim.engine.memory import format_size, parse_size, total_bytes
 from brim.rf import GenerateConfig, generate, preset
+from brim.rf.batch import Backend, Work, make_work
 from brim.rf.channel import fading_points
-from brim.rf.compute import Backend, Work, make_work, open_backend
+from brim.rf.compute import open_backend
 from brim.rf.config import CHANNEL_HZ, NUM_CHUNKS, SAMPLE_RATE_HZ
 from brim.rf.features import Grid
 from brim.rf.geometry import SPEED_OF_LIGHT

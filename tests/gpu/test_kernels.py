@@ -4,8 +4,10 @@ import numpy as np
 import pytest
 import torch
 
-from brim.rf.compute import CpuBackend, Measured, generate_batch, make_work
+from brim.rf.batch import Measured, make_work
+from brim.rf.compute import generate_batch
 from brim.rf.config import GenerateConfig, preset
+from brim.rf.cpu import CpuBackend
 from brim.rf.features import FEATURES, F
 from brim.rf.generate import generate
 from brim.rf.scene import make_scenes

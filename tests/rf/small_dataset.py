@@ -4,10 +4,11 @@ import torch
 
 import brim
 from brim.engine.shard_writer import ShardWriter
-from brim.rf.compute import TRUTH, generate_batch
+from brim.rf.compute import generate_batch
 from brim.rf.config import SAMPLE_RATE_HZ, GenerateConfig
 from brim.rf.features import FEATURES, STATISTICS
 from brim.rf.link import noise_dbm
+from brim.rf.rows import TRUTH
 from brim.rf.scene import make_scenes
 from brim.rf.waveform import PARAMETERS
 

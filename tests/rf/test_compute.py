@@ -7,9 +7,12 @@ import pytest
 import torch
 from columns import feature, truth, truth_chunks
 
-from brim.rf.compute import TRUTH, CpuBackend, generate_batch, make_work
+from brim.rf.batch import make_work
+from brim.rf.compute import generate_batch
 from brim.rf.config import GenerateConfig, Station, preset
+from brim.rf.cpu import CpuBackend
 from brim.rf.geometry import ecef
+from brim.rf.rows import TRUTH
 from brim.rf.scene import make_scenes
 
 SHORT = {"duration_s": 0.2, "max_gdop": 1e6}

@@ -20,7 +20,8 @@ import sys
 import numpy as np
 import torch
 from dataclasses import replace
-from brim.rf.compute import CpuBackend, make_work
+from brim.rf.batch import make_work
+from brim.rf.cpu import CpuBackend
 from brim.rf.config import GenerateConfig
 from brim.rf.cuda import CudaBackend
 from brim.rf.features import FEATURES
@@ -60,7 +61,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 from brim.rf import kernels
-from brim.rf.compute import make_work
+from brim.rf.batch import make_work
 from brim.rf.config import GenerateConfig
 from brim.rf.cuda import CudaBackend
 from brim.rf.scene import make_scenes

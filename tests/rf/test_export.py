@@ -17,10 +17,10 @@ from small_dataset import write_dataset
 from brim.engine.shard_writer import ShardWriter
 from brim.engine.shards import Dataset
 from brim.errors import ConfigError, DatasetError, ShardCorrupt, StorageError
-from brim.rf.compute import TRUTH
 from brim.rf.config import BUILTIN_STATIONS, GenerateConfig
 from brim.rf.export import FORMATS, export
 from brim.rf.features import FEATURES, STATISTICS
+from brim.rf.rows import TRUTH
 
 CONFIG = GenerateConfig(duration_s=0.2, use_random_receivers=True, min_snr_db=15.0)
 IQ_CONFIG = GenerateConfig(duration_s=0.2, dataset_type="iq_raw", tx_power_dbm=25.0, seed=4)

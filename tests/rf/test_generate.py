@@ -12,10 +12,11 @@ import torch
 from brim.engine.memory import inject_oom
 from brim.engine.shards import Dataset
 from brim.errors import ConfigError, DatasetError, NothingAccepted
-from brim.rf.compute import TRUTH, generate_batch
+from brim.rf.compute import generate_batch
 from brim.rf.config import BUILTIN_STATIONS, GenerateConfig, preset
 from brim.rf.features import FEATURES
 from brim.rf.generate import generate
+from brim.rf.rows import TRUTH
 from brim.rf.scene import make_scenes
 
 SAMPLES = 20
@@ -43,7 +44,7 @@ def test_shards_do_not_depend_on_batch_size_or_memory(dataset, gated_config, tmp
 
 @pytest.mark.parametrize("workers", [1, 3])
 def test_shards_do_not_depend_on_the_number_of_threads(dataset, gated_config, tmp_path, monkeypatch, workers):
-    for name in ("compute", "generate"):  # by module name: brim.rf.generate is also a function
+    for name in ("cpu", "generate"):  # by module name: brim.rf.generate is also a function
         monkeypatch.setattr(sys.modules[f"brim.rf.{name}"], "worker_count", lambda: workers)
     generate(gated_config, tmp_path / "again", SAMPLES, device="cpu")
     assert shards(tmp_path / "again") == shards(dataset[0])

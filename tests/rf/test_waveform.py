@@ -115,11 +115,20 @@ def test_the_am_message_lies_between_300_and_3000_hz(tables):
     assert share_outside(tables["am"], 295, 3_005) < 1e-7
 
 
-def test_fsk_sends_one_of_two_frequencies_at_any_time(tables):
-    frequency = instantaneous_hz(tables["fsk"])
+def test_fsk_sends_one_of_two_frequencies_but_near_a_change(tables):
+    frequency = np.abs(instantaneous_hz(tables["fsk"]))
     deviation = PARAMETERS["fsk"]["deviation_hz"]
-    assert np.allclose(np.abs(frequency), deviation, rtol=2e-3)
-    assert (frequency > 0).mean() == pytest.approx(0.5, abs=0.01)
+    assert np.all(frequency < deviation * 1.002)
+    # 0.75 changes a symbol, each 0.2 ms long on either side, of 0.8 ms symbols.
+    assert (frequency > deviation * 0.998).mean() == pytest.approx(1 - 0.75 * 0.5, abs=0.03)
+    assert (instantaneous_hz(tables["fsk"]) > 0).mean() == pytest.approx(0.5, abs=0.01)
+
+
+def test_fsk_stays_within_the_band_of_the_channel_stream(tables):
+    wave = np.exp(1j * tables["fsk"]) * np.hanning(tables["fsk"].shape[-1])
+    power = np.abs(np.fft.fft(wave)) ** 2
+    outside = np.abs(np.fft.fftfreq(wave.shape[-1], 1 / TABLE_HZ)) > 12_500
+    assert power[..., outside].sum() < 1e-6 * power.sum()
 
 
 def test_fsk_changes_only_between_symbols(tables):

@@ -98,22 +98,21 @@ def fading(config: GenerateConfig, links: Links, row: int) -> Tensor:
         links.index[row],
         links.receiver[row] + np.arange(NUM_PATHS) * PATH_STRIDE,
         Purpose.FADING,
-        2 * NUM_SINUSOIDS,
-    ).reshape(NUM_PATHS, NUM_SINUSOIDS, 2)
-    turn = torch.from_numpy(draws.astype(np.float32)) * 2.0**-32
-    start = turn[..., 1]
+        2 * NUM_SINUSOIDS + 1,
+    )
+    turns = torch.from_numpy(draws.astype(np.float32)) * 2.0**-32
+    still = torch.polar(torch.ones(NUM_PATHS), turns[:, -1] * float(2 * np.pi))  # what does not fade, in its own phase
     if config.fading == "none":
-        flat = torch.polar(torch.ones(NUM_PATHS), start[:, 0] * float(2 * np.pi))
-        return flat[:, None].expand(NUM_PATHS, fading_points(config)).contiguous()
+        return still[:, None].expand(NUM_PATHS, fading_points(config)).contiguous()
+    place, start = turns[:, :-1].reshape(NUM_PATHS, NUM_SINUSOIDS, 2).unbind(-1)
     sector = torch.arange(NUM_SINUSOIDS, dtype=torch.float32)
-    doppler = float(links.doppler_hz[row]) * torch.cos((sector + turn[..., 0]) * float(2 * np.pi / NUM_SINUSOIDS))
+    doppler = float(links.doppler_hz[row]) * torch.cos((sector + place) * float(2 * np.pi / NUM_SINUSOIDS))
     time = (torch.arange(fading_points(config), dtype=torch.float32) - 1) / FADING_HZ
     angle = (doppler[..., None] * time + start[..., None]) * float(2 * np.pi)  # (P, sinusoids, J)
     gain = torch.complex(torch.cos(angle).sum(1), torch.sin(angle).sum(1)) * float(NUM_SINUSOIDS**-0.5)
     if config.fading == "rician":
         k = 10 ** (config.rician_k_db / 10)
-        direct = torch.polar(torch.tensor((k / (k + 1)) ** 0.5), start[0, 0] * float(2 * np.pi))
-        gain[0] = gain[0] * float((1 / (k + 1)) ** 0.5) + direct
+        gain[0] = gain[0] * float((1 / (k + 1)) ** 0.5) + still[0] * float((k / (k + 1)) ** 0.5)
     return gain
 
 

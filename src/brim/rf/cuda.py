@@ -17,8 +17,8 @@ from torch import Tensor
 
 from brim.rf import features as ft
 from brim.rf import kernels
+from brim.rf.batch import STREAM_STRIDE, Measured, Work, feature_chunks, record_power
 from brim.rf.channel import FADING_HZ, NUM_SINUSOIDS, TAPS, fading_points
-from brim.rf.compute import STREAM_STRIDE, Measured, Work, feature_chunks, record_power
 from brim.rf.config import NUM_CHUNKS, GenerateConfig
 from brim.rf.geometry import SPEED_OF_LIGHT, ecef
 from brim.rf.link import noise_dbm
@@ -37,13 +37,12 @@ from brim.rf.receiver import (
 )
 from brim.rf.scene import NUM_PATHS, max_baseline_m
 from brim.rf.waveform import (
-    FSK_STEP_RAD,
     MARGIN,
-    POINTS_PER_SYMBOL,
     TABLE_HZ,
     channel_points,
     guard_points,
     scale,
+    symbol_tables,
     table_points,
 )
 
@@ -75,8 +74,9 @@ class CudaBackend:
             stream, floor = self._tune(record)
             spectrum = self._spectrum(stream, floor)
             envelope, demodulated = self._envelope(stream, len(record))
-            arrival = self._arrival(work, links, truth, demodulated)
-            chunks = feature_chunks(self.config, self.grid, spectrum, envelope, floor, arrival[..., 0], arrival[..., 1])
+            scales, heard = ft.timing_scale(envelope, self.grid), ft.timing_heard(spectrum, floor)
+            arrival = self._arrival(work, links, truth, demodulated, scales, heard)
+            chunks = feature_chunks(self.config, self.grid, spectrum, envelope, floor, *arrival)
             return Measured(
                 peak=peak,
                 truth=truth,
@@ -126,7 +126,7 @@ class CudaBackend:
         if config.waveform == "cw":
             return torch.zeros(num, points, device=self.device), torch.ones(num, device=self.device)
         if config.waveform == "fsk":
-            return self._symbol_tables(messages.symbols, points), torch.ones(num, device=self.device)
+            return symbol_tables(self._put(messages.symbols), points), torch.ones(num, device=self.device)
         block = 1024
         num_blocks = triton.cdiv(points, block)
         table, peaks = self._empty(num, points), self._empty(num, num_blocks)
@@ -146,14 +146,6 @@ class CudaBackend:
             FAST=self.fast,
         )
         return table, peaks.amax(1)
-
-    def _symbol_tables(self, symbols: NDArray[np.int32], points: int) -> Tensor:
-        """(B, T) phases of fsk, as waveform.make_table has them."""
-        sums, at = self._put(symbols), torch.arange(points, device=self.device)
-        symbol, within = at // POINTS_PER_SYMBOL, at % POINTS_PER_SYMBOL
-        before = sums[:, symbol]
-        turns = before * POINTS_PER_SYMBOL + (sums[:, symbol + 1] - before) * within
-        return turns.to(torch.float32) * FSK_STEP_RAD
 
     def _channel(self, links: dict[str, Tensor], table: Tensor, factor: Tensor) -> tuple[Tensor, Tensor]:
         """(M, L + 2·MARGIN, 2) at 50 kHz and (M·C padded, W, 2) at 25 kHz, without noise."""
@@ -323,13 +315,20 @@ class CudaBackend:
         )
         return ft.EnvelopeSums(*sums.unbind(-1)), demodulated
 
-    def _arrival(self, work: Work, links: dict[str, Tensor], truth: Tensor, demodulated: Tensor) -> Tensor:
-        """(M, C, 2) arrival differences and their standard deviations, s."""
+    def _arrival(
+        self,
+        work: Work,
+        links: dict[str, Tensor],
+        truth: Tensor,
+        demodulated: Tensor,
+        scales: Tensor,
+        heard: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        """(M, C) arrival differences and their standard deviations, s."""
         num, grid = len(truth), self.grid
-        arrival = torch.zeros(num, NUM_CHUNKS, 2, device=self.device)
         if self.config.waveform == "cw":
-            arrival[..., 1] = ft.UNKNOWN_SIGMA_US * 1e-6
-            return arrival
+            return ft.unknown_arrival(num, self.device)
+        arrival = self._empty(num, NUM_CHUNKS, 2)
         reference = self._reference(work, links, truth)
         place = self._put(_antennas(work, self.config))
         baseline = (place - place[reference.long()]).square().unbind(-1)
@@ -340,6 +339,7 @@ class CudaBackend:
             band[tile] = torch.view_as_real(torch.fft.rfft(demodulated[tile])[:, first:last])
         kernels.arrival_kernel[(num,)](
             band,
+            scales,
             reference,
             limit.to(torch.float32),
             arrival,
@@ -359,7 +359,7 @@ class CudaBackend:
             FAST=self.fast,
             num_warps=2,
         )
-        return arrival
+        return ft.only_heard(arrival[..., 0], arrival[..., 1], heard & heard[reference.long()])
 
     def _reference(self, work: Work, links: dict[str, Tensor], truth: Tensor) -> Tensor:
         """(M,) int32: the record of the same sample with the greatest power."""

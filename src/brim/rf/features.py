@@ -52,6 +52,7 @@ LAG_STEP_S = 20e-6  # of the coarse search: a sixteenth of the highest tone's pe
 NEWTON_STEPS = 4
 MAX_STEP_S = 20e-6  # a chunk moves no further than this from the whole record's lag
 PRIOR = 0.25  # weight of the whole record's lag in a chunk's, in chunks of mean information
+TIMING_SNR = 10**-0.5  # −5 dB over the record: below it the correlation's peak is often another, sigma cannot tell
 UNKNOWN_SIGMA_US = 1e6  # an arrival difference that cannot be measured
 
 
@@ -277,20 +278,49 @@ def _occupied_bands(bands: Tensor) -> Tensor:
     return (edges[1] - edges[0]).squeeze(-1).clamp(0, NUM_BANDS)
 
 
+def timing_scale(sums: EnvelopeSums, grid: Grid) -> Tensor:
+    """(M,) what a demodulated record is multiplied by for unit power; without it strong pairs overflow float32."""
+    parts = sums.square.unbind(-1)
+    total = parts[0]
+    for part in parts[1:]:
+        total = total + part
+    return grid.points * NUM_CHUNKS / total.clamp(min=1e-30)
+
+
+def timing_heard(sums: SpectrumSums, floor: Tensor) -> Tensor:
+    """(M,) whether a record is strong enough for its arrival to be measured."""
+    totals, floors = sums.total.unbind(-1), floor.unbind(-1)
+    power, noise = totals[0], floors[0]
+    for k in range(1, len(totals)):
+        power, noise = power + totals[k], noise + floors[k]
+    return power > (1 + TIMING_SNR) * noise
+
+
+def unknown_arrival(num: int, device: torch.device | None = None) -> tuple[Tensor, Tensor]:
+    """(M, C) and (M, C): what is said of arrivals that cannot be measured."""
+    zero = torch.zeros(num, NUM_CHUNKS, device=device)
+    return zero, zero + UNKNOWN_SIGMA_US * 1e-6
+
+
+def only_heard(value: Tensor, sigma: Tensor, heard: Tensor) -> tuple[Tensor, Tensor]:
+    """Arrivals of the pairs that could be measured, (M, C) each."""
+    nothing, unknown = unknown_arrival(len(value), value.device)
+    return torch.where(heard[:, None], value, nothing), torch.where(heard[:, None], sigma, unknown)
+
+
 def measure_arrival(
     demodulated: Tensor, reference: int, limit_s: Tensor, config: GenerateConfig, grid: Grid
 ) -> tuple[Tensor, Tensor]:
     """Arrival differences to the reference record of one sample, and their own standard deviations.
 
-    demodulated  (M, C, W)  float32  of one sample's records
+    demodulated  (M, C, W)  float32  of one sample's records, scaled by timing_scale
     limit_s      (M,)       float32  how far a difference may lie from 0
     returns      (M, C) and (M, C) float32, in s; 0 and 1 s where nothing can be measured
 
     The lag comes from the whole record; chunks only refine around it, so that none can be an outlier.
     """
-    zero = torch.zeros(demodulated.shape[:2])
     if config.waveform == "cw":
-        return zero, zero + UNKNOWN_SIGMA_US * 1e-6
+        return unknown_arrival(len(demodulated))
     first, last = grid.timing
     spectrum = torch.fft.rfft(demodulated)[..., first:last]
     cross = spectrum * spectrum[reference].conj()  # (M, C, K)

@@ -24,12 +24,14 @@ from brim.engine.pipeline import HostCopy, Pending, Pipeline, Stage
 from brim.engine.shard_writer import ShardWriter
 from brim.engine.shards import Dataset
 from brim.errors import ConfigError, DatasetError
-from brim.rf.compute import TRUTH, Backend, Measured, Work, assemble, make_work, open_backend
+from brim.rf.batch import Backend, Measured, Work, make_work
+from brim.rf.compute import open_backend
 from brim.rf.config import SAMPLE_RATE_HZ, GenerateConfig
 from brim.rf.features import FEATURES, STATISTICS
 from brim.rf.gates import REASONS, Accepted, Totals, accepted_batches, first_accepted
 from brim.rf.geometry import SPEED_OF_LIGHT
 from brim.rf.link import noise_dbm, warn_outside_validity
+from brim.rf.rows import TRUTH, assemble
 from brim.rf.scene import Scenes, max_delay_s
 from brim.rf.waveform import PARAMETERS
 
@@ -154,7 +156,8 @@ class _Run:
             self.backend = stack.enter_context(open_backend(self.config, self.device))
             peak = stack.enter_context(PeakMemory(self.device))
             writer = stack.enter_context(self._writer(resume))
-            self._continue_from(writer)
+            self.done = writer.items
+            self.totals.update(writer.totals)
             self.halving.size = batch_size or self._attend("fitting the batch", lambda: self._fit(first, memory))
             if batch_size and self.on_gpu:
                 self._attend("compiling kernels", lambda: self._measure(_repeat(self.config, first, 1)))
@@ -192,10 +195,15 @@ class _Run:
         )
 
     def _is_finished(self) -> bool:
-        """Whether the dataset already holds exactly what is asked for; it is verified then."""
+        """Whether the dataset already holds what is asked for, verified then; one that holds more is refused."""
         if not (self.out / "manifest.json").is_file():
             return False
         found = Dataset(self.out)
+        if len(found) > self.samples:
+            raise DatasetError(
+                f"{self.out} already holds {len(found)} samples, more than the {self.samples} asked for; "
+                "ask for more or choose another --out"
+            )
         if found.manifest.get("kind") != "rf" or found.manifest.get("config") != self.config.as_dict():
             return False  # the writer says what differs
         if not found.manifest["complete"] or len(found) != self.samples:
@@ -209,15 +217,6 @@ class _Run:
 
     def _device_name(self) -> str:
         return torch.cuda.get_device_name(self.device) if self.on_gpu else "cpu"
-
-    def _continue_from(self, writer: ShardWriter) -> None:
-        if writer.items > self.samples:
-            raise DatasetError(
-                f"{self.out} already holds {writer.items} samples, more than the {self.samples} asked for; "
-                "ask for more or choose another --out"
-            )
-        self.done = writer.items
-        self.totals.update(writer.totals)
 
     def _fit(self, first: Scenes, memory: int | None) -> int:
         """Samples per batch that the memory takes, from the measured memory of a small and then a full batch."""

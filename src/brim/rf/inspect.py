@@ -19,8 +19,8 @@ from torch import Tensor
 from brim.engine.device import worker_count
 from brim.engine.shards import MANIFEST, Dataset
 from brim.errors import DatasetError
-from brim.rf.compute import TRUTH
 from brim.rf.features import FEATURES, UNKNOWN_SIGMA_US
+from brim.rf.rows import TRUTH
 
 F32 = NDArray[np.float32]
 F64 = NDArray[np.float64]

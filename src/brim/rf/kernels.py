@@ -73,8 +73,8 @@ def fading_kernel(
     time = (at - 1).to(tl.float32) * 1e-3
     real = tl.zeros([BLOCK], tl.float32)
     imag = tl.zeros([BLOCK], tl.float32)
-    w0, w1, w2, w3 = tl.philox(seed, 0 * stream, stream, low, high)
-    first_turn = w1.to(tl.float32) * _BIT32
+    w0, w1, w2, w3 = tl.philox(seed, SINUSOIDS // 2 + 0 * stream, stream, low, high)
+    still = w0.to(tl.float32) * _BIT32  # phase of what does not fade
     if FADES:
         for k in range(SINUSOIDS // 2):
             w0, w1, w2, w3 = tl.philox(seed, k + 0 * stream, stream, low, high)
@@ -88,7 +88,7 @@ def fading_kernel(
                 imag += sin
         real *= SINUSOIDS**-0.5
         imag *= SINUSOIDS**-0.5
-    sin0, cos0 = _sincos(_wrap(first_turn * _TURN), FAST)
+    sin0, cos0 = _sincos(_wrap(still * _TURN), FAST)
     if FADES:
         direct = tl.where(path == 0, k_direct, 0.0)
         scattered = tl.where(path == 0, k_scattered, 1.0)
@@ -394,18 +394,20 @@ def truth_kernel(
 
 
 @triton.jit
-def _cross(spectrum, record, reference, chunk, at, mask, C: tl.constexpr, LINES: tl.constexpr):
-    """Cross-spectrum of a record's chunk with the reference's."""
+def _cross(spectrum, scales, record, reference, chunk, at, mask, C: tl.constexpr, LINES: tl.constexpr):
+    """Cross-spectrum of a record's chunk with the reference's, each scaled to unit power lest it overflow."""
     one = spectrum + ((record.to(tl.int64) * C + chunk) * LINES + at) * 2
     two = spectrum + ((reference.to(tl.int64) * C + chunk) * LINES + at) * 2
     a, b = tl.load(one, mask, 0.0), tl.load(one + 1, mask, 0.0)
     c, d = tl.load(two, mask, 0.0), tl.load(two + 1, mask, 0.0)
+    first, second = tl.load(scales + record), tl.load(scales + reference)
+    a, b, c, d = a * first, b * first, c * second, d * second
     return a * c + b * d, b * c - a * d
 
 
 @triton.jit
 def arrival_kernel(
-    spectrum, references, limits, arrival,
+    spectrum, scales, references, limits, arrival,
     first_line, bin_rad_s, lag_step_s, max_step_s, prior, unknown_s,
     LAGS: tl.constexpr, C: tl.constexpr, GROUPS: tl.constexpr, PER_GROUP: tl.constexpr, ROWS: tl.constexpr,
     LINES: tl.constexpr, NEWTON: tl.constexpr, FAST: tl.constexpr,
@@ -421,7 +423,7 @@ def arrival_kernel(
     real = tl.zeros([ROWS, LINES], tl.float32)
     imag = tl.zeros([ROWS, LINES], tl.float32)
     for chunk in range(C):
-        a, b = _cross(spectrum, record, reference, chunk, at, mask, C, GROUPS * PER_GROUP)
+        a, b = _cross(spectrum, scales, record, reference, chunk, at, mask, C, GROUPS * PER_GROUP)
         real += a
         imag += b
 
@@ -444,7 +446,7 @@ def arrival_kernel(
     sin, cos = _sincos(_wrap(turn * lag), FAST)
     stiff = tl.sum((real * cos - imag * sin) * turn * turn)
     for chunk in range(C):
-        a, b = _cross(spectrum, record, reference, chunk, at, mask, C, GROUPS * PER_GROUP)
+        a, b = _cross(spectrum, scales, record, reference, chunk, at, mask, C, GROUPS * PER_GROUP)
         torque = -(a * sin + b * cos) * turn
         firm = tl.maximum(tl.sum((a * cos - b * sin) * turn * turn), 0.0) + prior * tl.maximum(stiff, 0.0) / C
         known = (firm > 0) & (stiff > 0)

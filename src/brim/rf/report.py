@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 
 from brim.engine.shards import Dataset
 from brim.errors import ConfigError, StorageError
+from brim.rf.batch import make_work
 from brim.rf.channel import receive
-from brim.rf.compute import make_work
 from brim.rf.config import CHANNEL_HZ, SAMPLE_RATE_HZ, from_mapping
 from brim.rf.features import milliwatt_units
 from brim.rf.geometry import SPEED_OF_LIGHT

@@ -30,7 +30,7 @@ AM_DEPTH = 0.8
 FSK_BAUD = 1_250
 FSK_DEVIATION_HZ = 1_500.0
 POINTS_PER_SYMBOL = TABLE_HZ // FSK_BAUD
-FSK_STEP_RAD = 2 * np.pi * FSK_DEVIATION_HZ / TABLE_HZ  # phase advance per table point
+FSK_EDGE = POINTS_PER_SYMBOL // 4  # table points on either side of a symbol change in which the frequency turns over
 
 _MESSAGE: dict[str, Any] = {
     "message_hz": MESSAGE_HZ,
@@ -44,7 +44,12 @@ PARAMETERS: dict[Waveform, dict[str, Any]] = {  # for the manifest
     "nbfm": {"peak_deviation_hz": PEAK_DEVIATION_HZ, **_MESSAGE},
     "am": {"depth": AM_DEPTH, **_MESSAGE},
     "cw": {},
-    "fsk": {"symbols_per_s": FSK_BAUD, "deviation_hz": FSK_DEVIATION_HZ, "line_code": "manchester"},
+    "fsk": {
+        "symbols_per_s": FSK_BAUD,
+        "deviation_hz": FSK_DEVIATION_HZ,
+        "line_code": "manchester",
+        "edge_s": FSK_EDGE / TABLE_HZ,
+    },
 }
 
 
@@ -133,12 +138,7 @@ def make_table(config: GenerateConfig, message: Messages, row: int) -> tuple[Ten
     if config.waveform == "cw":
         return torch.zeros(points), 1.0
     if config.waveform == "fsk":
-        n = np.arange(points)
-        symbol, within = n // POINTS_PER_SYMBOL, n % POINTS_PER_SYMBOL
-        sums = message.symbols[row]
-        here = sums[symbol + 1] - sums[symbol]
-        turns = (sums[symbol] * POINTS_PER_SYMBOL + here * within).astype(np.float64)
-        return torch.from_numpy((turns * FSK_STEP_RAD).astype(np.float32)), 1.0
+        return symbol_tables(torch.from_numpy(message.symbols[row : row + 1]), points)[0], 1.0
     clock = (np.arange(points) - guard_points(config)).astype(np.uint32)  # wraps: the oscillators do too
     wave, integral = torch.zeros(points), torch.zeros(points)
     for k in range(message.step.shape[1]):
@@ -149,6 +149,24 @@ def make_table(config: GenerateConfig, message: Messages, row: int) -> tuple[Ten
         integral.add_(torch.sin(angle), alpha=amplitude / float(message.frequency_hz[row, k]))
     peak = float(wave.abs().max())
     return (wave if config.waveform == "am" else integral), peak
+
+
+def symbol_tables(sums: Tensor, points: int) -> Tensor:
+    """Phases of fsk.  (B, S + 1) int32 sums of symbols → (B, T) float32 rad
+
+    The frequency turns over along a raised cosine: behind sharp edges some of the power would lie beyond the 12.5 kHz
+    of the channel stream and fold back into it.
+    """
+    at = torch.arange(points, device=sums.device)
+    symbol, within = at // POINTS_PER_SYMBOL, at % POINTS_PER_SYMBOL
+    # Area between the smooth and a sharp edge, per unit of change, beyond each distance from the edge.
+    distance = torch.arange(POINTS_PER_SYMBOL + 1, dtype=torch.float32, device=sums.device).clamp(max=FSK_EDGE)
+    area = (FSK_EDGE - distance - 2 * FSK_EDGE / np.pi * torch.cos(distance * float(np.pi / 2 / FSK_EDGE))) / 2
+    value = torch.nn.functional.pad(sums.diff(dim=1), (1, 1))  # nothing is said before the first and after the last
+    before, here, after = value[:, symbol], value[:, symbol + 1], value[:, symbol + 2]
+    turns = (sums[:, symbol] * POINTS_PER_SYMBOL + here * within).to(torch.float32)
+    turns = turns + (here - before) * area[within] + (after - here) * area[POINTS_PER_SYMBOL - within]
+    return turns * float(2 * np.pi * FSK_DEVIATION_HZ / TABLE_HZ)
 
 
 def scale(config: GenerateConfig, peak: Any) -> Any:
@@ -163,7 +181,8 @@ def rms_frequency_hz(config: GenerateConfig, messages: Messages, peak: NDArray[n
     if config.waveform == "nbfm":
         return PEAK_DEVIATION_HZ / peak  # the message's rms is 1
     if config.waveform == "fsk":
-        return np.full_like(peak, FSK_DEVIATION_HZ)
+        changes = (np.diff(messages.symbols, n=2) != 0).mean(-1)  # a change passes through every frequency between
+        return np.asarray(FSK_DEVIATION_HZ * np.sqrt(1 - changes * FSK_EDGE / POINTS_PER_SYMBOL))
     if config.waveform == "cw":
         return np.zeros_like(peak)
     slope = np.sqrt(((messages.amplitude.astype(np.float64) * messages.frequency_hz) ** 2).sum(-1) / 2)
