@@ -88,10 +88,11 @@ def test_asking_again_for_what_is_there_changes_nothing(dataset, gated_config):
     assert shards(dataset[0]) == before
 
 
-def test_asking_for_less_than_is_there_is_refused(dataset, gated_config):
+@pytest.mark.parametrize("samples", [10, SAMPLES - 1])
+def test_asking_for_less_than_is_there_is_refused(dataset, gated_config, samples):
     before = shards(dataset[0])
-    with pytest.raises(DatasetError, match="already holds"):
-        generate(gated_config, dataset[0], 10, device="cpu")
+    with pytest.raises(DatasetError, match=f"already holds {SAMPLES} samples"):
+        generate(gated_config, dataset[0], samples, device="cpu")
     assert shards(dataset[0]) == before
     assert len(Dataset(dataset[0])) == SAMPLES
 
