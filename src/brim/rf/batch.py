@@ -13,7 +13,7 @@ from torch import Tensor
 
 from brim.rf import features as ft
 from brim.rf.channel import Links, make_links
-from brim.rf.config import GenerateConfig
+from brim.rf.config import NUM_CHUNKS, GenerateConfig
 from brim.rf.link import noise_dbm
 from brim.rf.scene import Scenes
 from brim.rf.waveform import TABLE_HZ, Messages, make_messages
@@ -103,9 +103,5 @@ def feature_chunks(
 
 
 def record_power(truth: Tensor) -> Tensor:
-    """(M,) realised signal power over the whole record; chunks are added one by one, in order."""
-    parts = truth[..., 0].unbind(-1)
-    total = parts[0]
-    for part in parts[1:]:
-        total = total + part
-    return total / len(parts)
+    """(M,) realised signal power over the whole record."""
+    return ft.sum_chunks(truth[..., 0]) / NUM_CHUNKS

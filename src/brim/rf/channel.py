@@ -4,7 +4,7 @@ Axes: M records (one present receiver of one sample, packed), P paths, J fading 
 Everything is in normalised units: 1 is the noise power in the 12.5 kHz channel.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Self
 
 import numpy as np
@@ -40,16 +40,7 @@ class Links:
         return len(self.sample)
 
     def __getitem__(self, rows: slice) -> Self:
-        return type(self)(
-            sample=self.sample[rows],
-            receiver=self.receiver[rows],
-            index=self.index[rows],
-            amplitude=self.amplitude[rows],
-            shift=self.shift[rows],
-            weights=self.weights[rows],
-            doppler_hz=self.doppler_hz[rows],
-            offset_step=self.offset_step[rows],
-        )
+        return type(self)(**{f.name: getattr(self, f.name)[rows] for f in fields(self)})
 
 
 def make_links(config: GenerateConfig, scenes: Scenes) -> Links:

@@ -4,6 +4,7 @@ Axes: M records, C chunks, W points of a chunk at 25 kHz, F features. Every esti
 made the signal. Powers are in units of the noise in the channel until the last line turns them into dBm.
 """
 
+import functools
 import math
 from dataclasses import dataclass
 
@@ -280,20 +281,12 @@ def _occupied_bands(bands: Tensor) -> Tensor:
 
 def timing_scale(sums: EnvelopeSums, grid: Grid) -> Tensor:
     """(M,) what a demodulated record is multiplied by for unit power; without it strong pairs overflow float32."""
-    parts = sums.square.unbind(-1)
-    total = parts[0]
-    for part in parts[1:]:
-        total = total + part
-    return grid.points * NUM_CHUNKS / total.clamp(min=1e-30)
+    return grid.points * NUM_CHUNKS / sum_chunks(sums.square).clamp(min=1e-30)
 
 
 def timing_heard(sums: SpectrumSums, floor: Tensor) -> Tensor:
     """(M,) whether a record is strong enough for its arrival to be measured."""
-    totals, floors = sums.total.unbind(-1), floor.unbind(-1)
-    power, noise = totals[0], floors[0]
-    for k in range(1, len(totals)):
-        power, noise = power + totals[k], noise + floors[k]
-    return power > (1 + TIMING_SNR) * noise
+    return sum_chunks(sums.total) > (1 + TIMING_SNR) * sum_chunks(floor)
 
 
 def unknown_arrival(num: int, device: torch.device | None = None) -> tuple[Tensor, Tensor]:
@@ -359,21 +352,22 @@ def _pull(whole: Tensor, lag: Tensor, turn: Tensor) -> tuple[Tensor, Tensor]:
     return -(rotated.imag * turn).sum(-1), (rotated.real * turn.square()).sum(-1)
 
 
+def sum_chunks(values: Tensor) -> Tensor:
+    """(..., C) → (...,), added one by one: a reduction kernel's order may change with the batch."""
+    first, *rest = values.unbind(-1)
+    return functools.reduce(torch.add, rest, first)
+
+
 def aggregate(chunks: Tensor) -> Tensor:
-    """mean, std, min and max over the chunks.
+    """mean, std, min and max over the chunks, in order as in sum_chunks.
 
     chunks   (..., C, F)  →  (..., F, 4)  float32
-    Added one by one, not by a reduction kernel, whose order may change with the batch.
     """
     parts = chunks.unbind(-2)
-    low, high, total = parts[0], parts[0], parts[0]
-    for part in parts[1:]:
-        low, high, total = torch.minimum(low, part), torch.maximum(high, part), total + part
-    mean = total / len(parts)
-    square = (parts[0] - mean).square()
-    for part in parts[1:]:
-        square = square + (part - mean).square()
-    return torch.stack([mean, (square / len(parts)).sqrt(), low, high], -1)
+    mean = sum_chunks(chunks.transpose(-1, -2)) / len(parts)
+    variance = sum_chunks((chunks - mean.unsqueeze(-2)).square().transpose(-1, -2)) / len(parts)
+    low, high = functools.reduce(torch.minimum, parts), functools.reduce(torch.maximum, parts)
+    return torch.stack([mean, variance.sqrt(), low, high], -1)
 
 
 def milliwatt_units(noise_dbm: float) -> float:

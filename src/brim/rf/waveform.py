@@ -3,7 +3,7 @@
 Axes: B samples, K tones, S symbols, T table points at 50 kHz, starting `guard` points before time 0.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, Self
 
 import numpy as np
@@ -64,13 +64,7 @@ class Messages:
     symbols: NDArray[np.int32]  # (B, S + 1) fsk: sum of the ±1 symbols before each, from the table's first point
 
     def __getitem__(self, rows: slice) -> Self:
-        return type(self)(
-            step=self.step[rows],
-            phase=self.phase[rows],
-            amplitude=self.amplitude[rows],
-            frequency_hz=self.frequency_hz[rows],
-            symbols=self.symbols[rows],
-        )
+        return type(self)(**{f.name: getattr(self, f.name)[rows] for f in fields(self)})
 
 
 def guard_points(config: GenerateConfig) -> int:
