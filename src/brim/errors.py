@@ -5,6 +5,8 @@
     │   └── NothingAccepted    a configuration whose gates refuse every sample
     ├── DatasetError           a dataset directory that is missing, foreign, occupied or inconsistent
     │   └── ShardCorrupt       a shard whose bytes differ from the manifest
+    ├── CheckpointError        a checkpoint that is missing, damaged, or of another model or run
+    ├── TrainingDiverged       a loss or weight that is no longer a finite number
     ├── StorageError           the file system refused: full, read-only, no permission
     ├── DeviceError            a device that is not there or cannot be used
     └── OutOfMemory            a batch that does not fit; halved and retried wherever a batch can be halved
@@ -31,6 +33,14 @@ class DatasetError(BrimError):
 
 class ShardCorrupt(DatasetError):
     """A shard whose bytes differ from what the manifest records."""
+
+
+class CheckpointError(BrimError):
+    """A checkpoint that is missing, damaged, or of another model or run."""
+
+
+class TrainingDiverged(BrimError):
+    """A loss or weight that is no longer a finite number; the checkpoint before it stays."""
 
 
 class StorageError(BrimError):

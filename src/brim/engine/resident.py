@@ -1,0 +1,293 @@
+"""A dataset in VRAM, in pinned RAM or in a rotating window; batches by indexing.
+
+    vram    all rows on the device            a batch is an index-select there
+    ram     all rows in pinned host memory    threads gather the next batches, a side stream copies them
+    window  a part of the rows on the device  blocks rotate through it, read ahead while the current ones train
+
+The order of rows depends on (seed, epoch) alone, and is the same in every tier. On a CPU all three live in host
+memory: "vram" gathers in the caller's thread, "ram" in another, "window" holds a part. What a row means is not known
+here.
+
+Threads of "ram" and "window" allocate pinned memory and wait for events while an epoch is open: capture a CUDA graph
+before the epoch, or with capture_error_mode="thread_local".
+"""
+
+import logging
+import time
+import weakref
+from collections.abc import Generator, Sequence
+from types import TracebackType
+from typing import Literal, Self
+
+import torch
+from torch import Tensor
+
+from brim.engine.device import describe
+from brim.engine.epoch import Epoch, ResidentLoader, as_dataloader
+from brim.engine.layout import Batch, Layout, Target, check_out, gather
+from brim.engine.loading import fill_memory, first_that_fits
+from brim.engine.memory import check_injected, format_size, free_bytes
+from brim.engine.order import HOST, TIERS, Choice, Shuffle, Tier, check_options, choose_tier, default_block, epoch_order
+from brim.engine.sources import Source, row_bytes
+from brim.engine.split import Rows, chosen_fields
+from brim.engine.tiers import DeviceStore, HostStore, Plan, Store
+from brim.engine.window import WindowStore, num_slots
+from brim.errors import ConfigError
+
+__all__ = [
+    "TIERS",
+    "Batch",
+    "Choice",
+    "Epoch",
+    "Resident",
+    "ResidentLoader",
+    "Shuffle",
+    "Tier",
+    "as_dataloader",
+    "choose_tier",
+    "epoch_order",
+]
+
+log = logging.getLogger("brim")
+
+# Several batches are gathered at once and cut afterwards: on a GPU a launch costs as much as a small batch.
+_CHUNK_BYTES = {"cuda": 8 * 2**20, "cpu": 2**20}
+_CHUNK_BATCHES = 32
+
+
+class Resident:
+    """Rows of a source where a device can index them; inside its with block epoch() gives batches."""
+
+    def __init__(
+        self,
+        source: Source,
+        *,
+        batch_size: int,
+        device: torch.device,
+        tier: Tier | Literal["auto"] = "auto",
+        preload_to_gpu: bool | None = None,
+        seed: int = 0,
+        shuffle: Shuffle = True,
+        drop_last: bool = False,
+        rows: slice | range | Sequence[int] | Tensor | None = None,
+        reserve_bytes: int = 0,
+        window_share: float = 0.25,
+        window_bytes: int | None = None,
+        block_items: int | None = None,
+        names: Sequence[str] | None = None,
+    ) -> None:
+        """Store and check; nothing is read before the with block.
+
+        preload_to_gpu   in tier "auto": True takes vram whenever it fits, False never
+        shuffle          True over all rows, False in order, "blocks" by blocks and within them
+        rows             a split: a slice, row numbers or a mask; shuffled by blocks it is sorted first
+        reserve_bytes    what model and optimiser will need on the device
+        window_share     part of the data that tier "window" holds on the device; window_bytes instead, in bytes
+        block_items      rows of a block; by default from the number and size of the rows, never from the tier
+        """
+        check_options(tier, preload_to_gpu, shuffle, batch_size, window_share, window_bytes, block_items)
+        self.source = source
+        self.device = _with_index(device)
+        self.seed = seed
+        self.shuffle: Shuffle = shuffle  # becomes "blocks" when tier "window" had to be taken
+        self.drop_last = drop_last
+        self.fields = chosen_fields(source.fields, names)
+        self.rows = Rows(source, rows, sort=shuffle == "blocks")
+        self.num_items = len(self.rows)
+        self.batch_size = min(batch_size, self.num_items)  # a batch larger than the split is the whole split
+        whole, rest = divmod(self.num_items, self.batch_size)
+        self.num_batches = whole + (rest > 0 and not drop_last)
+        self.bytes = self.num_items * row_bytes(self.fields)
+        self.block_items = block_items or default_block(self.num_items, self.bytes // self.num_items)
+        self.load_s = 0.0
+        self._layout = Layout(self.fields)
+        self._asked = tier
+        self._preload_to_gpu = preload_to_gpu
+        self._reserve_bytes = reserve_bytes
+        self._window_bytes = window_bytes if window_bytes is not None else int(window_share * self.bytes)
+        self._choice: Choice | None = None
+        self._store: Store | None = None
+        self._open: weakref.WeakSet[Epoch] = weakref.WeakSet()
+
+    def __len__(self) -> int:
+        """Items of an epoch."""
+        return self.num_items
+
+    def __enter__(self) -> Self:
+        """Choose the tier and load."""
+        if self._store is None:
+            self._load()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Stop what is under way and give the memory back."""
+        for epoch in list(self._open):
+            epoch.cut("its Resident was closed")
+        store, self._store = self._store, None
+        if store is not None:
+            store.close()
+
+    @property
+    def tier(self) -> Tier:
+        """Where the rows are; known inside the with block."""
+        return self._loaded().tier
+
+    @property
+    def chunk_batches(self) -> int:
+        """Batches gathered at once."""
+        batch_bytes = max(1, self.batch_size * row_bytes(self.fields))
+        return max(1, min(_CHUNK_BATCHES, self.num_batches, _CHUNK_BYTES[self.device.type] // batch_bytes))
+
+    def order(self, epoch: int) -> Tensor:
+        """Rows of the source in the order of an epoch, as it is cut into batches; int64 on the host."""
+        return self.rows.index(self._positions(epoch))
+
+    def epoch(self, number: int, start_batch: int = 0, *, out: Batch | None = None) -> Epoch:
+        """Batches of an epoch from start_batch on, each a dict of tensors on the device.
+
+        With out, every batch is written into these tensors, the static inputs of a captured graph for instance, on
+        the current stream; a short last batch is the first rows of them.
+        """
+        store = self._loaded()
+        if not 0 <= start_batch <= self.num_batches:
+            raise ConfigError(
+                f"start_batch={start_batch} must be from 0 to {self.num_batches}, the batches of an epoch"
+            )
+        if out is not None:
+            check_out(out, self.fields, self.batch_size, self.device)
+        if store.exclusive:
+            for other in list(self._open):
+                other.cut("another epoch was begun on the same window")
+        epoch = Epoch(self._batches(store, number, start_batch, out), self.num_batches - start_batch)
+        self._open.add(epoch)
+        return epoch
+
+    def fill(self, out: Batch, epoch: int, batch: int) -> Batch:
+        """Write one batch of an epoch into out, in any order of batches; tier vram alone can do that.
+
+        The order of the epoch last asked for stays on the device, so that a call only queues kernels.
+        """
+        store = self._loaded()
+        if not isinstance(store, DeviceStore):
+            raise ConfigError(f"fill needs tier vram, this is {store.tier}; iterate over epoch(…, out=…)")
+        index = store.order(epoch, self._positions)
+        start = batch * self.batch_size
+        rows = min(self.batch_size, self.num_items - start)
+        if not (0 <= batch < self.num_batches):
+            raise ConfigError(f"batch={batch} must be from 0 to {self.num_batches - 1}")
+        part = out if rows == self.batch_size else {name: tensor[:rows] for name, tensor in out.items()}
+        gather(store.rows, index[start : start + rows], self._layout.pack(part))
+        return part
+
+    def static_batch(self) -> Batch:
+        """Zeroed tensors on the device that hold one full batch, for epoch(…, out=…) and fill."""
+        return {
+            name: torch.zeros((self.batch_size, *shape), dtype=dtype, device=self.device)
+            for name, (dtype, shape) in self.fields.items()
+        }
+
+    def describe(self) -> dict[str, object]:
+        """Facts for a report: tier and why, sizes, order, speed of loading."""
+        store = self._loaded()
+        assert self._choice is not None
+        return {
+            "tier": store.tier,
+            "why": self._choice.why,
+            "source": self.source.description,
+            "items": self.num_items,
+            "bytes": self.bytes,
+            "batch_size": self.batch_size,
+            "num_batches": self.num_batches,
+            "shuffle": self.shuffle,
+            "block_items": self.block_items,
+            "held_items": store.held_items,
+            "pinned": store.pinned,
+            "load_s": self.load_s,
+            "load_bytes_per_s": self.bytes / self.load_s
+            if self.load_s and store.held_items == self.num_items
+            else None,
+        }
+
+    def _positions(self, epoch: int) -> Tensor:
+        return epoch_order(
+            self.num_items, seed=self.seed, epoch=epoch, shuffle=self.shuffle, block_items=self.block_items
+        )
+
+    def _loaded(self) -> Store:
+        if self._store is None:
+            raise RuntimeError("Resident holds its rows inside its with block only")
+        return self._store
+
+    def _batches(self, store: Store, number: int, start_batch: int, out: Batch | None) -> Generator[Batch]:
+        if out is not None and isinstance(store, DeviceStore) and self.chunk_batches == 1:
+            for batch in range(start_batch, self.num_batches):
+                yield self.fill(out, number, batch)
+            return
+        chunk_items = store.chunk_items(self.chunk_batches, self.batch_size)
+        stop = min(self.num_items, self.num_batches * self.batch_size)
+        starts = range(start_batch * self.batch_size, stop, chunk_items)
+        spans = [(start, min(start + chunk_items, stop)) for start in starts]
+        target = Target(self._layout, out) if out is not None else None
+        for chunk in store.chunks(Plan(number, self._positions, self.shuffle is False, spans)):
+            fields = self._layout.unpack(chunk)
+            num_rows = len(next(iter(fields.values())))
+            for start in range(0, num_rows, self.batch_size):
+                rows = slice(start, min(start + self.batch_size, num_rows))
+                yield target.take(chunk, rows) if target else {name: tensor[rows] for name, tensor in fields.items()}
+
+    # Loading
+
+    def _load(self) -> None:
+        choice = self._choose()
+        log.info("tier %s: %s", choice.tier, choice.why + self._say_order(choice.tier))
+        began_s = time.perf_counter()
+        self._choice, self._store = first_that_fits(choice, self._make, self._say_order, self.device)
+        self.load_s = time.perf_counter() - began_s
+
+    def _choose(self) -> Choice:
+        if self._asked != "auto":
+            return Choice(self._asked, f"{format_size(self.bytes)} of data, as asked for")
+        return choose_tier(
+            self.device,
+            data_bytes=self.bytes + 8 * self.num_items,  # the order of an epoch lies beside them
+            reserve_bytes=self._reserve_bytes,
+            device_free_bytes=free_bytes(self.device),
+            host_free_bytes=free_bytes(HOST),
+            preload_to_gpu=self._preload_to_gpu,
+            device_name=str(describe(self.device)["name"]),
+        )
+
+    def _say_order(self, tier: Tier) -> str:
+        changes = tier == "window" and self.shuffle is True
+        return f"; rows are shuffled by blocks of {self.block_items}, not over all" if changes else ""
+
+    def _make(self, tier: Tier) -> Store:
+        if tier == "window":
+            if self.shuffle is True:
+                self.shuffle, self.rows = "blocks", self.rows.sorted()
+            held_items = self._slots() * self.block_items
+            check_injected(held_items)
+            return WindowStore(self._layout, self.rows, self.device, self.block_items, held_items)
+        if tier == "vram":
+            check_injected(self.num_items)
+            return DeviceStore(fill_memory(self.rows, self._layout, self.device), self.device)
+        check_injected(self.batch_size)
+        return HostStore(fill_memory(self.rows, self._layout, HOST), self._layout, self.device)
+
+    def _slots(self) -> int:
+        return num_slots(
+            num_items=self.num_items,
+            batch_size=self.batch_size,
+            block_items=self.block_items,
+            item_bytes=row_bytes(self.fields),
+            window_bytes=self._window_bytes,
+            room_bytes=max(0, int(0.9 * free_bytes(self.device)) - self._reserve_bytes),
+        )
+
+
+def _with_index(device: torch.device) -> torch.device:
+    """The device as its tensors name it: "cuda" is the current one."""
+    is_vague = device.type == "cuda" and device.index is None
+    return torch.device("cuda", torch.cuda.current_device()) if is_vague else device

@@ -1,0 +1,302 @@
+"""What a training step waits for: measured while it runs, measured on a fixed batch, and said in words.
+
+Waiting is device time lost. On a CPU the host's clock tells it. On a GPU the host runs ahead, so events on the stream
+tell what the device saw; what one step does to the device is found by queueing it behind a sleeping kernel.
+"""
+
+import statistics
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+CAUSES = ("data", "copy", "host_sync", "logging", "checkpoint")
+NAMED_ABOVE = 0.05  # share of the time from which a cause is worth a sentence
+LAUNCH_BOUND_BELOW = 0.6  # share of a step in which the device works; less, and it waits for launches
+SAMPLE_EVERY = 5  # steps; two events cost about 3 µs of device time, and 5 shares no factor with usual block sizes
+
+_ADVICE = {
+    "data": "the source cannot keep up; hold the data in VRAM or RAM, or make the source faster",
+    "copy": "copies to the device are slow; hold the data in VRAM, or copy from pinned memory ahead of time",
+    "host_sync": "the step makes the host wait for the device; keep .item(), .cpu() and prints out of the loss",
+    "logging": "logs are written too often; raise log_every",
+    "checkpoint": "checkpoints are written too often or to a slow disk; raise checkpoint_every_s",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Times:
+    """What was measured of a run."""
+
+    seconds: float  # of training, without evaluation and preparation
+    steps: int
+    waiting: Mapping[str, float]  # seconds by cause
+    step_s: float | None = None  # one step on a fixed batch, one after the other; None: not measured
+    device_s: float | None = None  # the same step without gaps between its kernels; None on a CPU
+    captured: bool = False  # the step is a captured graph
+    syncs: tuple[str, ...] = ()  # where a step made the host wait
+
+
+def diagnose(times: Times) -> list[str]:
+    """In words, what kept the device from working, worst first; empty when nothing did."""
+    found: list[tuple[float, str]] = []
+    for cause, seconds in times.waiting.items():
+        share = seconds / times.seconds if times.seconds > 0 else 0.0
+        if share >= NAMED_ABOVE or (cause == "host_sync" and times.syncs):
+            where = f" ({', '.join(times.syncs)})" if cause == "host_sync" and times.syncs else ""
+            found.append((share, f"{cause}: {share:.0%} of the time{where}: {_ADVICE[cause]}"))
+    if times.step_s and times.device_s is not None and not times.captured and not times.syncs:
+        idle = 1 - times.device_s / times.step_s
+        if idle > 1 - LAUNCH_BOUND_BELOW:
+            text = f"launch-bound: the device idles {idle:.0%} of a step: larger batch or graph"
+            found.append((idle * times.step_s * times.steps / max(times.seconds, 1e-9), text))
+    return [text for _, text in sorted(found, key=lambda pair: -pair[0])]
+
+
+def split_wait(host_s: float, copy_s: float, device_s: float | None) -> tuple[float, float]:
+    """Seconds of waiting for data and for copies between two steps.
+
+    host_s    the host was held by the source
+    copy_s    of which the source says that it waited for a copy
+    device_s  between the steps on the device; None where host and device are one
+    """
+    data_s = max(0.0, host_s - copy_s)
+    if device_s is None:
+        return data_s, min(copy_s, host_s)
+    data_s = min(data_s, device_s)  # while the device still had work, the host's waiting cost nothing
+    return data_s, device_s - data_s
+
+
+class FeedTimer:
+    """Splits the time between steps into waiting for data and for copies.
+
+    A source that waits for copies on the host may add their seconds to an attribute `copy_s`.
+    """
+
+    def __init__(self, device: torch.device, source: object) -> None:
+        """Store; nothing is timed yet."""
+        self._cuda = device.type == "cuda"
+        self._source = source
+        self._calls = 0
+        self._sampled = 0
+        self._sums = [0.0, 0.0]  # data, copy; of the sampled steps
+        self._pending: list[tuple[Any, Any, float, float]] = []
+        self._before: tuple[float, float, Any] = (0.0, 0.0, None)
+
+    def begin(self) -> None:
+        """Before the source is asked for a batch."""
+        event = self._record() if self._cuda and self._calls % SAMPLE_EVERY == 0 else None
+        self._before = (time.perf_counter(), self._copy_s(), event)
+
+    def end(self) -> None:
+        """When the batch is there, or its copy is queued."""
+        began_s, copied_s, event = self._before
+        host_s, copy_s = time.perf_counter() - began_s, self._copy_s() - copied_s
+        self._calls += 1
+        if event is not None:
+            self._pending.append((event, self._record(), host_s, copy_s))
+        elif not self._cuda:
+            self._add(*split_wait(host_s, copy_s, None))
+
+    def settle(self) -> None:
+        """Read the events; only right after the device was synchronised."""
+        for first, last, host_s, copy_s in self._pending:
+            self._add(*split_wait(host_s, copy_s, first.elapsed_time(last) / 1e3))
+        self._pending.clear()
+
+    def seconds(self) -> tuple[float, float]:
+        """Waiting for data and for copies so far, settled steps standing for those between them."""
+        scale = self._calls / self._sampled if self._sampled else 0.0
+        return self._sums[0] * scale, self._sums[1] * scale
+
+    def _add(self, data_s: float, copy_s: float) -> None:
+        self._sampled += 1
+        self._sums[0] += data_s
+        self._sums[1] += copy_s
+
+    def _copy_s(self) -> float:
+        return float(getattr(self._source, "copy_s", 0.0))
+
+    def _record(self) -> Any:
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record()
+        return event
+
+
+class RunClock:
+    """Seconds, steps and samples of training, and what of the time was lost; continued after a resume."""
+
+    def __init__(self, device: torch.device, source: object) -> None:
+        """Stand still at zero."""
+        self._device = device
+        self._feed = FeedTimer(device, source)
+        self._began_s: float | None = None
+        self._counted_s = 0.0  # until the last pause
+        self._before: dict[str, float] = {}  # waiting of earlier runs
+        self._spent = dict.fromkeys(CAUSES, 0.0)
+        self.steps = 0
+        self.samples = 0
+        self.samples_before = 0  # of earlier runs
+        self.step_s = 0.0  # the host's, in steps
+
+    @property
+    def seconds(self) -> float:
+        """Of training so far."""
+        return self._counted_s + (0.0 if self._began_s is None else time.perf_counter() - self._began_s)
+
+    @property
+    def waiting(self) -> dict[str, float]:
+        """Seconds lost by cause."""
+        data_s, copy_s = self._feed.seconds()
+        now = {**self._spent, "data": data_s, "copy": copy_s}
+        return {cause: now[cause] + self._before.get(cause, 0.0) for cause in CAUSES}
+
+    def go(self) -> None:
+        """Run, or go on running."""
+        if self._began_s is None:
+            self._began_s = time.perf_counter()
+
+    def pause(self) -> None:
+        """Stand still once the device has done what it was given."""
+        if self._began_s is not None:
+            if self._device.type == "cuda":
+                torch.cuda.synchronize(self._device)
+                self._feed.settle()
+            self._counted_s, self._began_s = self.seconds, None
+
+    @contextmanager
+    def feeding(self) -> Iterator[None]:
+        """Around asking the source for a batch."""
+        self._feed.begin()
+        yield
+        self._feed.end()
+
+    @contextmanager
+    def stepping(self, num_items: int) -> Iterator[None]:
+        """Around a step."""
+        began_s = time.perf_counter()
+        yield
+        self.step_s += time.perf_counter() - began_s
+        self.steps += 1
+        self.samples += num_items
+
+    @contextmanager
+    def losing(self, cause: str) -> Iterator[None]:
+        """Around work during which the device has none; the device must have been synchronised.
+
+        Counts while the clock runs: the checkpoint after the last step keeps nothing waiting.
+        """
+        self._feed.settle()
+        began_s = time.perf_counter()
+        yield
+        if self._began_s is not None:
+            self._spent[cause] += time.perf_counter() - began_s
+
+    def as_state(self) -> dict[str, Any]:
+        """For a checkpoint."""
+        return {
+            "seconds": self.seconds,
+            "steps": self.steps,
+            "samples": self.samples,
+            "step_s": self.step_s,
+            "waiting": self.waiting,
+        }
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Go on from a checkpoint's."""
+        self._counted_s, self.steps, self.samples = state["seconds"], state["steps"], state["samples"]
+        self.samples_before = self.samples
+        self.step_s, self._before = state["step_s"], dict(state["waiting"])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepTimes:
+    """One step on a fixed batch."""
+
+    step_s: float | None  # None: not measured
+    device_s: float | None = None  # None on a CPU
+    syncs: tuple[str, ...] = ()
+
+
+def time_step(step: Callable[[], object], device: torch.device, *, captured: bool, budget_s: float = 0.3) -> StepTimes:
+    """Time a step that is repeated on one fixed batch; the caller restores what the step changes."""
+    if device.type != "cuda":
+        return StepTimes(step_s=_median_s(step, budget_s))
+    step_s = _stream_s(step, budget_s)
+    if captured:  # its kernels follow each other without the host
+        return StepTimes(step_s=step_s, device_s=step_s)
+    syncs = tuple(find_syncs(step))
+    device_s, blocked = _behind_sleep_s(step, step_s)
+    if blocked and not syncs:
+        syncs = ("a wait in the step, such as torch.cuda.synchronize()",)
+    return StepTimes(step_s=step_s, device_s=min(device_s, step_s), syncs=syncs)
+
+
+def _median_s(step: Callable[[], object], budget_s: float) -> float:
+    times_s: list[float] = []
+    while sum(times_s) < budget_s or len(times_s) < 2:
+        began_s = time.perf_counter()
+        step()
+        times_s.append(time.perf_counter() - began_s)
+    return statistics.median(times_s)
+
+
+def _stream_s(step: Callable[[], object], budget_s: float, rounds: int = 5) -> float:
+    """Median over rounds of many steps each: a round alone would count the latency of its first launch."""
+    once_s = _elapsed_s(step, 2)
+    repeats = max(2, min(1000, round(budget_s / rounds / max(once_s, 1e-6))))
+    return statistics.median(_elapsed_s(step, repeats) for _ in range(rounds))
+
+
+def _elapsed_s(step: Callable[[], object], repeats: int) -> float:
+    first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+    torch.cuda.synchronize()
+    first.record()
+    for _ in range(repeats):
+        step()
+    last.record()
+    torch.cuda.synchronize()
+    return float(first.elapsed_time(last)) / 1e3 / repeats
+
+
+def _behind_sleep_s(step: Callable[[], object], step_s: float) -> tuple[float, bool]:
+    """Device seconds of a step whose launches were hidden by a sleeping kernel, and whether the host was held by it."""
+    first, awake, last = (torch.cuda.Event(enable_timing=True) for _ in range(3))  # type: ignore[no-untyped-call]
+    torch.cuda.synchronize()
+    first.record()
+    cycles = int((0.02 + 3 * step_s) * 2e9)  # at about 2 GHz
+    torch.cuda._sleep(cycles)  # type: ignore[no-untyped-call]
+    awake.record()
+    began_s = time.perf_counter()
+    step()
+    host_s = time.perf_counter() - began_s
+    last.record()
+    torch.cuda.synchronize()
+    return awake.elapsed_time(last) / 1e3, host_s > 0.8 * first.elapsed_time(awake) / 1e3
+
+
+def find_syncs(work: Callable[[], object]) -> list[str]:
+    """Lines, as file:line, that make the host wait for the GPU while work runs; explicit waits are not seen."""
+    found: dict[str, None] = {}
+    me = threading.get_ident()
+
+    def note(message: Warning | str, category: type[Warning], filename: str, lineno: int, *_: object) -> None:
+        # the mode is the process's: a prefetching thread may wait as much as it likes
+        if "synchronizing CUDA operation" in str(message) and threading.get_ident() == me:
+            found[f"{filename.rpartition('/')[2]}:{lineno}"] = None
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        warnings.showwarning = note  # type: ignore[assignment]
+        before = torch.cuda.get_sync_debug_mode()
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            work()
+        finally:
+            torch.cuda.set_sync_debug_mode(before)
+    return list(found)

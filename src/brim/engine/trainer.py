@@ -1,0 +1,310 @@
+"""The one training loop: batches from a source, steps, logs, evaluation, checkpoints, exact resume.
+
+It knows no radio and no images: a module, a loss over a dict batch, a source of batches on the device. A phase keeps
+everything it writes in its own folder of the run:
+
+    RUN/PHASE/last/         weights, optimiser and state to go on from
+    RUN/PHASE/best/         weights with the lowest val_loss
+    RUN/PHASE/metrics.jsonl, RUN/PHASE/tensorboard/
+
+Between log points nothing waits for the device: losses stay there in a window that is read as a whole.
+"""
+
+import logging
+import math
+import time
+from collections.abc import Callable, Generator, Iterator, Mapping
+from contextlib import ExitStack, closing
+from inspect import signature
+from pathlib import Path
+from typing import NoReturn, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from brim.engine.checkpoint import locked
+from brim.engine.device import resolve_device
+from brim.engine.losses import all_finite, likely_cause
+from brim.engine.memory import PeakMemory
+from brim.engine.meter import GpuSampler
+from brim.engine.run_state import RunState
+from brim.engine.stalls import StepTimes, time_step
+from brim.engine.step import Batch, LossFn, Snapshot, Stepper, Transform, batch_items
+from brim.engine.train_config import TrainConfig, learning_rate_at
+from brim.engine.train_report import RunLog, TrainProgress, TrainReport, make_report, summary_line
+from brim.errors import ConfigError, DatasetError, TrainingDiverged
+
+__all__ = ["BatchSource", "TrainConfig", "TrainProgress", "TrainReport", "summary_line", "train"]
+
+log = logging.getLogger("brim")
+
+Evaluate = Callable[[nn.Module], Mapping[str, float]]
+PROGRESS_S = 0.5  # half of what is promised: a step may take as long again
+
+
+class BatchSource(Protocol):
+    """Batches on the device, in an order that (seed, epoch) fixes.
+
+    May also have `tier`, its name in the report, and `copy_s`, seconds it waited for copies. If epoch takes `out`, full
+    batches are written into those tensors, the inputs of a captured step, and yielded as that dict.
+    """
+
+    num_items: int
+    num_batches: int
+    batch_size: int
+
+    def epoch(self, number: int, start_batch: int = 0) -> Iterator[dict[str, Tensor]]:
+        """Batches of an epoch, from one of them on."""
+        ...
+
+
+def train(
+    module: nn.Module,
+    loss_fn: LossFn,
+    source: BatchSource,
+    *,
+    config: TrainConfig,
+    out: Path | str,
+    evaluate: Evaluate | None = None,
+    transform: Transform | None = None,
+    phase: str = "train",
+    device: str | torch.device = "auto",
+    progress: Callable[[TrainProgress], None] | None = None,
+    stop: Callable[[], bool] | None = None,
+    resume: bool = True,
+) -> TrainReport:
+    """Train the module in place, going on from the phase's last checkpoint; it ends with the last weights.
+
+    loss_fn(module, batch) is the mean over the batch's items. evaluate(module) runs after every epoch, in fp32 and
+    without gradients, and returns at least "val_loss". transform(batch, generator) changes a batch on the device.
+    Every random number of a step comes from torch's default streams, set by (seed, phase, step), so a run that was
+    stopped or killed ends with the same bits on a CPU. `progress` is called at least once a second, `stop` is asked
+    after each batch; a run stopped so can be resumed.
+    """
+    where = resolve_device(str(device))
+    if source.num_items < 1 or source.num_batches < 1:
+        raise DatasetError(f"the source has {source.num_items} items; training needs at least one")
+    if config.early_stopping_patience is not None and evaluate is None:
+        raise ConfigError(
+            f"early_stopping_patience={config.early_stopping_patience} needs evaluate; give it, or no patience"
+        )
+    folder = Path(out) / phase
+    with ExitStack() as stack:
+        stack.enter_context(locked(folder))
+        if where.type == "cuda":
+            stack.enter_context(torch.cuda.device(where))
+        stack.enter_context(torch.random.fork_rng([where.index] if where.type == "cuda" else []))
+        peak, power = stack.enter_context(PeakMemory(where)), GpuSampler(where)
+        stepper = Stepper(module, loss_fn, config=config, device=where, transform=transform, phase=phase)
+        state = RunState(stepper, source, folder)
+        state.open(resume)
+        with (
+            power,
+            RunLog(folder, tensorboard=config.tensorboard, log_bytes=state.log_bytes, step=state.step) as logs,
+        ):
+            run = _Run(stepper, source, state, logs, evaluate, progress)
+            run.execute(stop)
+        static = run.time_fixed_batch()
+        report = make_report(Path(out), run.stopped, stepper, source, state, static, peak.bytes, power.summary())
+    log.info("%s", summary_line(report))
+    return report
+
+
+class _Run:
+    """The moves of a phase from where it is."""
+
+    def __init__(
+        self,
+        stepper: Stepper,
+        source: BatchSource,
+        state: RunState,
+        logs: RunLog,
+        evaluate: Evaluate | None,
+        progress: Callable[[TrainProgress], None] | None,
+    ) -> None:
+        self.stepper, self.source, self.state, self.logs = stepper, source, state, logs
+        self.config, self.device, self.module = stepper.config, stepper.device, stepper.module
+        self.evaluate, self.progress = evaluate, progress
+        self.full_batch: Batch | None = None  # the latest
+        self.last_loss: float | None = None
+        self.logged = (state.clock.seconds, state.clock.samples)  # at the last log point
+        self.told_at = time.perf_counter()
+        self.stopped = False
+
+    def execute(self, stop: Callable[[], bool] | None) -> None:
+        self._tell()
+        while self.state.epoch < self.config.epochs and not self._gave_up() and not self.stopped:
+            self._train_epoch(stop)
+            if not self.stopped:
+                self._end_epoch()
+        self.state.clock.pause()
+        if not self.state.is_saved:
+            self.save()
+        self._tell()
+
+    def _train_epoch(self, stop: Callable[[], bool] | None) -> None:
+        self.module.train()
+        with closing(self._batches()) as batches:
+            while self.state.batch < self.source.num_batches and not self.stopped:
+                self.state.clock.go()
+                with self.state.clock.feeding():
+                    batch = next(batches)
+                self._step(batch)
+                self._after_step()
+                self.stopped = stop is not None and stop()
+
+    def _batches(self) -> Generator[Batch]:
+        takes_out = "out" in signature(self.source.epoch).parameters
+        full = min(self.source.batch_size, self.source.num_items)
+        with ExitStack() as opened:
+            iterator: Iterator[Batch] | None = None
+            filled: Batch | None = None
+            for index in range(self.state.batch, self.source.num_batches):
+                inputs = self.stepper.inputs(full) if takes_out else None
+                if iterator is None or inputs is not filled:  # the graph was captured on the batch before
+                    opened.close()
+                    options = {} if inputs is None else {"out": inputs}
+                    iterator, filled = self.source.epoch(self.state.epoch, index, **options), inputs
+                    if hasattr(iterator, "close"):
+                        opened.callback(iterator.close)
+                yield self._next(iterator, index)
+
+    def _next(self, iterator: Iterator[Batch], index: int) -> Batch:
+        batch = next(iterator, None)
+        if batch is None:
+            raise DatasetError(
+                f"the source ended epoch {self.state.epoch} after {index} of {self.source.num_batches} batches; "
+                "its num_batches must hold for every epoch"
+            )
+        for name, tensor in batch.items():
+            if tensor.device != self.device:
+                raise ConfigError(f'batch field "{name}" is on {tensor.device}, training runs on {self.device}')
+        return batch
+
+    def _step(self, batch: Batch) -> None:
+        num_items = batch_items(batch)
+        if num_items == min(self.source.batch_size, self.source.num_items):
+            self.full_batch = batch
+        if self.stepper.needs_preparation(batch):
+            self.state.clock.pause()
+            self.stepper.prepare(batch)
+            self.state.clock.go()
+        with self.state.clock.stepping(num_items):
+            loss = self.stepper.step(
+                batch, self.state.step, learning_rate_at(self.config, self.state.step, self.state.num_steps)
+            )
+            self.state.losses.add(loss, num_items)
+        self.state.step += 1
+        self.state.batch += 1
+
+    def _after_step(self) -> None:
+        if self.device.type == "cpu":
+            self._check_losses(newest_only=True)  # free where the losses are on the host
+        if self.state.step % self.config.log_every == 0:
+            self._log_window()
+        now_s = time.perf_counter()
+        if now_s - self.told_at >= PROGRESS_S:
+            self._check_losses()
+            self._tell()
+        every_s, every = self.config.checkpoint_every_s, self.config.checkpoint_every_steps
+        if (every_s and now_s - self.state.saved_at >= every_s) or (every and self.state.step % every == 0):
+            self.save()
+
+    def _log_window(self) -> None:
+        self._check_losses()
+        with self.state.clock.losing("logging"):
+            seconds, samples = self.state.clock.seconds, self.state.clock.samples
+            rate = (samples - self.logged[1]) / max(seconds - self.logged[0], 1e-9)
+            self.logged = (seconds, samples)
+            self.last_loss = self.state.losses.mean()
+            self.state.losses.clear()
+            lr = learning_rate_at(self.config, self.state.step - 1, self.state.num_steps)
+            values = {"loss": self.last_loss, "lr": lr, "samples_per_s": rate}
+            self.logs.write(step=self.state.step, epoch=self.state.epoch, values=values)
+
+    def _end_epoch(self) -> None:
+        if self.evaluate is not None:
+            self._check_losses()
+            self.state.clock.pause()
+            self._evaluate(self.evaluate)
+        self.state.epoch, self.state.batch = self.state.epoch + 1, 0
+
+    def _evaluate(self, evaluate: Evaluate) -> None:
+        self.stepper.seed(-1 - self.state.epoch)
+        self.module.eval()
+        with torch.no_grad():
+            found = {name: float(value) for name, value in evaluate(self.module).items()}
+        if "val_loss" not in found:
+            raise ConfigError(f"evaluate returned {sorted(found)}, expected val_loss among them")
+        self.logs.write(step=self.state.step, epoch=self.state.epoch, values=found)
+        val_loss = found["val_loss"]
+        self.state.stale += 1
+        if math.isfinite(val_loss):
+            self.state.note(val_loss)
+        else:
+            log.warning("val_loss is %s after epoch %d; it cannot become the best", val_loss, self.state.epoch)
+
+    def _gave_up(self) -> bool:
+        patience = self.config.early_stopping_patience
+        return patience is not None and self.state.stale >= patience
+
+    def _tell(self) -> None:
+        self.told_at = time.perf_counter()
+        if self.progress is None:
+            return
+        seconds = self.state.clock.seconds
+        rate = self.state.clock.samples / seconds if seconds > 0 else 0.0
+        left = (self.state.num_steps - self.state.step) * self.source.num_items / self.source.num_batches
+        self.progress(
+            TrainProgress(
+                phase=self.stepper.phase,
+                epoch=self.state.epoch,
+                epochs=self.config.epochs,
+                step=self.state.step,
+                steps=self.state.num_steps,
+                loss=self.last_loss,
+                samples_per_s=rate,
+                eta_s=left / rate if rate > 0 else math.inf,
+            )
+        )
+
+    def _check_losses(self, *, newest_only: bool = False) -> None:
+        bad = self.state.losses.first_bad(newest_only=newest_only)
+        if bad is not None:
+            offset, value = bad
+            self._diverge(f"loss is {value}", self.state.step - len(self.state.losses.sizes) + offset)
+
+    def _diverge(self, fault: str, step: int) -> NoReturn:
+        epoch, index = divmod(step, self.source.num_batches)
+        batch = next(iter(self.source.epoch(epoch, index)), {})
+        cause = likely_cause(self.stepper, batch, step, learning_rate_at(self.config, step, self.state.num_steps))
+        saved = self.state.saved_step
+        kept = "no checkpoint was written yet" if saved is None else f"the checkpoint of step {saved} stays"
+        raise TrainingDiverged(f"{fault} at step {step} (epoch {epoch}, batch {index}): {cause}; {kept}")
+
+    def save(self) -> None:
+        """Write a checkpoint, unless what would be written is not finite."""
+        self._check_losses()
+        if not all_finite(self.module.state_dict().values()):
+            self._diverge("a weight is NaN or Inf", max(0, self.state.step - 1))
+        with self.state.clock.losing("checkpoint"):
+            self.state.save(self.logs.size_bytes)
+
+    def time_fixed_batch(self) -> StepTimes | None:
+        """Time the step on one batch over and over, then undo what the steps did."""
+        batch = self.full_batch
+        if batch is None or self.stopped or not self.config.measure_ceiling:
+            return None
+        kept, micro = Snapshot(self.stepper), self.stepper.micro
+        fixed = self.stepper.inputs(batch_items(batch)) or {name: tensor.clone() for name, tensor in batch.items()}
+        loss = torch.zeros(1, device=self.device)
+
+        def step() -> None:
+            loss[0].copy_(self.stepper.step(fixed, 0, self.config.learning_rate))  # kept, as in the loop
+
+        self.module.train()
+        try:
+            return time_step(step, self.device, captured=self.stepper.kind == "graph")
+        finally:
+            kept.restore()
+            self.stepper.micro = micro

@@ -1,0 +1,87 @@
+import time
+
+import pytest
+import torch
+
+from brim.engine.stalls import CAUSES, RunClock, Times, diagnose, split_wait, time_step
+
+NONE = dict.fromkeys(CAUSES, 0.0)
+
+
+def times(*, steps: int = 1000, seconds: float = 10.0, **waiting: float) -> Times:
+    return Times(seconds=seconds, steps=steps, waiting={**NONE, **waiting}, step_s=0.01, device_s=0.0098)
+
+
+def test_a_busy_device_needs_no_words() -> None:
+    assert diagnose(times(data=0.1, copy=0.2, logging=0.1)) == []
+
+
+@pytest.mark.parametrize("cause", CAUSES)
+def test_each_cause_is_named(cause: str) -> None:
+    (text,) = diagnose(times(**{cause: 4.0}))
+    assert text.startswith(f"{cause}: 40%")
+
+
+def test_the_worst_comes_first() -> None:
+    assert [text.split(":")[0] for text in diagnose(times(copy=2.0, data=5.0))] == ["data", "copy"]
+
+
+def test_a_sync_per_step_is_named_with_its_place() -> None:
+    found = Times(
+        seconds=10, steps=100, waiting=NONE | {"host_sync": 0.2}, step_s=0.1, device_s=0.03, syncs=("a.py:7",)
+    )
+    (text,) = diagnose(found)
+    assert text.startswith("host_sync:")
+    assert "a.py:7" in text
+
+
+def test_a_tiny_kernel_is_launch_bound() -> None:
+    (text,) = diagnose(Times(seconds=1.0, steps=1000, waiting=NONE, step_s=1e-3, device_s=2e-4))
+    assert text == "launch-bound: the device idles 80% of a step: larger batch or graph"
+
+
+def test_a_captured_step_is_never_launch_bound() -> None:
+    assert diagnose(Times(seconds=1.0, steps=1000, waiting=NONE, step_s=1e-3, device_s=2e-4, captured=True)) == []
+
+
+def test_a_run_without_a_step_has_no_diagnosis() -> None:
+    assert diagnose(Times(seconds=0.0, steps=0, waiting=NONE)) == []
+
+
+@pytest.mark.parametrize(
+    ("host_s", "copy_s", "device_s", "expected"),
+    [
+        (0.5, 0.0, None, (0.5, 0.0)),
+        (0.5, 0.4, None, (0.1, 0.4)),
+        (0.5, 0.0, 0.5, (0.5, 0.0)),  # starved: host and device waited together
+        (0.5, 0.0, 0.1, (0.1, 0.0)),  # the device had work for most of it
+        (0.0, 0.0, 0.3, (0.0, 0.3)),  # the host ran ahead, the stream waited for a copy
+        (0.5, 0.5, 0.5, (0.0, 0.5)),  # the host waited for the copy
+    ],
+)
+def test_waiting_is_split_by_what_the_device_saw(
+    host_s: float, copy_s: float, device_s: float | None, expected: tuple[float, float]
+) -> None:
+    assert split_wait(host_s, copy_s, device_s) == pytest.approx(expected)
+
+
+def test_clock_counts_training_alone_and_goes_on_after_a_resume() -> None:
+    clock = RunClock(torch.device("cpu"), object())
+    clock.go()
+    with clock.stepping(8):
+        time.sleep(0.02)
+    with clock.losing("logging"):
+        time.sleep(0.01)
+    clock.pause()
+    time.sleep(0.05)
+    assert 0.03 <= clock.seconds < 0.05
+    again = RunClock(torch.device("cpu"), object())
+    again.load(clock.as_state())
+    assert (again.samples, again.steps, again.seconds) == (8, 1, clock.seconds)
+    assert again.waiting == clock.waiting
+
+
+def test_a_step_is_timed_by_its_median() -> None:
+    found = time_step(lambda: time.sleep(0.01), torch.device("cpu"), captured=False, budget_s=0.05)
+    assert found.step_s == pytest.approx(0.01, rel=0.5)
+    assert found.device_s is None

@@ -1,0 +1,51 @@
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from brim.engine.train_config import TrainConfig, learning_rate_at, resolve_precision
+from brim.errors import ConfigError
+
+
+def test_learning_rate_rises_then_follows_a_cosine() -> None:
+    config = TrainConfig(learning_rate=0.4, warmup=0.2)
+    rates = [learning_rate_at(config, step, 10) for step in range(10)]
+    assert rates[:3] == pytest.approx([0.2, 0.4, 0.4])
+    assert rates[6] == pytest.approx(0.2 * (1 + math.cos(math.pi * 4 / 8)))
+    assert rates[2:] == sorted(rates[2:], reverse=True)
+    assert 0 < rates[-1] < 0.02
+
+
+def test_learning_rate_without_warmup_starts_at_its_height() -> None:
+    config = TrainConfig(learning_rate=0.4, warmup=0.0)
+    assert learning_rate_at(config, 0, 1) == 0.4
+    assert learning_rate_at(config, 100, 100) == pytest.approx(0.0)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"epochs": 0},
+        {"learning_rate": 0.0},
+        {"learning_rate": math.nan},
+        {"weight_decay": -1.0},
+        {"warmup": 1.0},
+        {"clip_norm": 0.0},
+        {"precision": "fp8"},
+        {"compile": "yes"},
+        {"early_stopping_patience": 0},
+        {"log_every": 0},
+        {"checkpoint_every_s": 0.0},
+        {"checkpoint_every_steps": 0},
+    ],
+)
+def test_values_that_cannot_work_are_named(change: dict[str, Any]) -> None:
+    (name,) = change
+    with pytest.raises(ConfigError, match=name):
+        TrainConfig(**change)
+
+
+def test_a_cpu_trains_in_fp32_unless_told() -> None:
+    cpu = torch.device("cpu")
+    assert (resolve_precision("auto", cpu), resolve_precision("bf16", cpu)) == ("fp32", "bf16")

@@ -1,0 +1,465 @@
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from brim.engine.checkpoint import load_checkpoint, load_weights
+from brim.engine.device import stream
+from brim.engine.memory import inject_oom
+from brim.engine.step import Stepper
+from brim.engine.trainer import TrainConfig, TrainProgress, summary_line, train
+from brim.errors import CheckpointError, ConfigError, DatasetError, OutOfMemory, TrainingDiverged
+
+CPU = torch.device("cpu")
+TRUTH = torch.tensor([1.0, -2.0, 3.0, 0.5])
+KEYS = {
+    "run", "epochs", "samples_per_s", "epoch_seconds", "tier", "ceiling_share", "busy_share", "waiting",
+    "best_val_loss", "peak_bytes", "joules_per_sample",
+}  # fmt: skip
+
+
+class Lines:
+    """A source of points on a plane, in an order of (seed, epoch)."""
+
+    def __init__(self, num_items: int = 100, batch_size: int = 16, wait_s: float = 0.0) -> None:
+        self.num_items, self.batch_size, self.wait_s = num_items, min(batch_size, num_items), wait_s
+        self.num_batches = -(-num_items // self.batch_size)
+        self.x = torch.randn(num_items, 4, generator=stream(1, "x", device=CPU))
+        self.y = self.x @ TRUTH + 0.25
+
+    def epoch(self, number: int, start_batch: int = 0) -> Iterator[dict[str, Tensor]]:
+        order = torch.randperm(self.num_items, generator=stream(2, number, device=CPU))
+        for part in order.split(self.batch_size)[start_batch:]:
+            time.sleep(self.wait_s)
+            yield {"x": self.x[part], "y": self.y[part]}
+
+
+def linear() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Linear(4, 1)
+
+
+def with_dropout() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 16), nn.BatchNorm1d(16), nn.Dropout(0.3), nn.ReLU(), nn.Linear(16, 1))
+
+
+def loss_fn(module: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    return (module(batch["x"]).squeeze(-1) - batch["y"]).square().mean()
+
+
+def noisy(batch: dict[str, Tensor], generator: torch.Generator) -> None:
+    batch["x"] += 0.01 * torch.randn(batch["x"].shape, generator=generator, device=batch["x"].device)
+
+
+def config(**changes: Any) -> TrainConfig:
+    few = TrainConfig(epochs=3, learning_rate=0.02, log_every=1, tensorboard=False, measure_ceiling=False)
+    return replace(few, **changes)
+
+
+def lines_of(out: Path, phase: str = "train") -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (out / phase / "metrics.jsonl").read_text().splitlines()]
+
+
+def losses_of(out: Path) -> list[tuple[int, float]]:
+    return [(line["step"], line["loss"]) for line in lines_of(out) if "loss" in line]
+
+
+def weights_of(module: nn.Module) -> list[Tensor]:
+    return [value.clone() for value in module.state_dict().values()]
+
+
+def same(first: nn.Module, second: nn.Module) -> bool:
+    return all(map(torch.equal, weights_of(first), weights_of(second)))
+
+
+def val_loss(module: nn.Module) -> dict[str, float]:
+    source = Lines()
+    return {"val_loss": float(loss_fn(module, {"x": source.x, "y": source.y}))}
+
+
+# Training
+
+
+def test_recovers_a_linear_regression(tmp_path: Path) -> None:
+    module = linear()
+    recipe = config(epochs=60, learning_rate=0.1, weight_decay=0.0, log_every=10)
+    report = train(module, loss_fn, Lines(), config=recipe, out=tmp_path, evaluate=val_loss)
+    assert torch.allclose(module.weight.squeeze(), TRUTH, atol=1e-3)
+    assert report.best_val_loss is not None
+    assert report.best_val_loss < 1e-5
+    assert (report.epochs, report.steps, report.tier, report.stopped) == (60, 420, "custom", False)
+    assert set(report.as_dict()) == KEYS
+    json.dumps(report.as_dict())
+
+
+def test_a_batch_larger_than_the_split_is_the_whole_split(tmp_path: Path) -> None:
+    report = train(linear(), loss_fn, Lines(10, batch_size=64), config=config(epochs=2), out=tmp_path)
+    assert report.steps == 2
+
+
+def test_logs_loss_learning_rate_and_validation(tmp_path: Path) -> None:
+    train(linear(), loss_fn, Lines(), config=config(log_every=3), out=tmp_path, evaluate=val_loss)
+    lines = lines_of(tmp_path)
+    assert [line["step"] for line in lines if "loss" in line] == [3, 6, 9, 12, 15, 18, 21]
+    assert [line["step"] for line in lines if "val_loss" in line] == [7, 14, 21]
+    assert {"step", "epoch", "loss", "lr", "samples_per_s"} <= set(lines[0])
+
+
+def test_tensorboard_events_are_written(tmp_path: Path) -> None:
+    pytest.importorskip("torch.utils.tensorboard", exc_type=ImportError)
+    train(linear(), loss_fn, Lines(), config=config(tensorboard=True), out=tmp_path)
+    assert list((tmp_path / "train" / "tensorboard").glob("events.*"))
+
+
+def test_missing_tensorboard_is_said_once_and_training_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    report = train(linear(), loss_fn, Lines(), config=config(tensorboard=True), out=tmp_path)
+    assert report.epochs == 3
+    assert caplog.text.count("no TensorBoard events") == 1
+
+
+def test_gradients_are_clipped_over_all_parameters() -> None:
+    module = linear()
+    stepper = Stepper(module, loss_fn, config=config(clip_norm=0.5), device=CPU)
+    source = Lines()
+    stepper.step({"x": source.x, "y": source.y}, 0, 1e-3)
+    norm = torch.stack([param.grad.norm() for param in module.parameters() if param.grad is not None]).norm()
+    assert norm == pytest.approx(0.5, rel=1e-4)
+
+
+def test_early_stopping_waits_for_its_patience(tmp_path: Path) -> None:
+    values = iter([3.0, 2.0, 2.5, 2.1, 9.0, 1.0])
+    recipe = config(epochs=6, early_stopping_patience=2)
+    report = train(
+        linear(), loss_fn, Lines(), config=recipe, out=tmp_path, evaluate=lambda _: {"val_loss": next(values)}
+    )
+    assert (report.epochs, report.best_val_loss, report.stopped_early) == (4, 2.0, True)
+
+
+def test_without_patience_all_epochs_are_trained(tmp_path: Path) -> None:
+    report = train(linear(), loss_fn, Lines(), config=config(), out=tmp_path, evaluate=lambda _: {"val_loss": 1.0})
+    assert (report.epochs, report.stopped_early) == (3, False)
+
+
+def test_best_weights_are_those_of_the_lowest_val_loss(tmp_path: Path) -> None:
+    seen: list[list[Tensor]] = []
+    values = iter([3.0, 1.0, 2.0])
+
+    def evaluate(module: nn.Module) -> dict[str, float]:
+        assert not module.training
+        seen.append(weights_of(module))
+        return {"val_loss": next(values)}
+
+    train(linear(), loss_fn, Lines(), config=config(), out=tmp_path, evaluate=evaluate)
+    module = linear()
+    assert load_weights(module, tmp_path)["epoch"] == 1
+    assert all(map(torch.equal, weights_of(module), seen[1]))
+    load_weights(module, tmp_path, which="last")
+    assert all(map(torch.equal, weights_of(module), seen[2]))
+
+
+def test_phases_share_a_run_directory(tmp_path: Path) -> None:
+    module = linear()
+    train(module, loss_fn, Lines(), config=config(epochs=1), out=tmp_path, phase="pretrain")
+    train(module, loss_fn, Lines(), config=config(epochs=2), out=tmp_path, phase="finetune")
+    assert (len(lines_of(tmp_path, "pretrain")), len(lines_of(tmp_path, "finetune"))) == (7, 14)
+    again = linear()
+    report = train(again, loss_fn, Lines(), config=config(epochs=1), out=tmp_path, phase="pretrain")
+    assert report.steps == 7
+    assert not same(again, module)
+
+
+def test_the_callers_random_stream_is_left_alone(tmp_path: Path) -> None:
+    module = with_dropout()
+    before = torch.get_rng_state()
+    train(module, loss_fn, Lines(), config=config(), out=tmp_path, transform=noisy)
+    assert torch.equal(before, torch.get_rng_state())
+
+
+def test_compile_that_fails_falls_back_and_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(*_: object, **__: object) -> None:
+        raise RuntimeError("no compiler here")
+
+    plain, module = with_dropout(), with_dropout()
+    train(plain, loss_fn, Lines(), config=config(), out=tmp_path / "plain")
+    monkeypatch.setattr(torch, "compile", broken)
+    report = train(module, loss_fn, Lines(), config=config(compile="compile"), out=tmp_path / "compiled")
+    assert caplog.text.count("no compiler here") == 1
+    assert report.step_kind == "eager"
+    assert same(plain, module)
+
+
+def test_graph_without_a_gpu_falls_back_and_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    report = train(linear(), loss_fn, Lines(), config=config(compile="graph"), out=tmp_path)
+    assert report.step_kind == "eager"
+    assert caplog.text.count("no CUDA graphs") == 1
+
+
+def test_bf16_trains_on_a_cpu(tmp_path: Path) -> None:
+    train(linear(), loss_fn, Lines(), config=config(precision="bf16", epochs=20), out=tmp_path)
+    assert losses_of(tmp_path)[-1][1] < losses_of(tmp_path)[0][1]
+
+
+# Stop, kill, resume
+
+
+@pytest.mark.parametrize("stop_at", [4, 7, 10])
+def test_a_stopped_run_ends_with_the_same_bits(tmp_path: Path, stop_at: int) -> None:
+    straight, first, second = with_dropout(), with_dropout(), with_dropout()
+    recipe = config(log_every=1)
+    options: dict[str, Any] = {"config": recipe, "evaluate": val_loss, "transform": noisy}
+    train(straight, loss_fn, Lines(), out=tmp_path / "straight", **options)
+    asked = iter(range(1, 100))
+    report = train(first, loss_fn, Lines(), out=tmp_path / "cut", stop=lambda: next(asked) >= stop_at, **options)
+    assert (report.stopped, report.steps) == (True, stop_at)
+    report = train(second, loss_fn, Lines(), out=tmp_path / "cut", **options)
+    assert (report.stopped, report.steps) == (False, 21)
+    assert same(straight, second)
+    assert losses_of(tmp_path / "straight") == losses_of(tmp_path / "cut")
+    val = [
+        [line["val_loss"] for line in lines_of(tmp_path / name) if "val_loss" in line] for name in ("straight", "cut")
+    ]
+    assert val[0] == val[1]
+
+
+def test_means_between_log_points_survive_a_stop(tmp_path: Path) -> None:
+    recipe = config(log_every=5)
+    train(with_dropout(), loss_fn, Lines(), config=recipe, out=tmp_path / "straight")
+    asked = iter(range(1, 100))
+    train(with_dropout(), loss_fn, Lines(), config=recipe, out=tmp_path / "cut", stop=lambda: next(asked) >= 8)
+    train(with_dropout(), loss_fn, Lines(), config=recipe, out=tmp_path / "cut")
+    assert losses_of(tmp_path / "straight") == losses_of(tmp_path / "cut")
+
+
+KILLED = """
+import sys
+sys.path.insert(0, {tests!r})
+import test_trainer as t
+recipe = t.config(epochs=4, checkpoint_every_steps=5)
+t.train(t.with_dropout(), t.loss_fn, t.Lines(wait_s=0.02), config=recipe, out={out!r}, evaluate=t.val_loss)
+"""
+
+
+def test_a_killed_run_ends_with_the_same_bits(tmp_path: Path) -> None:
+    recipe = config(epochs=4, checkpoint_every_steps=5)
+    straight, resumed = with_dropout(), with_dropout()
+    train(straight, loss_fn, Lines(), config=recipe, out=tmp_path / "straight", evaluate=val_loss)
+    out = tmp_path / "killed"
+    code = KILLED.format(tests=str(Path(__file__).parent), out=str(out))
+    child = subprocess.Popen([sys.executable, "-c", code])
+    deadline_s = time.monotonic() + 50
+    while not (out / "train/last").is_dir() or len(lines_of(out)) < 9:
+        assert child.poll() is None, "the run ended before it was killed"
+        assert time.monotonic() < deadline_s
+        time.sleep(0.005)
+    os.kill(child.pid, signal.SIGKILL)
+    child.wait()
+    assert load_checkpoint(out / "train/last")[1]["step"] < 28
+    train(resumed, loss_fn, Lines(), config=recipe, out=out, evaluate=val_loss)
+    assert same(straight, resumed)
+    assert losses_of(tmp_path / "straight") == losses_of(out)
+
+
+def test_a_finished_run_is_not_trained_again(tmp_path: Path) -> None:
+    first, again = linear(), linear()
+    train(first, loss_fn, Lines(), config=config(), out=tmp_path, evaluate=val_loss)
+    report = train(again, loss_fn, Lines(), config=config(), out=tmp_path, evaluate=val_loss)
+    assert (report.steps, len(losses_of(tmp_path))) == (21, 21)
+    assert report.samples_per_s > 0
+    assert same(first, again)
+
+
+def test_without_resume_a_run_is_not_overwritten(tmp_path: Path) -> None:
+    train(linear(), loss_fn, Lines(), config=config(), out=tmp_path)
+    with pytest.raises(CheckpointError, match="resume it or choose another"):
+        train(linear(), loss_fn, Lines(), config=config(), out=tmp_path, resume=False)
+
+
+@pytest.mark.parametrize(
+    ("source", "changes", "match"),
+    [
+        (Lines(), {"learning_rate": 0.5}, "learning_rate was 0.02 and is 0.5"),
+        (Lines(), {"seed": 9}, "seed was 0 and is 9"),
+        (Lines(90), {}, "num_items was 100 and is 90"),
+    ],
+)
+def test_resume_refuses_another_run(tmp_path: Path, source: Lines, changes: dict[str, Any], match: str) -> None:
+    train(linear(), loss_fn, Lines(), config=config(), out=tmp_path)
+    with pytest.raises(CheckpointError, match=match):
+        train(linear(), loss_fn, source, config=config(**changes), out=tmp_path)
+
+
+def test_a_checkpoint_of_another_model_names_the_first_difference(tmp_path: Path) -> None:
+    train(linear(), loss_fn, Lines(), config=config(), out=tmp_path)
+    with pytest.raises(CheckpointError, match=r'"weight" is float32 \[1, 4\] in the checkpoint and float32 \[2, 4\]'):
+        train(nn.Linear(4, 2), loss_fn, Lines(), config=config(), out=tmp_path)
+
+
+def test_progress_is_told_and_time_is_counted(tmp_path: Path) -> None:
+    told: list[tuple[float, TrainProgress]] = []
+    train(
+        linear(), loss_fn, Lines(wait_s=0.1), config=config(epochs=2), out=tmp_path,
+        progress=lambda at: told.append((time.monotonic(), at)),
+    )  # fmt: skip
+    times_s = [at for at, _ in told]
+    assert max(late - early for early, late in pairwise(times_s)) < 1.0
+    assert (told[-1][1].step, told[-1][1].steps) == (14, 14)
+
+
+# What goes wrong
+
+
+def broken_at(step: int, field: str | None = None) -> Any:
+    class Broken(Lines):
+        def epoch(self, number: int, start_batch: int = 0) -> Iterator[dict[str, Tensor]]:
+            for index, batch in enumerate(super().epoch(number, start_batch), start_batch):
+                if field and number * self.num_batches + index == step:
+                    batch[field][0] = torch.nan
+                yield batch
+
+    return Broken()
+
+
+def test_nan_in_the_data_names_step_and_field_and_keeps_the_checkpoint(tmp_path: Path) -> None:
+    recipe = config(checkpoint_every_steps=5)
+    with pytest.raises(TrainingDiverged, match=r'step 8 \(epoch 1, batch 1\): field "y".*checkpoint of step 5 stays'):
+        train(linear(), loss_fn, broken_at(8, "y"), config=recipe, out=tmp_path)
+    groups, state = load_checkpoint(tmp_path / "train/last")
+    assert state["step"] == 5
+    assert all(bool(tensor.isfinite().all()) for tensor in groups["model"].values())
+
+
+def test_divergence_with_finite_inputs_blames_the_learning_rate(tmp_path: Path) -> None:
+    recipe = config(learning_rate=1e25, clip_norm=None, epochs=30)
+    with pytest.raises(TrainingDiverged, match=r"learning rate .* is likely too high"):
+        train(linear(), loss_fn, Lines(), config=recipe, out=tmp_path)
+
+
+def test_a_transform_that_makes_nan_is_named(tmp_path: Path) -> None:
+    def spoil(batch: dict[str, Tensor], generator: torch.Generator) -> None:
+        batch["x"].log_()
+
+    with pytest.raises(TrainingDiverged, match='transform makes NaN or Inf of field "x"'):
+        train(linear(), loss_fn, Lines(), config=config(), out=tmp_path, transform=spoil)
+
+
+def test_weights_that_are_not_finite_are_never_written(tmp_path: Path) -> None:
+    def explode(module: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        loss = loss_fn(module, batch)
+        if module.training and state["step"] == 6:  # a finite loss with an infinite gradient
+            loss = loss + (next(module.parameters()).sum() * 0).sqrt().nan_to_num()
+        state["step"] += 1
+        return loss
+
+    state = {"step": 0}
+    with pytest.raises(TrainingDiverged, match="a weight is NaN or Inf at step 6"):
+        train(linear(), explode, Lines(), config=config(checkpoint_every_steps=1, clip_norm=None), out=tmp_path)
+    assert load_checkpoint(tmp_path / "train/last")[1]["step"] == 6
+
+
+def test_out_of_memory_halves_the_micro_batch_and_keeps_the_effective_batch(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    whole, parts = linear(), linear()
+    train(whole, loss_fn, Lines(), config=config(), out=tmp_path / "whole")
+    with inject_oom(above=5):
+        report = train(parts, loss_fn, Lines(), config=config(), out=tmp_path / "parts")
+    assert report.micro_batch == 4
+    assert caplog.text.count("did not fit") == 1
+    for mine, other in zip(weights_of(whole), weights_of(parts), strict=True):
+        assert torch.allclose(mine, other, atol=1e-5)
+    pairs = zip(losses_of(tmp_path / "whole"), losses_of(tmp_path / "parts"), strict=True)
+    assert all(mine[1] == pytest.approx(other[1], rel=1e-4) for mine, other in pairs)
+
+
+def test_a_single_item_that_does_not_fit_is_an_error(tmp_path: Path) -> None:
+    with inject_oom(above=0), pytest.raises(OutOfMemory, match="single item"):
+        train(linear(), loss_fn, Lines(), config=config(), out=tmp_path)
+
+
+def test_a_source_that_ends_early_is_an_error(tmp_path: Path) -> None:
+    source = Lines()
+    source.num_batches += 1
+    with pytest.raises(DatasetError, match="ended epoch 0 after 7 of 8 batches"):
+        train(linear(), loss_fn, source, config=config(), out=tmp_path)
+
+
+def test_misuse_is_a_clear_error(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="needs evaluate"):
+        train(linear(), loss_fn, Lines(), config=config(early_stopping_patience=1), out=tmp_path)
+    with pytest.raises(ConfigError, match="expected a scalar"):
+        train(linear(), lambda module, batch: module(batch["x"]), Lines(), config=config(), out=tmp_path)
+    with pytest.raises(ConfigError, match="val_loss"):
+        train(linear(), loss_fn, Lines(), config=config(), out=tmp_path, evaluate=lambda _: {"loss": 1.0})
+    with pytest.raises(ConfigError, match="no trainable parameters"):
+        train(nn.ReLU(), loss_fn, Lines(), config=config(), out=tmp_path)
+    with pytest.raises(ConfigError, match="fp16"):
+        train(linear(), loss_fn, Lines(), config=config(precision="fp16"), out=tmp_path)
+
+
+# Measuring
+
+
+def test_measuring_the_ceiling_changes_no_bit(tmp_path: Path) -> None:
+    measured, plain = with_dropout(), with_dropout()
+    report = train(measured, loss_fn, Lines(), config=config(measure_ceiling=True), out=tmp_path / "a", transform=noisy)
+    train(plain, loss_fn, Lines(), config=config(), out=tmp_path / "b", transform=noisy)
+    assert same(measured, plain)
+    assert report.ceiling_share is not None
+    assert 0 < report.ceiling_share < 2
+
+
+def test_a_starved_loader_is_named(tmp_path: Path) -> None:
+    report = train(linear(), loss_fn, Lines(wait_s=0.02), config=config(measure_ceiling=True), out=tmp_path)
+    assert report.diagnosis[0].startswith("data:")
+    assert report.waiting["data"] > 0.4
+    assert report.busy_share < 0.3
+    assert report.ceiling_share is not None
+    assert report.ceiling_share < 0.3
+
+
+def test_a_slow_copy_is_named(tmp_path: Path) -> None:
+    class SlowCopy(Lines):
+        copy_s = 0.0
+
+        def epoch(self, number: int, start_batch: int = 0) -> Iterator[dict[str, Tensor]]:
+            for batch in super().epoch(number, start_batch):
+                time.sleep(0.02)
+                self.copy_s += 0.02
+                yield batch
+
+    report = train(linear(), loss_fn, SlowCopy(), config=config(), out=tmp_path)
+    assert report.diagnosis[0].startswith("copy:")
+    assert report.waiting["copy"] == pytest.approx(21 * 0.02, rel=0.05)
+    assert report.waiting["data"] < 0.1
+
+
+def test_checkpoints_written_too_often_are_named(tmp_path: Path) -> None:
+    report = train(linear(), loss_fn, Lines(), config=config(checkpoint_every_steps=1), out=tmp_path)
+    assert report.diagnosis[0].startswith("checkpoint:")
+
+
+def test_the_last_line_says_it_all(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "brim")
+    report = train(linear(), loss_fn, Lines(), config=config(), out=tmp_path)
+    line = summary_line(report)
+    assert line in caplog.text
+    for word in ("samples/s", "busy", "ceiling", "data", "copy", "host_sync", "logging", "checkpoint", "peak"):
+        assert word in line
