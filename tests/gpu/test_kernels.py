@@ -1,5 +1,7 @@
 """The GPU path against the torch path, and against itself in other batches."""
 
+import gc
+
 import numpy as np
 import pytest
 import torch
@@ -101,10 +103,12 @@ def test_out_of_memory_halves_the_batch_and_loses_nothing(tmp_path) -> None:
 
 
 def test_memory_stays_under_the_cap(tmp_path) -> None:
+    gc.collect()  # what other tests left on the device counts as in use
     torch.cuda.empty_cache()
-    report = generate(preset("production"), tmp_path / "a", 600, device="cuda:0", memory=2**30)
+    before = torch.cuda.memory_allocated()
+    report = generate(preset("production"), tmp_path / "a", 600, device="cuda:0", memory=before + 2**30)
     assert report.accepted == 600
-    assert report.peak_bytes <= 2**30
+    assert report.peak_bytes <= before + 2**30
 
 
 def test_iq_is_stored_in_physical_units(tmp_path) -> None:

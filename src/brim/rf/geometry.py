@@ -4,7 +4,9 @@ Axes: B samples, R receivers (always last, so that reductions add in one order w
 """
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 F64 = NDArray[np.float64]
 B1 = NDArray[np.bool_]
@@ -60,3 +62,43 @@ def gdop(east: F64, north: F64, mask: B1) -> F64:
     return np.where(
         singular, np.inf, np.sqrt(np.where(singular, 1.0, c_ee + c_nn + c_tt) / np.where(singular, 1.0, det))
     )
+
+
+def to_local(place: Tensor, origin: Tensor) -> Tensor:
+    """East, north, up in metres of points seen from an origin, on the device of the points.
+
+    place   (..., 3)  float64  lat, lon in degrees, alt in metres
+    origin  (..., 3)  float64  likewise; the arguments broadcast
+    """
+    off = _ecef(place) - _ecef(origin)
+    return (off[..., None, :] * _axes(origin)).sum(-1)
+
+
+def from_local(local: Tensor, origin: Tensor) -> Tensor:
+    """Latitude, longitude and altitude of points given as east, north, up: the inverse of `to_local`."""
+    x, y, z = (_ecef(origin) + (local[..., :, None] * _axes(origin)).sum(-2)).unbind(-1)
+    level = torch.hypot(x, y)
+    lat = torch.atan2(z, level * (1 - _E2))
+    for _ in range(4):  # each step gains three digits and more near the ground
+        sin = torch.sin(lat)
+        lat = torch.atan2(z + _E2 * _SEMI_MAJOR_M / torch.sqrt(1 - _E2 * sin * sin) * sin, level)
+    sin, cos = torch.sin(lat), torch.cos(lat)
+    alt = level * cos + z * sin - _SEMI_MAJOR_M * torch.sqrt(1 - _E2 * sin * sin)
+    return torch.stack([torch.rad2deg(lat), torch.rad2deg(torch.atan2(y, x)), alt], -1)
+
+
+def _ecef(place: Tensor) -> Tensor:
+    """`ecef` for tensors (..., 3)."""
+    phi, lam, alt = torch.deg2rad(place[..., 0]), torch.deg2rad(place[..., 1]), place[..., 2]
+    sin, cos = torch.sin(phi), torch.cos(phi)
+    radius = _SEMI_MAJOR_M / torch.sqrt(1 - _E2 * sin * sin)
+    around = (radius + alt) * cos
+    return torch.stack([around * torch.cos(lam), around * torch.sin(lam), (radius * (1 - _E2) + alt) * sin], -1)
+
+
+def _axes(origin: Tensor) -> Tensor:
+    """(..., 3, 3) unit vectors east, north and up as rows, in Earth-centred coordinates."""
+    phi, lam = torch.deg2rad(origin[..., 0]), torch.deg2rad(origin[..., 1])
+    sp, cp, sl, cl = torch.sin(phi), torch.cos(phi), torch.sin(lam), torch.cos(lam)
+    rows = (-sl, cl, 0 * sl, -sp * cl, -sp * sl, cp, cp * cl, cp * sl, sp)
+    return torch.stack(rows, -1).reshape(*phi.shape, 3, 3)

@@ -3,9 +3,13 @@
 Knows no dataset. Light and dark follow the reader's setting; charts are inline SVG from `svg.py`.
 """
 
+import secrets
+from contextlib import suppress
 from html import escape
+from pathlib import Path
 from typing import Any
 
+from brim.errors import StorageError
 from brim.rf.svg import tick_text
 
 
@@ -17,6 +21,19 @@ def document(title: str, body: str) -> str:
         f"<title>{escape(title)}</title>\n<style>{_STYLE}</style>\n</head>\n"
         f"<body>\n<main>\n{body}\n</main>\n</body>\n</html>\n"
     )
+
+
+def write_page(file: Path, text: str) -> None:
+    """Write a page whole or not at all."""
+    temporary = file.parent / f".{file.name}.{secrets.token_hex(4)}.tmp"
+    try:
+        temporary.write_text(text, encoding="utf-8", errors="replace")
+        temporary.replace(file)
+    except OSError as failure:
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        reason = failure.strerror or str(failure)
+        raise StorageError(f"report {file}: cannot write, {reason}; choose another --report FILE.html") from failure
 
 
 def tiles(entries: list[tuple[str, str, str]]) -> str:
@@ -56,7 +73,7 @@ def table(rows: list[list[Any]], head: list[str] | None = None) -> str:
 
 def number(value: float | None) -> str:
     """Three digits, or all of a whole number, with thin spaces between thousands."""
-    if value is None:
+    if value is None or value != value:
         return "–"
     text = f"{value:,.0f}" if abs(value) >= 999.5 or value == round(value) else f"{value:.3g}"
     return text.replace(",", "\u202f").replace("-", "−")
@@ -106,10 +123,10 @@ def plain(value: Any) -> str:
 
 _STYLE = """
 :root{color-scheme:light dark;--page:#f6f6f3;--card:#fff;--ink:#14140f;--soft:#56554f;--faint:#8b8a83;--grid:#e6e5df;
---edge:#dddcd5;--a:#2a78d6;--b:#e2571e;--c:#1baf7a;--d:#eda100;
+--edge:#dddcd5;--a:#2a78d6;--b:#e2571e;--c:#1baf7a;--d:#eda100;--e:#8250c8;
 --s0:#9cc5f5;--s1:#5d9fea;--s2:#2a78d6;--s3:#1a569f;--s4:#0c2f5e;--site:#e2571e;--band:#2a78d61a}
 @media (prefers-color-scheme:dark){:root{--page:#0e0e0d;--card:#191918;--ink:#f7f7f4;--soft:#c3c2b7;--faint:#8f8e86;
---grid:#2b2b29;--edge:#30302d;--a:#4a93ec;--b:#f0743c;--c:#1fa876;--d:#d39a1a;
+--grid:#2b2b29;--edge:#30302d;--a:#4a93ec;--b:#f0743c;--c:#1fa876;--d:#d39a1a;--e:#a986e8;
 --s0:#2a5ea8;--s1:#3d80d6;--s2:#6aa8f2;--s3:#a5cbf8;--s4:#e3effd;--site:#f0743c;--band:#4a93ec2b}}
 *{box-sizing:border-box}
 body{margin:0;background:var(--page);color:var(--ink);font:15px/1.5 system-ui,-apple-system,"Segoe UI",sans-serif}
@@ -147,6 +164,10 @@ svg .dots.site{fill:none;stroke:var(--site);stroke-width:2.5;stroke-opacity:.6}
 .fill.a,.key.a{fill:var(--a);background:var(--a)}.line.a{stroke:var(--a)}
 .fill.b,.key.b{fill:var(--b);background:var(--b)}.line.b{stroke:var(--b)}
 .fill.c,.key.c{fill:var(--c);background:var(--c)}.fill.d,.key.d{fill:var(--d);background:var(--d)}
+.key.e{background:var(--e)}.line.c{stroke:var(--c)}.line.d{stroke:var(--d)}.line.e{stroke:var(--e)}
+.dots.a{stroke:var(--a)}.dots.b{stroke:var(--b)}.dots.c{stroke:var(--c)}.a{--k:var(--a)}.c{--k:var(--c)}
+svg .dots.fine{stroke-width:3.4;stroke-opacity:.6}svg .line.thin{stroke-width:1;stroke-opacity:.75}
+svg .line.off{stroke:var(--soft);stroke-width:1;stroke-opacity:.7}svg .tick{stroke:var(--ink);stroke-width:1.5}
 .s0{stroke:var(--s0);--k:var(--s0)}.s1{stroke:var(--s1);--k:var(--s1)}.s2{stroke:var(--s2);--k:var(--s2)}
 .s3{stroke:var(--s3);--k:var(--s3)}.s4{stroke:var(--s4);--k:var(--s4)}.site{--k:var(--site)}
 .legend{display:flex;flex-wrap:wrap;gap:4px 16px;margin:8px 0 0;padding:0;list-style:none;color:var(--soft);
@@ -154,6 +175,9 @@ font-size:13px}
 .legend li{display:flex;align-items:center;gap:6px;white-space:nowrap}
 .key{width:12px;height:12px;border-radius:3px;flex:none}
 .key.stroke{height:3px}
+.key.rule{width:18px;height:0;border-top:2px dashed var(--faint);border-radius:0}
+.key.off{height:2px;background:var(--soft)}.key.ring{background:none;border:1.5px solid var(--c);border-radius:50%}
+.key.tick{width:2px;background:var(--ink);border-radius:0}
 .key.dot{width:9px;height:9px;border-radius:50%;background:var(--k)}
 .key.tri{background:var(--site);border-radius:0;clip-path:polygon(50% 0,100% 100%,0 100%)}
 summary{cursor:pointer;font-weight:600}
@@ -161,6 +185,8 @@ summary{cursor:pointer;font-weight:600}
 table{border-collapse:collapse;font-size:13px;align-self:start}
 th,td{text-align:left;font-weight:400;padding:3px 18px 3px 0;border-bottom:1px solid var(--grid);overflow-wrap:anywhere}
 th{color:var(--soft)}
+.wide{overflow-x:auto}.wide table{width:100%}.wide th,.wide td{white-space:nowrap}
+#baselines{margin-bottom:16px}
 @media (max-width:560px){main{padding:18px 12px 32px}.card{padding:14px 12px}
 svg text{font-size:15px}svg .name{font-size:15px}
 .tiles{grid-template-columns:repeat(2,1fr)}}

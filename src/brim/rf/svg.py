@@ -56,6 +56,13 @@ class Axis:
             return cls.logarithmic(low, high)
         return cls.linear(low, high)
 
+    @classmethod
+    def spanning(cls, *values: Values, margin: float = 1.15) -> Self:
+        """Logarithmic, around all positive values but the outermost thousandths, with a margin."""
+        known = np.concatenate([np.empty(0), *(v[np.isfinite(v) & (v > 0)] for v in values)])
+        low, high = np.quantile(known, [0.001, 0.999]) if len(known) else (1.0, 10.0)
+        return cls.logarithmic(float(low) / margin, float(high) * margin)
+
     def share(self, value: Any) -> Any:
         """Where values lie between the ends, 0 to 1."""
         if self.log:
@@ -106,6 +113,13 @@ class Plot:
         up = np.clip(self.at_y(y), _TOP, self.height - _BOTTOM)
         points = " ".join(f"{a:.1f},{b:.1f}" for a, b in zip(across, up, strict=True))
         self.marks.append(f'<polyline class="line {series}" points="{points}"/>')
+
+    def dots(self, x: Values, y: Values, series: str) -> None:
+        """Points as one path; those beyond the axes lie on them."""
+        across = np.clip(self.at_x(x), _LEFT, WIDTH - _RIGHT)
+        up = np.clip(self.at_y(y), _TOP, self.height - _BOTTOM)
+        path = "".join(f"M{a:.1f} {b:.1f}h0" for a, b in zip(across, up, strict=True))
+        self.marks.append(f'<path class="dots {series}" d="{path}"/>')
 
     def band(self, low: float, high: float, label: str) -> None:
         """Shade a range of x and name it."""
@@ -171,9 +185,16 @@ def tick_text(value: float) -> str:
 
 
 def stacked_bars(
-    rows: Sequence[tuple[str, Sequence[float], str]], series: Sequence[str], limit: float, title: str
+    rows: Sequence[tuple[str, Sequence[float], str]],
+    series: Sequence[str],
+    limit: float,
+    title: str,
+    ticks: Sequence[float] = (),
 ) -> str:
-    """Horizontal bars with a name above and a value at the end: (name, lengths by series, value in words)."""
+    """Horizontal bars with a name above and a value at the end: (name, lengths by series, value in words).
+
+    ticks are marked across every bar, to compare with.
+    """
     marks, wide, step = [], WIDTH, 46.0
     for number, (name, lengths, value) in enumerate(rows):
         top, x = number * step, 0.0
@@ -188,6 +209,8 @@ def stacked_bars(
                     f'<rect class="fill {kind}" x="{x:.1f}" y="{top + 21:.0f}" width="{shown:.1f}" height="12" rx="3"/>'
                 )
             x += part
+        path = "".join(f"M{tick / limit * wide:.1f} {top + 18:.0f}v18" for tick in ticks)
+        marks += [f'<path class="tick" d="{path}"/>'] if path else []
     return drawing(len(rows) * step - 6, marks, title)
 
 
@@ -223,6 +246,11 @@ class Frame:
         x = _LEFT + (np.asarray(lon) - self.west) * self.per_deg_lon
         return x, _TOP + self.height - (np.asarray(lat) - self.south) * self.per_deg_lat
 
+    def holds(self, lat: Any, lon: Any) -> Any:
+        """Whether points lie on the map."""
+        x, y = self.at(lat, lon)
+        return (x > _LEFT) & (x < WIDTH - _RIGHT) & (y > _TOP) & (y < _TOP + self.height)
+
     def graticule(self) -> list[str]:
         """Parallels and meridians at round degrees, with their names at the left and below."""
         wide = WIDTH - _LEFT - _RIGHT
@@ -251,13 +279,19 @@ class Frame:
         path = "".join(f"M{a:.1f} {b:.1f}h0" for a, b in zip(x, y, strict=True))
         return f'<path class="dots {kind}" d="{path}"/>'
 
+    def paths(self, lat: Values, lon: Values, kind: str) -> str:
+        """Lines through points: (lines, points) each, all in one path."""
+        x, y = self.at(lat, lon)
+        joined = ("L".join(f"{a:.1f} {b:.1f}" for a, b in zip(*line, strict=True)) for line in zip(x, y, strict=True))
+        return f'<path class="line {kind}" d="{"".join(f"M{points}" for points in joined)}"/>'
+
     def sites(self, lat: Values, lon: Values, names: Sequence[str]) -> list[str]:
-        """Triangles, each with its name beside it where that touches no other."""
+        """Triangles, each with its name beside it where that touches no other; a name may be empty."""
         x, y = (np.asarray(v, np.float64) for v in self.at(lat, lon))
         towns = []
         taken = [(a - 7, b - 8, a + 7, b + 6) for a, b in zip(x, y, strict=True)]
         for a, b, name in zip(x, y, names, strict=True):
-            spot = self._free_spot(float(a), float(b), _CHARACTER * len(name), taken)
+            spot = self._free_spot(float(a), float(b), _CHARACTER * len(name), taken) if name else None
             if spot is not None:
                 anchor, at_x, at_y, area = spot
                 taken.append(area)

@@ -1,0 +1,282 @@
+"""Metrics against distributions whose answers are known; GeoJSON and observations against their descriptions."""
+
+import json
+import math
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+import torch
+from gaussian_rows import EXACT, PRODUCTION, gaussian_rows
+from geographiclib.geodesic import Geodesic
+
+from brim.errors import ConfigError
+from brim.rf.config import preset
+from brim.rf.evaluate import (
+    baselines,
+    breakdown,
+    coverage,
+    ellipse_scale,
+    evaluate,
+    geojson,
+    mahalanobis,
+    metrics,
+    parse_observations,
+    read_observations,
+)
+from brim.rf.features import F
+from brim.rf.locate import geographic, observe, solve, target
+from brim.rf.model import prepare, solver_estimate
+
+KEYS = {"median_error_m", "mean_error_m", "p95_error_m", "crlb_ratio", "coverage"}
+SPREAD = torch.tensor([[300.0, 0.0], [200.0, 90.0]], dtype=torch.float64)
+
+
+def normal(num, seed=1):
+    """Positions at 0 with errors of the covariance SPREAD @ SPREADᵀ."""
+    rng = torch.Generator().manual_seed(seed)
+    true = torch.randn(num, 2, dtype=torch.float64, generator=rng) @ SPREAD.mT
+    return torch.zeros(num, 2), (SPREAD @ SPREAD.mT).expand(num, 2, 2), true
+
+
+@pytest.fixture(scope="module")
+def rows():
+    return gaussian_rows(attempts=150)
+
+
+@pytest.fixture(scope="module")
+def report(rows):
+    return evaluate(solver_estimate(prepare(rows, PRODUCTION, EXACT)), rows, PRODUCTION, EXACT)
+
+
+# Metrics
+
+
+def test_coverage_of_the_right_covariance_is_nominal():
+    for level, share in coverage(*normal(40_000)).items():
+        assert share == pytest.approx(int(level) / 100, abs=0.01)
+
+
+def test_coverage_of_half_the_ellipse_is_the_rayleigh_distributions():
+    position, covariance, true = normal(40_000)
+
+    # P(m² ≤ −2 ln(1 − p) / 4) = 1 − (1 − p)^¼
+    for level, share in coverage(position, covariance / 4, true).items():
+        assert share == pytest.approx(1 - (1 - int(level) / 100) ** 0.25, abs=0.01)
+
+
+def test_ellipse_scale_is_the_textbooks():
+    assert [ellipse_scale(p) for p in (0.5, 0.9, 0.95)] == pytest.approx([1.1774, 2.1460, 2.4477], abs=1e-4)
+
+
+def test_mahalanobis_is_the_quadratic_form():
+    position, covariance, true = normal(50)
+    expected = torch.stack([t @ torch.linalg.inv(c) @ t for t, c in zip(true, covariance, strict=True)])
+
+    assert mahalanobis(position, covariance, true) == pytest.approx(expected, rel=1e-9)
+
+
+def test_errors_and_ratios_of_a_hand_made_case():
+    true = torch.tensor([[3.0, 4.0]] * 99 + [[300.0, 400.0]])
+    found = metrics(torch.zeros(100, 2), torch.eye(2).expand(100, 2, 2), true, torch.full((100,), 5.0))
+
+    assert found["median_error_m"] == pytest.approx(5)
+    assert found["mean_error_m"] == pytest.approx(9.95)
+    assert found["crlb_ratio"] == pytest.approx(math.sqrt((99 + 10_000) / 100))
+    assert found["crlb_ratio_trimmed"] == pytest.approx(1)
+    assert found["crlb_ratio_median"] == pytest.approx(1)
+
+
+def test_one_sample_can_be_evaluated_and_none_is_an_error():
+    position, covariance, true = normal(1)
+    assert metrics(position, covariance, true, torch.ones(1))["mean_error_m"] > 0
+
+    with pytest.raises(ConfigError, match="no samples"):
+        metrics(position[:0], covariance[:0], true[:0], torch.ones(0))
+
+
+def test_report_has_the_agreed_keys_and_is_json(report):
+    assert set(report) >= KEYS | {"baselines"}
+    assert set(report["coverage"]) == {"50", "90", "95"}
+    assert set(report["baselines"]) == {"centroid", "strength", "arrival_strength"}
+    assert all(set(one) >= KEYS for one in report["baselines"].values())
+    assert json.loads(json.dumps(report, allow_nan=False)) == report
+
+
+def test_report_of_the_solver_is_that_of_its_baseline(report):
+    assert report["median_error_m"] == pytest.approx(
+        report["baselines"]["arrival_strength"]["median_error_m"], rel=1e-3
+    )
+
+
+def test_groups_hold_every_sample_once(report, rows):
+    for name in ("coverage_by_arrival_sigma", "coverage_by_gdop", "error_by_snr_db", "error_by_receivers"):
+        assert sum(group["samples"] for group in report[name].values()) == len(rows["present"])
+    thirds = [group["samples"] for group in report["coverage_by_gdop"].values()]
+    assert max(thirds) - min(thirds) <= 1
+
+
+def test_errors_grow_with_gdop(report):
+    by = report["coverage_by_gdop"]
+
+    assert by["low"]["median_error_m"] < by["middle"]["median_error_m"] < by["high"]["median_error_m"]
+
+
+def test_samples_are_grouped_by_their_receivers(rows):
+    position, covariance, true = normal(len(rows["present"]))
+    groups = breakdown(position, covariance, true, rows)["error_by_receivers"]
+
+    assert {int(n): g["samples"] for n, g in groups.items()} == {
+        n: int((rows["present"].sum(-1) == n).sum()) for n in rows["present"].sum(-1).unique().tolist()
+    }
+
+
+def test_baselines_do_not_depend_on_how_they_are_batched(rows):
+    seen = observe(rows, PRODUCTION, EXACT)
+
+    assert baselines(rows, PRODUCTION, EXACT)["arrival_strength"].position_en == pytest.approx(
+        solve(seen).position, abs=0.05
+    )
+
+
+# GeoJSON
+
+
+def test_geojson_has_a_point_and_three_closed_rings_around_it(rows):
+    batch = prepare(rows, PRODUCTION, EXACT)
+    found = solver_estimate(batch)
+    features = geojson(found.position_en[:2], found.covariance[:2], found.origin[:2], ["a", "b"])["features"]
+    place = geographic(found.position_en[:1], found.origin[:1])[0]
+
+    assert [f["geometry"]["type"] for f in features] == ["Point", "Polygon", "Polygon", "Polygon"] * 2
+    assert features[0]["geometry"]["coordinates"] == pytest.approx([float(place[1]), float(place[0])])
+    assert [f["properties"].get("probability") for f in features[:4]] == [None, 0.5, 0.9, 0.95]
+    for feature in features[1:4]:
+        (ring,) = feature["geometry"]["coordinates"]
+        assert ring[0] == ring[-1]
+        assert len(ring) == 65
+        assert sum(a[0] * b[1] - b[0] * a[1] for a, b in pairwise(ring)) > 0  # counter-clockwise
+
+
+def test_ellipse_has_its_size_on_the_ground():
+    covariance = torch.diag(torch.tensor([1_000.0**2, 200.0**2])).expand(1, 2, 2)
+    origin = torch.tensor([[45.0, 8.0, 300.0]])
+    point, _, _, wide = geojson(torch.zeros(1, 2), covariance, origin)["features"]
+    lon, lat = point["geometry"]["coordinates"]
+    far = [Geodesic.WGS84.Inverse(lat, lon, y, x)["s12"] for x, y in wide["geometry"]["coordinates"][0]]
+
+    assert max(far) == pytest.approx(1_000 * ellipse_scale(0.95), rel=1e-3)
+    assert min(far) == pytest.approx(200 * ellipse_scale(0.95), rel=1e-3)
+
+
+# Observations
+
+
+def observation(rows, n=0, **changes):
+    """One sample as JSON with strength and arrival differences alone."""
+    stations = [
+        {
+            "name": f"S{r}",
+            **dict(zip(("lat", "lon", "alt"), rows["receivers"][n, r].tolist(), strict=True)),
+            "rssi_dbm": float(rows["features"][n, r, F["rssi_dbm"], 0]),
+            "arrival_difference_us": float(rows["features"][n, r, F["arrival_difference_us"], 0]),
+        }
+        for r in range(rows["present"].shape[1])
+        if rows["present"][n, r]
+    ]
+    return {"id": f"case {n}", "stations": stations} | changes
+
+
+def test_observations_are_located_like_the_rows_they_came_from(rows):
+    config = replace(PRODUCTION, min_snr_db=30.0)  # strong signals: rssi is the signal's strength
+    strong = gaussian_rows(config, attempts=40, noisy=False, level=True)
+    names, parsed = parse_observations({"observations": [observation(strong, n) for n in range(10)]}, config)
+    seen = observe(parsed, config)
+    true = target({"transmitter": strong["transmitter"][:10]}, seen.origin, config)
+
+    assert names == [f"case {n}" for n in range(10)]
+    assert float((solve(seen).position - true).norm(dim=-1).median()) < 60  # the strength's bias of fading is assumed
+
+
+def test_features_by_name_with_statistics_equal_the_dataset(rows):
+    one = observation(rows)
+    for r, station in enumerate(one["stations"]):
+        values = {
+            name: dict(zip(("mean", "std", "min", "max"), rows["features"][0, r, F[name]].tolist(), strict=True))
+            for name in F
+        }
+        station.pop("rssi_dbm")
+        station.pop("arrival_difference_us")
+        station["features"] = values
+    one["reference"] = f"S{int(rows['reference'][0])}"
+    _, parsed = parse_observations(one, PRODUCTION)
+    num = len(one["stations"])
+
+    assert torch.equal(parsed["features"][0], rows["features"][0, :num])
+    assert parsed["reference"].tolist() == rows["reference"][:1].tolist()
+
+
+def test_observations_of_different_sizes_are_padded(rows):
+    few = observation(rows, 1)
+    few["stations"] = sorted(few["stations"], key=lambda s: abs(s["arrival_difference_us"]))[:3]
+    _, parsed = parse_observations([observation(rows, 0), few], PRODUCTION)
+
+    assert parsed["present"].sum(-1).tolist() == [int(rows["present"][0].sum()), 3]
+
+
+def test_strength_alone_is_enough(rows):
+    one = observation(rows)
+    for station in one["stations"]:
+        del station["arrival_difference_us"]
+    seen = observe(parse_observations(one, PRODUCTION)[1], PRODUCTION)
+
+    assert not seen.timed.any()
+    assert solve(seen).position.isfinite().all()
+
+
+def test_observations_come_from_a_file(rows, tmp_path):
+    file = tmp_path / "observations.json"
+    file.write_text(json.dumps(observation(rows)))
+
+    assert read_observations(file, PRODUCTION)[0] == ["case 0"]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda one: one.pop("stations"), "no list of stations"),
+        (lambda one: one["stations"].__delitem__(slice(2, None)), "2 stations; at least 3"),
+        (lambda one: one["stations"][1].pop("lat"), "'S1': lat is None"),
+        (lambda one: one["stations"][1].update(lon=1e3), "lon=1000.0 must be between"),
+        (lambda one: one["stations"][0].update(loudness=3), "unknown feature 'loudness'"),
+        (lambda one: one["stations"][0].pop("rssi_dbm"), "neither rssi_dbm nor snr_db"),
+        (lambda one: one["stations"][0].update(rssi_dbm="loud"), "rssi_dbm is 'loud'"),
+        (lambda one: one["stations"][0].update(rssi_dbm=math.inf), "rssi_dbm is inf"),
+        (lambda one: one["stations"][0].update(rssi_dbm={"mean": 1.0}), "missing std, min, max"),
+        (lambda one: one["stations"][0].update(features=[1]), "features must be an object"),
+        (lambda one: one.update(reference="Nowhere"), "reference 'Nowhere' is none of"),
+        (lambda one: [s.update(arrival_difference_us=4.0) for s in one["stations"]], "say which is the reference"),
+    ],
+)
+def test_what_is_missing_or_wrong_is_named(rows, change, message):
+    one = observation(rows)
+    change(one)
+
+    with pytest.raises(ConfigError) as caught:
+        parse_observations(one, preset("production"))
+
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "3", '{"observations": []}', '["a"]'])
+def test_files_that_hold_no_observations_are_refused(tmp_path, text):
+    file = tmp_path / "observations.json"
+    file.write_text(text)
+
+    with pytest.raises(ConfigError, match="observations"):
+        read_observations(file, PRODUCTION)
+
+
+def test_a_missing_file_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match="give the path"):
+        read_observations(tmp_path / "nothing.json", PRODUCTION)

@@ -1,0 +1,213 @@
+import re
+
+import pytest
+import torch
+from gaussian_rows import EXACT, PRODUCTION, gaussian_rows
+from test_report import Page
+
+from brim.errors import ConfigError, StorageError
+from brim.rf.config import preset
+from brim.rf.evaluate import LEVELS, baselines, breakdown, evaluate
+from brim.rf.evaluation_report import MAX_DRAWN, write_evaluation
+from brim.rf.locate import target
+from brim.rf.model import Estimate
+from brim.rf.page import metres, number, percent
+
+SECTIONS = ["baselines", "map", "coverage", "bound", "cumulative", "snr", "receivers"]
+BROKEN_DOWN = ("coverage_by_arrival_sigma", "coverage_by_gdop", "error_by_snr_db", "error_by_receivers")
+
+
+def answers(config, attempts):
+    rows = gaussian_rows(config, attempts, level=True)
+    others = baselines(rows, config, EXACT)
+    return rows, others, evaluate(others["arrival_strength"], rows, config, EXACT)
+
+
+@pytest.fixture(scope="module")
+def found():
+    return answers(PRODUCTION, 120)
+
+
+@pytest.fixture(scope="module")
+def page(found, tmp_path_factory):
+    rows, others, metrics = found
+    file = tmp_path_factory.mktemp("page") / "evaluation.html"
+    write_evaluation("runs/one", "held <out>", metrics, rows, others["arrival_strength"], others, file)
+    return file.read_text(encoding="utf-8")
+
+
+def write(tmp_path, metrics, rows, estimate, others, run="run"):
+    write_evaluation(run, "data", metrics, rows, estimate, others, tmp_path / "page.html")
+    return (tmp_path / "page.html").read_text(encoding="utf-8")
+
+
+def first(estimate, num):
+    return Estimate(*(part[:num] for part in estimate))
+
+
+def words(page):
+    return " ".join(Page(page).words)
+
+
+def points(page, kind):
+    """Number of points of a path of the map."""
+    path = next(part for part in re.findall(r"<path [^>]*>", page.split('id="map"')[1]) if f'class="{kind}"' in part)
+    return path.count("M")
+
+
+def test_every_section_is_there(page):
+    assert Page(page).ids == SECTIONS
+
+
+def test_page_loads_nothing(page):
+    assert not [word for word in ("http", "url(", "@import") if word in page]
+    values = Page(page).values
+    assert not {tag for tag, _, _ in values} & {"script", "link", "img", "iframe", "object", "image", "use"}
+    assert not [name for _, name, _ in values if name in ("src", "href", "xlink:href")]
+
+
+def test_page_follows_the_readers_theme_and_screen(page):
+    assert "prefers-color-scheme:dark" in page
+    assert 'content="width=device-width, initial-scale=1"' in page
+
+
+def test_coordinates_are_numbers(page):
+    assert not re.search(r"\b(nan|inf)\b", re.sub(r"<style>.*?</style>", "", page, flags=re.DOTALL), re.IGNORECASE)
+
+
+def test_headline_shows_the_metrics(page, found):
+    metrics = found[2]
+    tiles = re.findall(r"<div><dt>(.*?)</dt><dd>(.*?)</dd>", page)
+    expected = [str(metrics["samples"])]
+    expected += [metres(metrics[key]) for key in ("median_error_m", "mean_error_m", "p95_error_m")]
+    expected += [number(metrics["crlb_ratio"]), *(percent(metrics["coverage"][level]) for level in LEVELS)]
+    assert [value for _, value in tiles] == expected
+    assert f"{number(metrics['crlb_ratio_trimmed'])} without the worst" in page
+    assert f"{number(metrics['crlb_ratio_median'])} of the medians" in page
+
+
+def test_table_shows_model_and_baselines(page, found):
+    lines = re.findall(r"<tr><td>(.*?)</tr>", page)
+    cells = [re.split(r"</td>(?:<td>)?", line)[:-1] for line in lines]
+    listed = [found[2], *found[2]["baselines"].values()]
+    assert [row[0] for row in cells] == [
+        "model",
+        "power-weighted centroid",
+        "strength",
+        "arrival times + strength",
+    ]
+    for row, metrics in zip(cells, listed, strict=True):
+        assert row[1:4] == [metres(metrics[key]) for key in ("median_error_m", "mean_error_m", "p95_error_m")]
+        assert row[4] == number(metrics["crlb_ratio"])
+        assert row[7:] == [percent(metrics["coverage"][level]) for level in LEVELS]
+
+
+def test_coverage_of_thirds_is_shown(page, found):
+    text = words(page)
+    for key in BROKEN_DOWN[:2]:
+        for third in found[2][key].values():
+            assert " · ".join(f"{third['coverage'][level] * 100:.3g}" for level in LEVELS) + " %" in text
+
+
+@pytest.mark.parametrize("kind", ["nested", "absent"])
+def test_breakdown_may_be_nested_or_absent(tmp_path, page, found, kind):
+    rows, others, metrics = found
+    estimate = others["arrival_strength"]
+    plain = {key: value for key, value in metrics.items() if key not in BROKEN_DOWN}
+    if kind == "nested":
+        true = target(rows, estimate.origin, PRODUCTION)
+        plain["breakdown"] = breakdown(estimate.position_en, estimate.covariance, true, rows)
+    got = write(tmp_path, plain, rows, estimate, others, "runs/one")
+    assert got.split('id="coverage"')[1] == page.split('id="coverage"')[1]
+
+
+def test_share_below_the_bound_is_counted(page, found):
+    rows, others, _ = found
+    estimate = others["arrival_strength"]
+    error = (estimate.position_en - target(rows, estimate.origin, PRODUCTION)).norm(dim=-1)
+    share = float((error <= rows["crlb_m"]).double().mean())
+    assert f"{percent(share)} of the errors are smaller than their bound" in words(page)
+
+
+def test_map_draws_a_part_of_many_samples(tmp_path, found):
+    rows, others, metrics = found
+    times = 2 + 2 * MAX_DRAWN // len(rows["present"])
+    many = {name: torch.cat([part] * times) for name, part in rows.items()}
+    estimate = Estimate(*(torch.cat([part] * times) for part in others["arrival_strength"]))
+    alone = {key: value for key, value in metrics.items() if key != "baselines"}
+    page = write(tmp_path, alone, many, estimate, {})
+    assert MAX_DRAWN / 2 < points(page, "dots a fine") <= MAX_DRAWN
+    assert "No other answers" in page
+
+
+def test_fixed_networks_have_triangles(tmp_path):
+    rows, others, metrics = answers(preset("production", seed=3, use_random_receivers=False), 40)
+    page = write(tmp_path, metrics, rows, others["arrival_strength"], others)
+    stations = rows["receivers"][rows["present"]].unique(dim=0)
+    assert page.count('<path class="site"') == len(stations)
+
+
+@pytest.mark.parametrize("num", [1, 2, 4])
+def test_few_samples_have_every_section(tmp_path, found, num):
+    rows, others, _ = found
+    few = {name: part[:num] for name, part in rows.items()}
+    estimate = first(others["arrival_strength"], num)
+    metrics = evaluate(estimate, few, PRODUCTION, EXACT)
+    page = write(tmp_path, metrics, few, estimate, {name: first(one, num) for name, one in others.items()})
+    assert Page(page).ids == SECTIONS
+
+
+def test_exact_and_broken_answers_have_every_section(tmp_path, found):
+    rows, others, metrics = found
+    estimate = others["arrival_strength"]
+    exact = estimate._replace(position_en=target(rows, estimate.origin, PRODUCTION))
+    broken = estimate._replace(position_en=torch.full_like(estimate.position_en, torch.nan))
+    none = metrics | {"median_error_m": float("nan")}
+    for answer, said in ((exact, metrics | {"median_error_m": 0.0}), (broken, none)):
+        assert Page(write(tmp_path, said, rows, answer, {"broken": broken})).ids == SECTIONS
+
+
+def test_metrics_without_variants_will_do(tmp_path, found):
+    rows, others, metrics = found
+    spec = ("median_error_m", "mean_error_m", "p95_error_m", "crlb_ratio", "coverage")
+    page = write(tmp_path, {key: metrics[key] for key in spec}, rows, others["arrival_strength"], others)
+    assert Page(page).ids == SECTIONS
+    assert "without the worst" not in page.split("</dl>")[0]
+    assert metres(metrics["baselines"]["centroid"]["median_error_m"]) in page
+
+
+def test_hostile_names_stay_text(tmp_path, found):
+    rows, others, metrics = found
+    bad = '"><script>alert(1)</script>'
+    plain = {key: value for key, value in metrics.items() if key != "baselines"}
+    page = write(tmp_path, plain, rows, others["arrival_strength"], {bad: others["strength"]}, bad)
+    got = Page(page)
+    assert "script" not in {tag for tag, _, _ in got.values}
+    assert bad in got.words
+    assert f"Evaluation of {bad}" in got.words
+
+
+def test_no_samples_are_refused(tmp_path, found):
+    rows, others, metrics = found
+    none = {name: part[:0] for name, part in rows.items()}
+    with pytest.raises(ConfigError, match="no samples"):
+        write(tmp_path, metrics, none, first(others["strength"], 0), {})
+
+
+def test_unwritable_file_is_a_storage_error_and_leaves_nothing(tmp_path, found):
+    rows, others, metrics = found
+    (tmp_path / "page.html").mkdir()
+    with pytest.raises(StorageError, match="cannot write"):
+        write(tmp_path, metrics, rows, others["arrival_strength"], {})
+    with pytest.raises(StorageError, match="--report"):
+        write(tmp_path / "missing", metrics, rows, others["arrival_strength"], {})
+    assert [file.name for file in tmp_path.iterdir()] == ["page.html"]
+
+
+def test_an_old_page_is_replaced_whole(tmp_path, found):
+    rows, others, metrics = found
+    (tmp_path / "page.html").write_text("old")
+    page = write(tmp_path, metrics, rows, others["arrival_strength"], others)
+    assert page.startswith("<!doctype html>")
+    assert page.endswith("</html>\n")
+    assert len(list(tmp_path.iterdir())) == 1

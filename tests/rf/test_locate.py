@@ -1,0 +1,265 @@
+"""Classical positions: exact without noise, as good as the bound with it, and honest about their errors."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from gaussian_rows import EXACT, PRODUCTION, gaussian_rows, padded, permuted
+
+from brim.errors import ConfigError
+from brim.rf.config import GenerateConfig
+from brim.rf.evaluate import coverage, mahalanobis
+from brim.rf.features import F
+from brim.rf.geometry import from_local, to_local
+from brim.rf.link import path_loss_db
+from brim.rf.locate import (
+    Loss,
+    NoiseModel,
+    SolverConfig,
+    by_strength,
+    calibrate,
+    centroid,
+    geographic,
+    invert,
+    observe,
+    residuals,
+    solve,
+    target,
+)
+
+
+@pytest.fixture(scope="module")
+def noisy():
+    return gaussian_rows(attempts=600)
+
+
+@pytest.fixture(scope="module")
+def seen(noisy):
+    return observe(noisy, PRODUCTION, EXACT)
+
+
+@pytest.fixture(scope="module")
+def found(seen):
+    return solve(seen)
+
+
+def errors(rows, config=PRODUCTION, solver=None, method=solve):
+    seen = observe(rows, config, EXACT)
+    return (method(seen, solver).position - target(rows, seen.origin, config)).norm(dim=-1)
+
+
+# Frame
+
+
+def test_local_frame_and_its_inverse_agree():
+    place = torch.tensor([[45.3, 8.1, 250.0], [44.1, 9.9, 0.0], [46.0, 7.0, 600.0]], dtype=torch.float64)
+    origin = torch.tensor([[45.0, 8.5, 300.0]], dtype=torch.float64)
+
+    assert from_local(to_local(place, origin), origin) == pytest.approx(place, abs=1e-7)
+
+
+def test_geographic_gives_back_the_place_a_target_came_from(noisy, seen):
+    height = Loss.of(PRODUCTION).tx_height_m
+    place = geographic(target(noisy, seen.origin, PRODUCTION), seen.origin, height)
+
+    assert place[:, :2] == pytest.approx(noisy["transmitter"][:, :2], abs=1e-7)
+    assert place[:, 2] == pytest.approx(torch.full_like(place[:, 2], height), abs=1e-3)
+
+
+def test_the_height_taken_for_granted_hardly_moves_the_position():
+    rows = gaussian_rows(attempts=300, noisy=False)  # true heights are 0 to 600 m
+    error = errors(rows)
+
+    assert float(error.median()) < 5
+    assert float((error / rows["crlb_m"]).quantile(0.99)) < 0.2
+
+
+# Gauss-Newton
+
+
+@pytest.mark.parametrize("power_known", [True, False])
+def test_positions_are_exact_without_noise(power_known):
+    rows = gaussian_rows(attempts=200, noisy=False, level=True)
+    error = errors(rows, solver=SolverConfig(power_known=power_known))
+
+    assert float(error.quantile(0.99)) < 1.0  # float32 features: a few cm of arrival difference
+    assert float(error.max()) < 0.02 * float(rows["crlb_m"].max())
+
+
+@pytest.mark.parametrize("loss", ["free_space", "log_distance", "hata"])
+def test_strength_alone_is_exact_without_noise(loss):
+    config = replace(PRODUCTION, loss=loss, frequency_mhz=400.0, min_snr_db=-20.0, shadowing_db=1.0)
+    rows = gaussian_rows(config, attempts=100, noisy=False, level=True)
+    error = errors(rows, config, method=by_strength)
+
+    assert float(error.quantile(0.9)) < 30  # float32 features: 1e-5 dB
+
+
+def test_errors_reach_the_bound(noisy, found, seen):
+    error = (found.position - target(noisy, seen.origin, PRODUCTION)).norm(dim=-1)
+
+    assert float((error / noisy["crlb_m"]).square().mean().sqrt()) == pytest.approx(1, abs=0.1)
+
+
+def test_covariance_holds_what_it_says(noisy, found, seen):
+    true = target(noisy, seen.origin, PRODUCTION)
+
+    assert float(mahalanobis(found.position, found.covariance, true).mean()) == pytest.approx(2, abs=0.3)
+    for level, share in coverage(found.position, found.covariance, true).items():
+        assert share == pytest.approx(int(level) / 100, abs=0.04)
+
+
+def test_covariance_is_the_bound_at_the_found_position(noisy, found):
+    bound = found.covariance.diagonal(dim1=-2, dim2=-1).sum(-1).sqrt()
+
+    assert float((bound / noisy["crlb_m"]).median()) == pytest.approx(1, abs=0.02)
+
+
+def test_more_starts_find_nothing_lower(seen, found):
+    thorough = solve(seen, SolverConfig(grid=36, starts=10, steps=40))
+
+    assert float((found.cost - thorough.cost).max()) < 0.01
+
+
+def test_one_wild_arrival_moves_a_position_less_than_least_squares():
+    rows = gaussian_rows(attempts=200)
+    wild = rows["features"].clone()
+    last = torch.where(rows["present"], torch.arange(rows["present"].shape[1]), -1)
+    last = torch.where(last == rows["reference"][:, None], -1, last).amax(-1)
+    wild[torch.arange(len(wild)), last, F["arrival_difference_us"]] += 30.0
+    rows = rows | {"features": wild}
+
+    robust, plain = errors(rows), errors(rows, solver=SolverConfig(huber=1e6))
+
+    assert float(robust.median()) < 0.7 * float(plain.median())
+
+
+def test_single_precision_is_enough(seen, found):
+    single = solve(seen.to(torch.float32))
+    moved = (single.position - found.position).norm(dim=-1)
+    sigma = found.covariance.diagonal(dim1=-2, dim2=-1).sum(-1).sqrt()
+
+    assert single.position.dtype == torch.float32
+    assert float(moved.median()) < 0.5
+    assert float((moved / sigma).max()) < 0.05
+
+
+def test_residuals_are_white(seen, found):
+    left = residuals(seen, found)
+    unknowns = 3 * len(found.cost)  # east, north, emission time
+    total = left.time.square().sum() + left.strength.square().sum()
+    count = seen.timed.sum() + seen.present.sum() - unknowns
+
+    assert float(total / count) == pytest.approx(1, abs=0.05)
+    assert not left.time[~seen.present].any()
+    assert not left.strength[~seen.present].any()
+
+
+# Sets
+
+
+def test_order_of_receivers_does_not_matter(noisy, found):
+    order = torch.randperm(noisy["present"].shape[1], generator=torch.Generator().manual_seed(1))
+    other = solve(observe(permuted(noisy, order), PRODUCTION, EXACT))
+
+    assert other.position == pytest.approx(found.position, abs=1e-2)
+
+
+@pytest.mark.parametrize("fill", [1e4, math.nan])
+def test_padding_does_not_matter(noisy, found, fill):
+    other = solve(observe(padded(noisy, fill=fill), PRODUCTION, EXACT))
+
+    assert other.position == pytest.approx(found.position, abs=1e-2)
+    assert centroid(observe(padded(noisy, fill=fill), PRODUCTION, EXACT)).position.isfinite().all()
+
+
+def test_a_batch_is_its_rows_one_at_a_time(noisy, found):
+    some = {name: value[5:6] for name, value in noisy.items()}
+
+    assert solve(observe(some, PRODUCTION, EXACT)).position == pytest.approx(found.position[5:6], abs=1e-2)
+
+
+def test_no_receiver_at_all_gives_finite_numbers(noisy):
+    none = {name: value[:2] for name, value in noisy.items()}
+    none["present"] = torch.zeros_like(none["present"])
+    found = solve(observe(none, PRODUCTION, EXACT))
+
+    assert found.position.isfinite().all()
+    assert found.covariance.isfinite().all()
+
+
+# Centroid and strength
+
+
+def test_centroid_stands_at_a_receiver_much_stronger_than_the_others(noisy):
+    rows = {name: value[:20] for name, value in noisy.items()}
+    rows["features"] = rows["features"].clone()
+    rows["features"][torch.arange(20), rows["reference"], F["snr_db"], 0] = 150.0
+    seen = observe(rows, PRODUCTION, EXACT)
+    there = seen.stations[torch.arange(20), rows["reference"], :2]
+
+    assert centroid(seen).position == pytest.approx(there, abs=10)
+
+
+def test_strength_alone_beats_the_centroid_and_arrivals_beat_both(noisy, seen, found):
+    true = target(noisy, seen.origin, PRODUCTION)
+    by = [(one.position - true).norm(dim=-1).median() for one in (found, by_strength(seen), centroid(seen))]
+
+    assert by[0] < 0.1 * by[1]
+    assert by[1] < by[2]
+
+
+def test_arrivals_that_were_not_measured_do_not_count(noisy):
+    rows = noisy | {"features": noisy["features"].clone()}
+    rows["features"][:, :, F["arrival_difference_us"]] = 0
+    rows["features"][:, :, F["arrival_sigma_us"]] = 1e6
+    seen = observe(rows, PRODUCTION, EXACT)
+
+    assert not seen.timed.any()
+    assert solve(seen).position == pytest.approx(by_strength(seen).position, abs=1.0)
+
+
+# Noise
+
+
+def test_calibration_recovers_strength_and_timing_noise():
+    config = replace(PRODUCTION, clock_sigma_s=1e-7)
+    rows = gaussian_rows(config, attempts=800)
+    rng = torch.Generator().manual_seed(4)
+    features = rows["features"]
+    features[..., F["snr_db"], 0] += -1.5 + 3.0 * torch.randn(features.shape[:2], generator=rng)
+    other = torch.arange(features.shape[1]) != rows["reference"][:, None]
+    features[..., F["arrival_difference_us"], 0] += 0.8 * torch.randn(features.shape[:2], generator=rng) * other
+
+    noise = calibrate(rows, config)
+
+    assert noise.strength_bias_db == pytest.approx(-1.5, abs=0.3)
+    assert noise.strength_db == pytest.approx(3.0, abs=0.6)
+    assert noise.timing_us == pytest.approx(0.75, abs=0.2)  # the reference has none: a little less on average
+
+
+@pytest.mark.parametrize("changes", [{"timing_us": -1.0}, {"strength_db": math.nan}])
+def test_impossible_noise_is_refused(changes):
+    with pytest.raises(ConfigError, match=next(iter(changes))):
+        NoiseModel(**changes)
+
+
+@pytest.mark.parametrize("changes", [{"grid": 2}, {"starts": 0}, {"huber": 0.0}])
+def test_impossible_searches_are_refused(changes):
+    with pytest.raises(ConfigError, match=next(iter(changes))):
+        SolverConfig(**changes)
+
+
+@pytest.mark.parametrize("loss", ["free_space", "log_distance", "hata"])
+def test_loss_is_the_generators(loss):
+    config = GenerateConfig(loss=loss)
+    distance = torch.tensor([50.0, 400.0, 999.0, 1_001.0, 30_000.0, 250_000.0], dtype=torch.float64)
+
+    power, _ = Loss.of(config).power_dbm(distance)
+
+    assert power.numpy() == pytest.approx(config.tx_power_dbm - path_loss_db(config, distance.numpy()), abs=1e-9)
+
+
+def test_invert_of_a_singular_matrix_is_finite():
+    assert invert(torch.tensor([[[1.0, 1.0], [1.0, 1.0]], [[0.0, 0.0], [0.0, 0.0]]])).isfinite().all()

@@ -1,0 +1,302 @@
+"""The network over receivers: a set, masked, in metres, and never worse than its solver before it has learned."""
+
+import math
+
+import pytest
+import torch
+from gaussian_rows import EXACT, PRODUCTION, gaussian_rows, padded, permuted
+
+from brim.errors import ConfigError
+from brim.rf.features import F
+from brim.rf.model import (
+    Locator,
+    LocatorConfig,
+    LocatorGraph,
+    flip,
+    gaussian_nll,
+    graph_inputs,
+    loss,
+    prepare,
+    principal_axes,
+    solver_estimate,
+)
+
+SMALL = {"width": 32, "heads": 2, "layers": 2, "dropout": 0.0}
+
+
+def prepared(rows):
+    return rows | prepare(rows, PRODUCTION, EXACT)
+
+
+@pytest.fixture(scope="module")
+def rows():
+    return gaussian_rows(attempts=96)
+
+
+@pytest.fixture(scope="module")
+def batch(rows):
+    return prepared(rows)
+
+
+def locator(batch, *, hybrid=True, awake=True, **changes):
+    """An evaluating network; `awake` gives its last layer weights, as training would."""
+    torch.manual_seed(5)
+    model = Locator(LocatorConfig(hybrid=hybrid, **SMALL | changes)).eval()
+    model.set_statistics(batch["features"], batch["present"])
+    if awake:
+        torch.nn.init.normal_(model.head.weight, std=0.05)
+    return model
+
+
+def same(one, other, abs_m=0.05):
+    assert other.position_en.detach() == pytest.approx(one.position_en.detach(), abs=abs_m)
+    assert other.root.detach() == pytest.approx(one.root.detach(), abs=abs_m, rel=1e-3)
+
+
+# Sets
+
+
+@pytest.mark.parametrize("hybrid", [True, False])
+def test_order_of_receivers_does_not_matter(rows, batch, hybrid):
+    model = locator(batch, hybrid=hybrid)
+    order = torch.randperm(10, generator=torch.Generator().manual_seed(2))
+
+    same(model(batch), model(prepared(permuted(rows, order))), abs_m=0.2)
+
+
+@pytest.mark.parametrize("hybrid", [True, False])
+@pytest.mark.parametrize("fill", [1e4, math.nan])
+def test_padding_never_leaks(rows, batch, hybrid, fill):
+    model = locator(batch, hybrid=hybrid)
+
+    same(model(batch), model(prepared(padded(rows, fill=fill))), abs_m=0.2)
+
+
+def test_padding_gets_no_gradient(batch):
+    model = locator(batch)
+    features = batch["features"].clone().requires_grad_()
+
+    loss(model, batch | {"features": features}).backward()
+
+    assert not features.grad[~batch["present"]].any()
+    assert features.grad[batch["present"]].any()
+
+
+@pytest.mark.parametrize("hybrid", [True, False])
+def test_more_receivers_than_in_training_are_welcome(rows, batch, hybrid):
+    twice = rows | {name: torch.cat([rows[name]] * 2, 1) for name in ("features", "present", "receivers")}
+
+    found = locator(batch, hybrid=hybrid)(prepared(twice))
+
+    assert found.position_en.shape == (len(rows["present"]), 2)
+    assert found.covariance.isfinite().all()
+
+
+def test_rows_do_not_mix(batch):
+    model = locator(batch)
+    alone = {name: value[7:8] for name, value in batch.items()}
+
+    same(model(alone), type(model(batch))(*(part[7:8] for part in model(batch))))
+
+
+# Starting points
+
+
+def test_untrained_hybrid_repeats_the_solver(batch):
+    same(solver_estimate(batch), locator(batch, awake=False)(batch))
+
+
+def test_untrained_pure_network_stands_amid_the_stations(batch):
+    found = locator(batch, hybrid=False, awake=False)(batch)
+
+    assert not found.position_en.any()
+    assert (found.covariance.diagonal(dim1=-2, dim2=-1) > 1e8).all()  # more than 10 km
+
+
+def test_pure_network_needs_no_solver(batch):
+    model = locator(batch, hybrid=False)
+    less = {name: batch[name] for name in ("features", "present", "stations", "origin")}
+
+    same(model(batch), model(less))
+
+
+def test_preparing_in_chunks_changes_nothing(rows):
+    one, other = (prepare(rows, PRODUCTION, EXACT, chunk=chunk) for chunk in (96, 17))
+
+    assert one.keys() == other.keys()
+    assert one["solver_position"] == pytest.approx(other["solver_position"], abs=0.05)
+
+
+def test_preparing_nothing_gives_empty_columns(rows):
+    none = prepare({name: value[:0] for name, value in rows.items()}, PRODUCTION)
+
+    assert none["target"].shape == (0, 2)
+
+
+def test_axes_are_a_root_of_the_covariance():
+    spread = torch.randn(50, 2, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    covariance = spread @ spread.mT
+
+    axes = principal_axes(covariance)
+
+    assert axes @ axes.mT == pytest.approx(covariance, abs=1e-9)
+    assert (axes[..., 0] * axes[..., 1]).sum(-1) == pytest.approx(torch.zeros(50), abs=1e-9)
+
+
+def test_flipping_axes_keeps_the_solvers_answer(batch):
+    turned = flip(batch, torch.Generator().manual_seed(3))
+
+    assert not torch.equal(turned["axes"], batch["axes"])
+    assert solver_estimate(turned).covariance == pytest.approx(solver_estimate(batch).covariance, rel=1e-4, abs=1.0)
+
+
+# Likelihood and precision
+
+
+def test_likelihood_is_the_multivariate_normals():
+    rng = torch.Generator().manual_seed(6)
+    root = torch.randn(20, 2, 2, generator=rng) * 300
+    position, true = torch.randn(2, 20, 2, generator=rng) * 200
+    normal = torch.distributions.MultivariateNormal(position.double(), (root @ root.mT).double())
+
+    assert gaussian_nll(position, root, true) == pytest.approx(-normal.log_prob(true.double()), rel=1e-3)
+
+
+def test_likelihood_recovers_a_known_covariance_in_metres():
+    rng = torch.Generator().manual_seed(7)
+    spread = torch.tensor([[250.0, 0.0], [120.0, 80.0]])
+    true = torch.randn(20_000, 2, generator=rng) @ spread.mT + torch.tensor([40.0, -25.0])
+    position = torch.zeros(2, requires_grad=True)
+    raw = torch.tensor([[100.0, 0.0], [0.0, 100.0]], requires_grad=True)
+    optimiser = torch.optim.LBFGS([position, raw], max_iter=300, line_search_fn="strong_wolfe")
+
+    def closure():
+        optimiser.zero_grad()
+        value = gaussian_nll(position.expand(len(true), 2), raw.expand(len(true), 2, 2), true).mean()
+        value.backward()
+        return value
+
+    optimiser.step(closure)
+    found = raw.detach()
+
+    assert found @ found.mT == pytest.approx(spread @ spread.mT, rel=0.05)
+    assert position.detach() == pytest.approx(torch.tensor([40.0, -25.0]), abs=6)
+
+
+def test_a_network_learns_the_scale_of_its_errors(batch):
+    boastful = batch | {"axes": batch["axes"] / 3}  # the solver claims a third of its error
+    model = locator(batch, awake=False)
+    optimiser = torch.optim.Adam([model.head.bias], lr=0.1)  # one ellipse for all: 96 samples could teach more by heart
+    for _ in range(100):
+        optimiser.zero_grad()
+        loss(model, boastful).backward()
+        optimiser.step()
+
+    with torch.no_grad():
+        ratio = model(boastful).root.det().abs() / batch["axes"].det().abs()
+
+    assert float(ratio.median()) == pytest.approx(1, abs=0.3)
+
+
+def test_low_precision_moves_positions_less_than_a_metre(batch):
+    model = locator(batch)
+    with torch.no_grad():
+        exact = model(batch)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            rough = model(batch)
+    moved = (rough.position_en - exact.position_en).norm(dim=-1)
+    sigma = exact.covariance.diagonal(dim1=-2, dim2=-1).sum(-1).sqrt()
+
+    assert rough.position_en.dtype == rough.root.dtype == torch.float32
+    assert float(moved.median()) < 1.0
+    assert float((moved / sigma).max()) < 0.01
+
+
+def test_low_precision_leaves_the_solvers_answer_alone(batch):
+    model = locator(batch, awake=False)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = model(batch)
+
+    assert torch.equal(found.position_en, batch["solver_position"])
+
+
+def test_gradients_are_finite_under_low_precision(batch):
+    model = locator(batch).train()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        value = loss(model, batch)
+    value.backward()
+
+    assert value.dtype == torch.float32
+    assert all(p.grad is None or p.grad.isfinite().all() for p in model.parameters())
+
+
+# Normalisation and configuration
+
+
+def test_statistics_are_those_of_present_receivers_and_travel_with_the_weights(batch):
+    model = locator(batch)
+    fresh = Locator(model.config)
+    fresh.load_state_dict(model.state_dict())
+    snr = batch["features"][..., F["snr_db"], 0][batch["present"]]
+
+    assert float(fresh.feature_mean[F["snr_db"] * 4]) == pytest.approx(float(snr.mean()), rel=1e-4)
+    assert float(fresh.feature_std[F["snr_db"] * 4]) == pytest.approx(float(snr.std()), rel=1e-2)
+
+
+def test_a_feature_that_is_not_known_counts_as_its_mean(batch):
+    model = locator(batch)
+    mean, unknown = batch["features"].clone(), batch["features"].clone()
+    column = F["envelope_mean"]
+    mean[:, :, column] = model.feature_mean[4 * column : 4 * column + 4]
+    unknown[:, :, column] = math.nan
+
+    same(model(batch | {"features": mean}), model(batch | {"features": unknown}))
+
+
+@pytest.mark.parametrize("changes", [{"width": 30, "heads": 4}, {"layers": 0}, {"dropout": 1.0}, {"features": ()}])
+def test_impossible_networks_are_refused(changes):
+    with pytest.raises(ConfigError, match=next(iter(changes))):
+        LocatorConfig(**changes)
+
+
+def test_other_features_are_refused_by_name():
+    config = LocatorConfig()
+    config.check_features(config.features, "data")
+
+    with pytest.raises(ConfigError, match=r"data: .*loudness"):
+        config.check_features([*config.features, "loudness"], "data")
+    with pytest.raises(ConfigError, match="their order"):
+        config.check_features(config.features[::-1], "data")
+
+
+def test_configuration_survives_json():
+    config = LocatorConfig(width=64, hybrid=False)
+
+    assert LocatorConfig(**config.as_dict()) == config
+
+
+# Export
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # the exporter's and its libraries' own
+@pytest.mark.parametrize("hybrid", [True, False])
+def test_exported_graph_agrees_for_other_batches_and_receivers(rows, batch, hybrid, tmp_path):
+    pytest.importorskip("onnxscript")
+    runtime = pytest.importorskip("onnxruntime")
+    model = locator(batch, hybrid=hybrid)
+    inputs = graph_inputs(model, batch)
+    items, stations = torch.export.Dim("items"), torch.export.Dim("stations")
+    shapes = {n: {0: items} | ({1: stations} if n in PER_STATION else {}) for n in inputs}
+    file = tmp_path / "locator.onnx"
+    torch.onnx.export(LocatorGraph(model), kwargs=inputs, f=file, dynamo=True, dynamic_shapes=shapes, verbose=False)
+
+    more = prepared(padded({name: value[:9] for name, value in rows.items()}))
+    session = runtime.InferenceSession(str(file))
+    position, covariance = session.run(None, {n: v.numpy() for n, v in graph_inputs(model, more).items()})
+
+    assert position == pytest.approx(model(more).position_en.detach().numpy(), abs=0.5)
+    assert covariance == pytest.approx(model(more).covariance.detach().numpy(), rel=1e-2, abs=10)
+
+
+PER_STATION = ("features", "present", "stations", "solver_tokens")

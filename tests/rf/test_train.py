@@ -1,0 +1,353 @@
+import json
+import math
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from small_dataset import write_dataset
+
+from brim.engine.checkpoint import load_checkpoint, save_checkpoint
+from brim.engine.shards import Dataset
+from brim.errors import CheckpointError, ConfigError, DatasetError
+from brim.rf.config import GenerateConfig
+from brim.rf.locate import target
+from brim.rf.model import prepare, solver_estimate
+from brim.rf.train import LocatorTraining, evaluate_run, export_onnx, load_run, locate, split, train
+
+CONFIG = GenerateConfig(duration_s=0.2, tx_power_dbm=45.0, seed=1)
+QUICK = LocatorTraining(epochs=3, batch_size=16, learning_rate=0.003)
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    path = tmp_path_factory.mktemp("train") / "data"
+    write_dataset(path, CONFIG, attempts=80, shard=32)
+    return path
+
+
+@pytest.fixture(scope="module")
+def held_out(tmp_path_factory):
+    path = tmp_path_factory.mktemp("held") / "data"
+    write_dataset(path, replace(CONFIG, seed=2), attempts=40, shard=32)
+    return path
+
+
+@pytest.fixture(scope="module")
+def run(data, tmp_path_factory):
+    out = tmp_path_factory.mktemp("run") / "run"
+    train([data], out, QUICK, device="cpu")
+    return out
+
+
+@pytest.fixture
+def copy(run, tmp_path):
+    return Path(shutil.copytree(run, tmp_path / "copy"))
+
+
+def edit(file: Path, **changes) -> None:
+    """Change values of a JSON file."""
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+
+
+def weights(run: Path, which: str = "last") -> dict[str, torch.Tensor]:
+    return load_checkpoint(run / "train" / which)[0]["model"]
+
+
+# Configuration and split
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"epochs": 0}, {"batch_size": 0}, {"learning_rate": 0.0}, {"learning_rate": math.nan}, {"tier": "disk"},
+        {"precision": "fp8"}, {"seed": -1}, {"val_share": 0.0}, {"val_share": 1.0}, {"num_workers": -1},
+        {"early_stopping_patience": 0}, {"checkpoint_every_s": 0.0},
+    ],
+)  # fmt: skip
+def test_a_value_that_cannot_work_is_named(wrong):
+    with pytest.raises(ConfigError, match=next(iter(wrong))):
+        LocatorTraining(**wrong)
+
+
+def test_the_split_depends_on_the_seed_and_loses_nobody():
+    rows, held = split(50, QUICK)
+
+    assert (len(rows), len(held)) == (45, 5)
+    assert torch.equal(torch.cat([rows, held]).sort().values, torch.arange(50))
+    assert torch.equal(split(50, QUICK)[1], held)
+    assert not torch.equal(split(50, replace(QUICK, seed=1))[1], held)
+
+
+@pytest.mark.parametrize(("num_items", "share"), [(1, 0.1), (3, 0.99)])
+def test_a_split_that_leaves_nothing_to_train_on_is_refused(num_items, share):
+    with pytest.raises(ConfigError, match="nothing to train on"):
+        split(num_items, LocatorTraining(val_share=share))
+
+
+# Training
+
+
+def test_a_run_says_what_it_is_of(run, data):
+    about = json.loads((run / "run.json").read_text())
+
+    assert (about["format_version"], about["kind"]) == (1, "rf-locator")
+    assert about["datasets"] == [{"name": "data", "seed": 1, "samples": 80}]
+    assert about["split"] == {"train": 72, "validation": 8}
+    assert about["training"]["learning_rate"] == 0.003
+    assert about["generation"]["tx_power_dbm"] == 45.0
+    assert str(data.parent) not in (run / "run.json").read_text()
+
+
+def test_stopping_and_resuming_ends_with_the_same_bits(run, data, tmp_path):
+    calls = iter(range(100))
+    first = train([data], tmp_path / "b", QUICK, device="cpu", stop=lambda: next(calls) >= 7)
+
+    second = train([data], tmp_path / "b", QUICK, device="cpu")
+
+    assert first.stopped
+    assert 0 < first.steps < second.steps == 15
+    assert all(torch.equal(value, weights(tmp_path / "b")[name]) for name, value in weights(run).items())
+
+
+def test_stopped_while_solving_leaves_nothing_in_the_way(data, tmp_path):
+    report = train([data], tmp_path / "run", QUICK, device="cpu", stop=lambda: True)
+
+    assert (report.stopped, report.steps) == (True, 0)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_killed_run_goes_on(data, tmp_path):
+    out, state = tmp_path / "run", tmp_path / "run/train/last/state.json"
+    code = (
+        "from brim.rf.train import LocatorTraining, train\n"
+        f"train([{str(data)!r}], {str(out)!r}, LocatorTraining(epochs=5000, batch_size=16, checkpoint_every_s=0.1),"
+        " device='cpu')"
+    )
+    process = subprocess.Popen([sys.executable, "-c", code], env=os.environ)
+    deadline_s = time.monotonic() + 60
+    while not state.exists() and time.monotonic() < deadline_s:
+        assert process.poll() is None
+        time.sleep(0.01)
+    process.send_signal(signal.SIGKILL)
+    assert process.wait(30) == -signal.SIGKILL
+    saved = load_checkpoint(state.parent)[1]["step"]
+    calls = iter(range(100))
+
+    report = train(
+        [data], out, LocatorTraining(epochs=5000, batch_size=16), device="cpu", stop=lambda: next(calls) >= 3
+    )
+
+    assert saved < report.steps <= saved + 4
+    assert load_run(out).predict(Dataset(data).load()).position_en.isfinite().all()
+
+
+@pytest.mark.parametrize("tier", ["vram", "ram", "window"])
+def test_every_tier_trains_a_pure_network_too(data, tmp_path, tier):
+    config = replace(QUICK, epochs=1, tier=tier, hybrid=tier != "ram")
+
+    report = train([data, data], tmp_path / "run", config, device="cpu")
+
+    assert report.tier == tier
+    assert math.isfinite(report.best_val_loss)
+    assert load_run(tmp_path / "run").module.config.hybrid == config.hybrid
+
+
+def test_a_run_is_not_begun_over_another(run, data, held_out):
+    with pytest.raises(CheckpointError, match="--resume"):
+        train([data], run, QUICK, device="cpu", resume=False)
+    with pytest.raises(CheckpointError, match="datasets was"):
+        train([held_out], run, QUICK, device="cpu")
+    with pytest.raises(CheckpointError, match="training was"):
+        train([data], run, replace(QUICK, seed=3), device="cpu")
+
+
+def test_a_foreign_directory_is_left_alone(data, tmp_path):
+    (tmp_path / "notes.txt").write_text("mine")
+
+    with pytest.raises(CheckpointError, match=r"run\.json"):
+        train([data], tmp_path, QUICK, device="cpu")
+
+    assert [file.name for file in tmp_path.iterdir()] == ["notes.txt"]
+
+
+@pytest.mark.parametrize(
+    ("change", "word"),
+    [
+        ({"features": [{"name": "rssi_dbm", "unit": "dBm"}]}, "features"),
+        ({"kind": "images"}, "images"),
+        ({"config": CONFIG.as_dict() | {"tx_power_dbm": 30.0}}, "tx_power_dbm"),
+        ({"config": {"loss": "magic"}}, "config"),
+        ({"config": None}, "config"),
+    ],
+)
+def test_datasets_that_do_not_go_together_are_refused(data, tmp_path, change, word):
+    other = Path(shutil.copytree(data, tmp_path / "other"))
+    edit(other / "manifest.json", **change)
+
+    for paths in ([data, other], [other, data]):
+        with pytest.raises(DatasetError, match=word):
+            train(paths, tmp_path / "run", QUICK, device="cpu")
+    assert not (tmp_path / "run").exists()
+
+
+def test_other_seeds_and_gates_go_together(data, held_out, tmp_path):
+    report = train([data, held_out], tmp_path / "run", replace(QUICK, epochs=1), device="cpu")
+
+    assert report.epochs == 1
+
+
+# Loading
+
+
+def test_predictions_are_those_of_the_weights(run, held_out):
+    loaded, rows = load_run(run), Dataset(held_out).load()
+
+    estimate = loaded.predict(rows)
+
+    error = (estimate.position_en - target(rows, estimate.origin, CONFIG)).norm(dim=-1)
+    assert error.median() < 5_000
+    again = loaded.predict({name: value[:3] for name, value in rows.items()})
+    torch.testing.assert_close(again.position_en, estimate.position_en[:3], rtol=0, atol=0.1)
+
+
+def test_a_run_no_better_than_the_solver_answers_as_the_solver(copy, held_out):
+    edit(copy / "run.json", untrained_val_loss=-1e9)
+    loaded, rows = load_run(copy), Dataset(held_out).load()
+
+    estimate = loaded.predict(rows)
+
+    solver = solver_estimate(prepare(rows, loaded.generation, loaded.noise))
+    assert torch.equal(estimate.position_en, solver.position_en)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"kind": "yolo"}, "another model"),
+        ({"format_version": 9}, "format_version"),
+        ({"noise": {"timing_us": -1}}, "timing_us"),
+        ({"noise": None}, "cannot be used"),
+        ({"model": {"width": 60, "heads": 7}}, "width"),
+        ({"model": {"width": 32}}, "another model"),
+        ({"model": {"features": ["rssi_dbm"]}}, "features differ"),
+        ({"generation": {"loss": "magic"}}, "magic"),
+    ],
+)
+def test_a_run_of_something_else_is_refused(copy, change, words):
+    edit(copy / "run.json", **change)
+
+    with pytest.raises(CheckpointError, match=words):
+        load_run(copy)
+
+
+def test_a_missing_or_damaged_run_is_named(copy, tmp_path):
+    with pytest.raises(CheckpointError, match="nothing is not a directory"):
+        load_run(tmp_path / "nothing")
+    with pytest.raises(CheckpointError, match=r"no run\.json"):
+        load_run(tmp_path)
+    file = copy / "train/best/model.safetensors"
+    file.write_bytes(file.read_bytes()[:-9])
+    with pytest.raises(CheckpointError, match="checksum"):
+        load_run(copy)
+    (copy / "run.json").write_text("{")
+    with pytest.raises(CheckpointError, match="JSON"):
+        load_run(copy)
+
+
+def test_weights_of_another_network_are_refused(copy):
+    save_checkpoint(copy / "train/best", {"model": {"embed.weight": torch.zeros(3)}}, {"val_loss": -1e9})
+
+    with pytest.raises(CheckpointError, match="another model"):
+        load_run(copy)
+
+
+# Evaluating, locating, exporting
+
+
+def test_evaluation_has_the_contract_and_the_breakdowns(run, held_out):
+    found = evaluate_run(run, held_out, device="cpu")
+
+    assert set(found.as_dict()) == {
+        "median_error_m", "mean_error_m", "p95_error_m", "crlb_ratio", "coverage", "baselines",
+    }  # fmt: skip
+    assert set(found.metrics["baselines"]) == set(found.baselines) == {"centroid", "strength", "arrival_strength"}
+    assert {"crlb_ratio_trimmed", "crlb_ratio_median", "coverage_by_gdop", "error_by_snr_db"} <= set(found.metrics)
+    assert json.dumps(found.metrics, allow_nan=False)
+    best = found.metrics["baselines"]["arrival_strength"]["median_error_m"]
+    assert found.metrics["median_error_m"] < 2 * best
+
+
+def test_evaluation_of_data_with_other_features_is_refused(run, held_out, tmp_path):
+    other = Path(shutil.copytree(held_out, tmp_path / "other"))
+    edit(other / "manifest.json", features=[{"name": "rssi_dbm", "unit": "dBm"}])
+
+    with pytest.raises(DatasetError, match="features differ"):
+        evaluate_run(run, other, device="cpu")
+
+
+def test_evaluation_on_another_link_is_said_aloud(run, held_out, tmp_path, caplog):
+    other = Path(shutil.copytree(held_out, tmp_path / "other"))
+    edit(other / "manifest.json", config=CONFIG.as_dict() | {"shadowing_db": 8.0})
+
+    evaluate_run(run, other, device="cpu")
+
+    assert "shadowing_db is 8.0" in caplog.text
+
+
+def observation(data: Path) -> tuple[dict, list[float]]:
+    """The first sample of a dataset as a person would write it down, and where it was sent from."""
+    rows = Dataset(data).load()
+    names = [entry["name"] for entry in Dataset(data).manifest["features"]]
+    stations = [
+        {
+            "name": f"S{n}",
+            **dict(zip(("lat", "lon", "alt"), rows["receivers"][0, n].tolist(), strict=True)),
+            "snr_db": float(rows["features"][0, n, names.index("snr_db"), 0]),
+            "arrival_difference_us": float(rows["features"][0, n, names.index("arrival_difference_us"), 0]),
+        }
+        for n in rows["present"][0].nonzero().flatten().tolist()
+    ]
+    return {"id": "one", "reference": f"S{int(rows['reference'][0])}", "stations": stations}, rows["transmitter"][
+        0
+    ].tolist()
+
+
+def test_locating_an_observation_finds_the_transmitter(run, held_out, tmp_path):
+    one, (lat, lon, _) = observation(held_out)
+    (tmp_path / "seen.json").write_text(json.dumps(one))
+
+    found = locate(run, tmp_path / "seen.json")
+
+    point, *ellipses = found["features"]
+    assert point["geometry"]["type"] == "Point"
+    assert point["geometry"]["coordinates"] == pytest.approx([lon, lat], abs=0.1)
+    assert [one["properties"]["probability"] for one in ellipses] == [0.5, 0.9, 0.95]
+
+
+@pytest.mark.parametrize("hybrid", [True, False])
+def test_onnx_answers_as_torch(run, data, tmp_path, hybrid):
+    pytest.importorskip("onnxruntime")
+    pytest.importorskip("onnxscript")
+    if not hybrid:
+        run = tmp_path / "pure"
+        train([data], run, replace(QUICK, epochs=1, hybrid=False), device="cpu")
+
+    written = export_onnx(run, tmp_path / "new/locator.onnx")
+
+    assert [file.name for file in (tmp_path / "new").iterdir()] == ["locator.onnx"]
+    assert written["max_difference"] < 1e-3
+    assert ("axes" in written["inputs"]) == hybrid
+
+
+def test_without_onnx_the_package_to_install_is_named(run, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "onnxruntime", None)
+
+    with pytest.raises(ConfigError, match=r"brim\[onnx\]"):
+        export_onnx(run, tmp_path / "locator.onnx")
