@@ -33,10 +33,17 @@ HOMES = {  # where else than in COMPUTE's layers a package may be imported, by p
     "typer": ("cli/",),
     "triton": ("rf/cuda.py", "rf/kernels.py", "doctor.py"),
     "pynvml": ("engine/meter.py", "doctor.py"),
-    "pyarrow": ("rf/export.py",),
+    "pyarrow": ("rf/export.py", "engine/sql.py"),
     "h5py": ("rf/export.py",),
+    "adbc_driver_manager": ("engine/sql.py",),
+    "adbc_driver_postgresql": ("engine/sql.py",),
+    "adbc_driver_sqlite": ("engine/sql.py",),
+    "onnx": ("rf/run.py", "rf/train.py"),
+    "onnxruntime": ("rf/run.py", "rf/train.py"),
+    "onnxscript": ("rf/run.py", "rf/train.py"),
+    "tensorboard": ("engine/train_report.py",),
 }
-INSIDE_FUNCTIONS = {"pyarrow", "h5py", "pynvml"}  # optional, or useless without a GPU: imported when needed
+INSIDE_FUNCTIONS = set(HOMES) - {"rich", "typer", "triton"}  # optional, or useless without a GPU: imported when needed
 
 
 class Import(NamedTuple):
@@ -111,13 +118,18 @@ def misplaced(imports: list[Import]) -> list[str]:
     """Packages imported where they have no home, or too early."""
     faults = []
     for found in imports:
-        package = found.name.partition(".")[0]
+        package = _package(found.name)
         if package == "brim" or package in sys.stdlib_module_names:
             continue
         early = package in INSIDE_FUNCTIONS and not found.in_function
         if early or not _is_at_home(package, found.file):
             faults.append(str(found))
     return faults
+
+
+def _package(name: str) -> str:
+    """What must be installed for it: torch's own module of that name needs TensorBoard."""
+    return "tensorboard" if name.startswith("torch.utils.tensorboard") else name.partition(".")[0]
 
 
 def _is_at_home(package: str, file: str) -> bool:
@@ -149,6 +161,17 @@ def test_radio_runs_without_what_only_the_terminal_or_the_exports_need():
     code = (
         "import sys, brim.rf, brim.rf.export, brim.rf.inspect, brim.rf.report\n"
         "print(*{'rich', 'typer', 'pyarrow', 'h5py', 'triton'} & set(sys.modules))"
+    )
+
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+
+    assert done.stdout.split() == []
+
+
+def test_the_engine_trains_without_what_only_databases_or_logs_need():
+    code = (
+        "import sys, brim.engine.resident, brim.engine.sources, brim.engine.sql, brim.engine.trainer\n"
+        "print(*{'rich', 'typer', 'pyarrow', 'adbc_driver_manager', 'onnx', 'tensorboard'} & set(sys.modules))"
     )
 
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -203,7 +226,29 @@ def test_an_arrow_down_or_within_is_allowed(file, line):
         ("rf/inspect.py", "def f():\n    import h5py"),
         ("rf/inspect.py", "def f(name):\n    return import_module(name)"),
         ("engine/meter.py", "import pynvml"),
+        ("engine/sql.py", "import pyarrow"),
+        ("engine/sources.py", "def f():\n    import adbc_driver_sqlite.dbapi"),
+        ("engine/sql.py", "import adbc_driver_postgresql.dbapi"),
+        ("rf/model.py", "def f():\n    import onnx"),
+        ("rf/train.py", "import onnxruntime"),
+        ("engine/train_report.py", "from torch.utils.tensorboard import SummaryWriter"),
+        ("engine/trainer.py", "def f():\n    from torch.utils import tensorboard"),
     ],
 )
 def test_a_package_away_from_home_is_seen(file, line):
     assert misplaced(list(imports_in(line, file)))
+
+
+@pytest.mark.parametrize(
+    ("file", "line"),
+    [
+        ("rf/export.py", "def f():\n    import pyarrow"),
+        ("engine/sql.py", "def f():\n    from pyarrow import types"),
+        ("engine/sql.py", "def f():\n    import adbc_driver_sqlite.dbapi"),
+        ("rf/run.py", "def f():\n    import onnxruntime, onnxscript"),
+        ("rf/train.py", "def f():\n    import onnx"),
+        ("engine/train_report.py", "def f():\n    from torch.utils.tensorboard import SummaryWriter"),
+    ],
+)
+def test_a_package_at_home_is_allowed(file, line):
+    assert misplaced(list(imports_in(line, file))) == []

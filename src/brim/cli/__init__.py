@@ -1,4 +1,4 @@
-"""The same verbs in a terminal: `brim doctor`, `brim demo`, `brim rf generate | inspect | export`.
+"""The same verbs in a terminal: `brim doctor`, `brim demo`, `brim rf generate | inspect | export | train | …`.
 
 Results go to standard output, progress and logs to standard error. Importing this imports no torch: commands
 import what they need when they run.
@@ -12,13 +12,15 @@ from typing import Annotated
 import typer
 
 from brim import __version__
+from brim.cli.locate import end_training, print_evaluated, print_trained, run_evaluate, run_train
 from brim.cli.rf import check_positive, end_stopped, print_made, rf, run_generate, this_command
 from brim.cli.terminal import Json, Stop, logs, print_json, quote, say, show, whole
 from brim.errors import BrimError
 
 # A half-watt hand-held transmitter: weak enough that the gates have something to refuse.
 DEMO = {"tx_power_dbm": 27.0, "min_snr_db": 10.0, "max_gdop": 5.0, "min_receivers": 4}
-DEMO_SAMPLES_CPU = 300  # half a minute on two cores
+DEMO_SAMPLES_CPU = 300  # less than a minute on two cores, all told
+DEMO_EPOCHS = 10
 DEMO_SAMPLES_GPU = 20_000  # seconds on a large GPU, enough for smooth histograms
 
 # typer brings its own copy of click in some versions and imports it in others: this is UsageError in both
@@ -95,9 +97,9 @@ def doctor(as_json: Json = False) -> None:
 
 @app.command(epilog="Example: brim demo --out demo-output --samples 100")
 def demo(
-    out: Annotated[Path, typer.Option(metavar="DIR", help="Directory for the dataset and the report.")] = Path(
-        "demo-output"
-    ),
+    out: Annotated[
+        Path, typer.Option(metavar="DIR", help="Directory for the datasets, the run and the reports.")
+    ] = Path("demo-output"),
     samples: Annotated[
         int | None,
         typer.Option(
@@ -109,23 +111,37 @@ def demo(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Generate a small dataset on whatever device there is and write an HTML report about it."""
+    """Generate a small dataset, train a locator on it and evaluate that on other samples, with HTML reports."""
     check_positive("--samples", samples)
     with Stop() as stop:
         from brim.engine.device import resolve_device
         from brim.rf import from_mapping
         from brim.rf.report import write_report
+        from brim.rf.train import LocatorTraining
 
-        if samples is None:
-            samples = DEMO_SAMPLES_GPU if resolve_device("auto").type == "cuda" else DEMO_SAMPLES_CPU
-        dataset, page = out / "dataset", out / "report.html"
-        report = run_generate(from_mapping(DEMO), dataset, samples, stop)
-    if report.stopped:
-        end_stopped(report, samples, stop, again=this_command(), as_json=as_json)
-    write_report(dataset, page)
+        on_gpu = resolve_device("auto").type == "cuda"
+        samples = samples or (DEMO_SAMPLES_GPU if on_gpu else DEMO_SAMPLES_CPU)
+        dataset, held, run = out / "dataset", out / "held-out", out / f"run-{samples}"
+        page, result = out / "report.html", out / "evaluation.html"
+        sizes = {dataset: max(2, samples), held: max(2, samples // 5)}  # one to train on and one to choose by
+        made = {}
+        for seed, (path, size) in enumerate(sizes.items()):
+            made[path] = run_generate(from_mapping({**DEMO, "seed": seed}), path, size, stop)
+            if made[path].stopped:
+                end_stopped(made[path], size, stop, again=this_command(), as_json=as_json)
+        write_report(dataset, page)
+        config = LocatorTraining(epochs=DEMO_EPOCHS, batch_size=256 if on_gpu else 32)
+        trained = run_train([dataset], run, config, stop)
+    if trained.stopped:
+        end_training(trained, config.epochs, stop, again=this_command(), as_json=as_json)
+    evaluated = run_evaluate(run, held, result)
     if as_json:
-        print_json({**report.as_dict(), "report": str(page)})
+        found = {"train": trained.as_dict(), "evaluate": evaluated.as_dict()}
+        print_json({**made[dataset].as_dict(), "report": str(page), **found, "evaluation_report": str(result)})
         return
-    print_made(report)
-    show(f"dataset: {dataset}\nreport:  {page} (open it in a browser)")
+    print_made(made[dataset])
+    print_trained(trained)
+    print_evaluated(evaluated)
+    show(f"dataset: {dataset}, held out: {held}\nrun:     {run}")
+    show(f"reports: {page} and {result} (open them in a browser)")
     show(f'next:    brim rf inspect {quote(dataset)}, or "brim rf generate --help" for your own data')

@@ -146,7 +146,7 @@ def export(
     from brim.rf.export import FORMATS
     from brim.rf.export import export as write
 
-    _check_choice("--format", fmt, FORMATS)
+    check_choice("--format", fmt, FORMATS)
     with Display() as display:
         written = write(dataset, out, fmt, progress=display.shards("exporting"))
     if as_json:
@@ -163,9 +163,9 @@ def _resolve(preset: str | None, file: Path | None, stations: Path | None, flags
     from brim.rf import PRESETS, from_mapping, read_stations, read_toml
     from brim.rf.config import DatasetType, Loss, Waveform
 
-    _check_choice("--preset", preset, PRESETS)
+    check_choice("--preset", preset, PRESETS)
     for name, choices in {"waveform": Waveform, "loss": Loss, "dataset_type": DatasetType}.items():
-        _check_choice(f"--{name.replace('_', '-')}", flags.get(name), get_args(choices))
+        check_choice(f"--{name.replace('_', '-')}", flags.get(name), get_args(choices))
     values = read_toml(file) if file is not None else {}
     if stations is not None:
         if flags.get("use_random_receivers"):
@@ -175,7 +175,8 @@ def _resolve(preset: str | None, file: Path | None, stations: Path | None, flags
     return from_mapping({**values, **flags}, preset=preset, source=f"config file {file}" if file else "options")
 
 
-def _check_choice(flag: str, value: str | None, choices: Collection[str]) -> None:
+def check_choice(flag: str, value: str | None, choices: Collection[str]) -> None:
+    """Refuse a name that is none of the choices, with the nearest."""
     if value is None or value in choices:
         return
     near = difflib.get_close_matches(value, choices, 1, cutoff=0.5)

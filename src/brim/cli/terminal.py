@@ -22,6 +22,7 @@ from brim.errors import StorageError
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from brim.engine.train_report import TrainProgress
     from brim.rf import Progress
 
 LINE_S = 3.0  # between progress lines where there is no terminal to draw a bar on
@@ -82,7 +83,7 @@ class Stop:
             self.number, self._came_s = number, time.monotonic()
         elif number == signal.SIGINT and time.monotonic() - self._came_s > AGAIN_S:
             # No clean-up to wait for: a dataset survives even SIGKILL. The bar may have hidden the cursor.
-            os.write(2, (b"\x1b[?25h" if _on_terminal() else b"") + b"\naborted; complete shards stay usable\n")
+            os.write(2, (b"\x1b[?25h" if _on_terminal() else b"") + b"\naborted; what was written stays usable\n")
             os._exit(128 + number)
 
 
@@ -119,14 +120,31 @@ class Display:
 
     def __call__(self, progress: "Progress") -> None:
         """Show where a generation is."""
-        if self._stop is not None and self._stop() and not self._said_stop:
-            self._said_stop = True
-            say("stopping at the end of this batch; Ctrl-C again stops at once")
+        self._say_stop()
         self._show(progress.message, progress.done, progress.total, _progress_text(progress))
+
+    def training(self, progress: "TrainProgress") -> None:
+        """Show where a training is."""
+        self._say_stop()
+        solving = progress.phase == "prepare"
+        message = "solving" if solving else f"epoch {min(progress.epoch + 1, progress.epochs)}/{progress.epochs}"
+        self._show(message, progress.step, progress.steps, _training_text(progress, "samples" if solving else "steps"))
 
     def shards(self, message: str) -> Callable[[int, int], None]:
         """A callback that shows how many shards are done."""
-        return lambda done, total: self._show(message, done, total, f"{done}/{total} shards")
+        return self._counted(message, "shards")
+
+    def samples(self, message: str) -> Callable[[int, int], None]:
+        """A callback that shows how many samples are done."""
+        return self._counted(message, "samples")
+
+    def _counted(self, message: str, things: str) -> Callable[[int, int], None]:
+        return lambda done, total: self._show(message, done, total, f"{done}/{total} {things}")
+
+    def _say_stop(self) -> None:
+        if self._stop is not None and self._stop() and not self._said_stop:
+            self._said_stop = True
+            say("stopping at the end of this batch; Ctrl-C again stops at once")
 
     def _show(self, message: str, done: int, total: int, text: str) -> None:
         if self._bar is not None and self._task is not None:
@@ -142,10 +160,23 @@ def _progress_text(progress: "Progress") -> str:
         parts.append(f"{progress.rate:.1f}/s")
     if progress.attempted > 0:
         parts.append(f"{progress.done / progress.attempted:.0%} accepted")
-    if math.isfinite(progress.eta_s):
-        minutes, seconds = divmod(math.ceil(progress.eta_s), 60)
-        parts.append(f"{minutes // 60}:{minutes % 60:02}:{seconds:02} left")
-    return ", ".join(parts)
+    return ", ".join(parts + _time_left(progress.eta_s))
+
+
+def _training_text(progress: "TrainProgress", things: str) -> str:
+    parts = [f"{progress.step}/{progress.steps} {things}"]
+    if progress.loss is not None:
+        parts.append(f"loss {progress.loss:.3f}")
+    if progress.samples_per_s > 0:
+        parts.append(f"{progress.samples_per_s:.0f} samples/s")
+    return ", ".join(parts + _time_left(progress.eta_s))
+
+
+def _time_left(eta_s: float) -> list[str]:
+    if not math.isfinite(eta_s):
+        return []
+    minutes, seconds = divmod(math.ceil(eta_s), 60)
+    return [f"{minutes // 60}:{minutes % 60:02}:{seconds:02} left"]
 
 
 def say(text: str) -> None:
@@ -155,7 +186,7 @@ def say(text: str) -> None:
 
 @contextmanager
 def logs() -> Iterator[None]:
-    """Show what brim logs, as "warning: …" on standard error."""
+    """Show what brim logs, as "warning: …" on standard error; remarks stand for themselves."""
     handler, logger = _LogHandler(), logging.getLogger("brim")
     logger.addHandler(handler)
     try:
@@ -166,7 +197,8 @@ def logs() -> Iterator[None]:
 
 class _LogHandler(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
-        say(f"{record.levelname.lower()}: {record.getMessage()}")
+        prefix = "" if record.levelno <= logging.INFO else f"{record.levelname.lower()}: "
+        say(prefix + record.getMessage())
 
 
 @cache

@@ -1,0 +1,204 @@
+"""`brim rf train | evaluate | locate | export-onnx`: options in, one call of `brim.rf.train`, a result out."""
+
+import json
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+
+import typer
+
+from brim.cli.rf import check_choice, check_positive, rf, this_command
+from brim.cli.terminal import Display, Json, Stop, number, print_facts, print_json, quote, say, show, whole
+
+if TYPE_CHECKING:
+    from brim.engine.train_report import TrainReport
+    from brim.rf.run import Evaluation
+    from brim.rf.train import LocatorTraining
+
+Run = Annotated[Path, typer.Argument(metavar="RUN", help='Directory of a run made by "brim rf train".')]
+
+
+@rf.command(epilog="Example: brim rf train data --out run --epochs 30")
+def train(
+    datasets: Annotated[
+        list[Path], typer.Argument(metavar="DATASET", help="Directories of datasets with equal settings.")
+    ],
+    out: Annotated[Path, typer.Option(metavar="RUN", help="The run's directory; new or empty without --resume.")],
+    epochs: Annotated[int, typer.Option(metavar="E", parser=whole, help="Times to go through the samples.")] = 30,
+    batch_size: Annotated[int, typer.Option(metavar="B", parser=whole, help="Samples per step.")] = 256,
+    learning_rate: Annotated[
+        float, typer.Option(metavar="R", parser=number, help="After the warm-up; then a cosine to 0.")
+    ] = 0.001,
+    tier: Annotated[
+        str, typer.Option(metavar="NAME", help="Where the data is held: auto, vram, ram or window.")
+    ] = "auto",
+    device: Annotated[str, typer.Option(metavar="NAME", help="auto, cpu, cuda or cuda:N.")] = "auto",
+    precision: Annotated[
+        str, typer.Option(metavar="NAME", help="auto, fp32, bf16 or fp16; positions are fp32 in all of them.")
+    ] = "auto",
+    seed: Annotated[
+        int, typer.Option(metavar="K", parser=whole, help="Of the split, the first weights and the order.")
+    ] = 0,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Continue the run in --out, begun with the same options.")
+    ] = False,
+    as_json: Json = False,
+) -> None:
+    """Train a network that says where a transmitter is and how sure that is.
+
+    A tenth of the samples is held out to choose the best weights. Ctrl-C ends at the next batch; --resume goes on.
+    """
+    check_choice("--tier", tier, ("auto", "vram", "ram", "window"))
+    check_choice("--precision", precision, ("auto", "fp32", "bf16", "fp16"))
+    check_positive("--epochs", epochs)
+    check_positive("--batch-size", batch_size)
+    with Stop() as stop:
+        from brim.rf.train import LocatorTraining
+
+        config = LocatorTraining(
+            epochs=epochs,
+            batch_size=batch_size,
+            learning_rate=learning_rate,
+            tier=tier,  # type: ignore[arg-type]  # checked above
+            precision=precision,  # type: ignore[arg-type]
+            seed=seed,
+        )
+        report = run_train(datasets, out, config, stop, device=device, resume=resume)
+    if report.stopped:
+        end_training(report, epochs, stop, again=this_command() + " --resume" * (not resume), as_json=as_json)
+    if as_json:
+        print_json(report.as_dict())
+        return
+    print_trained(report)
+    show(f"run:  {out}\nnext: brim rf evaluate {quote(out)} HELD_OUT_DATASET --report evaluation.html")
+
+
+@rf.command(epilog="Example: brim rf evaluate run held-out --report evaluation.html")
+def evaluate(
+    run: Run,
+    dataset: Annotated[
+        Path, typer.Argument(metavar="DATASET", help="A dataset of another seed than those trained on.")
+    ],
+    report: Annotated[
+        Path | None, typer.Option(metavar="FILE.html", help="Write a self-contained page with plots here.")
+    ] = None,
+    device: Annotated[str, typer.Option(metavar="NAME", help="auto, cpu, cuda or cuda:N.")] = "auto",
+    as_json: Json = False,
+) -> None:
+    """Measure a run on held-out data, beside classical solvers and the bound."""
+    found = run_evaluate(run, dataset, report, device=device)
+    if as_json:
+        print_json(found.as_dict())
+        return
+    print_evaluated(found)
+    if report is not None:
+        show(f"report: {report} (open it in a browser)")
+
+
+@rf.command(epilog="Example: brim rf locate run observations.json > positions.geojson")
+def locate(
+    run: Run,
+    observations: Annotated[
+        Path, typer.Argument(metavar="OBSERVATIONS.json", help="What stations measured of one or more transmissions.")
+    ],
+    as_json: Json = False,
+) -> None:
+    """Say where transmitters are: points and 50, 90 and 95 % ellipses as GeoJSON."""
+    from brim.rf.train import locate as find
+
+    found = find(run, observations)
+    if as_json:
+        print_json(found)
+    else:
+        show(json.dumps(found, ensure_ascii=False, indent=1))
+
+
+@rf.command("export-onnx", epilog="Example: brim rf export-onnx run --out locator.onnx")
+def export_onnx(
+    run: Run,
+    out: Annotated[Path, typer.Option(metavar="FILE", help="File to write.")],
+    as_json: Json = False,
+) -> None:
+    """Write a run's network as ONNX, checked against torch with onnxruntime."""
+    from brim.rf.train import export_onnx as write
+
+    written = write(run, out)
+    if as_json:
+        print_json(written)
+    else:
+        print_facts(written)
+
+
+# Running
+
+
+def run_train(
+    datasets: list[Path],
+    out: Path,
+    config: "LocatorTraining",
+    stop: Stop,
+    *,
+    device: str = "auto",
+    resume: bool = True,
+) -> "TrainReport":
+    """Train with progress on the terminal, until done or stopped."""
+    from brim.rf.train import train
+
+    with _remarks(), Display(stop) as display:
+        return train(datasets, out, config, device=device, progress=display.training, stop=stop, resume=resume)
+
+
+def run_evaluate(run: Path, dataset: Path, report: Path | None, *, device: str = "auto") -> "Evaluation":
+    """Evaluate with progress on the terminal, and write the page if one is asked for."""
+    from brim.rf.evaluation_report import write_evaluation
+    from brim.rf.train import evaluate_run
+
+    with Display() as display:
+        found = evaluate_run(run, dataset, device=device, progress=display.samples("locating"))
+    if report is not None:
+        write_evaluation(str(run), str(dataset), *found, report)
+    return found
+
+
+@contextmanager
+def _remarks() -> Iterator[None]:
+    """Show what the trainer remarks too: the tier and why, where a run goes on, the line on its speed at the end."""
+    logger = logging.getLogger("brim")
+    before = logger.level
+    logger.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
+
+
+def end_training(report: "TrainReport", epochs: int, stop: Stop, *, again: str, as_json: bool) -> NoReturn:
+    """Say how far a stopped run came and how to go on, and exit as the signal would have."""
+    if as_json:
+        print_json(report.as_dict())
+    say(f"stopped after {report.epochs} of {epochs} epochs, {report.steps} steps; nothing of them is lost")
+    say(f"continue with: {again}")
+    raise typer.Exit(128 + stop.number)
+
+
+def print_trained(report: "TrainReport") -> None:
+    """What a finished run came to; the trainer has said how fast it was."""
+    best = "not measured" if report.best_val_loss is None else f"{report.best_val_loss:.3f}"
+    early = ", stopped early" if report.stopped_early else ""
+    show(f"{report.epochs} epochs{early}, best val_loss {best}; data in tier {report.tier}")
+
+
+def print_evaluated(found: "Evaluation") -> None:
+    """The figures for a person, the classical ones below."""
+    facts: dict[str, Any] = {name: value for name, value in found.metrics.items() if _is_figure(name)}
+    facts["baselines"] = {
+        name: {key: one[key] for key in ("median_error_m", "p95_error_m", "crlb_ratio")}
+        for name, one in found.metrics["baselines"].items()
+    }
+    print_facts(facts)
+
+
+def _is_figure(name: str) -> bool:
+    return name in ("samples", "coverage") or name.endswith("error_m") or name.startswith("crlb")

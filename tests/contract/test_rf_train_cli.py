@@ -1,0 +1,273 @@
+"""Training, evaluating and locating as others build on them: JSON, exit codes, what a stopped run leaves."""
+
+import json
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from brim.cli import main
+from brim.engine.shards import Dataset
+
+TRAIN_KEYS = {
+    "run", "epochs", "samples_per_s", "epoch_seconds", "tier", "ceiling_share", "busy_share", "waiting",
+    "best_val_loss", "peak_bytes", "joules_per_sample",
+}  # fmt: skip
+EVALUATE_KEYS = {"median_error_m", "mean_error_m", "p95_error_m", "crlb_ratio", "coverage", "baselines"}
+torch.set_num_threads(1)  # small batches: a second thread only competes
+
+OPTIONS = ["--epochs", "2", "--batch-size", "16", "--device", "cpu"]
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A dataset to train on, one held out, and a run."""
+    path = tmp_path_factory.mktemp("made")
+    (path / "quick.toml").write_text("duration_s = 0.2\nsamples_per_shard = 16\n")
+    for name, samples, seed in (("data", "64", "1"), ("held", "24", "2")):
+        argv = ["rf", "generate", "--out", str(path / name), "--samples", samples, "--seed", seed, "--device", "cpu"]
+        assert main([*argv, "--config", str(path / "quick.toml")]) == 0
+    assert main(["rf", "train", str(path / "data"), "--out", str(path / "run"), *OPTIONS]) == 0
+    return path
+
+
+def answer(capsys: pytest.CaptureFixture[str], *argv: str | Path) -> dict:
+    """The JSON of a command that must succeed, the only thing on its standard output."""
+    capsys.readouterr()
+    assert main([*map(str, argv), "--json"]) == 0
+    out = capsys.readouterr().out
+    assert out.count("\n") == 1
+    return json.loads(out)
+
+
+def refused(capsys: pytest.CaptureFixture[str], *argv: str | Path) -> str:
+    """The message of a command that must fail with 2 and say one thing."""
+    capsys.readouterr()
+    assert main([*map(str, argv)]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith("error: ")
+    return captured.err
+
+
+# Results
+
+
+def test_train_prints_the_keys_of_the_contract(made, tmp_path, capsys):
+    report = answer(capsys, "rf", "train", made / "data", "--out", tmp_path / "run", *OPTIONS, "--tier", "vram")
+
+    assert set(report) == TRAIN_KEYS
+    assert (report["run"], report["epochs"], report["tier"]) == (str(tmp_path / "run"), 2, "vram")
+    assert set(report["waiting"]) == {"data", "copy", "host_sync", "logging", "checkpoint"}
+
+
+def test_train_says_where_the_data_is_and_how_fast_it_was(made, tmp_path, capsys):
+    assert main(["rf", "train", str(made / "data"), "--out", str(tmp_path / "run"), *OPTIONS]) == 0
+
+    captured = capsys.readouterr()
+    assert "tier ram: " in captured.err
+    assert "of the ceiling" in captured.err
+    assert "brim rf evaluate" in captured.out
+
+
+def test_evaluate_prints_the_keys_of_the_contract_and_writes_a_page(made, tmp_path, capsys):
+    page = tmp_path / "evaluation.html"
+
+    found = answer(capsys, "rf", "evaluate", made / "run", made / "held", "--report", page, "--device", "cpu")
+
+    assert set(found) == EVALUATE_KEYS
+    assert set(found["coverage"]) == {"50", "90", "95"}
+    assert set(found["baselines"]) == {"centroid", "strength", "arrival_strength"}
+    assert "<html" in page.read_text()
+
+
+def observed(path: Path) -> dict:
+    """The first sample of a dataset as an observation."""
+    data = Dataset(path)
+    rows, names = data.load(), [entry["name"] for entry in data.manifest["features"]]
+    stations = [
+        {
+            "name": str(n),
+            **dict(zip(("lat", "lon", "alt"), rows["receivers"][0, n].tolist(), strict=True)),
+            "features": {
+                name: float(rows["features"][0, n, names.index(name), 0])
+                for name in ("snr_db", "arrival_difference_us")
+            },
+        }
+        for n in rows["present"][0].nonzero().flatten().tolist()
+    ]
+    return {"id": "first", "reference": str(int(rows["reference"][0])), "stations": stations}
+
+
+def test_locate_prints_geojson_near_the_transmitter(made, tmp_path, capsys):
+    file = tmp_path / "observations.json"
+    file.write_text(json.dumps({"observations": [observed(made / "held")]}))
+
+    found = answer(capsys, "rf", "locate", made / "run", file)
+
+    lat, lon, _ = Dataset(made / "held").load(["transmitter"])["transmitter"][0].tolist()
+    assert found["type"] == "FeatureCollection"
+    assert [one["geometry"]["type"] for one in found["features"]] == ["Point", *["Polygon"] * 3]
+    assert found["features"][0]["geometry"]["coordinates"] == pytest.approx([lon, lat], abs=0.1)
+
+
+def test_export_onnx_writes_a_checked_file(made, tmp_path, capsys):
+    pytest.importorskip("onnxruntime")
+    pytest.importorskip("onnxscript")
+
+    written = answer(capsys, "rf", "export-onnx", made / "run", "--out", tmp_path / "locator.onnx")
+
+    assert written["file"] == str(tmp_path / "locator.onnx")
+    assert written["max_difference"] < 1e-3
+    assert (tmp_path / "locator.onnx").stat().st_size == written["bytes"]
+
+
+# Stopped
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT])
+def test_a_signal_ends_at_a_batch_and_leaves_a_run_that_resumes(made, tmp_path, capsys, number):
+    options = [str(made / "data"), "--out", str(tmp_path / "run"), "--batch-size", "16", "--device", "cpu", "--json"]
+    argv = [sys.executable, "-m", "brim", "rf", "train", *options, "--epochs", "100000"]
+    process = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    deadline_s = time.monotonic() + 60
+    while not (tmp_path / "run/train/metrics.jsonl").exists() and time.monotonic() < deadline_s:
+        assert process.poll() is None, "ended before it could be disturbed"
+        time.sleep(0.01)
+    process.send_signal(number)
+    stdout, stderr = process.communicate(timeout=60)
+
+    assert process.returncode == 128 + number, stderr
+    assert "Traceback" not in stderr
+    assert "--resume" in stderr.splitlines()[-1]
+    assert set(json.loads(stdout)) == TRAIN_KEYS
+    resumed = answer(capsys, "rf", "train", *options[:-1], "--epochs", "1", "--resume")
+    assert resumed["epochs"] >= 1
+
+
+# Bad input: exit code 2, a message, nothing lost
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ("--tier disk", ["disk", "vram", "window"]),
+        ("--precision fp8", ["fp8", "bf16"]),
+        ("--epochs 0", ["--epochs 0"]),
+        ("--batch-size -1", ["--batch-size -1"]),
+        ("--learning-rate 0", ["learning_rate=0"]),
+        ("--learning-rate fast", ["fast"]),
+        ("--seed -1", ["seed=-1"]),
+        ("--device gpu", ["gpu", "cuda"]),
+    ],
+)
+def test_a_bad_option_is_named_and_nothing_is_written(made, tmp_path, capsys, flags, words):
+    message = refused(capsys, "rf", "train", made / "data", "--out", tmp_path / "run", *flags.split())
+
+    assert [word for word in words if word not in message] == []
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_occupied_run_is_left_alone_without_resume(made, capsys):
+    assert "--resume" in refused(capsys, "rf", "train", made / "data", "--out", made / "run", *OPTIONS)
+
+
+def test_datasets_whose_features_differ_are_refused(made, tmp_path, capsys):
+    other = Path(shutil.copytree(made / "data", tmp_path / "other"))
+    manifest = json.loads((other / "manifest.json").read_text())
+    manifest["features"][0]["name"] = "loudness"
+    (other / "manifest.json").write_text(json.dumps(manifest))
+
+    message = refused(capsys, "rf", "train", made / "data", other, "--out", tmp_path / "run", *OPTIONS)
+    alone = refused(capsys, "rf", "train", other, "--out", tmp_path / "run", *OPTIONS)
+
+    assert "loudness" in message
+    assert "loudness" in alone
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_missing_dataset_is_named(made, tmp_path, capsys):
+    assert "nowhere" in refused(capsys, "rf", "train", tmp_path / "nowhere", "--out", tmp_path / "run")
+    assert "nowhere" in refused(capsys, "rf", "evaluate", made / "run", tmp_path / "nowhere")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("command", ["evaluate", "locate", "export-onnx"])
+def test_a_run_that_is_missing_damaged_or_foreign_is_named(made, tmp_path, capsys, command):
+    more = {"evaluate": [made / "held"], "locate": [tmp_path / "o.json"], "export-onnx": ["--out", tmp_path / "m"]}
+    run = Path(shutil.copytree(made / "run", tmp_path / "run"))
+
+    assert "nothing" in refused(capsys, "rf", command, tmp_path / "nothing", *more[command])
+    weights = run / "train/best/model.safetensors"
+    weights.write_bytes(b"0" + weights.read_bytes()[1:])
+    assert "checksum" in refused(capsys, "rf", command, run, *more[command])
+    about = json.loads((run / "run.json").read_text())
+    (run / "run.json").write_text(json.dumps(about | {"kind": "segmentation"}))
+    assert "another model" in refused(capsys, "rf", command, run, *more[command])
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["run"]
+
+
+def without(one: dict, key: str) -> dict:
+    return {name: value for name, value in one.items() if name != key}
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda one: without(one, "stations"), ["stations"]),
+        (lambda one: one | {"stations": one["stations"][:2]}, ["2 stations", "3"]),
+        (lambda one: one | {"stations": [without(s, "lat") for s in one["stations"]]}, ["lat"]),
+        (lambda one: one | {"stations": [without(s, "features") for s in one["stations"]]}, ["rssi_dbm", "snr_db"]),
+        (lambda one: one | {"stations": [s | {"loudness": 3} for s in one["stations"]]}, ["loudness"]),
+        (lambda one: one | {"reference": "nobody"}, ["nobody"]),
+        (lambda one: [], ["no observations"]),
+    ],
+)
+def test_observations_that_lack_something_say_what(made, tmp_path, capsys, change, words):
+    file = tmp_path / "observations.json"
+    file.write_text(json.dumps(change(observed(made / "held"))))
+
+    message = refused(capsys, "rf", "locate", made / "run", file)
+
+    assert [word for word in words if word not in message] == []
+
+
+def test_an_observations_file_that_cannot_be_read_is_named(made, tmp_path, capsys):
+    (tmp_path / "broken.json").write_text("{")
+
+    assert "missing.json" in refused(capsys, "rf", "locate", made / "run", tmp_path / "missing.json")
+    assert "JSON" in refused(capsys, "rf", "locate", made / "run", tmp_path / "broken.json")
+
+
+# Help and demo
+
+
+@pytest.mark.parametrize("command", ["train", "evaluate", "locate", "export-onnx"])
+def test_help_has_an_example(capsys, command):
+    assert main(["rf", command, "--help"]) == 0
+
+    assert f"Example: brim rf {command}" in capsys.readouterr().out
+
+
+def test_help_imports_no_torch():
+    code = "import sys, brim.cli; brim.cli.main(['rf', 'train', '--help']); sys.exit('torch' in sys.modules)"
+
+    assert subprocess.run([sys.executable, "-c", code], stdout=subprocess.DEVNULL).returncode == 0
+
+
+def test_demo_generates_trains_and_evaluates(tmp_path, capsys):
+    out = tmp_path / "demo"
+
+    found = answer(capsys, "demo", "--out", out, "--samples", "12")
+
+    assert set(found["train"]) == TRAIN_KEYS
+    assert set(found["evaluate"]) == EVALUATE_KEYS
+    assert found["accepted"] == 12
+    pages = [Path(found[name]) for name in ("report", "evaluation_report")]
+    assert pages == [out / "report.html", out / "evaluation.html"]
+    assert all("<html" in page.read_text() for page in pages)
