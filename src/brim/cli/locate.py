@@ -71,8 +71,8 @@ def train(
     if as_json:
         print_json(report.as_dict())
         return
-    print_trained(report)
     show(f"run:  {out}\nnext: brim rf evaluate {quote(out)} HELD_OUT_DATASET --report evaluation.html")
+    print_trained(report)
 
 
 @rf.command(epilog="Example: brim rf evaluate run held-out --report evaluation.html")
@@ -184,10 +184,13 @@ def end_training(report: "TrainReport", epochs: int, stop: Stop, *, again: str, 
 
 
 def print_trained(report: "TrainReport") -> None:
-    """What a finished run came to; the trainer has said how fast it was."""
+    """What a finished run came to, and as its last line how fast it was and what it waited for."""
+    from brim.engine.train_report import summary_line
+
     best = "not measured" if report.best_val_loss is None else f"{report.best_val_loss:.3f}"
     early = ", stopped early" if report.stopped_early else ""
     show(f"{report.epochs} epochs{early}, best val_loss {best}; data in tier {report.tier}")
+    show(summary_line(report))
 
 
 def print_evaluated(found: "Evaluation") -> None:

@@ -105,9 +105,7 @@ def train(
             run = _Run(stepper, source, state, logs, evaluate, progress)
             run.execute(stop)
         static = run.time_fixed_batch()
-        report = make_report(Path(out), run.stopped, stepper, source, state, static, peak.bytes, power.summary())
-    log.info("%s", summary_line(report))
-    return report
+        return make_report(Path(out), run.stopped, stepper, source, state, static, peak.bytes, power.summary())
 
 
 class _Run:
