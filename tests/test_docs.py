@@ -14,7 +14,11 @@ from brim.rf import FEATURES, TRUTH, GenerateConfig
 
 ROOT = Path(__file__).parents[1]
 RADIO = ROOT / "docs" / "radio.md"
-RUN = [ROOT / "README.md", RADIO, ROOT / "docs" / "training.md"]  # documents whose code blocks are executed, each in a directory of its own
+RUN = [
+    ROOT / "README.md",
+    RADIO,
+    ROOT / "docs" / "training.md",
+]  # documents whose code blocks are executed, each in a directory of its own
 SKIP = "<!-- skip -->"  # on the line before a block that is not to be executed
 INTERPRETERS = {"sh": ["bash", "-euo", "pipefail", "-c"], "python": [sys.executable, "-c"]}
 

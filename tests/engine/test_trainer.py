@@ -249,6 +249,8 @@ def test_means_between_log_points_survive_a_stop(tmp_path: Path) -> None:
 
 KILLED = """
 import sys
+import torch
+torch.set_num_threads({threads})  # sums over more threads differ in their last bits
 sys.path.insert(0, {tests!r})
 import test_trainer as t
 recipe = t.config(epochs=4, checkpoint_every_steps=5)
@@ -261,7 +263,7 @@ def test_a_killed_run_ends_with_the_same_bits(tmp_path: Path) -> None:
     straight, resumed = with_dropout(), with_dropout()
     train(straight, loss_fn, Lines(), config=recipe, out=tmp_path / "straight", evaluate=val_loss)
     out = tmp_path / "killed"
-    code = KILLED.format(tests=str(Path(__file__).parent), out=str(out))
+    code = KILLED.format(tests=str(Path(__file__).parent), out=str(out), threads=torch.get_num_threads())
     child = subprocess.Popen([sys.executable, "-c", code])
     deadline_s = time.monotonic() + 50
     log = out / "train/metrics.jsonl"
