@@ -3,9 +3,7 @@
 The page is one file that loads nothing: its frame is in `page.py`, its charts are inline SVG from `svg.py`.
 """
 
-import secrets
 from collections.abc import Iterator
-from contextlib import suppress
 from html import escape
 from itertools import pairwise
 from pathlib import Path
@@ -15,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from brim.engine.shards import Dataset
-from brim.errors import ConfigError, StorageError
+from brim.errors import ConfigError
 from brim.rf.batch import make_work
 from brim.rf.channel import receive
 from brim.rf.config import CHANNEL_HZ, SAMPLE_RATE_HZ, from_mapping
@@ -23,7 +21,20 @@ from brim.rf.features import milliwatt_units
 from brim.rf.geometry import SPEED_OF_LIGHT
 from brim.rf.inspect import Progress, Summary, Survey, survey
 from brim.rf.link import noise_dbm
-from brim.rf.page import card, count, document, legend, metres, number, percent, size, table, tiles, with_unit
+from brim.rf.page import (
+    card,
+    count,
+    document,
+    legend,
+    metres,
+    number,
+    percent,
+    size,
+    table,
+    tiles,
+    with_unit,
+    write_page,
+)
 from brim.rf.receiver import record
 from brim.rf.scene import make_scenes
 from brim.rf.svg import Axis, Frame, Plot, Values, stacked_bars
@@ -40,17 +51,7 @@ def write_report(
 ) -> Summary:
     """Write the page of a dataset; returns the summary it shows."""
     found = survey(path, verify=verify, progress=progress)
-    file = Path(html_path)
-    temporary = file.parent / f".{file.name}.{secrets.token_hex(4)}.tmp"
-    text = render(found)
-    try:
-        temporary.write_text(text, encoding="utf-8", errors="replace")
-        temporary.replace(file)
-    except OSError as failure:
-        with suppress(OSError):
-            temporary.unlink(missing_ok=True)
-        reason = failure.strerror or str(failure)
-        raise StorageError(f"report {file}: cannot write, {reason}; choose another --report FILE.html") from failure
+    write_page(Path(html_path), render(found))
     return found.summary
 
 
