@@ -5,6 +5,7 @@
     │   └── NothingAccepted    a configuration whose gates refuse every sample
     ├── DatasetError           a dataset directory that is missing, foreign, occupied or inconsistent
     │   └── ShardCorrupt       a shard whose bytes differ from the manifest
+    ├── ImageError             an image or mask that cannot be read or used
     ├── CheckpointError        a checkpoint that is missing, damaged, or of another model or run
     ├── TrainingDiverged       a loss or weight that is no longer a finite number
     ├── StorageError           the file system refused: full, read-only, no permission
@@ -53,3 +54,7 @@ class DeviceError(BrimError):
 
 class OutOfMemory(BrimError):
     """A batch that does not fit in memory."""
+
+
+class ImageError(BrimError):
+    """An image or mask that cannot be read or used."""
