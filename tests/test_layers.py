@@ -31,7 +31,10 @@ COMPUTE = {"numpy", "safetensors", "torch", "triton", "pynvml"}  # all that a GP
 HOMES = {  # where else than in COMPUTE's layers a package may be imported, by path prefixes
     "rich": ("cli/", "doctor.py"),
     "typer": ("cli/",),
-    "triton": ("rf/cuda.py", "rf/kernels.py", "doctor.py"),
+    "triton": ("rf/cuda.py", "rf/kernels.py", "segmentation/kernels.py", "doctor.py"),
+    "cv2": ("segmentation/",),
+    "PIL": ("segmentation/",),
+    "matplotlib": ("segmentation/tune_plot.py",),
     "pynvml": ("engine/meter.py", "doctor.py"),
     "pyarrow": ("rf/export.py", "engine/sql.py"),
     "h5py": ("rf/export.py",),
@@ -43,7 +46,13 @@ HOMES = {  # where else than in COMPUTE's layers a package may be imported, by p
     "onnxscript": ("rf/run.py", "rf/train.py"),
     "tensorboard": ("engine/train_report.py",),
 }
-INSIDE_FUNCTIONS = set(HOMES) - {"rich", "typer", "triton"}  # optional, or useless without a GPU: imported when needed
+INSIDE_FUNCTIONS = set(HOMES) - {
+    "rich",
+    "typer",
+    "triton",
+    "cv2",
+    "PIL",
+}  # optional, or useless without a GPU: imported when needed
 
 
 class Import(NamedTuple):
@@ -137,7 +146,7 @@ def _is_at_home(package: str, file: str) -> bool:
         return file.startswith(HOMES[package])
     if package == "a name known when it runs":
         return file == "rf/export.py"
-    return package in COMPUTE or layer_of_file(file) not in ("engine", "rf")
+    return package in COMPUTE or layer_of_file(file) not in ("engine", "rf", "segmentation")
 
 
 # The package
@@ -161,6 +170,17 @@ def test_radio_runs_without_what_only_the_terminal_or_the_exports_need():
     code = (
         "import sys, brim.rf, brim.rf.export, brim.rf.inspect, brim.rf.report\n"
         "print(*{'rich', 'typer', 'pyarrow', 'h5py', 'triton'} & set(sys.modules))"
+    )
+
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+
+    assert done.stdout.split() == []
+
+
+def test_segmentation_runs_without_what_only_the_terminal_or_plots_need():
+    code = (
+        "import sys, brim.segmentation, brim.segmentation.formats, brim.segmentation.predict_files\n"
+        "print(*{'rich', 'typer', 'matplotlib', 'triton', 'shapely', 'scipy'} & set(sys.modules))"
     )
 
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -222,6 +242,9 @@ def test_an_arrow_down_or_within_is_allowed(file, line):
         ("rf/report.py", "from typer import Option"),
         ("rf/scene.py", "import scipy.signal"),
         ("rf/scene.py", "import triton"),
+        ("rf/scene.py", "import cv2"),
+        ("segmentation/tune.py", "def f():\n    import matplotlib"),
+        ("segmentation/images.py", "import scipy"),
         ("rf/export.py", "import pyarrow"),
         ("rf/inspect.py", "def f():\n    import h5py"),
         ("rf/inspect.py", "def f(name):\n    return import_module(name)"),

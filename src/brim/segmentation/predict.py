@@ -1,0 +1,371 @@
+"""Images in, polygons out, every stage overlapped; results in the order of the input.
+
+    source → decode ×W → batch → forward (device) → unbatch → polygons ×W → the caller's for loop
+
+Batches leave in another order than images came, and images of several batches are traced at once; the last step puts
+them in order. All queues are bounded, so that a folder of any length runs in the same memory.
+"""
+
+import gc
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sized
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import cv2
+import numpy as np
+
+from brim.engine.device import worker_count
+from brim.engine.memory import guard
+from brim.engine.meter import BUSY, INPUT, ROOM, GpuSampler, Meter, ceiling_share
+from brim.engine.pipeline import Pipeline, Stage
+from brim.errors import ImageError, OutOfMemory
+from brim.segmentation.batching import Batch, Frame, cut, group
+from brim.segmentation.images import ImageInput, read_image
+from brim.segmentation.network import Network
+from brim.segmentation.polygons import trace
+from brim.segmentation.predict_config import PredictConfig
+from brim.segmentation.prediction import Prediction
+from brim.segmentation.scoring import Done, Scorer
+from brim.segmentation.tiles import usable_tile
+
+TRACERS = 4  # threads for polygons: OpenCV takes Python's lock for every contour, and 8 trace fewer images than 4
+CEILING_S = 0.5  # how long the ceiling is measured
+DECODED_BYTES = 2**31  # of pixels that wait between decoding and batching; one image may always pass
+_Item = TypeVar("_Item")
+_Result = TypeVar("_Result")
+Lock = AbstractContextManager[Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PredictProgress:
+    """Where a run is; handed to the caller at least once a second."""
+
+    done: int  # images, failed ones included
+    failed: int
+    total: int | None  # unknown for a stream
+    rate: float  # images per second so far
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PredictReport:
+    """What a run took; tuning, loading of weights and measuring the ceiling are not in it."""
+
+    images: int  # failed ones included
+    failed: int
+    polygons: int
+    seconds: float
+    images_per_s: float
+    ceiling_share: float | None  # of the same forward on a batch that stays on the device; None when nothing ran
+    batch_size: int  # at the end: smaller than at the start when memory ran out
+    stages: dict[str, Any]
+
+    def as_dict(self) -> dict[str, Any]:
+        """The report as JSON-able values, by the names of the contract."""
+        return asdict(self)
+
+
+def predict_stream(
+    network: Network,
+    images: Iterable[ImageInput],
+    config: PredictConfig,
+    *,
+    lock: Lock | None = None,
+    progress: Callable[[PredictProgress], None] | None = None,
+    on_report: Callable[[PredictReport], None] | None = None,
+) -> Iterator[Prediction]:
+    """Predictions of images in their order, made ahead of the caller with bounded memory.
+
+    An image that cannot be read, does not fit or gives no finite result is a Prediction with `error` in its place; any
+    other failure, of the source too, is raised after the predictions before it. `lock` is held whenever the network
+    runs and never between two batches, so that several streams can share a network. `on_report` is called once, when
+    the last prediction has been taken; it costs half a second for the ceiling.
+    """
+    run = _Run(network, config, lock)
+    total = len(images) if isinstance(images, Sized) else None
+    with GpuSampler(network.device) if on_report is not None else nullcontext() as gpu:
+        yield from run.results(images, total, progress)
+    if on_report is not None:
+        on_report(run.report(gpu.summary() if gpu is not None else None))
+
+
+def predict_one(network: Network, image: ImageInput, config: PredictConfig, *, lock: Lock | None = None) -> Prediction:
+    """Prediction of one image without any threads; what would be an `error` in a stream is raised."""
+    run = _Run(network, config, lock)
+    frames = [run.decode((0, image))]
+    (done,) = [done for batch in group(frames, run.scorer.size) for done in run.scorer.forward(batch)]
+    prediction = run.finish(done)[1]
+    if done.frame.failure is not None:
+        raise done.frame.failure
+    return prediction
+
+
+class _Run:
+    """One call: what its stages share."""
+
+    def __init__(self, network: Network, config: PredictConfig, lock: Lock | None) -> None:
+        self.network, self.config = network, config
+        self.tile = usable_tile(config.tile)
+        self.overlap = config.overlap if config.overlap is None else min(config.overlap, self.tile // 2)
+        self.meter, self.gate = Meter(), _Gate(DECODED_BYTES)
+        self.scorer = Scorer(
+            network,
+            lock if lock is not None else threading.Lock(),
+            batch_size=1 if config.strict else config.batch_size,
+            threshold=config.threshold,
+            resize=config.resize,
+        )
+        self.arrived = self.images = self.failed = self.polygons = 0
+
+    def results(
+        self, images: Iterable[ImageInput], total: int | None, progress: Callable[[PredictProgress], None] | None
+    ) -> Iterator[Prediction]:
+        """Every prediction in order; leaving early stops all threads."""
+        tick = self._ticker(total, progress)
+        self.meter.start()
+        with ExitStack() as stack:
+            for prediction in _ordered(self._open(stack, images, total, tick)):
+                self._count(prediction)
+                tick()
+                yield prediction
+        if self.images != self.arrived:  # never a short result without a word
+            raise RuntimeError(f"{self.arrived} images came and {self.images} results left; this is a bug in brim")
+        self.meter.stop()
+
+    def _open(
+        self, stack: ExitStack, images: Iterable[ImageInput], total: int | None, tick: Callable[[], None]
+    ) -> Pipeline:
+        """Three pipelines, each the source of the next: between them images become batches and images again."""
+        num = worker_count() if total is None else max(1, min(worker_count(), total))
+        decode = Stage(name="decode", work=self._admitted, workers=num, depth=num)
+        forward = Stage(name="forward", work=self.scorer.forward, depth=1)
+        polygons = Stage(name="polygons", work=self.finish, workers=min(num, TRACERS), depth=num)
+        meter = self.meter
+        stack.enter_context(_quiet_opencv)
+        decoded = stack.enter_context(Pipeline(enumerate(images), [decode], meter=meter, depth=num))
+        batches = Pipeline(self._batches(decoded), [forward], meter=meter, source_name="batch", depth=1)
+        computed = stack.enter_context(batches)
+        parts = self._unbatched(computed)
+        finished = Pipeline(parts, [polygons], meter=meter, source_name="unbatch", depth=num, tick=tick)
+        stack.enter_context(finished)
+        # first of all on the way out, from the source on: a pipeline that waits for the one before it cannot be joined
+        stack.callback(_close, decoded, computed)
+        stack.callback(self.gate.open)
+        return finished
+
+    # The stages
+
+    def _admitted(self, item: tuple[int, ImageInput]) -> Frame:
+        began_s = time.perf_counter()
+        self.gate.enter(item[0])
+        self._waited("decode", time.perf_counter() - began_s, ROOM)
+        frame = self.decode(item)
+        self.gate.add(frame)
+        return frame
+
+    def decode(self, item: tuple[int, ImageInput]) -> Frame:
+        """Read an image and cut it into patches."""
+        index, image = item
+        name = str(image) if isinstance(image, str | Path) else f"image {index}"
+        try:
+            return _twice(lambda: self._cut(Frame(index, name), image))
+        except (ImageError, OutOfMemory) as failure:
+            return Frame(index, name, failure=failure)
+
+    def _cut(self, frame: Frame, image: ImageInput) -> Frame:
+        pinned = self.network.device.type == "cuda"
+        pixels = read_image(image)
+        return cut(frame, pixels, tile=self.tile, overlap=self.overlap, resize=self.config.resize, pinned=pinned)
+
+    def _batches(self, decoded: Iterator[Frame]) -> Iterator[Batch]:
+        """Batches of what was decoded; a failure comes after the images that were read before it."""
+        failures: list[Exception] = []
+
+        def frames() -> Iterator[Frame]:
+            try:
+                for frame in self._arrivals(decoded, "batch"):
+                    self.gate.leave(frame)
+                    self.arrived += 1
+                    yield frame
+            except Exception as failure:
+                failures.append(failure)
+
+        yield from group(frames(), self.scorer.size)
+        if failures:
+            raise failures[0]
+
+    def _unbatched(self, computed: Iterator[list[Done]]) -> Iterator[Done]:
+        for done in self._arrivals(computed, "unbatch"):
+            yield from done
+
+    def finish(self, done: Done) -> tuple[int, Prediction]:
+        """Trace the polygons of an image."""
+        frame = done.frame
+        if frame.failure is None:
+            try:
+                return frame.index, _twice(lambda: self._traced(done))
+            except (ImageError, OutOfMemory) as failure:
+                frame.failure = failure
+        return frame.index, Prediction(frame.name, frame.height, frame.width, error=str(frame.failure))
+
+    def _traced(self, done: Done) -> Prediction:
+        frame = done.frame
+        assert done.pending is not None
+        began_s = time.perf_counter()
+        host = done.pending.wait()
+        self._waited("polygons", time.perf_counter() - began_s)
+        if not bool(host["finite"][done.row]):
+            raise ImageError(
+                f"{frame.name}: the network's logits are not finite numbers (NaN or Inf) in {self.network.setting}; "
+                "use precision fp32, or other weights"
+            )
+        inside = (done.row, slice(frame.height), slice(frame.width))
+        mask = host["mask"].numpy()[inside].copy()  # of its own: a view would keep the whole batch
+        probability = np.ascontiguousarray(host["probability"].numpy()[inside])
+        polygons = trace(mask, probability, detect_holes=self.config.detect_holes)
+        return Prediction(frame.name, frame.height, frame.width, tuple(polygons), mask)
+
+    # Where the time went
+
+    def _arrivals(self, results: Iterator[_Item], stage: str) -> Iterator[_Item]:
+        """Results of the pipeline before; waiting for them is not the work of this stage."""
+        while True:
+            began_s = time.perf_counter()
+            try:
+                item = next(results)
+            except StopIteration:
+                return
+            finally:
+                self._waited(stage, time.perf_counter() - began_s)
+            yield item
+
+    def _waited(self, stage: str, seconds: float, cause: str = INPUT) -> None:
+        """Move seconds from a stage's work to its waiting."""
+        self.meter.add(stage, seconds, cause)
+        self.meter.add(stage, -seconds, BUSY)
+
+    def _count(self, prediction: Prediction) -> None:
+        self.images += 1
+        self.failed += prediction.error is not None
+        self.polygons += len(prediction.polygons)
+        self.meter.count(1)
+
+    def _ticker(self, total: int | None, progress: Callable[[PredictProgress], None] | None) -> Callable[[], None]:
+        began_s = time.perf_counter()
+
+        def tick() -> None:
+            if progress is not None:
+                rate = self.images / max(time.perf_counter() - began_s, 1e-9)
+                progress(PredictProgress(done=self.images, failed=self.failed, total=total, rate=rate))
+
+        return tick
+
+    def report(self, gpu: dict[str, Any] | None) -> PredictReport:
+        """What the run took; measures the ceiling."""
+        summary = self.meter.summary()
+        ceiling = self.scorer.ceiling(CEILING_S)
+        # in pixels, since images may differ in size and in their number of windows
+        rate = self.scorer.pixels / max(summary["seconds"], 1e-9)
+        return PredictReport(
+            images=self.images,
+            failed=self.failed,
+            polygons=self.polygons,
+            seconds=summary["seconds"],
+            images_per_s=summary["items_per_s"],
+            ceiling_share=None if ceiling is None else ceiling_share(rate, ceiling),
+            batch_size=self.scorer.size(),
+            stages=summary["stages"] | ({"gpu": gpu} if gpu is not None else {}),
+        )
+
+
+class _Gate:
+    """Bounds the bytes of decoded images that wait for their turn; the one whose turn it is may always pass."""
+
+    def __init__(self, limit_bytes: int) -> None:
+        self._limit_bytes = limit_bytes
+        self._held_bytes = 0
+        self._next = 0  # index of the image that leaves next
+        self._open = False
+        self._changed = threading.Condition()
+
+    def enter(self, index: int) -> None:
+        """Wait for room."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._open or index == self._next or self._held_bytes < self._limit_bytes)
+
+    def add(self, frame: Frame) -> None:
+        """Account a decoded image."""
+        with self._changed:
+            self._held_bytes += _bytes(frame)
+
+    def leave(self, frame: Frame) -> None:
+        """Account an image that goes on; they leave in order."""
+        with self._changed:
+            self._held_bytes -= _bytes(frame)
+            self._next = frame.index + 1
+            self._changed.notify_all()
+
+    def open(self) -> None:
+        """Let everybody pass, for the run is over."""
+        with self._changed:
+            self._open = True
+            self._changed.notify_all()
+
+
+class _QuietOpenCV:
+    """OpenCV without threads of its own while any run lasts: they would only compete with the workers."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._num_runs = self._num_threads = 0
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if not self._num_runs:
+                self._num_threads = cv2.getNumThreads()
+                cv2.setNumThreads(1)
+            self._num_runs += 1
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._num_runs -= 1
+            if not self._num_runs:
+                cv2.setNumThreads(self._num_threads)
+
+
+_quiet_opencv = _QuietOpenCV()  # process-wide, as is what it sets
+
+
+def _bytes(frame: Frame) -> int:
+    return sum(patch.pixels.nbytes for patch in frame.patches)
+
+
+def _twice(work: Callable[[], _Result]) -> _Result:
+    """The result of the work, tried once more when memory ran out: its neighbours may have left some since."""
+    try:
+        with guard():
+            return work()
+    except OutOfMemory:
+        pass  # the second try is outside the handler, which would keep the first one's arrays alive
+    gc.collect()
+    with guard():
+        return work()
+
+
+def _ordered(finished: Iterable[tuple[int, Prediction]]) -> Iterator[Prediction]:
+    """Predictions by index."""
+    early: dict[int, Prediction] = {}
+    following = 0
+    for index, prediction in finished:
+        early[index] = prediction
+        while following in early:
+            yield early.pop(following)
+            following += 1
+
+
+def _close(*pipelines: Pipeline) -> None:
+    for pipeline in pipelines:
+        pipeline.__exit__(None, None, None)

@@ -1,0 +1,384 @@
+"""The file batch_sizes.json: what it keeps, what it refuses, and that no writer loses another's work."""
+
+import copy
+import json
+import multiprocessing
+import os
+import re
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from brim.engine import device as engine_device
+from brim.errors import ConfigError, StorageError
+from brim.segmentation import batch_sizes
+from brim.segmentation.batch_sizes import BatchSizes, Entry, device_info, device_key
+
+CPU = torch.device("cpu")
+KEY = "NVIDIA H200 140 GiB"
+ENTRY = Entry(
+    optimal_batch_size=8,
+    max_safe_batch_size=96,
+    expected_throughput=412.5,
+    p50_latency_ms=19.4,
+    p95_latency_ms=19.9,
+    memory_limit_mb=120000.0,
+    image_size=1024,
+    precision="bf16",
+    layout="channels_last",
+    compiled=True,
+)
+TRIALS = [{"batch": 8, "throughput": 412.5, "status": "ok"}]
+
+
+def document():
+    return BatchSizes().with_entry(KEY, {"name": "NVIDIA H200"}, "hrnet", ENTRY, TRIALS).as_json()
+
+
+def save(path, content):
+    path.write_text(json.dumps(content))
+    return path
+
+
+# What it keeps
+
+
+def test_a_missing_file_is_empty(tmp_path):
+    sizes = BatchSizes.read(tmp_path / "none.json")
+
+    assert sizes.devices == ()
+    assert sizes.entry(KEY, "hrnet") is None
+
+
+def test_what_is_written_is_read_back(tmp_path):
+    file = tmp_path / "batch_sizes.json"
+    BatchSizes().with_entry(KEY, {"name": "NVIDIA H200"}, "hrnet", ENTRY, TRIALS).write(file)
+
+    found = BatchSizes.read(file)
+
+    assert found.entry(KEY, "hrnet") == ENTRY
+    assert found.trials(KEY, "hrnet") == TRIALS
+    assert found.info(KEY) == {"name": "NVIDIA H200"}
+    assert (found.devices, found.models(KEY)) == ((KEY,), ("hrnet",))
+
+
+def test_the_file_has_exactly_the_promised_keys(tmp_path):
+    file = tmp_path / "batch_sizes.json"
+    BatchSizes().with_entry(KEY, {"name": "NVIDIA H200"}, "hrnet", ENTRY, TRIALS).write(file)
+    content = json.loads(file.read_text())
+
+    assert list(content) == ["format_version", "created", "devices"]
+    assert content["format_version"] == 1
+    assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ", content["created"])
+    assert content["devices"] == {
+        KEY: {
+            "device_info": {"name": "NVIDIA H200"},
+            "batch_configurations": {"hrnet": asdict(ENTRY)},
+            "detailed_results": {"hrnet": TRIALS},
+        }
+    }
+
+
+def test_an_entry_of_another_device_is_not_ours(tmp_path):
+    sizes = BatchSizes.read(save(tmp_path / "sizes.json", document()))
+
+    assert sizes.entry("NVIDIA A100 80 GiB", "hrnet") is None
+    assert sizes.elsewhere("NVIDIA A100 80 GiB", "hrnet") == (KEY,)
+    assert sizes.elsewhere(KEY, "hrnet") == ()
+    assert sizes.elsewhere("NVIDIA A100 80 GiB", "resunet_small") == ()
+
+
+def test_several_devices_live_in_one_file(tmp_path):
+    file = save(tmp_path / "sizes.json", document())
+    other = replace(ENTRY, optimal_batch_size=2)
+    BatchSizes.read(file).with_entry("CPU 2 cores 24 GiB", {}, "hrnet", other, []).write(file)
+
+    found = BatchSizes.read(file)
+
+    assert found.entry(KEY, "hrnet") == ENTRY
+    assert found.entry("CPU 2 cores 24 GiB", "hrnet") == other
+
+
+def test_rewriting_keeps_the_time_of_creation_and_unknown_keys(tmp_path):
+    content = document()
+    content["created"] = "2020-02-03T04:05:06+00:00"
+    content["note"] = {"by": ["hand"]}
+    content["devices"][KEY]["rack"] = 7
+    content["devices"][KEY]["device_info"]["driver"] = "600.1"
+    content["devices"][KEY]["batch_configurations"]["hrnet"]["comment"] = "fast"
+    file = save(tmp_path / "sizes.json", content)
+    changed = replace(ENTRY, optimal_batch_size=9)
+
+    BatchSizes.read(file).with_entry(KEY, {"name": "NVIDIA H200"}, "hrnet", changed, TRIALS).write(file)
+
+    content["devices"][KEY]["batch_configurations"]["hrnet"]["optimal_batch_size"] = 9
+    assert json.loads(file.read_text()) == content
+
+
+def test_a_changed_copy_leaves_the_original_alone():
+    empty = BatchSizes()
+    trials = copy.deepcopy(TRIALS)
+    filled = empty.with_entry(KEY, {}, "hrnet", ENTRY, trials)
+    trials[0]["batch"] = 99
+
+    assert empty.entry(KEY, "hrnet") is None
+    assert filled.trials(KEY, "hrnet") == TRIALS
+
+
+# Two writers
+
+
+def test_a_write_keeps_what_another_wrote_since_the_read(tmp_path):
+    file = tmp_path / "sizes.json"
+    first, second = BatchSizes.read(file), BatchSizes.read(file)
+    first.with_entry(KEY, {}, "hrnet", ENTRY, []).write(file)
+
+    merged = second.with_entry(KEY, {}, "resunet_small", replace(ENTRY, optimal_batch_size=4), []).write(file)
+
+    for found in (merged, BatchSizes.read(file)):
+        assert found.models(KEY) == ("hrnet", "resunet_small")
+    assert merged.created == BatchSizes.read(file).created
+
+
+def test_a_stale_copy_does_not_undo_what_another_tuned_again(tmp_path):
+    file = save(tmp_path / "sizes.json", document())
+    stale = BatchSizes.read(file)
+    newer = replace(ENTRY, optimal_batch_size=12)
+    BatchSizes.read(file).with_entry(KEY, {}, "hrnet", newer, []).write(file)
+
+    stale.with_entry(KEY, {}, "resunet_small", ENTRY, []).write(file)
+
+    assert BatchSizes.read(file).entry(KEY, "hrnet") == newer
+
+
+def _write_models(file: str, prefix: str, count: int, gate) -> None:
+    gate.wait(30)
+    for number in range(count):
+        BatchSizes.read(file).with_entry(KEY, {}, f"{prefix}{number}", ENTRY, TRIALS).write(file)
+
+
+def test_processes_that_write_at_once_lose_nothing(tmp_path):
+    file, count = tmp_path / "sizes.json", 25
+    context = multiprocessing.get_context("spawn")
+    gate = context.Barrier(2)
+    workers = [context.Process(target=_write_models, args=(str(file), name, count, gate)) for name in "ab"]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join(60)
+
+    assert [worker.exitcode for worker in workers] == [0, 0]
+    assert set(BatchSizes.read(file).models(KEY)) == {f"{name}{number}" for name in "ab" for number in range(count)}
+    assert [found.name for found in tmp_path.iterdir()] == ["sizes.json"]  # no lock, no temporary file
+
+
+# What it refuses
+
+
+def _at(content, path, value):
+    *above, last = path
+    for step in above:
+        content = content[step]
+    if value is ...:
+        del content[last]
+    else:
+        content[last] = value
+
+
+HRNET = ("devices", KEY, "batch_configurations", "hrnet")
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "message"),
+    [
+        (("format_version",), 2, "format_version is 2 and must be 1"),
+        (("format_version",), True, "format_version is true"),
+        (("format_version",), ..., "format_version is null"),
+        (("created",), "yesterday", 'created is "yesterday" and must be a time like'),
+        (("created",), "2026-01-01T00:00:00", "created is"),
+        (("created",), 12, "created is 12"),
+        (("devices",), [], r"devices is \[\] and must be an object of devices"),
+        (("devices", KEY), 3, f'devices."{KEY}" is 3'),
+        (("devices", KEY, "device_info"), ..., "device_info is null"),
+        (("devices", KEY, "batch_configurations"), [], "batch_configurations is"),
+        (HRNET, "x", 'batch_configurations."hrnet" is "x" and must be an object'),
+        ((*HRNET, "optimal_batch_size"), 0, 'hrnet".optimal_batch_size is 0 and must be a whole number of at least 1'),
+        ((*HRNET, "optimal_batch_size"), -8, "optimal_batch_size is -8"),
+        ((*HRNET, "optimal_batch_size"), 8.0, "optimal_batch_size is 8.0"),
+        ((*HRNET, "optimal_batch_size"), True, "optimal_batch_size is true"),
+        ((*HRNET, "optimal_batch_size"), "8", 'optimal_batch_size is "8"'),
+        ((*HRNET, "optimal_batch_size"), ..., "optimal_batch_size is null"),
+        ((*HRNET, "optimal_batch_size"), 97, "optimal_batch_size is 97 and must be at most max_safe_batch_size, 96"),
+        ((*HRNET, "max_safe_batch_size"), 10**400, "max_safe_batch_size is 1000"),
+        ((*HRNET, "expected_throughput"), float("nan"), "expected_throughput is NaN and must be a finite number"),
+        ((*HRNET, "expected_throughput"), float("inf"), "expected_throughput is Infinity"),
+        ((*HRNET, "expected_throughput"), 0, "expected_throughput is 0 and must be a number above 0"),
+        ((*HRNET, "p50_latency_ms"), 30.0, "p50_latency_ms is 30.0 and must be at most p95_latency_ms, 19.9"),
+        ((*HRNET, "memory_limit_mb"), None, "memory_limit_mb is null"),
+        ((*HRNET, "image_size"), 0, "image_size is 0"),
+        ((*HRNET, "precision"), "fp8", 'precision is "fp8" and must be one of fp32, bf16, fp16'),
+        ((*HRNET, "layout"), ["contiguous"], "layout is"),
+        ((*HRNET, "compiled"), 1, "compiled is 1 and must be true or false"),
+        (("devices", KEY, "detailed_results", "hrnet"), {}, 'detailed_results."hrnet" is {} and must be a list'),
+        (("devices", KEY, "detailed_results", "hrnet"), [1], r'detailed_results."hrnet"\[0\] is 1'),
+        (("extra",), {"deep": [1.0, float("nan")]}, r"extra.deep\[1\] is NaN"),
+    ],
+)
+def test_a_wrong_value_is_named_with_its_place(tmp_path, path, value, message):
+    content = document()
+    _at(content, path, value)
+    file = save(tmp_path / "sizes.json", content)
+
+    with pytest.raises(ConfigError, match=message) as failure:
+        BatchSizes.read(file)
+
+    assert str(failure.value).startswith(f"{file}: ")
+    assert "delete the file and tune again" in str(failure.value)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"{",
+        b"\xff\xfe\x00",
+        b"not json",
+        b'{"format_version": 1, "format_version": 1}',
+        b"[" * 100_000,
+        b"1" * 5000,
+        json.dumps(document()).encode()[:-40],
+    ],
+    ids=["empty", "open", "bytes", "text", "twice", "deep", "long number", "cut"],
+)
+def test_what_is_not_json_is_refused(tmp_path, content):
+    file = tmp_path / "sizes.json"
+    file.write_bytes(content)
+
+    with pytest.raises(ConfigError, match=r"sizes\.json is not valid JSON: .+delete the file and tune again"):
+        BatchSizes.read(file)
+
+
+@pytest.mark.parametrize("content", [[], None, 1, "x"])
+def test_a_document_that_is_no_object_is_refused(tmp_path, content):
+    with pytest.raises(ConfigError, match=r"the document is .+ must be an object"):
+        BatchSizes.read(save(tmp_path / "sizes.json", content))
+
+
+def test_a_key_that_occurs_twice_is_named(tmp_path):
+    file = tmp_path / "sizes.json"
+    file.write_text(json.dumps(document()).replace('"hrnet": {', '"hrnet": {}, "hrnet": {', 1))
+
+    with pytest.raises(ConfigError, match='key "hrnet" occurs twice'):
+        BatchSizes.read(file)
+
+
+def test_a_malformed_file_is_never_overwritten(tmp_path):
+    file = tmp_path / "sizes.json"
+    file.write_text("{")
+
+    with pytest.raises(ConfigError, match="not valid JSON"):
+        BatchSizes().with_entry(KEY, {}, "hrnet", ENTRY, []).write(file)
+
+    assert [found.name for found in tmp_path.iterdir()] == ["sizes.json"]
+    assert file.read_text() == "{"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"optimal_batch_size": 97}, "optimal_batch_size=97 must be at most"),
+        ({"expected_throughput": float("nan")}, "expected_throughput=nan must be a number above 0"),
+        ({"precision": "int8"}, "precision=int8"),
+    ],
+)
+def test_an_entry_that_cannot_be_is_not_made(change, message):
+    with pytest.raises(ConfigError, match=message):
+        replace(ENTRY, **change)
+
+
+# Where it cannot be written
+
+
+def test_a_directory_that_does_not_exist_is_made(tmp_path):
+    file = tmp_path / "new" / "deeper" / "sizes.json"
+    BatchSizes().write(file)
+
+    assert BatchSizes.read(file).devices == ()
+
+
+def test_a_file_in_the_place_of_the_directory_is_a_storage_error(tmp_path):
+    (tmp_path / "plain").write_text("")
+
+    with pytest.raises(StorageError, match=r"sizes\.json: cannot write, .+choose another --out"):
+        BatchSizes().write(tmp_path / "plain" / "sizes.json")
+
+
+def test_a_directory_in_the_place_of_the_file_is_a_storage_error(tmp_path):
+    with pytest.raises(StorageError, match="cannot be read"):
+        BatchSizes.read(tmp_path)
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
+def test_a_read_only_directory_is_a_storage_error(tmp_path):
+    tmp_path.chmod(0o500)
+    try:
+        with pytest.raises(StorageError, match="cannot write"):
+            BatchSizes().write(tmp_path / "sizes.json")
+    finally:
+        tmp_path.chmod(0o700)
+
+
+def test_a_full_disk_leaves_the_file_as_it_was(tmp_path, monkeypatch):
+    file = save(tmp_path / "sizes.json", document())
+
+    def refuse(handle):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(batch_sizes.os, "fsync", refuse)
+    with pytest.raises(StorageError, match="No space left"):
+        BatchSizes.read(file).with_entry(KEY, {}, "other", ENTRY, []).write(file)
+
+    assert [found.name for found in tmp_path.iterdir()] == ["sizes.json"]
+    assert json.loads(file.read_text()) == document() | {"created": BatchSizes.read(file).created}
+
+
+def test_a_link_stays_a_link(tmp_path):
+    (tmp_path / "real").mkdir()
+    link = tmp_path / "sizes.json"
+    link.symlink_to(Path("real") / "sizes.json")
+    BatchSizes().with_entry(KEY, {}, "hrnet", ENTRY, []).write(link)
+
+    assert link.is_symlink()
+    assert BatchSizes.read(tmp_path / "real" / "sizes.json").models(KEY) == ("hrnet",)
+
+
+# Which device
+
+
+def test_the_key_of_a_cpu_names_it_with_cores_and_memory():
+    assert re.fullmatch(r"\S.* \d+ cores? \d+ GiB", device_key(CPU))
+    assert device_key(CPU) == device_key(CPU)
+
+
+@pytest.mark.parametrize(("gib", "shown"), [(0.4, 1), (7.7, 8), (23.4, 24), (23.6, 24), (62.7, 64), (125.4, 128)])
+def test_the_key_of_a_cpu_is_the_same_after_a_reboot(monkeypatch, gib, shown):
+    monkeypatch.setattr(batch_sizes, "total_bytes", lambda device: int(gib * 2**30))
+
+    assert device_key(CPU).endswith(f" {shown} GiB")
+
+
+def test_the_key_of_a_gpu_is_name_and_memory(monkeypatch):
+    monkeypatch.setattr(batch_sizes, "describe", lambda device: {"name": "NVIDIA H200"})
+    monkeypatch.setattr(batch_sizes, "total_bytes", lambda device: 150_109_880_320)
+
+    assert device_key(torch.device("cuda:0")) == KEY
+
+
+def test_the_facts_of_a_device_hold_nothing_that_changes_by_the_minute():
+    facts = device_info(CPU)
+
+    assert facts["name"] == engine_device.describe(CPU)["name"]
+    assert "free_bytes" not in facts
+    json.dumps(facts)

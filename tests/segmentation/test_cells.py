@@ -1,0 +1,82 @@
+import time
+
+import cv2
+import numpy as np
+import pytest
+
+from brim.errors import ConfigError, StorageError
+from brim.segmentation.cells import make_cells, make_labels, write_cells
+
+
+def test_an_image_depends_on_seed_and_index_alone():
+    first, again = make_cells(3, 5, 96, 64), make_cells(3, 5, 96, 64)
+
+    assert (first[0].shape, first[0].dtype, first[1].shape, first[1].dtype) == ((96, 64, 3), "uint8", (96, 64), "bool")
+    assert all(np.array_equal(one, other) for one, other in zip(first, again, strict=True))
+    assert not np.array_equal(first[0], make_cells(3, 6, 96, 64)[0])
+    assert not np.array_equal(first[0], make_cells(4, 5, 96, 64)[0])
+
+
+def test_some_images_are_nearly_empty_and_some_are_crowded():
+    shares = [make_cells(0, index, 128, 128)[1].mean() for index in range(40)]
+
+    assert min(shares) < 0.02
+    assert max(shares) > 0.3
+    assert 0.1 < np.mean(shares) < 0.4
+
+
+def test_cells_are_numbered_and_one_piece_each():
+    _, labels = make_labels(0, 1, 128, 128)
+    numbers = range(1, labels.max() + 1)
+
+    assert len(numbers) > 5
+    assert np.array_equal(np.unique(labels), [0, *numbers])
+    pieces = [cv2.connectedComponents((labels == number).astype(np.uint8))[0] - 1 for number in numbers]
+    assert pieces == [1] * len(pieces)
+
+
+def test_cells_are_darker_but_brightness_alone_does_not_give_them_away():
+    for index in range(8):
+        image, mask = make_cells(0, index, 128, 128)
+        grey = image.mean(2)
+        if mask.mean() > 0.05:
+            assert grey[mask].mean() < grey[~mask].mean() - 10
+            assert grey[~mask].min() < np.percentile(grey[mask], 90)  # debris
+
+
+def test_images_are_made_quickly():
+    best_s = min(_seconds(index) for index in range(10))
+
+    assert best_s < 0.02
+
+
+def _seconds(index: int) -> float:
+    began_s = time.perf_counter()
+    make_cells(1, index, 256, 256)
+    return time.perf_counter() - began_s
+
+
+def test_files_hold_what_was_made(tmp_path):
+    write_cells(tmp_path / "images", tmp_path / "masks", 3, seed=2, height=48, width=64)
+
+    image, labels = make_labels(2, 1, 48, 64)
+    assert [file.name for file in sorted((tmp_path / "masks").iterdir())] == [f"cell_0000{n}.png" for n in range(3)]
+    assert np.array_equal(cv2.imread(str(tmp_path / "images/cell_00001.png"))[:, :, ::-1], image)
+    assert np.array_equal(cv2.imread(str(tmp_path / "masks/cell_00001.png"), cv2.IMREAD_UNCHANGED), labels)
+
+
+@pytest.mark.parametrize(
+    ("height", "width", "seed", "name"), [(31, 64, 0, "height"), (64, 0, 0, "width"), (64, 64, -1, "seed")]
+)
+def test_a_value_that_cannot_work_is_named(height, width, seed, name):
+    with pytest.raises(ConfigError, match=name):
+        make_cells(seed, 0, height, width)
+
+
+def test_a_folder_that_cannot_be_made_is_named(tmp_path):
+    (tmp_path / "images").write_text("a file")
+
+    with pytest.raises(StorageError, match="images"):
+        write_cells(tmp_path / "images", tmp_path / "masks", 1, seed=0, height=32, width=32)
+    with pytest.raises(ConfigError, match="count=0"):
+        write_cells(tmp_path / "a", tmp_path / "b", 0, seed=0, height=32, width=32)

@@ -1,0 +1,296 @@
+"""Files read back by readers that are not ours: json and shapely, pycocotools, roifile, Pillow."""
+
+import contextlib
+import io
+import json
+import os
+import threading
+import zipfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+import roifile
+import shapely
+from PIL import Image
+from pycocotools.coco import COCO
+
+from brim.errors import ConfigError, StorageError
+from brim.segmentation.formats import FORMATS, Writer, output_stems, overlay
+from brim.segmentation.imagej import roi_bytes
+from brim.segmentation.polygons import Polygon, fill, trace
+from brim.segmentation.prediction import Prediction
+
+HEIGHT, WIDTH = 40, 56
+
+
+def cells(seed: int = 0) -> np.ndarray:
+    """Blobs, some with holes, some at the border, some touching by a corner."""
+    rng, y, x = np.random.default_rng(seed), *np.mgrid[:HEIGHT, :WIDTH]
+    mask = rng.random((HEIGHT, WIDTH)) < 0.02
+    for _ in range(6):
+        distance = np.hypot(y - rng.integers(HEIGHT), x - rng.integers(WIDTH))
+        mask = (mask | (distance < 9)) & ~(distance < 4)
+    mask[:, -1] = mask[0] = True
+    return mask
+
+
+def predict(name: str, seed: int = 0) -> Prediction:
+    mask = cells(seed)
+    probability = np.random.default_rng(seed).random(mask.shape, np.float32)
+    return Prediction(name, HEIGHT, WIDTH, tuple(trace(mask, probability)))
+
+
+def write(out: Path, form: str, *predictions: Prediction) -> list[Path | None]:
+    image = np.zeros((HEIGHT, WIDTH, 3), np.uint8)
+    with Writer(out, form, [p.name for p in predictions]) as writer:
+        return [writer.write(prediction, image) for prediction in predictions]
+
+
+# Each format
+
+
+def test_geojson_is_read_back_as_valid_closed_polygons(tmp_path):
+    prediction = predict("cells.tif")
+
+    assert write(tmp_path, "geojson", prediction) == [tmp_path / "cells.geojson"]
+
+    found = json.loads((tmp_path / "cells.geojson").read_text())
+    assert found["type"] == "FeatureCollection"
+    for feature, polygon in zip(found["features"], prediction.polygons, strict=True):
+        assert all(ring[0] == ring[-1] for ring in feature["geometry"]["coordinates"])
+        shape = shapely.geometry.shape(feature["geometry"])
+        assert shape.is_valid
+        assert shape.exterior.is_ccw
+        assert not any(hole.is_ccw for hole in shape.interiors)
+        assert shape.equals(shapely.Polygon(polygon.points, polygon.holes))
+        about = feature["properties"]
+        assert about["objectType"] == "annotation"
+        assert about["classification"] == {"name": "object", "color": [255, 200, 0]}
+        assert about["measurements"]["area_px"] == shape.area
+        assert about["measurements"]["confidence"] == pytest.approx(polygon.confidence, abs=1e-6)
+
+
+@pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")  # pycocotools' own
+def test_coco_is_read_back_pixel_by_pixel(tmp_path):
+    predictions = [predict("in/a.png", 1), predict("in/b/c.png", 2)]
+
+    write(tmp_path, "coco", *predictions)
+
+    with contextlib.redirect_stdout(io.StringIO()):
+        coco = COCO(tmp_path / "annotations.json")
+    assert [coco.imgs[i]["file_name"] for i in sorted(coco.imgs)] == ["a.png", "b/c.png"]
+    assert sorted(coco.anns) == list(range(1, len(coco.anns) + 1))
+    for number, prediction in enumerate(predictions, 1):
+        found = coco.imgToAnns[number]
+        for annotation, polygon in zip(found, prediction.polygons, strict=True):
+            np.testing.assert_array_equal(coco.annToMask(annotation), fill([polygon], HEIGHT, WIDTH))
+            assert annotation["area"] == polygon.area
+            assert annotation["score"] == pytest.approx(polygon.confidence, abs=1e-6)
+            assert annotation["iscrowd"] == 0
+            x, y, width, height = annotation["bbox"]
+            assert shapely.box(x, y, x + width, y + height).equals(shapely.Polygon(polygon.points).envelope)
+
+
+def test_imagej_regions_are_read_back_with_their_holes(tmp_path):
+    prediction = predict("cells.png", 3)
+    assert any(polygon.holes for polygon in prediction.polygons)
+
+    write(tmp_path, "roi", prediction)
+
+    regions = roifile.roiread(tmp_path / "cells.zip")
+    assert len({*zipfile.ZipFile(tmp_path / "cells.zip").namelist()}) == len(prediction.polygons)
+    for region, polygon in zip(regions, prediction.polygons, strict=True):
+        rings = [*region.coordinates(multi=True)]
+        assert len(rings) == 1 + len(polygon.holes)
+        shape = shapely.Polygon(rings[0], rings[1:])
+        assert shape.equals(shapely.Polygon(polygon.points, polygon.holes))
+        assert (region.left, region.top) == tuple(polygon.points.min(0))
+        assert region.roitype == (roifile.ROI_TYPE.RECT if polygon.holes else roifile.ROI_TYPE.TRACED)
+
+
+@pytest.mark.parametrize("far", [False, True])
+def test_regions_beyond_16_bits_are_shapes(far):
+    x = np.arange(40_000).repeat(2) // (1 if not far else 10_000)
+    teeth = np.stack([x, np.where(np.arange(len(x)) // 2 % 2, 2, 1)], 1)[1:]
+    points = np.concatenate([teeth, [[x[-1], 0], [0, 0]]]).astype(np.int32)
+    if far:
+        points = np.array([[40_000, 5], [40_010, 5], [40_010, 9], [40_000, 9]], np.int32)
+
+    region = roifile.ImagejRoi.frombytes(roi_bytes(Polygon(points, (), 0, 0)))
+
+    (ring,) = region.coordinates(multi=True)
+    np.testing.assert_array_equal(ring[: len(points)], points)
+
+
+def test_a_mask_has_the_size_of_the_image_and_two_values(tmp_path):
+    prediction = predict("cells.png")
+
+    write(tmp_path, "mask", prediction)
+
+    with Image.open(tmp_path / "cells.png") as image:
+        assert image.mode == "L"
+        np.testing.assert_array_equal(np.asarray(image), cells() * np.uint8(255))
+
+
+def test_a_predictions_own_mask_is_written_as_it_is(tmp_path):
+    mask = np.zeros((HEIGHT, WIDTH), np.uint8)
+    mask[3, 4] = 255
+
+    write(tmp_path, "mask", Prediction("a.png", HEIGHT, WIDTH, mask=mask))
+
+    np.testing.assert_array_equal(np.asarray(Image.open(tmp_path / "a.png")), mask)
+
+
+@pytest.mark.parametrize("ground", [0, 128, 255])
+def test_an_overlay_differs_from_any_ground_and_leaves_it_untouched(ground):
+    image = np.full((HEIGHT, WIDTH, 3), ground, np.uint8)
+    mask = np.zeros((HEIGHT, WIDTH), bool)
+    mask[10:30, 10:30] = True
+
+    drawn = overlay(image, trace(mask)).astype(int)
+
+    assert (image == ground).all()
+    assert (drawn[:5] == ground).all()
+    assert np.abs(drawn[20, 20] - ground).max() > 20  # tinted inside
+    assert np.ptp(drawn[20, 6:14].sum(1)) > 250  # bright beside dark on the outline
+
+
+def test_an_overlay_is_an_rgb_file(tmp_path):
+    red = np.zeros((HEIGHT, WIDTH, 3), np.uint8)
+    red[..., 0] = 200
+    with Writer(tmp_path, "overlay", ["a.png"]) as writer:
+        writer.write(Prediction("a.png", HEIGHT, WIDTH), red)
+
+    np.testing.assert_array_equal(np.asarray(Image.open(tmp_path / "a_overlay.png")), red)
+
+
+def test_an_overlay_without_its_image_is_refused(tmp_path):
+    with Writer(tmp_path, "overlay", ["a.png"]) as writer, pytest.raises(ConfigError, match="pass it to write"):
+        writer.write(predict("a.png"))
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_an_image_without_objects_has_a_file_too(tmp_path, form):
+    (path,) = write(tmp_path, form, Prediction("empty.tif", HEIGHT, WIDTH))
+
+    assert path is not None
+    assert path.stat().st_size > 0
+    if form == "roi":
+        assert zipfile.ZipFile(path).namelist() == []
+
+
+# Names
+
+
+def test_files_keep_the_folders_below_the_common_one(tmp_path):
+    stems = output_stems(["data/a/x.png", "data/b/x.png", "data/b/deep/y.tif"])
+
+    assert [path.as_posix() for path in stems.values()] == ["a/x", "b/x", "b/deep/y"]
+
+
+def test_images_that_differ_by_suffix_keep_it():
+    stems = output_stems([Path("x.png"), "x.tif", "y.tif", "X.bmp", "x.png.tif", "sub/../z.png"])
+
+    assert [path.name for path in stems.values()] == ["x.png", "x.tif", "y", "X.bmp", "x.png.tif", "z"]
+
+
+def test_no_name_leads_out_of_the_directory(tmp_path):
+    for names in (["../../a.png", "b.png"], ["/etc/a.png", "b.png"], ["a.png"]):
+        with Writer(tmp_path / "out", "geojson", names) as writer:
+            assert all((tmp_path / "out") in writer.path(name).resolve().parents for name in names)
+
+
+def test_an_input_image_is_never_replaced(tmp_path):
+    Image.new("L", (4, 4)).save(tmp_path / "x.png")
+
+    with pytest.raises(ConfigError, match=r"x.png would replace an input image"):
+        Writer(tmp_path, "mask", [tmp_path / "x.png"]).__enter__()
+
+
+def test_an_unknown_format_or_image_is_named(tmp_path):
+    with pytest.raises(ConfigError, match="format=svg is unknown; choose one of geojson, coco, roi, mask, overlay"):
+        Writer(tmp_path, "svg", [])
+    with Writer(tmp_path, "roi", ["a.png"]) as writer, pytest.raises(ConfigError, match=r"b.png is not among the 1"):
+        writer.write(predict("b.png"))
+
+
+# Failures
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_a_failed_image_has_no_file(tmp_path, form):
+    failed = Prediction("bad.png", 0, 0, error="bad.png: truncated")
+
+    paths = write(tmp_path, form, predict("good.tif"), failed)
+
+    assert paths[1] is None
+    assert len(list(tmp_path.iterdir())) == 1
+    if form == "coco":
+        found = json.loads((tmp_path / "annotations.json").read_text())
+        assert [image["file_name"] for image in found["images"]] == ["good.tif"]
+
+
+def test_leaving_by_an_exception_keeps_what_was_finished(tmp_path):
+    def run() -> None:
+        with Writer(tmp_path, "coco", ["a.png", "b.png"]) as writer:
+            writer.write(predict("a.png"))
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run()
+    assert [image["id"] for image in json.loads((tmp_path / "annotations.json").read_text())["images"]] == [1]
+    assert [path.name for path in tmp_path.iterdir()] == ["annotations.json"]
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_a_directory_that_cannot_be_made_is_known_before_any_work(tmp_path, form):
+    (tmp_path / "file").write_text("in the way")
+
+    with pytest.raises(StorageError, match=r"file.out: cannot be written: Not a directory"):
+        Writer(tmp_path / "file" / "out", form, ["a.png"]).__enter__()
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
+def test_a_read_only_directory_is_known_before_any_work(tmp_path):
+    tmp_path.chmod(0o500)
+
+    with pytest.raises(StorageError, match="Permission denied"):
+        Writer(tmp_path, "geojson", ["a.png"]).__enter__()
+
+
+@pytest.mark.parametrize("form", ["geojson", "coco"])
+def test_a_full_disk_leaves_no_half_file(tmp_path, form, monkeypatch):
+    writer = Writer(tmp_path, form, ["a.png"])
+
+    def refuse(self: Path, target: Path) -> None:
+        raise OSError(28, "No space left on device")
+
+    def run() -> None:
+        with writer:
+            monkeypatch.setattr(Path, "replace", refuse)
+            writer.write(predict("a.png"))
+
+    with pytest.raises(StorageError, match="No space left on device"):
+        run()
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_threads_write_what_one_thread_writes(tmp_path, form):
+    predictions = [predict(f"{number}.tif", number) for number in range(8)]
+    write(tmp_path / "one", form, *predictions)
+    image, ready = np.zeros((HEIGHT, WIDTH, 3), np.uint8), threading.Barrier(4)
+
+    def work(part: int) -> None:
+        ready.wait()
+        for prediction in reversed(predictions[part::4]):
+            writer.write(prediction, image)
+
+    names = [p.name for p in predictions]
+    with Writer(tmp_path / "many", form, names) as writer, ThreadPoolExecutor(4) as pool:
+        list(pool.map(work, range(4)))
+
+    one, many = ({p.name: p.read_bytes() for p in (tmp_path / d).iterdir()} for d in ("one", "many"))
+    assert one == many

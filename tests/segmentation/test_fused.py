@@ -1,0 +1,143 @@
+"""The GPU's kernels without a GPU: against plain torch under Triton's interpreter, and compiled for an H100/H200.
+
+Triton decides at import whether to interpret, so each of these runs in a process of its own.
+"""
+
+import importlib.util
+import os
+import subprocess
+import sys
+
+import pytest
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="no Triton on this platform"),
+]
+
+# Every function of fused.py once by torch in float32 and once by its kernel in float16.
+CASES = """
+import torch
+from brim.segmentation import fused
+from brim.segmentation.fused import Weights
+
+torch.manual_seed(3)
+last = torch.channels_last
+
+
+def maps(*shapes):
+    return [(torch.randn(shape) + 0.3).half().contiguous(memory_format=last) for shape in shapes]
+
+
+def cases(channels, height, width):
+    batch = 3
+    shape = (batch, channels, height, width)
+    x, y = maps(shape, shape)
+    low, lower = maps((batch, channels, -(-height // 2), -(-width // 2)), (batch, channels, 3, 5))
+    scale, shift = torch.randn(2, 2 * channels)
+    channel, centre = torch.rand(2, batch, channels)
+    pixel = torch.rand(batch, 1, height, width).half()
+    weight = torch.rand(batch, 1, max(1, height // 2), max(1, width // 2)).half()
+    size = torch.Size((height, width))
+    yield "affine_relu", lambda c: fused.affine_relu(c(x), scale[:channels], shift[:channels])
+    yield "merge up", lambda c: fused.merge([c(x), c(low), c(lower), c(y)], size, shift[:channels])
+    yield "merge two", lambda c: fused.merge([c(low), c(x)], size)
+    yield "merge down", lambda c: fused.merge([c(x), c(y)], torch.Size((max(1, height // 2), width)))
+    yield "beside", lambda c: torch.cat(fused.beside(c(low), centre[0], c(x), c(weight), scale, shift))
+    then = scale[:channels], shift[:channels]
+    yield "weigh nothing", lambda c: torch.cat(fused.weigh_add(c(x), c(y), Weights(), centre[0], then))
+    yield "weigh channel", lambda c: fused.weigh_add(c(x), c(y), Weights(channel), centre[0])[0]
+    yield "weigh pixel", lambda c: torch.cat(fused.weigh_add(c(x), c(y), Weights(channel, c(pixel)), None, then))
+    yield "weigh simam", lambda c: fused.weigh_add(c(x), c(y), Weights(channel, centre=centre))[0]
+    yield "channel_stats", lambda c: torch.cat(fused.channel_stats(c(x)))
+    yield "pixel_stats", lambda c: fused.pixel_stats(c(x), channel)
+
+
+def merged(channels, height, width):
+    parts = maps((2, channels, height, width), (2, channels, 3, 4), (2, channels, 2, 2), (2, channels, 1, 1))
+    bias, weight, size = torch.randn(channels), torch.randn(channels), torch.Size((height, width))
+    seen = sum(fused.resize(part.float(), size) for part in parts) + bias[:, None, None]
+    wanted = torch.einsum("bchw,c->bhw", seen.relu(), weight)[:, None]
+    return fused.merge_score(parts, bias, weight, size), wanted
+
+
+SHAPES = [(64, 9, 13), (96, 8, 6), (736, 5, 4), (8, 40, 33), (16, 2, 1)]
+"""
+
+COMPARE = (
+    CASES
+    + """
+torch.set_grad_enabled(False)
+real = fused.fast
+for shape in SHAPES:
+    for name, case in cases(*shape):
+        fused.fast = lambda x: False
+        wanted = case(lambda t: t.float())
+        fused.fast = lambda x: x.dtype == torch.float16
+        found = case(lambda t: t)
+        assert found.shape == wanted.shape, (name, found.shape, wanted.shape)
+        error = (found.float() - wanted).abs().max() / wanted.abs().max()
+        assert error < 2e-3, f"{name} {shape}: {error}"
+    found, wanted = merged(*shape)
+    assert (found - wanted).abs().max() < 2e-3 * wanted.abs().max(), ("merge_score", shape)
+x = maps((2, 16, 8, 12))[0]
+weight = torch.randn(24, 16, 2, 2).half()
+found, wanted = fused.halve(x, weight).float(), torch.nn.functional.conv2d(x.float(), weight.float(), stride=2)
+assert (found - wanted).abs().max() < 2e-3 * wanted.abs().max(), "halve"
+"""
+)
+
+COMPILE = (
+    CASES
+    + """
+import inspect
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.runtime.jit import JITFunction
+from brim.segmentation import kernels
+
+compiled = set()
+
+
+def kind(value):
+    if isinstance(value, torch.Tensor):
+        return {torch.float32: "*fp32", torch.float16: "*fp16"}[value.dtype]
+    return "i32"
+
+
+def compile_only(self, *args, grid, warmup, **kwargs):
+    given = inspect.signature(self.fn).bind(*args, **kwargs).arguments
+    one = {p.name for p in self.params if isinstance(given[p.name], int) and given[p.name] == 1}  # as when launched
+    constants = {p.name: given[p.name] for p in self.params if p.is_constexpr or p.name in one}
+    signature = {p.name: "constexpr" if p.name in constants else kind(given[p.name]) for p in self.params}
+    source = ASTSource(self, signature, constexprs=constants)
+    assert triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["cubin"]
+    compiled.add(self.fn.__name__)
+
+
+JITFunction.run = compile_only
+fused.fast = lambda x: x.dtype == torch.float16
+for shape in (SHAPES[1], (16, 2, 1), (24, 1, 2)):
+    for _, case in cases(*shape):
+        case(lambda t: t)
+    merged(*shape)
+every = {n for n, v in vars(kernels).items() if isinstance(v, JITFunction) and not n.startswith("_")}
+assert every and every == compiled, every - compiled
+"""
+)
+
+
+def run(script, **environment):
+    command = [sys.executable, "-W", "ignore", "-c", script]
+    return subprocess.run(command, capture_output=True, text=True, env={**os.environ, **environment}, timeout=500)
+
+
+def test_the_interpreted_kernels_equal_torch():
+    done = run(COMPARE, TRITON_INTERPRET="1")
+    assert done.returncode == 0, done.stderr[-2_000:]
+
+
+def test_every_kernel_compiles_for_the_h200(tmp_path):
+    done = run(COMPILE, TRITON_INTERPRET="0", TRITON_CACHE_DIR=str(tmp_path))
+    assert done.returncode == 0, done.stderr[-2_000:]

@@ -1,0 +1,436 @@
+"""Every kind of image people have, and every way it can be broken."""
+
+import io
+import logging
+import os
+import struct
+import threading
+import warnings
+import zlib
+from concurrent.futures import ThreadPoolExecutor
+
+import cv2
+import numpy as np
+import pytest
+import tifffile
+from PIL import Image
+
+from brim.errors import ImageError
+from brim.segmentation.images import MAX_PIXELS, find_images, read_image, read_mask
+
+HEIGHT, WIDTH = 40, 57
+Y, X = np.mgrid[:HEIGHT, :WIDTH]
+RGB = np.stack([Y * 6, X * 4, Y * 3 + X * 2], 2).astype(np.uint8)
+ALPHA = ((Y * 37 + X * 11) % 256).astype(np.uint8)
+RGBA = np.dstack([RGB, ALPHA])
+GREY = RGB[..., 2].copy()
+GREY3 = np.dstack([GREY] * 3)
+BITS = GREY > 80
+PALETTE = Image.fromarray(RGB).quantize(50)
+PALETTE3 = np.asarray(PALETTE.convert("RGB"))
+LA = Image.merge("LA", [Image.fromarray(GREY), Image.fromarray(ALPHA)])
+
+
+def saved(image: Image.Image | np.ndarray, kind: str, **options: object) -> bytes:
+    stream = io.BytesIO()
+    (Image.fromarray(image) if isinstance(image, np.ndarray) else image).save(stream, kind, **options)
+    return stream.getvalue()
+
+
+def tiff(array: np.ndarray, **options: object) -> bytes:
+    stream = io.BytesIO()
+    tifffile.imwrite(stream, array, **{"photometric": "rgb" if array.ndim == 3 else "minisblack", **options})
+    return stream.getvalue()
+
+
+def png16(array: np.ndarray) -> bytes:
+    order = {2: ..., 3: (..., [2, 1, 0]), 4: (..., [2, 1, 0, 3])}
+    wide = array.astype(np.uint16) * 257
+    return cv2.imencode(".png", wide if array.ndim == 2 else wide[order[array.shape[2]]])[1].tobytes()
+
+
+def pillow(data: bytes) -> np.ndarray:
+    return np.asarray(Image.open(io.BytesIO(data)).convert("RGB"))
+
+
+def chunk(kind: bytes, data: bytes) -> bytes:
+    return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+
+def png_of(width: int, height: int, rows: bytes = b"") -> bytes:
+    head = chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0))
+    return b"\x89PNG\r\n\x1a\n" + head + chunk(b"IDAT", zlib.compress(rows)) + chunk(b"IEND", b"")
+
+
+def same(image: object, expected: np.ndarray) -> None:
+    found = read_image(image)
+    assert found.dtype == np.uint8
+    assert found.flags.c_contiguous
+    np.testing.assert_array_equal(found, expected)
+
+
+# Kinds of files
+
+EXACT = {
+    "png rgb": (saved(RGB, "PNG"), RGB),
+    "png rgba": (saved(RGBA, "PNG"), RGB),
+    "png grey": (saved(GREY, "PNG"), GREY3),
+    "png grey and alpha": (saved(LA, "PNG"), GREY3),
+    "png palette": (saved(PALETTE, "PNG"), PALETTE3),
+    "png palette, one colour clear": (saved(PALETTE, "PNG", transparency=3), PALETTE3),
+    "png 1 bit": (saved(BITS, "PNG"), np.dstack([BITS] * 3) * np.uint8(255)),
+    "png 16 bit grey": (png16(GREY), GREY3),
+    "png 16 bit rgb": (png16(RGB), RGB),
+    "png 16 bit rgba": (png16(RGBA), RGB),
+    "png with a broken profile": (saved(RGB, "PNG", icc_profile=b"junk" * 50), RGB),
+    "bmp rgb": (saved(RGB, "BMP"), RGB),
+    "bmp grey": (saved(GREY, "BMP"), GREY3),
+    "ppm": (saved(RGB, "PPM"), RGB),
+    "gif": (saved(PALETTE, "GIF"), PALETTE3),
+    "webp": (saved(RGB, "WEBP", lossless=True), RGB),
+    "webp alpha": (saved(RGBA, "WEBP", lossless=True, exact=True), RGB),
+    "jpeg 2000": (saved(RGB, "JPEG2000"), RGB),
+    "tiff lzw": (saved(RGB, "TIFF", compression="tiff_lzw"), RGB),
+    "tiff pack bits": (saved(RGB, "TIFF", compression="packbits"), RGB),
+    "tiff palette": (saved(PALETTE, "TIFF"), PALETTE3),
+    "tiff group 4": (saved(BITS, "TIFF", compression="group4"), np.dstack([BITS] * 3) * np.uint8(255)),
+    "tiff 1 bit": (tiff(BITS), np.dstack([BITS] * 3) * np.uint8(255)),
+    "tiff white is zero": (tiff(255 - GREY, photometric="miniswhite"), GREY3),
+    "tiff grey and alpha": (tiff(np.dstack([GREY, ALPHA]), photometric="minisblack", extrasamples=[2]), GREY3),
+    "tiff separate planes": (tiff(np.moveaxis(RGB, 2, 0).copy(), planarconfig="separate"), RGB),
+}
+
+
+@pytest.mark.parametrize(("data", "expected"), EXACT.values(), ids=EXACT)
+def test_a_lossless_file_is_read_exactly(data, expected, tmp_path):
+    same(data, expected)
+    (tmp_path / "image").write_bytes(data)  # what it is lies in its bytes, not in its name
+    same(tmp_path / "image", expected)
+    same(str(tmp_path / "image"), expected)
+
+
+@pytest.mark.parametrize("options", [{}, {"progressive": True}, {"subsampling": 0}])
+def test_a_jpeg_is_read_as_pillow_reads_it(options):
+    data = saved(RGB, "JPEG", quality=85, **options)
+
+    same(data, pillow(data))
+
+
+@pytest.mark.parametrize("mode", ["L", "CMYK"])
+def test_grey_and_cmyk_jpegs_become_rgb(mode):
+    data = saved(Image.fromarray(RGB).convert(mode), "JPEG")
+
+    same(data, pillow(data))
+
+
+def test_the_exif_orientation_is_ignored():
+    turned = Image.Exif()
+    turned[0x0112] = 6
+    for data in (saved(RGB, "JPEG", exif=turned), saved(RGB, "PNG", exif=turned)):
+        assert read_image(data).shape == (HEIGHT, WIDTH, 3)
+
+
+@pytest.mark.parametrize("tile", [None, (16, 32)])
+@pytest.mark.parametrize("compression", [None, "deflate"])
+@pytest.mark.parametrize("byteorder", ["<", ">"])
+@pytest.mark.parametrize(
+    "kind", ["grey", "rgb", "rgba", "grey16", "rgb16", "rgba16", "float", "int32", "uint32", "float64"]
+)
+def test_a_tiff_is_read_exactly_whatever_its_layout(kind, byteorder, compression, tile):
+    array, expected = {
+        "grey": (GREY, GREY3), "rgb": (RGB, RGB), "rgba": (RGBA, RGB),
+        "grey16": (GREY.astype(np.uint16) * 257, GREY3), "rgb16": (RGB.astype(np.uint16) * 257, RGB),
+        "rgba16": (RGBA.astype(np.uint16) * 257, RGB), "float": (GREY.astype(np.float32) / 255, GREY3),
+        "int32": (GREY.astype(np.int32), GREY3), "uint32": (GREY.astype(np.uint32), GREY3),
+        "float64": (GREY / 255, GREY3),
+    }[kind]  # fmt: skip
+    extra = {"extrasamples": ["unassalpha"]} if kind.startswith("rgba") else {}
+    if kind == "uint32" and byteorder == ">" and cv2.__version__ < "5":
+        pytest.skip("OpenCV 4 and Pillow refuse it")
+
+    same(tiff(array, byteorder=byteorder, compression=compression, tile=tile, **extra), expected)
+
+
+@pytest.mark.parametrize("bigtiff", [False, True])
+@pytest.mark.parametrize("options", [{}, {"tile": (16, 16)}, {"compression": "deflate", "rowsperstrip": 7}])
+@pytest.mark.parametrize("byteorder", ["<", ">"])
+@pytest.mark.parametrize("channels", [3, 4])
+def test_a_16_bit_tiff_with_separate_channels(channels, byteorder, options, bigtiff):
+    planes = np.moveaxis(RGBA[..., :channels], 2, 0).astype(np.uint16) * 257
+    alpha = {"extrasamples": ["unassalpha"]} if channels == 4 else {}
+
+    same(tiff(planes, planarconfig="separate", byteorder=byteorder, bigtiff=bigtiff, **options, **alpha), RGB)
+
+
+def test_of_several_pages_the_first_is_read_with_one_warning(caplog, tmp_path):
+    (tmp_path / "stack.tif").write_bytes(tiff(np.stack([GREY, GREY * 0]), photometric="minisblack"))
+    animation = saved(PALETTE, "GIF", save_all=True, append_images=[PALETTE.rotate(180)])
+    with caplog.at_level(logging.WARNING, "brim"):
+        same(tmp_path / "stack.tif", GREY3)
+        same(animation, PALETTE3)
+
+    assert [r.message.split(": ")[-1] for r in caplog.records] == ["has several pages; only the first is read"] * 2
+    assert "stack.tif" in caplog.text
+
+
+# Kinds of arrays and PIL images
+
+
+@pytest.mark.parametrize("array", [GREY, GREY[..., None], GREY3, np.dstack([GREY3, ALPHA])])
+def test_arrays_of_one_three_and_four_channels(array):
+    same(array, GREY3)
+
+
+def test_arrays_that_are_not_contiguous():
+    same(np.asfortranarray(RGB), RGB)
+    same(RGB[::-1, ::2], RGB[::-1, ::2].copy())
+    same(RGBA[..., 2::-1], RGB[..., ::-1].copy())
+    same(GREY.T, np.dstack([GREY.T] * 3))
+    assert not np.shares_memory(read_image(RGB[::-1]), RGB)
+
+
+def test_an_array_is_not_changed():
+    array = RGBA.copy()
+    read_image(array)[:] = 0
+    np.testing.assert_array_equal(array, RGBA)
+
+
+def test_bool_and_float_arrays():
+    same(BITS, np.dstack([BITS] * 3) * np.uint8(255))
+    for dtype in (np.float16, np.float32, np.float64):
+        np.testing.assert_allclose(read_image(RGB.astype(dtype) / dtype(255)), RGB, atol=1)
+        same(RGB.astype(dtype), RGB)
+    same(np.array([[0.0, 0.5, 1.0]]), np.array([[[0] * 3, [128] * 3, [255] * 3]], np.uint8))
+
+
+@pytest.mark.parametrize("bits", [8, 10, 12, 14, 16])
+@pytest.mark.parametrize("dtype", [np.uint16, ">u2", np.int32, np.uint32, np.int64])
+def test_16_bit_values_are_scaled_from_the_bits_they_need(bits, dtype):
+    top = (1 << bits) - 1
+    values = np.linspace(0, top, 2 * 3 * 700).round().astype(dtype).reshape(60, 70)
+
+    found = read_image(values)[..., 0]
+
+    np.testing.assert_array_equal(found, np.floor(values.astype(float) * 255 / top + 0.5))
+    assert read_image(np.array([[top // 2 + 1]], dtype))[0, 0, 0] == round((top // 2 + 1) * 255 / top)
+
+
+def test_every_16_bit_value_is_rounded_right():
+    for bits in (10, 12, 14, 16):
+        values = np.arange(1 << bits, dtype=np.uint16).reshape(32, -1)
+        exact = (2 * values.astype(np.int64) * 255 + (1 << bits) - 1) // (2 * ((1 << bits) - 1))
+        np.testing.assert_array_equal(read_image(values)[..., 0], exact)
+
+
+def test_alpha_does_not_decide_the_bits():
+    wide = np.dstack([RGB.astype(np.uint16) * 16, np.full_like(GREY, 255, np.uint16) * 257])
+
+    same(wide, np.floor(RGB.astype(float) * 16 * 255 / 4095 + 0.5).astype(np.uint8))
+
+
+@pytest.mark.parametrize(
+    "mode", ["1", "L", "LA", "P", "PA", "RGB", "RGBA", "RGBa", "RGBX", "CMYK", "YCbCr", "HSV", "I", "F"]
+)
+def test_pil_images_of_every_mode(mode):
+    source = PALETTE if mode == "PA" else Image.fromarray(RGBA if mode == "RGBa" else RGB)
+    image = source.convert(mode)
+    expected = {"I": "L", "F": "L", "LA": "L", "RGBa": "RGBA"}.get(mode, mode)
+
+    found = read_image(image)
+
+    np.testing.assert_allclose(found, np.asarray(image.convert(expected).convert("RGB")), atol=1)
+
+
+def test_pil_images_of_16_bits_and_not_yet_loaded(tmp_path):
+    same(Image.fromarray(GREY.astype(np.uint16) * 257), GREY3)
+    Image.fromarray(RGB).save(tmp_path / "a.png")
+    with Image.open(tmp_path / "a.png") as image:
+        same(image, RGB)
+
+
+# What is refused
+
+
+@pytest.mark.parametrize(
+    ("array", "words"),
+    [
+        (np.zeros((0, 5, 3), np.uint8), "size"),
+        (np.zeros((5, 0), np.uint8), "size"),
+        (np.zeros((5, 5, 2), np.uint8), "2 channels"),
+        (np.zeros((5, 5, 5), np.uint8), "5 channels"),
+        (np.zeros((3, 40, 50), np.uint8), "50 channels; expected .* channels last"),
+        (np.zeros((5, 5, 0), np.uint8), "0 channels"),
+        (np.zeros(5, np.uint8), "1 dimensions"),
+        (np.zeros((1, 5, 5, 3), np.uint8), "4 dimensions"),
+        (np.full((5, 5), np.nan), "NaN"),
+        (np.array([[0.0, np.inf]]), "NaN or infinite"),
+        (np.array([[-0.5, 1.0]]), "from -0.5 to 1"),
+        (np.array([[0.0, 300.0]]), "0 to 300; expected 0 to 1, or 0 to 255"),
+        (np.array([[-1, 5]]), "from -1 to 5"),
+        (np.array([[0, 70_000]]), "to 70000; expected 0 to 65535"),
+        (np.zeros((5, 5), complex), "complex128"),
+        (np.full((5, 5), "x"), "values of type"),
+    ],
+)
+def test_an_array_that_is_no_image_is_refused(array, words):
+    with pytest.raises(ImageError, match=words):
+        read_image(array)
+
+
+@pytest.mark.parametrize("thing", [None, 5, [[1, 2]], object()])
+def test_a_thing_that_is_no_image_is_refused(thing):
+    with pytest.raises(ImageError, match="expected a path, bytes, a PIL image or a NumPy array"):
+        read_image(thing)
+
+
+@pytest.mark.parametrize(
+    "data", [b"", b"x", b"hello world" * 100, b"\x89PNG\r\n\x1a\n", b"\xff\xd8\xff", b"II*\0", b"%!PS-Adobe"]
+)
+def test_bytes_that_are_no_image_are_refused(data):
+    with pytest.raises(ImageError, match=f"{len(data)} bytes: "):
+        read_image(data)
+
+
+WHOLE = {
+    "png": saved(RGB, "PNG"), "png16": png16(RGB), "jpeg": saved(RGB, "JPEG"), "tiff": tiff(RGB),
+    "progressive": saved(RGB, "JPEG", progressive=True), "deflate": tiff(RGB, compression="deflate"),
+    "lzw": saved(RGB, "TIFF", compression="tiff_lzw"), "bmp": saved(RGB, "BMP"), "gif": saved(PALETTE, "GIF"),
+    "webp": saved(RGB, "WEBP"), "jp2": saved(RGB, "JPEG2000"), "ppm": saved(RGB, "PPM"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", WHOLE)
+def test_a_truncated_file_is_never_half_an_image(kind, tmp_path):
+    data, path = WHOLE[kind], tmp_path / f"half.{kind}"
+    for share in np.linspace(0.05, 0.95, 19):
+        path.write_bytes(data[: int(len(data) * share)])
+        with pytest.raises(ImageError, match=f"half.{kind}: "):
+            read_image(path)
+
+
+@pytest.mark.parametrize("kind", ["png", "png16", "deflate"])
+def test_a_file_with_checksums_is_refused_for_one_wrong_byte(kind):
+    data = bytearray(WHOLE[kind])
+    data[len(data) // 2] ^= 0x55
+
+    with pytest.raises(ImageError, match="corrupt"):
+        read_image(bytes(data))
+
+
+def test_a_png_with_fewer_rows_than_it_says_is_refused():
+    with pytest.raises(ImageError, match="corrupt"):
+        read_image(png_of(WIDTH, HEIGHT, bytes((3 * WIDTH + 1) * 10)))
+
+
+@pytest.mark.parametrize("kind", ["png", "gif", "tiff", "bmp"])
+def test_a_bomb_is_refused_by_its_header(kind):
+    data = png_of(100_000, 100_000) if kind == "png" else WHOLE[kind]
+    limit = MAX_PIXELS if kind == "png" else HEIGHT * WIDTH - 1
+
+    with pytest.raises(ImageError, match=f"x .* pixels; at most {limit} are read"):
+        read_image(data, max_pixels=limit)
+    if kind != "png":
+        assert read_image(data, max_pixels=limit + 1).shape == (HEIGHT, WIDTH, 3)
+
+
+def test_large_images_do_not_trip_over_pillows_own_limit(monkeypatch):
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 100)
+
+    same(saved(RGB, "BMP"), RGB)
+    assert Image.MAX_IMAGE_PIXELS == 100
+    with pytest.raises(ImageError, match="at most 50"):
+        read_image(Image.fromarray(RGB), max_pixels=50)
+
+
+def test_paths_that_cannot_be_read_say_why(tmp_path):
+    (tmp_path / "empty.png").touch()
+    os.mkfifo(tmp_path / "pipe.png")
+    for name, reason in (
+        ("no.png", "No such file"),
+        (".", "a directory"),
+        ("empty.png", "empty"),
+        ("pipe.png", "regular"),
+    ):
+        with pytest.raises(ImageError, match=f"{name}: .*{reason}|a directory"):
+            read_image(tmp_path / name)
+    with pytest.raises(ImageError, match="null"):
+        read_image("a\0b.png")
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may read anything")
+def test_a_file_without_permission_says_so(tmp_path):
+    (tmp_path / "a.png").write_bytes(WHOLE["png"])
+    (tmp_path / "a.png").chmod(0)
+
+    with pytest.raises(ImageError, match=r"a.png: cannot be read: Permission denied"):
+        read_image(tmp_path / "a.png")
+
+
+def test_files_with_something_to_complain_about_are_read_in_silence(capfd):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        read_image(saved(RGB, "PNG", icc_profile=b"junk" * 50))
+        read_image(saved(PALETTE, "PNG", transparency=bytes(50)))
+        for kind in ("png", "jpeg", "tiff", "deflate"):
+            with pytest.raises(ImageError):
+                read_image(WHOLE[kind][:-30])
+
+    assert caught == []
+    assert capfd.readouterr() == ("", "")
+
+
+def test_threads_may_read_at_once():
+    ready = threading.Barrier(4)
+
+    def work(_: int) -> None:
+        ready.wait()
+        for data, expected in EXACT.values():
+            same(data, expected)
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(work, range(4)))
+
+
+# Masks and directories
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        saved(BITS, "PNG"),
+        saved(BITS * np.uint8(1), "PNG"),
+        tiff(BITS * np.uint16(40_000)),
+        tiff(BITS * np.int32(100_000)),
+        tiff(BITS * np.uint32(3_000_000_000)),
+        tiff(BITS * np.float32(0.25)),
+        saved(np.dstack([BITS * 0, BITS * 0, BITS * 7]).astype(np.uint8), "PNG"),
+        saved(np.dstack([BITS * np.uint8(9)] * 3 + [ALPHA]), "PNG"),
+    ],
+)
+def test_a_mask_is_what_is_not_zero(data, tmp_path):
+    (tmp_path / "mask").write_bytes(data)
+
+    np.testing.assert_array_equal(read_mask(tmp_path / "mask"), BITS)
+
+
+def test_a_broken_mask_is_named(tmp_path):
+    (tmp_path / "mask.png").write_bytes(WHOLE["png"][:100])
+
+    with pytest.raises(ImageError, match=r"mask.png: truncated"):
+        read_mask(tmp_path / "mask.png")
+
+
+def test_images_are_found_below_directories_sorted_and_once(tmp_path):
+    for name in ("b.PNG", "a.tif", "sub/deep/c.jpeg", "notes.txt", "._a.tif", "sub/x.npy", "odd.xyz"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+
+    found = find_images([tmp_path / "odd.xyz", tmp_path, str(tmp_path / "a.tif")])
+
+    assert [p.relative_to(tmp_path).as_posix() for p in found] == ["odd.xyz", "a.tif", "b.PNG", "sub/deep/c.jpeg"]
+    assert find_images([tmp_path / "sub" / "deep", tmp_path / "b.PNG"])[-1].name == "b.PNG"
+
+
+def test_a_path_that_is_not_there_is_named(tmp_path):
+    with pytest.raises(ImageError, match=r"gone: no such file or directory"):
+        find_images([tmp_path / "gone"])

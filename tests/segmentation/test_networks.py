@@ -1,0 +1,211 @@
+"""The three networks: their size and cost, any height and width, and that folding and padding change nothing."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from brim.errors import ConfigError
+from brim.segmentation import blocks, create_model, model_names, register_model
+from brim.segmentation.network import Network, Setting, default_setting, normalise
+
+NETWORKS = ("hrnet", "resunet_small", "resunet_advanced")
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def networks():
+    torch.manual_seed(5)
+    made = {name: create_model(name).eval() for name in (*NETWORKS, "unet_tiny")}
+    for module in made.values():
+        for layer in module.modules():
+            if isinstance(layer, nn.BatchNorm2d):  # as after training: folding must have something to fold
+                nn.init.normal_(layer.running_mean, 0, 0.2)
+                nn.init.uniform_(layer.running_var, 0.5, 2)
+                nn.init.uniform_(layer.weight, 0.5, 1.5)
+                nn.init.normal_(layer.bias, 0, 0.2)
+    return made
+
+
+def images(batch, height, width, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(0, 256, (batch, 3, height, width), dtype=torch.uint8, generator=generator)
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters", "flop"),
+    [("hrnet", 66e6, 746e9), ("resunet_small", 58e6, 1116e9), ("resunet_advanced", 78e6, 3771e9)],
+)
+def test_size_and_cost_are_those_of_the_published_networks(name, parameters, flop):
+    with torch.device("meta"):
+        module = create_model(name)
+        with FlopCounterMode(display=False) as counter, torch.no_grad():
+            module(torch.empty(1, 3, 1024, 1024))
+
+    assert sum(tensor.numel() for tensor in module.parameters()) == pytest.approx(parameters, rel=0.10)
+    assert counter.get_total_flops() == pytest.approx(flop, rel=0.15)
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_every_size_from_32_to_1100_comes_back_as_it_went_in(name):
+    sides = {32, 33, 47, 63, 64, 65, 97, 131, 255, 500, 511, 777, 999, 1023, 1100}
+    with torch.device("meta"), torch.no_grad():
+        module = create_model(name).eval()
+        for side in sorted(sides):
+            height, width = side, 32 + (side * 37) % 1069
+            assert module(torch.empty(1, 3, height, width)).shape == (1, 1, height, width)
+        assert module(torch.empty(1, 3, 1000, 1000)).shape == (1, 1, 1000, 1000)
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+@pytest.mark.parametrize(("height", "width"), [(32, 32), (33, 65), (100, 71)])
+def test_real_images_of_odd_sizes_give_finite_logits(networks, name, height, width):
+    logits = Network(networks[name], CPU, Setting())(images(1, height, width))
+
+    assert logits.shape == (1, 1, height, width)
+    assert logits.dtype == torch.float32
+    assert torch.isfinite(logits).all()
+
+
+@pytest.mark.parametrize("name", [*NETWORKS, "unet_tiny"])
+def test_folded_norms_change_nothing(networks, name):
+    batch = images(2, 71, 45)
+    with torch.no_grad():
+        wanted = networks[name](normalise(batch))
+
+    found = Network(networks[name], CPU, Setting())(batch)
+
+    assert torch.allclose(found, wanted, atol=2e-5)
+    assert wanted.std() > 0.01
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_padded_channels_change_nothing(networks, name):
+    batch = normalise(images(1, 71, 45))
+    wide = networks[name].aligned().eval()
+    with torch.no_grad():
+        assert torch.allclose(wide(batch), networks[name](batch), atol=2e-5)
+
+    assert sum(p.numel() for p in wide.parameters()) > sum(p.numel() for p in networks[name].parameters())
+
+
+@pytest.mark.parametrize("name", [*NETWORKS, "unet_tiny"])
+def test_an_image_gives_the_same_alone_and_in_a_batch(networks, name):
+    network, batch = Network(networks[name], CPU, Setting()), images(3, 48, 40)
+
+    together = torch.sigmoid(network(batch))
+    alone = torch.cat([torch.sigmoid(network(batch[index : index + 1])) for index in range(3)])
+
+    assert (together - alone).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("name", [*NETWORKS, "unet_tiny"])
+def test_every_parameter_gets_a_gradient(name):
+    module = create_model(name).train()
+
+    module(normalise(images(2, 64, 64))).square().mean().backward()
+
+    missing = [name for name, tensor in module.named_parameters() if tensor.grad is None or not tensor.grad.any()]
+    assert len(missing) <= 2, missing  # a bias ahead of a batch norm may be without effect
+
+
+def test_the_module_given_stays_as_it_is(networks):
+    module = networks["unet_tiny"]
+    before = {name: tensor.clone() for name, tensor in module.state_dict().items()}
+
+    Network(module, CPU, Setting(precision="bf16", layout="channels_last"))(images(1, 32, 32))
+
+    after = module.state_dict()
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_bf16_in_channels_last_is_near_fp32(networks):
+    batch = images(1, 64, 64)
+    wanted = torch.sigmoid(Network(networks["unet_tiny"], CPU, Setting())(batch))
+
+    found = torch.sigmoid(Network(networks["unet_tiny"], CPU, Setting(precision="bf16", layout="channels_last"))(batch))
+
+    assert (found - wanted).abs().max() < 0.02
+
+
+def test_settings_are_checked_and_have_a_default():
+    assert default_setting(CPU) == Setting(precision="fp32", layout="contiguous", compiled=False)
+    with pytest.raises(ConfigError, match='precision="int8" must be one of fp32, bf16, fp16'):
+        Setting(precision="int8")
+
+
+def test_squeeze_excite_is_the_papers():
+    x, layer = torch.randn(2, 16, 5, 7), blocks.SqueezeExcite(16)
+    weight = torch.sigmoid(layer.mlp(x.mean((2, 3))))
+
+    assert torch.allclose(layer.weigh(x).channel, weight)
+
+
+def test_simam_is_the_papers():
+    x = torch.randn(2, 8, 6, 5)
+    away = (x - x.mean((2, 3), keepdim=True)).square()
+    variance = away.sum((2, 3), keepdim=True) / (6 * 5 - 1)
+    wanted = x * torch.sigmoid(away / (4 * (variance + 1e-4)) + 0.5)
+
+    found, _ = blocks.fused.weigh_add(x, torch.zeros_like(x), blocks.SimAM().weigh(x))
+
+    assert torch.allclose(found, wanted, atol=1e-6)
+
+
+def test_cbam_is_channels_then_pixels():
+    x, layer = torch.randn(2, 16, 6, 5), blocks.CBAM(16)
+    scaled = x * torch.sigmoid(layer.mlp(x.mean((2, 3))) + layer.mlp(x.amax((2, 3))))[:, :, None, None]
+    seen = torch.stack((scaled.mean(1), scaled.amax(1)), 1)
+    wanted = scaled * torch.sigmoid(layer.spatial.conv(seen))
+
+    found, _ = blocks.fused.weigh_add(x, torch.zeros_like(x), layer.weigh(x))
+
+    assert torch.allclose(found, wanted, atol=1e-6)
+
+
+def test_an_attention_gate_is_the_papers():
+    layer, skip, gate = blocks.AttentionGate(8, 12), torch.randn(1, 8, 10, 6), torch.randn(1, 12, 5, 3)
+    compared = torch.relu(layer.skip(skip) + layer.gate(gate))
+
+    assert torch.allclose(layer(skip, gate), torch.sigmoid(layer.score(compared)), atol=1e-6)
+
+
+def test_self_attention_looks_at_every_pixel():
+    layer, x = blocks.SelfAttention(64, head_channels=32).eval(), torch.randn(1, 64, 3, 4)
+    pixels = x.flatten(2).transpose(1, 2)
+    query, key, value = layer.qkv(layer.norm(pixels)).view(1, 12, 3, 2, 32).permute(2, 0, 3, 1, 4)
+    weights = torch.softmax(query @ key.transpose(-1, -2) / math.sqrt(32), -1)
+    found = layer.out((weights @ value).transpose(1, 2).reshape(1, 12, 64))
+
+    assert torch.allclose(layer(x), x + found.transpose(1, 2).view(1, 64, 3, 4), atol=1e-5)
+
+
+def test_an_unknown_name_lists_the_known():
+    with pytest.raises(ConfigError, match='model "unet" is not known; choose one of hrnet, resunet_small'):
+        create_model("unet")
+
+
+def test_a_network_of_ones_own_is_known_by_name():
+    register_model("one_layer", lambda: nn.Conv2d(3, 1, 1), replace=True)
+
+    assert "one_layer" in model_names()
+    assert isinstance(create_model("one_layer"), nn.Conv2d)
+
+
+@pytest.mark.parametrize(
+    ("name", "factory", "message"),
+    [
+        ("hrnet", lambda: nn.Identity(), "registered already"),
+        ("a b", lambda: nn.Identity(), "must be letters"),
+        ("", lambda: nn.Identity(), "must be letters"),
+        ("fine", nn.Identity(), "expected a function"),
+    ],
+)
+def test_a_bad_registration_is_refused(name, factory, message):
+    if name == "fine":
+        factory = 3
+    with pytest.raises(ConfigError, match=message):
+        register_model(name, factory)

@@ -1,0 +1,213 @@
+"""Outlines along pixel edges, checked against shapely and scipy, which know nothing of our rings."""
+
+import numpy as np
+import pytest
+import shapely
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+from scipy import ndimage
+
+from brim.errors import ConfigError
+from brim.segmentation.polygons import Polygon, fill, trace
+from brim.segmentation.prediction import Prediction
+
+
+def picture(*rows: str) -> np.ndarray:
+    return np.array([[letter == "#" for letter in row] for row in rows])
+
+
+def corners(ring: np.ndarray) -> set[tuple[int, int]]:
+    return {(int(x), int(y)) for x, y in ring}
+
+
+def check(mask: np.ndarray) -> list[Polygon]:
+    """Everything that has to hold for any mask."""
+    probability = np.random.default_rng(mask.size).random(mask.shape, np.float32)
+    polygons, (labels, num_parts) = trace(mask, probability), ndimage.label(mask)
+    assert len(polygons) == num_parts
+    np.testing.assert_array_equal(fill(polygons, *mask.shape), mask)
+    for polygon in polygons:
+        inside = fill([polygon], *mask.shape)
+        assert len(np.unique(labels[inside])) == 1
+        assert polygon.area == inside.sum()
+        assert polygon.confidence == pytest.approx(float(probability[inside].mean()), abs=1e-6)
+        shape = shapely.Polygon(polygon.points, polygon.holes)
+        assert shape.is_valid
+        assert shape.area == polygon.area
+        for ring in (polygon.points, *polygon.holes):
+            check_ring(ring)
+    return polygons
+
+
+def check_ring(ring: np.ndarray) -> None:
+    steps = np.roll(ring, -1, 0) - ring
+    level = steps[:, 1] == 0
+    assert ring.dtype == np.int32
+    assert ((steps != 0).sum(1) == 1).all()  # every step has one direction: no repeats, nothing slanting
+    assert (level != np.roll(level, 1)).all()  # and every point is a corner
+
+
+def test_a_single_pixel_is_a_unit_square():
+    (polygon,) = check(picture("....", "..#.", "...."))
+
+    assert corners(polygon.points) == {(2, 1), (3, 1), (3, 2), (2, 2)}
+    assert polygon.area == 1
+
+
+def test_a_full_image_is_its_border():
+    (polygon,) = check(np.ones((5, 7), bool))
+
+    assert corners(polygon.points) == {(0, 0), (7, 0), (7, 5), (0, 5)}
+
+
+@pytest.mark.parametrize("shape", [(3, 4), (1, 1), (0, 5), (5, 0)])
+def test_an_empty_mask_has_no_polygons(shape):
+    assert trace(np.zeros(shape, bool)) == []
+    assert not fill([], *shape).any()
+
+
+def test_an_object_touching_every_border_keeps_its_border_pixels():
+    check(picture(".#.", "###", ".#."))
+    check(picture("#.#", "###", "#.#"))
+
+
+def test_a_hole_is_a_ring_of_its_own():
+    (polygon,) = check(picture("####", "#..#", "####"))
+
+    assert [corners(hole) for hole in polygon.holes] == [{(1, 1), (3, 1), (3, 2), (1, 2)}]
+    assert polygon.area == 10
+
+
+def test_an_island_in_a_hole_is_an_object_and_may_have_holes():
+    polygons = check(picture("#######", "#.....#", "#.###.#", "#.#.#.#", "#.###.#", "#.....#", "#######"))
+
+    assert [(p.area, len(p.holes)) for p in polygons] == [(24, 1), (8, 1)]
+
+
+def test_objects_that_share_a_corner_are_two():
+    polygons = check(picture("##..", "##..", "..##", "..##"))
+
+    assert [p.area for p in polygons] == [4, 4]
+
+
+def test_pixels_of_a_chessboard_are_all_apart():
+    assert len(check(np.indices((6, 7)).sum(0) % 2 == 0)) == 21
+
+
+def test_a_c_that_closes_by_a_corner_has_a_hole_that_touches_its_outline():
+    (polygon,) = check(picture("####", "#..#", "#.#.", "####"))
+
+    assert len(polygon.holes) == 1
+    assert corners(polygon.points) & corners(polygon.holes[0])
+
+
+def test_holes_that_share_a_corner_stay_two_holes_of_one_object():
+    (polygon,) = check(picture("####", "#.##", "##.#", "####"))
+
+    assert len(polygon.holes) == 2
+
+
+def test_a_ring_of_corners_is_no_hole():
+    assert len(check(picture(".#.", "#.#", ".#."))) == 4
+
+
+@given(st.tuples(st.integers(1, 12), st.integers(1, 12)).flatmap(lambda shape: hnp.arrays(bool, shape)))
+@settings(max_examples=150, deadline=None, derandomize=True)
+def test_every_small_mask_comes_back_whole(mask):
+    check(mask)
+
+
+@pytest.mark.parametrize("density", [0.03, 0.2, 0.5, 0.6, 0.8, 0.97])
+def test_noise_comes_back_whole(density):
+    check(np.random.default_rng(7).random((60, 45)) < density)
+
+
+def test_many_touching_objects_are_split_like_a_few():
+    noise = np.random.default_rng(3).random((40, 300)) < 0.3
+
+    whole = trace(noise)
+
+    assert len(whole) == ndimage.label(noise)[1]
+    assert [p.area for p in whole] == [p.area for p in trace(noise)]
+
+
+@pytest.mark.parametrize("density", [0.2, 0.5, 0.7, 0.9])
+def test_without_holes_an_outline_stands_for_all_it_encloses(density):
+    mask = np.random.default_rng(11).random((40, 50)) < density
+    labels, num_parts = ndimage.label(mask)
+    expected = np.any([ndimage.binary_fill_holes(labels == part) for part in range(1, num_parts + 1)], axis=0)
+
+    polygons = trace(mask, detect_holes=False)
+
+    np.testing.assert_array_equal(fill(polygons, *mask.shape), expected)
+    assert len(polygons) == ndimage.label(expected)[1]
+    assert not any(polygon.holes for polygon in polygons)
+
+
+def test_without_holes_the_confidence_counts_what_is_filled():
+    mask = picture("###", "#.#", "###")
+    probability = np.where(mask, 1.0, 0.1)
+
+    (polygon,) = trace(mask, probability, detect_holes=False)
+
+    assert polygon.area == 9
+    assert polygon.confidence == pytest.approx(8.1 / 9)
+
+
+def test_any_dtype_and_memory_order_is_the_same_mask():
+    mask = np.random.default_rng(1).random((20, 30)) < 0.4
+    expected = [p.points.tolist() for p in trace(mask)]
+
+    for same in (mask.astype(np.uint8), mask * np.uint8(255), mask.astype(np.float32), mask.T.copy().T, mask * -3):
+        assert [p.points.tolist() for p in trace(same)] == expected
+    assert [p.points.tolist() for p in trace(np.repeat(mask, 2, 0)[::2])] == expected
+
+
+@pytest.mark.parametrize("dtype", [np.float16, np.float64])
+def test_probabilities_may_be_of_any_float(dtype):
+    (polygon,) = trace(np.ones((4, 4), bool), np.full((4, 4), 0.75, dtype))
+
+    assert polygon.confidence == pytest.approx(0.75)
+
+
+def test_a_nan_outside_does_not_reach_an_object():
+    probability = np.full((4, 4), 0.5, np.float32)
+    probability[0, 0] = np.nan
+
+    (polygon,) = trace(picture("....", ".##.", ".##.", "...."), probability)
+
+    assert polygon.confidence == pytest.approx(0.5)
+
+
+def test_without_probabilities_the_confidence_is_one():
+    assert trace(picture("##"))[0].confidence == 1
+
+
+def test_shapes_that_do_not_match_are_named():
+    with pytest.raises(ConfigError, match=r"\(2, 3\) with probabilities \(3, 2\)"):
+        trace(np.ones((2, 3)), np.ones((3, 2)))
+    with pytest.raises(ConfigError, match=r"\(1, 2, 3\)"):
+        trace(np.ones((1, 2, 3)))
+
+
+def test_fill_takes_polygons_of_any_slope_direction_and_overlap_by_pixel_centres():
+    triangle = Polygon(np.array([[0, 0], [8, 0], [0, 8]], np.int32), (), 0, 0)
+    turned = Polygon(triangle.points[::-1], (), 0, 0)
+    y, x = np.mgrid[:6, :9] + 0.5
+
+    np.testing.assert_array_equal(fill([triangle, turned], 6, 9), x + y < 8)
+
+
+def test_fill_ignores_what_lies_outside_the_image():
+    square = Polygon(np.array([[-2, -2], [2, -2], [2, 9], [-2, 9]], np.int32), (), 0, 0)
+
+    np.testing.assert_array_equal(fill([square], 4, 5), np.arange(5) < np.full((4, 1), 2))
+
+
+def test_a_predictions_confidence_weighs_its_polygons_by_area():
+    ring = np.zeros((4, 2), np.int32)
+    polygons = (Polygon(ring, (), 30.0, 0.9), Polygon(ring, (), 10.0, 0.5))
+
+    assert Prediction("a", 9, 9, polygons).confidence == pytest.approx(0.8)
+    assert Prediction("a", 9, 9).confidence is None

@@ -1,0 +1,466 @@
+import itertools
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import cv2
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from brim.engine.memory import inject_oom
+from brim.errors import ConfigError, ImageError, OutOfMemory
+from brim.segmentation import predict as module
+from brim.segmentation.batching import Batch, Frame, Patch, cut, group
+from brim.segmentation.network import Network, Setting
+from brim.segmentation.predict import PredictProgress, PredictReport, predict_one, predict_stream
+from brim.segmentation.predict_config import PredictConfig
+from brim.segmentation.prediction import Prediction
+from brim.segmentation.scoring import Scorer
+
+CPU = torch.device("cpu")
+SIZES = [(32, 32), (64, 48), (20, 20), (33, 97), (128, 128), (300, 201), (1, 1), (47, 256), (64, 64), (128, 128)]
+
+
+@pytest.fixture(autouse=True)
+def _threads_are_joined() -> Iterator[None]:
+    before = set(threading.enumerate())
+    yield
+    assert set(threading.enumerate()) <= before
+
+
+class Brightness(nn.Module):
+    """Foreground is what is brighter than half: every pixel for itself."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.mean(1, keepdim=True) * 4
+
+
+class Blur(nn.Module):
+    """A few convolutions with fixed weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.layers = nn.Sequential(
+            nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 1, 1)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x) * 8
+
+
+class Broken(Exception):
+    pass
+
+
+def network(layers: nn.Module | None = None) -> Network:
+    return Network(layers or Brightness(), CPU, Setting())
+
+
+def cells(height: int, width: int, seed: int = 0) -> np.ndarray:
+    """Bright discs on a dark ground."""
+    rng = np.random.default_rng(seed)
+    y, x = np.mgrid[:height, :width]
+    image = rng.integers(10, 60, (height, width, 3), dtype=np.uint8)
+    for _ in range(max(1, height * width // 1500)):
+        inside = (y - rng.integers(height)) ** 2 + (x - rng.integers(width)) ** 2 < rng.integers(3, 12) ** 2
+        image[inside] = rng.integers(180, 255)
+    return image
+
+
+IMAGES = [cells(*size, seed) for seed, size in enumerate(SIZES)]
+
+
+def predict_all(images: Any, net: Network | None = None, **options: Any) -> list[Prediction]:
+    return list(predict_stream(net or network(), images, PredictConfig(**options)))
+
+
+def same(one: Prediction, other: Prediction, tolerance: float = 0.0) -> bool:
+    assert one.mask is not None
+    assert other.mask is not None
+    return (
+        np.array_equal(one.mask, other.mask)
+        and all(np.array_equal(a.points, b.points) for a, b in zip(one.polygons, other.polygons, strict=True))
+        and all(
+            abs(a.confidence - b.confidence) <= tolerance for a, b in zip(one.polygons, other.polygons, strict=True)
+        )
+    )
+
+
+# What comes out
+
+
+def test_a_square_becomes_a_polygon_of_its_size() -> None:
+    image = np.zeros((50, 70, 3), np.uint8)
+    image[10:30, 20:45] = 255
+    found = predict_one(network(), image, PredictConfig())
+    (polygon,) = found.polygons
+    assert (found.height, found.width, found.name, found.error) == (50, 70, "image 0", None)
+    assert sorted(map(tuple, polygon.points.tolist())) == [(20, 10), (20, 30), (45, 10), (45, 30)]
+    assert polygon.area == 500
+    assert polygon.confidence > 0.99
+    assert found.mask is not None
+    assert np.array_equal(found.mask, np.where(image[..., 0] > 0, 255, 0).astype(np.uint8))
+
+
+@pytest.mark.parametrize("batch_size", [1, 3, 8])
+def test_mixed_sizes_come_in_order_and_equal_single_images(batch_size: int) -> None:
+    net = network(Blur())
+    found = predict_all(IMAGES, net, batch_size=batch_size)
+    assert [(p.height, p.width) for p in found] == SIZES
+    for prediction, image in zip(found, IMAGES, strict=True):
+        assert same(prediction, predict_one(net, image, PredictConfig()), 1e-4)
+
+
+def test_probabilities_do_not_depend_on_the_batch() -> None:
+    images = [cells(64, 64, seed) for seed in range(6)]
+    frames = [cut(Frame(0, ""), image, tile=64, overlap=None, resize=None, pinned=False) for image in images]
+    scorer = Scorer(network(Blur()), nullcontext(), batch_size=6, threshold=0.5, resize=None)
+
+    def probabilities(patches: list[Patch]) -> Tensor:
+        (pending,) = {id(done.pending): done.pending for done in scorer.forward(Batch(patches))}.values()
+        assert pending is not None
+        return pending.wait()["probability"]
+
+    patches = [frame.patches[0] for frame in frames]
+    alone = torch.cat([probabilities([patch]) for patch in patches])
+    torch.testing.assert_close(probabilities(patches), alone, rtol=0, atol=1e-4)
+
+
+def test_strict_is_the_same_to_the_bit_whatever_else_is_there() -> None:
+    net = network(Blur())
+    several = predict_all(IMAGES, net, batch_size=8, strict=True, tile=128)
+    for prediction, image in zip(several, IMAGES, strict=True):
+        assert same(prediction, predict_one(net, image, PredictConfig(strict=True, tile=128)))
+
+
+def test_threshold_and_holes_are_honoured() -> None:
+    image = np.full((64, 64, 3), 140, np.uint8)
+    image[20:40, 20:40] = 0
+    assert predict_one(network(), image, PredictConfig(threshold=0.9)).polygons == ()
+    (ring,) = predict_one(network(), image, PredictConfig()).polygons
+    (full,) = predict_one(network(), image, PredictConfig(detect_holes=False)).polygons
+    assert (ring.area, len(ring.holes)) == (64 * 64 - 400, 1)
+    assert (full.area, full.holes) == (64 * 64, ())
+
+
+def test_order_is_kept_with_one_slow_image(monkeypatch: pytest.MonkeyPatch) -> None:
+    def slow(image: Any) -> np.ndarray:
+        if image.shape[0] == 40:
+            time.sleep(0.3)
+        return image
+
+    monkeypatch.setattr(module, "read_image", slow)
+    images = [cells(40 if index == 3 else 64, 64, index) for index in range(20)]
+    assert [p.name for p in predict_all(images, batch_size=4)] == [f"image {index}" for index in range(20)]
+
+
+def test_no_images_give_no_predictions_and_a_report_without_a_ceiling() -> None:
+    reports: list[PredictReport] = []
+    assert list(predict_stream(network(), [], PredictConfig(), on_report=reports.append)) == []
+    assert (reports[0].images, reports[0].ceiling_share) == (0, None)
+
+
+def test_images_may_be_paths_bytes_and_arrays(tmp_path: Path) -> None:
+    from PIL import Image
+
+    image = cells(40, 50)
+    Image.fromarray(image).save(tmp_path / "a.png")
+    path, content = tmp_path / "a.png", (tmp_path / "a.png").read_bytes()
+    found = predict_all([path, str(path), content, Image.fromarray(image), image], batch_size=4)
+    assert [p.name for p in found] == [str(path), str(path), "image 2", "image 3", "image 4"]
+    assert all(same(found[4], prediction) for prediction in found)
+
+
+# Windows
+
+
+def test_windows_of_a_large_image_give_what_the_whole_image_gives() -> None:
+    image = cells(250, 331, 9)
+    whole = predict_one(network(), image, PredictConfig())
+    for tile in (64, 96, 100, 320):
+        assert same(predict_one(network(), image, PredictConfig(tile=tile)), whole, 1e-5)
+    assert same(predict_one(network(), image, PredictConfig(tile=64, overlap=0)), whole, 1e-5)
+
+
+def test_windows_share_batches_with_other_images() -> None:
+    seen: list[int] = []
+
+    class Watching(Brightness):
+        def forward(self, x: Tensor) -> Tensor:
+            seen.append(len(x))
+            return super().forward(x)
+
+    images = [cells(150, 64, 1), cells(64, 64, 2), cells(64, 150, 3)]
+    found = predict_all(images, network(Watching()), batch_size=8, tile=64)
+    assert seen == [7]  # 3 windows, one image, 3 windows
+    for prediction, image in zip(found, images, strict=True):
+        assert same(prediction, predict_one(network(), image, PredictConfig()), 1e-5)
+
+
+def test_resize_runs_at_another_side_and_gives_masks_of_the_image() -> None:
+    image = np.zeros((100, 160, 3), np.uint8)
+    image[20:60, 40:120] = 255
+    for found in (
+        predict_one(network(), image, PredictConfig(resize=64)),
+        *predict_all([image, cells(33, 40), image], resize=64, batch_size=3)[::2],
+    ):
+        assert found.mask is not None
+        assert found.mask.shape == (100, 160)
+        (polygon,) = found.polygons
+        assert polygon.area == pytest.approx(3200, rel=0.1)
+
+
+# How patches are grouped
+
+
+def frame_of(index: int, *shapes: tuple[int, int]) -> Frame:
+    frame = Frame(index, str(index))
+    frame.patches = [Patch(frame, torch.empty(0), shape) for shape in shapes]
+    return frame
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    shapes=st.lists(st.lists(st.sampled_from([(1, 1), (2, 2), (3, 3)]), max_size=6), max_size=30),
+    size=st.integers(1, 5),
+)
+def test_every_patch_is_in_one_batch_of_its_shape(shapes: list[list[tuple[int, int]]], size: int) -> None:
+    frames = [frame_of(index, *those) for index, those in enumerate(shapes)]
+    patches = [patch for frame in frames for patch in frame.patches]
+    batches = list(group(frames, lambda: size))
+    assert all(1 <= len(batch.patches) <= size for batch in batches)
+    assert all(len({patch.shape for patch in batch.patches}) == 1 for batch in batches)
+    assert sorted(p.number for b in batches for p in b.patches) == list(range(1, len(patches) + 1))
+
+
+def test_a_rare_shape_waits_for_four_batches_and_no_longer() -> None:
+    taken = itertools.count()
+
+    def frames() -> Iterator[Frame]:
+        yield frame_of(next(taken), (9, 9))
+        while True:
+            yield frame_of(next(taken), (1, 1))
+
+    shapes = [batch.patches[0].shape for batch in itertools.islice(group(frames(), lambda: 8), 5)]
+    assert shapes == [(1, 1)] * 4 + [(9, 9)]
+    assert next(taken) == 1 + 4 * 8
+
+
+def test_a_failed_image_passes_at_once() -> None:
+    failed = Frame(1, "x", failure=ImageError("no"))
+    batches = list(group([frame_of(0, (1, 1)), failed, frame_of(2, (1, 1))], lambda: 2))
+    assert [batch.failed for batch in batches] == [failed, None]
+
+
+# What goes wrong with one image
+
+
+def test_bad_images_fail_in_their_own_place(tmp_path: Path) -> None:
+    (tmp_path / "broken.png").write_bytes(b"\x89PNG\r\n\x1a\nnothing more")
+    bad = [b"no image", tmp_path / "missing.png", tmp_path / "broken.png", np.full((40, 40), np.nan), None]
+    images = [item for pair in zip(bad, itertools.repeat(cells(64, 64)), strict=False) for item in pair]
+    found = predict_all(images, batch_size=4)
+    assert [p.error is not None for p in found] == [True, False] * len(bad)
+    assert "missing.png" in str(found[2].error)
+    assert all(not p.polygons and p.mask is None for p in found[::2])
+    with pytest.raises(ImageError, match=r"missing\.png"):
+        predict_one(network(), tmp_path / "missing.png", PredictConfig())
+
+
+class Poisoned(Brightness):
+    def forward(self, x: Tensor) -> Tensor:
+        logits = super().forward(x)
+        return torch.where(x.amax((1, 2, 3), keepdim=True) < -1.75, torch.inf, logits)  # of a black image
+
+
+@pytest.mark.parametrize("tile", [32, 1024])
+def test_logits_that_are_not_finite_fail_in_their_own_place(tile: int) -> None:
+    dark, net = np.zeros((64, 64, 3), np.uint8), network(Poisoned())
+    found = predict_all([cells(64, 64), dark, np.full((64, 64, 3), 200, np.uint8)], net, batch_size=3, tile=tile)
+    assert [p.error is not None for p in found] == [False, True, False]
+    assert "not finite" in str(found[1].error)
+    with pytest.raises(ImageError, match="not finite"):
+        predict_one(net, dark, PredictConfig())
+
+
+# Out of memory
+
+
+@pytest.mark.parametrize("tile", [32, 1024])
+@pytest.mark.parametrize("above", [1, 3])
+def test_a_batch_that_does_not_fit_is_halved(above: int, tile: int) -> None:
+    images = [cells(64, 64, seed) for seed in range(10)]
+    expected = predict_all(images, batch_size=1, tile=tile)
+    reports: list[PredictReport] = []
+    config = PredictConfig(batch_size=8, tile=tile)
+    with inject_oom(above=above):
+        found = list(predict_stream(network(), images, config, on_report=reports.append))
+    assert all(same(one, other, 1e-5) for one, other in zip(found, expected, strict=True))
+    assert reports[0].batch_size <= above
+
+
+@pytest.mark.parametrize("tile", [32, 1024])
+def test_images_of_which_not_one_fits_fail_in_their_own_places(tile: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BRIM_INJECT_OOM_ABOVE", "0")
+    found = predict_all([cells(64, 64, seed) for seed in range(5)], batch_size=4, tile=tile)
+    assert [p.name in str(p.error) and "does not fit" in str(p.error) for p in found] == [True] * 5
+    with pytest.raises(OutOfMemory):
+        predict_one(network(), cells(64, 64), PredictConfig(tile=tile))
+
+
+@pytest.mark.parametrize("stage", ["read_image", "trace"])
+@pytest.mark.parametrize(("times", "fails"), [(1, False), (2, True)])
+def test_memory_that_runs_out_beside_the_device_is_tried_again_once(
+    stage: str, times: int, fails: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    work, failures = getattr(module, stage), []
+
+    def short_of_memory(image: np.ndarray, *rest: Any, **options: Any) -> Any:
+        if image.shape[0] == 40 and len(failures) < times:
+            failures.append(1)
+            raise MemoryError
+        return work(image, *rest, **options)
+
+    monkeypatch.setattr(module, stage, short_of_memory)
+    found = predict_all([cells(40 if index == 2 else 64, 64, index) for index in range(5)], batch_size=2)
+    assert [p.error is not None for p in found] == [False, False, fails, False, False]
+
+
+def test_a_large_image_that_does_not_fit_as_a_whole_fails_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    from brim.segmentation import scoring
+
+    blend = scoring.Blend
+
+    def small_only(grid: Any, *weights: Tensor) -> Any:
+        if grid.width > 200:
+            raise MemoryError
+        return blend(grid, *weights)
+
+    monkeypatch.setattr(scoring, "Blend", small_only)
+    found = predict_all([cells(64, 150), cells(64, 400), cells(64, 64), cells(64, 100)], batch_size=3, tile=64)
+    assert [p.error is not None for p in found] == [False, True, False, False]
+
+
+# What goes wrong with the run
+
+
+@pytest.mark.parametrize("stage", ["read_image", "trace", "network"])
+@pytest.mark.parametrize("failure", [Broken("bug"), StopIteration()])
+def test_an_unexpected_failure_surfaces_after_what_precedes_it(
+    stage: str, failure: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Breaking(Brightness):
+        def forward(self, x: Tensor) -> Tensor:
+            if stage == "network" and bool((x.amin((1, 2, 3)) > 1.5).any()):
+                raise failure
+            return super().forward(x)
+
+    def broken(image: Any, *rest: Any, **options: Any) -> Any:
+        if image.shape[0] == 40:
+            raise failure
+        return work(image, *rest, **options)
+
+    if stage != "network":
+        work = getattr(module, stage)
+        monkeypatch.setattr(module, stage, broken)
+    net = network(Breaking())
+    images = [cells(64, 64) for _ in range(12)]
+    images[6] = np.full((40, 64, 3), 255, np.uint8)
+    got: list[Prediction] = []
+    with pytest.raises(Broken if isinstance(failure, Broken) else RuntimeError):
+        got.extend(predict_stream(net, images, PredictConfig(batch_size=2)))  # extend keeps what came before
+    assert len(got) <= 6
+    if stage == "read_image":
+        assert len(got) == 6
+
+
+def test_a_source_that_fails_gives_what_came_before_and_raises() -> None:
+    def source() -> Iterator[np.ndarray]:
+        yield from (cells(64, 64), cells(32, 64), cells(64, 64))
+        raise Broken("disk gone")
+
+    got: list[Prediction] = []
+    with pytest.raises(Broken):
+        got.extend(predict_stream(network(), source(), PredictConfig(batch_size=8)))
+    assert len(got) == 3
+
+
+def test_a_stream_is_read_no_further_than_needed_and_stops_when_left() -> None:
+    taken = itertools.count()
+    endless = (cells(32, 32, next(taken)) for _ in itertools.count())
+    stream = predict_stream(network(), endless, PredictConfig(batch_size=4))
+    for _ in range(10):
+        next(stream)
+    time.sleep(0.2)
+    assert next(taken) < 10 + 4 * 4 * 2 + 12 * module.worker_count()
+    stream.close()  # type: ignore[attr-defined]
+
+
+def test_opencv_gets_its_threads_back_when_the_last_run_ends() -> None:
+    before = cv2.getNumThreads()
+    first, second = (predict_stream(network(), [cells(64, 64)] * 9, PredictConfig()) for _ in range(2))
+    next(first)
+    next(second)
+    assert cv2.getNumThreads() == 1
+    first.close()  # type: ignore[attr-defined]
+    assert cv2.getNumThreads() == 1
+    second.close()  # type: ignore[attr-defined]
+    assert cv2.getNumThreads() == before
+
+
+def test_large_images_wait_for_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "DECODED_BYTES", 1)
+    monkeypatch.setattr(module, "worker_count", lambda: 4)
+    found = predict_all([cells(64, 64, seed) for seed in range(20)], batch_size=4)
+    assert [p.error for p in found] == [None] * 20
+
+
+def test_the_lock_is_free_whenever_the_caller_has_a_prediction() -> None:
+    lock = threading.Lock()
+    stream = predict_stream(network(), [cells(64, 64)] * 5, PredictConfig(), lock=lock)
+    next(stream)
+    assert lock.acquire(timeout=5)  # a batch ahead may run, but none waits for the caller
+    lock.release()
+    stream.close()  # type: ignore[attr-defined]
+
+
+# Telling
+
+
+def test_the_report_has_the_names_of_the_contract() -> None:
+    reports: list[PredictReport] = []
+    heard: list[PredictProgress] = []
+    images = [cells(64, 64, 1), b"no", cells(150, 64, 2)]
+    found = list(
+        predict_stream(
+            network(), images, PredictConfig(batch_size=2, tile=64), progress=heard.append, on_report=reports.append
+        )
+    )
+    report = reports[0].as_dict()
+    assert list(report) == [
+        "images", "failed", "polygons", "seconds", "images_per_s", "ceiling_share", "batch_size", "stages",
+    ]  # fmt: skip
+    assert (report["images"], report["failed"], report["batch_size"]) == (3, 1, 2)
+    assert report["polygons"] == sum(len(p.polygons) for p in found)
+    assert 0 < report["ceiling_share"] < 1
+    assert list(report["stages"]) == ["source", "decode", "batch", "forward", "unbatch", "polygons"]
+    assert all(stage["busy_s"] > -1e-3 for stage in report["stages"].values())
+    assert (heard[-1].done, heard[-1].failed, heard[-1].total) == (3, 1, 3)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"batch_size": 0}, {"batch_size": True}, {"batch_size": 2.0}, {"threshold": 0}, {"threshold": 1.0},
+     {"threshold": float("nan")}, {"threshold": "half"}, {"tile": 16}, {"overlap": 600}, {"resize": 8}],
+)  # fmt: skip
+def test_impossible_values_are_refused(options: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=next(iter(options))):
+        PredictConfig(**options)

@@ -1,0 +1,488 @@
+import json
+import math
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+
+import cv2
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from brim.engine.memory import inject_oom
+from brim.errors import CheckpointError, ConfigError, DatasetError, ImageError
+from brim.segmentation.cells import make_cells, write_cells
+from brim.segmentation.crops import COUNTED, FOREGROUND, cut, pair_files, windows
+from brim.segmentation.network import Network, Setting
+from brim.segmentation.objective import item_losses, settle_norms, step_bytes
+from brim.segmentation.registry import create_model, register_model
+from brim.segmentation.scores import agreement
+from brim.segmentation.train import SegmentTrainConfig, split, train
+from brim.segmentation.weights import load_weights, read_metadata
+
+
+class Pooled(nn.Module):
+    """A few filters, and a norm over one value per crop and channel."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.near = nn.Sequential(nn.Conv2d(3, 6, 3, padding=1), nn.BatchNorm2d(6), nn.ReLU())
+        self.far = nn.BatchNorm2d(6)
+        self.last = nn.Conv2d(6, 1, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        near = self.near(x)
+        return self.last(near + self.far(near.mean((2, 3), keepdim=True)))
+
+
+register_model("test_pooled", Pooled, replace=True)
+QUICK = SegmentTrainConfig(model="test_pooled", size=32, epochs=3, batch_size=4, learning_rate=0.01, val_fraction=0.3)
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """Sums over more threads differ in their last bits."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("cells")
+    write_cells(folder / "images", folder / "masks", 6, seed=1, height=64, width=72)
+    return folder
+
+
+@pytest.fixture
+def cells(made, tmp_path):
+    return Path(shutil.copytree(made, tmp_path / "cells"))
+
+
+def run(cells: Path, out: Path, config: SegmentTrainConfig = QUICK, **options):
+    return train(cells / "images", cells / "masks", config, out, device="cpu", **options)
+
+
+def weights(out: Path) -> dict[str, torch.Tensor]:
+    module = create_model("test_pooled")
+    load_weights(module, out)
+    return module.state_dict()
+
+
+def same(one: Path, other: Path) -> bool:
+    return all(torch.equal(value, weights(other)[name]) for name, value in weights(one).items())
+
+
+# What it is for
+
+
+def test_a_network_trained_within_a_minute_segments_images_it_never_saw(tmp_path):
+    write_cells(tmp_path / "images", tmp_path / "masks", 16, seed=1, height=128, width=128)
+    config = SegmentTrainConfig(model="unet_tiny", size=64, epochs=5, batch_size=4, learning_rate=0.003)
+    began_s = time.perf_counter()
+
+    report = train(tmp_path / "images", tmp_path / "masks", config, tmp_path / "run", device="cpu")
+
+    assert time.perf_counter() - began_s < 60
+    assert report.iou > 0.8
+    module = create_model("unet_tiny")
+    load_weights(module, tmp_path / "run")
+    network = Network(module, torch.device("cpu"), Setting())
+    held = [make_cells(99, index, 192, 256) for index in range(6)]
+    predicted = torch.cat([network(torch.from_numpy(image).permute(2, 0, 1)[None]) > 0 for image, _ in held])
+    found = agreement(predicted, torch.from_numpy(np.stack([mask for _, mask in held]))[:, None])
+    assert found.iou >= 0.8
+    assert found.iou_per_image >= 0.8
+
+
+def test_a_run_leaves_weights_a_configuration_and_a_report(cells, tmp_path):
+    report = run(cells, tmp_path / "run")
+
+    about = json.loads((tmp_path / "run/config.json").read_text())
+    assert list(report.to_json()) == [
+        "run", "weights", "epochs", "dice", "iou", "images_per_s", "ceiling_share", "peak_bytes",
+    ]  # fmt: skip
+    assert json.loads(json.dumps(report.to_json()))["weights"] == str(tmp_path / "run/weights.safetensors")
+    assert (report.epochs, report.stopped) == (3, False)
+    assert 0 <= report.iou <= report.dice <= 1
+    assert read_metadata(tmp_path / "run") == {"model": "test_pooled", "size": "32", "format_version": "1"}
+    assert (about["training"]["size"], about["split"]) == (32, {"train": 4, "validation": 2})
+    assert str(tmp_path) not in (tmp_path / "run/config.json").read_text()
+    lines = [json.loads(line) for line in (tmp_path / "run/train/metrics.jsonl").read_text().splitlines()]
+    scored = [line for line in lines if "val_loss" in line]
+    best = min(scored, key=lambda line: line["val_loss"])
+    assert len(scored) == 3
+    assert (best["dice"], best["iou"]) == pytest.approx((report.dice, report.iou))
+
+
+# Resume and repeat
+
+
+def test_the_same_seed_gives_the_same_bits_and_another_does_not(cells, tmp_path):
+    for name, seed in (("a", 0), ("b", 0), ("c", 1)):
+        run(cells, tmp_path / name, replace(QUICK, epochs=1, seed=seed))
+
+    assert same(tmp_path / "a", tmp_path / "b")
+    assert not same(tmp_path / "a", tmp_path / "c")
+
+
+def test_stopping_and_resuming_ends_with_the_same_bits(cells, tmp_path):
+    run(cells, tmp_path / "straight")
+    asked = iter(range(100))
+
+    first = run(cells, tmp_path / "cut", stop=lambda: next(asked) >= 9)
+    second = run(cells, tmp_path / "cut")
+
+    assert first.stopped
+    assert first.to_json()["dice"] is None
+    assert 0 < first.training.steps < second.training.steps
+    assert same(tmp_path / "straight", tmp_path / "cut")
+
+
+def test_stopped_while_cutting_goes_on_without_being_asked(cells, tmp_path):
+    asked = iter(range(100))
+    first = run(cells, tmp_path / "run", stop=lambda: next(asked) >= 2)
+
+    second = run(cells, tmp_path / "run", resume=False)
+
+    assert (first.stopped, first.epochs, first.weights) == (True, 0, None)
+    assert second.epochs == 3
+
+
+KILLED = """
+import sys, time, torch
+torch.set_num_threads(1)
+sys.path.insert(0, {tests!r})
+import test_segment_train as t
+from pathlib import Path
+config = t.replace(t.QUICK, checkpoint_every_s=0.02)
+t.run(Path({cells!r}), Path({out!r}), config, stop=lambda: time.sleep(0.1))
+"""
+
+
+def test_a_killed_run_ends_with_the_same_bits(cells, tmp_path):
+    run(cells, tmp_path / "straight")
+    out = tmp_path / "killed"
+    code = KILLED.format(tests=str(Path(__file__).parent), cells=str(cells), out=str(out))
+    child = subprocess.Popen([sys.executable, "-c", code])
+    deadline_s = time.monotonic() + 50
+    while not (out / "train/last").is_dir():
+        assert child.poll() is None, "the run ended before it was killed"
+        assert time.monotonic() < deadline_s
+        time.sleep(0.005)
+    os.kill(child.pid, signal.SIGKILL)
+    child.wait()
+    assert not (out / "weights.safetensors").exists()
+
+    run(cells, out)
+
+    assert same(tmp_path / "straight", out)
+
+
+def test_crops_are_made_once_and_cut_short_go_on(cells, tmp_path, monkeypatch):
+    monkeypatch.setattr("brim.segmentation.crops._SHARD_BYTES", 4 * 32 * 32 * 4)  # four crops each
+    seen = []
+    asked = iter(range(100))
+    run(cells, tmp_path / "cut", progress=seen.append, stop=lambda: next(asked) >= 3)
+    run(cells, tmp_path / "cut", progress=seen.append)
+    run(cells, tmp_path / "straight")
+
+    prepared = [told.step for told in seen if told.phase == "prepare"]
+    assert prepared == [1, 2, 3, 3, 4, 5, 6]  # the third ended within a shard
+    shards = [sorted((tmp_path / name / "crops/shards").iterdir()) for name in ("cut", "straight")]
+    assert len(shards[0]) == 9  # 6 images of 2 × 3 crops
+    assert [one.read_bytes() for one in shards[0]] == [one.read_bytes() for one in shards[1]]
+
+
+def test_a_run_that_was_used_needs_resume(cells, tmp_path):
+    run(cells, tmp_path / "run", replace(QUICK, epochs=1))
+
+    with pytest.raises(CheckpointError, match="not empty; add --resume"):
+        run(cells, tmp_path / "run", replace(QUICK, epochs=1), resume=False)
+
+
+@pytest.mark.parametrize("change", [{"learning_rate": 0.5}, {"size": 64}, {"model": "unet_tiny"}, {"augment": False}])
+def test_another_configuration_is_refused(cells, tmp_path, change):
+    run(cells, tmp_path / "run", replace(QUICK, epochs=1))
+
+    with pytest.raises(CheckpointError, match=next(iter(change))):
+        run(cells, tmp_path / "run", replace(QUICK, epochs=1, **change))
+
+
+def test_more_epochs_may_follow(cells, tmp_path):
+    run(cells, tmp_path / "run", replace(QUICK, epochs=1))
+
+    assert run(cells, tmp_path / "run").epochs == 3
+
+
+def test_a_folder_that_changed_is_noticed(cells, tmp_path):
+    run(cells, tmp_path / "run", replace(QUICK, epochs=1))
+    os.utime(cells / "masks/cell_00002.png", (1, 1))
+
+    with pytest.raises(DatasetError, match=r"cell_00002.png or its mask changed"):
+        run(cells, tmp_path / "run")
+
+
+def test_crops_that_were_lost_are_made_again(cells, tmp_path):
+    run(cells, tmp_path / "run", replace(QUICK, epochs=1))
+    (tmp_path / "run/crops/manifest.json").write_text("{")
+
+    run(cells, tmp_path / "run")
+    shutil.rmtree(tmp_path / "run/crops")
+
+    assert run(cells, tmp_path / "run").epochs == 3
+
+
+@pytest.mark.parametrize("tier", ["vram", "ram", "window"])
+def test_every_tier_trains(cells, tmp_path, tier):
+    report = run(cells, tmp_path / "run", replace(QUICK, epochs=1, tier=tier))
+
+    assert report.training.tier == tier
+    assert 0 <= report.iou <= 1
+
+
+def test_before_training_a_folder_may_change(cells, tmp_path):
+    (cells / "images/cell_00004.png").write_bytes(b"not an image")
+    with pytest.raises(ImageError, match=r"cell_00004.png"):
+        run(cells, tmp_path / "run")
+    (cells / "images/cell_00004.png").unlink()
+    (cells / "masks/cell_00004.png").unlink()
+
+    assert run(cells, tmp_path / "run", resume=False).epochs == 3
+
+
+def test_a_directory_of_something_else_is_left_alone(cells, tmp_path):
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other/thesis.txt").write_text("years of work")
+    (tmp_path / "file").write_text("")
+
+    with pytest.raises(CheckpointError, match="not empty"):
+        run(cells, tmp_path / "other")
+    with pytest.raises(CheckpointError, match="is a file"):
+        run(cells, tmp_path / "file")
+    assert [file.name for file in (tmp_path / "other").iterdir()] == ["thesis.txt"]
+
+
+# Fine-tuning
+
+
+def test_training_goes_on_from_the_weights_of_a_run(cells, tmp_path):
+    run(cells, tmp_path / "first")
+    config = replace(QUICK, epochs=1, learning_rate=1e-9)
+
+    run(cells, tmp_path / "second", config, weights=tmp_path / "first")
+
+    for name, value in weights(tmp_path / "first").items():
+        if "running" not in name and "num_batches" not in name:
+            torch.testing.assert_close(weights(tmp_path / "second")[name], value, atol=1e-6, rtol=0)
+    with pytest.raises(CheckpointError, match="weights_sha256"):
+        run(cells, tmp_path / "second", config)
+
+
+def test_weights_of_another_network_are_refused(cells, tmp_path):
+    run(cells, tmp_path / "run", replace(QUICK, epochs=1))
+
+    with pytest.raises(CheckpointError, match="not of this network"):
+        run(cells, tmp_path / "other", replace(QUICK, model="unet_tiny"), weights=tmp_path / "run")
+    assert not (tmp_path / "other").exists()
+
+
+# Pairs
+
+
+def test_label_images_pair_by_stem_in_any_folder(cells, tmp_path):
+    (cells / "images/deep").mkdir()
+    (cells / "images/cell_00003.png").rename(cells / "images/deep/cell_00003.png")
+    labels = cv2.imread(str(cells / "masks/cell_00000.png"), cv2.IMREAD_UNCHANGED)
+    (cells / "masks/cell_00000.png").unlink()
+    cv2.imwrite(str(cells / "masks/cell_00000.tif"), (labels * 300).astype(np.uint16))
+
+    pairs = pair_files(cells / "images", cells / "masks")
+
+    assert [(pair.name, pair.mask.name) for pair in pairs[:4:3]] == [
+        ("cell_00000.png", "cell_00000.tif"),
+        ("deep/cell_00003.png", "cell_00003.png"),
+    ]
+    assert run(cells, tmp_path / "run", replace(QUICK, epochs=1)).epochs == 1
+
+
+def test_an_image_without_a_mask_and_a_mask_without_an_image_are_named(cells, tmp_path):
+    (cells / "masks/cell_00002.png").unlink()
+    with pytest.raises(DatasetError, match=r"images/cell_00002.png has no mask"):
+        run(cells, tmp_path / "run")
+
+    (cells / "images/cell_00002.png").unlink()
+    (cells / "images/cell_00001.png").unlink()
+    with pytest.raises(DatasetError, match=r"masks/cell_00001.png has no image"):
+        run(cells, tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_two_files_of_one_stem_are_named(cells, tmp_path):
+    (cells / "images/again").mkdir()
+    shutil.copy(cells / "images/cell_00001.png", cells / "images/again")
+
+    with pytest.raises(DatasetError, match=r"again/cell_00001.png.*both named cell_00001"):
+        run(cells, tmp_path / "run")
+
+
+def test_empty_and_missing_folders_are_named(cells, tmp_path):
+    (tmp_path / "empty").mkdir()
+    for folder, match in ((tmp_path / "empty", "empty holds no"), (tmp_path / "nowhere", "nowhere is not a directory")):
+        with pytest.raises(DatasetError, match=match):
+            train(folder, cells / "masks", QUICK, tmp_path / "run", device="cpu")
+        with pytest.raises(DatasetError, match=match):
+            train(cells / "images", folder, QUICK, tmp_path / "run", device="cpu")
+
+
+def test_sizes_that_differ_are_named(cells, tmp_path):
+    cv2.imwrite(str(cells / "masks/cell_00003.png"), np.ones((64, 64), np.uint8))
+
+    with pytest.raises(ImageError, match=r"cell_00003.png is 72×64.*cell_00003.png is 64×64"):
+        run(cells, tmp_path / "run")
+
+
+def test_a_mask_that_cannot_be_read_is_named(cells, tmp_path):
+    file = cells / "masks/cell_00005.png"
+    file.write_bytes(file.read_bytes()[:60])
+
+    with pytest.raises(ImageError, match=r"cell_00005.png"):
+        run(cells, tmp_path / "run")
+
+
+def test_masks_without_foreground_are_refused(cells, tmp_path):
+    for file in (cells / "masks").iterdir():
+        cv2.imwrite(str(file), np.zeros((64, 72), np.uint8))
+
+    with pytest.raises(DatasetError, match="no mask has foreground"):
+        run(cells, tmp_path / "run")
+
+
+# Crops
+
+
+@pytest.mark.parametrize("size", [(32, 32), (40, 32), (31, 70), (100, 65), (1, 5)])
+def test_crops_show_every_pixel_and_count_it_once(size):
+    height, width = size
+    rng = np.random.default_rng(0)
+    image, mask = rng.integers(0, 256, (height, width, 3), np.uint8), rng.random(size) < 0.3
+    counted, true = np.zeros(size, int), np.zeros(size, int)
+
+    crops = list(cut(image, mask, 32))
+
+    for window, crop in zip(windows(height, width, 32), crops, strict=True):
+        rows, columns = slice(window.top, window.top + 32), slice(window.left, window.left + 32)
+        shown = image[rows, columns]
+        assert np.array_equal(crop["image"][:, : shown.shape[0], : shown.shape[1]].permute(1, 2, 0).numpy(), shown)
+        bits = crop["mask"][0, : shown.shape[0], : shown.shape[1]].numpy()
+        counted[rows, columns] += bits & COUNTED != 0
+        true[rows, columns] += bits == COUNTED | FOREGROUND
+    assert (counted == 1).all()
+    assert np.array_equal(true, mask)
+    assert sum(int((crop["mask"] & COUNTED != 0).sum()) for crop in crops) == mask.size  # none in the padding
+
+
+def test_the_split_depends_on_the_seed_and_loses_nobody():
+    rows, held = split(50, QUICK)
+
+    assert len(held) == 15
+    assert torch.equal(torch.cat([rows, held]).sort().values, torch.arange(50))
+    assert torch.equal(split(50, QUICK)[1], held)
+    assert not torch.equal(split(50, replace(QUICK, seed=1))[1], held)
+    assert len(split(3, replace(QUICK, val_fraction=0.01))[1]) == 1
+
+
+def test_one_image_cannot_be_split():
+    with pytest.raises(ConfigError, match="1 image leaves nothing to train on"):
+        split(1, QUICK)
+
+
+# Steps
+
+
+@pytest.mark.parametrize("batch_size", [1, 7])
+def test_batches_of_one_crop_and_short_ones_train(cells, tmp_path, batch_size):
+    report = run(cells, tmp_path / "run", replace(QUICK, epochs=1, batch_size=batch_size))
+
+    assert report.epochs == 1
+    assert all(value.isfinite().all() for value in weights(tmp_path / "run").values())
+
+
+def test_norms_with_one_value_use_their_running_statistics():
+    norm = nn.BatchNorm2d(4)
+    settle_norms(norm)
+    norm.running_mean.fill_(2.0)
+
+    alone = norm(torch.full((1, 4, 1, 1), 3.0))
+    before = norm.running_mean.clone()
+    norm(torch.rand(2, 4, 1, 1))
+
+    torch.testing.assert_close(alone, torch.ones(1, 4, 1, 1), atol=1e-4, rtol=0)
+    assert norm.training
+    assert torch.equal(before, torch.full((4,), 2.0))
+    assert not torch.equal(norm.running_mean, before)
+
+
+def test_a_batch_that_does_not_fit_is_worked_off_in_parts(cells, tmp_path):
+    with ExitStack() as stack:
+
+        def tell(told):
+            if told.phase == "train" and not told.step:
+                stack.enter_context(inject_oom(above=2))
+
+        report = run(cells, tmp_path / "run", replace(QUICK, epochs=1), progress=tell)
+
+    assert report.training.micro_batch == 2
+    assert report.dice is not None
+
+
+def test_the_loss_is_that_of_its_formula_and_defined_for_empty_crops():
+    logits = torch.tensor([[2.0, -1.0, 0.5, -3.0]]).reshape(1, 1, 2, 2)
+    true = torch.tensor([[True, False, False, False]]).reshape(1, 1, 2, 2)
+    p, t = logits.sigmoid().flatten(), true.float().flatten()
+    entropy = -(t * p.log() + (1 - t) * (1 - p).log()).mean()
+
+    found = item_losses(logits, true)
+
+    assert found.item() == pytest.approx((entropy + 1 - (2 * p[0] + 1) / (p.sum() + 2)).item(), rel=1e-5)
+    assert item_losses(torch.full((1, 1, 4, 4), -30.0), torch.zeros(1, 1, 4, 4, dtype=torch.bool)).item() < 1e-6
+
+
+def test_a_network_of_another_shape_is_told_so(cells, tmp_path):
+    register_model("test_two_logits", lambda: nn.Conv2d(3, 2, 3, padding=1), replace=True)
+
+    with pytest.raises(ConfigError, match=r"\[4, 2, 32, 32\], expected \[4, 1, 32, 32\]"):
+        run(cells, tmp_path / "run", replace(QUICK, model="test_two_logits"))
+
+
+def test_memory_of_a_step_grows_with_the_batch():
+    module = create_model("unet_tiny")
+
+    one, four = step_bytes(module, 64, 1), step_bytes(module, 64, 4)
+
+    kept = (four - one) / 3
+    assert 64 * 64 * 4 * 16 < kept < 64 * 64 * 4 * 1000
+
+
+# Configuration
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"model": "unknown_net"}, {"size": 31}, {"size": 5000}, {"epochs": 0}, {"batch_size": 0}, {"seed": -1},
+        {"learning_rate": 0.0}, {"learning_rate": math.nan}, {"val_fraction": 0.0}, {"val_fraction": 1.0},
+        {"precision": "fp8"}, {"tier": "disk"}, {"early_stopping_patience": 0}, {"checkpoint_every_s": 0.0},
+    ],
+)  # fmt: skip
+def test_a_value_that_cannot_work_is_named(wrong):
+    with pytest.raises(ConfigError, match=str(next(iter(wrong)))):
+        replace(QUICK, **wrong)

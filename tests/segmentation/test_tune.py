@@ -1,0 +1,360 @@
+"""Tuning of small networks on the CPU: what is chosen was measured, what is refused really differs."""
+
+import json
+import math
+import statistics
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from brim.engine.autotune import Sweep, Trial, merge
+from brim.engine.memory import inject_oom
+from brim.errors import ConfigError, OutOfMemory, StorageError
+from brim.segmentation import registry
+from brim.segmentation.batch_sizes import BatchSizes, device_key
+from brim.segmentation.network import Network, Setting
+from brim.segmentation.tune import Tuned, no_slower_than_one, tune, tune_model
+from brim.segmentation.tune_search import Reference, is_trained, label, sample_images, settings
+
+CPU = torch.device("cpu")
+SIZE = 64
+QUICK = {"size": SIZE, "seconds": 0.3}
+
+
+class Blobs(nn.Module):
+    """Dark is foreground, as in a stained image; `wrong` in any precision but fp32."""
+
+    def __init__(self, wrong: float = 0.0, norm: bool = False) -> None:
+        super().__init__()
+        self.blur = nn.Conv2d(3, 1, 3, padding=1)
+        self.norm = nn.BatchNorm2d(1) if norm else nn.Identity()
+        nn.init.constant_(self.blur.weight, -1.0 / 3)
+        nn.init.constant_(self.blur.bias, 3.0)
+        self.wrong = wrong
+
+    def forward(self, images):
+        logits = self.norm(self.blur(images))
+        return logits if images.dtype == torch.float32 else logits + self.wrong
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def known(monkeypatch):
+    """Names that only this test knows."""
+    monkeypatch.setattr(registry, "_factories", dict(registry._factories))
+    return registry.register_model
+
+
+def swept(tuned: Tuned) -> list[dict]:
+    return [trial for trial in tuned.trials if trial["kind"] == "sweep"]
+
+
+def said(tuned: Tuned) -> str:
+    return "\n".join(tuned.messages)
+
+
+# The batch
+
+
+def test_a_network_is_tuned_on_the_cpu():
+    tuned = tune_model("tiny", Blobs(), CPU, **QUICK)
+    entry = tuned.entry
+
+    assert 1 <= entry.optimal_batch_size <= entry.max_safe_batch_size
+    assert (entry.image_size, entry.precision, entry.layout, entry.compiled) == (SIZE, "fp32", "contiguous", False)
+    assert tuned.setting == Setting()
+    assert 0 < entry.p50_latency_ms <= entry.p95_latency_ms
+    assert entry.memory_limit_mb > 100
+    assert "took " in said(tuned)
+
+
+def test_the_tuned_batch_is_never_slower_than_a_batch_of_one():
+    tuned = tune_model("tiny", Blobs(), CPU, **QUICK)
+    seconds = [trial["seconds"] for trial in swept(tuned) if trial["batch"] == 1]
+
+    assert tuned.entry.expected_throughput >= 1 / statistics.median(seconds)
+
+
+def test_a_choice_that_its_proof_shows_to_be_slow_is_taken_back():
+    trials = [Trial(batch=1, seconds=0.010), Trial(batch=2, seconds=0.019), Trial(batch=2, seconds=0.025)]
+    found = Sweep(batch=2, max_safe=4, trials=trials, best=merge(trials[1:]), chosen=merge(trials[1:]))
+
+    assert no_slower_than_one(found) == trials[0]
+    assert no_slower_than_one(replace(found, chosen=trials[1])) == trials[1]
+
+
+def test_the_safe_batch_was_proven_by_repeated_steps():
+    tuned = tune_model("tiny", Blobs(), CPU, **QUICK)
+    safe = [trial for trial in swept(tuned) if trial["batch"] == tuned.entry.max_safe_batch_size]
+
+    assert sum(trial["steps"] for trial in safe) >= 5
+    assert all(trial["status"] == "ok" for trial in safe)
+
+
+def test_out_of_memory_ends_the_growth_not_the_tuning():
+    with inject_oom(above=3):
+        tuned = tune_model("tiny", Blobs(), CPU, **QUICK)
+
+    assert tuned.entry.max_safe_batch_size <= 3
+    assert all(trial["batch"] <= 3 for trial in swept(tuned) if trial["status"] == "ok")
+
+
+def test_one_image_that_does_not_fit_is_an_error():
+    with inject_oom(above=0), pytest.raises(OutOfMemory, match="batch of 1 does not fit"):
+        tune_model("tiny", Blobs(), CPU, **QUICK)
+
+
+def test_a_latency_that_no_batch_keeps_is_said():
+    tuned = tune_model("tiny", Blobs(), CPU, p95_ms=1e-4, **QUICK)
+
+    assert tuned.entry.optimal_batch_size == 1
+    assert "even batch 1 is slow" in said(tuned)
+
+
+def test_a_memory_that_holds_not_one_image_is_an_error():
+    with pytest.raises(OutOfMemory, match="one image of 64 x 64 does not fit"):
+        tune_model("tiny", Blobs(), CPU, reserve=0.9999, **QUICK)
+
+
+def test_trials_are_json_and_messages_are_told_as_they_come():
+    told: list[str] = []
+    tuned = tune_model("tiny", Blobs(), CPU, progress=told.append, **QUICK)
+
+    json.dumps(tuned.trials, allow_nan=False)
+    assert {"batch", "throughput", "spread", "p50_ms", "p95_ms", "peak_bytes", "status"} <= set(swept(tuned)[0])
+    assert any(text.startswith("tiny: batch 1, ") for text in told)
+    assert all(f"tiny: {text}" in told for text in tuned.messages)
+
+
+def test_the_module_stays_as_it_was():
+    module = Blobs(norm=True).train()
+    before = {name: value.clone() for name, value in module.state_dict().items()}
+    tune_model("tiny", module, CPU, setting=Setting(precision="bf16"), **QUICK)
+
+    assert module.training
+    assert module.blur.weight.dtype == torch.float32
+    assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
+
+
+# The setting
+
+
+def test_a_setting_whose_masks_differ_is_refused():
+    tuned = tune_model("tiny", Blobs(wrong=5.0), CPU, search=frozenset({"precision"}), **QUICK)
+
+    assert tuned.entry.precision == "fp32"
+    assert "refused bf16/contiguous: " in said(tuned)
+    assert "% of mask pixels differ from fp32 (tolerance 0.5 %)" in said(tuned)
+    refused = [trial for trial in tuned.trials if trial["status"] == "refused"]
+    assert {trial["precision"] for trial in refused} == {"bf16", "fp16"}
+    assert all(trial["mask_difference"] > trial["tolerance"] == 0.005 for trial in refused)
+
+
+def test_a_default_that_differs_falls_back_to_fp32():
+    tuned = tune_model("tiny", Blobs(wrong=5.0), CPU, setting=Setting(precision="bf16"), **QUICK)
+
+    assert tuned.setting == Setting()
+    assert "refused bf16/contiguous" in said(tuned)
+    assert "fp32/contiguous is used" in said(tuned)
+
+
+def test_a_default_that_agrees_is_kept():
+    tuned = tune_model("tiny", Blobs(), CPU, setting=Setting(precision="bf16"), **QUICK)
+
+    assert (tuned.entry.precision, tuned.setting.precision) == ("bf16", "bf16")
+    assert "refused" not in said(tuned)
+
+
+def test_logits_that_are_no_numbers_are_refused():
+    tuned = tune_model("tiny", Blobs(wrong=math.nan), CPU, setting=Setting(precision="bf16"), **QUICK)
+
+    assert tuned.setting.precision == "fp32"
+    assert "not finite" in said(tuned)
+
+
+def test_the_tolerance_is_the_callers():
+    tuned = tune_model("tiny", Blobs(wrong=5.0), CPU, setting=Setting(precision="bf16"), tolerance=0.99, **QUICK)
+
+    assert tuned.setting.precision == "bf16"
+
+
+def test_random_weights_are_judged_by_probabilities_and_it_is_said():
+    module = Blobs(wrong=0.1, norm=True)  # moves a probability by 0.025 at most
+    tuned = tune_model("tiny", module, CPU, setting=Setting(precision="bf16"), **QUICK)
+
+    assert tuned.setting.precision == "bf16"
+    assert "weights look random" in said(tuned)
+    assert tuned.trials[0]["judged_by"] == "probabilities"
+
+    refused = tune_model("tiny", Blobs(wrong=1.0, norm=True), CPU, setting=Setting(precision="bf16"), **QUICK)
+
+    assert refused.setting.precision == "fp32"
+    assert "probabilities differ from fp32 by up to 0.2" in said(refused)
+
+
+def test_images_of_the_user_are_compared_on():
+    black = torch.zeros(1, 3, 48, 40, dtype=torch.uint8)  # all foreground, however wrong
+    tuned = tune_model("tiny", Blobs(wrong=5.0), CPU, setting=Setting(precision="bf16"), images=black, **QUICK)
+
+    assert tuned.setting.precision == "bf16"
+
+
+def test_masks_that_show_nothing_are_not_judged_by():
+    module = Blobs(wrong=2.5)
+    nn.init.zeros_(module.blur.weight)
+    nn.init.constant_(module.blur.bias, -3.0)  # background everywhere, wrong or not
+    tuned = tune_model("tiny", module, CPU, setting=Setting(precision="bf16"), **QUICK)
+
+    assert tuned.setting.precision == "fp32"
+    assert "0 % of the pixels are foreground in fp32: settings are judged by probabilities" in said(tuned)
+
+
+@pytest.mark.parametrize("images", [torch.zeros(1, 3, 64, 64), torch.zeros(0, 3, 64, 64, dtype=torch.uint8)])
+def test_images_that_cannot_be_compared_on_are_refused(images):
+    with pytest.raises(ConfigError, match="expected uint8 of shape"):
+        tune_model("tiny", Blobs(), CPU, setting=Setting(precision="bf16"), images=images, **QUICK)
+
+
+def test_a_search_compares_only_what_was_asked():
+    tuned = tune_model("tiny", Blobs(), CPU, search=frozenset({"layout"}), **QUICK)
+    compared = [trial for trial in tuned.trials if trial["kind"] == "search"]
+
+    assert [trial["layout"] for trial in compared] == ["contiguous", "channels_last"]
+    assert {trial["precision"] for trial in compared} == {"fp32"}
+    assert "out of 2 settings" in said(tuned)
+
+
+def test_a_setting_that_cannot_run_is_skipped():
+    class Picky(Blobs):
+        def forward(self, images):
+            if images.dtype == torch.float16:
+                raise RuntimeError("no kernel for half\nand more")
+            return super().forward(images)
+
+    tuned = tune_model("tiny", Picky(), CPU, search=frozenset({"precision"}), **QUICK)
+
+    assert "skipped fp16/contiguous: no kernel for half" in tuned.messages
+
+
+def test_a_search_says_by_how_much_it_took_longer():
+    tuned = tune_model("tiny", Blobs(), CPU, search=frozenset({"precision"}), size=SIZE, seconds=0.05)
+
+    assert "more than the 0.05 s allowed, since settings were searched" in said(tuned)
+
+
+def test_settings_vary_in_the_asked_dimensions_alone():
+    default = Setting(precision="bf16", layout="channels_last")
+
+    assert settings(frozenset(), default) == [default]
+    assert len(settings(frozenset({"precision", "layout", "compile"}), default)) == 12
+    assert [label(found) for found in settings(frozenset({"compile"}), default)] == [
+        "bf16/channels_last",
+        "bf16/channels_last/compiled",
+    ]
+    with pytest.raises(ConfigError, match='search="speed" is not known; choose from precision, layout, compile'):
+        settings(frozenset({"speed", "layout"}), default)
+
+
+def test_batch_norms_tell_whether_weights_are_trained():
+    module = Blobs(norm=True)
+    assert not is_trained(module)
+    module(torch.rand(2, 3, 32, 32))
+    assert is_trained(module)
+    assert is_trained(Blobs())  # nothing to tell by
+
+
+def test_the_reference_agrees_with_itself():
+    images = sample_images(CPU, SIZE, 2)
+    reference = Reference(Blobs(), CPU, images, trained=True, tolerance=0.0)
+    with inject_oom(above=1):  # both images at once do not fit
+        judgement = reference.judge(Network(Blobs(), CPU, Setting()))
+
+    assert images.shape == (2, 3, SIZE, SIZE)
+    assert judgement.is_accepted
+    assert judgement.batch == 1
+
+
+# What cannot work
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ({"size": 31}, "size=31 must be at least 32"),
+        ({"seconds": 0}, "seconds=0 must be above 0"),
+        ({"seconds": math.nan}, "seconds=nan"),
+        ({"p95_ms": -1.0}, "p95_ms=-1.0"),
+        ({"reserve": 1.0}, "reserve=1.0 must be in"),
+        ({"tolerance": 1.5}, "tolerance=1.5"),
+        ({"search": frozenset({"x"})}, 'search="x" is not known'),
+    ],
+)
+def test_options_that_cannot_work_are_refused(option, message):
+    with pytest.raises(ConfigError, match=message):
+        tune_model("tiny", Blobs(), CPU, **option)
+
+
+# Several models and the file
+
+
+def test_every_model_is_saved_when_it_is_found(known, tmp_path):
+    known("one", Blobs)
+    known("two", Blobs)
+    file = tmp_path / "sizes.json"
+    seen: list[tuple[str, ...]] = []
+
+    def progress(text: str) -> None:
+        if text.startswith("two: batch 1,"):
+            seen.append(BatchSizes.read(file).models(device_key(CPU)))
+
+    found = tune(["one", "two"], CPU, out=file, progress=progress, **QUICK)
+
+    sizes = BatchSizes.read(file)
+    assert list(found) == ["one", "two"]
+    assert seen[0] == ("one",)
+    for name, tuned in found.items():
+        assert sizes.entry(device_key(CPU), name) == tuned.entry
+        assert sizes.trials(device_key(CPU), name) == tuned.trials
+
+
+def test_a_model_that_cannot_be_tuned_does_not_stop_the_others(known, tmp_path):
+    class Broken(Blobs):
+        def forward(self, images):
+            raise MemoryError
+
+    known("broken", Broken)
+    known("good", Blobs)
+    file = tmp_path / "sizes.json"
+
+    with pytest.raises(OutOfMemory, match=r'model "broken" could not be tuned: .+; tuned and saved: good'):
+        tune(["broken", "good"], CPU, out=file, **QUICK)
+
+    assert BatchSizes.read(file).models(device_key(CPU)) == ("good",)
+
+
+def test_an_unknown_model_is_known_before_anything_runs(tmp_path):
+    with pytest.raises(ConfigError, match='model "unet" is not known; choose one of hrnet'):
+        tune(["unet"], CPU, out=tmp_path / "sizes.json")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_file_that_cannot_be_used_is_known_before_anything_runs(tmp_path):
+    bad = tmp_path / "bad.json"
+    bad.write_text("{")
+
+    def never(name: str) -> nn.Module:
+        raise AssertionError(name)
+
+    with pytest.raises(ConfigError, match="not valid JSON"):
+        tune(["unet_tiny"], CPU, out=bad, make=never)
+    with pytest.raises(StorageError, match="cannot"):
+        tune(["unet_tiny"], CPU, out=bad / "sizes.json", make=never)
