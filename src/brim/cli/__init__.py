@@ -1,4 +1,4 @@
-"""The same verbs in a terminal: `brim doctor`, `brim demo`, `brim rf generate | inspect | export | train | …`.
+"""The same verbs in a terminal: `brim doctor`, `brim demo`, `brim rf generate | …`, `brim segment tune | …`.
 
 Results go to standard output, progress and logs to standard error. Importing this imports no torch: commands
 import what they need when they run.
@@ -13,8 +13,10 @@ import typer
 
 from brim import __version__
 from brim.cli.locate import end_training, print_evaluated, print_trained, run_evaluate, run_train
-from brim.cli.rf import check_positive, end_stopped, print_made, rf, run_generate, this_command
-from brim.cli.terminal import Json, Stop, logs, print_json, quote, say, show, whole
+from brim.cli.options import Json, check_positive, whole
+from brim.cli.rf import end_stopped, print_made, rf, run_generate
+from brim.cli.segment import segment
+from brim.cli.terminal import Stop, logs, print_json, quote, say, show, this_command
 from brim.errors import BrimError
 
 # A half-watt hand-held transmitter: weak enough that the gates have something to refuse.
@@ -62,6 +64,7 @@ app = typer.Typer(
     epilog="Example: brim demo",
 )
 app.add_typer(rf, name="rf", help="Radio: synthetic transmitter-localisation data by the batch.")
+app.add_typer(segment, name="segment", help="Segmentation: the right batch size, images to polygons, training.")
 
 
 def _show_version(asked: bool) -> None:

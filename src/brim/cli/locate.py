@@ -1,16 +1,14 @@
 """`brim rf train | evaluate | locate | export-onnx`: options in, one call of `brim.rf.train`, a result out."""
 
 import json
-import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
-from brim.cli.rf import check_choice, check_positive, rf, this_command
-from brim.cli.terminal import Display, Json, Stop, number, print_facts, print_json, quote, say, show, whole
+from brim.cli.options import Device, Json, check_choice, check_positive, number, whole
+from brim.cli.rf import rf
+from brim.cli.terminal import Display, Stop, print_facts, print_json, quote, remarks, say, show, this_command
 
 if TYPE_CHECKING:
     from brim.engine.train_report import TrainReport
@@ -34,7 +32,7 @@ def train(
     tier: Annotated[
         str, typer.Option(metavar="NAME", help="Where the data is held: auto, vram, ram or window.")
     ] = "auto",
-    device: Annotated[str, typer.Option(metavar="NAME", help="auto, cpu, cuda or cuda:N.")] = "auto",
+    device: Device = "auto",
     precision: Annotated[
         str, typer.Option(metavar="NAME", help="auto, fp32, bf16 or fp16; positions are fp32 in all of them.")
     ] = "auto",
@@ -84,7 +82,7 @@ def evaluate(
     report: Annotated[
         Path | None, typer.Option(metavar="FILE.html", help="Write a self-contained page with plots here.")
     ] = None,
-    device: Annotated[str, typer.Option(metavar="NAME", help="auto, cpu, cuda or cuda:N.")] = "auto",
+    device: Device = "auto",
     as_json: Json = False,
 ) -> None:
     """Measure a run on held-out data, beside classical solvers and the bound."""
@@ -146,7 +144,7 @@ def run_train(
     """Train with progress on the terminal, until done or stopped."""
     from brim.rf.train import train
 
-    with _remarks(), Display(stop) as display:
+    with remarks(), Display(stop, preparing=("solving", "samples")) as display:
         return train(datasets, out, config, device=device, progress=display.training, stop=stop, resume=resume)
 
 
@@ -160,18 +158,6 @@ def run_evaluate(run: Path, dataset: Path, report: Path | None, *, device: str =
     if report is not None:
         write_evaluation(str(run), str(dataset), *found, report)
     return found
-
-
-@contextmanager
-def _remarks() -> Iterator[None]:
-    """Show what the trainer remarks too: the tier and why, where a run goes on, the line on its speed at the end."""
-    logger = logging.getLogger("brim")
-    before = logger.level
-    logger.setLevel(logging.INFO)
-    try:
-        yield
-    finally:
-        logger.setLevel(before)
 
 
 def end_training(report: "TrainReport", epochs: int, stop: Stop, *, again: str, as_json: bool) -> NoReturn:

@@ -1,15 +1,12 @@
 """`brim rf generate | inspect | export`: options in, one call of `brim.rf`, a result out."""
 
-import difflib
-import shlex
-import sys
-from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn, get_args
 
 import typer
 
-from brim.cli.terminal import Display, Json, Stop, number, print_facts, print_json, quote, say, show, whole
+from brim.cli.options import Device, Json, check_choice, check_positive, number, whole
+from brim.cli.terminal import Display, Stop, print_facts, print_json, quote, say, show, this_command
 from brim.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -62,7 +59,7 @@ def generate(
         int | None,
         typer.Option(metavar="K", parser=whole, help="The same seed and options give the same data."),
     ] = None,
-    device: Annotated[str, typer.Option(metavar="NAME", help="auto, cpu, cuda or cuda:N.")] = "auto",
+    device: Device = "auto",
     batch_size: Annotated[
         int | None,
         typer.Option(metavar="B", parser=whole, help="Samples per batch, else what fits; changes no data."),
@@ -175,21 +172,6 @@ def _resolve(preset: str | None, file: Path | None, stations: Path | None, flags
     return from_mapping({**values, **flags}, preset=preset, source=f"config file {file}" if file else "options")
 
 
-def check_choice(flag: str, value: str | None, choices: Collection[str]) -> None:
-    """Refuse a name that is none of the choices, with the nearest."""
-    if value is None or value in choices:
-        return
-    near = difflib.get_close_matches(value, choices, 1, cutoff=0.5)
-    hint = f"; did you mean {near[0]}?" if near else ""
-    raise ConfigError(f"{flag} {value} is unknown; choose one of {', '.join(choices)}{hint}")
-
-
-def check_positive(flag: str, value: int | None) -> None:
-    """Refuse a count below one, by the name the user knows it by."""
-    if value is not None and value < 1:
-        raise ConfigError(f"{flag} {value} must be at least 1")
-
-
 # Running
 
 
@@ -228,11 +210,6 @@ def end_stopped(report: "Report", samples: int, stop: Stop, *, again: str, as_js
     say(f"stopped at {report.accepted} of {samples} samples; {report.dataset} is usable as it is")
     say(f"continue with: {again}")
     raise typer.Exit(128 + stop.number)
-
-
-def this_command() -> str:
-    """The command line as it can be typed again."""
-    return shlex.join(["brim", *sys.argv[1:]])
 
 
 def print_made(report: "Report") -> None:

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import TYPE_CHECKING, Annotated, Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import typer
 
@@ -24,30 +24,10 @@ if TYPE_CHECKING:
 
     from brim.engine.train_report import TrainProgress
     from brim.rf import Progress
+    from brim.segmentation.predict import PredictProgress
 
 LINE_S = 3.0  # between progress lines where there is no terminal to draw a bar on
 AGAIN_S = 0.5  # wrappers such as `uv run` pass on the Ctrl-C that the terminal sent us too: two at once are one
-
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output, nothing else.")]
-
-
-# Options
-
-
-def whole(text: str) -> int:
-    """A whole number as typed; the message of a wrong one names it, which typer's own does not."""
-    try:
-        return int(text)
-    except ValueError:
-        raise typer.BadParameter(f"{text!r} is not a whole number") from None
-
-
-def number(text: str) -> float:
-    """A number as typed."""
-    try:
-        return float(text)
-    except ValueError:
-        raise typer.BadParameter(f"{text!r} is not a number") from None
 
 
 # Signals
@@ -93,15 +73,15 @@ class Stop:
 class Display:
     """Progress on standard error: a bar on a terminal, else a line every few seconds."""
 
-    def __init__(self, stop: Stop | None = None) -> None:
-        """Take what may stop the run, to say that it was heard."""
+    def __init__(self, stop: Stop | None = None, *, preparing: tuple[str, str] = ("preparing", "items")) -> None:
+        """Take what may stop the run, to say that it was heard, and what a training prepares before it begins."""
         from rich.progress import BarColumn, TextColumn
         from rich.progress import Progress as Bar
 
         columns = [TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[text]}")]
         self._bar = Bar(*columns, console=_console()) if _on_terminal() else None
         self._task = self._bar.add_task("starting", total=None, text="") if self._bar else None
-        self._stop = stop
+        self._stop, self._preparing = stop, preparing
         self._said_stop = False
         self._line_s = time.monotonic()  # a command that ends at once says nothing
 
@@ -126,9 +106,10 @@ class Display:
     def training(self, progress: "TrainProgress") -> None:
         """Show where a training is."""
         self._say_stop()
-        solving = progress.phase == "prepare"
-        message = "solving" if solving else f"epoch {min(progress.epoch + 1, progress.epochs)}/{progress.epochs}"
-        self._show(message, progress.step, progress.steps, _training_text(progress, "samples" if solving else "steps"))
+        message, things = f"epoch {min(progress.epoch + 1, progress.epochs)}/{progress.epochs}", "steps"
+        if progress.phase == "prepare":
+            message, things = self._preparing
+        self._show(message, progress.step, progress.steps, _training_text(progress, things))
 
     def shards(self, message: str) -> Callable[[int, int], None]:
         """A callback that shows how many shards are done."""
@@ -137,6 +118,24 @@ class Display:
     def samples(self, message: str) -> Callable[[int, int], None]:
         """A callback that shows how many samples are done."""
         return self._counted(message, "samples")
+
+    def images(self, message: str) -> "Callable[[PredictProgress], None]":
+        """A callback that shows how many images are done."""
+
+        def tell(progress: "PredictProgress") -> None:
+            self._say_stop()
+            total = progress.total or 0
+            parts = [f"{progress.done}{f'/{total}' if total else ''} images"]
+            parts += [f"{progress.failed} failed"] * bool(progress.failed)
+            parts += [f"{progress.rate:.1f}/s"] * (progress.rate > 0)
+            left = (total - progress.done) / progress.rate if total and progress.rate > 0 else math.inf
+            self._show(message, progress.done, total, ", ".join(parts + _time_left(left)))
+
+        return tell
+
+    def message(self, text: str) -> None:
+        """Show what is being done where nobody knows how much is left."""
+        self._show(text, 0, 0, "")
 
     def _counted(self, message: str, things: str) -> Callable[[int, int], None]:
         return lambda done, total: self._show(message, done, total, f"{done}/{total} {things}")
@@ -148,10 +147,10 @@ class Display:
 
     def _show(self, message: str, done: int, total: int, text: str) -> None:
         if self._bar is not None and self._task is not None:
-            self._bar.update(self._task, description=message, total=total, completed=done, text=text)
+            self._bar.update(self._task, description=message, total=total or None, completed=done, text=text)
         elif time.monotonic() - self._line_s >= LINE_S:
             self._line_s = time.monotonic()
-            say(f"{message}: {text}")
+            say(f"{message}: {text}" if text else message)
 
 
 def _progress_text(progress: "Progress") -> str:
@@ -193,6 +192,18 @@ def logs() -> Iterator[None]:
         yield
     finally:
         logger.removeHandler(handler)
+
+
+@contextmanager
+def remarks() -> Iterator[None]:
+    """Show what a trainer remarks too: the tier and why, where a run goes on, the line on its speed at the end."""
+    logger = logging.getLogger("brim")
+    before = logger.level
+    logger.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
 
 
 class _LogHandler(logging.Handler):
@@ -260,3 +271,8 @@ def _words(value: Any) -> str:
 def quote(path: Path) -> str:
     """A path as it must be typed in a shell."""
     return shlex.quote(str(path))
+
+
+def this_command() -> str:
+    """The command line as it can be typed again."""
+    return shlex.join(["brim", *sys.argv[1:]])

@@ -1,0 +1,43 @@
+"""Options that several commands share, and how they are read and checked."""
+
+import difflib
+from collections.abc import Collection
+from typing import Annotated
+
+import typer
+
+from brim.errors import ConfigError
+
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output, nothing else.")]
+Device = Annotated[str, typer.Option(metavar="NAME", help="auto, cpu, cuda or cuda:N.")]
+
+
+def whole(text: str) -> int:
+    """A whole number as typed; the message of a wrong one names it, which typer's own does not."""
+    try:
+        return int(text)
+    except ValueError:
+        raise typer.BadParameter(f"{text!r} is not a whole number") from None
+
+
+def number(text: str) -> float:
+    """A number as typed."""
+    try:
+        return float(text)
+    except ValueError:
+        raise typer.BadParameter(f"{text!r} is not a number") from None
+
+
+def check_choice(flag: str, value: str | None, choices: Collection[str]) -> None:
+    """Refuse a name that is none of the choices, with the nearest."""
+    if value is None or value in choices:
+        return
+    near = difflib.get_close_matches(value, choices, 1, cutoff=0.5)
+    hint = f"; did you mean {near[0]}?" if near else ""
+    raise ConfigError(f"{flag} {value} is unknown; choose one of {', '.join(choices)}{hint}")
+
+
+def check_positive(flag: str, value: int | None) -> None:
+    """Refuse a count below one, by the name the user knows it by."""
+    if value is not None and value < 1:
+        raise ConfigError(f"{flag} {value} must be at least 1")
