@@ -1,8 +1,8 @@
 """The same network with channels in the multiples that tensor cores are fast at.
 
-cuDNN's bf16 convolutions of 48 channels reach 192 TFLOP/s on an H200 where those of 64 reach 468: a network with its 48
-channels padded by 16 that are always zero computes the same function in three quarters of the time, and one of three
-channels padded to eight leaves the slow path for odd counts.
+cuDNN's bf16 convolutions of 48 channels reach 192 TFLOP/s on an H200 where those of 64 reach 468: with 16 channels more
+that are always zero, one computes the same function in three quarters of the time. One of three channels padded to
+eight leaves the slow path for odd counts. See benchmarks/results/segment_kernels_h200_2026-11-15.md.
 """
 
 from collections.abc import Mapping, Sequence

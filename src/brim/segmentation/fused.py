@@ -2,7 +2,8 @@
 
 Every function has one meaning and two implementations: Triton kernels (or cuDNN's fused convolution) for inference in
 16 bits and channels-last on a GPU, torch for all else. Eager torch spends more than half of an image's time here, a
-pass over memory per addition; compiled it still resamples slowly. See benchmarks/results/segment_h200_2026-11-15.md.
+pass over memory per addition; compiled it still resamples slowly:
+see benchmarks/results/segment_kernels_h200_2026-11-15.md.
 """
 
 from collections.abc import Sequence
