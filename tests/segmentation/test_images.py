@@ -317,6 +317,53 @@ def test_a_file_with_checksums_is_refused_for_one_wrong_byte(kind):
         read_image(bytes(data))
 
 
+def chunks(data: bytes) -> list[tuple[int, int]]:
+    """Where each chunk of a PNG starts and ends."""
+    found, position = [], 8
+    while position < len(data):
+        found.append((position, position + 12 + struct.unpack_from(">I", data, position)[0]))
+        position = found[-1][1]
+    return found
+
+
+def test_every_chunk_of_a_png_is_refused_for_one_wrong_byte_wherever_it_is():
+    noise = np.random.default_rng(0).integers(0, 255, (90, 110, 3), np.uint8)
+    data = cv2.imencode(".png", noise)[1].tobytes()
+    assert len(chunks(data)) > 5
+    for start, end in chunks(data):
+        for place in {*range(start, start + 10), *range(end - 6, end), (start + end) // 2} & {*range(start, end)}:
+            broken = bytearray(data)
+            broken[place] ^= 0x11
+            with pytest.raises(ImageError):
+                read_image(bytes(broken))
+
+
+def test_a_wrong_checksum_says_where():
+    data = bytearray(WHOLE["png"])
+    start, end = chunks(bytes(data))[1]
+    data[end - 20] ^= 1
+
+    with pytest.raises(ImageError, match=f"the checksum of the PNG chunk at byte {start} differs"):
+        read_image(bytes(data))
+
+
+def test_a_png_without_one_of_its_chunks_is_refused():
+    data = cv2.imencode(".png", np.random.default_rng(0).integers(0, 255, (90, 110, 3), np.uint8))[1].tobytes()
+    for start, end in chunks(data):
+        with pytest.raises(ImageError, match=r"corrupt|truncated"):
+            read_image(data[:start] + data[end:])
+
+
+def test_a_png_with_remarks_between_all_its_chunks_is_read_exactly():
+    noise = np.random.default_rng(0).integers(0, 255, (90, 110, 3), np.uint8)
+    data = cv2.imencode(".png", noise)[1].tobytes()
+    before, last = [data[start:end] for start, end in chunks(data)][:-1], data[-12:]
+    idle = chunk(b"tEXt", b"Comment\0nothing")
+
+    same(data[:8] + b"".join(part + idle for part in before[:1]) + b"".join(before[1:]) + idle + last, noise[..., ::-1])
+    same(data[:8] + b"".join(part + idle for part in before) + last, noise[..., ::-1])
+
+
 def test_a_png_with_fewer_rows_than_it_says_is_refused():
     with pytest.raises(ImageError, match="corrupt"):
         read_image(png_of(WIDTH, HEIGHT, bytes((3 * WIDTH + 1) * 10)))

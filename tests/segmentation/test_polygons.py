@@ -9,6 +9,7 @@ from hypothesis.extra import numpy as hnp
 from scipy import ndimage
 
 from brim.errors import ConfigError
+from brim.segmentation import outlines
 from brim.segmentation.polygons import Polygon, fill, trace
 from brim.segmentation.prediction import Prediction
 
@@ -153,6 +154,61 @@ def test_without_holes_the_confidence_counts_what_is_filled():
 
     assert polygon.area == 9
     assert polygon.confidence == pytest.approx(8.1 / 9)
+
+
+def test_without_holes_what_lies_in_a_hole_at_any_depth_is_gone_and_what_lies_beside_stays():
+    distance = np.abs(np.indices((9, 9)) - 4).max(0)
+    rings, gap = distance % 2 == 0, np.zeros((9, 1), bool)  # a dot in a ring in a ring
+    mask = np.hstack([rings, gap, rings, gap, np.ones((9, 5), bool)])
+
+    polygons = trace(mask, detect_holes=False)
+
+    assert [(p.points[0].tolist(), p.holes) for p in polygons] == [([0, 0], ()), ([10, 0], ()), ([20, 0], ())]
+    assert [p.area for p in polygons] == [81, 81, 45]
+    assert [len(p.holes) for p in trace(mask)] == [1, 1, 0, 1, 1, 0, 0]
+
+
+@pytest.mark.parametrize("band", [1, 60, 500])
+@pytest.mark.parametrize("detect_holes", [True, False])
+def test_bands_leave_no_seam(band, detect_holes, monkeypatch):
+    random = np.random.default_rng(2)
+    mask, probability = random.random((33, 47)) < 0.6, random.random((33, 47), np.float32)
+    probability[20, 5] = np.nan
+    whole = trace(mask, probability, detect_holes=detect_holes)
+
+    monkeypatch.setattr(outlines, "_BAND_PIXELS", band)
+    banded = trace(mask, probability, detect_holes=detect_holes)
+
+    for one, other in zip(whole, banded, strict=True):
+        assert (one.points.tolist(), one.area) == (other.points.tolist(), other.area)
+        assert [hole.tolist() for hole in one.holes] == [hole.tolist() for hole in other.holes]
+        assert one.confidence == pytest.approx(other.confidence, abs=1e-9)
+
+
+def test_an_outline_starts_at_its_upper_left_and_goes_down_and_objects_follow_by_it():
+    polygons = check(picture(".....##", "..##.##", ".###...", ".##...#"))
+
+    assert [p.points[:2].tolist() for p in polygons] == [[[5, 0], [5, 2]], [[2, 1], [2, 2]], [[6, 3], [6, 4]]]
+
+
+def test_one_long_outline_is_one_ring():
+    comb = np.zeros((40, 401), bool)
+    comb[:, ::2] = comb[0] = True
+
+    (polygon,) = check(comb)
+
+    assert len(polygon.points) == 804
+
+
+def test_images_wider_than_16_bits_count():
+    mask = np.zeros((2, 70_000), bool)
+    mask[:, 3::9], mask[1, 65_530:65_541] = True, True
+
+    polygons = trace(mask, np.full(mask.shape, 0.25, np.float32))
+
+    assert len(polygons) == ndimage.label(mask)[1]
+    np.testing.assert_array_equal(fill(polygons, *mask.shape), mask)
+    assert {p.confidence for p in polygons} == {0.25}
 
 
 def test_any_dtype_and_memory_order_is_the_same_mask():

@@ -1,13 +1,14 @@
 """What a PNG, JPEG or TIFF file says about itself, and whether all of it is there; no pixel is decoded here.
 
 OpenCV decodes without the interpreter lock, but fills what a truncated file does not hold with grey and says nothing,
-and has no limit of ours on the size. So the file's own structure is walked first: chunks and their checksums (PNG),
-markers up to the end of the image (JPEG), strips and tiles within the file (TIFF). This is a few percent of decoding.
+and has no limit of ours on the size. So the file's own structure is walked first: chunks (PNG), markers up to the end
+of the image (JPEG), strips and tiles within the file (TIFF). This is a few percent of decoding.
 """
 
 import re
 import struct
 import zlib
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,6 +18,7 @@ from brim.errors import ImageError
 PNG, JPEG, TIFFS = b"\x89PNG\r\n\x1a\n", b"\xff\xd8\xff", (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+")
 
 _MARKER = re.compile(rb"\xff([^\x00\xff\xd0-\xd7])", re.DOTALL)  # stuffed and restart bytes are data, not markers
+_PNG_CHUNK = struct.Struct(">I4s")  # length and kind
 _TIFF_TYPES = {1: "u1", 3: "u2", 4: "u4", 16: "u8"}
 _DEFLATE = (8, 32946)
 _STREAM_BYTES = 2**22  # decompressed at a time, and dropped
@@ -37,38 +39,59 @@ class Header(NamedTuple):
     plain: bool = True  # OpenCV decodes it right
     several: bool = False  # more pages follow
     separate: bool = False  # one channel after the other, instead of side by side
-    data: bytes = b""  # what to decode, where that is not the file as it is
+    data: np.ndarray | None = None  # (N,) uint8, what to decode, where that is not the file as it is
     deflated: tuple[tuple[int, int], ...] = ()  # where a TIFF's deflate streams lie: start and length in bytes
 
 
 def read_png(data: bytes) -> Header:
-    """Header of a PNG whose chunks are all there and unharmed; `data` is left without what is not pixels.
+    """Header of a PNG whose chunks are all there; `data` is left without what is not pixels.
 
     Profiles, gamma, transparency and animation change neither the pixels we use nor, once gone, anyone's mind about
-    them; libpng would also complain about some on stderr.
+    them; libpng would also complain about some on stderr. Checksums are left to libpng, which refuses the image:
+    hundreds of chunks are hundreds of calls that take the interpreter's lock, where libpng takes none.
     """
-    view, position, kept, size, extras = memoryview(data), 8, [data[:8]], (0, 0, 0, 0), False
-    while True:
-        if position + 12 > len(data):
-            raise ImageError(f"truncated: the PNG ends after {len(data)} bytes, before its IEND chunk")
-        length, kind = struct.unpack_from(">I4s", data, position)
-        end = position + 12 + length
-        if end > len(data):
-            raise ImageError(f"truncated: a PNG chunk ends at byte {end}, the file at {len(data)}")
+    kept, start, size = [], 0, (0, 0, 0, 0)
+    for position, end, kind in _png_chunks(data):
         if kind[0] & 0x20:  # lower case: a reader may skip it
-            extras = True
-        else:
-            if zlib.crc32(view[position + 4 : end - 4]) != struct.unpack_from(">I", data, end - 4)[0]:
-                raise ImageError(f"corrupt: the checksum of the PNG chunk at byte {position} differs")
-            kept.append(data[position:end])
-        if kind == b"IHDR" and length == 13:
+            kept.append((start, position))
+            start = end
+        elif kind == b"IHDR" and end - position == 25:
             size = struct.unpack_from(">IIBB", data, position + 8)
-        if kind == b"IEND":
-            break
-        position = end
+    _check_png_chunk(data, position, end)  # the last one, which libpng does not look at
     width, height, bits, colour = size
     channels = {0: 1, 2: 3, 3: 3, 4: 2, 6: 4}.get(colour, 0)
-    return Header(width, height, bits, channels, data=b"".join(kept) if extras else data)
+    return Header(width, height, bits, channels, data=_cut_out(data, [*kept, (start, end)]) if kept else None)
+
+
+def check_png(data: bytes) -> None:
+    """Name the chunk of a PNG whose checksum is wrong, if there is one."""
+    for position, end, kind in _png_chunks(data):
+        if not kind[0] & 0x20:
+            _check_png_chunk(data, position, end)
+
+
+def _png_chunks(data: bytes) -> Iterator[tuple[int, int, bytes]]:
+    """Start, end and kind of every chunk up to the last, IEND."""
+    position, kind, size = 8, b"", len(data)
+    while kind != b"IEND":
+        if position + 12 > size:
+            raise ImageError(f"truncated: the PNG ends after {size} bytes, before its IEND chunk")
+        length, kind = _PNG_CHUNK.unpack_from(data, position)
+        end = position + 12 + length
+        if end > size:
+            raise ImageError(f"truncated: a PNG chunk ends at byte {end}, the file at {size}")
+        yield position, end, kind
+        position = end
+
+
+def _check_png_chunk(data: bytes, position: int, end: int) -> None:
+    if zlib.crc32(memoryview(data)[position + 4 : end - 4]) != struct.unpack_from(">I", data, end - 4)[0]:
+        raise ImageError(f"corrupt: the checksum of the PNG chunk at byte {position} differs")
+
+
+def _cut_out(data: bytes, kept: list[tuple[int, int]]) -> np.ndarray:
+    array = np.frombuffer(data, np.uint8)  # NumPy copies without the interpreter's lock, bytes do not
+    return np.concatenate([array[start:end] for start, end in kept if end > start])
 
 
 def png_size(data: bytes) -> tuple[int, int]:

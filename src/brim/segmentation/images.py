@@ -9,6 +9,7 @@ pixels, whatever way up a viewer shows them. Alpha is dropped. Of several pages,
 import io
 import logging
 import os
+import stat
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -26,6 +27,7 @@ from brim.segmentation.containers import (
     TIFFS,
     Header,
     check_deflated,
+    check_png,
     png_size,
     read_jpeg,
     read_png,
@@ -122,12 +124,13 @@ def _name(image: object) -> str:
 
 def _read_bytes(path: Path, max_pixels: int) -> bytes:
     try:
-        if path.is_dir():
+        info = path.stat()
+        if stat.S_ISDIR(info.st_mode):
             raise ImageError("a directory, not an image; its images are found with find_images")
-        if path.exists() and not path.is_file():
+        if not stat.S_ISREG(info.st_mode):
             raise ImageError("not a regular file")
-        if path.stat().st_size > 64 * max_pixels + 2**28:  # 16 bytes a pixel, uncompressed, and pages we do not read
-            raise ImageError(f"{path.stat().st_size} bytes are more than an image of {max_pixels} pixels needs")
+        if info.st_size > 64 * max_pixels + 2**28:  # 16 bytes a pixel, uncompressed, and pages we do not read
+            raise ImageError(f"{info.st_size} bytes are more than an image of {max_pixels} pixels needs")
         data = path.read_bytes()
     except (OSError, ValueError) as error:
         raise ImageError(f"cannot be read: {getattr(error, 'strerror', None) or error}") from error
@@ -159,16 +162,19 @@ def _decode(data: bytes, name: str, max_pixels: int) -> np.ndarray:
     if read is None:
         return _decode_with_pillow(data, name, max_pixels)
     if read is read_png:
-        _check_size(png_size(data), max_pixels)  # before its checksums: a bomb may be long
+        _check_size(png_size(data), max_pixels)  # before its chunks: a bomb may have many
     header = read(data)
     _check_size((header.width, header.height), max_pixels)
     if header.several:
         log.warning("%s: has several pages; only the first is read", name)
     if header.plain:
         check_deflated(data, header)
-        array = _decode_planes(data, header) if header.separate else _decode_with_opencv(header.data or data, header)
+        pixels = np.frombuffer(data, np.uint8) if header.data is None else header.data
+        array = _decode_planes(data, header) if header.separate else _decode_with_opencv(pixels, header)
         if array is not None:
             return array
+        if read is read_png:
+            check_png(data)
         if read is not read_tiff:  # Pillow would fill what a PNG lacks with black; of TIFFs it reads some others
             raise ImageError("corrupt: its header is whole, but its pixels cannot be decoded")
     if header.bits > 8 and header.channels > 1:  # of these Pillow would keep 8 bits
@@ -181,15 +187,16 @@ def _decode(data: bytes, name: str, max_pixels: int) -> np.ndarray:
 
 def _decode_planes(data: bytes, header: Header) -> np.ndarray | None:
     """Red, green and blue of a TIFF that keeps them apart, which OpenCV would read as if it did not."""
-    planes = [_decode_with_opencv(tiff_plane(data, plane), header._replace(channels=1)) for plane in range(3)]
+    grey, files = header._replace(channels=1), (tiff_plane(data, plane) for plane in range(3))
+    planes = [_decode_with_opencv(np.frombuffer(file, np.uint8), grey) for file in files]
     return np.dstack([plane for plane in planes if plane is not None]) if all(p is not None for p in planes) else None
 
 
-def _decode_with_opencv(data: bytes, header: Header) -> np.ndarray | None:
-    """Pixels, or None where OpenCV finds none that fit the header."""
+def _decode_with_opencv(data: np.ndarray, header: Header) -> np.ndarray | None:
+    """Pixels of a file's bytes (N,) uint8, or None where OpenCV finds none that fit the header."""
     flags = _RAW | (cv2.IMREAD_GRAYSCALE if header.channels < 3 else cv2.IMREAD_COLOR)
     try:
-        array = cv2.imdecode(np.frombuffer(data, np.uint8), flags if header.bits <= 16 else cv2.IMREAD_UNCHANGED)
+        array = cv2.imdecode(data, flags if header.bits <= 16 else cv2.IMREAD_UNCHANGED)
     except cv2.error:
         return None
     if array is None or array.shape[:2] != (header.height, header.width):

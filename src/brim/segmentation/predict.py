@@ -7,6 +7,7 @@ them in order. All queues are bounded, so that a folder of any length runs in th
 """
 
 import gc
+import math
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sized
@@ -32,7 +33,7 @@ from brim.segmentation.prediction import Prediction
 from brim.segmentation.scoring import Done, Scorer
 from brim.segmentation.tiles import usable_tile
 
-TRACERS = 4  # threads for polygons: OpenCV takes Python's lock for every contour, and 8 trace fewer images than 4
+TRACER_SHARE = 0.25  # of the threads that decode: an image takes 3 ms to trace, and as a PNG 25 ms to decode
 CEILING_S = 0.5  # how long the ceiling is measured
 DECODED_BYTES = 2**31  # of pixels that wait between decoding and batching; one image may always pass
 _Item = TypeVar("_Item")
@@ -142,7 +143,7 @@ class _Run:
         num = worker_count() if total is None else max(1, min(worker_count(), total))
         decode = Stage(name="decode", work=self._admitted, workers=num, depth=num)
         forward = Stage(name="forward", work=self.scorer.forward, depth=1)
-        polygons = Stage(name="polygons", work=self.finish, workers=min(num, TRACERS), depth=num)
+        polygons = Stage(name="polygons", work=self.finish, workers=math.ceil(TRACER_SHARE * num), depth=num)
         meter = self.meter
         stack.enter_context(_quiet_opencv)
         decoded = stack.enter_context(Pipeline(enumerate(images), [decode], meter=meter, depth=num))

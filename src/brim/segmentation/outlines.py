@@ -1,0 +1,252 @@
+"""The rings along the pixel edges of a mask, by array operations alone.
+
+Many threads trace at once, and whatever runs in Python, or allocates one array per object as OpenCV's findContours
+does, runs under the interpreter's lock, one thread at a time. Here every step is an operation on all corners of all
+objects, without the lock.
+
+A corner is a point where an outline turns. Where two pixels touch only there, diagonally, two outlines turn: such a
+crossing is listed twice. Then every corner has one level and one upright edge, and edges need no search: in reading
+order corners 0 and 1, 2 and 3, ... are the ends of level edges; column by column, of upright ones.
+"""
+
+# Axes: H rows, W columns; C corners; E = C / 2 level edges, edge e from corner 2e on its left to 2e + 1; R rings
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import cv2
+import numpy as np
+
+_BAND_PIXELS = 2**21  # looked at together: what is as large as the mask is a band only, and fits the cache
+
+
+class Rings(NamedTuple):
+    """Rings in the order of their first points, from top to bottom; an outline starts at its upper left."""
+
+    points: np.ndarray  # (C, 2) int32, x and y; outlines run downwards first, holes the other way
+    first: np.ndarray  # (R + 1,) where each ring starts in points, and where the last one ends
+    area: np.ndarray  # (R,) float64, pixels that the ring encloses; negative for a hole
+    mass: np.ndarray  # (R,) float64, sum of their probabilities, signed like the area
+    owner: np.ndarray  # (R,) the outline that the ring belongs to; -1: it belongs to none
+
+
+class _Corners(NamedTuple):
+    """Corners in reading order."""
+
+    x: np.ndarray  # (C,)
+    y: np.ndarray  # (C,)
+    above: np.ndarray  # (C,) bool, whether the pixel above and to the right is inside
+    double: np.ndarray  # (C,) bool, whether this is one of the two at a crossing
+    mass: np.ndarray  # (C,) float64, sum of the probabilities of all pixels above and to the left
+
+
+class _Links(NamedTuple):
+    """What belongs together and in what order, from level edge to level edge."""
+
+    upright: np.ndarray  # (C,) corners column by column: 0 and 1, 2 and 3, ... are the ends of upright edges
+    mate: np.ndarray  # (C,) the other end of a corner's upright edge
+    heads: np.ndarray  # (R,) the first edge of each ring, in reading order
+    ring: np.ndarray  # (E,) the ring of each edge
+    rank: np.ndarray  # (E,) its place there; the first edge has 0
+
+
+def find_rings(mask: np.ndarray, probability: np.ndarray | None, detect_holes: bool) -> Rings:
+    """Rings of the 4-connected objects of a mask (H, W), H and W at least 1.
+
+    Without detect_holes the owner of holes, and of outlines inside holes, is -1.
+    """
+    corners = _corners(mask, probability)
+    links = _links(corners)
+    to_right, ring, num_rings = corners.above[::2], links.ring, len(links.heads)  # the inside is left of the way
+    sign = np.where(to_right, 1.0, -1.0)
+    # Green's theorem: what lies inside a ring is what lies above its lower edges less what lies above its upper ones
+    area = np.bincount(ring, sign * (corners.x[1::2] - corners.x[::2]) * corners.y[::2], num_rings)
+    mass = area
+    if probability is not None:
+        mass = np.bincount(ring, sign * (corners.mass[1::2] - corners.mass[::2]), num_rings)
+    first = np.append(0, np.cumsum(np.bincount(ring, minlength=num_rings)))
+    points = _in_order(corners, links.mate, first[ring] + links.rank)
+    is_hole = to_right[links.heads]
+    owner = np.arange(num_rings)
+    if is_hole.any():
+        owner = (_hole_owners if detect_holes else _outermost)(mask, corners, links, is_hole)
+    return Rings(points, 2 * first, area, mass, owner)
+
+
+def _in_order(corners: _Corners, mate: np.ndarray, position: np.ndarray) -> np.ndarray:
+    """Points (C, 2) of level edges whose place (E,) is known: where each ends, and where the upright one after it does.
+
+    The first edge of an outline is on top and runs to the left: what it ends at is the upper left corner.
+    """
+    end = np.arange(0, len(mate), 2) + corners.above[::2]
+    order = np.empty((len(end), 2), np.intp)
+    order[position, 0] = end
+    order[position, 1] = mate[end]
+    points = np.empty((len(mate), 2), np.int32)
+    points[:, 0] = corners.x[order.ravel()]
+    points[:, 1] = corners.y[order.ravel()]
+    return points
+
+
+# Corners
+
+
+def _corners(mask: np.ndarray, probability: np.ndarray | None) -> _Corners:
+    bands = [_Corners(*band) for band in _bands(mask, probability)]
+    corners = bands[0] if len(bands) == 1 else _Corners(*map(np.concatenate, zip(*bands, strict=True)))
+    if not corners.double.any():
+        return corners
+    twice = np.repeat(np.arange(len(corners.x)), corners.double + 1)
+    return _Corners(*(values[twice] for values in corners))
+
+
+def _bands(mask: np.ndarray, probability: np.ndarray | None) -> Iterator[tuple[np.ndarray, ...]]:
+    """Corners of some rows after the other, crossings listed once."""
+    height, width = mask.shape
+    num_rows = max(1, _BAND_PIXELS // width)
+    sums = np.zeros(width + 1)  # of the bands before
+    for top in range(0, height, num_rows):
+        bottom = top + num_rows if top + num_rows < height else height + 1
+        x, y, above, double = _turns(mask, top, bottom)
+        mass = np.zeros(len(x))
+        if probability is not None:
+            table = _integral(probability[top:bottom])
+            mass = table.ravel()[y * (width + 1) + x]
+            mass += sums[x]
+            sums += table[-1]
+        y += top
+        yield x, y, above, double, mass
+
+
+def _turns(mask: np.ndarray, top: int, bottom: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Corners at the upper ends of the pixel rows from top to bottom: x, y from top on, above, double."""
+    stride = mask.shape[1] + 2
+    rows = mask[max(top - 1, 0) : bottom]
+    framed = np.zeros((bottom - top + 1, stride), bool)  # the row above too, and nothing around the image
+    np.not_equal(rows, 0, out=framed[int(top == 0) :][: len(rows), 1:-1])
+    pixels = framed.view(np.uint8).ravel()
+    size = (bottom - top) * stride - 1
+    # Around a point: an upright edge comes from above, one leaves below; at a crossing both, and the level ones too.
+    upright = pixels[:-1] ^ pixels[1:]
+    double = pixels[:size] ^ pixels[stride : stride + size]
+    double &= upright[:size]
+    double &= upright[stride:]
+    turns = upright[:size] ^ upright[stride:]
+    turns |= double
+    at = np.flatnonzero(turns.view(bool))
+    y = at // stride
+    return at - y * stride, y, pixels[at + 1].view(bool), double[at].view(bool)
+
+
+def _integral(probability: np.ndarray) -> np.ndarray:
+    """(H + 1, W + 1) float64 sums over all pixels above and to the left of each point; NaN and Inf count as 0."""
+    if probability.dtype not in (np.float32, np.float64):
+        probability = probability.astype(np.float32)
+    sums = cv2.integral(probability, sdepth=cv2.CV_64F)
+    if not np.isfinite(sums[-1, -1]):  # one NaN, inside or outside, would reach every sum behind it
+        sums = cv2.integral(np.nan_to_num(probability, posinf=0, neginf=0), sdepth=cv2.CV_64F)
+    return np.asarray(sums)
+
+
+# Edges to rings
+
+
+def _links(corners: _Corners) -> _Links:
+    """Crossings first part what touches there. Where that leaves a ring that touches itself, it becomes two.
+
+    So objects that share only a corner are two, and where an object touches itself its hole touches its outline, or
+    another hole, in a single point: both are valid polygons.
+    """
+    column = corners.x.astype(np.uint16) if corners.x.max(initial=0) < 2**16 else corners.x  # sorts in linear time
+    upright = np.argsort(column, kind="stable")
+    crossings = np.flatnonzero(corners.double)[::2]
+    links = _ranked(_swapped(upright, crossings[corners.above[crossings]]), corners)
+    if len(crossings):
+        itself = links.ring[crossings >> 1] == links.ring[(crossings + 1) >> 1]
+        if itself.any():
+            return _ranked(_swapped(links.upright, crossings[itself]), corners)
+    return links
+
+
+def _swapped(upright: np.ndarray, crossings: np.ndarray) -> np.ndarray:
+    """Let the two corners at each crossing trade their upright edges."""
+    if not len(crossings):
+        return upright
+    other = np.arange(len(upright))
+    other[crossings] += 1
+    other[crossings + 1] -= 1
+    return np.asarray(other[upright])
+
+
+def _ranked(upright: np.ndarray, corners: _Corners) -> _Links:
+    """Find every edge's ring and its place there, by steps back along the ring that double in length.
+
+    A number holds the first edge, in reading order, seen so far (high half) and the steps back to it (low half): the
+    smaller the better. When no edge sees a better one, all have been round their rings.
+    """
+    mate = np.empty_like(upright)
+    mate[upright[::2]], mate[upright[1::2]] = upright[1::2], upright[::2]
+    start = np.arange(0, len(upright), 2) + ~corners.above[::2]
+    back = mate[start] >> 1
+    seen, step = np.arange(len(back)) << 32, 1
+    while True:
+        further = seen[back]
+        further += step
+        if step > 4 and not (further < seen).any():  # rings are seldom shorter: not worth a look before
+            break
+        np.minimum(seen, further, out=seen)
+        back, step = back[back], step * 2
+    rank = seen & (2**32 - 1)
+    heads = np.flatnonzero(rank == 0)
+    number = np.empty_like(rank)
+    number[heads] = np.arange(len(heads))
+    return _Links(upright, mate, heads, number[seen >> 32], rank)
+
+
+# Holes to objects
+
+
+def _hole_owners(mask: np.ndarray, corners: _Corners, links: _Links, is_hole: np.ndarray) -> np.ndarray:
+    """(R,) the outline of each ring's object.
+
+    Above a hole's first edge lies its object: what ends that to the left is its outline, or a hole that began higher.
+    """
+    at, owner = 2 * links.heads[is_hole], np.arange(len(is_hole))
+    owner[is_hole] = _ring_to_the_left(mask, corners, links, corners.y[at] - 1, corners.x[at])
+    return _roots(owner)
+
+
+def _outermost(mask: np.ndarray, corners: _Corners, links: _Links, is_hole: np.ndarray) -> np.ndarray:
+    """(R,) the ring itself where it is an outline that lies in no hole, else -1.
+
+    Left of an outline's first edge lies the hole that it is in, or an outline in the same place, or nothing.
+    """
+    outlines = np.flatnonzero(~is_hole)
+    at = 2 * links.heads[outlines]
+    found = _ring_to_the_left(mask, corners, links, corners.y[at], corners.x[at] - 1)
+    in_hole = np.zeros(len(is_hole), bool)
+    in_hole[outlines] = (found >= 0) & is_hole[found]
+    beside = np.arange(len(is_hole))
+    beside[outlines] = np.where((found >= 0) & ~is_hole[found], found, outlines)
+    return np.where(is_hole | in_hole[_roots(beside)], -1, np.arange(len(is_hole)))
+
+
+def _roots(parent: np.ndarray) -> np.ndarray:
+    while not np.array_equal(further := parent[parent], parent):
+        parent = further
+    return parent
+
+
+def _ring_to_the_left(mask: np.ndarray, corners: _Corners, links: _Links, row: np.ndarray, x: np.ndarray) -> np.ndarray:
+    """(K,) the ring of the first upright edge at or left of x (K,) in a pixel row (K,); -1: there is none."""
+    height, width = mask.shape
+    rows, line = np.unique(row, return_inverse=True)
+    inside = np.zeros(len(rows) * (width + 1) + 1, bool)  # nothing left of the first pixel, nor right of the last
+    np.not_equal(mask[rows], 0, out=inside[:-1].reshape(len(rows), -1)[:, 1:])
+    edges = np.flatnonzero(inside[1:] != inside[:-1])
+    index = np.searchsorted(edges, line * (width + 1) + x, side="right") - 1
+    column = edges[index] - line * (width + 1)
+    upper = links.upright[::2]
+    key = corners.x[upper] * (height + 1) + corners.y[upper]
+    edge = np.searchsorted(key, column * (height + 1) + row, side="right") - 1
+    return np.where((index < 0) | (column < 0), -1, links.ring[upper[edge] >> 1])
