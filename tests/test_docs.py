@@ -10,13 +10,19 @@ from pathlib import Path
 import pytest
 
 from brim.cli.rf import generate as generate_command
+from brim.cli.segment import predict, train, tune
 from brim.rf import FEATURES, TRUTH, GenerateConfig
+from brim.segmentation import model_names
+from brim.segmentation.batch_sizes import Entry
+from brim.segmentation.formats import FORMATS
 
 ROOT = Path(__file__).parents[1]
 RADIO = ROOT / "docs" / "radio.md"
+SEGMENTATION = ROOT / "docs" / "segmentation.md"
 RUN = [
     ROOT / "README.md",
     RADIO,
+    SEGMENTATION,
     ROOT / "docs" / "training.md",
 ]  # documents whose code blocks are executed, each in a directory of its own
 SKIP = "<!-- skip -->"  # on the line before a block that is not to be executed
@@ -132,8 +138,34 @@ def test_every_feature_and_truth_is_in_a_table_with_its_unit(name_and_unit):
     assert unit.replace("us", "µs") in units
 
 
+def options_of(command) -> list[str]:
+    names = ["--" + name.replace("_", "-") for name in command.__annotations__ if name != "return"]
+    return [name.replace("--as-json", "--json") for name in names]
+
+
 def test_every_option_of_generate_is_documented():
-    options = ["--" + name.replace("_", "-") for name in generate_command.__annotations__ if name != "return"]
     text = RADIO.read_text()
 
-    assert [option for option in options if f"`{option.replace('--as-json', '--json')}" not in text] == []
+    assert [option for option in options_of(generate_command) if f"`{option}" not in text] == []
+
+
+@pytest.mark.parametrize("command", [tune, predict, train], ids=lambda command: command.__name__)
+def test_every_option_of_segment_is_in_the_command_s_own_table(command):
+    reference = SEGMENTATION.read_text().split("\n## Command line\n")[1].split("\n## ")[0]
+    table = reference.split(f"\n`brim segment {command.__name__}")[1].split("\n`brim")[0]
+    missing = [option for option in options_of(command) if f"`{option}" not in table]
+
+    assert missing == (["--images"] if command is predict else [])  # the one that is an argument
+
+
+@pytest.mark.parametrize("name", [field.name for field in fields(Entry)] + list(FORMATS))
+def test_every_field_and_format_has_a_row(name):
+    assert re.search(rf"^\| `{name}` \|", SEGMENTATION.read_text(), re.MULTILINE)
+
+
+def test_no_network_is_left_out():
+    built_in = [
+        name for name in model_names() if name.startswith(("hrnet", "resunet", "unet"))
+    ]  # tests register others
+
+    assert [name for name in built_in if f"| `{name}` |" not in SEGMENTATION.read_text()] == []

@@ -439,9 +439,11 @@ def _verdict(book: TrialBook, chosen: int) -> str:
     if trial.status != "ok":
         return f"no batch keeps the limits: even batch {chosen} is {trial.status}, {trial.detail}"
     host = _not_the_device(trial)
+    if book.sizes() == [1]:
+        return f"only batch 1 was measured: {trial.throughput:.4g}/s" + f"; {host}" * bool(host)
     single = book.rate(1)
     share = single / best.throughput
-    if share >= 0.95:
+    if chosen == 1:
         why = host or "one item keeps the device as busy as many"
         return f"batching does not matter: batch 1 reaches {min(1.0, share):.0%} of the best; {why}"
     gain = f"batch {chosen} gives {trial.throughput:.4g}/s, {trial.throughput / single:.3g} times batch 1"

@@ -16,6 +16,7 @@ from typing import Any, Literal, Protocol, cast, get_args, runtime_checkable
 import torch
 from torch import Tensor, nn
 
+from brim.engine.stalls import find_syncs
 from brim.errors import ConfigError
 
 log = logging.getLogger("brim")
@@ -167,6 +168,9 @@ class Network:
             log.debug("no room for a CUDA graph of %s", tuple(images.shape))
             self._runs[images.shape] = -(2**62)
             graph = None
+        except _Waits as failure:
+            log.warning("the network waits for the host in %s: it runs without CUDA graphs", failure)
+            self._captures, graph = False, None
         self.compile_s += time.perf_counter() - began_s
         return graph
 
@@ -180,12 +184,19 @@ def _runner(module: nn.Module, dtype: torch.dtype, layout: torch.memory_format) 
     return run
 
 
+class _Waits(Exception):
+    """A network cannot be captured, since it waits for the device."""
+
+
 class _Graph:
     """A captured forward on tensors of its own."""
 
     def __init__(self, run: Callable[[Tensor], Tensor], images: Tensor, pool: Any) -> None:
         self._images = images
-        run(self._images)  # whatever is compiled for these very tensors must be so before the capture
+        # Whatever is compiled for these very tensors must be so before the capture, and a network that waits for the
+        # device must be known: a capture that fails half way leaves torch's allocator in disorder.
+        if syncs := find_syncs(lambda: run(self._images)):
+            raise _Waits(", ".join(syncs))
         torch.cuda.synchronize(images.device)
         torch.cuda.empty_cache()
         self._graph = torch.cuda.CUDAGraph()

@@ -187,7 +187,7 @@ class UNetTiny(ResUNet):
     """Three levels of 16 to 64 channels and no attention but the gates: for CPUs, demonstrations and tests."""
 
     def __init__(self) -> None:
-        """A thousandth of the others' parameters."""
+        """A five-hundredth of the others' parameters."""
         super().__init__(
             (16, 32, 64),
             encoder=(1, 1, 1),
