@@ -36,6 +36,7 @@ def test_learning_rate_without_warmup_starts_at_its_height() -> None:
         {"compile": "yes"},
         {"early_stopping_patience": 0},
         {"log_every": 0},
+        {"max_graphs": 0},
         {"checkpoint_every_s": 0.0},
         {"checkpoint_every_steps": 0},
     ],

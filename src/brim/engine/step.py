@@ -26,7 +26,6 @@ Batch = dict[str, Tensor]
 LossFn = Callable[[nn.Module, Batch], Tensor]  # mean over the items of the batch
 Transform = Callable[[Batch, torch.Generator], Batch | None]  # in place, or returns another batch
 
-MAX_GRAPHS = 8  # shapes of batches; each keeps its inputs and its intermediate results in memory
 _DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -101,8 +100,8 @@ class Stepper:
         """Whether a batch of this shape should be prepared for: the first, and others when they come back."""
         if self._first is None:
             return self._compile or self.device.type == "cuda"
-        shape = _shape_of(batch)
-        return self._capture and shape in self._seen and shape not in self._graphs and len(self._graphs) < MAX_GRAPHS
+        shape, room = _shape_of(batch), len(self._graphs) < self.config.max_graphs
+        return self._capture and shape in self._seen and shape not in self._graphs and room
 
     def prepare(self, batch: Batch) -> None:
         """Warm up, compile or capture for batches of this shape; nothing of it shows in the training."""

@@ -25,6 +25,7 @@ class TrainConfig:
     early_stopping_patience: int | None = None  # epochs without a better val_loss; None: all epochs are trained
     seed: int = 0  # of dropout and transforms; the source has its own
     compile: Compile = "auto"  # auto: a captured graph on a GPU; compile: torch.compile, captured too on a GPU
+    max_graphs: int = 32  # shapes of batches that are captured; each keeps its inputs in memory
     log_every: int = 50  # steps; the device is synchronised once in so many
     checkpoint_every_s: float | None = 60.0  # None: only by steps, when stopped and at the end
     checkpoint_every_steps: int | None = None
@@ -33,7 +34,7 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         """Check every value."""
-        for name in ("epochs", "log_every"):
+        for name in ("epochs", "log_every", "max_graphs"):
             _check(name, getattr(self, name), getattr(self, name) >= 1, "at least 1")
         for name in ("early_stopping_patience", "checkpoint_every_steps"):
             value = getattr(self, name)

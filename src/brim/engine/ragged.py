@@ -1,0 +1,285 @@
+"""Sequences of variable length as padded batches on a device, from VRAM, from RAM or from where they are stored.
+
+    vram    all frames on the device           a batch is a gather there
+    ram     all frames in host memory          threads pad the next batches, a side stream copies them
+    window  nothing held                       the same, read from the source
+
+Batches come from buckets of similar length, in an order that (seed, epoch) fixes: the same bits in every tier. On a CPU
+all three are in host memory: "vram" gathers in the caller's thread, "ram" and "window" pad in others.
+
+Axes: B sequences, T frames they are padded to, D features.
+"""
+
+import logging
+import time
+import weakref
+from collections.abc import Generator, Mapping, Sequence
+from types import TracebackType
+from typing import Any, Literal, Self, cast
+
+import torch
+from torch import Tensor
+
+from brim.engine.buckets import BucketConfig, Bucketed, Buckets
+from brim.engine.device import describe
+from brim.engine.epoch import Epoch
+from brim.engine.layout import Batch
+from brim.engine.loading import first_that_fits
+from brim.engine.memory import check_injected, format_size, free_bytes
+from brim.engine.order import HOST, TIERS, Choice, Tier, choose_tier
+from brim.engine.ragged_source import RaggedSource, RaggedTensors, Runs, check_columns, check_source
+from brim.engine.ragged_stores import DeviceFrames, FrameStore, HostFrames, Items, SourceFrames
+from brim.engine.split import Rows
+from brim.errors import ConfigError
+
+__all__ = ["BucketConfig", "Buckets", "RaggedResident", "RaggedSource", "RaggedTensors", "RaggedView"]
+
+log = logging.getLogger("brim")
+
+RowChoice = slice | range | Sequence[int] | Tensor | None
+
+
+class RaggedView:
+    """An order of batches over frames that a RaggedResident holds; a batch source of engine.trainer."""
+
+    def __init__(
+        self,
+        resident: "RaggedResident",
+        rows: Tensor,
+        columns: Batch,
+        buckets: BucketConfig,
+        seed: int,
+        shuffle: bool,
+        drop_last: bool,
+    ) -> None:
+        """Choose the buckets; made by RaggedResident and its view()."""
+        self.rows, self.columns, self.seed, self.shuffle = rows, columns, seed, shuffle
+        lengths = resident.source.lengths[rows]
+        self.buckets = Buckets(lengths, buckets, seed=seed, shuffle=shuffle, drop_last=drop_last)
+        self.num_items, self.num_batches = self.buckets.num_items, self.buckets.num_batches
+        self.batch_size = self.buckets.batch_size  # of the largest batch
+        self.padding_share = self.buckets.padding_share
+        self._resident = weakref.ref(resident)
+        self._items: tuple[weakref.ref[FrameStore], Items] | None = None
+
+    def __len__(self) -> int:
+        """Items of an epoch."""
+        return self.num_items
+
+    @property
+    def tier(self) -> Tier:
+        """Where the frames are; known inside the with block."""
+        return self._store()[0].tier
+
+    def epoch(self, number: int, start_batch: int = 0) -> Epoch:
+        """Batches of an epoch from start_batch on, each a dict of tensors on the device.
+
+        frames  (B, T, D)  as stored, or as asked for; zeros behind the end of an item
+        length  (B,)       int64  frames of each item, at most T
+        item    (B,)       int64  its row in the source
+        …       (B, …)     the columns of the source
+        """
+        resident = self._owner()
+        if not 0 <= start_batch <= self.num_batches:
+            raise ConfigError(
+                f"start_batch={start_batch} must be from 0 to {self.num_batches}, the batches of an epoch"
+            )
+        self._store()
+        epoch = Epoch(self._batches(number, start_batch), self.num_batches - start_batch)
+        resident.opened.add(epoch)
+        return epoch
+
+    def order(self, epoch: int) -> list[Bucketed]:
+        """The batches of an epoch: how long they are padded, and the rows of the source in them."""
+        return [Bucketed(batch.length, self.rows[batch.items]) for batch in self.buckets.epoch(epoch)]
+
+    def _batches(self, number: int, start_batch: int) -> Generator[Batch]:
+        store, items = self._store()
+        yield from store.batches(items, self.buckets.epoch(number)[start_batch:])
+
+    def _owner(self) -> "RaggedResident":
+        resident = self._resident()
+        if resident is None:
+            raise RuntimeError("the RaggedResident of this view is gone; keep it while its views are used")
+        return resident
+
+    def _store(self) -> tuple[FrameStore, Items]:
+        resident = self._owner()
+        store = resident.loaded()
+        if self._items is None or self._items[0]() is not store:
+            positions = resident.positions(self.rows)
+            columns = {name: column[self.rows].contiguous() for name, column in self.columns.items()}
+            lengths = resident.source.lengths[self.rows]
+            self._items = (weakref.ref(store), Items(store.start[positions], lengths, self.rows, columns))
+        return store, self._items[1]
+
+
+class RaggedResident(RaggedView):
+    """Sequences of a source where a device can gather them; inside its with block epoch() gives batches."""
+
+    def __init__(
+        self,
+        source: RaggedSource,
+        *,
+        buckets: BucketConfig,
+        device: torch.device,
+        tier: Tier | Literal["auto"] = "auto",
+        seed: int = 0,
+        rows: RowChoice = None,
+        dtype: torch.dtype | None = None,
+        reserve_bytes: int = 0,
+        shuffle: bool = True,
+        drop_last: bool = False,
+        fields: Mapping[str, Tensor] | None = None,
+    ) -> None:
+        """Store and check; no frame is read before the with block.
+
+        tier           "auto": the fastest that has room beside reserve_bytes, what the model will need on the device
+        rows           a split: a slice, row numbers or a mask
+        dtype          of the frames in batches; by default as stored
+        shuffle        False: a fixed order, from long to short, for evaluation
+        fields         columns with a row for each item of the source, instead of the source's own
+        """
+        if tier not in (*TIERS, "auto"):
+            raise ConfigError(f'tier="{tier}" is not known; use auto, {", ".join(TIERS)}')
+        check_source(source)
+        self.source = source
+        self.device = _with_index(device)
+        self.dtype = dtype or source.dtype
+        chosen = _chosen(source, rows)
+        columns = check_columns(source.fields if fields is None else fields, source.num_items)
+        super().__init__(self, chosen, columns, buckets, seed, shuffle, drop_last)
+        self.bytes = self.buckets.num_frames * source.dim * self.dtype.itemsize
+        self.load_s = 0.0
+        self.opened: weakref.WeakSet[Epoch] = weakref.WeakSet()
+        self._asked = tier
+        self._reserve_bytes = reserve_bytes
+        self._choice: Choice | None = None
+        self._held: FrameStore | None = None
+        self._sorted = chosen.sort()
+
+    def __enter__(self) -> Self:
+        """Choose the tier and load."""
+        if self._held is None:
+            self._load()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Stop what is under way and give the memory back."""
+        for epoch in list(self.opened):
+            epoch.cut("its RaggedResident was closed")
+        held, self._held = self._held, None
+        if held is not None:
+            held.close()
+
+    def view(
+        self,
+        *,
+        buckets: BucketConfig | None = None,
+        seed: int | None = None,
+        rows: RowChoice = None,
+        shuffle: bool | None = None,
+        drop_last: bool = False,
+        fields: Mapping[str, Tensor] | None = None,
+    ) -> RaggedView:
+        """Other batches of the same frames, which are not loaded again: a part of the rows, other columns.
+
+        What is not given is as in this one; rows must be among its own, fields have a row for each item of the source.
+        """
+        chosen = self.rows if rows is None else _chosen(self.source, rows)
+        self.positions(chosen)
+        return RaggedView(
+            self,
+            chosen,
+            self.columns if fields is None else check_columns(fields, self.source.num_items),
+            buckets or self.buckets.config,
+            self.seed if seed is None else seed,
+            self.shuffle if shuffle is None else shuffle,
+            drop_last,
+        )
+
+    def describe(self) -> dict[str, object]:
+        """Facts for a report: tier and why, sizes, buckets, speed of loading."""
+        held = self.loaded()
+        assert self._choice is not None
+        return {
+            "tier": held.tier,
+            "why": self._choice.why,
+            "source": self.source.description,
+            "items": self.num_items,
+            "frames": self.buckets.num_frames,
+            "bytes": self.bytes,
+            "held_bytes": held.held_bytes,
+            "batch_size": self.batch_size,
+            "num_batches": self.num_batches,
+            "edges": list(self.buckets.edges),
+            "padding_share": self.padding_share,
+            "load_s": self.load_s,
+        }
+
+    def loaded(self) -> FrameStore:
+        """The frames; an error outside the with block."""
+        if self._held is None:
+            raise RuntimeError("RaggedResident holds its frames inside its with block only")
+        return self._held
+
+    def positions(self, rows: Tensor) -> Tensor:
+        """Where these rows of the source are among the rows held."""
+        ordered, place = self._sorted
+        found = torch.searchsorted(ordered, rows).clamp(max=len(ordered) - 1)
+        missing = (ordered[found] != rows).nonzero()
+        if len(missing):
+            raise ConfigError(f"rows={int(rows[missing[0]])} is not held here; load it, or choose others")
+        return place[found]
+
+    # Loading
+
+    def _load(self) -> None:
+        choice = self._choose()
+        log.info("tier %s: %s; %s", choice.tier, choice.why, self._say_buckets())
+        began_s = time.perf_counter()
+        # what it makes is not a Store of rows; all it does with it is hand it on
+        make = cast(Any, self._make)
+        self._choice, self._held = cast(Any, first_that_fits(choice, make, lambda tier: "", self.device))
+        self.load_s = time.perf_counter() - began_s
+
+    def _choose(self) -> Choice:
+        if self._asked != "auto":
+            return Choice(self._asked, f"{format_size(self.bytes)} of data, as asked for")
+        return choose_tier(
+            self.device,
+            data_bytes=self.bytes + 32 * self.num_items,  # starts, lengths, rows and the order of an epoch beside them
+            reserve_bytes=self._reserve_bytes,
+            device_free_bytes=free_bytes(self.device),
+            host_free_bytes=free_bytes(HOST),
+            device_name=str(describe(self.device)["name"]),
+        )
+
+    def _say_buckets(self) -> str:
+        edges, config = self.buckets.edges, self.buckets.config
+        text = f"{len(edges)} buckets of {edges[0]} to {edges[-1]} frames, {self.padding_share:.1%} padding"
+        if self.padding_share <= config.max_waste:
+            return text
+        return f"{text}, more than {config.max_waste:.1%}: a smaller batch, more buckets or a smaller multiple pad less"
+
+    def _make(self, tier: Tier) -> FrameStore:
+        check_injected(self.num_items if tier == "vram" else self.batch_size)
+        if tier == "window":
+            return SourceFrames(self.source, self.rows, self.dtype, self.device)
+        runs = Runs(self.source, self.rows)
+        if tier == "vram":
+            return DeviceFrames(runs, self.dtype, self.device)
+        return HostFrames(runs, self.rows, self.dtype, self.device)
+
+
+def _chosen(source: RaggedSource, rows: RowChoice) -> Tensor:
+    split = Rows(cast(Any, source), rows, sort=False)  # it asks for no more than the number of items
+    return split.index(torch.arange(len(split)))
+
+
+def _with_index(device: torch.device) -> torch.device:
+    """The device as its tensors name it: "cuda" is the current one."""
+    is_vague = device.type == "cuda" and device.index is None
+    return torch.device("cuda", torch.cuda.current_device()) if is_vague else device

@@ -1,0 +1,215 @@
+import hashlib
+import itertools
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from brim.engine import buckets as module
+from brim.engine.buckets import BucketConfig, Buckets
+from brim.errors import ConfigError, DatasetError
+
+COUNT = BucketConfig(batch_size=64)
+FRAMES = BucketConfig(batch_size=None, max_frames=64 * 256)
+
+
+def log_normal(num: int = 10_000, sigma: float = 0.5, seed: int = 0) -> Tensor:
+    """Lengths with a mean of about 250, at most 500."""
+    found = np.random.default_rng(seed).lognormal(np.log(250) - sigma**2 / 2, sigma, num)
+    return torch.from_numpy(found.round().clip(1, 500).astype(np.int64))
+
+
+def random_case(seed: int) -> tuple[Tensor, BucketConfig]:
+    rng = np.random.default_rng(seed)
+    longest = int(rng.choice([1, 9, 60, 500, 20_000]))
+    lengths = torch.from_numpy(rng.integers(1, longest + 1, int(rng.choice([1, 2, 30, 700]))))
+    multiple = int(rng.choice([1, 8, 50]))
+    size = int(rng.choice([1, 7, 64, 1000]))
+    room = int(rng.choice([1, 3, 70])) * -(-longest // multiple) * multiple
+    sizes = {"batch_size": size} if rng.random() < 0.5 else {"batch_size": None, "max_frames": room}
+    waste, buckets = float(rng.choice([0, 0.05, 0.4])), int(rng.choice([1, 4, 16]))
+    return lengths, BucketConfig(**sizes, multiple=multiple, max_waste=waste, max_buckets=buckets)
+
+
+def fingerprint(buckets: Buckets, epoch: int) -> str:
+    found = [(batch.length, batch.items.tolist()) for batch in buckets.epoch(epoch)]
+    return hashlib.sha256(repr(found).encode()).hexdigest()
+
+
+# Padding
+
+
+@pytest.mark.parametrize("config", [COUNT, FRAMES, BucketConfig(batch_size=None, max_frames=32_768)])
+@pytest.mark.parametrize("sigma", [0.25, 0.4, 0.5, 0.6])
+def test_a_log_normal_mix_pads_at_most_a_twentieth(config: BucketConfig, sigma: float) -> None:
+    for seed in range(3):
+        lengths = log_normal(sigma=sigma, seed=seed)
+        buckets = Buckets(lengths, config)
+        padded = sum(batch.length * len(batch.items) for batch in buckets.epoch(0))
+        assert buckets.padding_share == 1 - int(lengths.sum()) / padded
+        assert buckets.padding_share <= 0.05
+        assert len(buckets.edges) <= config.max_buckets
+
+
+def test_no_choice_of_buckets_pads_less_than_the_one_found() -> None:
+    rng = np.random.default_rng(0)
+    for size, num_buckets in itertools.product((1, 3, 5), (1, 2, 3)):
+        line = np.sort(rng.integers(1, 60, 24))[::-1]
+        least = min(
+            sum(int(part.max()) * len(part) for part in np.split(line, places))
+            for num in range(num_buckets)
+            for places in itertools.combinations(range(size, 24, size), num)
+        )
+        config = BucketConfig(batch_size=size, multiple=1, max_buckets=num_buckets, max_waste=0)
+        buckets = Buckets(torch.from_numpy(line.copy()), config)
+        assert sum(batch.length * len(batch.items) for batch in buckets.epoch(0)) == least
+
+
+def test_the_fewest_buckets_that_pad_little_enough_are_taken() -> None:
+    lengths = log_normal()
+    few, many = (Buckets(lengths, BucketConfig(max_waste=share)) for share in (0.15, 0.05))
+    assert len(few.edges) < len(many.edges)
+    assert many.padding_share <= 0.05 < few.padding_share <= 0.15
+
+
+def test_equal_lengths_need_one_bucket_and_no_padding() -> None:
+    buckets = Buckets(torch.full((100,), 40), COUNT)
+    assert (buckets.edges, buckets.num_batches, buckets.padding_share) == ((40,), 2, 0.0)
+    assert buckets.shapes == {(64, 40): 1, (36, 40): 1}
+
+
+def test_a_long_tail_of_many_lengths_is_searched_in_part_and_still_well(monkeypatch: pytest.MonkeyPatch) -> None:
+    lengths = torch.from_numpy(np.random.default_rng(0).lognormal(6, 1.2, 3000).astype(np.int64) + 1)
+    config = BucketConfig(batch_size=1, multiple=1, max_waste=0)
+    found = Buckets(lengths, config)
+    assert len(set(lengths.tolist())) > 2 * module._MAX_CELLS
+    monkeypatch.setattr(module, "_MAX_CELLS", 3000)
+    assert found.padding_share < Buckets(lengths, config).padding_share + 0.005 < 0.1
+
+
+# Order
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_every_item_comes_once_in_a_batch_that_holds_it(seed: int) -> None:
+    lengths, config = random_case(seed)
+    buckets = Buckets(lengths, config, seed=seed)
+    for epoch in range(2):
+        batches = buckets.epoch(epoch)
+        assert len(batches) == len(buckets) == buckets.num_batches
+        assert torch.cat([batch.items for batch in batches]).sort().values.tolist() == list(range(len(lengths)))
+        shapes = {(len(batch.items), batch.length) for batch in batches}
+        assert shapes == set(buckets.shapes)
+        assert len(shapes) <= len(buckets.edges) + 1
+        assert max(num for num, _ in shapes) == buckets.batch_size
+        for batch in batches:
+            assert int(lengths[batch.items].max()) <= batch.length
+            assert batch.length in buckets.edges
+            assert batch.length % config.multiple == 0
+            assert len(batch.items) <= (config.batch_size or (config.max_frames or 0) // batch.length)
+
+
+@pytest.mark.parametrize("config", [COUNT, FRAMES])
+def test_every_batch_but_one_is_full(config: BucketConfig) -> None:
+    buckets = Buckets(log_normal(), config)
+    short = [
+        batch
+        for batch in buckets.epoch(0)
+        if len(batch.items) < (config.batch_size or (config.max_frames or 0) // batch.length)
+    ]
+    assert len(short) <= 1
+    if config.batch_size:
+        assert buckets.num_batches == -(-10_000 // 64)
+
+
+def test_the_order_depends_on_seed_and_epoch_alone() -> None:
+    lengths = log_normal(1000)
+    prints = {fingerprint(Buckets(lengths, COUNT, seed=seed), epoch) for seed in (0, 1) for epoch in (0, 1)}
+    assert len(prints) == 4
+    buckets = Buckets(lengths, COUNT, seed=1)
+    before = fingerprint(buckets, 1)
+    torch.manual_seed(5)
+    assert fingerprint(buckets, 0) != fingerprint(buckets, 1) == before
+
+
+def test_another_process_finds_the_same_order() -> None:
+    code = (
+        "import torch; from brim.engine.buckets import *; import hashlib;"
+        "b = Buckets(torch.arange(1, 700), BucketConfig(), seed=3);"
+        "print(hashlib.sha256(repr([(x.length, x.items.tolist()) for x in b.epoch(2)]).encode()).hexdigest())"
+    )
+    there = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert there.stdout.strip() == fingerprint(Buckets(torch.arange(1, 700), BucketConfig(), seed=3), 2)
+
+
+def test_batches_of_all_buckets_are_mixed() -> None:
+    lengths = [batch.length for batch in Buckets(log_normal(), COUNT).epoch(0)]
+    changes = sum(one != other for one, other in itertools.pairwise(lengths))
+    assert changes > len(lengths) / 2
+
+
+def test_items_of_a_bucket_meet_others_in_every_epoch() -> None:
+    buckets = Buckets(log_normal(), BucketConfig(max_waste=0.2))
+    first, second = (
+        {frozenset(batch.items.tolist()) for batch in buckets.epoch(epoch) if len(batch.items) == 64}
+        for epoch in range(2)
+    )
+    assert len(first & second) <= 1
+
+
+def test_without_shuffling_the_order_is_fixed_from_long_to_short() -> None:
+    buckets = Buckets(log_normal(500), COUNT, shuffle=False)
+    assert fingerprint(buckets, 0) == fingerprint(buckets, 1)
+    lengths = [batch.length for batch in buckets.epoch(0)]
+    assert lengths == sorted(lengths, reverse=True)
+
+
+def test_drop_last_leaves_out_the_short_batch() -> None:
+    buckets = Buckets(log_normal(1000), COUNT, drop_last=True)
+    assert {len(batch.items) for batch in buckets.epoch(0)} == {64}
+    assert len(buckets.epoch(0)) == buckets.num_batches == 1000 // 64
+    with pytest.raises(ConfigError, match="drop_last"):
+        Buckets(log_normal(10), COUNT, drop_last=True)
+
+
+def test_a_million_items_need_no_index_of_their_frames() -> None:
+    buckets = Buckets(log_normal(1_000_000), BucketConfig(batch_size=256))
+    held = {batch.items.untyped_storage().data_ptr(): batch.items.untyped_storage() for batch in buckets.epoch(0)}
+    assert sum(storage.nbytes() for storage in held.values()) == 8_000_000
+
+
+# Bad input
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"max_frames": 100},
+        {"batch_size": None},
+        {"batch_size": 0},
+        {"batch_size": None, "max_frames": 0},
+        {"max_buckets": 0},
+        {"multiple": 0},
+        {"max_waste": 1.0},
+    ],
+)
+def test_values_that_cannot_work_are_named(options: dict[str, int]) -> None:
+    with pytest.raises(ConfigError, match=next(reversed(options))):
+        BucketConfig(**options)
+
+
+def test_lengths_that_cannot_be_are_named() -> None:
+    with pytest.raises(DatasetError, match="item 1 has 0 frames"):
+        Buckets(torch.tensor([3, 0]), COUNT)
+    with pytest.raises(ConfigError, match="float32"):
+        Buckets(torch.ones(3), COUNT)
+    with pytest.raises(ConfigError, match="empty"):
+        Buckets(torch.empty(0, dtype=torch.int64), COUNT)
+
+
+def test_a_budget_below_the_longest_item_says_what_it_needs() -> None:
+    with pytest.raises(ConfigError, match="give at least 104"):
+        Buckets(torch.tensor([5, 100]), BucketConfig(batch_size=None, max_frames=50))
