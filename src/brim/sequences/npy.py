@@ -1,0 +1,218 @@
+"""One .npy file of a sequence: its header checked without reading it, its frames read, checked and converted.
+
+Whatever is wrong with a file comes back as a sentence, not as an exception, so that a caller can count the bad files
+or leave them out. Nothing is ever unpickled.
+"""
+
+# Axes: T frames, D features
+
+import os
+import stat
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+# Values handled at once: torch starts threads of its own from 32768 on, which beside ours spin for each other and took
+# ten times as long on two busy cores; and so many stay in a core's cache.
+CHUNK_VALUES = 32767
+_CHECK_BYTES = 4 << 20  # of a file too large to be held
+_EXACT = {torch.float16: 2**11, torch.float32: 2**24}  # whole numbers up to here survive
+STORED = {"float16": torch.float16, "float32": torch.float32}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NpyFile:
+    """What the header of an .npy file says, and which file it was."""
+
+    id: str  # path below the folder, with /
+    path: Path
+    dtype: np.dtype[Any]
+    length: int  # T, frames
+    dim: int  # D, features
+    fortran: bool  # features vary slowest in the file
+    offset: int  # of the first value, bytes
+    size: int  # of the file, bytes
+    mtime_ns: int
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one frame in the file."""
+        return self.dim * self.dtype.itemsize
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all frames in the file."""
+        return self.length * self.row_bytes
+
+
+def read_header(path: Path, name: str) -> NpyFile | str:
+    """The header of a file that can be packed, or in words what is wrong with it; no frame is read."""
+    try:
+        if not stat.S_ISREG(path.stat().st_mode):
+            return "is not a file"  # opening a pipe would wait for ever
+        with path.open("rb") as opened:
+            found = os.fstat(opened.fileno())
+            version = np.lib.format.read_magic(opened)
+            if version not in ((1, 0), (2, 0)):
+                return f"has .npy format version {version[0]}.{version[1]}, expected 1.0 or 2.0"
+            read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+            shape, fortran, dtype = read(opened)
+            offset = opened.tell()
+    except OSError as failure:
+        return f"cannot be read: {failure.strerror or failure}"
+    except Exception as failure:  # the header is a Python literal: whatever its parser says, the file is no .npy
+        return f"is no .npy file ({str(failure).splitlines()[0] if str(failure) else type(failure).__name__})"
+    fault = _find_fault(dtype, shape, found.st_size - offset)
+    if fault:
+        return fault
+    return NpyFile(
+        id=name, path=path, dtype=dtype, length=int(shape[0]), dim=int(shape[1]), fortran=fortran, offset=offset,
+        size=found.st_size, mtime_ns=found.st_mtime_ns,
+    )  # fmt: skip
+
+
+def _find_fault(dtype: np.dtype[Any], shape: tuple[int, ...], num_bytes: int) -> str:
+    if dtype.hasobject:
+        return "holds Python objects, which are never loaded; expected numbers"
+    if dtype.kind not in "fiu" or dtype.itemsize > 8:
+        return f"holds {dtype}, expected float16, float32, float64 or integers"
+    if len(shape) != 2:
+        return f"has shape {list(shape)}, expected [frames, features]"
+    if shape[0] < 1 or shape[1] < 1:
+        return f"has shape {list(shape)}, expected at least one frame and one feature"
+    promised = shape[0] * shape[1] * dtype.itemsize
+    if num_bytes < promised:
+        return f"is truncated: its header promises {promised} bytes of frames, the file holds {num_bytes}"
+    return ""
+
+
+class FrameReader:
+    """An open .npy file whose frames are read, checked and converted, piece by piece."""
+
+    def __init__(self, npy: NpyFile) -> None:
+        """Store."""
+        self.npy = npy
+        self._direct = npy.dtype.kind == "f" and npy.dtype.isnative and not npy.fortran
+        self._scratch = torch.empty(0)
+
+    def read(self, first: int, out: Tensor) -> str:
+        """Fill out with the frames from first on; in words, what is wrong with the first bad frame.
+
+        out  (n, D)  float16 or float32, contiguous, on the host
+        """
+        # through a map all at once: each map of a file faults its pages in again
+        step = max(1, CHUNK_VALUES // self.npy.dim) if self._direct else len(out)
+        try:
+            handle = os.open(self.npy.path, os.O_RDONLY)
+        except OSError as failure:
+            return f"cannot be read: {failure.strerror or failure}"
+        try:
+            found = os.fstat(handle)
+            if (found.st_size, found.st_mtime_ns) != (self.npy.size, self.npy.mtime_ns):
+                return "changed while it was being packed"
+            for start in range(0, len(out), step):
+                fault = self._read_chunk(handle, first + start, out[start : start + step])
+                if fault:
+                    return fault
+        except OSError as failure:
+            return f"cannot be read: {failure.strerror or failure}"
+        finally:
+            os.close(handle)
+        return ""
+
+    def check(self, dtype: torch.dtype) -> str:
+        """Read all frames and keep none; in words, what is wrong with the first bad frame."""
+        step = max(1, _CHECK_BYTES // self.npy.row_bytes)
+        out = torch.empty(step, self.npy.dim, dtype=dtype)
+        for first in range(0, self.npy.length, step):
+            fault = self.read(first, out[: self.npy.length - first])
+            if fault:
+                return fault
+        return ""
+
+    def _read_chunk(self, handle: int, first: int, out: Tensor) -> str:
+        if not self._direct:
+            return self._convert(self._load(handle, first, len(out)), first, out)
+        source = _FLOATS[self.npy.dtype.itemsize]
+        rows = out if source == out.dtype else self._room(source, len(out))
+        if not _read_into(handle, self.npy.offset + first * self.npy.row_bytes, rows):
+            return "ended early while it was being packed"
+        fault = _find_bad_frame(rows, first, out.dtype)
+        if not fault and rows is not out:
+            out.copy_(rows)
+        return fault
+
+    def _room(self, dtype: torch.dtype, num: int) -> Tensor:
+        if len(self._scratch) < num:
+            self._scratch = torch.empty(num, self.npy.dim, dtype=dtype)
+        return self._scratch[:num]
+
+    def _load(self, handle: int, first: int, num: int) -> np.ndarray[Any, Any]:
+        """Frames in any dtype, byte order or axis order, through a map of the file."""
+        with os.fdopen(os.dup(handle), "rb") as opened:
+            order = "F" if self.npy.fortran else "C"
+            shape = (self.npy.length, self.npy.dim)
+            mapped = np.memmap(opened, self.npy.dtype, "r", self.npy.offset, shape, order)  # type: ignore[call-overload]
+            return np.array(mapped[first : first + num], dtype=self.npy.dtype.newbyteorder("="), order="C")
+
+    def _convert(self, rows: np.ndarray[Any, Any], first: int, out: Tensor) -> str:
+        if rows.dtype.kind == "f":
+            frames = torch.from_numpy(rows)
+            fault = _find_bad_frame(frames, first, out.dtype)
+        else:
+            fault = _find_inexact(rows, first, out.dtype)
+            frames = torch.from_numpy(rows.astype(np.float32))
+        if not fault:
+            out.copy_(frames)
+        return fault
+
+
+_FLOATS = {2: torch.float16, 4: torch.float32, 8: torch.float64}
+
+
+def _read_into(handle: int, offset: int, rows: Tensor) -> bool:
+    """Fill a contiguous tensor from a file, without the interpreter's lock; False where the file ends before."""
+    left = memoryview(rows.view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
+    while left:
+        num = os.preadv(handle, [left], offset)
+        if not num:
+            return False
+        left, offset = left[num:], offset + num
+    return True
+
+
+def _find_bad_frame(rows: Tensor, first: int, stored: torch.dtype) -> str:
+    """The first frame with NaN, Inf or a value that stored cannot hold; one pass over the frames while all is well."""
+    limit = torch.finfo(stored).max
+    low, high = (float(value) for value in torch.aminmax(rows))  # NaN goes through, and is within no bounds
+    if -limit <= low and high <= limit:
+        return ""
+    bad = ~(rows.double().abs() <= limit)
+    frame = int(bad.any(1).int().argmax())
+    value = float(rows[frame][bad[frame]][0])
+    where = f"frame {first + frame} holds {value:g}"
+    if not np.isfinite(value):
+        return f"{where}, expected finite numbers"
+    return f"{where}, beyond the {limit:g} that {_name(stored)} can hold; {_wider(stored)}"
+
+
+def _find_inexact(rows: np.ndarray[Any, Any], first: int, stored: torch.dtype) -> str:
+    limit = _EXACT[stored]
+    if -limit <= int(rows.min()) and int(rows.max()) <= limit:
+        return ""
+    bad = (rows > limit) | (rows < -limit) if rows.dtype.kind == "i" else rows > limit
+    frame = int(bad.any(1).argmax())
+    value = int(rows[frame][bad[frame]][0])
+    return f"frame {first + frame} holds {value}, {_name(stored)} is exact up to {limit}; {_wider(stored)}"
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _wider(stored: torch.dtype) -> str:
+    return "use --dtype float32" if stored == torch.float16 else "scale the features down"

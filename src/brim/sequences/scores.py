@@ -1,0 +1,155 @@
+"""How well labels match the truth: accuracy for classes, and scores for clusters, whose numbers mean nothing.
+
+Axes: N items, P predicted clusters, C true classes. All are computed from the table of how many items of each class
+fell into each cluster, in float64. Truth is true labels of items held out; agreement with a model's own clusters is not
+a score.
+
+    adjusted Rand index  share of pairs on which both agree, 0 for chance and 1 for the same partition
+    NMI                  mutual information over the mean of both entropies, from 0 to 1
+    matched accuracy     share of items that are right when each cluster stands for at most one class, chosen best
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from brim.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterScores:
+    """Scores of clusters against true classes."""
+
+    ari: float
+    nmi: float
+    matched_accuracy: float
+
+    def as_dict(self) -> dict[str, float]:
+        """By name."""
+        return {name: getattr(self, name) for name in self.__slots__}
+
+
+def cluster_scores(predicted: Tensor, truth: Tensor) -> ClusterScores:
+    """All scores of clusters; predicted and truth are (N,) integers of any numbering, truth not negative."""
+    table = contingency(predicted, truth)
+    return ClusterScores(_ari(table), _nmi(table), _matched(table))
+
+
+def accuracy(predicted: Tensor, truth: Tensor) -> float:
+    """Share of items whose class is right."""
+    _check(predicted, truth)
+    return float((predicted == truth).double().mean())
+
+
+def adjusted_rand_index(predicted: Tensor, truth: Tensor) -> float:
+    """Agreement on pairs, corrected for chance."""
+    return _ari(contingency(predicted, truth))
+
+
+def normalised_mutual_info(predicted: Tensor, truth: Tensor) -> float:
+    """Mutual information over the arithmetic mean of both entropies."""
+    return _nmi(contingency(predicted, truth))
+
+
+def matched_accuracy(predicted: Tensor, truth: Tensor) -> float:
+    """Accuracy under the best one-to-one matching; items of a cluster left over are wrong."""
+    return _matched(contingency(predicted, truth))
+
+
+def contingency(predicted: Tensor, truth: Tensor) -> Tensor:
+    """(P, C) int64 on the CPU: items of each class in each cluster; numbers that do not occur have no row."""
+    _check(predicted, truth)
+    rows, columns = (torch.unique(labels.cpu(), return_inverse=True)[1] for labels in (predicted, truth))
+    shape = int(rows.max()) + 1, int(columns.max()) + 1
+    return torch.bincount(rows * shape[1] + columns, minlength=shape[0] * shape[1]).view(shape)
+
+
+def best_matching(gain: Tensor) -> Tensor:
+    """Column of each row of a (P, C) table that maximises the sum, no column twice, (P,) int64; -1: left over.
+
+    The Hungarian method with shortest augmenting paths, O(P² C).
+    """
+    rows, columns = gain.shape
+    cost = -gain.double().cpu().numpy()
+    if rows > columns:
+        found = torch.full((rows,), -1, dtype=torch.int64)
+        found[torch.from_numpy(_assign(cost.T))] = torch.arange(columns)
+        return found
+    return torch.from_numpy(_assign(cost))
+
+
+def _check(predicted: Tensor, truth: Tensor) -> None:
+    if predicted.shape != truth.shape or truth.ndim != 1 or not len(truth):
+        raise ConfigError(
+            f"labels of shape {list(predicted.shape)} against {list(truth.shape)}, expected (N,) for both, N at least 1"
+        )
+    if int(truth.min()) < 0:
+        raise ConfigError(f"a true label is {int(truth.min())}: the item has none; score only labelled items")
+
+
+def _ari(table: Tensor) -> float:
+    """From pairs: twice those a good partition keeps together, less chance, over the mean of both, less chance."""
+    counts = table.double()
+    both, ours, theirs = (_pairs(part) for part in (counts, counts.sum(1), counts.sum(0)))
+    every = _pairs(counts.sum())
+    if every == 0:
+        return 1.0
+    chance = ours * theirs / every
+    most = (ours + theirs) / 2
+    return 1.0 if most == chance else (both - chance) / (most - chance)
+
+
+def _pairs(counts: Tensor) -> float:
+    return float((counts * (counts - 1) / 2).sum())
+
+
+def _nmi(table: Tensor) -> float:
+    shares = table.double() / table.sum()
+    ours, theirs = _entropy(shares.sum(1)), _entropy(shares.sum(0))
+    if ours + theirs == 0:
+        return 1.0
+    mutual = ours + theirs - _entropy(shares)
+    return min(1.0, max(0.0, 2 * mutual / (ours + theirs)))
+
+
+def _entropy(shares: Tensor) -> float:
+    return float(-torch.xlogy(shares, shares).sum().clamp(max=0))
+
+
+def _matched(table: Tensor) -> float:
+    columns = best_matching(table)
+    used = columns >= 0
+    right = table[used.nonzero().flatten(), columns[used]].sum()
+    return float(right / table.sum())
+
+
+def _assign(cost: "np.ndarray[tuple[int, ...], np.dtype[np.float64]]") -> "np.ndarray[tuple[int], np.dtype[np.int64]]":
+    """Column of each row with the least sum; not more rows than columns."""
+    rows, columns = cost.shape
+    row_of = np.full(columns + 1, -1)  # the last column is where a new row waits
+    row_price, price = np.zeros(rows), np.zeros(columns + 1)
+    for row in range(rows):
+        row_of[columns], column = row, columns
+        reached, came_from = np.zeros(columns + 1, dtype=bool), np.full(columns + 1, columns)
+        least = np.full(columns, np.inf)
+        while row_of[column] >= 0:
+            reached[column] = True
+            here = row_of[column]
+            slack = cost[here] - row_price[here] - price[:columns]
+            better = ~reached[:columns] & (slack < least)
+            least[better], came_from[:columns][better] = slack[better], column
+            nearest = int(np.where(reached[:columns], np.inf, least).argmin())
+            step = least[nearest]
+            row_price[row_of[reached]] += step
+            price[reached] -= step
+            least[~reached[:columns]] -= step
+            column = nearest
+        while column != columns:  # back along the path, each column takes the row before it
+            row_of[column] = row_of[came_from[column]]
+            column = int(came_from[column])
+    found = np.empty(rows, dtype=np.int64)
+    taken = np.flatnonzero(row_of[:columns] >= 0)
+    found[row_of[taken]] = taken
+    return found

@@ -1,0 +1,536 @@
+import json
+import os
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+import torch
+
+from brim.engine.buckets import BucketConfig
+from brim.engine.ragged import RaggedResident
+from brim.engine.shard_writer import ShardWriter
+from brim.errors import ConfigError, DatasetError, ShardCorrupt, StorageError
+from brim.sequences import pack_jobs
+from brim.sequences.corpus import Corpus
+from brim.sequences.packing import pack
+from brim.sequences.synthetic import make_sequences
+
+torch.set_num_threads(1)
+SMALL = 500  # bytes of a shard: many shards, sequences across them
+
+
+def make(folder, lengths=(5, 1, 30, 12), dim=3, dtype=np.float32):
+    """Sequences 0.npy, 1.npy, … whose values say which they are."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for index, length in enumerate(lengths):
+        array = 100 * index + np.arange(length * dim).reshape(length, dim) / 4
+        np.save(folder / f"{index}.npy", array.astype(dtype))
+    return folder
+
+
+def files_of(path):
+    """Every file's bytes, with the manifest's time left out."""
+    files = {str(file.relative_to(path)): file.read_bytes() for file in path.rglob("*") if file.is_file()}
+    manifest = json.loads(files.pop("manifest.json"))
+    del manifest["created"]
+    return files, manifest
+
+
+# Packing
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+@pytest.mark.parametrize("source", [np.float16, np.float32, np.float64, np.int16])
+def test_a_folder_becomes_a_corpus_with_the_same_frames(tmp_path, dtype, source):
+    folder = make(tmp_path / "in", dtype=source)
+    report = pack(folder, tmp_path / "out", dtype=dtype, shard_bytes=SMALL)
+    corpus = Corpus.open(tmp_path / "out")
+    corpus.verify()
+    assert corpus.ids == ("0.npy", "1.npy", "2.npy", "3.npy")
+    assert corpus.lengths.tolist() == [5, 1, 30, 12]
+    assert corpus.starts.tolist() == [0, 5, 6, 36]
+    assert (corpus.dim, corpus.dtype) == (3, getattr(torch, dtype))
+    for index, name in enumerate(corpus.ids):
+        assert torch.equal(corpus.sequence(index), torch.from_numpy(np.load(folder / name)).to(corpus.dtype))
+    assert (report.items, report.frames, report.dim, report.complete) == (4, 48, 3, True)
+    assert report.source_bytes == 48 * 3 * np.dtype(source).itemsize
+    assert report.bytes == sum(file.stat().st_size for file in (tmp_path / "out" / "shards").iterdir())
+    assert report.bytes_per_s == report.source_bytes / report.seconds
+    json.dumps(report.as_dict())
+
+
+def test_labels_split_and_choice_come_from_the_csv_file(tmp_path):
+    folder = make(tmp_path / "in")
+    (folder / "labels.csv").write_text("file,label,split\n3.npy,b,test\n0.npy,a,train\n1.npy,b,train\n")
+    (folder / "2.npy").write_bytes(b"not named, so not read")
+    report = pack(folder, tmp_path / "out")
+    corpus = Corpus.open(tmp_path / "out")
+    assert corpus.ids == ("0.npy", "1.npy", "3.npy")
+    assert corpus.classes == report.classes == ("a", "b")
+    assert corpus.labels.tolist() == [0, 1, 1]
+    assert corpus.split == ("train", "train", "test")
+    assert (report.labelled, report.labels_from) == (3, str(folder / "labels.csv"))
+
+
+def test_sub_folders_are_labels_and_a_flat_folder_has_none(tmp_path):
+    folder = make_sequences(tmp_path / "in", 12, 4, 3, mean_length=10)
+    report = pack(folder, tmp_path / "out")
+    corpus = Corpus.open(tmp_path / "out")
+    assert corpus.classes == ("class_0", "class_1", "class_2")
+    assert corpus.labels.bincount().tolist() == [4, 4, 4]
+    assert (report.labelled, report.labels_from) == (12, "folders")
+    report = pack(make(tmp_path / "flat"), tmp_path / "plain")
+    assert Corpus.open(tmp_path / "plain").labels.tolist() == [-1] * 4
+    assert (report.labelled, report.classes, report.labels_from) == (0, (), "none")
+
+
+def test_hidden_and_other_files_are_left_out(tmp_path):
+    folder = make(tmp_path / "in")
+    (folder / "._0.npy").write_bytes(b"x")
+    (folder / "notes.txt").touch()
+    make(folder / ".trash")
+    assert pack(folder, tmp_path / "out").items == 4
+
+
+def test_links_are_followed_but_not_in_circles(tmp_path):
+    folder, elsewhere = make(tmp_path / "in"), make(tmp_path / "elsewhere", (3, 4))
+    (folder / "more").symlink_to(elsewhere)
+    (folder / "again").symlink_to(folder)
+    (elsewhere / "back").symlink_to(folder)
+    report = pack(folder, tmp_path / "out")
+    assert Corpus.open(tmp_path / "out").ids == ("0.npy", "1.npy", "2.npy", "3.npy", "more/0.npy", "more/1.npy")
+    assert report.items == 6
+
+
+def test_a_pipe_does_not_hang(tmp_path):
+    folder = make(tmp_path / "in")
+    os.mkfifo(folder / "9.npy")
+    with pytest.raises(DatasetError, match=r"9\.npy is not a file"):
+        pack(folder, tmp_path / "out")
+
+
+@pytest.mark.parametrize("job_bytes", [1, 100, 250])
+def test_long_files_are_packed_in_pieces_to_the_same_bytes(tmp_path, monkeypatch, job_bytes):
+    folder = make(tmp_path / "in")
+    pack(folder, tmp_path / "whole", shard_bytes=SMALL)
+    monkeypatch.setattr(pack_jobs, "JOB_BYTES", job_bytes)
+    pack(folder, tmp_path / "pieces", shard_bytes=SMALL)
+    assert files_of(tmp_path / "pieces") == files_of(tmp_path / "whole")
+
+
+# Bad files
+
+
+def spoil(folder):
+    """Two bad headers, and two files with bad frames; 2.npy and 5.npy are good."""
+    make(folder, (5, 4, 30, 12, 6, 7))
+    np.save(folder / "0.npy", np.zeros((4, 5), np.float32))
+    (folder / "1.npy").write_bytes(b"rubbish")
+    for name, frame, value in (("3.npy", 9, np.nan), ("4.npy", 0, 1e6)):
+        array = np.load(folder / name)
+        array[frame] = value
+        np.save(folder / name, array)
+    return folder
+
+
+def test_a_bad_header_is_an_error_before_anything_is_written(tmp_path):
+    with pytest.raises(DatasetError, match=r"0\.npy has 5 features, most of the 5 files have 3 \(2 bad files in all\)"):
+        pack(spoil(tmp_path / "in"), tmp_path / "deep" / "out")
+    assert not (tmp_path / "deep").exists()
+
+
+@pytest.mark.parametrize("job_bytes", [1, 8 << 20])
+def test_a_bad_frame_is_an_error_that_leaves_nothing(tmp_path, monkeypatch, job_bytes):
+    monkeypatch.setattr(pack_jobs, "JOB_BYTES", job_bytes)
+    folder = spoil(tmp_path / "in")
+    for name in ("0.npy", "1.npy"):
+        (folder / name).unlink()
+    with pytest.raises(DatasetError, match=r"3\.npy frame 9 holds nan.*\(2 bad files in all\).*--skip-bad"):
+        pack(folder, tmp_path / "deep" / "out", shard_bytes=SMALL)
+    assert not (tmp_path / "deep").exists()
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(DatasetError):
+        pack(folder, tmp_path / "empty", shard_bytes=SMALL)
+    assert list((tmp_path / "empty").iterdir()) == []
+
+
+@pytest.mark.parametrize("job_bytes", [1, 100, 8 << 20])
+def test_bad_files_are_skipped_and_listed_on_request(tmp_path, monkeypatch, job_bytes):
+    monkeypatch.setattr(pack_jobs, "JOB_BYTES", job_bytes)
+    folder = spoil(tmp_path / "in")
+    report = pack(folder, tmp_path / "out", skip_bad=True, shard_bytes=SMALL)
+    faults = {skipped.file: skipped.fault for skipped in report.skipped}
+    assert list(faults) == ["0.npy", "1.npy", "3.npy", "4.npy"]
+    assert "frame 9 holds nan" in faults["3.npy"]
+    assert "--dtype float32" in faults["4.npy"]
+    corpus = Corpus.open(tmp_path / "out")
+    corpus.verify()
+    assert corpus.ids == ("2.npy", "5.npy")
+    assert torch.equal(corpus.sequence(1), torch.from_numpy(np.load(folder / "5.npy")).half())
+    assert corpus.skipped == report.skipped
+    assert report.items == 2
+
+
+def test_when_all_files_are_bad_there_is_no_corpus(tmp_path):
+    folder = make(tmp_path / "in", (3, 3))
+    for name in ("0.npy", "1.npy"):
+        np.save(folder / name, np.full((3, 3), np.inf, np.float32))
+    with pytest.raises(DatasetError, match=r"0\.npy frame 0 holds inf.*2 bad files.*no file is left"):
+        pack(folder, tmp_path / "out", skip_bad=True)
+    assert not (tmp_path / "out").exists()
+    (folder / "0.npy").write_bytes(b"")
+    (folder / "1.npy").write_bytes(b"")
+    with pytest.raises(DatasetError, match="2 bad files"):
+        pack(folder, tmp_path / "out", skip_bad=True)
+
+
+def test_folders_and_options_that_cannot_be_packed_are_refused(tmp_path):
+    with pytest.raises(DatasetError, match="not a directory"):
+        pack(tmp_path / "none", tmp_path / "out")
+    (tmp_path / "in").mkdir()
+    with pytest.raises(DatasetError, match=r"holds no \.npy"):
+        pack(tmp_path / "in", tmp_path / "out")
+    with pytest.raises(ConfigError, match="float16, float32"):
+        pack(make(tmp_path / "in"), tmp_path / "out", dtype="bfloat16")
+    with open(os.fsencode(tmp_path / "in") + b"/\xff.npy", "wb"), pytest.raises(DatasetError, match="not UTF-8"):  # noqa: PTH123
+        pack(tmp_path / "in", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+# Where it goes
+
+
+def test_an_occupied_or_foreign_directory_is_refused_and_untouched(tmp_path):
+    folder = make(tmp_path / "in")
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "notes" / "a.txt").write_text("mine")
+    with ShardWriter(tmp_path / "other", {"kind": "rf"}, items_per_shard=4) as writer:
+        writer.append({"x": torch.zeros(4)}, {})
+        writer.finish()
+    pack(folder, tmp_path / "out")
+    before = {name: sorted((tmp_path / name).rglob("*")) for name in ("notes", "other", "out")}
+    for name in before:
+        with pytest.raises(DatasetError, match="is not empty"):
+            pack(folder, tmp_path / name)
+    with pytest.raises(DatasetError, match="kind"):
+        pack(folder, tmp_path / "other", resume=True)
+    with pytest.raises(DatasetError, match="no manifest"):
+        pack(folder, tmp_path / "notes", resume=True)
+    with pytest.raises(DatasetError, match="dtype"):
+        pack(folder, tmp_path / "out", dtype="float32", resume=True)
+    assert {name: sorted((tmp_path / name).rglob("*")) for name in before} == before
+
+
+def test_resuming_a_finished_corpus_verifies_it_and_reads_no_frames(tmp_path):
+    folder = make(tmp_path / "in")
+    first = pack(folder, tmp_path / "out")
+    again = pack(folder, tmp_path / "out", resume=True)
+    assert (again.items, again.frames, again.classes) == (first.items, first.frames, first.classes)
+    assert (again.complete, again.source_bytes) == (True, 0)
+    flip(next((tmp_path / "out" / "shards").iterdir()))
+    with pytest.raises(ShardCorrupt):
+        pack(folder, tmp_path / "out", resume=True)
+
+
+# Stopping, killing, going on
+
+
+def test_stop_leaves_something_to_resume(tmp_path, monkeypatch):
+    monkeypatch.setattr(pack_jobs, "JOB_BYTES", 100)
+    folder = make(tmp_path / "in", range(1, 40))
+    pack(folder, tmp_path / "whole", shard_bytes=SMALL)
+    asked = []
+    report = pack(folder, tmp_path / "out", shard_bytes=SMALL, stop=lambda: asked.append(1) or len(asked) > 9)
+    assert not report.complete
+    assert 0 < report.items < 39
+    with pytest.raises(DatasetError, match="not packed to its end"):
+        Corpus.open(tmp_path / "out")
+    report = pack(folder, tmp_path / "out", shard_bytes=SMALL, resume=True)
+    assert report.complete
+    assert files_of(tmp_path / "out") == files_of(tmp_path / "whole")
+
+
+# One interpreter forks a child for each case: starting one costs seconds.
+DRIVER = """
+import os, signal, sys, time
+from pathlib import Path
+from brim.engine import shard_writer
+from brim.sequences import pack_jobs, packing
+
+POINTS = {"write": (shard_writer, "_write_safetensors", False), "written": (shard_writer, "_write_safetensors", True),
+          "sync": (shard_writer, "_sync", False), "table": (packing, "write_items", False),
+          "tabled": (packing, "write_items", True)}
+
+def die_in(module, name, after, number):
+    calls, real = [], getattr(module, name)
+    def wrapped(*given, **options):
+        calls.append(1)
+        result = None if len(calls) == number and not after else real(*given, **options)
+        if len(calls) == number:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return result
+    setattr(module, name, wrapped)
+
+def slow_down():
+    real = packing.read_job
+    packing.read_job = lambda *given: time.sleep(0.02) or real(*given)
+
+folder, root = Path(sys.argv[1]), Path(sys.argv[2])
+for case in sys.argv[3:]:
+    where, number = case.split("-")
+    for _ in range(3 if where == "clock" else 1):
+        child = os.fork()
+        if child == 0:
+            pack_jobs.JOB_BYTES, shard_writer.COMMIT_S = 100, 0
+            slow_down() if where == "clock" else die_in(*POINTS[where], int(number))
+            packing.pack(folder, root / case, skip_bad=True, shard_bytes=500, resume=True)
+            os._exit(0)
+        if where == "clock":
+            time.sleep(int(number) / 1000)
+            os.kill(child, signal.SIGKILL)
+        assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGKILL, case
+"""
+CASES = ["sync-1", "write-1", "written-5", "sync-12", "table-1", "tabled-1", "clock-100"]
+
+
+@pytest.fixture(scope="module")
+def killed(tmp_path_factory):
+    """A folder, the corpus of it made in one go as "whole", and one for each case, left by a kill."""
+    root = tmp_path_factory.mktemp("killed")
+    folder = spoil(root / "in")
+    make(folder / "more", range(1, 60))
+    pack(folder, root / "whole", skip_bad=True, shard_bytes=SMALL)
+    subprocess.run([sys.executable, "-c", DRIVER, folder, root, *CASES], check=True)
+    return root
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_killed_at_any_point_it_goes_on_to_the_same_bytes(killed, case):
+    with pytest.raises(DatasetError):
+        Corpus.open(killed / case)
+    report = pack(killed / "in", killed / case, skip_bad=True, shard_bytes=SMALL, resume=True)
+    assert files_of(killed / case) == files_of(killed / "whole")
+    assert [skipped.file for skipped in report.skipped] == ["0.npy", "1.npy", "3.npy", "4.npy"]
+
+
+def add(folder):
+    np.save(folder / "9.npy", np.zeros((2, 3), np.float32))
+
+
+def touch(folder):
+    array = np.load(folder / "1.npy")
+    np.save(folder / "1.npy", array + 1)
+
+
+def label(folder):
+    (folder / "labels.csv").write_text("file,label\n0.npy,b\n1.npy,b\n2.npy,b\n3.npy,b\n")
+
+
+@pytest.mark.parametrize("change", [add, touch, label, lambda folder: (folder / "3.npy").unlink()])
+def test_a_folder_that_changed_before_the_resume_is_noticed(tmp_path, change):
+    folder = make(tmp_path / "in")
+    pack(folder, tmp_path / "out", shard_bytes=SMALL, stop=lambda: True)
+    kept = files_of(tmp_path / "out")
+    change(folder)
+    with pytest.raises(DatasetError, match="not as it was"):
+        pack(folder, tmp_path / "out", shard_bytes=SMALL, resume=True)
+    assert files_of(tmp_path / "out") == kept
+
+
+def test_a_file_that_changes_while_it_is_packed_is_an_error(tmp_path, monkeypatch):
+    monkeypatch.setattr(pack_jobs, "JOB_BYTES", 1)
+    folder = make(tmp_path / "in")
+
+    def change(_):
+        if not (tmp_path / "done").exists():
+            (tmp_path / "done").touch()
+            touch(folder)
+
+    read = pack_jobs.FrameReader.check
+    monkeypatch.setattr(pack_jobs.FrameReader, "check", lambda self, dtype: (read(self, dtype), change(0))[0])
+    with pytest.raises(DatasetError, match=r"1\.npy changed while it was being packed"):
+        pack(folder, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_full_disk_keeps_what_is_there_for_a_resume(tmp_path, monkeypatch):
+    folder = make(tmp_path / "in", range(1, 30))
+    pack(folder, tmp_path / "whole", shard_bytes=SMALL)
+
+    def refuse(*_):
+        raise StorageError("items.json: no space is left")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("brim.sequences.packing.write_items", refuse)
+        with pytest.raises(StorageError, match="no space"):
+            pack(folder, tmp_path / "out", shard_bytes=SMALL)
+    pack(folder, tmp_path / "out", shard_bytes=SMALL, resume=True)
+    assert files_of(tmp_path / "out") == files_of(tmp_path / "whole")
+
+
+def test_progress_is_told_while_a_write_hangs(tmp_path, monkeypatch):
+    monkeypatch.setattr("brim.sequences.packing.write_items", lambda *_: time.sleep(1.5) or {})
+    told = []
+    folder = make(tmp_path / "in")
+    pack(folder, tmp_path / "out", progress=lambda progress: told.append((time.monotonic(), progress)))
+    times = [at for at, _ in told]
+    assert max(np.diff(times)) < 1.0
+    assert told[-1][1].done_bytes == told[-1][1].total_bytes == 48 * 12
+    assert "finishing" in {progress.message for _, progress in told}
+
+
+# Altered after packing
+
+
+def flip(file):
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+
+
+@pytest.fixture
+def packed(tmp_path):
+    pack(make(tmp_path / "in"), tmp_path / "out", shard_bytes=SMALL)
+    return tmp_path / "out"
+
+
+def edit_manifest(packed, **changes):
+    manifest = json.loads((packed / "manifest.json").read_text())
+    (packed / "manifest.json").write_text(json.dumps({**manifest, **changes}))
+
+
+def test_a_flipped_byte_in_a_shard_is_found_by_verify(packed):
+    flip(packed / "shards" / "000000.safetensors")
+    with pytest.raises(ShardCorrupt, match=r"000000\.safetensors: checksum"):
+        Corpus.open(packed).verify()
+
+
+def test_missing_and_cut_shards_are_found_by_open(packed):
+    shard = packed / "shards" / "000000.safetensors"
+    content = shard.read_bytes()
+    shard.write_bytes(content[:-1])
+    with pytest.raises(ShardCorrupt, match=r"has .* bytes"):
+        Corpus.open(packed)
+    shard.unlink()
+    with pytest.raises(ShardCorrupt, match="is missing"):
+        Corpus.open(packed)
+
+
+def test_an_edited_or_missing_table_is_found_by_open(packed):
+    table = packed / "items.json"
+    table.write_text(table.read_text().replace("30", "31"))
+    with pytest.raises(DatasetError, match=r"items\.json: checksum differs"):
+        Corpus.open(packed)
+    table.unlink()
+    with pytest.raises(DatasetError, match=r"items\.json is missing"):
+        Corpus.open(packed)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"kind": "rf"},
+        {"complete": False},
+        {"dim": 4},
+        {"dtype": "float32"},
+        {"table": None},
+        {"items": 47},
+        {"skipped": 3},
+    ],
+)
+def test_an_edited_manifest_is_found(packed, changes):
+    edit_manifest(packed, **changes)
+    with pytest.raises(DatasetError):
+        Corpus.open(packed).verify()
+
+
+def test_something_else_is_no_corpus(tmp_path):
+    with pytest.raises(DatasetError):
+        Corpus.open(tmp_path)
+    with pytest.raises(DatasetError):
+        Corpus.open(tmp_path / "none")
+
+
+# Reading
+
+
+def test_a_source_reads_any_frames_of_all_sequences(packed):
+    corpus = Corpus.open(packed)
+    source = corpus.source()
+    every = torch.cat([corpus.sequence(index) for index in range(4)])
+    for start, stop in ((0, 48), (3, 3), (4, 40), (47, 48)):
+        out = torch.empty(stop - start, 3, dtype=torch.float16)
+        source.read(start, stop, out)
+        assert torch.equal(out, every[start:stop])
+    assert (source.num_items, source.num_frames, source.fields["label"].tolist()) == (4, 48, [-1] * 4)
+
+
+@pytest.mark.parametrize("rows", [[2], [3, 0, 1], [1, 2], [0, 2]])
+def test_a_source_of_some_rows_holds_only_their_frames(packed, rows):
+    corpus = Corpus.open(packed)
+    source = corpus.source(rows)
+    expected = torch.cat([corpus.sequence(index) for index in rows])
+    out = torch.empty(source.num_frames, 3, dtype=torch.float16)
+    source.read(0, source.num_frames, out)
+    assert torch.equal(out, expected)
+    assert source.lengths.tolist() == corpus.lengths[rows].tolist()
+    for index, row in enumerate(rows):
+        start, length = int(source.starts[index]), int(source.lengths[index])
+        one = torch.empty(length, 3, dtype=torch.float16)
+        source.read(start, start + length, one)
+        assert torch.equal(one, corpus.sequence(row))
+
+
+def test_rows_that_are_not_there_are_refused(packed):
+    corpus = Corpus.open(packed)
+    for rows in ([], [4], [-1]):
+        with pytest.raises(ConfigError):
+            corpus.source(rows)
+
+
+NAMES = ("frames", "length", "item", "label")
+
+
+@pytest.mark.parametrize("tier", ["ram", "window"])
+def test_padded_batches_hold_each_sequence_once(tmp_path, tier):
+    pack(make_sequences(tmp_path / "in", 20, 4, 3, mean_length=20), tmp_path / "out", shard_bytes=SMALL)
+    corpus = Corpus.open(tmp_path / "out")
+    seen = []
+    with RaggedResident(
+        corpus.source(), buckets=BucketConfig(batch_size=4), device=torch.device("cpu"), tier=tier
+    ) as r:
+        for batch in r.epoch(0):
+            for frames, length, item, number in zip(*map(batch.get, NAMES), strict=True):
+                assert torch.equal(frames[: int(length)].to(corpus.dtype), corpus.sequence(int(item)))
+                assert not frames[int(length) :].any()
+                assert number == corpus.labels[item]
+                seen.append(int(item))
+    assert sorted(seen) == list(range(20))
+
+
+# Made-up sequences
+
+
+def test_made_up_sequences_are_the_same_for_a_seed_and_vary_in_length(tmp_path):
+    first, again = (make_sequences(tmp_path / name, 60, 5, 3, seed=4, mean_length=30) for name in ("a", "b"))
+    names = sorted(path.relative_to(first) for path in first.rglob("*.npy"))
+    assert all((first / name).read_bytes() == (again / name).read_bytes() for name in names)
+    lengths = [len(np.load(first / name)) for name in names]
+    assert len(set(lengths)) > 20
+    assert 22 < np.mean(lengths) < 38
+    with pytest.raises(DatasetError, match="not empty"):
+        make_sequences(first, 3)
+    with pytest.raises(ConfigError, match="classes=0"):
+        make_sequences(tmp_path / "c", classes=0)
+
+
+def test_the_class_of_made_up_sequences_can_be_learned(tmp_path):
+    pack(make_sequences(tmp_path / "in", 200, 16, 5), tmp_path / "out")
+    corpus = Corpus.open(tmp_path / "out")
+    spread = torch.stack([corpus.sequence(index).float().std(0) for index in range(200)])
+    train = torch.arange(200) % 10 < 7  # classes are in folders, so in order: take some of each
+    centres = torch.stack([spread[train & (corpus.labels == k)].mean(0) for k in range(5)])
+    guess = torch.cdist(spread[~train], centres).argmin(1)
+    assert (guess == corpus.labels[~train]).float().mean() > 0.8

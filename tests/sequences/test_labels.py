@@ -1,0 +1,88 @@
+import pytest
+
+from brim.errors import DatasetError
+from brim.sequences.labels import Label, find_labels, number_classes, read_csv
+
+IDS = ["a.npy", "b/c.npy", "b/d e.npy"]
+
+
+def write(path, text, encoding="utf-8"):
+    path.write_bytes(text.encode(encoding))
+    return path
+
+
+def test_a_csv_file_chooses_files_and_gives_labels_and_split(tmp_path):
+    text = 'file,label,split\nb/d e.npy,"x, y",test\n\n./a.npy, ü ,train\n'
+    found = find_labels(tmp_path, IDS, write(tmp_path / "l.csv", text, "utf-8-sig"))
+    assert found.of == {"a.npy": Label(name="ü", split="train"), "b/d e.npy": Label(name="x, y", split="test")}
+    assert list(found.of) == ["a.npy", "b/d e.npy"]
+    assert found.source == str(tmp_path / "l.csv")
+
+
+def test_labels_csv_in_the_folder_is_found(tmp_path):
+    write(tmp_path / "labels.csv", "label,file\r\nx,a.npy\r\n")
+    for named in (None, "labels.csv"):
+        assert find_labels(tmp_path, IDS, named).of == {"a.npy": Label(name="x")}
+
+
+BAD = {
+    "": "first line",
+    "file\na.npy\n": "first line",
+    "file,label,fold\na.npy,x,1\n": "file,label,split",
+    "file,label,label\na.npy,x,y\n": "first line",
+    "file,label\n": "names no file",
+    "file,label\na.npy,x\na.npy,y\n": "line 3: a.npy is named twice",
+    "file,label\na.npy,x\n./a.npy,x\n": "named twice",
+    "file,label\na.npy,x\nz.npy,x\n../a.npy,x\n": "z.npy and 1 more",
+    "file,label\n/a.npy,x\n": "/a.npy",
+    "file,label\na.npy,\n": "line 2: a.npy has an empty label",
+    "file,label\na.npy,  \n": "empty label",
+    "file,label\n,x\n": "no file named",
+    "file,label,split\na.npy,x,val\n": "split 'val', expected train or test",
+    "file,label,split\na.npy,x,train\nb/c.npy,x,\n": "b/c.npy has no split",
+    "file,label\na.npy\n": "1 values, expected 2",
+    "file,label\na.npy,x,train\n": "3 values, expected 2",
+    'file,label\n"a.npy,x\n': "no CSV file",
+}
+
+
+@pytest.mark.parametrize("text", BAD)
+def test_a_csv_file_that_does_not_fit_is_refused(tmp_path, text):
+    with pytest.raises(DatasetError) as failure:
+        find_labels(tmp_path, IDS, write(tmp_path / "l.csv", text))
+    assert BAD[text] in str(failure.value)
+    assert "l.csv" in str(failure.value)
+
+
+def test_a_csv_file_that_is_not_utf8_or_not_there_is_refused(tmp_path):
+    with pytest.raises(DatasetError, match="UTF-8"):
+        read_csv(write(tmp_path / "l.csv", "file,label\na.npy,ü\n", "latin-1"))
+    with pytest.raises(DatasetError, match=r"none\.csv: no such file"):
+        find_labels(tmp_path, IDS, "none.csv")
+
+
+def test_an_empty_split_column_is_none(tmp_path):
+    found = read_csv(write(tmp_path / "l.csv", "file,label,split\na.npy,x,\nb/c.npy,y,\n"))
+    assert {label.split for label in found.values()} == {""}
+
+
+@pytest.mark.parametrize(
+    ("ids", "names"),
+    [
+        (["a/1.npy", "b/2.npy", "b/3.npy"], ["a", "b", "b"]),
+        (["a/1.npy", "2.npy"], ["", ""]),
+        (["1.npy", "2.npy"], ["", ""]),
+        (["a/1.npy", "b/c/2.npy"], ["", ""]),
+        (["a/1.npy", "a/2.npy"], ["", ""]),  # one class tells nothing apart
+    ],
+)
+def test_sub_folders_are_classes_when_all_files_are_one_deep(tmp_path, ids, names):
+    found = find_labels(tmp_path, ids)
+    assert [found.of[name].name for name in ids] == names
+    assert found.source == ("folders" if any(names) else "none")
+
+
+def test_classes_are_numbered_in_natural_order():
+    classes, numbers = number_classes(["10", "9", "", "b2", "b10", "9"])
+    assert classes == ("9", "10", "b2", "b10")
+    assert numbers == [1, 0, -1, 2, 3, 0]

@@ -1,0 +1,137 @@
+import math
+
+import pytest
+import torch
+
+from brim.engine.device import stream
+from brim.errors import ConfigError
+from brim.sequences.augment import Augmentation, two_views
+from brim.sequences.model import Classifier, Encoder, SequenceConfig, frame_mask
+from brim.sequences.objectives import (
+    SelfConfig,
+    SelfSupervised,
+    classification_loss,
+    cross_entropy,
+    nt_xent,
+    reconstruction,
+    self_supervised_loss,
+)
+
+CPU = torch.device("cpu")
+
+
+def learner(**options) -> SelfSupervised:
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    encoder = Encoder(SequenceConfig(dim=6, channels=16, hidden=8, attention=8, embedding=12))
+    return SelfSupervised(encoder, SelfConfig(projection=8, **options))
+
+
+def batch(num_items: int = 8, num_frames: int = 20) -> dict[str, torch.Tensor]:
+    rng = stream(0, "objectives", device=CPU)
+    length = torch.randint(1, num_frames + 1, (num_items,), generator=rng)
+    frames = torch.randn(num_items, num_frames, 6, generator=rng) * frame_mask(length, num_frames).unsqueeze(-1)
+    label = torch.arange(num_items) % 3
+    return {"frames": frames, "length": length, "label": label}
+
+
+def test_contrast_of_orthogonal_pairs_is_known():
+    views = torch.eye(4)
+
+    loss = nt_xent(views, 3 * views, 0.5)
+
+    # the twin has cosine 1, the 6 others 0; lengths do not matter
+    assert float(loss) == pytest.approx(math.log(math.exp(2) + 6) - 2, rel=1e-6)
+
+
+def test_contrast_equals_its_definition():
+    rng = stream(1, "x", device=CPU)
+    first, second = torch.randn(2, 5, 7, generator=rng).double()
+    views = torch.cat([first, second])
+    cosine = torch.nn.functional.cosine_similarity(views[:, None], views[None], dim=-1) / 0.3
+    terms = [
+        -cosine[i, (i + 5) % 10] + torch.logsumexp(torch.cat([cosine[i, :i], cosine[i, i + 1 :]]), 0) for i in range(10)
+    ]
+
+    assert float(nt_xent(first, second, 0.3)) == pytest.approx(float(torch.stack(terms).mean()), rel=1e-5)
+
+
+def test_contrast_is_float32_and_finite_in_half_precision_down_to_one_item():
+    for num_items in (1, 2, 3):
+        first = (1000 * torch.randn(num_items, 8)).half().requires_grad_()
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = nt_xent(first, first.detach().flip(0), 0.01)
+        loss.backward()
+
+        assert loss.dtype == torch.float32
+        assert torch.isfinite(loss)
+        assert torch.isfinite(first.grad).all()
+    assert float(nt_xent(torch.ones(1, 4), torch.ones(1, 4), 0.1)) == 0
+
+
+def test_reconstruction_counts_hidden_frames_only_and_every_sequence_alike():
+    target = torch.zeros(3, 4, 2)
+    foretold = torch.full((3, 4, 2), 100.0)
+    hidden = torch.zeros(3, 4, dtype=torch.bool)
+    hidden[0, 1], hidden[1, :2] = True, True
+    foretold[0, 1], foretold[1, 0], foretold[1, 1] = 1.0, 2.0, 4.0
+
+    assert float(reconstruction(foretold, target, hidden)) == pytest.approx((1 + (4 + 16) / 2 + 0) / 3)
+
+
+def test_reconstruction_sends_gradients_to_hidden_frames_only():
+    foretold = torch.randn(2, 5, 3, requires_grad=True)
+    hidden = torch.rand(2, 5, generator=stream(0, "h", device=CPU)) < 0.5
+
+    reconstruction(foretold, torch.zeros(2, 5, 3), hidden).backward()
+
+    assert torch.equal(foretold.grad.abs().sum(-1) > 0, hidden)
+
+
+def test_the_whole_is_the_weighted_sum_of_its_parts():
+    module = learner(contrast=2.0, reconstruction=0.5).eval()
+    views = two_views(batch(), stream(0, "v", device=CPU), Augmentation())
+
+    with torch.no_grad():
+        losses = module(views)
+
+    assert float(losses["loss"]) == pytest.approx(2 * float(losses["contrast"]) + 0.5 * float(losses["reconstruction"]))
+    assert torch.equal(self_supervised_loss(module, views), losses["loss"])
+
+
+def test_learning_without_labels_lowers_both_losses():
+    module = learner()
+    optimizer = torch.optim.AdamW(module.parameters(), 0.01)
+    views = two_views(batch(), stream(0, "v", device=CPU), Augmentation())
+    before = {name: loss.detach() for name, loss in module.eval()(views).items()}
+    module.train()
+    for _ in range(30):
+        loss = self_supervised_loss(module, views)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+
+    after = {name: loss.detach() for name, loss in module.eval()(views).items()}
+
+    assert float(after["contrast"]) < 0.7 * float(before["contrast"])
+    assert float(after["reconstruction"]) < 0.9 * float(before["reconstruction"])
+
+
+def test_classes_are_judged_by_cross_entropy():
+    module = Classifier(learner().encoder, 3).eval()
+
+    loss = classification_loss(module, batch()).detach()
+
+    assert loss.ndim == 0
+    assert float(cross_entropy(torch.zeros(5, 4), torch.zeros(5, dtype=torch.int64))) == pytest.approx(math.log(4))
+    assert float(loss) == pytest.approx(
+        float(cross_entropy(module(batch()["frames"], batch()["length"]).detach(), batch()["label"]))
+    )
+
+
+@pytest.mark.parametrize(
+    "changes", [{"temperature": 0.0}, {"projection": 0}, {"contrast": -1.0}, {"contrast": 0.0, "reconstruction": 0.0}]
+)
+def test_impossible_weights_are_refused(changes):
+    with pytest.raises(ConfigError, match=next(iter(changes))):
+        SelfConfig(**changes)
