@@ -1,5 +1,9 @@
 """`brim segment tune | predict | train`: options in, one call of `brim.segmentation`, a result out."""
 
+import signal
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -55,19 +59,25 @@ def tune(
         check_choice("--search", name, SEARCHES)
     if weights is not None and len(names) > 1:
         raise ConfigError(f"--weights {weights} fit one network, --models names {len(names)}; tune one at a time")
-    from brim.engine.device import resolve_device
-    from brim.segmentation.tune import tune as run_tune
-    from brim.segmentation.tune_plot import check_plot
-    from brim.segmentation.tune_plot import plot as draw
-
+    with Stop() as stop:  # an import must not be left halfway
+        from brim.engine.device import resolve_device
+        from brim.segmentation.tune import tune as run_tune
+        from brim.segmentation.tune_plot import check_plot
+        from brim.segmentation.tune_plot import plot as draw
+    if stop():
+        raise typer.Exit(128 + stop.number)
     if plot is not None:
-        check_plot()
+        check_plot(plot)
     where = resolve_device(device)
-    with Display() as display:
-        found = run_tune(
-            names, where, out=out, make=lambda name: _module(name, weights), progress=display.message, size=size,
-            seconds=seconds, p95_ms=p95_ms, search=frozenset(wanted),
-        )  # fmt: skip
+    try:
+        with Display() as display:
+            found = run_tune(
+                names, where, out=out, make=lambda name: _module(name, weights), progress=display.message, size=size,
+                seconds=seconds, p95_ms=p95_ms, search=frozenset(wanted),
+            )  # fmt: skip
+    except KeyboardInterrupt:
+        say(f"stopped; models tuned before are in {out}")
+        raise typer.Exit(128 + signal.SIGINT) from None
     if plot is not None:
         draw(plot, found, device=str(where))
     if as_json:
@@ -81,7 +91,8 @@ def tune(
 @segment.command(epilog="Example: brim segment predict images --model hrnet --weights run --out polygons")
 def predict(
     images: Annotated[
-        list[Path], typer.Argument(metavar="IMAGE_OR_DIR", help="Image files, and folders searched for them.")
+        list[Path],  # readable: one that is not fails alone, as a broken one does
+        typer.Argument(metavar="IMAGE_OR_DIR", readable=False, help="Image files, and folders searched for them."),
     ],
     model: Annotated[str, typer.Option(metavar="NAME", help="Network the weights are of.")],
     weights: Annotated[
@@ -128,12 +139,12 @@ def predict(
             model=model, format=format, batch_size=batch_size, threshold=threshold, detect_holes=holes, strict=strict
         )
         loader = ModelLoader({model: weights}, device, batch_sizes, precision, tile, resize)
-        with Display(stop) as display:
+        with _plain_warnings(), Display(stop) as display:
             found = predict_files(images, loader, out, config, progress=display.images("predicting"), stop=stop)
     for name, reason in found.failures.items():
         say(f"error: {reason if name in reason else f'{name}: {reason}'}")
     if found.stopped:
-        say(f"stopped; {found.written} results are in {out}")
+        say(f"stopped; {_count(found.written, 'result')} written to {out}")
         raise typer.Exit(128 + stop.number)
     if as_json:
         print_json(found.as_dict())
@@ -208,6 +219,19 @@ def train(
         _print_trained(report, model, out)
 
 
+@contextmanager
+def _plain_warnings() -> Iterator[None]:
+    """Show brim's own warnings as lines for a person, without a place in the code."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("always", category=UserWarning, module=r"brim\.")
+        warnings.showwarning = lambda message, *_, **__: say(f"warning: {message}")
+        yield
+
+
+def _count(number: int, thing: str) -> str:
+    return f"{number} {thing}{'s' * (number != 1)}"
+
+
 def _names(flag: str, text: str) -> list[str]:
     names = [name.strip() for name in text.split(",")]
     if not all(names):
@@ -244,9 +268,10 @@ def _print_predicted(found: "FilesReport", out: Path) -> None:
     failed = f", {report.failed} failed" if report.failed else ""
     show(f"results: {out}")
     share = "" if report.ceiling_share is None else f", {report.ceiling_share:.0%} of the ceiling"
+    rate = f"{report.images_per_s:{'.3g' if report.images_per_s < 100 else '.0f'}}"  # a large image takes minutes
     show(
-        f"{report.images} images{failed}, {report.polygons} polygons; {report.images_per_s:.1f} images/s at batch "
-        f"{report.batch_size}{share}"
+        f"{_count(report.images, 'image')}{failed}, {_count(report.polygons, 'polygon')}; "
+        f"{rate} images/s at batch {report.batch_size}{share}"
     )
 
 

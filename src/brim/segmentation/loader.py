@@ -278,14 +278,15 @@ def _side(image: ImageInput) -> int:
 
 
 def _header_size(image: ImageInput) -> tuple[int, ...] | None:
-    """Width and height without decoding; None where Pillow does not know the kind."""
+    """Width and height without decoding; None where Pillow does not know the kind, or takes it for a bomb."""
     if isinstance(image, Image.Image):
         return image.size
+    source = io.BytesIO(image) if isinstance(image, bytes) else image
     try:
-        with Image.open(io.BytesIO(image) if isinstance(image, bytes) else image) as opened:  # type: ignore[arg-type]
-            return opened.size
-    except (Image.DecompressionBombError, Image.DecompressionBombWarning):
-        return (2**31,)  # larger than any tile
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # read_image has a limit of its own
+            with Image.open(source) as opened:  # type: ignore[arg-type]
+                return opened.size
     except Exception:  # broad on purpose: Pillow raises anything for a broken file, which read_image then names
         return None
 

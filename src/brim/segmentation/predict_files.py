@@ -1,12 +1,12 @@
 """From files and folders to files: every image found is predicted and written as soon as it is ready."""
 
 from collections.abc import Callable, Generator, Sequence
-from contextlib import closing
-from dataclasses import dataclass
+from contextlib import closing, suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
-from brim.errors import ConfigError
+from brim.errors import ConfigError, ImageError
 from brim.segmentation.formats import FORMATS, Writer
 from brim.segmentation.images import find_images, read_image
 from brim.segmentation.loader import ModelLoader
@@ -60,25 +60,56 @@ def predict_files(
     stop: Callable[[], bool] | None = None,
 ) -> FilesReport:
     """Predict all images in files and folders, in order; images that fail are listed, the others are written."""
-    names = find_images(inputs)
+    names = _find(inputs, out)
     if not names:
         raise ConfigError(f"{', '.join(map(str, inputs))}: no images found; give image files or a folder of them")
     reports: list[PredictReport] = []
     failures: dict[str, str] = {}
-    written, stopped = 0, False
+    done = 0
     with Writer(out, config.format, names) as writer:
         stream = loader.predict_stream(
             names, config.model, config.batch_size, config.threshold, config.detect_holes, config.strict,
-            progress=progress, on_report=reports.append,
+            progress=_watched(progress, stop), on_report=reports.append,
         )  # fmt: skip
-        with closing(cast("Generator[Prediction]", stream)):
+        with closing(cast("Generator[Prediction]", stream)), suppress(_Stopped):
             for prediction in stream:
-                if prediction.error is not None:
-                    failures[prediction.name] = prediction.error
-                else:
-                    image = read_image(prediction.name) if config.format == "overlay" else None
-                    writer.write(prediction, image)
-                    written += 1
-                if stopped := stop is not None and stop():
-                    break
-    return FilesReport(report=reports[0] if reports else None, failures=failures, written=written, stopped=stopped)
+                reason = _write(writer, prediction, with_image=config.format == "overlay")
+                if reason is not None:
+                    failures[prediction.name] = reason
+                done += 1
+    if not reports:
+        return FilesReport(report=None, failures=failures, written=done - len(failures), stopped=True)
+    report = replace(reports[0], failed=len(failures))  # an image may be gone when its overlay is drawn
+    return FilesReport(report=report, failures=failures, written=done - len(failures), stopped=False)
+
+
+def _find(inputs: Sequence[Path], out: Path) -> list[Path]:
+    """Images of files and folders; results in a folder below those searched are not taken for images."""
+    place, places = out.resolve(), [path.resolve() for path in inputs]
+    asked = any(path.is_relative_to(place) for path in places)
+    return [name for name in find_images(inputs) if asked or not name.resolve().is_relative_to(place)]
+
+
+class _Stopped(Exception):
+    """Leaves the stream in the middle of an image: one may take minutes."""
+
+
+def _watched(
+    progress: Callable[[PredictProgress], None] | None, stop: Callable[[], bool] | None
+) -> Callable[[PredictProgress], None]:
+    def tell(where: PredictProgress) -> None:
+        if progress is not None:
+            progress(where)
+        if stop is not None and stop():
+            raise _Stopped
+
+    return tell
+
+
+def _write(writer: Writer, prediction: Prediction, *, with_image: bool) -> str | None:
+    """Write the prediction; why there is none, if so."""
+    try:
+        writer.write(prediction, read_image(prediction.name) if with_image and prediction.error is None else None)
+    except ImageError as failure:
+        return str(failure)
+    return prediction.error

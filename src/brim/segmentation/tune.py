@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from brim.engine.autotune import Sweep, SweepConfig, Trial, merge, sweep
-from brim.engine.device import stream
+from brim.engine.device import resolve_device, stream
 from brim.engine.memory import guard
 from brim.engine.trials import ProbeConfig, Prober, budget_bytes
 from brim.errors import BrimError, ConfigError, OutOfMemory
@@ -65,7 +65,7 @@ class Tuned:
 def tune_model(
     name: str,
     module: nn.Module,
-    device: torch.device,
+    device: torch.device | str,
     *,
     size: int = 1024,
     seconds: float = SECONDS,
@@ -84,6 +84,7 @@ def tune_model(
     trained (None: as its batch norms tell), a setting's masks are compared with those of fp32 on `images`, (B, 3, H, W)
     uint8, or on generated ones.
     """
+    device = resolve_device(str(device))
     _check(size=size, seconds=seconds, p95_ms=p95_ms, reserve=reserve, tolerance=tolerance)
     candidates = settings(search, setting or default_setting(device))
     tuning = _Tuning(name, module, device, size, _probe_config(seconds), progress or (lambda text: None))
@@ -108,7 +109,7 @@ def tune_model(
 
 def tune(
     models: Sequence[str],
-    device: torch.device,
+    device: torch.device | str,
     *,
     out: Path | str = FILE_NAME,
     make: Callable[[str], nn.Module] = create_model,
@@ -119,6 +120,8 @@ def tune(
 
     A model that cannot be tuned does not stop the others; its error is raised when they are done.
     """
+    _check(**options)
+    device = resolve_device(str(device))
     for name in models:
         find_model(name)
     BatchSizes.read(out).write(out)  # a file that cannot be read or written is known now, not after a minute
@@ -132,9 +135,11 @@ def tune(
             failures[name] = failure
             continue
         BatchSizes().with_entry(key, info, name, found[name].entry, found[name].trials).write(out)
-    for name, reason in failures.items():
-        done = f"; tuned and saved: {', '.join(found)}" if found else ""
-        raise type(reason)(f'model "{name}" could not be tuned: {reason}{done}') from reason
+    if failures:
+        first = next(iter(failures.values()))
+        told = [f'model "{name}" could not be tuned: {reason}' for name, reason in failures.items()]
+        told += [f"tuned and saved: {', '.join(found)}"] * bool(found)
+        raise type(first)("; ".join(told)) from first
     return found
 
 
@@ -286,7 +291,15 @@ class _Step:
         return torch.sigmoid(self._network(self._images)) > THRESHOLD
 
 
-def _check(*, size: int, seconds: float, p95_ms: float | None, reserve: float, tolerance: float) -> None:
+def _check(
+    *,
+    size: int = MIN_SIZE,
+    seconds: float = SECONDS,
+    p95_ms: float | None = None,
+    reserve: float = RESERVE,
+    tolerance: float = MASK_TOLERANCE,
+    **_: Any,
+) -> None:
     if size < MIN_SIZE:
         raise ConfigError(f"size={size} must be at least {MIN_SIZE} pixels")
     if not (seconds > 0 and math.isfinite(seconds)):

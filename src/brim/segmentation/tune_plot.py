@@ -3,8 +3,8 @@
 import importlib.util
 import io
 import os
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
@@ -37,10 +37,19 @@ _FAILED = ("oom", "over budget", "failed")
 Trials = Sequence[Mapping[str, Any]]
 
 
-def check_plot() -> None:
-    """Refuse a plot that could not be drawn, before the minutes it takes to measure one."""
+def check_plot(file: Path | str | None = None) -> None:
+    """Refuse a plot that could not be drawn, or not be written, before the minutes it takes to measure one."""
     if importlib.util.find_spec("matplotlib") is None:
         raise ConfigError('plotting needs matplotlib; install it with pip install "brim[plot]"')
+    if file is None:
+        return
+    file = Path(file)
+    if file.suffix.lower() != ".png" or file.is_dir():
+        raise ConfigError(f"{file} is not a PNG file; choose another --plot FILE.png")
+    with _refusals(file):
+        probe = _temporary(file)
+        probe.touch()
+        probe.unlink()
 
 
 def plot(file: Path | str, tuned: "Mapping[str, Tuned]", *, device: str = "") -> None:
@@ -185,13 +194,23 @@ def _band(middle: list[float], spread: list[float]) -> tuple[list[float], list[f
 
 
 def _write(file: Path, content: bytes) -> None:
-    temporary = file.with_name(f".{file.name}.{os.getpid()}.new")
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
+    with _refusals(file):
+        temporary = _temporary(file)
         temporary.write_bytes(content)
         temporary.replace(file)
+
+
+def _temporary(file: Path) -> Path:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    return file.with_name(f".{file.name}.{os.getpid()}.new")
+
+
+@contextmanager
+def _refusals(file: Path) -> Iterator[None]:
+    try:
+        yield
     except OSError as failure:
         with suppress(OSError):
-            temporary.unlink()
+            _temporary(file).unlink()
         reason = failure.strerror or failure
         raise StorageError(f"{file}: cannot write, {reason}; choose another --plot FILE.png") from failure

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save
 from torch import Tensor, nn
 
 from brim.errors import CheckpointError, StorageError
@@ -63,7 +63,7 @@ def save_weights(module: nn.Module, path: Path, metadata: Mapping[str, str]) -> 
     tensors = {name: tensor.detach().to("cpu").clone().contiguous() for name, tensor in module.state_dict().items()}
     new = path.with_name(f".{path.name}.{os.getpid()}.new")
     try:
-        save_file(tensors, new, metadata=dict(metadata))
+        new.write_bytes(save(tensors, metadata=dict(metadata)))  # save_file would let nobody but its owner read it
         new.replace(path)
     except (OSError, SafetensorError) as failure:
         with contextlib.suppress(OSError):
@@ -85,12 +85,17 @@ def read_metadata(path: Path | str) -> dict[str, str]:
 
 def _read(file: Path) -> dict[str, Tensor]:
     try:
+        with file.open("rb"):  # safetensors would say that a file which may not be read does not exist
+            pass
         if file.suffix == ".safetensors":
             return load_file(file)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about unusual pickles: either they load or the error says why not
             found = torch.load(file, map_location="cpu", weights_only=True)
-    except (SafetensorError, OSError, RuntimeError, ValueError, EOFError, KeyError, pickle.UnpicklingError) as failure:
+    except (pickle.UnpicklingError, EOFError) as failure:  # torch's own words would advise to run the file's code
+        reason = f"{file} is neither safetensors nor a checkpoint of nothing but tensors"
+        raise CheckpointError(f"{reason}; give a .safetensors file or a run") from failure
+    except (SafetensorError, OSError, RuntimeError, ValueError, KeyError) as failure:
         raise _unreadable(file, failure) from failure
     return _unwrap(file, found)
 
@@ -106,5 +111,9 @@ def _unwrap(file: Path, found: Any) -> dict[str, Tensor]:
 
 
 def _unreadable(file: Path, failure: Exception) -> CheckpointError:
-    reason = str(failure).strip().split("\n")[0] or type(failure).__name__
+    reason = (
+        getattr(failure, "strerror", None)
+        or str(failure).strip().split("\n")[0].split(". ")[0]
+        or type(failure).__name__
+    )
     return CheckpointError(f"{file} cannot be read as weights ({reason}); give a .safetensors file or a run")

@@ -1,0 +1,553 @@
+"""Tuning, predicting and training networks as others build on them: JSON, exit codes, what a stopped run leaves."""
+
+import json
+import os
+import shutil
+import signal
+import struct
+import subprocess
+import sys
+import time
+import zipfile
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+
+import cv2
+import numpy as np
+import pytest
+import torch
+
+from brim.cli import main
+from brim.segmentation.batch_sizes import device_key
+from brim.segmentation.cells import make_cells
+from brim.segmentation.loader import ModelLoader
+
+TRAIN_KEYS = {"run", "weights", "epochs", "dice", "iou", "images_per_s", "ceiling_share", "peak_bytes"}
+PREDICT_KEYS = {"images", "failed", "polygons", "seconds", "images_per_s", "ceiling_share", "batch_size", "stages"}
+ENTRY_KEYS = {
+    "optimal_batch_size", "max_safe_batch_size", "expected_throughput", "p50_latency_ms", "p95_latency_ms",
+    "memory_limit_mb", "image_size", "precision", "layout", "compiled",
+}  # fmt: skip
+HERE = device_key(torch.device("cpu"))
+torch.set_num_threads(1)  # small batches: a second thread only competes
+
+SHORT = ["--epochs", "8", "--size", "32", "--batch-size", "4", "--device", "cpu"]
+MANY = 2000  # images: more than can be predicted before a test stops it
+QUICK = ["--models", "unet_tiny", "--size", "64", "--seconds", "0.3", "--device", "cpu"]
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Images with masks, a run of a network trained on them, and the batch sizes of this device."""
+    path = tmp_path_factory.mktemp("made")
+    for folder in ("images", "masks"):
+        (path / folder).mkdir()
+    for index in range(10):
+        image, mask = make_cells(3, index, 64, 64)
+        cv2.imwrite(str(path / f"images/cell {index}.png"), image[..., ::-1])
+        cv2.imwrite(str(path / f"masks/cell {index}.png"), mask.astype(np.uint8) * 255)
+    assert main([*training(path), "--out", str(path / "run"), *SHORT]) == 0
+    assert main(["segment", "tune", *QUICK, "--out", str(path / "sizes.json")]) == 0
+    return path
+
+
+@pytest.fixture(autouse=True)
+def _short_ceiling(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("brim.segmentation.predict.CEILING_S", 0.02)
+
+
+def training(made: Path) -> list[str]:
+    options = ["--images", str(made / "images"), "--masks", str(made / "masks"), "--model", "unet_tiny"]
+    return ["segment", "train", *options]
+
+
+def predicting(made: Path, *images: Path) -> list[str]:
+    """A command that predicts, without --out."""
+    options = ["--model", "unet_tiny", "--weights", made / "run", "--batch-sizes", made / "sizes.json"]
+    return ["segment", "predict", *map(str, images or [made / "images"]), *map(str, options), "--device", "cpu"]
+
+
+def answer(capsys: pytest.CaptureFixture[str], *argv: str | Path, code: int = 0) -> dict:
+    """The JSON of a command, the only thing on its standard output."""
+    capsys.readouterr()
+    assert main([*map(str, argv), "--json"]) == code
+    out = capsys.readouterr().out
+    assert out.count("\n") == 1
+    return json.loads(out)
+
+
+def refused(capsys: pytest.CaptureFixture[str], *argv: str | Path) -> str:
+    """The message of a command that must fail with 2 and say one thing."""
+    capsys.readouterr()
+    assert main([*map(str, argv)]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith("error: ")
+    assert len([line for line in captured.err.splitlines() if not line.startswith("run ")]) == 1
+    return captured.err
+
+
+def files_in(path: Path) -> list[str]:
+    return sorted(file.relative_to(path).as_posix() for file in path.rglob("*") if file.is_file())
+
+
+# Tuning
+
+
+def test_tune_prints_the_entry_of_each_model_and_its_trials(tmp_path, capsys):
+    found = answer(capsys, "segment", "tune", *QUICK, "--out", tmp_path / "sizes.json")
+
+    assert set(found) == {"unet_tiny"}
+    assert set(found["unet_tiny"]) == {*ENTRY_KEYS, "trials"}
+    assert found["unet_tiny"]["image_size"] == 64
+    assert {"batch", "seconds", "status"} <= set(found["unet_tiny"]["trials"][0])
+
+
+def test_the_file_of_batch_sizes_has_exactly_the_keys_of_the_contract(made):
+    found = json.loads((made / "sizes.json").read_text())
+
+    assert set(found) == {"format_version", "created", "devices"}
+    assert set(found["devices"]) == {HERE}
+    device = found["devices"][HERE]
+    assert set(device) == {"device_info", "batch_configurations", "detailed_results"}
+    assert set(device["batch_configurations"]["unet_tiny"]) == ENTRY_KEYS
+    assert isinstance(device["detailed_results"]["unet_tiny"], list)
+
+
+def test_tune_tells_a_person_the_batch_and_draws_a_plot(tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    more = ["--out", str(tmp_path / "sizes.json"), "--plot", str(tmp_path / "new/tuned.png"), "--p95-ms", "5000"]
+
+    assert main(["segment", "tune", *QUICK, "--search", "layout", *more]) == 0
+
+    out = capsys.readouterr().out.splitlines()
+    assert "is safe" in out[-3]
+    assert out[-2:] == [f"saved: {tmp_path / 'sizes.json'}", f"plot:  {tmp_path / 'new/tuned.png'}"]
+    assert cv2.imread(str(tmp_path / "new/tuned.png")) is not None
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--size", "10"], ["size=10", "32"]),
+        (["--seconds", "0"], ["seconds=0"]),
+        (["--seconds", "-1"], ["seconds=-1"]),
+        (["--seconds", "nan"], ["seconds=nan"]),
+        (["--p95-ms", "0"], ["p95_ms=0"]),
+        (["--search", "bogus"], ["bogus", "precision", "layout", "compile"]),
+        (["--models", "hrnet,,unet_tiny"], ["hrnet,,unet_tiny", "empty"]),
+        (["--models", "unet_huge"], ["unet_huge", "hrnet", "resunet_small", "resunet_advanced"]),
+        (["--models", "hrnet,unet_tiny", "--weights", "x"], ["--weights x", "one at a time"]),
+        (["--plot", "plain/tuned.png"], ["plain/tuned.png", "--plot"]),
+        (["--plot", "tuned.pdf"], ["tuned.pdf", "PNG"]),
+        (["--out", "plain/sizes.json"], ["plain/sizes.json", "another"]),
+        (["--device", "tpu"], ["tpu", "cuda"]),
+    ],
+)
+def test_what_cannot_be_tuned_is_named_before_anything_runs(tmp_path, monkeypatch, capsys, flags, words):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "plain").write_text("")
+
+    message = refused(capsys, "segment", "tune", *QUICK, *flags)
+
+    assert [word for word in words if word not in message] == []
+    assert files_in(tmp_path) == ["plain"]
+
+
+def test_a_malformed_file_of_batch_sizes_is_named_and_left_alone(made, tmp_path, capsys):
+    sizes = tmp_path / "sizes.json"
+    sizes.write_text('{"format_version": 1,')
+
+    for argv in (
+        ["segment", "tune", *QUICK, "--out", sizes],
+        [*predicting(made), "--batch-sizes", sizes, "--out", "o"],
+    ):
+        message = refused(capsys, *argv)
+        assert "sizes.json is not valid JSON" in message
+        assert "brim segment tune" in message
+    assert sizes.read_text() == '{"format_version": 1,'
+
+
+def test_sizes_of_another_device_are_named_not_used_and_kept(made, tmp_path, capsys, monkeypatch):
+    monkeypatch.setitem(ModelLoader.__init__.__kwdefaults__, "tune_seconds", 0.3)
+    sizes = tmp_path / "sizes.json"
+    content = json.loads((made / "sizes.json").read_text())
+    foreign = content["devices"]["NVIDIA H200 140 GiB"] = content["devices"].pop(HERE)
+    foreign["batch_configurations"]["unet_tiny"] |= {"optimal_batch_size": 777, "max_safe_batch_size": 888}
+    sizes.write_text(json.dumps(content))
+
+    assert main([*predicting(made), "--out", str(tmp_path / "out"), "--batch-sizes", str(sizes)]) == 0
+
+    assert "NVIDIA H200 140 GiB" in capsys.readouterr().err
+    devices = json.loads(sizes.read_text())["devices"]
+    assert set(devices) == {HERE, "NVIDIA H200 140 GiB"}
+    assert devices["NVIDIA H200 140 GiB"] == foreign
+    assert devices[HERE]["batch_configurations"]["unet_tiny"]["optimal_batch_size"] < 777
+
+
+def test_ctrl_c_ends_a_tuning_with_one_line(tmp_path):
+    process = start(["segment", "tune", *QUICK, "--seconds", "60", "--out", str(tmp_path / "sizes.json")])
+    wait_for(process, (tmp_path / "sizes.json").exists)
+    process.send_signal(signal.SIGINT)
+    stdout, stderr = process.communicate(timeout=60)
+
+    assert (process.returncode, stdout) == (130, "")
+    assert stderr.splitlines()[-1].startswith("stopped; ")
+    assert "Traceback" not in stderr
+    assert files_in(tmp_path) == ["sizes.json"]
+
+
+# Predicting
+
+
+def test_predict_prints_the_keys_of_the_contract(made, tmp_path, capsys):
+    found = answer(capsys, *predicting(made), "--out", tmp_path / "out")
+
+    assert set(found) == PREDICT_KEYS
+    assert (found["images"], found["failed"]) == (10, 0)
+    assert found["polygons"] > 10
+    assert {"decode", "forward", "polygons"} <= set(found["stages"])
+    assert files_in(tmp_path / "out") == [f"cell {index}.geojson" for index in range(10)]
+
+
+def test_predict_tells_a_person_where_the_results_are(made, tmp_path, capsys):
+    assert main([*predicting(made), "--out", str(tmp_path / "out")]) == 0
+
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == f"results: {tmp_path / 'out'}"
+    assert lines[1].startswith("10 images, ")
+    assert len(lines) == 2
+
+
+def test_every_format_is_written(made, tmp_path, capsys):
+    def run(format: str) -> Path:
+        out = tmp_path / format
+        answer(capsys, *predicting(made, made / "images/cell 1.png"), "--out", out, "--format", format)
+        return out
+
+    polygons = json.loads((run("geojson") / "cell 1.geojson").read_text())["features"]
+    coco = json.loads((run("coco") / "annotations.json").read_text())
+    assert [image["file_name"] for image in coco["images"]] == ["cell 1.png"]
+    assert len(coco["annotations"]) == len(polygons) > 0
+    assert len(zipfile.ZipFile(run("roi") / "cell 1.zip").namelist()) == len(polygons)
+    mask = cv2.imread(str(run("mask") / "cell 1.png"), cv2.IMREAD_UNCHANGED)
+    assert mask.shape == (64, 64)
+    assert set(np.unique(mask)) == {0, 255}
+    assert cv2.imread(str(run("overlay") / "cell 1_overlay.png")).shape == (64, 64, 3)
+
+
+def test_a_file_of_weights_does_what_its_run_does(made, tmp_path, capsys):
+    argv = [*predicting(made), "--strict", "--out"]
+    assert main([*argv, str(tmp_path / "run")]) == 0
+    assert main([*argv, str(tmp_path / "file"), "--weights", str(made / "run/weights.safetensors")]) == 0
+
+    for file in files_in(tmp_path / "run"):
+        assert (tmp_path / "run" / file).read_bytes() == (tmp_path / "file" / file).read_bytes()
+
+
+def test_a_run_may_be_read_by_others(made):
+    assert (made / "run/weights.safetensors").stat().st_mode & 0o077 == 0o666 & ~umask() & 0o077
+
+
+def umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
+def test_folders_below_are_searched_and_kept_apart(made, tmp_path, capsys):
+    for place in ("wells/A 1", "wells/Größe", "other"):
+        (tmp_path / place).mkdir(parents=True)
+        shutil.copy(made / "images/cell 1.png", tmp_path / place / "site.png")
+    Path(tmp_path / "wells/notes.txt").write_text("no image")
+
+    images = [tmp_path / "wells", tmp_path / "other/site.png"]
+    found = answer(capsys, *predicting(made, *images), "--out", tmp_path / "out", "--format", "coco")
+    coco = json.loads((tmp_path / "out/annotations.json").read_text())
+
+    assert found["images"] == 3
+    assert [image["file_name"] for image in coco["images"]] == [
+        "wells/A 1/site.png", "wells/Größe/site.png", "other/site.png",
+    ]  # fmt: skip
+
+
+def test_results_below_the_images_are_no_images(made, tmp_path, capsys):
+    images = Path(shutil.copytree(made / "images", tmp_path / "images"))
+    argv = [*predicting(made, images), "--out", images / "results", "--format", "mask"]
+
+    assert [answer(capsys, *argv)["images"] for _ in range(2)] == [10, 10]
+    assert "replace an input image" in refused(capsys, *predicting(made, images), "--out", images, "--format", "mask")
+
+
+def test_a_batch_above_the_safe_limit_is_lowered_with_one_line(made, tmp_path, capsys):
+    assert main([*predicting(made), "--out", str(tmp_path / "out"), "--batch-size", "100000"]) == 0
+
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if "100000" in line]
+    assert line.startswith("warning: batch_size=100000 is above ")
+
+
+def test_a_large_image_is_tiled_and_odd_ones_pass(made, tmp_path, capsys):
+    (tmp_path / "in").mkdir()
+    for name, (height, width) in {"large": (300, 200), "strip": (20, 700), "point": (1, 1)}.items():
+        image = make_cells(1, 0, max(32, height), max(32, width))[0][:height, :width]
+        cv2.imwrite(str(tmp_path / f"in/{name}.png"), image)
+    cv2.imwrite(str(tmp_path / "in/grey.tif"), make_cells(1, 0, 64, 64)[0][..., 0].astype(np.uint16) * 200)
+    argv = [*predicting(made, tmp_path / "in"), "--out", tmp_path / "out", "--format", "mask", "--tile", "64"]
+
+    assert answer(capsys, *argv)["failed"] == 0
+    shapes = [cv2.imread(str(tmp_path / f"out/{name}.png"), 0).shape for name in ("large", "strip", "point", "grey")]
+    assert shapes == [(300, 200), (20, 700), (1, 1), (64, 64)]
+
+
+# Predicting what cannot be read: the image's own failure
+
+
+def png(width: int, height: int) -> bytes:
+    def chunk(kind: bytes, data: bytes) -> bytes:
+        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+    header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    parts = chunk(b"IHDR", header), chunk(b"IDAT", zlib.compress(bytes(9))), chunk(b"IEND", b"")
+    return b"\x89PNG\r\n\x1a\n" + b"".join(parts)
+
+
+def nan_tiff(good: bytes) -> bytes:
+    values = np.full((40, 40), np.nan, np.float32)
+    return cv2.imencode(".tif", values)[1].tobytes()
+
+
+BROKEN: dict[str, Callable[[bytes], bytes]] = {
+    "b corrupt.png": lambda good: good[:99] + bytes([good[99] ^ 255]) + good[100:],
+    "c truncated.png": lambda good: good[: len(good) // 2],
+    "d empty.png": lambda good: b"",
+    "e zero.png": lambda good: png(0, 0),
+    "f enormous.png": lambda good: png(60_000, 60_000),
+    "g text.png": lambda good: b"not an image at all",
+    "h nan.tif": nan_tiff,
+}
+
+
+def test_images_that_cannot_be_used_are_named_and_the_others_written(made, tmp_path, capsys):
+    good, images = (made / "images/cell 1.png").read_bytes(), tmp_path / "in"
+    images.mkdir()
+    for name in ("a good.png", "z good.png"):
+        (images / name).write_bytes(good)
+    for name, change in BROKEN.items():
+        (images / name).write_bytes(change(good))
+
+    found = answer(capsys, *predicting(made, images), "--out", tmp_path / "out", code=2)
+    assert main([*predicting(made, images), "--out", str(tmp_path / "out"), "--format", "overlay"]) == 2
+
+    assert (found["images"], found["failed"]) == (9, 7)
+    assert files_in(tmp_path / "out") == [
+        "a good.geojson", "a good_overlay.png", "z good.geojson", "z good_overlay.png",
+    ]  # fmt: skip
+    captured = capsys.readouterr()
+    assert "9 images, 7 failed" in captured.out
+    errors = [line for line in captured.err.splitlines() if line.startswith("error: ")]
+    assert [line.split(": ")[1] for line in errors] == [str(images / name) for name in BROKEN]
+    assert "60000 x 60000" in captured.err
+    assert "NaN" in captured.err
+
+
+def test_nothing_but_unusable_images_is_no_crash(made, tmp_path, capsys):
+    (tmp_path / "text.png").write_text("hello")
+
+    found = answer(capsys, *predicting(made, tmp_path / "text.png"), "--out", tmp_path / "out", code=2)
+
+    assert (found["images"], found["failed"], found["ceiling_share"]) == (1, 1, None)
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--batch-size", "0"], ["--batch-size 0", "1"]),
+        (["--batch-size", "-1"], ["--batch-size -1", "1"]),
+        (["--batch-size", "abc"], ["--batch-size", "abc", "whole number"]),
+        (["--tile", "0"], ["tile=0", "32"]),
+        (["--tile", "-5"], ["tile=-5", "32"]),
+        (["--tile", "20"], ["tile=20", "32"]),
+        (["--resize", "3"], ["resize=3", "32"]),
+        (["--threshold", "2"], ["threshold=2", "below 1"]),
+        (["--format", "svg"], ["svg", "geojson", "coco", "roi", "mask", "overlay"]),
+        (["--precision", "fp8"], ["fp8", "bf16"]),
+        (["--device", "tpu"], ["tpu", "cuda"]),
+        (["--model", "unet_huge"], ["unet_huge", "hrnet", "resunet_small", "resunet_advanced"]),
+        (["--model", "hrnet"], ["weights.safetensors", "stem.0.conv.weight is missing", "more"]),
+        (["--weights", "nowhere"], ["nowhere", ".safetensors", "run"]),
+        (["--weights", "plain"], ["plain", "safetensors"]),
+        (["--out", "plain"], ["plain", "cannot be written", "another directory"]),
+        (["--out", "plain/out"], ["plain/out", "cannot be written", "another directory"]),
+    ],
+)
+def test_what_cannot_be_predicted_is_named(made, tmp_path, monkeypatch, capsys, flags, words):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "plain").write_text("plain")
+
+    message = refused(capsys, *predicting(made), "--out", tmp_path / "out", *flags)
+
+    assert [word for word in words if word not in message] == []
+    assert files_in(tmp_path) == ["plain"]
+
+
+def test_places_without_images_are_named(made, tmp_path, capsys):
+    (tmp_path / "empty").mkdir()
+
+    assert "empty: no images found" in refused(capsys, *predicting(made, tmp_path / "empty"), "--out", tmp_path / "o")
+    assert "nowhere" in refused(capsys, *predicting(made, tmp_path / "nowhere"), "--out", tmp_path / "o")
+
+
+# Stopped
+
+
+def start(argv: list[str]) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "brim", *argv], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+
+
+def wait_for(process: subprocess.Popen[str], is_there: Callable[[], bool]) -> None:
+    deadline_s = time.monotonic() + 60
+    while not is_there():
+        assert process.poll() is None, f"ended before it could be disturbed: {process.communicate()}"
+        assert time.monotonic() < deadline_s
+        time.sleep(0.01)
+
+
+@pytest.fixture
+def many(made, tmp_path) -> Path:
+    """A folder that takes some seconds."""
+    for index in range(MANY):
+        (tmp_path / f"many/{index % 20:02}").mkdir(parents=True, exist_ok=True)
+        os.link(made / f"images/cell {index % 10}.png", tmp_path / f"many/{index % 20:02}/{index:04}.png")
+    return tmp_path / "many"
+
+
+def test_a_prediction_that_is_killed_leaves_whole_files(made, many, tmp_path):
+    process = start([*predicting(made, many), "--out", str(tmp_path / "out"), "--json"])
+    wait_for(process, (tmp_path / "out/00/0020.geojson").exists)
+    process.kill()
+    process.communicate(timeout=60)
+
+    written = list((tmp_path / "out").rglob("*.geojson"))
+    assert 1 < len(written) < MANY
+    assert all(json.loads(file.read_text())["type"] == "FeatureCollection" for file in written)
+
+
+def test_a_prediction_that_is_stopped_keeps_what_it_has(made, many, tmp_path):
+    process = start([*predicting(made, many), "--out", str(tmp_path / "out"), "--format", "coco", "--json"])
+    wait_for(process, (tmp_path / "out").exists)
+    time.sleep(1)
+    process.send_signal(signal.SIGINT)
+    stdout, stderr = process.communicate(timeout=60)
+
+    assert (process.returncode, stdout) == (130, "")
+    assert stderr.splitlines()[-1].startswith("stopped; ")
+    assert "Traceback" not in stderr
+    found = json.loads((tmp_path / "out/annotations.json").read_text())
+    assert stderr.splitlines()[-1].startswith(f"stopped; {len(found['images'])} result")
+    assert files_in(tmp_path / "out") == ["annotations.json"]
+
+
+def test_a_training_that_is_killed_and_stopped_goes_on_and_ends_well(made, tmp_path, capsys):
+    run = tmp_path / "run"
+    argv = [*training(made), "--out", str(run), *SHORT, "--resume", "--json"]
+    for number in (signal.SIGKILL, signal.SIGINT, signal.SIGKILL):
+        seen = (run / "train/metrics.jsonl").stat().st_size if run.exists() else 0
+        process = start([*argv, "--epochs", "100000"])
+        wait_for(process, lambda seen=seen: _size(run / "train/metrics.jsonl") > seen)
+        process.send_signal(number)
+        stdout, stderr = process.communicate(timeout=60)
+        assert "Traceback" not in stderr
+        if number == signal.SIGINT:
+            assert process.returncode == 130
+            assert set(json.loads(stdout)) == TRAIN_KEYS
+            assert "--resume" in stderr.splitlines()[-1]
+
+    ended = answer(capsys, *argv[:-1], "--epochs", "1")
+    assert ended["epochs"] >= 1
+    assert Path(ended["weights"]).is_file()
+
+
+def _size(file: Path) -> int:
+    return file.stat().st_size if file.exists() else 0
+
+
+# Training
+
+
+def test_train_prints_the_keys_of_the_contract(made, tmp_path, capsys):
+    options = [*SHORT[2:], "--epochs", "1", "--seed", "7", "--precision", "fp32"]
+    found = answer(capsys, *training(made), "--out", tmp_path / "run", *options, "--weights", made / "run")
+
+    assert set(found) == TRAIN_KEYS
+    assert (found["run"], found["weights"]) == (str(tmp_path / "run"), str(tmp_path / "run/weights.safetensors"))
+    assert found["epochs"] == 1
+    assert 0 <= found["iou"] <= found["dice"] <= 1
+
+
+def test_a_finished_run_may_be_resumed_with_more_epochs_and_no_other_way(made, tmp_path, capsys):
+    run = Path(shutil.copytree(made / "run", tmp_path / "run"))
+
+    assert "--resume" in refused(capsys, *training(made), "--out", run, *SHORT)
+    changed = refused(capsys, *training(made), "--out", run, *SHORT, "--resume", "--seed", "5")
+    assert "seed was 0 and is 5" in changed
+    assert answer(capsys, *training(made), "--out", run, *SHORT, "--resume", "--epochs", "9")["epochs"] == 9
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--epochs", "0"], ["--epochs 0", "1"]),
+        (["--batch-size", "0"], ["--batch-size 0", "1"]),
+        (["--size", "10"], ["size=10", "32"]),
+        (["--learning-rate", "nan"], ["learning_rate=nan"]),
+        (["--precision", "fp8"], ["fp8", "bf16"]),
+        (["--model", "unet_huge"], ["unet_huge", "hrnet"]),
+        (["--images", "plain"], ["plain is not a directory"]),
+        (["--masks", "nowhere"], ["nowhere is not a directory"]),
+        (["--images", "empty"], ["empty holds no images"]),
+        (["--masks", "empty"], ["empty holds no masks"]),
+        (["--weights", "nowhere"], ["nowhere"]),
+        (["--out", "plain"], ["plain is a file"]),
+        (["--out", "plain/run"], ["plain/run", "cannot write"]),
+    ],
+)
+def test_what_cannot_be_trained_is_named_and_nothing_is_written(made, tmp_path, monkeypatch, capsys, flags, words):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "plain").write_text("")
+    (tmp_path / "empty").mkdir()
+
+    message = refused(capsys, *training(made), "--out", tmp_path / "run", *SHORT, *flags)
+
+    assert [word for word in words if word not in message] == []
+    assert files_in(tmp_path) == ["plain"]
+
+
+def test_a_mask_that_is_missing_or_of_another_size_is_named(made, tmp_path, capsys):
+    masks = Path(shutil.copytree(made / "masks", tmp_path / "masks"))
+    argv = [*training(made), "--masks", masks, "--out", tmp_path / "run", *SHORT]
+
+    cv2.imwrite(str(masks / "cell 3.png"), np.zeros((64, 50), np.uint8))
+    message = refused(capsys, *argv)
+    assert [word for word in ("cell 3.png", "64×64", "50×64") if word not in message] == []
+    (masks / "cell 3.png").unlink()
+    assert "cell 3.png has no mask" in refused(capsys, *argv)
+
+
+# Help
+
+
+@pytest.mark.parametrize("command", ["tune", "predict", "train"])
+def test_help_has_an_example(capsys, command):
+    assert main(["segment", command, "--help"]) == 0
+
+    assert f"Example: brim segment {command}" in capsys.readouterr().out
+
+
+def test_help_imports_no_torch():
+    code = "import sys, brim.cli; brim.cli.main(['segment', 'predict', '--help']); sys.exit('torch' in sys.modules)"
+
+    assert subprocess.run([sys.executable, "-c", code], stdout=subprocess.DEVNULL).returncode == 0
