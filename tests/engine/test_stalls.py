@@ -3,7 +3,7 @@ import time
 import pytest
 import torch
 
-from brim.engine.stalls import CAUSES, RunClock, Times, diagnose, split_wait, time_step
+from brim.engine.stalls import CAUSES, RunClock, StepTimes, Times, diagnose, mean_times, split_wait, time_step
 
 NONE = dict.fromkeys(CAUSES, 0.0)
 
@@ -85,3 +85,14 @@ def test_a_step_is_timed_by_its_median() -> None:
     found = time_step(lambda: time.sleep(0.01), torch.device("cpu"), captured=False, budget_s=0.05)
     assert found.step_s == pytest.approx(0.01, rel=0.5)
     assert found.device_s is None
+
+
+def test_steps_on_several_shapes_count_as_often_as_they_came():
+    short, long = StepTimes(step_s=0.1, items=8.0), StepTimes(step_s=0.4, items=2.0, syncs=("a.py:3",))
+
+    found = mean_times([(short, 3), (long, 1)])
+
+    assert found.step_s == pytest.approx((3 * 0.1 + 0.4) / 4)
+    assert found.items == pytest.approx((3 * 8 + 2) / 4)
+    assert found.device_s is None
+    assert found.syncs == ("a.py:3",)

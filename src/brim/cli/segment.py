@@ -61,6 +61,7 @@ def tune(
         raise ConfigError(f"--weights {weights} fit one network, --models names {len(names)}; tune one at a time")
     with Stop() as stop:  # an import must not be left halfway
         from brim.engine.device import resolve_device
+        from brim.segmentation.batch_sizes import device_key
         from brim.segmentation.tune import tune as run_tune
         from brim.segmentation.tune_plot import check_plot
         from brim.segmentation.tune_plot import plot as draw
@@ -79,7 +80,7 @@ def tune(
         say(f"stopped; models tuned before are in {out}")
         raise typer.Exit(128 + signal.SIGINT) from None
     if plot is not None:
-        draw(plot, found, device=str(where))
+        draw(plot, found, device=device_key(where))
     if as_json:
         print_json({name: {**asdict(tuned.entry), "trials": tuned.trials} for name, tuned in found.items()})
         return

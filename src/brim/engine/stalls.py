@@ -8,7 +8,7 @@ import statistics
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -221,6 +221,23 @@ class StepTimes:
     step_s: float | None  # None: not measured
     device_s: float | None = None  # None on a CPU
     syncs: tuple[str, ...] = ()
+    items: float = 0.0  # of the batch
+
+
+def mean_times(timed: Sequence[tuple[StepTimes, int]]) -> StepTimes:
+    """Several steps as one, each as often as its count says; all were measured on one device."""
+    total = sum(count for _, count in timed)
+
+    def mean(values: Iterable[float]) -> float:
+        return sum(value * count for value, (_, count) in zip(values, timed, strict=True)) / total
+
+    on_gpu = all(times.device_s is not None for times, _ in timed)
+    return StepTimes(
+        step_s=mean(times.step_s or 0.0 for times, _ in timed),
+        device_s=mean(times.device_s or 0.0 for times, _ in timed) if on_gpu else None,
+        syncs=tuple(dict.fromkeys(sync for times, _ in timed for sync in times.syncs)),
+        items=mean(times.items for times, _ in timed),
+    )
 
 
 def time_step(step: Callable[[], object], device: torch.device, *, captured: bool, budget_s: float = 0.3) -> StepTimes:

@@ -100,12 +100,12 @@ class Stepper:
         """Whether a batch of this shape should be prepared for: the first, and others when they come back."""
         if self._first is None:
             return self._compile or self.device.type == "cuda"
-        shape, room = _shape_of(batch), len(self._graphs) < self.config.max_graphs
+        shape, room = shape_of(batch), len(self._graphs) < self.config.max_graphs
         return self._capture and shape in self._seen and shape not in self._graphs and room
 
     def prepare(self, batch: Batch) -> None:
         """Warm up, compile or capture for batches of this shape; nothing of it shows in the training."""
-        shape = _shape_of(batch)
+        shape = shape_of(batch)
         kept = Snapshot(self)
         try:
             if self._first is None:
@@ -123,7 +123,7 @@ class Stepper:
 
     def step(self, batch: Batch, number: int, learning_rate: float) -> Tensor:
         """Train on a batch; returns its loss, () float32, on the device until the next step."""
-        shape = _shape_of(batch)
+        shape = shape_of(batch)
         graph = self._graphs.get(shape)
         self._lr.fill_(learning_rate)
         self.seed(number)
@@ -140,6 +140,11 @@ class Stepper:
             if batch_items(graph.inputs) == num_items:
                 return graph.inputs
         return None
+
+    def inputs_like(self, batch: Batch) -> Batch | None:
+        """The inputs of the graph for batches of this shape."""
+        graph = self._graphs.get(shape_of(batch))
+        return None if graph is None else graph.inputs
 
     def seed(self, number: int) -> None:
         """Set torch's own random streams to those of a step: dropout then needs no saved state to resume."""
@@ -166,7 +171,7 @@ class Stepper:
 
     def _loss_for(self, batch: Batch) -> LossFn:
         # other shapes run as they are: each would be compiled anew
-        return self._compiled if self._compile and _shape_of(batch) == self._first else self._loss_fn
+        return self._compiled if self._compile and shape_of(batch) == self._first else self._loss_fn
 
     def _fitting(self, batch: Batch, loss_fn: LossFn) -> Tensor | None:
         try:
@@ -336,7 +341,8 @@ def _parts(batch: Batch, num_items: int, size: int) -> Iterator[tuple[Batch, int
         yield {name: tensor[start:stop] for name, tensor in batch.items()}, stop - start
 
 
-def _shape_of(batch: Batch) -> tuple[Any, ...]:
+def shape_of(batch: Batch) -> tuple[Any, ...]:
+    """What two batches share that one captured graph serves."""
     return tuple((name, tensor.shape, tensor.dtype) for name, tensor in batch.items())
 
 

@@ -84,7 +84,8 @@ def make_report(
     out: Path,
     stopped: bool,
     stepper: Stepper,
-    source: object,
+    num_items: int,
+    tier: str,
     state: RunState,
     static: StepTimes | None,
     peak_bytes: int,
@@ -93,7 +94,6 @@ def make_report(
     """The report of a run that has ended."""
     clock, times = state.clock, _times(stepper, state, static)
     rate = clock.samples / times.seconds if times.seconds > 0 else 0.0
-    num_items, batch_size = (int(getattr(source, name)) for name in ("num_items", "batch_size"))
     busy_s = clock.step_s if times.device_s is None else times.device_s * clock.steps
     energy_j = power["energy_j"] if power is not None else None
     num_here = clock.samples - clock.samples_before
@@ -105,8 +105,8 @@ def make_report(
         steps=state.step,
         samples_per_s=rate,
         epoch_seconds=num_items / rate if rate > 0 else 0.0,
-        tier=str(getattr(source, "tier", "custom")),
-        ceiling_share=None if times.step_s is None else rate * times.step_s / min(batch_size, num_items),
+        tier=tier,
+        ceiling_share=None if static is None or times.step_s is None else rate * times.step_s / static.items,
         busy_share=min(1.0, busy_s / times.seconds) if times.seconds > 0 else 0.0,
         waiting=dict(times.waiting),
         best_val_loss=None if state.best is None else state.best["val_loss"],

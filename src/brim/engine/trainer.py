@@ -13,8 +13,9 @@ Between log points nothing waits for the device: losses stay there in a window t
 import logging
 import math
 import time
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Hashable, Iterator, Mapping
 from contextlib import ExitStack, closing
+from dataclasses import replace
 from inspect import signature
 from pathlib import Path
 from typing import NoReturn, Protocol
@@ -28,8 +29,8 @@ from brim.engine.losses import all_finite, likely_cause
 from brim.engine.memory import PeakMemory
 from brim.engine.meter import GpuSampler
 from brim.engine.run_state import RunState
-from brim.engine.stalls import StepTimes, time_step
-from brim.engine.step import Batch, LossFn, Snapshot, Stepper, Transform, batch_items
+from brim.engine.stalls import StepTimes, mean_times, time_step
+from brim.engine.step import Batch, LossFn, Snapshot, Stepper, Transform, batch_items, shape_of
 from brim.engine.train_config import TrainConfig, learning_rate_at
 from brim.engine.train_report import RunLog, TrainProgress, TrainReport, make_report, summary_line
 from brim.errors import ConfigError, DatasetError, TrainingDiverged
@@ -39,6 +40,8 @@ __all__ = ["BatchSource", "TrainConfig", "TrainProgress", "TrainReport", "summar
 log = logging.getLogger("brim")
 
 Evaluate = Callable[[nn.Module], Mapping[str, float]]
+CEILING_S = 0.3  # of measuring the step on fixed batches, all told
+RARE = 0.05  # of the steps: shapes that came less often are left out of that
 PROGRESS_S = 0.5  # half of what is promised: a step may take as long again
 
 
@@ -104,8 +107,11 @@ def train(
         ):
             run = _Run(stepper, source, state, logs, evaluate, progress)
             run.execute(stop)
-        static = run.time_fixed_batch()
-        return make_report(Path(out), run.stopped, stepper, source, state, static, peak.bytes, power.summary())
+        static = run.time_fixed_batches()
+        tier = str(getattr(source, "tier", "custom"))
+        return make_report(
+            Path(out), run.stopped, stepper, source.num_items, tier, state, static, peak.bytes, power.summary()
+        )
 
 
 class _Run:
@@ -123,7 +129,7 @@ class _Run:
         self.stepper, self.source, self.state, self.logs = stepper, source, state, logs
         self.config, self.device, self.module = stepper.config, stepper.device, stepper.module
         self.evaluate, self.progress = evaluate, progress
-        self.full_batch: Batch | None = None  # the latest
+        self.kinds: dict[Hashable, tuple[Batch, int]] = {}  # by shape: the latest batch and how many there were
         self.last_loss: float | None = None
         self.logged = (state.clock.seconds, state.clock.samples)  # at the last log point
         self.told_at = time.perf_counter()
@@ -180,9 +186,8 @@ class _Run:
         return batch
 
     def _step(self, batch: Batch) -> None:
-        num_items = batch_items(batch)
-        if num_items == min(self.source.batch_size, self.source.num_items):
-            self.full_batch = batch
+        num_items, shape = batch_items(batch), shape_of(batch)
+        self.kinds[shape] = batch, self.kinds.get(shape, (batch, 0))[1] + 1
         if self.stepper.needs_preparation(batch):
             self.state.clock.pause()
             self.stepper.prepare(batch)
@@ -288,21 +293,31 @@ class _Run:
         with self.state.clock.losing("checkpoint"):
             self.state.save(self.logs.size_bytes)
 
-    def time_fixed_batch(self) -> StepTimes | None:
-        """Time the step on one batch over and over, then undo what the steps did."""
-        batch = self.full_batch
-        if batch is None or self.stopped or not self.config.measure_ceiling:
+    def time_fixed_batches(self) -> StepTimes | None:
+        """Time the step on fixed batches over and over, then undo what the steps did.
+
+        Of every shape that is not rare one batch; the times are their mean, as often as the shapes came.
+        """
+        if self.stopped or not self.kinds or not self.config.measure_ceiling:
             return None
         kept, micro = Snapshot(self.stepper), self.stepper.micro
-        fixed = self.stepper.inputs(batch_items(batch)) or {name: tensor.clone() for name, tensor in batch.items()}
+        least = RARE * sum(count for _, count in self.kinds.values())
+        common = [(batch, count) for batch, count in self.kinds.values() if count >= least]
+        self.module.train()
+        try:
+            timed = [(self._time(batch, CEILING_S / len(common)), count) for batch, count in common]
+        finally:
+            kept.restore()
+            self.stepper.micro = micro
+        return mean_times(timed)
+
+    def _time(self, batch: Batch, budget_s: float) -> StepTimes:
+        inputs = self.stepper.inputs_like(batch)
+        fixed = inputs or {name: tensor.clone() for name, tensor in batch.items()}
         loss = torch.zeros(1, device=self.device)
 
         def step() -> None:
             loss[0].copy_(self.stepper.step(fixed, 0, self.config.learning_rate))  # kept, as in the loop
 
-        self.module.train()
-        try:
-            return time_step(step, self.device, captured=self.stepper.kind == "graph")
-        finally:
-            kept.restore()
-            self.stepper.micro = micro
+        times = time_step(step, self.device, captured=inputs is not None, budget_s=max(0.05, budget_s))
+        return replace(times, items=batch_items(batch))
