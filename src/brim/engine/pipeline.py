@@ -244,12 +244,19 @@ class _Channel:
         self._stopped = False
         # entered as a plain lock: a signal between acquire and body cannot leave it locked
         self._lock = threading.Lock()
-        self._changed = threading.Condition(self._lock)
+        self._filled = threading.Condition(self._lock)
+        # One condition per index that waits: with sixteen workers, waking all of them for every item takes 0.2 ms.
+        self._rooms: dict[int, threading.Condition] = {}
 
     def wait_for_room(self, index: int) -> None:
         """Return when put would not wait; room once there stays."""
         with self._lock:
-            self._changed.wait_for(lambda: self._refuses(index) or index < self._next + self._depth)
+            if not self._admits(index):
+                self._rooms[index] = threading.Condition(self._lock)
+                try:
+                    self._rooms[index].wait_for(lambda: self._admits(index))
+                finally:
+                    del self._rooms[index]
             if self._refuses(index):
                 raise _Stopped
 
@@ -259,17 +266,18 @@ class _Channel:
             if self._refuses(index):
                 raise _Stopped
             self._slots[index] = item
-            self._changed.notify_all()
+            if index == self._next:
+                self._filled.notify()
 
     def get(self, timeout_s: float | None = None) -> tuple[int, Any] | _End | None:
         """Return the next item, the end again and again once reached, or None after the timeout."""
         with self._lock:
             if not self._ready():
-                self._changed.wait_for(self._ready, timeout_s)
+                self._filled.wait_for(self._ready, timeout_s)
             index = self._next
             if index in self._slots:
                 self._next += 1
-                self._changed.notify_all()
+                self._wake_next()
                 return index, self._slots.pop(index)
             if self._end is not None and index >= self._end.index:
                 return self._end
@@ -283,7 +291,7 @@ class _Channel:
             if self._end is None or end.index < self._end.index:
                 self._end = end
                 self._slots = {index: item for index, item in self._slots.items() if index < end.index}
-                self._changed.notify_all()
+                self._wake_all()
 
     def close_now(self, failure: BaseException) -> None:
         """End the run before the next item."""
@@ -296,8 +304,26 @@ class _Channel:
             if self._end is not None and self._end.failure is not None:
                 self._end = None
             self._stopped = True
-            self._changed.notify_all()
+            self._wake_all()
         dropped.clear()  # after the lock: items may have finalisers
+
+    def _wake_next(self) -> None:
+        """After an item was taken: whoever has the index that there is room for now, and whoever takes the next."""
+        room = self._rooms.get(self._next + self._depth - 1)
+        if room is not None:
+            room.notify()
+        if self._next in self._slots:
+            self._filled.notify()
+        elif self._ready():  # at the end, which is for everybody
+            self._filled.notify_all()
+
+    def _wake_all(self) -> None:
+        for room in self._rooms.values():
+            room.notify()
+        self._filled.notify_all()
+
+    def _admits(self, index: int) -> bool:
+        return self._refuses(index) or index < self._next + self._depth
 
     def _refuses(self, index: int) -> bool:
         return self._stopped or (self._end is not None and index >= self._end.index)
