@@ -381,3 +381,19 @@ def test_memory_is_fitted_with_a_base():
         book.add(Trial(batch=size, seconds=0.01, peak_bytes=100 + 7 * size))
     assert book.predict_bytes(8) == pytest.approx(156)
     assert book.largest_within(800.5) == 100
+
+
+def test_a_size_that_only_the_proof_had_time_for_can_be_the_optimum():
+    now = [0.0]
+
+    def probe(batch: int) -> Trial:
+        now[0] += 2.0
+        return Trial(batch=batch, seconds=0.004, steps=10)
+
+    def prove(batch: int, steps: int) -> Trial:
+        now[0] += 0.01
+        return Trial(batch=batch, seconds=0.004, steps=steps)
+
+    found = sweep(probe, SweepConfig(limit=8, seconds=3), prove=prove, clock=lambda: now[0])
+
+    assert found.batch == found.max_safe == 8

@@ -25,6 +25,7 @@ Prove = Callable[[int, int], Trial]  # batch, steps → that many steps at least
 SHARE = 0.06  # of what measuring every size up to twice the optimum in full would take; a tenth is promised
 LEAST_PROBES = 20  # below that a knee at a few items could not be told from noise
 PROOF_SHARE = 0.25  # of the seconds kept for the proof of the largest batch
+PROBE_STEPS = 5  # of one probe, its warm-up included, where each takes long
 AIM = 0.97  # of the allowed memory: the first guess at the largest batch should not overshoot
 LEAP = 8  # times the largest size that ran: as far as one proof goes
 WORTH = 0.03  # a larger safe batch than this is worth another try
@@ -105,6 +106,7 @@ def sweep(
     searched_s = search.elapsed_s()
     chosen = search.choose()
     max_safe = search.prove_largest(chosen)
+    chosen = min(search.choose(), max_safe)  # proofs are measurements too: of sizes there was no time for before
     book, seconds = search.book, search.elapsed_s()
     return Sweep(
         batch=chosen,
@@ -201,8 +203,11 @@ class _Search:
         return True
 
     def _expected_cost_s(self, batch: int) -> float:
-        below = max((size for size in self.costs_s if size <= batch), default=None)
-        return 0.0 if below is None else self.costs_s[below] * batch / below
+        below = max((size for size in self.costs_s if size <= batch and self.book.ran(size)), default=None)
+        if below is None:
+            return 0.0
+        # a probe of short steps takes as long as it was given, one of long steps as long as the fewest of them
+        return max(self.costs_s[below], PROBE_STEPS * self.book.merged(below).seconds * batch / below)
 
     def _skip(self, reason: str) -> None:
         if reason not in self.skipped:
