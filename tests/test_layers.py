@@ -34,7 +34,7 @@ HOMES = {  # where else than in COMPUTE's layers a package may be imported, by p
     "triton": ("rf/cuda.py", "rf/kernels.py", "segmentation/kernels.py", "doctor.py"),
     "cv2": ("segmentation/",),
     "PIL": ("segmentation/",),
-    "matplotlib": ("segmentation/tune_plot.py",),
+    "matplotlib": ("segmentation/tune_plot.py", "sequences/ablate_plot.py"),
     "pynvml": ("engine/meter.py", "doctor.py"),
     "pyarrow": ("rf/export.py", "engine/sql.py"),
     "h5py": ("rf/export.py",),
@@ -146,7 +146,7 @@ def _is_at_home(package: str, file: str) -> bool:
         return file.startswith(HOMES[package])
     if package == "a name known when it runs":
         return file == "rf/export.py"
-    return package in COMPUTE or layer_of_file(file) not in ("engine", "rf", "segmentation")
+    return package in COMPUTE or layer_of_file(file) not in ("engine", "rf", "segmentation", "sequences")
 
 
 # The package

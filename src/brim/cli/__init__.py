@@ -16,6 +16,7 @@ from brim.cli.locate import end_training, print_evaluated, print_trained, run_ev
 from brim.cli.options import Json, check_positive, whole
 from brim.cli.rf import end_stopped, print_made, rf, run_generate
 from brim.cli.segment import segment
+from brim.cli.sequence import sequence
 from brim.cli.terminal import Stop, logs, print_json, quote, say, show, this_command
 from brim.errors import BrimError
 
@@ -65,6 +66,7 @@ app = typer.Typer(
 )
 app.add_typer(rf, name="rf", help="Radio: synthetic transmitter-localisation data by the batch.")
 app.add_typer(segment, name="segment", help="Segmentation: the right batch size, images to polygons, training.")
+app.add_typer(sequence, name="sequence", help="Sequences: pack, train with or without labels, what is worth what.")
 
 
 def _show_version(asked: bool) -> None:

@@ -122,7 +122,7 @@ def _matched(table: Tensor) -> float:
     columns = best_matching(table)
     used = columns >= 0
     right = table[used.nonzero().flatten(), columns[used]].sum()
-    return float(right / table.sum())
+    return float(right.double() / table.sum())
 
 
 def _assign(cost: "np.ndarray[tuple[int, ...], np.dtype[np.float64]]") -> "np.ndarray[tuple[int], np.dtype[np.int64]]":

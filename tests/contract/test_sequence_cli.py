@@ -1,0 +1,346 @@
+"""Packing, training and scoring sequences as others build on them: JSON, exit codes, what a refused command leaves."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from brim.cli import main
+from brim.errors import BrimError
+from brim.sequences.ablate import Ablation, AblationStep
+from brim.sequences.synthetic import make_sequences
+
+torch.set_num_threads(1)  # small batches: a second thread only competes
+
+TRAIN_KEYS = [
+    "run", "mode", "samples_per_s", "padding_share", "tier", "ceiling_share", "busy_share", "scores", "peak_bytes",
+]  # fmt: skip
+EVALUATE_KEYS = ["items", "accuracy", "ari", "nmi", "matched_accuracy"]
+ABLATE_KEYS = ["name", "samples_per_s", "busy_share", "ceiling_share", "peak_bytes"]
+SHORT = ["--classifier-epochs", "1", "--encoder-epochs", "1", "--iterations", "1", "--device", "cpu"]
+EVERY = [*SHORT, "--batch-size", "16", "--tier", "ram", "--precision", "fp32", "--num-workers", "2",
+         "--prefetch-factor", "3", "--seed", "4"]  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def _small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A small network, which is not the command's business, and a short look at the ceiling."""
+    from brim.engine import trainer
+    from brim.sequences import model
+
+    slow = trainer.time_step
+    monkeypatch.setattr(trainer, "time_step", lambda *a, **k: slow(*a, **{**k, "budget_s": 0.01}))
+    small = {"channels": 16, "hidden": 8, "attention": 8, "embedding": 16}
+    defaults = model.SequenceConfig.__init__.__kwdefaults__
+    for name, value in small.items():
+        monkeypatch.setitem(defaults, name, value)
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of sequences and its corpus."""
+    path = tmp_path_factory.mktemp("made")
+    make_sequences(path / "npy", 40, dim=6, classes=2, mean_length=10)
+    assert main(["sequence", "pack", str(path / "npy"), "--out", str(path / "corpus")]) == 0
+    return path
+
+
+def answer(capsys: pytest.CaptureFixture[str], *argv: str | Path, code: int = 0) -> dict:
+    """The JSON of a command, the only thing on its standard output."""
+    capsys.readouterr()
+    assert main([*map(str, argv), "--json"]) == code
+    out = capsys.readouterr().out
+    assert out.count("\n") == 1
+    return json.loads(out)
+
+
+def refused(capsys: pytest.CaptureFixture[str], *argv: str | Path) -> str:
+    """The message of a command that must fail with 2 and say one thing."""
+    capsys.readouterr()
+    assert main([*map(str, argv)]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith("error: ")
+    assert len([line for line in captured.err.splitlines() if not line.startswith("run ")]) == 1
+    return captured.err
+
+
+# What works
+
+
+def test_pack_says_what_it_packed(made, tmp_path, capsys):
+    found = answer(capsys, "sequence", "pack", made / "npy", "--out", tmp_path / "corpus", "--dtype", "float32")
+
+    assert found["complete"]
+    assert (found["items"], found["dim"], found["dtype"], found["labelled"]) == (40, 6, "float32", 40)
+    assert found["classes"] == ["class_0", "class_1"]
+
+
+def test_train_evaluate_and_embed_supervised(made, tmp_path, capsys):
+    run = tmp_path / "run"
+
+    trained = answer(capsys, "sequence", "train", made / "corpus", "--out", run, "--mode", "supervised", *EVERY)
+    scored = answer(capsys, "sequence", "evaluate", run, made / "corpus", "--device", "cpu")
+    embedded = answer(capsys, "sequence", "embed", run, made / "corpus", "--out", tmp_path / "e.safetensors")
+
+    assert list(trained) == TRAIN_KEYS
+    assert (trained["run"], trained["mode"], trained["tier"]) == (str(run), "supervised", "ram")
+    assert list(trained["scores"]) == ["accuracy"]
+    assert trained["samples_per_s"] > 0
+    assert trained["peak_bytes"] > 0
+    assert list(scored) == EVALUATE_KEYS
+    assert scored == {"items": 8, **trained["scores"], "ari": None, "nmi": None, "matched_accuracy": None}
+    assert embedded["items"] == len(load_file(tmp_path / "e.safetensors")["embedding"]) == 40
+    assert json.loads((run / "run.json").read_text())["training"]["seed"] == 4
+
+
+def test_self_mode_is_the_default_and_scores_clusters(made, tmp_path, capsys):
+    trained = answer(capsys, "sequence", "train", made / "corpus", "--out", tmp_path / "run", *SHORT)
+    scored = answer(capsys, "sequence", "evaluate", tmp_path / "run", made / "corpus")
+
+    assert list(trained) == TRAIN_KEYS
+    assert trained["mode"] == "self"
+    assert set(trained["scores"]) == {"ari", "nmi", "matched_accuracy", "probe_accuracy"}
+    assert scored["accuracy"] is None
+    assert scored["matched_accuracy"] == trained["scores"]["matched_accuracy"]
+
+
+def test_the_defaults_are_those_of_the_contract(made, tmp_path, capsys, monkeypatch):
+    def train(*args: object, **options: object) -> None:
+        seen.append(args[2])
+        raise BrimError("enough")
+
+    seen: list = []
+    monkeypatch.setattr(sys.modules["brim.sequences.train"], "train", train)
+
+    assert "enough" in refused(capsys, "sequence", "train", made / "corpus", "--out", tmp_path / "run")
+
+    config = seen[0]
+    assert (config.mode, config.iterations, config.encoder_epochs, config.classifier_epochs) == ("self", 3, 15, 15)
+    assert (config.batch_size, config.tier, config.precision) == (64, "auto", "auto")
+    assert (config.num_workers, config.prefetch_factor, config.seed) == (8, 6, 0)
+
+
+def test_a_person_is_told_scores_and_the_next_step(made, tmp_path, capsys):
+    run = tmp_path / "run"
+
+    assert main(["sequence", "train", str(made / "corpus"), "--out", str(run), "--mode", "supervised", *SHORT]) == 0
+    trained = capsys.readouterr().out
+    assert main(["sequence", "evaluate", str(run), str(made / "corpus")]) == 0
+    scored = capsys.readouterr().out
+
+    assert f"brim sequence evaluate {run} {made / 'corpus'}" in trained
+    assert "held out: accuracy" in trained
+    assert scored.splitlines()[0].split() == ["items", "8"]
+    assert "ari" not in scored
+
+
+def test_a_corpus_without_labels_has_null_scores(tmp_path, capsys):
+    make_sequences(tmp_path / "npy", 24, dim=4, classes=1, mean_length=6)
+    main(["sequence", "pack", str(tmp_path / "npy"), "--out", str(tmp_path / "corpus")])
+
+    trained = answer(capsys, "sequence", "train", tmp_path / "corpus", "--out", tmp_path / "run", *SHORT)
+
+    assert trained["scores"] is None
+
+
+def test_ablate_prints_the_steps(made, tmp_path, capsys, monkeypatch):
+    pytest.importorskip("matplotlib")
+    values = {"samples_per_s": 10.0, "busy_share": 0.5, "ceiling_share": 0.4, "peak_bytes": 7}
+    steps = tuple(AblationStep(name=name, verdict="start", **values) for name in ("first configuration", "batch 64"))
+    made_up = Ablation(steps=steps, device="cpu", notes=())
+    asked = {}
+
+    def measure(corpus: Path, **options: object) -> Ablation:
+        asked.update(options, corpus=corpus)
+        return made_up
+
+    monkeypatch.setattr(sys.modules["brim.sequences.ablate"], "ablate", measure)
+
+    found = answer(capsys, "sequence", "ablate", made / "corpus", "--steps", "3", "--plot", tmp_path / "a.png")
+
+    assert [list(step) for step in found["steps"]] == [ABLATE_KEYS, ABLATE_KEYS]
+    assert (asked["steps"], asked["corpus"]) == (3, made / "corpus")
+    assert (tmp_path / "a.png").read_bytes()[:4] == b"\x89PNG"
+
+
+# Bad input: exit 2, one line, nothing half-written
+
+
+def save(file: str, values: object, **options: object) -> Callable[[Path], None]:
+    return lambda folder: np.save(folder / file, values, **options)
+
+
+def truncate(folder: Path) -> None:
+    file = folder / "class_0/000000.npy"
+    file.write_bytes(file.read_bytes()[:-9])
+
+
+def labels(text: str) -> Callable[[Path], None]:
+    return lambda folder: (folder / "labels.csv").write_text(f"file,label\n{text}\n") and None
+
+
+BAD = {
+    "objects": (save("class_0/x.npy", np.array([[1, "a"]], dtype=object), allow_pickle=True), "Python objects"),
+    "rank": (save("class_0/x.npy", np.zeros(5, np.float32)), "has shape"),
+    "features": (save("class_0/x.npy", np.zeros((5, 7), np.float32)), "has 7 features"),
+    "empty": (save("class_0/x.npy", np.zeros((0, 6), np.float32)), "at least one frame"),
+    "nan": (save("class_0/x.npy", np.full((5, 6), np.nan, np.float32)), "holds nan"),
+    "inf": (save("class_0/x.npy", np.full((5, 6), np.inf, np.float32)), "holds inf"),
+    "truncated": (truncate, "is truncated"),
+    "twice": (labels("class_0/000000.npy,a\nclass_0/000000.npy,b"), "named twice"),
+    "unknown": (labels("class_9/000000.npy,a"), "not among the"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_a_folder_that_cannot_be_packed_is_refused(tmp_path, capsys, case):
+    spoil, expected = BAD[case]
+    make_sequences(tmp_path / "npy", 6, dim=6, classes=2, mean_length=6)
+    spoil(tmp_path / "npy")
+
+    packing = refused(capsys, "sequence", "pack", tmp_path / "npy", "--out", tmp_path / "out/corpus")
+    training = refused(capsys, "sequence", "train", tmp_path / "npy", "--out", tmp_path / "run", "--device", "cpu",
+                       "--clusters", "2")  # fmt: skip
+
+    assert expected in packing
+    assert training
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["npy"]
+
+
+def test_bad_files_are_listed_and_left_out_when_asked(tmp_path, capsys):
+    make_sequences(tmp_path / "npy", 6, dim=6, classes=2, mean_length=6)
+    np.save(tmp_path / "npy/class_0/x.npy", np.zeros((5, 7), np.float32))
+
+    assert main(["sequence", "pack", str(tmp_path / "npy"), "--out", str(tmp_path / "corpus"), "--skip-bad"]) == 0
+
+    captured = capsys.readouterr()
+    assert "skipped: class_0/x.npy has 7 features" in captured.err
+    assert "6 sequences" in captured.out
+
+
+def test_supervised_training_without_labels_is_refused(tmp_path, capsys):
+    make_sequences(tmp_path / "npy", 6, dim=6, classes=1, mean_length=6)
+    main(["sequence", "pack", str(tmp_path / "npy"), "--out", str(tmp_path / "corpus")])
+
+    message = refused(
+        capsys, "sequence", "train", tmp_path / "corpus", "--out", tmp_path / "run", "--mode", "supervised"
+    )
+
+    assert "has no labels" in message
+    assert not (tmp_path / "run").exists()
+
+
+def test_more_clusters_than_items_are_refused(made, tmp_path, capsys):
+    message = refused(capsys, "sequence", "train", made / "corpus", "--out", tmp_path / "run", "--clusters", "33")
+
+    assert "clusters=33 of 32 sequences" in message
+    assert not (tmp_path / "run").exists()
+
+
+def test_fewer_items_than_the_usual_clusters_are_refused_without_labels(tmp_path, capsys):
+    make_sequences(tmp_path / "npy", 6, dim=6, classes=1, mean_length=6)
+    main(["sequence", "pack", str(tmp_path / "npy"), "--out", str(tmp_path / "corpus")])
+
+    assert "clusters=10 of 6 sequences" in refused(
+        capsys, "sequence", "train", tmp_path / "corpus", "--out", tmp_path / "run"
+    )
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("part", ["shards/000000.safetensors", "items.json", "manifest.json"])
+def test_a_corpus_altered_after_packing_is_refused_by_every_command(made, tmp_path, capsys, part):
+    main(["sequence", "pack", str(made / "npy"), "--out", str(tmp_path / "corpus")])
+    run = tmp_path / "run"
+    main(["sequence", "train", str(tmp_path / "corpus"), "--out", str(run), "--mode", "supervised", *SHORT])
+    file = tmp_path / "corpus" / part
+    content = bytearray(file.read_bytes())
+    content[-40] ^= 1
+    file.write_bytes(content)
+
+    corpus, new = tmp_path / "corpus", tmp_path / "new"
+    for argv in (
+        ["train", corpus, "--out", new],
+        ["evaluate", run, corpus],
+        ["embed", run, corpus, "--out", tmp_path / "e.safetensors"],
+    ):
+        assert str(corpus) in refused(capsys, "sequence", *argv)
+
+    assert not new.exists()
+    assert not (tmp_path / "e.safetensors").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        (["--mode", "semi"], "--mode semi is unknown"),
+        (["--tier", "vrm"], "did you mean vram?"),
+        (["--precision", "fp8"], "--precision fp8"),
+        (["--batch-size", "0"], "--batch-size 0"),
+        (["--iterations", "x"], "'x' is not a whole number"),
+        (["--seed", "-1"], "seed=-1"),
+        (["--num-workers", "-1"], "num_workers=-1"),
+        (["--device", "tpu"], "tpu"),
+    ],
+)
+def test_a_wrong_option_is_named(made, tmp_path, capsys, options, expected):
+    message = refused(capsys, "sequence", "train", made / "corpus", "--out", tmp_path / "run", *options)
+
+    assert expected in message
+    assert not (tmp_path / "run").exists()
+
+
+def test_what_is_not_there_is_refused(made, tmp_path, capsys):
+    for argv in (
+        ["pack", tmp_path / "no", "--out", tmp_path / "corpus"],
+        ["train", tmp_path / "no", "--out", tmp_path / "run"],
+        ["evaluate", tmp_path / "no", made / "corpus"],
+        ["embed", tmp_path / "no", made / "corpus", "--out", tmp_path / "e.safetensors"],
+        ["ablate", tmp_path / "no"],
+    ):
+        assert str(tmp_path / "no") in refused(capsys, "sequence", *argv)
+
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_run_is_continued_only_when_asked(made, tmp_path, capsys):
+    argv = ["sequence", "train", made / "corpus", "--out", tmp_path / "run", "--mode", "supervised", *SHORT]
+    first = answer(capsys, *argv)
+
+    assert "add --resume" in refused(capsys, *argv)
+    assert answer(capsys, *argv, "--resume") == first
+
+
+# Ctrl-C
+
+
+def test_ctrl_c_ends_at_the_next_batch_and_resume_goes_on(made, tmp_path, capsys):
+    out = tmp_path / "run"
+    argv = ["sequence", "train", str(made / "corpus"), "--out", str(out), "--mode", "supervised", "--device", "cpu",
+            "--classifier-epochs", "100000", "--json"]  # fmt: skip
+    child = subprocess.Popen(
+        [sys.executable, "-m", "brim", *argv], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    deadline = time.monotonic() + 60
+    while not (out / "supervised/metrics.jsonl").exists() or not (out / "supervised/metrics.jsonl").stat().st_size:
+        assert child.poll() is None, child.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    child.send_signal(signal.SIGINT)
+    stdout, stderr = child.communicate(timeout=60)
+
+    assert child.returncode == 128 + signal.SIGINT
+    assert list(json.loads(stdout)) == TRAIN_KEYS
+    assert "continue with: brim sequence train" in stderr
+    assert "--resume" in stderr
+    assert not (out / "weights.safetensors").exists()

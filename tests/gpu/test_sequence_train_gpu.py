@@ -1,0 +1,117 @@
+"""Training on sequences on a GPU: it learns in every tier and precision, by captured steps that never wait."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from brim.engine.stalls import find_syncs
+from brim.engine.step import Stepper
+from brim.sequences.data import open_data
+from brim.sequences.encode import measure
+from brim.sequences.evaluate import embed, evaluate
+from brim.sequences.model import Classifier, Encoder
+from brim.sequences.objectives import SelfSupervised, self_supervised_loss
+from brim.sequences.packing import pack
+from brim.sequences.phases import Job
+from brim.sequences.selftrain import augmented, classification, views
+from brim.sequences.settings import SequenceTraining
+from brim.sequences.splits import split
+from brim.sequences.synthetic import make_sequences
+from brim.sequences.train import train
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU here")]
+
+GPU = torch.device("cuda", 0)
+SUPERVISED = SequenceTraining(mode="supervised", classifier_epochs=8, batch_size=32)
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("made")
+    make_sequences(path / "npy", 600, dim=64, classes=4, mean_length=60)
+    pack(path / "npy", path / "corpus")
+    return path / "corpus"
+
+
+@pytest.mark.parametrize("tier", ["vram", "ram", "window"])
+def test_supervised_training_learns_in_every_tier(corpus: Path, tmp_path: Path, tier: Any) -> None:
+    report = train(corpus, tmp_path / "run", replace(SUPERVISED, tier=tier), device="cuda")
+
+    assert report.tier == tier
+    assert report.scores is not None
+    assert (report.scores["accuracy"] or 0) >= 0.95
+    assert report.peak_bytes > 0
+    assert report.ceiling_share is not None
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+def test_every_precision_learns(corpus: Path, tmp_path: Path, precision: Any) -> None:
+    report = train(corpus, tmp_path / "run", replace(SUPERVISED, precision=precision), device="cuda")
+
+    assert report.scores is not None
+    assert (report.scores["accuracy"] or 0) >= 0.95
+
+
+def test_training_without_labels_finds_the_classes_and_scores_alike_on_the_cpu(corpus: Path, tmp_path: Path) -> None:
+    config = SequenceTraining(iterations=1, encoder_epochs=8, classifier_epochs=5, batch_size=64)
+
+    report = train(corpus, tmp_path / "run", config, device="cuda")
+
+    assert report.scores is not None
+    assert (report.scores["matched_accuracy"] or 0) >= 0.7
+    here, there = (evaluate(tmp_path / "run", corpus, device=name) for name in ("cuda", "cpu"))
+    assert here.items == there.items == 120
+    assert abs((here.matched_accuracy or 0) - (there.matched_accuracy or 0)) <= 2 / 120
+    found = embed(tmp_path / "run", corpus, tmp_path / "all.safetensors", device="cuda")
+    assert found["items"] == 600
+
+
+def test_a_stopped_run_goes_on(corpus: Path, tmp_path: Path) -> None:
+    asked = iter(range(100_000))
+    config = replace(SUPERVISED, checkpoint_every_s=0.05)
+
+    stopped = train(corpus, tmp_path / "run", config, device="cuda", stop=lambda: next(asked) > 40)
+    report = train(corpus, tmp_path / "run", config, device="cuda", resume=True)
+
+    assert stopped.stopped
+    assert report.scores is not None
+    assert (report.scores["accuracy"] or 0) >= 0.95
+
+
+def test_copies_made_before_training_are_used(corpus: Path, tmp_path: Path) -> None:
+    report = train(corpus, tmp_path / "run", replace(SUPERVISED, variants=2), device="cuda")
+
+    assert report.scores is not None
+    assert (report.scores["accuracy"] or 0) >= 0.9
+
+
+@pytest.mark.parametrize("mode", ["self", "supervised"])
+def test_a_step_never_waits_for_the_device(corpus: Path, tmp_path: Path, mode: Any) -> None:
+    config, data = replace(SUPERVISED, mode=mode), open_data(corpus)
+    found = split(data.labels, data.split, config)
+    with data.batches(config, GPU) as batches:
+        statistics = measure(batches.view(found.train, shuffle=False), GPU)
+        job = Job(
+            run=tmp_path, data=data, split=found, config=config, device=GPU, batches=batches, statistics=statistics
+        )
+        encoder = Encoder(config.shape(data.dim)).to(GPU)
+        if mode == "self":
+            module, loss, transform = SelfSupervised(encoder).to(GPU), self_supervised_loss, views(job)
+        else:
+            module, transform = Classifier(encoder, 4).to(GPU), augmented(job)
+
+            def loss(module: Any, batch: Any) -> torch.Tensor:
+                return classification(module, batch, 0.1)
+
+        stepper = Stepper(module, loss, config=config.recipe(1), device=GPU, transform=transform)
+        batch = next(iter(job.view(found.train, "test").epoch(0)))
+        stepper.prepare(batch)
+
+        assert stepper.kind == "graph"
+        assert find_syncs(lambda: stepper.step(batch, 0, 1e-3)) == []
+        other = {name: tensor[:7].clone() for name, tensor in batch.items()}  # eager: a shape seen for the first time
+        stepper.step({name: tensor.clone() for name, tensor in other.items()}, 1, 1e-3)
+        assert find_syncs(lambda: stepper.step(other, 2, 1e-3)) == []

@@ -1,0 +1,243 @@
+import json
+import multiprocessing
+import tempfile
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from brim.errors import ConfigError, DatasetError, StorageError
+from brim.sequences import ablate as ablation
+from brim.sequences.ablate import START, ablate
+from brim.sequences.ablate_loop import Data, Feed, HandStep, PackedLstm, Setup, make_module
+from brim.sequences.ablate_plot import check_plot, plot
+from brim.sequences.ablate_report import Ablation, AblationStep, judge, relative_noise
+from brim.sequences.corpus import Corpus
+from brim.sequences.lstm import BiLstm
+from brim.sequences.model import SequenceConfig
+from brim.sequences.packing import pack
+from brim.sequences.reading import SequenceFolder
+from brim.sequences.synthetic import make_sequences
+
+torch.set_num_threads(1)
+CPU = torch.device("cpu")
+MODEL = SequenceConfig(dim=5, channels=8, kernel=3, hidden=4, attention=4, embedding=4)
+NAMES = [
+    START, "batch 64", "workers", "prefetch", "persistent, pinned, non-blocking", "mixed precision", "cuDNN autotuner",
+    "set_to_none", "packed corpus", "device augmentation", "buckets", "resident tier", "compile/graphs",
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("ablate")
+    make_sequences(folder / "in", 80, 5, 3, mean_length=10)
+    pack(folder / "in", folder / "corpus", dtype="float32")
+    return folder / "corpus"
+
+
+@pytest.fixture(scope="module")
+def measured(corpus, tmp_path_factory):
+    told, place = [], tmp_path_factory.mktemp("place")
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(tempfile, "tempdir", str(place))
+        patched.setattr(ablation, "WARM_STEPS", {"cpu": 1})
+        patched.setattr(ablation, "HELD", {"cpu": 1})
+        patched.setattr(ablation, "worker_count", lambda: 1)
+        patched.setattr(torch, "compile", None)  # the step says so and goes on: compiling takes half a minute
+        found = ablate(corpus, steps=3, device="cpu", model=MODEL, cap_s=0.2, progress=told.append)
+    return found, told, list(place.glob("brim-*"))
+
+
+# The whole
+
+
+def test_every_step_is_measured_in_order(measured):
+    found, *_ = measured
+    assert [step.name for step in found.steps] == NAMES
+    assert [step.verdict for step in found.steps].count("start") == 1
+    for step in found.steps:
+        assert step.samples_per_s > 0
+        assert 0 < step.busy_share <= 1
+        assert 0.05 < step.ceiling_share < 20
+        assert step.peak_bytes > 10e6
+    assert any("unpacked from the corpus, as float32" in note for note in found.notes)
+    assert found.notes[-1].startswith("measured again at the end, the first configuration differed by")
+    assert found.steps[-1].note == "not possible here: eager"
+    assert found.steps[6].verdict == "no difference"  # cuDNN is not on a CPU
+
+
+def test_the_json_has_the_names_of_the_contract(measured):
+    found = json.loads(json.dumps(measured[0].as_dict()))
+    assert list(found) == ["steps"]
+    keys = ["name", "samples_per_s", "busy_share", "ceiling_share", "peak_bytes"]
+    assert all(list(step) == keys for step in found["steps"])
+
+
+def test_progress_names_each_step(measured):
+    _, told, _ = measured
+    assert list(dict.fromkeys(one.name for one in told)) == NAMES
+    assert all(one.steps == 13 and 0 <= one.share <= 1 for one in told)
+
+
+def test_nothing_is_left_behind(measured):
+    assert measured[2] == []
+    assert multiprocessing.active_children() == []
+    assert not torch.backends.cudnn.benchmark
+
+
+def test_the_table_and_the_plot_show_what_made_no_difference(tmp_path):
+    first = AblationStep(
+        name=START, samples_per_s=82.0, busy_share=0.3, ceiling_share=0.4, peak_bytes=10**9, verdict="start"
+    )
+    said = {"batch 64": "faster", "workers": "no difference", "prefetch": "slower"}
+    rows = [replace(first, name=name, verdict=verdict, change=1.0) for name, verdict in said.items()]
+    nothing = dict.fromkeys(("samples_per_s", "busy_share", "ceiling_share", "peak_bytes"))
+    unfit = replace(first, name="resident", verdict="did not fit", **nothing)
+    found = Ablation(steps=(first, *rows, unfit), device="a device", notes=("a note",))
+    lines = found.table().splitlines()
+    assert lines[3].split()[0] == "workers"
+    assert lines[3].endswith("no difference")
+    assert lines[5].endswith("did not fit")
+    assert lines[-1] == "· a note"
+    plot(tmp_path / "deep" / "plot.png", found)
+    assert (tmp_path / "deep" / "plot.png").read_bytes().startswith(b"\x89PNG")
+    assert [file.name for file in (tmp_path / "deep").iterdir()] == ["plot.png"]
+
+
+def test_what_does_not_fit_stays_switched_off(corpus, monkeypatch):
+    plan = [(START, {}, ""), ("batch 64", {"batch_size": 64}, ""), ("set_to_none", {"set_to_none": True}, "")]
+    monkeypatch.setattr(ablation, "_plan", lambda device: iter(plan))
+    real = Feed.__init__
+
+    def feed(self, setup, *rest):
+        assert setup.batch_size == 16 or not setup.set_to_none
+        if setup.batch_size == 64:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        real(self, setup, *rest)
+
+    monkeypatch.setattr(Feed, "__init__", feed)
+    found = ablate(corpus, steps=2, device="cpu", model=MODEL, cap_s=0.1)
+    assert [step.verdict for step in found.steps[:2]] == ["start", "did not fit"]
+    assert found.steps[1].samples_per_s is None
+    assert found.steps[2].samples_per_s > 0
+
+
+# Parts
+
+
+def test_packed_sequences_give_what_the_padded_lstm_gives():
+    torch.manual_seed(0)
+    lstm = BiLstm(3, 4, 2)
+    x, length = torch.randn(4, 9, 3), torch.tensor([9, 1, 5, 7])
+    packed = PackedLstm(lstm)
+    torch.testing.assert_close(packed(x, length), lstm(x, length), atol=1e-5, rtol=0)
+    packed.host_length = length
+    torch.testing.assert_close(packed(x, length), lstm(x, length), atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("change", [{}, {"packed": True}, {"packed": True, "buckets": True},
+                                    {"packed": True, "buckets": True, "resident": True}])  # fmt: skip
+def test_every_feed_gives_every_item_once_and_counts_its_frames(corpus, change):
+    opened = Corpus.open(corpus)
+    rows = torch.arange(0, 80, 2)
+    folder = corpus.parent / "some"
+    folder.mkdir(exist_ok=True)
+    if not any(folder.iterdir()):
+        for number, row in enumerate(rows.tolist()):
+            np.save(folder / f"{number:03d}.npy", opened.sequence(row).numpy())
+    data = Data(files=SequenceFolder(folder), corpus=opened, rows=rows, labels=opened.labels, num_classes=3)
+    setup = Setup(device_augmentation=True, **change)
+    feed = Feed(setup, data, CPU, 0)
+    with feed.source:
+        batches = feed.batches()
+        fed = [next(batches) for _ in range(feed.source.num_batches)]
+        batches.close()
+    items = torch.cat([one.batch["item"] for one in fed])
+    wanted = rows if change else torch.arange(40)
+    assert sorted(items.tolist()) == wanted.tolist()
+    labels = torch.cat([one.batch["label"] for one in fed])
+    assert torch.equal(labels, opened.labels[items if change else rows[items]])
+    assert sum(one.num_frames for one in fed) == int(opened.lengths[rows].sum())
+    assert all(one.num_frames == int(one.batch["length"].sum()) for one in fed)
+    assert all(one.num_padded == one.batch["frames"][..., 0].numel() for one in fed)
+
+
+@pytest.mark.parametrize("setup", [Setup(), Setup(precision="bf16", set_to_none=True, device_augmentation=True)])
+def test_the_hand_written_loop_learns(corpus, setup):
+    opened = Corpus.open(corpus)
+    frames = [opened.sequence(row) for row in range(12)]
+    padded = torch.nn.utils.rnn.pad_sequence([one.clone() for one in frames], batch_first=True)
+    length = torch.tensor([len(one) for one in frames])
+    step = HandStep(make_module(replace(MODEL, dropout=0.0), 3, setup, CPU), setup, CPU, 0)
+
+    def fed():
+        batch = {"frames": padded.clone(), "length": length, "label": opened.labels[:12]}
+        return ablation.Fed(batch, length, 12, int(length.sum()), padded[..., 0].numel())
+
+    losses = [float(step(fed())) for _ in range(60)]
+    assert sum(losses[-5:]) < 0.97 * sum(losses[:5])
+
+
+def test_a_bound_of_files_chooses_some_sequences(corpus):
+    opened = Corpus.open(corpus)
+    every = ablation._rows_to_unpack(opened, 1 << 30, 0)
+    assert every.tolist() == list(range(80))
+    some = ablation._rows_to_unpack(opened, 50_000, 0)
+    assert 0 < len(some) < 20
+    assert some.tolist() == sorted(some.tolist())
+    with pytest.raises(StorageError, match="set TMPDIR"):
+        ablation._rows_to_unpack(opened, 100, 0)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "verdict"),
+    [
+        ([100, 101, 99, 100, 100], [150, 151, 149, 150, 150], "faster"),
+        ([100, 101, 99, 100, 100], [80, 81, 79, 80, 80], "slower"),
+        ([100, 101, 99, 100, 100], [101, 101, 101, 101, 101], "no difference"),
+        ([100, 160, 60, 120, 80], [110, 170, 70, 120, 90], "no difference"),
+        ([100], [100], "no difference"),
+        ([100, 60], [110], "no difference"),
+    ],
+)
+def test_a_difference_has_to_be_greater_than_the_noise(before, after, verdict):
+    assert judge(before, after) == verdict
+
+
+def test_a_difference_has_to_be_greater_than_the_drift_of_one_loop():
+    assert judge([100, 100, 100, 100], [120, 120, 120, 120], drift=0.1) == "faster"
+    assert judge([100, 100, 100, 100], [120, 120, 120, 120], drift=0.25) == "no difference"
+
+
+def test_noise_shrinks_with_the_number_of_blocks():
+    assert relative_noise([5.0]) == 0
+    assert relative_noise([90, 110]) == pytest.approx(0.1)
+    few, many = relative_noise([98, 100, 102, 99, 101]), relative_noise([98, 100, 102, 99, 101] * 20)
+    assert 0 < 3 * many < few < 0.02
+
+
+# What cannot work
+
+
+@pytest.mark.parametrize("wrong", [{"steps": 0}, {"cap_s": 0.0}, {"cap_s": -1.0}])
+def test_settings_that_cannot_work_are_refused(corpus, wrong):
+    (name,) = wrong
+    with pytest.raises(ConfigError, match=f"{name}={wrong[name]}"):
+        ablate(corpus, device="cpu", **wrong)
+
+
+def test_a_folder_that_is_no_corpus_is_refused(tmp_path):
+    with pytest.raises(DatasetError):
+        ablate(tmp_path, device="cpu")
+
+
+def test_a_plot_that_cannot_be_written_is_refused_before_measuring(tmp_path):
+    with pytest.raises(ConfigError, match="is not a PNG file"):
+        check_plot(tmp_path / "plot.pdf")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StorageError, match="cannot write"):
+        check_plot(tmp_path / "file" / "plot.png")
+    check_plot(tmp_path / "plot.png")
+    assert [file.name for file in tmp_path.iterdir()] == ["file"]

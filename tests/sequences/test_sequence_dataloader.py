@@ -1,0 +1,275 @@
+import itertools
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from brim.engine.buckets import BucketConfig
+from brim.engine.trainer import TrainConfig, train
+from brim.errors import ConfigError, DatasetError
+from brim.sequences import dataloader
+from brim.sequences.augment import Augmentation
+from brim.sequences.dataloader import LoaderConfig, SequenceLoader
+from brim.sequences.model import Classifier, Encoder, SequenceConfig
+from brim.sequences.objectives import classification_loss
+from brim.sequences.packing import pack
+from brim.sequences.reading import PackedSequences, SequenceFolder, open_sequences
+from brim.sequences.synthetic import make_sequences
+
+torch.set_num_threads(1)
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return make_sequences(tmp_path / "in", 20, 6, 2, mean_length=12)
+
+
+def loader(sequences, *, batch_size=8, num_workers=0, **options):
+    settings = {
+        name: options.pop(name) for name in ("persistent_workers", "augmentation", "buckets") if name in options
+    }
+    config = LoaderConfig(batch_size=batch_size, num_workers=num_workers, prefetch_factor=2, **settings)
+    return SequenceLoader(sequences, config, device=CPU, **options)
+
+
+def same(first, second):
+    pairs = list(zip(first, second, strict=True))
+    return bool(pairs) and all(
+        list(a) == list(b) and all(torch.equal(a[name], b[name]) for name in a) for a, b in pairs
+    )
+
+
+# Batches
+
+
+def test_batches_hold_the_files_padded_with_zeros_to_the_longest(folder):
+    sequences = SequenceFolder(folder)
+    with loader(sequences) as source:
+        batches = list(source.epoch(0))
+    assert [len(batch["length"]) for batch in batches] == [8, 8, 4]
+    for batch in batches:
+        assert batch["frames"].shape[1] == batch["length"].max()
+        for frames, length, item, label in zip(*(batch[k] for k in ("frames", "length", "item", "label")), strict=True):
+            wanted = torch.from_numpy(np.load(folder / sequences.ids[item]))
+            assert torch.equal(frames[:length], wanted)
+            assert not frames[length:].any()
+            assert sequences.classes[label] == sequences.ids[item].split("/")[0]
+
+
+def test_every_item_comes_once_in_an_order_fixed_by_seed_and_epoch(folder):
+    sequences = SequenceFolder(folder)
+
+    def order(seed, epoch):
+        with loader(sequences, seed=seed) as source:
+            return torch.cat([batch["item"] for batch in source.epoch(epoch)]).tolist()
+
+    assert sorted(order(0, 0)) == list(range(20))
+    assert order(0, 0) == order(0, 0)
+    assert len({tuple(order(*pair)) for pair in ((0, 0), (0, 1), (1, 0))}) == 3
+
+
+def test_an_epoch_goes_on_from_any_batch(folder):
+    with loader(SequenceFolder(folder), augmentation=Augmentation()) as source:
+        whole = list(source.epoch(3))
+        assert same(whole[1:], source.epoch(3, start_batch=1))
+        assert len(list(source.epoch(3, start_batch=3))) == 0
+        with pytest.raises(ConfigError, match="start_batch=4 must be from 0 to 3"):
+            source.epoch(3, start_batch=4)
+
+
+def test_rows_fields_and_a_fixed_order_can_be_chosen(folder):
+    sequences = SequenceFolder(folder)
+    fields = {"target": torch.arange(20) * 10}
+    with loader(sequences, rows=[3, 9, 4], fields=fields, shuffle=False) as source:
+        (batch,) = source.epoch(5)
+    assert (source.num_items, source.num_batches, source.batch_size) == (3, 1, 3)
+    assert batch["item"].tolist() == [3, 9, 4]
+    assert batch["target"].tolist() == [30, 90, 40]
+    assert "label" not in batch
+
+
+def test_buckets_give_batches_of_similar_lengths(folder):
+    sequences = SequenceFolder(folder)
+    with loader(sequences) as plain, loader(sequences, buckets=BucketConfig(batch_size=4)) as source:
+        batches = list(source.epoch(0))
+        assert source.padding_share < plain.padding_share
+    assert sorted(torch.cat([batch["item"] for batch in batches]).tolist()) == list(range(20))
+    assert {batch["frames"].shape[1] % 8 for batch in batches} == {0}
+
+
+def test_a_packed_corpus_gives_what_its_files_give(folder, tmp_path):
+    pack(folder, tmp_path / "out", dtype="float32", shard_bytes=500)
+    packed = open_sequences(tmp_path / "out")
+    assert isinstance(packed, PackedSequences)
+    assert isinstance(open_sequences(folder), SequenceFolder)
+    with loader(SequenceFolder(folder)) as files, loader(packed) as corpus:
+        assert same(files.epoch(1), corpus.epoch(1))
+
+
+def test_files_of_integers_or_several_kinds_become_float32(tmp_path):
+    for index, kind in enumerate(("int16", "float16", "float64")):
+        np.save(tmp_path / f"{index}.npy", np.arange(6).reshape(3, 2).astype(kind))
+    with loader(SequenceFolder(tmp_path)) as source:
+        (batch,) = source.epoch(0)
+    assert batch["frames"].dtype == torch.float32
+    assert torch.equal(batch["frames"][2], torch.arange(6.0).reshape(3, 2))
+
+
+# Workers
+
+
+def test_workers_give_the_same_batches_and_end_with_the_block(folder, tmp_path):
+    pack(folder, tmp_path / "out", dtype="float32")
+    for sequences in (SequenceFolder(folder), PackedSequences(tmp_path / "out")):
+        options = {"augmentation": Augmentation(), "seed": 7}
+        with loader(sequences, **options) as alone, loader(sequences, num_workers=1, **options) as source:
+            for number in (0, 1):
+                assert same(alone.epoch(number), source.epoch(number))
+            assert len(multiprocessing.active_children()) == 1
+            next(source.epoch(2))
+        assert multiprocessing.active_children() == []
+
+
+def test_workers_that_do_not_persist_end_with_their_epoch_even_a_broken_one(folder):
+    with loader(SequenceFolder(folder), num_workers=1, persistent_workers=False) as source:
+        for _ in source.epoch(0):
+            pass
+        assert multiprocessing.active_children() == []
+        epoch = source.epoch(1)
+        next(epoch)
+        assert len(multiprocessing.active_children()) == 1
+        epoch.close()
+        assert multiprocessing.active_children() == []
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_bad_file_is_named_whoever_reads_it(folder, num_workers):
+    sequences = SequenceFolder(folder)
+    file = folder / sequences.ids[5]
+    frames = np.load(file)
+    frames[1, 2] = np.nan
+    np.save(file, frames)
+    with loader(sequences, num_workers=num_workers) as source:
+        with pytest.raises(DatasetError, match=rf"^{file}: frame 1 holds NaN"):
+            list(source.epoch(0))
+        file.unlink()
+        with pytest.raises(DatasetError, match=rf"^{file} cannot be read: No such file"):
+            list(source.epoch(0))
+        np.save(file, frames[:1])
+        with pytest.raises(DatasetError, match=rf"^{file} has shape \[1, 6\], it had"):
+            list(source.epoch(0))
+
+
+def test_a_killed_worker_is_an_error_not_a_short_epoch(folder):
+    with loader(SequenceFolder(folder), batch_size=1, num_workers=1) as source:
+        epoch = source.epoch(0)
+        next(epoch)
+        (worker,) = multiprocessing.active_children()
+        os.kill(worker.pid, signal.SIGKILL)
+        with pytest.raises(DatasetError, match=r"\.npy and 0 more were not read: .*DataLoader worker"):
+            list(epoch)
+        assert len(list(source.epoch(0))) == 20  # with a new worker
+    assert multiprocessing.active_children() == []
+
+
+KILLED = """
+import multiprocessing, sys, time
+import torch
+from brim.sequences.dataloader import LoaderConfig, SequenceLoader
+from brim.sequences.reading import SequenceFolder
+
+if __name__ == "__main__":
+    config = LoaderConfig(batch_size=2, num_workers=1)
+    with SequenceLoader(SequenceFolder(sys.argv[1]), config, device=torch.device("cpu")) as source:
+        for _ in source.epoch(0):
+            print(multiprocessing.active_children()[0].pid, flush=True)
+            time.sleep(60)
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self").exists(), reason="looks into /proc")
+def test_no_worker_outlives_its_training_process(folder, tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(KILLED)
+    command = [sys.executable, str(script), str(folder)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        worker = Path("/proc") / process.stdout.readline().strip()
+        assert worker.is_dir()
+        process.kill()
+        process.communicate(timeout=30)
+    ends_s = time.monotonic() + 20
+    while worker.exists() and time.monotonic() < ends_s:
+        time.sleep(0.05)
+    assert not worker.exists()
+
+
+def test_a_new_epoch_ends_the_one_before(folder):
+    with loader(SequenceFolder(folder)) as source:
+        first = source.epoch(0)
+        next(first)
+        assert len(list(source.epoch(1))) == 3
+        with pytest.raises(RuntimeError, match="another epoch began"):
+            next(first)
+        last = source.epoch(2)
+    with pytest.raises(RuntimeError, match="was closed"):
+        next(last)
+    with pytest.raises(RuntimeError, match="inside its with block"):
+        source.epoch(0)
+
+
+def test_more_workers_than_cores_are_not_started(folder, caplog, monkeypatch):
+    monkeypatch.setattr(dataloader, "worker_count", lambda: 2)
+    with caplog.at_level("WARNING", "brim"):
+        source = loader(SequenceFolder(folder), num_workers=64)
+    assert source.config.num_workers == 2
+    assert "num_workers=64: there are 2 cores" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("free_batches", "workers", "prefetch"), [(100, 4, 6), (16, 4, 3), (8, 4, 1), (4, 2, 1), (1, 0, 6)]
+)
+def test_batches_on_their_way_fit_shared_memory(free_batches, workers, prefetch):
+    config = LoaderConfig(num_workers=4, prefetch_factor=6)
+    free = int(1000 * free_batches / dataloader._SHARED_SHARE) + 1
+    fitted = dataloader._fit_shared(config, 1000, free)
+    assert (fitted.num_workers, fitted.prefetch_factor) == (workers, prefetch)
+    assert fitted.num_workers * (fitted.prefetch_factor + 1) <= free_batches
+
+
+@pytest.mark.parametrize("change", [{"batch_size": 0}, {"num_workers": -1}, {"prefetch_factor": 0}])
+def test_settings_that_cannot_work_are_refused(change):
+    (name,) = change
+    with pytest.raises(ConfigError, match=f"{name}={change[name]} must be at least"):
+        LoaderConfig(**change)
+
+
+def test_rows_that_are_not_there_are_refused(folder):
+    with pytest.raises(ConfigError, match="from 0 to 19"):
+        loader(SequenceFolder(folder), rows=[20])
+
+
+# Training
+
+
+def test_the_trainer_learns_from_it_and_leaves_its_random_numbers_alone(folder, tmp_path):
+    config = SequenceConfig(dim=6, channels=8, hidden=4, attention=4, embedding=4)
+
+    def weights(name, num_workers):
+        torch.manual_seed(0)
+        module = Classifier(Encoder(config), 2)
+        recipe = TrainConfig(epochs=2, tensorboard=False, measure_ceiling=False)
+        with loader(SequenceFolder(folder), num_workers=num_workers, augmentation=Augmentation()) as source:
+            report = train(module, classification_loss, source, config=recipe, out=tmp_path / name, device="cpu")
+        assert (report.tier, report.steps) == ("loader", 6)
+        return itertools.chain(module.state_dict().values())
+
+    pairs = zip(weights("alone", 0), weights("worker", 1), strict=True)
+    assert all(torch.equal(one, other) for one, other in pairs)

@@ -1,0 +1,240 @@
+"""Scores on what a run has not seen, embeddings in a file, statistics of features."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
+
+from brim.engine.memory import inject_oom
+from brim.errors import CheckpointError, ConfigError, DatasetError, StorageError
+from brim.sequences.corpus import Corpus
+from brim.sequences.data import open_data
+from brim.sequences.encode import measure, predict
+from brim.sequences.evaluate import embed, evaluate
+from brim.sequences.packing import pack
+from brim.sequences.probe import probe_accuracy
+from brim.sequences.run import load_run
+from brim.sequences.settings import SequenceTraining
+from brim.sequences.synthetic import make_sequences
+from brim.sequences.train import train
+
+torch.set_num_threads(1)  # small batches: a second thread only competes
+
+CPU = torch.device("cpu")
+TINY = {"channels": 16, "hidden": 8, "attention": 8, "embedding": 16, "convolutions": 1}
+SUPERVISED = SequenceTraining(
+    mode="supervised", classifier_epochs=2, batch_size=16, model=TINY, learning_rate=5e-3, num_workers=0
+)
+SELF = replace(SUPERVISED, mode="self", iterations=1, encoder_epochs=1, classifier_epochs=1)
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder, its corpus, another corpus of other sequences, and a run of each mode on the first."""
+    path = tmp_path_factory.mktemp("made")
+    make_sequences(path / "npy", 60, dim=8, classes=3, mean_length=12)
+    make_sequences(path / "npy-other", 30, dim=8, classes=3, mean_length=12, seed=1)
+    for name in ("npy", "npy-other"):
+        pack(path / name, path / name.replace("npy", "corpus"))
+    for config in (SUPERVISED, SELF):
+        report = train(path / "corpus", path / config.mode, config, device="cpu")
+        (path / f"{config.mode}.json").write_text(json.dumps(report.scores))
+    return path
+
+
+def relabelled(made: Path, out: Path, names: dict[str, str]) -> Path:
+    """The other corpus with other names of its classes."""
+    files = sorted((made / "npy-other").rglob("*.npy"))
+    lines = [f"{file.parent.name}/{file.name},{names[file.parent.name]}" for file in files]
+    (out / "labels.csv").write_text("\n".join(["file,label", *lines]))
+    pack(made / "npy-other", out / "corpus", labels=out / "labels.csv")
+    return out / "corpus"
+
+
+# Scores
+
+
+def test_on_its_own_corpus_a_run_is_scored_on_what_was_held_out(made):
+    found = evaluate(made / "supervised", made / "corpus", device="cpu").as_dict()
+
+    assert list(found) == ["items", "accuracy", "ari", "nmi", "matched_accuracy"]
+    assert found["items"] == 12
+    assert found["accuracy"] == json.loads((made / "supervised.json").read_text())["accuracy"]
+    assert found["ari"] is found["nmi"] is found["matched_accuracy"] is None
+
+
+def test_clusters_have_no_accuracy_but_scores_of_their_own(made):
+    found = evaluate(made / "self", made / "corpus", device="cpu").as_dict()
+
+    trained = json.loads((made / "self.json").read_text())
+    assert found == {"items": 12, "accuracy": None} | {
+        name: trained[name] for name in ("ari", "nmi", "matched_accuracy")
+    }
+
+
+def test_the_same_sequences_packed_otherwise_are_still_the_same(made, tmp_path):
+    pack(made / "npy", tmp_path / "wide", dtype="float32")
+
+    assert evaluate(made / "supervised", tmp_path / "wide", device="cpu").items == 12
+    assert evaluate(made / "supervised", made / "npy", device="cpu").items == 12  # not packed at all
+
+
+def test_on_another_corpus_all_labelled_sequences_count(made):
+    for mode in ("supervised", "self"):
+        assert evaluate(made / mode, made / "corpus-other", device="cpu").items == 30
+
+
+def test_classes_are_known_by_their_names_not_their_numbers(made, tmp_path):
+    names = {"class_0": "class_2", "class_1": "class_0", "class_2": "class_1"}
+    plain = evaluate(made / "supervised", made / "corpus-other", device="cpu")
+    loaded, data = load_run(made / "supervised"), open_data(made / "corpus-other")
+    with data.batches(SUPERVISED, CPU) as batches:
+        source = batches.view(torch.arange(30), shuffle=False)
+        told = {}
+        for batch in source.epoch(0):
+            logits = loaded.module(batch["frames"], batch["length"])
+            told |= dict(zip(batch["item"].tolist(), logits.argmax(-1).tolist(), strict=True))
+    truth = [names[data.classes[label]] for label in data.labels.tolist()]
+
+    found = evaluate(made / "supervised", relabelled(made, tmp_path, names), device="cpu")
+
+    assert found.accuracy == pytest.approx(np.mean([f"class_{told[row]}" == truth[row] for row in range(30)]))
+    assert plain.items == found.items == 30
+
+
+def test_longer_sequences_than_a_run_was_trained_on_can_be_scored(made, tmp_path):
+    longest = int(Corpus.open(made / "corpus").lengths.max())
+    make_sequences(tmp_path / "npy", 12, dim=8, classes=3, mean_length=2 * longest, seed=3)
+    config = replace(SUPERVISED, classifier_epochs=1, max_frames=longest + 8)
+    train(made / "corpus", tmp_path / "run", config, device="cpu")
+
+    assert evaluate(tmp_path / "run", tmp_path / "npy", device="cpu").items == 12
+
+
+def test_what_cannot_be_scored_is_refused(made, tmp_path):
+    np.save(tmp_path / "one.npy", np.zeros((4, 8), np.float32))
+    pack(tmp_path, tmp_path / "unlabelled")
+    make_sequences(tmp_path / "wide", 8, dim=9, classes=2, mean_length=6)
+    pack(tmp_path / "wide", tmp_path / "wide-corpus")
+    (tmp_path / "new").mkdir()
+    strange = relabelled(made, tmp_path / "new", {"class_0": "class_0", "class_1": "class_1", "class_2": "cat"})
+
+    for corpus, match in (
+        (tmp_path / "unlabelled", "no labels to score against"),
+        (tmp_path / "wide-corpus", "has 9 features, .* was trained on 8"),
+        (strange, "has the class 'cat'"),
+        (tmp_path / "nothing", "is not a directory"),
+    ):
+        with pytest.raises(DatasetError, match=match):
+            evaluate(made / "supervised", corpus, device="cpu")
+
+
+def test_a_run_trained_on_all_of_its_corpus_has_nothing_to_be_scored_on(made, tmp_path):
+    train(made / "corpus", tmp_path / "run", replace(SUPERVISED, holdout=0.0, classifier_epochs=1), device="cpu")
+
+    with pytest.raises(DatasetError, match="trained on all of it"):
+        evaluate(tmp_path / "run", made / "corpus", device="cpu")
+
+
+def test_an_unfinished_or_foreign_run_is_refused(made, tmp_path):
+    train(made / "corpus", tmp_path / "run", SUPERVISED, device="cpu", stop=lambda: True)
+
+    with pytest.raises(CheckpointError, match="not trained to its end"):
+        evaluate(tmp_path / "run", made / "corpus", device="cpu")
+    with pytest.raises(CheckpointError, match=r"has no run\.json"):
+        evaluate(made / "corpus", made / "corpus", device="cpu")
+
+
+def test_damaged_weights_are_refused(made, tmp_path):
+    train(made / "corpus", tmp_path / "run", replace(SUPERVISED, classifier_epochs=1), device="cpu")
+    file = tmp_path / "run/weights.safetensors"
+    file.write_bytes(file.read_bytes()[:100])
+
+    with pytest.raises(CheckpointError, match="is damaged"):
+        evaluate(tmp_path / "run", made / "corpus", device="cpu")
+
+
+def test_a_batch_that_does_not_fit_is_halved(made):
+    module, data = load_run(made / "supervised").module, open_data(made / "corpus-other")
+    with data.batches(SUPERVISED, CPU) as batches:
+        source = batches.view(torch.arange(30), shuffle=False)
+        plain = predict(module, source, CPU)
+        with inject_oom(8):
+            halved = predict(module, source, CPU)
+
+    assert torch.equal(plain.row, torch.arange(30))
+    assert torch.equal(plain.value, halved.value)
+
+
+# Embeddings
+
+
+def test_embeddings_are_in_the_order_of_the_corpus(made, tmp_path):
+    found = embed(made / "supervised", made / "corpus", tmp_path / "all.safetensors", device="cpu")
+
+    tensors, corpus = load_file(tmp_path / "all.safetensors"), Corpus.open(made / "corpus")
+    with safe_open(tmp_path / "all.safetensors", "pt") as opened:
+        texts = {name: json.loads(value) for name, value in opened.metadata().items()}
+    assert found["items"] == 60
+    assert texts["ids"] == list(corpus.ids)
+    assert texts["predicted_classes"] == list(corpus.classes)
+    assert torch.equal(tensors["label"], corpus.labels)
+    module, row = load_run(made / "supervised").module, 17
+    frames = corpus.sequence(row).float()[None]
+    alone = module.encoder(frames, torch.tensor([frames.shape[1]])).embedding[0]
+    torch.testing.assert_close(tensors["embedding"][row], alone, atol=1e-5, rtol=1e-4)
+    assert int(module.head(alone).argmax()) == int(tensors["prediction"][row])
+
+
+def test_clusters_have_no_names(made, tmp_path):
+    embed(made / "self", made / "corpus", tmp_path / "all.safetensors", device="cpu")
+
+    with safe_open(tmp_path / "all.safetensors", "pt") as opened:
+        assert json.loads(opened.metadata()["predicted_classes"]) == []
+
+
+def test_a_file_that_cannot_be_written_is_refused_at_once(made, tmp_path):
+    for file, kind in (
+        (tmp_path, ConfigError),
+        (tmp_path / "all.npy", ConfigError),
+        (tmp_path / "no/all.safetensors", StorageError),
+    ):
+        with pytest.raises(kind, match=r"all|directory"):
+            embed(made / "self", made / "corpus", file, device="cpu")
+
+    assert not list(tmp_path.iterdir())
+
+
+# Parts
+
+
+def test_statistics_are_those_of_the_frames_far_from_zero_and_constant_ones_too(tmp_path):
+    rng = np.random.default_rng(0)
+    (tmp_path / "npy").mkdir()
+    frames = [rng.normal((1000, 0, 3), (0.5, 2, 0), (length, 3)).astype(np.float32) for length in (9, 3, 17, 40, 5)]
+    for index, one in enumerate(frames):
+        np.save(tmp_path / f"npy/{index}.npy", one)
+    pack(tmp_path / "npy", tmp_path / "corpus", dtype="float32")
+    config = SequenceTraining(batch_size=2)
+
+    with open_data(tmp_path / "corpus").batches(config, CPU) as batches:
+        mean, std = measure(batches.view(torch.arange(5), shuffle=False), CPU)
+
+    whole = np.concatenate(frames).astype(np.float64)
+    np.testing.assert_allclose(mean, whole.mean(0), rtol=1e-6, atol=1e-6)
+    np.testing.assert_allclose(std, whole.std(0), rtol=1e-4)
+    assert std[2] == 0
+
+
+def test_a_probe_tells_what_a_line_can_part_and_nothing_else():
+    rng = torch.Generator().manual_seed(0)
+    points = torch.randn(200, 6, generator=rng)
+    apart, mixed = (points[:, 0] > 0).long(), torch.randint(0, 2, (200,), generator=rng)
+
+    assert probe_accuracy(points[:150], apart[:150], points[150:], apart[150:]) >= 0.94
+    assert probe_accuracy(points[:150], mixed[:150], points[150:], mixed[150:]) < 0.7
