@@ -1,4 +1,5 @@
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -418,3 +419,15 @@ def test_inspect_reads_as_lines_for_a_person(tmp_path, capsys):
     lines = capsys.readouterr().out.splitlines()
     assert any(line.split() == ["samples", "2"] for line in lines)
     assert any(line.startswith("snr db link ") and "median" in line for line in lines)
+
+
+@pytest.mark.parametrize(("asked", "wanted"), [(None, "PASSIVE"), ("ACTIVE", "ACTIVE")])
+def test_threads_that_wait_sleep_unless_the_user_says_otherwise(monkeypatch, capsys, asked, wanted):
+    monkeypatch.setenv("OMP_WAIT_POLICY", "")  # so that it is put back
+    monkeypatch.delenv("OMP_WAIT_POLICY")
+    if asked is not None:
+        monkeypatch.setenv("OMP_WAIT_POLICY", asked)
+
+    main(["--version"])
+
+    assert os.environ["OMP_WAIT_POLICY"] == wanted
