@@ -33,8 +33,8 @@ _UsageError: type[Exception] = typer.BadParameter.__bases__[0]
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command line and return its exit code: 2 for what the user can put right, 128 + n after signal n."""
-    # OpenMP's threads spin while they wait, on a machine that others use too against them: a training step on two threads
-    # beside one other process took 4.5 s, and 0.13 s with threads that sleep. torch reads this when it is imported.
+    # OpenMP's threads spin while they wait, and so against whoever else uses the machine: a training step on two
+    # threads beside another process took 4.5 s, and 0.13 s with threads that sleep. torch reads this at its import.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     with logs():
         try:
