@@ -1,4 +1,4 @@
-"""Before anything imports torch: threads that wait sleep, as on the command line, or tests crawl on a shared machine."""
+"""Before anything imports torch: threads that wait sleep, as on the command line; on a busy machine tests crawl."""
 
 import os
 
