@@ -7,11 +7,12 @@ import numpy as np
 import pytest
 import torch
 
+from brim.engine.plot_file import check_plot
 from brim.errors import ConfigError, DatasetError, StorageError
 from brim.sequences import ablate as ablation
 from brim.sequences.ablate import START, ablate
 from brim.sequences.ablate_loop import Data, Feed, HandStep, PackedLstm, Setup, make_module
-from brim.sequences.ablate_plot import check_plot, plot
+from brim.sequences.ablate_plot import plot
 from brim.sequences.ablate_report import Ablation, AblationStep, judge, relative_noise
 from brim.sequences.corpus import Corpus
 from brim.sequences.lstm import BiLstm

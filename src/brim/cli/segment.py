@@ -61,9 +61,9 @@ def tune(
         raise ConfigError(f"--weights {weights} fit one network, --models names {len(names)}; tune one at a time")
     with Stop() as stop:  # an import must not be left halfway
         from brim.engine.device import resolve_device
+        from brim.engine.plot_file import check_plot
         from brim.segmentation.batch_sizes import device_key
         from brim.segmentation.tune import tune as run_tune
-        from brim.segmentation.tune_plot import check_plot
         from brim.segmentation.tune_plot import plot as draw
     if stop():
         raise typer.Exit(128 + stop.number)

@@ -202,8 +202,8 @@ def ablate(
     """Measure what each optimisation is worth here: switch on one more at a time, from a plain loop to all of them."""
     check_positive("--steps", steps)
     with Stop() as stop:  # an import must not be left halfway
+        from brim.engine.plot_file import check_plot
         from brim.sequences.ablate import ablate as run_ablate
-        from brim.sequences.ablate_plot import check_plot
         from brim.sequences.ablate_plot import plot as draw
     if stop():
         raise typer.Exit(128 + stop.number)

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
 from brim.engine.trial_book import Status, Trial, TrialBook, merge
+from brim.engine.verdict import verdict
 from brim.errors import ConfigError, OutOfMemory
 
 __all__ = ["Probe", "Prove", "Status", "Sweep", "SweepConfig", "Trial", "merge", "sweep"]
@@ -30,7 +31,6 @@ AIM = 0.97  # of the allowed memory: the first guess at the largest batch should
 LEAP = 8  # times the largest size that ran: as far as one proof goes
 WORTH = 0.03  # a larger safe batch than this is worth another try
 FAILURES = 5  # tries above the proven size that may fail
-STALLED = 0.8  # a device busy for less of the time is not what limits the step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,7 +115,7 @@ def sweep(
         best=book.merged(book.best() or chosen),
         chosen=book.merged(chosen),
         skipped=search.skipped,
-        verdict=_verdict(book, chosen),
+        verdict=verdict(book, chosen),
         seconds=clock() - search.began_s,
         warmup_s=sum(trial.warmup_s for trial in book.trials),
         proof_s=seconds - searched_s,
@@ -436,35 +436,6 @@ class _Search:
         item_s = self.book.merged(nearest).seconds / nearest
         steps = self.config.prove_steps + 1
         return target if item_s <= 0 else min(target, max(0, int(left_s / steps / item_s)))
-
-
-def _verdict(book: TrialBook, chosen: int) -> str:
-    """What batching is worth here and what limits the step, in a sentence or two."""
-    trial, best = book.merged(chosen), book.merged(book.best() or chosen)
-    if trial.status != "ok":
-        return f"no batch keeps the limits: even batch {chosen} is {trial.status}, {trial.detail}"
-    host = _not_the_device(trial)
-    if book.sizes() == [1]:
-        return f"only batch 1 was measured: {trial.throughput:.4g}/s" + f"; {host}" * bool(host)
-    single = book.rate(1)
-    share = single / best.throughput
-    if chosen == 1:
-        why = host or "one item keeps the device as busy as many"
-        return f"batching does not matter: batch 1 reaches {min(1.0, share):.0%} of the best; {why}"
-    gain = f"batch {chosen} gives {trial.throughput:.4g}/s, {trial.throughput / single:.3g} times batch 1"
-    return f"{gain}; {host}" if host else gain
-
-
-def _not_the_device(trial: Trial) -> str:
-    """Says so when the step waits for something else than the device."""
-    stages = trial.stages or {}
-    total_s = sum(stages.values())
-    name = max(stages, key=lambda stage: stages[stage], default="device")
-    if name != "device" and stages[name] > 0.5 * total_s:
-        return f"not limited by the device: {stages[name] / total_s:.0%} of the time in {name}"
-    if trial.device_share is not None and trial.device_share < STALLED:
-        return f"not limited by the device: it is busy for {trial.device_share:.0%} of the time and waits for the host"
-    return ""
 
 
 def _first_line(failure: BaseException) -> str:

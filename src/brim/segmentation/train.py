@@ -151,8 +151,8 @@ def split(num_images: int, config: SegmentTrainConfig) -> tuple[Tensor, Tensor]:
     num_val = max(1, round(config.val_fraction * num_images))
     if num_val >= num_images:
         raise ConfigError(
-            f"val_fraction={config.val_fraction} of {num_images} image{'s' * (num_images > 1)} leaves nothing to "
-            "train on; give more images or another val_fraction"
+            f"{num_images} image{'s' * (num_images > 1)}, of which {config.val_fraction:.0%} and at least one is held "
+            "out, leave nothing to train on; give more images"
         )
     order = torch.randperm(num_images, generator=stream(config.seed, "split", device=torch.device("cpu")))
     return order[num_val:].sort().values, order[:num_val].sort().values

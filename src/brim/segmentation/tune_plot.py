@@ -1,15 +1,12 @@
 """A picture of what tuning measured: throughput, latency and memory against batch size, a row per model."""
 
-import importlib.util
-import io
-import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from brim.errors import ConfigError, StorageError
+from brim.engine.plot_file import check_plot, save_figure
+from brim.errors import ConfigError
 
 if TYPE_CHECKING:
     from brim.segmentation.tune import Tuned
@@ -37,21 +34,6 @@ _FAILED = ("oom", "over budget", "failed")
 Trials = Sequence[Mapping[str, Any]]
 
 
-def check_plot(file: Path | str | None = None) -> None:
-    """Refuse a plot that could not be drawn, or not be written, before the minutes it takes to measure one."""
-    if importlib.util.find_spec("matplotlib") is None:
-        raise ConfigError('plotting needs matplotlib; install it with pip install "brim[plot]"')
-    if file is None:
-        return
-    file = Path(file)
-    if file.suffix.lower() != ".png" or file.is_dir():
-        raise ConfigError(f"{file} is not a PNG file; choose another --plot FILE.png")
-    with _refusals(file):
-        probe = _temporary(file)
-        probe.touch()
-        probe.unlink()
-
-
 def plot(file: Path | str, tuned: "Mapping[str, Tuned]", *, device: str = "") -> None:
     """Write a PNG of every model's trials, with the chosen and the largest safe batch marked."""
     if not tuned:
@@ -69,9 +51,7 @@ def plot(file: Path | str, tuned: "Mapping[str, Tuned]", *, device: str = "") ->
         figure.suptitle(
             f"Batch sizes{f' on {device}' * bool(device)}", fontsize=12, fontweight="bold", x=0.01, ha="left"
         )
-        picture = io.BytesIO()
-        figure.savefig(picture, format="png", dpi=130)
-    _write(Path(file), picture.getvalue())
+        save_figure(figure, file)
 
 
 def _draw_model(axes: Any, name: str, tuned: "Tuned") -> None:
@@ -191,26 +171,3 @@ def _band(middle: list[float], spread: list[float]) -> tuple[list[float], list[f
     """Below and above a median by a relative spread."""
     pairs = list(zip(middle, spread, strict=True))
     return [value * (1 - half) for value, half in pairs], [value * (1 + half) for value, half in pairs]
-
-
-def _write(file: Path, content: bytes) -> None:
-    with _refusals(file):
-        temporary = _temporary(file)
-        temporary.write_bytes(content)
-        temporary.replace(file)
-
-
-def _temporary(file: Path) -> Path:
-    file.parent.mkdir(parents=True, exist_ok=True)
-    return file.with_name(f".{file.name}.{os.getpid()}.new")
-
-
-@contextmanager
-def _refusals(file: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as failure:
-        with suppress(OSError):
-            _temporary(file).unlink()
-        reason = failure.strerror or failure
-        raise StorageError(f"{file}: cannot write, {reason}; choose another --plot FILE.png") from failure

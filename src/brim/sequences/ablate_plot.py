@@ -1,14 +1,11 @@
 """A picture of an ablation: a row for each step, what made no difference in grey."""
 
-import importlib.util
-import io
-import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from brim.errors import ConfigError, StorageError
+from brim.engine.plot_file import check_plot, save_figure
+from brim.errors import ConfigError
 
 if TYPE_CHECKING:
     from brim.sequences.ablate_report import Ablation, AblationStep
@@ -30,21 +27,6 @@ _STYLE: dict[Any, Any] = {
     "axes.axisbelow": True,
     "figure.constrained_layout.w_pad": 0.08,
 }
-
-
-def check_plot(file: Path | str | None = None) -> None:
-    """Refuse a plot that could not be drawn, or not be written, before the minutes it takes to measure one."""
-    if importlib.util.find_spec("matplotlib") is None:
-        raise ConfigError('plotting needs matplotlib; install it with pip install "brim[plot]"')
-    if file is None:
-        return
-    file = Path(file)
-    if file.suffix.lower() != ".png" or file.is_dir():
-        raise ConfigError(f"{file} is not a PNG file; choose another --plot FILE.png")
-    with _refusals(file):
-        probe = _temporary(file)
-        probe.touch()
-        probe.unlink()
 
 
 def plot(file: Path | str, ablation: "Ablation") -> None:
@@ -80,9 +62,7 @@ def plot(file: Path | str, ablation: "Ablation") -> None:
         figure.suptitle(
             f"What each step is worth on {ablation.device}", fontsize=12, fontweight="bold", x=0.01, ha="left"
         )
-        picture = io.BytesIO()
-        figure.savefig(picture, format="png", dpi=130)
-    _write(Path(file), picture.getvalue())
+        save_figure(figure, file)
 
 
 def _draw(
@@ -136,26 +116,3 @@ def _legend(axis: Any) -> None:
     axis.legend(
         handles=patches, loc="upper center", bbox_to_anchor=(0.5, -0.07), ncols=3, frameon=False, fontsize=8.5
     )  # fmt: skip
-
-
-def _write(file: Path, content: bytes) -> None:
-    with _refusals(file):
-        temporary = _temporary(file)
-        temporary.write_bytes(content)
-        temporary.replace(file)
-
-
-def _temporary(file: Path) -> Path:
-    file.parent.mkdir(parents=True, exist_ok=True)
-    return file.with_name(f".{file.name}.{os.getpid()}.new")
-
-
-@contextmanager
-def _refusals(file: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as failure:
-        with suppress(OSError):
-            _temporary(file).unlink()
-        reason = failure.strerror or failure
-        raise StorageError(f"{file}: cannot write, {reason}; choose another --plot FILE.png") from failure
