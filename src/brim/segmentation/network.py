@@ -144,6 +144,18 @@ class Network:
             torch._dynamo.mark_dynamic(images, 0)
         return images
 
+    def _prepared(self, images: Tensor) -> Tensor:
+        """Images for a graph to keep, after a run on these very tensors: what is compiled must be so by then.
+
+        A network that waits for the device is found out here: a capture that fails half way leaves torch's allocator
+        in disorder.
+        """
+        own = self._marked(images.clone())
+        self._run(own)
+        if not self._graphs and (syncs := find_syncs(lambda: self._run(own))):
+            raise _Waits(", ".join(syncs))
+        return own
+
     def _graph_for(self, images: Tensor) -> "_Graph | None":
         """The graph of this shape, captured now if the shape has come often enough."""
         graph = self._graphs.get(images.shape)
@@ -162,7 +174,7 @@ class Network:
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
         try:
-            graph = self._graphs[images.shape] = _Graph(self._run, self._marked(images.clone()), self._pool)
+            graph = self._graphs[images.shape] = _Graph(self._prepared(images), self._run, self._pool)
         except torch.OutOfMemoryError:
             # Two pools may not fit where one does: this shape stays without a graph.
             log.debug("no room for a CUDA graph of %s", tuple(images.shape))
@@ -191,12 +203,8 @@ class _Waits(Exception):
 class _Graph:
     """A captured forward on tensors of its own."""
 
-    def __init__(self, run: Callable[[Tensor], Tensor], images: Tensor, pool: Any) -> None:
+    def __init__(self, images: Tensor, run: Callable[[Tensor], Tensor], pool: Any) -> None:
         self._images = images
-        # Whatever is compiled for these very tensors must be so before the capture, and a network that waits for the
-        # device must be known: a capture that fails half way leaves torch's allocator in disorder.
-        if syncs := find_syncs(lambda: run(self._images)):
-            raise _Waits(", ".join(syncs))
         torch.cuda.synchronize(images.device)
         torch.cuda.empty_cache()
         self._graph = torch.cuda.CUDAGraph()
