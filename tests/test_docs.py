@@ -23,6 +23,7 @@ RUN = [
     ROOT / "README.md",
     RADIO,
     SEGMENTATION,
+    ROOT / "docs" / "sequences.md",
     ROOT / "docs" / "training.md",
 ]  # documents whose code blocks are executed, each in a directory of its own
 SKIP = "<!-- skip -->"  # on the line before a block that is not to be executed
