@@ -1,5 +1,5 @@
-"""Before anything imports torch: threads that wait sleep, as on the command line; on a busy machine tests crawl."""
+"""Before anything imports torch: threads that wait soon sleep, as on the command line; on a busy machine tests crawl."""
 
 import os
 
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+os.environ.setdefault("GOMP_SPINCOUNT", "1000")

@@ -421,13 +421,13 @@ def test_inspect_reads_as_lines_for_a_person(tmp_path, capsys):
     assert any(line.startswith("snr db link ") and "median" in line for line in lines)
 
 
-@pytest.mark.parametrize(("asked", "wanted"), [(None, "PASSIVE"), ("ACTIVE", "ACTIVE")])
-def test_threads_that_wait_sleep_unless_the_user_says_otherwise(monkeypatch, capsys, asked, wanted):
-    monkeypatch.setenv("OMP_WAIT_POLICY", "")  # so that it is put back
-    monkeypatch.delenv("OMP_WAIT_POLICY")
+@pytest.mark.parametrize(("asked", "wanted"), [(None, "1000"), ("300000", "300000")])
+def test_threads_that_wait_soon_sleep_unless_the_user_says_otherwise(monkeypatch, capsys, asked, wanted):
+    monkeypatch.setenv("GOMP_SPINCOUNT", "")  # so that it is put back
+    monkeypatch.delenv("GOMP_SPINCOUNT")
     if asked is not None:
-        monkeypatch.setenv("OMP_WAIT_POLICY", asked)
+        monkeypatch.setenv("GOMP_SPINCOUNT", asked)
 
     main(["--version"])
 
-    assert os.environ["OMP_WAIT_POLICY"] == wanted
+    assert os.environ["GOMP_SPINCOUNT"] == wanted
