@@ -1,4 +1,4 @@
-"""Before anything imports torch: threads that wait soon sleep, as on the command line; on a busy machine tests crawl."""
+"""Before anything imports torch: threads that wait soon sleep, as on the command line."""
 
 import os
 
