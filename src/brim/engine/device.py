@@ -33,6 +33,12 @@ def resolve_device(name: str) -> torch.device:
     return torch.device("cuda", index)
 
 
+def with_index(device: torch.device) -> torch.device:
+    """The device as its tensors name it: "cuda" is the current one."""
+    is_vague = device.type == "cuda" and device.index is None
+    return torch.device("cuda", torch.cuda.current_device()) if is_vague else device
+
+
 def _what_is_here(num_here: int) -> str:
     if num_here:
         choices = "cuda:0" if num_here == 1 else f"cuda:0 to cuda:{num_here - 1}"

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from brim.engine.buckets import BucketConfig, Bucketed, Buckets
-from brim.engine.device import describe
+from brim.engine.device import describe, with_index
 from brim.engine.epoch import Epoch
 from brim.engine.layout import Batch
 from brim.engine.loading import first_that_fits
@@ -144,7 +144,7 @@ class RaggedResident(RaggedView):
             raise ConfigError(f'tier="{tier}" is not known; use auto, {", ".join(TIERS)}')
         check_source(source)
         self.source = source
-        self.device = _with_index(device)
+        self.device = with_index(device)
         self.dtype = dtype or source.dtype
         chosen = _chosen(source, rows)
         columns = check_columns(source.fields if fields is None else fields, source.num_items)
@@ -277,9 +277,3 @@ class RaggedResident(RaggedView):
 def _chosen(source: RaggedSource, rows: RowChoice) -> Tensor:
     split = Rows(cast(Any, source), rows, sort=False)  # it asks for no more than the number of items
     return split.index(torch.arange(len(split)))
-
-
-def _with_index(device: torch.device) -> torch.device:
-    """The device as its tensors name it: "cuda" is the current one."""
-    is_vague = device.type == "cuda" and device.index is None
-    return torch.device("cuda", torch.cuda.current_device()) if is_vague else device

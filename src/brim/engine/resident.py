@@ -22,7 +22,7 @@ from typing import Literal, Self
 import torch
 from torch import Tensor
 
-from brim.engine.device import describe
+from brim.engine.device import describe, with_index
 from brim.engine.epoch import Epoch, ResidentLoader, as_dataloader
 from brim.engine.layout import Batch, Layout, Target, check_out, gather
 from brim.engine.loading import fill_memory, first_that_fits
@@ -87,7 +87,7 @@ class Resident:
         """
         check_options(tier, preload_to_gpu, shuffle, batch_size, window_share, window_bytes, block_items)
         self.source = source
-        self.device = _with_index(device)
+        self.device = with_index(device)
         self.seed = seed
         self.shuffle: Shuffle = shuffle  # becomes "blocks" when tier "window" had to be taken
         self.drop_last = drop_last
@@ -285,9 +285,3 @@ class Resident:
             window_bytes=self._window_bytes,
             room_bytes=max(0, int(0.9 * free_bytes(self.device)) - self._reserve_bytes),
         )
-
-
-def _with_index(device: torch.device) -> torch.device:
-    """The device as its tensors name it: "cuda" is the current one."""
-    is_vague = device.type == "cuda" and device.index is None
-    return torch.device("cuda", torch.cuda.current_device()) if is_vague else device
