@@ -33,6 +33,7 @@ from brim.engine.device import resolve_device
 from brim.engine.memory import format_size, total_bytes
 from brim.engine.trials import ProbeConfig, Prober, budget_bytes
 from brim.segmentation import ModelLoader, SegmentTrainConfig, create_model, train
+from brim.segmentation.batch_sizes import FILE_NAME, BatchSizes, device_info, device_key
 from brim.segmentation.cells import make_cells, write_cells
 from brim.segmentation.network import CAPTURE_AFTER, Network, Setting, default_setting, normalise
 from brim.segmentation.predict import PredictReport
@@ -84,6 +85,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--size", type=int, default=1024, help="side of the images in pixels")
     parser.add_argument("--sweep-size", type=int, default=512, help="side for the exhaustive sweep")
     parser.add_argument("--sweep-model", default="", help="network of the exhaustive sweep; the second of --models")
+    parser.add_argument("--safe-model", default="", help="network of the largest safe batch; the first of --models")
     parser.add_argument("--train-epochs", type=int, default=6, help="0: random weights")
     parser.add_argument("--train-size", type=int, default=256)
     parser.add_argument("--seconds", type=float, default=30, help="of tuning per model")
@@ -94,6 +96,7 @@ def parse_options() -> argparse.Namespace:
     options = parser.parse_args()
     options.models, options.only = options.models.split(","), options.only.split(",")
     options.sweep_model = options.sweep_model or options.models[min(1, len(options.models) - 1)]
+    options.safe_model = options.safe_model or options.models[0]
     options.shown = [text for text in sys.argv[1:] if "/" not in text or text.startswith("--only")]
     return options
 
@@ -106,6 +109,10 @@ def measure(results: Json, device: torch.device, options: argparse.Namespace, fo
         tell(f"tuning {name}")
         tuned[name] = tune_model(name, module, device, size=options.size, seconds=options.seconds)
         results.setdefault("tuned", {})[name] = tuned_json(tuned[name])
+        sizes = BatchSizes().with_entry(
+            device_key(device), device_info(device), name, tuned[name].entry, tuned[name].trials
+        )
+        sizes.write(folder / FILE_NAME)
     if "forward" in options.only:
         results["forward"] = {name: forward(modules[name], tuned[name], device, options.size) for name in modules}
     if "alone" in options.only:
@@ -116,7 +123,7 @@ def measure(results: Json, device: torch.device, options: argparse.Namespace, fo
         name = options.sweep_model
         results["exhaustive"] = {"model": name, **exhaustive(modules[name], device, options.sweep_size)}
     if "safe" in options.only:
-        name = options.models[0]
+        name = options.safe_model
         results["safe"] = {"model": name, **safe(name, modules[name], device, options)}
 
 
@@ -188,10 +195,10 @@ def eager_rate(module: nn.Module, images: Tensor, device: torch.device) -> float
 
 def alone(module: nn.Module, tuned: Tuned, device: torch.device, size: int) -> Json:
     """How far an image's probabilities move with its company."""
-    images = cells(8 if device.type == "cuda" else 2, size, device)
     moved: Json = {}
     settings = {"fp32": Setting()} | {str(tuned.setting): tuned.setting}
     for label, setting in settings.items():
+        images = cells(8 if device.type == "cuda" and label != "fp32" else 2, size, device)
         with released(device):
             network = Network(module, device, setting)
             together = torch.sigmoid(network(images))
@@ -206,7 +213,7 @@ def end_to_end(name: str, tuned: Tuned, device: torch.device, options: argparse.
     files = [encoded(make_cells(11, index, options.size, options.size)[0]) for index in range(min(options.images, 64))]
     images = [files[index % len(files)] for index in range(options.images)]
     weights = {name: folder / name} if options.train_epochs else None
-    loader = ModelLoader(weights, str(device), batch_sizes=folder / "batch_sizes.json", tune_seconds=options.seconds)
+    loader = ModelLoader(weights, str(device), batch_sizes=folder / FILE_NAME, tune_seconds=options.seconds)
     reports: list[PredictReport] = []
     for _ in range(3):  # the first one captures
         for _prediction in loader.predict_stream(

@@ -95,7 +95,7 @@ def test_several_threads_share_the_device(make: Callable[..., ModelLoader]) -> N
 
 @pytest.mark.parametrize("resize", [None, 96])
 def test_a_batch_that_does_not_fit_is_halved(make: Callable[..., ModelLoader], resize: int | None) -> None:
-    loader, some = make(resize=resize), images(20, (128, 128), (100, 90))
+    loader, some = make(resize=resize, tune_seconds=6.0), images(20, (128, 128), (100, 90))
     expected = loader.predict_batch(some, "unet_tiny", strict=True)
     assert loader.get_max_safe_batch_size("unet_tiny") >= 4  # tuned now, and not to what is injected
     with inject_oom(above=2):

@@ -40,7 +40,7 @@ def test_a_network_is_tuned_and_the_safe_size_holds():
 
     assert tuned.seconds < 20
     assert entry.max_safe_batch_size >= entry.optimal_batch_size
-    assert (entry.precision, entry.layout) == ("bf16", "channels_last")
+    assert (entry.precision, entry.layout) == ("fp16", "channels_last")
     ok = [trial for trial in swept if trial["status"] == "ok"]
     assert max(trial["peak_bytes"] for trial in ok) <= entry.memory_limit_mb * 1e6
     assert entry.expected_throughput >= min(trial["throughput"] for trial in ok if trial["batch"] == 1)
@@ -51,7 +51,7 @@ def test_the_peak_counts_what_a_captured_graph_holds():
     tuned = tune_model("tiny", create_model("unet_tiny"), GPU, size=256, seconds=5.0)
     peaks = {trial["batch"]: trial["peak_bytes"] for trial in tuned.trials if trial.get("peak_bytes")}
     largest = max(peaks)
-    activations = largest * 16 * 256 * 256 * 2  # one bf16 tensor of the first level
+    activations = largest * 16 * 256 * 256 * 2  # one 16-bit tensor of the first level
 
     assert peaks[largest] > 2 * activations
     assert peaks[largest] > peaks[1]
@@ -81,7 +81,22 @@ def test_a_search_with_compilation_counts_it_apart():
     assert chosen["throughput"] >= 0.98 * best
 
 
-def test_a_bf16_that_differs_falls_back_to_fp32():
+def test_what_overflows_in_fp16_runs_in_bf16():
+    class Large(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv = nn.Conv2d(3, 1, 1)
+
+        def forward(self, images):
+            return self.conv(images * 2.0**17) * 2.0**-17
+
+    tuned = tune_model("large", Large(), GPU, size=128, seconds=3.0)
+
+    assert tuned.setting == Setting(precision="bf16", layout="channels_last")
+    assert any("refused fp16/channels_last: its logits are not finite" in text for text in tuned.messages)
+
+
+def test_half_precision_that_differs_falls_back_to_fp32():
     class Wrong(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -94,7 +109,7 @@ def test_a_bf16_that_differs_falls_back_to_fp32():
     tuned = tune_model("wrong", Wrong(), GPU, size=128, seconds=3.0)
 
     assert tuned.setting == Setting()
-    assert any("refused bf16/channels_last" in text for text in tuned.messages)
+    assert all(any(f"refused {name}/" in text for text in tuned.messages) for name in ("fp16", "bf16"))
 
 
 def test_the_key_names_the_gpu_and_its_memory():

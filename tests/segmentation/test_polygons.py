@@ -10,7 +10,7 @@ from scipy import ndimage
 
 from brim.errors import ConfigError
 from brim.segmentation import outlines
-from brim.segmentation.polygons import Polygon, fill, trace
+from brim.segmentation.polygons import Polygon, fill, trace, trace_all
 from brim.segmentation.prediction import Prediction
 
 
@@ -179,7 +179,25 @@ def test_bands_leave_no_seam(band, detect_holes, monkeypatch):
     monkeypatch.setattr(outlines, "_BAND_PIXELS", band)
     banded = trace(mask, probability, detect_holes=detect_holes)
 
-    for one, other in zip(whole, banded, strict=True):
+    assert_alike(banded, whole)
+
+
+@pytest.mark.parametrize("detect_holes", [True, False])
+def test_masks_traced_together_give_what_each_gives_alone(detect_holes):
+    random = np.random.default_rng(4)
+    sizes = [(33, 47), (1, 1), (47, 33), (20, 20), (64, 64)]
+    masks = [random.random(size) < share for size, share in zip(sizes, (0.6, 1, 0.9, 0, 0.97), strict=True)]
+    probabilities = [random.random(size, np.float32) for size in sizes]
+    alone = [trace(*pair, detect_holes=detect_holes) for pair in zip(masks, probabilities, strict=True)]
+
+    together = trace_all(masks, probabilities, detect_holes=detect_holes)
+
+    for found, expected in zip(together, alone, strict=True):
+        assert_alike(found, expected)
+
+
+def assert_alike(found: list[Polygon], expected: list[Polygon]) -> None:
+    for one, other in zip(found, expected, strict=True):
         assert (one.points.tolist(), one.area) == (other.points.tolist(), other.area)
         assert [hole.tolist() for hole in one.holes] == [hole.tolist() for hole in other.holes]
         assert one.confidence == pytest.approx(other.confidence, abs=1e-9)

@@ -16,16 +16,15 @@ Pieces = Mapping[tuple[int, int], Sequence[tuple[int, int]]]  # (channels, padde
 @torch.no_grad()
 def embed(source: nn.Module, target: nn.Module, pieces: Pieces) -> nn.Module:
     """Copy a network's tensors into a wider one of the same structure; what is left over stays without effect."""
-    wide = target.state_dict()
+    device = next(source.parameters()).device
+    wide = target.to(device).state_dict()
     for name, tensor in source.state_dict().items():
         place = wide[name]
         if place.shape == tensor.shape:
             place.copy_(tensor)
             continue
         place.fill_(1 if name.endswith("running_var") else 0)
-        where = [
-            _places(size, padded, pieces, tensor.device) for size, padded in zip(tensor.shape, place.shape, strict=True)
-        ]
+        where = [_places(size, padded, pieces, device) for size, padded in zip(tensor.shape, place.shape, strict=True)]
         place[torch.meshgrid(*where, indexing="ij")] = tensor
     return target
 

@@ -63,7 +63,7 @@ class ModelLoader:
 
         weights       model name → a file of weights, or the directory of a training run
         batch_sizes   the file that tuning reads and writes; None keeps what is tuned to this object
-        precision     "auto" is what was tuned, else bf16 on a GPU and fp32 on a CPU
+        precision     "auto" is what was tuned, else fp16 on a GPU and fp32 on a CPU
         tile          pixels; a larger image is cut into windows that overlap, and blended (rounded down to 32s)
         resize        pixels; instead of tiling, the network sees every image at this side
         tune_seconds  for tuning on first use

@@ -50,8 +50,11 @@ class Setting:
 
 
 def default_setting(device: torch.device) -> Setting:
-    """What runs when nobody searched: bf16 in channels-last on a GPU, fp32 on a CPU."""
-    return Setting(precision="bf16", layout="channels_last") if device.type == "cuda" else Setting()
+    """What runs when nobody searched: fp16 in channels-last on a GPU, fp32 on a CPU.
+
+    fp16 is as fast as bf16 and rounds eight times finer. Its range is smaller: tuning finds out where it overflows.
+    """
+    return Setting(precision="fp16", layout="channels_last") if device.type == "cuda" else Setting()
 
 
 def normalise(images: Tensor) -> Tensor:

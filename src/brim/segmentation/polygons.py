@@ -7,14 +7,14 @@ only a corner are two polygons, since a ring that touches itself is not a valid 
 
 # Axes: H rows, W columns, P points of all rings one after the other, R rings
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
 
 from brim.errors import ConfigError
-from brim.segmentation.outlines import Rings, find_rings
+from brim.segmentation.outlines import Rings, find_rings, stack
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,28 @@ def trace(mask: np.ndarray, probability: np.ndarray | None = None, *, detect_hol
         raise ConfigError(f"mask {mask.shape}{got}: expected (H, W), and probabilities of the same shape")
     if not mask.size:
         return []
-    return _polygons(find_rings(mask, probability, detect_holes))
+    return trace_all([mask], None if probability is None else [probability], detect_holes=detect_holes)[0]
+
+
+def trace_all(
+    masks: Sequence[np.ndarray], probabilities: Sequence[np.ndarray] | None = None, *, detect_holes: bool = True
+) -> list[list[Polygon]]:
+    """What trace gives for each of several masks, at least a pixel in each; they are found together."""
+    pile = stack(masks)
+    rings = find_rings(pile, probabilities, detect_holes)
+    ends = np.searchsorted(rings.points[rings.first[:-1], 1], pile.tops)  # rings come from top to bottom
+    return [
+        _polygons(_between(rings, start, end, top))
+        for (start, end), top in zip(pairwise(ends.tolist()), pile.tops.tolist(), strict=False)
+    ]
+
+
+def _between(rings: Rings, start: int, end: int, top: int) -> Rings:
+    """The rings from start to end, of the mask that begins in row top of the stack."""
+    first, own = rings.first[start : end + 1], slice(start, end)
+    points = rings.points[first[0] : first[-1]] - np.array([0, top], np.int32)
+    owner = np.maximum(rings.owner[own] - start, -1)
+    return Rings(points, first - first[0], rings.area[own], rings.mass[own], owner)
 
 
 def fill(polygons: Iterable[Polygon], height: int, width: int) -> np.ndarray:
