@@ -210,7 +210,7 @@ def alone(module: nn.Module, tuned: Tuned, device: torch.device, size: int) -> J
 
 def end_to_end(name: str, tuned: Tuned, device: torch.device, options: argparse.Namespace, folder: Path) -> Json:
     """PNG bytes to polygons, repeated; the forward alone is the ceiling."""
-    files = [encoded(make_cells(11, index, options.size, options.size)[0]) for index in range(min(options.images, 64))]
+    files = [encoded(make_cells(11, index, options.size, options.size)[0]) for index in range(min(options.images, 32))]
     images = [files[index % len(files)] for index in range(options.images)]
     weights = {name: folder / name} if options.train_epochs else None
     loader = ModelLoader(weights, str(device), batch_sizes=folder / FILE_NAME, tune_seconds=options.seconds)

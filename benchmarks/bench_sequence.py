@@ -2,7 +2,7 @@
 
 One process makes sequences of log-normal length, packed and as single files, and measures:
 1. `engine.train` with the corpus in VRAM at several batch sizes and budgets of padded frames, against the same steps on
-   batches that are on the device already, one for each shape, weighted by how often an epoch has it;
+   batches that are on the device already, one for each shape, for as many seconds;
 2. the best DataLoader (8 workers, pinned, prefetch 6, whole batches read into place) over .npy files and a
    `pack_padded_sequence` loop, same network, same precision, at several batch sizes;
 3. ways to run the reverse direction, precisions, and tiers, at the best of 1;
@@ -35,7 +35,6 @@ from brim.engine.device import resolve_device, worker_count
 from brim.engine.memory import format_size
 from brim.engine.ragged import RaggedResident, RaggedView
 from brim.engine.shard_writer import ShardWriter
-from brim.engine.stalls import time_step
 from brim.engine.step import Stepper
 from brim.engine.train_config import Precision, TrainConfig, resolve_precision
 from brim.engine.trainer import train
@@ -231,30 +230,36 @@ class Bench:
         return Classifier(Encoder(config), CLASSES).to(self.device).train()
 
     def ceiling(self, view: RaggedView) -> float:
-        """Items/s of the steps of an epoch when each finds its batch where it is."""
+        """Items/s of the steps of whole epochs when each finds its batch where it is.
+
+        They last as long as a run that is fed: a device at its power limit does not keep up what a short burst reaches.
+        """
         config = TrainConfig(learning_rate=LEARNING_RATE, max_graphs=max(32, len(view.buckets.shapes)))
         stepper = Stepper(self.module(), classification_loss, config=config, device=self.device)
-        seconds, left = 0.0, dict(view.buckets.shapes)
+        inputs: dict[tuple[int, int], dict[str, Tensor]] = {}
         for batch in view.epoch(0):
-            num = left.pop((batch["frames"].shape[0], batch["frames"].shape[1]), 0)
-            if num:
-                seconds += num * self.time_static(stepper, batch)
-        return view.num_items / seconds
+            shape = (batch["frames"].shape[0], batch["frames"].shape[1])
+            if shape not in inputs:
+                inputs[shape] = self.static(stepper, batch)
+        order = [(len(batch.items), batch.length) for batch in view.buckets.epoch(1)]
+        rates: list[float] = []
+        ends_s = time.perf_counter() + self.options.seconds
+        while len(rates) < 1 + SKIPPED_EPOCHS or time.perf_counter() < ends_s:
+            began_s = time.perf_counter()
+            for shape in order:
+                stepper.step(inputs[shape], 0, LEARNING_RATE)
+            self.wait()
+            rates.append(view.num_items / (time.perf_counter() - began_s))
+        return spread(rates[SKIPPED_EPOCHS:])["median"]
 
-    def time_static(self, stepper: Stepper, batch: dict[str, Tensor]) -> float:
-        """Seconds of the step on one batch; a captured one reads its own inputs."""
+    def static(self, stepper: Stepper, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        """What a step on this batch reads without a copy: a captured one its own inputs."""
         for _ in range(2):  # a shape after the first one has to be seen before it is captured
             if stepper.needs_preparation(batch):
                 stepper.prepare(batch)
             stepper.step(batch, 0, LEARNING_RATE)
         graphs = list(stepper._graphs.values())
-        inputs = graphs[-1].inputs if graphs else batch
-        budget_s = 0.1 if self.device.type == "cuda" else 0.01
-        times = time_step(
-            lambda: stepper.step(inputs, 0, LEARNING_RATE), self.device, captured=bool(graphs), budget_s=budget_s
-        )
-        assert times.step_s is not None
-        return times.step_s
+        return graphs[-1].inputs if graphs else batch
 
     # Parts
 
