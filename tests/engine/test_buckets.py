@@ -2,6 +2,7 @@ import hashlib
 import itertools
 import subprocess
 import sys
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,25 +11,26 @@ from torch import Tensor
 
 from brim.engine import buckets as module
 from brim.engine.buckets import BucketConfig, Buckets
+from brim.engine.train_config import TrainConfig
 from brim.errors import ConfigError, DatasetError
 
 COUNT = BucketConfig(batch_size=64)
 FRAMES = BucketConfig(batch_size=None, max_frames=64 * 256)
 
 
-def log_normal(num: int = 10_000, sigma: float = 0.5, seed: int = 0) -> Tensor:
-    """Lengths with a mean of about 250, at most 500."""
-    found = np.random.default_rng(seed).lognormal(np.log(250) - sigma**2 / 2, sigma, num)
-    return torch.from_numpy(found.round().clip(1, 500).astype(np.int64))
+def log_normal(num: int = 10_000, sigma: float = 0.5, seed: int = 0, mean: int = 250) -> Tensor:
+    """Lengths with about this mean, at most twice as long."""
+    found = np.random.default_rng(seed).lognormal(np.log(mean) - sigma**2 / 2, sigma, num)
+    return torch.from_numpy(found.round().clip(1, 2 * mean).astype(np.int64))
 
 
 def random_case(seed: int) -> tuple[Tensor, BucketConfig]:
     rng = np.random.default_rng(seed)
     longest = int(rng.choice([1, 9, 60, 500, 20_000]))
     lengths = torch.from_numpy(rng.integers(1, longest + 1, int(rng.choice([1, 2, 30, 700]))))
-    multiple = int(rng.choice([1, 8, 50]))
+    multiple = int(rng.choice([0, 1, 8, 50])) or None
     size = int(rng.choice([1, 7, 64, 1000]))
-    room = int(rng.choice([1, 3, 70])) * -(-longest // multiple) * multiple
+    room = int(rng.choice([1, 3, 70])) * -(-longest // (multiple or 1)) * (multiple or 1)
     sizes = {"batch_size": size} if rng.random() < 0.5 else {"batch_size": None, "max_frames": room}
     waste, buckets = float(rng.choice([0, 0.05, 0.4])), int(rng.choice([1, 4, 16]))
     return lengths, BucketConfig(**sizes, multiple=multiple, max_waste=waste, max_buckets=buckets)
@@ -52,6 +54,50 @@ def test_a_log_normal_mix_pads_at_most_a_twentieth(config: BucketConfig, sigma: 
         assert buckets.padding_share == 1 - int(lengths.sum()) / padded
         assert buckets.padding_share <= 0.05
         assert len(buckets.edges) <= config.max_buckets
+
+
+@pytest.mark.parametrize("mean", [15, 30, 60, 250])
+@pytest.mark.parametrize("sizes", [
+    {"batch_size": 16}, {"batch_size": 64}, {"batch_size": 256},
+    {"batch_size": None, "max_frames": 4096}, {"batch_size": None, "max_frames": 8192},
+])  # fmt: skip
+def test_sequences_of_any_mean_pad_at_most_a_twentieth_in_shapes_that_can_be_captured(
+    sizes: dict[str, Any], mean: int
+) -> None:
+    for sigma, num in itertools.product((0.3, 0.5), (20_000, 60_000)):
+        buckets = Buckets(log_normal(num, sigma, mean=mean), BucketConfig(**sizes))
+        assert buckets.padding_share <= 0.05
+        assert len(buckets.shapes) <= TrainConfig().max_graphs
+        assert all(edge % buckets.multiple == 0 for edge in buckets.edges)
+
+
+@pytest.mark.parametrize("sizes", [{"batch_size": 64}, {"batch_size": 256}, {"batch_size": None, "max_frames": 8192}])
+def test_too_few_sequences_for_little_padding_pad_little_more_than_they_must(sizes: dict[str, Any]) -> None:
+    for mean, num in itertools.product((15, 30, 60, 250), (200, 1000)):
+        lengths = log_normal(num, 0.8, mean=mean)
+        buckets = Buckets(lengths, BucketConfig(**sizes))
+        least = Buckets(lengths, BucketConfig(**sizes, multiple=1, max_waste=0)).padding_share
+        assert buckets.padding_share <= max(0.05, least + 0.011)  # frame budgets: the search is not exact
+        assert len(buckets.shapes) <= TrainConfig().max_graphs
+
+
+def test_the_multiple_is_the_largest_that_pads_little_enough() -> None:
+    for mean, expected in ((15, 2), (30, 2), (60, 4), (250, 8)):
+        lengths = log_normal(mean=mean)
+        assert Buckets(lengths, COUNT).multiple == expected
+        waste = {num: Buckets(lengths, BucketConfig(multiple=num)).padding_share for num in (1, 2, 4, 8)}
+        assert max(num for num, share in waste.items() if share <= 0.05) == expected
+
+
+def test_a_multiple_that_is_given_is_kept() -> None:
+    buckets = Buckets(log_normal(mean=15), BucketConfig(multiple=8))
+    assert buckets.multiple == 8
+    assert {edge % 8 for edge in buckets.edges} == {0}
+
+
+def test_a_budget_of_just_the_longest_item_holds_it() -> None:
+    buckets = Buckets(torch.tensor([5, 99]), BucketConfig(batch_size=None, max_frames=99))
+    assert (buckets.multiple, buckets.edges[-1]) == (1, 99)
 
 
 def test_no_choice_of_buckets_pads_less_than_the_one_found() -> None:
@@ -108,7 +154,7 @@ def test_every_item_comes_once_in_a_batch_that_holds_it(seed: int) -> None:
         for batch in batches:
             assert int(lengths[batch.items].max()) <= batch.length
             assert batch.length in buckets.edges
-            assert batch.length % config.multiple == 0
+            assert batch.length % buckets.multiple == 0
             assert len(batch.items) <= (config.batch_size or (config.max_frames or 0) // batch.length)
 
 
@@ -210,6 +256,7 @@ def test_lengths_that_cannot_be_are_named() -> None:
         Buckets(torch.empty(0, dtype=torch.int64), COUNT)
 
 
-def test_a_budget_below_the_longest_item_says_what_it_needs() -> None:
-    with pytest.raises(ConfigError, match="give at least 104"):
-        Buckets(torch.tensor([5, 100]), BucketConfig(batch_size=None, max_frames=50))
+@pytest.mark.parametrize(("multiple", "needed"), [(None, 100), (8, 104)])
+def test_a_budget_below_the_longest_item_says_what_it_needs(multiple: int | None, needed: int) -> None:
+    with pytest.raises(ConfigError, match=f"give at least {needed}"):
+        Buckets(torch.tensor([5, 100]), BucketConfig(batch_size=None, max_frames=50, multiple=multiple))

@@ -109,7 +109,7 @@ def test_every_tier_gives_the_same_bits(seed: int) -> None:
     sizes = size if rng.random() < 0.5 else {"batch_size": None, "max_frames": int(rng.choice([40, 200, 5000]))}
     rows = [None, torch.from_numpy(rng.permutation(num)[: max(1, num // 2)]), torch.arange(num) % 3 == 0][seed % 3]
     options: dict[str, Any] = {
-        "buckets": BucketConfig(**sizes, multiple=int(rng.choice([1, 8]))),
+        "buckets": BucketConfig(**sizes, multiple=int(rng.choice([0, 1, 8])) or None),
         "rows": rows,
         "shuffle": bool(rng.random() < 0.8),
         "dtype": [None, torch.float16, torch.bfloat16][int(rng.integers(3))],

@@ -98,7 +98,7 @@ def test_rows_fields_and_a_fixed_order_can_be_chosen(folder):
 
 def test_buckets_give_batches_of_similar_lengths(folder):
     sequences = SequenceFolder(folder)
-    with loader(sequences) as plain, loader(sequences, buckets=BucketConfig(batch_size=4)) as source:
+    with loader(sequences) as plain, loader(sequences, buckets=BucketConfig(batch_size=4, multiple=8)) as source:
         batches = list(source.epoch(0))
         assert source.padding_share < plain.padding_share
     assert sorted(torch.cat([batch["item"] for batch in batches]).tolist()) == list(range(20))

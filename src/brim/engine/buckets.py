@@ -3,8 +3,8 @@
 Items stand in a line, the longest first, which is cut into batches; a bucket is some neighbouring batches, padded to
 the longest item among them. So every batch but the last is full, no two buckets share one, and an epoch has few shapes,
 the same in every epoch. Which neighbours are joined is chosen to pad least; of all choices that pad little enough the
-one with the fewest buckets is taken, because items are shuffled within a bucket: fewer buckets mix more. Nothing here
-reads, copies or knows a device.
+one with the fewest buckets is taken, because items are shuffled within a bucket: fewer buckets mix more. Padded lengths
+are multiples of 8 where that pads little enough, else of 4, 2 or 1. Nothing here reads, copies or knows a device.
 
 Axes: n items, m cells: batches that would be padded alike if every batch were padded by itself.
 """
@@ -21,7 +21,9 @@ from brim.engine.device import stream
 from brim.engine.order import HOST
 from brim.errors import ConfigError, DatasetError
 
-_MAX_CELLS = 512  # the search takes m² steps for each bucket: 512 cells about 30 ms in all
+_MAX_CELLS = 512  # the search takes m² steps for each bucket: 512 cells about 30 ms in all, for each multiple
+_MULTIPLES = (8, 4, 2, 1)  # the larger, the fewer lengths there are, and the better aligned they are
+_MORE_WASTE = 0.01  # that a larger multiple may add where none pads little enough
 
 Array = np.ndarray[Any, np.dtype[np.int64]]
 
@@ -33,8 +35,8 @@ class BucketConfig:
     batch_size: int | None = 64  # items of a batch; or
     max_frames: int | None = None  # frames of a batch, padding included; exactly one of the two
     max_waste: float = 0.05  # padding of an epoch, share of its frames, where max_buckets allow it
-    max_buckets: int = 24  # each is a shape of batches, which a GPU captures and keeps in memory
-    multiple: int = 8  # padded lengths are multiples of this: fewer shapes, aligned rows
+    max_buckets: int = 31  # with the short last batch as many shapes as TrainConfig.max_graphs lets a GPU capture
+    multiple: int | None = None  # of padded lengths; None: the largest of 8, 4, 2, 1 that keeps max_waste
 
     def __post_init__(self) -> None:
         """Check every value."""
@@ -90,7 +92,7 @@ class Buckets:
         self.config, self.seed, self.shuffle = config, seed, shuffle
         self.num_items = len(frames)
         line = np.argsort(-frames, kind="stable")
-        runs = _arrange(frames[line], config)
+        self.multiple, runs = _choose(frames[line], config)
         self.edges = tuple(run.length for run in reversed(runs))
         bucket = np.empty(self.num_items, np.int16)
         bucket[line] = np.repeat(np.arange(len(runs)), [run.stop - run.start for run in runs])
@@ -101,7 +103,7 @@ class Buckets:
             raise ConfigError(f"drop_last leaves no batch: {self.num_items} items do not fill one; use a smaller batch")
         self.batch_size = max(stop - start for _, start, stop in self._spans)  # items of the largest
         self.num_frames = int(frames.sum())
-        self.padding_share = 1 - self.num_frames / _padded_frames(runs)
+        self.padding_share = _waste(runs, self.num_frames)
 
     def __len__(self) -> int:
         """Batches of an epoch."""
@@ -142,20 +144,33 @@ def _checked(lengths: Tensor) -> Array:
 # Buckets
 
 
-def _arrange(line: Array, config: BucketConfig) -> list[_Run]:
-    """The fewest buckets that pad little enough, or those that pad least."""
-    padded = -(-line // config.multiple) * config.multiple  # (n,) falling
-    if config.max_frames is not None and config.max_frames < padded[0]:
+def _choose(line: Array, config: BucketConfig) -> tuple[int, list[_Run]]:
+    """The largest multiple that pads little enough, or little more than the best of them, and its buckets."""
+    longest, num_frames, found = int(line[0]), int(line.sum()), {}
+    for multiple in (config.multiple,) if config.multiple else _MULTIPLES:
+        room = -(-longest // multiple) * multiple
+        if config.max_frames is not None and config.max_frames < room:
+            continue
+        found[multiple] = _arrange(-(-line // multiple) * multiple, num_frames, config)
+        if _waste(found[multiple], num_frames) <= config.max_waste:
+            return multiple, found[multiple]
+    if not found:
         raise ConfigError(
-            f"max_frames={config.max_frames} holds not one of the longest item, {line[0]} frames padded to "
-            f"{padded[0]}; give at least {padded[0]}"
+            f"max_frames={config.max_frames} holds not one of the longest item, {longest} frames padded to {room}; "
+            f"give at least {room}"
         )
-    num_frames, best = int(line.sum()), None
+    enough = min(_waste(runs, num_frames) for runs in found.values()) + _MORE_WASTE
+    return next((multiple, runs) for multiple, runs in found.items() if _waste(runs, num_frames) <= enough)
+
+
+def _arrange(padded: Array, num_frames: int, config: BucketConfig) -> list[_Run]:
+    """The fewest buckets that pad little enough, or those that pad least; of lengths that fall."""
+    best = None
     for stops in _least_padding(*_cells(padded, config), config.max_buckets):
         runs = min((_cut(padded, stops, config, more) for more in (True, False)), key=_padded_frames)
         if best is None or _padded_frames(runs) < _padded_frames(best):
             best = runs
-        if 1 - num_frames / _padded_frames(runs) <= config.max_waste:
+        if _waste(runs, num_frames) <= config.max_waste:
             break
     assert best is not None
     return best
@@ -237,6 +252,10 @@ def _size(length: int, config: BucketConfig) -> int:
 
 def _padded_frames(runs: list[_Run]) -> int:
     return sum(run.length * (run.stop - run.start) for run in runs)
+
+
+def _waste(runs: list[_Run], num_frames: int) -> float:
+    return 1 - num_frames / _padded_frames(runs)
 
 
 def _spans(run: _Run, drop_last: bool) -> list[tuple[int, int, int]]:

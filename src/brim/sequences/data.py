@@ -236,5 +236,5 @@ def step_bytes(corpus: Corpus, config: SequenceTraining, device: torch.device) -
     views = 2 if config.mode == "self" else 1
     width = 4 if resolve_precision(config.precision, device) == "fp32" else 2
     kept = 4 * shape.dim + 6 * shape.channels * shape.convolutions + 24 * shape.hidden * shape.layers
-    inputs = 12 * frames * shape.dim * corpus.dtype.itemsize  # of captured steps, one for each of up to 24 lengths
+    inputs = 16 * frames * shape.dim * corpus.dtype.itemsize  # of captured steps, one for each of up to 32 shapes
     return width * views * frames * kept + inputs + (256 << 20)

@@ -7,6 +7,7 @@ It trades memory and variety for time where augmentation is dear; on a GPU it is
 
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
+from dataclasses import replace
 
 from torch import Tensor
 
@@ -62,4 +63,5 @@ def _make(job: Job, number: int, change: Transform) -> RaggedResident:
     rows = job.split.train
     sequences = RaggedTensors([found[row] for row in rows.tolist()], {"label": job.data.labels[rows]})
     seed = job.seed("variants", number, "order")
-    return RaggedResident(sequences, buckets=job.config.buckets(), device=job.device, tier=job.config.tier, seed=seed)
+    buckets = replace(job.config.buckets(), multiple=8)  # so that batches of different copies have shapes in common
+    return RaggedResident(sequences, buckets=buckets, device=job.device, tier=job.config.tier, seed=seed)
