@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from brim.engine import ragged as module
+from brim.engine import held as module
 from brim.engine import ragged_stores as stores
 from brim.engine.memory import inject_oom
 from brim.engine.order import TIERS
