@@ -309,7 +309,7 @@ def test_memory_is_given_back(tier: str) -> None:
 
 
 def test_what_cannot_be_is_named() -> None:
-    with pytest.raises(ConfigError, match='tier="disk"'):
+    with pytest.raises(ConfigError, match="tier=disk"):
         make(tier="disk")
     with pytest.raises(ConfigError, match="rows=100"):
         make(rows=[100])

@@ -424,7 +424,7 @@ def test_when_nothing_fits_it_is_out_of_memory():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"tier": "disk"}, 'tier="disk" is not known'),
+        ({"tier": "disk"}, "tier=disk is unknown"),
         ({"tier": "window"}, 'give shuffle="blocks"'),
         ({"tier": "ram", "preload_to_gpu": True}, 'preload_to_gpu=True contradicts tier="ram"'),
         ({"tier": "vram", "preload_to_gpu": False}, "contradicts"),

@@ -22,7 +22,7 @@ from brim.engine.epoch import Epoch
 from brim.engine.held import Held
 from brim.engine.layout import Batch
 from brim.engine.memory import check_injected
-from brim.engine.order import TIERS, Tier
+from brim.engine.order import Tier, check_tier
 from brim.engine.ragged_source import RaggedSource, RaggedTensors, Runs, check_columns, check_source
 from brim.engine.ragged_stores import DeviceFrames, FrameStore, HostFrames, Items, SourceFrames
 from brim.engine.split import Rows
@@ -127,8 +127,7 @@ class RaggedResident(RaggedView, Held[FrameStore]):
         shuffle        False: a fixed order, from long to short, for evaluation
         fields         columns with a row for each item of the source, instead of the source's own
         """
-        if tier not in (*TIERS, "auto"):
-            raise ConfigError(f'tier="{tier}" is not known; use auto, {", ".join(TIERS)}')
+        check_tier(tier)
         check_source(source)
         self.source = source
         self.dtype = dtype or source.dtype
