@@ -12,26 +12,20 @@ A record is one receiver's second of IQ, 200 000 complex samples; a sample has o
 import argparse
 import ctypes
 import json
-import os
-import platform
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 import numpy as np
 import torch
 
-from brim import __version__
-from brim.engine.device import describe, resolve_device, worker_count
-from brim.engine.memory import format_size, parse_size, total_bytes
+from brim.engine.device import resolve_device, worker_count
+from brim.engine.memory import format_size, parse_size
 from brim.rf import GenerateConfig, generate, preset
 from brim.rf.batch import Backend, Work, make_work
 from brim.rf.channel import fading_points
@@ -48,6 +42,9 @@ from brim.rf.scene import (
     max_baseline_m,
 )
 from brim.rf.waveform import channel_points, table_points
+from page import Json, facts_of, installed, machine, markdown, number, ranged, spread, table, tell
+
+__all__ = ["Json", "machine", "number", "ranged", "spread", "table", "tell"]  # of page, for benchmarks that look here
 
 MEMORY = "1GiB"  # the limit of the run that must keep to it
 CALLS = 5  # of the compute stage per trial, back to back
@@ -55,8 +52,6 @@ COPY_BYTES = 1 << 30  # of the copy that measures the bandwidth
 SIONNA_PROFILE = "D30"  # the profile with the fewest taps, ten: the kindest choice
 SIONNA_BATCHES = (1, 2)
 SIONNA_SNR_DB = 20.0
-
-Json = dict[str, Any]
 
 
 def main() -> None:
@@ -135,8 +130,8 @@ class Clock:
 def whole_command(config: GenerateConfig, samples: int, device: torch.device, repeats: int) -> Json:
     """The command repeated: medians and spread of its rates, and the last run's accounts."""
     runs = []
-    for number in range(repeats):
-        tell(f"whole command, {samples} samples, run {number + 1} of {repeats}")
+    for turn in range(repeats):
+        tell(f"whole command, {samples} samples, run {turn + 1} of {repeats}")
         runs.append(run_command(config, samples, device))
     names = ("samples_per_s", "iq_per_s", "ceiling_share", "wall_s")
     spreads = {name: spread([run[name] for run in runs]) for name in names}
@@ -409,79 +404,6 @@ def keep_memory() -> None:
 # Telling
 
 
-def tell(message: str) -> None:
-    """A line of progress."""
-    print(message, file=sys.stderr, flush=True)
-
-
-def spread(values: Sequence[float]) -> dict[str, float]:
-    """Median and range."""
-    return {"median": statistics.median(values), "min": min(values), "max": max(values)}
-
-
-def machine(device: torch.device, commit: str) -> Json:
-    """What the figures depend on."""
-    facts = describe(device)
-    return {
-        "device": facts["name"],
-        "device_bytes": facts["total_bytes"],
-        "cores": facts["cores"],
-        "host_bytes": total_bytes(torch.device("cpu")),
-        "load_average": os.getloadavg()[0],
-        "driver": driver_version() if device.type == "cuda" else None,
-        "versions": {"brim": __version__, "python": platform.python_version(), "torch": torch.__version__}
-        | {name: installed(name) for name in ("triton", "numpy")},
-        "commit": commit or git_commit(),
-        "date": time.strftime("%Y-%m-%d"),
-    }
-
-
-def driver_version() -> str | None:
-    """The NVIDIA driver, where NVML says it."""
-    try:
-        import pynvml
-
-        pynvml.nvmlInit()
-        return str(pynvml.nvmlSystemGetDriverVersion())
-    except Exception:  # broad on purpose: without NVML one word is missing, and no more
-        return None
-
-
-def installed(name: str) -> str | None:
-    """The version of a package, if it is here."""
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return None
-
-
-def git_commit() -> str | None:
-    """The commit measured, marked when files differ from it; None outside a checkout."""
-    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=12"]
-    try:
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        return None
-
-
-def table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A pipe table in aligned columns, readable as it is and as Markdown."""
-    widths = [max(len(row[k]) for row in [header, *rows]) for k in range(len(header))]
-    lines = [f"| {' | '.join(cell.ljust(w) for cell, w in zip(row, widths, strict=True))} |" for row in [header, *rows]]
-    rule = f"| {' | '.join('-' * w for w in widths)} |"
-    return "\n".join([f"## {title}", "", lines[0], rule, *lines[1:], ""])
-
-
-def number(value: float) -> str:
-    """Three digits or more, thousands apart."""
-    return f"{value:,.0f}".replace(",", " ") if abs(value) >= 100 else f"{value:.3g}"
-
-
-def ranged(values: dict[str, float]) -> str:
-    """Median and range in words."""
-    return f"{number(values['median'])} ({number(values['min'])}–{number(values['max'])})"
-
-
 def render(results: Json) -> str:
     """All tables there is something for."""
     parts = {"whole": commands_table, "compute": compute_table, "kernels": kernels_table}
@@ -580,22 +502,9 @@ def ways_table(results: Json) -> str:
 
 def page(results: Json, line: str) -> str:
     """The results as a page of Markdown."""
-    here = results["machine"]
-    versions = ", ".join(f"{name} {v}" for name, v in here["versions"].items() if v)
-    if "version" in results.get("sionna", {}):
-        versions += f", sionna-no-rt {results['sionna']['version']}"
-    driver = f", driver {here['driver']}" if here["driver"] else ""
-    memory = f"{format_size(here['device_bytes'])}, host {format_size(here['host_bytes'])}"
-    facts = [
-        f"- machine: {here['device']}, {here['cores']} cores, memory {memory}{driver}",
-        f"- load average when it began: {here['load_average']:.2f}",
-        f"- versions: {versions}",
-        f"- commit: {here['commit'] or 'unknown'}, {here['date']}",
-        f"- command: `{results['command']}`",
-    ]
-    title = "# " + (__doc__ or "").splitlines()[0]
+    facts = facts_of(results, {"sionna-no-rt": results.get("sionna", {}).get("version")})
     about = "A record is one receiver's second of IQ (200 000 complex samples); shards are written to disk."
-    return "\n".join([title, "", about, "", *facts, "", render(results), "```json", line, "```", ""])
+    return markdown(__doc__ or "", about, facts, render(results), line)
 
 
 if __name__ == "__main__":

@@ -28,8 +28,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from bench_generate import machine, table, tell
 from brim.sequences import Augmentation, Corpus, SequenceTraining, evaluate, load_run, pack, train
+from page import machine, table, tell
 
 FOLDS = 5
 NEAR = 0.015  # accuracy that may be missing to the best published

@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 
-from bench_generate import machine, number, table, tell
 from brim.engine.resident import Resident
 from brim.engine.sources import SqlSource
+from page import machine, number, table, tell
 
 BATCH = 256
 COLUMNS = 20

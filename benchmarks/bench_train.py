@@ -32,7 +32,6 @@ from torch import Tensor, nn
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler
 from torch.utils.data import Dataset as TorchDataset
 
-from bench_generate import Json, installed, machine, number, ranged, spread, table, tell
 from brim.engine.device import resolve_device, worker_count
 from brim.engine.memory import format_size
 from brim.engine.resident import Resident, Tier
@@ -43,6 +42,7 @@ from brim.engine.train_config import TrainConfig, resolve_precision
 from brim.engine.trainer import train
 from brim.rf import generate, preset
 from brim.rf.model import PREPARED, Locator, LocatorConfig, flip, loss, prepare
+from page import Json, facts_of, installed, machine, markdown, number, ranged, spread, table, tell
 
 BATCH, LARGE_BATCH = 256, 2048
 WINDOW_SHARE = 0.25
@@ -634,20 +634,7 @@ def sql_table(results: Json) -> str:
 
 def page(results: Json, line: str) -> str:
     """The results as a page of Markdown."""
-    here, data = results["machine"], results.get("data")
-    versions = ", ".join(f"{name} {v}" for name, v in here["versions"].items() if v)
-    arrow = installed("adbc-driver-sqlite")
-    versions += f", adbc-driver-sqlite {arrow}" if arrow else ""
-    driver = f", driver {here['driver']}" if here["driver"] else ""
-    memory = f"{format_size(here['device_bytes'])}, host {format_size(here['host_bytes'])}"
-    ended = f"{results['load_average_end']:.2f}" if "load_average_end" in results else "unknown"
-    facts = [
-        f"- machine: {here['device']}, {here['cores']} cores, {here['threads']} threads, memory {memory}{driver}",
-        f"- load average when it began: {here['load_average']:.2f}, when it ended: {ended}",
-        f"- versions: {versions}",
-        f"- commit: {here['commit'] or 'unknown'}, {here['date']}",
-        f"- command: `{results['command']}`",
-    ]
+    facts, data = facts_of(results, {"adbc-driver-sqlite": installed("adbc-driver-sqlite")}), results.get("data")
     if data:
         repeated = "" if data["different"] == data["samples"] else f" ({data['different']} different ones, repeated)"
         facts.append(
@@ -658,8 +645,7 @@ def page(results: Json, line: str) -> str:
         "The ceiling is the same step, over and over on one fixed batch. All ways run the same model, loss, optimiser, "
         "clipping and precision; the tiers are fed from shards, the DataLoaders from tensors in host memory."
     )
-    title = "# " + (__doc__ or "").splitlines()[0]
-    return "\n".join([title, "", about, "", *facts, "", render(results), "```json", line, "```", ""])
+    return markdown(__doc__ or "", about, facts, render(results), line)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from brim.engine import ragged as module
+from brim.engine import held as module
 from brim.engine import ragged_stores as stores
 from brim.engine.memory import inject_oom
 from brim.engine.order import TIERS
@@ -309,7 +309,7 @@ def test_memory_is_given_back(tier: str) -> None:
 
 
 def test_what_cannot_be_is_named() -> None:
-    with pytest.raises(ConfigError, match='tier="disk"'):
+    with pytest.raises(ConfigError, match="tier=disk"):
         make(tier="disk")
     with pytest.raises(ConfigError, match="rows=100"):
         make(rows=[100])

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from brim.engine import loading, tiers
+from brim.engine import held, loading, tiers
 from brim.engine import resident as module
 from brim.engine.memory import inject_oom
 from brim.engine.resident import TIERS, Resident, as_dataloader, choose_tier, epoch_order
@@ -378,7 +378,8 @@ def test_auto_says_its_tier_in_one_line(caplog):
 
 
 def test_auto_takes_a_window_and_says_how_it_shuffles(caplog, monkeypatch):
-    monkeypatch.setattr(module, "free_bytes", lambda _: 100)
+    for part in (held, module):
+        monkeypatch.setattr(part, "free_bytes", lambda _: 100)
     caplog.set_level(logging.INFO, "brim")
     with make(tier="auto", rows=torch.randperm(100)) as resident:
         assert (resident.tier, resident.shuffle) == ("window", "blocks")
@@ -423,7 +424,7 @@ def test_when_nothing_fits_it_is_out_of_memory():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"tier": "disk"}, 'tier="disk" is not known'),
+        ({"tier": "disk"}, "tier=disk is unknown"),
         ({"tier": "window"}, 'give shuffle="blocks"'),
         ({"tier": "ram", "preload_to_gpu": True}, 'preload_to_gpu=True contradicts tier="ram"'),
         ({"tier": "vram", "preload_to_gpu": False}, "contradicts"),
@@ -447,7 +448,7 @@ def test_the_window_holds_its_share():
 def test_tensors_already_there_are_not_copied():
     source = source_of(50)
     with Resident(source, batch_size=8, device=CPU, tier="vram") as resident:
-        assert resident._store.rows["x"].data_ptr() == source.tensors["x"].data_ptr()
+        assert resident.loaded().rows["x"].data_ptr() == source.tensors["x"].data_ptr()
 
 
 # As a DataLoader

@@ -1,10 +1,11 @@
 import math
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
 
-from brim.engine.train_config import TrainConfig, learning_rate_at, resolve_precision
+from brim.engine.train_config import TrainConfig, learning_rate_at, recipe_of, resolve_precision
 from brim.errors import ConfigError
 
 
@@ -45,6 +46,19 @@ def test_values_that_cannot_work_are_named(change: dict[str, Any]) -> None:
     (name,) = change
     with pytest.raises(ConfigError, match=name):
         TrainConfig(**change)
+
+
+def test_a_recipe_takes_what_settings_have_of_it() -> None:
+    @dataclass
+    class Settings:
+        epochs: int = 9
+        learning_rate: float = 0.5
+        tier: str = "ram"
+
+    found = recipe_of(Settings(), 3)
+    assert found == TrainConfig(epochs=3, learning_rate=0.5, tensorboard=found.tensorboard)
+    with pytest.raises(ConfigError, match="learning_rate"):
+        recipe_of(Settings(learning_rate=-1.0), 3)
 
 
 def test_a_cpu_trains_in_fp32_unless_told() -> None:

@@ -130,7 +130,7 @@ def test_vram_needs_no_host_sync(dataset: DatasetSource) -> None:
 def test_the_ram_tier_is_pinned_and_gives_its_memory_back(dataset: DatasetSource) -> None:
     with Resident(dataset, batch_size=64, device=GPU, tier="ram") as resident:
         assert resident.describe()["pinned"]
-        rows = resident._store.rows["x"]  # type: ignore[union-attr]
+        rows = resident.loaded().rows["x"]  # type: ignore[attr-defined]
         assert rows.is_pinned()
     assert not rows.is_pinned()
 

@@ -15,10 +15,10 @@ import typer
 from brim import __version__
 from brim.cli.locate import end_training, print_evaluated, print_trained, run_evaluate, run_train
 from brim.cli.options import Json, check_positive, whole
-from brim.cli.rf import end_stopped, print_made, rf, run_generate
+from brim.cli.rf import end_generation, print_made, rf, run_generate
 from brim.cli.segment import segment
 from brim.cli.sequence import sequence
-from brim.cli.terminal import Stop, logs, print_json, quote, say, show, this_command
+from brim.cli.terminal import Stop, logs, print_json, quote, say, show
 from brim.errors import BrimError
 
 # A half-watt hand-held transmitter: weak enough that the gates have something to refuse.
@@ -137,12 +137,12 @@ def demo(
         for seed, (path, size) in enumerate(sizes.items()):
             made[path] = run_generate(from_mapping({**DEMO, "seed": seed}), path, size, stop)
             if made[path].stopped:
-                end_stopped(made[path], size, stop, again=this_command(), as_json=as_json)
+                end_generation(made[path], size, stop, resume=True, as_json=as_json)  # it always resumes
         write_report(dataset, page)
         config = LocatorTraining(epochs=DEMO_EPOCHS, batch_size=256 if on_gpu else 32)
         trained = run_train([dataset], run, config, stop)
     if trained.stopped:
-        end_training(trained, config.epochs, stop, again=this_command(), as_json=as_json)
+        end_training(trained, config.epochs, stop, resume=True, as_json=as_json)
     evaluated = run_evaluate(run, held, result)
     if as_json:
         found = {"train": trained.as_dict(), "evaluate": evaluated.as_dict()}

@@ -8,7 +8,7 @@ import typer
 
 from brim.cli.options import Device, Json, check_choice, check_positive, number, whole
 from brim.cli.rf import rf
-from brim.cli.terminal import Display, Stop, print_facts, print_json, quote, remarks, say, show, this_command
+from brim.cli.terminal import Display, Stop, end_stopped, print_facts, print_json, quote, remarks, show
 
 if TYPE_CHECKING:
     from brim.engine.train_report import TrainReport
@@ -65,7 +65,7 @@ def train(
         )
         report = run_train(datasets, out, config, stop, device=device, resume=resume)
     if report.stopped:
-        end_training(report, epochs, stop, again=this_command() + " --resume" * (not resume), as_json=as_json)
+        end_training(report, epochs, stop, resume=resume, as_json=as_json)
     if as_json:
         print_json(report.as_dict())
         return
@@ -160,13 +160,12 @@ def run_evaluate(run: Path, dataset: Path, report: Path | None, *, device: str =
     return found
 
 
-def end_training(report: "TrainReport", epochs: int, stop: Stop, *, again: str, as_json: bool) -> NoReturn:
-    """Say how far a stopped run came and how to go on, and exit as the signal would have."""
+def end_training(report: "TrainReport", epochs: int, stop: Stop, *, resume: bool, as_json: bool) -> NoReturn:
+    """The end of a training that was stopped."""
     if as_json:
         print_json(report.as_dict())
-    say(f"stopped after {report.epochs} of {epochs} epochs, {report.steps} steps; nothing of them is lost")
-    say(f"continue with: {again}")
-    raise typer.Exit(128 + stop.number)
+    said = f"after {report.epochs} of {epochs} epochs, {report.steps} steps; nothing of them is lost"
+    end_stopped(said, stop, resume=resume)
 
 
 def print_trained(report: "TrainReport") -> None:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn, get_args
 import typer
 
 from brim.cli.options import Device, Json, check_choice, check_positive, number, whole
-from brim.cli.terminal import Display, Stop, print_facts, print_json, quote, say, show, this_command
+from brim.cli.terminal import Display, Stop, end_stopped, print_facts, print_json, quote, show
 from brim.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -99,7 +99,7 @@ def generate(
             resolved, out, samples, stop, device=device, batch_size=batch_size, memory=budget, resume=resume
         )
     if report.stopped:
-        end_stopped(report, samples, stop, again=this_command() + " --resume" * (not resume), as_json=as_json)
+        end_generation(report, samples, stop, resume=resume, as_json=as_json)
     if as_json:
         print_json(report.as_dict())
         return
@@ -203,13 +203,11 @@ def run_generate(
         )
 
 
-def end_stopped(report: "Report", samples: int, stop: Stop, *, again: str, as_json: bool) -> NoReturn:
-    """Say what a stopped run left and how to go on, and exit as the signal would have."""
+def end_generation(report: "Report", samples: int, stop: Stop, *, resume: bool, as_json: bool) -> NoReturn:
+    """The end of a generation that was stopped."""
     if as_json:
         print_json(report.as_dict())
-    say(f"stopped at {report.accepted} of {samples} samples; {report.dataset} is usable as it is")
-    say(f"continue with: {again}")
-    raise typer.Exit(128 + stop.number)
+    end_stopped(f"at {report.accepted} of {samples} samples; {report.dataset} is usable as it is", stop, resume=resume)
 
 
 def print_made(report: "Report") -> None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from brim.cli.options import Device, Json, check_choice, check_positive, number, whole
-from brim.cli.terminal import Display, Stop, print_json, quote, remarks, say, show, this_command
+from brim.cli.terminal import Display, Stop, end_stopped, print_json, quote, remarks, say, show
 from brim.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -208,16 +208,12 @@ def train(
                 images, masks, config, out, device=device, weights=weights, resume=resume, progress=display.training,
                 stop=stop,
             )  # fmt: skip
-    if report.stopped:
-        if as_json:
-            print_json(report.to_json())
-        say(f"stopped after {report.epochs} of {epochs} epochs; nothing of them is lost")
-        say(f"continue with: {this_command() + ' --resume' * (not resume)}")
-        raise typer.Exit(128 + stop.number)
     if as_json:
         print_json(report.to_json())
-    else:
+    elif not report.stopped:
         _print_trained(report, model, out)
+    if report.stopped:
+        end_stopped(f"after {report.epochs} of {epochs} epochs; nothing of them is lost", stop, resume=resume)
 
 
 @contextmanager

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from brim.cli.options import Device, Json, check_choice, check_positive, number, whole
-from brim.cli.terminal import Display, Stop, print_facts, print_json, quote, remarks, say, show, this_command
+from brim.cli.terminal import Display, Stop, end_stopped, print_facts, print_json, quote, remarks, say, show
 
 if TYPE_CHECKING:
     from brim.sequences.ablate import AblationProgress
@@ -64,9 +64,7 @@ def pack(
     elif report.complete:
         _print_packed(report, out)
     if not report.complete:
-        say(f"stopped after {report.items} sequences; nothing of them is lost")
-        say(f"continue with: {this_command() + ' --resume' * (not resume)}")
-        raise typer.Exit(128 + stop.number)
+        end_stopped(f"after {report.items} sequences; nothing of them is lost", stop, resume=resume)
 
 
 @sequence.command(epilog="Example: brim sequence train corpus --out run --mode supervised")
@@ -148,9 +146,7 @@ def train(
     elif not report.stopped:
         _print_trained(report, corpus, out)
     if report.stopped:
-        say("stopped; nothing that was trained is lost")
-        say(f"continue with: {this_command() + ' --resume' * (not resume)}")
-        raise typer.Exit(128 + stop.number)
+        end_stopped("before the end; nothing that was trained is lost", stop, resume=resume)
 
 
 @sequence.command(epilog="Example: brim sequence evaluate run corpus --json")

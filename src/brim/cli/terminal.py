@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 import typer
 
@@ -181,6 +181,13 @@ def _time_left(eta_s: float) -> list[str]:
 def say(text: str) -> None:
     """A line on standard error, above the bar where there is one."""
     _console().print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+def end_stopped(said: str, stop: Stop, *, resume: bool) -> NoReturn:
+    """Say what a stopped run left and how to go on, and exit as the signal would have; resume: it was given already."""
+    say(f"stopped {said}")
+    say(f"continue with: {this_command()}{'' if resume else ' --resume'}")
+    raise typer.Exit(128 + stop.number)
 
 
 @contextmanager

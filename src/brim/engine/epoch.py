@@ -1,10 +1,12 @@
 """Batches of one epoch, counted, so that one which would end early raises; and epochs in place of a DataLoader."""
 
 import itertools
+import weakref
 from collections.abc import Generator, Iterator
 from typing import TYPE_CHECKING
 
 from brim.engine.layout import Batch
+from brim.errors import ConfigError
 
 if TYPE_CHECKING:
     from brim.engine.resident import Resident
@@ -48,6 +50,29 @@ class Epoch(Iterator[Batch]):
     def close(self) -> None:
         """Stop the threads of this epoch."""
         self.cut("it was closed")
+
+
+class OpenEpochs:
+    """The epochs of one source that someone still holds."""
+
+    def __init__(self) -> None:
+        """None yet."""
+        self._all: weakref.WeakSet[Epoch] = weakref.WeakSet()
+
+    def begin(self, batches: Generator[Batch], start_batch: int, num_batches: int, *, alone: str = "") -> Epoch:
+        """An epoch of num_batches from start_batch on; alone is why no other can go on beside it."""
+        if not 0 <= start_batch <= num_batches:
+            raise ConfigError(f"start_batch={start_batch} must be from 0 to {num_batches}, the batches of an epoch")
+        if alone:
+            self.cut(alone)
+        epoch = Epoch(batches, num_batches - start_batch)
+        self._all.add(epoch)
+        return epoch
+
+    def cut(self, why: str) -> None:
+        """End all of them."""
+        for epoch in list(self._all):
+            epoch.cut(why)
 
 
 class ResidentLoader:

@@ -5,6 +5,7 @@ import logging
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from typing import Protocol, TypeVar
 
 import torch
 
@@ -15,7 +16,7 @@ from brim.engine.order import HOST, TIERS, Choice, Tier
 from brim.engine.shards import Fields
 from brim.engine.sources import TensorSource, row_bytes
 from brim.engine.split import Rows
-from brim.engine.tiers import Memory, Store, mark, pinned
+from brim.engine.tiers import Memory, mark, pinned
 from brim.errors import OutOfMemory
 
 log = logging.getLogger("brim")
@@ -23,9 +24,19 @@ log = logging.getLogger("brim")
 _PIECE_BYTES = 4 * 2**20  # read by one thread at once while loading; pinning more takes longer than it saves
 
 
+class Closable(Protocol):
+    """Something held in a tier."""
+
+    def close(self) -> None:
+        """Give the memory back."""
+
+
+Kept = TypeVar("Kept", bound=Closable)
+
+
 def first_that_fits(
-    choice: Choice, make: Callable[[Tier], Store], say_order: Callable[[Tier], str], device: torch.device
-) -> tuple[Choice, Store]:
+    choice: Choice, make: Callable[[Tier], Kept], say_order: Callable[[Tier], str], device: torch.device
+) -> tuple[Choice, Kept]:
     """The chosen tier loaded, or the next one below that has room; say_order tells what it changes."""
     for tier in TIERS[TIERS.index(choice.tier) :]:
         made = _try(make, tier)
@@ -43,7 +54,7 @@ def first_that_fits(
     raise AssertionError("the last tier was made or raised")
 
 
-def _try(make: Callable[[Tier], Store], tier: Tier) -> Store | str:
+def _try(make: Callable[[Tier], Kept], tier: Tier) -> Kept | str:
     """The tier, or why it did not fit."""
     try:
         with guard():

@@ -94,6 +94,12 @@ class Turns:
         return int(torch.searchsorted(self._ends, place, right=True))
 
 
+def check_tier(tier: str) -> None:
+    """Refuse a name that is neither a tier nor "auto"."""
+    if tier not in ("auto", *TIERS):
+        raise ConfigError(f"tier={tier} is unknown; choose one of auto, {', '.join(TIERS)}")
+
+
 def check_options(
     tier: str,
     preload_to_gpu: bool | None,
@@ -104,8 +110,7 @@ def check_options(
     block_items: int | None,
 ) -> None:
     """Raise ConfigError when options are unknown, out of range or contradict each other."""
-    if tier not in (*TIERS, "auto"):
-        raise ConfigError(f'tier="{tier}" is not known; use auto, {", ".join(TIERS)}')
+    check_tier(tier)
     if tier != "auto" and preload_to_gpu is not None and preload_to_gpu != (tier == "vram"):
         raise ConfigError(f'preload_to_gpu={preload_to_gpu} contradicts tier="{tier}"; give one of them')
     if shuffle not in (True, False, "blocks"):

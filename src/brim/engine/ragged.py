@@ -10,31 +10,25 @@ all three are in host memory: "vram" gathers in the caller's thread, "ram" and "
 Axes: B sequences, T frames they are padded to, D features.
 """
 
-import logging
-import time
 import weakref
 from collections.abc import Generator, Mapping, Sequence
-from types import TracebackType
-from typing import Any, Literal, Self, cast
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor
 
 from brim.engine.buckets import BucketConfig, Bucketed, Buckets
-from brim.engine.device import describe, with_index
 from brim.engine.epoch import Epoch
+from brim.engine.held import Held
 from brim.engine.layout import Batch
-from brim.engine.loading import first_that_fits
-from brim.engine.memory import check_injected, format_size, free_bytes
-from brim.engine.order import HOST, TIERS, Choice, Tier, choose_tier
+from brim.engine.memory import check_injected
+from brim.engine.order import Tier, check_tier
 from brim.engine.ragged_source import RaggedSource, RaggedTensors, Runs, check_columns, check_source
 from brim.engine.ragged_stores import DeviceFrames, FrameStore, HostFrames, Items, SourceFrames
 from brim.engine.split import Rows
 from brim.errors import ConfigError
 
 __all__ = ["BucketConfig", "Buckets", "RaggedResident", "RaggedSource", "RaggedTensors", "RaggedView"]
-
-log = logging.getLogger("brim")
 
 RowChoice = slice | range | Sequence[int] | Tensor | None
 
@@ -79,15 +73,8 @@ class RaggedView:
         item    (B,)       int64  its row in the source
         …       (B, …)     the columns of the source
         """
-        resident = self._owner()
-        if not 0 <= start_batch <= self.num_batches:
-            raise ConfigError(
-                f"start_batch={start_batch} must be from 0 to {self.num_batches}, the batches of an epoch"
-            )
         self._store()
-        epoch = Epoch(self._batches(number, start_batch), self.num_batches - start_batch)
-        resident.opened.add(epoch)
-        return epoch
+        return self._owner().opened.begin(self._batches(number, start_batch), start_batch, self.num_batches)
 
     def order(self, epoch: int) -> list[Bucketed]:
         """The batches of an epoch: how long they are padded, and the rows of the source in them."""
@@ -114,7 +101,7 @@ class RaggedView:
         return store, self._items[1]
 
 
-class RaggedResident(RaggedView):
+class RaggedResident(RaggedView, Held[FrameStore]):
     """Sequences of a source where a device can gather them; inside its with block epoch() gives batches."""
 
     def __init__(
@@ -140,39 +127,17 @@ class RaggedResident(RaggedView):
         shuffle        False: a fixed order, from long to short, for evaluation
         fields         columns with a row for each item of the source, instead of the source's own
         """
-        if tier not in (*TIERS, "auto"):
-            raise ConfigError(f'tier="{tier}" is not known; use auto, {", ".join(TIERS)}')
+        check_tier(tier)
         check_source(source)
         self.source = source
-        self.device = with_index(device)
         self.dtype = dtype or source.dtype
         chosen = _chosen(source, rows)
         columns = check_columns(source.fields if fields is None else fields, source.num_items)
-        super().__init__(self, chosen, columns, buckets, seed, shuffle, drop_last)
-        self.bytes = self.buckets.num_frames * source.dim * self.dtype.itemsize
-        self.load_s = 0.0
-        self.opened: weakref.WeakSet[Epoch] = weakref.WeakSet()
-        self._asked = tier
-        self._reserve_bytes = reserve_bytes
-        self._choice: Choice | None = None
-        self._held: FrameStore | None = None
+        RaggedView.__init__(self, self, chosen, columns, buckets, seed, shuffle, drop_last)
+        data_bytes = self.buckets.num_frames * source.dim * self.dtype.itemsize
+        index_bytes = 32 * self.num_items  # starts, lengths, rows and the order of an epoch
+        Held.__init__(self, device, tier, data_bytes, index_bytes, reserve_bytes)
         self._sorted = chosen.sort()
-
-    def __enter__(self) -> Self:
-        """Choose the tier and load."""
-        if self._held is None:
-            self._load()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """Stop what is under way and give the memory back."""
-        for epoch in list(self.opened):
-            epoch.cut("its RaggedResident was closed")
-        held, self._held = self._held, None
-        if held is not None:
-            held.close()
 
     def view(
         self,
@@ -202,11 +167,10 @@ class RaggedResident(RaggedView):
 
     def describe(self) -> dict[str, object]:
         """Facts for a report: tier and why, sizes, buckets, speed of loading."""
-        held = self.loaded()
-        assert self._choice is not None
+        choice, held = self._entered()
         return {
             "tier": held.tier,
-            "why": self._choice.why,
+            "why": choice.why,
             "source": self.source.description,
             "items": self.num_items,
             "frames": self.buckets.num_frames,
@@ -219,12 +183,6 @@ class RaggedResident(RaggedView):
             "load_s": self.load_s,
         }
 
-    def loaded(self) -> FrameStore:
-        """The frames; an error outside the with block."""
-        if self._held is None:
-            raise RuntimeError("RaggedResident holds its frames inside its with block only")
-        return self._held
-
     def positions(self, rows: Tensor) -> Tensor:
         """Where these rows of the source are among the rows held."""
         ordered, place = self._sorted
@@ -236,30 +194,9 @@ class RaggedResident(RaggedView):
 
     # Loading
 
-    def _load(self) -> None:
-        choice = self._choose()
-        log.info("tier %s: %s; %s", choice.tier, choice.why, self._say_buckets())
-        began_s = time.perf_counter()
-        # what it makes is not a Store of rows; all it does with it is hand it on
-        make = cast(Any, self._make)
-        self._choice, self._held = cast(Any, first_that_fits(choice, make, lambda tier: "", self.device))
-        self.load_s = time.perf_counter() - began_s
-
-    def _choose(self) -> Choice:
-        if self._asked != "auto":
-            return Choice(self._asked, f"{format_size(self.bytes)} of data, as asked for")
-        return choose_tier(
-            self.device,
-            data_bytes=self.bytes + 32 * self.num_items,  # starts, lengths, rows and the order of an epoch beside them
-            reserve_bytes=self._reserve_bytes,
-            device_free_bytes=free_bytes(self.device),
-            host_free_bytes=free_bytes(HOST),
-            device_name=str(describe(self.device)["name"]),
-        )
-
-    def _say_buckets(self) -> str:
+    def _say_more(self) -> str:
         edges, config = self.buckets.edges, self.buckets.config
-        text = f"{len(edges)} buckets of {edges[0]} to {edges[-1]} frames, {self.padding_share:.1%} padding"
+        text = f"; {len(edges)} buckets of {edges[0]} to {edges[-1]} frames, {self.padding_share:.1%} padding"
         if self.padding_share <= config.max_waste:
             return text
         return f"{text}, more than {config.max_waste:.1%}: a smaller batch or more buckets pad less"

@@ -12,21 +12,17 @@ Threads of "ram" and "window" allocate pinned memory and wait for events while a
 before the epoch, or with capture_error_mode="thread_local".
 """
 
-import logging
-import time
-import weakref
 from collections.abc import Generator, Sequence
-from types import TracebackType
-from typing import Literal, Self
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from brim.engine.device import describe, with_index
 from brim.engine.epoch import Epoch, ResidentLoader, as_dataloader
+from brim.engine.held import Held
 from brim.engine.layout import Batch, Layout, Target, check_out, gather
-from brim.engine.loading import fill_memory, first_that_fits
-from brim.engine.memory import check_injected, format_size, free_bytes
+from brim.engine.loading import fill_memory
+from brim.engine.memory import check_injected, free_bytes
 from brim.engine.order import HOST, TIERS, Choice, Shuffle, Tier, check_options, choose_tier, default_block, epoch_order
 from brim.engine.sources import Source, row_bytes
 from brim.engine.split import Rows, chosen_fields
@@ -48,14 +44,12 @@ __all__ = [
     "epoch_order",
 ]
 
-log = logging.getLogger("brim")
-
 # Several batches are gathered at once and cut afterwards: on a GPU a launch costs as much as a small batch.
 _CHUNK_BYTES = {"cuda": 8 * 2**20, "cpu": 2**20}
 _CHUNK_BATCHES = 32
 
 
-class Resident:
+class Resident(Held[Store]):
     """Rows of a source where a device can index them; inside its with block epoch() gives batches."""
 
     def __init__(
@@ -87,7 +81,6 @@ class Resident:
         """
         check_options(tier, preload_to_gpu, shuffle, batch_size, window_share, window_bytes, block_items)
         self.source = source
-        self.device = with_index(device)
         self.seed = seed
         self.shuffle: Shuffle = shuffle  # becomes "blocks" when tier "window" had to be taken
         self.drop_last = drop_last
@@ -97,42 +90,21 @@ class Resident:
         self.batch_size = min(batch_size, self.num_items)  # a batch larger than the split is the whole split
         whole, rest = divmod(self.num_items, self.batch_size)
         self.num_batches = whole + (rest > 0 and not drop_last)
-        self.bytes = self.num_items * row_bytes(self.fields)
-        self.block_items = block_items or default_block(self.num_items, self.bytes // self.num_items)
-        self.load_s = 0.0
-        self._layout = Layout(self.fields)
-        self._asked = tier
+        data_bytes, order_bytes = self.num_items * row_bytes(self.fields), 8 * self.num_items
+        super().__init__(device, tier, data_bytes, order_bytes, reserve_bytes)
         self._preload_to_gpu = preload_to_gpu
-        self._reserve_bytes = reserve_bytes
+        self.block_items = block_items or default_block(self.num_items, self.bytes // self.num_items)
+        self._layout = Layout(self.fields)
         self._window_bytes = window_bytes if window_bytes is not None else int(window_share * self.bytes)
-        self._choice: Choice | None = None
-        self._store: Store | None = None
-        self._open: weakref.WeakSet[Epoch] = weakref.WeakSet()
 
     def __len__(self) -> int:
         """Items of an epoch."""
         return self.num_items
 
-    def __enter__(self) -> Self:
-        """Choose the tier and load."""
-        if self._store is None:
-            self._load()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """Stop what is under way and give the memory back."""
-        for epoch in list(self._open):
-            epoch.cut("its Resident was closed")
-        store, self._store = self._store, None
-        if store is not None:
-            store.close()
-
     @property
     def tier(self) -> Tier:
         """Where the rows are; known inside the with block."""
-        return self._loaded().tier
+        return self.loaded().tier
 
     @property
     def chunk_batches(self) -> int:
@@ -150,26 +122,19 @@ class Resident:
         With out, every batch is written into these tensors, the static inputs of a captured graph for instance, on
         the current stream; a short last batch is the first rows of them.
         """
-        store = self._loaded()
-        if not 0 <= start_batch <= self.num_batches:
-            raise ConfigError(
-                f"start_batch={start_batch} must be from 0 to {self.num_batches}, the batches of an epoch"
-            )
+        store = self.loaded()
         if out is not None:
             check_out(out, self.fields, self.batch_size, self.device)
-        if store.exclusive:
-            for other in list(self._open):
-                other.cut("another epoch was begun on the same window")
-        epoch = Epoch(self._batches(store, number, start_batch, out), self.num_batches - start_batch)
-        self._open.add(epoch)
-        return epoch
+        alone = "another epoch was begun on the same window" if store.exclusive else ""
+        batches = self._batches(store, number, start_batch, out)
+        return self.opened.begin(batches, start_batch, self.num_batches, alone=alone)
 
     def fill(self, out: Batch, epoch: int, batch: int) -> Batch:
         """Write one batch of an epoch into out, in any order of batches; tier vram alone can do that.
 
         The order of the epoch last asked for stays on the device, so that a call only queues kernels.
         """
-        store = self._loaded()
+        store = self.loaded()
         if not isinstance(store, DeviceStore):
             raise ConfigError(f"fill needs tier vram, this is {store.tier}; iterate over epoch(…, out=…)")
         index = store.order(epoch, self._positions)
@@ -190,11 +155,10 @@ class Resident:
 
     def describe(self) -> dict[str, object]:
         """Facts for a report: tier and why, sizes, order, speed of loading."""
-        store = self._loaded()
-        assert self._choice is not None
+        choice, store = self._entered()
         return {
             "tier": store.tier,
-            "why": self._choice.why,
+            "why": choice.why,
             "source": self.source.description,
             "items": self.num_items,
             "bytes": self.bytes,
@@ -215,11 +179,6 @@ class Resident:
             self.num_items, seed=self.seed, epoch=epoch, shuffle=self.shuffle, block_items=self.block_items
         )
 
-    def _loaded(self) -> Store:
-        if self._store is None:
-            raise RuntimeError("Resident holds its rows inside its with block only")
-        return self._store
-
     def _batches(self, store: Store, number: int, start_batch: int, out: Batch | None) -> Generator[Batch]:
         if out is not None and isinstance(store, DeviceStore) and self.chunk_batches == 1:
             for batch in range(start_batch, self.num_batches):
@@ -238,26 +197,6 @@ class Resident:
                 yield target.take(chunk, rows) if target else {name: tensor[rows] for name, tensor in fields.items()}
 
     # Loading
-
-    def _load(self) -> None:
-        choice = self._choose()
-        log.info("tier %s: %s", choice.tier, choice.why + self._say_order(choice.tier))
-        began_s = time.perf_counter()
-        self._choice, self._store = first_that_fits(choice, self._make, self._say_order, self.device)
-        self.load_s = time.perf_counter() - began_s
-
-    def _choose(self) -> Choice:
-        if self._asked != "auto":
-            return Choice(self._asked, f"{format_size(self.bytes)} of data, as asked for")
-        return choose_tier(
-            self.device,
-            data_bytes=self.bytes + 8 * self.num_items,  # the order of an epoch lies beside them
-            reserve_bytes=self._reserve_bytes,
-            device_free_bytes=free_bytes(self.device),
-            host_free_bytes=free_bytes(HOST),
-            preload_to_gpu=self._preload_to_gpu,
-            device_name=str(describe(self.device)["name"]),
-        )
 
     def _say_order(self, tier: Tier) -> str:
         changes = tier == "window" and self.shuffle is True

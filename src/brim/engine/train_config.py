@@ -1,8 +1,9 @@
 """How a run is trained: the numbers of a recipe, its learning rate at every step, and the precision of a device."""
 
+import importlib.util
 import math
-from dataclasses import dataclass
-from typing import Literal, get_args
+from dataclasses import dataclass, fields
+from typing import Any, Literal, get_args
 
 import torch
 
@@ -53,6 +54,13 @@ class TrainConfig:
 def _check(name: str, value: object, holds: bool, expected: str) -> None:
     if not holds:
         raise ConfigError(f"{name}={value} must be {expected}")
+
+
+def recipe_of(settings: Any, epochs: int) -> TrainConfig:
+    """What a workload's settings, a dataclass, say to the trainer: the fields of the same names."""
+    names = {field.name for field in fields(TrainConfig)} & {field.name for field in fields(settings)} - {"epochs"}
+    events = importlib.util.find_spec("tensorboard") is not None
+    return TrainConfig(epochs=epochs, **{name: getattr(settings, name) for name in names}, tensorboard=events)
 
 
 def learning_rate_at(config: TrainConfig, step: int, num_steps: int) -> float:

@@ -4,7 +4,6 @@ The solver runs once, over all rows, before the first epoch; what it found is ke
 tiers take it.
 """
 
-import importlib.util
 import logging
 import math
 import platform
@@ -12,17 +11,18 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 import brim
 from brim.engine.device import resolve_device, stream
+from brim.engine.order import check_tier
 from brim.engine.resident import Resident, Tier
 from brim.engine.shards import allocate
 from brim.engine.sources import DatasetSource, TensorSource, read_rows
-from brim.engine.train_config import Precision, TrainConfig
+from brim.engine.train_config import Precision, recipe_of
 from brim.engine.train_report import TrainProgress, TrainReport
 from brim.engine.trainer import train as run_trainer
 from brim.errors import CheckpointError, ConfigError, DatasetError
@@ -88,16 +88,8 @@ class LocatorTraining:
                 raise ConfigError(f"{name}={getattr(self, name)} must not be negative")
         if not 0 < self.val_share < 1:
             raise ConfigError(f"val_share={self.val_share} must be between 0 and 1, such as 0.1")
-        tiers = ("auto", *get_args(Tier))
-        if self.tier not in tiers:
-            raise ConfigError(f"tier={self.tier} is unknown; choose one of {', '.join(tiers)}")
-        self.recipe()
-
-    def recipe(self) -> TrainConfig:
-        """The trainer's part, which checks its own values."""
-        names = ("epochs", "learning_rate", "precision", "seed", "early_stopping_patience", "checkpoint_every_s")
-        events = importlib.util.find_spec("tensorboard") is not None
-        return TrainConfig(**{name: getattr(self, name) for name in names}, tensorboard=events)
+        check_tier(self.tier)
+        recipe_of(self, self.epochs)  # checks the rest
 
 
 def train(
@@ -140,8 +132,9 @@ def train(
     )  # fmt: skip
     with resident:
         report = run_trainer(
-            module, loss, resident, config=config.recipe(), out=out, device=where, progress=progress, stop=stop,
-            evaluate=lambda trained: _validate(trained, held, where), transform=flip if config.hybrid else None,
+            module, loss, resident, config=recipe_of(config, config.epochs), out=out, device=where, progress=progress,
+            stop=stop, evaluate=lambda trained: _validate(trained, held, where),
+            transform=flip if config.hybrid else None,
         )  # fmt: skip
     return _with_untrained(report, before)
 

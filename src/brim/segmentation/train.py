@@ -10,14 +10,13 @@ Axes: B crops, S pixels of a side. A run is a directory:
 Images, not crops, are split: crops of one image overlap, and would show the validation what was trained on.
 """
 
-import importlib.util
 import logging
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -26,11 +25,12 @@ from brim.engine.checkpoint import has_checkpoint, locked
 from brim.engine.checkpoint import load_weights as load_run_weights
 from brim.engine.device import resolve_device, stream
 from brim.engine.memory import Halving
+from brim.engine.order import check_tier
 from brim.engine.resident import Resident, Tier
 from brim.engine.shards import Dataset
 from brim.engine.sources import DatasetSource
 from brim.engine.step import Batch, Transform
-from brim.engine.train_config import Precision, TrainConfig, resolve_precision
+from brim.engine.train_config import Precision, recipe_of, resolve_precision
 from brim.engine.train_report import TrainReport
 from brim.engine.trainer import train as run_trainer
 from brim.errors import CheckpointError, ConfigError, DatasetError
@@ -79,16 +79,8 @@ class SegmentTrainConfig:
                 raise ConfigError(f"{name}={getattr(self, name)} must be at least {least}")
         if not 0 < self.val_fraction < 1:
             raise ConfigError(f"val_fraction={self.val_fraction} must be between 0 and 1, such as 0.1")
-        tiers = ("auto", *get_args(Tier))
-        if self.tier not in tiers:
-            raise ConfigError(f"tier={self.tier} is unknown; choose one of {', '.join(tiers)}")
-        self.recipe()
-
-    def recipe(self) -> TrainConfig:
-        """The trainer's part, which checks its own values."""
-        names = ("epochs", "learning_rate", "precision", "seed", "early_stopping_patience", "checkpoint_every_s")
-        events = importlib.util.find_spec("tensorboard") is not None
-        return TrainConfig(**{name: getattr(self, name) for name in names}, tensorboard=events)
+        check_tier(self.tier)
+        recipe_of(self, self.epochs)  # checks the rest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -192,8 +184,8 @@ def _train(
     with resident, validation:
         judge = _Judge(validation, data.val_images, resolve_precision(config.precision, device))
         report = run_trainer(
-            module, _loss, resident, config=config.recipe(), out=out, device=device, progress=progress, stop=stop,
-            evaluate=judge, transform=_transform(config),
+            module, _loss, resident, config=recipe_of(config, config.epochs), out=out, device=device, progress=progress,
+            stop=stop, evaluate=judge, transform=_transform(config),
         )  # fmt: skip
         return _finish(module, judge, report, config, out)
 

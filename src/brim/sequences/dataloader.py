@@ -15,7 +15,6 @@ Axes: B sequences, T frames, D features.
 import logging
 import os
 import time
-import weakref
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -28,7 +27,7 @@ from torch.utils.data import DataLoader
 
 from brim.engine.buckets import BucketConfig, Buckets
 from brim.engine.device import stream, worker_count
-from brim.engine.epoch import Epoch
+from brim.engine.epoch import Epoch, OpenEpochs
 from brim.engine.order import HOST
 from brim.engine.ragged_source import check_columns
 from brim.errors import ConfigError, DatasetError
@@ -110,7 +109,7 @@ class SequenceLoader:
         self._tasks = Tasks()
         self._loader: DataLoader[Any] | None = None
         self._iterator: Any = None
-        self._opened: weakref.WeakSet[Epoch] = weakref.WeakSet()
+        self._opened = OpenEpochs()
 
     def __enter__(self) -> Self:
         """Make the DataLoader."""
@@ -122,7 +121,7 @@ class SequenceLoader:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """End the epochs under way and all workers."""
-        self._cut("its SequenceLoader was closed")
+        self._opened.cut("its SequenceLoader was closed")
         self._end_workers()
         self._loader = None
 
@@ -175,14 +174,8 @@ class SequenceLoader:
     def _open(self, number: int, start_batch: int, *, on_host: bool) -> Epoch:
         if self._loader is None:
             raise RuntimeError("SequenceLoader has its workers inside its with block only")
-        if not 0 <= start_batch <= self.num_batches:
-            raise ConfigError(
-                f"start_batch={start_batch} must be from 0 to {self.num_batches}, the batches of an epoch"
-            )
-        self._cut("another epoch began")  # the workers are the same
-        epoch = Epoch(self._batches(number, start_batch, on_host), self.num_batches - start_batch)
-        self._opened.add(epoch)
-        return epoch
+        batches, alone = self._batches(number, start_batch, on_host), "another epoch began"  # the workers are the same
+        return self._opened.begin(batches, start_batch, self.num_batches, alone=alone)
 
     def _batches(self, number: int, start_batch: int, on_host: bool) -> Generator[Batch]:
         tasks = self.order(number)[start_batch:]
@@ -226,11 +219,6 @@ class SequenceLoader:
             f"{file} and {more} more were not read: {reason}; use fewer num_workers or a smaller batch_size if memory "
             'is short, num_workers=0 to see more, and if __name__ == "__main__": in a script'
         )
-
-    def _cut(self, why: str) -> None:
-        for epoch in list(self._opened):
-            epoch.cut(why)
-        self._opened.clear()
 
     def _end_workers(self) -> None:
         """End the workers now; torch would do so when the last reference is gone, and a traceback may hold one."""

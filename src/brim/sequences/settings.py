@@ -1,13 +1,12 @@
 """How a network is trained on sequences: every choice of a run, checked once."""
 
-import importlib.util
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 from brim.engine.buckets import BucketConfig
 from brim.engine.order import TIERS, Tier
-from brim.engine.train_config import Compile, Precision, TrainConfig
+from brim.engine.train_config import Compile, Precision, TrainConfig, recipe_of
 from brim.errors import ConfigError
 from brim.sequences.augment import Augmentation
 from brim.sequences.model import SequenceConfig
@@ -82,9 +81,7 @@ class SequenceTraining:
 
     def recipe(self, epochs: int) -> TrainConfig:
         """The trainer's part of a phase."""
-        names = ("learning_rate", "weight_decay", "precision", "compile", "seed", "checkpoint_every_s")
-        events = importlib.util.find_spec("tensorboard") is not None
-        return TrainConfig(epochs=epochs, **{name: getattr(self, name) for name in names}, tensorboard=events)
+        return recipe_of(self, epochs)
 
     def num_clusters(self, num_classes: int) -> int:
         """Kinds to look for; of the labels only the number of their classes is used."""
