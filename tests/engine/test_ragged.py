@@ -151,6 +151,24 @@ def test_an_epoch_resumes_in_the_middle(tier: str) -> None:
 
 
 @pytest.mark.parametrize("tier", TIERS)
+def test_a_batch_may_have_a_place_of_its_own(tier: str) -> None:
+    with make(tier=tier) as resident:
+        expected = list(resident.epoch(2))
+        shape = tuple(expected[0]["frames"].shape)
+        inputs = {name: torch.full_like(tensor, 1) for name, tensor in expected[0].items()}
+        num_there = 0
+        for ours, theirs in zip(
+            resident.epoch(2, place=lambda name, found: inputs if (name, found) == ("frames", shape) else None),
+            expected,
+            strict=True,
+        ):
+            assert same(ours, theirs)
+            num_there += ours is inputs
+    if tier == "vram":
+        assert num_there == sum(tuple(batch["frames"].shape) == shape for batch in expected)
+
+
+@pytest.mark.parametrize("tier", TIERS)
 def test_half_precision_stays_as_stored(tier: str) -> None:
     with make(Scattered(), tier=tier) as resident:
         assert {batch["frames"].dtype for batch in resident.epoch(0)} == {torch.float16}

@@ -75,6 +75,21 @@ def test_slow_consumers_never_see_a_batch_overwritten(source: RaggedTensors, tie
             assert total.item() == 0
 
 
+def test_batches_in_vram_are_gathered_into_the_inputs_of_their_graph(source: RaggedTensors, tmp_path: Path) -> None:
+    filled: list[bool] = []
+    fill = module._Graph.fill
+
+    def counted(graph: Any, batch: dict[str, Tensor]) -> None:
+        filled.append(batch is graph.inputs)
+        fill(graph, batch)
+
+    with pytest.MonkeyPatch.context() as patch, make(source, tier="vram") as resident:
+        patch.setattr(module._Graph, "fill", counted)
+        config = TrainConfig(epochs=4, learning_rate=1e-3, tensorboard=False)
+        train(Pooled().to(GPU), loss_fn, resident, config=config, out=tmp_path / "run", device=GPU)
+    assert sum(filled) > 0.9 * len(filled) > 0
+
+
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 def test_vram_needs_no_host_sync(source: RaggedTensors) -> None:
     with make(source, tier="vram") as resident:

@@ -24,7 +24,7 @@ from brim.engine.layout import Batch
 from brim.engine.memory import check_injected
 from brim.engine.order import Tier, check_tier
 from brim.engine.ragged_source import RaggedSource, RaggedTensors, Runs, check_columns, check_source
-from brim.engine.ragged_stores import DeviceFrames, FrameStore, HostFrames, Items, SourceFrames
+from brim.engine.ragged_stores import DeviceFrames, FrameStore, HostFrames, Items, Place, SourceFrames
 from brim.engine.split import Rows
 from brim.errors import ConfigError
 
@@ -65,8 +65,11 @@ class RaggedView:
         """Where the frames are; known inside the with block."""
         return self._store()[0].tier
 
-    def epoch(self, number: int, start_batch: int = 0) -> Epoch:
+    def epoch(self, number: int, start_batch: int = 0, place: Place | None = None) -> Epoch:
         """Batches of an epoch from start_batch on, each a dict of tensors on the device.
+
+        A batch that is gathered on the device is written into what place("frames", shape) returns, where that is not
+        None, and yielded as that dict: the inputs of a step that was captured for the shape.
 
         frames  (B, T, D)  as stored, or as asked for; zeros behind the end of an item
         length  (B,)       int64  frames of each item, at most T
@@ -74,15 +77,15 @@ class RaggedView:
         …       (B, …)     the columns of the source
         """
         self._store()
-        return self._owner().opened.begin(self._batches(number, start_batch), start_batch, self.num_batches)
+        return self._owner().opened.begin(self._batches(number, start_batch, place), start_batch, self.num_batches)
 
     def order(self, epoch: int) -> list[Bucketed]:
         """The batches of an epoch: how long they are padded, and the rows of the source in them."""
         return [Bucketed(batch.length, self.rows[batch.items]) for batch in self.buckets.epoch(epoch)]
 
-    def _batches(self, number: int, start_batch: int) -> Generator[Batch]:
+    def _batches(self, number: int, start_batch: int, place: Place | None) -> Generator[Batch]:
         store, items = self._store()
-        yield from store.batches(items, self.buckets.epoch(number)[start_batch:])
+        yield from store.batches(items, self.buckets.epoch(number)[start_batch:], place)
 
     def _owner(self) -> "RaggedResident":
         resident = self._resident()

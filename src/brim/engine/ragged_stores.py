@@ -32,6 +32,9 @@ _SHARED_BYTES = 2**20  # a smaller batch is copied by one thread: waking others 
 _IN_FLIGHT_BYTES = 2**30  # of batches made ahead, unless the fewest are more
 
 
+Place = Callable[[str, tuple[int, ...]], Batch | None]  # name and shape of a field → tensors to write its batch into
+
+
 @dataclass(frozen=True, slots=True)
 class Items:
     """What is known of each item besides its frames.
@@ -63,8 +66,8 @@ class FrameStore(Protocol):
     start: Tensor  # (n,) int64, where each item begins
     held_bytes: int
 
-    def batches(self, items: Items, plan: list[Bucketed]) -> Iterator[Batch]:
-        """The batches of a plan, padded with zeros, on the device."""
+    def batches(self, items: Items, plan: list[Bucketed], place: Place | None = None) -> Iterator[Batch]:
+        """The batches of a plan, padded with zeros, on the device; in their place where the store can write there."""
 
     def close(self) -> None:
         """Give the memory back."""
@@ -84,7 +87,7 @@ class DeviceFrames:
         self._zeros = runs.num_frames
         self.held_bytes = self._frames["frames"].nbytes
 
-    def batches(self, items: Items, plan: list[Bucketed]) -> Iterator[Batch]:
+    def batches(self, items: Items, plan: list[Bucketed], place: Place | None = None) -> Iterator[Batch]:
         """A few kernels each, queued without waiting; the order of the epoch is copied to the device at once."""
         if not plan:
             return
@@ -93,16 +96,24 @@ class DeviceFrames:
         start = 0
         for batch in plan:
             stop = start + len(batch.items)
-            yield self._batch(items, order[start:stop], ramp[: batch.length])
+            shape = (len(batch.items), batch.length, self._layout.fields["frames"][1][0])
+            out = place("frames", shape) if place is not None else None
+            yield self._batch(items, order[start:stop], ramp[: batch.length], out)
             start = stop
 
-    def _batch(self, items: Items, chosen: Tensor, ramp: Tensor) -> Batch:
+    def _batch(self, items: Items, chosen: Tensor, ramp: Tensor, out: Batch | None) -> Batch:
         table, layout, columns = items.on(self.device)
         start, length, row = table.index_select(1, chosen).unbind()
         index = (start[:, None] + ramp).masked_fill_(ramp >= length[:, None], self._zeros)  # (B, T)
-        frames = self._layout.unpack(gather(self._frames, index.view(-1)))["frames"]
         columns = layout.unpack(gather(columns, chosen)) if columns else {}
-        return {"frames": frames.view(len(chosen), len(ramp), -1), "length": length, "item": row, **columns}
+        small = {"length": length, "item": row, **columns}
+        if out is None:
+            frames = self._layout.unpack(gather(self._frames, index.view(-1)))["frames"]
+            return {"frames": frames.view(len(chosen), len(ramp), -1), **small}
+        gather(self._frames, index.view(-1), self._layout.pack({"frames": out["frames"].flatten(0, 1)}))
+        for name, tensor in small.items():
+            out[name].copy_(tensor)
+        return out
 
     def close(self) -> None:
         """Let go of the frames."""
@@ -121,7 +132,7 @@ class SourceFrames:
         self._copiers = max(1, min(8, worker_count() - 1))  # the caller's thread launches kernels meanwhile
         self._side = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
-    def batches(self, items: Items, plan: list[Bucketed]) -> Iterator[Batch]:
+    def batches(self, items: Items, plan: list[Bucketed], place: Place | None = None) -> Iterator[Batch]:
         """Padded ahead by threads, copied on a side stream, handed on in order."""
         largest = max((len(batch.items) * batch.length for batch in plan), default=0)
         few = 8 * largest * self._dim * self._dtype.itemsize > _IN_FLIGHT_BYTES

@@ -141,6 +141,13 @@ class Stepper:
                 return graph.inputs
         return None
 
+    def inputs_with(self, name: str, shape: tuple[int, ...]) -> Batch | None:
+        """The inputs of the graph for batches whose field of that name has that shape, likewise."""
+        for graph in self._graphs.values():
+            if tuple(graph.inputs[name].shape) == shape:
+                return graph.inputs
+        return None
+
     def inputs_like(self, batch: Batch) -> Batch | None:
         """The inputs of the graph for batches of this shape."""
         graph = self._graphs.get(shape_of(batch))

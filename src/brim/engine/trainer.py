@@ -49,7 +49,8 @@ class BatchSource(Protocol):
     """Batches on the device, in an order that (seed, epoch) fixes.
 
     May also have `tier`, its name in the report, and `copy_s`, seconds it waited for copies. If epoch takes `out`, full
-    batches are written into those tensors, the inputs of a captured step, and yielded as that dict.
+    batches are written into those tensors, the inputs of a captured step, and yielded as that dict. If it takes
+    `place`, so are batches of every shape for which that finds inputs.
     """
 
     num_items: int
@@ -158,7 +159,8 @@ class _Run:
                 self.stopped = stop is not None and stop()
 
     def _batches(self) -> Generator[Batch]:
-        takes_out = "out" in signature(self.source.epoch).parameters
+        takes = signature(self.source.epoch).parameters
+        takes_out, always = "out" in takes, {"place": self.stepper.inputs_with} if "place" in takes else {}
         full = min(self.source.batch_size, self.source.num_items)
         with ExitStack() as opened:
             iterator: Iterator[Batch] | None = None
@@ -167,7 +169,7 @@ class _Run:
                 inputs = self.stepper.inputs(full) if takes_out else None
                 if iterator is None or inputs is not filled:  # the graph was captured on the batch before
                     opened.close()
-                    options = {} if inputs is None else {"out": inputs}
+                    options = always if inputs is None else {"out": inputs}
                     iterator, filled = self.source.epoch(self.state.epoch, index, **options), inputs
                     if hasattr(iterator, "close"):
                         opened.callback(iterator.close)
