@@ -90,6 +90,36 @@ def test_a_long_tail_of_many_lengths_is_searched_in_part_and_still_well(monkeypa
     assert found.padding_share < Buckets(lengths, config).padding_share + 0.005 < 0.1
 
 
+def test_short_items_are_padded_to_smaller_multiples_where_eight_pads_too_much() -> None:
+    lengths = torch.from_numpy(np.random.default_rng(0).lognormal(3.3, 0.3, 2000).round().astype(np.int64))
+    found, eights = Buckets(lengths, BucketConfig(batch_size=16)), Buckets(lengths, BucketConfig(multiple=8))
+    assert found.padding_share <= 0.05 < 0.1 < eights.padding_share
+    assert len(found.edges) <= found.config.max_buckets
+
+
+def test_a_smaller_multiple_that_gains_little_is_not_taken() -> None:
+    lengths = log_normal(100)  # too few for batches of 64 with little padding, whatever the multiple
+    found = Buckets(lengths, COUNT)
+    assert found.padding_share > 0.05
+    assert all(edge % 8 == 0 for edge in found.edges)
+
+
+def test_one_enormous_item_does_not_pad_its_neighbours() -> None:
+    lengths = torch.cat([torch.full((200,), 16), torch.tensor([6000])])
+    buckets = Buckets(lengths, COUNT)
+    assert buckets.shapes == {(1, 6000): 1, (64, 16): 3, (8, 16): 1}
+    assert (buckets.max_batch_frames, buckets.padding_share) == (6000, 0.0)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_no_batch_has_many_more_frames_than_a_mean_one(seed: int) -> None:
+    lengths = torch.from_numpy(np.random.default_rng(seed).lognormal(4, 1.5, 700).astype(np.int64) + 1)
+    buckets = Buckets(lengths, BucketConfig(batch_size=32))
+    allowed = buckets.config.max_stretch * 32 * (float(lengths.double().mean()) + 8)
+    for num_items, length in buckets.shapes:
+        assert num_items * length <= allowed or num_items == 1
+
+
 # Order
 
 
@@ -193,6 +223,8 @@ def test_a_million_items_need_no_index_of_their_frames() -> None:
         {"batch_size": None, "max_frames": 0},
         {"max_buckets": 0},
         {"multiple": 0},
+        {"max_stretch": 0.5},
+        {"max_stretch": float("nan")},
         {"max_waste": 1.0},
     ],
 )

@@ -3,8 +3,9 @@
 Items stand in a line, the longest first, which is cut into batches; a bucket is some neighbouring batches, padded to
 the longest item among them. So every batch but the last is full, no two buckets share one, and an epoch has few shapes,
 the same in every epoch. Which neighbours are joined is chosen to pad least; of all choices that pad little enough the
-one with the fewest buckets is taken, because items are shuffled within a bucket: fewer buckets mix more. Nothing here
-reads, copies or knows a device.
+one with the fewest buckets is taken, because items are shuffled within a bucket: fewer buckets mix more. Items far
+longer than the others come in smaller batches: one of a hundred times the mean would pad all its neighbours to that.
+Nothing here reads, copies or knows a device.
 
 Axes: n items, m cells: batches that would be padded alike if every batch were padded by itself.
 """
@@ -21,6 +22,8 @@ from brim.engine.device import stream
 from brim.engine.order import HOST
 from brim.errors import ConfigError, DatasetError
 
+MULTIPLES = (8, 4, 2, 1)  # tried in turn
+_NO_GAIN = 0.01  # of padding: for less than this no smaller multiple is taken
 _MAX_CELLS = 512  # the search takes m² steps for each bucket: 512 cells about 30 ms in all
 
 Array = np.ndarray[Any, np.dtype[np.int64]]
@@ -34,7 +37,10 @@ class BucketConfig:
     max_frames: int | None = None  # frames of a batch, padding included; exactly one of the two
     max_waste: float = 0.05  # padding of an epoch, share of its frames, where max_buckets allow it
     max_buckets: int = 24  # each is a shape of batches, which a GPU captures and keeps in memory
-    multiple: int = 8  # padded lengths are multiples of this: fewer shapes, aligned rows
+    multiple: int | None = None  # padded lengths are multiples of this: fewer shapes, aligned rows. None: 8, and less
+    # where that pads too much, which it does with short items
+    max_stretch: float = 4.0  # with batch_size: padded frames of a batch over those of a batch of mean length, at most;
+    # longer items come in smaller batches, down to one
 
     def __post_init__(self) -> None:
         """Check every value."""
@@ -48,6 +54,8 @@ class BucketConfig:
                 raise ConfigError(f"{name}={value} must be at least 1")
         if not 0 <= self.max_waste < 1:
             raise ConfigError(f"max_waste={self.max_waste} must be a share in [0, 1), such as 0.05")
+        if not self.max_stretch >= 1:
+            raise ConfigError(f"max_stretch={self.max_stretch} must be at least 1, such as 4")
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +74,17 @@ class _Run:
     size: int  # items of a batch
     start: int  # in the line
     stop: int  # a whole number of batches later, but for the last bucket
+
+
+@dataclass(frozen=True, slots=True)
+class _Size:
+    """How many items of a padded length make a batch."""
+
+    batch_size: int | None  # at most
+    max_frames: int  # at most, but for one item that has more
+
+    def __call__(self, length: int) -> int:
+        return min(self.batch_size or self.max_frames, max(1, self.max_frames // length))
 
 
 class Buckets:
@@ -101,6 +120,7 @@ class Buckets:
             raise ConfigError(f"drop_last leaves no batch: {self.num_items} items do not fill one; use a smaller batch")
         self.batch_size = max(stop - start for _, start, stop in self._spans)  # items of the largest
         self.num_frames = int(frames.sum())
+        self.max_batch_frames = max(length * (stop - start) for length, start, stop in self._spans)  # with padding
         self.padding_share = 1 - self.num_frames / _padded_frames(runs)
 
     def __len__(self) -> int:
@@ -143,16 +163,30 @@ def _checked(lengths: Tensor) -> Array:
 
 
 def _arrange(line: Array, config: BucketConfig) -> list[_Run]:
+    """Buckets of the largest multiple that pads little enough, else of the largest that pads hardly more than any."""
+    num_frames, found = int(line.sum()), []
+    for multiple in (config.multiple,) if config.multiple else MULTIPLES:
+        runs = _fewest(line, config, multiple)
+        share = 1 - num_frames / _padded_frames(runs)
+        if share <= config.max_waste:
+            return runs
+        found.append((share, runs))
+    least = min(share for share, _ in found)
+    return next(runs for share, runs in found if share <= least + _NO_GAIN)
+
+
+def _fewest(line: Array, config: BucketConfig, multiple: int) -> list[_Run]:
     """The fewest buckets that pad little enough, or those that pad least."""
-    padded = -(-line // config.multiple) * config.multiple  # (n,) falling
+    padded = -(-line // multiple) * multiple  # (n,) falling
     if config.max_frames is not None and config.max_frames < padded[0]:
         raise ConfigError(
             f"max_frames={config.max_frames} holds not one of the longest item, {line[0]} frames padded to "
             f"{padded[0]}; give at least {padded[0]}"
         )
+    size_of = _size_of(padded, config)
     num_frames, best = int(line.sum()), None
-    for stops in _least_padding(*_cells(padded, config), config.max_buckets):
-        runs = min((_cut(padded, stops, config, more) for more in (True, False)), key=_padded_frames)
+    for stops in _least_padding(*_cells(padded, size_of), config.max_buckets):
+        runs = min((_cut(padded, stops, size_of, more) for more in (True, False)), key=_padded_frames)
         if best is None or _padded_frames(runs) < _padded_frames(best):
             best = runs
         if 1 - num_frames / _padded_frames(runs) <= config.max_waste:
@@ -161,13 +195,19 @@ def _arrange(line: Array, config: BucketConfig) -> list[_Run]:
     return best
 
 
-def _cells(padded: Array, config: BucketConfig) -> tuple[Array, Array]:
+def _size_of(padded: Array, config: BucketConfig) -> _Size:
+    if config.batch_size is None:
+        return _Size(None, config.max_frames or 0)
+    return _Size(config.batch_size, int(config.max_stretch * config.batch_size * float(padded.mean())))
+
+
+def _cells(padded: Array, size_of: _Size) -> tuple[Array, Array]:
     """Padded length and number of items of each cell, from long to short."""
     rising, num_items, start = padded[::-1], len(padded), 0
     lengths, stops = [], []
     while start < num_items:
         length = int(padded[start])
-        size = _size(length, config)
+        size = size_of(length)
         alike = num_items - int(np.searchsorted(rising, length)) - start  # items of just this length, from here on
         start = min(num_items, start + -(-alike // size) * size)
         lengths.append(length)
@@ -207,7 +247,7 @@ def _least_padding(lengths: Array, counts: Array, max_buckets: int) -> Iterator[
         yield stops[ends[::-1]].tolist()
 
 
-def _cut(padded: Array, stops: list[int], config: BucketConfig, more: bool) -> list[_Run]:
+def _cut(padded: Array, stops: list[int], size_of: _Size, more: bool) -> list[_Run]:
     """Buckets of whole batches that stop near the given places: at or after them with more, else at the nearest.
 
     With a fixed number of items a place is a whole number of batches; with a fixed number of frames it is one only for
@@ -219,7 +259,7 @@ def _cut(padded: Array, stops: list[int], config: BucketConfig, more: bool) -> l
         if start >= stop:
             continue  # they filled up the batches of the bucket before
         length = int(padded[start])
-        size = _size(length, config)
+        size = size_of(length)
         full, rest = divmod(stop - start, size)
         num = full + (rest > 0 if more or stop == num_items else 2 * rest >= size) or 1
         end = min(num_items, start + num * size)
@@ -229,10 +269,6 @@ def _cut(padded: Array, stops: list[int], config: BucketConfig, more: bool) -> l
             runs.append(_Run(length, size, start, end))
         start = end
     return runs
-
-
-def _size(length: int, config: BucketConfig) -> int:
-    return config.batch_size or (config.max_frames or 0) // length
 
 
 def _padded_frames(runs: list[_Run]) -> int:

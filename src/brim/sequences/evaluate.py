@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from brim.engine.buckets import BucketConfig
+from brim.engine.buckets import MULTIPLES
 from brim.engine.device import resolve_device
 from brim.errors import CheckpointError, ConfigError, DatasetError, StorageError
 from brim.sequences.data import Batches, Counted, SequenceData, open_data
@@ -140,7 +140,7 @@ def _settings(loaded: Run, data: SequenceData) -> SequenceTraining:
         training, mode = loaded.about["training"], loaded.about["mode"]
         sizes = {name: training[name] for name in ("batch_size", "max_frames", "num_workers", "prefetch_factor")}
         if sizes["max_frames"] is not None:  # of the run's own sequences; these may be longer
-            sizes["max_frames"] = max(sizes["max_frames"], int(data.lengths.max()) + BucketConfig().multiple)
+            sizes["max_frames"] = max(sizes["max_frames"], int(data.lengths.max()) + max(MULTIPLES))
         return SequenceTraining(mode=mode, **sizes)
     except (KeyError, TypeError, ConfigError) as failure:
         raise CheckpointError(f"{loaded.path}/run.json was altered ({failure}); restore it from a copy") from failure
