@@ -97,11 +97,18 @@ def test_short_items_are_padded_to_smaller_multiples_where_eight_pads_too_much()
     assert len(found.edges) <= found.config.max_buckets
 
 
-def test_a_smaller_multiple_that_gains_little_is_not_taken() -> None:
+def test_a_smaller_multiple_that_pads_too_much_all_the_same_is_not_taken() -> None:
     lengths = log_normal(100)  # too few for batches of 64 with little padding, whatever the multiple
     found = Buckets(lengths, COUNT)
     assert found.padding_share > 0.05
     assert all(edge % 8 == 0 for edge in found.edges)
+
+
+def test_a_smaller_multiple_that_leaves_buckets_of_one_batch_is_not_taken() -> None:
+    lengths = torch.from_numpy(np.random.default_rng(0).integers(7, 30, 270))
+    found = Buckets(lengths, BucketConfig(batch_size=16))
+    assert Buckets(lengths, BucketConfig(batch_size=16, multiple=1)).padding_share <= 0.05 < found.padding_share
+    assert found.edges == (8, 16, 24, 32)
 
 
 def test_one_enormous_item_does_not_pad_its_neighbours() -> None:

@@ -23,7 +23,6 @@ from brim.engine.order import HOST
 from brim.errors import ConfigError, DatasetError
 
 MULTIPLES = (8, 4, 2, 1)  # tried in turn
-_NO_GAIN = 0.01  # of padding: for less than this no smaller multiple is taken
 _MAX_CELLS = 512  # the search takes m² steps for each bucket: 512 cells about 30 ms in all
 
 Array = np.ndarray[Any, np.dtype[np.int64]]
@@ -37,8 +36,8 @@ class BucketConfig:
     max_frames: int | None = None  # frames of a batch, padding included; exactly one of the two
     max_waste: float = 0.05  # padding of an epoch, share of its frames, where max_buckets allow it
     max_buckets: int = 24  # each is a shape of batches, which a GPU captures and keeps in memory
-    multiple: int | None = None  # padded lengths are multiples of this: fewer shapes, aligned rows. None: 8, and less
-    # where that pads too much, which it does with short items
+    multiple: int | None = None  # padded lengths are multiples of this: fewer shapes, aligned rows. None: 8, or less
+    # where that brings the padding of short items down to max_waste and still mixes them
     max_stretch: float = 4.0  # with batch_size: padded frames of a batch over those of a batch of mean length, at most;
     # longer items come in smaller batches, down to one
 
@@ -163,16 +162,23 @@ def _checked(lengths: Tensor) -> Array:
 
 
 def _arrange(line: Array, config: BucketConfig) -> list[_Run]:
-    """Buckets of the largest multiple that pads little enough, else of the largest that pads hardly more than any."""
-    num_frames, found = int(line.sum()), []
-    for multiple in (config.multiple,) if config.multiple else MULTIPLES:
+    """Buckets of the largest multiple that pads little enough; where none does, of the first."""
+    first, *smaller = (config.multiple,) if config.multiple else MULTIPLES
+    usual = _fewest(line, config, first)
+    enough = int(line.sum()) / (1 - config.max_waste)  # padded frames
+    if _padded_frames(usual) <= enough:
+        return usual
+    for multiple in smaller:
         runs = _fewest(line, config, multiple)
-        share = 1 - num_frames / _padded_frames(runs)
-        if share <= config.max_waste:
+        if _padded_frames(runs) <= enough and _mixes(runs, usual):
             return runs
-        found.append((share, runs))
-    least = min(share for share, _ in found)
-    return next(runs for share, runs in found if share <= least + _NO_GAIN)
+    return usual
+
+
+def _mixes(runs: list[_Run], usual: list[_Run]) -> bool:
+    """Whether items still meet others: buckets of one batch give the same batches in every epoch."""
+    num_batches = sum(-(-(run.stop - run.start) // run.size) for run in runs)
+    return len(runs) <= max(len(usual), num_batches // 3)
 
 
 def _fewest(line: Array, config: BucketConfig, multiple: int) -> list[_Run]:
