@@ -41,7 +41,9 @@ def split(labels: Tensor, given: Sequence[str], config: SequenceTraining, *, nam
         pool &= labels >= 0
     rest = pool.nonzero().flatten()
     if not len(rest):
-        raise DatasetError(f"{name}: all {len(labels)} sequences are held out; give some the split train to train on")
+        raise DatasetError(
+            f"{name}: all {len(labels)} sequences are held out, none is left to train on: mark some as train"
+        )
     chosen = torch.zeros(len(rest), dtype=torch.bool)
     if config.mode == "supervised":
         chosen[stratified(labels[rest], config.val_fraction, config.seed, "validation")] = True
