@@ -111,11 +111,17 @@ def test_a_smaller_multiple_that_leaves_buckets_of_one_batch_is_not_taken() -> N
     assert found.edges == (8, 16, 24, 32)
 
 
-def test_one_enormous_item_does_not_pad_its_neighbours() -> None:
-    lengths = torch.cat([torch.full((200,), 16), torch.tensor([6000])])
+@pytest.mark.parametrize("others", [1, 9, 160, 200])
+def test_one_enormous_item_does_not_pad_its_neighbours(others: int) -> None:
+    lengths = torch.cat([torch.full((others,), 16), torch.tensor([6000])])
     buckets = Buckets(lengths, COUNT)
-    assert buckets.shapes == {(1, 6000): 1, (64, 16): 3, (8, 16): 1}
+    assert buckets.shapes[1, 6000] == 1
     assert (buckets.max_batch_frames, buckets.padding_share) == (6000, 0.0)
+
+
+def test_long_items_that_are_not_rare_keep_their_batch_size() -> None:
+    lengths = torch.cat([torch.full((300,), 16), torch.full((128,), 480)])
+    assert Buckets(lengths, COUNT).shapes == {(64, 480): 2, (64, 16): 4, (44, 16): 1}
 
 
 @pytest.mark.parametrize("seed", range(10))

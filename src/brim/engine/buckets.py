@@ -38,8 +38,8 @@ class BucketConfig:
     max_buckets: int = 24  # each is a shape of batches, which a GPU captures and keeps in memory
     multiple: int | None = None  # padded lengths are multiples of this: fewer shapes, aligned rows. None: 8, or less
     # where that brings the padding of short items down to max_waste and still mixes them
-    max_stretch: float = 4.0  # with batch_size: padded frames of a batch over those of a batch of mean length, at most;
-    # longer items come in smaller batches, down to one
+    max_stretch: float = 4.0  # with batch_size: padded frames of a batch over those of one of mean length, without the
+    # longest twentieth; longer items come in smaller batches, down to one
 
     def __post_init__(self) -> None:
         """Check every value."""
@@ -204,7 +204,8 @@ def _fewest(line: Array, config: BucketConfig, multiple: int) -> list[_Run]:
 def _size_of(padded: Array, config: BucketConfig) -> _Size:
     if config.batch_size is None:
         return _Size(None, config.max_frames or 0)
-    return _Size(config.batch_size, int(config.max_stretch * config.batch_size * float(padded.mean())))
+    mean = float(padded[min(len(padded) - 1, -(-len(padded) // 20)) :].mean())  # outliers would lift their own limit
+    return _Size(config.batch_size, int(config.max_stretch * config.batch_size * mean))
 
 
 def _cells(padded: Array, size_of: _Size) -> tuple[Array, Array]:
