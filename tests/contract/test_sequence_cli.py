@@ -272,6 +272,7 @@ def test_a_corpus_altered_after_packing_is_refused_by_every_command(made, tmp_pa
         ["train", corpus, "--out", new],
         ["evaluate", run, corpus],
         ["embed", run, corpus, "--out", tmp_path / "e.safetensors"],
+        ["ablate", corpus, "--steps", "1"],
     ):
         assert str(corpus) in refused(capsys, "sequence", *argv)
 
@@ -318,6 +319,13 @@ def test_a_run_is_continued_only_when_asked(made, tmp_path, capsys):
 
     assert "add --resume" in refused(capsys, *argv)
     assert answer(capsys, *argv, "--resume") == first
+
+
+def test_supervised_mode_ignores_the_options_of_the_other(made, tmp_path, capsys):
+    argv = ["sequence", "train", made / "corpus", "--out", tmp_path / "run", "--mode", "supervised"]
+    first = answer(capsys, *argv, "--classifier-epochs", "1", "--encoder-epochs", "0", "--clusters", "99")
+
+    assert answer(capsys, *argv, "--classifier-epochs", "1", "--iterations", "0", "--resume") == first
 
 
 # Ctrl-C

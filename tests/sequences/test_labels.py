@@ -82,6 +82,14 @@ def test_sub_folders_are_classes_when_all_files_are_one_deep(tmp_path, ids, name
     assert found.source == ("folders" if any(names) else "none")
 
 
+def test_a_number_of_any_length_is_a_class():
+    names = ["9" * 5000, "1" + "0" * 5000, "010", "9", "a"]
+
+    classes, _ = number_classes(names)
+
+    assert classes == ("9", "010", "9" * 5000, "1" + "0" * 5000, "a")
+
+
 def test_classes_are_numbered_in_natural_order():
     classes, numbers = number_classes(["10", "9", "", "b2", "b10", "9"])
     assert classes == ("9", "10", "b2", "b10")

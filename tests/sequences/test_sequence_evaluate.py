@@ -1,6 +1,7 @@
 """Scores on what a run has not seen, embeddings in a file, statistics of features."""
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -156,6 +157,18 @@ def test_damaged_weights_are_refused(made, tmp_path):
     file.write_bytes(file.read_bytes()[:100])
 
     with pytest.raises(CheckpointError, match="is damaged"):
+        evaluate(tmp_path / "run", made / "corpus", device="cpu")
+
+
+@pytest.mark.parametrize(
+    "change", [{"held_out": 4}, {"held_out": [["a"]]}, {"classes": None}, {"mode": 1}, {"corpus": "corpus"}]
+)
+def test_an_altered_run_is_refused_by_the_name_of_what_was_altered(made, tmp_path, change):
+    shutil.copytree(made / "supervised", tmp_path / "run")
+    file = tmp_path / "run/run.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | change))
+
+    with pytest.raises(CheckpointError, match=f"{next(iter(change))} is .*restore it"):
         evaluate(tmp_path / "run", made / "corpus", device="cpu")
 
 

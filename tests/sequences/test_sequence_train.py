@@ -389,9 +389,10 @@ def test_a_corpus_altered_after_packing_is_refused(folder, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-def test_frames_that_are_not_finite_are_refused_in_a_folder_too(tmp_path):
+@pytest.mark.parametrize("value", [np.float32(np.nan), 1e300])
+def test_frames_that_are_not_finite_or_too_large_are_refused_in_a_folder_too(tmp_path, value):
     make_sequences(tmp_path / "npy", 20, dim=4, classes=2, mean_length=6)
-    np.save(tmp_path / "npy/class_1/000001.npy", np.full((5, 4), np.nan, np.float32))
+    np.save(tmp_path / "npy/class_1/000001.npy", np.full((5, 4), value))
 
     refused(DatasetError, "000001.npy", tmp_path / "npy", tmp_path / "run", replace(SELF, num_workers=0))
 

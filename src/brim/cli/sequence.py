@@ -116,9 +116,11 @@ def train(
     check_choice("--mode", mode, MODES)
     check_choice("--tier", tier, TIERS)
     check_choice("--precision", precision, PRECISIONS)
+    own = {"iterations": iterations, "encoder_epochs": encoder_epochs, "clusters": clusters} if mode == "self" else {}
     for flag, value in (
-        ("--iterations", iterations), ("--encoder-epochs", encoder_epochs), ("--batch-size", batch_size),
-        ("--classifier-epochs", classifier_epochs), ("--clusters", clusters), ("--prefetch-factor", prefetch_factor),
+        ("--iterations", own.get("iterations")), ("--encoder-epochs", own.get("encoder_epochs")),
+        ("--classifier-epochs", classifier_epochs), ("--clusters", own.get("clusters")),
+        ("--batch-size", batch_size), ("--prefetch-factor", prefetch_factor),
     ):  # fmt: skip
         check_positive(flag, value)
     with Stop() as stop:
@@ -127,11 +129,9 @@ def train(
 
         config = SequenceTraining(
             mode=mode,  # type: ignore[arg-type]  # checked above, as are tier and precision
-            iterations=iterations,
-            encoder_epochs=encoder_epochs,
+            **own,  # type: ignore[arg-type]  # none of them None but clusters; supervised mode ignores them
             classifier_epochs=classifier_epochs,
             batch_size=batch_size,
-            clusters=clusters,
             learning_rate=learning_rate,
             tier=tier,  # type: ignore[arg-type]
             precision=precision,  # type: ignore[arg-type]

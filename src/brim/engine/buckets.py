@@ -4,7 +4,9 @@ Items stand in a line, the longest first, which is cut into batches; a bucket is
 the longest item among them. So every batch but the last is full, no two buckets share one, and an epoch has few shapes,
 the same in every epoch. Which neighbours are joined is chosen to pad least; of all choices that pad little enough the
 one with the fewest buckets is taken, because items are shuffled within a bucket: fewer buckets mix more. Padded lengths
-are multiples of 8 where that pads little enough, else of 4, 2 or 1. Nothing here reads, copies or knows a device.
+are multiples of 8 where that pads little enough, else of 4, 2 or 1. Items far longer than the others come in smaller
+batches: one of a hundred times the mean would pad all its neighbours to that. Nothing here reads, copies or knows a
+device.
 
 Axes: n items, m cells: batches that would be padded alike if every batch were padded by itself.
 """
@@ -36,7 +38,11 @@ class BucketConfig:
     max_frames: int | None = None  # frames of a batch, padding included; exactly one of the two
     max_waste: float = 0.05  # padding of an epoch, share of its frames, where max_buckets allow it
     max_buckets: int = 31  # with the short last batch as many shapes as TrainConfig.max_graphs lets a GPU capture
-    multiple: int | None = None  # of padded lengths; None: the largest of 8, 4, 2, 1 that keeps max_waste
+    multiple: int | None = (
+        None  # of padded lengths; None: the largest of 8, 4, 2, 1 to keep max_waste and mix
+    )
+    max_stretch: float = 4.0  # with batch_size: padded frames of a batch over those of one of mean length, without the
+    # longest twentieth; longer items come in smaller batches, down to one
 
     def __post_init__(self) -> None:
         """Check every value."""
@@ -50,6 +56,8 @@ class BucketConfig:
                 raise ConfigError(f"{name}={value} must be at least 1")
         if not 0 <= self.max_waste < 1:
             raise ConfigError(f"max_waste={self.max_waste} must be a share in [0, 1), such as 0.05")
+        if not self.max_stretch >= 1:
+            raise ConfigError(f"max_stretch={self.max_stretch} must be at least 1, such as 4")
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +76,17 @@ class _Run:
     size: int  # items of a batch
     start: int  # in the line
     stop: int  # a whole number of batches later, but for the last bucket
+
+
+@dataclass(frozen=True, slots=True)
+class _Size:
+    """How many items of a padded length make a batch."""
+
+    batch_size: int | None  # at most
+    max_frames: int  # at most, but for one item that has more
+
+    def __call__(self, length: int) -> int:
+        return min(self.batch_size or self.max_frames, max(1, self.max_frames // length))
 
 
 class Buckets:
@@ -103,6 +122,7 @@ class Buckets:
             raise ConfigError(f"drop_last leaves no batch: {self.num_items} items do not fill one; use a smaller batch")
         self.batch_size = max(stop - start for _, start, stop in self._spans)  # items of the largest
         self.num_frames = int(frames.sum())
+        self.max_batch_frames = max(length * (stop - start) for length, start, stop in self._spans)  # with padding
         self.padding_share = _waste(runs, self.num_frames)
 
     def __len__(self) -> int:
@@ -146,14 +166,18 @@ def _checked(lengths: Tensor) -> Array:
 
 def _choose(line: Array, config: BucketConfig) -> tuple[int, list[_Run]]:
     """The largest multiple that pads little enough, or little more than the best of them, and its buckets."""
-    longest, num_frames, found = int(line[0]), int(line.sum()), {}
+    longest, num_frames = int(line[0]), int(line.sum())
+    found: dict[int, list[_Run]] = {}
     for multiple in (config.multiple,) if config.multiple else _MULTIPLES:
         room = -(-longest // multiple) * multiple
         if config.max_frames is not None and config.max_frames < room:
             continue
-        found[multiple] = _arrange(-(-line // multiple) * multiple, num_frames, config)
-        if _waste(found[multiple], num_frames) <= config.max_waste:
-            return multiple, found[multiple]
+        runs = _arrange(-(-line // multiple) * multiple, num_frames, config)
+        if found and not _mixes(runs, next(iter(found.values()))):
+            continue
+        found[multiple] = runs
+        if _waste(runs, num_frames) <= config.max_waste:
+            return multiple, runs
     if not found:
         raise ConfigError(
             f"max_frames={config.max_frames} holds not one of the longest item, {longest} frames padded to {room}; "
@@ -163,11 +187,17 @@ def _choose(line: Array, config: BucketConfig) -> tuple[int, list[_Run]]:
     return next((multiple, runs) for multiple, runs in found.items() if _waste(runs, num_frames) <= enough)
 
 
+def _mixes(runs: list[_Run], usual: list[_Run]) -> bool:
+    """Whether items still meet others: buckets of one batch give the same batches in every epoch."""
+    num_batches = sum(-(-(run.stop - run.start) // run.size) for run in runs)
+    return len(runs) <= max(len(usual), num_batches // 2)
+
+
 def _arrange(padded: Array, num_frames: int, config: BucketConfig) -> list[_Run]:
     """The fewest buckets that pad little enough, or those that pad least; of lengths that fall."""
-    best = None
-    for stops in _least_padding(*_cells(padded, config), config.max_buckets):
-        runs = min((_cut(padded, stops, config, more) for more in (True, False)), key=_padded_frames)
+    size_of, best = _size_of(padded, config), None
+    for stops in _least_padding(*_cells(padded, size_of), config.max_buckets):
+        runs = min((_cut(padded, stops, size_of, more) for more in (True, False)), key=_padded_frames)
         if best is None or _padded_frames(runs) < _padded_frames(best):
             best = runs
         if _waste(runs, num_frames) <= config.max_waste:
@@ -176,13 +206,20 @@ def _arrange(padded: Array, num_frames: int, config: BucketConfig) -> list[_Run]
     return best
 
 
-def _cells(padded: Array, config: BucketConfig) -> tuple[Array, Array]:
+def _size_of(padded: Array, config: BucketConfig) -> _Size:
+    if config.batch_size is None:
+        return _Size(None, config.max_frames or 0)
+    mean = float(padded[min(len(padded) - 1, -(-len(padded) // 20)) :].mean())  # outliers would lift their own limit
+    return _Size(config.batch_size, int(config.max_stretch * config.batch_size * mean))
+
+
+def _cells(padded: Array, size_of: _Size) -> tuple[Array, Array]:
     """Padded length and number of items of each cell, from long to short."""
     rising, num_items, start = padded[::-1], len(padded), 0
     lengths, stops = [], []
     while start < num_items:
         length = int(padded[start])
-        size = _size(length, config)
+        size = size_of(length)
         alike = num_items - int(np.searchsorted(rising, length)) - start  # items of just this length, from here on
         start = min(num_items, start + -(-alike // size) * size)
         lengths.append(length)
@@ -222,7 +259,7 @@ def _least_padding(lengths: Array, counts: Array, max_buckets: int) -> Iterator[
         yield stops[ends[::-1]].tolist()
 
 
-def _cut(padded: Array, stops: list[int], config: BucketConfig, more: bool) -> list[_Run]:
+def _cut(padded: Array, stops: list[int], size_of: _Size, more: bool) -> list[_Run]:
     """Buckets of whole batches that stop near the given places: at or after them with more, else at the nearest.
 
     With a fixed number of items a place is a whole number of batches; with a fixed number of frames it is one only for
@@ -234,7 +271,7 @@ def _cut(padded: Array, stops: list[int], config: BucketConfig, more: bool) -> l
         if start >= stop:
             continue  # they filled up the batches of the bucket before
         length = int(padded[start])
-        size = _size(length, config)
+        size = size_of(length)
         full, rest = divmod(stop - start, size)
         num = full + (rest > 0 if more or stop == num_items else 2 * rest >= size) or 1
         end = min(num_items, start + num * size)
@@ -244,10 +281,6 @@ def _cut(padded: Array, stops: list[int], config: BucketConfig, more: bool) -> l
             runs.append(_Run(length, size, start, end))
         start = end
     return runs
-
-
-def _size(length: int, config: BucketConfig) -> int:
-    return config.batch_size or (config.max_frames or 0) // length
 
 
 def _padded_frames(runs: list[_Run]) -> int:

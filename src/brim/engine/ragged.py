@@ -202,7 +202,7 @@ class RaggedResident(RaggedView, Held[FrameStore]):
         text = f"; {len(edges)} buckets of {edges[0]} to {edges[-1]} frames, {self.padding_share:.1%} padding"
         if self.padding_share <= config.max_waste:
             return text
-        return f"{text}, more than {config.max_waste:.1%}: a smaller batch or more buckets pad less"
+        return f"{text}, more than {config.max_waste:.1%}: a smaller batch pads less"
 
     def _make(self, tier: Tier) -> FrameStore:
         check_injected(self.num_items if tier == "vram" else self.batch_size)

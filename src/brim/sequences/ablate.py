@@ -70,6 +70,7 @@ def ablate(
     if cap_s is not None and not cap_s > 0:
         raise ConfigError(f"cap_s={cap_s} must be above 0 seconds")
     where, opened = resolve_device(device), Corpus.open(corpus)
+    opened.verify()
     config = model or SequenceConfig(dim=opened.dim)
     with _unpacked(opened, seed) as (data, notes), torch.random.fork_rng([where.index] if where.type == "cuda" else []):
         bench = _Bench(data, config, where, seed, steps, cap_s or CAP_S[where.type], progress)

@@ -128,7 +128,9 @@ class Corpus:
         for number, entry in enumerate(self.dataset.shards):
             last = number == len(self.dataset.shards) - 1
             if entry.items > self._per_shard or (entry.items < self._per_shard and not last):
-                raise ShardCorrupt(f"shard {entry.name}: {entry.items} frames listed, expected {self._per_shard}")
+                raise ShardCorrupt(
+                    f"shard {entry.name}: {entry.items} frames listed, expected {self._per_shard}; pack again"
+                )
             check_bytes(self.path / "shards" / entry.name, entry, checksum=False)
         self._shard(0)
 

@@ -17,6 +17,7 @@ from typing import Any, Protocol, Self
 import torch
 from torch import Tensor
 
+from brim.engine.buckets import Buckets
 from brim.engine.device import worker_count
 from brim.engine.ragged import RaggedResident
 from brim.engine.shards import MANIFEST
@@ -232,7 +233,7 @@ class FolderBatches:
 def step_bytes(corpus: Corpus, config: SequenceTraining, device: torch.device) -> int:
     """What weights, gradients and a step need on the device beside the data; an estimate from above."""
     shape = config.shape(corpus.dim)
-    frames = config.max_frames or min(config.batch_size, len(corpus)) * int(corpus.lengths.max())
+    frames = Buckets(corpus.lengths, config.buckets()).max_batch_frames
     views = 2 if config.mode == "self" else 1
     width = 4 if resolve_precision(config.precision, device) == "fp32" else 2
     kept = 4 * shape.dim + 6 * shape.channels * shape.convolutions + 24 * shape.hidden * shape.layers

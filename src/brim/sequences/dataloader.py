@@ -255,8 +255,8 @@ class SequenceLoader:
         if config.num_workers > cores:
             log.warning("num_workers=%d: there are %d cores, so many are used", config.num_workers, cores)
             config = replace(config, num_workers=cores)
-        longest = max(self._buckets.edges) if self._buckets else int(self.lengths.max())
-        batch_bytes = self.batch_size * longest * self.sequences.dim * self.dtype.itemsize
+        frames = self._buckets.max_batch_frames if self._buckets else self.batch_size * int(self.lengths.max())
+        batch_bytes = frames * self.sequences.dim * self.dtype.itemsize
         fitted = _fit_shared(config, batch_bytes, shared_bytes())
         if fitted != config:
             log.warning(

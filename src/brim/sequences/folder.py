@@ -70,7 +70,7 @@ def survey(path: Path, labels: Path | str | None = None, *, skip_bad: bool = Fal
 def refusal(path: Path, bad: list[Skipped], left: str = "") -> DatasetError:
     """The error for files that cannot be packed: the first in full, the others counted."""
     more = f" ({len(bad)} bad files in all)" if len(bad) > 1 else ""
-    step = left or "mend or remove it, or add --skip-bad to leave such files out"
+    step = left or "mend or remove it, or leave such files out with brim sequence pack --skip-bad"
     return DatasetError(f"{path / bad[0].file} {bad[0].fault}{more}; {step}")
 
 

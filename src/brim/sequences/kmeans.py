@@ -89,7 +89,7 @@ def _check(points: Tensor, config: KmeansConfig) -> None:
     if config.clusters > len(points):
         raise ConfigError(f"clusters={config.clusters} of {len(points)} items; ask for at most as many as items")
     if not bool(torch.isfinite(points).all()):
-        raise ConfigError("points hold NaN or Inf; clusters need finite numbers: look at the encoder's loss")
+        raise ConfigError("points hold NaN or Inf; clusters need finite numbers: lower the learning rate")
 
 
 # Starts

@@ -52,7 +52,12 @@ def number_classes(names: Sequence[str]) -> tuple[tuple[str, ...], list[int]]:
 
 def _natural(name: str) -> tuple[list[tuple[int, int, str]], str]:
     parts = (part for part in re.split(r"([0-9]+)", name) if part)
-    return [(0, int(part), "") if part.isdecimal() else (1, 0, part) for part in parts], name
+    return [_magnitude(part.lstrip("0")) if part[0] in "0123456789" else (1, 0, part) for part in parts], name
+
+
+def _magnitude(digits: str) -> tuple[int, int, str]:
+    """Sorts as the number does, however many digits it has: int() refuses thousands of them."""
+    return 0, len(digits), digits
 
 
 # The CSV file
@@ -64,7 +69,8 @@ def _find_csv(folder: Path, csv_file: Path | str | None) -> Path | None:
     for place in (Path(csv_file), folder / csv_file):
         if place.is_file():
             return place
-    raise DatasetError(f"labels {csv_file}: no such file; give a CSV file with the header file,label[,split]")
+    fault = "is no file" if Path(csv_file).exists() else "no such file"
+    raise DatasetError(f"labels {csv_file}: {fault}; give a CSV file with the header file,label[,split]")
 
 
 def read_csv(file: Path) -> dict[str, Label]:

@@ -75,7 +75,8 @@ class SequenceFolder:
             raise DatasetError(
                 f"{file} has shape {list(frames.shape)}, it had {list(out.shape)} when the run began; start again"
             )
-        np.copyto(out.numpy(), frames, casting="unsafe")  # integers and float64 become the dtype of the batches
+        with np.errstate(over="ignore"):  # what is too large becomes Inf, which is refused below
+            np.copyto(out.numpy(), frames, casting="unsafe")  # integers and float64 become the dtype of the batches
         low, high = torch.aminmax(out)
         if not bool(torch.isfinite(low) & torch.isfinite(high)):
             frame = int((~torch.isfinite(out)).any(1).int().argmax())

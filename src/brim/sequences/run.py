@@ -56,7 +56,7 @@ def load_run(run: Path | str) -> Run:
         encoder = Encoder(SequenceConfig(**about["model"]))
         module = Classifier(encoder, int(about["outputs"]))
         tensors = read_tensors(path / WEIGHTS)
-    except (KeyError, TypeError, ValueError, ConfigError) as failure:
+    except (KeyError, TypeError, ValueError, RuntimeError, ConfigError) as failure:  # no memory for it: RuntimeError
         raise CheckpointError(f"{path / RUN} cannot be used ({failure}); restore it, or train again") from failure
     copy_in(tensors, module.state_dict(), path / WEIGHTS)
     return Run(path, about, module.eval())
@@ -127,6 +127,13 @@ def read_about(path: Path) -> dict[str, Any]:
             f"{path / RUN}: format_version is {about.get('format_version')!r}, expected {FORMAT_VERSION}; "
             "use its own brim"
         )
+    for name, kind in (("mode", str), ("classes", list), ("held_out", list), ("corpus", dict)):
+        value = about.get(name)
+        if not isinstance(value, kind) or not all(isinstance(item, str) for item in value):
+            raise CheckpointError(
+                f"{path / RUN}: {name} is {str(value)[:60]}, expected a {kind.__name__}; it was altered: restore it "
+                "from a copy, or train again"
+            )
     return about
 
 

@@ -41,7 +41,9 @@ def split(labels: Tensor, given: Sequence[str], config: SequenceTraining, *, nam
         pool &= labels >= 0
     rest = pool.nonzero().flatten()
     if not len(rest):
-        raise DatasetError(f"{name}: all {len(labels)} sequences are held out, none is left to train on")
+        raise DatasetError(
+            f"{name}: all {len(labels)} sequences are held out, none is left to train on: mark some as train"
+        )
     chosen = torch.zeros(len(rest), dtype=torch.bool)
     if config.mode == "supervised":
         chosen[stratified(labels[rest], config.val_fraction, config.seed, "validation")] = True
@@ -77,11 +79,10 @@ def check_labels(labels: Tensor, classes: Sequence[str], found: Split, config: S
         if len(torch.unique(labels[found.train])) < 2:
             raise ConfigError(
                 f"{name} has {len(classes)} classes, and less than two among the sequences to train on; "
-                "supervised mode needs something to tell apart"
+                "supervised mode needs something to tell apart: label more, or train with --mode self"
             )
         return
     clusters = config.num_clusters(len(classes))
     if clusters > len(found.train):
-        raise ConfigError(
-            f"clusters={clusters} of {len(found.train)} sequences to train on; ask for at most as many as sequences"
-        )
+        step = f"choose --clusters 2 to {len(found.train)}" if len(found.train) > 1 else "pack more sequences"
+        raise ConfigError(f"{name}: clusters={clusters} of {len(found.train)} sequences to train on; {step}")
