@@ -114,6 +114,22 @@ def test_self_mode_is_the_default_and_scores_clusters(made, tmp_path, capsys):
     assert scored["matched_accuracy"] == trained["scores"]["matched_accuracy"]
 
 
+def test_supervised_training_starts_from_the_encoder_of_a_run(made, tmp_path, capsys):
+    first, second = tmp_path / "first", tmp_path / "second"
+    argv = ["sequence", "train", made / "corpus", "--mode", "supervised", "--encoder", first, "--out", second, *SHORT]
+
+    assert f"{first} is not a directory" in refused(capsys, *argv)
+    answer(capsys, "sequence", "train", made / "corpus", "--out", first, *SHORT)
+    trained = answer(capsys, *argv)
+
+    assert list(trained["scores"]) == ["accuracy"]
+    assert json.loads((second / "run.json").read_text())["encoder"]["name"] == "first"
+    assert answer(capsys, *argv, "--resume") == trained
+    assert "is for supervised mode" in refused(
+        capsys, "sequence", "train", made / "corpus", "--encoder", first, "--out", tmp_path / "third"
+    )
+
+
 def test_the_defaults_are_those_of_the_contract(made, tmp_path, capsys, monkeypatch):
     def train(*args: object, **options: object) -> None:
         seen.append(args[2])

@@ -90,6 +90,9 @@ def train(
             help="self: kinds looked for; else the number of classes, or 10.",
         ),
     ] = None,
+    encoder: Annotated[
+        Path | None, typer.Option(metavar="RUN", help="supervised: start from the encoder of this run.")
+    ] = None,
     learning_rate: Annotated[
         float, typer.Option(metavar="R", parser=number, help="After the warm-up; then a cosine to 0.")
     ] = 0.001,
@@ -134,6 +137,7 @@ def train(
             classifier_epochs=classifier_epochs,
             batch_size=batch_size,
             clusters=clusters,
+            encoder=None if encoder is None else str(encoder),
             learning_rate=learning_rate,
             tier=tier,  # type: ignore[arg-type]
             precision=precision,  # type: ignore[arg-type]

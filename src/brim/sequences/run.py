@@ -35,7 +35,8 @@ KIND = "sequence-train"
 RUN, REPORT, WEIGHTS, STATISTICS = "run.json", "report.json", "weights.safetensors", "statistics.safetensors"
 
 # May change when a run goes on: they change where the data is and when a checkpoint is written, no number.
-_FREE = ("tier", "autotune", "num_workers", "prefetch_factor", "checkpoint_every_s")
+# The encoder to start from is known by its digest; its run may have moved.
+_FREE = ("tier", "autotune", "num_workers", "prefetch_factor", "checkpoint_every_s", "encoder")
 
 
 class Run(NamedTuple):
@@ -62,8 +63,10 @@ def load_run(run: Path | str) -> Run:
     return Run(path, about, module.eval())
 
 
-def describe(data: SequenceData, config: SequenceTraining, found: Split) -> dict[str, Any]:
-    """What run.json says."""
+def describe(
+    data: SequenceData, config: SequenceTraining, found: Split, encoder: Mapping[str, str] | None = None
+) -> dict[str, Any]:
+    """What run.json says; encoder identifies the one that training starts from."""
     supervised = config.mode == "supervised"
     return {
         "format_version": FORMAT_VERSION,
@@ -74,6 +77,7 @@ def describe(data: SequenceData, config: SequenceTraining, found: Split) -> dict
         "classes": list(data.classes),
         "training": json.loads(json.dumps(asdict(config))),  # as it will be read back
         "corpus": {"name": data.path.resolve().name, "sequences": len(data.ids), **data.identity},
+        "encoder": None if encoder is None else dict(encoder),
         "split": {"train": len(found.train), "validation": len(found.validation), "held_out": len(found.held_out)},
         "held_out": [data.ids[row] for row in found.held_out.tolist()],
         "validation": [data.ids[row] for row in found.validation.tolist()],
@@ -99,6 +103,8 @@ def _check_same(out: Path, known: Mapping[str, Any], about: Mapping[str, Any]) -
     old, new = known.get("corpus"), about["corpus"]
     if any((old or {}).get(name) != value for name, value in new.items() if name != "name"):  # it may have moved
         raise CheckpointError(f"{out} was begun with another corpus; resume with the same, or choose another --out")
+    if _digest(known) != _digest(about):
+        raise CheckpointError(f"{out} began with another encoder; resume with the same, or choose another --out")
     old, new = known.get("training"), about["training"]
     for name in dict.fromkeys((*(old or {}), *new)):
         was, now = ((side or {}).get(name) for side in (old, new))
@@ -109,6 +115,11 @@ def _check_same(out: Path, known: Mapping[str, Any], about: Mapping[str, Any]) -
     for name in ("model", "outputs", "held_out", "validation"):
         if known.get(name) != about[name]:
             raise CheckpointError(f"{out}: {RUN} names another {name}; it was altered: choose another --out")
+
+
+def _digest(about: Mapping[str, Any]) -> Any:
+    known = about.get("encoder")
+    return known.get("sha256") if isinstance(known, dict) else known
 
 
 # Files, each there entirely or not at all

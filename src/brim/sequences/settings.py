@@ -38,6 +38,7 @@ class SequenceTraining:
     num_workers: int = 8  # processes that read a folder that is not packed
     prefetch_factor: int = 6  # batches each of them reads ahead
     seed: int = 0  # of the split, the first weights, the order, the augmentation and the clusters
+    encoder: str | None = None  # supervised: a run whose encoder training starts from; None: from new weights
     clusters: int | None = None  # self: kinds looked for; None: as many as there are classes, 10 without labels
     restarts: int = 8  # self: of k-means
     fine_tune: bool = True  # self: the classifier trains the encoder too, not its own layers alone
@@ -96,6 +97,8 @@ class SequenceTraining:
 
     def _check_views(self) -> None:
         if self.mode == "self":
+            if self.encoder is not None:
+                raise ConfigError(f"encoder={self.encoder} is for supervised mode; without labels training begins anew")
             if self.augmentation is None:
                 raise ConfigError("augmentation=None leaves nothing to learn from without labels; give an Augmentation")
             if self.variants:

@@ -42,6 +42,7 @@ from brim.sequences.run import (
 from brim.sequences.selftrain import augmented, classification, self_train
 from brim.sequences.settings import SequenceTraining
 from brim.sequences.splits import Split, check_labels, split
+from brim.sequences.start import Start, find_start
 from brim.sequences.variants import with_variants
 
 __all__ = ["SequenceReport", "SequenceTraining", "train"]
@@ -101,7 +102,8 @@ def train(
     found = split(data.labels, data.split, config, name=str(data.path))
     check_labels(data.labels, data.classes, found, config, str(data.path))
     Buckets(data.lengths, config.buckets())  # refuses a budget that the longest sequence does not fit
-    about = describe(data, config, found)
+    start = find_start(config, data, found)
+    about = describe(data, config, found, start and start.identity)
     check_free(out, about, resume)
     data.verify(_preparing(progress))
     with locked(out):
@@ -112,13 +114,14 @@ def train(
             write_json(out / RUN, about)
         if bool((data.labels >= 0).any()) and not bool((data.labels[found.held_out] >= 0).any()):
             log.warning("%s: no labelled sequence is held out, so there are no scores", data.path)
-        return _train(data, found, config, out, where, progress, stop)
+        return _train(data, found, config, start, out, where, progress, stop)
 
 
 def _train(
     data: SequenceData,
     found: Split,
     config: SequenceTraining,
+    start: Start | None,
     out: Path,
     device: torch.device,
     progress: Told | None,
@@ -131,7 +134,10 @@ def _train(
             progress=progress, stop=stop,
         )  # fmt: skip
         encoder: Encoder = job.new(lambda: Encoder(config.shape(data.dim)), "encoder")
-        encoder.set_statistics(statistics.mean.to(device), statistics.std.to(device))
+        if start is None:
+            encoder.set_statistics(statistics.mean.to(device), statistics.std.to(device))
+        else:
+            encoder.load_state_dict(start.encoder.state_dict())
         module, phases = (_supervise if config.mode == "supervised" else self_train)(job, encoder)
         if phases[-1].stopped:
             return _report(job, phases, None)
