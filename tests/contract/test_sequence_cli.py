@@ -28,7 +28,7 @@ EVALUATE_KEYS = ["items", "accuracy", "ari", "nmi", "matched_accuracy"]
 ABLATE_KEYS = ["name", "samples_per_s", "busy_share", "ceiling_share", "peak_bytes"]
 SHORT = ["--classifier-epochs", "1", "--encoder-epochs", "1", "--iterations", "1", "--device", "cpu"]
 EVERY = [*SHORT, "--batch-size", "16", "--tier", "ram", "--precision", "fp32", "--num-workers", "2",
-         "--prefetch-factor", "3", "--seed", "4"]  # fmt: skip
+         "--prefetch-factor", "3", "--seed", "4", "--members", "2"]  # fmt: skip
 
 
 @pytest.fixture(autouse=True)

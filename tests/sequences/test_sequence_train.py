@@ -18,7 +18,9 @@ from safetensors.torch import load_file
 
 from brim.errors import BrimError, CheckpointError, ConfigError, DatasetError, ShardCorrupt
 from brim.sequences.corpus import Corpus
+from brim.sequences.evaluate import embed, evaluate
 from brim.sequences.packing import pack
+from brim.sequences.run import load_run
 from brim.sequences.settings import SequenceTraining
 from brim.sequences.splits import split, stratified
 from brim.sequences.synthetic import make_sequences
@@ -253,6 +255,39 @@ def test_an_encoder_that_has_seen_what_is_held_out_is_refused(runs, corpus, tmp_
     assert not (tmp_path / "run").exists()
 
 
+# Several networks
+
+
+def test_members_answer_together(corpus, tmp_path):
+    config = replace(SUPERVISED, members=2, classifier_epochs=2)
+
+    report = train(corpus, tmp_path / "run", config, device="cpu")
+    found = evaluate(tmp_path / "run", corpus, device="cpu")
+    embedded = embed(tmp_path / "run", corpus, tmp_path / "e.safetensors", device="cpu")
+
+    assert [phase.phase for phase in report.phases] == ["supervised-1", "supervised-2"]
+    assert found.accuracy == report.scores["accuracy"]
+    assert embedded["embedding"] == 2 * TINY["embedding"]
+    module = load_run(tmp_path / "run").module
+    frames, length = torch.randn(3, 7, 8), torch.tensor([7, 2, 5])
+    one, two = (member(frames, length).softmax(-1) for member in module.members)
+    assert not torch.allclose(one, two)
+    torch.testing.assert_close(module(frames, length).exp(), (one + two) / 2)
+
+
+@pytest.mark.parametrize("batches", [4, 12])  # of 18, 9 for each member
+def test_a_stopped_run_of_members_ends_with_the_same_bits(corpus, tmp_path, batches):
+    config = replace(SUPERVISED, members=2)
+    train(corpus, tmp_path / "whole", config, device="cpu")
+    asked = iter(range(1, 100))
+
+    stopped = train(corpus, tmp_path / "run", config, device="cpu", stop=lambda: next(asked) >= batches)
+    train(corpus, tmp_path / "run", config, device="cpu", resume=True)
+
+    assert stopped.stopped
+    assert weights(tmp_path / "run") == weights(tmp_path / "whole")
+
+
 # What is held out
 
 
@@ -473,6 +508,7 @@ def test_a_corpus_that_is_all_for_testing_has_nothing_to_train_on(folder, tmp_pa
         {"mode": "half"}, {"tier": "disk"}, {"iterations": 0}, {"clusters": 1}, {"holdout": 1.0}, {"batch_size": 1},
         {"val_fraction": -0.1}, {"model": {"widht": 3}}, {"model": {"kernel": 4}}, {"learning_rate": 0.0},
         {"augmentation": None}, {"variants": 2}, {"num_workers": -1}, {"precision": "fp8"}, {"encoder": "run"},
+        {"members": 2}, {"members": 0},
     ],
 )  # fmt: skip
 def test_a_wrong_setting_is_named(wrong):

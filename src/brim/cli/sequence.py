@@ -93,6 +93,9 @@ def train(
     encoder: Annotated[
         Path | None, typer.Option(metavar="RUN", help="supervised: start from the encoder of this run.")
     ] = None,
+    members: Annotated[
+        int, typer.Option(metavar="N", parser=whole, help="supervised: networks whose probabilities are averaged.")
+    ] = 1,
     learning_rate: Annotated[
         float, typer.Option(metavar="R", parser=number, help="After the warm-up; then a cosine to 0.")
     ] = 0.001,
@@ -124,6 +127,7 @@ def train(
     for flag, value in (
         ("--iterations", iterations), ("--encoder-epochs", encoder_epochs), ("--batch-size", batch_size),
         ("--classifier-epochs", classifier_epochs), ("--clusters", clusters), ("--prefetch-factor", prefetch_factor),
+        ("--members", members),
     ):  # fmt: skip
         check_positive(flag, value)
     with Stop() as stop:
@@ -138,6 +142,7 @@ def train(
             batch_size=batch_size,
             clusters=clusters,
             encoder=None if encoder is None else str(encoder),
+            members=members,
             learning_rate=learning_rate,
             tier=tier,  # type: ignore[arg-type]
             precision=precision,  # type: ignore[arg-type]

@@ -2,7 +2,7 @@
 
 RUN/run.json                     what is trained on what, the items held out by id
 RUN/statistics.safetensors       mean and spread of the features, of the training items
-RUN/encoder-1/, classifier-1/ …  the trainer's own, a folder for each phase; or supervised/
+RUN/encoder-1/, classifier-1/ …  the trainer's own, a folder for each phase; or supervised/, supervised-1/ …
 RUN/pseudo-1.safetensors …       clusters of the training items, one file for each iteration
 RUN/weights.safetensors          the network at the end, then
 RUN/report.json                  what training came to
@@ -12,7 +12,7 @@ import contextlib
 import json
 import os
 import platform
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -26,7 +26,7 @@ import brim
 from brim.engine.checkpoint import copy_in
 from brim.errors import CheckpointError, ConfigError, StorageError
 from brim.sequences.data import SequenceData
-from brim.sequences.model import Classifier, Encoder, SequenceConfig
+from brim.sequences.model import Classifier, Committee, Encoder, Network, SequenceConfig
 from brim.sequences.settings import SequenceTraining
 from brim.sequences.splits import Split
 
@@ -44,7 +44,7 @@ class Run(NamedTuple):
 
     path: Path
     about: dict[str, Any]  # run.json
-    module: Classifier  # on the host, in eval mode
+    module: Network  # on the host, in eval mode
 
 
 def load_run(run: Path | str) -> Run:
@@ -54,13 +54,19 @@ def load_run(run: Path | str) -> Run:
     if not (path / WEIGHTS).is_file():
         raise CheckpointError(f'{path} is not trained to its end; go on with "brim sequence train --resume"')
     try:
-        encoder = Encoder(SequenceConfig(**about["model"]))
-        module = Classifier(encoder, int(about["outputs"]))
+        shape, outputs = SequenceConfig(**about["model"]), int(about["outputs"])
+        members = [Classifier(Encoder(shape), outputs) for _ in range(int(about.get("members", 1)))]
+        module = as_one(members)
         tensors = read_tensors(path / WEIGHTS)
-    except (KeyError, TypeError, ValueError, ConfigError) as failure:
+    except (KeyError, IndexError, TypeError, ValueError, ConfigError) as failure:
         raise CheckpointError(f"{path / RUN} cannot be used ({failure}); restore it, or train again") from failure
     copy_in(tensors, module.state_dict(), path / WEIGHTS)
     return Run(path, about, module.eval())
+
+
+def as_one(members: Sequence[Classifier]) -> Network:
+    """One network of one or several."""
+    return members[0] if len(members) == 1 else Committee(members)
 
 
 def describe(
@@ -74,6 +80,7 @@ def describe(
         "mode": config.mode,
         "model": config.shape(data.dim).as_dict(),
         "outputs": len(data.classes) if supervised else config.num_clusters(len(data.classes)),
+        "members": config.members,
         "classes": list(data.classes),
         "training": json.loads(json.dumps(asdict(config))),  # as it will be read back
         "corpus": {"name": data.path.resolve().name, "sequences": len(data.ids), **data.identity},

@@ -25,13 +25,14 @@ from brim.errors import CheckpointError
 from brim.sequences.data import Counted, SequenceData, Source, open_data
 from brim.sequences.encode import Statistics, measure
 from brim.sequences.evaluate import Scores, score
-from brim.sequences.model import Classifier, Encoder
+from brim.sequences.model import Classifier, Encoder, Network
 from brim.sequences.phases import Job, PhaseReport, Told, run_phase, together
 from brim.sequences.run import (
     REPORT,
     RUN,
     STATISTICS,
     WEIGHTS,
+    as_one,
     check_free,
     describe,
     read_json,
@@ -133,12 +134,11 @@ def _train(
             run=out, data=data, split=found, config=config, device=device, batches=batches, statistics=statistics,
             progress=progress, stop=stop,
         )  # fmt: skip
-        encoder: Encoder = job.new(lambda: Encoder(config.shape(data.dim)), "encoder")
-        if start is None:
-            encoder.set_statistics(statistics.mean.to(device), statistics.std.to(device))
+        module: Network
+        if config.mode == "supervised":
+            module, phases = _supervise(job, start)
         else:
-            encoder.load_state_dict(start.encoder.state_dict())
-        module, phases = (_supervise if config.mode == "supervised" else self_train)(job, encoder)
+            module, phases = self_train(job, _new_encoder(job, "encoder"))
         if phases[-1].stopped:
             return _report(job, phases, None)
         write_tensors(out / WEIGHTS, module.state_dict(), {"mode": config.mode})
@@ -160,11 +160,34 @@ def _statistics(out: Path, source: Source, device: torch.device) -> Statistics:
     return Statistics(**tensors)
 
 
+def _new_encoder(job: Job, *name: str | int) -> Encoder:
+    encoder: Encoder = job.new(lambda: Encoder(job.config.shape(job.data.dim)), *name)
+    encoder.set_statistics(*(part.to(job.device) for part in job.statistics))
+    return encoder
+
+
 # Supervised
 
 
-def _supervise(job: Job, encoder: Encoder) -> tuple[Classifier, list[PhaseReport]]:
-    config, name = job.config, "supervised"
+def _supervise(job: Job, start: Start | None) -> tuple[Network, list[PhaseReport]]:
+    """Train the members one after the other; where the last report says stopped, there is more to do."""
+    members: list[Classifier] = []
+    phases: list[PhaseReport] = []
+    for number in range(1, job.config.members + 1):
+        encoder = _new_encoder(job, "encoder", *([number] if number > 1 else []))
+        if start is not None:
+            encoder.load_state_dict(start.encoder.state_dict())
+        name = "supervised" if job.config.members == 1 else f"supervised-{number}"
+        module, report = _learn_classes(job, encoder, name)
+        members.append(module)
+        phases.append(report)
+        if report.stopped:
+            break
+    return as_one(members), phases
+
+
+def _learn_classes(job: Job, encoder: Encoder, name: str) -> tuple[Classifier, PhaseReport]:
+    config = job.config
     module: Classifier = job.new(lambda: Classifier(encoder, len(job.data.classes)), name)
     loss = partial(classification, smoothing=config.label_smoothing)
     evaluate = _judge(job) if len(job.split.validation) else None
@@ -173,7 +196,7 @@ def _supervise(job: Job, encoder: Encoder) -> tuple[Classifier, list[PhaseReport
         report = run_phase(
             job, name, module, loss, source, epochs=config.classifier_epochs, transform=transform, evaluate=evaluate
         )
-    return module, [report]
+    return module, report
 
 
 def _judge(job: Job) -> Evaluate:
