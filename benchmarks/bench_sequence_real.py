@@ -28,7 +28,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from brim.sequences import Augmentation, Corpus, SequenceTraining, evaluate, load_run, pack, train
+from brim.sequences import Augmentation, Corpus, SequenceReport, SequenceTraining, evaluate, load_run, pack, train
 from page import machine, table, tell
 
 FOLDS = 5
@@ -88,11 +88,15 @@ def standard_parts(data: Path, name: str) -> dict[str, list[Series]]:
     return {part: read_ts(data / name / f"{name}_{part.upper()}.ts") for part in ("train", "test")}
 
 
-def fold_parts(series: Sequence[Series], fold: int, folds: int = FOLDS) -> dict[str, list[Series]]:
-    """A fold of the training part in place of the test part; every class gives each fold its share."""
+def fold_parts(series: Sequence[Series], fold: int, folds: int = FOLDS, repeat: int = 0) -> dict[str, list[Series]]:
+    """A fold of the training part in place of the test part; every class gives each fold its share.
+
+    Every repeat has other folds.
+    """
     seen: dict[str, int] = {}
     parts: dict[str, list[Series]] = {"train": [], "test": []}
-    for one in series:
+    order = np.random.default_rng(repeat).permutation(len(series)) if repeat else range(len(series))
+    for one in (series[row] for row in order):
         count = seen.get(one.label, 0)
         seen[one.label] = count + 1
         parts["test" if count % folds == fold else "train"].append(one)
@@ -104,8 +108,9 @@ def fold_parts(series: Sequence[Series], fold: int, folds: int = FOLDS) -> dict[
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prepared:
-    """What a frame is; every choice is lossless or adds to what is known of a sequence."""
+    """What a frame is."""
 
+    samples: int | None = None  # every sequence resampled to so many, by straight lines; None: as it is
     stack: int = 1  # samples side by side in one frame
     times: bool = False  # add how long ago the sequence began and how long it will last, in hundreds of samples
     length: bool = False  # add the logarithm of the number of samples
@@ -113,6 +118,10 @@ class Prepared:
 
     def frames(self, series: Array) -> Array:
         """(T, D) to fewer and wider frames; the last one repeats the last sample where some are missing."""
+        length = len(series)
+        if self.samples is not None:
+            at = np.linspace(0, length - 1, self.samples)
+            series = np.stack([np.interp(at, np.arange(length), channel) for channel in series.T], 1)
         count = -(-len(series) // self.stack)
         whole = np.concatenate([series, np.repeat(series[-1:], count * self.stack - len(series), 0)])
         parts = [whole.reshape(count, -1)]
@@ -120,7 +129,7 @@ class Prepared:
             ago = np.arange(count)
             parts.append(np.stack([ago, count - ago], 1) * self.stack / 100)
         if self.length:
-            parts.append(np.full((count, 1), np.log(len(series))))
+            parts.append(np.full((count, 1), np.log(length)))
         if self.summary:
             values = np.concatenate([series.mean(0), series.std(0), series.min(0), series.max(0)])
             parts.append(np.tile(values, (count, 1)))
@@ -147,11 +156,23 @@ class Candidate:
     kernel: int = 5
     dropout: float = 0.3
     augmentation: Mapping[str, Any] | None = None
+    members: int = 1  # networks that answer together
+    unlabelled_epochs: int = 0  # of an encoder that learns without labels first
+
+    def fit(self, corpus: Path, run: Path, seed: int) -> SequenceReport:
+        """Train on the training part of a corpus."""
+        if not self.unlabelled_epochs:
+            return train(corpus, run, self.training(seed), device="cpu")
+        first = replace(self.self_training(seed), iterations=1, encoder_epochs=self.unlabelled_epochs)
+        encoder = run.with_name(f"{run.name}-encoder")
+        train(corpus, encoder, replace(first, classifier_epochs=1, learning_rate=3e-3), device="cpu")
+        return train(corpus, run, replace(self.training(seed), encoder=str(encoder)), device="cpu")
 
     def training(self, seed: int) -> SequenceTraining:
         """What brim is asked for."""
         return SequenceTraining(
             mode="supervised", classifier_epochs=self.epochs, batch_size=self.batch_size, seed=seed, val_fraction=0.0,
+            members=self.members,
             learning_rate=self.learning_rate, label_smoothing=self.label_smoothing, model=self.model(),
             augmentation=None if self.augmentation is None else Augmentation(**{**UNCHANGED, **self.augmentation}),
         )  # fmt: skip
@@ -179,6 +200,7 @@ MASKED = {"noise": 0.3, "time_masks": 2, "time_width": 0.2}
 STACKED = Prepared(stack=8, length=True)
 VOWELS = Candidate()
 GESTURES = Candidate(prepared=STACKED, epochs=80, batch_size=8, width=32, kernel=3, augmentation={"noise": 0.3})
+RESAMPLED = replace(GESTURES, prepared=Prepared(samples=128, stack=8, length=True), learning_rate=5e-3)
 
 CANDIDATES: dict[str, dict[str, Candidate]] = {
     "JapaneseVowels": {
@@ -209,9 +231,17 @@ CANDIDATES: dict[str, dict[str, Candidate]] = {
         "dropout 0.1": replace(GESTURES, dropout=0.1),
         "cropped": replace(GESTURES, augmentation=CROPPED),
         "summary": replace(GESTURES, prepared=replace(STACKED, summary=True)),
+        "lr 5e-3, 5 members": replace(GESTURES, learning_rate=5e-3, members=5),
+        "lr 5e-3, encoder learned without labels": replace(GESTURES, learning_rate=5e-3, unlabelled_epochs=100),
+        "resampled, lr 5e-3": RESAMPLED,
+        "resampled, lr 5e-3, 5 members": replace(RESAMPLED, members=5),
+        "resampled, lr 5e-3, encoder learned without labels": replace(RESAMPLED, unlabelled_epochs=100),
+        "resampled, lr 5e-3, encoder learned without labels, 5 members": replace(
+            RESAMPLED, unlabelled_epochs=100, members=5
+        ),
     },
 }
-CHOSEN = {"JapaneseVowels": "width 128, lr 1e-3", "PickupGestureWiimoteZ": "lr 5e-3"}
+CHOSEN = {"JapaneseVowels": "width 128, lr 1e-3", "PickupGestureWiimoteZ": "lr 5e-3, 5 members"}
 PUBLISHED = {
     "JapaneseVowels": (0.986, "best published: signature kernels"),
     "PickupGestureWiimoteZ": (0.84, "best published: MultiRocket"),
@@ -245,25 +275,26 @@ def predicted(run: Path, corpus: Path) -> tuple[Any, Any]:
     return torch.cat(logits).double().softmax(1).numpy(), opened.labels[rows].numpy()
 
 
-def cross_validate(series: Sequence[Series], candidate: Candidate, work: Path) -> Json:
-    """Accuracy and cross entropy on each fold of the training part."""
+def cross_validate(series: Sequence[Series], candidate: Candidate, work: Path, repeats: int) -> Json:
+    """Accuracy and cross entropy on each fold of the training part, for every repeat."""
     accuracies, losses = [], []
-    for fold in range(FOLDS):
-        place = work / str(fold)
-        corpus = make_corpus(place, fold_parts(series, fold), candidate.prepared)
-        train(corpus, place / "run", candidate.training(fold), device="cpu")
+    for number in range(FOLDS * repeats):
+        place, (repeat, fold) = work / str(number), divmod(number, FOLDS)
+        corpus = make_corpus(place, fold_parts(series, fold, repeat=repeat), candidate.prepared)
+        candidate.fit(corpus, place / "run", number)
         chances, labels = predicted(place / "run", corpus)
         accuracies.append(float((chances.argmax(1) == labels).mean()))
         losses.append(float(-np.log(chances[np.arange(len(labels)), labels] + 1e-12).mean()))
     return {"accuracy": statistics.mean(accuracies), "loss": statistics.mean(losses), "folds": accuracies}
 
 
-def tune(data: Path, name: str) -> Iterator[Json]:
-    """Every candidate of a data set by its cross-validated scores."""
+def tune(data: Path, name: str, repeats: int, only: str | None = None) -> Iterator[Json]:
+    """Every candidate of a data set, or one of them, by its cross-validated scores."""
     series = read_ts(data / name / f"{name}_TRAIN.ts")
     for title, candidate in CANDIDATES[name].items():
-        with tempfile.TemporaryDirectory() as work:
-            yield {"data": name, "candidate": title, **cross_validate(series, candidate, Path(work))}
+        if only in (None, title):
+            with tempfile.TemporaryDirectory() as work:
+                yield {"data": name, "candidate": title, **cross_validate(series, candidate, Path(work), repeats)}
 
 
 def score(data: Path, name: str, seeds: int) -> Json:
@@ -274,7 +305,7 @@ def score(data: Path, name: str, seeds: int) -> Json:
         corpus = make_corpus(Path(work), standard_parts(data, name), candidate.prepared)
         for seed in range(seeds):
             run, other = Path(work) / f"run-{seed}", Path(work) / f"self-{seed}"
-            train(corpus, run, candidate.training(seed), device="cpu")
+            candidate.fit(corpus, run, seed)
             found.append(evaluate(run, corpus, device="cpu").as_dict()["accuracy"])
             chance, labels = predicted(run, corpus)
             chances.append(chance)
@@ -318,7 +349,9 @@ def with_labels(found: Json) -> Iterator[tuple[str, str, str]]:
     """Rows of a data set: way, accuracy, and whether that is near enough to the best published."""
     best, source = PUBLISHED[found["data"]]
     single, together = found["accuracy"], found["together"]
-    yield f"brim, {len(single)} seeds", told(single), verdict(statistics.mean(single), best - NEAR)
+    count = CANDIDATES[found["data"]][found["chosen"]].members
+    members = f"{count} members, " if count > 1 else ""
+    yield f"brim, {members}{len(single)} seeds", told(single), verdict(statistics.mean(single), best - NEAR)
     yield "brim, all seeds together (mean of probabilities)", f"{together:.3f}", verdict(together, best - NEAR)
     if "minirocket" in found:
         yield f"MiniRocket, {len(found['minirocket'])} seeds", told(found["minirocket"]), ""
@@ -336,6 +369,8 @@ def main() -> None:
     parser.add_argument("part", choices=("tune", "score"))
     parser.add_argument("--data", type=Path, default=find_data(), help="aeon's datasets/data folder")
     parser.add_argument("--only", choices=tuple(CANDIDATES), help="one data set")
+    parser.add_argument("--candidate", help="tune: one of them, by its name")
+    parser.add_argument("--repeats", type=int, default=1, help="tune: of the cross-validation, each with other folds")
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--aeon-python", type=Path, help="an interpreter with aeon, for MiniRocket")
     parser.add_argument("--json", type=Path, help="write all figures to this file")
@@ -346,7 +381,7 @@ def main() -> None:
     found = []
     for name in [asked.only] if asked.only else CANDIDATES:
         if asked.part == "tune":
-            for one in tune(asked.data, name):
+            for one in tune(asked.data, name, asked.repeats, asked.candidate):
                 tell(json.dumps(one))
                 found.append(one)
             continue

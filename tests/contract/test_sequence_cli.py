@@ -28,7 +28,7 @@ EVALUATE_KEYS = ["items", "accuracy", "ari", "nmi", "matched_accuracy"]
 ABLATE_KEYS = ["name", "samples_per_s", "busy_share", "ceiling_share", "peak_bytes"]
 SHORT = ["--classifier-epochs", "1", "--encoder-epochs", "1", "--iterations", "1", "--device", "cpu"]
 EVERY = [*SHORT, "--batch-size", "16", "--tier", "ram", "--precision", "fp32", "--num-workers", "2",
-         "--prefetch-factor", "3", "--seed", "4"]  # fmt: skip
+         "--prefetch-factor", "3", "--seed", "4", "--members", "2"]  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
@@ -112,6 +112,22 @@ def test_self_mode_is_the_default_and_scores_clusters(made, tmp_path, capsys):
     assert set(trained["scores"]) == {"ari", "nmi", "matched_accuracy", "probe_accuracy"}
     assert scored["accuracy"] is None
     assert scored["matched_accuracy"] == trained["scores"]["matched_accuracy"]
+
+
+def test_supervised_training_starts_from_the_encoder_of_a_run(made, tmp_path, capsys):
+    first, second = tmp_path / "first", tmp_path / "second"
+    argv = ["sequence", "train", made / "corpus", "--mode", "supervised", "--encoder", first, "--out", second, *SHORT]
+
+    assert f"{first} is not a directory" in refused(capsys, *argv)
+    answer(capsys, "sequence", "train", made / "corpus", "--out", first, *SHORT)
+    trained = answer(capsys, *argv)
+
+    assert list(trained["scores"]) == ["accuracy"]
+    assert json.loads((second / "run.json").read_text())["encoder"]["name"] == "first"
+    assert answer(capsys, *argv, "--resume") == trained
+    assert "is for supervised mode" in refused(
+        capsys, "sequence", "train", made / "corpus", "--encoder", first, "--out", tmp_path / "third"
+    )
 
 
 def test_the_defaults_are_those_of_the_contract(made, tmp_path, capsys, monkeypatch):

@@ -18,7 +18,9 @@ from safetensors.torch import load_file
 
 from brim.errors import BrimError, CheckpointError, ConfigError, DatasetError, ShardCorrupt
 from brim.sequences.corpus import Corpus
+from brim.sequences.evaluate import embed, evaluate
 from brim.sequences.packing import pack
+from brim.sequences.run import load_run
 from brim.sequences.settings import SequenceTraining
 from brim.sequences.splits import split, stratified
 from brim.sequences.synthetic import make_sequences
@@ -188,6 +190,102 @@ def test_every_tier_trains_the_same_weights(corpus, runs, tmp_path, tier):
 
     assert report.tier == tier
     assert weights(tmp_path / "run") == weights(runs["supervised"][1])
+
+
+# From the encoder of another run
+
+
+def stop_at_once() -> bool:
+    return True
+
+
+def test_training_on_labels_starts_from_the_encoder_of_another_run(runs, corpus, tmp_path):
+    _, unlabelled_run = runs["self"]
+    config = replace(SUPERVISED, encoder=str(unlabelled_run), learning_rate=1e-12)
+
+    train(corpus, tmp_path / "run", config, device="cpu")
+
+    there, here = (load_file(run / "weights.safetensors") for run in (unlabelled_run, tmp_path / "run"))
+    encoder = [name for name in there if name.startswith("encoder.")]
+    assert {"encoder.shift", "encoder.scale"} < set(encoder)
+    for name in encoder:
+        torch.testing.assert_close(here[name], there[name], rtol=0, atol=1e-9)
+    about = json.loads((tmp_path / "run/run.json").read_text())["encoder"]
+    assert about["name"] == "run-self"
+
+
+def test_a_run_from_an_encoder_goes_on_to_the_same_bits_even_if_that_moved(runs, corpus, tmp_path):
+    config = replace(SUPERVISED, encoder=str(runs["self"][1]))
+    train(corpus, tmp_path / "whole", config, device="cpu")
+    shutil.copytree(runs["self"][1], tmp_path / "moved")
+
+    train(corpus, tmp_path / "run", config, device="cpu", stop=stop_at_once)
+    train(corpus, tmp_path / "run", replace(config, encoder=str(tmp_path / "moved")), device="cpu", resume=True)
+
+    assert weights(tmp_path / "run") == weights(tmp_path / "whole") != weights(runs["supervised"][1])
+
+
+def test_a_run_does_not_go_on_with_another_encoder(runs, corpus, tmp_path):
+    train(corpus, tmp_path / "run", SUPERVISED, device="cpu", stop=stop_at_once)
+
+    config = replace(SUPERVISED, encoder=str(runs["self"][1]))
+
+    refused(CheckpointError, "began with another encoder", corpus, tmp_path / "run", config, resume=True)
+
+
+def test_an_encoder_that_does_not_fit_is_refused(runs, corpus, tmp_path):
+    given, out = replace(SUPERVISED, encoder=str(runs["self"][1])), tmp_path / "run"
+    make_sequences(tmp_path / "npy", 20, dim=5, classes=2, mean_length=6)
+    pack(tmp_path / "npy", tmp_path / "corpus")
+
+    refused(CheckpointError, "has dim=8, this training has dim=5", tmp_path / "corpus", out, given)
+    wider = replace(given, model=TINY | {"channels": 24})
+    refused(CheckpointError, "has channels=16, this training has channels=24", corpus, out, wider)
+    refused(CheckpointError, "is not a directory", corpus, out, replace(given, encoder=str(tmp_path / "no")))
+    refused(CheckpointError, "has no run.json", corpus, out, replace(given, encoder=str(corpus)))
+
+    assert not out.exists()
+
+
+def test_an_encoder_that_has_seen_what_is_held_out_is_refused(runs, corpus, tmp_path):
+    config = replace(SUPERVISED, encoder=str(runs["self"][1]), seed=1)
+
+    refused(CheckpointError, r"was trained on \d+ sequences that are held out here", corpus, tmp_path / "run", config)
+
+    assert not (tmp_path / "run").exists()
+
+
+# Several networks
+
+
+def test_members_answer_together(corpus, tmp_path):
+    config = replace(SUPERVISED, members=2, classifier_epochs=2)
+
+    report = train(corpus, tmp_path / "run", config, device="cpu")
+    found = evaluate(tmp_path / "run", corpus, device="cpu")
+    embedded = embed(tmp_path / "run", corpus, tmp_path / "e.safetensors", device="cpu")
+
+    assert [phase.phase for phase in report.phases] == ["supervised-1", "supervised-2"]
+    assert found.accuracy == report.scores["accuracy"]
+    assert embedded["embedding"] == 2 * TINY["embedding"]
+    module = load_run(tmp_path / "run").module
+    frames, length = torch.randn(3, 7, 8), torch.tensor([7, 2, 5])
+    one, two = (member(frames, length).softmax(-1) for member in module.members)
+    assert not torch.allclose(one, two)
+    torch.testing.assert_close(module(frames, length).exp(), (one + two) / 2)
+
+
+@pytest.mark.parametrize("batches", [4, 12])  # of 18, 9 for each member
+def test_a_stopped_run_of_members_ends_with_the_same_bits(corpus, tmp_path, batches):
+    config = replace(SUPERVISED, members=2)
+    train(corpus, tmp_path / "whole", config, device="cpu")
+    asked = iter(range(1, 100))
+
+    stopped = train(corpus, tmp_path / "run", config, device="cpu", stop=lambda: next(asked) >= batches)
+    train(corpus, tmp_path / "run", config, device="cpu", resume=True)
+
+    assert stopped.stopped
+    assert weights(tmp_path / "run") == weights(tmp_path / "whole")
 
 
 # What is held out
@@ -410,7 +508,8 @@ def test_a_corpus_that_is_all_for_testing_has_nothing_to_train_on(folder, tmp_pa
     [
         {"mode": "half"}, {"tier": "disk"}, {"iterations": 0}, {"clusters": 1}, {"holdout": 1.0}, {"batch_size": 1},
         {"val_fraction": -0.1}, {"model": {"widht": 3}}, {"model": {"kernel": 4}}, {"learning_rate": 0.0},
-        {"augmentation": None}, {"variants": 2}, {"num_workers": -1}, {"precision": "fp8"},
+        {"augmentation": None}, {"variants": 2}, {"num_workers": -1}, {"precision": "fp8"}, {"encoder": "run"},
+        {"members": 2}, {"members": 0},
     ],
 )  # fmt: skip
 def test_a_wrong_setting_is_named(wrong):

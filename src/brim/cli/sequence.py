@@ -88,6 +88,12 @@ def train(
             help="self: kinds looked for; else the number of classes, or 10.",
         ),
     ] = None,
+    encoder: Annotated[
+        Path | None, typer.Option(metavar="RUN", help="supervised: start from the encoder of this run.")
+    ] = None,
+    members: Annotated[
+        int, typer.Option(metavar="N", parser=whole, help="supervised: networks whose probabilities are averaged.")
+    ] = 1,
     learning_rate: Annotated[
         float, typer.Option(metavar="R", parser=number, help="After the warm-up; then a cosine to 0.")
     ] = 0.001,
@@ -121,6 +127,7 @@ def train(
         ("--iterations", own.get("iterations")), ("--encoder-epochs", own.get("encoder_epochs")),
         ("--classifier-epochs", classifier_epochs), ("--clusters", own.get("clusters")),
         ("--batch-size", batch_size), ("--prefetch-factor", prefetch_factor),
+        ("--members", members),
     ):  # fmt: skip
         check_positive(flag, value)
     with Stop() as stop:
@@ -132,6 +139,8 @@ def train(
             **own,  # type: ignore[arg-type]  # none of them None but clusters; supervised mode ignores them
             classifier_epochs=classifier_epochs,
             batch_size=batch_size,
+            encoder=None if encoder is None else str(encoder),
+            members=members,
             learning_rate=learning_rate,
             tier=tier,  # type: ignore[arg-type]
             precision=precision,  # type: ignore[arg-type]

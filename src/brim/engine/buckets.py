@@ -38,9 +38,7 @@ class BucketConfig:
     max_frames: int | None = None  # frames of a batch, padding included; exactly one of the two
     max_waste: float = 0.05  # padding of an epoch, share of its frames, where max_buckets allow it
     max_buckets: int = 31  # with the short last batch as many shapes as TrainConfig.max_graphs lets a GPU capture
-    multiple: int | None = (
-        None  # of padded lengths; None: the largest of 8, 4, 2, 1 to keep max_waste and mix
-    )
+    multiple: int | None = None  # of padded lengths; None: the largest of 8, 4, 2, 1 to keep max_waste and mix
     max_stretch: float = 4.0  # with batch_size: padded frames of a batch over those of one of mean length, without the
     # longest twentieth; longer items come in smaller batches, down to one
 

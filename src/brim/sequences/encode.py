@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from brim.engine.memory import Halving
 from brim.sequences.data import Counted, Source
-from brim.sequences.model import Classifier, Encoder, frame_mask
+from brim.sequences.model import Encoder, Network, frame_mask
 
 
 class Answers(NamedTuple):
@@ -35,18 +35,18 @@ def embed(encoder: Encoder, source: Source, device: torch.device, progress: Coun
     return _answer(encoder, lambda frames, length: encoder(frames, length).embedding, source, device, progress)
 
 
-def predict(module: Classifier, source: Source, device: torch.device, progress: Counted | None = None) -> Answers:
+def predict(module: Network, source: Source, device: torch.device, progress: Counted | None = None) -> Answers:
     """The likeliest class or cluster, (n,) int64."""
     return _answer(module, lambda frames, length: module(frames, length).argmax(-1), source, device, progress)
 
 
 def embed_and_predict(
-    module: Classifier, source: Source, device: torch.device, progress: Counted | None = None
+    module: Network, source: Source, device: torch.device, progress: Counted | None = None
 ) -> tuple[Answers, Tensor]:
     """Embeddings and the likeliest class or cluster of each, from one pass."""
 
     def both(frames: Tensor, length: Tensor) -> Tensor:
-        embedding = module.encoder(frames, length).embedding
+        embedding = module.embedding(frames, length)
         return torch.cat([embedding, module.head(embedding).argmax(-1, keepdim=True).to(embedding.dtype)], 1)
 
     row, value = _answer(module, both, source, device, progress)

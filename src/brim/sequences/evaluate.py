@@ -17,7 +17,7 @@ from brim.errors import CheckpointError, ConfigError, DatasetError, StorageError
 from brim.sequences.data import Batches, Counted, SequenceData, open_data
 from brim.sequences.encode import Answers, embed_and_predict, predict
 from brim.sequences.encode import embed as encode
-from brim.sequences.model import Classifier
+from brim.sequences.model import Network
 from brim.sequences.probe import probe_accuracy
 from brim.sequences.run import Run, load_run, write_tensors
 from brim.sequences.scores import accuracy, cluster_scores
@@ -97,7 +97,7 @@ def embed(
 
 
 def score(
-    module: Classifier, batches: Batches, data: SequenceData, found: Split, mode: str, device: torch.device
+    module: Network, batches: Batches, data: SequenceData, found: Split, mode: str, device: torch.device
 ) -> Scores | None:
     """Scores at the end of training, on the labelled items held out; None without any.
 
@@ -121,7 +121,7 @@ def _scores(mode: str, predicted: Tensor, truth: Tensor) -> Scores:
 
 
 def _probe(
-    module: Classifier, batches: Batches, data: SequenceData, found: Split, asked: Answers, device: torch.device
+    module: Network, batches: Batches, data: SequenceData, found: Split, asked: Answers, device: torch.device
 ) -> float | None:
     rows = found.train[data.labels[found.train] >= 0]
     if not len(rows):

@@ -6,6 +6,8 @@ norms work within a frame, and attention weighs only frames that exist. Nothing 
 depends on a value there, so a captured step can hold it.
 """
 
+import math
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from typing import Any, NamedTuple, Self, get_args
@@ -158,10 +160,45 @@ class Classifier(nn.Module):
 
     def forward(self, frames: Tensor, length: Tensor) -> Tensor:
         """Logits, (B, K); `head` alone takes embeddings."""
-        with torch.set_grad_enabled(torch.is_grad_enabled() and not self.frozen):
-            embedding = self.encoder(frames, length).embedding
-        logits: Tensor = self.head(embedding)
+        logits: Tensor = self.head(self.embedding(frames, length))
         return logits
+
+    def embedding(self, frames: Tensor, length: Tensor) -> Tensor:
+        """(B, E)."""
+        with torch.set_grad_enabled(torch.is_grad_enabled() and not self.frozen):
+            embedding: Tensor = self.encoder(frames, length).embedding
+        return embedding
+
+
+class Committee(nn.Module):
+    """Classifiers of one shape, trained apart, that answer together by the mean of their probabilities."""
+
+    def __init__(self, members: Iterable[Classifier]) -> None:
+        super().__init__()
+        self.members = nn.ModuleList(members)
+
+    @property
+    def encoder(self) -> Encoder:
+        """The first member's."""
+        first: Encoder = self.members[0].encoder  # type: ignore[assignment]
+        return first
+
+    def forward(self, frames: Tensor, length: Tensor) -> Tensor:
+        """Logarithms of probabilities, (B, K)."""
+        return self.head(self.embedding(frames, length))
+
+    def embedding(self, frames: Tensor, length: Tensor) -> Tensor:
+        """Those of all members side by side, (B, members E)."""
+        return torch.cat([member.embedding(frames, length) for member in self.members], 1)  # type: ignore[operator]
+
+    def head(self, embedding: Tensor) -> Tensor:
+        """What forward makes of embeddings."""
+        parts = embedding.chunk(len(self.members), 1)
+        logits = [member.head(part) for member, part in zip(self.members, parts, strict=True)]  # type: ignore[operator]
+        return torch.stack(logits).float().log_softmax(-1).logsumexp(0) - math.log(len(logits))
+
+
+Network = Classifier | Committee
 
 
 class AttentionPool(nn.Module):

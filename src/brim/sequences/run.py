@@ -2,7 +2,7 @@
 
 RUN/run.json                     what is trained on what, the items held out by id
 RUN/statistics.safetensors       mean and spread of the features, of the training items
-RUN/encoder-1/, classifier-1/ …  the trainer's own, a folder for each phase; or supervised/
+RUN/encoder-1/, classifier-1/ …  the trainer's own, a folder for each phase; or supervised/, supervised-1/ …
 RUN/pseudo-1.safetensors …       clusters of the training items, one file for each iteration
 RUN/weights.safetensors          the network at the end, then
 RUN/report.json                  what training came to
@@ -12,7 +12,7 @@ import contextlib
 import json
 import os
 import platform
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -26,7 +26,7 @@ import brim
 from brim.engine.checkpoint import copy_in
 from brim.errors import CheckpointError, ConfigError, StorageError
 from brim.sequences.data import SequenceData
-from brim.sequences.model import Classifier, Encoder, SequenceConfig
+from brim.sequences.model import Classifier, Committee, Encoder, Network, SequenceConfig
 from brim.sequences.settings import SequenceTraining
 from brim.sequences.splits import Split
 
@@ -35,7 +35,8 @@ KIND = "sequence-train"
 RUN, REPORT, WEIGHTS, STATISTICS = "run.json", "report.json", "weights.safetensors", "statistics.safetensors"
 
 # May change when a run goes on: they change where the data is and when a checkpoint is written, no number.
-_FREE = ("tier", "autotune", "num_workers", "prefetch_factor", "checkpoint_every_s")
+# The encoder to start from is known by its digest; its run may have moved.
+_FREE = ("tier", "autotune", "num_workers", "prefetch_factor", "checkpoint_every_s", "encoder")
 
 
 class Run(NamedTuple):
@@ -43,7 +44,7 @@ class Run(NamedTuple):
 
     path: Path
     about: dict[str, Any]  # run.json
-    module: Classifier  # on the host, in eval mode
+    module: Network  # on the host, in eval mode
 
 
 def load_run(run: Path | str) -> Run:
@@ -53,17 +54,26 @@ def load_run(run: Path | str) -> Run:
     if not (path / WEIGHTS).is_file():
         raise CheckpointError(f'{path} is not trained to its end; go on with "brim sequence train --resume"')
     try:
-        encoder = Encoder(SequenceConfig(**about["model"]))
-        module = Classifier(encoder, int(about["outputs"]))
+        shape, outputs = SequenceConfig(**about["model"]), int(about["outputs"])
+        members = [Classifier(Encoder(shape), outputs) for _ in range(int(about.get("members", 1)))]
+        module = as_one(members)
         tensors = read_tensors(path / WEIGHTS)
-    except (KeyError, TypeError, ValueError, RuntimeError, ConfigError) as failure:  # no memory for it: RuntimeError
+    except (KeyError, IndexError, TypeError, ValueError, RuntimeError, ConfigError) as failure:
+        # RuntimeError: no memory for a network of that size
         raise CheckpointError(f"{path / RUN} cannot be used ({failure}); restore it, or train again") from failure
     copy_in(tensors, module.state_dict(), path / WEIGHTS)
     return Run(path, about, module.eval())
 
 
-def describe(data: SequenceData, config: SequenceTraining, found: Split) -> dict[str, Any]:
-    """What run.json says."""
+def as_one(members: Sequence[Classifier]) -> Network:
+    """One network of one or several."""
+    return members[0] if len(members) == 1 else Committee(members)
+
+
+def describe(
+    data: SequenceData, config: SequenceTraining, found: Split, encoder: Mapping[str, str] | None = None
+) -> dict[str, Any]:
+    """What run.json says; encoder identifies the one that training starts from."""
     supervised = config.mode == "supervised"
     return {
         "format_version": FORMAT_VERSION,
@@ -71,9 +81,11 @@ def describe(data: SequenceData, config: SequenceTraining, found: Split) -> dict
         "mode": config.mode,
         "model": config.shape(data.dim).as_dict(),
         "outputs": len(data.classes) if supervised else config.num_clusters(len(data.classes)),
+        "members": config.members,
         "classes": list(data.classes),
         "training": json.loads(json.dumps(asdict(config))),  # as it will be read back
         "corpus": {"name": data.path.resolve().name, "sequences": len(data.ids), **data.identity},
+        "encoder": None if encoder is None else dict(encoder),
         "split": {"train": len(found.train), "validation": len(found.validation), "held_out": len(found.held_out)},
         "held_out": [data.ids[row] for row in found.held_out.tolist()],
         "validation": [data.ids[row] for row in found.validation.tolist()],
@@ -99,6 +111,8 @@ def _check_same(out: Path, known: Mapping[str, Any], about: Mapping[str, Any]) -
     old, new = known.get("corpus"), about["corpus"]
     if any((old or {}).get(name) != value for name, value in new.items() if name != "name"):  # it may have moved
         raise CheckpointError(f"{out} was begun with another corpus; resume with the same, or choose another --out")
+    if _digest(known) != _digest(about):
+        raise CheckpointError(f"{out} began with another encoder; resume with the same, or choose another --out")
     old, new = known.get("training"), about["training"]
     for name in dict.fromkeys((*(old or {}), *new)):
         was, now = ((side or {}).get(name) for side in (old, new))
@@ -109,6 +123,11 @@ def _check_same(out: Path, known: Mapping[str, Any], about: Mapping[str, Any]) -
     for name in ("model", "outputs", "held_out", "validation"):
         if known.get(name) != about[name]:
             raise CheckpointError(f"{out}: {RUN} names another {name}; it was altered: choose another --out")
+
+
+def _digest(about: Mapping[str, Any]) -> Any:
+    known = about.get("encoder")
+    return known.get("sha256") if isinstance(known, dict) else known
 
 
 # Files, each there entirely or not at all

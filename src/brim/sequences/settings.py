@@ -37,6 +37,8 @@ class SequenceTraining:
     num_workers: int = 8  # processes that read a folder that is not packed
     prefetch_factor: int = 6  # batches each of them reads ahead
     seed: int = 0  # of the split, the first weights, the order, the augmentation and the clusters
+    encoder: str | None = None  # supervised: a run whose encoder training starts from; None: from new weights
+    members: int = 1  # supervised: networks trained one after the other, whose probabilities are averaged
     clusters: int | None = None  # self: kinds looked for; None: as many as there are classes, 10 without labels
     restarts: int = 8  # self: of k-means
     fine_tune: bool = True  # self: the classifier trains the encoder too, not its own layers alone
@@ -55,6 +57,7 @@ class SequenceTraining:
         for name, least in (
             ("iterations", 1), ("encoder_epochs", 1), ("classifier_epochs", 1), ("batch_size", 1), ("restarts", 1),
             ("prefetch_factor", 1), ("num_workers", 0), ("seed", 0), ("variants", 0), ("clusters", 2),
+            ("members", 1),
         ):  # fmt: skip
             value = getattr(self, name)
             if value is not None and value < least:
@@ -93,6 +96,10 @@ class SequenceTraining:
 
     def _check_views(self) -> None:
         if self.mode == "self":
+            if self.members > 1:
+                raise ConfigError(f"members={self.members} is for supervised mode; clusters have no names to agree on")
+            if self.encoder is not None:
+                raise ConfigError(f"encoder={self.encoder} is for supervised mode; without labels training begins anew")
             if self.augmentation is None:
                 raise ConfigError("augmentation=None leaves nothing to learn from without labels; give an Augmentation")
             if self.variants:

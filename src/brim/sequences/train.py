@@ -25,13 +25,14 @@ from brim.errors import CheckpointError
 from brim.sequences.data import Counted, SequenceData, Source, open_data
 from brim.sequences.encode import Statistics, measure
 from brim.sequences.evaluate import Scores, score
-from brim.sequences.model import Classifier, Encoder
+from brim.sequences.model import Classifier, Encoder, Network
 from brim.sequences.phases import Job, PhaseReport, Told, run_phase, together
 from brim.sequences.run import (
     REPORT,
     RUN,
     STATISTICS,
     WEIGHTS,
+    as_one,
     check_free,
     describe,
     read_json,
@@ -42,6 +43,7 @@ from brim.sequences.run import (
 from brim.sequences.selftrain import augmented, classification, self_train
 from brim.sequences.settings import SequenceTraining
 from brim.sequences.splits import Split, check_labels, split
+from brim.sequences.start import Start, find_start
 from brim.sequences.variants import with_variants
 
 __all__ = ["SequenceReport", "SequenceTraining", "train"]
@@ -101,7 +103,8 @@ def train(
     found = split(data.labels, data.split, config, name=str(data.path))
     check_labels(data.labels, data.classes, found, config, str(data.path))
     Buckets(data.lengths, config.buckets())  # refuses a budget that the longest sequence does not fit
-    about = describe(data, config, found)
+    start = find_start(config, data, found)
+    about = describe(data, config, found, start and start.identity)
     check_free(out, about, resume)
     data.verify(_preparing(progress))
     with locked(out):
@@ -112,13 +115,14 @@ def train(
             write_json(out / RUN, about)
         if bool((data.labels >= 0).any()) and not bool((data.labels[found.held_out] >= 0).any()):
             log.warning("%s: no labelled sequence is held out, so there are no scores", data.path)
-        return _train(data, found, config, out, where, progress, stop)
+        return _train(data, found, config, start, out, where, progress, stop)
 
 
 def _train(
     data: SequenceData,
     found: Split,
     config: SequenceTraining,
+    start: Start | None,
     out: Path,
     device: torch.device,
     progress: Told | None,
@@ -130,9 +134,11 @@ def _train(
             run=out, data=data, split=found, config=config, device=device, batches=batches, statistics=statistics,
             progress=progress, stop=stop,
         )  # fmt: skip
-        encoder: Encoder = job.new(lambda: Encoder(config.shape(data.dim)), "encoder")
-        encoder.set_statistics(statistics.mean.to(device), statistics.std.to(device))
-        module, phases = (_supervise if config.mode == "supervised" else self_train)(job, encoder)
+        module: Network
+        if config.mode == "supervised":
+            module, phases = _supervise(job, start)
+        else:
+            module, phases = self_train(job, _new_encoder(job, "encoder"))
         if phases[-1].stopped:
             return _report(job, phases, None)
         write_tensors(out / WEIGHTS, module.state_dict(), {"mode": config.mode})
@@ -154,11 +160,34 @@ def _statistics(out: Path, source: Source, device: torch.device) -> Statistics:
     return Statistics(**tensors)
 
 
+def _new_encoder(job: Job, *name: str | int) -> Encoder:
+    encoder: Encoder = job.new(lambda: Encoder(job.config.shape(job.data.dim)), *name)
+    encoder.set_statistics(*(part.to(job.device) for part in job.statistics))
+    return encoder
+
+
 # Supervised
 
 
-def _supervise(job: Job, encoder: Encoder) -> tuple[Classifier, list[PhaseReport]]:
-    config, name = job.config, "supervised"
+def _supervise(job: Job, start: Start | None) -> tuple[Network, list[PhaseReport]]:
+    """Train the members one after the other; where the last report says stopped, there is more to do."""
+    members: list[Classifier] = []
+    phases: list[PhaseReport] = []
+    for number in range(1, job.config.members + 1):
+        encoder = _new_encoder(job, "encoder", *([number] if number > 1 else []))
+        if start is not None:
+            encoder.load_state_dict(start.encoder.state_dict())
+        name = "supervised" if job.config.members == 1 else f"supervised-{number}"
+        module, report = _learn_classes(job, encoder, name)
+        members.append(module)
+        phases.append(report)
+        if report.stopped:
+            break
+    return as_one(members), phases
+
+
+def _learn_classes(job: Job, encoder: Encoder, name: str) -> tuple[Classifier, PhaseReport]:
+    config = job.config
     module: Classifier = job.new(lambda: Classifier(encoder, len(job.data.classes)), name)
     loss = partial(classification, smoothing=config.label_smoothing)
     evaluate = _judge(job) if len(job.split.validation) else None
@@ -167,7 +196,7 @@ def _supervise(job: Job, encoder: Encoder) -> tuple[Classifier, list[PhaseReport
         report = run_phase(
             job, name, module, loss, source, epochs=config.classifier_epochs, transform=transform, evaluate=evaluate
         )
-    return module, [report]
+    return module, report
 
 
 def _judge(job: Job) -> Evaluate:
