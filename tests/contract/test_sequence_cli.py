@@ -189,6 +189,30 @@ def test_ablate_prints_the_steps(made, tmp_path, capsys, monkeypatch):
     assert (tmp_path / "a.png").read_bytes()[:4] == b"\x89PNG"
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_ablate_stopped_by_a_signal_leaves_no_unpacked_files(number, made, tmp_path, monkeypatch):
+    def end(*_: object) -> None:
+        assert list(tmp_path.glob("brim-ablate-*/*.npy"))
+        os.kill(os.getpid(), number)
+        time.sleep(10)
+
+    before = signal.getsignal(signal.SIGTERM)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setattr("brim.sequences.ablate._Bench.run", end)
+
+    assert main(["sequence", "ablate", str(made / "corpus"), "--device", "cpu"]) == 128 + number
+    assert list(tmp_path.iterdir()) == []
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_the_help_of_pack_says_what_the_files_hold(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+
+    assert main(["sequence", "pack", "--help"]) == 0
+
+    assert "each (frames, features);" in capsys.readouterr().out  # square brackets would be taken for a style
+
+
 # Bad input: exit 2, one line, nothing half-written
 
 

@@ -2,7 +2,8 @@
 
 import signal
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from types import FrameType
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
@@ -32,7 +33,7 @@ Run = Annotated[Path, typer.Argument(metavar="RUN", help='Made by "brim sequence
 @sequence.command(epilog="Example: brim sequence pack features --out corpus --labels labels.csv")
 def pack(
     folder: Annotated[
-        Path, typer.Argument(metavar="DIR", help="Folder of .npy files, each [frames, features]; sub-folders too.")
+        Path, typer.Argument(metavar="DIR", help="Folder of .npy files, each (frames, features); sub-folders too.")
     ],
     out: Annotated[Path, typer.Option(metavar="CORPUS", help="The corpus's directory; new without --resume.")],
     labels: Annotated[
@@ -214,12 +215,15 @@ def ablate(
         raise typer.Exit(128 + stop.number)
     if plot is not None:
         check_plot(plot)
+    before = signal.signal(signal.SIGTERM, _interrupt)  # as Ctrl-C: the unpacked files must not stay
     try:
         with _Display() as display:
             found = run_ablate(corpus, steps=steps, device=device, progress=display.ablating)
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as signalled:
         say("stopped; nothing was written")
-        raise typer.Exit(128 + signal.SIGINT) from None
+        raise typer.Exit(128 + (signalled.args or (signal.SIGINT,))[0]) from None
+    finally:
+        signal.signal(signal.SIGTERM, before)
     if plot is not None:
         draw(plot, found)
     if as_json:
@@ -228,6 +232,10 @@ def ablate(
     show(found.table())
     if plot is not None:
         show(f"plot: {plot}")
+
+
+def _interrupt(number: int, frame: FrameType | None) -> NoReturn:
+    raise KeyboardInterrupt(number)
 
 
 class _Display(Display):
