@@ -1,5 +1,6 @@
 """What the documents say works: their commands run, their links resolve, nothing public is left out."""
 
+import inspect
 import os
 import re
 import subprocess
@@ -8,22 +9,30 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 
 import pytest
+import torch
 
 from brim.cli.rf import generate as generate_command
 from brim.cli.segment import predict, train, tune
+from brim.cli.sequence import sequence
 from brim.rf import FEATURES, TRUTH, GenerateConfig
 from brim.segmentation import model_names
 from brim.segmentation.batch_sizes import Entry
 from brim.segmentation.formats import FORMATS
+from brim.sequences import Augmentation, SequenceConfig, SequenceTraining
+from brim.sequences.ablate import _plan
+from brim.sequences.evaluate import Evaluation
+from brim.sequences.pack_report import PackReport
+from brim.sequences.train import _KEYS
 
 ROOT = Path(__file__).parents[1]
 RADIO = ROOT / "docs" / "radio.md"
 SEGMENTATION = ROOT / "docs" / "segmentation.md"
+SEQUENCES = ROOT / "docs" / "sequences.md"
 RUN = [
     ROOT / "README.md",
     RADIO,
     SEGMENTATION,
-    ROOT / "docs" / "sequences.md",
+    SEQUENCES,
     ROOT / "docs" / "training.md",
 ]  # documents whose code blocks are executed, each in a directory of its own
 SKIP = "<!-- skip -->"  # on the line before a block that is not to be executed
@@ -170,3 +179,66 @@ def test_no_network_is_left_out():
     ]  # tests register others
 
     assert [name for name in built_in if f"| `{name}` |" not in SEGMENTATION.read_text()] == []
+
+
+# Sequences
+
+COMMANDS = {command.callback.__name__: command.callback for command in sequence.registered_commands}
+SEQUENCE_FIELDS = [
+    field
+    for field in (*fields(SequenceTraining), *fields(SequenceConfig), *fields(Augmentation))
+    if field.name not in ("dim", *inspect.signature(COMMANDS["train"]).parameters)
+]  # what is neither in the corpus nor an option
+
+
+def sequence_table(command: str) -> str:
+    reference = SEQUENCES.read_text().split("\n## Command line\n")[1].split("\n## ")[0]
+    return reference.split(f"\n`brim sequence {command} ")[1].split("\n`brim")[0]
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_option_of_sequence_is_in_the_command_s_own_table_with_its_default(command):
+    table = sequence_table(command)
+    for name, parameter in inspect.signature(COMMANDS[command]).parameters.items():
+        if name in ("folder", "corpus", "run"):
+            continue  # the arguments
+        flag = "--json" if name == "as_json" else "--" + name.replace("_", "-")
+        row = re.search(rf"^\| `{flag}\b[^|]*\| (.*) \|$", table, re.MULTILINE)
+        assert row is not None, flag
+        if parameter.default is inspect.Parameter.empty:
+            assert row[1].startswith("required"), flag
+        elif parameter.default not in (None, False):
+            assert re.search(rf"default `?{re.escape(str(parameter.default))}`?(?![\w.])", row[1]), flag
+
+
+@pytest.mark.parametrize(
+    ("command", "keys"),
+    [
+        ("pack", [field.name for field in fields(PackReport)]),
+        ("train", _KEYS),
+        ("evaluate", [field.name for field in fields(Evaluation)]),
+        ("embed", ["file", "items", "embedding", "bytes"]),
+        ("ablate", ["steps", "name", "samples_per_s", "busy_share", "ceiling_share", "peak_bytes"]),
+    ],
+)
+def test_every_key_of_a_sequence_command_s_json_is_named(command, keys):
+    row = next(line for line in sequence_table(command).splitlines() if line.startswith("| `--json`"))
+
+    assert [key for key in keys if f"`{key}`" not in row] == []
+
+
+@pytest.mark.parametrize("field", SEQUENCE_FIELDS, ids=lambda field: field.name)
+def test_every_setting_of_sequences_has_a_row_with_its_default(field):
+    rows = re.findall(rf"^\| `{field.name}` \| `?([^|`]*)`? \|", SEQUENCES.read_text(), re.MULTILINE)
+
+    if isinstance(field.default, bool | str):
+        assert str(field.default).lower() in rows
+    elif isinstance(field.default, int | float):
+        assert f"{field.default:g}" in rows
+    else:
+        assert rows
+
+
+@pytest.mark.parametrize("name", [name for name, *_ in _plan(torch.device("cpu"))])
+def test_every_step_of_an_ablation_has_a_row(name):
+    assert f"| `{name}` |" in SEQUENCES.read_text()
