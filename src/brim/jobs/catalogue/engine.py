@@ -1,0 +1,145 @@
+"""Opening the catalogue's database: SQLite by default, PostgreSQL by URL; what fails to answer is `Unavailable`."""
+
+import json
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Final
+
+import sqlalchemy as sa
+from sqlalchemy.exc import ArgumentError, InterfaceError, NoSuchModuleError, OperationalError, ProgrammingError
+from sqlalchemy.exc import TimeoutError as PoolTimeout
+from sqlalchemy.pool import ConnectionPoolEntry
+
+from brim.errors import ConfigError, Unavailable
+from brim.jobs.catalogue.tables import SCHEMA
+
+FILE: Final = "catalogue.sqlite"  # in the data directory
+
+_BUSY_MS = 30_000  # how long a writer waits for another's transaction; ours take milliseconds
+_WRITES = "brim_writes"  # execution option of a connection whose transaction will write
+
+
+def catalogue_url(data: Path, database: str | None) -> str:
+    """Where the catalogue of a data directory is: in the PostgreSQL that is named, else in a file of its own."""
+    if database is not None and not database.startswith("sqlite"):
+        return database
+    return f"sqlite:///{data.absolute() / FILE}"
+
+
+def open_engine(url: str) -> sa.Engine:
+    """An engine with what each database needs; connects when first used, not now."""
+    parsed = _parse(url)
+    if parsed.get_backend_name() == "sqlite":
+        engine = sa.create_engine(parsed, pool_size=10, json_serializer=to_json)
+        sa.event.listen(engine, "connect", _set_up_sqlite)
+        sa.event.listen(engine, "begin", _begin_sqlite)
+        return engine
+    engine = sa.create_engine(
+        parsed.set(drivername="postgresql+psycopg"),
+        pool_size=10,
+        pool_pre_ping=True,  # a server that was restarted costs nobody an error
+        pool_timeout=5,
+        json_serializer=to_json,
+        connect_args={"connect_timeout": 3, "tcp_user_timeout": 10_000},
+    )
+    # before SQLAlchemy's own first look at the connection, which asks for the schema
+    sa.event.listen(engine, "connect", _set_up_postgres, insert=True)
+    return engine
+
+
+@contextmanager
+def reading(engine: sa.Engine) -> Iterator[sa.Connection]:
+    """One transaction that only reads; never waits for a writer."""
+    with _answering(), engine.begin() as connection:
+        yield connection
+
+
+@contextmanager
+def writing(engine: sa.Engine) -> Iterator[sa.Connection]:
+    """One transaction that writes; on SQLite it holds the lock from its first statement on."""
+    with _answering(), engine.connect() as connection:
+        connection.execution_options(**{_WRITES: True})
+        with connection.begin():
+            yield connection
+
+
+def to_json(value: Any) -> str:
+    """JSON as every reader takes it: numbers that are not finite, which JSON has no word for, are null."""
+    return json.dumps(_finite(value), allow_nan=False)
+
+
+def clean(text: str) -> str:
+    """Text as both databases store it: no NUL, no half of a surrogate pair."""
+    return text.replace("\0", "").encode("utf-8", "replace").decode()
+
+
+# Helpers
+
+
+def _parse(url: str) -> sa.URL:
+    try:
+        parsed = sa.make_url(url)
+        backend = parsed.get_backend_name()
+    except (ArgumentError, NoSuchModuleError, ValueError):
+        raise ConfigError(f"the database URL cannot be read; {_FORMS}") from None  # it may hold a password
+    if backend not in ("sqlite", "postgresql", "postgres"):
+        raise ConfigError(f"a database of kind {backend} is not supported; {_FORMS}")
+    if backend == "sqlite" and parsed.database in (None, "", ":memory:"):
+        raise ConfigError("an SQLite database in memory would lose every job; give a file, sqlite:///FILE")
+    return parsed
+
+
+_FORMS = "give postgresql://USER:PASSWORD@HOST:PORT/NAME or sqlite:///FILE"
+
+
+def _finite(value: Any) -> Any:
+    match value:
+        case float():
+            return value if math.isfinite(value) else None
+        case dict():
+            return {key: _finite(item) for key, item in value.items()}
+        case list() | tuple():
+            return [_finite(item) for item in value]
+        case _:
+            return value
+
+
+def _set_up_sqlite(connection: Any, _entry: ConnectionPoolEntry) -> None:
+    connection.isolation_level = None  # Python's own idea of when a transaction begins leaves reads out of it
+    for pragma in (f"busy_timeout={_BUSY_MS}", "journal_mode=WAL", "synchronous=FULL", "foreign_keys=ON"):
+        connection.execute(f"PRAGMA {pragma}")
+
+
+def _begin_sqlite(connection: sa.Connection) -> None:
+    # A transaction that read first could not become a writer once another had written: it takes the lock at once.
+    writes = connection.get_execution_options().get(_WRITES, False)
+    connection.exec_driver_sql("BEGIN IMMEDIATE" if writes else "BEGIN")
+
+
+def _set_up_postgres(connection: Any, _entry: ConnectionPoolEntry) -> None:
+    connection.autocommit = True  # else a rollback would undo it
+    connection.execute(f"SET search_path TO {SCHEMA}")
+    connection.autocommit = False
+
+
+@contextmanager
+def _answering() -> Iterator[None]:
+    """Errors of the connection become `Unavailable`; the driver's words, which name hosts, stay in the cause."""
+    try:
+        yield
+    except (OperationalError, InterfaceError, PoolTimeout) as failure:
+        raise Unavailable(_lacks(failure) or "the catalogue's database does not answer; try again soon") from failure
+    except ProgrammingError as failure:
+        if lacks := _lacks(failure):
+            raise Unavailable(lacks) from failure
+        raise
+
+
+def _lacks(failure: Exception) -> str | None:
+    """What to say of a database without our tables: SQLite calls that an OperationalError, PostgreSQL does not."""
+    text = str(failure)
+    if "no such table" in text or "UndefinedTable" in text:
+        return 'the catalogue\'s database has no tables yet; start "brim serve" once, which makes them'
+    return None
