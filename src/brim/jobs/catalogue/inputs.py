@@ -10,7 +10,9 @@ from brim.jobs.catalogue.rows import DatasetRow, is_id, row_of
 from brim.jobs.catalogue.tables import datasets, runs, uses
 
 
-def check_inputs(connection: sa.Connection, inputs: Mapping[str, Any], reads: str | None) -> None:
+def check_inputs(
+    connection: sa.Connection, inputs: Mapping[str, Any], reads: str | None, reads_run: str | None
+) -> None:
     """Refuse datasets and runs that are unknown, still being written, empty or of another kind, by the field's name.
 
     Their rows stay locked until the transaction ends, so that none is deleted between this and the note of its use.
@@ -18,7 +20,7 @@ def check_inputs(connection: sa.Connection, inputs: Mapping[str, Any], reads: st
     for place, id in enumerate(inputs.get("dataset_ids") or ()):
         _check_dataset(connection, id, f"config.dataset_ids[{place}]", reads)
     if inputs.get("run_id") is not None:
-        _check_run(connection, inputs["run_id"])
+        _check_run(connection, inputs["run_id"], reads_run)
 
 
 def note_uses(connection: sa.Connection, job_id: str, inputs: Mapping[str, Any]) -> None:
@@ -45,7 +47,7 @@ def _check_dataset(connection: sa.Connection, id: str, field: str, reads: str | 
         raise FieldError(field, f'{field}: the dataset "{dataset.name}" is empty; choose one with items')
 
 
-def _check_run(connection: sa.Connection, id: str) -> None:
+def _check_run(connection: sa.Connection, id: str, reads_run: str | None) -> None:
     field = "config.run_id"
     found = None
     if is_id(id):
@@ -54,3 +56,5 @@ def _check_run(connection: sa.Connection, id: str) -> None:
         raise FieldError(field, f'{field} names no run; "GET /api/runs" lists those there are')
     if found.state == "training":
         raise Conflict(f'{field}: the run "{found.name}" is still training; wait for its job, or cancel it')
+    if reads_run is not None and found.kind != reads_run:
+        raise FieldError(field, f'{field}: the run "{found.name}" was made by {found.kind}, expected {reads_run}')

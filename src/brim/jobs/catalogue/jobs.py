@@ -47,18 +47,19 @@ class Jobs:
         inputs: Mapping[str, Any] | None = None,
         makes: Makes = "result",
         reads: str | None = None,
+        reads_run: str | None = None,
         limit: int | None = None,
     ) -> tuple[JobRow, bool]:
         """Note a job with the dataset or run it will make; a key seen before gives its job, and False.
 
-        Of the inputs, `dataset_ids` and `run_id` are checked (the datasets must be of kind `reads`) and stay
-        undeletable while the job may run. More than `limit` unfinished jobs are TooMany.
+        Of the inputs, `dataset_ids` and `run_id` are checked (datasets must be of kind `reads`, the run made by a job
+        of kind `reads_run`) and cannot be deleted while the job may run. More than `limit` unfinished jobs are TooMany.
         """
         inputs = dict(inputs or {})
         with writing(self._engine) as connection:
             if key_hash is not None and (known := _by_key(connection, key_hash)):
                 return known, False
-            check_inputs(connection, inputs, reads)
+            check_inputs(connection, inputs, reads, reads_run)
             if limit is not None and _count_unfinished(connection) >= limit:
                 raise TooMany(f"{limit} jobs are waiting or running, which is the limit; try again when some are done")
             made = _insert(connection, spec, key_hash, inputs, makes)

@@ -18,14 +18,14 @@ def begin(connection: sa.Connection, job: JobRow) -> None:
     """List what the job makes as being written."""
     if job.makes == "result":
         return
-    values: dict[str, Any] = {"id": job.output_id, "name": job.name, "kind": job.kind.partition(".")[0]}
-    values |= {"path": job.out, "job_id": job.id, "created_at": time.time()}
+    values: dict[str, Any] = {"id": job.output_id, "name": job.name, "path": job.out}
+    values |= {"job_id": job.id, "created_at": time.time()}
     if job.makes == "dataset":
         table, state = datasets, "writing"
-        values |= {"owned": True, "items": 0, "bytes": 0, "about": {}}
+        values |= {"kind": job.kind.partition(".")[0], "owned": True, "items": 0, "bytes": 0, "about": {}}
     else:
         table, state = runs, "training"
-        values |= {"config": job.config, "summary": {}}
+        values |= {"kind": job.kind, "config": job.config, "summary": {}}
     insert = insert_for(connection)(table).values(**values, state=state)
     connection.execute(insert.on_conflict_do_update(index_elements=["id"], set_={"state": state, "job_id": job.id}))
 

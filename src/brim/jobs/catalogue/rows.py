@@ -87,7 +87,7 @@ class JobRow:
     def progress(self) -> Progress:
         """How far it has come."""
         return Progress(
-            current=self.current, total=self.total, rate=self.rate, eta_s=self.eta_s, message=self.message
+            current=self.current, total=self.total, rate=float(self.rate), eta_s=self.eta_s, message=self.message
         )  # fmt: skip
 
     @property

@@ -107,7 +107,7 @@ runs = sa.Table(
     _number(),
     sa.Column("id", sa.Text, nullable=False, unique=True),
     sa.Column("name", sa.Text, nullable=False),
-    sa.Column("kind", sa.Text, nullable=False),  # rf, segment or sequence
+    sa.Column("kind", sa.Text, nullable=False),  # of the job that made it, such as rf.train
     sa.Column("state", sa.Text, nullable=False),  # training, ready or partial
     sa.Column("path", sa.Text, nullable=False),
     sa.Column("job_id", sa.Text, sa.ForeignKey("jobs.id", ondelete="SET NULL"), index=True),
