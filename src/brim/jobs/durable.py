@@ -17,6 +17,7 @@ import sqlite3
 from collections.abc import Callable, Collection, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from typing import Any, Final, Protocol, TypeVar
 
 from dbos import DBOS, DBOSClient, DBOSConfig, DBOSPortableJSONSerializer
@@ -107,6 +108,15 @@ class Queue:
     def states(self, ids: Collection[str]) -> dict[str, DbosState]:
         """What is known of these jobs; those never queued are left out."""
         return self._list(workflow_ids=list(ids)) if ids else {}
+
+    def active(self) -> dict[str, DbosState]:
+        """Jobs that wait for a worker or have one."""
+        return self._list(status=["ENQUEUED", "PENDING"])
+
+    def succeeded_before(self, at: float) -> list[str]:
+        """Up to a hundred jobs that were completed before a time, in seconds since 1970."""
+        when = datetime.fromtimestamp(max(0.0, at), UTC).isoformat()
+        return list(self._list(status="SUCCESS", completed_before=when, limit=100))
 
     def orphans(self, live: Collection[str]) -> list[str]:
         """Jobs held by workers other than the live ones."""

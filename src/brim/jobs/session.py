@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any, Final
 
 from brim.jobs.status import Progress
+from brim.jobs.task import Stopped
 
 SLICE_SHARE: Final = 0.05  # of the seconds recorded so far: steps grow with the logarithm of a job's length
 SLICE_MIN_S: Final = 1.0
@@ -25,10 +26,6 @@ Result = dict[str, Any]
 def slice_s(spent_s: float) -> float:
     """Seconds of the next slice of a job that has run for spent_s: 191 slices in ten hours."""
     return min(SLICE_MAX_S, max(SLICE_MIN_S, SLICE_SHARE * spent_s))
-
-
-class Stopped(BaseException):  # not an Exception: no library function may take it for a failure of its own
-    """Raised by a kind's own hooks to leave a library function that has no stop of its own."""
 
 
 class Session:

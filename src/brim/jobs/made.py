@@ -1,0 +1,56 @@
+"""What a job has made so far, read from its directory without the library that made it.
+
+Asked when a job ends, stops or is given up, by workers and by the supervisor; the latter has no torch.
+"""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from brim.jobs.catalogue import JobRow, Output
+from brim.jobs.disk import used_bytes
+
+LAST = ("last", ".last.old")  # a checkpoint, and where it is between the two renames that replace it
+
+
+def made(data: Path, job: JobRow) -> Output:
+    """Items and bytes of a job's dataset, or steps of its run; items=0 where nothing is there."""
+    out = data / job.out
+    if job.makes == "dataset":
+        manifest = _read(out / "manifest.json")
+        items = int(manifest.get("items", 0))
+        return Output(items=items, bytes=used_bytes(out) if items else 0, about=_about(manifest))
+    if job.makes == "run":
+        states = sorted(_checkpoints(out), key=lambda state: int(state.get("step", 0)))
+        if not states:
+            return Output(items=0)
+        return Output(items=max(1, int(states[-1].get("step", 0))), bytes=used_bytes(out), about=_summary(states[-1]))
+    return Output(items=0)
+
+
+def _about(manifest: dict[str, Any]) -> dict[str, Any]:
+    return {"complete": bool(manifest.get("complete", False))} if manifest else {}
+
+
+def _summary(state: dict[str, Any]) -> dict[str, Any]:
+    best = state.get("best") or {}
+    found = {"phase": state.get("phase"), "epoch": state.get("epoch"), "step": state.get("step")}
+    return {**found, "best_val_loss": best.get("val_loss")}
+
+
+def _checkpoints(out: Path) -> Iterator[dict[str, Any]]:
+    """States of the last checkpoints of all phases."""
+    for name in LAST:
+        for file in out.glob(f"*/{name}/state.json"):
+            if state := _read(file):
+                yield state
+
+
+def _read(file: Path) -> dict[str, Any]:
+    """A JSON object; none where the file is not there or not whole."""
+    try:
+        found = json.loads(file.read_text())
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
