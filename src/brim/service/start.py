@@ -4,7 +4,6 @@ One service per data directory, by a lock that ends with the process; databases 
 and API never race for it; jobs of workers that are no more given back to the queue while surely nobody runs them.
 """
 
-import logging
 import os
 import secrets
 import time
@@ -23,10 +22,6 @@ from brim.service.process import Death
 from brim.service.settings import Settings
 from brim.service.supervisor import Oversee, Supervisor, listen, programs
 
-log = logging.getLogger(__name__)
-
-MAX_DEATHS = 10  # of workers in a row, without the job getting further
-
 
 def serve(
     settings: Settings, gpus: Sequence[str], stop: Callable[[], bool], started: Callable[[Settings], None]
@@ -40,9 +35,9 @@ def serve(
         catalogue, queue = open_databases(settings)
         stack.callback(catalogue.close)
         stack.callback(queue.close)
-        reconcile.orphans(catalogue, queue, {f"w{index}" for index in range(settings.workers)})
+        reconcile.orphans(catalogue, queue, {f"w{index}" for index in range(settings.workers)}, settings.data)
         api, workers = programs(settings, listening.fileno(), gpus)
-        Supervisor(api, workers, overseer(catalogue, queue)).run(stop, lambda: started(settings))
+        Supervisor(api, workers, overseer(catalogue, queue, settings.data)).run(stop, lambda: started(settings))
 
 
 def hold(settings: Settings) -> FileLock:
@@ -85,26 +80,15 @@ def open_databases(settings: Settings) -> tuple[Catalogue, Queue]:
     return catalogue, Queue(settings.jobs_url)
 
 
-def overseer(catalogue: Catalogue, queue: Queue) -> Oversee:
+def overseer(catalogue: Catalogue, queue: Queue, data: Path) -> Oversee:
     """What looks after the jobs: deaths of workers, then what is wanted against what runs."""
 
     def oversee(deaths: Sequence[Death]) -> Sequence[str]:
         for death in deaths:
-            count_death(catalogue, queue, death)
-        return reconcile.once(catalogue, queue, time.time())
+            reconcile.died(catalogue, queue, death.name, death.reason, data)
+        return reconcile.once(catalogue, queue, time.time(), data)
 
     return oversee
-
-
-def count_death(catalogue: Catalogue, queue: Queue, death: Death) -> None:
-    """Note a worker's death with its job; a job that kills its workers again and again is ended."""
-    for job in catalogue.jobs.of_worker(death.name):
-        if catalogue.jobs.died(job.id) < MAX_DEATHS:
-            continue
-        queue.cancel(job.id)
-        error = f"its worker died {MAX_DEATHS} times in a row without getting further; last: {death.reason}"
-        catalogue.jobs.move(job.id, "failed", of={"running"}, error=error)
-        log.warning("job %s is given up: %s", job.id, error)
 
 
 def _installation(file: Path) -> str:
