@@ -316,6 +316,16 @@ def test_secrets_are_neither_in_arguments_nor_environment(tmp_path):
         assert Settings.from_json(one.stdin) == settings
 
 
+def test_children_do_not_inherit_secrets(running, notes, monkeypatch):
+    monkeypatch.setenv("BRIM_TOKEN", "secret-token")
+    body = 'Path(settings["notes"] + ".env").write_text(str(dict(os.environ)))\ntime.sleep(600)'
+    running(program(notes, body))
+    seen = notes.with_name("notes.env")
+    until(lambda: seen.exists() and seen.read_text())
+
+    assert "secret-token" not in seen.read_text()
+
+
 def test_each_worker_has_its_own_gpu_and_the_api_none(tmp_path):
     settings = Settings(data=tmp_path, token="t", workers=2)
 

@@ -7,7 +7,6 @@ elsewhere.
 import http.client
 import json
 import os
-import socket
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -117,7 +116,8 @@ class Client:
             raise self._away(failure) from failure
 
     def _away(self, failure: Exception) -> Unavailable:
-        reason = "it did not answer in time" if isinstance(failure, socket.timeout) else str(failure) or "it hung up"
+        known = (failure.strerror or "").lower() if isinstance(failure, OSError) else "it hung up"
+        reason = "it did not answer in time" if isinstance(failure, TimeoutError) else known or str(failure)
         return Unavailable(f'no service at {self.url}: {reason}; start one with "brim serve", or give --url')
 
 

@@ -23,10 +23,11 @@ FOLLOW_S = 1.0
 jobs = typer.Typer(no_args_is_help=True, epilog="Example: brim jobs submit job.json")
 
 Url = Annotated[
-    str | None, typer.Option("--url", metavar="URL", help=f"The service. [default: BRIM_URL, {DEFAULT_URL}]")
+    str | None, typer.Option("--url", metavar="URL", help=f"The service; without it, BRIM_URL or {DEFAULT_URL}.")
 ]
 TokenFile = Annotated[
-    Path | None, typer.Option("--token-file", metavar="FILE", help="File with the token. [default: BRIM_TOKEN, --data]")
+    Path | None,
+    typer.Option("--token-file", metavar="FILE", help="File with the token; without it, BRIM_TOKEN or that of --data."),
 ]
 Data = Annotated[
     Path | None, typer.Option("--data", metavar="DIR", help="The service's data directory, where its token lies.")

@@ -21,16 +21,18 @@ def serve(
         str | None,
         typer.Option(
             metavar="URL",
-            help="postgresql://USER:PASSWORD@HOST/NAME, also in BRIM_DATABASE. [default: SQLite files in --data]",
+            help="postgresql://USER:PASSWORD@HOST/NAME, or BRIM_DATABASE; without it, SQLite files in --data.",
         ),
     ] = None,
     data: Annotated[
         Path | None,
-        typer.Option(metavar="DIR", help="Datasets, runs, results, token. [default: BRIM_DATA, brim-data]"),
+        typer.Option(
+            metavar="DIR", help="Datasets, runs, results and the token; without it, BRIM_DATA or brim-data here."
+        ),
     ] = None,
     workers: Annotated[
         int | None,
-        typer.Option(metavar="N", parser=whole, help="Worker processes. [default: one per GPU, else one]"),
+        typer.Option(metavar="N", parser=whole, help="Worker processes; without it, one per GPU, or one."),
     ] = None,
     allow_host: Annotated[
         list[str] | None,

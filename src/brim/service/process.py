@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+SECRET = ("BRIM_TOKEN", "BRIM_DATABASE")  # variables that children do not inherit: they read the settings
 SHORT_LIFE_S = 5.0  # a child that ends sooner waits before it is started again
 FIRST_WAIT_S, LONGEST_WAIT_S = 0.5, 30.0
 START_S = 180.0  # until a worker's first beat: imports and the database's answer come before it
@@ -107,7 +108,7 @@ class Child:
             [numbers.get(word, word) for word in program.command],
             stdin=subprocess.PIPE,
             stdout=2,  # our standard output holds the address and nothing else
-            env={**os.environ, **program.env},
+            env={**{name: value for name, value in os.environ.items() if name not in SECRET}, **program.env},
             pass_fds=inherited,
             process_group=0,  # Ctrl-C in a terminal is for us alone; and a kill reaches its own children too
         )

@@ -80,13 +80,13 @@ def open_databases(settings: Settings) -> tuple[Catalogue, Queue]:
     return catalogue, Queue(settings.jobs_url)
 
 
-def overseer(catalogue: Catalogue, queue: Queue, data: Path) -> Oversee:
+def overseer(settings: Settings, catalogue: Catalogue, queue: Queue) -> Oversee:
     """What looks after the jobs: deaths of workers, then what is wanted against what runs."""
 
     def oversee(deaths: Sequence[Death]) -> Sequence[str]:
         for death in deaths:
-            reconcile.died(catalogue, queue, death.name, death.reason, data)
-        return reconcile.once(catalogue, queue, time.time(), data)
+            reconcile.died(catalogue, queue, death.name, death.reason, settings.data)
+        return reconcile.once(catalogue, queue, time.time(), settings.data)
 
     return oversee
 
