@@ -25,8 +25,10 @@ IMAGES: Final = "images"
 MASKS: Final = "masks"
 
 # What files begin with that the readers of segmentation know; the rest of a file is read when it is used.
-_BEGINNINGS = (b"\x89PNG\r\n\x1a\n", b"\xff\xd8\xff", b"II*\0", b"MM\0*", b"II+\0", b"MM\0+", b"BM", b"GIF8")
-_BEGINNINGS += (b"RIFF", b"\0\0\0\x0cjP", b"\xff\x4f\xff\x51", b"P2", b"P3", b"P5", b"P6")
+_BEGINNINGS = (
+    *(b"\x89PNG\r\n\x1a\n", b"\xff\xd8\xff", b"II*\0", b"MM\0*", b"II+\0", b"MM\0+", b"BM", b"GIF8"),
+    *(b"RIFF", b"\0\0\0\x0cjP", b"\xff\x4f\xff\x51", b"P1", b"P2", b"P3", b"P4", b"P5", b"P6"),
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,7 +1,6 @@
 """The catalogue: what people see of jobs, datasets and runs. The only home of the database toolkit."""
 
 from brim.jobs.catalogue.catalogue import Catalogue
-from brim.jobs.catalogue.engine import catalogue_url
 from brim.jobs.catalogue.migrate import upgrade
 from brim.jobs.catalogue.rows import DatasetRow, DeviceRow, EventRow, JobRow, Output, Page, RunRow, is_id, new_id
 
@@ -14,7 +13,6 @@ __all__ = [
     "Output",
     "Page",
     "RunRow",
-    "catalogue_url",
     "is_id",
     "new_id",
     "upgrade",

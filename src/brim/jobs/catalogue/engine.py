@@ -4,8 +4,7 @@ import json
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import sqlalchemy as sa
 from sqlalchemy.exc import ArgumentError, InterfaceError, NoSuchModuleError, OperationalError, ProgrammingError
@@ -15,17 +14,8 @@ from sqlalchemy.pool import ConnectionPoolEntry
 from brim.errors import ConfigError, Unavailable
 from brim.jobs.catalogue.tables import SCHEMA
 
-FILE: Final = "catalogue.sqlite"  # in the data directory
-
 _BUSY_MS = 30_000  # how long a writer waits for another's transaction; ours take milliseconds
 _WRITES = "brim_writes"  # execution option of a connection whose transaction will write
-
-
-def catalogue_url(data: Path, database: str | None) -> str:
-    """Where the catalogue of a data directory is: in the PostgreSQL that is named, else in a file of its own."""
-    if database is not None and not database.startswith("sqlite"):
-        return database
-    return f"sqlite:///{data.absolute() / FILE}"
 
 
 def open_engine(url: str) -> sa.Engine:
