@@ -37,7 +37,7 @@ def serve(
         stack.callback(queue.close)
         reconcile.orphans(catalogue, queue, {f"w{index}" for index in range(settings.workers)}, settings.data)
         api, workers = programs(settings, listening.fileno(), gpus)
-        Supervisor(api, workers, overseer(catalogue, queue, settings.data)).run(stop, lambda: started(settings))
+        Supervisor(api, workers, overseer(settings, catalogue, queue)).run(stop, lambda: started(settings))
 
 
 def hold(settings: Settings) -> FileLock:
