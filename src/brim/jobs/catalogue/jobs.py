@@ -79,6 +79,11 @@ class Jobs:
         with reading(self._engine) as connection:
             return _get(connection, id)
 
+    def of_key(self, key_hash: str) -> JobRow | None:
+        """The job that was submitted with this key; None for a key not seen yet."""
+        with reading(self._engine) as connection:
+            return _by_key(connection, key_hash)
+
     def page(
         self, *, status: str | None = None, kind: str | None = None, page: int = 1, per_page: int = 50
     ) -> Page[JobRow]:
