@@ -44,6 +44,7 @@ class Session:
         self.failure: BaseException | None = None
         self._body, self._beat, self._give_up = body, beat, give_up
         self._done = threading.Event()
+        self._is_left = False
 
     def tell(self, progress: Progress) -> None:
         """Take word from the body of how far it is."""
@@ -68,6 +69,11 @@ class Session:
             self.failure = failure
         self.stop.set()
 
+    def leave(self) -> None:
+        """Stop the body because the process ends; one that takes long is the supervisor's to kill."""
+        self._is_left = True
+        self.stop.set()
+
     def wait(self, seconds: float, cancelled: Callable[[], bool]) -> bool:
         """Wait for the end of the slice, of the body or for a cancel; whether the body has ended.
 
@@ -86,9 +92,9 @@ class Session:
     def close(self) -> None:
         """Stop the body and wait until it has ended; one that will not end is given up."""
         self.stop.set()
-        if not self._done.wait(STOP_S):
+        if not self._done.wait(STOP_S) and not self._is_left:
             self._give_up()
-            self._done.wait()
+        self._done.wait()
 
 
 class Bench:
