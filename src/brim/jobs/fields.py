@@ -33,8 +33,8 @@ def _printable(text: str) -> str:
 
 
 Text = Annotated[str, pydantic.Field(min_length=1, max_length=MAX_TEXT), AfterValidator(_printable)]
-Count = Annotated[int, pydantic.Field(ge=-MAX_COUNT, le=MAX_COUNT)]
-Seed = Annotated[int, pydantic.Field(ge=-MAX_SEED, le=MAX_SEED)]
+Count = Annotated[int, pydantic.Field(ge=0, le=MAX_COUNT)]
+Seed = Annotated[int, pydantic.Field(ge=0, le=MAX_SEED)]
 Accelerator = Literal["auto", "cpu", "gpu", "cuda"]  # auto: the worker's own device
 DatasetIds = Annotated[list[Text], pydantic.Field(min_length=1, max_length=100)]
 OneDatasetId = Annotated[list[Text], pydantic.Field(min_length=1, max_length=1)]
@@ -57,6 +57,17 @@ class RunOnDataset(Fields):
 def resolve_run_on_dataset(values: Mapping[str, Any]) -> dict[str, Any]:
     """All of it."""
     return {"accelerator": "auto", **values}
+
+
+def tier_of(values: Mapping[str, Any]) -> dict[str, str]:
+    """The tier that preload_to_gpu means, where it means one: off is the host's memory."""
+    tier, preload = values.get("tier", "auto"), values.get("preload_to_gpu")
+    if tier != "auto" and preload is not None and preload != (tier == "vram"):
+        raise FieldError(
+            "config.preload_to_gpu",
+            f"config.preload_to_gpu={str(preload).lower()} contradicts config.tier={tier!r}; give one of them",
+        )
+    return {"tier": "ram"} if tier == "auto" and preload is False else {}
 
 
 # From a dataclass to a model
@@ -156,7 +167,7 @@ def settle(make: Callable[[], _T], path: str, names: Sequence[str]) -> _T:
     except FieldError:
         raise
     except ConfigError as failure:
-        text = str(failure)
+        text = re.sub(r"\bNone\b", "null", str(failure))
         word = re.match(r"\w*", text)[0]  # type: ignore[index]  # matches everywhere
         if word in names:
             raise FieldError(f"{path}.{word}", plain_text(f"{path}.{text}")) from failure
@@ -175,6 +186,7 @@ _EXPECTED = {
     "finite_number": "a finite number",
     "bool_type": "true or false",
     "string_type": "text",
+    "string_unicode": "text without halves of characters",
     "list_type": "a list",
     "dict_type": "an object",
     "model_type": "an object",
@@ -199,10 +211,13 @@ def _refusal(model: type[Fields], fault: Any, path: str) -> FieldError:
         return FieldError(field, plain_text(f"{field} is missing"))
     expected = _EXPECTED.get(fault["type"])
     if expected is None:
-        text = fault["msg"].removeprefix("Value error, ")
-        return FieldError(field, plain_text(f"{field}: {text}"))
+        return FieldError(field, plain_text(f"{field} {fault['msg'].removeprefix('Value error, ')}"))
     context = {name: str(value).replace("'", "") for name, value in fault.get("ctx", {}).items()}
-    shown = "" if isinstance(fault["input"], list | dict) else f"={_show(fault['input'])}"
+    shown = (
+        ""
+        if isinstance(fault["input"], list | dict) or fault["type"] == "string_unicode"
+        else f"={_show(fault['input'])}"
+    )
     return FieldError(field, plain_text(f"{field}{shown} must be {expected.format(**context)}"))
 
 

@@ -17,6 +17,7 @@ from brim.jobs.fields import (
     model_of,
     own,
     settle,
+    tier_of,
 )
 from brim.jobs.status import Progress
 from brim.jobs.task import Inputs, Stopped, Task, Voice, attempt, counted, device_of, in_training
@@ -117,16 +118,10 @@ def resolve_train(values: Mapping[str, Any]) -> dict[str, Any]:
     """The recipe; data is preloaded unless a tier says where it is to be."""
     from brim.rf.train import LocatorTraining
 
-    usual = {
-        "checkpoint_every_s": CHECKPOINT_S,
-        "preload_to_gpu": True if values.get("tier", "auto") == "auto" else None,
-    }
+    tier_of(values)  # refuses contradictions; the locator has a preload_to_gpu of its own
+    preload = True if values.get("tier", "auto") == "auto" else None
+    usual = {"checkpoint_every_s": CHECKPOINT_S, "preload_to_gpu": preload}
     recipe = build(LocatorTraining, usual | own(LocatorTraining, values))
-    if recipe.tier != "auto" and recipe.preload_to_gpu is not None and recipe.preload_to_gpu != (recipe.tier == "vram"):
-        raise FieldError(
-            "config.preload_to_gpu",
-            f"config.preload_to_gpu={recipe.preload_to_gpu} contradicts config.tier={recipe.tier!r}; give one of them",
-        )
     return {"dataset_ids": values["dataset_ids"], "accelerator": values.get("accelerator", "auto"), **asdict(recipe)}
 
 

@@ -1,6 +1,6 @@
 """Images: segment.tune, segment.predict and segment.train, by the functions of the command line.
 
-A dataset of images is a folder of them, or one with the folders images/ and masks/.
+A dataset of images is a folder of them, or one with the folders images and masks.
 """
 
 import json
@@ -13,7 +13,20 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import Field, create_model
 
 from brim.errors import BrimError, DatasetError, FieldError
-from brim.jobs.fields import Accelerator, Count, DatasetIds, Fields, OneDatasetId, Text, build, model_of, own, settle
+from brim.jobs.fields import (
+    Accelerator,
+    Count,
+    DatasetIds,
+    Fields,
+    OneDatasetId,
+    Text,
+    build,
+    model_of,
+    own,
+    settle,
+    tier_of,
+)
+from brim.jobs.sources import image_folders
 from brim.jobs.status import Progress
 from brim.jobs.task import Inputs, Stopped, Task, Voice, attempt, counted, device_of, in_training
 
@@ -28,16 +41,6 @@ _MODEL_BYTES = 16 * 2**20  # of trials and logs
 _PROBED = 64  # images whose headers are read to estimate the rest
 
 Precision = Literal["auto", "fp32", "bf16", "fp16"]
-
-
-def images_of(dataset: Path) -> Path:
-    """The folder of its images."""
-    return dataset / "images" if (dataset / "images").is_dir() else dataset
-
-
-def masks_of(dataset: Path) -> Path | None:
-    """The folder of its masks, where it has one."""
-    return dataset / "masks" if (dataset / "images").is_dir() and (dataset / "masks").is_dir() else None
 
 
 # segment.tune
@@ -197,7 +200,7 @@ def predict_bytes(spec: "Spec", inputs: Inputs) -> int:
     """Of the files, from what the images take: pictures may come out as large, outlines do not."""
     from brim.segmentation.images import find_images
 
-    size = sum(file.stat().st_size for path in inputs.datasets for file in find_images([images_of(path)]))
+    size = sum(file.stat().st_size for path in inputs.datasets for file in find_images([image_folders(path)[0]]))
     return size if spec.config["format"] in ("mask", "overlay") else size // 4
 
 
@@ -225,10 +228,8 @@ def run_predict(task: Task) -> dict[str, Any]:
             failed = f", {where.failed} failed" if where.failed else ""
             voice(counted(where.done, where.total or 0, f"predicting{failed}", where.rate))
 
-        found = predict_files(
-            [images_of(path) for path in task.inputs.datasets], loader, task.out, files, progress=tell, stop=task.stop,
-            resume=True,
-        )  # fmt: skip
+        folders = [image_folders(path)[0] for path in task.inputs.datasets]
+        found = predict_files(folders, loader, task.out, files, progress=tell, stop=task.stop, resume=True)
     if found.stopped:
         raise Stopped
     names = files_in(task.out)
@@ -270,28 +271,17 @@ def resolve_train(values: Mapping[str, Any]) -> dict[str, Any]:
     return {**beside, **values, **asdict(recipe)}
 
 
-def tier_of(values: Mapping[str, Any]) -> dict[str, str]:
-    """What preload_to_gpu means for kinds that have tiers alone: off is the host's memory."""
-    tier, preload = values.get("tier", "auto"), values.get("preload_to_gpu")
-    if tier != "auto" and preload is not None and preload != (tier == "vram"):
-        raise FieldError(
-            "config.preload_to_gpu",
-            f"config.preload_to_gpu={str(preload).lower()} contradicts config.tier={tier!r}; give one of them",
-        )
-    return {"tier": "ram"} if tier == "auto" and preload is False else {}
-
-
 def check_train(spec: "Spec", inputs: Inputs) -> None:
     """Refuse images without masks, pairs that are none, and too few to hold one out."""
     from brim.segmentation.crops import pair_files
     from brim.segmentation.train import SegmentTrainConfig, split
 
     (dataset,), field = inputs.datasets, "config.dataset_ids[0]"
-    masks = masks_of(dataset)
+    images, masks = image_folders(dataset)
     if masks is None:
         raise FieldError(field, f"{field} has no masks; add a dataset with a mask for every image")
     try:
-        pairs = pair_files(images_of(dataset), masks)
+        pairs = pair_files(images, masks)
     except DatasetError as failure:
         raise FieldError(field, f"{field} cannot be trained on: {failure}") from failure
     recipe = build(SegmentTrainConfig, own(SegmentTrainConfig, spec.config))
@@ -309,7 +299,7 @@ def train_bytes(spec: "Spec", inputs: Inputs) -> int:
         module = create(spec.config["model"])
     weights = int(sum(tensor.numel() * tensor.element_size() for tensor in module.state_dict().values()))
     checkpoints = 3 * 3 * weights + weights  # last, the next and best, each with two moments; and what is kept
-    return checkpoints + _crop_bytes(images_of(inputs.datasets[0]), spec.config["size"]) + _MODEL_BYTES
+    return checkpoints + _crop_bytes(image_folders(inputs.datasets[0])[0], spec.config["size"]) + _MODEL_BYTES
 
 
 def _crop_bytes(folder: Path, size: int) -> int:
@@ -330,8 +320,7 @@ def run_train(task: Task) -> dict[str, Any]:
     from brim.engine.train_report import TrainProgress
     from brim.segmentation.train import SegmentTrainConfig, train
 
-    (dataset,) = task.inputs.datasets
-    masks = masks_of(dataset)
+    images, masks = image_folders(task.inputs.datasets[0])
     if masks is None:
         raise DatasetError("the dataset has no masks; add one with a mask for every image")
     recipe = build(SegmentTrainConfig, own(SegmentTrainConfig, task.spec.config))
@@ -341,7 +330,7 @@ def run_train(task: Task) -> dict[str, Any]:
             voice(in_training(where, "cutting crops"))
 
         report = train(
-            images_of(dataset), masks, recipe, task.out, device=device_of(task), weights=task.inputs.run, resume=True,
+            images, masks, recipe, task.out, device=device_of(task), weights=task.inputs.run, resume=True,
             progress=tell, stop=task.stop,
         )  # fmt: skip
     if report.stopped:

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from pydantic import Field
 
 from brim.errors import BrimError, DatasetError, FieldError
-from brim.jobs.fields import Accelerator, Count, Fields, OneDatasetId, build, model_of, own, settle
-from brim.jobs.kinds_segment import tier_of
+from brim.jobs.fields import Accelerator, Count, Fields, OneDatasetId, build, model_of, own, settle, tier_of
 from brim.jobs.status import Progress
 from brim.jobs.task import Inputs, Stopped, Task, Voice, attempt, device_of, in_training
 

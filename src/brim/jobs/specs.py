@@ -17,7 +17,7 @@ from typing import Any, Literal
 from pydantic import create_model
 
 from brim.errors import FieldError
-from brim.jobs.fields import Fields, Text, given, read, unknown
+from brim.jobs.fields import Fields, Text, dotted, given, read, unknown
 from brim.jobs.kinds import KINDS, Kind
 
 __all__ = ["Spec", "body_schema", "read_body"]
@@ -61,7 +61,7 @@ def read_body(body: Mapping[str, Any]) -> Spec:
     known = sorted({*_generation_form().model_fields, *_training_form().model_fields, "kind", "name"})
     for name in body:
         if name not in known:
-            raise FieldError(str(name), unknown(str(name), str(name), known))
+            raise FieldError(dotted([str(name)]), unknown(str(name), str(name), known))
     raise FieldError("kind", f"kind is missing; {_TOLD_APART}")
 
 
