@@ -74,7 +74,7 @@ def generate_bytes(spec: "Spec", inputs: Inputs) -> int:
 
 
 @attempt
-def run_generate(task: Task) -> dict[str, Any]:
+def run_generate(task: Task, voice: Voice) -> dict[str, Any]:
     """Make the dataset, or the rest of it."""
     from brim.engine.shards import Dataset
     from brim.rf.config import GenerateConfig
@@ -82,16 +82,15 @@ def run_generate(task: Task) -> dict[str, Any]:
     from brim.rf.generate import generate
 
     config = task.spec.config
-    with Voice(task) as voice:
 
-        def tell(where: Made) -> None:
-            voice(counted(where.done, where.total, where.message, where.rate))
+    def tell(where: Made) -> None:
+        voice(counted(where.done, where.total, where.message, where.rate))
 
-        report = generate(
-            build(GenerateConfig, own(GenerateConfig, config)), task.out, config["num_samples"],
-            device=device_of(task), batch_size=config.get("batch_size"), resume=True, verify="sizes", progress=tell,
-            stop=task.stop,
-        )  # fmt: skip
+    report = generate(
+        build(GenerateConfig, own(GenerateConfig, config)), task.out, config["num_samples"],
+        device=device_of(task), batch_size=config.get("batch_size"), resume=True, verify="sizes", progress=tell,
+        stop=task.stop,
+    )  # fmt: skip
     if report.stopped:
         raise Stopped
     made = Dataset(task.out).manifest["report"]  # not ours: that of an attempt which only found it finished is empty
@@ -158,20 +157,20 @@ def train_bytes(spec: "Spec", inputs: Inputs) -> int:
 
 
 @attempt
-def run_train(task: Task) -> dict[str, Any]:
+def run_train(task: Task, voice: Voice) -> dict[str, Any]:
     """Train the locator, or go on with it."""
     from brim.engine.train_report import TrainProgress
     from brim.rf.train import LocatorTraining, train
 
     recipe = build(LocatorTraining, own(LocatorTraining, task.spec.config))
-    with Voice(task, "reading the datasets") as voice:
+    voice.say("reading the datasets")
 
-        def tell(where: TrainProgress) -> None:
-            voice(in_training(where, "solving"))
+    def tell(where: TrainProgress) -> None:
+        voice(in_training(where, "solving"))
 
-        report = train(
-            task.inputs.datasets, task.out, recipe, device=device_of(task), progress=tell, stop=task.stop, resume=True
-        )
+    report = train(
+        task.inputs.datasets, task.out, recipe, device=device_of(task), progress=tell, stop=task.stop, resume=True
+    )
     if report.stopped:
         raise Stopped
     return {name: value for name, value in report.as_dict().items() if name != "run"} | {"run_id": task.out.name}
@@ -186,20 +185,20 @@ def evaluate_bytes(spec: "Spec", inputs: Inputs) -> int:
 
 
 @attempt
-def run_evaluate(task: Task) -> dict[str, Any]:
+def run_evaluate(task: Task, voice: Voice) -> dict[str, Any]:
     """Measure the run, and draw the page."""
     from brim.rf.evaluation_report import write_evaluation
     from brim.rf.run import evaluate_run
 
     assert task.inputs.run is not None
-    with Voice(task, "reading the dataset") as voice:
+    voice.say("reading the dataset")
 
-        def tell(done: int, total: int) -> None:
-            voice.or_stop(Progress(current=done, total=total, message="locating"))
+    def tell(done: int, total: int) -> None:
+        voice.or_stop(Progress(current=done, total=total, message="locating"))
 
-        found = evaluate_run(task.inputs.run, task.inputs.datasets[0], device=device_of(task), progress=tell)
-        voice.say("drawing the report")
-        task.out.mkdir(parents=True, exist_ok=True)
-        config = task.spec.config
-        write_evaluation(config["run_id"], config["dataset_ids"][0], *found, task.out / REPORT)
+    found = evaluate_run(task.inputs.run, task.inputs.datasets[0], device=device_of(task), progress=tell)
+    voice.say("drawing the report")
+    task.out.mkdir(parents=True, exist_ok=True)
+    config = task.spec.config
+    write_evaluation(config["run_id"], config["dataset_ids"][0], *found, task.out / REPORT)
     return {"metrics": found.as_dict(), "samples": found.metrics["samples"], "files": [REPORT]}

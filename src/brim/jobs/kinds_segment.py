@@ -89,15 +89,14 @@ def tune_bytes(spec: "Spec", inputs: Inputs) -> int:
 
 
 @attempt
-def run_tune(task: Task) -> dict[str, Any]:
+def run_tune(task: Task, voice: Voice) -> dict[str, Any]:
     """Tune one model after the other; those that an attempt before this one saved are not tuned again."""
     config = task.spec.config
-    with Voice(task) as voice:
-        found = {}
-        for done, name in enumerate(config["models"]):
-            voice.or_stop(Progress(current=done, total=len(config["models"]), message=name))
-            found[name] = _read_tuned(task.out / f"{name}.json") or _tune_one(task, name, voice)
-        voice(Progress(current=len(found), total=len(found), message="tuned"))
+    found = {}
+    for done, name in enumerate(config["models"]):
+        voice.or_stop(Progress(current=done, total=len(config["models"]), message=name))
+        found[name] = _read_tuned(task.out / f"{name}.json") or _tune_one(task, name, voice)
+    voice(Progress(current=len(found), total=len(found), message="tuned"))
     return {"models": found, "files": [f"{name}.json" for name in found]}
 
 
@@ -205,7 +204,7 @@ def predict_bytes(spec: "Spec", inputs: Inputs) -> int:
 
 
 @attempt
-def run_predict(task: Task) -> dict[str, Any]:
+def run_predict(task: Task, voice: Voice) -> dict[str, Any]:
     """Predict every image that has no file yet."""
     from brim.segmentation.loader import ModelLoader
     from brim.segmentation.predict import PredictProgress
@@ -222,14 +221,14 @@ def run_predict(task: Task) -> dict[str, Any]:
         {model: run}, device_of(task), task.batch_sizes, config["precision"], config["tile"], config["resize"],
         overlap=config["overlap"],
     )  # fmt: skip
-    with Voice(task, "loading the network") as voice:
+    voice.say("loading the network")
 
-        def tell(where: PredictProgress) -> None:
-            failed = f", {where.failed} failed" if where.failed else ""
-            voice(counted(where.done, where.total or 0, f"predicting{failed}", where.rate))
+    def tell(where: PredictProgress) -> None:
+        failed = f", {where.failed} failed" if where.failed else ""
+        voice(counted(where.done, where.total or 0, f"predicting{failed}", where.rate))
 
-        folders = [image_folders(path)[0] for path in task.inputs.datasets]
-        found = predict_files(folders, loader, task.out, files, progress=tell, stop=task.stop, resume=True)
+    folders = [image_folders(path)[0] for path in task.inputs.datasets]
+    found = predict_files(folders, loader, task.out, files, progress=tell, stop=task.stop, resume=True)
     if found.stopped:
         raise Stopped
     names = files_in(task.out)
@@ -315,7 +314,7 @@ def _crop_bytes(folder: Path, size: int) -> int:
 
 
 @attempt
-def run_train(task: Task) -> dict[str, Any]:
+def run_train(task: Task, voice: Voice) -> dict[str, Any]:
     """Train the network, or go on with it."""
     from brim.engine.train_report import TrainProgress
     from brim.segmentation.train import SegmentTrainConfig, train
@@ -324,15 +323,15 @@ def run_train(task: Task) -> dict[str, Any]:
     if masks is None:
         raise DatasetError("the dataset has no masks; add one with a mask for every image")
     recipe = build(SegmentTrainConfig, own(SegmentTrainConfig, task.spec.config))
-    with Voice(task, "pairing images and masks") as voice:
+    voice.say("pairing images and masks")
 
-        def tell(where: TrainProgress) -> None:
-            voice(in_training(where, "cutting crops"))
+    def tell(where: TrainProgress) -> None:
+        voice(in_training(where, "cutting crops"))
 
-        report = train(
-            images, masks, recipe, task.out, device=device_of(task), weights=task.inputs.run, resume=True,
-            progress=tell, stop=task.stop,
-        )  # fmt: skip
+    report = train(
+        images, masks, recipe, task.out, device=device_of(task), weights=task.inputs.run, resume=True,
+        progress=tell, stop=task.stop,
+    )  # fmt: skip
     if report.stopped:
         raise Stopped
     kept = {name: value for name, value in report.to_json().items() if name not in ("run", "weights")}

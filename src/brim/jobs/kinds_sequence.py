@@ -98,21 +98,21 @@ def train_bytes(spec: "Spec", inputs: Inputs) -> int:
 
 
 @attempt
-def run_train(task: Task) -> dict[str, Any]:
+def run_train(task: Task, voice: Voice) -> dict[str, Any]:
     """Train the network, or go on with it."""
     from brim.sequences.train import train
 
     recipe = _recipe(task.spec)
-    with Voice(task, "reading the corpus") as voice:
-        journey = _Journey(recipe)
+    voice.say("reading the corpus")
+    journey = _Journey(recipe)
 
-        def tell(where: "TrainProgress") -> None:
-            voice(journey.at(where))
+    def tell(where: "TrainProgress") -> None:
+        voice(journey.at(where))
 
-        report = train(
-            task.inputs.datasets[0], task.out, recipe, device=device_of(task), resume=True, progress=tell,
-            stop=task.stop,
-        )  # fmt: skip
+    report = train(
+        task.inputs.datasets[0], task.out, recipe, device=device_of(task), resume=True, progress=tell,
+        stop=task.stop,
+    )  # fmt: skip
     if report.stopped:
         raise Stopped
     return {name: value for name, value in report.as_dict().items() if name != "run"} | {"run_id": task.out.name}
@@ -158,15 +158,15 @@ def evaluate_bytes(spec: "Spec", inputs: Inputs) -> int:
 
 
 @attempt
-def run_evaluate(task: Task) -> dict[str, Any]:
+def run_evaluate(task: Task, voice: Voice) -> dict[str, Any]:
     """Score the run."""
     from brim.sequences.evaluate import evaluate
 
     assert task.inputs.run is not None
-    with Voice(task, "reading the corpus") as voice:
+    voice.say("reading the corpus")
 
-        def tell(done: int, total: int) -> None:
-            voice.or_stop(Progress(current=done, total=total, message="evaluating"))
+    def tell(done: int, total: int) -> None:
+        voice.or_stop(Progress(current=done, total=total, message="evaluating"))
 
-        found = evaluate(task.inputs.run, task.inputs.datasets[0], device=device_of(task), progress=tell)
+    found = evaluate(task.inputs.run, task.inputs.datasets[0], device=device_of(task), progress=tell)
     return {"metrics": found.as_dict()}

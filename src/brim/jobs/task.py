@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from brim.engine.train_report import TrainProgress
     from brim.jobs.specs import Spec
 
-QUIET_S = 0.8  # without a word from the library, after which its last one is repeated
+QUIET_S = 0.5  # without a word from the library, after which its last one is repeated
 PATIENCE_S = 15.0  # for which the process that wrote before may take to end
 SILENCE_S = 60.0  # for which it is repeated: a job that says nothing for longer may hang, and must look like it
 
@@ -115,27 +115,35 @@ class Voice:
 # What all kinds share
 
 
-def attempt(run: Callable[[Task], dict[str, Any]]) -> Callable[[Task], dict[str, Any]]:
-    """A kind's run that waits for whoever still writes its output, and whose errors speak of jobs, not of options."""
+def attempt(run: Callable[[Task, Voice], dict[str, Any]]) -> Callable[[Task], dict[str, Any]]:
+    """A kind's run with a voice, whose errors speak of jobs, not of options."""
 
     @functools.wraps(run)
-    def patient(task: Task) -> dict[str, Any]:
-        until_s = time.monotonic() + PATIENCE_S
-        while True:
-            try:
-                return dict(_plain(run(task)))
-            except (DatasetError, CheckpointError) as failure:
-                if _TAKEN not in str(failure) or time.monotonic() > until_s:
-                    raise _reworded(failure) from failure
-            except FieldError:
-                raise
-            except BrimError as failure:
-                raise _reworded(failure) from failure
-            if task.stop():
-                raise Stopped
-            time.sleep(0.5)
+    def attempted(task: Task) -> dict[str, Any]:
+        try:
+            with Voice(task) as voice:
+                return dict(_plain(_patiently(run, task, voice)))
+        except FieldError:
+            raise
+        except BrimError as failure:
+            raise _reworded(failure) from failure
 
-    return patient
+    return attempted
+
+
+def _patiently(run: Callable[[Task, Voice], dict[str, Any]], task: Task, voice: Voice) -> dict[str, Any]:
+    """What run returns, once whoever still writes the output has ended: a worker that was killed a moment ago."""
+    until_s = time.monotonic() + PATIENCE_S
+    while True:
+        try:
+            return run(task, voice)
+        except (DatasetError, CheckpointError) as failure:
+            if _TAKEN not in str(failure) or time.monotonic() > until_s:
+                raise
+        voice.say("waiting for the process before")
+        if task.stop():
+            raise Stopped
+        time.sleep(0.5)
 
 
 def device_of(task: Task) -> str:
