@@ -53,7 +53,7 @@ def add(
     stop: Callable[[], bool] | None = None,
 ) -> "DatasetRow | None":
     """List what a path holds as a dataset; None where packing it was stopped."""
-    path = path.absolute()
+    path = _checked(path, data)
     if kind != "sequences" or (path / "manifest.json").is_file():
         found = look(path, kind)
         return _list(catalogue, name, kind, str(path), owned=False, found=found)
@@ -184,6 +184,18 @@ def _look_at_sequences(path: Path) -> Found:
 
 
 # Helpers
+
+
+def _checked(path: Path, data: Path) -> Path:
+    """A path as the catalogue keeps it: absolute, text, and nothing that is listed already as a job's."""
+    path = path.resolve()
+    try:
+        str(path).encode()
+    except UnicodeEncodeError:
+        raise DatasetError(f"{str(path)!a} is not UTF-8; rename it") from None
+    if path == data.resolve() or data.resolve() in path.parents:
+        raise DatasetError(f"{path} lies in the service's own data directory; add what lies elsewhere")
+    return path
 
 
 def _list(
