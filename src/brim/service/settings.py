@@ -82,8 +82,7 @@ class Settings:
     @property
     def catalogue_file(self) -> Path:
         """SQLite file of the catalogue; unused with PostgreSQL."""
-        file = self.jobs_file
-        return self.data / "catalogue.sqlite" if self.database is None else file.with_name(f"{file.name}-catalogue")
+        return self.data / "catalogue.sqlite"
 
     @property
     def token_file(self) -> Path:
