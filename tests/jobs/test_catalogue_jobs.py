@@ -379,3 +379,44 @@ def test_numbers_are_not_used_again(catalogue):
     catalogue.jobs.remove(first.id)
 
     assert submit(catalogue).number > first.number
+
+
+def test_a_job_is_found_by_its_key(catalogue):
+    job, _ = catalogue.jobs.submit(Asked(), key_hash="k")
+
+    assert catalogue.jobs.of_key("k").id == job.id
+    assert catalogue.jobs.of_key("other") is None
+
+
+def test_a_dataset_does_not_grow_under_a_job_that_reads_it(catalogue):
+    maker = submit(catalogue)
+    start(catalogue, maker)
+    catalogue.jobs.want(maker.id, "pause")
+    catalogue.jobs.settle(maker.id, Output(items=3))
+    reads = {"inputs": {"dataset_ids": [maker.output_id]}, "reads": "rf"}
+    reader = submit(catalogue, "rf.train", "run", **reads)
+
+    with pytest.raises(Conflict, match="in use by the job"):
+        catalogue.jobs.move(maker.id, "pending", of=RESUMABLE, wanted="run")
+    assert catalogue.jobs.get(maker.id).status == "paused"
+    assert catalogue.datasets.get(maker.output_id).state == "partial"
+
+    catalogue.jobs.move(reader.id, "cancelled", of={"pending"})
+    assert catalogue.jobs.move(maker.id, "pending", of=RESUMABLE, wanted="run")
+    with pytest.raises(Conflict, match="still being written"):
+        submit(catalogue, "rf.train", "run", **reads)
+
+    with pytest.raises(Conflict, match="still being written"):
+        catalogue.jobs.move(reader.id, "pending", of=RESUMABLE, wanted="run")  # nor begins to read it again
+    assert catalogue.jobs.move(maker.id, "running", of={"pending"}, worker="w0")
+
+
+def test_a_job_whose_input_is_gone_does_not_go_on(catalogue):
+    dataset = make_dataset(catalogue)
+    job = submit(catalogue, "rf.train", "run", inputs={"dataset_ids": [dataset.id]}, reads="rf")
+    catalogue.jobs.move(job.id, "cancelled", of={"pending"})
+    catalogue.datasets.retire(dataset.id)
+
+    with pytest.raises(Conflict, match=r"cannot go on: config\.dataset_ids"):
+        catalogue.jobs.move(job.id, "pending", of=RESUMABLE, wanted="run")
+    assert catalogue.jobs.get(job.id).status == "cancelled"

@@ -12,11 +12,9 @@ import sqlalchemy as sa
 
 from brim.errors import Conflict, NotFound
 from brim.jobs.catalogue.engine import clean, reading, writing
+from brim.jobs.catalogue.inputs import check_unread
 from brim.jobs.catalogue.rows import DatasetKind, DatasetRow, DatasetState, Page, is_id, new_id, page_of, row_of
-from brim.jobs.catalogue.tables import datasets, jobs, uses
-from brim.jobs.status import UNFINISHED
-
-_HOLDING = UNFINISHED | {"paused"}  # a paused job is meant to go on
+from brim.jobs.catalogue.tables import datasets
 
 
 class Datasets:
@@ -86,7 +84,7 @@ class Datasets:
             dataset = row_of(DatasetRow, row)
             if dataset.state == "writing":
                 raise Conflict(f'the dataset "{dataset.name}" is still being written; cancel its job first')
-            _check_unused(connection, dataset)
+            check_unread(connection, id)
             connection.execute(sa.update(datasets).where(datasets.c.id == id).values(state="deleting"))
             return dataset
 
@@ -104,14 +102,3 @@ class Datasets:
         with reading(self._engine) as connection:
             rows = connection.execute(sa.select(datasets).where(*where).order_by(datasets.c.number))
             return [row_of(DatasetRow, row) for row in rows]
-
-
-def _check_unused(connection: sa.Connection, dataset: DatasetRow) -> None:
-    """A statement of its own, after the lock: it sees what was noted while the lock was waited for."""
-    reads = sa.select(jobs.c.name, jobs.c.id).join(uses, uses.c.job_id == jobs.c.id)
-    query = reads.where(uses.c.dataset_id == dataset.id, jobs.c.status.in_(_HOLDING)).order_by(jobs.c.number)
-    if user := connection.execute(query).first():
-        raise Conflict(
-            f'the dataset "{dataset.name}" is in use by the job "{user.name}" ({user.id}); '
-            "wait for it, or cancel it first"
-        )

@@ -15,6 +15,7 @@ from brim.errors import ConfigError, Unavailable
 from brim.jobs.catalogue.tables import SCHEMA
 
 _BUSY_MS = 30_000  # how long a writer waits for another's transaction; ours take milliseconds
+_POOL: dict[str, Any] = {"pool_size": 5, "max_overflow": 15, "pool_timeout": 10}  # of each process; PostgreSQL has 100
 _WRITES = "brim_writes"  # execution option of a connection whose transaction will write
 
 
@@ -22,15 +23,14 @@ def open_engine(url: str) -> sa.Engine:
     """An engine with what each database needs; connects when first used, not now."""
     parsed = _parse(url)
     if parsed.get_backend_name() == "sqlite":
-        engine = sa.create_engine(parsed, pool_size=10, json_serializer=to_json)
+        engine = sa.create_engine(parsed, json_serializer=to_json, **_POOL)
         sa.event.listen(engine, "connect", _set_up_sqlite)
         sa.event.listen(engine, "begin", _begin_sqlite)
         return engine
     engine = sa.create_engine(
         parsed.set(drivername="postgresql+psycopg"),
-        pool_size=10,
+        **_POOL,
         pool_pre_ping=True,  # a server that was restarted costs nobody an error
-        pool_timeout=5,
         json_serializer=to_json,
         connect_args={"connect_timeout": 3, "tcp_user_timeout": 10_000},
     )
@@ -120,16 +120,18 @@ def _answering() -> Iterator[None]:
     try:
         yield
     except (OperationalError, InterfaceError, PoolTimeout) as failure:
-        raise Unavailable(_lacks(failure) or "the catalogue's database does not answer; try again soon") from failure
+        raise Unavailable(_reason(failure) or "the catalogue's database does not answer; try again soon") from failure
     except ProgrammingError as failure:
-        if lacks := _lacks(failure):
-            raise Unavailable(lacks) from failure
+        if reason := _reason(failure):
+            raise Unavailable(reason) from failure
         raise
 
 
-def _lacks(failure: Exception) -> str | None:
-    """What to say of a database without our tables: SQLite calls that an OperationalError, PostgreSQL does not."""
+def _reason(failure: Exception) -> str | None:
+    """What is known to be the matter; a missing table is an OperationalError to SQLite and another to PostgreSQL."""
     text = str(failure)
     if "no such table" in text or "UndefinedTable" in text:
         return 'the catalogue\'s database has no tables yet; start "brim serve" once, which makes them'
+    if "disk is full" in text or "DiskFull" in text:
+        return "the disk of the catalogue's database is full; free some space"
     return None

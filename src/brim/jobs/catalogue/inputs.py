@@ -7,7 +7,10 @@ import sqlalchemy as sa
 
 from brim.errors import Conflict, FieldError
 from brim.jobs.catalogue.rows import DatasetRow, is_id, row_of
-from brim.jobs.catalogue.tables import datasets, runs, uses
+from brim.jobs.catalogue.tables import datasets, jobs, runs, uses
+from brim.jobs.status import UNFINISHED
+
+_HOLDING = UNFINISHED | {"paused"}  # a paused job is meant to go on
 
 
 def check_inputs(
@@ -29,6 +32,21 @@ def note_uses(connection: sa.Connection, job_id: str, inputs: Mapping[str, Any])
         connection.execute(sa.insert(uses).values(job_id=job_id, dataset_id=id))
     if inputs.get("run_id") is not None:
         connection.execute(sa.insert(uses).values(job_id=job_id, run_id=inputs["run_id"]))
+
+
+def check_unread(connection: sa.Connection, dataset_id: str) -> None:
+    """Raise Conflict while a job may read a dataset, which stays locked until the transaction ends.
+
+    The question is a statement of its own, after the lock: it sees what was noted while the lock was waited for.
+    """
+    lock = sa.select(datasets.c.name).where(datasets.c.id == dataset_id).with_for_update()
+    name = connection.execute(lock).scalar_one_or_none()
+    readers = sa.select(jobs.c.name, jobs.c.id).join(uses, uses.c.job_id == jobs.c.id)
+    query = readers.where(uses.c.dataset_id == dataset_id, jobs.c.status.in_(_HOLDING)).order_by(jobs.c.number)
+    if reader := connection.execute(query).first():
+        raise Conflict(
+            f'the dataset "{name}" is in use by the job "{reader.name}" ({reader.id}); wait for it, or cancel it first'
+        )
 
 
 def _check_dataset(connection: sa.Connection, id: str, field: str, reads: str | None) -> None:

@@ -11,11 +11,11 @@ from typing import Any, Final, TypedDict, Unpack
 
 import sqlalchemy as sa
 
-from brim.errors import TooMany
+from brim.errors import Conflict, FieldError, TooMany
 from brim.jobs.catalogue import outputs
 from brim.jobs.catalogue.engine import clean, reading, writing
 from brim.jobs.catalogue.events import Events
-from brim.jobs.catalogue.inputs import check_inputs, note_uses
+from brim.jobs.catalogue.inputs import check_inputs, check_unread, note_uses
 from brim.jobs.catalogue.rows import Asked, JobRow, Makes, Output, Page, is_id, new_id, page_of, row_of
 from brim.jobs.catalogue.tables import jobs
 from brim.jobs.status import FINISHED, RESUMABLE, UNFINISHED, Progress, Status, Wanted
@@ -128,10 +128,14 @@ class Jobs:
         """Give a job another status if it has one of `of`; whether it had.
 
         A job whose end or pause was asked for neither starts nor completes any more. `output` is what the job has
-        made: completed makes it ready, all else partial, and nothing made is no longer listed.
+        made: completed makes it ready, all else partial, and nothing made is no longer listed. Going on after an
+        end or a pause is a Conflict where what the job reads is gone, or another job reads what it would go on with.
         """
         with writing(self._engine) as connection:
-            return _move(connection, id, to, of, output, changes) is not None
+            job = _move(connection, id, to, of, output, changes)
+            if job is not None and to in ("pending", "queued") and not RESUMABLE.isdisjoint(of):
+                _check_again(connection, job)
+            return job is not None
 
     def want(self, id: str, wanted: Wanted) -> bool:
         """Note what people want of a job, where its status allows it: cancel outranks pause."""
@@ -260,12 +264,22 @@ def _move(
     if row is None:
         return None
     job = row_of(JobRow, row)
-    if to == "running":
+    if to in UNFINISHED:
         outputs.begin(connection, job)
     elif output is not None:
         outputs.leave(connection, job, output, complete=to == "completed")
     _tell_status(connection, job)
     return job
+
+
+def _check_again(connection: sa.Connection, job: JobRow) -> None:
+    """What was checked at submission may have changed while the job did not run."""
+    try:
+        check_inputs(connection, job.inputs, None, None)
+    except FieldError as failure:
+        raise Conflict(f"the job cannot go on: {failure}") from failure
+    if job.makes == "dataset":
+        check_unread(connection, job.output_id)
 
 
 def _along(to: Status) -> dict[str, Any]:
@@ -277,7 +291,8 @@ def _along(to: Status) -> dict[str, Any]:
         return {"worker": None, "stopping_at": None, "message": "", "eta_s": None, "rate": 0.0}
     if to == "running":
         return {"started_at": sa.func.coalesce(jobs.c.started_at, now), "attempts": jobs.c.attempts + 1}
-    return {"queued_at": now, "finished_at": None, "error": None, "worker": None, "stopping_at": None, "message": ""}
+    queued = {"queued_at": now} if to == "queued" else {}
+    return {**queued, "finished_at": None, "error": None, "worker": None, "stopping_at": None, "message": ""}
 
 
 def _stored(changes: Changes) -> dict[str, Any]:
