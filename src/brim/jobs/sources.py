@@ -4,6 +4,7 @@ Radio datasets and images stay where they are: deleting such a dataset only forg
 packed into the data directory. Images are a folder of them, or a folder with `images` and `masks` in it.
 """
 
+import logging
 import shutil
 from collections.abc import Callable
 from contextlib import contextmanager
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
     from brim.jobs.catalogue import Catalogue, DatasetRow
     from brim.jobs.catalogue.rows import DatasetKind, DatasetState
     from brim.sequences.pack_report import PackProgress
+
+log = logging.getLogger("brim")
 
 KINDS: Final = ("rf", "images", "sequences")
 IMAGES: Final = "images"
@@ -108,11 +111,15 @@ def remove(catalogue: "Catalogue", data: Path, id: str) -> None:
 
 
 def finish_removals(catalogue: "Catalogue", data: Path) -> int:
-    """Go on with deletions that were cut short; how many."""
-    retired = catalogue.datasets.retired()
-    for row in retired:
-        _remove_files(catalogue, data, row)
-    return len(retired)
+    """Go on with deletions that were cut short; how many were done. What still cannot be deleted stays for later."""
+    done = 0
+    for row in catalogue.datasets.retired():
+        try:
+            _remove_files(catalogue, data, row)
+            done += 1
+        except StorageError as failure:
+            log.warning("%s", failure)
+    return done
 
 
 def image_folders(path: Path) -> tuple[Path, Path | None]:
