@@ -193,3 +193,7 @@ def test_a_head_of_megabytes_is_refused(shared):
         connection.close()
 
     assert shared.get("/health", token=None).status == 200
+
+
+def test_a_stranger_who_sends_much_gets_to_read_the_refusal(shared):
+    assert shared.post("/api/training/jobs", b"x" * 900_000, token=None).status == 401

@@ -12,10 +12,12 @@ from urllib.parse import parse_qs
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from brim.service.errors import problem_bytes
+from brim.service.limits import drain
 from brim.service.token import equals, session_value
 
 COOKIE = "brim_session"
 OPEN_PATHS = ("/health",)
+DRAIN_BYTES = 1024**2  # of a stranger's body
 _DEFAULT_PORTS = {"http": ":80", "https": ":443"}
 
 
@@ -43,6 +45,7 @@ class Gate:
         if refusal is None:
             await self._app(scope, receive, send)
         elif scope["type"] == "http":
+            await drain(scope, receive, DRAIN_BYTES)
             await _answer(refusal, send, "http.response")
         elif "websocket.http.response" in scope.get("extensions", {}):
             await _answer(refusal, send, "websocket.http.response")

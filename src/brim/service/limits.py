@@ -3,12 +3,17 @@
 Pure ASGI, behind the gate: a stranger gets no further than 401, whatever he sends.
 """
 
+import asyncio
 from collections.abc import Callable
+from contextlib import suppress
 
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from brim.service.errors import problem_bytes
+
+DRAIN_BYTES = 16 * 1024**2  # of a refused body that are read and dropped
+DRAIN_S = 5.0
 
 
 class BodyTooLarge(HTTPException):
@@ -30,9 +35,24 @@ class BodyLimit:
             return await self._app(scope, receive, send)
         limit = self._limit_of(scope["path"])
         if _said_length(scope) > limit:
+            await drain(scope, receive)
             return await _refuse(limit, send)
-        await self._app(scope, _counting(receive, limit), send)
+        await self._app(scope, _counting(scope, receive, limit), send)
         return None
+
+
+async def drain(scope: Scope, receive: Receive, limit_bytes: int = DRAIN_BYTES) -> None:
+    """Read and drop the rest of a body, within limits: a client still sending would not get to read the answer."""
+    if any(name == b"expect" for name, _ in scope["headers"]):
+        return  # it waits for our word before it sends
+    seen = 0
+    with suppress(TimeoutError):
+        async with asyncio.timeout(DRAIN_S):
+            while seen <= limit_bytes:
+                message = await receive()
+                seen += len(message.get("body", b""))
+                if not message.get("more_body", False):  # its end, or the client's
+                    return
 
 
 def _said_length(scope: Scope) -> int:
@@ -42,7 +62,7 @@ def _said_length(scope: Scope) -> int:
     return 0
 
 
-def _counting(receive: Receive, limit: int) -> Receive:
+def _counting(scope: Scope, receive: Receive, limit: int) -> Receive:
     seen = 0
 
     async def counted() -> Message:
@@ -50,6 +70,8 @@ def _counting(receive: Receive, limit: int) -> Receive:
         message = await receive()
         seen += len(message.get("body", b""))
         if seen > limit:
+            if message.get("more_body", False):
+                await drain(scope, receive)
             raise BodyTooLarge(limit)
         return message
 
@@ -61,7 +83,7 @@ async def _refuse(limit: int, send: Send) -> None:
     headers = [
         (b"content-type", b"application/json"),
         (b"content-length", str(len(body)).encode()),
-        (b"connection", b"close"),  # the rest of the body will not be read
+        (b"connection", b"close"),  # there may be more of the body
     ]
     await send({"type": "http.response.start", "status": 413, "headers": headers})
     await send({"type": "http.response.body", "body": body})
