@@ -16,6 +16,7 @@ import pydantic
 from pydantic import AfterValidator, BaseModel, ConfigDict, create_model
 
 from brim.errors import ConfigError, FieldError
+from brim.jobs.task import in_words
 
 MAX_COUNT = 10**9  # of anything that is counted: epochs, samples, items of a batch
 MAX_SEED = 2**63 - 1
@@ -160,18 +161,19 @@ def _built(hint: Any, value: Any, path: str) -> Any:
     return build(inner, value, path) if isinstance(inner, type) and isinstance(value, Mapping) else value
 
 
-def settle(make: Callable[[], _T], path: str, names: Sequence[str]) -> _T:
-    """What make() returns; a ConfigError that begins with one of the names is that field's."""
+def settle(make: Callable[[], _T], path: str, names: Sequence[str], *, other: str | None = None) -> _T:
+    """What make() returns; a ConfigError that begins with one of the names is that field's, else that of other."""
     try:
         return make()
     except FieldError:
         raise
     except ConfigError as failure:
-        text = re.sub(r"\bNone\b", "null", str(failure))
+        text = re.sub(r"\bNone\b", "null", in_words(str(failure)))
         word = re.match(r"\w*", text)[0]  # type: ignore[index]  # matches everywhere
         if word in names:
             raise FieldError(f"{path}.{word}", plain_text(f"{path}.{text}")) from failure
-        raise FieldError(path, plain_text(f"{path}: {text}")) from failure
+        field = other or path
+        raise FieldError(field, plain_text(text if text.startswith(field) else f"{field}: {text}")) from failure
 
 
 # Refusals

@@ -20,7 +20,7 @@ from brim.jobs.fields import (
     tier_of,
 )
 from brim.jobs.status import Progress
-from brim.jobs.task import Inputs, Stopped, Task, Voice, attempt, counted, device_of, in_training
+from brim.jobs.task import Inputs, Stopped, Task, Voice, attempt, counted, device_of, in_training, refused
 
 if TYPE_CHECKING:
     from brim.jobs.specs import Spec
@@ -139,7 +139,7 @@ def check_train(spec: "Spec", inputs: Inputs) -> None:
             dataset = open_dataset(path)
             found.append(read_generation(dataset.manifest, path))
         except DatasetError as failure:
-            raise FieldError(field, f"{field} is no dataset of radio samples: {failure}") from failure
+            raise refused(field, path, failure) from failure
         items += len(dataset)
         for name, (ours, theirs) in differences(found[-1], found[0]).items():
             raise FieldError(

@@ -28,7 +28,7 @@ from brim.jobs.fields import (
 )
 from brim.jobs.sources import image_folders
 from brim.jobs.status import Progress
-from brim.jobs.task import Inputs, Stopped, Task, Voice, attempt, counted, device_of, in_training
+from brim.jobs.task import Inputs, Stopped, Task, Voice, attempt, counted, device_of, in_training, refused
 
 if TYPE_CHECKING:
     from torch import nn
@@ -282,7 +282,7 @@ def check_train(spec: "Spec", inputs: Inputs) -> None:
     try:
         pairs = pair_files(images, masks)
     except DatasetError as failure:
-        raise FieldError(field, f"{field} cannot be trained on: {failure}") from failure
+        raise refused(field, dataset, failure) from failure
     recipe = build(SegmentTrainConfig, own(SegmentTrainConfig, spec.config))
     settle(lambda: split(len(pairs), recipe), field, ())
     check_weights(spec, inputs)

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field
 
-from brim.errors import BrimError, DatasetError, FieldError
+from brim.errors import DatasetError
 from brim.jobs.fields import Accelerator, Count, Fields, OneDatasetId, build, model_of, own, settle, tier_of
 from brim.jobs.status import Progress
-from brim.jobs.task import Inputs, Stopped, Task, Voice, attempt, device_of, in_training
+from brim.jobs.task import Inputs, Stopped, Task, Voice, attempt, device_of, in_training, refused
 
 if TYPE_CHECKING:
     from brim.engine.train_report import TrainProgress
@@ -59,22 +59,22 @@ def check_train(spec: "Spec", inputs: Inputs) -> None:
     """Refuse a corpus that the recipe does not fit: no labels, too few sequences, batches too small."""
     from brim.engine.buckets import Buckets
     from brim.sequences.data import open_data
-    from brim.sequences.settings import SequenceTraining
     from brim.sequences.splits import check_labels, split
 
     field, recipe = "config.dataset_ids[0]", _recipe(spec)
-    names = tuple(SequenceTraining.__dataclass_fields__)
-    try:
+
+    def check() -> None:
         data = open_data(inputs.datasets[0])
         if data.corpus is None:
             raise DatasetError("it is not packed")
-        found = settle(lambda: split(data.labels, data.split, recipe, name=field), "config", names)
-        settle(lambda: check_labels(data.labels, data.classes, found, recipe, field), "config", names)
-        settle(lambda: Buckets(data.lengths, recipe.buckets()), "config", names)
-    except FieldError:
-        raise
-    except BrimError as failure:
-        raise FieldError(field, f"{field} cannot be trained on: {failure}") from failure
+        found = split(data.labels, data.split, recipe, name=field)
+        check_labels(data.labels, data.classes, found, recipe, field)
+        Buckets(data.lengths, recipe.buckets())
+
+    try:
+        settle(check, "config", tuple(spec.config), other=field)
+    except DatasetError as failure:
+        raise refused(field, inputs.datasets[0], failure) from failure
 
 
 def _recipe(spec: "Spec") -> "SequenceTraining":
@@ -90,9 +90,9 @@ def train_bytes(spec: "Spec", inputs: Inputs) -> int:
     from brim.sequences.data import open_data
     from brim.sequences.model import Classifier, Encoder
 
-    recipe = _recipe(spec)
+    recipe, dim = _recipe(spec), open_data(inputs.datasets[0]).dim
     with torch.device("meta"):
-        module = Classifier(Encoder(recipe.shape(open_data(inputs.datasets[0]).dim)), 1000)
+        module = Classifier(Encoder(recipe.shape(dim)), 1000)
     weights = int(sum(tensor.numel() * tensor.element_size() for tensor in module.state_dict().values()))
     return len(_phases(recipe)) * 3 * 3 * weights + weights + _LOG_BYTES  # last, the next and best, with two moments
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from brim.engine.train_report import TrainProgress
     from brim.jobs.specs import Spec
 
-QUIET_S = 0.5  # without a word from the library, after which its last one is repeated
+QUIET_S = 0.4  # without a word from the library, after which its last one is repeated
 PATIENCE_S = 15.0  # for which the process that wrote before may take to end
 SILENCE_S = 60.0  # for which it is repeated: a job that says nothing for longer may hang, and must look like it
 
@@ -179,17 +179,27 @@ _WORDS = (  # the command line's next step → a job's; the first that fit, in t
     (r"choose another --out(?: FILE\.json)?", "submit another job"),
     (r"in another --out", "by another job"),
     (r"or another --out", "or submit another job"),
-    (r'(?:run |continue |go on |made |make it again )?(?:by|with) "brim (\w+) (\w+)[^"]*"', r"by a job of kind \1.\2"),
+    (r'"brim (\w+) (\w+)[^"]*"', r"a job of kind \1.\2"),
     (r"brim (\w+) (\w+)", r"\1.\2"),
     (r"--([a-z][a-z-]*)", r"\1"),
 )
 
 
-def _reworded(failure: BrimError) -> BrimError:
-    text = str(failure)
+def in_words(text: str) -> str:
+    """A message of the library as a service says it: its next step is a job, not an option."""
     for pattern, words in _WORDS:
         text = re.sub(pattern, words, text)
-    return type(failure)(text)
+    return text
+
+
+def refused(field: str, path: Path, failure: BrimError) -> FieldError:
+    """An input that cannot be used, in the library's words but without its path."""
+    text = in_words(str(failure)).replace(f"{path}/", "").replace(str(path), "the dataset")
+    return FieldError(field, f"{field} cannot be used: {text}")
+
+
+def _reworded(failure: BrimError) -> BrimError:
+    return type(failure)(in_words(str(failure)))
 
 
 def _plain(value: Any) -> Any:
