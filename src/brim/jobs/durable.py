@@ -36,6 +36,7 @@ T = TypeVar("T")
 
 def migrate(url: str) -> None:
     """Make or update the queue's tables; for the supervisor alone, before any worker or API starts."""
+    _silence()
     with _named("the queue's database"):
         if url.startswith("sqlite"):
             with closing(sqlite3.connect(url.removeprefix("sqlite:///"))) as connection:
@@ -61,7 +62,7 @@ class Queue:
 
     def __init__(self, url: str) -> None:
         """Connect; the tables must be there, see `migrate`."""
-        logging.getLogger("dbos").setLevel(logging.CRITICAL)
+        _silence()
         with _named("the queue's database"):
             self._client = DBOSClient(
                 system_database_url=url,
@@ -199,6 +200,11 @@ class Runner:
 
 def _run_step(name: str, step: Callable[[], T]) -> T:
     return DBOS.run_step({"name": name}, step)
+
+
+def _silence() -> None:
+    """The library logs each migration, its console's advertisement, and a traceback for every cancelled job."""
+    logging.getLogger("dbos").setLevel(logging.CRITICAL)
 
 
 @contextmanager

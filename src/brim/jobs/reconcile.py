@@ -20,6 +20,7 @@ SLOW_S: Final = 2.0  # an API that has not queued its job by then is gone
 LOST_S: Final = 10.0  # a job without a word for so long is not in the middle of a change
 STUCK_S: Final = 5.0  # a job that was to stop has its worker killed: the worker's own patience is shorter
 MAX_DEATHS: Final = 10  # of workers in a row, without the job getting further
+MAX_KILLS: Final = 100  # the same by a bare SIGKILL: somebody's doing, or memory that ran out where nobody counts it
 KEEP_S: Final = 3600.0  # of a completed job's records in the queue
 
 Action = Literal["submit", "show queued", "resume", "cancel", "settle", "kill", "give up"]
@@ -50,14 +51,14 @@ def _decide_stopping(job: JobRow, known: str | None, now_s: float) -> Action | N
         return "cancel"
     if job.status != "running":
         return "settle"  # no worker holds it
-    stopping_s = now_s - (job.stopping_at or job.updated_at)
-    return "kill" if stopping_s > STUCK_S else None
+    since_s = job.updated_at if job.stopping_at is None else job.stopping_at
+    return "kill" if now_s - since_s > STUCK_S else None
 
 
 def once(catalogue: Catalogue, queue: Queue, now_s: float, data: Path) -> list[str]:
     """Mend what is amiss with the jobs that are not finished; names of workers to kill.
 
-    Call `died` for the workers that ended since the last time before this, so that none is killed twice for one job.
+    Tell `Deaths` of the workers that ended before this, so that none is killed twice for one job.
     """
     jobs = catalogue.jobs.unfinished()
     active = queue.active()
@@ -101,14 +102,33 @@ def orphans(catalogue: Catalogue, queue: Queue, live: set[str], data: Path) -> i
     return len(stopped) + len(lost)
 
 
-def died(catalogue: Catalogue, queue: Queue, worker: str, reason: str, data: Path) -> None:
-    """Take note of a worker's end: its job that was to stop has stopped; one that ends every worker is ended."""
-    settle_stopped(catalogue, queue, worker, data)
-    for job in catalogue.jobs.of_worker(worker):
-        if job.status == "running" and job.wanted == "run" and catalogue.jobs.died(job.id) >= MAX_DEATHS:
-            text = f"its worker died {MAX_DEATHS} times in a row without getting further; last: {reason}"
-            queue.cancel(job.id)
-            catalogue.jobs.move(job.id, "failed", of=["running"], output=made(data, job), error=text)
+class Deaths:
+    """Takes note of workers' ends; a job that ends its workers again and again is ended itself."""
+
+    def __init__(self, catalogue: Catalogue, queue: Queue, data: Path) -> None:
+        """Store."""
+        self._catalogue, self._queue, self._data = catalogue, queue, data
+        self._counted: dict[str, int] = {}  # job → the attempt whose death was counted last
+
+    def note(self, worker: str, reason: str) -> None:
+        """A worker ended: its job that was to stop has stopped, another is counted a death.
+
+        Only the first death of an attempt counts: a worker that cannot even start is no fault of the job.
+        """
+        settle_stopped(self._catalogue, self._queue, worker, self._data)
+        for job in self._catalogue.jobs.of_worker(worker):
+            if job.status == "running" and job.wanted == "run" and job.attempts > self._counted.get(job.id, 0):
+                self._counted[job.id] = job.attempts
+                self._count(job, reason)
+
+    def _count(self, job: JobRow, reason: str) -> None:
+        deaths = self._catalogue.jobs.died(job.id)
+        if deaths < (MAX_KILLS if reason == "signal 9" else MAX_DEATHS):
+            return
+        text = f"its worker died {deaths} times in a row without getting further; last: {reason}"
+        self._queue.cancel(job.id)
+        self._catalogue.jobs.move(job.id, "failed", of=["running"], output=made(self._data, job), error=text)
+        _log.warning("job %s is given up: %s", job.id, text)
 
 
 def settle_stopped(catalogue: Catalogue, queue: Queue, worker: str, data: Path) -> None:

@@ -7,6 +7,7 @@ import getpass
 import re
 import socket
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,13 +28,13 @@ class Redactor:
         paths = {str(path): name for path, name in known.items() if len(str(path)) > 1}
         paths |= {str(Path(path).resolve()): name for path, name in paths.items()}
         longest_first = sorted(paths.items(), key=lambda item: -len(item[0]))
-        self._known = [(re.compile(re.escape(path) + r"(?![\w-])/?"), name) for path, name in longest_first]
+        self._known = [(re.compile(re.escape(path) + r"(?![\w.-])(/?)"), name) for path, name in longest_first]
         self._words = _own_words()
 
     def __call__(self, text: str) -> str:
         """The text, fit for an answer."""
         for path, name in self._known:
-            text = path.sub(lambda _, name=name: name + " " if _.group().endswith("/") else name, text)  # type: ignore[misc]
+            text = path.sub(partial(_named, name), text)
         text = _FILE_URL.sub("(path)", text)
         text = _CREDENTIALS.sub(r"\1://(host)", text)
         text = _QUOTED.sub("(path)", text)
@@ -51,6 +52,11 @@ class Redactor:
         if isinstance(value, list | tuple):
             return [self.values(item) for item in value]
         return value
+
+
+def _named(name: str, found: re.Match[str]) -> str:
+    """The name in a path's place; what lies within it follows after a space."""
+    return f"{name} " if found[1] else name
 
 
 def _own_words() -> list[tuple[re.Pattern[str], str]]:
