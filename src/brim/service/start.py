@@ -82,10 +82,11 @@ def open_databases(settings: Settings) -> tuple[Catalogue, Queue]:
 
 def overseer(settings: Settings, catalogue: Catalogue, queue: Queue) -> Oversee:
     """What looks after the jobs: deaths of workers, then what is wanted against what runs."""
+    noted = reconcile.Deaths(catalogue, queue, settings.data)
 
     def oversee(deaths: Sequence[Death]) -> Sequence[str]:
         for death in deaths:
-            reconcile.died(catalogue, queue, death.name, death.reason, settings.data)
+            noted.note(death.name, death.reason)
         return reconcile.once(catalogue, queue, time.time(), settings.data)
 
     return oversee
