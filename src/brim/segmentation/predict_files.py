@@ -76,7 +76,7 @@ def predict_files(
     failures: dict[str, str] = {}
     done = 0
     with Writer(out, config.format, names) as writer:
-        left = [name for name in names if not (resume and config.format != "coco" and writer.path(name).is_file())]
+        left = [name for name in names if not (resume and config.format != "coco" and _is_whole(writer.path(name)))]
         kept = len(names) - len(left)
         stream = loader.predict_stream(
             left, config.model, config.batch_size, config.threshold, config.detect_holes, config.strict,
@@ -99,6 +99,11 @@ def _find(inputs: Sequence[Path], out: Path) -> list[Path]:
     place, places = out.resolve(), [path.resolve() for path in inputs]
     asked = any(path.is_relative_to(place) for path in places)
     return [name for name in find_images(inputs) if asked or not name.resolve().is_relative_to(place)]
+
+
+def _is_whole(file: Path) -> bool:
+    """Files appear by rename; one that lost its bytes with the machine's power is empty."""
+    return file.is_file() and file.stat().st_size > 0
 
 
 class _Stopped(Exception):
