@@ -14,6 +14,8 @@ from typing import Any
 
 JOBS = "/api/training/jobs"
 ENDED = ("completed", "failed", "cancelled", "paused")
+HOOKS = str(Path(__file__).parent / "hooks")  # on PYTHONPATH of a service that a test changes from within
+SOAK = bool(os.environ.get("BRIM_SOAK"))  # make soak: as long as it takes
 # Small and quick: short records, few to a shard.
 QUICK = {"duration_s": 0.2, "samples_per_shard": 8}
 
@@ -23,7 +25,14 @@ class Serve:
 
     def __init__(self, data: Path, *, database: str | None = None, workers: int = 1, **env: str) -> None:
         self.data, self.database, self.workers = data, database, workers
-        self.env = {"BRIM_MIN_FREE_BYTES": "1000000", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", **env}
+        self.env = {
+            "BRIM_LOG_LEVEL": "WARNING",
+            "BRIM_MIN_FREE_BYTES": "1000000",
+            "CUDA_VISIBLE_DEVICES": "",
+            "OMP_NUM_THREADS": "1",
+            **env,
+        }
+        self.env["PYTHONPATH"] = os.pathsep.join(filter(None, [HOOKS, os.environ.get("PYTHONPATH")]))
         self.port = 0  # the first start chooses one, which is kept
         self.token = ""
         self.process: subprocess.Popen[bytes] | None = None
@@ -51,7 +60,7 @@ class Serve:
         return self
 
     def said(self) -> str:
-        return self.log.read_text(errors="replace")[-3000:] if self.log.exists() else ""
+        return self.log.read_text(errors="replace")[-6000:] if self.log.exists() else ""
 
     def children(self) -> dict[str, int]:
         """Numbers of the children by name: api, w0, w1 …"""

@@ -14,7 +14,6 @@ from brim.engine.shards import Dataset
 from brim.rf import from_mapping, generate
 
 pytestmark = pytest.mark.slow
-HOOKS = os.pathsep.join([str(Path(__file__).parent / "hooks"), os.environ.get("PYTHONPATH", "")])
 SAMPLES = 160
 
 
@@ -132,7 +131,7 @@ def test_a_reserve_that_is_reached_stops_the_job_and_more_room_lets_it_go_on(mak
 def test_a_clock_that_jumps_an_hour_either_way_disturbs_nothing(make_serve, tmp_path, undisturbed):
     clock = tmp_path / "clock"
     clock.write_text("0")
-    serve: Serve = make_serve(PYTHONPATH=HOOKS, BRIM_TEST_CLOCK=str(clock)).start()
+    serve: Serve = make_serve(BRIM_TEST_CLOCK=str(clock)).start()
     first = serve.generate(SAMPLES, name="first")["id"]
     second = serve.generate(16, name="second")["id"]
     serve.wait_progress(first, 8)
@@ -159,7 +158,7 @@ def _seconds(job: dict) -> float:
 def test_a_job_cancelled_before_the_clock_went_back_is_still_stopped(make_serve, tmp_path):
     clock = tmp_path / "clock"
     clock.write_text("0")
-    serve: Serve = make_serve(PYTHONPATH=HOOKS, BRIM_TEST_CLOCK=str(clock)).start()
+    serve: Serve = make_serve(BRIM_TEST_CLOCK=str(clock)).start()
     job = serve.generate(100_000)["id"]
     serve.wait_progress(job, 8)
 

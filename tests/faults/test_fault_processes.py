@@ -15,7 +15,6 @@ from fault_service import QUICK, Reader, Serve, is_running, shards, until
 from brim.rf import from_mapping, generate
 
 pytestmark = pytest.mark.slow
-HOOKS = os.pathsep.join([str(Path(__file__).parent / "hooks"), os.environ.get("PYTHONPATH", "")])
 SAMPLES = 96
 
 
@@ -61,7 +60,7 @@ def test_sigterm_drains_and_the_next_start_goes_on(serve, undisturbed):
 @pytest.mark.parametrize("how", ["stopped by a signal", "holding Python's lock"])
 def test_a_worker_that_hangs_is_replaced_while_the_api_answers(make_serve, tmp_path, undisturbed, how):
     hang = tmp_path / "hang"
-    serve: Serve = make_serve(BRIM_HANG_S="6", PYTHONPATH=HOOKS, BRIM_TEST_HANG=str(hang)).start()
+    serve: Serve = make_serve(BRIM_HANG_S="6", BRIM_TEST_HANG=str(hang)).start()
     job = serve.generate(SAMPLES)["id"]
     serve.wait_progress(job, 16)
     worker = serve.children()["w0"]
@@ -124,7 +123,7 @@ def test_jobs_of_workers_that_are_no_more_go_on_after_a_start_with_fewer(make_se
 
 def test_a_job_that_ends_every_worker_is_given_up_and_the_others_run(make_serve, tmp_path):
     """Ten deaths in a row without progress: as of a job that always runs out of memory."""
-    serve: Serve = make_serve(BRIM_TEST_DEADLY="deadly", PYTHONPATH=HOOKS).start()
+    serve: Serve = make_serve(BRIM_TEST_DEADLY="deadly").start()
     deadly = serve.generate(16, name="deadly")["id"]
     harmless = serve.generate(16, name="harmless")["id"]
 
