@@ -142,7 +142,7 @@ def test_the_next_step_is_a_jobs(before, after):
 def test_an_input_is_refused_without_its_path(tmp_path):
     failure = refused("config.dataset_ids[0]", tmp_path, DatasetError(f"{tmp_path} has no manifest.json"))
 
-    assert str(failure) == "config.dataset_ids[0] cannot be used: the dataset has no manifest.json"
+    assert str(failure) == "config.dataset_ids[0] cannot be used: it has no manifest.json"
 
 
 def test_an_error_keeps_its_family(said):

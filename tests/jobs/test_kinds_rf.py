@@ -170,6 +170,7 @@ def test_an_error_speaks_of_jobs_and_not_of_options(dataset, trained, tmp_path):
 def test_a_run_is_evaluated(dataset, trained, tmp_path):
     job = Watched("rf.evaluate", tmp_path / "job", {}, datasets=[dataset.path], run=trained.path)
 
+    KINDS["rf.evaluate"].check(job.spec, job.inputs)
     result = job.run()
 
     assert {"median_error_m", "crlb_ratio", "coverage", "baselines"} <= result["metrics"].keys()
@@ -193,3 +194,12 @@ def test_an_evaluation_stops_and_can_be_done_again(dataset, trained, tmp_path):
     again = Watched("rf.evaluate", tmp_path / "job", {}, datasets=[dataset.path], run=trained.path).run()
     other = Watched("rf.evaluate", tmp_path / "other", {}, datasets=[dataset.path], run=trained.path).run()
     assert again["metrics"] == other["metrics"]
+
+
+def test_a_run_without_weights_is_refused_before_a_job_is_queued(dataset, tmp_path):
+    (tmp_path / "run").mkdir()
+    job = Watched("rf.evaluate", tmp_path / "job", {}, datasets=[dataset.path], run=tmp_path / "run")
+
+    with pytest.raises(FieldError, match=r"config\.run_id cannot be used: it has no run\.json") as caught:
+        KINDS["rf.evaluate"].check(job.spec, job.inputs)
+    assert caught.value.field == "config.run_id"

@@ -236,3 +236,12 @@ def test_a_run_without_weights_is_refused_before_a_job_is_queued(dataset, tmp_pa
     with pytest.raises(FieldError, match="has no weights yet"):
         KINDS["segment.predict"].check(job.spec, job.inputs)
     assert KINDS["segment.predict"].estimate_bytes(job.spec, job.inputs) > 0
+
+
+def test_weights_of_a_run_that_was_killed_are_known_by_its_config(trained, dataset, tuned):
+    shutil.copytree(trained.path, tuned / "run")
+    (tuned / "run/weights.safetensors").unlink()  # written at the end; the checkpoints are there
+    job = Watched("segment.predict", tuned / "job", {}, datasets=[dataset], run=tuned / "run")
+
+    KINDS["segment.predict"].check(job.spec, job.inputs)
+    assert job.run()["images"] == 12

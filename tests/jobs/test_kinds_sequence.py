@@ -1,5 +1,7 @@
 """sequence.train and sequence.evaluate as jobs."""
 
+import shutil
+
 import pytest
 import torch
 from kind_inputs import SECOND, Watched, digests
@@ -120,6 +122,7 @@ def test_a_good_corpus_is_not_refused(runs):
 def test_a_run_is_evaluated(runs, corpus, tmp_path, mode, score):
     job = Watched("sequence.evaluate", tmp_path / "job", {}, datasets=[corpus], run=runs[mode].path)
 
+    KINDS["sequence.evaluate"].check(job.spec, job.inputs)
     result = job.run()
 
     assert result["metrics"][score] == runs[mode].result["scores"][score]
@@ -136,3 +139,24 @@ def test_an_evaluation_stops(runs, corpus, tmp_path):
 
     assert job.run() is None
     assert job.seconds_to_stop < 5
+
+
+def test_a_run_that_is_not_done_is_refused_before_a_job_is_queued(runs, corpus, tmp_path):
+    shutil.copytree(runs["self"].path, tmp_path / "run")
+    (tmp_path / "run/weights.safetensors").unlink()
+    job = Watched("sequence.evaluate", tmp_path / "job", {}, datasets=[corpus], run=tmp_path / "run")
+
+    with pytest.raises(FieldError, match="not trained to its end") as caught:
+        KINDS["sequence.evaluate"].check(job.spec, job.inputs)
+    assert caught.value.field == "config.run_id"
+
+
+@pytest.mark.parametrize(("dim", "classes", "words"), [(5, 2, "has 5 features"), (8, 1, "has no labels")])
+def test_a_corpus_that_cannot_be_scored_is_refused_before_a_job_is_queued(runs, tmp_path, dim, classes, words):
+    folder = make_sequences(tmp_path / "npy", 6, dim=dim, classes=classes, mean_length=12)
+    pack(folder / "class_0" if classes == 1 else folder, tmp_path / "other")
+    job = Watched("sequence.evaluate", tmp_path / "job", {}, datasets=[tmp_path / "other"], run=runs["self"].path)
+
+    with pytest.raises(FieldError, match=words) as caught:
+        KINDS["sequence.evaluate"].check(job.spec, job.inputs)
+    assert caught.value.field == "config.dataset_ids[0]"

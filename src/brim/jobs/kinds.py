@@ -79,6 +79,7 @@ KINDS: Final[dict[str, Kind]] = {
             resolve=resolve_run_on_dataset,
             run=kinds_rf.run_evaluate,
             estimate_bytes=kinds_rf.evaluate_bytes,
+            check=kinds_rf.check_evaluate,
         ),
         Kind(
             name="segment.tune",
@@ -132,6 +133,7 @@ KINDS: Final[dict[str, Kind]] = {
             resolve=resolve_run_on_dataset,
             run=kinds_sequence.run_evaluate,
             estimate_bytes=kinds_sequence.evaluate_bytes,
+            check=kinds_sequence.check_evaluate,
         ),
     )
 }

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field
 
-from brim.errors import DatasetError, FieldError
+from brim.errors import BrimError, DatasetError, FieldError
 from brim.jobs.fields import (
     MAX_COUNT,
     Accelerator,
@@ -177,6 +177,17 @@ def run_train(task: Task, voice: Voice) -> dict[str, Any]:
 
 
 # rf.evaluate
+
+
+def check_evaluate(spec: "Spec", inputs: Inputs) -> None:
+    """Refuse a run that has no weights, or not those of this brim."""
+    from brim.rf.run import load_run
+
+    assert inputs.run is not None
+    try:
+        load_run(inputs.run)
+    except BrimError as failure:
+        raise refused("config.run_id", inputs.run, failure) from failure
 
 
 def evaluate_bytes(spec: "Spec", inputs: Inputs) -> int:

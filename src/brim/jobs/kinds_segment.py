@@ -182,17 +182,28 @@ def resolve_predict(values: Mapping[str, Any]) -> dict[str, Any]:
 
 def check_weights(spec: "Spec", inputs: Inputs) -> None:
     """Refuse a run of another network than the one named."""
-    from brim.segmentation.weights import read_metadata
-
     if inputs.run is None:
         return
     named = spec.config.get("model") or (spec.config.get("models") or [None])[0]
     try:
-        trained = read_metadata(inputs.run).get("model")
+        trained = _trained(inputs.run)
     except BrimError as failure:
         raise FieldError("config.run_id", "config.run_id has no weights yet; let its job go on first") from failure
     if named is not None and trained is not None and named != trained:
         raise FieldError("config.model", f"config.model={named!r} but the run of config.run_id is of {trained!r}")
+
+
+def _trained(run: Path) -> str | None:
+    """The network that a run's weights are of, where anything says so: those of a run cut short do not."""
+    from brim.segmentation.train_run import CONFIG
+    from brim.segmentation.weights import read_metadata
+
+    if "model" in (said := read_metadata(run)):
+        return said["model"]
+    try:
+        return str(json.loads((run / CONFIG).read_text(encoding="utf-8"))["training"]["model"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
 
 
 def predict_bytes(spec: "Spec", inputs: Inputs) -> int:
@@ -209,11 +220,10 @@ def run_predict(task: Task, voice: Voice) -> dict[str, Any]:
     from brim.segmentation.loader import ModelLoader
     from brim.segmentation.predict import PredictProgress
     from brim.segmentation.predict_files import FilesConfig, predict_files
-    from brim.segmentation.weights import read_metadata
 
     run, config = task.inputs.run, task.spec.config
     assert run is not None
-    model = config["model"] or read_metadata(run).get("model")
+    model = config["model"] or _trained(run)
     if model is None:
         raise FieldError("config.model", "config.model is missing, and the weights do not say whose they are; name it")
     files = build(FilesConfig, {**own(FilesConfig, config), "model": model})

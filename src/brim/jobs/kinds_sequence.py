@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field
 
-from brim.errors import DatasetError
+from brim.errors import BrimError, DatasetError, FieldError
 from brim.jobs.fields import Accelerator, Count, Fields, OneDatasetId, build, model_of, own, settle, tier_of
 from brim.jobs.status import Progress
 from brim.jobs.task import Inputs, Stopped, Task, Voice, attempt, device_of, in_training, refused
@@ -150,6 +150,27 @@ def _phases(recipe: "SequenceTraining") -> dict[str, int]:
 
 
 # sequence.evaluate
+
+
+def check_evaluate(spec: "Spec", inputs: Inputs) -> None:
+    """Refuse a run that is not trained to its end, and a corpus without labels or of other features."""
+    from brim.sequences.data import open_data
+    from brim.sequences.run import load_run
+
+    field, (path,) = "config.dataset_ids[0]", inputs.datasets
+    assert inputs.run is not None
+    try:
+        dim = load_run(inputs.run).module.encoder.config.dim
+    except BrimError as failure:
+        raise refused("config.run_id", inputs.run, failure) from failure
+    try:
+        data = open_data(path)
+    except BrimError as failure:
+        raise refused(field, path, failure) from failure
+    if data.dim != dim:
+        raise FieldError(field, f"{field} has {data.dim} features, the run of config.run_id was trained on {dim}")
+    if not bool((data.labels >= 0).any()):
+        raise FieldError(field, f"{field} has no labels to score against; give a corpus with some")
 
 
 def evaluate_bytes(spec: "Spec", inputs: Inputs) -> int:

@@ -194,7 +194,7 @@ def in_words(text: str) -> str:
 
 def refused(field: str, path: Path, failure: BrimError) -> FieldError:
     """An input that cannot be used, in the library's words but without its path."""
-    text = in_words(str(failure)).replace(f"{path}/", "").replace(str(path), "the dataset")
+    text = in_words(str(failure)).replace(f"{path}/", "").replace(str(path), "it")
     return FieldError(field, f"{field} cannot be used: {text}")
 
 
