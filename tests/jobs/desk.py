@@ -52,8 +52,15 @@ class Desk:
 
     # What the API does
 
-    def submit(self, kind: str = "toy.count", makes: str = "dataset", inputs: dict | None = None, **config) -> str:
-        job, _ = self.catalogue.jobs.submit(Asked(kind, "night run", config), makes=makes, inputs=inputs or {})
+    def submit(
+        self,
+        kind: str = "toy.count",
+        makes: str = "dataset",
+        inputs: dict | None = None,
+        name: str = "night run",
+        **config,
+    ) -> str:
+        job, _ = self.catalogue.jobs.submit(Asked(kind, name, config), makes=makes, inputs=inputs or {})
         self.queue.submit(job.id)
         self.catalogue.jobs.move(job.id, "queued", of=["pending"])
         return job.id
