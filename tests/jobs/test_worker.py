@@ -218,6 +218,30 @@ def test_two_workers_take_a_job_each_and_none_runs_twice(make_desk, database):
     assert len({desk.marks(job_id)[0].split()[2] for job_id in ids}) == 2
 
 
+def test_a_job_does_not_wait_for_a_database_that_is_away(make_desk, postgres):
+    desk = make_desk(postgres.fresh())
+    job_id = desk.submit(items=300)
+    desk.past(job_id, 20)
+
+    postgres.stop()
+    try:
+        before = desk_items(desk)
+        time.sleep(4)
+        after = desk_items(desk)
+    finally:
+        postgres.start()
+    job = desk.until(job_id, "completed")
+
+    assert after > before + 50
+    assert job.attempts == 1
+    assert [line.split()[0] for line in desk.marks(job_id)] == ["open", "end"]
+
+
+def desk_items(desk) -> int:
+    (manifest,) = desk.data.glob("datasets/*/manifest.json")
+    return json.loads(manifest.read_text())["items"]
+
+
 def test_progress_is_told_every_second(make_desk):
     desk = make_desk()
     job_id = desk.submit(items=250)

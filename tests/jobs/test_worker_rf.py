@@ -1,11 +1,13 @@
 """Generation and training by real workers that are killed: the same bytes and the same loss as undisturbed."""
 
 import hashlib
+import time
 from pathlib import Path
 
 import pytest
 from desk import Desk
 
+from brim.engine.shards import Dataset
 from brim.jobs.kinds import KINDS
 from brim.jobs.specs import read_body
 
@@ -75,3 +77,25 @@ def test_a_generation_and_a_training_survive_kills(desk):
     assert desk.catalogue.runs.get(retrained.result["run_id"]).state == "ready"
     for job in (whole, again, trained, retrained):
         assert str(desk.data) not in str(job.result)
+
+
+def test_a_cancelled_generation_is_a_valid_dataset_within_five_seconds(tmp_path):
+    desk = Desk(tmp_path / "data", toy=False)
+    desk.start()
+    try:
+        job_id = submit(desk, {**GENERATION, "num_samples": 100_000})
+        desk.past(job_id, 20)
+
+        began = time.monotonic()
+        desk.stop(job_id)
+        job = desk.until(job_id, "cancelled")
+
+        assert time.monotonic() - began < 5
+        assert desk.workers["w0"].poll() is None  # it stopped by itself
+        kept = desk.catalogue.datasets.get(job.output_id)
+        assert kept.state == "partial"
+        found = Dataset(desk.data / job.out)
+        assert len(found) == kept.items >= 20
+        found.verify()
+    finally:
+        desk.close()

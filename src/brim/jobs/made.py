@@ -19,18 +19,16 @@ def made(data: Path, job: JobRow) -> Output:
     out = data / job.out
     if job.makes == "dataset":
         manifest = _read(out / "manifest.json")
-        items = int(manifest.get("items", 0))
-        return Output(items=items, bytes=used_bytes(out) if items else 0, about=_about(manifest))
+        shards = manifest.get("shards") or []
+        num_bytes = sum(int(shard["bytes"]) for shard in shards)
+        about = {"config": manifest.get("config"), "shards": len(shards)}  # as of datasets that people bring
+        return Output(items=int(manifest.get("items", 0)), bytes=num_bytes, about=about)
     if job.makes == "run":
         states = sorted(_checkpoints(out), key=lambda state: int(state.get("step", 0)))
         if not states:
             return Output(items=0)
         return Output(items=max(1, int(states[-1].get("step", 0))), bytes=used_bytes(out), about=_summary(states[-1]))
     return Output(items=0)
-
-
-def _about(manifest: dict[str, Any]) -> dict[str, Any]:
-    return {"complete": bool(manifest.get("complete", False))} if manifest else {}
 
 
 def _summary(state: dict[str, Any]) -> dict[str, Any]:

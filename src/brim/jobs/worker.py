@@ -10,6 +10,7 @@ import os
 import signal
 import sys
 from contextlib import closing
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
@@ -108,6 +109,8 @@ class Worker:
         if job is None:
             return
         output = made(self._place.data, job)
+        if job.makes == "run":
+            output = replace(output, about={**output.about, **result})
         done = partial(self._catalogue.jobs.move, job_id, "completed", of=UNFINISHED, output=output, result=result)
         if not surely(done) and job.status in UNFINISHED:
             surely(partial(self._runner.queue.cancel, job_id))  # refuses the record of this step; then _settle
