@@ -228,6 +228,8 @@ def test_what_is_not_finite_is_refused(value):
         (explicit("segment.train", model="vgg"), "config.model", "is not known"),
         (explicit("segment.train", augmentation={"noise": 5}), "config.augmentation.noise", "from 0 to 1"),
         (explicit("sequence.train", model={"kernel": 4}), "config.model.kernel", "must be odd"),
+        (explicit("sequence.train", model={"layers": 65}), "config.model.layers", "at most 64"),
+        (explicit("sequence.train", iterations=10**6), "config.iterations", "at most 1000"),
         (explicit("sequence.train", augmentation=None), "config.augmentation", "=null leaves nothing to learn from"),
         (explicit("sequence.train", objective={"temperature": 0}), "config.objective.temperature", "above 0"),
     ],

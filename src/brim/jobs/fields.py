@@ -74,18 +74,29 @@ def tier_of(values: Mapping[str, Any]) -> dict[str, str]:
 # From a dataclass to a model
 
 
-def model_of(config: type, *, leave: Sequence[str] = (), name: str | None = None, **more: Any) -> type[Fields]:
+def model_of(
+    config: type,
+    *,
+    leave: Sequence[str] = (),
+    most: Mapping[str, int] | None = None,
+    name: str | None = None,
+    **more: Any,
+) -> type[Fields]:
     """A model with the fields of a dataclass, but those in leave; more gives further or other ones.
 
+    most  name → the greatest whole number taken, where the library has no limit but a service needs one
     more  name → (type, default), as pydantic.create_model takes them
     """
-    hints = get_type_hints(config)
-    own = {
+    hints, most = get_type_hints(config), most or {}
+    own: dict[str, Any] = {
         field.name: (_edge_type(hints[field.name], field.name), _default(field))
         for field in fields(config)
         if field.name not in leave and field.name not in more
     }
-    made: type[Fields] = create_model(name or config.__name__, __base__=Fields, **own, **more)  # type: ignore[call-overload]
+    for limited, limit in most.items():
+        kind, default = own[limited]
+        own[limited] = (Annotated[kind, pydantic.Field(le=limit)], default)
+    made: type[Fields] = create_model(name or config.__name__, __base__=Fields, **own, **more)
     return made
 
 

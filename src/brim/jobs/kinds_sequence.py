@@ -21,6 +21,11 @@ if TYPE_CHECKING:
 
 CHECKPOINT_S = 5.0  # of training that a killed worker loses at most
 _LOG_BYTES = 32 * 2**20
+# What nobody wants and would take the service's memory before the job has even begun.
+_MOST = {"iterations": 1000, "restarts": 10_000, "variants": 1000}
+_MOST_SHAPE = dict.fromkeys(("convolutions", "layers"), 64) | dict.fromkeys(
+    ("channels", "kernel", "hidden", "attention", "embedding"), 16_384
+)
 
 # sequence.train
 
@@ -30,14 +35,16 @@ def train_model() -> type[Fields]:
     from brim.sequences.model import SequenceConfig
     from brim.sequences.settings import SequenceTraining
 
+    shape = model_of(SequenceConfig, leave=("dim",), most=_MOST_SHAPE, name="EncoderShape")
     return model_of(
         SequenceTraining,
+        most=_MOST,
         dataset_ids=(OneDatasetId, ...),
         epochs=(Annotated[Count, Field(ge=1)] | None, None),
         preload_to_gpu=(bool | None, None),
         accelerator=(Accelerator, "auto"),
         checkpoint_every_s=(float, CHECKPOINT_S),
-        model=(model_of(SequenceConfig, leave=("dim",), name="EncoderShape"), {}),
+        model=(shape, {}),
     )
 
 
