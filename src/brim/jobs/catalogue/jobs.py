@@ -286,7 +286,8 @@ def _along(to: Status) -> dict[str, Any]:
     """What a status brings with it."""
     now = time.time()
     if to in FINISHED:
-        return {"finished_at": now, "worker": None, "stopping_at": None, "message": "", "eta_s": None, "rate": 0.0}
+        ended = sa.case((jobs.c.started_at > now, jobs.c.started_at), else_=now)  # a clock may have been put back
+        return {"finished_at": ended, "worker": None, "stopping_at": None, "message": "", "eta_s": None, "rate": 0.0}
     if to == "paused":
         return {"worker": None, "stopping_at": None, "message": "", "eta_s": None, "rate": 0.0}
     if to == "running":
