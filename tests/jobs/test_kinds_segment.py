@@ -181,6 +181,21 @@ def test_images_become_files(trained, dataset, tuned):
     assert job.currents[-1] == 12
 
 
+def test_images_of_several_datasets_are_kept_apart(trained, dataset, tuned):
+    far = tuned / "somewhere" / "else"
+    shutil.copytree(dataset / "images", far)
+    (far / "05.png").write_bytes(b"no image")
+    job = Watched("segment.predict", tuned / "job", {}, datasets=[dataset, far], run=trained.path)
+
+    result = job.run()
+
+    assert (result["images"], result["failed"], result["num_files"]) == (24, 1, 23)
+    assert {name.partition("/")[0] for name in result["files"]} == {"cells", "else"}  # ids, in a service
+    assert list(result["failures"]) == ["else/05.png"]
+    assert job.currents == sorted(job.currents)
+    assert job.currents[-1] == 24
+
+
 def test_a_network_that_is_not_tuned_is_tuned_without_silence(trained, dataset, tmp_path, monkeypatch):
     monkeypatch.setitem(ModelLoader.__init__.__kwdefaults__, "tune_seconds", 1.0)
     job = Watched("segment.predict", tmp_path / "job", {}, datasets=[dataset], run=trained.path)
@@ -219,7 +234,8 @@ def test_an_image_that_cannot_be_read_is_named_without_its_path(trained, dataset
     result = Watched("segment.predict", tuned / "job", {}, datasets=[tuned / "some"], run=trained.path).run()
 
     assert (result["failed"], result["num_files"]) == (1, 11)
-    assert "05.png" in result["failures"]
+    assert list(result["failures"]) == ["05.png"]
+    assert str(tuned) not in result["failures"]["05.png"]
 
 
 def test_another_network_than_the_runs_is_refused_before_a_job_is_queued(trained, dataset, tmp_path):

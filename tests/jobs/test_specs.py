@@ -5,6 +5,8 @@ import subprocess
 import sys
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from brim.errors import FieldError
 from brim.jobs.kinds import KINDS
@@ -279,6 +281,29 @@ def test_two_types_of_one_dataset_are_refused():
     body = {**GENERATION, "dataset_type": "iq_raw", "config": {"dataset_type": "feature_based"}}
 
     assert refused(body).field == "dataset_type"
+
+
+_LEAVES = (
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5)
+    | st.sampled_from(["auto", "hrnet", "/etc/passwd", "\ud800", "\0", 2**63, 10**400, "ram"])
+)  # fmt: skip
+_JSON = st.recursive(_LEAVES, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner))
+
+
+@settings(max_examples=300, deadline=None)
+@given(kind=st.sampled_from(list(KINDS)), value=_JSON, data=st.data())
+def test_whatever_a_field_holds_it_is_taken_or_refused_by_name(kind, value, data):
+    field = data.draw(st.sampled_from([*KINDS[kind].model.model_fields, "other"]))
+    spec, said = None, ("config", "")
+    try:
+        spec = read_body(explicit(kind, **{field: value}))
+    except FieldError as failure:
+        said = (failure.field, str(failure))
+
+    assert said[0].startswith("config")
+    assert "\n" not in said[1].encode().decode()
+    assert spec is None or field != "other"
+    assert spec is None or "\\u0000" not in json.dumps(spec.config, allow_nan=False)
 
 
 # The schema

@@ -5,10 +5,10 @@ A dataset of images is a folder of them, or one with the folders images and mask
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 from pydantic import Field, create_model
 
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from brim.jobs.specs import Spec
+    from brim.segmentation.predict import PredictProgress
 
 CHECKPOINT_S = 5.0  # of training that a killed worker loses at most
 LISTED = 1000  # files that a result names; the folder has the rest
@@ -216,9 +217,8 @@ def predict_bytes(spec: "Spec", inputs: Inputs) -> int:
 
 @attempt
 def run_predict(task: Task, voice: Voice) -> dict[str, Any]:
-    """Predict every image that has no file yet."""
+    """Predict every image that has no file yet; of several datasets each has a folder of its own, named by its id."""
     from brim.segmentation.loader import ModelLoader
-    from brim.segmentation.predict import PredictProgress
     from brim.segmentation.predict_files import FilesConfig, predict_files
 
     run, config = task.inputs.run, task.spec.config
@@ -227,23 +227,73 @@ def run_predict(task: Task, voice: Voice) -> dict[str, Any]:
     if model is None:
         raise FieldError("config.model", "config.model is missing, and the weights do not say whose they are; name it")
     files = build(FilesConfig, {**own(FilesConfig, config), "model": model})
+    voice.say("loading the network")
     loader = ModelLoader(
         {model: run}, device_of(task), task.batch_sizes, config["precision"], config["tile"], config["resize"],
         overlap=config["overlap"],
     )  # fmt: skip
-    voice.say("loading the network")
-
-    def tell(where: PredictProgress) -> None:
-        failed = f", {where.failed} failed" if where.failed else ""
-        voice(counted(where.done, where.total or 0, f"predicting{failed}", where.rate))
-
-    folders = [image_folders(path)[0] for path in task.inputs.datasets]
-    found = predict_files(folders, loader, task.out, files, progress=tell, stop=task.stop, resume=True)
-    if found.stopped:
-        raise Stopped
+    parts = _parts(task)
+    done, reports, failures = 0, list[dict[str, Any]](), dict[str, str]()
+    for part in parts:
+        tell = _teller(voice, done, sum(part.num_images for part in parts))
+        found = predict_files([part.images], loader, part.out, files, progress=tell, stop=task.stop, resume=True)
+        if found.stopped:
+            raise Stopped
+        done += part.num_images
+        reports.append(found.as_dict())
+        failures |= {
+            part.name_of(image): why.replace(image, part.name_of(image)) for image, why in found.failures.items()
+        }
     names = files_in(task.out)
-    failures = {Path(name).name: why.replace(name, Path(name).name) for name, why in found.failures.items()}
-    return {**found.as_dict(), "failures": failures, "files": names[:LISTED], "num_files": len(names)}
+    return {**_together(reports), "failures": failures, "files": names[:LISTED], "num_files": len(names)}
+
+
+class _Part(NamedTuple):
+    """A dataset of a prediction."""
+
+    prefix: str  # of its files
+    images: Path
+    out: Path
+    num_images: int
+
+    def name_of(self, image: str) -> str:
+        """As a result names it: below its dataset."""
+        path = Path(image)
+        inner = path.relative_to(self.images) if path.is_relative_to(self.images) else Path(path.name)
+        return self.prefix + inner.as_posix()
+
+
+def _parts(task: Task) -> list[_Part]:
+    from brim.segmentation.images import find_images
+
+    several = len(task.inputs.datasets) > 1
+    parts = []
+    for id, path in zip(task.spec.dataset_ids, task.inputs.datasets, strict=True):
+        images, out = image_folders(path)[0], task.out / id if several else task.out
+        parts.append(_Part(f"{id}/" if several else "", images, out, len(find_images([images]))))
+    return parts
+
+
+def _teller(voice: Voice, before: int, total: int) -> "Callable[[PredictProgress], None]":
+    def tell(where: "PredictProgress") -> None:
+        failed = f", {where.failed} failed" if where.failed else ""
+        voice(counted(before + where.done, total, f"predicting{failed}", where.rate))
+
+    return tell
+
+
+def _together(reports: list[dict[str, Any]]) -> dict[str, Any]:
+    """One report of several datasets; what only makes sense for each alone is left out."""
+    if len(reports) == 1:
+        return reports[0]
+    sums = {name: sum(report[name] for report in reports) for name in ("images", "failed", "seconds")}
+    counts = [report["polygons"] for report in reports]
+    return {
+        **sums,
+        "polygons": None if None in counts else sum(counts),
+        "images_per_s": sums["images"] / sums["seconds"] if sums["seconds"] > 0 else 0.0,
+        "batch_size": min(report["batch_size"] for report in reports),
+    }
 
 
 def files_in(out: Path) -> list[str]:
