@@ -14,11 +14,10 @@ import typer
 from brim.cli.options import Json, check_choice, check_positive, whole
 from brim.cli.terminal import Stop, print_json, say, show
 from brim.errors import ConfigError, Conflict, NotFound, StorageError, Unavailable
+from brim.jobs.sources import KINDS
 
 if TYPE_CHECKING:
     from brim.jobs.catalogue import Catalogue, DatasetRow
-
-KINDS = ("rf", "images", "sequences")
 
 datasets = typer.Typer(no_args_is_help=True, epilog="Example: brim datasets add cells folder --kind images")
 

@@ -16,7 +16,6 @@ DatasetState = Literal["writing", "ready", "partial", "deleting"]
 RunState = Literal["training", "ready", "partial"]
 EventKind = Literal["status", "progress", "log"]
 
-DATASET_KINDS: Final = ("rf", "images", "sequences")
 FOLDERS: Final[dict[str, str]] = {"dataset": "datasets", "run": "runs", "result": "results"}  # of the data directory
 
 _ID = re.compile(r"[0-9a-f]{32}")
