@@ -11,7 +11,7 @@ from kind_inputs import SECOND, Watched, digests
 
 from brim.errors import FieldError
 from brim.jobs.kinds import KINDS, Inputs
-from brim.jobs.kinds_segment import files_in
+from brim.jobs.kinds_predict import files_in
 from brim.segmentation.batch_sizes import BatchSizes, Entry, device_key
 from brim.segmentation.cells import make_cells
 from brim.segmentation.loader import ModelLoader

@@ -21,6 +21,7 @@ from brim.jobs.task import in_words
 MAX_COUNT = 10**9  # of anything that is counted: epochs, samples, items of a batch
 MAX_SEED = 2**63 - 1
 MAX_TEXT = 200  # characters of a name
+CHECKPOINT_S = 5.0  # of training that a killed worker loses at most; the command line's default is longer
 _SHOWN = 60  # characters of a value that a message repeats
 
 _T = TypeVar("_T")

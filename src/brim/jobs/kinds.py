@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any, Final, Literal
 
-from brim.jobs import kinds_rf, kinds_segment, kinds_sequence
+from brim.jobs import kinds_predict, kinds_rf, kinds_segment, kinds_sequence
 from brim.jobs.fields import Fields, RunOnDataset, resolve_run_on_dataset
 from brim.jobs.task import Inputs, Stopped, Task
 
@@ -97,10 +97,10 @@ KINDS: Final[dict[str, Kind]] = {
             makes="result",
             reads="images",
             reads_run="segment.train",
-            make_model=kinds_segment.predict_model,
-            resolve=kinds_segment.resolve_predict,
-            run=kinds_segment.run_predict,
-            estimate_bytes=kinds_segment.predict_bytes,
+            make_model=kinds_predict.predict_model,
+            resolve=kinds_predict.resolve_predict,
+            run=kinds_predict.run_predict,
+            estimate_bytes=kinds_predict.predict_bytes,
             check=kinds_segment.check_weights,
         ),
         Kind(

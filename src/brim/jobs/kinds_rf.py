@@ -8,6 +8,7 @@ from pydantic import Field
 
 from brim.errors import BrimError, DatasetError, FieldError
 from brim.jobs.fields import (
+    CHECKPOINT_S,
     MAX_COUNT,
     Accelerator,
     Count,
@@ -25,7 +26,6 @@ from brim.jobs.task import Inputs, Stopped, Task, Voice, attempt, counted, devic
 if TYPE_CHECKING:
     from brim.jobs.specs import Spec
 
-CHECKPOINT_S = 5.0  # of training that a killed worker loses at most
 REPORT = "evaluation.html"
 _SHARDS = 1_000_000  # of a dataset: their names have six digits
 _RUN_BYTES = 128 * 2**20  # of a locator's run: checkpoints and logs

@@ -10,7 +10,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 from pydantic import Field
 
 from brim.errors import BrimError, DatasetError, FieldError
-from brim.jobs.fields import Accelerator, Count, Fields, OneDatasetId, build, model_of, own, settle, tier_of
+from brim.jobs.fields import (
+    CHECKPOINT_S,
+    Accelerator,
+    Count,
+    Fields,
+    OneDatasetId,
+    build,
+    model_of,
+    own,
+    settle,
+    tier_of,
+)
 from brim.jobs.status import Progress
 from brim.jobs.task import Inputs, Stopped, Task, Voice, attempt, device_of, in_training, refused
 
@@ -19,7 +30,6 @@ if TYPE_CHECKING:
     from brim.jobs.specs import Spec
     from brim.sequences.settings import SequenceTraining
 
-CHECKPOINT_S = 5.0  # of training that a killed worker loses at most
 _LOG_BYTES = 32 * 2**20
 # What nobody wants and would take the service's memory before the job has even begun.
 _MOST = {"iterations": 1000, "restarts": 10_000, "variants": 1000}
