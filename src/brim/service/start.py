@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from brim.errors import ConfigError, Conflict, StorageError
-from brim.jobs import reconcile
+from brim.jobs import reconcile, sources
 from brim.jobs.catalogue import Catalogue, upgrade
 from brim.jobs.durable import Queue, migrate
 from brim.jobs.process import FileLock
@@ -35,6 +35,8 @@ def serve(
         catalogue, queue = open_databases(settings)
         stack.callback(catalogue.close)
         stack.callback(queue.close)
+        catalogue.devices.clear()  # workers of this start say anew what they have
+        sources.finish_removals(catalogue, settings.data)
         reconcile.orphans(catalogue, queue, {f"w{index}" for index in range(settings.workers)}, settings.data)
         api, workers = programs(settings, listening.fileno(), gpus)
         Supervisor(api, workers, overseer(settings, catalogue, queue)).run(stop, lambda: started(settings))
