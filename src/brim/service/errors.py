@@ -54,23 +54,14 @@ def problem(status: int, detail: str, field: str | None = None, headers: Mapping
     return Response(body, status, media_type="application/json", headers={**extra, **(headers or {})})
 
 
-class AtField(errors.BrimError):
-    """Another error of a request, with the field that caused it: raise AtField("config.run_id") from failure."""
-
-    def __init__(self, field: str) -> None:
-        super().__init__(field)
-        self.field = field
-
-
 def install(app: FastAPI, redact: Callable[[str], str]) -> None:
     """Have every error of a route answered in our shape."""
 
     def brim_error(request: Request, failure: Exception) -> Response:
-        cause = failure.__cause__ if isinstance(failure, AtField) else failure
-        assert isinstance(cause, errors.BrimError)
-        text = str(cause)
+        assert isinstance(failure, errors.BrimError)
+        text = str(failure)
         named = _NAMED.match(text)  # a Conflict of the catalogue begins with the field
-        return problem(status_of(cause), redact(text), getattr(failure, "field", named and named[0]) or None)
+        return problem(status_of(failure), redact(text), getattr(failure, "field", named and named[0]) or None)
 
     def http_error(request: Request, failure: Exception) -> Response:
         assert isinstance(failure, HTTPException)

@@ -131,6 +131,7 @@ async def resume_job(id: Id, here: Here) -> shapes.Job:
 
 @router.get(
     "/{id}/events",
+    status_code=200,
     response_class=EventStream,
     responses={200: {"content": {"text/event-stream": {}}}, **refusals(404, 422, 503)},
     summary="Watch a job",
@@ -182,6 +183,7 @@ def list_files(id: Id, here: Here) -> shapes.ResultFiles:
 
 @router.get(
     "/{id}/files/{name:path}",
+    status_code=200,
     response_class=FileResponse,
     responses={200: {"content": {"application/octet-stream": {}}}, **refusals(404, 503)},
     summary="Fetch one of a job's files",

@@ -13,7 +13,6 @@ from brim.errors import FieldError, NotFound, StorageError, Unavailable
 from brim.jobs import disk
 from brim.jobs.catalogue.rows import JobRow
 from brim.service.context import Context
-from brim.service.errors import AtField
 
 if TYPE_CHECKING:
     from brim.jobs.kinds import Inputs, Kind
@@ -21,15 +20,15 @@ if TYPE_CHECKING:
 
 
 def submit(here: Context, body: Any, key: str | None) -> tuple[JobRow, bool]:
-    """The job of a body, and whether it is new; a key seen before gives its job, whatever the body."""
+    """The job of a body, and whether it is new; a key seen before gives its job, also where there is no room now."""
     from brim.jobs.kinds import KINDS
     from brim.jobs.specs import read_body
 
+    spec = read_body(body)
+    kind = KINDS[spec.kind]
     key_hash = None if key is None else hashlib.sha256(key.encode()).hexdigest()
     if key_hash is not None and (known := here.catalogue.jobs.of_key(key_hash)):
         return known, False
-    spec = read_body(body)
-    kind = KINDS[spec.kind]
     _check(here, spec, kind)
     row, is_new = here.catalogue.jobs.submit(
         spec,
@@ -55,13 +54,13 @@ def enqueue(here: Context, row: JobRow) -> JobRow:
 
 
 def _check(here: Context, spec: "Spec", kind: "Kind") -> None:
-    """Refuse what could not run: unknown inputs, a device that is not there, values that do not fit, a full disk."""
+    """Refuse what could not run: a device that is not there, values that do not fit the inputs, a full disk."""
     inputs = _inputs(here, spec)
     accelerator = spec.config.get("accelerator", "auto")
     if accelerator in ("gpu", "cuda") and not _has_gpu(here):
         raise FieldError("config.accelerator", f'config.accelerator="{accelerator}": no worker has a GPU; use "auto"')
     if inputs is None:
-        return  # still being written, or of another kind: the catalogue says so
+        return  # unknown, still being written, empty or of another kind: the catalogue says so
     kind.check(spec, inputs)
     need, free = kind.estimate_bytes(spec, inputs), disk.free_bytes(here.settings.data)
     if need + here.settings.min_free_bytes > free:
@@ -72,27 +71,22 @@ def _check(here: Context, spec: "Spec", kind: "Kind") -> None:
 
 
 def _inputs(here: Context, spec: "Spec") -> "Inputs | None":
-    """Where a job's inputs lie; NotFound with the field's name for ids that name nothing."""
+    """Where a job's inputs lie; None where one of them cannot be used."""
     from brim.jobs.kinds import KINDS, Inputs
 
+    kind = KINDS[spec.kind]
     places: list[Path] = []
-    usable = True
-    for at, id in enumerate(spec.dataset_ids):
-        try:
-            row = here.dataset(id)
-        except NotFound as failure:
-            raise AtField(f"config.dataset_ids[{at}]") from failure
+    for id in spec.dataset_ids:
+        row = here.catalogue.datasets.get(id)
+        if row is None or row.state in ("writing", "deleting") or row.items == 0 or row.kind != kind.reads:
+            return None
         places.append(here.settings.data / row.path)
-        usable = usable and row.state != "writing" and row.items > 0 and row.kind == KINDS[spec.kind].reads
-    run = None
-    if spec.run_id is not None:
-        try:
-            found = here.run(spec.run_id)
-        except NotFound as failure:
-            raise AtField("config.run_id") from failure
-        run = here.settings.data / found.path
-        usable = usable and found.state != "training" and found.kind == KINDS[spec.kind].reads_run
-    return Inputs(datasets=tuple(places), run=run) if usable else None
+    if spec.run_id is None:
+        return Inputs(datasets=tuple(places))
+    run = here.catalogue.runs.get(spec.run_id)
+    if run is None or run.state == "training" or run.kind != kind.reads_run:
+        return None
+    return Inputs(datasets=tuple(places), run=here.settings.data / run.path)
 
 
 def _has_gpu(here: Context) -> bool:
