@@ -70,9 +70,13 @@ class Worker:
             result: Result = got["result"]
             steps("publish", partial(self._publish, job_id, result))
             return result
-        except Exception:
+        except JobFailed:
             self._close(job_id)
             raise
+        except Exception:  # a record that the queue's database refused, as on a full disk: end as a crash would
+            _log.exception("job %s: the queue takes no record; its worker is ended and goes on later", job_id)
+            self._close(job_id)
+            os._exit(1)
         except BaseException:  # cancelled, or in other hands by now: the queue's own way to end a workflow
             self._close(job_id)
             self._settle(job_id)
