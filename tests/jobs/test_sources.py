@@ -1,5 +1,6 @@
 """Datasets that people bring: taken as they are, or refused in words that name what is wrong."""
 
+import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -197,6 +198,28 @@ def test_packing_whose_listing_fails_leaves_no_files(catalogue, data, tmp_path, 
     assert list((data / "datasets").iterdir()) == []
 
 
+def test_a_packing_that_was_killed_is_swept_away_and_one_that_goes_on_is_not(catalogue, data, tmp_path):
+    code = (
+        "import os, signal, sys; from pathlib import Path; from brim.jobs import sources\n"
+        "sources.pack(Path(sys.argv[1]), Path(sys.argv[2]), 'a' * 32, progress=lambda p: os.kill(os.getpid(), 9))"
+    )
+    make_sequences(tmp_path / "npy", 12, dim=4, classes=2, mean_length=6)
+    killed = subprocess.run([sys.executable, "-c", code, tmp_path / "npy", data], check=False)
+    assert killed.returncode == -9
+    (data / "uploads" / f"{'a' * 32}.packing").mkdir(exist_ok=True)
+    seen = []
+
+    def look(_):
+        sources.tidy(catalogue, data)
+        seen.append(sorted(file.suffix for file in (data / "uploads").iterdir()))
+
+    row = add(catalogue, data, tmp_path / "npy", "sequences", progress=look)
+
+    assert [".lock", ".packing"] in seen  # its own
+    assert Corpus.open(data / row.path)
+    assert list((data / "uploads").iterdir()) == []
+
+
 # Removed
 
 
@@ -229,7 +252,8 @@ def test_a_removal_that_was_killed_is_gone_on_with(catalogue, data, tmp_path):
     (data / "trash").mkdir()
     (data / first.path).rename(data / "trash" / first.id)  # one was killed after the rename, one before
 
-    assert sources.finish_removals(catalogue, data) == 2
+    sources.tidy(catalogue, data)
+
     assert list((data / "datasets").iterdir()) == list((data / "trash").iterdir()) == []
     assert catalogue.datasets.retired() == []
 

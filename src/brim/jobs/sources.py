@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from brim.errors import Conflict, DatasetError, StorageError
+from brim.jobs.process import FileLock
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -26,6 +27,8 @@ log = logging.getLogger("brim")
 KINDS: Final = ("rf", "images", "sequences")
 IMAGES: Final = "images"
 MASKS: Final = "masks"
+
+_PACKING, _LOCK = ".packing", ".lock"  # in uploads: a corpus that is being packed, held by whoever packs it
 
 # What files begin with that the readers of segmentation know; the rest of a file is read when it is used.
 _BEGINNINGS = (
@@ -92,7 +95,11 @@ def pack(
     """Pack a folder of .npy sequences to DATA/datasets/ID, whole or not at all; None where it was stopped."""
     from brim.sequences.packing import pack as pack_sequences
 
-    unfinished, finished = data / "uploads" / f"{id}.packing", data / "datasets" / id
+    unfinished, finished = data / "uploads" / f"{id}{_PACKING}", data / "datasets" / id
+    lock = FileLock(unfinished.with_suffix(_LOCK))
+    with _in_words(unfinished):
+        unfinished.parent.mkdir(parents=True, exist_ok=True)
+        lock.take()
     try:
         report = pack_sequences(folder, unfinished, labels=labels, progress=progress, stop=stop)
         if not report.complete:
@@ -102,6 +109,7 @@ def pack(
             unfinished.rename(finished)
     finally:
         _discard(unfinished)
+        _give_back(lock)
     return _look_at_sequences(finished)
 
 
@@ -110,16 +118,20 @@ def remove(catalogue: "Catalogue", data: Path, id: str) -> None:
     _remove_files(catalogue, data, catalogue.datasets.retire(id))
 
 
-def finish_removals(catalogue: "Catalogue", data: Path) -> int:
-    """Go on with deletions that were cut short; how many were done. What still cannot be deleted stays for later."""
-    done = 0
+def tidy(catalogue: "Catalogue", data: Path) -> None:
+    """End what others did not live to end: deletions, and packings whose process is no more."""
     for row in catalogue.datasets.retired():
         try:
             _remove_files(catalogue, data, row)
-            done += 1
         except StorageError as failure:
-            log.warning("%s", failure)
-    return done
+            log.warning("%s; it stays for the next start", failure)
+    for file in (data / "uploads").glob(f"*{_LOCK}"):
+        lock = FileLock(file)
+        with _in_words(file):
+            abandoned = lock.take()
+        if abandoned:
+            _discard(file.with_suffix(_PACKING))
+            _give_back(lock)
 
 
 def image_folders(path: Path) -> tuple[Path, Path | None]:
@@ -241,6 +253,11 @@ def _remove_files(catalogue: "Catalogue", data: Path, row: "DatasetRow") -> None
             if trash.exists():
                 shutil.rmtree(trash)
     catalogue.datasets.forget(row.id)
+
+
+def _give_back(lock: FileLock) -> None:
+    lock.path.unlink(missing_ok=True)
+    lock.release()
 
 
 def _discard(folder: Path) -> None:

@@ -36,7 +36,7 @@ def serve(
         stack.callback(catalogue.close)
         stack.callback(queue.close)
         catalogue.devices.clear()  # workers of this start say anew what they have
-        sources.finish_removals(catalogue, settings.data)
+        sources.tidy(catalogue, settings.data)
         reconcile.orphans(catalogue, queue, {f"w{index}" for index in range(settings.workers)}, settings.data)
         api, workers = programs(settings, listening.fileno(), gpus)
         Supervisor(api, workers, overseer(settings, catalogue, queue)).run(stop, lambda: started(settings))
