@@ -35,17 +35,17 @@ def note_uses(connection: sa.Connection, job_id: str, inputs: Mapping[str, Any])
 
 
 def check_unread(connection: sa.Connection, dataset_id: str) -> None:
-    """Raise Conflict while a job may read a dataset, which stays locked until the transaction ends.
+    """Raise Conflict while a job may read a dataset.
 
-    The question is a statement of its own, after the lock: it sees what was noted while the lock was waited for.
+    The caller has locked the dataset's row in a statement before: so this one sees what was noted while that waited.
     """
-    lock = sa.select(datasets.c.name).where(datasets.c.id == dataset_id).with_for_update()
-    name = connection.execute(lock).scalar_one_or_none()
-    readers = sa.select(jobs.c.name, jobs.c.id).join(uses, uses.c.job_id == jobs.c.id)
-    query = readers.where(uses.c.dataset_id == dataset_id, jobs.c.status.in_(_HOLDING)).order_by(jobs.c.number)
+    readers = sa.select(jobs.c.name, jobs.c.id, datasets.c.name.label("dataset"))
+    readers = readers.join(uses, uses.c.job_id == jobs.c.id).join(datasets, datasets.c.id == uses.c.dataset_id)
+    query = readers.where(datasets.c.id == dataset_id, jobs.c.status.in_(_HOLDING)).order_by(jobs.c.number)
     if reader := connection.execute(query).first():
         raise Conflict(
-            f'the dataset "{name}" is in use by the job "{reader.name}" ({reader.id}); wait for it, or cancel it first'
+            f'the dataset "{reader.dataset}" is in use by the job "{reader.name}" ({reader.id}); '
+            "wait for it, or cancel it first"
         )
 
 
