@@ -204,16 +204,17 @@ def fetch_file(id: Id, name: str, here: Here) -> FileResponse:
 def _stop(here: Context, row: JobRow, wanted: Literal["cancel", "pause"]) -> JobRow:
     jobs = here.catalogue.jobs
     to: Status = "cancelled" if wanted == "cancel" else "paused"
-    if row.status == "paused" and wanted == "cancel":
-        jobs.move(row.id, "cancelled", of=["paused"], wanted="cancel")
-    elif row.status != to and jobs.want(row.id, wanted):
-        with suppress(Unavailable):  # it is noted, and reconciling tells the queue
-            here.queue.cancel(row.id)
+    idle = ["pending", "queued", "paused"] if wanted == "cancel" else ["pending", "queued"]
+    if row.status != to:
+        # of a job that no worker has begun, which none will begin after this; else the worker that has it ends it
+        begun = row.status not in idle or not jobs.move(
+            row.id, to, of=idle, wanted=wanted, output=made(here.settings.data, row)
+        )
+        if not begun or jobs.want(row.id, wanted):
+            with suppress(Unavailable):  # it is noted, and reconciling tells the queue
+                here.queue.cancel(row.id)
         row = here.job(row.id)
-        if row.status in ("pending", "queued"):  # no worker starts it any more
-            jobs.settle(row.id, made(here.settings.data, row))
-    row = here.job(row.id)
-    if row.status != to and (row.status in FINISHED or row.wanted == "run"):
+    if row.status != to and (row.status in FINISHED or row.wanted != wanted):
         raise Conflict(f'the job "{row.name}" is {row.status}, and so cannot be {to}')
     return row
 
