@@ -1,6 +1,6 @@
 """From files and folders to files: every image found is predicted and written as soon as it is ready."""
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -43,15 +43,15 @@ class FilesReport:
     failures: dict[str, str]  # image → why
     written: int
     kept: int = 0  # written by a run before this one
+    kept_polygons: int | None = 0  # in them; None: their format does not tell
     stopped: bool
 
     def as_dict(self) -> dict[str, Any]:
         """The report as JSON-able values, by the names of the contract."""
         assert self.report is not None
         found = self.report.as_dict()
-        if self.kept:  # nobody counted the polygons of images that were not predicted now
-            found |= {"images": self.report.images + self.kept, "polygons": None}
-        return found
+        polygons = None if self.kept_polygons is None else self.report.polygons + self.kept_polygons
+        return found | {"images": self.report.images + self.kept, "polygons": polygons}
 
 
 def predict_files(
@@ -77,7 +77,7 @@ def predict_files(
     done = 0
     with Writer(out, config.format, names) as writer:
         left = [name for name in names if not (resume and config.format != "coco" and _is_whole(writer.path(name)))]
-        kept = len(names) - len(left)
+        kept, kept_polygons = len(names) - len(left), _count(writer, set(names).difference(left))
         stream = loader.predict_stream(
             left, config.model, config.batch_size, config.threshold, config.detect_holes, config.strict,
             progress=_watched(progress, stop, kept), on_report=reports.append,
@@ -89,9 +89,15 @@ def predict_files(
                     failures[prediction.name] = reason
                 done += 1
     if not reports:
-        return FilesReport(report=None, failures=failures, written=done - len(failures), kept=kept, stopped=True)
+        return FilesReport(
+            report=None, failures=failures, written=done - len(failures), kept=kept, kept_polygons=kept_polygons,
+            stopped=True,
+        )  # fmt: skip
     report = replace(reports[0], failed=len(failures))  # an image may be gone when its overlay is drawn
-    return FilesReport(report=report, failures=failures, written=done - len(failures), kept=kept, stopped=False)
+    return FilesReport(
+        report=report, failures=failures, written=done - len(failures), kept=kept, kept_polygons=kept_polygons,
+        stopped=False,
+    )  # fmt: skip
 
 
 def _find(inputs: Sequence[Path], out: Path) -> list[Path]:
@@ -99,6 +105,12 @@ def _find(inputs: Sequence[Path], out: Path) -> list[Path]:
     place, places = out.resolve(), [path.resolve() for path in inputs]
     asked = any(path.is_relative_to(place) for path in places)
     return [name for name in find_images(inputs) if asked or not name.resolve().is_relative_to(place)]
+
+
+def _count(writer: Writer, names: Iterable[Path]) -> int | None:
+    """Polygons in files that are there; None where one does not tell."""
+    counts = [writer.polygons_in(name) for name in names]
+    return None if None in counts else sum(count for count in counts if count)
 
 
 def _is_whole(file: Path) -> bool:
