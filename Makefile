@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 DEMO_OUT ?= demo-output
 
-.PHONY: setup demo test lint types check bench clean
+.PHONY: setup demo test soak lint types check bench clean
 
 setup: $(STAMP)
 
@@ -31,6 +31,10 @@ check: lint types
 
 test: check
 	$(BIN)/python -m pytest
+
+# the long half of tests/faults: 200 kills on each database; an hour or so
+soak: setup
+	BRIM_SOAK=1 BRIM_KILLS=200 $(BIN)/python -m pytest tests/faults
 
 bench: setup
 	$(BIN)/python benchmarks/bench_generate.py

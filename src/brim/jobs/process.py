@@ -46,7 +46,8 @@ def _end_with(lifeline: int) -> None:
 
 
 def give_way_to_others() -> None:
-    """Let the kernel take this process before the API when memory runs out."""
+    """Let the API have the processor first, and the kernel take this process before it when memory runs out."""
+    os.nice(5)
     try:
         Path("/proc/self/oom_score_adj").write_text("500")
     except OSError:
