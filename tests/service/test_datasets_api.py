@@ -153,9 +153,20 @@ def test_an_array_of_python_objects_is_never_unpickled(api):
 def test_what_is_no_form_is_refused(api):
     whole = multipart([*NAMED, ("images", "a.png", picture())])
 
-    for body in (b"", b"no form", whole[:-30], whole.replace(b"form-data", b"other"), b"--a-boundary\r\n" + b"x" * 9000):
+    for body in (
+        b"",
+        b"no form",
+        whole[:-30],
+        whole.replace(b"form-data", b"other"),
+        b"--a-boundary\r\n" + b"x" * 9000,
+    ):
         assert upload(api, [], body=body).status == 400, body[:40]
-    for kind, status in (("application/json", 415), ("multipart/form-data", 400), ("", 415), ("multipart/mixed; boundary=a", 415)):
+    for kind, status in (
+        ("application/json", 415),
+        ("multipart/form-data", 400),
+        ("", 415),
+        ("multipart/mixed; boundary=a", 415),
+    ):
         assert api.post("/api/datasets", whole, headers={"Content-Type": kind}).status == status, kind
     assert left(api) == []
 

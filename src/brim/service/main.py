@@ -47,6 +47,7 @@ def make_server(app: ASGIApp, end_streams: Callable[[], None]) -> Server:
         timeout_graceful_shutdown=GRACE_S,
         backlog=512,
     )
+    logging.getLogger("uvicorn.access").disabled = True  # whoever listens to all loggers would see queries in it
     return Server(config, end_streams)
 
 
