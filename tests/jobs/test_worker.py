@@ -1,8 +1,10 @@
 """Real worker processes, killed and told to stop, with a kind that counts."""
 
 import json
+import random
 import signal
 import time
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
@@ -131,8 +133,11 @@ def test_an_unforeseen_failure_says_so_and_leaves_its_traceback_in_the_log(make_
     text = "\n".join(line["text"] for line in read_log(log_file(desk.data, job_id))[0])
     assert "Traceback" in text
     assert "/" not in text.partition("Traceback")[2].replace("job's", "").replace("(path)", "")
+    assert desk.wait(lambda: desk.queue.states([job_id])[job_id].status == "ERROR", 10, job_id)
     other = desk.submit(items=5)
-    assert desk.until(other, "completed").worker is None
+    assert desk.until(other, "completed").attempts == 1
+    pids = {desk.marks(each)[0].split()[2] for each in (job_id, other)}
+    assert len(pids) == 2  # who knows what the failure left behind: the next job gets a new process
 
 
 def test_a_job_that_kills_its_workers_is_given_up(make_desk):
@@ -240,6 +245,42 @@ def test_a_job_does_not_wait_for_a_database_that_is_away(make_desk, postgres):
 def desk_items(desk) -> int:
     (manifest,) = desk.data.glob("datasets/*/manifest.json")
     return json.loads(manifest.read_text())["items"]
+
+
+def test_kills_stops_and_resumes_at_random_leave_both_databases_of_one_mind(make_desk, database):
+    desk, rng = make_desk(database), random.Random(11)
+    desk.start("w1")
+    ids = [desk.submit(items=250) for _ in range(3)]
+
+    for _ in range(50):
+        desk.oversee()
+        act, job_id = rng.choice(["kill", "cancel", "pause", "resume", "resume", "resume"]), rng.choice(ids)
+        if act == "kill" and rng.random() < 0.4:
+            desk.workers[rng.choice(["w0", "w1"])].send_signal(rng.choice([signal.SIGKILL, signal.SIGTERM]))
+        elif act in ("cancel", "pause") and desk.catalogue.jobs.want(job_id, act):
+            desk.queue.cancel(job_id)
+        elif act == "resume" and desk.job(job_id).status in ("cancelled", "paused", "failed"):
+            desk.resume(job_id)
+        time.sleep(rng.uniform(0, 0.6))
+    for job_id in ids:
+        settled = desk.wait(partial(settled_job, desk, job_id), 30, job_id)
+        if settled.status in ("cancelled", "paused"):
+            desk.resume(job_id)
+    jobs = [desk.until(job_id, "completed", "failed") for job_id in ids]
+
+    assert [(job.status, job.error) for job in jobs] == [("completed", None)] * 3
+    for job in jobs:
+        words = [line.split()[0] for line in desk.marks(job.id)]
+        assert "overlap" not in words
+        assert desk.items(job.id) == 250
+        assert job.attempts >= words.count("open")  # one may be killed before it begins to count
+    assert desk.wait(lambda: not desk.queue.active(), 10, ids[0])
+    assert {state.status for state in desk.queue.states(ids).values()} == {"SUCCESS"}
+
+
+def settled_job(desk, job_id):
+    job = desk.job(job_id)
+    return None if job.status in ("pending", "queued", "running") and job.wanted != "run" else job
 
 
 def test_progress_is_told_every_second(make_desk):

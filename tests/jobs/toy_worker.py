@@ -1,10 +1,12 @@
 """A worker that knows one more kind, toy.count: counts items into a manifest, and misbehaves as its config says."""
 
+import fcntl
 import json
 import os
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 from brim.errors import ConfigError
 from brim.jobs import kinds, worker
@@ -15,6 +17,19 @@ from brim.jobs.task import Stopped, Task
 def run(task: Task) -> dict[str, object]:
     config, out = task.spec.config, task.out
     out.mkdir(parents=True, exist_ok=True)
+    lock = os.open(out, os.O_RDONLY)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        mark(out, "overlap", 0)
+        fcntl.flock(lock, fcntl.LOCK_EX)
+    try:
+        return count(task, config, out)
+    finally:
+        os.close(lock)
+
+
+def count(task: Task, config: dict[str, Any], out: Path) -> dict[str, object]:
     manifest = out / "manifest.json"
     done = json.loads(manifest.read_text())["items"] if manifest.exists() else 0
     mark(out, "open", done)

@@ -23,6 +23,7 @@ from brim.jobs.status import Progress
 from brim.jobs.task import Inputs, Task
 
 TELL_S: Final = 0.9  # between two words to the catalogue: at least one a second
+MAX_WORDS: Final = 500  # characters of a failure that nobody put in words for people
 RETRY_S: Final = (1.0, 2.0, 5.0, 10.0)  # between tries of what must not be lost; the last again and again
 
 _log = logging.getLogger("brim.jobs")
@@ -50,6 +51,7 @@ class Attempt:
         self._redact = Redactor(surely(self._known_paths))
         self._stack = ExitStack()
         self._told_s = 0.0
+        self.is_unforeseen = False  # its failure: then the process may be broken too, as after an error of CUDA
         self._stack.enter_context(logging_to(log_file(place.data, job.id), self._redact))
         _log.info("attempt %d at job %s, by worker %s on %s", job.attempts + 1, job.id, place.worker, place.device)
 
@@ -80,8 +82,10 @@ class Attempt:
     def _work(self, session: Session) -> Result:
         """The work itself, in the main thread."""
         job, place, kind = self.job, self._place, KINDS[self.job.kind]
+        place.beat()
         spec, inputs, out = Spec(job.kind, job.name, job.config), self._inputs(), place.data / job.out
         disk.check(out, kind.estimate_bytes(spec, inputs), place.min_free_bytes)
+        place.beat()  # the kind's library was imported meanwhile
         task = Task(
             spec=spec,
             inputs=inputs,
@@ -134,16 +138,22 @@ class Attempt:
             text = str(failure)
             _log.error("job %s failed: %s", self.job.id, text)
         else:
-            text = f"unexpected {type(failure).__name__}: {failure}; the job's log has more"
+            self.is_unforeseen = True
+            first = next(iter(str(failure).splitlines()), "")[:MAX_WORDS]
+            text = f"unexpected {type(failure).__name__}: {first}; the job's log has more"
             _log.error("job %s failed unexpectedly", self.job.id, exc_info=failure)
         return self._redact(text)
 
     def _known_paths(self) -> dict[Path | str, str]:
         """What people call the directories that messages may name."""
         data, job = self._place.data, self.job
-        rows = [self._catalogue.datasets.get(id) for id in job.inputs.get("dataset_ids") or ()]
-        inputs: dict[Path | str, str] = {data / row.path: f'dataset "{row.name}"' for row in rows if row is not None}
-        return {data: "(data)", data / job.out: f'the {job.makes} "{job.name}"', **inputs}
+        known: dict[Path | str, str] = {data: "(data)", data / job.out: f'the {job.makes} "{job.name}"'}
+        for id in job.inputs.get("dataset_ids") or ():
+            if (dataset := self._catalogue.datasets.get(id)) is not None:
+                known[data / dataset.path] = f'the dataset "{dataset.name}"'
+        if (run := self._catalogue.runs.get(job.inputs.get("run_id") or "")) is not None:
+            known[data / run.path] = f'the run "{run.name}"'
+        return known
 
 
 def surely(call: Callable[[], T]) -> T:

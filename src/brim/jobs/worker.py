@@ -19,6 +19,7 @@ from brim.errors import BrimError
 from brim.jobs.attempt import Attempt, Place, surely
 from brim.jobs.catalogue import Catalogue
 from brim.jobs.durable import Queue, Runner, Steps
+from brim.jobs.joblog import LOGGER
 from brim.jobs.made import made
 from brim.jobs.process import FileLock, Heartbeat, die_with_supervisor, give_way_to_others, read_settings
 from brim.jobs.reconcile import settle_stopped
@@ -42,7 +43,7 @@ class Worker:
         self._place, self._catalogue = place, catalogue
         self._runner = Runner(jobs_url, place.worker, self._job)
         self._bench, self._attempts = Bench(), dict[str, Attempt]()
-        self._leaving = False
+        self._leaving = self._is_worn = False
 
     def serve(self, facts: dict[str, Any]) -> None:
         """Say what we compute on, then work until `leave`."""
@@ -90,12 +91,15 @@ class Worker:
         if attempt is None:  # it is no longer to run: the queue refuses this record and ends the workflow
             return {"ended": False, "seconds": 0.0}
         record = attempt.wait(seconds, partial(self._runner.is_cancelled, job_id))
+        self._is_worn |= attempt.is_unforeseen
         if record["ended"] and self._leaving:  # by our own wish: no record, as in a crash, and the next worker goes on
             os._exit(0)
         return record
 
     def _open(self, job_id: str) -> Attempt | None:
         """Begin an attempt; None where the job is no longer to run."""
+        if self._is_worn:  # by the job before, which failed in a way nobody foresaw: a new process takes this one
+            os._exit(0)
         job = surely(partial(self._catalogue.jobs.get, job_id))
         running = partial(self._catalogue.jobs.move, job_id, "running", of=UNFINISHED, worker=self._place.worker)
         if job is None or not surely(running):
@@ -145,7 +149,7 @@ def main() -> int:
     die_with_supervisor(lifeline)
     settings = read_settings()
     give_way_to_others()
-    logging.basicConfig(level=settings.get("log_level", "INFO"), format=f"{name} %(levelname)s %(message)s")
+    _set_up_logging(name, settings.get("log_level", "INFO"))
     lock = FileLock(Path(settings["data"]) / "workers" / f"{name}.lock")
     try:
         lock.wait(LOCK_S)
@@ -154,6 +158,14 @@ def main() -> int:
         _log.error("%s", failure)
         return 1
     return 0
+
+
+def _set_up_logging(name: str, level: str) -> None:
+    """Standard error takes what the service asks for; a job's own log also takes what is only informative."""
+    shown = logging.StreamHandler()
+    shown.setLevel(level)
+    logging.basicConfig(handlers=[shown], format=f"{name} %(levelname)s %(message)s")
+    logging.getLogger(LOGGER).setLevel(min(logging.INFO, shown.level))
 
 
 def urls(data: Path, database: str | None) -> tuple[str, str]:
