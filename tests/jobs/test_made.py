@@ -1,6 +1,7 @@
 """What a job has made, as its directory tells it, whatever state a kill left that in."""
 
 import json
+import os
 from types import SimpleNamespace
 
 import pytest
@@ -57,3 +58,11 @@ def test_a_run_without_a_checkpoint_is_none(look, tmp_path):
     write(tmp_path / "out" / "about.json", {"model": "locator"})
 
     assert look("run").items == 0
+
+
+def test_the_phase_written_last_is_where_a_run_is(look, tmp_path):
+    write(tmp_path / "out" / "supervised" / "last" / "state.json", {"phase": "supervised", "step": 900})
+    write(tmp_path / "out" / "self" / "last" / "state.json", {"phase": "self", "step": 30})
+    os.utime(tmp_path / "out" / "supervised" / "last" / "state.json", (1000, 1000))
+
+    assert look("run").about["phase"] == "self"

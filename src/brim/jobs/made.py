@@ -4,7 +4,6 @@ Asked when a job ends, stops or is given up, by workers and by the supervisor; t
 """
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,7 @@ def made(data: Path, job: JobRow) -> Output:
         about = {"config": manifest.get("config"), "shards": len(shards)}  # as of datasets that people bring
         return Output(items=int(manifest.get("items", 0)), bytes=num_bytes, about=about)
     if job.makes == "run":
-        states = sorted(_checkpoints(out), key=lambda state: int(state.get("step", 0)))
+        states = [state for file in _checkpoints(out) if (state := _read(file))]
         if not states:
             return Output(items=0)
         return Output(items=max(1, int(states[-1].get("step", 0))), bytes=used_bytes(out), about=_summary(states[-1]))
@@ -37,12 +36,10 @@ def _summary(state: dict[str, Any]) -> dict[str, Any]:
     return {**found, "best_val_loss": best.get("val_loss")}
 
 
-def _checkpoints(out: Path) -> Iterator[dict[str, Any]]:
-    """States of the last checkpoints of all phases."""
-    for name in LAST:
-        for file in out.glob(f"*/{name}/state.json"):
-            if state := _read(file):
-                yield state
+def _checkpoints(out: Path) -> list[Path]:
+    """State files of the last checkpoints of all phases, in the order in which they were written."""
+    files = [file for name in LAST for file in out.glob(f"*/{name}/state.json")]
+    return sorted(files, key=lambda file: file.stat().st_mtime)
 
 
 def _read(file: Path) -> dict[str, Any]:
