@@ -39,7 +39,14 @@ def _summary(state: dict[str, Any]) -> dict[str, Any]:
 def _checkpoints(out: Path) -> list[Path]:
     """State files of the last checkpoints of all phases, in the order in which they were written."""
     files = [file for name in LAST for file in out.glob(f"*/{name}/state.json")]
-    return sorted(files, key=lambda file: file.stat().st_mtime)
+    return sorted(files, key=_written_at)
+
+
+def _written_at(file: Path) -> float:
+    try:
+        return file.stat().st_mtime
+    except OSError:  # replaced meanwhile
+        return 0.0
 
 
 def _read(file: Path) -> dict[str, Any]:
