@@ -170,6 +170,13 @@ def test_an_id_that_names_nothing_is_not_found(shared, id):
     assert shared.get(f"/api/datasets/{id}/preview").status == 404
 
 
+def test_an_unknown_id_is_answered_with_where_to_look(shared):
+    answer = shared.get("/api/datasets/x")
+
+    assert answer.json["detail"] == 'no dataset has this id; "GET /api/datasets" lists those there are'
+    assert '"GET /api/datasets"' in shared.post(JOBS, training()).json["detail"]
+
+
 @pytest.mark.parametrize("key", ["", " ", "x" * 201, "tab\there", "ü".encode().decode("latin-1")])
 def test_a_key_that_cannot_be_is_refused(shared, key):
     answer = shared.post(JOBS, GENERATION, headers={"Idempotency-Key": key})

@@ -30,6 +30,7 @@ STATUS: tuple[tuple[type[errors.BrimError], int], ...] = (
     (errors.BrimError, 422),
 )
 _NAMED = re.compile(r"config\.[\w.\[\]]*[\w\]](?=:)")
+_ADDRESS = re.compile(r'("GET /api/[a-z/-]+")')  # one of ours, where a sentence says where to look
 _SENTENCES = {
     400: "the request cannot be read; send it again as the documentation says",
     404: "nothing is at this address; /docs lists what is",
@@ -61,7 +62,8 @@ def install(app: FastAPI, redact: Callable[[str], str]) -> None:
         assert isinstance(failure, errors.BrimError)
         text = str(failure)
         named = _NAMED.match(text)  # a Conflict of the catalogue begins with the field
-        return problem(status_of(failure), redact(text), getattr(failure, "field", named and named[0]) or None)
+        shown = "".join(part if _ADDRESS.match(part) else redact(part) for part in _ADDRESS.split(text))
+        return problem(status_of(failure), shown, getattr(failure, "field", named and named[0]) or None)
 
     def http_error(request: Request, failure: Exception) -> Response:
         assert isinstance(failure, HTTPException)
