@@ -1,13 +1,17 @@
 """Datasets over HTTP: brought as files, listed, previewed, deleted; nothing lands where it should not."""
 
 import io
+import shutil
+import socket
+import subprocess
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from live_api import JOBS, Answer, Api
+from live_api import JOBS, TOKEN, Answer, Api
 from PIL import Image
 
 from brim.jobs.catalogue import Output
@@ -258,3 +262,36 @@ def test_a_run_shows_the_end_of_its_metrics(api):
     api.catalogue.jobs.move(row.id, "running", of=["pending"])
     api.catalogue.jobs.move(row.id, "completed", of=["running"], output=Output(items=300, about={"best_val_loss": 1.5}))
     assert api.get("/api/runs").json["runs"][0]["summary"]["best_val_loss"] == 1.5
+
+
+def test_a_client_that_hangs_up_in_the_middle_leaves_nothing(api):
+    body = multipart([*NAMED, ("images", "a.png", picture() + bytes(200_000))])
+    head = (
+        f"POST /api/datasets HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {TOKEN}\r\n"
+        f"Content-Type: multipart/form-data; boundary={BOUNDARY}\r\nContent-Length: {len(body)}\r\n\r\n"
+    )
+    with socket.create_connection(("127.0.0.1", api.port)) as connection:
+        connection.sendall(head.encode() + body[:100_000])
+        until_s = time.monotonic() + 10
+        while not left(api) and time.monotonic() < until_s:
+            time.sleep(0.01)
+        assert left(api), "it is being written"
+    until_s = time.monotonic() + 10
+    while left(api) and time.monotonic() < until_s:
+        time.sleep(0.05)
+
+    assert left(api) == []
+    assert api.get("/api/datasets").json["total"] == 0
+
+
+def test_curl_brings_images(api, tmp_path):
+    if shutil.which("curl") is None:
+        pytest.skip("no curl here")
+    for n in range(3):
+        (tmp_path / f"{n}.png").write_bytes(picture() + bytes(700_000))
+    files = [part for n in range(3) for part in ("-F", f"images=@{tmp_path / f'{n}.png'}")]
+    command = ["curl", "-sS", "-H", f"Authorization: Bearer {TOKEN}", "-F", "name=by curl", "-F", "kind=images", *files]
+
+    done = subprocess.run([*command, f"http://127.0.0.1:{api.port}/api/datasets"], capture_output=True, check=True)
+
+    assert b'"items":3' in done.stdout
