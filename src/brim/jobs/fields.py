@@ -89,15 +89,15 @@ def model_of(
     more  name → (type, default), as pydantic.create_model takes them
     """
     hints, most = get_type_hints(config), most or {}
-    own: dict[str, Any] = {
+    known: dict[str, Any] = {
         field.name: (_edge_type(hints[field.name], field.name), _default(field))
         for field in fields(config)
         if field.name not in leave and field.name not in more
     }
     for limited, limit in most.items():
-        kind, default = own[limited]
-        own[limited] = (Annotated[kind, pydantic.Field(le=limit)], default)
-    made: type[Fields] = create_model(name or config.__name__, __base__=Fields, **own, **more)
+        kind, default = known[limited]
+        known[limited] = (Annotated[kind, pydantic.Field(le=limit)], default)
+    made: type[Fields] = create_model(name or config.__name__, __base__=Fields, **known, **more)
     return made
 
 
