@@ -8,7 +8,7 @@ from pathlib import Path
 import cv2
 import numpy as np
 import pytest
-from fault_service import QUICK, Serve, brim
+from fault_service import QUICK, SOAK, Serve, brim
 
 from brim.engine.shards import Dataset
 from brim.rf import from_mapping, generate
@@ -59,10 +59,12 @@ KINDS = {
     "segment.train": ("images", {"model": "unet_tiny", "size": 32, "epochs": MANY, "batch_size": 4}),
     "sequence.train": ("sequences", {"encoder_epochs": MANY, "batch_size": 8, "model": TINY}),
 }
+VERBS = ("cancel", "pause")
+# each kind once, cancelled or paused in turn; make soak: both
+CASES = [(kind, verb) for at, kind in enumerate(KINDS) for verb in (VERBS if SOAK else VERBS[at % 2 : at % 2 + 1])]
 
 
-@pytest.mark.parametrize("verb", ["cancel", "pause"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "verb"), CASES)
 def test_a_stop_is_quick_and_leaves_what_can_go_on(serve, inputs, kind, verb):
     reads, config = KINDS[kind]
     config = {**config, "dataset_ids": [inputs[reads]]} if reads else config
