@@ -148,6 +148,7 @@ def test_a_body_that_is_too_large_is_refused_whether_its_length_is_said_or_not(s
         ("page=1.5", "page"),
         ("page=99999999999999999999", "page"),
         ("status=%00", "status"),
+        ("status=a%0Ab%1B[31m", "status"),
         ("kind=%ff", "kind"),
     ],
 )
@@ -155,6 +156,8 @@ def test_a_query_that_cannot_be_is_refused(shared, query, field):
     answer = shared.get(f"{JOBS}?{query}")
 
     assert (answer.status, answer.json["field"]) == (422, field)
+    assert answer.json["detail"].startswith(field)
+    assert answer.json["detail"].isprintable()
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from starlette.exceptions import HTTPException
 from starlette.routing import Match
 
 from brim import errors
+from brim.jobs.fields import plain_text
 
 log = logging.getLogger(__name__)
 
@@ -29,6 +30,14 @@ STATUS: tuple[tuple[type[errors.BrimError], int], ...] = (
     (errors.StorageError, 507),
     (errors.BrimError, 422),
 )
+_EXPECTED = {
+    "int_parsing": "a whole number",
+    "int_parsing_size": "a whole number",
+    "greater_than_equal": "at least {ge}",
+    "less_than_equal": "at most {le}",
+    "literal_error": "{expected}",
+}
+_FORMS = {"Idempotency-Key": "1 to 200 printable characters", "after": "the number of an event"}
 _NAMED = re.compile(r"config\.[\w.\[\]]*[\w\]](?=:)")
 _ADDRESS = re.compile(r'("GET /api/[a-z/-]+")')  # one of ours, where a sentence says where to look
 _SENTENCES = {
@@ -89,17 +98,15 @@ def install(app: FastAPI, redact: Callable[[str], str]) -> None:
 
 
 def first_fault(faults: Any) -> tuple[str, str]:
-    """Sentence and field of the first thing pydantic refused: of a union, of the branch that came furthest."""
+    """Sentence and field of the first thing that a parameter of a route is not."""
     fault = faults[0]
-    where, *path = fault["loc"]
-    names = [
-        str(part) for part in path if isinstance(part, int) or not str(part).startswith(("literal[", "constrained"))
-    ]
-    field = (names[0] if names else str(where)) if where in ("query", "path", "header") else ".".join(names)
+    field = str(fault["loc"][1]) if len(fault["loc"]) > 1 else str(fault["loc"][0])
     given = fault.get("input")
     shown = f"={given}" if isinstance(given, str | int | float) and len(str(given)) <= 60 else ""
-    expected = str(fault["msg"]).replace("Input should be", "must be")
-    return f"{field}{shown} is refused: {expected[:1].lower()}{expected[1:]}", field
+    kind, context = fault["type"], fault.get("ctx", {})
+    expected = _FORMS.get(field) if kind == "string_pattern_mismatch" else _EXPECTED.get(kind)
+    words = str(fault["msg"]) if expected is None else f"must be {expected.format(**context)}"
+    return plain_text(f"{field}{shown} {words}"), field
 
 
 def allowed(app: FastAPI, request: Request) -> list[str]:

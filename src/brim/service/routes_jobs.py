@@ -229,7 +229,7 @@ def _resume(here: Context, row: JobRow) -> JobRow:
         raise TooMany(f"{here.settings.max_unfinished} jobs are waiting or running, the most at once; try again later")
     if not jobs.move(row.id, "pending", of=[row.status], wanted="run"):
         raise Conflict(f'the job "{row.name}" was just changed by another request; look at it again')
-    with suppress(Unavailable):  # it is noted, and reconciling queues it
+    with suppress(Conflict, Unavailable):  # away, or its failure is just being recorded: reconciling queues it
         here.queue.resume(row.id, failed=row.status == "failed")
         jobs.move(row.id, "queued", of=["pending"])
     return here.job(row.id)
