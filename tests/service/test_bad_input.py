@@ -236,6 +236,28 @@ def test_empty_and_foreign_datasets_are_refused(api):
         assert word in answer.json["detail"]
 
 
+@pytest.mark.parametrize("kind", ["rf.train", "segment.train", "sequence.train", "rf.evaluate", "segment.predict"])
+def test_inputs_whose_files_are_gone_or_foreign_are_refused_by_the_fields_name(api, tmp_path, kind):
+    from brim.jobs.catalogue import Output
+    from brim.jobs.kinds import KINDS
+    from brim.jobs.specs import Spec
+
+    (tmp_path / "foreign").mkdir()
+    (tmp_path / "foreign" / "manifest.json").write_text('{"items": 3}')
+    config: dict[str, Any] = {}
+    if KINDS[kind].reads_run and not kind.endswith("train"):
+        run, _ = api.catalogue.jobs.submit(Spec(KINDS[kind].reads_run, "r", {}), makes="run")
+        api.catalogue.jobs.move(run.id, "running", of=["pending"])
+        api.catalogue.jobs.move(run.id, "completed", of=["running"], output=Output(items=3))
+        config["run_id"] = run.output_id
+    for place in ("gone", "foreign"):
+        dataset = api.add_dataset(kind=KINDS[kind].reads, path=str(tmp_path / place), owned=False)
+        answer = api.post(JOBS, explicit(kind, dataset_ids=[dataset.id], **config))
+        assert answer.status == 422, (place, answer.json)
+        assert answer.json["field"].startswith("config.")
+        assert str(tmp_path) not in answer.json["detail"]
+
+
 def test_a_run_of_another_kind_is_refused(api):
     from brim.jobs.catalogue import Output
     from brim.jobs.specs import Spec
