@@ -1,6 +1,6 @@
 # The service in a container: docker build -t brim . ; compose.yaml runs it beside PostgreSQL with one GPU.
 # PyTorch's wheels bring CUDA's libraries; the driver comes from the host (NVIDIA Container Toolkit).
-FROM python:3.12-slim-bookworm AS build
+FROM python:3.12-slim-trixie AS build
 COPY constraints.txt pyproject.toml README.md LICENSE /src/
 COPY src /src/src
 # CUDA or CPU wheels of torch: the index of the GPU's CUDA version, or https://download.pytorch.org/whl/cpu
@@ -9,9 +9,9 @@ RUN python -m venv /opt/brim \
  && /opt/brim/bin/pip install --no-cache-dir --index-url "$TORCH_INDEX" 'torch>=2.11' \
  && /opt/brim/bin/pip install --no-cache-dir '/src[service]'
 
-FROM python:3.12-slim-bookworm
-# a C compiler for Triton, which builds a launcher for its kernels; OpenMP for torch; SQLite of Debian 12 is too old
-# for Python >= 3.12 (durable jobs need 3.42), so this image is for PostgreSQL: compose.yaml sets BRIM_DATABASE
+FROM python:3.12-slim-trixie
+# Debian 13: with Python 3.12 durable jobs need SQLite 3.42, and Debian 12 has 3.40. A C compiler for Triton, which builds
+# a launcher for its kernels; OpenMP for torch.
 RUN apt-get update \
  && apt-get install --yes --no-install-recommends gcc libc6-dev libgomp1 \
  && rm -rf /var/lib/apt/lists/* \

@@ -18,6 +18,7 @@ from brim.errors import BrimError, ConfigError, Conflict, NotFound, StorageError
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 TIMEOUT_S = 60.0  # the service says something every 15 s, also when nothing happens
+AGAIN_S = 1.0  # between two tries
 AWAY_S = 120.0  # how long a watcher waits for a service that does not answer
 _FAMILIES: Mapping[int, type[BrimError]] = {404: NotFound, 409: Conflict, 429: TooMany, 503: Unavailable}
 
@@ -53,6 +54,17 @@ class Client:
         asked = urlencode({name: value for name, value in query.items() if value is not None})
         return self._ask("GET", f"{path}?{asked}" if asked else path)
 
+    def get_patiently(self, path: str) -> dict[str, Any]:
+        """The object at a path; a service that was there a moment ago is waited for."""
+        end_s = time.monotonic() + AWAY_S
+        while True:
+            try:
+                return self.get(path)
+            except Unavailable:
+                if time.monotonic() > end_s:
+                    raise
+                time.sleep(AGAIN_S)
+
     def post(self, path: str, body: bytes = b"", **headers: str) -> dict[str, Any]:
         """What the service answers to a JSON body."""
         return self._ask("POST", path, body, {"Content-Type": "application/json", **headers} if body else headers)
@@ -66,17 +78,18 @@ class Client:
 
         A service that restarts is waited for; the stream's first connection must succeed.
         """
-        last, seen_s, connected = "", time.monotonic(), False
+        last, connected, away_s = "", False, 0.0  # away_s: since when it does not answer
         while True:
             try:
                 for event in self._stream(path, last):
-                    last, connected, seen_s = event.id or last, True, time.monotonic()
+                    last, connected, away_s = event.id or last, True, 0.0
                     yield event
                 return
             except Unavailable:
-                if not connected or time.monotonic() - seen_s > AWAY_S:
+                away_s = away_s or time.monotonic()
+                if not connected or time.monotonic() - away_s > AWAY_S:
                     raise
-                time.sleep(1.0)
+                time.sleep(AGAIN_S)
 
     def _stream(self, path: str, last: str) -> Iterator[Event]:
         connection, answer = self._send("GET", path, b"", {"Last-Event-ID": last} if last else {})

@@ -211,13 +211,13 @@ def _follow(client: Client, job_id: str) -> dict[str, Any]:
                 if event.kind == "progress":
                     display.job(_title(job), event.data)
                 elif event.kind == "status":
-                    job = client.get(_path(job_id))
+                    job = client.get_patiently(_path(job_id))
                     display.job(_title(job), job["progress"])
                     if job["status"] in ENDED:
                         break
             else:
                 time.sleep(FOLLOW_S)  # the stream ended first: look where the job is
-                job = client.get(_path(job_id))
+                job = client.get_patiently(_path(job_id))
     return job
 
 
