@@ -61,7 +61,6 @@ def main() -> None:
 
 def measure(service: Service) -> dict[str, list[float]]:
     """Seconds of every request, by what it was."""
-    service.ask("GET", "/ready")
     service.generate(10_000_000)
     times: dict[str, list[float]] = {name: [] for name in ("submit", "list", "show", "cancel")}
     made: queue.SimpleQueue[str] = queue.SimpleQueue()

@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -38,6 +39,15 @@ class Service:
             raise SystemExit(f"{method} {path}: {answer.status} {text.decode()}")
         return json.loads(text)
 
+    def status(self, path: str) -> int:
+        """How it answers."""
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
+        try:
+            connection.request("GET", path, headers={"Authorization": f"Bearer {self.token}"})
+            return connection.getresponse().status
+        finally:
+            connection.close()
+
     def generate(self, samples: int) -> str:
         """Submit a generation job; its id."""
         made = self.ask("POST", JOBS, {"dataset_name": "bench", "num_samples": samples, "config": QUICK})
@@ -65,7 +75,10 @@ def serving(data: Path, database: str | None = None, *, workers: int = 1, **env:
         try:
             assert process.stdout is not None
             address, _, token = process.stdout.readline().strip().partition("/?token=")
-            yield Service(process, data, int(address.rpartition(":")[2]), token)
+            service = Service(process, data, int(address.rpartition(":")[2]), token)
+            while service.status("/ready") != http.client.OK:
+                time.sleep(0.2)
+            yield service
         finally:
             process.kill()
 

@@ -80,7 +80,7 @@ class Serve:
         children = self.children().values()
         self.process.kill()
         self._bury()
-        until(lambda: not any(is_running(pid) for pid in children), 10)
+        until(lambda: not any(is_running(pid) for pid in children), 30)  # one may be within an fsync
 
     def kill_child(self, name: str) -> None:
         pid = self.children().get(name)

@@ -6,7 +6,6 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
-from urllib.parse import quote
 
 import typer
 
@@ -170,9 +169,9 @@ def _client(url: str | None, token_file: Path | None, data: Path | None) -> Clie
 
 
 def _path(job_id: str, *more: str) -> str:
-    if not job_id.strip("."):  # a path's own words, and no id
+    if not (job_id.isascii() and job_id.isalnum()):  # a path's own words, and no id
         raise ConfigError(f'"{job_id}" is no job\'s id; see them with "brim jobs list"')
-    return "/".join([JOBS, quote(job_id, safe=""), *more])
+    return "/".join([JOBS, job_id, *more])
 
 
 def _read_body(file: Path) -> bytes:
