@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 DEMO_OUT ?= demo-output
 
-.PHONY: setup demo test lint types check bench clean
+.PHONY: setup demo test soak lint types check bench clean
 
 setup: $(STAMP)
 
@@ -29,8 +29,14 @@ types: setup
 
 check: lint types
 
+# two at a time, but for those that measure how soon a service answers
 test: check
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadfile --ignore tests/faults
+	$(BIN)/python -m pytest tests/faults
+
+# the long half of tests/faults: 200 kills on each database; an hour or so
+soak: setup
+	BRIM_SOAK=1 BRIM_KILLS=200 $(BIN)/python -m pytest tests/faults
 
 bench: setup
 	$(BIN)/python benchmarks/bench_generate.py

@@ -45,14 +45,38 @@ HOMES = {  # where else than in COMPUTE's layers a package may be imported, by p
     "onnxruntime": ("rf/run.py", "rf/train.py"),
     "onnxscript": ("rf/run.py", "rf/train.py"),
     "tensorboard": ("engine/train_report.py",),
+    "dbos": ("jobs/durable.py",),
+    "sqlalchemy": ("jobs/catalogue/",),
+    "alembic": ("jobs/catalogue/",),
+    "pydantic": ("jobs/", "service/"),
+    "fastapi": ("service/",),
+    "fastapi_offline": ("service/",),
+    "starlette": ("service/",),
+    "uvicorn": ("service/",),
+    "prometheus_client": ("service/",),
 }
-INSIDE_FUNCTIONS = set(HOMES) - {
-    "rich",
-    "typer",
-    "triton",
-    "cv2",
-    "PIL",
-}  # optional, or useless without a GPU: imported when needed
+SERVICE = {
+    "dbos",
+    "sqlalchemy",
+    "alembic",
+    "pydantic",
+    "fastapi",
+    "fastapi_offline",
+    "starlette",
+    "uvicorn",
+    "prometheus_client",
+}  # of the extra `service`: the command line imports jobs and service only inside functions
+INSIDE_FUNCTIONS = (
+    set(HOMES)
+    - SERVICE
+    - {
+        "rich",
+        "typer",
+        "triton",
+        "cv2",
+        "PIL",
+    }
+)  # optional, or useless without a GPU: imported when needed
 
 
 class Import(NamedTuple):

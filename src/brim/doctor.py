@@ -41,6 +41,11 @@ def collect() -> dict[str, Any]:
     return facts
 
 
+def num_gpus() -> int:
+    """NVIDIA GPUs here, found without importing torch."""
+    return int(_attempt(_nvml).get("num_devices", 0))
+
+
 def render(facts: dict[str, Any]) -> "Table":
     """The facts as a table for a terminal."""
     from rich.table import Table

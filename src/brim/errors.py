@@ -2,7 +2,8 @@
 
     BrimError                  something the user can act on; the command line prints it and exits with 2
     ├── ConfigError            a value, option or combination that cannot work
-    │   └── NothingAccepted    a configuration whose gates refuse every sample
+    │   ├── NothingAccepted    a configuration whose gates refuse every sample
+    │   └── FieldError         the same, of a request, with the field's name
     ├── DatasetError           a dataset directory that is missing, foreign, occupied or inconsistent
     │   └── ShardCorrupt       a shard whose bytes differ from the manifest
     ├── ImageError             an image or mask that cannot be read or used
@@ -10,6 +11,10 @@
     ├── TrainingDiverged       a loss or weight that is no longer a finite number
     ├── StorageError           the file system refused: full, read-only, no permission
     ├── DeviceError            a device that is not there or cannot be used
+    ├── NotFound               an id that names nothing
+    ├── Conflict               what the state of a thing does not allow now, such as deleting what is in use
+    ├── TooMany                more than a limit allows at once
+    ├── Unavailable            a database, or the service itself, that does not answer for now
     └── OutOfMemory            a batch that does not fit; halved and retried wherever a batch can be halved
 
 A message names the thing, its value, what was expected and the next step.
@@ -26,6 +31,14 @@ class ConfigError(BrimError):
 
 class NothingAccepted(ConfigError):
     """The gates refused every sample within the bounded number of tries."""
+
+
+class FieldError(ConfigError):
+    """A value of a request that cannot work; field is its name, such as config.batch_size."""
+
+    def __init__(self, field: str, message: str) -> None:
+        super().__init__(message)
+        self.field = field
 
 
 class DatasetError(BrimError):
@@ -58,3 +71,19 @@ class OutOfMemory(BrimError):
 
 class ImageError(BrimError):
     """An image or mask that cannot be read or used."""
+
+
+class NotFound(BrimError):
+    """An id that names nothing."""
+
+
+class Conflict(BrimError):
+    """What the state of a thing does not allow now."""
+
+
+class TooMany(BrimError):
+    """More than a limit allows at once; the next step is to wait."""
+
+
+class Unavailable(BrimError):
+    """A database, or the service itself, that does not answer for now."""

@@ -392,6 +392,42 @@ def test_resume_refuses_a_damaged_full_shard(made, damage):
         fill(made, 40, resume=True)
 
 
+def test_resume_by_sizes_reads_nothing_but_the_last_shard(made, monkeypatch):
+    read = []
+    check = shard_writer.check_bytes
+
+    def watched(file, entry, *, checksum):
+        read.append((file.name, checksum))
+        check(file, entry, checksum=checksum)
+
+    monkeypatch.setattr(shard_writer, "check_bytes", watched)
+    fill(made, 60, resume=True, verify="sizes")
+
+    assert [name for name, checksum in read if not checksum] == ["000000.safetensors"]
+    assert len(Dataset(made)) == 60
+    Dataset(made).verify()
+
+
+def test_resume_by_sizes_finds_a_shard_that_was_cut_short_or_lost(made):
+    first = made / "shards/000000.safetensors"
+    whole = first.read_bytes()
+    first.write_bytes(whole[:-1])
+    with pytest.raises(ShardCorrupt, match="bytes"):
+        fill(made, 60, resume=True, verify="sizes")
+
+    first.unlink()
+    with pytest.raises(ShardCorrupt, match="missing"):
+        fill(made, 60, resume=True, verify="sizes")
+
+
+def test_resume_by_sizes_compares_the_bytes_of_the_last_full_shard(made):
+    last = made / "shards/000001.safetensors"
+    last.write_bytes(last.read_bytes()[:-1] + b"!")
+
+    with pytest.raises(ShardCorrupt, match="checksum"):
+        fill(made, 60, resume=True, verify="sizes")
+
+
 def test_resume_makes_a_damaged_partial_shard_again(made, tmp_path):
     alter(made / "shards/000002.safetensors")
     fill(made, 25, resume=True)

@@ -1,6 +1,7 @@
 """Datasets on disk: the same bytes whatever made them, and counts that add up."""
 
 import logging
+import shutil
 import sys
 from dataclasses import replace
 from itertools import count
@@ -11,12 +12,12 @@ import torch
 
 from brim.engine.memory import inject_oom
 from brim.engine.shards import Dataset
-from brim.errors import ConfigError, DatasetError, NothingAccepted
+from brim.errors import ConfigError, DatasetError, NothingAccepted, ShardCorrupt
 from brim.rf.compute import generate_batch
 from brim.rf.config import BUILTIN_STATIONS, GenerateConfig, preset
 from brim.rf.features import FEATURES
 from brim.rf.generate import generate
-from brim.rf.rows import TRUTH
+from brim.rf.rows import TRUTH, dataset_bytes
 from brim.rf.scene import make_scenes
 
 SAMPLES = 20
@@ -219,3 +220,38 @@ def test_a_failing_progress_leaves_whole_shards(dataset, gated_config, tmp_path)
         generate(gated_config, out, SAMPLES, device="cpu", batch_size=4, progress=fail)
     generate(gated_config, out, SAMPLES, device="cpu")
     assert shards(out) == shards(dataset[0])
+
+
+# Large datasets
+
+
+@pytest.mark.parametrize("samples", [SAMPLES, SAMPLES + 5])
+def test_a_dataset_goes_on_without_reading_again_what_is_there(dataset, gated_config, tmp_path, monkeypatch, samples):
+    shutil.copytree(dataset[0], tmp_path / "more")
+    monkeypatch.setattr(Dataset, "verify", lambda *_: pytest.fail("every shard was read"))
+
+    generate(gated_config, tmp_path / "more", samples, device="cpu", verify="sizes")
+
+    assert len(Dataset(tmp_path / "more")) == samples
+
+
+def test_a_finished_dataset_that_lost_a_shard_is_not_taken_for_finished(dataset, gated_config, tmp_path):
+    shutil.copytree(dataset[0], tmp_path / "less")
+    (tmp_path / "less/shards/000000.safetensors").unlink()
+
+    with pytest.raises(ShardCorrupt, match="missing"):
+        generate(gated_config, tmp_path / "less", SAMPLES, device="cpu", verify="sizes")
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"dataset_type": "iq_raw"}, {"use_random_receivers": True}, {"samples_per_shard": 1}],
+    ids=["features", "iq", "random", "one"],
+)
+def test_the_bytes_of_a_dataset_are_known_beforehand(tmp_path, changes):
+    config = replace(GenerateConfig(duration_s=0.2, samples_per_shard=4), **changes)
+    generate(config, tmp_path / "data", 10, device="cpu")
+
+    actual = sum(file.stat().st_size for file in (tmp_path / "data").rglob("*") if file.is_file())
+
+    assert actual <= dataset_bytes(config, 10) <= actual + 32_768

@@ -20,6 +20,7 @@ from brim.segmentation import registry
 from brim.segmentation.batch_sizes import BatchSizes, Entry, device_key
 from brim.segmentation.cells import make_cells
 from brim.segmentation.loader import ModelLoader
+from brim.segmentation.predict import PredictProgress
 from brim.segmentation.predict_files import FilesConfig, FilesReport, predict_files
 from brim.segmentation.train import SegmentTrainConfig, train
 from brim.segmentation.weights import save_weights
@@ -182,6 +183,53 @@ def test_stopping_keeps_what_is_written_and_ends_in_the_middle(loader, images, t
     assert found.written == len(names_of(out))
     assert 3 <= found.written < 10
     assert all(json.loads((out / name).read_text())["features"] is not None for name in names_of(out))
+
+
+def test_resume_predicts_only_what_has_no_file(loader, images, tmp_path):
+    whole = predict_files([images], loader, tmp_path / "whole", CONFIG)
+    predict_files([images], loader, tmp_path / "out", CONFIG)
+    kept = (tmp_path / "out/0.geojson").stat().st_mtime_ns
+    for name in ("3.geojson", "7.geojson"):
+        (tmp_path / "out" / name).unlink()
+    (tmp_path / "out/8.geojson").write_bytes(b"")  # what the loss of power leaves
+    told: list[PredictProgress] = []
+
+    found = predict_files([images], loader, tmp_path / "out", CONFIG, resume=True, progress=told.append)
+
+    assert (found.written, found.kept, found.stopped) == (3, 7, False)
+    assert found.as_dict().items() >= {"images": 10, "polygons": whole.as_dict()["polygons"]}.items()
+    assert (told[0].total, told[-1].done) == (10, 10)
+    assert min(where.done for where in told) >= 7
+    assert (tmp_path / "out/0.geojson").stat().st_mtime_ns == kept
+    for name in names_of(tmp_path / "whole"):
+        assert (tmp_path / "out" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
+
+
+def test_resume_with_nothing_left_to_do_is_done(loader, images, tmp_path):
+    predict_files([images], loader, tmp_path / "out", CONFIG)
+
+    found = predict_files([images], loader, tmp_path / "out", CONFIG, resume=True)
+
+    assert (found.written, found.kept, found.stopped) == (0, 10, False)
+
+
+def test_polygons_of_files_that_do_not_tell_are_not_guessed(loader, images, tmp_path):
+    config = FilesConfig(model="unet_tiny", batch_size=1, format="mask")
+    predict_files([images], loader, tmp_path / "out", config)
+
+    found = predict_files([images], loader, tmp_path / "out", config, resume=True)
+
+    assert (found.kept, found.as_dict()["polygons"]) == (10, None)
+
+
+def test_resume_makes_the_one_file_of_all_images_anew(loader, images, tmp_path):
+    config = FilesConfig(model="unet_tiny", batch_size=1, format="coco")
+    predict_files([images], loader, tmp_path / "out", config)
+
+    found = predict_files([images], loader, tmp_path / "out", config, resume=True)
+
+    assert (found.written, found.kept) == (10, 0)
+    assert len(json.loads((tmp_path / "out/annotations.json").read_text())["images"]) == 10
 
 
 class Slow(nn.Module):

@@ -13,11 +13,14 @@ from typing import Annotated
 import typer
 
 from brim import __version__
+from brim.cli.datasets import datasets
+from brim.cli.jobs import jobs
 from brim.cli.locate import end_training, print_evaluated, print_trained, run_evaluate, run_train
 from brim.cli.options import Json, check_positive, whole
 from brim.cli.rf import end_generation, print_made, rf, run_generate
 from brim.cli.segment import segment
 from brim.cli.sequence import sequence
+from brim.cli.serve import serve
 from brim.cli.terminal import Stop, logs, print_json, quote, say, show
 from brim.errors import BrimError
 
@@ -71,6 +74,9 @@ app = typer.Typer(
 app.add_typer(rf, name="rf", help="Radio: synthetic transmitter-localisation data by the batch.")
 app.add_typer(segment, name="segment", help="Segmentation: the right batch size, images to polygons, training.")
 app.add_typer(sequence, name="sequence", help="Sequences: pack, train with or without labels, what is worth what.")
+app.add_typer(jobs, name="jobs", help="Jobs of a running service: submit, watch, cancel, resume.")
+app.add_typer(datasets, name="datasets", help="Datasets that the jobs of a service may read: add, list, remove.")
+app.command(epilog="Example: brim serve --data brim-data --port 8000")(serve)
 
 
 def _show_version(asked: bool) -> None:

@@ -53,7 +53,7 @@ def pack(
     with Stop() as stop:
         from brim.sequences.packing import pack as run_pack
 
-        with _Display(stop) as display:
+        with SequenceDisplay(stop) as display:
             report = run_pack(
                 folder, out, labels=labels, dtype=dtype, skip_bad=skip_bad, resume=resume, progress=display.packing,  # type: ignore[arg-type]  # checked above
                 stop=stop,
@@ -149,7 +149,7 @@ def train(
             prefetch_factor=prefetch_factor,
             seed=seed,
         )
-        with remarks(), _Display(stop) as display:
+        with remarks(), SequenceDisplay(stop) as display:
             report = run_train(corpus, out, config, device=device, resume=resume, progress=display.training, stop=stop)
     if as_json:
         print_json(report.as_dict())
@@ -217,7 +217,7 @@ def ablate(
         check_plot(plot)
     before = signal.signal(signal.SIGTERM, _interrupt)  # as Ctrl-C: the unpacked files must not stay
     try:
-        with _Display() as display:
+        with SequenceDisplay() as display:
             found = run_ablate(corpus, steps=steps, device=device, progress=display.ablating)
     except KeyboardInterrupt as signalled:
         say("stopped; nothing was written")
@@ -238,7 +238,7 @@ def _interrupt(number: int, frame: FrameType | None) -> NoReturn:
     raise KeyboardInterrupt(number)
 
 
-class _Display(Display):
+class SequenceDisplay(Display):
     """Progress of what this workload does."""
 
     def __init__(self, stop: Stop | None = None) -> None:

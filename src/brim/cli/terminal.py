@@ -8,7 +8,7 @@ import shlex
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -132,6 +132,14 @@ class Display:
             self._show(message, progress.done, total, ", ".join(parts + _time_left(left)))
 
         return tell
+
+    def job(self, title: str, progress: Mapping[str, Any]) -> None:
+        """Show where a service's job is, by the names of its API."""
+        current, total = progress["current"], progress["total"]
+        parts = [progress["message"]] * bool(progress["message"]) + [f"{current}/{total}"] * bool(total)
+        parts += [f"{progress['rate']:.1f}/s"] * bool(progress["rate"])
+        left = progress["eta_s"]
+        self._show(title, current, total, ", ".join(parts + _time_left(math.inf if left is None else left)))
 
     def message(self, text: str) -> None:
         """Show what is being done where nobody knows how much is left."""

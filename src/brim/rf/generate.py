@@ -21,7 +21,7 @@ from brim.engine.device import resolve_device, worker_count
 from brim.engine.memory import Halving, PeakMemory, batch_for, free_bytes
 from brim.engine.meter import GpuSampler, Meter, ceiling_rate, ceiling_share
 from brim.engine.pipeline import HostCopy, Pending, Pipeline, Stage
-from brim.engine.shard_writer import ShardWriter
+from brim.engine.shard_writer import ShardWriter, Verify, verify
 from brim.engine.shards import Dataset
 from brim.errors import ConfigError, DatasetError
 from brim.rf.batch import Backend, Measured, Work, make_work
@@ -90,6 +90,7 @@ def generate(
     batch_size: int | None = None,
     memory: int | None = None,
     resume: bool = True,
+    verify: Verify = "all",
     progress: Callable[[Progress], None] | None = None,
     stop: Callable[[], bool] | None = None,
 ) -> Report:
@@ -97,7 +98,8 @@ def generate(
 
     The same config and seed give the same bytes whatever the batch size, the memory, the number of threads or how
     often the run was stopped or killed. `progress` is called at least once a second, from the caller's thread;
-    `stop` is asked at each batch boundary, and what was made until then stays a usable dataset.
+    `stop` is asked at each batch boundary, and what was made until then stays a usable dataset. `verify` "sizes" does
+    not read again what is there already, which takes long where that is much.
     """
     if samples < 1:
         raise ConfigError(f"samples={samples} must be at least 1")
@@ -105,7 +107,7 @@ def generate(
         raise ConfigError(f"batch_size={batch_size} must be at least 1; omit it to fit the memory")
     if memory is not None and memory < 1:
         raise ConfigError(f"memory={memory} must be above 0 bytes; omit it to use what is free")
-    run = _Run(config, Path(out), samples, resolve_device(str(device)), progress)
+    run = _Run(config, Path(out), samples, resolve_device(str(device)), verify, progress)
     return run.execute(resume, batch_size, memory, stop)
 
 
@@ -126,8 +128,10 @@ class _Run:
         out: Path,
         samples: int,
         device: torch.device,
+        verify: Verify,
         progress: Callable[[Progress], None] | None,
     ) -> None:
+        self.verify = verify
         self.config, self.out, self.samples, self.device, self.progress = config, out, samples, device, progress
         self.iq = config.dataset_type == "iq_raw"
         self.on_gpu = device.type == "cuda"
@@ -192,6 +196,7 @@ class _Run:
             identity=("kind", "config", "features", "truth"),
             resume=resume,
             derived=_counts,
+            verify=self.verify,
         )
 
     def _is_finished(self) -> bool:
@@ -211,7 +216,7 @@ class _Run:
             if before != now:
                 _log.warning("%s was begun on %s: shards made on %s differ in their last bits", self.out, before, now)
             return False
-        self._attend("verifying", found.verify)
+        self._attend("verifying", lambda: verify(found, self.verify))
         self.done, self.totals = self.samples, dict(found.shards[-1].totals)
         return True
 

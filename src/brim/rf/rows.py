@@ -11,6 +11,7 @@ from torch import Tensor
 from brim.rf.batch import Measured, Work, record_power
 from brim.rf.bound import crlb_m
 from brim.rf.config import NUM_CHUNKS, GenerateConfig
+from brim.rf.features import FEATURES, STATISTICS
 from brim.rf.link import noise_dbm
 from brim.rf.scene import Scenes
 from brim.rf.waveform import rms_frequency_hz
@@ -43,6 +44,9 @@ TRUTH_CHUNKS: tuple[tuple[str, str], ...] = (
     ("rssi_dbm", "dBm"),
     ("bandwidth_hz", "Hz"),
 )
+_PER_SAMPLE = 3 * 8 + 8 + 8 + 4 + 4  # transmitter, reference and index, gdop and crlb_m
+_PER_SHARD = 2_048  # of its header and its entry in the manifest; measured 1.3 kB
+_MANIFEST = 16_384  # of the rest of the manifest; measured 6 kB with seven stations
 
 
 def assemble(config: GenerateConfig, work: Work, measured: Measured, *, chunks: bool = False) -> dict[str, Tensor]:
@@ -75,6 +79,15 @@ def assemble(config: GenerateConfig, work: Work, measured: Measured, *, chunks: 
         out["features_chunks"] = _padded(measured.chunks, pick, shape)
         out["truth_chunks"] = truth_chunks
     return out
+
+
+def dataset_bytes(config: GenerateConfig, samples: int) -> int:
+    """Bytes on disk of a dataset of so many samples, the headers of its shards and its manifest included."""
+    per_receiver = 4 * len(FEATURES) * len(STATISTICS) + 4 * len(TRUTH) + 3 * 8 + 2  # float32, float64, two flags
+    if config.dataset_type == "iq_raw":
+        per_receiver += 8 * config.num_samples_iq
+    per_sample = config.max_receivers * per_receiver + _PER_SAMPLE
+    return samples * per_sample + -(-samples // config.shard_items) * _PER_SHARD + _MANIFEST
 
 
 def _padded(packed: Tensor, pick: tuple[NDArray[np.int64], NDArray[np.int64]], shape: tuple[int, ...]) -> Tensor:

@@ -72,6 +72,12 @@ class Writer:
         _write(target, [self._bytes(prediction, image)])
         return target
 
+    def polygons_in(self, name: Path | str) -> int | None:
+        """Polygons in the file of an image, as written before; None where its format does not tell."""
+        if self._format != "geojson":
+            return None
+        return self.path(name).read_bytes().count(b'"type":"Feature"')
+
     def __enter__(self) -> Self:
         inputs = {Path(name).resolve() for name in self._names}
         for name in self._names:

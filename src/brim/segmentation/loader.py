@@ -271,13 +271,13 @@ def _largest_side(images: Iterable[ImageInput]) -> int | None:
 def _side(image: ImageInput) -> int:
     """Padded side in pixels, from the header where that is enough; 0 for what cannot be read."""
     try:
-        size = image.shape[:2] if isinstance(image, np.ndarray) else _header_size(image)
+        size = image.shape[:2] if isinstance(image, np.ndarray) else header_size(image)
         return padded(max(size or read_image(image).shape[:2]))
     except (ImageError, ValueError):
         return 0
 
 
-def _header_size(image: ImageInput) -> tuple[int, ...] | None:
+def header_size(image: ImageInput) -> tuple[int, ...] | None:
     """Width and height without decoding; None where Pillow does not know the kind, or takes it for a bomb."""
     if isinstance(image, Image.Image):
         return image.size

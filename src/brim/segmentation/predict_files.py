@@ -1,6 +1,6 @@
 """From files and folders to files: every image found is predicted and written as soon as it is ready."""
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -42,12 +42,16 @@ class FilesReport:
     report: PredictReport | None  # None: stopped before the end
     failures: dict[str, str]  # image → why
     written: int
+    kept: int = 0  # written by a run before this one
+    kept_polygons: int | None = 0  # in them; None: their format does not tell
     stopped: bool
 
     def as_dict(self) -> dict[str, Any]:
         """The report as JSON-able values, by the names of the contract."""
         assert self.report is not None
-        return self.report.as_dict()
+        found = self.report.as_dict()
+        polygons = None if self.kept_polygons is None else self.report.polygons + self.kept_polygons
+        return found | {"images": self.report.images + self.kept, "polygons": polygons}
 
 
 def predict_files(
@@ -58,8 +62,13 @@ def predict_files(
     *,
     progress: Callable[[PredictProgress], None] | None = None,
     stop: Callable[[], bool] | None = None,
+    resume: bool = False,
 ) -> FilesReport:
-    """Predict all images in files and folders, in order; images that fail are listed, the others are written."""
+    """Predict all images in files and folders, in order; images that fail are listed, the others are written.
+
+    resume keeps what is there: an image whose file exists is not predicted again, since a file appears whole or not at
+    all. Not so for coco, whose one file spans all images and is made anew.
+    """
     names = _find(inputs, out)
     if not names:
         raise ConfigError(f"{', '.join(map(str, inputs))}: no images found; give image files or a folder of them")
@@ -67,9 +76,11 @@ def predict_files(
     failures: dict[str, str] = {}
     done = 0
     with Writer(out, config.format, names) as writer:
+        left = [name for name in names if not (resume and config.format != "coco" and _is_whole(writer.path(name)))]
+        kept, kept_polygons = len(names) - len(left), _count(writer, set(names).difference(left))
         stream = loader.predict_stream(
-            names, config.model, config.batch_size, config.threshold, config.detect_holes, config.strict,
-            progress=_watched(progress, stop), on_report=reports.append,
+            left, config.model, config.batch_size, config.threshold, config.detect_holes, config.strict,
+            progress=_watched(progress, stop, kept), on_report=reports.append,
         )  # fmt: skip
         with closing(cast("Generator[Prediction]", stream)), suppress(_Stopped):
             for prediction in stream:
@@ -78,9 +89,15 @@ def predict_files(
                     failures[prediction.name] = reason
                 done += 1
     if not reports:
-        return FilesReport(report=None, failures=failures, written=done - len(failures), stopped=True)
+        return FilesReport(
+            report=None, failures=failures, written=done - len(failures), kept=kept, kept_polygons=kept_polygons,
+            stopped=True,
+        )  # fmt: skip
     report = replace(reports[0], failed=len(failures))  # an image may be gone when its overlay is drawn
-    return FilesReport(report=report, failures=failures, written=done - len(failures), stopped=False)
+    return FilesReport(
+        report=report, failures=failures, written=done - len(failures), kept=kept, kept_polygons=kept_polygons,
+        stopped=False,
+    )  # fmt: skip
 
 
 def _find(inputs: Sequence[Path], out: Path) -> list[Path]:
@@ -90,16 +107,28 @@ def _find(inputs: Sequence[Path], out: Path) -> list[Path]:
     return [name for name in find_images(inputs) if asked or not name.resolve().is_relative_to(place)]
 
 
+def _count(writer: Writer, names: Iterable[Path]) -> int | None:
+    """Polygons in files that are there; None where one does not tell."""
+    counts = [writer.polygons_in(name) for name in names]
+    return None if None in counts else sum(count for count in counts if count)
+
+
+def _is_whole(file: Path) -> bool:
+    """Files appear by rename; one that lost its bytes with the machine's power is empty."""
+    return file.is_file() and file.stat().st_size > 0
+
+
 class _Stopped(Exception):
     """Leaves the stream in the middle of an image: one may take minutes."""
 
 
 def _watched(
-    progress: Callable[[PredictProgress], None] | None, stop: Callable[[], bool] | None
+    progress: Callable[[PredictProgress], None] | None, stop: Callable[[], bool] | None, kept: int
 ) -> Callable[[PredictProgress], None]:
     def tell(where: PredictProgress) -> None:
         if progress is not None:
-            progress(where)
+            total = None if where.total is None else where.total + kept
+            progress(replace(where, done=where.done + kept, total=total))
         if stop is not None and stop():
             raise _Stopped
 

@@ -85,7 +85,7 @@ def tune_model(
     uint8, or on generated ones.
     """
     device = resolve_device(str(device))
-    _check(size=size, seconds=seconds, p95_ms=p95_ms, reserve=reserve, tolerance=tolerance)
+    check_options(size=size, seconds=seconds, p95_ms=p95_ms, reserve=reserve, tolerance=tolerance)
     candidates = settings(search, setting or default_setting(device))
     tuning = _Tuning(name, module, device, size, _probe_config(seconds), progress or (lambda text: None))
     began_s = time.perf_counter()
@@ -120,7 +120,7 @@ def tune(
 
     A model that cannot be tuned does not stop the others; its error is raised when they are done.
     """
-    _check(**options)
+    check_options(**options)
     device = resolve_device(str(device))
     for name in models:
         find_model(name)
@@ -294,7 +294,7 @@ class _Step:
         return torch.sigmoid(self._network(self._images)) > THRESHOLD
 
 
-def _check(
+def check_options(
     *,
     size: int = MIN_SIZE,
     seconds: float = SECONDS,
@@ -303,6 +303,7 @@ def _check(
     tolerance: float = MASK_TOLERANCE,
     **_: Any,
 ) -> None:
+    """Refuse options of tune_model that cannot work; those it does not look at are the caller's."""
     if size < MIN_SIZE:
         raise ConfigError(f"size={size} must be at least {MIN_SIZE} pixels")
     if not (seconds > 0 and math.isfinite(seconds)):

@@ -1,0 +1,192 @@
+"""A client of the service's HTTP interface: one connection a request, errors in the service's own words.
+
+`http.client` and nothing else: no dependency, no proxy in the way to this machine, no redirect that takes the token
+elsewhere.
+"""
+
+import http.client
+import json
+import os
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlencode, urlsplit
+
+from brim.errors import BrimError, ConfigError, Conflict, NotFound, StorageError, TooMany, Unavailable
+
+DEFAULT_URL = "http://127.0.0.1:8000"
+TIMEOUT_S = 60.0  # the service says something every 15 s, also when nothing happens
+AGAIN_S = 1.0  # between two tries
+AWAY_S = 120.0  # how long a watcher waits for a service that does not answer
+_FAMILIES: Mapping[int, type[BrimError]] = {404: NotFound, 409: Conflict, 429: TooMany, 503: Unavailable}
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """One server-sent event."""
+
+    id: str
+    kind: str
+    data: dict[str, Any]
+
+
+class Client:
+    """Requests to one service, with its token."""
+
+    def __init__(self, url: str, token: str) -> None:
+        """Take the service's address, such as http://127.0.0.1:8000, and the token."""
+        self.url = url.rstrip("/")
+        self._token = token
+        try:
+            parts = urlsplit(self.url)
+            self._host, self._port = parts.hostname or "", parts.port
+        except ValueError:
+            raise ConfigError(f"--url {url} must be http://HOST:PORT") from None
+        if parts.scheme not in ("http", "https") or not self._host or parts.query or parts.username:
+            raise ConfigError(f"--url {url} must be http://HOST:PORT, without user or query")
+        self._kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
+        self._prefix = parts.path
+
+    def get(self, path: str, **query: Any) -> dict[str, Any]:
+        """The object at a path; parameters that are None are left out."""
+        asked = urlencode({name: value for name, value in query.items() if value is not None})
+        return self._ask("GET", f"{path}?{asked}" if asked else path)
+
+    def get_patiently(self, path: str) -> dict[str, Any]:
+        """The object at a path; a service that was there a moment ago is waited for."""
+        end_s = time.monotonic() + AWAY_S
+        while True:
+            try:
+                return self.get(path)
+            except Unavailable:
+                if time.monotonic() > end_s:
+                    raise
+                time.sleep(AGAIN_S)
+
+    def post(self, path: str, body: bytes = b"", **headers: str) -> dict[str, Any]:
+        """What the service answers to a JSON body."""
+        return self._ask("POST", path, body, {"Content-Type": "application/json", **headers} if body else headers)
+
+    def delete(self, path: str) -> None:
+        """Remove what is at a path."""
+        self._ask("DELETE", path)
+
+    def events(self, path: str) -> Iterator[Event]:
+        """Events until the service ends the stream; a broken one is taken up again where it broke.
+
+        A service that restarts is waited for; the stream's first connection must succeed.
+        """
+        last, connected, away_s = "", False, 0.0  # away_s: since when it does not answer
+        while True:
+            try:
+                for event in self._stream(path, last):
+                    last, connected, away_s = event.id or last, True, 0.0
+                    yield event
+                return
+            except Unavailable:
+                away_s = away_s or time.monotonic()
+                if not connected or time.monotonic() - away_s > AWAY_S:
+                    raise
+                time.sleep(AGAIN_S)
+
+    def _stream(self, path: str, last: str) -> Iterator[Event]:
+        connection, answer = self._send("GET", path, b"", {"Last-Event-ID": last} if last else {})
+        try:
+            if answer.status != http.client.OK:
+                raise _failure(answer.status, answer.read())
+            yield from _events(answer)
+        except (OSError, http.client.HTTPException) as failure:
+            raise self._away(failure) from failure
+        finally:
+            connection.close()
+
+    def _ask(
+        self, method: str, path: str, body: bytes = b"", headers: Mapping[str, str] | None = None
+    ) -> dict[str, Any]:
+        connection, answer = self._send(method, path, body, headers or {})
+        try:
+            text = answer.read()
+        except (OSError, http.client.HTTPException) as failure:
+            raise self._away(failure) from failure
+        finally:
+            connection.close()
+        if answer.status >= http.client.MULTIPLE_CHOICES:
+            raise _failure(answer.status, text)
+        return _object(text) if text else {}
+
+    def _send(
+        self, method: str, path: str, body: bytes, headers: Mapping[str, str]
+    ) -> tuple[http.client.HTTPConnection, http.client.HTTPResponse]:
+        connection = self._kind(self._host, self._port, timeout=TIMEOUT_S)
+        sent = {"Authorization": f"Bearer {self._token}", "Accept": "application/json, text/event-stream", **headers}
+        try:
+            connection.request(method, self._prefix + path, body or None, sent)
+            return connection, connection.getresponse()
+        except (OSError, http.client.HTTPException) as failure:
+            connection.close()
+            raise self._away(failure) from failure
+
+    def _away(self, failure: Exception) -> Unavailable:
+        known = (failure.strerror or "").lower() if isinstance(failure, OSError) else "it hung up"
+        reason = "it did not answer in time" if isinstance(failure, TimeoutError) else known or str(failure)
+        return Unavailable(f'no service at {self.url}: {reason}; start one with "brim serve", or give --url')
+
+
+def find_token(token_file: Path | None, data: Path | None) -> str:
+    """The token: of --token-file, of BRIM_TOKEN, or of the data directory's own file."""
+    from brim.service.settings import data_folder
+    from brim.service.token import find
+
+    if token_file is not None:
+        try:
+            return token_file.read_text().strip()
+        except (OSError, UnicodeDecodeError) as failure:
+            reason = getattr(failure, "strerror", None) or "it is not text"
+            raise StorageError(f"--token-file {token_file} cannot be read: {reason}") from failure
+    file = data_folder(data) / "token"
+    found = find(file, os.environ)
+    if found is None:
+        raise ConfigError(f"no token: {file} is not there; give --data of the service, --token-file or BRIM_TOKEN")
+    return found
+
+
+def _failure(status: int, text: bytes) -> BrimError:
+    """The error that a service's answer stands for, in its own sentence."""
+    if status == http.client.UNAUTHORIZED:
+        return ConfigError("the service refuses the token; give --data of the service, --token-file or BRIM_TOKEN")
+    try:
+        found = json.loads(text)
+        sentence, field = str(found["detail"]), found.get("field")
+    except (ValueError, KeyError, TypeError, AttributeError):
+        sentence, field = f"the service answered {status} {http.client.responses.get(status, '')}".strip(), None
+    if field and str(field) not in sentence:
+        sentence = f"{field}: {sentence}"
+    return _FAMILIES.get(status, ConfigError)(sentence)
+
+
+def _object(text: bytes) -> dict[str, Any]:
+    try:
+        found = json.loads(text)
+    except ValueError as failure:
+        raise Unavailable("the answer is not JSON: is there another program at --url?") from failure
+    if not isinstance(found, dict):
+        raise Unavailable("the answer is not a JSON object: is there another program at --url?")
+    return found
+
+
+def _events(answer: http.client.HTTPResponse) -> Iterator[Event]:
+    """Events of a stream; lines that begin with a colon keep it alive and say nothing."""
+    fields: dict[str, str] = {}
+    while line := answer.readline():
+        text = line.decode().rstrip("\r\n")
+        if text:
+            name, _, value = text.partition(":")
+            value = value.removeprefix(" ")
+            fields[name] = f"{fields[name]}\n{value}" if name == "data" and name in fields else value
+        elif "data" in fields:
+            yield Event(fields.get("id", ""), fields.get("event", "message"), _object(fields["data"].encode()))
+            fields = {}
+        else:
+            fields = {}

@@ -1,0 +1,1 @@
+"""Durable jobs: what people ask for, who runs it, and what came of it."""

@@ -1,0 +1,225 @@
+"""Who runs what: the durable queue. The only module that knows DBOS.
+
+One workflow, `job`, whose argument is the job's id; its steps are short and their records small (JSON, no pickle).
+A worker that is killed finds its jobs again when it starts under the same name; finished steps are not run again.
+
+Learnt of DBOS 3.3, each by a small experiment:
+- `resume` and `rewind` without a queue's name go to an inner queue that has no limit; `resume` of a job that failed
+  does nothing and says nothing; `resume` of one that runs makes it run twice at once.
+- A cancel that lands within a step leaves by a BaseException, at the step's end.
+- Jobs of a client have no application version and go to the latest one ever seen: the version is a constant.
+- Workers that migrate a fresh SQLite file at the same time kill each other: `migrate` is for the supervisor alone.
+- Never `DBOS.destroy()` with work in flight; end the process instead, which is what a crash does, and that is safe.
+"""
+
+import logging
+import sqlite3
+from collections.abc import Callable, Collection, Iterator
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any, Final, Protocol, TypeVar
+
+from dbos import DBOS, DBOSClient, DBOSConfig, DBOSPortableJSONSerializer
+
+from brim.errors import Conflict, Unavailable
+
+QUEUE: Final = "jobs"
+APPLICATION: Final = "brim"
+VERSION: Final = "1"  # never brim's own: jobs queued by an older brim must still be taken
+WORKFLOW: Final = "job"
+POLL_S: Final = 0.3  # between two looks of an idle worker into the queue
+
+_log = logging.getLogger("brim.jobs")
+T = TypeVar("T")
+
+
+def migrate(url: str) -> None:
+    """Make or update the queue's tables; for the supervisor alone, before any worker or API starts."""
+    _silence()
+    with _named("the queue's database"):
+        if url.startswith("sqlite"):
+            with closing(sqlite3.connect(url.removeprefix("sqlite:///"))) as connection:
+                connection.execute("PRAGMA journal_mode=WAL")  # stays with the file: readers do not wait for writers
+        DBOS.migrate(system_database_url=url)
+
+
+@dataclass(frozen=True, slots=True)
+class DbosState:
+    """What the queue knows of a job."""
+
+    status: str  # ENQUEUED, PENDING (a worker has it), SUCCESS, ERROR, CANCELLED
+    executor: str | None  # the worker that had it last
+
+    @property
+    def is_active(self) -> bool:
+        """Whether it waits for a worker or has one."""
+        return self.status in ("ENQUEUED", "PENDING", "DELAYED")
+
+
+class Queue:
+    """The queue seen from outside its workers: API, supervisor, command line. Fails fast when the database is away."""
+
+    def __init__(self, url: str) -> None:
+        """Connect; the tables must be there, see `migrate`."""
+        _silence()
+        with _named("the queue's database"):
+            self._client = DBOSClient(
+                system_database_url=url,
+                serializer=DBOSPortableJSONSerializer(),
+                application_name=APPLICATION,
+                retry_connection_errors=False,
+                lazy=True,
+            )
+
+    def submit(self, job_id: str) -> None:
+        """Queue a job; a second time changes nothing."""
+        with _named("the queue's database"):
+            self._client.enqueue({"workflow_name": WORKFLOW, "queue_name": QUEUE, "workflow_id": job_id}, job_id)
+
+    def cancel(self, job_id: str) -> None:
+        """Take a job from the queue, or have its worker stop it at the next look; what ended stays as it is."""
+        with _named("the queue's database"):
+            self._client.cancel_workflow(job_id)
+
+    def resume(self, job_id: str, *, failed: bool) -> None:
+        """Queue a job again that was cancelled or has failed; its worker must have let it go before.
+
+        A failed one starts with a new history: its last record is the failure.
+        """
+        state = self.states([job_id]).get(job_id)
+        if state is None:
+            self.submit(job_id)
+        elif state.status == "ENQUEUED":
+            return  # by a resume before this one
+        elif state.is_active:
+            raise Conflict(f"job {job_id} is still being stopped; try again in a few seconds")
+        elif failed or state.status != "CANCELLED":
+            with _named("the queue's database"):
+                self._client.rewind_workflow(job_id, queue_name=QUEUE)
+        else:
+            with _named("the queue's database"):
+                self._client.resume_workflow(job_id, queue_name=QUEUE)
+
+    def forget(self, job_id: str) -> None:
+        """Drop a finished job's records; one that is not there is fine."""
+        with _named("the queue's database"):
+            self._client.delete_workflow(job_id)
+
+    def states(self, ids: Collection[str]) -> dict[str, DbosState]:
+        """What is known of these jobs; those never queued are left out."""
+        return self._list(workflow_ids=list(ids)) if ids else {}
+
+    def active(self) -> dict[str, DbosState]:
+        """Jobs that wait for a worker or have one."""
+        return self._list(status=["ENQUEUED", "PENDING"])
+
+    def succeeded_before(self, at: float) -> list[str]:
+        """Up to a hundred jobs that were completed before a time, in seconds since 1970."""
+        when = datetime.fromtimestamp(max(0.0, at), UTC).isoformat()
+        return list(self._list(status="SUCCESS", completed_before=when, limit=100))
+
+    def orphans(self, live: Collection[str]) -> list[str]:
+        """Jobs held by workers other than the live ones."""
+        held = self._list(status="PENDING", queue_name=QUEUE)
+        return [job_id for job_id, state in held.items() if state.executor not in live]
+
+    def adopt(self, job_id: str) -> None:
+        """Queue a job again whose worker is gone for good; one that still ran would run twice."""
+        with _named("the queue's database"):
+            self._client.resume_workflow(job_id, queue_name=QUEUE)
+
+    def check(self) -> None:
+        """Raise Unavailable when the database does not answer."""
+        self._list(status="PENDING", limit=1)
+
+    def close(self) -> None:
+        """Give the connections back."""
+        self._client.destroy()
+
+    def _list(self, **filters: Any) -> dict[str, DbosState]:
+        with _named("the queue's database"):
+            rows = self._client.list_workflows(load_input=False, load_output=False, **filters)
+        return {row.workflow_id: DbosState(row.status, row.executor_id) for row in rows}
+
+
+class Steps(Protocol):
+    """How a workflow runs its steps: each once, its result recorded and given again after a crash."""
+
+    def __call__(self, name: str, step: Callable[[], T]) -> T:
+        """Run a step, or give what it came to before."""
+        ...
+
+
+class Runner:
+    """The worker's half of the queue: takes one job at a time and runs the workflow in a thread of its own.
+
+    `job(steps, job_id)` is left by a BaseException when the job was cancelled or another worker has it.
+    """
+
+    def __init__(self, url: str, executor_id: str, job: Callable[[Steps, str], dict[str, Any]]) -> None:
+        """Take the queue's database, the worker's name and the workflow; nothing starts yet."""
+        self.queue = Queue(url)
+        self._url, self._executor_id, self._job = url, executor_id, job
+
+    def launch(self) -> None:
+        """Start taking jobs, those this worker had when it died first of all."""
+
+        @DBOS.workflow(name=WORKFLOW, max_recovery_attempts=None)
+        def workflow(job_id: str) -> dict[str, Any]:
+            return self._job(_run_step, job_id)
+
+        config = DBOSConfig(
+            name=APPLICATION,
+            system_database_url=self._url,
+            executor_id=self._executor_id,
+            application_version=VERSION,
+            serializer=DBOSPortableJSONSerializer(),
+            log_level="CRITICAL",
+            run_migrations=False,
+        )
+        DBOS(config=config)
+        DBOS.listen_queues([QUEUE])
+        with _named("the queue's database"):
+            DBOS.launch()
+            DBOS.register_queue(QUEUE, worker_concurrency=1, polling_interval_sec=POLL_S, on_conflict="always_update")
+
+    def is_cancelled(self, job_id: str) -> bool:
+        """Whether the job is to stop; no while the database is away."""
+        try:
+            state = self.queue.states([job_id]).get(job_id)
+        except Unavailable as failure:
+            _log.warning("cannot see whether job %s is cancelled: %s", job_id, failure)
+            return False
+        return state is None or state.status == "CANCELLED"
+
+    def cancel(self, job_id: str) -> None:
+        """Take the job from this worker: the step at hand is not recorded, the workflow is left."""
+        DBOS.cancel_workflow(job_id)
+
+
+def _run_step(name: str, step: Callable[[], T]) -> T:
+    return DBOS.run_step({"name": name}, step)
+
+
+def _silence() -> None:
+    """The library logs each migration, its console's advertisement, and a traceback for every cancelled job."""
+    logging.getLogger("dbos").setLevel(logging.CRITICAL)
+
+
+@contextmanager
+def _named(what: str) -> Iterator[None]:
+    """Errors of the database become Unavailable; their texts, which may name hosts and users, go to the log."""
+    try:
+        yield
+    except (sqlite3.Error, OSError) as failure:
+        raise _unavailable(what, failure) from failure
+    except Exception as failure:
+        if "SQLAlchemyError" not in {base.__name__ for base in type(failure).__mro__}:  # its home is the catalogue
+            raise
+        raise _unavailable(what, failure) from failure
+
+
+def _unavailable(what: str, failure: Exception) -> Unavailable:
+    _log.warning("%s: %s", what, failure)
+    return Unavailable(f"{what} does not answer for now; try again in a moment")

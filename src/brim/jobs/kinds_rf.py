@@ -1,0 +1,215 @@
+"""Radio: rf.generate, rf.train and rf.evaluate, by the functions of the command line."""
+
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from pydantic import Field
+
+from brim.errors import BrimError, DatasetError, FieldError
+from brim.jobs.fields import (
+    CHECKPOINT_S,
+    MAX_COUNT,
+    Accelerator,
+    Count,
+    DatasetIds,
+    Fields,
+    build,
+    model_of,
+    own,
+    settle,
+    tier_of,
+)
+from brim.jobs.status import Progress
+from brim.jobs.task import Inputs, Stopped, Task, Voice, attempt, counted, device_of, in_training, refused
+
+if TYPE_CHECKING:
+    from brim.jobs.specs import Spec
+
+REPORT = "evaluation.html"
+_SHARDS = 1_000_000  # of a dataset: their names have six digits
+_RUN_BYTES = 128 * 2**20  # of a locator's run: checkpoints and logs
+_REPORT_BYTES = 16 * 2**20
+
+# rf.generate
+
+
+def generate_model() -> type[Fields]:
+    """GenerateConfig, a preset under it, and how many samples."""
+    from brim.rf.config import PRESETS, GenerateConfig
+
+    return model_of(
+        GenerateConfig,
+        num_samples=(Annotated[int, Field(ge=1, le=MAX_COUNT)], ...),
+        preset=(Literal[tuple(PRESETS)] | None, None),
+        batch_size=(Annotated[Count, Field(ge=1)] | None, None),
+        accelerator=(Accelerator, "auto"),
+    )
+
+
+def resolve_generate(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The configuration over its preset; more shards than a dataset can have are refused now, not after days."""
+    from brim.rf.config import GenerateConfig, preset_values
+
+    chosen = values.get("preset")
+    under = preset_values(chosen) if chosen is not None else {}
+    config = build(GenerateConfig, {**under, **own(GenerateConfig, values)})
+    samples = values["num_samples"]
+    if samples > _SHARDS * config.shard_items:
+        raise FieldError(
+            "config.num_samples",
+            f"config.num_samples={samples} at {config.shard_items} samples a shard makes over a million shards; "
+            "give a greater config.samples_per_shard, or make several datasets",
+        )
+    more = {"batch_size": values.get("batch_size"), "accelerator": values.get("accelerator", "auto")}
+    return {"num_samples": samples, **config.as_dict(), **more}
+
+
+def generate_bytes(spec: "Spec", inputs: Inputs) -> int:
+    """Of the dataset."""
+    from brim.rf.config import GenerateConfig
+    from brim.rf.rows import dataset_bytes
+
+    return dataset_bytes(build(GenerateConfig, own(GenerateConfig, spec.config)), spec.config["num_samples"])
+
+
+@attempt
+def run_generate(task: Task, voice: Voice) -> dict[str, Any]:
+    """Make the dataset, or the rest of it."""
+    from brim.engine.shards import Dataset
+    from brim.rf.config import GenerateConfig
+    from brim.rf.generate import Progress as Made
+    from brim.rf.generate import generate
+
+    config = task.spec.config
+
+    def tell(where: Made) -> None:
+        voice(counted(where.done, where.total, where.message, where.rate))
+
+    report = generate(
+        build(GenerateConfig, own(GenerateConfig, config)), task.out, config["num_samples"],
+        device=device_of(task), batch_size=config.get("batch_size"), resume=True, verify="sizes", progress=tell,
+        stop=task.stop,
+    )  # fmt: skip
+    if report.stopped:
+        raise Stopped
+    made = Dataset(task.out).manifest["report"]  # not ours: that of an attempt which only found it finished is empty
+    return {name: value for name, value in made.items() if name != "dataset"} | {"dataset_id": task.out.name}
+
+
+# rf.train
+
+
+def train_model() -> type[Fields]:
+    """LocatorTraining, what to train on, and where."""
+    from brim.rf.train import LocatorTraining
+
+    return model_of(
+        LocatorTraining,
+        dataset_ids=(DatasetIds, ...),
+        accelerator=(Accelerator, "auto"),
+        preload_to_gpu=(bool | None, True),
+        checkpoint_every_s=(float, CHECKPOINT_S),
+    )
+
+
+def resolve_train(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The recipe; data is preloaded unless a tier says where it is to be."""
+    from brim.rf.train import LocatorTraining
+
+    tier_of(values)  # refuses contradictions; the locator has a preload_to_gpu of its own
+    preload = True if values.get("tier", "auto") == "auto" else None
+    usual = {"checkpoint_every_s": CHECKPOINT_S, "preload_to_gpu": preload}
+    recipe = build(LocatorTraining, usual | own(LocatorTraining, values))
+    return {"dataset_ids": values["dataset_ids"], "accelerator": values.get("accelerator", "auto"), **asdict(recipe)}
+
+
+def check_train(spec: "Spec", inputs: Inputs) -> None:
+    """Refuse datasets that cannot be trained on together, and too few samples to hold some out."""
+    from brim.rf.config import GenerateConfig
+    from brim.rf.inspect import open_dataset
+    from brim.rf.run import differences, read_generation
+    from brim.rf.train import LocatorTraining, split
+
+    found: list[GenerateConfig] = []
+    items = 0
+    for at, path in enumerate(inputs.datasets):
+        field = f"config.dataset_ids[{at}]"
+        try:
+            dataset = open_dataset(path)
+            found.append(read_generation(dataset.manifest, path))
+        except DatasetError as failure:
+            raise refused(field, path, failure) from failure
+        items += len(dataset)
+        for name, (ours, theirs) in differences(found[-1], found[0]).items():
+            raise FieldError(
+                field,
+                f"{field} has {name}={ours}, config.dataset_ids[0] has {theirs}; the solver needs one value: "
+                "train on them apart or make them again with equal settings",
+            )
+    recipe = build(LocatorTraining, own(LocatorTraining, spec.config))
+    settle(lambda: split(items, recipe), "config", ("val_share",))
+
+
+def train_bytes(spec: "Spec", inputs: Inputs) -> int:
+    """Of checkpoints and logs."""
+    return _RUN_BYTES
+
+
+@attempt
+def run_train(task: Task, voice: Voice) -> dict[str, Any]:
+    """Train the locator, or go on with it."""
+    from brim.engine.train_report import TrainProgress
+    from brim.rf.train import LocatorTraining, train
+
+    recipe = build(LocatorTraining, own(LocatorTraining, task.spec.config))
+    voice.say("reading the datasets")
+
+    def tell(where: TrainProgress) -> None:
+        voice(in_training(where, "solving"))
+
+    report = train(
+        task.inputs.datasets, task.out, recipe, device=device_of(task), progress=tell, stop=task.stop, resume=True
+    )
+    if report.stopped:
+        raise Stopped
+    return {name: value for name, value in report.as_dict().items() if name != "run"} | {"run_id": task.out.name}
+
+
+# rf.evaluate
+
+
+def check_evaluate(spec: "Spec", inputs: Inputs) -> None:
+    """Refuse a run that has no weights, or not those of this brim."""
+    from brim.rf.run import load_run
+
+    assert inputs.run is not None
+    try:
+        load_run(inputs.run)
+    except BrimError as failure:
+        raise refused("config.run_id", inputs.run, failure) from failure
+
+
+def evaluate_bytes(spec: "Spec", inputs: Inputs) -> int:
+    """Of the page."""
+    return _REPORT_BYTES
+
+
+@attempt
+def run_evaluate(task: Task, voice: Voice) -> dict[str, Any]:
+    """Measure the run, and draw the page."""
+    from brim.rf.evaluation_report import write_evaluation
+    from brim.rf.run import evaluate_run
+
+    assert task.inputs.run is not None
+    voice.say("reading the dataset")
+
+    def tell(done: int, total: int) -> None:
+        voice.or_stop(Progress(current=done, total=total, message="locating"))
+
+    found = evaluate_run(task.inputs.run, task.inputs.datasets[0], device=device_of(task), progress=tell)
+    voice.say("drawing the report")
+    task.out.mkdir(parents=True, exist_ok=True)
+    config = task.spec.config
+    write_evaluation(config["run_id"], config["dataset_ids"][0], *found, task.out / REPORT)
+    return {"metrics": found.as_dict(), "samples": found.metrics["samples"], "files": [REPORT]}

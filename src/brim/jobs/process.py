@@ -1,0 +1,115 @@
+"""How the processes of a service hold together: what a child does first, and locks that end with their process.
+
+The supervisor hands each child one JSON object on standard input (never in arguments or environment, which others can
+read: a token and a database's password are in it), a pipe whose end means that the supervisor is gone, and to a
+worker a second one to report on. Used by workers and by the API, so it lives below both.
+"""
+
+import ctypes
+import fcntl
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Self
+
+from brim.errors import Conflict
+
+_PR_SET_PDEATHSIG = 1
+LOCK_POLL_S = 0.1
+
+
+def read_settings() -> dict[str, Any]:
+    """What the supervisor says to this child, from standard input, which is at its end thereafter."""
+    found: dict[str, Any] = json.load(sys.stdin)
+    return found
+
+
+def die_with_supervisor(lifeline: int) -> None:
+    """End this process when the supervisor ends, however that does: the only writer of the pipe is the supervisor.
+
+    A thread waits for the pipe's end. On Linux the kernel kills us besides, also where Python cannot run a thread.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    threading.Thread(target=_end_with, args=[lifeline], name="lifeline", daemon=True).start()
+
+
+def _end_with(lifeline: int) -> None:
+    while os.read(lifeline, 1):
+        pass
+    os._exit(1)
+
+
+def give_way_to_others() -> None:
+    """Let the API have the processor first, and the kernel take this process before it when memory runs out."""
+    os.nice(5)
+    try:
+        Path("/proc/self/oom_score_adj").write_text("500")
+    except OSError:
+        return  # another system, or not allowed: then it chooses by size
+
+
+class Heartbeat:
+    """One byte to the supervisor each time the work gets on; a pipe that is full says as much as one more byte."""
+
+    def __init__(self, pipe: int) -> None:
+        """Take the pipe's writing end."""
+        os.set_blocking(pipe, False)
+        self._pipe = pipe
+
+    def __call__(self) -> None:
+        """Beat."""
+        try:
+            os.write(self._pipe, b".")
+        except (BlockingIOError, BrokenPipeError):
+            return
+
+
+class FileLock:
+    """A file that one process holds at a time, until it ends or releases it; the holder's number is its text."""
+
+    def __init__(self, path: Path) -> None:
+        """Take the file's path; nothing is opened yet."""
+        self.path = path
+        self._file: int | None = None
+
+    def take(self) -> bool:
+        """Whether we hold it now."""
+        file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(file)
+            return False
+        os.ftruncate(file, 0)
+        os.write(file, b"%d\n" % os.getpid())
+        self._file = file
+        return True
+
+    def wait(self, seconds: float, *, idle: Callable[[], None] = lambda: None) -> Self:
+        """Take it as soon as its holder ends; Conflict after so many seconds."""
+        end = time.monotonic() + seconds
+        while not self.take():
+            if time.monotonic() > end:
+                raise Conflict(f"{self.path.name} is held by process {self.holder()}; stop it first")
+            idle()
+            time.sleep(LOCK_POLL_S)
+        return self
+
+    def holder(self) -> str:
+        """The number of the process that took it last, or "unknown"."""
+        try:
+            return self.path.read_text().strip() or "unknown"
+        except OSError:
+            return "unknown"
+
+    def release(self) -> None:
+        """Let others have it."""
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None

@@ -1,0 +1,39 @@
+"""The words for where a job is, and how far it has come."""
+
+from dataclasses import dataclass
+from typing import Any, Final, Literal, get_args
+
+Status = Literal["pending", "queued", "running", "paused", "completed", "failed", "cancelled"]
+Wanted = Literal["run", "cancel", "pause"]  # what people last asked for
+
+STATUSES: Final[tuple[str, ...]] = get_args(Status)
+UNFINISHED: Final = frozenset({"pending", "queued", "running"})
+RESUMABLE: Final = frozenset({"paused", "cancelled", "failed"})
+FINISHED: Final = frozenset({"completed", "failed", "cancelled"})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Progress:
+    """How far a job has come; current and total count its own items: samples, steps, images."""
+
+    current: int = 0
+    total: int = 0  # 0: not known
+    rate: float = 0.0  # items per second
+    eta_s: float | None = None
+    message: str = ""
+
+    @property
+    def percent(self) -> float | None:
+        """0 to 100; None where the total is not known."""
+        return min(100.0, 100.0 * self.current / self.total) if self.total else None
+
+    def as_dict(self) -> dict[str, Any]:
+        """By the names of the API."""
+        return {
+            "current": self.current,
+            "total": self.total,
+            "percent": self.percent,
+            "rate": self.rate,
+            "eta_s": self.eta_s,
+            "message": self.message,
+        }

@@ -1,0 +1,85 @@
+"""The token that opens the service: made once, kept in a file only its owner reads, or given in BRIM_TOKEN.
+
+A browser never keeps the token itself: its cookie holds a value derived from it, useless as a Bearer token.
+"""
+
+import hashlib
+import hmac
+import os
+import re
+import secrets
+from collections.abc import Mapping
+from pathlib import Path
+
+from brim.errors import ConfigError, StorageError
+
+VARIABLE = "BRIM_TOKEN"
+_PRINTABLE = re.compile(r"[\x21-\x7e]{1,512}$")  # what a header and a quoted URL can carry
+
+
+def is_chosen(file: Path, environ: Mapping[str, str] = os.environ) -> bool:
+    """Whether a token was given or made earlier; without one, only this machine may connect."""
+    return bool(environ.get(VARIABLE)) or _read(file) is not None
+
+
+def ensure(file: Path, environ: Mapping[str, str] = os.environ) -> str:
+    """The token of BRIM_TOKEN, else of the file, which is made where it is missing."""
+    given = environ.get(VARIABLE)
+    if given:
+        return _checked(given, VARIABLE)
+    found = _read(file)
+    return _make(file) if found is None else _checked(found, str(file))
+
+
+def find(file: Path, environ: Mapping[str, str] = os.environ) -> str | None:
+    """The token for a client: as given, else from the file; None where there is neither."""
+    given = environ.get(VARIABLE) or _read(file)
+    return None if given is None else _checked(given, VARIABLE if environ.get(VARIABLE) else str(file))
+
+
+def session_value(token: str) -> str:
+    """What the cookie holds: whoever reads it cannot tell the token, and a new token ends all sessions."""
+    return hmac.new(token.encode(), b"brim session 1", hashlib.sha256).hexdigest()
+
+
+def equals(given: str, expected: str) -> bool:
+    """Whether two secrets are the same, in a time that does not tell how far they agree."""
+    return hmac.compare_digest(given.encode("utf-8", "surrogateescape"), expected.encode())
+
+
+def _checked(token: str, source: str) -> str:
+    if not _PRINTABLE.match(token):
+        raise ConfigError(
+            f"{source} must hold 1 to 512 printable ASCII characters without spaces; choose another token"
+        )
+    return token
+
+
+def _read(file: Path) -> str | None:
+    """What the file holds, None where it is missing or empty (a first start that was cut short)."""
+    try:
+        text = file.read_text().strip()
+        if text and file.stat().st_mode & 0o077:
+            file.chmod(0o600)
+    except FileNotFoundError:
+        return None
+    except (OSError, UnicodeDecodeError) as failure:
+        reason = getattr(failure, "strerror", None) or "it is not text"
+        raise StorageError(f"{file} cannot be read: {reason}; correct it, or give {VARIABLE}") from failure
+    return text or None
+
+
+def _make(file: Path) -> str:
+    token = secrets.token_urlsafe(32)
+    temporary = file.with_name(f".{file.name}.{os.getpid()}")
+    try:
+        temporary.unlink(missing_ok=True)
+        handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with os.fdopen(handle, "w") as out:
+            out.write(token + "\n")
+            out.flush()
+            os.fsync(out.fileno())
+        temporary.replace(file)
+    except OSError as failure:
+        raise StorageError(f"{file} cannot be written: {failure.strerror}; choose another --data") from failure
+    return token

@@ -1,0 +1,255 @@
+"""`brim serve` and `brim jobs` as others build on them: flags, JSON, exit codes, words."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "faults"))
+from fault_service import QUICK, Serve, brim, until
+
+pytestmark = pytest.mark.slow
+KEYS = {
+    "id",
+    "kind",
+    "name",
+    "status",
+    "progress",
+    "config",
+    "result",
+    "error",
+    "created_at",
+    "started_at",
+    "finished_at",
+    "attempts",
+}
+
+
+@pytest.fixture(scope="module")
+def serve(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serve]:
+    made = Serve(tmp_path_factory.mktemp("service") / "data")
+    try:
+        yield made.start()
+    finally:
+        made.close()
+
+
+def jobs(serve: Serve, *argv: str | Path, **env: str) -> "subprocess.CompletedProcess[str]":
+    return brim("jobs", *argv, "--data", serve.data, BRIM_URL=f"http://127.0.0.1:{serve.port}", **env)
+
+
+def submit(serve: Serve, tmp_path: Path, samples: int, *argv: str) -> dict:
+    file = tmp_path / "job.json"
+    file.write_text(json.dumps({"dataset_name": "from a terminal", "num_samples": samples, "config": QUICK}))
+    done = jobs(serve, "submit", file, *argv, "--json")
+    assert done.returncode == 0, done.stderr
+    return dict(json.loads(done.stdout))
+
+
+# A job's life
+
+
+def test_a_job_from_submission_to_deletion(serve, tmp_path):
+    job = submit(serve, tmp_path, 24)
+    watched = jobs(serve, "watch", job["id"], "--json")
+    shown = jobs(serve, "show", job["id"], "--json")
+    listed = jobs(serve, "list", "--status", "completed", "--kind", "rf.generate", "--json")
+    logged = jobs(serve, "logs", job["id"], "--json")
+    deleted = jobs(serve, "delete", job["id"], "--json")
+
+    assert set(job) == KEYS
+    assert watched.returncode == 0, watched.stderr
+    assert json.loads(watched.stdout)["status"] == "completed"
+    assert "dataset_id" in json.loads(shown.stdout)["result"]
+    assert job["id"] in [each["id"] for each in json.loads(listed.stdout)["jobs"]]
+    assert any("attempt 1" in line["text"] for line in json.loads(logged.stdout)["lines"])
+    assert json.loads(deleted.stdout) == {"id": job["id"], "deleted": True}
+    assert jobs(serve, "show", job["id"]).returncode == 2
+
+
+def test_pause_resume_and_cancel(serve, tmp_path):
+    job = submit(serve, tmp_path, 100_000)["id"]
+    serve.wait_progress(job, 8)
+
+    assert jobs(serve, "pause", job).returncode == 0
+    paused = jobs(serve, "watch", job, "--json")
+    assert (paused.returncode, json.loads(paused.stdout)["status"]) == (1, "paused")
+    assert jobs(serve, "resume", job).returncode == 0
+    serve.wait(job, "running")
+    assert jobs(serve, "cancel", job).returncode == 0
+    cancelled = jobs(serve, "watch", job, "--json")
+    assert (cancelled.returncode, json.loads(cancelled.stdout)["status"]) == (1, "cancelled")
+
+
+def test_the_same_key_gives_the_same_job(serve, tmp_path):
+    first, second = (submit(serve, tmp_path, 8, "--key", "nightly 1")["id"] for _ in range(2))
+
+    assert first == second
+
+
+def test_words_for_people_hold_id_status_and_name(serve, tmp_path):
+    job = submit(serve, tmp_path, 8)["id"]
+    watched = jobs(serve, "watch", job)
+    line = next(line for line in jobs(serve, "list").stdout.splitlines() if line.startswith(job))
+
+    assert watched.returncode == 0
+    assert "accepted" in watched.stdout
+    assert "completed" in line
+    assert "from a terminal" in line
+
+
+def test_watch_goes_on_when_the_api_is_killed(serve, tmp_path):
+    job = submit(serve, tmp_path, 160)["id"]
+    serve.wait_progress(job, 8)
+    found: list = []
+    watcher = threading.Thread(target=lambda: found.append(jobs(serve, "watch", job, "--json")))
+    watcher.start()
+    threading.Event().wait(1.5)
+
+    serve.kill_child("api")
+    watcher.join(90)
+
+    assert found[0].returncode == 0, found[0].stderr
+    assert json.loads(found[0].stdout)["status"] == "completed"
+
+
+def test_ctrl_c_ends_the_watching_and_not_the_job(serve, tmp_path):
+    job = submit(serve, tmp_path, 100_000)["id"]
+    serve.wait_progress(job, 8)
+    command = [sys.executable, "-m", "brim", "jobs", "watch", job, "--data", str(serve.data)]
+    env = {**os.environ, "BRIM_URL": f"http://127.0.0.1:{serve.port}"}
+    watcher = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env)
+    assert watcher.stderr is not None
+    assert "from a terminal running" in watcher.stderr.readline()
+
+    watcher.send_signal(signal.SIGINT)
+    _, said = watcher.communicate(timeout=20)
+
+    assert watcher.returncode == 130
+    assert "the job goes on" in said
+    assert serve.job(job)["status"] == "running"
+    serve.act(job, "cancel")
+    serve.wait(job, "cancelled")
+
+
+# What goes wrong: one sentence, exit code 2
+
+
+def test_refusals_of_the_service_are_its_own_sentences(serve, tmp_path):
+    unknown = "0" * 32
+    file = tmp_path / "bad.json"
+    file.write_text(json.dumps({"dataset_name": "x", "num_samples": 8, "config": {"frequency_mhzz": 1}}))
+
+    for argv, words in {
+        ("show", unknown): "no job has this id",
+        ("cancel", unknown): "no job has this id",
+        ("submit", str(file)): "frequency_mhzz",
+        ("list", "--kind", "rf.nothing"): "rf.nothing",
+    }.items():
+        done = jobs(serve, *argv)
+        assert done.returncode == 2, (argv, done)
+        assert done.stdout == ""
+        assert words in done.stderr
+        assert done.stderr.strip().count("\n") == 0
+        assert done.stderr.startswith("error: ")
+
+
+def test_a_wrong_token_is_refused_in_words(serve):
+    done = jobs(serve, "list", BRIM_TOKEN="wrong")
+
+    assert done.returncode == 2
+    assert "refuses the token" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["list", "--status", "done"], "--status done is unknown"),
+        (["list", "--page", "0"], "--page 0 must be at least 1"),
+        (["submit", "missing.json"], "missing.json cannot be read"),
+        (["show", ".."], "is no job's id"),
+        (["show", "../../health"], "is no job's id"),
+        (["logs", "x", "--follow", "--json"], "exclude each other"),
+        (["list", "--url", "ftp://x"], "must be http://HOST:PORT"),
+        (["list", "--url", "http://127.0.0.1:1"], 'start one with "brim serve"'),
+    ],
+)
+def test_mistakes_of_the_command_line_are_one_sentence(argv, words, tmp_path):
+    done = brim("jobs", *argv, BRIM_TOKEN="t")
+
+    assert done.returncode == 2
+    assert words in done.stderr
+    assert done.stdout == ""
+
+
+def test_no_token_is_said_with_where_it_was_looked_for(tmp_path):
+    done = brim("jobs", "list", "--data", tmp_path)
+
+    assert done.returncode == 2
+    assert f"no token: {tmp_path}/token is not there" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["--workers", "0"], "--workers 0 must be at least 1"),
+        (["--port", "x"], "'x' is not a whole number"),
+        (["--port", "70000"], "70000"),
+        (["--database", "mysql://x/y"], "--database"),
+        (["--host", "0.0.0.0"], "there is no token yet"),
+        (["--host", "192.0.2.1"], "192.0.2.1"),
+        (["--allow-host", "a b"], '"a b"'),
+    ],
+)
+def test_mistakes_of_serve_are_one_sentence(argv, words, tmp_path):
+    done = brim("serve", "--data", tmp_path / "data", "--port", "0", *argv, CUDA_VISIBLE_DEVICES="")
+
+    assert done.returncode == 2
+    assert words in done.stderr
+    assert done.stdout == ""
+    assert "Traceback" not in done.stderr
+
+
+def test_more_workers_than_gpus_are_refused(tmp_path):
+    done = brim("serve", "--data", tmp_path, "--workers", "3", CUDA_VISIBLE_DEVICES="0,1")
+
+    assert done.returncode == 2
+    assert "--workers 3 is more than the 2 GPUs here" in done.stderr
+
+
+def test_a_data_directory_that_cannot_be_made_is_said(tmp_path):
+    (tmp_path / "file").touch()
+
+    done = brim("serve", "--data", tmp_path / "file" / "data", CUDA_VISIBLE_DEVICES="")
+
+    assert done.returncode == 2
+    assert "cannot be used" in done.stderr
+
+
+def test_a_database_that_does_not_answer_is_said_without_its_password(tmp_path):
+    url = "postgresql://me:hunter2@127.0.0.1:1/jobs"
+
+    done = brim("serve", "--data", tmp_path, "--port", "0", BRIM_DATABASE=url, CUDA_VISIBLE_DEVICES="")
+
+    assert done.returncode == 2
+    assert "does not answer" in done.stderr
+    assert "hunter2" not in done.stderr
+
+
+def test_a_chosen_token_is_not_printed(tmp_path):
+    made = Serve(tmp_path / "data", BRIM_TOKEN="chosen-by-me")
+    try:
+        made.start(ready=False)
+        made.token = "chosen-by-me"
+        until(lambda: made.try_status("/health") == 200, 30)
+        assert made.ask("GET", "/api/training/jobs")[0] == 200
+        assert not (made.data / "token").exists()
+        assert "chosen-by-me" not in made.said()
+    finally:
+        made.close()

@@ -1,0 +1,172 @@
+"""Processes that end, hang, are told to end or are started twice: the API answers, and jobs go on."""
+
+import http.client
+import json
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from fault_service import QUICK, SOAK, Reader, Serve, is_running, shards, until
+
+from brim.rf import from_mapping, generate
+
+pytestmark = pytest.mark.slow
+SAMPLES = 96
+
+
+@pytest.fixture(scope="module")
+def serve(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serve]:
+    """One service for the tests that leave it as it was."""
+    made = Serve(tmp_path_factory.mktemp("shared") / "data")
+    try:
+        yield made.start()
+    finally:
+        made.close()
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+    out = tmp_path_factory.mktemp("undisturbed") / "data"
+    generate(from_mapping(QUICK), out, SAMPLES, device="cpu")
+    return shards(out)
+
+
+def made(serve: Serve, job: dict) -> dict[str, bytes]:
+    return shards(serve.data / "datasets" / job["result"]["dataset_id"])
+
+
+def test_a_second_service_on_the_same_data_is_refused(serve):
+    done = subprocess.run(serve.command(), capture_output=True, text=True, timeout=60, env={**os.environ, **serve.env})
+
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert f"{serve.data} is in use by process {serve.process.pid}; stop it or choose another --data" in done.stderr
+    assert serve.try_status("/health") == 200
+
+
+def test_sigterm_drains_and_the_next_start_goes_on(serve, undisturbed):
+    job = serve.generate(SAMPLES)["id"]
+    before = serve.wait_progress(job, 16)
+    children = serve.children()
+
+    began = time.monotonic()
+    code = serve.terminate()
+    took_s = time.monotonic() - began
+
+    assert code == 143
+    assert took_s < 10
+    assert not any(is_running(pid) for pid in children.values())
+    serve.start()
+    assert serve.job(job)["progress"]["current"] >= before["progress"]["current"]
+    after = serve.wait(job, "completed")
+    assert after["attempts"] == 2
+    assert made(serve, after) == undisturbed
+
+
+def test_a_worker_that_hangs_is_replaced_while_the_api_answers(make_serve, tmp_path, undisturbed):
+    """By a signal that stops it, then by code that holds Python's lock: no thread of it could say that it lives."""
+    hang = tmp_path / "hang"
+    serve: Serve = make_serve(BRIM_HANG_S="4", BRIM_TEST_HANG=str(hang)).start()
+    job = serve.generate(SAMPLES)["id"]
+
+    with Reader(serve, "/api/training/jobs") as reader:
+        for current, way in ((8, lambda worker: os.kill(worker, signal.SIGSTOP)), (48, lambda _: hang.touch())):
+            serve.wait_progress(job, current)
+            worker = serve.children()["w0"]
+            way(worker)
+            until(lambda worker=worker: serve.children().get("w0", worker) != worker, 40, serve.said)
+        done = serve.wait(job, "completed")
+
+    assert set(reader.statuses) == {200}
+    assert done["attempts"] == 3
+    assert serve.said().count("it hung: no progress for") == 2
+    assert made(serve, done) == undisturbed
+
+
+def test_a_killed_api_comes_back_and_the_job_does_not_notice(serve):
+    job = serve.generate(SAMPLES)["id"]
+    serve.wait_progress(job, 8)
+    api = serve.children()["api"]
+
+    os.kill(api, signal.SIGKILL)
+    status, _ = serve.ask("GET", "/health")  # the supervisor holds the port: callers wait and are not refused
+
+    assert status == 200
+    assert serve.wait(job, "completed")["attempts"] == 1
+
+
+def test_an_api_killed_while_it_submits_loses_no_job_and_makes_no_second(make_serve):
+    serve: Serve = make_serve(BRIM_FAIL_AT="submit.enqueue").start()
+    body = {"dataset_name": "once", "num_samples": 16, "config": QUICK}
+
+    with pytest.raises((OSError, http.client.HTTPException)):
+        serve.submit(body, key="the same")
+    until(lambda: serve.try_status("/ready") == 200, 60)
+    again = serve.submit(body, key="the same")
+
+    assert serve.wait(again["id"], "completed")["attempts"] == 1
+    assert serve.get("/api/training/jobs")["total"] == 1
+
+
+def test_jobs_of_workers_that_are_no_more_go_on_after_a_start_with_fewer(make_serve, undisturbed):
+    serve: Serve = make_serve(workers=2).start()
+    jobs = [serve.generate(SAMPLES, name=f"made {index}")["id"] for index in range(2)]
+    for job in jobs:
+        serve.wait_progress(job, 8)
+
+    serve.kill()
+    serve.workers = 1
+    serve.start()
+
+    for job in jobs:
+        done = serve.wait(job, "completed")
+        assert done["attempts"] == 2
+        assert made(serve, done) == undisturbed
+
+
+@pytest.mark.skipif(not SOAK, reason="ten deaths take a minute: make soak")
+def test_a_job_that_ends_every_worker_is_given_up_and_the_others_run(make_serve):
+    """Ten deaths in a row without progress: as of a job that always runs out of memory."""
+    serve: Serve = make_serve(BRIM_TEST_DEADLY="deadly").start()
+    deadly = serve.generate(16, name="deadly")["id"]
+    harmless = serve.generate(16, name="harmless")["id"]
+
+    done = serve.wait(deadly, "failed", seconds=240)
+
+    assert "its worker died 10 times in a row without getting further; last: signal 6" in done["error"]
+    assert serve.wait(harmless, "completed")["attempts"] == 1
+
+
+def test_the_secrets_are_in_no_argument_or_environment_of_a_process(serve):
+    for pid in serve.children().values():
+        seen = Path(f"/proc/{pid}/cmdline").read_bytes() + Path(f"/proc/{pid}/environ").read_bytes()
+        assert serve.token.encode() not in seen
+
+
+def test_files_of_the_service_are_for_their_owner_alone(serve):
+    assert serve.data.stat().st_mode & 0o777 == 0o700
+    assert (serve.data / "token").stat().st_mode & 0o777 == 0o600
+
+
+def test_a_database_of_another_data_directory_is_refused(make_serve: Callable[..., Serve], postgres):
+    url = postgres.fresh()
+    make_serve(url, name="first").start(ready=False).terminate()
+    other = make_serve(url, name="second")
+
+    done = subprocess.run(other.command(), capture_output=True, text=True, timeout=60, env={**os.environ, **other.env})
+
+    assert done.returncode == 2
+    assert "the database belongs to another data directory than" in done.stderr
+
+
+def test_json_of_a_job_has_the_keys_of_the_contract(serve):
+    job = serve.generate(8)
+    keys = "id kind name status progress config result error created_at started_at finished_at attempts"
+
+    assert set(job) == set(keys.split())
+    assert set(job["progress"]) == {"current", "total", "percent", "rate", "eta_s", "message"}
+    assert json.dumps(serve.wait(job["id"], "completed")).count(str(serve.data)) == 0

@@ -1,0 +1,137 @@
+"""Jobs without a service: both databases, worker processes, and what the API and the supervisor do about them."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from brim.jobs import reconcile
+from brim.jobs.catalogue import Catalogue, upgrade
+from brim.jobs.durable import Queue, migrate
+from brim.jobs.worker import urls
+
+TOY = Path(__file__).with_name("toy_worker.py")
+
+
+@dataclass(frozen=True)
+class Asked:
+    kind: str
+    name: str
+    config: dict
+
+
+class Desk:
+    """One data directory; workers that end are started again under their name as long as somebody waits here."""
+
+    def __init__(self, data: Path, database: str | None = None, *, toy: bool = True, **env: str) -> None:
+        self.data, self.database = data, database
+        for name in ("datasets", "runs", "results", "jobs", "workers"):
+            (data / name).mkdir(parents=True)
+        jobs_url, catalogue_url = urls(data, database)
+        upgrade(catalogue_url)
+        migrate(jobs_url)
+        self.catalogue, self.queue = Catalogue.open(catalogue_url), Queue(jobs_url)
+        self.program = [str(TOY)] if toy else ["-m", "brim.jobs.worker"]
+        self.env = {"OMP_NUM_THREADS": "1", "GOMP_SPINCOUNT": "1000", "BRIM_MIN_FREE_BYTES": "1000", **env}
+        self.workers: dict[str, subprocess.Popen] = {}
+        self.deaths = reconcile.Deaths(self.catalogue, self.queue, data)
+        self._lifeline = os.pipe()
+        self._beats: dict[str, int] = {}
+
+    def close(self) -> None:
+        for worker in self.workers.values():
+            worker.kill()
+            worker.wait()
+        for fd in (*self._lifeline, *self._beats.values()):
+            os.close(fd)
+        self.queue.close()
+        self.catalogue.close()
+
+    # What the API does
+
+    def submit(
+        self,
+        kind: str = "toy.count",
+        makes: str = "dataset",
+        inputs: dict | None = None,
+        name: str = "night run",
+        **config,
+    ) -> str:
+        job, _ = self.catalogue.jobs.submit(Asked(kind, name, config), makes=makes, inputs=inputs or {})
+        self.queue.submit(job.id)
+        self.catalogue.jobs.move(job.id, "queued", of=["pending"])
+        return job.id
+
+    def stop(self, job_id: str, wanted: str = "cancel") -> None:
+        assert self.catalogue.jobs.want(job_id, wanted)
+        self.queue.cancel(job_id)
+
+    def resume(self, job_id: str) -> None:
+        failed = self.job(job_id).status == "failed"
+        assert self.catalogue.jobs.want(job_id, "run")
+        assert self.catalogue.jobs.move(job_id, "queued", of=["paused", "cancelled", "failed"])
+        self.queue.resume(job_id, failed=failed)
+
+    def job(self, job_id: str):
+        found = self.catalogue.jobs.get(job_id)
+        assert found is not None
+        return found
+
+    # What the supervisor does
+
+    def start(self, name: str = "w0") -> subprocess.Popen:
+        reading, beat = os.pipe()
+        command = [sys.executable, *self.program, name, str(beat), str(self._lifeline[0])]
+        worker = subprocess.Popen(
+            command, stdin=subprocess.PIPE, pass_fds=(beat, self._lifeline[0]), env={**os.environ, **self.env}
+        )
+        os.close(beat)
+        if name in self._beats:
+            os.close(self._beats[name])
+        self._beats[name] = reading
+        worker.stdin.write(json.dumps({"data": str(self.data), "database": self.database}).encode())
+        worker.stdin.close()
+        self.workers[name] = worker
+        return worker
+
+    def kill(self, name: str = "w0") -> None:
+        self.workers[name].kill()
+        self.workers[name].wait()
+
+    def oversee(self) -> None:
+        for name, worker in list(self.workers.items()):
+            if (code := worker.poll()) is not None:
+                self.deaths.note(name, f"signal {-code}")
+                self.start(name)
+        for name in reconcile.once(self.catalogue, self.queue, time.time(), self.data):
+            self.kill(name)
+
+    def until(self, job_id: str, *statuses: str, seconds: float = 60):
+        """The job, once it has one of these statuses."""
+        return self.wait(lambda: self.job(job_id).status in statuses and self.job(job_id), seconds, job_id)
+
+    def past(self, job_id: str, current: int, seconds: float = 60):
+        """The job, once it has come so far."""
+        return self.wait(lambda: self.job(job_id).current >= current and self.job(job_id), seconds, job_id)
+
+    def wait(self, found, seconds: float, job_id: str):
+        end, looked = time.monotonic() + seconds, 0.0
+        while time.monotonic() < end:
+            if value := found():
+                return value
+            if time.monotonic() - looked > 0.5:
+                self.oversee()
+                looked = time.monotonic()
+            time.sleep(0.05)
+        raise AssertionError(f"after {seconds} s: {self.job(job_id)}, {self.queue.states([job_id])}")
+
+    # What is on disk
+
+    def items(self, job_id: str) -> int:
+        return json.loads((self.data / self.job(job_id).out / "manifest.json").read_text())["items"]
+
+    def marks(self, job_id: str) -> list[str]:
+        return (self.data / self.job(job_id).out / "marks").read_text().splitlines()

@@ -1,0 +1,241 @@
+"""The database under the catalogue: migrated, absent, stopped and back; datasets and devices in it."""
+
+import sqlite3
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import SimpleNamespace
+
+import alembic.autogenerate
+import alembic.runtime.migration
+import pytest
+import sqlalchemy as sa
+
+import brim.jobs.catalogue
+from brim.errors import ConfigError, Conflict, NotFound, Unavailable
+from brim.jobs.catalogue import Catalogue, upgrade
+from brim.jobs.catalogue.engine import open_engine, reading, writing
+from brim.jobs.catalogue.migrate import VERSION_TABLE
+from brim.jobs.catalogue.tables import metadata
+
+ASKED = SimpleNamespace(kind="rf.evaluate", name="e", config={})
+
+
+# Migrations
+
+
+def test_the_migrations_make_the_tables_of_today(database_url):
+    upgrade(database_url)
+
+    engine = open_engine(database_url)
+    with reading(engine) as connection:
+        options = {"version_table": VERSION_TABLE, "compare_type": True}
+        context = alembic.runtime.migration.MigrationContext.configure(connection, opts=options)
+        difference = alembic.autogenerate.compare_metadata(context, metadata)
+    engine.dispose()
+
+    assert difference == []
+
+
+def test_migrating_again_changes_nothing(database_url):
+    upgrade(database_url)
+    with Catalogue.open(database_url) as catalogue:
+        job, _ = catalogue.jobs.submit(ASKED)
+        upgrade(database_url)
+
+        assert catalogue.jobs.get(job.id) == catalogue.jobs.unfinished()[0]
+
+
+def test_several_may_migrate_at_once(database_url):
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(upgrade, [database_url] * 4))
+
+    with Catalogue.open(database_url) as catalogue:
+        catalogue.ping()
+
+
+def test_a_database_of_a_later_version_is_refused_in_words(database_url):
+    upgrade(database_url)
+    engine = open_engine(database_url)
+    with writing(engine) as connection:
+        connection.execute(sa.text(f"UPDATE {VERSION_TABLE} SET version_num = '9999'"))
+    engine.dispose()
+
+    with pytest.raises(Unavailable, match="does not know"):
+        upgrade(database_url)
+
+
+def test_an_upgrade_that_fails_leaves_nothing_behind(database_url, monkeypatch):
+    """Tables and version go in together: the next start finds either all or nothing."""
+    import alembic.op
+
+    def fail(*_, **__):
+        raise RuntimeError("killed")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(alembic.op, "create_index", fail)
+        with pytest.raises(RuntimeError):
+            upgrade(database_url)
+    upgrade(database_url)
+
+    with Catalogue.open(database_url) as catalogue:
+        catalogue.ping()
+
+
+def test_the_tables_do_not_mix_with_others_of_the_same_postgres(postgres):
+    url = postgres.fresh()
+    upgrade(url)
+
+    engine = sa.create_engine(url.replace("postgresql://", "postgresql+psycopg://"))
+    with engine.connect() as connection:
+        found = sa.inspect(connection)
+        assert found.get_table_names("public") == []
+        assert set(metadata.tables) | {VERSION_TABLE} == set(found.get_table_names("brim"))
+    engine.dispose()
+
+
+def test_migrations_are_part_of_the_package():
+    folder = Path(brim.jobs.catalogue.__file__).parent / "migrations"
+
+    assert (folder / "env.py").is_file()
+    assert [file.name for file in sorted((folder / "versions").glob("*.py"))] == ["0001_first.py"]
+
+
+# A database that is not there, or not for now
+
+
+@pytest.mark.parametrize("url", ["mysql://h/d", "nonsense", "sqlite://", "sqlite:///:memory:", "://secret@"])
+def test_a_url_that_cannot_work_is_refused_without_repeating_it(url):
+    with pytest.raises(ConfigError) as caught:
+        Catalogue.open(url)
+    assert "secret" not in str(caught.value)
+
+
+def test_a_database_without_tables_is_unavailable(database_url):
+    with Catalogue.open(database_url) as catalogue, pytest.raises(Unavailable, match="no tables yet"):
+        catalogue.ping()
+
+
+def test_a_server_that_is_not_there_is_unavailable_and_names_no_host():
+    began_s = time.monotonic()
+    with Catalogue.open("postgresql://brim:secret@127.0.0.1:1/x") as catalogue, pytest.raises(Unavailable) as caught:
+        catalogue.ping()
+
+    assert time.monotonic() - began_s < 5
+    assert "127.0.0.1" not in str(caught.value)
+    assert "secret" not in str(caught.value)
+
+
+def test_a_server_stopped_and_started_costs_only_the_time_between(postgres):
+    url = postgres.fresh()
+    upgrade(url)
+    with Catalogue.open(url) as catalogue:
+        job, _ = catalogue.jobs.submit(ASKED)
+        postgres.stop()
+        try:
+            for call in (lambda: catalogue.jobs.get(job.id), lambda: catalogue.jobs.submit(ASKED), catalogue.ping):
+                with pytest.raises(Unavailable):
+                    call()
+        finally:
+            postgres.start()
+
+        assert [found.id for found in catalogue.jobs.unfinished()] == [job.id]
+
+
+def test_a_file_that_is_locked_for_too_long_is_unavailable(tmp_path, monkeypatch):
+    monkeypatch.setattr("brim.jobs.catalogue.engine._BUSY_MS", 100)
+    url = f"sqlite:///{tmp_path}/c.sqlite"
+    upgrade(url)
+    held = sqlite3.connect(tmp_path / "c.sqlite", isolation_level=None)
+    held.execute("BEGIN IMMEDIATE")
+    with Catalogue.open(url) as catalogue:
+        with pytest.raises(Unavailable):
+            catalogue.jobs.submit(ASKED)
+        assert catalogue.jobs.page().total == 0  # readers do not wait for a writer
+        held.execute("ROLLBACK")
+        held.close()
+
+        assert catalogue.jobs.submit(ASKED)[1]
+
+
+def test_sqlite_keeps_what_was_committed_and_checks_what_refers(tmp_path):
+    engine = open_engine(f"sqlite:///{tmp_path}/c.sqlite")
+    with reading(engine) as connection:
+        found = {
+            name: connection.exec_driver_sql(f"PRAGMA {name}").scalar() for name in ("journal_mode", "synchronous")
+        }
+        keys = connection.exec_driver_sql("PRAGMA foreign_keys").scalar()
+    engine.dispose()
+
+    assert (found, keys) == ({"journal_mode": "wal", "synchronous": 2}, 1)
+
+
+def _insert_then_fail(connection):
+    connection.execute(sa.insert(metadata.tables["meta"]).values(key="k", value="v"))
+    raise ZeroDivisionError
+
+
+def test_a_failure_within_a_transaction_undoes_all_of_it(catalogue):
+    with pytest.raises(ZeroDivisionError), writing(catalogue._engine) as connection:
+        _insert_then_fail(connection)
+
+    with reading(catalogue._engine) as connection:
+        assert connection.execute(sa.select(metadata.tables["meta"])).all() == []
+
+
+def test_the_first_installation_owns_a_catalogue(catalogue):
+    assert catalogue.claim("first") == "first"
+    assert catalogue.claim("second") == "first"
+
+
+# Datasets and devices
+
+
+def add(catalogue, name="d", kind="images", path="/x", **others):
+    return catalogue.datasets.add(name=name, kind=kind, path=path, owned=False, items=2, bytes=3, **others)
+
+
+def test_datasets_are_listed_newest_first_by_kind_and_name(catalogue):
+    ids = [add(catalogue, f"n{i % 2}", kind, f"/{i}").id for i, kind in enumerate(["rf", "images", "rf"])]
+
+    assert [row.id for row in catalogue.datasets.page().rows] == ids[::-1]
+    assert [row.id for row in catalogue.datasets.page(kind="rf").rows] == [ids[2], ids[0]]
+    assert [row.id for row in catalogue.datasets.named("n0")] == [ids[0], ids[2]]
+
+
+def test_a_path_is_listed_once(catalogue):
+    first = add(catalogue, "a")
+
+    with pytest.raises(Conflict, match=first.id):
+        add(catalogue, "b")
+
+
+def test_deleting_takes_two_steps_and_can_be_gone_on_with(catalogue):
+    row = add(catalogue)
+    assert not catalogue.datasets.forget(row.id)
+
+    assert catalogue.datasets.retire(row.id).id == row.id
+    assert catalogue.datasets.page().total == 0
+    assert [one.id for one in catalogue.datasets.retired()] == [row.id]
+    assert catalogue.datasets.retire(row.id).id == row.id  # again, after a crash
+
+    assert catalogue.datasets.forget(row.id)
+    with pytest.raises(NotFound):
+        catalogue.datasets.retire(row.id)
+
+
+def test_a_dataset_that_is_being_written_is_not_deleted(catalogue):
+    job, _ = catalogue.jobs.submit(SimpleNamespace(kind="rf.generate", name="g", config={}), makes="dataset")
+
+    with pytest.raises(Conflict, match="still being written"):
+        catalogue.datasets.retire(job.output_id)
+
+
+def test_a_worker_tells_its_device_anew_at_each_start(catalogue):
+    catalogue.devices.put("w1", {"name": "old"})
+    catalogue.devices.put("w0", {"name": "cpu"})
+    catalogue.devices.put("w1", {"name": "new"})
+
+    assert [(row.worker, row.info["name"]) for row in catalogue.devices.all()] == [("w0", "cpu"), ("w1", "new")]
+    catalogue.devices.clear()
+    assert catalogue.devices.all() == []

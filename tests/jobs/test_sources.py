@@ -1,0 +1,269 @@
+"""Datasets that people bring: taken as they are, or refused in words that name what is wrong."""
+
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import cv2
+import numpy as np
+import pytest
+
+from brim.engine.shard_writer import ShardWriter
+from brim.errors import BrimError, Conflict, DatasetError
+from brim.jobs import sources
+from brim.jobs.catalogue import Catalogue, upgrade
+from brim.rf.config import GenerateConfig
+from brim.segmentation.images import read_image
+from brim.sequences.corpus import Corpus
+from brim.sequences.packing import pack
+from brim.sequences.synthetic import make_sequences
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "rf"))
+
+from small_dataset import header, write_dataset
+
+
+@pytest.fixture
+def data(tmp_path):
+    folder = tmp_path / "data"
+    folder.mkdir()
+    return folder
+
+
+@pytest.fixture
+def catalogue(data):
+    """On SQLite alone: what differs between databases is tested elsewhere."""
+    url = f"sqlite:///{data}/catalogue.sqlite"
+    upgrade(url)
+    with Catalogue.open(url) as opened:
+        yield opened
+
+
+@pytest.fixture
+def images(tmp_path):
+    folder = tmp_path / "cells"
+    for name in ("images", "masks"):
+        (folder / name).mkdir(parents=True)
+        for number in range(3):
+            assert cv2.imwrite(str(folder / name / f"{number}.png"), np.full((8, 8, 3), number, np.uint8))
+    return folder
+
+
+def add(catalogue, data, path, kind, **options):
+    return sources.add(catalogue, data, name="mine", path=path, kind=kind, **options)
+
+
+# Taken
+
+
+def test_radio_samples_stay_where_they_are(catalogue, data, tmp_path):
+    made = write_dataset(tmp_path / "rf", GenerateConfig(seed=2))
+
+    row = add(catalogue, data, tmp_path / "rf", "rf")
+
+    assert (row.kind, row.state, row.owned, row.path) == ("rf", "ready", False, str(tmp_path / "rf"))
+    assert row.items == len(made["index"])
+    assert row.bytes == sum(file.stat().st_size for file in (tmp_path / "rf" / "shards").iterdir())
+    assert row.about["config"]["seed"] == 2
+
+
+def test_radio_samples_of_an_unfinished_generation_are_partial(catalogue, data, tmp_path):
+    write_dataset(tmp_path / "rf", GenerateConfig(seed=2), finish=False)
+
+    assert add(catalogue, data, tmp_path / "rf", "rf").state == "partial"
+
+
+def test_images_may_come_with_masks(catalogue, data, images):
+    row = add(catalogue, data, images, "images")
+
+    assert (row.items, row.about, row.owned) == (3, {"masks": True}, False)
+    assert row.bytes == sum(file.stat().st_size for file in images.rglob("*.png"))
+    assert sources.image_folders(images) == (images / "images", images / "masks")
+
+
+def test_images_may_come_alone(catalogue, data, images):
+    row = add(catalogue, data, images / "images", "images")
+
+    assert (row.items, row.about) == (3, {"masks": False})
+    assert sources.image_folders(images / "images") == (images / "images", None)
+
+
+@pytest.mark.parametrize("suffix", ["png", "jpg", "tif", "bmp", "webp", "jp2", "ppm", "pgm", "gif"])
+def test_every_format_that_can_be_read_is_taken(tmp_path, suffix):
+    from PIL import Image
+
+    pixels = np.zeros((16, 16) if suffix == "pgm" else (16, 16, 3), np.uint8)
+    file = tmp_path / f"a.{suffix}"
+    Image.fromarray(pixels).save(file)
+    assert read_image(file).shape == (16, 16, 3)
+
+    assert sources.look(tmp_path, "images").items == 1
+
+
+def test_a_folder_of_sequences_is_packed_into_the_data_directory(catalogue, data, tmp_path):
+    make_sequences(tmp_path / "npy", 12, dim=4, classes=2, mean_length=6)
+
+    row = add(catalogue, data, tmp_path / "npy", "sequences")
+
+    corpus = Corpus.open(data / row.path)
+    assert (row.items, row.owned, row.path) == (12, True, f"datasets/{row.id}")
+    assert row.about == {"frames": corpus.num_frames, "features": 4, "classes": list(corpus.classes), "labelled": 12}
+    assert list((data / "uploads").iterdir()) == []
+
+
+def test_a_packed_corpus_stays_where_it_is(catalogue, data, tmp_path):
+    make_sequences(tmp_path / "npy", 12, dim=4, classes=2, mean_length=6)
+    pack(tmp_path / "npy", tmp_path / "corpus")
+
+    row = add(catalogue, data, tmp_path / "corpus", "sequences")
+
+    assert (row.items, row.owned, row.path) == (12, False, str(tmp_path / "corpus"))
+
+
+# Refused
+
+
+def test_what_is_missing_empty_or_foreign_is_refused(catalogue, data, tmp_path, images):
+    empty, text, npy = tmp_path / "empty", tmp_path / "text", tmp_path / "npy"
+    for folder in (empty, text, npy):
+        folder.mkdir()
+    (text / "a.png").write_text("not an image")
+    np.save(npy / "a.npy", np.zeros(3))
+    write_dataset(tmp_path / "rf", GenerateConfig(seed=2))
+    with ShardWriter(tmp_path / "none", header(GenerateConfig()), items_per_shard=5) as writer:
+        writer.finish()
+
+    for path, kind, words in [
+        (tmp_path / "nowhere", "rf", "is not a directory"),
+        (images, "rf", "has no manifest.json"),
+        (tmp_path / "none", "rf", "holds no samples"),
+        (empty, "images", "holds no images"),
+        (text, "images", "is no image, whatever its name says"),
+        (text / "a.png", "images", "is not a directory"),
+        (empty, "sequences", "holds no .npy"),
+        (npy, "sequences", "a.npy"),
+        (tmp_path / "rf", "sequences", "is no packed corpus"),
+        (data / "datasets", "images", "own data directory"),
+    ]:
+        with pytest.raises(BrimError, match=words):
+            add(catalogue, data, path, kind)
+    assert catalogue.datasets.page().total == 0
+    assert not list(data.rglob("*.safetensors"))
+
+
+def test_an_image_without_its_mask_is_named(catalogue, data, images):
+    (images / "masks" / "1.png").unlink()
+
+    with pytest.raises(DatasetError, match=r"1\.png has no mask"):
+        add(catalogue, data, images, "images")
+
+
+def test_a_shard_that_is_cut_short_is_found(catalogue, data, tmp_path):
+    write_dataset(tmp_path / "rf", GenerateConfig(seed=2))
+    shard = next((tmp_path / "rf" / "shards").iterdir())
+    shard.write_bytes(shard.read_bytes()[:-1])
+
+    with pytest.raises(DatasetError, match="bytes, the manifest says"):
+        add(catalogue, data, tmp_path / "rf", "rf")
+
+
+def test_the_same_path_is_not_listed_twice(catalogue, data, images):
+    first = add(catalogue, data, images, "images")
+
+    with pytest.raises(Conflict, match=f"listed already.*{first.id}"):
+        add(catalogue, data, images / "masks" / "..", "images")
+
+
+def test_packing_that_is_stopped_leaves_nothing(catalogue, data, tmp_path, monkeypatch):
+    monkeypatch.setattr("brim.sequences.pack_jobs.JOB_BYTES", 1)  # a job for each: there is time to stop
+    make_sequences(tmp_path / "npy", 100, dim=4, classes=2, mean_length=6)
+
+    assert add(catalogue, data, tmp_path / "npy", "sequences", stop=lambda: True) is None
+
+    assert list((data / "uploads").iterdir()) == []
+    assert not list(data.rglob("*.safetensors"))
+    assert catalogue.datasets.page().total == 0
+
+
+def test_packing_whose_listing_fails_leaves_no_files(catalogue, data, tmp_path, monkeypatch):
+    make_sequences(tmp_path / "npy", 12, dim=4, classes=2, mean_length=6)
+
+    def refuse(**_):
+        raise Conflict("no")
+
+    monkeypatch.setattr(catalogue.datasets, "add", refuse)
+    with pytest.raises(Conflict):
+        add(catalogue, data, tmp_path / "npy", "sequences")
+    assert list((data / "datasets").iterdir()) == []
+
+
+def test_a_packing_that_was_killed_is_swept_away_and_one_that_goes_on_is_not(catalogue, data, tmp_path):
+    code = (
+        "import os, signal, sys; from pathlib import Path; from brim.jobs import sources\n"
+        "sources.pack(Path(sys.argv[1]), Path(sys.argv[2]), 'a' * 32, progress=lambda p: os.kill(os.getpid(), 9))"
+    )
+    make_sequences(tmp_path / "npy", 12, dim=4, classes=2, mean_length=6)
+    killed = subprocess.run([sys.executable, "-c", code, tmp_path / "npy", data], check=False)
+    assert killed.returncode == -9
+    (data / "uploads" / f"{'a' * 32}.packing").mkdir(exist_ok=True)
+    seen = []
+
+    def look(_):
+        sources.tidy(catalogue, data)
+        seen.append(sorted(file.suffix for file in (data / "uploads").iterdir()))
+
+    row = add(catalogue, data, tmp_path / "npy", "sequences", progress=look)
+
+    assert [".lock", ".packing"] in seen  # its own
+    assert Corpus.open(data / row.path)
+    assert list((data / "uploads").iterdir()) == []
+
+
+# Removed
+
+
+def test_files_of_others_survive_removal(catalogue, data, images):
+    row = add(catalogue, data, images, "images")
+
+    sources.remove(catalogue, data, row.id)
+
+    assert catalogue.datasets.get(row.id) is None
+    assert len(list(images.rglob("*.png"))) == 6
+
+
+def test_our_own_files_go_with_the_dataset(catalogue, data, tmp_path):
+    make_sequences(tmp_path / "npy", 12, dim=4, classes=2, mean_length=6)
+    row = add(catalogue, data, tmp_path / "npy", "sequences")
+
+    sources.remove(catalogue, data, row.id)
+
+    assert not (data / row.path).exists()
+    assert list((data / "trash").iterdir()) == []
+    assert catalogue.datasets.page().total == 0
+
+
+def test_a_removal_that_was_killed_is_gone_on_with(catalogue, data, tmp_path):
+    make_sequences(tmp_path / "npy", 12, dim=4, classes=2, mean_length=6)
+    first = add(catalogue, data, tmp_path / "npy", "sequences")
+    second = add(catalogue, data, tmp_path / "npy", "sequences")
+    for row in (first, second):
+        catalogue.datasets.retire(row.id)
+    (data / "trash").mkdir()
+    (data / first.path).rename(data / "trash" / first.id)  # one was killed after the rename, one before
+
+    sources.tidy(catalogue, data)
+
+    assert list((data / "datasets").iterdir()) == list((data / "trash").iterdir()) == []
+    assert catalogue.datasets.retired() == []
+
+
+def test_a_dataset_in_use_keeps_its_files(catalogue, data, tmp_path):
+    make_sequences(tmp_path / "npy", 12, dim=4, classes=2, mean_length=6)
+    row = add(catalogue, data, tmp_path / "npy", "sequences")
+    asked = SimpleNamespace(kind="sequence.train", name="t", config={})
+    catalogue.jobs.submit(asked, makes="run", inputs={"dataset_ids": [row.id]}, reads="sequences")
+
+    with pytest.raises(Conflict, match="in use"):
+        sources.remove(catalogue, data, row.id)
+    assert Corpus.open(data / row.path)

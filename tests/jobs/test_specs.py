@@ -1,0 +1,335 @@
+"""Bodies of requests become specs with every default filled in, or one sentence with the field's name."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from brim.errors import FieldError
+from brim.jobs.kinds import KINDS
+from brim.jobs.specs import Spec, body_schema, read_body
+
+GENERATION = {
+    "dataset_name": "gpu_batch_test",
+    "num_samples": 10000,
+    "dataset_type": "feature_based",
+    "config": {"frequency_mhz": 145.0, "tx_power_dbm": 30.0, "min_snr_db": 3.0, "max_gdop": 100.0},
+}
+TRAINING = {
+    "job_name": "GPU Cache Test",
+    "config": {
+        "dataset_ids": ["…"],
+        "batch_size": 256,
+        "epochs": 1000,
+        "learning_rate": 0.001,
+        "preload_to_gpu": True,
+        "accelerator": "auto",
+    },
+}
+IDS = {"dataset_ids": ["a" * 32]}
+RUN = {"run_id": "b" * 32}
+LEAST = {  # of every kind, what cannot be left out
+    "rf.generate": {"num_samples": 5},
+    "rf.train": IDS,
+    "rf.evaluate": IDS | RUN,
+    "segment.tune": {},
+    "segment.predict": IDS | RUN,
+    "segment.train": IDS | {"model": "unet_tiny"},
+    "sequence.train": IDS,
+    "sequence.evaluate": IDS | RUN,
+}
+
+
+def explicit(kind, **config):
+    return {"kind": kind, "name": "a job", "config": LEAST[kind] | config}
+
+
+def generation(**config):
+    return {"dataset_name": "a", "num_samples": 10, "config": config}
+
+
+def training(**config):
+    return {"job_name": "a", "config": IDS | config}
+
+
+def refused(body):
+    with pytest.raises(FieldError) as caught:
+        read_body(body)
+    str(caught.value).encode(), caught.value.field.encode()  # an answer must hold them
+    return caught.value
+
+
+# What is accepted
+
+
+def test_a_generation_request_is_taken_verbatim():
+    spec = read_body(GENERATION)
+
+    assert (spec.kind, spec.name) == ("rf.generate", "gpu_batch_test")
+    assert spec.config.items() >= {"num_samples": 10000, "tx_power_dbm": 30.0, "max_gdop": 100.0}.items()
+    assert spec.config["min_receivers"] == 3  # a default, filled in
+    assert spec.dataset_ids == ()
+
+
+def test_a_training_request_is_taken_verbatim():
+    spec = read_body(TRAINING)
+
+    assert (spec.kind, spec.name) == ("rf.train", "GPU Cache Test")
+    assert spec.dataset_ids == ("…",)
+    assert spec.config.items() >= {"batch_size": 256, "epochs": 1000, "preload_to_gpu": True}.items()
+
+
+@pytest.mark.parametrize("kind", ["rf.train", "segment.train", "sequence.train"])
+def test_every_training_takes_the_names_people_know(kind):
+    known = {
+        "batch_size": 4, "epochs": 2, "learning_rate": 0.01, "preload_to_gpu": True, "num_workers": 4,
+        "accelerator": "cpu",
+    }  # fmt: skip
+
+    config = read_body(explicit(kind, **known)).config
+
+    assert config.items() >= known.items()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_needs_little_and_can_be_asked_for_again_by_what_it_shows(kind):
+    spec = read_body(explicit(kind))
+
+    again = json.loads(json.dumps({"kind": spec.kind, "name": spec.name, "config": spec.config}, allow_nan=False))
+    assert read_body(again) == spec == Spec(kind, "a job", spec.config)
+
+
+def test_a_preset_lies_under_what_is_said():
+    config = read_body(generation(preset="quality", max_gdop=30.0)).config
+
+    assert (config["min_snr_db"], config["max_gdop"], config["use_random_receivers"]) == (10.0, 30.0, True)
+
+
+def test_whole_numbers_are_numbers():
+    assert read_body(generation(tx_power_dbm=30)).config["tx_power_dbm"] == 30.0
+
+
+def test_stations_can_be_given():
+    stations = [{"name": name, "lat": 45.0 + at / 10, "lon": 8, "alt": 100} for at, name in enumerate("abc")]
+
+    assert [one["name"] for one in read_body(generation(stations=stations)).config["stations"]] == ["a", "b", "c"]
+
+
+def test_data_is_preloaded_unless_a_tier_says_where_it_is():
+    assert read_body(training()).config["preload_to_gpu"] is True
+    assert read_body(training(tier="ram")).config["preload_to_gpu"] is None
+    assert read_body(explicit("segment.train", preload_to_gpu=False)).config["tier"] == "ram"
+
+
+def test_epochs_are_those_of_every_phase():
+    config = read_body(explicit("sequence.train", epochs=3, encoder_epochs=5)).config
+
+    assert (config["encoder_epochs"], config["classifier_epochs"]) == (5, 3)
+
+
+# What is refused
+
+
+@pytest.mark.parametrize(
+    ("body", "field", "words"),
+    [
+        ([], "", "must be an object"),
+        ({}, "kind", "give kind, or dataset_name and num_samples, or job_name"),
+        ({"jobname": 1}, "jobname", "jobname is unknown; did you mean job_name?"),
+        ({**GENERATION, "samples": 5}, "samples", "samples is unknown; did you mean num_samples?"),
+        (generation(frequency_mhzz=5.0), "config.frequency_mhzz", "did you mean frequency_mhz?"),
+        (generation(out="/tmp/x"), "config.out", "config.out is unknown"),
+        (training(epoch=5), "config.epoch", "config.epoch is unknown; did you mean epochs?"),
+        (training(dataset_id=["/data"]), "config.dataset_id", "did you mean dataset_ids?"),
+        (explicit("segment.predict", weights="/x"), "config.weights", "is unknown"),
+        (
+            explicit("segment.train", augmentation={"noize": 1}),
+            "config.augmentation.noize",
+            "config.augmentation.noize is unknown; did you mean noise?",
+        ),
+        (explicit("sequence.train", model={"dim": 5}), "config.model.dim", "is unknown"),
+        (
+            generation(stations=[{"name": "a", "lat": 1, "lon": 2, "alt": 3, "path": "/x"}]),
+            "config.stations[0].path",
+            "is unknown",
+        ),
+        ({"kind": "rf.generat", "name": "a", "config": {}}, "kind", "did you mean rf.generate?"),
+        ({"kind": ["rf.train"], "name": "a"}, "kind", "is unknown"),
+    ],
+)
+def test_what_is_unknown_is_named_with_what_was_meant(body, field, words):
+    failure = refused(body)
+
+    assert failure.field == field
+    assert words in str(failure)
+
+
+@pytest.mark.parametrize(
+    ("body", "field", "words"),
+    [
+        ({**GENERATION, "num_samples": "10"}, "num_samples", 'num_samples="10" must be a whole number'),
+        ({**GENERATION, "num_samples": True}, "num_samples", "must be a whole number"),
+        ({**GENERATION, "num_samples": 1.5}, "num_samples", "must be a whole number"),
+        ({**GENERATION, "dataset_name": 5}, "dataset_name", "must be text"),
+        ({**GENERATION, "config": None}, "config", "config=null must be an object"),
+        (generation(frequency_mhz="145"), "config.frequency_mhz", 'config.frequency_mhz="145" must be a number'),
+        (generation(frequency_mhz=True), "config.frequency_mhz", "must be a number"),
+        (generation(frequency_mhz=10**400), "config.frequency_mhz", "must be a number"),
+        (generation(use_random_receivers=1), "config.use_random_receivers", "must be true or false"),
+        (generation(stations="stations.csv"), "config.stations", "must be a list"),
+        (training(dataset_ids="a"), "config.dataset_ids", "must be a list"),
+        (training(dataset_ids=[5]), "config.dataset_ids[0]", "must be text"),
+        (training(learning_rate=None), "config.learning_rate", "must be a number"),
+        (explicit("rf.evaluate", run_id=5), "config.run_id", "must be text"),
+    ],
+)
+def test_nothing_is_converted(body, field, words):
+    failure = refused(body)
+
+    assert failure.field == field
+    assert words in str(failure)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_what_is_not_finite_is_refused(value):
+    assert refused(generation(max_gdop=value)).field == "config.max_gdop"
+    assert refused(training(learning_rate=value)).field == "config.learning_rate"
+
+
+@pytest.mark.parametrize(
+    ("body", "field", "words"),
+    [
+        ({**GENERATION, "num_samples": 0}, "num_samples", "num_samples=0 must be at least 1"),
+        ({**GENERATION, "num_samples": 10**9 + 1}, "num_samples", "must be at most 1000000000"),
+        ({**GENERATION, "num_samples": 10**9}, "num_samples", "makes over a million shards"),
+        (explicit("rf.generate", num_samples=10**9), "config.num_samples", "config.num_samples=1000000000 at 512"),
+        (generation(frequency_mhz=5), "config.frequency_mhz", "config.frequency_mhz=5.0 must be between 30 and 3000"),
+        (generation(seed=-1), "config.seed", "at least 0"),
+        (generation(seed=2**63), "config.seed", "at most 9223372036854775807"),
+        (generation(min_receivers=9), "config.min_receivers", "at most 7 stations"),
+        (generation(preset="fast"), "config.preset", "one of production or quality"),
+        (training(epochs=0), "config.epochs", "config.epochs=0 must be at least 1"),
+        (training(batch_size=0), "config.batch_size", "at least 1"),
+        (training(learning_rate=0), "config.learning_rate", "above 0"),
+        (training(val_share=1), "config.val_share", "between 0 and 1"),
+        (training(dataset_ids=[]), "config.dataset_ids", "a list of at least 1"),
+        (training(dataset_ids=["a"] * 101), "config.dataset_ids", "a list of at most 100"),
+        (training(dataset_ids=["a", "b", "a"]), "config.dataset_ids[2]", "repeats a"),
+        (training(accelerator="tpu"), "config.accelerator", "one of auto, cpu, gpu or cuda"),
+        (training(tier="ram", preload_to_gpu=True), "config.preload_to_gpu", "contradicts config.tier"),
+        (explicit("rf.evaluate", dataset_ids=["a", "b"]), "config.dataset_ids", "a list of at most 1"),
+        (explicit("segment.tune", models=["hrnet", "hrnett"]), "config.models[1]", '"hrnett" is not known'),
+        (explicit("segment.tune", model="hrnet", models=["hrnet"]), "config.model", "both given"),
+        (explicit("segment.tune", size=8), "config.size", "at least 32 pixels"),
+        (explicit("segment.tune", **RUN), "config.run_id", "one model"),
+        (explicit("segment.predict", threshold=2), "config.threshold", "below 1"),
+        (explicit("segment.predict", tile=1), "config.tile", "at least 32"),
+        (explicit("segment.train", model="vgg"), "config.model", "is not known"),
+        (explicit("segment.train", augmentation={"noise": 5}), "config.augmentation.noise", "from 0 to 1"),
+        (explicit("sequence.train", model={"kernel": 4}), "config.model.kernel", "must be odd"),
+        (explicit("sequence.train", model={"layers": 65}), "config.model.layers", "at most 64"),
+        (explicit("sequence.train", iterations=10**6), "config.iterations", "at most 1000"),
+        (explicit("sequence.train", augmentation=None), "config.augmentation", "=null leaves nothing to learn from"),
+        (explicit("sequence.train", objective={"temperature": 0}), "config.objective.temperature", "above 0"),
+    ],
+)
+def test_ranges_are_those_of_the_library(body, field, words):
+    failure = refused(body)
+
+    assert failure.field == field
+    assert words in str(failure)
+
+
+@pytest.mark.parametrize(
+    ("body", "field"),
+    [
+        ({"num_samples": 5}, "dataset_name"),
+        ({"dataset_name": "a"}, "num_samples"),
+        ({"job_name": "a"}, "config"),
+        ({"job_name": "a", "config": {}}, "config.dataset_ids"),
+        ({"config": IDS}, "job_name"),
+        ({"kind": "segment.tune"}, "name"),
+        ({"kind": "segment.train", "name": "a", "config": IDS}, "config.model"),
+        (generation(stations=[{"name": "a"}]), "config.stations[0].lat"),
+    ],
+)
+def test_what_is_missing_is_named(body, field):
+    failure = refused(body)
+
+    assert failure.field == field
+    assert str(failure) == f"{field} is missing"
+
+
+@pytest.mark.parametrize("name", ["", " ", "a\0b", "a\nb", "\x1b[31m", "\ud800", "x" * 201])
+def test_names_can_be_printed_and_stored(name):
+    assert refused({**GENERATION, "dataset_name": name}).field == "dataset_name"
+    assert refused({**TRAINING, "job_name": name}).field == "job_name"
+    assert refused(training(dataset_ids=[name])).field == "config.dataset_ids[0]"
+
+
+def test_an_unknown_name_that_no_encoding_holds_can_still_be_answered():
+    refused(generation(**{"\ud800": 1}))
+    refused({"\ud800": 1})
+    refused({"kind": "\ud800", "name": "a"})
+    assert "\n" not in str(refused(training(**{"a\nb": 1})))
+
+
+def test_two_types_of_one_dataset_are_refused():
+    body = {**GENERATION, "dataset_type": "iq_raw", "config": {"dataset_type": "feature_based"}}
+
+    assert refused(body).field == "dataset_type"
+
+
+_LEAVES = (
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5)
+    | st.sampled_from(["auto", "hrnet", "/etc/passwd", "\ud800", "\0", 2**63, 10**400, "ram"])
+)  # fmt: skip
+_JSON = st.recursive(_LEAVES, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner))
+
+
+@settings(max_examples=300, deadline=None)
+@given(kind=st.sampled_from(list(KINDS)), value=_JSON, data=st.data())
+def test_whatever_a_field_holds_it_is_taken_or_refused_by_name(kind, value, data):
+    field = data.draw(st.sampled_from([*KINDS[kind].model.model_fields, "other"]))
+    spec, said = None, ("config", "")
+    try:
+        spec = read_body(explicit(kind, **{field: value}))
+    except FieldError as failure:
+        said = (failure.field, str(failure))
+
+    assert said[0].startswith("config")
+    assert "\n" not in said[1].encode().decode()
+    assert spec is None or field != "other"
+    assert spec is None or "\\u0000" not in json.dumps(spec.config, allow_nan=False)
+
+
+# The schema
+
+
+def test_the_schema_holds_all_forms_and_is_complete_in_itself():
+    schema = body_schema()
+
+    assert len(schema["oneOf"]) == 2 + len(KINDS)
+    assert "$ref" not in json.dumps(schema, allow_nan=False)
+    titles = [form["title"] for form in schema["oneOf"]]
+    assert titles[:3] == ["GenerationRequest", "TrainingRequest", "RfGenerateRequest"]
+    assert all(form["additionalProperties"] is False for form in schema["oneOf"])
+    assert "frequency_mhz" in schema["oneOf"][0]["properties"]["config"]["properties"]
+
+
+@pytest.mark.parametrize("body", [GENERATION, TRAINING, *map(explicit, KINDS)])
+def test_the_schema_takes_what_is_taken(body):
+    jsonschema = pytest.importorskip("jsonschema")
+
+    jsonschema.validate(body, body_schema())
+
+
+def test_kinds_are_known_without_torch():
+    code = "import sys, brim.jobs.specs; print(len(brim.jobs.specs.KINDS), 'torch' in sys.modules)"
+
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+
+    assert done.stdout.split() == [str(len(KINDS)), "False"]

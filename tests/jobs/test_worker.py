@@ -1,0 +1,301 @@
+"""Real worker processes, killed and told to stop, with a kind that counts."""
+
+import json
+import random
+import signal
+import time
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from desk import Desk
+
+from brim.jobs.joblog import log_file, read_log
+from brim.jobs.worker import urls
+from brim.service.settings import Settings
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture
+def database(database_url):
+    return None if database_url.startswith("sqlite") else database_url
+
+
+@pytest.fixture
+def make_desk(tmp_path):
+    made = []
+
+    def make(database=None, **options) -> Desk:
+        made.append(Desk(tmp_path / "data", database, **options))
+        made[-1].start()
+        return made[-1]
+
+    yield make
+    for desk in made:
+        desk.close()
+
+
+def test_a_job_runs_to_its_end_and_is_listed(make_desk, database):
+    desk = make_desk(database)
+    job_id = desk.submit(items=60)
+
+    job = desk.until(job_id, "completed")
+
+    assert job.result["counted"] == 60
+    assert (job.current, job.total, job.attempts, job.worker) == (60, 60, 1, None)
+    made = desk.catalogue.datasets.get(job.output_id)
+    assert (made.state, made.items) == ("ready", 60)
+    assert desk.wait(lambda: desk.queue.states([job_id])[job_id].status == "SUCCESS", 10, job_id)
+    assert desk.catalogue.devices.all()[0].info["device"] == "cpu"
+
+
+def test_four_kills_lose_nothing_and_repeat_nothing(make_desk, database):
+    desk = make_desk(database)
+    job_id = desk.submit(items=400)
+
+    for current in (20, 60, 120, 200):
+        desk.past(job_id, current)
+        desk.kill()
+    job = desk.until(job_id, "completed")
+
+    assert job.attempts == 5
+    assert desk.items(job_id) == 400
+    opened = [int(line.split()[1]) for line in desk.marks(job_id) if line.startswith("open")]
+    assert opened == sorted(opened)
+    assert len(opened) == 5
+    assert opened[1] >= 20
+
+
+@pytest.mark.parametrize("wanted", ["cancel", "pause"])
+def test_a_stop_acts_within_five_seconds_and_resume_goes_on(make_desk, database, wanted):
+    desk = make_desk(database)
+    job_id = desk.submit(items=300, every_s=0.01)
+    desk.past(job_id, 20)
+
+    began = time.monotonic()
+    desk.stop(job_id, wanted)
+    stopped = desk.until(job_id, {"cancel": "cancelled", "pause": "paused"}[wanted])
+
+    assert time.monotonic() - began < 5
+    kept = desk.catalogue.datasets.get(stopped.output_id)
+    assert (kept.state, kept.items) == ("partial", desk.items(job_id))
+    assert (stopped.finished_at is None) == (wanted == "pause")
+    desk.resume(job_id)
+    assert desk.until(job_id, "completed").result["counted"] == 300
+    opened = [line.split()[1] for line in desk.marks(job_id) if line.startswith("open")]
+    assert opened == ["0", str(kept.items)]
+
+
+def test_a_kind_that_ignores_stop_is_killed_and_the_job_is_cancelled(make_desk):
+    desk = make_desk()
+    job_id = desk.submit(items=100_000, deaf=True)
+    desk.past(job_id, 5)
+    first = desk.workers["w0"]
+
+    began = time.monotonic()
+    desk.stop(job_id)
+    job = desk.until(job_id, "cancelled")
+
+    assert time.monotonic() - began < 6
+    assert first.wait(1) == -signal.SIGKILL
+    assert desk.catalogue.datasets.get(job.output_id).state == "partial"
+    other = desk.submit(items=5)  # the next worker takes the next job
+    assert desk.until(other, "completed").attempts == 1
+
+
+def test_a_failure_is_told_without_paths_and_resume_begins_anew(make_desk, database):
+    desk = make_desk(database)
+    job_id = desk.submit(items=30, fail_at=10)
+
+    job = desk.until(job_id, "failed")
+
+    assert job.error == 'the dataset "night run" manifest.json: item 10 cannot be made; read (path)'
+    assert desk.catalogue.datasets.get(job.output_id).items == 10
+    lines, _ = read_log(log_file(desk.data, job_id))
+    assert any(line["level"] == "error" and "item 10 cannot be made" in line["text"] for line in lines)
+    assert str(desk.data) not in json.dumps(lines)
+    assert desk.wait(lambda: desk.queue.states([job_id])[job_id].status == "ERROR", 10, job_id)
+    (desk.data / job.out / "mended").touch()
+    desk.resume(job_id)
+    mended = desk.until(job_id, "completed")
+    assert (mended.result["counted"], mended.error, mended.attempts) == (30, None, 2)
+
+
+def test_an_unforeseen_failure_says_so_and_leaves_its_traceback_in_the_log(make_desk):
+    desk = make_desk()
+    job_id = desk.submit(items=30, break_at=3)
+
+    job = desk.until(job_id, "failed")
+
+    assert job.error == 'unexpected ZeroDivisionError: within the dataset "night run"; the job\'s log has more'
+    text = "\n".join(line["text"] for line in read_log(log_file(desk.data, job_id))[0])
+    assert "Traceback" in text
+    assert "/" not in text.partition("Traceback")[2].replace("job's", "").replace("(path)", "")
+    assert desk.wait(lambda: desk.queue.states([job_id])[job_id].status == "ERROR", 10, job_id)
+    other = desk.submit(items=5)
+    assert desk.until(other, "completed").attempts == 1
+    pids = {desk.marks(each)[0].split()[2] for each in (job_id, other)}
+    assert len(pids) == 2  # who knows what the failure left behind: the next job gets a new process
+
+
+def test_a_job_that_kills_its_workers_is_given_up(make_desk):
+    desk = make_desk()
+    job_id = desk.submit(items=30, die_at=4)
+    desk.until(job_id, "running")
+    for _ in range(7):  # so that three more suffice: a start takes seconds
+        desk.catalogue.jobs.died(job_id)
+
+    job = desk.until(job_id, "failed")
+
+    assert job.error == "its worker died 10 times in a row without getting further; last: signal 6"
+    assert desk.catalogue.datasets.get(job.output_id).items == 4
+
+
+def test_sigterm_stops_at_the_next_item_and_the_next_worker_goes_on(make_desk, database):
+    desk = make_desk(database)
+    job_id = desk.submit(items=200)
+    desk.past(job_id, 20)
+
+    began = time.monotonic()
+    desk.workers["w0"].terminate()
+
+    assert desk.workers["w0"].wait(10) == 0
+    assert time.monotonic() - began < 5
+    assert desk.marks(job_id)[-1].startswith("stop")
+    assert desk.job(job_id).status == "running"
+    assert desk.queue.states([job_id])[job_id].status == "PENDING"
+    done = desk.items(job_id)
+    job = desk.until(job_id, "completed")
+    assert f"open {done} " in "\n".join(desk.marks(job_id))
+    assert job.attempts == 2
+
+
+def test_a_full_disk_fails_the_job_in_words_and_it_goes_on_with_more_room(make_desk, tmp_path):
+    free = tmp_path / "free"
+    free.write_text("100000")
+    desk = make_desk(BRIM_FREE_BYTES_FILE=str(free))
+    job_id = desk.submit(items=200)
+    desk.past(job_id, 20)
+
+    free.write_text("10")
+    job = desk.until(job_id, "failed")
+
+    assert job.error.startswith("the disk is nearly full: 10 bytes are free")
+    assert 20 <= desk.items(job_id) < 200
+    free.write_text("100000")
+    desk.resume(job_id)
+    assert desk.until(job_id, "completed").result["counted"] == 200
+
+
+def test_a_job_that_does_not_fit_on_the_disk_does_not_start(make_desk, tmp_path):
+    free = tmp_path / "free"
+    free.write_text("100000")
+    desk = make_desk(BRIM_FREE_BYTES_FILE=str(free))
+
+    job = desk.until(desk.submit(items=5, bytes=10**9), "failed")
+
+    assert job.error.startswith("the job needs about 953.7 MiB of disk")
+    assert desk.catalogue.datasets.get(job.output_id) is None
+
+
+def test_a_job_cancelled_while_it_waits_never_starts(make_desk):
+    desk = make_desk()
+    first = desk.submit(items=100)
+    second = desk.submit(items=100)
+
+    desk.stop(second)
+
+    assert desk.until(second, "cancelled").attempts == 0
+    assert desk.until(first, "completed").attempts == 1
+
+
+def test_two_workers_take_a_job_each_and_none_runs_twice(make_desk, database):
+    desk = make_desk(database)
+    desk.start("w1")
+    ids = [desk.submit(items=120) for _ in range(4)]
+
+    jobs = [desk.until(job_id, "completed") for job_id in ids]
+
+    assert [job.attempts for job in jobs] == [1] * 4
+    assert all(len(desk.marks(job_id)) == 2 for job_id in ids)
+    assert len({desk.marks(job_id)[0].split()[2] for job_id in ids}) == 2
+
+
+def test_a_job_does_not_wait_for_a_database_that_is_away(make_desk, postgres):
+    desk = make_desk(postgres.fresh())
+    job_id = desk.submit(items=300)
+    desk.past(job_id, 20)
+
+    postgres.stop()
+    try:
+        before = desk_items(desk)
+        time.sleep(4)
+        after = desk_items(desk)
+    finally:
+        postgres.start()
+    job = desk.until(job_id, "completed")
+
+    assert after > before + 50
+    assert job.attempts == 1
+    assert [line.split()[0] for line in desk.marks(job_id)] == ["open", "end"]
+
+
+def desk_items(desk) -> int:
+    (manifest,) = desk.data.glob("datasets/*/manifest.json")
+    return json.loads(manifest.read_text())["items"]
+
+
+def test_kills_stops_and_resumes_at_random_leave_both_databases_of_one_mind(make_desk, database):
+    desk, rng = make_desk(database), random.Random(11)
+    desk.start("w1")
+    ids = [desk.submit(items=250) for _ in range(3)]
+
+    for _ in range(50):
+        desk.oversee()
+        act, job_id = rng.choice(["kill", "cancel", "pause", "resume", "resume", "resume"]), rng.choice(ids)
+        if act == "kill" and rng.random() < 0.4:
+            desk.workers[rng.choice(["w0", "w1"])].send_signal(rng.choice([signal.SIGKILL, signal.SIGTERM]))
+        elif act in ("cancel", "pause") and desk.catalogue.jobs.want(job_id, act):
+            desk.queue.cancel(job_id)
+        elif act == "resume" and desk.job(job_id).status in ("cancelled", "paused", "failed"):
+            desk.resume(job_id)
+        time.sleep(rng.uniform(0, 0.6))
+    for job_id in ids:
+        settled = desk.wait(partial(settled_job, desk, job_id), 30, job_id)
+        if settled.status in ("cancelled", "paused"):
+            desk.resume(job_id)
+    jobs = [desk.until(job_id, "completed", "failed") for job_id in ids]
+
+    assert [(job.status, job.error) for job in jobs] == [("completed", None)] * 3
+    for job in jobs:
+        words = [line.split()[0] for line in desk.marks(job.id)]
+        assert "overlap" not in words
+        assert desk.items(job.id) == 250
+        assert job.attempts >= words.count("open")  # one may be killed before it begins to count
+    assert desk.wait(lambda: not desk.queue.active(), 10, ids[0])
+    assert {state.status for state in desk.queue.states(ids).values()} == {"SUCCESS"}
+
+
+def settled_job(desk, job_id):
+    job = desk.job(job_id)
+    return None if job.status in ("pending", "queued", "running") and job.wanted != "run" else job
+
+
+def test_progress_is_told_every_second(make_desk):
+    desk = make_desk()
+    job_id = desk.submit(items=250)
+
+    desk.until(job_id, "completed")
+
+    told = [event.at for event in desk.catalogue.events.after(job_id, 0) if event.kind == "progress"]
+    assert len(told) >= 4
+    assert max(later - sooner for sooner, later in pairwise(told)) < 1.6
+
+
+def test_a_worker_finds_the_databases_where_the_service_has_them(tmp_path):
+    for database in (None, "postgresql://u@h/n", f"sqlite:///{tmp_path}/other.sqlite"):
+        settings = Settings(data=tmp_path, database=database)
+
+        assert urls(Path(tmp_path), database) == (settings.jobs_url, settings.catalogue_url)

@@ -1,0 +1,73 @@
+"""A worker that knows one more kind, toy.count: counts items into a manifest, and misbehaves as its config says."""
+
+import fcntl
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from brim.errors import ConfigError
+from brim.jobs import kinds, worker
+from brim.jobs.status import Progress
+from brim.jobs.task import Stopped, Task
+
+
+def run(task: Task) -> dict[str, object]:
+    config, out = task.spec.config, task.out
+    out.mkdir(parents=True, exist_ok=True)
+    lock = os.open(out, os.O_RDONLY)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        mark(out, "overlap", 0)
+        fcntl.flock(lock, fcntl.LOCK_EX)
+    try:
+        return count(task, config, out)
+    finally:
+        os.close(lock)
+
+
+def count(task: Task, config: dict[str, Any], out: Path) -> dict[str, object]:
+    manifest = out / "manifest.json"
+    done = json.loads(manifest.read_text())["items"] if manifest.exists() else 0
+    mark(out, "open", done)
+    while done < config["items"]:
+        if task.stop() and not config.get("deaf"):
+            mark(out, "stop", done)
+            raise Stopped
+        if done == config.get("fail_at") and not (out / "mended").exists():
+            raise ConfigError(f"{manifest}: item {done} cannot be made; read {Path.home()}/notes.txt")
+        if done == config.get("break_at"):
+            raise ZeroDivisionError(f"within {out}")
+        if done == config.get("die_at"):
+            os.abort()
+        time.sleep(config.get("every_s", 0.02))
+        done += 1
+        new = manifest.with_suffix(".new")
+        new.write_text(json.dumps({"items": done, "complete": done == config["items"]}))
+        new.replace(manifest)
+        task.tell(Progress(current=done, total=config["items"], message="counting"))
+    mark(out, "end", done)
+    return {"counted": done, "dataset_id": out.name, "where": str(out)}
+
+
+def mark(out: Path, what: str, done: int) -> None:
+    with (out / "marks").open("a") as file:
+        file.write(f"{what} {done} {os.getpid()}\n")
+
+
+TOY = kinds.Kind(
+    name="toy.count",
+    makes="dataset",
+    reads=None,
+    make_model=dict,
+    resolve=dict,
+    run=run,
+    estimate_bytes=lambda spec, inputs: spec.config.get("bytes", 0),
+)
+
+if __name__ == "__main__":
+    kinds.KINDS["toy.count"] = TOY
+    sys.exit(worker.main())

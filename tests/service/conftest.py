@@ -1,0 +1,40 @@
+"""A running API: one for each test that changes it, one for each module of those that only ask."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from live_api import Api, make
+
+
+@contextmanager
+def running(data: Path, **changes: Any) -> Iterator[Api]:
+    made = make(data, **changes)
+    try:
+        with made:
+            yield made
+    finally:
+        made.queue.close()
+        made.catalogue.close()
+
+
+@pytest.fixture
+def api(tmp_path: Path) -> Iterator[Api]:
+    """A running API on an empty data directory."""
+    with running(tmp_path / "data") as made:
+        yield made
+
+
+@pytest.fixture
+def api_with(tmp_path: Path) -> Any:
+    """The same with other settings: `with api_with(max_unfinished=2) as api`."""
+    return lambda **changes: running(tmp_path / "data", **changes)
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Api]:
+    """One for tests that leave nothing behind that others would mind."""
+    with running(tmp_path_factory.mktemp("shared") / "data") as made:
+        yield made

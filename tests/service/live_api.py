@@ -1,0 +1,155 @@
+"""A real API behind a real socket: a SQLite catalogue, the durable queue, and no workers unless a test has one."""
+
+import http.client
+import json
+import re
+import socket
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Self
+
+from brim.jobs import durable
+from brim.jobs.catalogue import Catalogue, DatasetRow, upgrade
+from brim.jobs.durable import Queue
+from brim.service.app import guard, make_api
+from brim.service.main import Server, make_server
+from brim.service.settings import MIB, Settings
+
+TOKEN = "a-token-of-tests_0123456789"
+GENERATION = {
+    "dataset_name": "gpu_batch_test",
+    "num_samples": 10000,
+    "dataset_type": "feature_based",
+    "config": {"frequency_mhz": 145.0, "tx_power_dbm": 30.0, "min_snr_db": 3.0, "max_gdop": 100.0},
+}
+TRAINING = {
+    "job_name": "GPU Cache Test",
+    "config": {
+        "dataset_ids": ["…"],
+        "batch_size": 256,
+        "epochs": 1000,
+        "learning_rate": 0.001,
+        "preload_to_gpu": True,
+        "accelerator": "auto",
+    },
+}
+JOBS = "/api/training/jobs"
+_SECRETS = re.compile(r"Traceback|sqlalchemy|dbos\.|psycopg", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class Answer:
+    status: int
+    headers: dict[str, str]  # lower case
+    body: bytes
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.body)
+
+
+@dataclass
+class Api:
+    """One running API and what lies behind it."""
+
+    settings: Settings
+    catalogue: Catalogue
+    queue: Queue
+    api: Any
+    port: int = 0
+    answers: list[tuple[str, bytes]] = field(default_factory=list)
+    _server: Server | None = None
+    _thread: threading.Thread | None = None
+
+    def __enter__(self) -> Self:
+        listening = socket.create_server(("127.0.0.1", self.port))
+        self.port = listening.getsockname()[1]
+        self._server = make_server(guard(self.api), self.api.state.context.hub.close)
+        self._thread = threading.Thread(target=self._server.run, kwargs={"sockets": [listening]}, daemon=True)
+        self._thread.start()
+        until_s = time.monotonic() + 20
+        while not self._server.started:
+            assert time.monotonic() < until_s, "the server did not start"
+            time.sleep(0.01)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        assert self._server is not None
+        assert self._thread is not None
+        self._server.should_exit = True
+        self._thread.join(15)
+        assert not self._thread.is_alive(), "the server did not go down"
+
+    def ask(
+        self,
+        method: str,
+        path: str,
+        body: Any = None,
+        *,
+        headers: Mapping[str, str] | None = None,
+        token: str | None = TOKEN,
+        timeout_s: float = 60,
+    ) -> Answer:
+        """One request; a body that is no bytes is sent as JSON."""
+        sent = {} if token is None else {"Authorization": f"Bearer {token}"}
+        if body is not None and not isinstance(body, bytes):
+            body = json.dumps(body).encode()
+            sent["Content-Type"] = "application/json"
+        sent.update(headers or {})
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=timeout_s)
+        try:
+            connection.request(method, path, body, sent)
+            answer = connection.getresponse()
+            found = Answer(answer.status, {k.lower(): v for k, v in answer.getheaders()}, answer.read())
+        finally:
+            connection.close()
+        self.check(path, found)
+        return found
+
+    def check(self, path: str, answer: Answer) -> None:
+        """What holds for every answer: no 500, nothing of this machine, our headers, our shape of refusal."""
+        assert answer.status != 500, f"{path}: {answer.body!r}"
+        if path.startswith("/docs/assets"):
+            return
+        text = answer.body.decode(errors="replace") + repr(answer.headers)
+        assert str(self.settings.data) not in text, f"{path} says where the data is"
+        assert socket.gethostname() not in text, f"{path} says the host's name"
+        assert not _SECRETS.search(text), f"{path}: {text[:300]}"
+        assert answer.headers["x-content-type-options"] == "nosniff"
+        assert "server" not in answer.headers
+        if answer.status >= 400 and path != "/ready" and answer.body:
+            assert answer.json.keys() == {"detail", "field"}, path
+            assert answer.json["detail"].strip()
+            assert "\n" not in answer.json["detail"]
+
+    def get(self, path: str, **options: Any) -> Answer:
+        return self.ask("GET", path, **options)
+
+    def post(self, path: str, body: Any = None, **options: Any) -> Answer:
+        return self.ask("POST", path, body, **options)
+
+    def delete(self, path: str, **options: Any) -> Answer:
+        return self.ask("DELETE", path, **options)
+
+    def submit(self, body: Any = GENERATION, **headers: str) -> dict[str, Any]:
+        answer = self.post(JOBS, body, headers={name.replace("_", "-"): value for name, value in headers.items()})
+        assert answer.status == 202, answer.body
+        return dict(answer.json)
+
+    def add_dataset(self, **values: Any) -> DatasetRow:
+        """A dataset that no job made, as the command line adds one."""
+        known = {"name": "brought", "kind": "rf", "path": "datasets/x", "owned": True, "items": 100, "bytes": 1000}
+        return self.catalogue.datasets.add(**{**known, **values})
+
+
+def make(data: Path, **changes: Any) -> Api:
+    """An API on a data directory, migrated; start it with `with`."""
+    settings = replace(Settings(data=data, token=TOKEN, min_free_bytes=MIB), **changes)
+    settings.make_folders()
+    upgrade(settings.catalogue_url)
+    durable.migrate(settings.jobs_url)
+    catalogue, queue = Catalogue.open(settings.catalogue_url), Queue(settings.jobs_url)
+    return Api(settings, catalogue, queue, make_api(settings, catalogue, queue))

@@ -1,0 +1,224 @@
+"""Event streams: a snapshot, then what happens; replay from any number without gap or repeat."""
+
+import http.client
+import json
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+from live_api import JOBS, TOKEN, Api
+
+from brim.errors import Unavailable
+from brim.jobs.catalogue import Output
+from brim.jobs.status import Progress
+
+
+class Event(NamedTuple):
+    id: int
+    kind: str
+    data: dict[str, Any]
+
+
+class Stream:
+    """One client of a stream."""
+
+    def __init__(self, api: Api, job_id: str, last: int | None = None) -> None:
+        self._connection = http.client.HTTPConnection("127.0.0.1", api.port, timeout=20)
+        headers = {"Authorization": f"Bearer {TOKEN}"}
+        if last is not None:
+            headers["Last-Event-ID"] = str(last)
+        self._connection.request("GET", f"{JOBS}/{job_id}/events", headers=headers)
+        self.answer = self._connection.getresponse()
+
+    def __iter__(self) -> Iterator[Event]:
+        found: dict[str, str] = {}
+        while line := self.answer.readline().decode():
+            name, _, value = line.rstrip("\n").partition(": ")
+            if name in ("id", "event", "data"):
+                found[name] = value
+            elif not line.strip() and found:
+                yield Event(int(found["id"]), found["event"], json.loads(found["data"]))
+                found = {}
+
+    def take(self, num: int) -> list[Event]:
+        return [event for _, event in zip(range(num), self, strict=False)]
+
+    def close(self) -> None:
+        self._connection.close()
+
+
+@contextmanager
+def stream(api: Api, job_id: str, last: int | None = None) -> Iterator[Stream]:
+    made = Stream(api, job_id, last)
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+def running(api: Api) -> str:
+    job_id = str(api.submit()["id"])
+    assert api.catalogue.jobs.move(job_id, "running", of=["queued"], worker="w0")
+    return job_id
+
+
+def tell(api: Api, job_id: str, first: int, num: int) -> None:
+    for current in range(first, first + num):
+        api.catalogue.jobs.tell(job_id, Progress(current=current, total=1000, message="making"))
+
+
+def complete(api: Api, job_id: str) -> None:
+    assert api.catalogue.jobs.move(job_id, "completed", of=["running"], output=Output(items=1))
+
+
+def test_a_stream_begins_with_the_job_and_ends_with_it(api):
+    job_id = running(api)
+    with stream(api, job_id) as watching:
+        assert watching.answer.status == 200
+        assert watching.answer.headers["content-type"].startswith("text/event-stream")
+        assert watching.answer.headers["cache-control"] == "no-store"
+        (first,) = watching.take(1)
+        tell(api, job_id, 1, 3)
+        complete(api, job_id)
+        rest = list(watching)
+
+    assert (first.kind, first.data["id"], first.data["status"]) == ("status", job_id, "running")
+    assert [event.kind for event in rest] == ["progress"] * 3 + ["status"]
+    assert [event.id for event in rest] == [first.id + n for n in range(1, 5)]
+    assert rest[0].data["current"] == 1
+    assert rest[-1].data["status"] == "completed"
+
+
+def test_reconnecting_gives_what_came_meanwhile_without_gap_or_repeat(api):
+    job_id = running(api)
+    writer = threading.Thread(target=tell, args=[api, job_id, 1, 120])
+    writer.start()
+    seen: list[Event] = []
+    while len(seen) < 100:  # hang up after every few events, while more are being written
+        with stream(api, job_id, seen[-1].id if seen else 0) as watching:
+            seen += watching.take(7)
+    writer.join()
+    complete(api, job_id)
+    with stream(api, job_id, seen[-1].id) as watching:
+        seen += list(watching)
+
+    assert [event.id for event in seen] == list(range(1, len(seen) + 1))
+    assert [event.data["current"] for event in seen if event.kind == "progress"] == list(range(1, 121))
+    assert seen[-1].data["status"] == "completed"
+
+
+def test_many_watchers_of_one_job_see_the_same(api):
+    job_id = running(api)
+    seen: list[list[int]] = [[] for _ in range(8)]
+
+    def watch(place: int, last: int | None) -> None:
+        with stream(api, job_id, last) as watching:
+            seen[place] = [event.id for event in watching]
+
+    threads = [threading.Thread(target=watch, args=[place, 0 if place % 2 else None]) for place in range(8)]
+    for thread in threads:
+        thread.start()
+    tell(api, job_id, 1, 60)
+    complete(api, job_id)
+    for thread in threads:
+        thread.join(20)
+
+    head = api.catalogue.jobs.get(job_id).event_seq
+    for ids in seen:
+        assert ids == list(range(ids[0], head + 1))
+    assert {ids[0] for ids in seen[1::2]} == {1}
+
+
+def test_a_finished_job_is_told_once_and_the_stream_ends(api):
+    job_id = running(api)
+    complete(api, job_id)
+    head = api.catalogue.jobs.get(job_id).event_seq
+
+    with stream(api, job_id) as watching:
+        assert [(event.id, event.data["status"]) for event in watching] == [(head, "completed")]
+    with stream(api, job_id, head) as watching:
+        assert list(watching) == []
+    with stream(api, job_id, head + 1000) as watching:
+        assert [event.id for event in watching] == [head], "a number of another time: from the start"
+
+
+def test_an_end_in_the_past_does_not_end_the_stream_of_a_job_that_was_resumed(api):
+    job_id = str(api.submit()["id"])
+    api.post(f"{JOBS}/{job_id}/cancel")
+    api.post(f"{JOBS}/{job_id}/resume")
+    with stream(api, job_id, 0) as watching:
+        past = watching.take(api.catalogue.jobs.get(job_id).event_seq)
+        assert "cancelled" in [event.data["status"] for event in past]
+        assert past[-1].data["status"] == "queued"
+        api.post(f"{JOBS}/{job_id}/cancel")
+        assert [event.data["status"] for event in watching][-1] == "cancelled"
+
+
+def test_a_deleted_job_ends_its_stream(api):
+    job_id = str(api.submit()["id"])
+    api.post(f"{JOBS}/{job_id}/pause")
+    with stream(api, job_id) as watching:
+        assert watching.take(1)[0].data["status"] == "paused"
+        assert api.delete(f"{JOBS}/{job_id}").status == 204
+        assert list(watching) == []
+
+
+def test_a_place_is_given_back_when_its_client_is_gone(api_with):
+    with api_with(max_watchers=2) as api:
+        job_id = running(api)
+        first, second = Stream(api, job_id), Stream(api, job_id)
+        first.take(1)
+        second.take(1)
+        refused = api.get(f"{JOBS}/{job_id}/events")
+        assert refused.status == 503
+        assert "retry-after" in refused.headers
+
+        first.answer.close()
+        first.close()
+        hub = api.api.state.context.hub
+        until_s = time.monotonic() + 10
+        while hub.num_watchers > 1 and time.monotonic() < until_s:
+            time.sleep(0.05)
+        with stream(api, job_id) as third:
+            assert third.answer.status == 200
+        second.close()
+
+
+def test_a_stream_outlives_an_outage_of_the_catalogue(api, monkeypatch):
+    job_id = running(api)
+    with stream(api, job_id) as watching:
+        watching.take(1)
+        events = api.catalogue.events
+
+        def away(*_: Any) -> None:
+            raise Unavailable("the catalogue's database does not answer; try again soon")
+
+        with monkeypatch.context() as outage:
+            outage.setattr(events, "heads", away)
+            outage.setattr(events, "after", away)
+            tell(api, job_id, 1, 3)
+            time.sleep(1.2)
+        complete(api, job_id)
+        assert [event.kind for event in watching] == ["progress"] * 3 + ["status"]
+
+
+def test_silence_is_broken_now_and_then(api, monkeypatch):
+    monkeypatch.setattr("brim.service.events.KEEP_ALIVE_S", 0.2)
+    job_id = running(api)
+    with stream(api, job_id) as watching:
+        watching.take(1)
+        assert watching.answer.readline() == b": keep-alive\n"
+
+
+def test_going_down_ends_the_streams_at_once(api_with):
+    with api_with() as api:
+        job_id = running(api)
+        watching = Stream(api, job_id)
+        watching.take(1)
+        began_s = time.monotonic()
+
+    assert time.monotonic() - began_s < 2.5
+    assert list(watching) == []
+    watching.close()

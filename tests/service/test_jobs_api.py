@@ -1,0 +1,309 @@
+"""Jobs over HTTP: submitted once, listed, stopped, resumed, deleted; the queue and the catalogue agree."""
+
+import threading
+from pathlib import Path
+from typing import Any
+
+from live_api import GENERATION, JOBS, TRAINING, Api
+
+from brim.errors import Conflict, Unavailable
+from brim.jobs.catalogue import Output
+from brim.jobs.status import Progress
+
+KEYS = {
+    *("id", "kind", "name", "status", "progress", "config", "result", "error"),
+    *("created_at", "started_at", "finished_at", "attempts"),
+}
+
+
+def start(api: Api, job_id: str) -> None:
+    """What a worker does when it takes a job, as far as people see it."""
+    assert api.catalogue.jobs.move(job_id, "running", of=["pending", "queued"], worker="w0")
+
+
+def finish(api: Api, job_id: str, **changes: Any) -> None:
+    assert api.catalogue.jobs.move(job_id, "completed", of=["running"], **changes)
+
+
+def test_the_first_body_as_it_stands_makes_a_generation_job(api):
+    answer = api.post(JOBS, GENERATION)
+
+    job = answer.json
+    assert answer.status == 202
+    assert job.keys() == KEYS
+    assert (job["kind"], job["name"], job["status"]) == ("rf.generate", "gpu_batch_test", "queued")
+    assert job["config"]["num_samples"] == 10000
+    assert job["config"]["max_gdop"] == 100.0
+    assert job["progress"].keys() == {"current", "total", "percent", "rate", "eta_s", "message"}
+    assert job["created_at"].endswith("Z")
+    assert (job["started_at"], job["finished_at"], job["result"], job["error"], job["attempts"]) == (*[None] * 4, 0)
+    assert answer.headers["location"] == f"{JOBS}/{job['id']}"
+    assert api.queue.states([job["id"]])[job["id"]].status == "ENQUEUED"
+    assert api.get(answer.headers["location"]).json == job
+
+
+def test_the_second_body_as_it_stands_makes_a_training_job(api):
+    made = api.submit()
+    start(api, made["id"])
+    row = api.catalogue.jobs.get(made["id"])
+    finish(api, made["id"], output=Output(items=10000, bytes=1), result={"dataset_id": row.output_id})
+    write_dataset(api, row.output_id)
+    dataset_id = api.get(f"{JOBS}/{made['id']}").json["result"]["dataset_id"]
+
+    body = {**TRAINING, "config": {**TRAINING["config"], "dataset_ids": [dataset_id]}}
+    job = api.submit(body)
+
+    assert (job["kind"], job["name"], job["status"]) == ("rf.train", "GPU Cache Test", "queued")
+    assert job["config"]["dataset_ids"] == [dataset_id]
+    assert (job["config"]["epochs"], job["config"]["batch_size"]) == (1000, 256)
+    assert api.get("/api/runs").json["runs"][0]["state"] == "training"
+
+
+def write_dataset(api: Api, dataset_id: str, samples: int = 8) -> Path:
+    from brim.rf import from_mapping
+    from brim.rf.generate import generate
+
+    out = api.settings.data / "datasets" / dataset_id
+    generate(from_mapping({}), out, samples, device="cpu")
+    return out
+
+
+def test_the_same_key_gives_the_same_job(api):
+    first = api.post(JOBS, GENERATION, headers={"Idempotency-Key": "once"})
+    again = api.post(JOBS, GENERATION, headers={"Idempotency-Key": "once"})
+    other = api.post(JOBS, {**GENERATION, "num_samples": 7}, headers={"Idempotency-Key": "once"})
+
+    assert first.status == again.status == other.status == 202
+    assert first.json["id"] == again.json["id"] == other.json["id"]
+    assert "idempotency-replayed" not in first.headers
+    assert again.headers["idempotency-replayed"] == "true"
+    assert api.get(JOBS).json["total"] == 1
+    assert api.post(JOBS, GENERATION, headers={"Idempotency-Key": "twice"}).json["id"] != first.json["id"]
+
+
+def test_equal_keys_at_once_make_one_job(api):
+    ids: list[str] = []
+    threads = [threading.Thread(target=lambda: ids.append(api.submit(Idempotency_Key="k")["id"])) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+    assert len(ids) == 8
+    assert len(set(ids)) == 1
+    assert api.get(JOBS).json["total"] == 1
+
+
+def test_jobs_are_listed_by_page_status_and_kind(api):
+    ids = [api.submit({**GENERATION, "num_samples": n + 1})["id"] for n in range(3)]
+    api.post(f"{JOBS}/{ids[0]}/cancel")
+
+    assert [job["id"] for job in api.get(JOBS).json["jobs"]] == ids[::-1]
+    assert [job["id"] for job in api.get(f"{JOBS}?status=cancelled").json["jobs"]] == [ids[0]]
+    assert api.get(f"{JOBS}?status=&kind=&page=").json["total"] == 3
+    assert api.get(f"{JOBS}?kind=rf.train").json == {"jobs": [], "page": 1, "pages": 1, "total": 0}
+    assert api.get(f"{JOBS}?page=7").json["jobs"] == []
+
+
+def test_a_queued_job_is_cancelled_at_once_and_lists_no_dataset(api):
+    job = api.submit()
+    assert api.get("/api/datasets").json["total"] == 1
+
+    answer = api.post(f"{JOBS}/{job['id']}/cancel")
+
+    assert (answer.status, answer.json["status"]) == (202, "cancelled")
+    assert answer.json["finished_at"] is not None
+    assert api.queue.states([job["id"]])[job["id"]].status == "CANCELLED"
+    assert api.get("/api/datasets").json["total"] == 0
+    assert api.post(f"{JOBS}/{job['id']}/cancel").json["status"] == "cancelled", "asking twice is no error"
+    assert api.post(f"{JOBS}/{job['id']}/pause").status == 409
+
+
+def test_a_paused_job_resumes_and_can_be_cancelled_while_paused(api):
+    job = api.submit()
+    assert api.post(f"{JOBS}/{job['id']}/pause").json["status"] == "paused"
+    assert api.get(f"{JOBS}/{job['id']}").json["finished_at"] is None
+
+    resumed = api.post(f"{JOBS}/{job['id']}/resume")
+    assert (resumed.status, resumed.json["status"]) == (202, "queued")
+    assert api.queue.states([job["id"]])[job["id"]].status == "ENQUEUED"
+
+    api.post(f"{JOBS}/{job['id']}/pause")
+    assert api.post(f"{JOBS}/{job['id']}/cancel").json["status"] == "cancelled"
+
+
+def test_a_running_job_is_stopping_until_its_worker_has_let_it_go(api):
+    job = api.submit()
+    start(api, job["id"])
+
+    stopping = api.post(f"{JOBS}/{job['id']}/cancel").json
+    assert (stopping["status"], stopping["progress"]["message"]) == ("running", "stopping")
+
+    threading.Timer(0.7, lambda: api.catalogue.jobs.settle(job["id"], Output(items=0))).start()
+    resumed = api.post(f"{JOBS}/{job['id']}/resume")
+    assert (resumed.status, resumed.json["status"]) == (202, "queued")
+
+
+def test_a_job_that_does_not_stop_cannot_be_resumed(api, monkeypatch):
+    monkeypatch.setattr("brim.service.routes_jobs.SETTLE_S", 0.3)
+    job = api.submit()
+    start(api, job["id"])
+    api.post(f"{JOBS}/{job['id']}/pause")
+
+    answer = api.post(f"{JOBS}/{job['id']}/resume")
+
+    assert answer.status == 409
+    assert "still stopping" in answer.json["detail"]
+
+
+def test_what_a_finished_job_does_not_allow(api):
+    job = api.submit()
+    assert api.post(f"{JOBS}/{job['id']}/resume").status == 409, "it is queued"
+    assert api.delete(f"{JOBS}/{job['id']}").status == 409
+    start(api, job["id"])
+    assert api.delete(f"{JOBS}/{job['id']}").status == 409
+    finish(api, job["id"], output=Output(items=5))
+
+    for verb in ("cancel", "pause", "resume"):
+        assert api.post(f"{JOBS}/{job['id']}/{verb}").status == 409, verb
+    assert api.get(f"{JOBS}/{job['id']}").json["status"] == "completed"
+
+
+def test_a_deleted_job_is_gone_and_its_dataset_stays(api):
+    job = api.submit()
+    start(api, job["id"])
+    finish(api, job["id"], output=Output(items=5))
+    log = api.settings.data / "jobs" / job["id"] / "log.jsonl"
+    log.parent.mkdir()
+    log.write_text("")
+
+    assert api.delete(f"{JOBS}/{job['id']}").status == 204
+
+    assert api.get(f"{JOBS}/{job['id']}").status == 404
+    assert api.delete(f"{JOBS}/{job['id']}").status == 404
+    assert api.queue.states([job["id"]]) == {}
+    assert not log.parent.exists()
+    assert api.get("/api/datasets").json["total"] == 1
+
+
+def test_a_failed_job_says_why_without_saying_where(api):
+    job = api.submit()
+    start(api, job["id"])
+    text = f"shard {api.settings.data}/datasets/x/shards/000001.safetensors: no space left; see /etc/hosts"
+    api.catalogue.jobs.move(job["id"], "failed", of=["running"], error=text, output=Output(items=0))
+
+    shown = api.get(f"{JOBS}/{job['id']}").json
+
+    assert shown["status"] == "failed"
+    assert "no space left" in shown["error"]
+    assert "/" not in shown["error"].replace("datasets/x/shards/000001.safetensors", "")
+    assert api.post(f"{JOBS}/{job['id']}/resume").json["status"] == "queued"
+
+
+def test_more_jobs_than_the_limit_are_refused_for_now(api_with):
+    with api_with(max_unfinished=2) as api:
+        first = api.submit(Idempotency_Key="first")
+        api.submit()
+        answer = api.post(JOBS, GENERATION)
+
+        assert answer.status == 429
+        assert int(answer.headers["retry-after"]) > 0
+        assert api.submit(Idempotency_Key="first")["id"] == first["id"], "a key seen before is no new job"
+
+
+def test_a_job_that_does_not_fit_on_the_disk_is_refused(api, monkeypatch, tmp_path):
+    (tmp_path / "free").write_text(str(3 * 2**20))
+    monkeypatch.setenv("BRIM_FREE_BYTES_FILE", str(tmp_path / "free"))
+
+    answer = api.post(JOBS, {**GENERATION, "num_samples": 1_000_000})
+
+    assert answer.status == 507
+    assert "free some space" in answer.json["detail"]
+    assert api.get(JOBS).json["total"] == 0
+
+
+def test_a_queue_that_is_away_leaves_the_job_pending(api, monkeypatch):
+    def away(*_: Any, **__: Any) -> None:
+        raise Unavailable("the queue's database does not answer for now; try again in a moment")
+
+    monkeypatch.setattr(api.queue, "submit", away)
+    job = api.submit()
+
+    assert job["status"] == "pending"
+
+
+def test_a_resume_while_the_failure_is_being_recorded_is_not_lost(api, monkeypatch):
+    def busy(job_id: str, *, failed: bool) -> None:
+        raise Conflict(f"job {job_id} is still being stopped; try again in a few seconds")
+
+    job = api.submit()
+    start(api, job["id"])
+    api.catalogue.jobs.move(job["id"], "failed", of=["running"], error="no", output=Output(items=0))
+    monkeypatch.setattr(api.queue, "resume", busy)
+
+    answer = api.post(f"{JOBS}/{job['id']}/resume")
+
+    assert (answer.status, answer.json["status"], answer.json["error"]) == (202, "pending", None)
+
+
+def test_a_catalogue_that_is_away_is_said_so(api, monkeypatch):
+    def away(*_: Any, **__: Any) -> None:
+        raise Unavailable("the catalogue's database does not answer; try again soon")
+
+    for name in ("get", "page", "submit", "counts"):
+        monkeypatch.setattr(api.catalogue.jobs, name, away)
+    monkeypatch.setattr(api.catalogue, "ping", away)
+
+    for answer in (api.get(JOBS), api.get(f"{JOBS}/{'0' * 32}"), api.post(JOBS, GENERATION)):
+        assert answer.status == 503
+        assert int(answer.headers["retry-after"]) > 0
+    ready = api.get("/ready")
+    assert (ready.status, ready.json["database"]) == (503, False)
+    assert api.get("/health").status == 200
+    assert b"brim_database_up 0.0" in api.get("/metrics").body
+
+
+def test_logs_are_read_on_from_where_the_last_answer_ended(api):
+    from brim.jobs.joblog import log_file, logging_to
+
+    job = api.submit()
+    assert api.get(f"{JOBS}/{job['id']}/logs").json == {"lines": [], "next": 0}
+    with logging_to(log_file(api.settings.data, job["id"])) as log:
+        log.warning("wrote %s", api.settings.data / "datasets" / "x")
+        log.warning("second")
+
+    first = api.get(f"{JOBS}/{job['id']}/logs?limit=1").json
+    second = api.get(f"{JOBS}/{job['id']}/logs?after={first['next']}").json
+
+    assert [line["level"] for line in first["lines"]] == ["warning"]
+    assert first["lines"][0]["text"].startswith("wrote the data directory")
+    assert [line["text"] for line in second["lines"]] == ["second"]
+
+
+def test_a_jobs_files_are_fetched_by_the_names_it_lists(api):
+    job = api.submit()
+    folder = api.settings.data / "results" / job["id"]
+    (folder / "masks").mkdir(parents=True)
+    (folder / "masks" / "a b.png").write_bytes(b"picture")
+    (folder / ".new").write_bytes(b"being written")
+    (api.settings.data / "secret").write_text("no")
+
+    assert api.get(f"{JOBS}/{job['id']}/files").json == {"files": [{"name": "masks/a b.png", "bytes": 7}]}
+    fetched = api.get(f"{JOBS}/{job['id']}/files/masks/a%20b.png")
+    assert (fetched.body, fetched.headers["content-disposition"]) == (b"picture", "attachment")
+    for name in ("..%2F..%2Fsecret", "../../secret", ".new", "%2Fetc%2Fpasswd", "masks", "", "%00"):
+        assert api.get(f"{JOBS}/{job['id']}/files/{name}").status == 404, name
+
+
+def test_progress_is_shown_with_percent(api):
+    job = api.submit()
+    start(api, job["id"])
+    api.catalogue.jobs.tell(job["id"], Progress(current=25, total=100, rate=5.0, eta_s=15.0, message="making"))
+
+    shown = api.get(f"{JOBS}/{job['id']}").json
+
+    assert shown["progress"] == {
+        **{"current": 25, "total": 100, "percent": 25.0},
+        **{"rate": 5.0, "eta_s": 15.0, "message": "making"},
+    }
+    assert shown["attempts"] == 1

@@ -1,0 +1,107 @@
+"""The OpenAPI document says what is there, and schemathesis finds nothing that contradicts it."""
+
+import json
+import re
+import subprocess
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+from live_api import TOKEN
+
+# What a schema cannot say, the API refuses by 422: ranges and rules between the fields of a kind's configuration, and
+# whether uploaded bytes are an image. So only there, a request that fits the schema may be refused.
+CONFIG = """
+[[operations]]
+include-name = ["POST /api/training/jobs", "POST /api/datasets"]
+checks.positive_data_acceptance.enabled = false
+"""
+
+
+@pytest.mark.slow
+def test_schemathesis_finds_nothing(shared, tmp_path: Path):
+    shared.catalogue.devices.put("w0", {"device": "cpu"})
+    config = tmp_path / "schemathesis.toml"
+    config.write_text(CONFIG)
+    command = [
+        *(sys.executable, "-m", "schemathesis.cli", "--config-file", str(config)),
+        *("run", f"http://127.0.0.1:{shared.port}/openapi.json", "-H", f"Authorization: Bearer {TOKEN}"),
+        *("--exclude-path-regex", "/events$", "--max-examples", "12", "--no-color", "--seed", "7"),
+    ]
+
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=500)
+
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+    assert "22 selected / 23 total" in done.stdout
+
+
+def test_every_route_is_documented_with_what_it_may_refuse(shared):
+    document = shared.get("/openapi.json").json
+
+    assert document["openapi"].startswith("3.1")
+    operations = {
+        (method.upper(), path): operation
+        for path, methods in document["paths"].items()
+        for method, operation in methods.items()
+    }
+    pages = {"/", "/docs", "/docs/start.js", "/docs/assets", "/openapi.json"}
+    for route in shared.api.routes:
+        path = re.sub(r":path}", "}", route.path)
+        for method in getattr(route, "methods", None) or ():
+            if path not in pages:
+                assert (method, path) in operations
+    for (_, path), operation in operations.items():
+        assert operation["security"] == ([] if path == "/health" else [{"token": []}, {"cookie": []}])
+        assert {"403", "421"} <= operation["responses"].keys()
+        assert ("401" in operation["responses"]) == (path != "/health")
+
+
+def test_the_two_bodies_are_of_a_documented_form(shared):
+    import jsonschema_rs
+    from live_api import GENERATION, TRAINING
+
+    schema = shared.get("/openapi.json").json["paths"]["/api/training/jobs"]["post"]["requestBody"]["content"]
+    validator = jsonschema_rs.validator_for(schema["application/json"]["schema"])
+
+    for body in (GENERATION, TRAINING, {"kind": "segment.tune", "name": "t", "config": {}}):
+        validator.validate(body)
+    assert not validator.is_valid({**GENERATION, "extra": 1})
+    assert not validator.is_valid({})
+
+
+class _Links(HTMLParser):
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.found += [value or "" for name, value in attrs if name in ("src", "href")]
+
+
+def test_the_documentation_needs_no_network(shared):
+    page = shared.get("/docs")
+    links = _Links()
+    links.feed(page.body.decode())
+
+    assert page.status == 200
+    assert len(links.found) >= 4
+    assert "://" not in page.body.decode()
+    for link in links.found:
+        assert link.startswith("/docs/")
+        assert shared.get(link).status == 200
+    assert "default-src 'self'" in page.headers["content-security-policy"]
+    assert "validatorUrl: null" in shared.get("/docs/start.js").body.decode()
+
+
+def test_the_first_page_leads_on(shared):
+    page = shared.get("/")
+    links = _Links()
+    links.feed(page.body.decode())
+
+    for link in links.found:
+        assert shared.get(link).status in (200, 503)
+
+
+def test_the_document_is_made_once(shared):
+    assert json.dumps(shared.get("/openapi.json").json) == json.dumps(shared.get("/openapi.json").json)
