@@ -86,7 +86,23 @@ def list_(
 @jobs.command("show", epilog="Example: brim jobs show ID --json")
 def show_(job_id: Id, url: Url = None, token_file: TokenFile = None, data: Data = None, as_json: Json = False) -> None:
     """Show one job: where it is, what it was given, what came of it."""
-    _print(_client(url, token_file, data).get(_path(job_id)), as_json)
+    job = _client(url, token_file, data).get(_path(job_id))
+    if as_json:
+        print_json(job)
+        return
+    show(f"{job['id']}  {_line(job)}")
+    print_facts({name: job[name] for name in ("created_at", "started_at", "finished_at", "attempts") if job[name]})
+    for title in ("config", "result"):
+        if job[title]:
+            show(f"\n{title}")
+            print_facts({f"  {name}": _brief(value) for name, value in job[title].items()})
+
+
+def _brief(value: Any) -> Any:
+    """A value that fits on a line: how many where it is a list of things, and auto where nothing was chosen."""
+    if isinstance(value, list) and any(isinstance(item, dict) for item in value):
+        return f"{len(value)}, see --json"
+    return "auto" if value is None else value
 
 
 @jobs.command(epilog="Example: brim jobs watch ID")
@@ -242,14 +258,6 @@ def _print_logs(client: Client, job_id: str, follow: bool) -> None:
 
 
 # Words
-
-
-def _print(job: dict[str, Any], as_json: bool) -> None:
-    if as_json:
-        print_json(job)
-        return
-    facts = {name: value for name, value in job.items() if value is not None and value != ""}
-    print_facts(facts)
 
 
 def _title(job: Mapping[str, Any]) -> str:
