@@ -36,7 +36,7 @@ test: check
 
 # the long half of tests/faults: 200 kills on each database; an hour or so
 soak: setup
-	BRIM_SOAK=1 BRIM_KILLS=200 $(BIN)/python -m pytest tests/faults
+	BRIM_SOAK=1 BRIM_KILLS=200 $(BIN)/python -m pytest tests/faults tests/jobs/test_worker_rf.py
 
 bench: setup
 	$(BIN)/python benchmarks/bench_generate.py
