@@ -18,11 +18,12 @@ from typing import Any
 
 import torch
 
-from bench_generate import machine, table
+from page import facts_of, installed, machine, markdown, table
 from service_client import JOBS, Service, serving
 
 CLIENTS, EACH = 10, 10
 BAR_MS = 200.0
+ABOUT = "A real service on loopback, one worker that runs a job meanwhile; seconds of whole requests."
 
 
 def main() -> None:
@@ -36,6 +37,7 @@ def main() -> None:
         times = measure(service)
     kind = "PostgreSQL" if options.url else "SQLite"
     results: dict[str, Any] = {"machine": machine(torch.device("cpu"), options.commit), "database": kind}
+    results["command"] = "python benchmarks/bench_service_load.py" + (" --url postgresql://…" if options.url else "")
     results |= {
         name: {f"p{share}_ms": quantile(seconds, share) for share in (50, 95)} for name, seconds in times.items()
     }
@@ -54,9 +56,8 @@ def main() -> None:
     print(text)
     print(json.dumps(results))
     if options.markdown is not None:
-        options.markdown.write_text(
-            f"# {(__doc__ or '').splitlines()[0]}\n\n{text}\n\n```json\n{json.dumps(results)}\n```\n"
-        )
+        facts = facts_of(results, {"dbos": installed("dbos"), "fastapi": installed("fastapi")})
+        options.markdown.write_text(markdown(__doc__ or "", ABOUT, facts, text, json.dumps(results)))
 
 
 def measure(service: Service) -> dict[str, list[float]]:

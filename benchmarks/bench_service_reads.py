@@ -19,11 +19,12 @@ from typing import Any
 
 import torch
 
-from bench_generate import machine, number, table, tell
+from page import facts_of, installed, machine, markdown, number, table, tell
 from service_client import JOBS, Service, pin, serving
 
 READS_PER_S = 20
 BAR = 0.02
+ABOUT = "One job on one core; API, supervisor and reader on another. Windows with and without reads alternate."
 SETTLE_S = 1.0  # at the start of a window, not counted
 
 
@@ -35,7 +36,11 @@ def main() -> None:
     parser.add_argument("--markdown", type=Path, default=None)
     parser.add_argument("--commit", default=None)
     options = parser.parse_args()
-    results = {"machine": machine(torch.device("cpu"), options.commit), **measure(options.pairs, options.seconds)}
+    results = {
+        "machine": machine(torch.device("cpu"), options.commit),
+        "command": f"python benchmarks/bench_service_reads.py --pairs {options.pairs} --seconds {options.seconds:g}",
+        **measure(options.pairs, options.seconds),
+    }
     text = table(
         f"{options.pairs} pairs of windows of {options.seconds:g} s, {READS_PER_S} reads a second",
         ["", "value"],
@@ -53,9 +58,8 @@ def main() -> None:
     print(text)
     print(json.dumps(results))
     if options.markdown is not None:
-        options.markdown.write_text(
-            f"# {(__doc__ or '').splitlines()[0]}\n\n{text}\n\n```json\n{json.dumps(results)}\n```\n"
-        )
+        facts = facts_of(results, {"dbos": installed("dbos"), "fastapi": installed("fastapi")})
+        options.markdown.write_text(markdown(__doc__ or "", ABOUT, facts, text, json.dumps(results)))
 
 
 def measure(pairs: int, seconds: float) -> dict[str, Any]:
