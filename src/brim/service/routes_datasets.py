@@ -25,7 +25,8 @@ router = APIRouter(prefix="/api/datasets", tags=["datasets"])
 _DRAIN_BYTES = 64 * 1024**2  # of a refused body that is read to its end, so that the client gets to read the answer
 _UPLOAD = re.compile(r"[0-9a-f]{32}")
 
-_FILES: dict[str, Any] = {"type": "array", "items": {"type": "string", "format": "binary"}}
+_FILE: dict[str, Any] = {"type": "string", "format": "binary"}
+_FILES: dict[str, Any] = {"type": "array", "items": _FILE}
 _FORM: dict[str, Any] = {
     "type": "object",
     "additionalProperties": False,
@@ -33,31 +34,11 @@ _FORM: dict[str, Any] = {
     "properties": {
         "name": {"type": "string", "minLength": 1, "maxLength": MAX_TEXT, "pattern": PATTERN},
         "kind": {"type": "string", "enum": ["images", "sequences"]},
-        "images": _FILES,
-        "masks": {**_FILES, "description": "one for every image, of the same name"},
-        "sequences": {**_FILES, "description": ".npy"},
-        "labels": {"type": "string", "format": "binary", "description": "CSV: the file's name, its class"},
+        "images": {**_FILES, "description": "kind images: at least one"},
+        "masks": {**_FILES, "description": "kind images: none, or one for every image, of the same name"},
+        "sequences": {**_FILES, "description": "kind sequences: at least one, .npy"},
+        "labels": {**_FILE, "description": "kind sequences: none, or CSV of the file's name and its class"},
     },
-    "oneOf": [  # an empty list is no part of a form: as if it were not there
-        {
-            "properties": {
-                "kind": {"const": "images"},
-                "images": {"minItems": 1},
-                "sequences": {"maxItems": 0},
-                "labels": False,
-            },
-            "required": ["images"],
-        },
-        {
-            "properties": {
-                "kind": {"const": "sequences"},
-                "sequences": {"minItems": 1},
-                "images": {"maxItems": 0},
-                "masks": {"maxItems": 0},
-            },
-            "required": ["sequences"],
-        },
-    ],
 }
 
 
@@ -215,13 +196,13 @@ def _name(text: str | None) -> str:
 def _check_parts(kind: str, upload: Upload) -> None:
     """The files of the kind, and no others."""
     if not upload.num_files[kind]:
-        raise FieldError(kind, f"{kind} is missing; send at least one file")
+        raise FieldConflict(kind, f"{kind} is missing; send at least one file")
     taken = {"images": ("images", "masks"), "sequences": ("sequences",)}[kind]
     for field in FILES:
         if upload.num_files[field] and field not in taken:
-            raise FieldError(field, f"{field} does not belong to a dataset of kind {kind}; leave it out")
+            raise FieldConflict(field, f"{field} does not belong to a dataset of kind {kind}; leave it out")
     if upload.labels is not None and kind != "sequences":
-        raise FieldError("labels", f"labels do not belong to a dataset of kind {kind}; leave them out")
+        raise FieldConflict("labels", f"labels do not belong to a dataset of kind {kind}; leave them out")
 
 
 def _keep_images(data: Path, id: str, folder: Path) -> sources.Found:
