@@ -4,6 +4,8 @@
     ├── ConfigError            a value, option or combination that cannot work
     │   ├── NothingAccepted    a configuration whose gates refuse every sample
     │   └── FieldError         the same, of a request, with the field's name
+    │       ├── FieldConflict  the same, right by itself but not with the other fields or what is there; a Conflict too
+    │       └── FieldNotFound  the same, an id that names nothing; a NotFound too
     ├── DatasetError           a dataset directory that is missing, foreign, occupied or inconsistent
     │   └── ShardCorrupt       a shard whose bytes differ from the manifest
     ├── ImageError             an image or mask that cannot be read or used
@@ -87,3 +89,11 @@ class TooMany(BrimError):
 
 class Unavailable(BrimError):
     """A database, or the service itself, that does not answer for now."""
+
+
+class FieldConflict(FieldError, Conflict):
+    """A value of a request that is right by itself, but not with another one or with what is there now."""
+
+
+class FieldNotFound(FieldError, NotFound):
+    """An id in a request that names nothing."""

@@ -155,7 +155,7 @@ def test_a_reserve_that_is_reached_stops_the_job_and_more_room_lets_it_go_on(odd
     done = serve.wait(job, "completed")
 
     assert "then resume the job" in failed["error"]
-    assert status == 507, refusal
+    assert status == 409, refusal
     assert 16 <= len(kept) < SAMPLES
     assert shards(serve.data / "datasets" / done["result"]["dataset_id"]) == undisturbed
 

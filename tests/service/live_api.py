@@ -65,7 +65,8 @@ class Api:
     _thread: threading.Thread | None = None
 
     def __enter__(self) -> Self:
-        listening = socket.create_server(("127.0.0.1", self.port))
+        made = socket.create_server(("127.0.0.1", self.port))
+        listening = socket.socket(fileno=made.detach())  # as the service has it; asyncio then turns Nagle's wait off
         self.port = listening.getsockname()[1]
         self._server = make_server(guard(self.api), self.api.state.context.hub.close)
         self._thread = threading.Thread(target=self._server.run, kwargs={"sockets": [listening]}, daemon=True)

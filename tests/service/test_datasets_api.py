@@ -110,36 +110,36 @@ def test_a_name_that_leads_elsewhere_is_refused(api, name):
     assert list((api.settings.data / "datasets").iterdir()) == []
 
 
-BAD: list[tuple[list[Part], str]] = [
-    ([*NAMED, ("images", "a.png", b"no picture")], "images"),
-    ([*NAMED, ("images", "a.png", b"")], "images"),
-    ([*NAMED, ("images", "a.txt", picture())], "images"),
-    ([*NAMED, ("images", "a.png", picture()), ("images", "A.PNG", picture())], "images"),
-    ([*NAMED, ("images", "a.png", picture()), ("masks", "b.png", picture())], "images"),
-    ([*NAMED, ("images", "a.png", picture()), ("sequences", "a.npy", array(3, 2))], "sequences"),
-    ([*NAMED, ("images", "a.png", picture()), ("labels", "l.csv", b"x")], "labels"),
-    (NAMED, "images"),
-    ([("kind", None, b"images"), ("images", "a.png", picture())], "name"),
-    ([("name", None, b""), *NAMED[1:], ("images", "a.png", picture())], "name"),
-    ([("name", None, b"x" * 201), *NAMED[1:], ("images", "a.png", picture())], "name"),
-    ([("name", None, b"a\0b"), *NAMED[1:], ("images", "a.png", picture())], "name"),
-    ([*NAMED, ("name", None, b"again")], "name"),
-    ([NAMED[0], ("images", "a.png", picture())], "kind"),
-    ([NAMED[0], ("kind", None, b"rf"), ("images", "a.png", picture())], "kind"),
-    ([*NAMED, ("path", None, b"/etc")], "path"),
-    ([*SEQUENCES, ("sequences", "a.npy", b"no array")], "sequences"),
-    ([*SEQUENCES, ("sequences", "a.npy", b"\x93NUMPY\x01\x00" + b"\xff" * 90)], "sequences"),
-    ([*SEQUENCES, ("sequences", "a.npy", array(3))], "sequences"),
-    ([*SEQUENCES, ("sequences", "a.npy", array(3, 2)), ("sequences", "b.npy", array(3, 5))], "sequences"),
-    ([*SEQUENCES, ("sequences", "a.npy", array(3, 2)), ("labels", "l", b"\xff\xfe")], "sequences"),
+BAD: list[tuple[list[Part], int, str]] = [
+    ([*NAMED, ("images", "a.png", b"no picture")], 409, "images"),
+    ([*NAMED, ("images", "a.png", b"")], 409, "images"),
+    ([*NAMED, ("images", "a.txt", picture())], 409, "images"),
+    ([*NAMED, ("images", "a.png", picture()), ("images", "A.PNG", picture())], 409, "images"),
+    ([*NAMED, ("images", "a.png", picture()), ("masks", "b.png", picture())], 409, "images"),
+    ([*NAMED, ("images", "a.png", picture()), ("sequences", "a.npy", array(3, 2))], 409, "sequences"),
+    ([*NAMED, ("images", "a.png", picture()), ("labels", "l.csv", b"x")], 409, "labels"),
+    (NAMED, 409, "images"),
+    ([("kind", None, b"images"), ("images", "a.png", picture())], 422, "name"),
+    ([("name", None, b""), *NAMED[1:], ("images", "a.png", picture())], 422, "name"),
+    ([("name", None, b"x" * 201), *NAMED[1:], ("images", "a.png", picture())], 422, "name"),
+    ([("name", None, b"a\0b"), *NAMED[1:], ("images", "a.png", picture())], 422, "name"),
+    ([*NAMED, ("name", None, b"again")], 422, "name"),
+    ([NAMED[0], ("images", "a.png", picture())], 422, "kind"),
+    ([NAMED[0], ("kind", None, b"rf"), ("images", "a.png", picture())], 422, "kind"),
+    ([*NAMED, ("path", None, b"/etc")], 422, "path"),
+    ([*SEQUENCES, ("sequences", "a.npy", b"no array")], 409, "sequences"),
+    ([*SEQUENCES, ("sequences", "a.npy", b"\x93NUMPY\x01\x00" + b"\xff" * 90)], 409, "sequences"),
+    ([*SEQUENCES, ("sequences", "a.npy", array(3))], 409, "sequences"),
+    ([*SEQUENCES, ("sequences", "a.npy", array(3, 2)), ("sequences", "b.npy", array(3, 5))], 409, "sequences"),
+    ([*SEQUENCES, ("sequences", "a.npy", array(3, 2)), ("labels", "l", b"\xff\xfe")], 409, "sequences"),
 ]
 
 
-@pytest.mark.parametrize(("parts", "field"), BAD, ids=range(len(BAD)))
-def test_what_makes_no_dataset_is_refused_and_leaves_nothing(api, parts, field):
+@pytest.mark.parametrize(("parts", "status", "field"), BAD, ids=range(len(BAD)))
+def test_what_makes_no_dataset_is_refused_and_leaves_nothing(api, parts, status, field):
     answer = upload(api, parts)
 
-    assert (answer.status, answer.json["field"]) == (422, field), answer.json
+    assert (answer.status, answer.json["field"]) == (status, field), answer.json
     assert left(api) == []
     assert list((api.settings.data / "datasets").iterdir()) == []
     assert api.get("/api/datasets").json["total"] == 0
@@ -151,7 +151,7 @@ def test_an_array_of_python_objects_is_never_unpickled(api):
 
     answer = upload(api, [*SEQUENCES, ("sequences", "a.npy", out.getvalue())])
 
-    assert (answer.status, answer.json["field"]) == (422, "sequences")
+    assert (answer.status, answer.json["field"]) == (409, "sequences")
 
 
 def test_what_is_no_form_is_refused(api):

@@ -217,7 +217,7 @@ def test_a_job_that_does_not_fit_on_the_disk_is_refused(api, monkeypatch, tmp_pa
 
     answer = api.post(JOBS, {**GENERATION, "num_samples": 1_000_000})
 
-    assert answer.status == 507
+    assert answer.status == 409
     assert "free some space" in answer.json["detail"]
     assert api.get(JOBS).json["total"] == 0
 

@@ -1,7 +1,9 @@
 """The edge where a request becomes one of the library's configurations.
 
-A model has the fields of a frozen dataclass with its types and defaults, and refuses what it does not know; ranges stay
-where they are, in the dataclass itself. Whatever is refused becomes a FieldError: one sentence and the field's name.
+A model has the fields of a frozen dataclass with its types and defaults, and refuses what it does not know and what the
+dataclass refuses of a single value; ranges stay where they are, in the dataclass itself. Whatever is refused becomes a
+FieldError: one sentence and the field's name. What the dataclass still refuses afterwards is values that are right by
+themselves but not together: a FieldConflict.
 """
 
 import difflib
@@ -13,9 +15,10 @@ from dataclasses import MISSING, Field, fields, is_dataclass
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import pydantic
-from pydantic import AfterValidator, BaseModel, ConfigDict, create_model
+from pydantic import BaseModel, ConfigDict, create_model
 
-from brim.errors import ConfigError, FieldError
+from brim.errors import ConfigError, FieldConflict, FieldError
+from brim.jobs.alone import RefusedAlone, alone
 from brim.jobs.task import in_words
 
 MAX_COUNT = 10**9  # of anything that is counted: epochs, samples, items of a batch
@@ -27,18 +30,20 @@ _SHOWN = 60  # characters of a value that a message repeats
 _T = TypeVar("_T")
 
 
-def _printable(text: str) -> str:
-    """Refuse what a database or a terminal could not show: NUL, other control characters, halves of characters."""
-    if not text.isprintable() or not text.strip():
-        raise ValueError("must be text that can be printed, and not blank")
-    return text
+# What a database or a terminal could not show, or would show as something else: control characters, marks that turn the
+# direction of writing, marks without width; and not blank.
+_HIDDEN = (
+    r"\u0000-\u001f\u007f-\u00a0\u00ad\u061c\u180e\u2000-\u200f\u2028-\u202f\u205f-\u206f\u3000\ufeff\ufff0-\uffff"
+)
+PATTERN = rf"^[^{_HIDDEN}]*[^ {_HIDDEN}][^{_HIDDEN}]*$"
 
-
-Text = Annotated[str, pydantic.Field(min_length=1, max_length=MAX_TEXT), AfterValidator(_printable)]
+Text = Annotated[str, pydantic.Field(min_length=1, max_length=MAX_TEXT, pattern=PATTERN)]
 Count = Annotated[int, pydantic.Field(ge=0, le=MAX_COUNT)]
 Seed = Annotated[int, pydantic.Field(ge=0, le=MAX_SEED)]
 Accelerator = Literal["auto", "cpu", "gpu", "cuda"]  # auto: the worker's own device
-DatasetIds = Annotated[list[Text], pydantic.Field(min_length=1, max_length=100)]
+DatasetIds = Annotated[
+    list[Text], pydantic.Field(min_length=1, max_length=100, json_schema_extra={"uniqueItems": True})
+]
 OneDatasetId = Annotated[list[Text], pydantic.Field(min_length=1, max_length=1)]
 
 
@@ -65,7 +70,7 @@ def tier_of(values: Mapping[str, Any]) -> dict[str, str]:
     """The tier that preload_to_gpu means, where it means one: off is the host's memory."""
     tier, preload = values.get("tier", "auto"), values.get("preload_to_gpu")
     if tier != "auto" and preload is not None and preload != (tier == "vram"):
-        raise FieldError(
+        raise FieldConflict(
             "config.preload_to_gpu",
             f"config.preload_to_gpu={str(preload).lower()} contradicts config.tier={tier!r}; give one of them",
         )
@@ -81,24 +86,42 @@ def model_of(
     leave: Sequence[str] = (),
     most: Mapping[str, int] | None = None,
     name: str | None = None,
+    make: Callable[..., object] | None = None,
+    others: Sequence[Mapping[str, Any]] = ({},),
+    also: Mapping[str, Sequence[Mapping[str, Any]]] | None = None,
+    hints: Mapping[str, Mapping[str, Any]] | None = None,
     **more: Any,
 ) -> type[Fields]:
     """A model with the fields of a dataclass, but those in leave; more gives further or other ones.
 
-    most  name → the greatest whole number taken, where the library has no limit but a service needs one
-    more  name → (type, default), as pydantic.create_model takes them
+    most    name → the greatest whole number taken, where the library has no limit but a service needs one
+    make    what checks a single value, if not the dataclass itself
+    others  values of other fields with which a single value may be right; see Alone
+    also    name → further others, for that field
+    hints   name → what to add to the schema of the field
+    more    name → (type, default), as pydantic.create_model takes them
     """
-    hints, most = get_type_hints(config), most or {}
+    types_of, most, also, hints = get_type_hints(config), most or {}, also or {}, hints or {}
     known: dict[str, Any] = {
-        field.name: (_edge_type(hints[field.name], field.name), _default(field))
+        field.name: (_edge_type(types_of[field.name], field.name), _default(field))
         for field in fields(config)
-        if field.name not in leave and field.name not in more
-    }
+        if field.name not in leave
+    } | more
     for limited, limit in most.items():
         kind, default = known[limited]
         known[limited] = (Annotated[kind, pydantic.Field(le=limit)], default)
-    made: type[Fields] = create_model(name or config.__name__, __base__=Fields, **known, **more)
+    for plain in [name for name in known if name in types_of and _is_plain(types_of[name])]:
+        kind, default = known[plain]
+        with_these = (*others, *also.get(plain, ()))
+        known[plain] = (alone(kind, plain, make or config, with_these, hints.get(plain)), default)
+    made: type[Fields] = create_model(name or config.__name__, __base__=Fields, **known)
     return made
+
+
+def _is_plain(hint: Any) -> bool:
+    """Whether it is a number or a text, or may be one."""
+    parts = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
+    return any(part in (int, float, str) for part in parts)
 
 
 def _edge_type(hint: Any, name: str) -> Any:
@@ -174,18 +197,26 @@ def _built(hint: Any, value: Any, path: str) -> Any:
 
 
 def settle(make: Callable[[], _T], path: str, names: Sequence[str], *, other: str | None = None) -> _T:
-    """What make() returns; a ConfigError that begins with one of the names is that field's, else that of other."""
+    """What make() returns; a ConfigError that begins with one of the names is that field's, else that of other.
+
+    The values have been read, so each is right by itself: what is refused now is a conflict.
+    """
     try:
         return make()
     except FieldError:
         raise
     except ConfigError as failure:
-        text = re.sub(r"\bNone\b", "null", in_words(str(failure)))
+        text = _in_json(failure)
         word = re.match(r"\w*", text)[0]  # type: ignore[index]  # matches everywhere
         if word in names:
-            raise FieldError(f"{path}.{word}", plain_text(f"{path}.{text}")) from failure
+            raise FieldConflict(f"{path}.{word}", plain_text(f"{path}.{text}")) from failure
         field = other or path
-        raise FieldError(field, plain_text(text if text.startswith(field) else f"{field}: {text}")) from failure
+        raise FieldConflict(field, plain_text(text if text.startswith(field) else f"{field}: {text}")) from failure
+
+
+def _in_json(failure: Exception) -> str:
+    """A text of the library in the words of a request."""
+    return re.sub(r"\bNone\b", "null", in_words(str(failure)))
 
 
 # Refusals
@@ -209,6 +240,7 @@ _EXPECTED = {
     "less_than_equal": "at most {le}",
     "greater_than": "above {gt}",
     "literal_error": "one of {expected}",
+    "string_pattern_mismatch": "text that can be printed, and not blank",
     "string_too_short": "at least {min_length} character long",
     "string_too_long": "at most {max_length} characters long",
     "too_short": "a list of at least {min_length}",
@@ -223,6 +255,10 @@ def _refusal(model: type[Fields], fault: Any, path: str) -> FieldError:
         return FieldError(field, unknown(field, str(fault["loc"][-1]), _known(model, fault["loc"][:-1])))
     if fault["type"] == "missing":
         return FieldError(field, plain_text(f"{field} is missing"))
+    if isinstance(said := fault.get("ctx", {}).get("error"), RefusedAlone):
+        text, within = _in_json(said), field.rpartition(".")[0]
+        own = re.match(r"\w*", text)[0] == fault["loc"][-1]  # type: ignore[index]  # matches everywhere
+        return FieldError(field, plain_text(f"{within}.{text}" if own else f"{field}: {text}"))
     expected = _EXPECTED.get(fault["type"])
     if expected is None:
         return FieldError(field, plain_text(f"{field} {fault['msg'].removeprefix('Value error, ')}"))

@@ -5,9 +5,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from brim.errors import FieldError
-from brim.jobs.fields import Accelerator, Count, DatasetIds, Fields, Text, build, model_of, own, settle
-from brim.jobs.kinds_segment import trained_model
+from brim.errors import FieldConflict
+from brim.jobs.alone import alone
+from brim.jobs.fields import MAX_COUNT, Accelerator, Count, DatasetIds, Fields, Text, build, model_of, own
+from brim.jobs.kinds_segment import model_name, trained_model
 from brim.jobs.sources import image_folders
 from brim.jobs.task import Inputs, Stopped, Task, Voice, attempt, counted, device_of
 
@@ -23,13 +24,18 @@ Precision = Literal["auto", "fp32", "bf16", "fp16"]
 def predict_model() -> type[Fields]:
     """FilesConfig and how images are cut; the model is the run's own where it is not named."""
     from brim.segmentation.formats import Format
+    from brim.segmentation.predict_config import PredictConfig
     from brim.segmentation.predict_files import FilesConfig
     from brim.segmentation.tiles import DEFAULT_TILE
 
+    def cut(kind: Any, name: str) -> Any:
+        return alone(kind, name, PredictConfig, ({}, {"tile": MAX_COUNT}))
+
     return model_of(
-        FilesConfig, dataset_ids=(DatasetIds, ...), run_id=(Text, ...), model=(Text | None, None),
-        format=(Format, "geojson"), tile=(Count, DEFAULT_TILE), resize=(Count | None, None),
-        overlap=(Count | None, None), precision=(Precision, "auto"), accelerator=(Accelerator, "auto"),
+        FilesConfig, others=({"model": ""},), dataset_ids=(DatasetIds, ...), run_id=(Text, ...),
+        model=(model_name() | None, None), format=(Format, "geojson"), tile=(cut(Count, "tile"), DEFAULT_TILE),
+        resize=(cut(Count | None, "resize"), None), overlap=(cut(Count | None, "overlap"), None),
+        precision=(Precision, "auto"), accelerator=(Accelerator, "auto"),
     )  # fmt: skip
 
 
@@ -40,12 +46,8 @@ def resolve_predict(values: Mapping[str, Any]) -> dict[str, Any]:
     """What to write, and how."""
     from brim.segmentation.predict_config import PredictConfig
     from brim.segmentation.predict_files import FilesConfig
-    from brim.segmentation.registry import find_model
 
-    model = values.get("model")
-    if model is not None:
-        settle(lambda: find_model(model), "config", ("model",))
-    files = build(FilesConfig, {**own(FilesConfig, values), "model": model})
+    files = build(FilesConfig, {**own(FilesConfig, values), "model": values.get("model")})
     cut = build(PredictConfig, {name: values[name] for name in _CUT if name in values})
     rest = {name: getattr(cut, name) for name in _CUT}
     usual = {"precision": "auto", "accelerator": "auto"}
@@ -70,7 +72,9 @@ def run_predict(task: Task, voice: Voice) -> dict[str, Any]:
     assert run is not None
     model = config["model"] or trained_model(run)
     if model is None:
-        raise FieldError("config.model", "config.model is missing, and the weights do not say whose they are; name it")
+        raise FieldConflict(
+            "config.model", "config.model is missing, and the weights do not say whose they are; name it"
+        )
     files = build(FilesConfig, {**own(FilesConfig, config), "model": model})
     voice.say("loading the network")
     loader = ModelLoader(

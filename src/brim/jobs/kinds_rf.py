@@ -6,10 +6,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field
 
-from brim.errors import BrimError, DatasetError, FieldError
+from brim.errors import BrimError, DatasetError, FieldConflict
 from brim.jobs.fields import (
     CHECKPOINT_S,
-    MAX_COUNT,
     Accelerator,
     Count,
     DatasetIds,
@@ -36,11 +35,20 @@ _REPORT_BYTES = 16 * 2**20
 
 def generate_model() -> type[Fields]:
     """GenerateConfig, a preset under it, and how many samples."""
-    from brim.rf.config import PRESETS, GenerateConfig
+    from brim.rf.config import BUILTIN_STATIONS, PRESETS, GenerateConfig, Station, check_stations
+    from brim.rf.philox import PATH_STRIDE
 
+    def check_station(**values: Any) -> None:
+        check_stations((Station(**values),), "stations")
+
+    station = model_of(Station, make=check_station, others=({"name": "A", "lat": 45.0, "lon": 7.0, "alt": 0.0},))
+    most = tuple(Station(str(at), 45.0, at / PATH_STRIDE, 0.0) for at in range(PATH_STRIDE))
     return model_of(
         GenerateConfig,
-        num_samples=(Annotated[int, Field(ge=1, le=MAX_COUNT)], ...),
+        hints={"duration_s": {"multipleOf": 0.2}},
+        also={"min_receivers": ({"stations": most},)},
+        stations=(Annotated[list[station], Field(max_length=PATH_STRIDE)], list(BUILTIN_STATIONS)),  # type: ignore[valid-type]
+        num_samples=(Annotated[Count, Field(ge=1)], ...),
         preset=(Literal[tuple(PRESETS)] | None, None),
         batch_size=(Annotated[Count, Field(ge=1)] | None, None),
         accelerator=(Accelerator, "auto"),
@@ -56,7 +64,7 @@ def resolve_generate(values: Mapping[str, Any]) -> dict[str, Any]:
     config = build(GenerateConfig, {**under, **own(GenerateConfig, values)})
     samples = values["num_samples"]
     if samples > _SHARDS * config.shard_items:
-        raise FieldError(
+        raise FieldConflict(
             "config.num_samples",
             f"config.num_samples={samples} at {config.shard_items} samples a shard makes over a million shards; "
             "give a greater config.samples_per_shard, or make several datasets",
@@ -142,7 +150,7 @@ def check_train(spec: "Spec", inputs: Inputs) -> None:
             raise refused(field, path, failure) from failure
         items += len(dataset)
         for name, (ours, theirs) in differences(found[-1], found[0]).items():
-            raise FieldError(
+            raise FieldConflict(
                 field,
                 f"{field} has {name}={ours}, config.dataset_ids[0] has {theirs}; the solver needs one value: "
                 "train on them apart or make them again with equal settings",

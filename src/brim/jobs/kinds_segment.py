@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field, create_model
 
-from brim.errors import BrimError, DatasetError, FieldError
+from brim.errors import BrimError, DatasetError, FieldConflict
+from brim.jobs.alone import alone
 from brim.jobs.fields import (
     CHECKPOINT_S,
     Accelerator,
@@ -39,20 +40,35 @@ _MODEL_BYTES = 16 * 2**20  # of trials and logs
 _PROBED = 64  # images whose headers are read to estimate the rest
 
 
+def model_name() -> Any:
+    """The type of a network's name."""
+    from brim.segmentation.registry import find_model, model_names
+
+    def find(*, model: str) -> None:
+        find_model(model)
+
+    return alone(Text, "model", find, hint={"enum": list(model_names())})
+
+
 # segment.tune
 
 
 def tune_model() -> type[Fields]:
     """Models by name, and tune_model's own options."""
-    from brim.segmentation.tune import RESERVE, SECONDS
+    from brim.segmentation.tune import RESERVE, SECONDS, check_options
     from brim.segmentation.tune_search import MASK_TOLERANCE
 
+    def option(kind: Any, name: str) -> Any:
+        return alone(kind, name, check_options)
+
     search = list[Literal["precision", "layout", "compile"]]
+    models: Any = Annotated[list[model_name()], Field(min_length=1, max_length=100)]  # type: ignore[misc]
     return create_model(
         "Tuning", __base__=Fields,
-        models=(Annotated[list[Text], Field(min_length=1, max_length=100)] | None, None), model=(Text | None, None),
-        run_id=(Text | None, None), size=(Count, 1024), seconds=(float, SECONDS), p95_ms=(float | None, None),
-        search=(search, []), reserve=(float, RESERVE), tolerance=(float, MASK_TOLERANCE),
+        models=(models | None, None), model=(model_name() | None, None), run_id=(Text | None, None),
+        size=(option(Count, "size"), 1024), seconds=(option(float, "seconds"), SECONDS),
+        p95_ms=(option(float | None, "p95_ms"), None), search=(search, []),
+        reserve=(option(float, "reserve"), RESERVE), tolerance=(option(float, "tolerance"), MASK_TOLERANCE),
         accelerator=(Accelerator, "auto"),
     )  # fmt: skip
 
@@ -62,19 +78,14 @@ _TUNED = ("size", "seconds", "p95_ms", "reserve", "tolerance")
 
 def resolve_tune(values: Mapping[str, Any]) -> dict[str, Any]:
     """Which models, and how; weights fit one of them."""
-    from brim.segmentation.registry import BUILT_IN, find_model
-    from brim.segmentation.tune import check_options
+    from brim.segmentation.registry import BUILT_IN
 
     if values.get("model") is not None and values.get("models") is not None:
-        raise FieldError("config.model", "config.model and config.models are both given; give one of them")
+        raise FieldConflict("config.model", "config.model and config.models are both given; give one of them")
     one = values.get("model")
     models = [one] if one is not None else list(dict.fromkeys(values.get("models") or BUILT_IN))
-    for at, name in enumerate(models):
-        field = "config.model" if one is not None else f"config.models[{at}]"
-        settle(lambda name=name: find_model(name), field, ())  # type: ignore[misc]
     if values.get("run_id") is not None and len(models) > 1:
-        raise FieldError("config.run_id", "config.run_id has the weights of one model; name it in config.model")
-    settle(lambda: check_options(**{name: values[name] for name in _TUNED if name in values}), "config", _TUNED)
+        raise FieldConflict("config.run_id", "config.run_id has the weights of one model; name it in config.model")
     defaults = {name: info.get_default() for name, info in tune_model().model_fields.items()}
     return {**defaults, **values, "models": models, "model": None, "search": sorted(set(values.get("search", [])))}
 
@@ -146,10 +157,13 @@ def _write_json(file: Path, values: Mapping[str, Any]) -> None:
 
 def train_model() -> type[Fields]:
     """SegmentTrainConfig and what to train on."""
+    from brim.segmentation.registry import model_names
     from brim.segmentation.train import SegmentTrainConfig
 
     return model_of(
         SegmentTrainConfig,
+        others=({"model": model_names()[0]},),
+        hints={"model": {"enum": list(model_names())}},
         dataset_ids=(OneDatasetId, ...),
         run_id=(Text | None, None),
         preload_to_gpu=(bool | None, None),
@@ -177,7 +191,7 @@ def check_train(spec: "Spec", inputs: Inputs) -> None:
     (dataset,), field = inputs.datasets, "config.dataset_ids[0]"
     images, masks = image_folders(dataset)
     if masks is None:
-        raise FieldError(field, f"{field} has no masks; add a dataset with a mask for every image")
+        raise FieldConflict(field, f"{field} has no masks; add a dataset with a mask for every image")
     try:
         pairs = pair_files(images, masks)
     except DatasetError as failure:
@@ -248,9 +262,9 @@ def check_weights(spec: "Spec", inputs: Inputs) -> None:
     try:
         trained = trained_model(inputs.run)
     except BrimError as failure:
-        raise FieldError("config.run_id", "config.run_id has no weights yet; let its job go on first") from failure
+        raise FieldConflict("config.run_id", "config.run_id has no weights yet; let its job go on first") from failure
     if named is not None and trained is not None and named != trained:
-        raise FieldError("config.model", f"config.model={named!r} but the run of config.run_id is of {trained!r}")
+        raise FieldConflict("config.model", f"config.model={named!r} but the run of config.run_id is of {trained!r}")
 
 
 def trained_model(run: Path) -> str | None:

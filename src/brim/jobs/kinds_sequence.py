@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field
 
-from brim.errors import BrimError, DatasetError, FieldError
+from brim.errors import BrimError, DatasetError, FieldConflict
 from brim.jobs.fields import (
     CHECKPOINT_S,
     Accelerator,
@@ -45,9 +45,13 @@ def train_model() -> type[Fields]:
     from brim.sequences.model import SequenceConfig
     from brim.sequences.settings import SequenceTraining
 
-    shape = model_of(SequenceConfig, leave=("dim",), most=_MOST_SHAPE, name="EncoderShape")
+    shape = model_of(
+        SequenceConfig, leave=("dim",), most=_MOST_SHAPE, name="EncoderShape", others=({"dim": 1},),
+        hints={"kernel": {"not": {"multipleOf": 2}}},
+    )  # fmt: skip
     return model_of(
         SequenceTraining,
+        others=({}, {"mode": "supervised"}),
         most=_MOST,
         dataset_ids=(OneDatasetId, ...),
         epochs=(Annotated[Count, Field(ge=1)] | None, None),
@@ -185,9 +189,9 @@ def check_evaluate(spec: "Spec", inputs: Inputs) -> None:
     except BrimError as failure:
         raise refused(field, path, failure) from failure
     if data.dim != dim:
-        raise FieldError(field, f"{field} has {data.dim} features, the run of config.run_id was trained on {dim}")
+        raise FieldConflict(field, f"{field} has {data.dim} features, the run of config.run_id was trained on {dim}")
     if not bool((data.labels >= 0).any()):
-        raise FieldError(field, f"{field} has no labels to score against; give a corpus with some")
+        raise FieldConflict(field, f"{field} has no labels to score against; give a corpus with some")
 
 
 def evaluate_bytes(spec: "Spec", inputs: Inputs) -> int:

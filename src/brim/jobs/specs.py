@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from pydantic import create_model
 
-from brim.errors import FieldError
+from brim.errors import FieldConflict, FieldError
 from brim.jobs.fields import Fields, Text, dotted, given, read, unknown
 from brim.jobs.kinds import KINDS, Kind
 
@@ -122,7 +122,7 @@ def _read_generation(body: Mapping[str, Any]) -> Spec:
     config = dict(values.get("config", {}))
     outer = {name: values[name] for name in _MOVED if name in values}
     if config.get("dataset_type", outer.get("dataset_type")) != outer.get("dataset_type", config.get("dataset_type")):
-        raise FieldError(
+        raise FieldConflict(
             "dataset_type",
             f"dataset_type={outer['dataset_type']!r} and config.dataset_type={config['dataset_type']!r} differ; "
             "give one of them",
@@ -133,7 +133,7 @@ def _read_generation(body: Mapping[str, Any]) -> Spec:
         name = failure.field.removeprefix("config.")
         if name not in outer or name in config:
             raise
-        raise FieldError(name, str(failure).replace(failure.field, name, 1)) from failure
+        raise type(failure)(name, str(failure).replace(failure.field, name, 1)) from failure
 
 
 def _resolved(kind: Kind, name: str, values: Mapping[str, Any]) -> Spec:

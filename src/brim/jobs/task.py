@@ -15,7 +15,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
-from brim.errors import BrimError, CheckpointError, DatasetError, FieldError
+from brim.errors import BrimError, CheckpointError, DatasetError, FieldConflict, FieldError
 from brim.jobs.status import Progress
 
 if TYPE_CHECKING:
@@ -192,10 +192,10 @@ def in_words(text: str) -> str:
     return text
 
 
-def refused(field: str, path: Path, failure: BrimError) -> FieldError:
+def refused(field: str, path: Path, failure: BrimError) -> FieldConflict:
     """An input that cannot be used, in the library's words but without its path."""
     text = in_words(str(failure)).replace(f"{path}/", "").replace(str(path), "it")
-    return FieldError(field, f"{field} cannot be used: {text}")
+    return FieldConflict(field, f"{field} cannot be used: {text}")
 
 
 def _reworded(failure: BrimError) -> BrimError:

@@ -25,7 +25,9 @@ async def read_json(request: Request) -> Any:
 def parse(body: bytes) -> Any:
     """The value of a JSON text; what is wrong with it in words."""
     try:
-        value = json.loads(body.decode(), parse_constant=_refuse_constant, object_pairs_hook=_without_twins)
+        value = json.loads(
+            body.decode(), parse_float=_number, parse_constant=_refuse_constant, object_pairs_hook=_without_twins
+        )
     except UnicodeDecodeError:
         _refuse("it is not UTF-8")
     except RecursionError:
@@ -36,6 +38,12 @@ def parse(body: bytes) -> Any:
         _refuse(str(failure) if isinstance(failure, _Refused) else "a number is too long")
     _check(value, MAX_NESTING)
     return value
+
+
+def _number(text: str) -> float | int:
+    """8.0 is the whole number 8: JSON has but one kind of number."""
+    value = float(text)
+    return int(value) if value.is_integer() and abs(value) < 2**53 else value
 
 
 class _Refused(ValueError):

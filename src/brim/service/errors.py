@@ -38,7 +38,6 @@ _EXPECTED = {
     "literal_error": "{expected}",
 }
 _FORMS = {"Idempotency-Key": "1 to 200 printable characters", "after": "the number of an event"}
-_NAMED = re.compile(r"config\.[\w.\[\]]*[\w\]](?=:)")
 _ADDRESS = re.compile(r'("GET /api/[a-z/-]+")')  # one of ours, where a sentence says where to look
 _SENTENCES = {
     400: "the request cannot be read; send it again as the documentation says",
@@ -69,10 +68,8 @@ def install(app: FastAPI, redact: Callable[[str], str]) -> None:
 
     def brim_error(request: Request, failure: Exception) -> Response:
         assert isinstance(failure, errors.BrimError)
-        text = str(failure)
-        named = _NAMED.match(text)  # a Conflict of the catalogue begins with the field
-        shown = "".join(part if _ADDRESS.match(part) else redact(part) for part in _ADDRESS.split(text))
-        return problem(status_of(failure), shown, getattr(failure, "field", named and named[0]) or None)
+        shown = "".join(part if _ADDRESS.match(part) else redact(part) for part in _ADDRESS.split(str(failure)))
+        return problem(status_of(failure), shown, getattr(failure, "field", None) or None)
 
     def http_error(request: Request, failure: Exception) -> Response:
         assert isinstance(failure, HTTPException)

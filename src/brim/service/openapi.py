@@ -14,11 +14,11 @@ from brim.service.shapes import MAX_PAGE, Problem
 KIND_NAMES: Final = tuple(KINDS)
 _MEANINGS: Final = {
     400: "The body is no valid JSON, or no valid form.",
-    404: "Nothing has this id.",
-    409: "The state of things does not allow it now.",
+    404: "Nothing has an id that the request names.",
+    409: "Right by itself, but in conflict with what is there now, or its values with one another.",
     413: "The body is too large.",
     415: "The body is of a type that is not taken.",
-    422: "A value cannot be.",
+    422: "A value that does not fit this document.",
     429: "Too many jobs wait or run; see Retry-After.",
     503: "A database does not answer for now; see Retry-After.",
     507: "The disk has no room for it.",

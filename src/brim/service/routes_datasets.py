@@ -10,9 +10,10 @@ from fastapi import APIRouter, Query, Request, Response
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import ClientDisconnect
 
-from brim.errors import BrimError, Conflict, DatasetError, FieldError, ImageError, StorageError
+from brim.errors import BrimError, Conflict, DatasetError, FieldConflict, FieldError, ImageError, StorageError
 from brim.jobs import sources
 from brim.jobs.catalogue import DatasetRow, new_id
+from brim.jobs.fields import MAX_TEXT, PATTERN
 from brim.service import shapes
 from brim.service.context import Context, Here
 from brim.service.openapi import Id, PageNumber, refusals
@@ -21,21 +22,22 @@ from brim.service.upload import FILES, Upload, boundary_of, check_room
 
 router = APIRouter(prefix="/api/datasets", tags=["datasets"])
 
-MAX_NAME = 200
 _DRAIN_BYTES = 64 * 1024**2  # of a refused body that is read to its end, so that the client gets to read the answer
 _UPLOAD = re.compile(r"[0-9a-f]{32}")
 
+_FILE: dict[str, Any] = {"type": "string", "format": "binary"}
+_FILES: dict[str, Any] = {"type": "array", "items": _FILE}
 _FORM: dict[str, Any] = {
     "type": "object",
     "additionalProperties": False,
     "required": ["name", "kind"],
     "properties": {
-        "name": {"type": "string", "minLength": 1, "maxLength": MAX_NAME},
+        "name": {"type": "string", "minLength": 1, "maxLength": MAX_TEXT, "pattern": PATTERN},
         "kind": {"type": "string", "enum": ["images", "sequences"]},
-        "images": {"type": "array", "items": {"type": "string", "format": "binary"}},
-        "masks": {"type": "array", "items": {"type": "string", "format": "binary"}},
-        "sequences": {"type": "array", "items": {"type": "string", "format": "binary"}},
-        "labels": {"type": "string", "format": "binary", "description": "CSV: the file's name, its class"},
+        "images": {**_FILES, "description": "kind images: at least one"},
+        "masks": {**_FILES, "description": "kind images: none, or one for every image, of the same name"},
+        "sequences": {**_FILES, "description": "kind sequences: at least one, .npy"},
+        "labels": {**_FILE, "description": "kind sequences: none, or CSV of the file's name and its class"},
     },
 }
 
@@ -56,7 +58,10 @@ def list_datasets(
     "",
     status_code=201,
     response_model=shapes.Dataset,
-    responses=refusals(400, 409, 413, 415, 422, 503, 507),
+    responses={
+        **refusals(400, 413, 415, 422, 503, 507),
+        409: {"model": shapes.Problem, "description": "The files are not what kind says, or do not belong together."},
+    },
     openapi_extra={"requestBody": {"required": True, "content": {"multipart/form-data": {"schema": _FORM}}}},
     summary="Bring a dataset",
 )
@@ -162,7 +167,7 @@ def _keep(here: Context, id: str, folder: Path, upload: Upload) -> DatasetRow:
         text = (
             str(failure).replace(f"{folder / kind}/", "").replace(f"{folder}/", "").replace(str(folder), "the upload")
         )
-        raise FieldError(kind, f"{kind}: {text}") from failure
+        raise FieldConflict(kind, f"{kind}: {text}") from failure  # the files are not what kind says
     try:
         return here.catalogue.datasets.add(
             name=name,
@@ -183,21 +188,21 @@ def _keep(here: Context, id: str, folder: Path, upload: Upload) -> DatasetRow:
 def _name(text: str | None) -> str:
     if text is None:
         raise FieldError("name", "name is missing; give the dataset one")
-    if not (text.strip() and len(text) <= MAX_NAME and text.isprintable()):
-        raise FieldError("name", f"name must be 1 to {MAX_NAME} characters that can be printed")
+    if len(text) > MAX_TEXT or not re.search(PATTERN, text):
+        raise FieldError("name", f"name must be 1 to {MAX_TEXT} characters that can be printed")
     return text.strip()
 
 
 def _check_parts(kind: str, upload: Upload) -> None:
     """The files of the kind, and no others."""
     if not upload.num_files[kind]:
-        raise FieldError(kind, f"{kind} is missing; send at least one file")
+        raise FieldConflict(kind, f"{kind} is missing; send at least one file")
     taken = {"images": ("images", "masks"), "sequences": ("sequences",)}[kind]
     for field in FILES:
         if upload.num_files[field] and field not in taken:
-            raise FieldError(field, f"{field} does not belong to a dataset of kind {kind}; leave it out")
+            raise FieldConflict(field, f"{field} does not belong to a dataset of kind {kind}; leave it out")
     if upload.labels is not None and kind != "sequences":
-        raise FieldError("labels", f"labels do not belong to a dataset of kind {kind}; leave them out")
+        raise FieldConflict("labels", f"labels do not belong to a dataset of kind {kind}; leave them out")
 
 
 def _keep_images(data: Path, id: str, folder: Path) -> sources.Found:

@@ -16,12 +16,19 @@ from brim.service.openapi import refusals
 router = APIRouter(tags=["service"])
 
 
+@router.head("/health", response_model=None, summary="Whether the service answers, in the status alone")
 @router.get("/health", response_model=shapes.Health, summary="Whether the service answers")
 async def health() -> shapes.Health:
     """Needs no token and touches nothing: also answers while the database is away."""
     return shapes.Health(status="ok")
 
 
+@router.head(
+    "/ready",
+    response_model=None,
+    responses={503: {"description": "Something that jobs need is missing."}},
+    summary="Whether jobs can be taken, in the status alone",
+)
 @router.get(
     "/ready",
     response_model=shapes.Ready,

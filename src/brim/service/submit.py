@@ -9,7 +9,7 @@ import signal
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from brim.errors import CheckpointError, DatasetError, FieldError, ImageError, NotFound, StorageError, Unavailable
+from brim.errors import CheckpointError, Conflict, DatasetError, FieldConflict, ImageError, NotFound, Unavailable
 from brim.jobs import disk
 from brim.jobs.catalogue.rows import JobRow
 from brim.service.context import Context
@@ -58,19 +58,21 @@ def _check(here: Context, spec: "Spec", kind: "Kind") -> None:
     inputs = _inputs(here, spec)
     accelerator = spec.config.get("accelerator", "auto")
     if accelerator in ("gpu", "cuda") and not _has_gpu(here):
-        raise FieldError("config.accelerator", f'config.accelerator="{accelerator}": no worker has a GPU; use "auto"')
+        raise FieldConflict(
+            "config.accelerator", f'config.accelerator="{accelerator}": no worker has a GPU; use "auto"'
+        )
     if inputs is None:
         return  # unknown, still being written, empty or of another kind: the catalogue says so
     try:
         kind.check(spec, inputs)
         need = kind.estimate_bytes(spec, inputs)
     except (DatasetError, ImageError) as failure:  # its files are gone, or changed since it was listed
-        raise FieldError("config.dataset_ids", f"config.dataset_ids: {failure}") from failure
+        raise FieldConflict("config.dataset_ids", f"config.dataset_ids: {failure}") from failure
     except CheckpointError as failure:
-        raise FieldError("config.run_id", f"config.run_id: {failure}") from failure
+        raise FieldConflict("config.run_id", f"config.run_id: {failure}") from failure
     free = disk.free_bytes(here.settings.data)
     if need + here.settings.min_free_bytes > free:
-        raise StorageError(
+        raise Conflict(
             f"the job needs about {disk.words(need)} of disk and {disk.words(here.settings.min_free_bytes)} must stay "
             f"free, but only {disk.words(free)} are free; free some space or ask for less"
         )

@@ -14,7 +14,7 @@ import python_multipart
 from python_multipart.exceptions import FormParserError
 from python_multipart.multipart import parse_options_header
 
-from brim.errors import FieldError, StorageError
+from brim.errors import FieldConflict, FieldError, StorageError
 from brim.jobs import disk
 from brim.service.body import Unreadable
 
@@ -139,7 +139,7 @@ class Upload:
             expected = "1 to 200 letters, digits, spaces, dots, - or _, without a folder and not beginning with a dot"
             raise FieldError(field, f"{field}: a file's name must be {expected}")
         if (field, name.casefold()) in self._names:
-            raise FieldError(field, f'{field}: "{name}" comes twice; give each file a name of its own')
+            raise FieldConflict(field, f'{field}: "{name}" comes twice; give each file a name of its own')
         if len(self._names) >= self._max_files:
             raise FieldError(
                 field, f"{field}: more than {self._max_files} files at once; send fewer, as several datasets"
