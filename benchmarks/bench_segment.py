@@ -27,7 +27,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from bench_generate import Json, machine, number, table, tell
 from brim.engine.autotune import SweepConfig, sweep
 from brim.engine.device import resolve_device
 from brim.engine.memory import format_size, total_bytes
@@ -40,6 +39,7 @@ from brim.segmentation.predict import PredictReport
 from brim.segmentation.registry import BUILT_IN
 from brim.segmentation.tune import Tuned, tune_model
 from brim.segmentation.weights import load_weights
+from page import Json, facts_of, machine, markdown, number, table, tell
 
 BARS = {"hrnet": (250, 400), "resunet_small": (180, 270), "resunet_advanced": (65, 100)}  # images/s: bar, aim
 PARTS = ("forward", "end", "exhaustive", "safe", "alone")
@@ -484,17 +484,8 @@ def safe_table(results: Json) -> str:
 
 def page(results: Json, line: str) -> str:
     """The results as a page of Markdown."""
-    here = results["machine"]
-    versions = ", ".join(f"{name} {value}" for name, value in here["versions"].items() if value)
-    facts = [
-        f"- machine: {here['device']}, {here['cores']} cores, memory {format_size(here['device_bytes'])}",
-        f"- versions: {versions}",
-        f"- commit: {here['commit'] or 'unknown'}, {here['date']}",
-        f"- command: `{results['command']}`",
-    ]
-    title = "# " + (__doc__ or "").splitlines()[0]
     about = "fp32 eager is the plain module with torch's defaults. Rates are medians of blocks, least and most beside."
-    return "\n".join([title, "", about, "", *facts, "", render(results), "", "```json", line, "```", ""])
+    return markdown(__doc__ or "", about, facts_of(results, {}), render(results), line)
 
 
 if __name__ == "__main__":

@@ -29,7 +29,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from bench_generate import Json, machine, number, ranged, spread, table, tell
 from brim.engine.buckets import BucketConfig
 from brim.engine.device import resolve_device, worker_count
 from brim.engine.memory import format_size
@@ -45,6 +44,7 @@ from brim.sequences.items import write_items
 from brim.sequences.model import Classifier, Encoder, SequenceConfig, num_parameters
 from brim.sequences.objectives import classification_loss
 from brim.sequences.reading import SequenceFolder
+from page import Json, facts_of, machine, markdown, number, ranged, spread, table, tell
 
 PARTS = ("sizes", "loader", "reverse", "precision", "tiers", "packing")
 CLASSES = 10
@@ -603,24 +603,12 @@ def share_of(share: float | None) -> str:
 
 def page(results: Json, line: str) -> str:
     """The results as a page of Markdown."""
-    here = results["machine"]
-    versions = ", ".join(f"{name} {value}" for name, value in here["versions"].items() if value)
-    driver = f", driver {here['driver']}" if here["driver"] else ""
-    memory = f"{format_size(here['device_bytes'])}, host {format_size(here['host_bytes'])}"
-    facts = [
-        f"- machine: {here['device']}, {here['cores']} cores, memory {memory}{driver}",
-        f"- load average when it began: {here['load_average']:.2f}",
-        f"- versions: {versions}",
-        f"- commit: {here['commit'] or 'unknown'}, {here['date']}",
-        f"- command: `{results['command']}`",
-    ]
-    title = "# " + (__doc__ or "").splitlines()[0]
     about = (
         "Supervised training, no augmentation. Rates are medians over epochs (DataLoader: over blocks), least and most "
         "beside. The ceiling is the same steps on batches that are on the device already. The DataLoader reads float16 "
         "files, half the bytes of the usual float32, from a warm page cache."
     )
-    return "\n".join([title, "", about, "", *facts, "", render(results), "```json", line, "```", ""])
+    return markdown(__doc__ or "", about, facts_of(results, {}), render(results), line)
 
 
 if __name__ == "__main__":
