@@ -11,7 +11,7 @@ from pathlib import Path
 from brim.jobs import reconcile
 from brim.jobs.catalogue import Catalogue, upgrade
 from brim.jobs.durable import Queue, migrate
-from brim.jobs.worker import urls
+from brim.jobs.process import urls
 
 TOY = Path(__file__).with_name("toy_worker.py")
 

@@ -6,13 +6,12 @@ import signal
 import time
 from functools import partial
 from itertools import pairwise
-from pathlib import Path
 
 import pytest
 from desk import Desk
 
 from brim.jobs.joblog import log_file, read_log
-from brim.jobs.worker import urls
+from brim.jobs.process import urls
 from brim.service.settings import Settings
 
 pytestmark = pytest.mark.slow
@@ -294,8 +293,10 @@ def test_progress_is_told_every_second(make_desk):
     assert max(later - sooner for sooner, later in pairwise(told)) < 1.6
 
 
-def test_a_worker_finds_the_databases_where_the_service_has_them(tmp_path):
-    for database in (None, "postgresql://u@h/n", f"sqlite:///{tmp_path}/other.sqlite"):
-        settings = Settings(data=tmp_path, database=database)
-
-        assert urls(Path(tmp_path), database) == (settings.jobs_url, settings.catalogue_url)
+def test_databases_are_files_in_the_data_directory_unless_a_url_says_otherwise(tmp_path):
+    own = f"sqlite:///{tmp_path}/jobs.sqlite", f"sqlite:///{tmp_path}/catalogue.sqlite"
+    assert urls(tmp_path, None) == own
+    assert urls(tmp_path, "sqlite:////elsewhere/q.sqlite") == ("sqlite:////elsewhere/q.sqlite", own[1])
+    assert urls(tmp_path, "postgresql://u@h/n") == ("postgresql://u@h/n", "postgresql://u@h/n")
+    settings = Settings(data=tmp_path, database="postgresql://u@h/n")
+    assert (settings.jobs_url, settings.catalogue_url) == urls(tmp_path, settings.database)

@@ -143,7 +143,8 @@ def _catalogue(data: Path | None, database: str | None, *, make: bool = False) -
             f"{failure.name} is not installed; the catalogue needs: pip install 'brim[service]'"
         ) from failure
     settings = from_options(data=data, database=database)
-    if not make and settings.catalogue_url.startswith("sqlite") and not settings.catalogue_file.is_file():
+    file = Path(settings.catalogue_url.removeprefix("sqlite:///"))
+    if not make and settings.catalogue_url.startswith("sqlite") and not file.is_file():
         raise ConfigError(f"{settings.data} holds no catalogue; give --data as to brim serve, or add a dataset first")
     try:
         settings.make_folders()

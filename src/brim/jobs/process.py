@@ -29,6 +29,14 @@ def read_settings() -> dict[str, Any]:
     return found
 
 
+def urls(data: Path, database: str | None) -> tuple[str, str]:
+    """Databases of queue and catalogue: the same PostgreSQL, or two SQLite files, of which a URL names the queue's."""
+    if database is not None and not database.startswith("sqlite:"):
+        return database, database
+    queue = data / "jobs.sqlite" if database is None else Path(database.removeprefix("sqlite:///")).absolute()
+    return f"sqlite:///{queue}", f"sqlite:///{data / 'catalogue.sqlite'}"
+
+
 def die_with_supervisor(lifeline: int) -> None:
     """End this process when the supervisor ends, however that does: the only writer of the pipe is the supervisor.
 

@@ -21,7 +21,7 @@ from brim.jobs.catalogue import Catalogue
 from brim.jobs.durable import Queue, Runner, Steps
 from brim.jobs.joblog import LOGGER
 from brim.jobs.made import made
-from brim.jobs.process import FileLock, Heartbeat, die_with_supervisor, give_way_to_others, read_settings
+from brim.jobs.process import FileLock, Heartbeat, die_with_supervisor, give_way_to_others, read_settings, urls
 from brim.jobs.reconcile import settle_stopped
 from brim.jobs.session import Bench, Result, slice_s
 from brim.jobs.status import UNFINISHED
@@ -166,13 +166,6 @@ def _set_up_logging(name: str, level: str) -> None:
     shown.setLevel(level)
     logging.basicConfig(handlers=[shown], format=f"{name} %(levelname)s %(message)s")
     logging.getLogger(LOGGER).setLevel(min(logging.INFO, shown.level))
-
-
-def urls(data: Path, database: str | None) -> tuple[str, str]:
-    """Databases of the queue and the catalogue; the same PostgreSQL, or SQLite files."""
-    if database is not None and not database.startswith("sqlite"):
-        return database, database
-    return database or f"sqlite:///{data / 'jobs.sqlite'}", f"sqlite:///{data / 'catalogue.sqlite'}"
 
 
 def _run(name: str, settings: dict[str, Any], beat: Heartbeat) -> None:

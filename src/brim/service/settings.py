@@ -15,6 +15,7 @@ from typing import Any
 from urllib.parse import quote, urlsplit
 
 from brim.errors import ConfigError
+from brim.jobs.process import urls
 
 DEFAULT_DATA = "brim-data"  # beside where the service is started; BRIM_DATA names another
 FOLDERS = ("datasets", "runs", "results", "jobs", "uploads", "trash", "workers")
@@ -61,28 +62,12 @@ class Settings:
     @property
     def jobs_url(self) -> str:
         """Database of the durable queue."""
-        return self._postgres or f"sqlite:///{self.jobs_file}"
+        return urls(self.data, self.database)[0]
 
     @property
     def catalogue_url(self) -> str:
         """Database of the catalogue: its own file, or the same PostgreSQL."""
-        return self._postgres or f"sqlite:///{self.catalogue_file}"
-
-    @property
-    def _postgres(self) -> str | None:
-        return None if self.database is None or self.database.startswith("sqlite:") else self.database
-
-    @property
-    def jobs_file(self) -> Path:
-        """SQLite file of the queue; unused with PostgreSQL."""
-        if self.database is not None and self._postgres is None:
-            return Path(self.database.removeprefix("sqlite:///")).absolute()
-        return self.data / "jobs.sqlite"
-
-    @property
-    def catalogue_file(self) -> Path:
-        """SQLite file of the catalogue; unused with PostgreSQL."""
-        return self.data / "catalogue.sqlite"
+        return urls(self.data, self.database)[1]
 
     @property
     def token_file(self) -> Path:
