@@ -128,6 +128,13 @@ def test_logits_that_are_not_finite_fail_in_their_own_place(on_device: list[int]
     assert "not finite" in str(found[1].error)
 
 
+def test_images_without_objects_have_no_polygons(on_device: list[int]) -> None:
+    found = run(IMAGES, batch_size=4, threshold=0.9999999)
+
+    assert [(p.error, p.polygons, p.mask is not None and p.mask.any()) for p in found] == [(None, (), False)] * 10
+    assert sum(on_device) == 10
+
+
 # Out of memory
 
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from brim.errors import OutOfMemory
 
 UNIT = 2.0**23  # a probability is a whole number of parts of this, as in outlines.py
-BAND_PIXELS = 2**24  # looked at together, at 24 bytes each; a stack of several masks may not have more
+BAND_PIXELS = 2**25  # looked at together, at 12 bytes each; a stack of several masks may not have more
 MOST_CORNERS = 2**23  # linked together, at about 120 bytes each; noise has one or two for every pixel
 _SURE_ROUNDS = 5  # of doubling before the first look: an outline seldom has fewer than 32 level edges
 _ROUNDS = 3  # between two looks
@@ -74,6 +74,8 @@ def find_rings(mask: Tensor, probability: Tensor, sizes: Sequence[tuple[int, int
     height, width = (max(side) for side in zip(*sizes, strict=True))
     stack = _Stack(mask[:, :height, :width], probability[:, :height, :width], sizes)
     corners = _corners(stack)
+    if not len(corners.x):
+        return _nothing(stack)
     links = _links(corners, width)
     is_head = links.rank == 0
     heads = is_head.nonzero()[:, 0]
@@ -83,15 +85,22 @@ def find_rings(mask: Tensor, probability: Tensor, sizes: Sequence[tuple[int, int
     # Green's theorem: what lies inside a ring is what lies above its lower edges less what lies above its upper ones
     area = sign * (corners.x[1::2] - corners.x[::2]) * corners.y[::2]
     mass = sign * (corners.mass[1::2] - corners.mass[::2])
-    sums = area.new_zeros(len(heads), 3)
-    sums.index_add_(0, ring, torch.stack([torch.ones_like(area), area, mass], 1))  # integers: any order will do
-    length, area, mass = sums.unbind(1)
+    sums = area.new_zeros(3, len(heads))
+    sums.index_add_(1, ring, torch.stack([torch.ones_like(area), area, mass]))  # integers: any order will do
+    length, area, mass = sums
     first = torch.cat([length.new_zeros(1), length.cumsum(0)])
     points = _in_order(corners, links.mate, first[ring] + links.rank)
     owner = (_hole_owners if detect_holes else _outermost)(stack, corners, links, ring, heads)
     tops = torch.arange(len(sizes) + 1, device=mask.device) * (height + 1)
     ends = torch.searchsorted(corners.y[2 * heads], tops)
     return DeviceRings(points, 2 * first, area, mass, owner, ends)
+
+
+def _nothing(stack: _Stack) -> DeviceRings:
+    """What masks without a pixel have."""
+    zeros = torch.zeros(len(stack.mask) + 1, dtype=torch.int64, device=stack.mask.device)
+    none = zeros[:0]
+    return DeviceRings(none.int().view(0, 2), zeros[:1], none, none, none, zeros)
 
 
 def _in_order(corners: _Corners, mate: Tensor, position: Tensor) -> Tensor:
@@ -118,31 +127,31 @@ def _corners(stack: _Stack) -> _Corners:
     num_corners = 0
     for top in range(0, height + 1, num_rows):
         bottom = min(top + num_rows, height + 1)
-        x, y, above, second = _turns(stack, top, bottom)
-        num_corners += len(x)
+        at, above, second = _turns(stack, top, bottom)
+        num_corners += len(at)
         if num_corners > MOST_CORNERS:
             raise OutOfMemory(f"{num} masks of {height} × {width} have more than {MOST_CORNERS} corners; trace fewer")
-        table = _integral(stack.probability[:, top:bottom])
-        row = y + y // (bottom - top) * (table.shape[1] - (bottom - top))  # masks have a row more in one than the other
-        mass = table.view(-1)[row * (width + 1) + x] + sums[x]
+        table = _integral(stack.probability[:, top:bottom])  # has the points of the band in the same places
+        y = at // (width + 1)
+        x = at - y * (width + 1)
+        bands.append(_Corners(x, y + top, above, second, table.view(-1)[at] + sums[x]))
         sums = sums + table[0, -1]
-        bands.append(_Corners(x, y + top, above, second, mass))
     return bands[0] if len(bands) == 1 else _Corners(*map(torch.cat, zip(*bands, strict=True)))
 
 
-def _turns(stack: _Stack, top: int, bottom: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Corners at the upper ends of the pixel rows from top to bottom: x, y from top on, above, second."""
+def _turns(stack: _Stack, top: int, bottom: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Corners at the upper ends of the pixel rows from top to bottom: place among their points, above, second."""
     pixels = _framed(stack, top, bottom)
     # Around a point: an upright edge comes from above, one leaves below; at a crossing both, and the level ones too.
     upright = pixels[:, :, :-1] ^ pixels[:, :, 1:]
     double = (pixels[:, :-1, :-1] ^ pixels[:, 1:, :-1]) & upright[:, :-1] & upright[:, 1:]
     turns = (upright[:, :-1] ^ upright[:, 1:]) | double
     slot = torch.stack([turns, double], -1).view(-1).nonzero()[:, 0]  # two for each point: a crossing fills both
-    at, stride = slot >> 1, stack.mask.shape[2] + 1
-    y = at // stride
-    x = at - y * stride
-    above = pixels.view(-1)[(y + y // (bottom - top)) * (stride + 1) + x + 1]
-    return x, y, above, (slot & 1).bool()
+    at = slot >> 1
+    _, num_rows, width = turns.shape
+    # of the pixels there is a column more, and a row more of each mask
+    index = at + at // width + at // (num_rows * width) * (width + 1) + 1
+    return at, pixels.view(-1)[index], (slot & 1).bool()
 
 
 def _framed(stack: _Stack, top: int, bottom: int) -> Tensor:
@@ -164,7 +173,7 @@ def _integral(probability: Tensor) -> Tensor:
     """(B, h + 1, w + 1) int64 sums over all pixels above and to the left of each point, times UNIT."""
     num, height, width = probability.shape
     sums = torch.zeros(num, height + 1, width + 1, dtype=torch.int64, device=probability.device)
-    sums[:, 1:, 1:] = ((probability + 1 - 1) * UNIT).nan_to_num_(0.0, 0.0, 0.0)  # + 1 rounds to a UNIT's part
+    sums[:, 1:, 1:] = (probability + 1).sub_(1).mul_(UNIT).nan_to_num_(0.0, 0.0, 0.0)  # + 1 rounds
     return sums.cumsum_(2).cumsum_(1)
 
 
@@ -240,8 +249,6 @@ def _outermost(stack: _Stack, corners: _Corners, links: _Links, ring: Tensor, he
     Left of an outline's first edge lies the hole that it is in, or an outline in the same place, or nothing.
     """
     is_hole, every = corners.above[2 * heads], torch.arange(len(heads), device=heads.device)
-    if not len(heads):
-        return every
     at = 2 * heads
     found = _ring_to_the_left(stack, corners, links, ring, corners.y[at], corners.x[at] - 1)  # of holes it is not used
     known, found = ~is_hole & (found >= 0), found.clamp(min=0)
