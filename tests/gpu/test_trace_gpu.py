@@ -30,6 +30,11 @@ def device() -> Iterator[torch.device]:
     torch.cuda.empty_cache()
 
 
+@pytest.fixture(autouse=True)
+def _however_small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tracing, "LEAST_PIXELS", 0)
+
+
 def noise(num: int, height: int, width: int) -> Tensor:
     """(B, H, W) from nearly empty to nearly full: every kind of crossing, hole and island."""
     share = torch.linspace(0.02, 0.98, num)[:, None, None]

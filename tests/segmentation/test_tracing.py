@@ -60,6 +60,7 @@ def same(found: Prediction, expected: Prediction) -> bool:
 def on_device(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Trace on the device, be it a CPU; returns how many images were traced at once each time."""
     monkeypatch.setattr(tracing, "TRACING_DEVICES", ("cpu", "cuda"))
+    monkeypatch.setattr(tracing, "LEAST_PIXELS", 0)
     work, calls = device_rings.find_rings, []
 
     def counted(mask: Tensor, *rest: Any) -> device_rings.DeviceRings:
@@ -99,6 +100,17 @@ def test_images_of_one_batch_are_traced_together_as_far_as_there_is_room(
     run([IMAGES[0]] * 8, batch_size=8)
 
     assert on_device == [8, 3, 3, 2]
+
+
+def test_what_is_too_small_to_be_worth_it_is_left_to_the_host(
+    on_device: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tracing, "LEAST_PIXELS", 4 * 64 * 64)
+
+    found = run([IMAGES[0]] * 7, batch_size=4)
+
+    assert on_device == [4]
+    assert all(same(prediction, found[0]) for prediction in found)
 
 
 def test_windows_between_images_are_not_traced_with_them(on_device: list[int]) -> None:
