@@ -193,7 +193,7 @@ def test_images_of_mixed_sizes_get_the_polygons_that_the_host_finds(
 
 
 def test_a_batch_is_the_same_from_run_to_run_and_strict_to_the_bit(make: Callable[..., ModelLoader]) -> None:
-    loader, some = make(precision="fp32"), images(48, (256, 256), (250, 231), (225, 256))
+    loader, some = make(precision="fp32", tile=256), images(48, (256, 256), (250, 231), (225, 256))
     once, again = (loader.predict_batch(some, "unet_tiny", batch_size=8) for _ in range(2))
     strict = loader.predict_batch(some, "unet_tiny", strict=True)
     alone = [loader.predict(image, "unet_tiny", strict=True) for image in some[:9]]
@@ -206,7 +206,7 @@ def test_a_batch_is_the_same_from_run_to_run_and_strict_to_the_bit(make: Callabl
 
 
 def test_images_without_objects_have_no_polygons(make: Callable[..., ModelLoader]) -> None:
-    loader, some = make(), images(9, (64, 64), (40, 50))
+    loader, some = make(tile=64), images(9, (64, 64), (40, 50))
 
     for found in (
         *loader.predict_batch(some, "unet_tiny", batch_size=4, threshold=0.9999999),
@@ -232,7 +232,7 @@ def test_what_does_not_fit_on_the_device_is_traced_on_the_host(
 
 
 def test_runs_that_share_the_device_and_runs_that_are_left_disturb_nobody(make: Callable[..., ModelLoader]) -> None:
-    loader, some = make(), images(40, (256, 256), (192, 256))
+    loader, some = make(tile=256), images(40, (256, 256), (192, 256))
     expected = loader.predict_batch(some, "unet_tiny", strict=True)
     results: list[list[Prediction]] = []
 
