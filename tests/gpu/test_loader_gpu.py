@@ -123,7 +123,7 @@ def test_the_host_never_waits_for_the_batch_it_starts() -> None:
         done = [image for each in waiting for image in scorer.forward(each)]
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    assert all(image.pending is not None and image.pending.wait()["mask"].is_pinned() for image in done)
+    assert all(image.scores is not None and image.scores.host.wait()["mask"].is_pinned() for image in done)
 
 
 def test_the_first_use_tunes_and_the_report_knows_the_gpu(make: Callable[..., ModelLoader]) -> None:

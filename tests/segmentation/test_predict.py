@@ -125,9 +125,9 @@ def test_probabilities_do_not_depend_on_the_batch() -> None:
     scorer = Scorer(network(Blur()), nullcontext(), batch_size=6, threshold=0.5, resize=None)
 
     def probabilities(patches: list[Patch]) -> Tensor:
-        (pending,) = {id(done.pending): done.pending for done in scorer.forward(Batch(patches))}.values()
-        assert pending is not None
-        return pending.wait()["probability"]
+        (scores,) = {id(done.scores): done.scores for done in scorer.forward(Batch(patches))}.values()
+        assert scores is not None
+        return scores.probability
 
     patches = [frame.patches[0] for frame in frames]
     alone = torch.cat([probabilities([patch]) for patch in patches])
@@ -456,7 +456,7 @@ def test_the_report_has_the_names_of_the_contract() -> None:
     assert (report["images"], report["failed"], report["batch_size"]) == (3, 1, 2)
     assert report["polygons"] == sum(len(p.polygons) for p in found)
     assert 0 < report["ceiling_share"] < 1
-    assert list(report["stages"]) == ["source", "decode", "batch", "forward", "unbatch", "polygons"]
+    assert list(report["stages"]) == ["source", "decode", "batch", "forward", "trace", "unbatch", "polygons"]
     assert all(stage["busy_s"] > -1e-3 for stage in report["stages"].values())
     assert (heard[-1].done, heard[-1].failed, heard[-1].total) == (3, 1, 3)
 

@@ -9,6 +9,9 @@ other; only what looks at every pixel goes through them one by one, since a mask
 A corner is a point where an outline turns. Where two pixels touch only there, diagonally, two outlines turn: such a
 crossing is listed twice. Then every corner has one level and one upright edge, and edges need no search: in reading
 order corners 0 and 1, 2 and 3, ... are the ends of level edges; column by column, of upright ones.
+
+Probabilities are rounded to whole numbers of 2⁻²³, and so all sums of them are exact, in any order: device_rings.py,
+which does the same on a GPU, gives the same bits.
 """
 
 # Axes: H rows, W columns; C corners; E = C / 2 level edges, edge e from corner 2e on its left to 2e + 1; R rings
@@ -28,8 +31,15 @@ class Rings(NamedTuple):
     points: np.ndarray  # (C, 2) int32, x and y; outlines run downwards first, holes the other way
     first: np.ndarray  # (R + 1,) where each ring starts in points, and where the last one ends
     area: np.ndarray  # (R,) float64, pixels that the ring encloses; negative for a hole
-    mass: np.ndarray  # (R,) float64, sum of their probabilities, signed like the area
+    mass: np.ndarray  # (R,) float64, sum of their probabilities, signed like the area; exact
     owner: np.ndarray  # (R,) the outline that the ring belongs to; -1: it belongs to none
+
+    def between(self, start: int, end: int, top: int) -> "Rings":
+        """The rings from start to end, of the mask that begins in row top of the stack; the points are copied."""
+        first, own = self.first[start : end + 1], slice(start, end)
+        points = self.points[first[0] : first[-1]] - np.array([0, top], np.int32)
+        owner = np.maximum(self.owner[own] - start, -1)
+        return Rings(points, first - first[0], self.area[own], self.mass[own], owner)
 
 
 class _Corners(NamedTuple):
@@ -39,7 +49,9 @@ class _Corners(NamedTuple):
     y: np.ndarray  # (C,)
     above: np.ndarray  # (C,) bool, whether the pixel above and to the right is inside
     double: np.ndarray  # (C,) bool, whether this is one of the two at a crossing
-    mass: np.ndarray  # (C,) float64, sum of the probabilities of all pixels above and to the left
+    mass: (
+        np.ndarray
+    )  # (C,) float64, sum of the probabilities of all pixels above and to the left, each one more than it is
 
 
 class _Links(NamedTuple):
@@ -77,7 +89,7 @@ def find_rings(stack: Stack, probabilities: Sequence[np.ndarray] | None, detect_
     area = np.bincount(ring, sign * (corners.x[1::2] - corners.x[::2]) * corners.y[::2], num_rings)
     mass = area
     if probabilities is not None:
-        mass = np.bincount(ring, sign * (corners.mass[1::2] - corners.mass[::2]), num_rings)
+        mass = np.bincount(ring, sign * (corners.mass[1::2] - corners.mass[::2]), num_rings) - area
     first = np.append(0, np.cumsum(np.bincount(ring, minlength=num_rings)))
     points = _in_order(corners, links.mate, first[ring] + links.rank)
     is_hole = to_right[links.heads]
@@ -157,12 +169,14 @@ def _turns(mask: np.ndarray, top: int, bottom: int) -> tuple[np.ndarray, np.ndar
 
 
 def _integral(probability: np.ndarray) -> np.ndarray:
-    """(H + 1, W + 1) float64 sums over all pixels above and to the left of each point; NaN and Inf count as 0."""
-    if probability.dtype not in (np.float32, np.float64):
-        probability = probability.astype(np.float32)
-    sums = cv2.integral(probability, sdepth=cv2.CV_64F)
+    """(H + 1, W + 1) float64 sums of 1 + probability over all pixels above and to the left of each point.
+
+    From 1 to 2 a float32 is a multiple of 2⁻²³: adding 1 rounds, in one pass. NaN and Inf count as 0.
+    """
+    raised = np.add(probability, np.float32(1), dtype=np.float32)
+    sums = cv2.integral(raised, sdepth=cv2.CV_64F)
     if not np.isfinite(sums[-1, -1]):  # one NaN, inside or outside, would reach every sum behind it
-        sums = cv2.integral(np.nan_to_num(probability, posinf=0, neginf=0), sdepth=cv2.CV_64F)
+        sums = cv2.integral(np.nan_to_num(raised, copy=False, nan=1, posinf=1, neginf=1), sdepth=cv2.CV_64F)
     return np.asarray(sums)
 
 

@@ -51,17 +51,27 @@ def trace_all(
     rings = find_rings(pile, probabilities, detect_holes)
     ends = np.searchsorted(rings.points[rings.first[:-1], 1], pile.tops)  # rings come from top to bottom
     return [
-        _polygons(_between(rings, start, end, top))
+        to_polygons(rings.between(start, end, top))
         for (start, end), top in zip(pairwise(ends.tolist()), pile.tops.tolist(), strict=False)
     ]
 
 
-def _between(rings: Rings, start: int, end: int, top: int) -> Rings:
-    """The rings from start to end, of the mask that begins in row top of the stack."""
-    first, own = rings.first[start : end + 1], slice(start, end)
-    points = rings.points[first[0] : first[-1]] - np.array([0, top], np.int32)
-    owner = np.maximum(rings.owner[own] - start, -1)
-    return Rings(points, first - first[0], rings.area[own], rings.mass[own], owner)
+def to_polygons(rings: Rings) -> list[Polygon]:
+    """Polygons of the rings that belong to one; all Python that runs once per object is here."""
+    outlines = np.flatnonzero(rings.owner == np.arange(len(rings.owner)))
+    belongs = np.flatnonzero(rings.owner >= 0)
+    area = np.bincount(rings.owner[belongs], rings.area[belongs], len(rings.owner))[outlines]
+    mass = np.bincount(rings.owner[belongs], rings.mass[belongs], len(rings.owner))[outlines]
+    confidence = np.clip(mass / area, 0, 1)
+    first, points = rings.first.tolist(), rings.points
+    parts = [points[start:end] for start, end in pairwise(first)]
+    holes: dict[int, list[np.ndarray]] = {}
+    inner = belongs[rings.owner[belongs] != belongs]
+    for ring, owner in zip(inner.tolist(), rings.owner[inner].tolist(), strict=True):
+        holes.setdefault(owner, []).append(parts[ring])
+    chosen = outlines.tolist()
+    within = [tuple(holes[ring]) if ring in holes else () for ring in chosen]
+    return list(map(Polygon, [parts[ring] for ring in chosen], within, area.tolist(), confidence.tolist()))
 
 
 def fill(polygons: Iterable[Polygon], height: int, width: int) -> np.ndarray:
@@ -100,21 +110,3 @@ def _areas(points: np.ndarray, after: np.ndarray, first: np.ndarray) -> np.ndarr
     """(R,) what each ring encloses; positive or negative by its direction."""
     x, y = points.astype(np.int64).T
     return np.asarray(np.add.reduceat(x * y[after] - x[after] * y, first) / 2)
-
-
-def _polygons(rings: Rings) -> list[Polygon]:
-    """Polygons of the rings that belong to one; all Python that runs once per object is here."""
-    outlines = np.flatnonzero(rings.owner == np.arange(len(rings.owner)))
-    belongs = np.flatnonzero(rings.owner >= 0)
-    area = np.bincount(rings.owner[belongs], rings.area[belongs], len(rings.owner))[outlines]
-    mass = np.bincount(rings.owner[belongs], rings.mass[belongs], len(rings.owner))[outlines]
-    confidence = np.clip(mass / area, 0, 1)
-    first, points = rings.first.tolist(), rings.points
-    parts = [points[start:end] for start, end in pairwise(first)]
-    holes: dict[int, list[np.ndarray]] = {}
-    inner = belongs[rings.owner[belongs] != belongs]
-    for ring, owner in zip(inner.tolist(), rings.owner[inner].tolist(), strict=True):
-        holes.setdefault(owner, []).append(parts[ring])
-    chosen = outlines.tolist()
-    within = [tuple(holes[ring]) if ring in holes else () for ring in chosen]
-    return list(map(Polygon, [parts[ring] for ring in chosen], within, area.tolist(), confidence.tolist()))

@@ -1,8 +1,9 @@
 """Images in, polygons out, every stage overlapped; results in the order of the input.
 
-    source → decode ×W → batch → forward (device) → unbatch → polygons ×W → the caller's for loop
+    source → decode ×W → batch → forward (device) → trace (device) → unbatch → polygons ×W → the caller's for loop
 
-Batches leave in another order than images came, and images of several batches are traced at once; the last step puts
+The device finds the outlines (tracing.py) and the last threads make objects of them; on a CPU these threads do both.
+Batches leave in another order than images came, and images of several batches are finished at once; the last step puts
 them in order. All queues are bounded, so that a folder of any length runs in the same memory.
 """
 
@@ -18,22 +19,25 @@ from typing import Any, TypeVar
 
 import cv2
 import numpy as np
+from torch import Tensor
 
 from brim.engine.device import worker_count
 from brim.engine.memory import guard
 from brim.engine.meter import BUSY, INPUT, ROOM, GpuSampler, Meter, ceiling_share
-from brim.engine.pipeline import Pipeline, Stage
+from brim.engine.pipeline import Pending, Pipeline, Stage
 from brim.errors import ImageError, OutOfMemory
 from brim.segmentation.batching import Batch, Frame, cut, group
 from brim.segmentation.images import ImageInput, read_image
 from brim.segmentation.network import Network
-from brim.segmentation.polygons import trace_all
+from brim.segmentation.polygons import Polygon, to_polygons, trace_all
 from brim.segmentation.predict_config import PredictConfig
 from brim.segmentation.prediction import Prediction
 from brim.segmentation.scoring import Done, Scorer
 from brim.segmentation.tiles import usable_tile
+from brim.segmentation.tracing import Traced, Tracer
 
 TRACER_SHARE = 0.375  # of the threads that decode: an image takes 9 ms to trace, and as a PNG 33 ms to decode
+MAKER_SHARE = 0.125  # likewise where the device traces: what is left takes 1 ms, under the interpreter's lock
 TRACED_PIXELS = 2**23  # traced together: an operation for all instead of for each, and still work for every thread
 CEILING_S = 0.5  # how long the ceiling is measured
 DECODED_BYTES = 2**31  # of pixels that wait between decoding and batching; one image may always pass
@@ -99,7 +103,7 @@ def predict_one(network: Network, image: ImageInput, config: PredictConfig, *, l
     run = _Run(network, config, lock)
     frames = [run.decode((0, image))]
     (done,) = [done for batch in group(frames, run.scorer.size) for done in run.scorer.forward(batch)]
-    ((_, prediction),) = run.finish([done])
+    ((_, prediction),) = run.finish(run.trace([done]))
     if done.frame.failure is not None:
         raise done.frame.failure
     return prediction
@@ -120,6 +124,7 @@ class _Run:
             threshold=config.threshold,
             resize=config.resize,
         )
+        self.tracer = Tracer(network.device, detect_holes=config.detect_holes)
         self.arrived = self.images = self.failed = self.polygons = 0
 
     def results(
@@ -144,11 +149,13 @@ class _Run:
         num = worker_count() if total is None else max(1, min(worker_count(), total))
         decode = Stage(name="decode", work=self._admitted, workers=num, depth=num)
         forward = Stage(name="forward", work=self.scorer.forward, depth=1)
-        polygons = Stage(name="polygons", work=self.finish, workers=math.ceil(TRACER_SHARE * num), depth=num)
+        trace = Stage(name="trace", work=self.trace, depth=1)
+        share = MAKER_SHARE if self.tracer.on_device else TRACER_SHARE
+        polygons = Stage(name="polygons", work=self.finish, workers=math.ceil(share * num), depth=num)
         meter = self.meter
         stack.enter_context(_quiet_opencv)
         decoded = stack.enter_context(Pipeline(enumerate(images), [decode], meter=meter, depth=num))
-        batches = Pipeline(self._batches(decoded), [forward], meter=meter, source_name="batch", depth=1)
+        batches = Pipeline(self._batches(decoded), [forward, trace], meter=meter, source_name="batch", depth=1)
         computed = stack.enter_context(batches)
         parts = self._unbatched(computed)
         finished = Pipeline(parts, [polygons], meter=meter, source_name="unbatch", depth=num, tick=tick)
@@ -199,59 +206,83 @@ class _Run:
         if failures:
             raise failures[0]
 
-    def _unbatched(self, computed: Iterator[list[Done]]) -> Iterator[list[Done]]:
-        """Images that are traced together."""
-        for done in self._arrivals(computed, "unbatch"):
-            while done:
-                num = max(1, TRACED_PIXELS // max(1, done[0].frame.height * done[0].frame.width))
-                yield done[:num]
-                done = done[num:]
+    def trace(self, done: list[Done]) -> list[Traced]:
+        """Find the rings of a batch's images where the device does that."""
+        began_s = time.perf_counter()
+        self.tracer.wait(done)
+        self._waited("trace", time.perf_counter() - began_s)
+        return self.tracer.trace(done)
 
-    def finish(self, done: list[Done]) -> list[tuple[int, Prediction]]:
-        """Trace the polygons of images; when they fail together, each is tried alone."""
-        whole = [each for each in done if each.frame.failure is None]
-        failed = [(each.frame.index, _failed(each.frame)) for each in done if each.frame.failure is not None]
+    def _unbatched(self, computed: Iterator[list[Traced]]) -> Iterator[list[Traced]]:
+        """Images that one thread makes polygons of."""
+        for traced in self._arrivals(computed, "unbatch"):
+            while traced:
+                num = max(1, TRACED_PIXELS // max(1, traced[0].frame.height * traced[0].frame.width))
+                yield traced[:num]
+                traced = traced[num:]
+
+    def finish(self, traced: list[Traced]) -> list[tuple[int, Prediction]]:
+        """Make the polygons of images; when they fail together, each is tried alone."""
+        whole = [each for each in traced if each.frame.failure is None]
+        failed = [(each.frame.index, _failed(each.frame)) for each in traced if each.frame.failure is not None]
         try:
             with guard():
-                return failed + self._traced(whole)
+                return failed + self._finished(whole)
         except (ImageError, OutOfMemory):
             pass  # the next try is outside the handler, which would keep this one's arrays alive
         return failed + [self._finish_alone(each) for each in whole]
 
-    def _finish_alone(self, done: Done) -> tuple[int, Prediction]:
+    def _finish_alone(self, traced: Traced) -> tuple[int, Prediction]:
         try:
-            return _twice(lambda: self._traced([done]))[0]
+            return _twice(lambda: self._finished([traced]))[0]
         except (ImageError, OutOfMemory) as failure:
-            done.frame.failure = failure
-        return done.frame.index, _failed(done.frame)
+            traced.frame.failure = failure
+        return traced.frame.index, _failed(traced.frame)
 
-    def _traced(self, done: list[Done]) -> list[tuple[int, Prediction]]:
-        if not done:
-            return []
-        parts = [self._downloaded(each) for each in done]
-        masks, probabilities = [mask for mask, _ in parts], [probability for _, probability in parts]
-        polygons = trace_all(masks, probabilities, detect_holes=self.config.detect_holes)
+    def _finished(self, traced: list[Traced]) -> list[tuple[int, Prediction]]:
+        frames, masks = [each.frame for each in traced], [self._mask(each) for each in traced]
         return [
-            (each.frame.index, Prediction(each.frame.name, each.frame.height, each.frame.width, tuple(found), mask))
-            for each, found, mask in zip(done, polygons, masks, strict=True)
+            (frame.index, Prediction(frame.name, frame.height, frame.width, tuple(polygons), mask))
+            for frame, polygons, mask in zip(frames, self._polygons(traced, masks), masks, strict=True)
         ]
 
-    def _downloaded(self, done: Done) -> tuple[np.ndarray, np.ndarray]:
-        """Mask and probability (H, W) of an image, once they are on the host."""
-        frame = done.frame
-        assert done.pending is not None
-        began_s = time.perf_counter()
-        host = done.pending.wait()
-        self._waited("polygons", time.perf_counter() - began_s)
-        if not bool(host["finite"][done.row]):
+    def _polygons(self, traced: list[Traced], masks: list[np.ndarray]) -> Iterator[list[Polygon]]:
+        """Polygons of every image; those that the device did not trace are traced here, together."""
+        left = [
+            (mask, self._arrived(each.probability)["probability"].numpy()[0, : len(mask), : mask.shape[1]])
+            for each, mask in zip(traced, masks, strict=True)
+            if each.probability is not None
+        ]
+        here = iter(
+            trace_all(*map(list, zip(*left, strict=True)), detect_holes=self.config.detect_holes) if left else []
+        )
+        for each in traced:
+            if each.found is None:
+                yield next(here)
+            else:
+                self._arrived(each.found.pending)
+                yield to_polygons(each.found.rings(each.place))
+
+    def _mask(self, traced: Traced) -> np.ndarray:
+        """Mask (H, W) of an image, once it is on the host."""
+        frame = traced.frame
+        assert traced.scored is not None
+        host = self._arrived(traced.scored)
+        if not bool(host["finite"][traced.row]):
             wider = "bf16 or fp32" if self.network.setting.precision == "fp16" else "fp32"
             raise ImageError(
                 f"{frame.name}: the network's logits are not finite numbers (NaN or Inf) in {self.network.setting}; "
                 f"use precision {wider}, or other weights"
             )
-        inside = (done.row, slice(frame.height), slice(frame.width))
-        mask = host["mask"].numpy()[inside].copy()  # of its own: a view would keep the whole batch
-        return mask, host["probability"].numpy()[inside]
+        # of its own: a view would keep the whole batch
+        return host["mask"].numpy()[traced.row, : frame.height, : frame.width].copy()
+
+    def _arrived(self, pending: Pending) -> dict[str, Tensor]:
+        """What is on its way to the host, once it is there."""
+        began_s = time.perf_counter()
+        host = pending.wait()
+        self._waited("polygons", time.perf_counter() - began_s)
+        return host
 
     # Where the time went
 

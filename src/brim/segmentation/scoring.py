@@ -1,4 +1,4 @@
-"""The device's part of a prediction: patches up, through the network, probabilities and masks back down.
+"""The device's part of a prediction: patches up, through the network, masks back down; probabilities stay there.
 
 Axes: B patches of a batch, h, w pixels of a patch. Uploads, kernels and downloads are queued on three streams. The host
 never waits for the batch it has just started, only for the one two before it, so it cannot run ahead without bound.
@@ -26,12 +26,22 @@ AHEAD = 2  # batches queued on the device and not seen finished: one runs, one w
 
 
 @dataclass(frozen=True, slots=True)
+class Scores:
+    """Results of images, B at a time, queued on the device."""
+
+    probability: Tensor  # (B, h, w) float32
+    mask: Tensor  # (B, h, w) uint8, 255 or 0
+    host: Pending  # "mask" (B, h, w) uint8 and "finite" (B,) bool, on their way to the host
+    ready: torch.cuda.Event | None  # follows probability and mask on the stream that makes them; None on a CPU
+
+
+@dataclass(frozen=True, slots=True)
 class Done:
-    """An image whose result is on its way to the host, or that failed."""
+    """An image whose result is queued on the device, or that failed."""
 
     frame: Frame
-    pending: Pending | None = None  # "mask" (B, h, w) uint8, "probability" (B, h, w) float32, "finite" (B,) bool
-    row: int = 0  # of this image in what is pending
+    scores: Scores | None = None
+    row: int = 0  # of this image there
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,14 +169,14 @@ class Scorer:
     # From patches to images
 
     def _collect(self, scored: _Scored) -> Iterator[Done]:
-        """Send whole images to the host, add windows to their images, and send those that are complete by that."""
+        """Send masks of whole images, add windows to their images, and send those that are complete by that."""
         share = self._resize is None and any(patch.window is None for patch in scored.patches)
-        pending = self._send(scored.probability, scored.finite) if share else None
+        scores = self._send(scored.probability, scored.finite) if share else None
         for row, patch in enumerate(scored.patches):
             if patch.frame.failure is not None:
                 continue
-            if pending is not None and patch.window is None:
-                yield Done(patch.frame, pending, row)
+            if scores is not None and patch.window is None:
+                yield Done(patch.frame, scores, row)
                 continue
             try:
                 with guard():
@@ -199,15 +209,18 @@ class Scorer:
         frame.blend = frame.finite = None
         return done
 
-    def _send(self, probability: Tensor, finite: Tensor) -> Pending:
+    def _send(self, probability: Tensor, finite: Tensor) -> Scores:
         """Threshold, and copy to the host beside what the device computes; probability (B, h, w), finite (B,)."""
-        # float32: half of it would cross the bus in half the time, and take a core 4 ms an image to convert back
-        tensors = {"mask": _mask(probability, self._threshold), "probability": probability, "finite": finite}
+        mask = _mask(probability, self._threshold)
+        tensors = {"mask": mask, "finite": finite}
         if self._download is None:
-            return self._copies.start(tensors)
-        self._download.wait_stream(torch.cuda.current_stream(self._device))
+            return Scores(probability, mask, self._copies.start(tensors), None)
+        compute = torch.cuda.current_stream(self._device)
+        ready = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]  # sleeps rather than spins
+        ready.record(compute)
+        self._download.wait_stream(compute)
         with torch.cuda.stream(self._download):
-            return self._copies.start(tensors)
+            return Scores(probability, mask, self._copies.start(tensors), ready)
 
 
 def _stream(device: torch.device) -> torch.cuda.Stream | None:

@@ -1,0 +1,186 @@
+"""Rings by torch, here on the CPU: those of outlines.py to the bit, and what scipy and shapely say of them."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+import shapely
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+from scipy import ndimage
+
+from brim.engine.pipeline import HostCopy
+from brim.errors import OutOfMemory
+from brim.segmentation import device_rings, outlines
+from brim.segmentation.cells import make_cells
+from brim.segmentation.device_rings import find_rings
+from brim.segmentation.polygons import Polygon, fill, to_polygons
+from brim.segmentation.tracing import Found
+
+Masks = Sequence[np.ndarray]
+small_masks = st.tuples(st.integers(1, 12), st.integers(1, 12)).flatmap(lambda shape: hnp.arrays(bool, shape))
+
+
+def chances(masks: Masks) -> list[np.ndarray]:
+    return [np.random.default_rng(mask.size).random(mask.shape, np.float32) for mask in masks]
+
+
+def framed(parts: Masks, beyond: float, dtype: torch.dtype) -> torch.Tensor:
+    """(B, H, W) of the parts, each at its upper left; what lies beyond them must not matter."""
+    height, width = (max(part.shape[axis] for part in parts) + 2 for axis in (0, 1))
+    out = torch.full((len(parts), height, width), beyond, dtype=dtype)
+    for own, part in zip(out, parts, strict=True):
+        own[: part.shape[0], : part.shape[1]] = torch.from_numpy(np.array(part)).to(dtype)
+    return out
+
+
+def trace(masks: Masks, probabilities: Masks, detect_holes: bool = True) -> list[outlines.Rings]:
+    """The rings of each mask as the host gets them."""
+    sizes = [mask.shape for mask in masks]
+    rings = find_rings(
+        framed(masks, 1, torch.uint8), framed(probabilities, torch.nan, torch.float32), sizes, detect_holes
+    )
+    found = Found(HostCopy().start(rings._asdict()), max(len(mask) for mask in masks) + 1)
+    return [found.rings(place) for place in range(len(masks))]
+
+
+def expect(masks: Masks, probabilities: Masks, detect_holes: bool = True) -> list[outlines.Rings]:
+    """The same by outlines.py, one mask at a time."""
+    pairs = zip(masks, probabilities, strict=True)
+    return [outlines.find_rings(outlines.stack([mask]), [chance], detect_holes) for mask, chance in pairs]
+
+
+def assert_equal(found: list[outlines.Rings], expected: list[outlines.Rings]) -> None:
+    for one, other in zip(found, expected, strict=True):
+        for name, values in one._asdict().items():
+            np.testing.assert_array_equal(values, getattr(other, name), err_msg=name)
+
+
+def check(mask: np.ndarray) -> list[Polygon]:
+    """Everything that has to hold for any mask, by those who know nothing of our rings."""
+    (probability,) = chances([mask])
+    (rings,) = trace([mask], [probability])
+    polygons, (labels, num_parts) = to_polygons(rings), ndimage.label(mask)
+    assert len(polygons) == num_parts
+    np.testing.assert_array_equal(fill(polygons, *mask.shape), mask)
+    for polygon in polygons:
+        inside = fill([polygon], *mask.shape)
+        assert len(np.unique(labels[inside])) == 1
+        assert polygon.area == inside.sum()
+        assert polygon.confidence == pytest.approx(float(probability[inside].mean(dtype=np.float64)), abs=1e-6)
+        shape = shapely.Polygon(polygon.points, polygon.holes)
+        assert shape.is_valid
+        assert shape.area == polygon.area
+        assert polygon.points.dtype == np.int32
+    return polygons
+
+
+def nested() -> np.ndarray:
+    return np.abs(np.indices((13, 13)) - 6).max(0) % 2 == 0
+
+
+@given(small_masks)
+@settings(max_examples=100, deadline=None, derandomize=True)
+def test_every_small_mask_comes_back_whole(mask):
+    check(mask)
+
+
+@pytest.mark.parametrize(
+    "mask",
+    [
+        nested(),  # islands in holes in islands
+        np.indices((9, 8)).sum(0) % 2 == 0,  # every pixel touches its neighbours at corners alone
+        np.ones((5, 7), bool),
+        np.ones((1, 1), bool),
+        np.zeros((4, 3), bool),
+        np.array([[1, 1, 1, 1], [1, 0, 0, 1], [1, 0, 1, 0], [1, 1, 1, 1]]) > 0,  # closes by a corner
+        np.array([[1, 1, 1, 1], [1, 0, 1, 1], [1, 1, 0, 1], [1, 1, 1, 1]]) > 0,  # holes that share a corner
+        np.array([[1, 1, 0, 0], [1, 1, 0, 0], [0, 0, 1, 1], [0, 0, 1, 1]]) > 0,
+    ],
+    ids=["nested", "chessboard", "full", "pixel", "empty", "closing", "holes", "corner"],
+)
+def test_masks_that_are_easy_to_get_wrong_come_back_whole(mask):
+    check(mask)
+
+
+@pytest.mark.parametrize("density", [0.03, 0.3, 0.5, 0.6, 0.8, 0.97])
+def test_noise_comes_back_whole(density):
+    check(np.random.default_rng(7).random((50, 37)) < density)
+
+
+@given(st.lists(small_masks, min_size=1, max_size=5), st.booleans())
+@settings(max_examples=100, deadline=None, derandomize=True)
+def test_masks_of_any_sizes_together_give_the_hosts_bits(masks, detect_holes):
+    probabilities = chances(masks)
+
+    found = trace(masks, probabilities, detect_holes)
+
+    assert_equal(found, expect(masks, probabilities, detect_holes))
+
+
+@pytest.mark.parametrize("detect_holes", [True, False])
+def test_cells_give_the_hosts_bits(detect_holes):
+    masks = [make_cells(seed=5, index=index, height=256, width=200)[1] > 0 for index in range(4)]
+    masks.append(nested())
+    probabilities = chances(masks)
+
+    found = trace(masks, probabilities, detect_holes)
+
+    assert_equal(found, expect(masks, probabilities, detect_holes))
+
+
+@pytest.mark.parametrize("band", [1, 60, 500])
+@pytest.mark.parametrize("detect_holes", [True, False])
+def test_bands_leave_no_seam(band, detect_holes, monkeypatch):
+    mask = np.random.default_rng(2).random((33, 47)) < 0.6
+    probabilities = chances([mask])
+
+    monkeypatch.setattr(device_rings, "BAND_PIXELS", band)
+    found = trace([mask], probabilities, detect_holes)
+
+    assert_equal(found, expect([mask], probabilities, detect_holes))
+
+
+@pytest.mark.parametrize("width", [40_000, 70_000])
+def test_images_wider_than_16_bits_count(width):
+    mask = np.zeros((2, width), bool)
+    mask[:, 3::9], mask[1, width - 90 : width - 50] = True, True
+    probabilities = [np.full(mask.shape, 0.25, np.float32)]
+
+    assert_equal(trace([mask], probabilities), expect([mask], probabilities))
+
+
+def test_one_long_ring_takes_as_many_rounds_as_it_needs():
+    comb = np.zeros((9, 5001), bool)
+    comb[:, ::2] = comb[0] = True
+
+    (polygon,) = to_polygons(trace([comb], chances([comb]))[0])
+
+    assert len(polygon.points) == 10_004
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_what_is_not_finite_counts_as_nothing(bad):
+    mask, probability = np.ones((4, 4), bool), np.full((4, 4), 0.5, np.float32)
+    probability[1, 1] = bad
+
+    (rings,) = trace([mask], [probability])
+
+    assert rings.mass.tolist() == [7.5]
+    assert_equal([rings], expect([mask], [probability]))
+
+
+def test_probabilities_a_little_above_one_round_as_on_the_host():
+    mask, probability = np.ones((3, 3), bool), np.full((3, 3), np.nextafter(np.float32(1), np.float32(2)))
+
+    assert_equal(trace([mask], [probability]), expect([mask], [probability]))
+
+
+def test_more_corners_than_there_is_room_for_are_refused_before_they_are_linked(monkeypatch):
+    monkeypatch.setattr(device_rings, "MOST_CORNERS", 100)
+    chessboard = np.indices((8, 8)).sum(0) % 2 == 0
+
+    with pytest.raises(OutOfMemory, match="2 masks of 8 × 8 have more than 100 corners"):
+        trace([chessboard] * 2, chances([chessboard] * 2))

@@ -1,0 +1,234 @@
+"""Images to polygons with the tracing on the device, here the CPU: the host's results, whatever does not fit."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from brim.engine.memory import inject_oom
+from brim.segmentation import device_rings, predict, tracing
+from brim.segmentation.network import Network, Setting
+from brim.segmentation.predict import predict_one, predict_stream
+from brim.segmentation.predict_config import PredictConfig
+from brim.segmentation.prediction import Prediction
+
+SIZES = [(64, 64), (50, 64), (64, 40), (64, 64), (33, 97), (150, 64), (1, 1), (64, 64), (128, 128), (60, 60)]
+
+
+class Ripples(nn.Module):
+    """Foreground where the image is bright, every pixel for itself; a black image has no finite logit."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits = x.mean(1, keepdim=True) * 3
+        return torch.where(x.amax((1, 2, 3), keepdim=True) < -1.75, torch.inf, logits)
+
+
+def network() -> Network:
+    return Network(Ripples(), torch.device("cpu"), Setting())
+
+
+def picture(height: int, width: int, seed: int) -> np.ndarray:
+    """Smooth enough for objects with holes and islands, rough enough for pixels that touch at corners."""
+    rng = np.random.default_rng(seed)
+    coarse = rng.random((height // 4 + 1, width // 4 + 1)).repeat(4, 0).repeat(4, 1)[:height, :width]
+    grey = 255 * (0.7 * coarse + 0.3 * rng.random((height, width)))
+    return grey.astype(np.uint8)[:, :, None].repeat(3, 2)
+
+
+IMAGES = [picture(*size, seed) for seed, size in enumerate(SIZES)]
+
+
+def run(images: list[np.ndarray], **options: Any) -> list[Prediction]:
+    return list(predict_stream(network(), images, PredictConfig(**options)))
+
+
+def same(found: Prediction, expected: Prediction) -> bool:
+    assert found.mask is not None
+    pairs = list(zip(found.polygons, expected.polygons, strict=True))
+    return (
+        np.array_equal(found.mask, expected.mask)
+        and found.mask.base is None
+        and all(np.array_equal(one.points, other.points) for one, other in pairs)
+        and all(np.array_equal(a, b) for p, q in pairs for a, b in zip(p.holes, q.holes, strict=True))
+        and all((one.area, one.confidence) == (other.area, other.confidence) for one, other in pairs)
+    )
+
+
+@pytest.fixture
+def on_device(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Trace on the device, be it a CPU; returns how many images were traced at once each time."""
+    monkeypatch.setattr(tracing, "TRACING_DEVICES", ("cpu", "cuda"))
+    monkeypatch.setattr(tracing, "LEAST_PIXELS", 0)
+    work, calls = device_rings.find_rings, []
+
+    def counted(mask: Tensor, *rest: Any) -> device_rings.DeviceRings:
+        calls.append(len(mask))
+        return work(mask, *rest)
+
+    monkeypatch.setattr(device_rings, "find_rings", counted)
+    return calls
+
+
+def expected(**options: Any) -> list[Prediction]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tracing, "TRACING_DEVICES", ())
+        return run(IMAGES, **options)
+
+
+@pytest.mark.parametrize("detect_holes", [True, False])
+@pytest.mark.parametrize("options", [{"batch_size": 4}, {"batch_size": 8, "tile": 64}, {"batch_size": 3, "resize": 48}])
+def test_the_device_gives_the_bits_of_the_host(
+    on_device: list[int], options: dict[str, int], detect_holes: bool
+) -> None:
+    wanted = expected(detect_holes=detect_holes, **options)
+    assert not on_device
+
+    found = run(IMAGES, detect_holes=detect_holes, **options)
+
+    assert all(map(same, found, wanted))
+    assert sum(on_device) == len(IMAGES)
+    assert any(polygon.holes for p in found for polygon in p.polygons) == detect_holes
+
+
+def test_images_of_one_batch_are_traced_together_as_far_as_there_is_room(
+    on_device: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run([IMAGES[0]] * 8, batch_size=8)
+    monkeypatch.setattr(device_rings, "BAND_PIXELS", 3 * 64 * 64)
+    run([IMAGES[0]] * 8, batch_size=8)
+
+    assert on_device == [8, 3, 3, 2]
+
+
+def test_what_is_too_small_to_be_worth_it_is_left_to_the_host(
+    on_device: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tracing, "LEAST_PIXELS", 4 * 64 * 64)
+
+    found = run([IMAGES[0]] * 7, batch_size=4)
+
+    assert on_device == [4]
+    assert all(same(prediction, found[0]) for prediction in found)
+
+
+def test_windows_between_images_are_not_traced_with_them(on_device: list[int]) -> None:
+    images = [IMAGES[0], IMAGES[5], IMAGES[3], IMAGES[7]]  # the second is three windows
+
+    found = run(images, batch_size=6, tile=64)
+
+    assert sorted(on_device) == [1, 1, 2]
+    assert all(
+        same(one, predict_one(network(), image, PredictConfig(tile=64)))
+        for one, image in zip(found, images, strict=True)
+    )
+
+
+def test_strict_is_the_same_to_the_bit_whatever_else_is_there(on_device: list[int]) -> None:
+    several = run(IMAGES, batch_size=8, strict=True)
+
+    alone = [predict_one(network(), image, PredictConfig(strict=True)) for image in reversed(IMAGES)]
+
+    assert all(map(same, several, reversed(alone)))
+
+
+def test_logits_that_are_not_finite_fail_in_their_own_place(on_device: list[int]) -> None:
+    found = run([IMAGES[0], np.zeros((64, 64, 3), np.uint8), IMAGES[3]], batch_size=3)
+
+    assert [p.error is not None for p in found] == [False, True, False]
+    assert "not finite" in str(found[1].error)
+
+
+def test_images_without_objects_have_no_polygons(on_device: list[int]) -> None:
+    found = run(IMAGES, batch_size=4, threshold=0.9999999)
+
+    assert [(p.error, p.polygons, p.mask is not None and p.mask.any()) for p in found] == [(None, (), False)] * 10
+    assert sum(on_device) == 10
+
+
+# Out of memory
+
+
+def test_what_does_not_fit_together_is_traced_in_halves(on_device: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    wanted, work = expected(batch_size=4), device_rings.find_rings
+
+    def one_fits(mask: Tensor, *rest: Any) -> device_rings.DeviceRings:
+        if len(mask) > 1:
+            raise MemoryError
+        return work(mask, *rest)
+
+    monkeypatch.setattr(device_rings, "find_rings", one_fits)
+
+    assert all(map(same, run(IMAGES, batch_size=4), wanted))
+    assert on_device == [1] * len(IMAGES)
+
+
+def test_noise_is_traced_in_halves_too(on_device: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    wanted = expected(batch_size=4)
+    monkeypatch.setattr(device_rings, "MOST_CORNERS", 5000)
+
+    assert all(map(same, run(IMAGES, batch_size=4), wanted))
+    assert max(on_device) > min(on_device)
+
+
+def test_a_batch_that_does_not_fit_is_halved_there_too(on_device: list[int]) -> None:
+    wanted = expected(batch_size=4)
+    with inject_oom(above=1):
+        found = run(IMAGES, batch_size=4)
+
+    assert all(map(same, found, wanted))
+    assert set(on_device) == {1}
+
+
+def test_what_does_not_fit_alone_is_traced_on_the_host(on_device: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    wanted = expected(batch_size=4)
+    monkeypatch.setattr(device_rings, "MOST_CORNERS", 300)
+
+    assert all(map(same, run(IMAGES, batch_size=4), wanted))
+
+
+@pytest.mark.parametrize(("times", "fails"), [(1, False), (3, True)])
+def test_memory_that_runs_out_for_polygons_is_tried_again(
+    times: int, fails: bool, on_device: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    work, failures = predict.to_polygons, []
+
+    def short_of_memory(rings: Any) -> Any:
+        if rings.points[:, 1].max() <= 50 and len(failures) < times:  # of the second image
+            failures.append(1)
+            raise MemoryError
+        return work(rings)
+
+    monkeypatch.setattr(predict, "to_polygons", short_of_memory)
+    found = run(IMAGES[:4], batch_size=2)
+
+    assert [p.error is not None for p in found] == [False, fails, False, False]
+
+
+def test_an_image_that_fits_nowhere_fails_alone(on_device: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any) -> None:
+        raise MemoryError
+
+    start = tracing.HostCopy.start
+
+    def no_room(self: tracing.HostCopy, tensors: dict[str, Tensor]) -> Any:
+        if "probability" in tensors and float(tensors["probability"][0, 0, 0]) > 0.99:
+            raise MemoryError
+        return start(self, tensors)
+
+    monkeypatch.setattr(device_rings, "find_rings", full)
+    monkeypatch.setattr(tracing.HostCopy, "start", no_room)
+    found = run([IMAGES[0], np.full((64, 64, 3), 255, np.uint8), IMAGES[3]], batch_size=3)
+
+    assert [p.error is not None for p in found] == [False, True, False]
+    assert "image 1: out of memory" in str(found[1].error)
+
+
+def test_an_unexpected_failure_surfaces(on_device: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: Any) -> None:
+        raise ZeroDivisionError("bug")
+
+    monkeypatch.setattr(device_rings, "find_rings", broken)
+    with pytest.raises(ZeroDivisionError, match="bug"):
+        run(IMAGES, batch_size=4)
