@@ -17,10 +17,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from brim.engine.memory import total_bytes
 from brim.errors import OutOfMemory
 
 UNIT = 2.0**23  # a probability is a whole number of parts of this, as in outlines.py
-BAND_PIXELS = 2**25  # looked at together, at 12 bytes each; a stack of several masks may not have more
+BAND_PIXELS = 2**27  # looked at together, at 12 bytes each, on a device that has plenty
+BAND_SHARE = 0.02  # of a device's memory, on others
 MOST_CORNERS = 2**23  # linked together, at about 120 bytes each; noise has one or two for every pixel
 _SURE_ROUNDS = 5  # of doubling before the first look: an outline seldom has fewer than 32 level edges
 _ROUNDS = 3  # between two looks
@@ -58,6 +60,15 @@ class _Links(NamedTuple):
     mate: Tensor  # (C,) the other end of a corner's upright edge
     head: Tensor  # (E,) the first edge of each edge's ring, in reading order
     rank: Tensor  # (E,) its place there; the first edge has 0
+
+
+def band_pixels(device: torch.device) -> int:
+    """Pixels looked at together on the device; a stack of several masks may not have more.
+
+    The more the better: whatever their number, the host launches as many kernels, and while others hold the
+    interpreter's lock that took it 0.2 ms each.
+    """
+    return min(BAND_PIXELS, int(BAND_SHARE * total_bytes(device)) // 12)
 
 
 @torch.inference_mode()
@@ -120,8 +131,9 @@ def _in_order(corners: _Corners, mate: Tensor, position: Tensor) -> Tensor:
 def _corners(stack: _Stack) -> _Corners:
     """Several masks at once, or one mask some rows after the other."""
     num, height, width = stack.mask.shape
-    num_rows = height + 1 if num * height * width <= BAND_PIXELS else max(1, BAND_PIXELS // width)
-    assert num == 1 or num_rows > height, "several masks are one band: cut the stack by BAND_PIXELS"
+    band = band_pixels(stack.mask.device)
+    num_rows = height + 1 if num * height * width <= band else max(1, band // width)
+    assert num == 1 or num_rows > height, "several masks are one band: cut the stack by band_pixels"
     bands: list[_Corners] = []
     sums = torch.zeros(width + 1, dtype=torch.int64, device=stack.mask.device)  # of the bands before
     num_corners = 0
@@ -281,7 +293,7 @@ def _ring_to_the_left(stack: _Stack, corners: _Corners, links: _Links, ring: Ten
 def _edges(stack: _Stack) -> Tensor:
     """Every place, row * (w + 1) + x, where a pixel and its left neighbour differ, in reading order."""
     num, height, width = stack.mask.shape
-    num_rows = height + 1 if num > 1 else max(1, BAND_PIXELS // width)
+    num_rows = height + 1 if num > 1 else max(1, band_pixels(stack.mask.device) // width)
     found = []
     for top in range(0, height + 1, num_rows):
         pixels = _framed(stack, top, min(top + num_rows, height + 1))[:, 1:]

@@ -150,7 +150,7 @@ def _stream(device: torch.device) -> torch.cuda.Stream:
 def _parts(scores: Scores, group: list[Done]) -> Iterator[list[Done]]:
     """Images whose rows follow each other, as many as may be traced together."""
     _, height, width = scores.mask.shape
-    most = max(1, device_rings.BAND_PIXELS // (height * width))
+    most = max(1, device_rings.band_pixels(scores.mask.device) // (height * width))
     part: list[Done] = []
     for each in group:
         if part and (len(part) == most or each.row != part[-1].row + 1):
