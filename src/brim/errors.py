@@ -9,6 +9,8 @@
     ├── DatasetError           a dataset directory that is missing, foreign, occupied or inconsistent
     │   └── ShardCorrupt       a shard whose bytes differ from the manifest
     ├── ImageError             an image or mask that cannot be read or used
+    ├── TooLarge               a request whose body, or what it unpacks to, is above a limit
+    ├── UnsupportedType        a request whose file is of no kind that is read there
     ├── CheckpointError        a checkpoint that is missing, damaged, or of another model or run
     ├── TrainingDiverged       a loss or weight that is no longer a finite number
     ├── StorageError           the file system refused: full, read-only, no permission
@@ -73,6 +75,14 @@ class OutOfMemory(BrimError):
 
 class ImageError(BrimError):
     """An image or mask that cannot be read or used."""
+
+
+class TooLarge(BrimError):
+    """A request whose body, or what it unpacks to, is above a limit."""
+
+
+class UnsupportedType(BrimError):
+    """A request whose file is of no kind that is read there."""
 
 
 class NotFound(BrimError):
