@@ -19,6 +19,8 @@
     ├── Conflict               what the state of a thing does not allow now, such as deleting what is in use
     ├── TooMany                more than a limit allows at once
     ├── Unavailable            a database, or the service itself, that does not answer for now
+    ├── Overloaded             a request that could not be answered by its deadline; says when to come again
+    ├── DeadlinePassed         a request that was accepted, but whose deadline passed before it ran
     └── OutOfMemory            a batch that does not fit; halved and retried wherever a batch can be halved
 
 A message names the thing, its value, what was expected and the next step.
@@ -99,6 +101,18 @@ class TooMany(BrimError):
 
 class Unavailable(BrimError):
     """A database, or the service itself, that does not answer for now."""
+
+
+class Overloaded(BrimError):
+    """A request refused at once, because it could not be answered by its deadline beside those accepted before."""
+
+    def __init__(self, message: str, retry_after_s: float) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class DeadlinePassed(BrimError):
+    """A request that was accepted, but that could no longer be answered in time when its turn came."""
 
 
 class FieldConflict(FieldError, Conflict):
