@@ -21,8 +21,8 @@ class Models:
         self, *, name: str, kind: ModelKind, network: str, path: str, about: Mapping[str, Any] | None = None
     ) -> tuple[ModelRow, bool]:
         """List a model, and whether it took another's place; each time is a version of its own, to be loaded anew."""
-        values = {"name": name, "kind": kind, "network": network, "path": path, "about": dict(about or {})}
-        values |= {"version": new_id()[:12], "added_at": time.time()}
+        values: dict[str, Any] = {"name": name, "kind": kind, "network": network, "path": path}
+        values |= {"about": dict(about or {}), "version": new_id()[:12], "added_at": time.time()}
         with writing(self._engine) as connection:
             gone = connection.execute(sa.delete(models).where(models.c.name == name)).rowcount
             row = connection.execute(sa.insert(models).values(values).returning(models)).one()
