@@ -1,0 +1,175 @@
+"""How long things take, learned as they run: batches by key and size, and a pool of threads.
+
+Medians of a short window, not means: one slow batch (a page fault, a neighbour) must not shut the door on requests.
+"""
+
+from bisect import bisect_right
+from collections import OrderedDict, deque
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from statistics import median
+
+from brim.errors import ConfigError
+
+WINDOW = 32  # batches remembered by size: half a second of a busy device
+MAX_KEYS = 1024  # keys remembered; images come in any shape
+TRIES = 3  # batches of a size before it is judged, where nothing was expected of it
+GAIN = 0.03  # a larger batch must be this much quicker a part, or it only costs latency
+STALE = 2000  # batches of a key after which a size that lost is tried once more: its samples may have been bad luck
+
+
+@dataclass(frozen=True, slots=True)
+class Ladder:
+    """The batch sizes of a key that are worth running now, with their seconds."""
+
+    sizes: tuple[int, ...]  # all that may run, ascending from 1
+    useful: tuple[int, ...]  # those that are quicker a part than every smaller one
+    seconds: dict[int, float]
+    best: tuple[int, ...]  # by number of parts that wait, up to the largest useful size: the size to run
+
+    def size_for(self, parts: int) -> int:
+        """The largest useful size that so many parts fill."""
+        best = self.best
+        return best[parts] if parts < len(best) else best[-1]
+
+
+@dataclass(slots=True)
+class _Size:
+    guess_s: float | None = None
+    samples: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW))
+    tried_at: int = 0  # batches of the key before it
+
+    def seconds(self) -> float | None:
+        return median(self.samples) if self.samples else self.guess_s
+
+
+@dataclass(slots=True)
+class _Key:
+    sizes: dict[int, _Size] = field(default_factory=dict)
+    batches: int = 0
+    ladder: Ladder | None = None
+
+
+class ServiceTimes:
+    """Seconds of a batch by key and size: measured, else guessed beforehand, else on the line of its neighbours."""
+
+    def __init__(self, sizes: Callable[[Hashable], Sequence[int]]) -> None:
+        self._sizes = sizes
+        self._keys: OrderedDict[Hashable, _Key] = OrderedDict()
+
+    def expect(self, key: Hashable, size: int, seconds: float) -> None:
+        """A guess, until the first batch of that size has run."""
+        known = self._key(key)
+        known.sizes.setdefault(size, _Size()).guess_s = seconds
+        known.ladder = None
+
+    def note(self, key: Hashable, size: int, seconds: float) -> None:
+        """A batch took so long."""
+        known = self._key(key)
+        known.batches += 1
+        measured = known.sizes.setdefault(size, _Size())
+        measured.samples.append(max(0.0, seconds))
+        measured.tried_at = known.batches
+        known.ladder = None
+
+    def knows(self, key: Hashable) -> bool:
+        """Whether anything was measured or guessed of this key."""
+        return key in self._keys and bool(self._keys[key].sizes)
+
+    def ladder(self, key: Hashable) -> Ladder:
+        """The sizes of a key, worth running or not, as far as is known now."""
+        known = self._key(key)
+        if known.ladder is None:
+            known.ladder = self._make(key, known)
+        return known.ladder
+
+    def _key(self, key: Hashable) -> _Key:
+        known = self._keys.get(key)
+        if known is None:
+            known = self._keys[key] = _Key()
+            if len(self._keys) > MAX_KEYS:
+                self._keys.popitem(last=False)
+        else:
+            self._keys.move_to_end(key)
+        return known
+
+    def _make(self, key: Hashable, known: _Key) -> Ladder:
+        sizes = tuple(self._sizes(key))
+        if not sizes or sizes[0] != 1 or any(low >= high for low, high in pairwise(sizes)):
+            raise ConfigError(f"batch sizes {list(sizes)} of {key!r} must ascend from 1: what is left over runs alone")
+        points = sorted((size, took_s) for size, at in known.sizes.items() if (took_s := at.seconds()) is not None)
+        seconds = {size: _read_off(points, size) for size in sizes}
+        useful: list[int] = []
+        quickest = float("inf")
+        for size in sizes:
+            if seconds[size] / size <= quickest * (1 - GAIN) or self._untried(known, size):
+                useful.append(size)
+            quickest = min(quickest, seconds[size] / size)
+        best = tuple(useful[bisect_right(useful, max(1, parts)) - 1] for parts in range(useful[-1] + 1))
+        return Ladder(sizes, tuple(useful), seconds, best)
+
+    @staticmethod
+    def _untried(known: _Key, size: int) -> bool:
+        at = known.sizes.get(size)
+        if at is None:
+            return True
+        if at.guess_s is None and len(at.samples) < TRIES:
+            return True
+        return known.batches - at.tried_at >= STALE
+
+
+def _read_off(points: list[tuple[int, float]], size: int) -> float:
+    """Seconds of a size from those known: its own, on the line between its neighbours, or beyond the last of them."""
+    if not points:
+        return 0.0  # nothing is known: the first request of a key is always let in, and tells
+    place = bisect_right(points, (size, float("inf")))
+    if place and points[place - 1][0] == size:
+        return points[place - 1][1]
+    if place == 0:
+        return points[0][1]  # not above that of a larger batch
+    low, low_s = points[place - 1]
+    if place < len(points):
+        high, high_s = points[place]
+        return low_s + (high_s - low_s) * (size - low) / (high - low)
+    if len(points) == 1:
+        return low_s * size / low  # batching buys nothing until it has shown that it does
+    before, before_s = points[-2]
+    slope = (low_s - before_s) / (low - before)
+    return low_s + min(max(slope, 0.0), low_s / low) * (size - low)
+
+
+class PoolTimes:
+    """How long a task would spend in a pool of threads that work down one queue."""
+
+    def __init__(self, workers: int) -> None:
+        self.workers = workers
+        self.inside = 0  # queued or at work
+        self._seconds: OrderedDict[Hashable, deque[float]] = OrderedDict()
+        self._medians: dict[Hashable, float] = {}
+
+    def enter(self) -> None:
+        """A task joins the pool's queue."""
+        self.inside += 1
+
+    def leave(self, key: Hashable, seconds: float | None) -> None:
+        """A task is done after so long at work; None: it never worked, or failed."""
+        self.inside -= 1
+        if seconds is None:
+            return
+        window = self._seconds.setdefault(key, deque(maxlen=WINDOW))
+        self._seconds.move_to_end(key)
+        window.append(seconds)
+        self._medians[key] = median(window)
+        if len(self._seconds) > MAX_KEYS:
+            self._medians.pop(self._seconds.popitem(last=False)[0], None)
+
+    def work_s(self, key: Hashable) -> float:
+        """Seconds of work of a task of this key; 0 for one never seen."""
+        return self._medians.get(key, 0.0)
+
+    def expected_s(self, key: Hashable) -> float:
+        """Seconds until a task of this key that joins now would be done, behind those inside."""
+        work = self.work_s(key)
+        behind = max(0, self.inside - self.workers + 1)
+        return work * (1 + behind / self.workers)

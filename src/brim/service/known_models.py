@@ -1,0 +1,108 @@
+"""The models that requests may name, as the catalogue had them a second ago; predictors are told of changes.
+
+Looked up in memory, so that a request for a prediction touches no database, and goes on while that is away.
+"""
+
+import asyncio
+import logging
+import time
+from contextlib import suppress
+from typing import Any, Final, Protocol
+
+from starlette.concurrency import run_in_threadpool
+
+from brim.errors import FieldError, FieldNotFound, Unavailable
+from brim.jobs.catalogue.rows import ModelKind, ModelRow
+from brim.service.prediction.client import Predictions
+
+log = logging.getLogger(__name__)
+
+LOOK_S: Final = 1.0
+_AGAIN_S: Final = 0.1  # a name that is not known may have been added just now: looked up again, but not more often
+
+
+class Listed(Protocol):
+    """The catalogue's models."""
+
+    def all(self) -> list[ModelRow]:
+        """By name."""
+
+
+class KnownModels:
+    """The registered models; inside `async with` they are kept up to date."""
+
+    def __init__(self, listed: Listed, predictions: Predictions) -> None:
+        self._listed, self._predictions = listed, predictions
+        self._rows: dict[str, ModelRow] | None = None
+        self._looked_s = -_AGAIN_S
+        self._watch: asyncio.Task[None] | None = None
+
+    async def __aenter__(self) -> "KnownModels":
+        self._watch = asyncio.create_task(self._keep())
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        assert self._watch is not None
+        self._watch.cancel()
+        with suppress(asyncio.CancelledError):
+            await self._watch
+
+    def all(self) -> list[ModelRow]:
+        """By name."""
+        if self._rows is None:
+            raise Unavailable("the catalogue's database does not answer; try again soon")
+        return list(self._rows.values())
+
+    def of_kind(self, kind: ModelKind) -> list[str]:
+        """Names of the models of one kind; none before the first look."""
+        return [name for name, row in (self._rows or {}).items() if row.kind == kind]
+
+    async def find(self, name: str, kind: ModelKind) -> ModelRow:
+        """The model a request means: the one it names, or the only one of that kind."""
+        try:
+            return self._find(name, kind)
+        except (FieldNotFound, Unavailable):
+            if time.monotonic() - self._looked_s < _AGAIN_S:
+                raise
+        await self._look()
+        return self._find(name, kind)
+
+    def _find(self, name: str, kind: ModelKind) -> ModelRow:
+        rows = {row.name: row for row in self.all()}
+        if name:
+            if name not in rows:
+                raise FieldNotFound("model", f'no model is named "{name}"; "GET /api/models" lists those there are')
+            if rows[name].kind != kind:
+                raise FieldError("model", f'model="{name}" is there to {rows[name].kind}, not to {kind}; name another')
+            return rows[name]
+        found = self.of_kind(kind)
+        if not found:
+            raise FieldNotFound("model", f'no model is there to {kind}; add one with "brim models add NAME RUN"')
+        if len(found) > 1:
+            raise FieldError("model", f"model is missing and {len(found)} could be meant: {', '.join(found)}; name one")
+        return rows[found[0]]
+
+    async def _keep(self) -> None:
+        while True:
+            await self._look()
+            await asyncio.sleep(LOOK_S)
+
+    async def _look(self) -> None:
+        self._looked_s = time.monotonic()
+        try:
+            rows = {row.name: row for row in await run_in_threadpool(self._listed.all)}
+        except Unavailable:
+            return  # what was known holds
+        except Exception:
+            log.exception("the catalogue's models cannot be read")
+            return
+        if rows != self._rows:
+            self._rows = rows
+            self._predictions.register([as_asked(row) for row in rows.values()])
+
+
+def as_asked(row: ModelRow) -> dict[str, Any]:
+    """A model as predictors are told of it."""
+    return {
+        "name": row.name, "kind": row.kind, "network": row.network, "path": row.path, "version": row.version,
+    }  # fmt: skip
