@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from statistics import quantiles
 from typing import Any, Protocol
 
-from brim.engine.batcher import BatchPolicy, BatcherConfig, Part, Start, Wait
+from brim.engine.batcher import BatcherConfig, BatchPolicy, Part, Start, Wait
 from brim.engine.service_times import PoolTimes
 from brim.errors import Overloaded
 
@@ -61,16 +61,16 @@ CPU = Bench(
 
 
 class Policy(Protocol):
-    """What the simulation asks of a policy; BatchPolicy, and those it is compared with."""
+    """What the simulation asks of a policy; BatchPolicy says what each means, and those it is compared with have it."""
 
-    def admit(
+    def admit(  # noqa: D102
         self, key: Hashable, parts: int, deadline_s: float, now_s: float, *, before_s: float = ..., after_s: float = ...
     ) -> int: ...
-    def ready(self, request: int, now_s: float) -> None: ...
-    def next(self, now_s: float) -> Start | Wait: ...
-    def started(self, batch: Sequence[Part], now_s: float) -> None: ...
-    def finished(self, batch: Sequence[Part], now_s: float) -> None: ...
-    def expire(self, now_s: float) -> list[int]: ...
+    def ready(self, request: int, now_s: float) -> None: ...  # noqa: D102
+    def next(self, now_s: float) -> Start | Wait: ...  # noqa: D102
+    def started(self, batch: Sequence[Part], now_s: float) -> None: ...  # noqa: D102
+    def finished(self, batch: Sequence[Part], now_s: float) -> None: ...  # noqa: D102
+    def expire(self, now_s: float) -> list[int]: ...  # noqa: D102
 
 
 class Greedy:
