@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Self
 
+from brim.engine.servable import Answer
 from brim.errors import DeadlinePassed, TooMany, Unavailable
 from brim.service.prediction.arena import Arena, Shared
 from brim.service.prediction.link import Link
@@ -27,6 +28,7 @@ log = logging.getLogger(__name__)
 ARENA_BYTES: Final = 512 * 1024**2  # of addresses; memory is taken only where bytes are written
 GRACE_S: Final = 1.0  # past its deadline a request is given up here, should the predictor not have said so
 AWAY_S: Final = 3.0  # what starting a predictor again takes, about
+COLD_S: Final = 10.0  # what loading a model takes, about: another predictor that has it may have a queue as long
 RETRY_S: Final = 0.05  # between attempts to connect: as soon as it is back, what waits is sent
 ASK_S: Final = 5.0  # for an answer about models or metrics
 OFF: Final = "prediction is turned off (--predict-memory 0); start the service with a share of the memory for it"
@@ -34,15 +36,6 @@ AWAY: Final = "the prediction process is being started again; try again soon"
 TWICE: Final = "the prediction process ended twice while it worked on this request; it is not tried again"
 
 Model = Mapping[str, Any]  # {"name", "kind", "network", "path", "version"} as the catalogue has it
-
-
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """What a request came to; facts has the seconds by stage and what the workload adds, such as polygons."""
-
-    body: bytes
-    media_type: str
-    facts: dict[str, Any]
 
 
 @dataclass(slots=True, eq=False)
@@ -127,6 +120,7 @@ class Predictions:
         deadline_s  of time.monotonic()
         alone       strict: never in one batch with others
 
+        The answer's facts have "seconds" by stage, and what the workload adds, such as polygons.
         Overloaded when it cannot be answered in time, DeadlinePassed when it could not after all, TooMany and
         Unavailable as they say, and whatever error of brim.errors the model's side raised.
         """
@@ -189,7 +183,7 @@ class Predictions:
 
     def _send(self, one: _Request) -> None:
         name = one.message["model"]["name"]
-        one.link = min(self._links, key=lambda link: link.wait_s(name)) if len(self._links) > 1 else self._links[0]
+        one.link = min(self._links, key=lambda link: link.wait_s(name, COLD_S)) if self._links[1:] else self._links[0]
         one.link.send(one.message)
 
     def _leave(self, one: _Request) -> None:

@@ -58,10 +58,9 @@ class Link(asyncio.Protocol):
             raise
         return link
 
-    def wait_s(self, model: str) -> float:
-        """The predictor's estimate for a request that arrives now."""
-        estimates = self.page.estimates()
-        return estimates.get(model, estimates.get("", 0.0))
+    def wait_s(self, model: str, cold_s: float = 0.0) -> float:
+        """The predictor's estimate for a request that arrives now; cold_s where it has not loaded that model."""
+        return self.page.estimates().get(model, cold_s)
 
     def send(self, message: Message) -> None:
         """Send; lost with the connection."""

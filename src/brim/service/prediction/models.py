@@ -341,10 +341,11 @@ class Models:
 
     def _budget(self) -> int:
         from brim.engine.device import resolve_device
-        from brim.engine.memory import total_bytes
+        from brim.engine.memory import keep_to_share, total_bytes
 
         if self._device is None:
             self._device = resolve_device(self._device_name)
+            keep_to_share(self._device)
         if self._budget_bytes is None:
             self._budget_bytes = int(self._share * total_bytes(self._device))
         return self._budget_bytes
