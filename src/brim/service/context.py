@@ -74,7 +74,7 @@ def _found(row: _T | None, what: str, where: str) -> _T:
     return row
 
 
-def context_of(request: Request) -> Context:
+async def context_of(request: Request) -> Context:  # async: a plain function would be run in a thread
     """The context of the application that a request came to."""
     found: Any = request.app.state.context
     assert isinstance(found, Context)
