@@ -13,7 +13,7 @@ from bisect import bisect_left, insort
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from brim.engine.service_times import GAIN, Ladder, ServiceTimes
+from brim.engine.service_times import GAIN, MAX_KEYS, Ladder, ServiceTimes
 from brim.errors import ConfigError, Overloaded
 
 RATE_WINDOW_S = 0.25  # over which arrivals are counted: long beside a batch, short beside a change of load
@@ -163,7 +163,8 @@ class BatchPolicy:
 
         before_s and after_s: what decoding before and finishing after the device take.
         """
-        self._rates.setdefault(key, _Rate()).add(parts, now_s)
+        self._times.ladder(key)  # batch sizes that cannot work are told before anything is queued
+        self._arrive(key, parts, now_s)
         due_s = deadline_s - after_s
         request = _Request(self._count, key, alone, parts, deadline_s, due_s, now_s, now_s + before_s)
         if self._waiting + parts > self.config.max_waiting:
@@ -274,6 +275,14 @@ class BatchPolicy:
 
     # Admission
 
+    def _arrive(self, key: Hashable, parts: int, now_s: float) -> None:
+        self._rates.setdefault(key, _Rate()).add(parts, now_s)
+        if len(self._rates) > MAX_KEYS:
+            self._rates = {key: rate for key, rate in self._rates.items() if rate.per_s(now_s) * RATE_WINDOW_S > 0.5}
+
+    def _rate(self, key: Hashable, now_s: float) -> float:
+        return self._rates[key].per_s(now_s) if key in self._rates else 0.0
+
     def _late_by(self, newcomer: _Request, now_s: float) -> float:
         """Seconds by which the newcomer, or another because of it, would be late; what is in time is not above 0."""
         plan = make_plan(self._queues(), self._free_s(now_s), newcomer, self._full_size(newcomer, now_s))
@@ -293,7 +302,7 @@ class BatchPolicy:
         ones, which are slow, so that it stays full: see the simulation.
         """
         ladder = self._times.ladder(request.key)
-        rate = self._rates[request.key].per_s(now_s)
+        rate = self._rate(request.key, now_s)
         full, most = 1, 0.0
         for size in (1,) if request.alone else ladder.useful:
             seconds = ladder.seconds[size]
@@ -401,7 +410,7 @@ class BatchPolicy:
     def _fuller_at(self, lane: _Lane, size: int, ladder: Ladder, now_s: float, free_s: float) -> float | None:
         """When the next larger size will be there, if the wait is short, costs no deadline and raises the rate."""
         decoded = len(lane.entries) - lane.undecoded
-        rate = self._rates[lane.key].per_s(now_s) if lane.key in self._rates else 0.0
+        rate = self._rate(lane.key, now_s)
         larger = next(other for other in ladder.useful if other > size)
         if decoded >= larger or rate * ladder.seconds[size] <= size:  # held back by deadlines, or keeps up as it is
             return None

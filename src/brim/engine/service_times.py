@@ -140,7 +140,10 @@ def _read_off(points: list[tuple[int, float]], size: int) -> float:
 
 
 class PoolTimes:
-    """How long a task would spend in a pool of threads that work down one queue."""
+    """How long a task would spend in a pool of threads that work down one queue.
+
+    A task has a key, and a group of keys that stands in for one that was never seen.
+    """
 
     def __init__(self, workers: int) -> None:
         self.workers = workers
@@ -152,24 +155,23 @@ class PoolTimes:
         """A task joins the pool's queue."""
         self.inside += 1
 
-    def leave(self, key: Hashable, seconds: float | None) -> None:
+    def leave(self, key: Hashable, seconds: float | None, group: Hashable = None) -> None:
         """A task is done after so long at work; None: it never worked, or failed."""
         self.inside -= 1
-        if seconds is None:
-            return
-        window = self._seconds.setdefault(key, deque(maxlen=WINDOW))
-        self._seconds.move_to_end(key)
+        if seconds is not None:
+            self._note(("key", key), seconds)
+            self._note(("group", group), seconds)
+
+    def expected_s(self, key: Hashable, group: Hashable = None) -> float:
+        """Seconds until a task of this key that joins now would be done, behind those inside; 0 when never seen."""
+        work_s = self._medians.get(("key", key), self._medians.get(("group", group), 0.0))
+        behind = max(0, self.inside - self.workers + 1)
+        return work_s * (1 + behind / self.workers)
+
+    def _note(self, name: Hashable, seconds: float) -> None:
+        window = self._seconds.setdefault(name, deque(maxlen=WINDOW))
+        self._seconds.move_to_end(name)
         window.append(seconds)
-        self._medians[key] = median(window)
+        self._medians[name] = median(window)
         if len(self._seconds) > MAX_KEYS:
             self._medians.pop(self._seconds.popitem(last=False)[0], None)
-
-    def work_s(self, key: Hashable) -> float:
-        """Seconds of work of a task of this key; 0 for one never seen."""
-        return self._medians.get(key, 0.0)
-
-    def expected_s(self, key: Hashable) -> float:
-        """Seconds until a task of this key that joins now would be done, behind those inside."""
-        work = self.work_s(key)
-        behind = max(0, self.inside - self.workers + 1)
-        return work * (1 + behind / self.workers)
