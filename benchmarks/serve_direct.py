@@ -30,7 +30,6 @@ def main(file: str) -> None:
         {setting["network"]: setting["weights"]},
         setting["device"],
         batch_sizes=setting["batch_sizes"],
-        tile=setting["size"],
         tune_seconds=setting["tune_seconds"],
     )
     batch = loader.get_optimal_batch_size(setting["network"])

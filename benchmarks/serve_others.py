@@ -39,9 +39,7 @@ class Steps:
         from brim.segmentation.network import CAPTURE_AFTER
 
         setting = self.setting
-        loader = ModelLoader(
-            {setting["network"]: setting["weights"]}, setting["device"], setting["batch_sizes"], tile=setting["size"]
-        )
+        loader = ModelLoader({setting["network"]: setting["weights"]}, setting["device"], setting["batch_sizes"])
         self._network = loader.load(setting["network"])
         self._on_gpu = self._network.device.type == "cuda"
         blank = np.zeros((setting["size"], setting["size"], 3), np.uint8)
