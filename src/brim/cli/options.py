@@ -29,10 +29,10 @@ def number(text: str) -> float:
         raise typer.BadParameter(f"{text!r} is not a number") from None
 
 
-def percent(text: str) -> float:
-    """A percentage as typed, 20 or 20%; whoever takes it knows its range."""
+def percent(text: str | float) -> float:
+    """A percentage as typed, 20 or 20%, or a default's number; whoever takes it knows its range."""
     try:
-        value = float(text.strip().removesuffix("%"))
+        value = float(str(text).strip().removesuffix("%"))
     except ValueError:
         value = math.nan
     if not math.isfinite(value):
