@@ -24,10 +24,10 @@ from typing import TYPE_CHECKING, Any, Final
 from brim.errors import BrimError, Unavailable
 from brim.jobs.process import FileLock, Heartbeat, die_with_supervisor, read_settings
 from brim.service.prediction.link import short_name
-from brim.service.prediction.models import Models
+from brim.service.prediction.models import Make, Models
 from brim.service.prediction.peer import Peer
 from brim.service.prediction.protocol import Message, failure
-from brim.service.prediction.work import FORWARD, Incoming, Work, watched
+from brim.service.prediction.work import FORWARD, Incoming, Watched, Work
 from brim.service.settings import Settings
 
 if TYPE_CHECKING:
@@ -164,20 +164,18 @@ class Predictor:
             peer.taken(message["at"])
         elif kind == "register":
             self._models.register(message["models"])
-            peer.seen = {model["name"]: model for model in message["models"]}
+            peer.registered = {model["name"] for model in message["models"]}
         elif kind == "models":
             peer.send({"type": "told", "id": message["id"], "value": self._models.describe()})
         elif kind == "snapshot":
             peer.send({"type": "told", "id": message["id"], "value": self._snapshot()})
 
     def _take(self, peer: Peer, message: Message) -> None:
-        model = message["model"]
         work = peer.works[message["id"]] = Work(message, peer.page, peer.end)
         data = peer.payload(message["at"])
         work.payload = Incoming(data, message["name"], message["options"], work)
-        if peer.seen.get(work.model) != model:  # one API process may know of a new version before another
-            self._models.see(model)
-            peer.seen[work.model] = model
+        if work.model not in peer.registered:  # it was registered a moment ago: the API's next list will have it
+            self._models.see(message["model"])
         asked = self._models.ask(work.model)
         if asked.done():
             self._submit(work, asked)
@@ -198,7 +196,7 @@ class Predictor:
         if work.payload is None:
             return  # it has ended
         try:
-            self._found = watched(asked.result())
+            self._found = asked.result()
             self._started.expect()
             reply = self._begun.submit(work.model, work.payload, work.deadline_s, alone=work.alone)
             self._started.note(reply.request, work)
@@ -229,6 +227,7 @@ class Predictor:
     def _answered(self, work: Work, reply: "Future[Any]") -> None:
         """In whatever thread ended it."""
         self._started.forget(work.reply.request)
+        work.reply = None  # which holds this call, and so the work: its memory goes when it does
         if reply.cancelled():
             work.end({"type": "gone", "id": work.id})
         elif (error := reply.exception()) is not None:
@@ -330,8 +329,10 @@ class Started:
             self._works.pop(number, None)
 
 
-def serve(index: int, settings: Settings, models: Models, beat: Heartbeat) -> None:
-    """Be the predictor of that number until SIGTERM."""
+def serve(index: int, settings: Settings, beat: Heartbeat, make: Make | None = None) -> None:
+    """Be the predictor of that number until SIGTERM; make loads a model, where not by its kind."""
+    share = settings.predict_memory / 100
+    models = Models("auto", share=share, batch_sizes=settings.batch_sizes, make=make, wrap=Watched)
     lock = FileLock(settings.data / "workers" / f"predict-{index}.lock").wait(LOCK_S, idle=beat)
     threads = max(2, min(8, (os.cpu_count() or 1) // (2 * settings.predictors)))
     path = settings.predict_sockets[index]
@@ -349,9 +350,8 @@ def main(argv: list[str]) -> int:
     die_with_supervisor(lifeline)
     settings = Settings.from_json(json.dumps(read_settings()))
     logging.basicConfig(level=settings.log_level, format=f"%(asctime)s predict{index} %(levelname)s %(message)s")
-    models = Models("auto", share=settings.predict_memory / 100, batch_sizes=settings.batch_sizes)
     try:
-        serve(index, settings, models, beat)
+        serve(index, settings, beat)
     except BrimError as failed:
         log.error("%s", failed)
         return 1

@@ -125,6 +125,7 @@ class Models:
         budget_bytes: int | None = None,
         batch_sizes: Path | str | None = None,
         make: Make | None = None,
+        wrap: Callable[[Any], Any] = lambda servable: servable,
     ) -> None:
         """Store; nothing is loaded.
 
@@ -132,9 +133,10 @@ class Models:
         budget_bytes  the same in bytes, instead
         batch_sizes   the file that segmentation's tuning reads and writes
         make          loads a model; by default by its kind
+        wrap          what requests get of a model that is warm
         """
         self._device_name, self._share, self._budget_bytes = device, share, budget_bytes
-        self._batch_sizes, self._make = batch_sizes, make or self._by_kind
+        self._batch_sizes, self._make, self._wrap = batch_sizes, make or self._by_kind, wrap
         self._device: torch.device | None = None
         self.device_lock = threading.RLock()  # whoever uses the device: forwards, and each size of a warm-up
         self._lock = threading.RLock()  # guards all below
@@ -297,6 +299,7 @@ class Models:
             if entry.polite or not self._evict(entry, everything=True):
                 raise
         if found is None:  # outside the handler, which would keep the first try's tensors
+            self._make_room(entry, guess_bytes, budget_bytes)
             self._free()
             found = self._warmed(wanted, budget_bytes)
         servable, memory_bytes = found
@@ -316,7 +319,7 @@ class Models:
             "model %s is warm after %.1f s: batches of up to %d, %.0f MB",
             wanted.name, time.perf_counter() - began_s, found.sizes[-1], found.memory_bytes / 1e6,
         )  # fmt: skip
-        return servable, found.memory_bytes
+        return self._wrap(servable), found.memory_bytes
 
     def _by_kind(self, wanted: Registered, device: "torch.device", lock: Any) -> Any:
         if wanted.kind == "segment":
@@ -351,20 +354,27 @@ class Models:
         return self._budget_bytes
 
     def _make_room(self, entry: _Entry, needed_bytes: int, budget_bytes: int) -> None:
-        """Let the least recently used go until so many bytes are left, and what they held is free."""
-        went = False
-        while self._taken() + needed_bytes > budget_bytes and self._evict(entry):
-            went = True
-        end_s = time.monotonic() + LEAVE_S
-        while went and self._taken() + needed_bytes > budget_bytes and time.monotonic() < end_s:
-            self._free()
-            time.sleep(0.01)
+        """Let the least recently used go until so many bytes are left, and wait for requests that still have them."""
+        while self._held() + needed_bytes > budget_bytes and self._evict(entry):
+            pass
+        for pause_s in (LEAVE_S / 10, LEAVE_S):
+            end_s = time.monotonic() + pause_s
+            while self._taken() + needed_bytes > budget_bytes and self._retired and time.monotonic() < end_s:
+                time.sleep(0.005)
+            if self._taken() + needed_bytes <= budget_bytes or not self._retired:
+                break
+            self._free()  # perhaps a cycle keeps it; not at once, for nobody is served meanwhile
+
+    def _held(self) -> int:
+        """Bytes of models that are listed as warm."""
+        with self._lock:
+            return sum(entry.memory_bytes for entry in self._entries.values() if entry.servable is not None)
 
     def _taken(self) -> int:
+        """The same with those that made room and are still in use."""
         with self._lock:
             self._retired = [each for each in self._retired if each.servable() is not None]
-            held = sum(entry.memory_bytes for entry in self._entries.values() if entry.servable is not None)
-            return held + sum(each.memory_bytes for each in self._retired)
+            return self._held() + sum(each.memory_bytes for each in self._retired)
 
     def _evict(self, entry: _Entry, *, everything: bool = False) -> bool:
         """Drop the least recently used model other than this one, or all, an older version of this one too."""

@@ -9,7 +9,7 @@ import socket
 import threading
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any, Final
+from typing import Final
 
 from brim.errors import BrimError
 from brim.service.prediction.arena import Arena, Shared
@@ -27,7 +27,7 @@ class Peer:
     def __init__(self, connection: socket.socket, wake: Callable[[], None]) -> None:
         """Take a connection whose hello can be read, and answer it; wake is called when there is something to flush."""
         self.works: dict[int, Work] = {}
-        self.seen: dict[str, Any] = {}  # models by name, as this API process last had them
+        self.registered: set[str] = set()  # models that this API process has said there are
         self.connection, self._wake = connection, wake
         self._theirs = receive_hello(connection)
         self._mine = Shared.make(Page.BYTES + ANSWER_BYTES)

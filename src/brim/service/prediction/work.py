@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
-from weakref import WeakValueDictionary
 
 from brim.engine.servable import Answer, Item, Payload, Servable, Shape
 from brim.errors import Unavailable
@@ -103,6 +102,10 @@ class Watched:
         """Take the model."""
         self.inner = inner
 
+    def __getattr__(self, name: str) -> Any:
+        """What else the model says of itself."""
+        return getattr(self.inner, name)
+
     @property
     def sizes(self) -> Sequence[int]:
         """Of the model."""
@@ -142,14 +145,3 @@ class Watched:
     def close(self) -> None:
         """Of the model."""
         self.inner.close()
-
-
-_watched: "WeakValueDictionary[int, Watched]" = WeakValueDictionary()
-
-
-def watched(inner: Servable) -> Watched:
-    """The same one for the same model, while any request has it: a model that none has can be let go."""
-    found = _watched.get(id(inner))
-    if found is None:
-        found = _watched[id(inner)] = Watched(inner)
-    return found
