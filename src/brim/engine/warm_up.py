@@ -4,7 +4,6 @@ Kernels are chosen, graphs captured and memory taken here, not in the first requ
 that whoever plans batches has a first guess, and what the largest takes is measured, so that it can be accounted for.
 """
 
-import gc
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -89,7 +88,6 @@ def warm_up(
             break
     sizes = tuple(expected_s) if model.tuned else _worth(expected_s)
     model.sizes, model.expected_s = sizes, {size: expected_s[size] for size in sizes}
-    gc.collect()
     graph_bytes = _held_bytes(device) - before_bytes  # graphs keep what they computed in
     return Warmed(
         sizes=sizes,
