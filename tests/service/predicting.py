@@ -32,12 +32,12 @@ def until(condition: Callable[[], object], seconds: float = 30.0) -> None:
 class Predicting:
     """A supervisor with its predictors, at work in a thread."""
 
-    def __init__(self, data: Path, **changes: Any) -> None:
+    def __init__(self, data: Path, *, real: bool = False, **changes: Any) -> None:
         self.settings = Settings(data=data, token="t", **changes)
         self.settings.make_folders()
-        real = programs(self.settings, 0, gpus=[]).predictors
-        toys = [_toy(program) for program in real]
-        self.supervisor = Supervisor(Programs([], [], toys), lambda deaths: [])
+        found = programs(self.settings, 0, gpus=[]).predictors
+        children = found if real else [_toy(program) for program in found]
+        self.supervisor = Supervisor(Programs([], [], children), lambda deaths: [])
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self.supervisor.run, args=[self._stop.is_set])
 

@@ -5,16 +5,12 @@ for the new one's.
 """
 
 import asyncio
-import os
 import socket
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Final, Protocol
 
-from brim.errors import Unavailable
 from brim.service.prediction.arena import Shared
-from brim.service.prediction.protocol import MAX_HELLO_BYTES, Frames, Message, Page, frame
+from brim.service.prediction.protocol import Frames, Message, Page, frame, receive_hello, send_hello, short_name
 
 HELLO_S: Final = 5.0
 
@@ -102,7 +98,7 @@ class Link(asyncio.Protocol):
 async def _exchange(made: socket.socket, arena: Shared) -> Shared:
     """Hand over our memory, get the predictor's."""
     loop = asyncio.get_running_loop()
-    socket.send_fds(made, [frame({"type": "hello", "pid": os.getpid()})], [arena.descriptor])
+    send_hello(made, arena)
     readable: asyncio.Future[None] = loop.create_future()
     loop.add_reader(made, _settle, readable)
     try:
@@ -115,24 +111,3 @@ async def _exchange(made: socket.socket, arena: Shared) -> Shared:
 def _settle(future: "asyncio.Future[None]") -> None:
     if not future.done():
         future.set_result(None)
-
-
-def receive_hello(made: socket.socket) -> Shared:
-    """The other side's memory; it says nothing else before it has heard from us."""
-    data, descriptors, _, _ = socket.recv_fds(made, MAX_HELLO_BYTES, 1)
-    said: list[Any] = list(Frames().feed(data))
-    if len(said) != 1 or said[0][0].get("type") != "hello" or len(descriptors) != 1:
-        for descriptor in descriptors:
-            os.close(descriptor)
-        raise Unavailable("the other end of the socket does not speak as a predictor or an API does")
-    return Shared(descriptors[0])
-
-
-@contextmanager
-def short_name(path: Path) -> Iterator[str]:
-    """A name for a socket that is short whatever its folder: the kernel takes no more than 107 bytes."""
-    folder = os.open(path.parent, os.O_PATH | os.O_CLOEXEC)
-    try:
-        yield f"/proc/self/fd/{folder}/{path.name}"
-    finally:
-        os.close(folder)

@@ -23,10 +23,9 @@ from typing import TYPE_CHECKING, Any, Final
 
 from brim.errors import BrimError, Unavailable
 from brim.jobs.process import FileLock, Heartbeat, die_with_supervisor, read_settings
-from brim.service.prediction.link import short_name
 from brim.service.prediction.models import Make, Models
 from brim.service.prediction.peer import Peer
-from brim.service.prediction.protocol import Message, failure
+from brim.service.prediction.protocol import Message, failure, short_name
 from brim.service.prediction.work import FORWARD, Incoming, Watched, Work
 from brim.service.settings import Settings
 

@@ -4,7 +4,6 @@ Messages are read by one thread, answers are sent by any: at once where the sock
 that an API process which does not read keeps no thread.
 """
 
-import os
 import socket
 import threading
 from collections.abc import Callable
@@ -13,8 +12,7 @@ from typing import Final
 
 from brim.errors import BrimError
 from brim.service.prediction.arena import Arena, Shared
-from brim.service.prediction.link import receive_hello
-from brim.service.prediction.protocol import INLINE_BYTES, Frames, Message, Page, frame
+from brim.service.prediction.protocol import INLINE_BYTES, Frames, Message, Page, frame, receive_hello, send_hello
 from brim.service.prediction.work import Work
 
 ANSWER_BYTES: Final = 256 * 1024**2  # of addresses, for long answers that the API has not read yet
@@ -37,7 +35,7 @@ class Peer:
         self._lock = threading.Lock()  # of what follows, and the answers
         self._unsent = bytearray()
         self._is_gone = False
-        socket.send_fds(connection, [frame({"type": "hello", "pid": os.getpid()})], [self._mine.descriptor])
+        send_hello(connection, self._mine)
 
     @property
     def has_unsent(self) -> bool:

@@ -24,8 +24,12 @@ are until then.
 """
 
 import json
+import os
+import socket
 import struct
 from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, Final
 
 from brim import errors
@@ -70,6 +74,32 @@ class Frames:
             yield message, bytes(self._buffer[middle : middle + body_bytes])
             at = middle + body_bytes
         del self._buffer[:at]
+
+
+def send_hello(made: socket.socket, shared: Shared) -> None:
+    """Hand over our memory; all that is said before both sides have done so."""
+    socket.send_fds(made, [frame({"type": "hello", "pid": os.getpid()})], [shared.descriptor])
+
+
+def receive_hello(made: socket.socket) -> Shared:
+    """The other side's memory; it says nothing else before it has heard from us."""
+    data, descriptors, _, _ = socket.recv_fds(made, MAX_HELLO_BYTES, 1)
+    said: list[Any] = list(Frames().feed(data))
+    if len(said) != 1 or said[0][0].get("type") != "hello" or len(descriptors) != 1:
+        for descriptor in descriptors:
+            os.close(descriptor)
+        raise errors.Unavailable("the other end of the socket does not speak as a predictor or an API does")
+    return Shared(descriptors[0])
+
+
+@contextmanager
+def short_name(path: Path) -> Iterator[str]:
+    """A name for a socket that is short whatever its folder: the kernel takes no more than 107 bytes."""
+    folder = os.open(path.parent, os.O_PATH | os.O_CLOEXEC)
+    try:
+        yield f"/proc/self/fd/{folder}/{path.name}"
+    finally:
+        os.close(folder)
 
 
 class Page:
