@@ -18,7 +18,7 @@ from brim.service.prediction.client import Predictions
 log = logging.getLogger(__name__)
 
 LOOK_S: Final = 1.0
-_AGAIN_S: Final = 0.1  # a name that is not known may have been added just now: looked up again, but not more often
+_AGAIN_S: Final = 0.1  # between two looks for a name that is not known
 
 
 class Listed(Protocol):
@@ -35,6 +35,8 @@ class KnownModels:
         self._listed, self._predictions = listed, predictions
         self._rows: dict[str, ModelRow] | None = None
         self._looked_s = -_AGAIN_S
+        self._first = asyncio.Event()  # the first look has ended, one way or the other
+        self._again = asyncio.Lock()
         self._watch: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> "KnownModels":
@@ -47,11 +49,10 @@ class KnownModels:
         with suppress(asyncio.CancelledError):
             await self._watch
 
-    def all(self) -> list[ModelRow]:
+    async def all(self) -> list[ModelRow]:
         """By name."""
-        if self._rows is None:
-            raise Unavailable("the catalogue's database does not answer; try again soon")
-        return list(self._rows.values())
+        await self._first.wait()
+        return list(self._known().values())
 
     def of_kind(self, kind: ModelKind) -> list[str]:
         """Names of the models of one kind; none before the first look."""
@@ -59,16 +60,15 @@ class KnownModels:
 
     async def find(self, name: str, kind: ModelKind) -> ModelRow:
         """The model a request means: the one it names, or the only one of that kind."""
+        await self._first.wait()
         try:
             return self._find(name, kind)
         except (FieldNotFound, Unavailable):
-            if time.monotonic() - self._looked_s < _AGAIN_S:
-                raise
-        await self._look()
+            await self._look_again()  # it may have been added just now
         return self._find(name, kind)
 
     def _find(self, name: str, kind: ModelKind) -> ModelRow:
-        rows = {row.name: row for row in self.all()}
+        rows = self._known()
         if name:
             if name not in rows:
                 raise FieldNotFound("model", f'no model is named "{name}"; "GET /api/models" lists those there are')
@@ -82,10 +82,24 @@ class KnownModels:
             raise FieldError("model", f"model is missing and {len(found)} could be meant: {', '.join(found)}; name one")
         return rows[found[0]]
 
+    def _known(self) -> dict[str, ModelRow]:
+        if self._rows is None:
+            raise Unavailable("the catalogue's database does not answer; try again soon")
+        return self._rows
+
     async def _keep(self) -> None:
         while True:
             await self._look()
+            self._first.set()
             await asyncio.sleep(LOOK_S)
+
+    async def _look_again(self) -> None:
+        """One look that begins after this call, for all that wait for one; not more often than may be."""
+        asked_s = time.monotonic()
+        async with self._again:
+            if self._looked_s < asked_s:
+                await asyncio.sleep(self._looked_s + _AGAIN_S - asked_s)
+                await self._look()
 
     async def _look(self) -> None:
         self._looked_s = time.monotonic()

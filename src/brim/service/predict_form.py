@@ -66,7 +66,7 @@ class Form:
         self._pieces = []
         if self._is_file:
             self._check_count()
-            self.files.append(File(_shown(name or "")))
+            self.files.append(File(_shown(name or "") or "the file"))
         elif field in self.values:
             raise FieldError(field, f"{field} is given twice; give it once")
         elif field not in self._takes.fields:

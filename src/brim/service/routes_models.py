@@ -22,7 +22,7 @@ async def list_models(here: Here) -> shapes.Models:
         known = told.get(row["name"])
         if known is None or _ORDER.index(row["state"]) > _ORDER.index(known["state"]):
             told[row["name"]] = row
-    rows = here.known.all()
+    rows = await here.known.all()
     return shapes.Models(
         models=[shapes.model(row, told.get(row.name, {}), lambda text: redacted(text, here.redact)) for row in rows]
     )

@@ -292,6 +292,7 @@ async def _segment(asked: Asked, file: File, form: Form) -> Answer:
         threshold=values.get("threshold", 0.5),
         detect_holes=values.get("detect_holes", True),
         format=values.get("format", "geojson"),
+        max_pixels=asked.here.settings.max_predict_pixels,
     )
 
 
