@@ -1,6 +1,6 @@
 """The same network behind other servers: LitServe, mosec and Ray Serve; what bench_serve.py compares with.
 
-    python benchmarks/serve_litserve.py|serve_mosec.py|serve_ray.py SETTING.json
+    BRIM_BENCH_SETTING=setting.json python benchmarks/serve_litserve.py     or serve_mosec.py, serve_ray.py
 
 All of them run brim's own steps: the same decoder, the same Network in the setting that tuning chose, the same tracing,
 the same GeoJSON; only the serving differs. Each is used as its documentation says: LitServe collects batches in its
@@ -17,6 +17,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
+
+from brim.segmentation import ModelLoader
+from brim.segmentation.formats import geojson
+from brim.segmentation.images import read_image
+from brim.segmentation.network import CAPTURE_AFTER
+from brim.segmentation.polygons import trace
 
 Json = dict[str, Any]
 SETTING = "BRIM_BENCH_SETTING"  # the path of the setting: servers start processes of their own
@@ -35,9 +42,6 @@ class Steps:
 
     def load(self) -> None:
         """The network on its device, warm in every size of batch."""
-        from brim.segmentation import ModelLoader
-        from brim.segmentation.network import CAPTURE_AFTER
-
         setting = self.setting
         loader = ModelLoader({setting["network"]: setting["weights"]}, setting["device"], setting["batch_sizes"])
         self._network = loader.load(setting["network"])
@@ -55,14 +59,10 @@ class Steps:
 
     def decode(self, data: bytes) -> np.ndarray:
         """Bytes of a file → (H, W, 3) uint8."""
-        from brim.segmentation.images import read_image
-
         return read_image(data)
 
     def forward(self, images: list[np.ndarray]) -> list[tuple[np.ndarray, np.ndarray]]:
         """Masks (H, W) uint8 and probabilities (H, W) float32 of a batch."""
-        import torch
-
         shape = (self._padded(len(images)), *images[0].shape)
         batch = torch.empty(shape, dtype=torch.uint8, pin_memory=self._on_gpu)
         for row, image in enumerate(images):
@@ -76,9 +76,6 @@ class Steps:
 
     def finish(self, found: tuple[np.ndarray, np.ndarray]) -> bytes:
         """Polygons as GeoJSON."""
-        from brim.segmentation.formats import geojson
-        from brim.segmentation.polygons import trace
-
         return geojson(trace(*found))
 
 

@@ -69,6 +69,8 @@ def bars_table(results: Json) -> str:
         rows.append(row(f"goodput at {last} × / peak", brim["loads"][last]["goodput_per_s"] / peak, 0.9))
     late = sum(run["late_by_a_tenth"] for run in brim["loads"].values())
     rows.append(row("accepted and late by more than a tenth of the limit", late, 0, below=True))
+    lag = max(run["lag_p99_ms"] or 0.0 for run in brim["loads"].values()) / (1000 * results["limit_s"])
+    rows.append(row("the clients themselves: p99 of sending late / limit", lag, 0.1, below=True))
     return table("Bars", BAR_HEADER, rows)
 
 
