@@ -153,6 +153,19 @@ def test_a_name_nobody_registered_is_not_found(models):
         models.find("z")
 
 
+def test_requests_get_what_wraps_a_model(factory):
+    class Wrapped:
+        def __init__(self, inner: Toy) -> None:
+            self.inner, self.sizes, self.max_batch_size, self.close = inner, inner.sizes, 4, inner.close
+
+    models = Models("cpu", budget_bytes=250 * MIB, make=factory, wrap=Wrapped)
+    models.see(registered("a"))
+
+    assert models.find("a") is models.find("a")
+    assert models.find("a").inner.expected_s  # warm
+    models.close()
+
+
 def test_an_idle_process_has_no_torch():
     code = "import sys, brim.service.prediction.models as m; m.Models('cpu').close(); print('torch' in sys.modules)"
 

@@ -15,7 +15,8 @@ import torch
 from brim.engine.memory import PeakMemory, format_size, guard
 from brim.errors import OutOfMemory
 
-RUNS = {"cuda": 5, "cpu": 2}  # of each size: two before a graph is captured, the capture, one to see, one to time
+RUNS = {"cuda": 2, "cpu": 1}  # of each size: on a GPU the next one captures a graph
+CAPTURE_RUNS = 3  # on a GPU, from the largest size down: the capture, and two to time
 WORTH = 0.05  # a larger batch must be so much faster an item to be worth its latency
 PATIENCE = 2  # sizes that may be no faster before the climb ends: throughput goes up in steps
 
@@ -76,8 +77,8 @@ def warm_up(
     expected_s: dict[int, float] = {}
     for size in model.sizes:
         try:
-            with lock:
-                seconds, batch_bytes = _run(model, size, device)
+            with lock:  # the very first run is slow on any device
+                seconds, batch_bytes = _run(model, size, device, RUNS[device.type] + (size == 1))
             _check_fits(model, batch_bytes, limit_bytes)
         except OutOfMemory:
             if size == 1:
@@ -87,6 +88,11 @@ def warm_up(
         if not model.tuned and _levelled_off(expected_s):
             break
     sizes = tuple(expected_s) if model.tuned else _worth(expected_s)
+    if device.type == "cuda":
+        # Downwards: a smaller graph computes in what a larger one took, while a larger one would take more beside it.
+        for size in reversed(sizes):
+            with lock:
+                expected_s[size], _ = _run(model, size, device, CAPTURE_RUNS)
     model.sizes, model.expected_s = sizes, {size: expected_s[size] for size in sizes}
     graph_bytes = _held_bytes(device) - before_bytes  # graphs keep what they computed in
     return Warmed(
@@ -96,11 +102,11 @@ def warm_up(
     )
 
 
-def _run(model: Warmable, size: int, device: torch.device) -> tuple[float, int]:
+def _run(model: Warmable, size: int, device: torch.device, runs: int) -> tuple[float, int]:
     """Seconds of a batch, and the most memory it held."""
     times = []
     with PeakMemory(device) as memory, guard():
-        for _ in range(RUNS[device.type]):
+        for _ in range(runs):
             parts = model.example(size)
             began_s = time.perf_counter()
             for output in model.collect(model.forward(parts)):
