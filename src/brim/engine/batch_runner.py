@@ -426,7 +426,8 @@ class BatchRunner:
         began_s = self._clock()
         if job.done or job.item is None:
             return None
-        if began_s > job.deadline_s + self._config.grace * (job.deadline_s - job.submitted_s):
+        end_s = began_s + self._finish_times.work_s(job.key, job.token)
+        if end_s > job.deadline_s + self._config.grace * (job.deadline_s - job.submitted_s):
             self._stats.reject("deadline")
             self._resolve(job, DeadlinePassed(_too_late(job, began_s)))
             return None

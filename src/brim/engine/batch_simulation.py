@@ -188,6 +188,7 @@ class _Run:
         self.finishing = _Pool(self, bench.finishers, bench.finish_s)
         self.device_free_s = 0.0
         self.wake_s = math.inf
+        self.grace = policy.config.grace if isinstance(policy, BatchPolicy) else math.inf
 
     def go(self, rate: float) -> Outcome:
         self.at(self.chance.expovariate(rate), self.arrive, rate)
@@ -254,7 +255,11 @@ class _Run:
     def ran(self, batch: list[Part]) -> None:
         self.policy.finished(batch, self.now_s)
         for part in batch:
-            self.finishing.join(self.answered, part.request)
+            end_s = self.now_s + self.finishing.times.work_s("model")
+            if end_s > part.deadline_s + self.grace * self.limit_s:  # as the runner does: too late to be of use
+                self.outcome.expired += self.counts(self.arrived.pop(part.request))
+            else:
+                self.finishing.join(self.answered, part.request)
 
     def answered(self, request: int) -> None:
         arrived_s = self.arrived.pop(request)

@@ -11,12 +11,13 @@ import heapq
 import math
 from bisect import bisect_left, insort
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from brim.engine.service_times import GAIN, MAX_KEYS, Ladder, ServiceTimes
 from brim.errors import ConfigError, Overloaded
 
 RATE_WINDOW_S = 0.25  # over which arrivals are counted: long beside a batch, short beside a change of load
+MOMENT_S = 0.0005  # between looks for one that should have been decoded by now
 IN_FLIGHT = 2  # batches on a device: one that runs and one behind it
 
 
@@ -77,6 +78,7 @@ class _Request:
     due_s: float  # when it must leave the device, so that what comes after fits
     admitted_s: float
     ready_s: float  # when it is decoded, as expected; as it was once it is
+    give_up_s: float  # expected to leave the device later than this, it does not run
     decoded: bool = False
     waiting: int = 0
     running: int = 0
@@ -166,7 +168,8 @@ class BatchPolicy:
         self._times.ladder(key)  # batch sizes that cannot work are told before anything is queued
         self._arrive(key, parts, now_s)
         due_s = deadline_s - after_s
-        request = _Request(self._count, key, alone, parts, deadline_s, due_s, now_s, now_s + before_s)
+        give_up_s = due_s + self.config.grace * (deadline_s - now_s)
+        request = _Request(self._count, key, alone, parts, deadline_s, due_s, now_s, now_s + before_s, give_up_s)
         if self._waiting + parts > self.config.max_waiting:
             raise Overloaded(
                 f"{self._waiting} parts wait and this request has {parts}, where at most {self.config.max_waiting} "
@@ -213,9 +216,8 @@ class BatchPolicy:
         return gone
 
     def _hopeless(self, request: _Request, free_s: float, now_s: float) -> bool:
-        grace_s = self.config.grace * (request.deadline_s - request.admitted_s)
         least_s = self._times.ladder(request.key).seconds[1]
-        return now_s > request.deadline_s or max(free_s, now_s) + least_s > request.due_s + grace_s
+        return now_s > request.deadline_s or max(free_s, now_s) + least_s > request.give_up_s
 
     # Batches
 
@@ -333,15 +335,12 @@ class BatchPolicy:
 
     def _fits_after(self, request: _Request, seconds: float, now_s: float) -> bool:
         """Whether the request would be admitted if it came so much later and nothing else came."""
-        later = _Request(
-            request.number,
-            request.key,
-            request.alone,
-            request.parts,
-            request.deadline_s + seconds,
-            request.due_s + seconds,
-            now_s + seconds,
-            request.ready_s + seconds,
+        later = replace(
+            request,
+            deadline_s=request.deadline_s + seconds,
+            due_s=request.due_s + seconds,
+            admitted_s=now_s + seconds,
+            ready_s=request.ready_s + seconds,
         )
         self._insert(later)
         plan = make_plan(self._queues(), self._free_s(now_s), later, self._full_size(later, now_s + seconds))
@@ -384,6 +383,8 @@ class BatchPolicy:
                 continue
             batch = decoded[:size]
             end_s = free_s + ladder.seconds[size]
+            if size > 1 and any(end_s > entry[3].give_up_s for entry in batch):
+                continue
             late = sum(entry[0] < end_s for entry in batch) + make_plan(self._queues(lane, batch), end_s).late
             if fewest < 0 or late < fewest:
                 chosen, fewest = batch, late
@@ -396,16 +397,24 @@ class BatchPolicy:
     ) -> float | None:
         """Until when to hold the batch back: for one that is due before it and about to come, or for a fuller one."""
         if late:
-            soonest_s = min(
-                (e[3].ready_s for of in self._lanes.values() for e in of.entries[:1] if not e[3].decoded),
-                default=now_s,
-            )
-            if soonest_s > now_s and make_plan(self._queues(), free_s).late < late:
-                return soonest_s
-            return None
+            coming_s = self._coming_s(now_s)
+            return coming_s if coming_s and make_plan(self._queues(), free_s).late < late else None
         if lane.alone or size == ladder.useful[-1] or not self.config.max_queue_delay_ms:
             return None
         return self._fuller_at(lane, size, ladder, now_s, free_s)
+
+    def _coming_s(self, now_s: float) -> float | None:
+        """When the next one should be decoded; those that are overdue by more than the lead are not waited for."""
+        oldest_s = now_s - self.config.lead_ms / 1e3
+        times_s = (
+            entry[3].ready_s
+            for lane in self._lanes.values()
+            if lane.undecoded
+            for entry in lane.entries
+            if not entry[3].decoded and entry[3].ready_s >= oldest_s
+        )
+        soonest_s = min(times_s, default=None)
+        return None if soonest_s is None else max(soonest_s, now_s + MOMENT_S)
 
     def _fuller_at(self, lane: _Lane, size: int, ladder: Ladder, now_s: float, free_s: float) -> float | None:
         """When the next larger size will be there, if the wait is short, costs no deadline and raises the rate."""
@@ -541,12 +550,14 @@ def make_plan(queues: Iterable[_Queue], free_s: float, watched: _Request | None 
         if end_s > due_s:
             plan.late += sum(entry[0] < end_s for entry in entries[place:stop])
             plan.late_s = max(plan.late_s, end_s - due_s)
-        if watched is not None and plan.watched_s < free_s:
-            grown_s = start_s + seconds[max(size, full)]
+        if watched is not None and entries[place][3].key == watched.key and queue.alone == watched.alone:
             # Those before it that fill no batch will run with it, if they can wait for a full one.
+            grown_s = start_s + seconds[max(size, full)]
             reach = max(size, min(there, full)) if grown_s <= due_s else size
-            if _ends(watched, entries, place, reach):
+            if plan.watched_s < free_s and _ends(watched, entries, place, reach):
                 plan.watched_s = grown_s
+            if _ends(watched, entries, place, size):
+                plan.watched_s = max(plan.watched_s, end_s)
         if stop < len(entries):
             heapq.heapreplace(heads, (entries[stop][0], number, stop, queue))
         else:
@@ -558,9 +569,7 @@ def make_plan(queues: Iterable[_Queue], free_s: float, watched: _Request | None 
 def _ends(watched: _Request, entries: list[_Entry], place: int, size: int) -> bool:
     """Whether the last part of the request is in a batch of this size that begins here."""
     last = (watched.due_s, watched.number, watched.parts - 1)
-    return entries[place][:3] <= last <= entries[min(place + size, len(entries)) - 1][:3] and (
-        entries[place][3].key == watched.key and entries[place][3].alone == watched.alone
-    )
+    return entries[place][:3] <= last <= entries[min(place + size, len(entries)) - 1][:3]
 
 
 def _there(entries: list[_Entry], place: int, start_s: float, most: int) -> int:

@@ -1,9 +1,9 @@
 """How long things take, learned as they run: batches by key and size, and a pool of threads.
 
-Medians of a short window, not means: one slow batch (a page fault, a neighbour) must not shut the door on requests.
+Quantiles of a short window, not means: one slow batch (a page fault, a neighbour) must not shut the door on requests.
 """
 
-from bisect import bisect_right
+from bisect import bisect_right, insort
 from collections import OrderedDict, deque
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
@@ -13,6 +13,8 @@ from statistics import median
 from brim.errors import ConfigError
 
 WINDOW = 32  # batches remembered by size: half a second of a busy device
+FORGET = 16  # batches after which the first guess no longer counts as one of them
+QUANTILE = 0.75  # of the window: a promise made on the median would be broken every other time
 MAX_KEYS = 1024  # keys remembered; images come in any shape
 TRIES = 3  # batches of a size before it is judged, where nothing was expected of it
 GAIN = 0.03  # a larger batch must be this much quicker a part, or it only costs latency
@@ -41,7 +43,10 @@ class _Size:
     tried_at: int = 0  # batches of the key before it
 
     def seconds(self) -> float | None:
-        return median(self.samples) if self.samples else self.guess_s
+        known = sorted(self.samples)
+        if self.guess_s is not None and len(known) < FORGET:
+            insort(known, self.guess_s)
+        return known[min(len(known) - 1, int(QUANTILE * len(known)))] if known else None
 
 
 @dataclass(slots=True)
@@ -164,9 +169,12 @@ class PoolTimes:
 
     def expected_s(self, key: Hashable, group: Hashable = None) -> float:
         """Seconds until a task of this key that joins now would be done, behind those inside; 0 when never seen."""
-        work_s = self._medians.get(("key", key), self._medians.get(("group", group), 0.0))
         behind = max(0, self.inside - self.workers + 1)
-        return work_s * (1 + behind / self.workers)
+        return self.work_s(key, group) * (1 + behind / self.workers)
+
+    def work_s(self, key: Hashable, group: Hashable = None) -> float:
+        """Seconds of work of one task of this key; 0 when never seen."""
+        return self._medians.get(("key", key), self._medians.get(("group", group), 0.0))
 
     def _note(self, name: Hashable, seconds: float) -> None:
         window = self._seconds.setdefault(name, deque(maxlen=WINDOW))
