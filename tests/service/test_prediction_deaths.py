@@ -210,6 +210,23 @@ def test_with_two_predictors_the_death_of_one_is_hardly_noticed(own):
             predicting.kill(0)
             answers = await asyncio.gather(*asks)
             assert [answer.body for answer in answers] == [b"%d" % index for index in range(20)]
+            await wait_for(lambda: len(predictions._links) == 2)
+
+    asyncio.run(run(own(predictors=2)))
+
+
+def test_two_predictors_share_what_arrives_at_once(own):
+    async def run(predicting: Predicting) -> None:
+        async with client(predicting) as predictions:
+            predictions.register([MODEL])
+            await wait_for(lambda: len(predictions._links) == 2)
+            for _ in range(10):  # both have it by then, and know how long it takes
+                await asyncio.gather(*(ask(predictions, seconds=0.01) for _ in range(4)))
+                await asyncio.sleep(0.2)
+            answers = await asyncio.gather(*(ask(predictions, seconds=0.01) for _ in range(40)))
+            pids = [answer.facts["pid"] for answer in answers]
+            assert min(pids.count(pid) for pid in set(pids)) >= 10
+            assert len(set(pids)) == 2
 
     asyncio.run(run(own(predictors=2)))
 

@@ -30,6 +30,7 @@ class Program:
     env: Mapping[str, str] = field(default_factory=dict)  # over our own environment
     pass_fds: tuple[int, ...] = ()
     hang_s: float | None = None  # silent for longer: killed; None: not watched
+    longest_wait_s: float = LONGEST_WAIT_S  # before it is started again, having ended soon many times
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +133,7 @@ class Child:
     def _bury(self, code: int, now_s: float) -> Death:
         lived_s = now_s - self._started_s
         if lived_s < SHORT_LIFE_S:
-            self._next_s, self._wait_s = now_s + self._wait_s, min(LONGEST_WAIT_S, 2 * self._wait_s)
+            self._next_s, self._wait_s = now_s + self._wait_s, min(self._program.longest_wait_s, 2 * self._wait_s)
         else:
             self._next_s, self._wait_s = now_s, FIRST_WAIT_S
         if self._beats is not None:

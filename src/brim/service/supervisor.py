@@ -32,6 +32,7 @@ OVERSEE_S = 1.0
 DRAIN_S = 20.0  # a batch, its shard or checkpoint; then a kill, which is harmless too
 API_STOP_S = 8.0
 PREDICT_STOP_S = 2.0  # nobody asks any more when the API has ended
+PREDICT_WAIT_S = 2.0  # people wait for it, and what has killed it twice is not sent again
 PREDICT_SILENCE_S = 30.0  # a predictor's own threads notice a forward that hangs; this is for what stops them all
 BIND_S = 2.0  # the processes of a service that was just killed may hold its port for a moment
 
@@ -179,6 +180,7 @@ def programs(settings: "Settings", listening: int, gpus: Sequence[str]) -> Progr
             stdin=text,
             env={**common, **_device(index, gpus, settings.predictors), MEMORY_SHARE: f"{share:g}"},
             hang_s=max(PREDICT_SILENCE_S, settings.predict_hang_s),
+            longest_wait_s=PREDICT_WAIT_S,
         )
         for index in range(len(settings.predict_sockets))
     ]

@@ -183,7 +183,7 @@ class Predictions:
 
     def _send(self, one: _Request) -> None:
         name = one.message["model"]["name"]
-        one.link = min(self._links, key=lambda link: link.wait_s(name, COLD_S)) if self._links[1:] else self._links[0]
+        one.link = min(self._links, key=lambda link: link.rank(name, COLD_S)) if self._links[1:] else self._links[0]
         one.link.send(one.message)
 
     def _leave(self, one: _Request) -> None:

@@ -36,6 +36,7 @@ class Link(asyncio.Protocol):
         self._owner, self._shared = owner, shared
         self._frames = Frames()
         self._transport: asyncio.Transport | None = None
+        self._counted = self._since = 0  # requests sent since the page had this number
 
     @classmethod
     async def open(cls, path: Path, arena: Shared, owner: Owner) -> "Link":
@@ -58,9 +59,17 @@ class Link(asyncio.Protocol):
         """The predictor's estimate for a request that arrives now; cold_s where it has not loaded that model."""
         return self.page.estimates().get(model, cold_s)
 
+    def rank(self, model: str, cold_s: float) -> float:
+        """How late an answer from here would be, with those that were sent since the predictor last said so."""
+        wait_s = self.wait_s(model, cold_s)
+        if self.page.number != self._counted:
+            self._counted, self._since = self.page.number, 0
+        return (1 + self._since) * max(wait_s, 1e-3)
+
     def send(self, message: Message) -> None:
         """Send; lost with the connection."""
         if self.is_up and self._transport is not None:
+            self._since += message["type"] == "request"
             self._transport.write(frame(message))
 
     def read(self, at: list[int]) -> bytes:

@@ -121,9 +121,13 @@ class Predictor:
             if not peer.has_unsent:
                 self._selector.modify(peer.connection, selectors.EVENT_READ, partial(self._serve, peer))
         if events & selectors.EVENT_READ and not self._is_leaving:
-            messages = peer.read()
-            for message, _ in messages or ():
-                self._hear(peer, message)
+            try:
+                messages = peer.read()
+                for message, _ in messages or ():
+                    self._hear(peer, message)
+            except Exception:
+                log.exception("an API process says what cannot be; its connection is closed")
+                messages = None
             if messages is None:
                 self._drop(peer)
 
@@ -171,16 +175,15 @@ class Predictor:
 
     def _take(self, peer: Peer, message: Message) -> None:
         work = peer.works[message["id"]] = Work(message, peer.page, peer.end)
-        data = peer.payload(message["at"])
-        work.payload = Incoming(data, message["name"], message["options"], work)
+        work.payload = Incoming(peer.payload(message["at"]), message["name"], message["options"], work)
         if work.model not in peer.registered:  # it was registered a moment ago: the API's next list will have it
             self._models.see(message["model"])
         asked = self._models.ask(work.model)
         if asked.done():
             self._submit(work, asked)
-            return
-        self._loading.append(work)
-        asked.add_done_callback(lambda loaded: self._post(partial(self._loaded, work, loaded)))
+        else:
+            self._loading.append(work)
+            asked.add_done_callback(lambda loaded: self._post(partial(self._loaded, work, loaded)))
 
     def _post(self, task: Callable[[], None]) -> None:
         self._posted.put(task)

@@ -118,27 +118,28 @@ class Page:
         """Take the memory it heads."""
         self._map = shared.map
         self._marks = shared.view(self.BYTES - self.TICKETS, self.TICKETS)
-        self._number, self._known = 0, dict[str, float]()
+        self.number = 0  # of what was last said or read
+        self._known: dict[str, float] = {}
 
     def publish(self, estimates: dict[str, float]) -> None:
         """Say what a request would take now; odd while it is being written, and another number each time."""
         text = _encode({name: round(seconds, 5) for name, seconds in estimates.items()}).encode()
         if len(text) > self._TEXT_BYTES:
             text = b"{}"  # hundreds of models: then each request is asked for
-        self._number += 1
-        struct.pack_into("<Q", self._map, 0, self._number)
+        self.number += 1
+        struct.pack_into("<Q", self._map, 0, self.number)
         struct.pack_into("<Q", self._map, 8, len(text))
         self._map[self._TEXT_AT : self._TEXT_AT + len(text)] = text
-        self._number += 1
-        struct.pack_into("<Q", self._map, 0, self._number)
+        self.number += 1
+        struct.pack_into("<Q", self._map, 0, self.number)
 
     def estimates(self) -> dict[str, float]:
         """What was last said; read anew only when it has changed, and as before while it changes."""
         number, length = struct.unpack_from("<QQ", self._map, 0)
-        if number != self._number and number % 2 == 0 and length <= self._TEXT_BYTES:
+        if number != self.number and number % 2 == 0 and length <= self._TEXT_BYTES:
             text = self._map[self._TEXT_AT : self._TEXT_AT + length]
             if struct.unpack_from("<Q", self._map, 0)[0] == number:
-                self._number, self._known = number, json.loads(text)
+                self.number, self._known = number, json.loads(text)
         return self._known
 
     def mark(self, ticket: int, stage: int) -> None:
