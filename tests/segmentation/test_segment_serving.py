@@ -5,6 +5,7 @@ import io
 import json
 import struct
 import zlib
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import cv2
@@ -19,6 +20,7 @@ from brim.engine.servable import Answer, Item, Payload
 from brim.engine.warm_up import warm_up
 from brim.errors import ConfigError, ImageError, TooLarge, UnsupportedType
 from brim.segmentation import registry
+from brim.segmentation import serving as module
 from brim.segmentation.batch_sizes import BatchSizes, Entry, device_info, device_key
 from brim.segmentation.formats import encoded, geojson
 from brim.segmentation.images import read_image
@@ -329,6 +331,25 @@ def test_nothing_is_left_of_a_model_that_is_closed(made):
 
 def _num_modules(kind: type) -> int:
     return sum(type(each) is kind for each in gc.get_objects())
+
+
+def test_decoded_pixels_wait_within_bounds(servable, monkeypatch):
+    room = module._Room(3 * 64 * 64 * 3)
+    monkeypatch.setattr(module, "_room", room)
+    payload = Payload(png(64, 64), "a.png")
+    held = [servable.decode(payload) for _ in range(3)]
+    assert room.held_bytes() == 3 * 64 * 64 * 3
+
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(servable.decode, payload)
+        with pytest.raises(TimeoutError):
+            waiting.result(0.1)
+        held.pop()
+        held.append(waiting.result(5))
+    assert room.held_bytes() == 3 * 64 * 64 * 3
+    held.clear()
+    del waiting
+    assert room.held_bytes() == 0
 
 
 def test_images_of_every_kind_are_read(servable):

@@ -6,7 +6,9 @@ Patches of one shape and threshold share a batch, whatever images they are of; r
 
 import itertools
 import threading
-from collections import OrderedDict
+import time
+import weakref
+from collections import OrderedDict, deque
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -16,6 +18,7 @@ from typing import Any, NamedTuple
 import cv2
 import numpy as np
 import torch
+from torch import Tensor
 
 from brim.engine.servable import Answer, Item, Payload, Shape
 from brim.engine.warm_up import ladder
@@ -26,7 +29,7 @@ from brim.segmentation.formats import FORMATS, encoded
 from brim.segmentation.images import image_size, read_image
 from brim.segmentation.known_sizes import KnownSizes
 from brim.segmentation.network import DTYPES, Network
-from brim.segmentation.predict import PredictRun
+from brim.segmentation.predict import DECODED_BYTES, PredictRun
 from brim.segmentation.predict_config import PredictConfig, check_threshold
 from brim.segmentation.registry import create_model, find_model
 from brim.segmentation.scoring import Done
@@ -119,10 +122,13 @@ class SegmentServable:
     def decode(self, payload: Payload) -> Item:
         """Pixels, cut into patches; in pinned memory for a GPU."""
         options = _Options.of(payload.options)
+        _room.wait()
         image = read_image(bytes(payload.data), max_pixels=options.max_pixels, name=payload.name)
         frame = cut(Frame(0, payload.name), image, **self._cutting())
         run, patches = self._run_of(options), frame.patches
         frame.patches = []  # which refer to it
+        for patch in patches:
+            _room.take(patch.pixels)
         context = _Context(run, frame, options.format, image if options.format == "overlay" else None)
         return Item(self._key(patches[0].shape, options), [_Part(run, patch) for patch in patches], context)
 
@@ -214,6 +220,35 @@ class SegmentServable:
     def _new_run(self, threshold: float, detect_holes: bool) -> PredictRun:
         config = PredictConfig(batch_size=_ANY, threshold=threshold, detect_holes=detect_holes, tile=self._tile)
         return PredictRun(self._network, config, self._lock)
+
+
+class _Room:
+    """Bounds the bytes of decoded pixels that wait for the device; they count until nobody has them."""
+
+    def __init__(self, limit_bytes: int) -> None:
+        self._limit_bytes, self._held_bytes = limit_bytes, 0
+        self._changes: deque[int] = deque()  # what came and went: finalisers run anywhere and may take no lock
+        self._lock = threading.Lock()
+
+    def wait(self) -> None:
+        """Until there is room; one image may always pass."""
+        while self.held_bytes() >= self._limit_bytes:
+            time.sleep(0.005)
+
+    def take(self, pixels: Tensor) -> None:
+        """Count what was decoded."""
+        self._changes.append(pixels.nbytes)
+        weakref.finalize(pixels, self._changes.append, -pixels.nbytes).atexit = False
+
+    def held_bytes(self) -> int:
+        """Decoded and not yet dropped."""
+        with self._lock:
+            while self._changes:
+                self._held_bytes += self._changes.popleft()
+            return self._held_bytes
+
+
+_room = _Room(DECODED_BYTES)  # of the process, whatever the model
 
 
 class _Part(NamedTuple):
