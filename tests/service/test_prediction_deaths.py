@@ -100,6 +100,23 @@ def test_a_hung_forward_is_ended_and_the_others_are_answered(own):
     asyncio.run(run(own(predict_hang_s=1.0)))
 
 
+def test_a_model_whose_loading_kills_is_left_alone_and_the_others_answer(own):
+    deadly = {**MODEL, "name": "deadly"}
+
+    async def run(predicting: Predicting) -> None:
+        async with client(predicting) as predictions:
+            predictions.register([deadly, MODEL])
+            assert (await ask(predictions, b"mine", within_s=60)).body == b"mine"
+            with pytest.raises(Unavailable, match='"deadly" cannot be loaded: the prediction process ended 3 times'):
+                await predictions.request(deadly, b"", deadline_s=time.monotonic() + 30)
+            pid = predicting.pid()
+            predictions.register([{**deadly, "version": "2"}, MODEL])
+            await wait_for(lambda: predicting.supervisor.pids()["predict0"] not in (pid, None))
+            assert (await ask(predictions, b"mine", within_s=60)).body == b"mine"
+
+    asyncio.run(run(own()))
+
+
 def test_a_stopped_predictor_is_killed_and_its_requests_answered(own, monkeypatch):
     monkeypatch.setattr("brim.service.supervisor.PREDICT_SILENCE_S", 1.0)
 

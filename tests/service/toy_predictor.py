@@ -21,6 +21,7 @@ from brim.engine.servable import Answer, Item, Payload, Shape
 from brim.errors import ImageError
 from brim.jobs.process import Heartbeat, die_with_supervisor, read_settings
 from brim.service.prediction.main import serve
+from brim.service.prediction.models import Registered
 from brim.service.settings import Settings
 
 
@@ -81,11 +82,18 @@ def act(stage: str, options: Any) -> None:
     time.sleep({"hang": 600.0, "sleep": 0.5}[options["do"]])
 
 
+def make(wanted: Registered, device: Any, lock: Any) -> Toy:
+    """A model called deadly ends whoever loads it."""
+    if wanted.name == "deadly":
+        os.kill(os.getpid(), signal.SIGKILL)
+    return Toy(wanted.version)
+
+
 def main(argv: list[str]) -> None:
     beat = Heartbeat(int(argv[1]))
     die_with_supervisor(int(argv[2]))
     settings = Settings.from_json(json.dumps(read_settings()))
-    serve(int(argv[0]), settings, beat, make=lambda wanted, device, lock: Toy(wanted.version))
+    serve(int(argv[0]), settings, beat, make=make)
     os._exit(0)
 
 

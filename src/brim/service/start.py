@@ -85,7 +85,9 @@ def open_databases(settings: Settings) -> tuple[Catalogue, Queue]:
 
 
 def tidy(settings: Settings) -> None:
-    """Remove what processes of an earlier start left: uploads that nobody ends, counters that begin anew."""
+    """Remove what processes of an earlier start left: uploads that nobody ends, counters and counts that begin anew."""
+    for file in (settings.data / "workers").glob("predict-*.loading"):
+        file.unlink(missing_ok=True)
     for folder in (settings.data / "uploads").glob("[0-9a-f]" * 32):
         shutil.rmtree(folder, ignore_errors=True)
     shutil.rmtree(settings.metrics_folder, ignore_errors=True)

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from brim.errors import BrimError, Unavailable
 from brim.jobs.process import FileLock, Heartbeat, die_with_supervisor, read_settings
+from brim.service.prediction.attempts import Attempts
 from brim.service.prediction.models import Make, Models
 from brim.service.prediction.peer import Peer
 from brim.service.prediction.protocol import Message, failure, short_name
@@ -333,9 +334,15 @@ class Started:
 
 def serve(index: int, settings: Settings, beat: Heartbeat, make: Make | None = None) -> None:
     """Be the predictor of that number until SIGTERM; make loads a model, where not by its kind."""
-    share = settings.predict_memory / 100
-    models = Models("auto", share=share, batch_sizes=settings.batch_sizes, make=make, wrap=Watched)
     lock = FileLock(settings.data / "workers" / f"predict-{index}.lock").wait(LOCK_S, idle=beat)
+    models = Models(
+        "auto",
+        share=settings.predict_memory / 100,
+        batch_sizes=settings.batch_sizes,
+        make=make,
+        wrap=Watched,
+        attempt=Attempts(settings.data / "workers" / f"predict-{index}.loading"),
+    )
     threads = max(2, min(8, (os.cpu_count() or 1) // (2 * settings.predictors)))
     path = settings.predict_sockets[index]
     predictor = Predictor(path, models, beat, hang_s=settings.predict_hang_s, threads=threads)

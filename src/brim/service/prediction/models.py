@@ -17,6 +17,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
@@ -126,6 +127,7 @@ class Models:
         batch_sizes: Path | str | None = None,
         make: Make | None = None,
         wrap: Callable[[Any], Any] = lambda servable: servable,
+        attempt: Callable[[Registered], AbstractContextManager[None]] = lambda wanted: nullcontext(),
     ) -> None:
         """Store; nothing is loaded.
 
@@ -134,9 +136,10 @@ class Models:
         batch_sizes   the file that segmentation's tuning reads and writes
         make          loads a model; by default by its kind
         wrap          what requests get of a model that is warm
+        attempt       what a model is loaded and warmed up within; may refuse it
         """
         self._device_name, self._share, self._budget_bytes = device, share, budget_bytes
-        self._batch_sizes, self._make, self._wrap = batch_sizes, make or self._by_kind, wrap
+        self._batch_sizes, self._make, self._wrap, self._attempt = batch_sizes, make or self._by_kind, wrap, attempt
         self._device: torch.device | None = None
         self.device_lock = threading.RLock()  # whoever uses the device: forwards, and each size of a warm-up
         self._lock = threading.RLock()  # guards all below
@@ -313,8 +316,9 @@ class Models:
 
         assert self._device is not None
         began_s = time.perf_counter()
-        servable = self._make(wanted, self._device, self.device_lock)
-        found = warm_up(servable, self._device, self.device_lock, limit_bytes=budget_bytes)
+        with self._attempt(wanted):
+            servable = self._make(wanted, self._device, self.device_lock)
+            found = warm_up(servable, self._device, self.device_lock, limit_bytes=budget_bytes)
         log.info(
             "model %s is warm after %.1f s: batches of up to %d, %.0f MB",
             wanted.name, time.perf_counter() - began_s, found.sizes[-1], found.memory_bytes / 1e6,
