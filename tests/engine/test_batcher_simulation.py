@@ -67,3 +67,18 @@ def test_a_device_that_slows_down_by_half_is_learned():
 
     assert done.goodput >= 0.85 * slow.capacity()
     assert done.worst <= 1.10
+
+
+@pytest.mark.parametrize(
+    ("bench", "most"),
+    [
+        pytest.param(replace(H200, decoders=2), 200, id="decoding"),
+        pytest.param(replace(H200, finishers=2, finish_s=0.006), 333, id="finishing"),
+    ],
+)
+def test_pools_that_are_the_limit_are_seen_at_the_door(bench, most):
+    policy = brim_policy(bench)
+    done = simulate(bench, policy, rate=3.0 * most, seconds=5.0, limit_s=3 * bench.single_s, seed=SEEDS[0])
+
+    assert done.goodput >= 0.9 * most
+    assert done.worst <= 1.10

@@ -418,7 +418,8 @@ class BatchRunner:
             except BaseException as failure:
                 self._fail(job, failure)
             with self._lock:
-                self._finish_times.leave(job.key, took_s, job.token)
+                stay_s = None if took_s is None or not job.collected_s else self._clock() - job.collected_s
+                self._finish_times.leave(job.key, took_s, job.token, stay_s=stay_s)
             del job
 
     def _finish(self, job: _Job) -> float | None:

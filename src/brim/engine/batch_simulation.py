@@ -185,7 +185,7 @@ class _Run:
         self.now_s = 0.0
         self.arrived: dict[int, float] = {}
         self.decoding = _Pool(self, bench.decoders, bench.decode_s)
-        self.finishing = _Pool(self, bench.finishers, bench.finish_s)
+        self.finishing = _Pool(self, bench.finishers, bench.finish_s, self.too_late)
         self.device_free_s = 0.0
         self.wake_s = math.inf
         self.grace = policy.config.grace if isinstance(policy, BatchPolicy) else math.inf
@@ -255,11 +255,15 @@ class _Run:
     def ran(self, batch: list[Part]) -> None:
         self.policy.finished(batch, self.now_s)
         for part in batch:
-            end_s = self.now_s + self.finishing.times.work_s("model")
-            if end_s > part.deadline_s + self.grace * self.limit_s:  # as the runner does: too late to be of use
-                self.outcome.expired += self.counts(self.arrived.pop(part.request))
-            else:
-                self.finishing.join(self.answered, part.request)
+            self.finishing.join(self.answered, part.request)
+
+    def too_late(self, request: int) -> bool:
+        """As the runner does: what would be too late to be of use is not finished."""
+        end_s = self.now_s + self.finishing.times.work_s("model")
+        if end_s <= self.arrived[request] + (1 + self.grace) * self.limit_s:
+            return False
+        self.outcome.expired += self.counts(self.arrived.pop(request))
+        return True
 
     def answered(self, request: int) -> None:
         arrived_s = self.arrived.pop(request)
@@ -270,27 +274,30 @@ class _Run:
 class _Pool:
     """Threads that work down one queue, in order of arrival."""
 
-    def __init__(self, run: _Run, workers: int, seconds: float) -> None:
-        self.run, self.seconds = run, seconds
+    def __init__(self, run: _Run, workers: int, seconds: float, too_late: Callable[[int], bool] | None = None) -> None:
+        self.run, self.seconds, self.too_late = run, seconds, too_late
         self.times = PoolTimes(workers)
         self.free = workers
-        self.queue: deque[tuple[Callable[[int], None], int]] = deque()
+        self.queue: deque[tuple[Callable[[int], None], int, float]] = deque()
 
     def join(self, then: Callable[[int], None], request: int) -> None:
         self.times.enter()
-        self.queue.append((then, request))
+        self.queue.append((then, request, self.run.now_s))
         self.work()
 
     def work(self) -> None:
         while self.free and self.queue:
+            then, request, joined_s = self.queue.popleft()
+            if self.too_late is not None and self.too_late(request):
+                self.times.leave("model", None)
+                continue
             self.free -= 1
-            then, request = self.queue.popleft()
             took_s = self.run.noisy(self.seconds)
-            self.run.at(self.run.now_s + took_s, self.done, then, request, took_s)
+            self.run.at(self.run.now_s + took_s, self.done, then, request, took_s, joined_s)
 
-    def done(self, then: Callable[[int], None], request: int, took_s: float) -> None:
+    def done(self, then: Callable[[int], None], request: int, took_s: float, joined_s: float) -> None:
         self.free += 1
-        self.times.leave("model", took_s)
+        self.times.leave("model", took_s, stay_s=self.run.now_s - joined_s if self.too_late else None)
         then(request)
         self.work()
 

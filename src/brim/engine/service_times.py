@@ -8,7 +8,6 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from statistics import median
 
 from brim.errors import ConfigError
 
@@ -153,33 +152,54 @@ class PoolTimes:
     def __init__(self, workers: int) -> None:
         self.workers = workers
         self.inside = 0  # queued or at work
-        self._seconds: OrderedDict[Hashable, deque[float]] = OrderedDict()
-        self._medians: dict[Hashable, float] = {}
+        self._work = _Windows(0.5)
+        self._stay = _Windows(QUANTILE)
 
     def enter(self) -> None:
         """A task joins the pool's queue."""
         self.inside += 1
 
-    def leave(self, key: Hashable, seconds: float | None, group: Hashable = None) -> None:
-        """A task is done after so long at work; None: it never worked, or failed."""
+    def leave(
+        self, key: Hashable, seconds: float | None, group: Hashable = None, *, stay_s: float | None = None
+    ) -> None:
+        """A task is done after so long at work; None: it never worked, or failed.
+
+        stay_s: from joining to being done, where tasks come in bursts: what stands behind a batch is not yet there
+        when its requests are promised an answer.
+        """
         self.inside -= 1
-        if seconds is not None:
-            self._note(("key", key), seconds)
-            self._note(("group", group), seconds)
+        for name in (("key", key), ("group", group)):
+            if seconds is not None:
+                self._work.note(name, seconds)
+            if stay_s is not None:
+                self._stay.note(name, stay_s)
 
     def expected_s(self, key: Hashable, group: Hashable = None) -> float:
         """Seconds until a task of this key that joins now would be done, behind those inside; 0 when never seen."""
         behind = max(0, self.inside - self.workers + 1)
-        return self.work_s(key, group) * (1 + behind / self.workers)
+        stay_s = self._stay.get(("key", key), ("group", group))
+        return max(stay_s, self.work_s(key, group) * (1 + behind / self.workers))
 
     def work_s(self, key: Hashable, group: Hashable = None) -> float:
         """Seconds of work of one task of this key; 0 when never seen."""
-        return self._medians.get(("key", key), self._medians.get(("group", group), 0.0))
+        return self._work.get(("key", key), ("group", group))
 
-    def _note(self, name: Hashable, seconds: float) -> None:
-        window = self._seconds.setdefault(name, deque(maxlen=WINDOW))
-        self._seconds.move_to_end(name)
+
+class _Windows:
+    """A quantile of the last few times, by name."""
+
+    def __init__(self, share: float) -> None:
+        self._share = share
+        self._times: OrderedDict[Hashable, deque[float]] = OrderedDict()
+        self._values: dict[Hashable, float] = {}
+
+    def note(self, name: Hashable, seconds: float) -> None:
+        window = self._times.setdefault(name, deque(maxlen=WINDOW))
+        self._times.move_to_end(name)
         window.append(seconds)
-        self._medians[name] = median(window)
-        if len(self._seconds) > MAX_KEYS:
-            self._medians.pop(self._seconds.popitem(last=False)[0], None)
+        self._values[name] = sorted(window)[int(self._share * len(window))]
+        if len(self._times) > MAX_KEYS:
+            self._values.pop(self._times.popitem(last=False)[0], None)
+
+    def get(self, *names: Hashable) -> float:
+        return next((self._values[name] for name in names if name in self._values), 0.0)
