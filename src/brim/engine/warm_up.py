@@ -119,7 +119,7 @@ def _run(model: Warmable, size: int, device: torch.device, runs: int) -> tuple[f
 def _check_fits(model: Warmable, batch_bytes: int, limit_bytes: int | None) -> None:
     total = model.weight_bytes + batch_bytes
     if limit_bytes is not None and total > limit_bytes:
-        raise OutOfMemory(f"{format_size(total)} with weights, and {format_size(limit_bytes)} may be used")
+        raise OutOfMemory(f"it takes {format_size(total)} with its weights, and {format_size(limit_bytes)} may be used")
 
 
 def _levelled_off(expected_s: Mapping[int, float]) -> bool:

@@ -283,7 +283,8 @@ class Models:
             return self._made(entry, wanted), None
         except BrimError as error:
             short = isinstance(error, OutOfMemory)
-            return None, _Failure(wanted, str(error), is_for_room=isinstance(error, _NoRoom), is_for_memory=short)
+            reason = f"{error}; give predictions more with --predict-memory" if short else str(error)
+            return None, _Failure(wanted, reason, is_for_room=isinstance(error, _NoRoom), is_for_memory=short)
         except BaseException as error:
             log.exception("model %s cannot be loaded", wanted.name)
             return None, _Failure(wanted, f"{type(error).__name__}, a bug in brim; the service's log says more")
