@@ -95,6 +95,7 @@ class _Lane:
     alone: bool
     entries: list[_Entry] = field(default_factory=list)
     undecoded: int = 0  # parts
+    latest_s: float = -math.inf  # when the last one should be decoded; not before that, at any rate
 
 
 @dataclass(slots=True)
@@ -452,7 +453,8 @@ class BatchPolicy:
                 else:
                     entries = entries[len(batch) :]
             if entries:
-                queues.append(_Queue(entries, self._times.ladder(lane.key), lane.alone, lane.undecoded > 0))
+                latest_s = lane.latest_s if lane.undecoded else -math.inf
+                queues.append(_Queue(entries, self._times.ladder(lane.key), lane.alone, latest_s))
         return queues
 
     def _drained_s(self, now_s: float) -> float:
@@ -476,6 +478,7 @@ class BatchPolicy:
         self._waiting += request.parts
         if not request.decoded:
             lane.undecoded += request.parts
+            lane.latest_s = max(lane.latest_s, request.ready_s)
 
     def _take(self, request: _Request, part: int) -> None:
         lane = self._lanes[request.key, request.alone]
@@ -512,7 +515,7 @@ class _Queue:
     entries: list[_Entry]
     ladder: Ladder
     alone: bool
-    mixed: bool  # some are not decoded yet
+    latest_s: float  # when all are decoded
 
 
 @dataclass(slots=True)
@@ -539,7 +542,7 @@ def make_plan(queues: Iterable[_Queue], free_s: float, watched: _Request | None 
         ready_s = entries[place][3].ready_s
         start_s = ready_s if ready_s > end_s else end_s
         there = 1 if queue.alone else len(entries) - place
-        if queue.mixed and there > 1:
+        if start_s < queue.latest_s and there > 1:
             there = _there(entries, place, start_s, min(there, ladder.useful[-1]))
         size = ladder.size_for(there)
         end_s = start_s + seconds[size]
@@ -550,7 +553,8 @@ def make_plan(queues: Iterable[_Queue], free_s: float, watched: _Request | None 
         if end_s > due_s:
             plan.late += sum(entry[0] < end_s for entry in entries[place:stop])
             plan.late_s = max(plan.late_s, end_s - due_s)
-        if watched is not None and entries[place][3].key == watched.key and queue.alone == watched.alone:
+        watches = watched is not None and entries[place][3].key == watched.key and queue.alone == watched.alone
+        if watched is not None and watches:
             # Those before it that fill no batch will run with it, if they can wait for a full one.
             grown_s = start_s + seconds[max(size, full)]
             reach = max(size, min(there, full)) if grown_s <= due_s else size
@@ -558,12 +562,26 @@ def make_plan(queues: Iterable[_Queue], free_s: float, watched: _Request | None 
                 plan.watched_s = grown_s
             if _ends(watched, entries, place, size):
                 plan.watched_s = max(plan.watched_s, end_s)
+        if len(heads) == 1 and end_s >= queue.latest_s and size == (1 if queue.alone else ladder.useful[-1]):
+            until = len(entries)
+            if watched is not None and watches:
+                last = bisect_left(entries, (watched.due_s, watched.number, watched.parts - 1))
+                until = last + size - max(size, full)
+            stop, end_s = _skip(entries, stop, end_s, size, seconds[size], until)
         if stop < len(entries):
             heapq.heapreplace(heads, (entries[stop][0], number, stop, queue))
         else:
             heapq.heappop(heads)
     plan.end_s = end_s
     return plan
+
+
+def _skip(entries: list[_Entry], place: int, end_s: float, size: int, took_s: float, until: int) -> tuple[int, float]:
+    """Full batches one after the other as long as each is in time: a long queue costs little more than a short one."""
+    while place + size <= until and entries[place][0] >= end_s + took_s:
+        place += size
+        end_s += took_s
+    return place, end_s
 
 
 def _ends(watched: _Request, entries: list[_Entry], place: int, size: int) -> bool:
