@@ -4,6 +4,7 @@ Kernels are chosen, graphs captured and memory taken here, not in the first requ
 that whoever plans batches has a first guess, and what the largest takes is measured, so that it can be accounted for.
 """
 
+import math
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -70,15 +71,15 @@ def warm_up(
 ) -> Warmed:
     """Run the sizes of a model one after the other, and leave it those that fit and pay.
 
-    The lock guards the device; it is held for one size at a time, so that other models are served in between. One
+    The lock guards the device; it is held for one batch at a time, so that other models are served in between. One
     item that does not fit is an OutOfMemory.
     """
     before_bytes, most_bytes = _held_bytes(device), 0
     expected_s: dict[int, float] = {}
     for size in model.sizes:
         try:
-            with lock:  # the very first run is slow on any device
-                seconds, batch_bytes = _run(model, size, device, RUNS[device.type] + (size == 1))
+            runs = RUNS[device.type] + (size == 1)  # the very first is slow on any device
+            seconds, batch_bytes = _run(model, size, device, lock, runs)
             _check_fits(model, batch_bytes, limit_bytes)
         except OutOfMemory:
             if size == 1:
@@ -91,8 +92,7 @@ def warm_up(
     if device.type == "cuda":
         # Downwards: a smaller graph computes in what a larger one took, while a larger one would take more beside it.
         for size in reversed(sizes):
-            with lock:
-                expected_s[size], _ = _run(model, size, device, CAPTURE_RUNS)
+            expected_s[size], _ = _run(model, size, device, lock, CAPTURE_RUNS)
     model.sizes, model.expected_s = sizes, {size: expected_s[size] for size in sizes}
     graph_bytes = _held_bytes(device) - before_bytes  # graphs keep what they computed in
     return Warmed(
@@ -102,18 +102,21 @@ def warm_up(
     )
 
 
-def _run(model: Warmable, size: int, device: torch.device, runs: int) -> tuple[float, int]:
+def _run(
+    model: Warmable, size: int, device: torch.device, lock: AbstractContextManager[Any], runs: int
+) -> tuple[float, int]:
     """Seconds of a batch, and the most memory it held."""
-    times = []
-    with PeakMemory(device) as memory, guard():
-        for _ in range(runs):
-            parts = model.example(size)
+    least_s, most_bytes = math.inf, 0
+    for _ in range(runs):
+        parts = model.example(size)
+        with lock, PeakMemory(device) as memory, guard():
             began_s = time.perf_counter()
             for output in model.collect(model.forward(parts)):
                 if isinstance(output, BaseException):
                     raise output
-            times.append(time.perf_counter() - began_s)
-    return min(times), max(0, memory.bytes - memory.start_bytes)
+            least_s = min(least_s, time.perf_counter() - began_s)
+        most_bytes = max(most_bytes, memory.bytes - memory.start_bytes)
+    return least_s, most_bytes
 
 
 def _check_fits(model: Warmable, batch_bytes: int, limit_bytes: int | None) -> None:
