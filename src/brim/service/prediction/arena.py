@@ -17,13 +17,13 @@ FULL_RETRY_S = 1.0
 
 
 class Shared:
-    """Memory that two processes have mapped; those of `attach` read what the one that made it writes."""
+    """Memory that two processes have mapped: the one that made it writes, the other reads."""
 
-    def __init__(self, descriptor: int) -> None:
-        """Map what the descriptor names; the descriptor is ours from now on."""
+    def __init__(self, descriptor: int, prot: int = mmap.PROT_READ) -> None:
+        """Map what the descriptor names, to read; the descriptor is ours from now on."""
         self.descriptor = descriptor
         self.size_bytes = os.fstat(descriptor).st_size
-        self.map = mmap.mmap(descriptor, self.size_bytes)
+        self.map = mmap.mmap(descriptor, self.size_bytes, prot=prot)
 
     @classmethod
     def make(cls, size_bytes: int) -> "Shared":
@@ -31,7 +31,7 @@ class Shared:
         descriptor = os.memfd_create("brim", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         os.ftruncate(descriptor, size_bytes)
         fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
-        return cls(descriptor)
+        return cls(descriptor, mmap.PROT_READ | mmap.PROT_WRITE)
 
     def view(self, offset: int, length: int) -> memoryview:
         """Those bytes, without a copy."""

@@ -54,7 +54,7 @@ class Peer:
 
     def payload(self, at: list[int]) -> memoryview:
         """What a request brought, where it lies."""
-        return self._theirs.view(*at).toreadonly()
+        return self._theirs.view(*at)
 
     def send(self, message: Message, body: bytes = b"") -> None:
         """Send, from any thread; a long body by shared memory."""

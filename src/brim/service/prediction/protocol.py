@@ -28,7 +28,7 @@ import os
 import socket
 import struct
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Final
 
@@ -83,7 +83,7 @@ def send_hello(made: socket.socket, shared: Shared) -> None:
 
 def receive_hello(made: socket.socket) -> Shared:
     """The other side's memory; it says nothing else before it has heard from us."""
-    data, descriptors, _, _ = socket.recv_fds(made, MAX_HELLO_BYTES, 1)
+    data, descriptors, _, _ = socket.recv_fds(made, MAX_HELLO_BYTES, 1, socket.MSG_CMSG_CLOEXEC)
     said: list[Any] = list(Frames().feed(data))
     if len(said) != 1 or said[0][0].get("type") != "hello" or len(descriptors) != 1:
         for descriptor in descriptors:
@@ -139,7 +139,8 @@ class Page:
         if number != self.number and number % 2 == 0 and length <= self._TEXT_BYTES:
             text = self._map[self._TEXT_AT : self._TEXT_AT + length]
             if struct.unpack_from("<Q", self._map, 0)[0] == number:
-                self.number, self._known = number, json.loads(text)
+                with suppress(ValueError):  # not seen in the order it was written, as some processors allow
+                    self._known, self.number = json.loads(text), number
         return self._known
 
     def mark(self, ticket: int, stage: int) -> None:
