@@ -198,6 +198,7 @@ def test_a_batch_may_be_coco_but_no_archive(shared):
         ([FILE, FILE], 422, "file", "given twice"),
         ([FILE, ("model", None, b"cells"), ("model", None, b"cells")], 422, "model", "given twice"),
         ([("model", None, b"cells")], 422, "file", "file is missing"),
+        ([("file", None, b"null")], 422, "file", "send a file, with a filename"),
         ([FILE, ("model", None, b"x" * 2000)], 422, "model", "larger than 1000 bytes"),
         ([("file", "a.png", b"")], 415, None, ""),
         ([("file", "a.png", b"GIF but not really")], 415, None, "a.png"),
@@ -393,7 +394,7 @@ def send(api: Api, body: bytes, upto: int | None = None) -> socket.socket:
 
 
 def test_a_slow_client_is_given_up_and_holds_up_nobody(api_with, monkeypatch):
-    monkeypatch.setattr(intake, "SILENCE_S", 0.7)
+    monkeypatch.setattr(intake, "SILENCE_S", 1.2)
     with api_with() as api:
         slow = send(api, form([FILE]), 100)
         assert segment(api, FILE).status == 200
@@ -421,8 +422,17 @@ def test_a_body_that_drips_is_given_up_at_its_deadline(api_with):
                 continue
         slow.close()
 
-        assert said.startswith(b"HTTP/1.1 408")
+        assert said.startswith(b"HTTP/1.1 503")
         assert 0.9 < time.monotonic() - began_s < 3
+
+
+def test_a_silent_client_is_at_fault_itself_also_where_its_deadline_passes(api_with):
+    with api_with(predict_deadline_ms=1500) as api:
+        slow = send(api, form([FILE]), 10)
+        said = slow.makefile("rb").read()
+        slow.close()
+
+        assert said.startswith(b"HTTP/1.1 408")
 
 
 @pytest.mark.slow

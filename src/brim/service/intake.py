@@ -13,10 +13,11 @@ from typing import Final, TypeVar
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 
-from brim.errors import BrimError, TooMany
+from brim.errors import BrimError, DeadlinePassed, TooMany
 from brim.service.limits import BodyTooLarge, drain
 
 SILENCE_S: Final = 30.0  # a client that sends nothing for so long is given up
+SLOW_S: Final = 1.0  # one that was silent for so long when its deadline passed is at fault itself
 HELD_BYTES: Final = 1024**3  # of bodies that are being collected, in all
 _T = TypeVar("_T")
 
@@ -75,17 +76,16 @@ class Body:
     async def read(self, feed: Callable[[bytes], None]) -> None:
         """Hand on what comes, until its end."""
         now_s = asyncio.get_running_loop().time
+        heard_s = now_s()
         try:
             async with asyncio.timeout(None) as patience:
                 while not self._is_done:
-                    patience.reschedule(now_s() + min(SILENCE_S, self.until_s - time.monotonic()))
+                    patience.reschedule(heard_s + min(SILENCE_S, self.until_s - time.monotonic()))
                     feed(await self._piece())
+                    heard_s = now_s()
         except TimeoutError:
             self._is_done = True
-            why = "by the request's deadline" if time.monotonic() >= self.until_s else f"for {SILENCE_S:.0f} s"
-            raise TooSlow(
-                f"nothing came of the body {why}; send it at once, or allow more with Brim-Deadline-Ms"
-            ) from None
+            raise _late(now_s() - heard_s) from None
         except (BodyTooLarge, ClientDisconnect):  # of the one, enough was read
             self._is_done = True
             raise
@@ -99,6 +99,13 @@ class Body:
         self._held += len(piece)
         self._intake.hold(len(piece))
         return piece
+
+
+def _late(silent_s: float) -> Exception:
+    """What is wrong with a body that is not there in time: its client, or the time it has."""
+    if silent_s >= SLOW_S:
+        return TooSlow(f"nothing came of the body for {silent_s:.0f} s; send it at once")
+    return DeadlinePassed("the body was not there by the request's deadline; allow more time with Brim-Deadline-Ms")
 
 
 async def unless_gone(request: Request, work: Awaitable[_T]) -> _T:

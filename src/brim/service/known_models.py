@@ -6,8 +6,9 @@ Looked up in memory, so that a request for a prediction touches no database, and
 import asyncio
 import logging
 import time
+from collections.abc import Callable
 from contextlib import suppress
-from typing import Any, Final, Protocol
+from typing import Any, Final, Protocol, TypeVar
 
 from starlette.concurrency import run_in_threadpool
 
@@ -16,6 +17,7 @@ from brim.jobs.catalogue.rows import ModelKind, ModelRow
 from brim.service.prediction.client import Predictions
 
 log = logging.getLogger(__name__)
+_T = TypeVar("_T")
 
 LOOK_S: Final = 1.0
 _AGAIN_S: Final = 0.1  # between two looks for a name that is not known
@@ -51,36 +53,44 @@ class KnownModels:
 
     async def all(self) -> list[ModelRow]:
         """By name."""
-        await self._first.wait()
-        return list(self._known().values())
+        return list((await self._sure(self._known)).values())
 
-    def of_kind(self, kind: ModelKind) -> list[str]:
-        """Names of the models of one kind; none before the first look."""
-        return [name for name, row in (self._rows or {}).items() if row.kind == kind]
+    async def of_kind(self, kind: ModelKind) -> list[str]:
+        """Names of the models of one kind, at least one."""
+        return await self._sure(lambda: self._of_kind(kind))
 
     async def find(self, name: str, kind: ModelKind) -> ModelRow:
         """The model a request means: the one it names, or the only one of that kind."""
+        return await self._sure(lambda: self._find(name, kind))
+
+    async def _sure(self, find: Callable[[], _T]) -> _T:
+        """What is found; where nothing is, it may have been added just now."""
         await self._first.wait()
         try:
-            return self._find(name, kind)
+            return find()
         except (FieldNotFound, Unavailable):
-            await self._look_again()  # it may have been added just now
-        return self._find(name, kind)
+            await self._look_again()
+        return find()
+
+    def _of_kind(self, kind: ModelKind) -> list[str]:
+        found = [name for name, row in self._known().items() if row.kind == kind]
+        if not found:
+            raise FieldNotFound("model", f'no model is there to {kind}; add one with "brim models add NAME RUN"')
+        return found
 
     def _find(self, name: str, kind: ModelKind) -> ModelRow:
         rows = self._known()
-        if name:
-            if name not in rows:
-                raise FieldNotFound("model", f'no model is named "{name}"; "GET /api/models" lists those there are')
-            if rows[name].kind != kind:
-                raise FieldError("model", f'model="{name}" is there to {rows[name].kind}, not to {kind}; name another')
-            return rows[name]
-        found = self.of_kind(kind)
-        if not found:
-            raise FieldNotFound("model", f'no model is there to {kind}; add one with "brim models add NAME RUN"')
-        if len(found) > 1:
-            raise FieldError("model", f"model is missing and {len(found)} could be meant: {', '.join(found)}; name one")
-        return rows[found[0]]
+        if not name:
+            found = self._of_kind(kind)
+            if len(found) > 1:
+                could = f"{len(found)} could be meant: {', '.join(found)}"
+                raise FieldError("model", f"model is missing and {could}; name one")
+            return rows[found[0]]
+        if name not in rows:
+            raise FieldNotFound("model", f'no model is named "{name}"; "GET /api/models" lists those there are')
+        if rows[name].kind != kind:
+            raise FieldError("model", f'model="{name}" is there to {rows[name].kind}, not to {kind}; name another')
+        return rows[name]
 
     def _known(self) -> dict[str, ModelRow]:
         if self._rows is None:

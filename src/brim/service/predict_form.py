@@ -16,7 +16,7 @@ MAX_DEADLINE_MS: Final = 600_000
 MODEL_PATTERN: Final = r"^([A-Za-z0-9][A-Za-z0-9._-]{0,99})?$"
 _MAX_TEXT = 1000  # bytes of a field
 _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?", re.ASCII)
-_WORDS = {"true": True, "1": True, "yes": True, "on": True, "false": False, "0": False, "no": False, "off": False}
+_WORDS = {"true": True, "false": False}  # in any case: Python writes True
 
 
 @dataclass(slots=True)
@@ -65,8 +65,10 @@ class Form:
         self._field, self._is_file, self._length = field, field in self._takes.files, 0
         self._pieces = []
         if self._is_file:
+            if name is None:
+                raise FieldError(field, f"{field} is a text; send a file, with a filename")
             self._check_count()
-            self.files.append(File(_shown(name or "") or "the file"))
+            self.files.append(File(_shown(name) or "the file"))
         elif field in self.values:
             raise FieldError(field, f"{field} is given twice; give it once")
         elif field not in self._takes.fields:

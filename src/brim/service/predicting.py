@@ -31,6 +31,7 @@ from brim.service.known_models import as_asked
 from brim.service.predict_form import read_deadline_ms
 
 DEADLINE = "Brim-Deadline-Ms"
+STAGES = ("wait", "decode", "forward", "finish")
 _REASONS = {404: "unknown_model", 408: "slow_client", 413: "too_large", 415: "type", 429: "too_many"}
 
 
@@ -66,18 +67,21 @@ class Asked:
             raise Unavailable(f'the model "{row.name}" cannot be used: {failure}') from failure
         except OutOfMemory as failure:
             raise Unavailable(f'the model "{row.name}" found no memory for it; try again soon') from failure
-        self.here.metrics.stages(answer.facts.get("seconds", {}))
+        self.here.metrics.stages(_stages(answer))
         return answer
 
     def answer(self, answer: Answer, **headers: str) -> Response:
         """One answer as it goes out."""
         assert self.model is not None
-        stages = answer.facts.get("seconds", {})
+        stages = {**_stages(answer), "total": time.monotonic() - self.began_s}
         timing = ", ".join(f"{stage};dur={1e3 * seconds:.2f}" for stage, seconds in stages.items())
-        more = {"Server-Timing": timing} if timing else {}
-        return Response(
-            answer.body, media_type=answer.media_type, headers={"Brim-Model": self.model.name, **headers, **more}
-        )
+        said = {"Brim-Model": self.model.name, **headers, "Server-Timing": timing}
+        return Response(answer.body, media_type=answer.media_type, headers=said)
+
+
+def _stages(answer: Answer) -> dict[str, float]:
+    seconds = answer.facts.get("seconds", {})
+    return {stage: seconds[stage] for stage in STAGES if stage in seconds}
 
 
 async def predict(
@@ -119,26 +123,23 @@ async def _predict(
             counted.enter_context(here.intake.request())
             said = request.headers.get(DEADLINE)
             asked.within(here.settings.predict_deadline_ms if said is None else read_deadline_ms(DEADLINE, said))
-            _refuse_hopeless(asked)
+            await _refuse_hopeless(asked)
             body.until_s = asked.deadline_s
             name = await collect(asked, body)
         await asked.find(name)
         return await unless_gone(request, answer(asked))
 
 
-def _refuse_hopeless(asked: Asked) -> None:
+async def _refuse_hopeless(asked: Asked) -> None:
     """Before the body is read: where no model of the kind could answer in time, spare everybody the bytes."""
     predictions = asked.here.predictions
     if not predictions.is_on:
         raise Unavailable("this service makes no predictions; start it with --predict-memory above 0")
-    names = asked.here.known.of_kind(asked.kind)
-    if not names:
-        return  # found out with the model's name
-    wait_s = min(map(predictions.estimate, names))
+    wait_s = min(map(predictions.estimate, await asked.here.known.of_kind(asked.kind)))
     late_s = asked.began_s + wait_s - asked.deadline_s
     if late_s > 0:
         raise Overloaded(
-            f"an answer would take about {wait_s:.1f} s, longer than the request allows; try again later", late_s
+            f"an answer would take about {1e3 * wait_s:.0f} ms, longer than the request allows; try again later", late_s
         )
 
 

@@ -29,7 +29,7 @@ from brim.service.predict_form import (
     read_model,
     read_threshold,
 )
-from brim.service.predicting import DEADLINE, Asked, predict
+from brim.service.predicting import Asked, predict
 from brim.service.settings import Settings
 
 router = APIRouter(prefix="/api", tags=["predictions"])
@@ -45,7 +45,13 @@ _MODEL: dict[str, Any] = {
     "pattern": MODEL_PATTERN,
     "description": "as GET /api/models lists it; may be left out where only one of the kind is there",
 }
-_DEADLINE: dict[str, Any] = {"type": "integer", "minimum": 1, "maximum": MAX_DEADLINE_MS}
+_DEADLINE: dict[str, Any] = {
+    "type": "integer",
+    "minimum": 1,
+    "maximum": MAX_DEADLINE_MS,
+    "description": "milliseconds from the request's first byte; also the header Brim-Deadline-Ms, by which what is "
+    "hopeless is refused before its body is read",
+}
 _FILE: dict[str, Any] = {"type": "string", "format": "binary"}
 _SEGMENT: dict[str, Any] = {
     "model": _MODEL,
@@ -60,13 +66,6 @@ _SEGMENT_FIELDS: Final = {
     "detect_holes": read_flag,
     "strict": read_flag,
     "deadline_ms": read_deadline_ms,
-}
-_HEADER: dict[str, Any] = {
-    "name": DEADLINE,
-    "in": "header",
-    "required": False,
-    "schema": _DEADLINE,
-    "description": "milliseconds from the request's first byte; what could not be answered by then is refused at once",
 }
 _REFUSALS = refusals(400, 404, 408, 413, 415, 422, 429, 503)
 _ANSWERED = {"Brim-Model": {"schema": {"type": "string"}}, "Server-Timing": {"schema": {"type": "string"}}}
@@ -121,7 +120,7 @@ def body_limits(settings: Settings) -> dict[str, int]:
 def _form(required: str, **properties: Any) -> dict[str, Any]:
     schema = {"type": "object", "additionalProperties": False, "required": [required], "properties": properties}
     content = {"multipart/form-data": {"schema": schema}}
-    return {"requestBody": {"required": True, "content": content}, "parameters": [_HEADER]}
+    return {"requestBody": {"required": True, "content": content}}
 
 
 def _answers(**content: Any) -> dict[int | str, dict[str, Any]]:
@@ -221,7 +220,6 @@ async def classify(request: Request, here: Here) -> Response:
     response_class=Response,
     responses=_answers(**{"application/geo+json": _COLLECTION}),
     openapi_extra={
-        "parameters": [_HEADER],
         "requestBody": {
             "required": True,
             "content": {
