@@ -12,7 +12,7 @@ from small_dataset import write_dataset
 
 from brim.engine.servable import Answer, Payload
 from brim.engine.warm_up import warm_up
-from brim.errors import CheckpointError, ConfigError
+from brim.errors import CheckpointError, ConfigError, TooLarge
 from brim.rf.config import GenerateConfig
 from brim.rf.features import FEATURES, STATISTICS
 from brim.rf.model import Locator
@@ -161,6 +161,11 @@ def test_what_is_no_observation_is_refused_in_words(servable, value):
 
     with pytest.raises(ConfigError, match="request"):
         servable.decode(request)
+
+
+def test_more_stations_than_any_network_of_them_are_refused(servable):
+    with pytest.raises(TooLarge, match="300 stations, at most 256"):
+        servable.inspect(payload([{"stations": [{}] * 3}, {"stations": [{}] * 300}]))
 
 
 def test_numbers_that_lead_to_no_position_are_refused(made, servable):

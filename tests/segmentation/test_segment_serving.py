@@ -82,6 +82,12 @@ def png(height: int, width: int, seed: int = 0) -> bytes:
     return bytes(cv2.imencode(".png", smooth.astype(np.uint8))[1])
 
 
+def bomb(width: int, height: int) -> bytes:
+    """A PNG of a few bytes that says it is that large."""
+    head = b"IHDR" + struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    return b"\x89PNG\r\n\x1a\n" + struct.pack(">I", 13) + head + struct.pack(">I", zlib.crc32(head))
+
+
 def run(servable: SegmentServable, payloads: list[Payload], size: int = 4) -> list[Answer | BaseException]:
     """Answers of requests whose parts share batches wherever they may."""
     items = [servable.decode(payload) for payload in payloads]
@@ -220,16 +226,16 @@ def test_requests_that_cannot_share_a_forward_have_different_keys(servable, made
     assert servable.inspect(Payload(png(60, 64), "b", {"format": "mask"})).key == keys[0]
 
 
-def bomb(width: int, height: int) -> bytes:
-    """A PNG of a few bytes that says it is that large."""
-    head = b"IHDR" + struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
-    return b"\x89PNG\r\n\x1a\n" + struct.pack(">I", 13) + head + struct.pack(">I", zlib.crc32(head))
-
-
-@pytest.mark.parametrize("options", [{}, {"max_pixels": 100}])
-def test_a_bomb_is_refused_by_its_header(servable, options):
-    data = png(64, 64) if options else bomb(60000, 60000)
-
+@pytest.mark.parametrize(
+    ("data", "options"),
+    [
+        (bomb(60000, 60000), {}),
+        (bomb(2**26, 1), {}),  # padded to 32 rows it is none that fits
+        (bomb(1, 2**31 - 1), {}),
+        (png(64, 64), {"max_pixels": 100}),
+    ],
+)
+def test_a_bomb_is_refused_by_its_header(servable, data, options):
     with pytest.raises(TooLarge, match=r"a\.png.*pixels"):
         servable.inspect(Payload(data, "a.png", options))
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from brim.engine.servable import Answer, Item, Payload, Shape
 from brim.engine.warm_up import ladder
-from brim.errors import ConfigError
+from brim.errors import ConfigError, TooLarge
 from brim.rf.evaluate import MIN_STATIONS, geojson, parse_observations
 from brim.rf.locate import Rows
 from brim.rf.model import Estimate
@@ -25,6 +25,7 @@ from brim.rf.run import load_run
 
 MEDIA_TYPE = "application/geo+json"
 MOST = {"cuda": 1024, "cpu": 64}  # observations of a batch; on a CPU what the solver takes at once
+MAX_STATIONS = 256  # of an observation: what attention takes grows with their square
 _EXAMPLE_STATIONS = 8
 
 _numbers = itertools.count()
@@ -51,7 +52,10 @@ class LocateServable:
     def inspect(self, payload: Payload) -> Shape:
         """Key and observations from how many stations there are."""
         listed = _listed(_read(payload))
-        most = padded(max(map(_num_stations, listed)))
+        num = max(map(_num_stations, listed))
+        if num > MAX_STATIONS:
+            raise TooLarge(f"an observation of {num} stations, at most {MAX_STATIONS} are taken; send the strongest")
+        most = padded(num)
         scale = most / _EXAMPLE_STATIONS
         expected_s = {size: seconds * scale for size, seconds in self.expected_s.items()}
         return Shape((self._number, most), len(listed), cost=float(most), expected_s=expected_s)

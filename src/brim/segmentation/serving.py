@@ -105,7 +105,9 @@ class SegmentServable:
         """Key and patches from the image's header."""
         options = _Options.of(payload.options)
         width, height = image_size(payload.data, payload.name)
-        if width * height > options.max_pixels:
+        # a thin strip is small as a file and large as windows
+        whole = padded(width) * padded(height)
+        if width * height > options.max_pixels or whole > max(2 * options.max_pixels, self._tile**2):
             raise TooLarge(
                 f"{payload.name}: {width} x {height} pixels, at most {options.max_pixels} are taken; send it in parts"
             )
@@ -136,6 +138,7 @@ class SegmentServable:
         """Queue patches of one shape and threshold."""
         run = parts[0].run
         patches = [part.patch for part in parts]
+        run.scorer.restore(_ANY)  # memory that was short once may be there now: no batch pays for one before it
         return _Running(run, patches, run.scorer.forward(Batch(patches)))
 
     def collect(self, running: "_Running") -> list[Any]:
