@@ -71,8 +71,15 @@ class Steps:
             pixels = batch.to(self._network.device, non_blocking=True).permute(0, 3, 1, 2)
             probability = torch.sigmoid(self._network(pixels)[: len(images), 0])
             mask = (probability > 0.5).to(torch.uint8) * 255
-            masks, probabilities = mask.cpu().numpy(), probability.cpu().numpy()
+            masks, probabilities = (self._downloaded(tensor) for tensor in (mask, probability))
+            if self._on_gpu:
+                torch.cuda.current_stream().synchronize()
         return [(masks[row], probabilities[row]) for row in range(len(images))]
+
+    def _downloaded(self, tensor: torch.Tensor) -> np.ndarray:
+        """On its way to the host, through pinned memory from a GPU."""
+        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=self._on_gpu)
+        return host.copy_(tensor, non_blocking=True).numpy()
 
     def finish(self, found: tuple[np.ndarray, np.ndarray]) -> bytes:
         """Polygons as GeoJSON."""

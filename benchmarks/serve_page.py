@@ -41,6 +41,10 @@ def in_words(results: Json) -> str:
         f"processes to decode and as many to trace, {told['api_servers']} of its API"
         for name, told in others.items()
     ]
+    if any(name.endswith("*") for name in others):
+        lines.append(
+            "\nA star: its limits were tuned by hand, so that what it begins can still be of use; not in the bars."
+        )
     return "\n".join(lines)
 
 

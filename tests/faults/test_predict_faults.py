@@ -145,15 +145,21 @@ def test_a_thousand_connections_with_poison_and_disconnects_among_them(serve, ex
     assert kinds_of(told, "alien") == {415}
     assert kinds_of(told, "bomb") == {413}
     assert mean_batch(serve) > 2  # of four at most: the poison had neighbours
+    counts = {stage: metrics(serve)[f'brim_predict_seconds_count{{stage="{stage}"}}'] for stage in ("finish", "total")}
+    assert counts["finish"] - 100 <= counts["total"] <= counts["finish"]  # clients may go while theirs is sent
     until(lambda: not leftovers(serve, before), 10, lambda: f"memory stays: {leftovers(serve, before)}")
     check_innocents(storm(serve, innocents(KINDS)), expected)
 
 
 def mean_batch(serve: Serve) -> float:
     """Images to a batch so far, as the metrics have it."""
-    lines = [line.split() for line in serve.get("/metrics").splitlines() if line.startswith("brim_predict_batch_size_")]
-    found = {words[0]: float(words[1]) for words in lines}
+    found = metrics(serve)
     return found["brim_predict_batch_size_sum"] / found["brim_predict_batch_size_count"]
+
+
+def metrics(serve: Serve) -> dict[str, float]:
+    lines = [line.rpartition(" ") for line in serve.get("/metrics").splitlines() if line.startswith("brim_predict_")]
+    return {name: float(value) for name, _, value in lines}
 
 
 def leftovers(serve: Serve, before: dict[str, int]) -> dict[str, str]:

@@ -52,7 +52,7 @@ POISON = {(250, 1, 2): "raise", (250, 1, 3): "memory", (250, 1, 4): "kill", (250
 
 
 def patch_network(module):
-    """Fail, end or hang in the forward of a batch with a marked image."""
+    """Fail, end or hang in the forward of a batch with a marked image; larger batches pay."""
     run = module.Network.__call__
 
     def poisoned(self, images):
@@ -65,6 +65,7 @@ def patch_network(module):
             os.kill(os.getpid(), signal.SIGKILL)
         if "hang" in marks:
             time.sleep(1000)
+        time.sleep(0.008)  # as if every batch had a price of its own: together is cheaper
         return run(self, images)
 
     module.Network.__call__ = poisoned
