@@ -180,6 +180,20 @@ def test_a_deadline_that_passes_while_the_device_hangs_is_told():
         assert all(reply.result(5) for reply in hanging)
 
 
+def test_an_answer_that_comes_too_late_to_be_of_use_is_not_given():
+    class Slow(Sleeper):
+        def finish(self, item: Item, outputs: list[str]) -> Answer:
+            time.sleep(0.2)
+            return super().finish(item, outputs)
+
+    with serving(Slow()) as (runner, _):
+        late, fine = send(runner, "late", within_s=0.1), send(runner, "fine")
+
+        assert isinstance(late.exception(5), DeadlinePassed)
+        assert fine.result(5).body == b"FINE/0"
+        assert runner.snapshot()["rejected"] == {"deadline": 1}
+
+
 def test_drain_answers_what_was_accepted_and_refuses_what_comes():
     with serving(Sleeper(0.02)) as (runner, _):
         replies = [send(runner, str(number)) for number in range(20)]

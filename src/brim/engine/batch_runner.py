@@ -291,8 +291,7 @@ class BatchRunner:
         while True:
             piece, expired = self._look()
             for job in expired:
-                self._stats.reject("deadline")
-                self._resolve(job, DeadlinePassed(_too_late(job, self._clock())))
+                self._give_up(job)
             if self._closed:
                 return None
             if piece is not None:
@@ -423,17 +422,19 @@ class BatchRunner:
             del job
 
     def _finish(self, job: _Job) -> float | None:
-        """Make and give the answer; how long that took."""
+        """Make and give the answer, unless it comes too late to be of use; how long that took."""
         began_s = self._clock()
         if job.done or job.item is None:
             return None
-        end_s = began_s + self._finish_times.work_s(job.key, job.token)
-        if end_s > job.deadline_s + self._config.grace * (job.deadline_s - job.submitted_s):
-            self._stats.reject("deadline")
-            self._resolve(job, DeadlinePassed(_too_late(job, began_s)))
+        grace_s = self._config.grace * (job.deadline_s - job.submitted_s)
+        if began_s + self._finish_times.work_s(job.key, job.token) > job.deadline_s + grace_s:
+            self._give_up(job)
             return None
         answer = job.servable.finish(job.item, job.outputs)
         now_s = self._clock()
+        if now_s > job.deadline_s + 2 * grace_s:
+            self._give_up(job)
+            return now_s - began_s
         seconds = {
             "wait": max(0.0, job.started_s - job.ready_s),
             "decode": job.decode_s,
@@ -456,6 +457,10 @@ class BatchRunner:
     def _fail(self, job: _Job, failure: BaseException) -> None:
         if self._resolve(job, failure):
             self._stats.fail()
+
+    def _give_up(self, job: _Job) -> None:
+        if self._resolve(job, DeadlinePassed(_too_late(job, self._clock()))):
+            self._stats.reject("deadline")
 
     def _resolve(self, job: _Job, result: Answer | BaseException) -> bool:
         """Give a request its answer or error, the first that comes; whether this one was."""
