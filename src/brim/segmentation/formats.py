@@ -6,6 +6,7 @@ import uuid
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from contextlib import closing, suppress
+from functools import cache
 from pathlib import Path
 from types import TracebackType
 from typing import Literal, Self, get_args
@@ -200,13 +201,29 @@ def _ring_texts(polygons: Sequence[Polygon]) -> tuple[memoryview, list[int]]:
 
 def _texts(points: np.ndarray, last: np.ndarray) -> tuple[memoryview, list[int]]:
     """Closed points (P, 2) in brackets, and where each ring, whose last point is given, ends; from 0 on."""
-    width = len(str(int(points.max())))
+    width = max(4, len(str(int(points.max()))))
     line = np.zeros((len(points), 2 * width + 6), np.uint8)  # [ [ x , y ] ] , with 0 where nothing stands
     line[:, 1], line[:, width + 2], line[:, -3], line[:, -1] = b"[,],"
     line[0, 0], line[last[:-1] + 1, 0], line[last, -2] = b"[[]"
-    num = _put_digits(points[:, 0], line[:, 2 : width + 2]) + _put_digits(points[:, 1], line[:, width + 3 : -3])
-    ends = np.cumsum(num + 4)[last] + 2 * np.arange(1, len(last) + 1)
+    put = _put_digits if width > 4 else _put_four
+    num = put(points[:, 0], line[:, 2 : width + 2]) + put(points[:, 1], line[:, width + 3 : -3])
+    ends = np.cumsum(num + 4, dtype=np.int64)[last] + 2 * np.arange(1, len(last) + 1)
     return memoryview(line.tobytes().translate(None, b"\0")), [0, *ends.tolist()]
+
+
+def _put_four(values: np.ndarray, out: np.ndarray) -> np.ndarray:
+    """What _put_digits does, for numbers below 10 000, by a table: one copy of four bytes each."""
+    digits, lengths = _table()
+    out.view(np.uint32)[:, 0] = digits[values]
+    return lengths[values]
+
+
+@cache
+def _table() -> tuple[np.ndarray, np.ndarray]:
+    """Of each number below 10 000 its digits as four bytes in a uint32, and how many there are."""
+    digits = np.zeros((10_000, 4), np.uint8)
+    lengths = _put_digits(np.arange(10_000), digits)
+    return digits.view(np.uint32)[:, 0], lengths.astype(np.uint8)
 
 
 def _put_digits(values: np.ndarray, out: np.ndarray) -> np.ndarray:
