@@ -343,6 +343,22 @@ def test_what_is_wrong_with_a_model_is_not_the_client_s_fault(api_with, failure,
         assert answer.headers["retry-after"]
 
 
+def test_what_nobody_foresaw_in_one_file_of_many_fails_that_alone(api_with, monkeypatch):
+    with api_with() as api:
+        ask = api.predictions.request
+
+        async def request(model: Any, payload: Any, **options: Any) -> Any:
+            if options["name"] == "cursed.png":
+                raise RuntimeError("division by /secret")
+            return await ask(model, payload, **options)
+
+        monkeypatch.setattr(api.predictions, "request", request)
+        answer = segment(api, FILE, ("file", "cursed.png", png()), FILE, path="/api/batch-segment")
+
+        assert [row.get("code") for row in answer.json["results"]] == [None, 500, None]
+        assert "/secret" not in answer.body.decode()
+
+
 def test_more_at_once_than_may_be_is_429(api_with):
     with api_with(max_predicting=2) as api:
         segment(api, FILE)

@@ -21,6 +21,7 @@ from brim.jobs.fields import plain_text
 
 log = logging.getLogger(__name__)
 
+INTERNAL = "internal error; the service's log says more"
 RETRY_AFTER_S = {429: 10, 503: 5}
 # The first family that fits decides: special ones stand before their parents.
 STATUS: tuple[tuple[type[errors.BrimError], int], ...] = (
@@ -106,7 +107,7 @@ def install(app: FastAPI, redact: Callable[[str], str]) -> None:
 
     def any_error(request: Request, failure: Exception) -> Response:
         log.error("internal error in %s %s", request.method, template(request.scope), exc_info=failure)
-        return problem(500, "internal error; the service's log says more")
+        return problem(500, INTERNAL)
 
     app.add_exception_handler(errors.BrimError, brim_error)
     app.add_exception_handler(HTTPException, http_error)

@@ -15,7 +15,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from brim.errors import Unavailable
 from brim.jobs.status import STATUSES
-from brim.service.errors import problem_bytes, template
+from brim.service.errors import INTERNAL, problem_bytes, template
 from brim.service.predictor_metrics import PredictorMetrics
 
 log = logging.getLogger("brim.service.access")
@@ -170,7 +170,7 @@ def _is_private(path: str) -> bool:
 
 
 async def _internal_error(send: Send) -> None:
-    body = problem_bytes("internal error; the service's log says more")
+    body = problem_bytes(INTERNAL)
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
     await send({"type": "http.response.start", "status": 500, "headers": headers})
     await send({"type": "http.response.body", "body": body})

@@ -26,6 +26,11 @@ class File:
     name: str
     data: bytes = b""
 
+    def take(self) -> bytes:
+        """Its bytes, kept here no longer: whoever has them may let them go."""
+        data, self.data = self.data, b""
+        return data
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Takes:

@@ -28,7 +28,7 @@ from brim.service.context import Context
 from brim.service.errors import status_of
 from brim.service.intake import Body, unless_gone
 from brim.service.known_models import as_asked
-from brim.service.predict_form import read_deadline_ms
+from brim.service.predict_form import File, read_deadline_ms
 
 DEADLINE = "Brim-Deadline-Ms"
 STAGES = ("wait", "decode", "forward", "finish")
@@ -55,13 +55,13 @@ class Asked:
         """The model it means."""
         self.model = await self.here.known.find(name, self.kind)
 
-    async def ask(self, data: bytes, *, name: str = "", strict: bool = False, **options: Any) -> Answer:
-        """What the model says of some bytes."""
+    async def ask(self, file: File, *, strict: bool = False, **options: Any) -> Answer:
+        """What the model says of a file; its bytes go once they are handed on: many requests wait at a time."""
         assert self.model is not None
         row = self.model
         try:
             answer = await self.here.predictions.request(
-                as_asked(row), data, deadline_s=self.deadline_s, name=name, options=options, alone=strict
+                as_asked(row), file.take(), deadline_s=self.deadline_s, name=file.name, options=options, alone=strict
             )
         except (CheckpointError, StorageError, DeviceError) as failure:  # not what was sent: the model itself
             raise Unavailable(f'the model "{row.name}" cannot be used: {failure}') from failure

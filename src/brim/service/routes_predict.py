@@ -5,6 +5,7 @@ What arrives together runs together, in the predictors; here a body is collected
 
 import asyncio
 import json
+import logging
 from typing import Any, Final
 
 from fastapi import APIRouter, Request, Response
@@ -13,7 +14,7 @@ from brim.engine.servable import Answer
 from brim.errors import BrimError, FieldError
 from brim.service.body import check_type, parse
 from brim.service.context import Here
-from brim.service.errors import redacted, status_of
+from brim.service.errors import INTERNAL, redacted, status_of
 from brim.service.intake import Body
 from brim.service.multipart import boundary_of
 from brim.service.openapi import refusals
@@ -31,6 +32,8 @@ from brim.service.predict_form import (
 )
 from brim.service.predicting import Asked, predict
 from brim.service.settings import Settings
+
+log = logging.getLogger(__name__)
 
 router = APIRouter(prefix="/api", tags=["predictions"])
 
@@ -207,8 +210,7 @@ async def classify(request: Request, here: Here) -> Response:
     takes = Takes(max_file_bytes=here.settings.max_predict_bytes, fields=fields)
 
     async def answer(asked: Asked, form: Form) -> Response:
-        file = form.files[0]
-        found = await asked.ask(file.data, name=file.name)
+        found = await asked.ask(form.files[0])
         assert asked.model is not None
         return asked.answer(Answer(_with_model(asked.model.name, found.body), found.media_type, found.facts))
 
@@ -258,7 +260,8 @@ async def locate(request: Request, here: Here) -> Response:
         return str(body.get("model", ""))
 
     async def answer(asked: Asked) -> Response:
-        return asked.answer(await asked.ask(_JSON({"observations": body["observations"]}).encode()))
+        data = _JSON({"observations": body["observations"]}).encode()
+        return asked.answer(await asked.ask(File("", data)))
 
     return await predict(request, here, "locate", collect, answer)
 
@@ -284,8 +287,7 @@ async def _of_form(request: Request, here: Here, kind: Any, takes: Takes, answer
 async def _segment(asked: Asked, file: File, form: Form) -> Answer:
     values = form.values
     return await asked.ask(
-        file.data,
-        name=file.name,
+        file,
         strict=values.get("strict", False),
         threshold=values.get("threshold", 0.5),
         detect_holes=values.get("detect_holes", True),
@@ -294,11 +296,14 @@ async def _segment(asked: Asked, file: File, form: Form) -> Answer:
     )
 
 
-async def _one(asked: Asked, file: File, form: Form) -> Answer | BrimError:
+async def _one(asked: Asked, file: File, form: Form) -> Answer | Exception:
     """A file of many: its failure is its own."""
     try:
         return await _segment(asked, file, form)
     except BrimError as failure:
+        return failure
+    except Exception as failure:
+        log.error("internal error in one file of many", exc_info=failure)
         return failure
 
 
@@ -306,7 +311,7 @@ def _status(failure: Exception) -> int:
     return status_of(failure) if isinstance(failure, BrimError) else 500
 
 
-def _results(asked: Asked, form: Form, found: list[Answer | BrimError]) -> bytes:
+def _results(asked: Asked, form: Form, found: list[Answer | Exception]) -> bytes:
     """One JSON text; what models said goes in as it is."""
     assert asked.model is not None
     rows = [_row(asked, file.name, one) for file, one in zip(form.files, found, strict=True)]
@@ -316,10 +321,10 @@ def _results(asked: Asked, form: Form, found: list[Answer | BrimError]) -> bytes
     return b"".join((head[:-1].encode(), b',"results":[', b",".join(rows), b"],", tail[1:].encode()))
 
 
-def _row(asked: Asked, name: str, one: Answer | BrimError) -> bytes:
+def _row(asked: Asked, name: str, one: Answer | Exception) -> bytes:
     if isinstance(one, Answer):
         return b"".join((_JSON({"file": name, "status": "ok"})[:-1].encode(), b',"result":', one.body, b"}"))
-    detail = redacted(str(one), asked.here.redact)
+    detail = redacted(str(one), asked.here.redact) if isinstance(one, BrimError) else INTERNAL
     return _JSON({"file": name, "status": "error", "code": _status(one), "detail": detail}).encode()
 
 

@@ -125,6 +125,7 @@ class Predictions:
         Unavailable as they say, and whatever error of brim.errors the model's side raised.
         """
         one = self._accept(model, payload, deadline_s, {"name": name, "options": dict(options or {}), "alone": alone})
+        del payload  # it is copied; many requests wait at a time
         self._waiting.append(one)
         self._pump()
         try:
