@@ -215,7 +215,7 @@ def _put_four(values: np.ndarray, out: np.ndarray) -> np.ndarray:
     """What _put_digits does, for numbers below 10 000, by a table: one copy of four bytes each."""
     digits, lengths = _table()
     out.view(np.uint32)[:, 0] = digits[values]
-    return lengths[values]
+    return np.asarray(lengths[values])
 
 
 @cache
