@@ -117,10 +117,7 @@ def split_cores(on_gpu: bool) -> tuple[list[int], list[int]]:
 def measure(results: Json, options: argparse.Namespace, folder: Path) -> None:
     """The network without a server, then each server."""
     setting = prepare(results, options, folder)
-    tell("direct calls and predict_batch")
-    command = [sys.executable, str(HERE / "serve_direct.py"), str(folder / "setting.json")]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
-    results["direct"] = direct = json.loads(done.stdout.splitlines()[-1])
+    results["direct"] = direct = without_server(folder)
     results["capacity_per_s"] = statistics.median(direct["offline_per_s"])
     results["limit_s"] = LIMIT_CALLS * direct["direct_ms"]["median"] / 1000
     tell(f"direct {direct['direct_ms']['median']:.1f} ms, offline {results['capacity_per_s']:.1f} images/s")
@@ -135,6 +132,17 @@ def measure(results: Json, options: argparse.Namespace, folder: Path) -> None:
             except Exception as failure:  # broad on purpose: the others are measured all the same
                 tell(f"{name}: {type(failure).__name__}: {failure}")
                 results["failures"][name] = f"{type(failure).__name__}: {failure}"
+    if not options.on_gpu:
+        results["direct_end"] = without_server(folder)  # whether the machine was the same all the time
+
+
+def without_server(folder: Path) -> Json:
+    """The direct call and predict_batch, in a process on the model's cores."""
+    tell("direct calls and predict_batch")
+    command = [sys.executable, str(HERE / "serve_direct.py"), str(folder / "setting.json")]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+    found: Json = json.loads(done.stdout.splitlines()[-1])
+    return found
 
 
 def wanted(options: argparse.Namespace) -> list[str]:

@@ -35,10 +35,16 @@ def in_words(results: Json) -> str:
         f"direct call {direct['direct_ms']['median']:.1f} ms, limit {1000 * results['limit_s']:.0f} ms, "
         f"predict_batch {results['capacity_per_s']:.1f} images/s, {results['seconds']:g} s for each load."
     ]
+    if "direct_end" in results:
+        end = results["direct_end"]
+        lines[0] += (
+            f" At the end: direct call {end['direct_ms']['median']:.1f} ms, "
+            f"predict_batch {statistics.median(end['offline_per_s']):.1f} images/s."
+        )
     lines += [
         f"- {name}: batches of up to {told['batch_size']}, {told['wait_ms']:g} ms for one to fill, gives up after "
-        f"{1000 * told['timeout_s']:.0f} ms, {told['capacity']} in its queue at most, {told['threads']} threads or "
-        f"processes to decode and as many to trace, {told['api_servers']} of its API"
+        f"{1000 * told['timeout_s']:.0f} ms, {told['capacity']} in its queue at most; threads or processes: "
+        f"{told['threads']} decode, {told['threads']} trace, {told['api_servers']} take requests"
         for name, told in others.items()
     ]
     if any(name.endswith("*") for name in others):

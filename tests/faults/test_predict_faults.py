@@ -84,7 +84,7 @@ def expected(weights: Path) -> dict[str, bytes]:
 
 def image(kind: int, mark: str | None = None) -> bytes:
     """A PNG of cells, different ones of different sides, with a mark in its corner where it is poison."""
-    pixels, _ = make_cells(5, kind, SIDE, SIDE if kind % 3 else SIDE + 40)  # those are cut into windows
+    pixels, _ = make_cells(5, kind, SIDE, SIDE if kind % 6 else SIDE + 40)  # those are cut into windows
     if mark is not None:
         pixels[0, 0] = MARKS[mark]
     return bytes(cv2.imencode(".png", pixels[..., ::-1])[1])
@@ -120,7 +120,7 @@ def test_the_answers_are_those_of_predict(serve, expected):
 def test_a_thousand_connections_with_poison_and_disconnects_among_them(serve, expected):
     """1 in 20 is poison of some kind, 1 in 10 hangs up; memory returns to what it was."""
     picked = random.Random(1)
-    storm(serve, innocents(200))
+    storm(serve, innocents(100))
     before = {name: resident_bytes(serve.children()[name]) for name in ("api", "predict")}
     asks = innocents(1000)
     poison = [
