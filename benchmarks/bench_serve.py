@@ -103,6 +103,8 @@ def parse_options() -> argparse.Namespace:
     if options.train_epochs is None:
         options.train_epochs = 6 if options.on_gpu else 1
     options.only, options.loads = options.only.split(","), [float(load) for load in options.loads.split(",")]
+    if unknown := set(options.only) - set(START):
+        parser.error(f"--only {', '.join(sorted(unknown))}: unknown; choose from {', '.join(START)}")
     options.shown = [text for text in sys.argv[1:] if "/" not in text]
     options.model_cores, options.other_cores = split_cores(options.on_gpu)
     return options
