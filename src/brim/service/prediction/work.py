@@ -145,3 +145,39 @@ class Watched:
     def close(self) -> None:
         """Of the model."""
         self.inner.close()
+
+
+class Started:
+    """Which requests the runner hands to the device, by its numbers; one may start before its submission returns."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._works: dict[int, Work] = {}
+        self._early: set[int] | None = None  # numbers nobody has noted yet, while a request is submitted
+
+    def expect(self) -> None:
+        """A request is about to be submitted."""
+        with self._lock:
+            self._early = set()
+
+    def note(self, number: int, work: Work) -> None:
+        """The runner's number of the request that was submitted."""
+        with self._lock:
+            early, self._early = self._early, None
+            self._works[number] = work
+        if early and number in early:
+            work.mark(FORWARD)
+
+    def mark(self, numbers: list[int]) -> None:
+        """These run now."""
+        with self._lock:
+            if self._early is not None:
+                self._early.update(numbers)
+            works = [self._works[number] for number in numbers if number in self._works]
+        for work in works:
+            work.mark(FORWARD)
+
+    def forget(self, number: int) -> None:
+        """It has ended."""
+        with self._lock:
+            self._works.pop(number, None)
