@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -54,22 +54,26 @@ class Service:
         return str(made["id"])
 
     def children(self) -> dict[str, int]:
-        """Process numbers: api, w0 …"""
+        """Process numbers: api, predict, w0 …"""
         found = {}
         words_of = {pid: _words(pid) for pid in _children(self.process.pid)}
         for pid, words in words_of.items():
             if "brim.service.main" in words:
                 found["api"] = pid
+            elif "brim.service.prediction.main" in words:
+                found["predict"] = pid
             elif "brim.jobs.worker" in words:
                 found[words[words.index("brim.jobs.worker") + 1]] = pid
         return found
 
 
 @contextmanager
-def serving(data: Path, database: str | None = None, *, workers: int = 1, **env: str) -> Iterator[Service]:
+def serving(
+    data: Path, database: str | None = None, *, workers: int = 1, arguments: Sequence[str] = (), **env: str
+) -> Iterator[Service]:
     """Start a service on a free port; ended with its children at the end."""
     command = [sys.executable, "-m", "brim", "serve", "--port", "0", "--data", str(data), "--workers", str(workers)]
-    command += ["--database", database] if database else []
+    command += [*(["--database", database] if database else []), *arguments]
     changed = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "BRIM_LOG_LEVEL": "WARNING", **env}
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=changed) as process:
         try:

@@ -9,6 +9,8 @@
     ├── DatasetError           a dataset directory that is missing, foreign, occupied or inconsistent
     │   └── ShardCorrupt       a shard whose bytes differ from the manifest
     ├── ImageError             an image or mask that cannot be read or used
+    ├── TooLarge               a request whose body, or what it unpacks to, is above a limit
+    ├── UnsupportedType        a request whose file is of no kind that is read there
     ├── CheckpointError        a checkpoint that is missing, damaged, or of another model or run
     ├── TrainingDiverged       a loss or weight that is no longer a finite number
     ├── StorageError           the file system refused: full, read-only, no permission
@@ -17,6 +19,8 @@
     ├── Conflict               what the state of a thing does not allow now, such as deleting what is in use
     ├── TooMany                more than a limit allows at once
     ├── Unavailable            a database, or the service itself, that does not answer for now
+    ├── Overloaded             a request that could not be answered by its deadline; says when to come again
+    ├── DeadlinePassed         a request that was accepted, but whose deadline passed before it ran
     └── OutOfMemory            a batch that does not fit; halved and retried wherever a batch can be halved
 
 A message names the thing, its value, what was expected and the next step.
@@ -75,6 +79,14 @@ class ImageError(BrimError):
     """An image or mask that cannot be read or used."""
 
 
+class TooLarge(BrimError):
+    """A request whose body, or what it unpacks to, is above a limit."""
+
+
+class UnsupportedType(BrimError):
+    """A request whose file is of no kind that is read there."""
+
+
 class NotFound(BrimError):
     """An id that names nothing."""
 
@@ -89,6 +101,18 @@ class TooMany(BrimError):
 
 class Unavailable(BrimError):
     """A database, or the service itself, that does not answer for now."""
+
+
+class Overloaded(BrimError):
+    """A request refused at once, because it could not be answered by its deadline beside those accepted before."""
+
+    def __init__(self, message: str, retry_after_s: float) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class DeadlinePassed(BrimError):
+    """A request that was accepted, but that could no longer be answered in time when its turn came."""
 
 
 class FieldConflict(FieldError, Conflict):

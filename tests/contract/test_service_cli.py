@@ -205,6 +205,11 @@ def test_no_token_is_said_with_where_it_was_looked_for(tmp_path):
         (["--host", "0.0.0.0"], "there is no token yet"),
         (["--host", "192.0.2.1"], "192.0.2.1"),
         (["--allow-host", "a b"], '"a b"'),
+        (["--api-processes", "0"], "--api-processes 0 must be at least 1"),
+        (["--predict-memory", "91"], "--predict-memory 91 must be between 0 and 90 percent; 0 turns prediction off"),
+        (["--predict-memory", "-1%"], "--predict-memory -1 must be between 0 and 90 percent"),
+        (["--predict-memory", "much"], "'much' is not a percentage; write it like 20 or 20%"),
+        (["--predict-memory", "nan"], "'nan' is not a percentage"),
     ],
 )
 def test_mistakes_of_serve_are_one_sentence(argv, words, tmp_path):

@@ -126,6 +126,51 @@ def test_memory_cached_by_torch_counts_as_free(monkeypatch):
     assert free_bytes(torch.device("cuda:0")) == 130
 
 
+def test_a_share_bounds_what_is_free_and_leaves_the_rest_to_others(machine, monkeypatch):
+    machine({
+        "proc/self/cgroup": "0::/box\n",
+        "proc/self/status": "VmRSS: 100 kB\n",
+        "cgroup/cgroup.controllers": "memory",
+        "cgroup/box/memory.max": "1000000\n",
+        "cgroup/box/memory.current": "110000\n",
+    })  # fmt: skip
+    monkeypatch.setenv("BRIM_MEMORY_SHARE", "0.8")
+    assert free_bytes(CPU) == 800_000 - 100 * 1024
+    assert total_bytes(CPU) == 1_000_000
+    monkeypatch.setenv("BRIM_MEMORY_SHARE", "0.05")
+    assert free_bytes(CPU) == 0
+
+
+@pytest.mark.parametrize(("driver_free", "expected"), [(900, 780), (200, 230)])
+def test_a_share_of_a_gpu_counts_what_this_process_has_of_it(monkeypatch, driver_free, expected):
+    monkeypatch.setattr(memory, "total_bytes", lambda device: 1000)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (driver_free, 1000))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 50)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 20)
+    monkeypatch.setenv("BRIM_MEMORY_SHARE", "0.8")
+
+    assert free_bytes(torch.device("cuda:0")) == expected
+
+
+def test_torch_is_told_of_a_share_and_only_of_one(monkeypatch):
+    told = []
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda *given: told.append(given))
+    monkeypatch.delenv("BRIM_MEMORY_SHARE", raising=False)
+    memory.keep_to_share(torch.device("cuda:0"))
+    monkeypatch.setenv("BRIM_MEMORY_SHARE", "0.8")
+    memory.keep_to_share(CPU)
+    memory.keep_to_share(torch.device("cuda:0"))
+
+    assert told == [(0.8, torch.device("cuda:0"))]
+
+
+@pytest.mark.parametrize("text", ["0", "1.5", "-1", "nan", "most", "20%"])
+def test_a_share_that_cannot_be_is_refused_in_words(monkeypatch, text):
+    monkeypatch.setenv("BRIM_MEMORY_SHARE", text)
+    with pytest.raises(ConfigError, match="must be above 0 and at most 1"):
+        free_bytes(CPU)
+
+
 @pytest.mark.parametrize(
     "allocate",
     [lambda: torch.empty(10**15), lambda: np.empty(10**15), lambda: bytearray(10**15)],

@@ -98,7 +98,7 @@ def test_migrations_are_part_of_the_package():
     folder = Path(brim.jobs.catalogue.__file__).parent / "migrations"
 
     assert (folder / "env.py").is_file()
-    assert [file.name for file in sorted((folder / "versions").glob("*.py"))] == ["0001_first.py"]
+    assert [file.name for file in sorted((folder / "versions").glob("*.py"))] == ["0001_first.py", "0002_models.py"]
 
 
 # A database that is not there, or not for now
@@ -239,3 +239,50 @@ def test_a_worker_tells_its_device_anew_at_each_start(catalogue):
     assert [(row.worker, row.info["name"]) for row in catalogue.devices.all()] == [("w0", "cpu"), ("w1", "new")]
     catalogue.devices.clear()
     assert catalogue.devices.all() == []
+
+
+# Models
+
+
+def test_models_are_listed_by_name_and_each_adding_is_a_version_of_its_own(catalogue):
+    def put(name, path="/runs/a", network="unet_tiny"):
+        return catalogue.models.put(name=name, kind="segment", network=network, path=path, about={"parameters": 7})
+
+    (second, new), (first, _) = put("b"), put("a")
+    again, replaced = put("b", "/runs/b", "hrnet")
+
+    assert (new, replaced) == (False, True)
+    assert catalogue.models.all() == [first, again]
+    assert (again.path, again.network, again.about) == ("/runs/b", "hrnet", {"parameters": 7})
+    assert again.version not in (first.version, second.version)
+    assert catalogue.models.get("c") is None
+    assert [catalogue.models.remove("b"), catalogue.models.remove("b"), catalogue.models.get("b")] == [
+        True,
+        False,
+        None,
+    ]
+
+
+def test_a_catalogue_of_the_first_version_is_brought_to_today(database_url):
+    import alembic.command
+    import alembic.config
+
+    engine = open_engine(database_url)
+    folder = Path(brim.jobs.catalogue.__file__).parent / "migrations"
+    with writing(engine) as connection:
+        if connection.dialect.name == "postgresql":
+            connection.execute(sa.schema.CreateSchema("brim", if_not_exists=True))
+        config = alembic.config.Config()
+        config.set_main_option("script_location", str(folder))
+        config.attributes["connection"] = connection
+        alembic.command.upgrade(config, "0001")
+    engine.dispose()
+    with Catalogue.open(database_url) as catalogue:
+        with pytest.raises(Unavailable, match="no tables yet"):
+            catalogue.models.all()
+        row = add(catalogue)
+
+        upgrade(database_url)
+
+        assert catalogue.datasets.get(row.id) == row
+        assert catalogue.models.all() == []

@@ -17,7 +17,7 @@ from PIL import Image
 from pycocotools.coco import COCO
 
 from brim.errors import ConfigError, StorageError
-from brim.segmentation.formats import FORMATS, Writer, output_stems, overlay
+from brim.segmentation.formats import FORMATS, Writer, encoded, geojson, output_stems, overlay
 from brim.segmentation.imagej import roi_bytes
 from brim.segmentation.polygons import Polygon, fill, trace
 from brim.segmentation.prediction import Prediction
@@ -49,6 +49,40 @@ def write(out: Path, form: str, *predictions: Prediction) -> list[Path | None]:
 
 
 # Each format
+
+
+@pytest.mark.parametrize("scale", [1, 37, 40_000])
+@pytest.mark.parametrize("num", [0, 1, None])
+def test_geojson_is_what_json_writes(num, scale):
+    found = [
+        Polygon(p.points * scale, tuple(hole[::-1] * scale for hole in p.holes), p.area, p.confidence)  # either way
+        for p in predict("a").polygons[:num]
+    ]  # fmt: skip
+
+    text = geojson(found).decode()
+
+    assert text == json.dumps(json.loads(text), separators=(",", ":"))
+    features = json.loads(text)["features"]
+    assert len(features) == len(found)
+    for feature, polygon in zip(features, found, strict=True):
+        rings = feature["geometry"]["coordinates"]
+        for ring, points in zip(rings, (polygon.points, *polygon.holes), strict=True):
+            assert ring[0] == ring[-1]
+            assert ring[:-1] in (points.tolist(), points[::-1].tolist())
+        shape = shapely.geometry.shape(feature["geometry"])
+        assert shape.exterior.is_ccw
+        assert not any(hole.is_ccw for hole in shape.interiors)
+        assert feature["properties"]["measurements"] == {
+            "area_px": polygon.area, "confidence": round(polygon.confidence, 6),
+        }  # fmt: skip
+
+
+def test_bytes_without_a_file_are_those_of_the_file(tmp_path):
+    prediction, image = predict("a.png"), np.zeros((HEIGHT, WIDTH, 3), np.uint8)
+    for form in FORMATS:
+        (path,) = write(tmp_path / form, form, prediction)
+
+        assert encoded(prediction, form, image) == path.read_bytes()
 
 
 def test_geojson_is_read_back_as_valid_closed_polygons(tmp_path):

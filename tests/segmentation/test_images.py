@@ -15,8 +15,8 @@ import pytest
 import tifffile
 from PIL import Image
 
-from brim.errors import ImageError
-from brim.segmentation.images import MAX_PIXELS, find_images, read_image, read_mask
+from brim.errors import ImageError, UnsupportedType
+from brim.segmentation.images import MAX_PIXELS, find_images, image_size, read_image, read_mask
 
 HEIGHT, WIDTH = 40, 57
 Y, X = np.mgrid[:HEIGHT, :WIDTH]
@@ -481,3 +481,39 @@ def test_images_are_found_below_directories_sorted_and_once(tmp_path):
 def test_a_path_that_is_not_there_is_named(tmp_path):
     with pytest.raises(ImageError, match=r"gone: no such file or directory"):
         find_images([tmp_path / "gone"])
+
+
+# The header alone
+
+
+@pytest.mark.parametrize("kind", ["PNG", "JPEG", "TIFF", "BMP", "GIF", "WEBP", "JPEG2000", "PPM"])
+def test_the_size_is_known_from_the_header(kind):
+    data = saved(np.zeros((40, 70, 3), np.uint8), kind)
+
+    assert image_size(memoryview(data), "a") == (70, 40)
+    if kind in ("PNG", "TIFF", "BMP"):
+        assert image_size(data[:120] if kind != "TIFF" else data, "a") == (70, 40)
+
+
+def test_a_jpeg_with_a_thumbnail_has_its_own_size():
+    thumb = saved(np.zeros((8, 8, 3), np.uint8), "JPEG")
+    data = saved(np.zeros((40, 70, 3), np.uint8), "JPEG", exif=b"Exif\0\0" + thumb)
+
+    assert image_size(data, "a") == (70, 40)
+
+
+@pytest.mark.parametrize("data", [b"", b"x", b"not an image at all", b"\x93NUMPY" + bytes(200), b"%!PS-Adobe"])
+def test_bytes_of_no_image_have_no_type_we_read(data):
+    with pytest.raises(UnsupportedType, match=r"^a\.bin: not an image; expected PNG"):
+        image_size(data, "a.bin")
+
+
+@pytest.mark.parametrize("data", [b"\x89PNG\r\n\x1a\n", b"\xff\xd8\xff\xe0\0\x10", b"II*\0\xff\xff\xff\xff"])
+def test_a_header_that_ends_early_is_a_broken_image(data):
+    with pytest.raises(ImageError, match=r"^a\.png: "):
+        image_size(data, "a.png")
+
+
+def test_a_message_names_what_the_caller_names():
+    with pytest.raises(ImageError, match=r"^holiday\.png: truncated"):
+        read_image(saved(np.zeros((4, 4, 3), np.uint8), "PNG")[:-5], name="holiday.png")

@@ -1,12 +1,15 @@
 """A running API: one for each test that changes it, one for each module of those that only ask."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 from live_api import Api, make
+from predicting import Predicting
+
+from brim.service import process
 
 
 @contextmanager
@@ -38,3 +41,19 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Api]:
     """One for tests that leave nothing behind that others would mind."""
     with running(tmp_path_factory.mktemp("shared") / "data") as made:
         yield made
+
+
+@pytest.fixture
+def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Predicting]]:
+    """Toy predictors for tests that kill them: they come back at once."""
+    monkeypatch.setattr(process, "FIRST_WAIT_S", 0.05)
+    monkeypatch.setattr(process, "SHORT_LIFE_S", 0.05)
+    made: list[Predicting] = []
+
+    def make(**changes: Any) -> Predicting:
+        made.append(Predicting(tmp_path / "data", **changes))
+        return made[-1].__enter__()
+
+    yield make
+    for one in made:
+        one.end()

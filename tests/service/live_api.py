@@ -16,6 +16,7 @@ from brim.jobs.catalogue import Catalogue, DatasetRow, upgrade
 from brim.jobs.durable import Queue
 from brim.service.app import guard, make_api
 from brim.service.main import Server, make_server
+from brim.service.prediction.client import Predictions
 from brim.service.settings import MIB, Settings
 
 TOKEN = "a-token-of-tests_0123456789"
@@ -115,7 +116,8 @@ class Api:
         assert answer.status != 500, f"{path}: {answer.body!r}"
         if path.startswith("/docs/assets"):
             return
-        text = answer.body.decode(errors="replace") + repr(answer.headers)
+        is_binary = answer.headers.get("content-type") in ("image/png", "application/zip")
+        text = ("" if is_binary else answer.body.decode(errors="replace")) + repr(answer.headers)
         assert str(self.settings.data) not in text, f"{path} says where the data is"
         assert socket.gethostname() not in text, f"{path} says the host's name"
         assert not _SECRETS.search(text), f"{path}: {text[:300]}"
@@ -146,11 +148,11 @@ class Api:
         return self.catalogue.datasets.add(**{**known, **values})
 
 
-def make(data: Path, **changes: Any) -> Api:
+def make(data: Path, predictions: Predictions | None = None, **changes: Any) -> Api:
     """An API on a data directory, migrated; start it with `with`."""
     settings = replace(Settings(data=data, token=TOKEN, min_free_bytes=MIB), **changes)
     settings.make_folders()
     upgrade(settings.catalogue_url)
     durable.migrate(settings.jobs_url)
     catalogue, queue = Catalogue.open(settings.catalogue_url), Queue(settings.jobs_url)
-    return Api(settings, catalogue, queue, make_api(settings, catalogue, queue))
+    return Api(settings, catalogue, queue, make_api(settings, catalogue, queue, predictions))

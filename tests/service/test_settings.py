@@ -42,6 +42,15 @@ def test_without_a_database_two_files_of_the_data_directory_are_used():
     assert made.catalogue_url == "sqlite:////srv/brim/catalogue.sqlite"
 
 
+def test_predictors_listen_in_the_data_directory_unless_prediction_is_turned_off():
+    environ = {"BRIM_PREDICT_DEADLINE_MS": "500", "BRIM_PREDICT_HANG_S": "2.5"}
+    made = from_options(data=Path("/srv/brim"), predictors=2, environ=environ)
+
+    assert made.predict_sockets == (Path("/srv/brim/predict-0.sock"), Path("/srv/brim/predict-1.sock"))
+    assert (made.predict_deadline_ms, made.predict_hang_s) == (500, 2.5)
+    assert from_options(data=Path("/srv"), predictors=2, predict_memory=0.0, environ={}).predict_sockets == ()
+
+
 def test_the_data_directory_is_given_or_of_the_environment_or_here(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
@@ -69,6 +78,12 @@ def test_the_data_directory_is_given_or_of_the_environment_or_here(tmp_path, mon
         {"environ": {"BRIM_MAX_UNFINISHED": "1.5"}},
         {"environ": {"BRIM_HANG_S": "0"}},
         {"environ": {"BRIM_HANG_S": "nan"}},
+        {"api_processes": 0},
+        {"predict_memory": -1.0},
+        {"predict_memory": 91.0},
+        {"predict_memory": float("nan")},
+        {"environ": {"BRIM_PREDICT_DEADLINE_MS": "0"}},
+        {"environ": {"BRIM_PREDICT_HANG_S": "soon"}},
     ],
 )
 def test_what_cannot_be_is_refused_without_the_password(options):

@@ -20,7 +20,7 @@ from brim.jobs.process import FileLock
 from brim.service import process
 from brim.service.process import Child, Death, Program
 from brim.service.settings import Settings
-from brim.service.supervisor import Supervisor, listen, programs
+from brim.service.supervisor import Programs, Supervisor, listen, programs
 
 # Each stand-in notes its number under its name, then does what the test is about.
 HEAD = """
@@ -65,11 +65,15 @@ def until(condition: Callable[[], object], seconds: float = 20.0) -> None:
         time.sleep(0.02)
 
 
+def everything(made: Programs) -> list[Program]:
+    return [*made.apis, *made.workers, *made.predictors]
+
+
 class Running:
     """A supervisor at work in a thread of the test."""
 
     def __init__(self, api: Program, workers: Sequence[Program], oversee: Callable = lambda deaths: []) -> None:
-        self.supervisor = Supervisor(api, workers, oversee)
+        self.supervisor = Supervisor(Programs([api], workers), oversee)
         self.stop = threading.Event()
         self.thread = threading.Thread(target=self.supervisor.run, args=[self.stop.is_set])
         self.thread.start()
@@ -133,6 +137,21 @@ def test_a_silent_worker_is_killed_and_one_that_beats_is_not(running, notes):
     until(lambda: len(pids(silent)) >= 2)
 
     assert len(pids(notes)) == 1
+
+
+def test_one_that_gives_up_is_killed_at_once_and_said_so(running, notes):
+    told: list[Death] = []
+    body = "beat()\nif not Path(settings['notes'] + '.second').exists():\n    beat.give_up()\ntime.sleep(600)"
+
+    def oversee(deaths: Sequence[Death]) -> list[str]:
+        notes.with_name("notes.second").touch()
+        told.extend(deaths)
+        return []
+
+    running(program(notes, body, hang_s=60), oversee=oversee)
+    until(lambda: told)
+
+    assert told[0].reason == "it hung, and asked to be killed"
 
 
 def test_a_stopped_worker_is_killed(running, notes):
@@ -249,9 +268,10 @@ import sys, threading
 sys.path.insert(0, {str(Path(__file__).parent)!r})
 from pathlib import Path
 from test_supervisor import BEATING, program
-from brim.service.supervisor import Supervisor
+from brim.service.supervisor import Programs, Supervisor
 api = program(Path({str(notes)!r}), "time.sleep(600)", name="api")
-Supervisor(api, [program(Path({str(notes)!r}), BEATING, hang_s=60)], lambda deaths: []).run(lambda: False)
+workers = [program(Path({str(notes)!r}), BEATING, hang_s=60)]
+Supervisor(Programs([api], workers), lambda deaths: []).run(lambda: False)
 """
     parent = subprocess.Popen([sys.executable, "-c", code])
     until(lambda: len(pids(notes)) == 2)
@@ -307,9 +327,7 @@ def test_secrets_are_neither_in_arguments_nor_environment(tmp_path):
     database = "postgresql://me:hunter2@db/jobs"
     settings = Settings(data=tmp_path, token="secret-token", database=database, workers=2)
 
-    api, workers = programs(settings, 7, gpus=[])
-
-    for one in [api, *workers]:
+    for one in everything(programs(settings, 7, gpus=[])):
         shown = repr([one.command, dict(one.env), one])
         assert "secret-token" not in shown
         assert "hunter2" not in shown
@@ -327,17 +345,33 @@ def test_children_do_not_inherit_secrets(running, notes, monkeypatch):
 
 
 def test_each_worker_has_its_own_gpu_and_the_api_none(tmp_path):
-    settings = Settings(data=tmp_path, token="t", workers=2)
+    settings = Settings(data=tmp_path, token="t", workers=2, predictors=2)
 
-    api, workers = programs(settings, 7, gpus=["2", "5"])
+    made = programs(settings, 7, gpus=["2", "5"])
 
-    assert [one.env["CUDA_VISIBLE_DEVICES"] for one in [api, *workers]] == ["", "2", "5"]
+    assert [one.env["CUDA_VISIBLE_DEVICES"] for one in everything(made)] == ["", "2", "5", "2", "5"]
 
 
 def test_workers_on_the_cpu_share_its_cores(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "cpu_count", lambda: 8)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
 
-    _, workers = programs(Settings(data=tmp_path, token="t", workers=2), 7, gpus=[])
+    made = programs(Settings(data=tmp_path, token="t", workers=2), 7, gpus=[])
 
-    assert {one.env["OMP_NUM_THREADS"] for one in workers} == {"4"}
+    assert {one.env["OMP_NUM_THREADS"] for one in made.workers} == {"4"}
+
+
+@pytest.mark.parametrize(("percent", "jobs", "predictors"), [(20.0, "0.8", ["0.2"]), (0.0, "1", [])])
+def test_jobs_leave_the_share_of_prediction_alone(tmp_path, percent, jobs, predictors):
+    made = programs(Settings(data=tmp_path, token="t", predict_memory=percent), 7, gpus=[])
+
+    assert [one.env["BRIM_MEMORY_SHARE"] for one in made.workers] == [jobs]
+    assert [one.env["BRIM_MEMORY_SHARE"] for one in made.predictors] == predictors
+
+
+def test_several_api_processes_share_one_socket_and_sum_their_counters(tmp_path):
+    made = programs(Settings(data=tmp_path, token="t", api_processes=3), 7, gpus=[])
+
+    assert [one.name for one in made.apis] == ["api0", "api1", "api2"]
+    assert {one.pass_fds for one in made.apis} == {(7,)}
+    assert {one.env["PROMETHEUS_MULTIPROC_DIR"] for one in made.apis} == {str(tmp_path / "metrics")}

@@ -16,6 +16,7 @@ from brim import __version__
 from brim.cli.datasets import datasets
 from brim.cli.jobs import jobs
 from brim.cli.locate import end_training, print_evaluated, print_trained, run_evaluate, run_train
+from brim.cli.models import models
 from brim.cli.options import Json, check_positive, whole
 from brim.cli.rf import end_generation, print_made, rf, run_generate
 from brim.cli.segment import segment
@@ -76,6 +77,7 @@ app.add_typer(segment, name="segment", help="Segmentation: the right batch size,
 app.add_typer(sequence, name="sequence", help="Sequences: pack, train with or without labels, what is worth what.")
 app.add_typer(jobs, name="jobs", help="Jobs of a running service: submit, watch, cancel, resume.")
 app.add_typer(datasets, name="datasets", help="Datasets that the jobs of a service may read: add, list, remove.")
+app.add_typer(models, name="models", help="Models that requests to a service may name: add, list, remove.")
 app.command(epilog="Example: brim serve --data brim-data --port 8000")(serve)
 
 

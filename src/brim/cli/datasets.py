@@ -3,17 +3,17 @@
 Works on the catalogue itself, whether the service runs or not: what is added is there for it at once.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
 import typer
 
+from brim.cli.catalogue import Data, Database, open_catalogue
 from brim.cli.options import Json, check_choice, check_positive, whole
 from brim.cli.terminal import Stop, print_json, say, show
-from brim.errors import ConfigError, Conflict, NotFound, StorageError, Unavailable
+from brim.errors import ConfigError, Conflict, NotFound
 from brim.jobs.sources import KINDS
 
 if TYPE_CHECKING:
@@ -21,14 +21,7 @@ if TYPE_CHECKING:
 
 datasets = typer.Typer(no_args_is_help=True, epilog="Example: brim datasets add cells folder --kind images")
 
-Data = Annotated[
-    Path | None,
-    typer.Option(metavar="DIR", help="The service's data directory. [default: BRIM_DATA, brim-data]"),
-]
-Database = Annotated[
-    str | None,
-    typer.Option(metavar="URL", help="The service's database, also in BRIM_DATABASE. [default: files in --data]"),
-]
+_open = partial(open_catalogue, first="add a dataset first")
 
 
 @datasets.command(epilog="Example: brim datasets add cells folder --kind images")
@@ -59,7 +52,7 @@ def add(
     _check_name(name)
     if labels is not None and kind != "sequences":
         raise ConfigError(f"--labels {labels} is for --kind sequences; masks of images lie in a folder masks")
-    with Stop() as stop, _catalogue(data, database, make=True) as (catalogue, folder):
+    with Stop() as stop, _open(data, database, make=True) as (catalogue, folder):
         from brim.cli.sequence import SequenceDisplay
         from brim.jobs import sources
 
@@ -94,7 +87,7 @@ def list_(
     """List datasets, the newest first."""
     check_choice("--kind", kind, KINDS)
     check_positive("--page", page)
-    with _catalogue(data, database) as (catalogue, _):
+    with _open(data, database) as (catalogue, _):
         found = catalogue.datasets.page(kind=kind, page=page)
     if as_json:
         rows = [_shown(row) for row in found.rows]
@@ -116,7 +109,7 @@ def remove(
     as_json: Json = False,
 ) -> None:
     """Delete a dataset that no job uses; of one that was added where it lies, only the entry goes."""
-    with _catalogue(data, database) as (catalogue, folder):
+    with _open(data, database) as (catalogue, folder):
         from brim.jobs import sources
 
         row = _find(catalogue, dataset)
@@ -128,35 +121,6 @@ def remove(
 
 
 # Helpers
-
-
-@contextmanager
-def _catalogue(data: Path | None, database: str | None, *, make: bool = False) -> Iterator[tuple["Catalogue", Path]]:
-    """The catalogue of a data directory, and that directory; where there are none they are made, or an error."""
-    try:
-        from brim.jobs.catalogue import Catalogue, upgrade
-        from brim.service.settings import from_options
-    except ModuleNotFoundError as failure:
-        if (failure.name or "").startswith("brim"):
-            raise
-        raise ConfigError(
-            f"{failure.name} is not installed; the catalogue needs: pip install 'brim[service]'"
-        ) from failure
-    settings = from_options(data=data, database=database)
-    file = Path(settings.catalogue_url.removeprefix("sqlite:///"))
-    if not make and settings.catalogue_url.startswith("sqlite") and not file.is_file():
-        raise ConfigError(f"{settings.data} holds no catalogue; give --data as to brim serve, or add a dataset first")
-    try:
-        settings.make_folders()
-    except OSError as failure:
-        raise StorageError(f"{failure.filename}: {failure.strerror}; choose another --data") from failure
-    try:
-        upgrade(settings.catalogue_url)
-        with Catalogue.open(settings.catalogue_url) as catalogue:
-            yield catalogue, settings.data
-    except Unavailable as failure:
-        reason = str(getattr(failure.__cause__, "orig", "")).strip().partition("\n")[0]
-        raise Unavailable(f"{failure} ({reason})" if reason else str(failure)) from failure
 
 
 def _check_name(name: str) -> None:

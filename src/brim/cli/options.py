@@ -1,6 +1,7 @@
 """Options that several commands share, and how they are read and checked."""
 
 import difflib
+import math
 from collections.abc import Collection
 from typing import Annotated
 
@@ -26,6 +27,17 @@ def number(text: str) -> float:
         return float(text)
     except ValueError:
         raise typer.BadParameter(f"{text!r} is not a number") from None
+
+
+def percent(text: str | float) -> float:
+    """A percentage as typed, 20 or 20%, or a default's number; whoever takes it knows its range."""
+    try:
+        value = float(str(text).strip().removesuffix("%"))
+    except ValueError:
+        value = math.nan
+    if not math.isfinite(value):
+        raise typer.BadParameter(f"{text!r} is not a percentage; write it like 20 or 20%")
+    return value
 
 
 def check_choice(flag: str, value: str | None, choices: Collection[str]) -> None:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from brim.cli.options import check_positive, whole
+from brim.cli.options import check_positive, percent, whole
 from brim.cli.terminal import Stop, say, show
 from brim.errors import ConfigError
 
@@ -40,12 +40,29 @@ def serve(
             metavar="NAME", help="Another name the service is reached by: a proxy's, a container's. Repeatable."
         ),
     ] = None,
+    predict_memory: Annotated[
+        float,
+        typer.Option(
+            metavar="PERCENT",
+            parser=percent,
+            help="Share of each device's memory for prediction over HTTP, kept from jobs; 0 turns prediction off.",
+        ),
+    ] = 20.0,
+    api_processes: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N",
+            parser=whole,
+            help="API processes; without it, one, and on more than 4 cores one per 4, up to 4.",
+        ),
+    ] = None,
 ) -> None:
-    """Serve durable jobs over HTTP: an API process and a worker per GPU, restarted when they end.
+    """Serve durable jobs and predictions over HTTP: API, a worker and a predictor per GPU, restarted when they end.
 
     Prints one address to open in a browser. Ctrl-C stops jobs at their next batch; they go on at the next start.
     """
     check_positive("--workers", workers)
+    check_positive("--api-processes", api_processes)
     gpus = visible_gpus()
     if workers is not None and gpus and workers > len(gpus):
         raise ConfigError(
@@ -68,10 +85,19 @@ def serve(
         data=data,
         workers=workers or len(gpus) or 1,
         allow_hosts=tuple(allow_host or ()),
+        api_processes=api_processes or default_api_processes(),
+        predictors=len(gpus) or 1,
+        predict_memory=predict_memory,
     )
     with Stop() as stop:
         run(settings, gpus, stop, _announce)
     raise typer.Exit(128 + stop.number)
+
+
+def default_api_processes() -> int:
+    """One, or on a large machine so many that reading bodies keeps no GPU waiting."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return 1 if cores <= 4 else min(4, cores // 4)
 
 
 def visible_gpus() -> list[str]:

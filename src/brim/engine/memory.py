@@ -24,6 +24,7 @@ from brim.errors import ConfigError, OutOfMemory
 log = logging.getLogger("brim")
 
 INJECT_VARIABLE = "BRIM_INJECT_OOM_ABOVE"
+SHARE_VARIABLE = "BRIM_MEMORY_SHARE"  # of each device's memory that this process may have; the rest is for others
 PROC = Path("/proc")
 CGROUP_ROOT = Path("/sys/fs/cgroup")
 SAMPLE_S = 0.005  # short enough to see a batch's peak; one read of /proc costs about 20 µs
@@ -70,12 +71,14 @@ def batch_for(budget_bytes: int, bytes_per_item: int, fixed_bytes: int = 0, *, l
 
 
 def free_bytes(device: torch.device) -> int:
-    """Memory a new allocation can use now on the device, cgroup limits included."""
+    """Memory a new allocation can use now on the device, cgroup limits and this process's share included."""
     if device.type == "cuda":
-        free = int(torch.cuda.mem_get_info(device)[0])
+        reserved = torch.cuda.memory_reserved(device)
+        free = min(int(torch.cuda.mem_get_info(device)[0]), _left_of_share(device, reserved))
         # The driver counts torch's cache as taken, though the next tensor comes out of it.
-        return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return min([_host_free_bytes(), *(limit - used for limit, used in _cgroup_memory())])
+        return free + reserved - torch.cuda.memory_allocated(device)
+    free = min([_host_free_bytes(), *(limit - used for limit, used in _cgroup_memory())])
+    return min(free, _left_of_share(device, _resident_bytes()))
 
 
 def total_bytes(device: torch.device) -> int:
@@ -83,6 +86,32 @@ def total_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).total_memory)
     return min([_host_total_bytes(), *(limit for limit, _ in _cgroup_memory())])
+
+
+def memory_share() -> float:
+    """The part of each device's memory that this process may have, by BRIM_MEMORY_SHARE; 1 without it."""
+    text = os.environ.get(SHARE_VARIABLE)
+    if not text:
+        return 1.0
+    try:
+        share = float(text)
+    except ValueError:
+        share = 0.0
+    if not 0 < share <= 1:
+        raise ConfigError(f'{SHARE_VARIABLE}="{text}" must be above 0 and at most 1; set it like 0.8 or unset it')
+    return share
+
+
+def keep_to_share(device: torch.device) -> None:
+    """Have torch refuse what is beyond this process's share, so that those who have the rest never run out."""
+    share = memory_share()
+    if device.type == "cuda" and share < 1:
+        torch.cuda.set_per_process_memory_fraction(share, device)
+
+
+def _left_of_share(device: torch.device, used_bytes: int) -> int:
+    share = memory_share()
+    return max(0, int(share * total_bytes(device)) - used_bytes) if share < 1 else sys.maxsize
 
 
 def cgroup_directories(controller: str) -> list[Path]:

@@ -243,8 +243,8 @@ class Prober:
 def budget_bytes(device: torch.device) -> int:
     """Memory this process could hold on the device: what is free, and what it holds already."""
     if device.type == "cuda":
-        # Other processes' memory is not free; torch's cache and our tensors are ours.
-        return int(torch.cuda.mem_get_info(device)[0]) + torch.cuda.memory_reserved(device)
+        # Other processes' memory is not free, nor what is beyond our share; torch's cache and our tensors are ours.
+        return free_bytes(device) + torch.cuda.memory_allocated(device)
     with PeakMemory(device) as now:
         return free_bytes(device) + now.start_bytes
 

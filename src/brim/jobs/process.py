@@ -21,6 +21,7 @@ from brim.errors import Conflict
 
 _PR_SET_PDEATHSIG = 1
 LOCK_POLL_S = 0.1
+GIVE_UP = b"!"
 
 
 def read_settings() -> dict[str, Any]:
@@ -72,8 +73,15 @@ class Heartbeat:
 
     def __call__(self) -> None:
         """Beat."""
+        self._say(b".")
+
+    def give_up(self) -> None:
+        """Ask to be killed: something here will not end, and nothing else can be done about it."""
+        self._say(GIVE_UP)
+
+    def _say(self, byte: bytes) -> None:
         try:
-            os.write(self._pipe, b".")
+            os.write(self._pipe, byte)
         except (BlockingIOError, BrokenPipeError):
             return
 

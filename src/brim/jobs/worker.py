@@ -176,8 +176,10 @@ def _run(name: str, settings: dict[str, Any], beat: Heartbeat) -> None:
         settle_stopped(catalogue, queue, name, data)  # first: people wait for it
 
     from brim.engine.device import describe, resolve_device  # brings torch, which takes seconds
+    from brim.engine.memory import keep_to_share
 
     device, min_free = resolve_device("auto"), settings.get("min_free_bytes")
+    keep_to_share(device)
     place = Place(worker=name, data=data, device=device.type, min_free_bytes=min_free, beat=beat)
     worker = Worker(place, catalogue, jobs_url)
     for number in (signal.SIGTERM, signal.SIGINT):

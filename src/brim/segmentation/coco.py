@@ -1,12 +1,13 @@
 """Predictions of a run as one COCO file, gathered on disk as they come and put in order at the end."""
 
+import io
 import json
 import tempfile
 import threading
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 
@@ -17,10 +18,12 @@ CATEGORY = {"id": 1, "name": "object"}
 
 
 class CocoFile:
-    """Images and annotations of a run; add from any thread, in any order."""
+    """Images and annotations of a run; add from any thread, in any order. Without a directory all is in memory."""
 
-    def __init__(self, directory: Path) -> None:
-        self._spool = tempfile.TemporaryFile(dir=directory)  # noqa: SIM115  lives until close
+    def __init__(self, directory: Path | None = None) -> None:
+        self._spool: IO[bytes] = io.BytesIO()
+        if directory is not None:
+            self._spool = tempfile.TemporaryFile(dir=directory)  # noqa: SIM115  lives until close
         self._images: dict[int, tuple[str, int, int]] = {}  # number: its entry, and where its annotations lie
         self._lock = threading.Lock()
 

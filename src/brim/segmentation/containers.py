@@ -94,7 +94,7 @@ def _cut_out(data: bytes, kept: list[tuple[int, int]]) -> np.ndarray:
     return np.concatenate([array[start:end] for start, end in kept if end > start])
 
 
-def png_size(data: bytes) -> tuple[int, int]:
+def png_size(data: bytes | memoryview) -> tuple[int, int]:
     """Width and height of a PNG, from its first bytes."""
     if len(data) < 24 or data[12:16] != b"IHDR":
         raise ImageError("corrupt: the PNG does not start with an IHDR chunk")
@@ -112,19 +112,44 @@ def read_jpeg(data: bytes) -> Header:
         if marker == 0xD9 or position + 2 > len(data):
             break
         length = struct.unpack_from(">H", data, position)[0]
-        if 0xC0 <= marker <= 0xCF and marker not in (0xC4, 0xC8, 0xCC) and position + 8 <= len(data):  # a frame
+        if _is_frame(marker) and position + 8 <= len(data):
             bits, height, width, channels = struct.unpack_from(">BHHB", data, position + 2)
             header = Header(width, height, bits, channels, plain=channels in (1, 3) and bits == 8)
         position += length
     raise ImageError(f"truncated: the JPEG ends after {len(data)} bytes without an end-of-image marker")
 
 
+def jpeg_size(data: bytes | memoryview) -> tuple[int, int]:
+    """Width and height of a JPEG, from its first frame's header."""
+    position = 2
+    while match := _MARKER.search(data, position):
+        marker, position = match[1][0], match.end()
+        if position + 7 > len(data):
+            break
+        if _is_frame(marker):
+            height, width = struct.unpack_from(">HH", data, position + 3)
+            return width, height
+        position += struct.unpack_from(">H", data, position)[0]
+    raise ImageError(f"truncated: the JPEG ends after {len(data)} bytes, before it says how large it is")
+
+
+def _is_frame(marker: int) -> bool:
+    return 0xC0 <= marker <= 0xCF and marker not in (0xC4, 0xC8, 0xCC)
+
+
+def tiff_size(data: bytes | memoryview) -> tuple[int, int]:
+    """Width and height of a TIFF's first page, from its directory."""
+    tags, _ = _tiff_tags(data)
+    if 256 not in tags or 257 not in tags:
+        raise ImageError("corrupt: the TIFF's first page has no width and height")
+    return int(tags[256][0]), int(tags[257][0])
+
+
 def read_tiff(data: bytes) -> Header:
     """Header of the first page of a TIFF whose strips or tiles lie within the file."""
     tags, following = _tiff_tags(data)
     bits, channels = tags.get(258, [1]), int(tags.get(277, [1])[0])
-    if 256 not in tags or 257 not in tags:
-        raise ImageError("corrupt: the TIFF's first page has no width and height")
+    width, height = tiff_size(data)
     starts, counts = next(((tags[a], tags[b]) for a, b in _PIXEL_DATA if a in tags and b in tags), ([], []))
     if len(starts) != len(counts) or not len(starts):
         raise ImageError(f"corrupt: the TIFF lists {len(starts)} strips or tiles and the lengths of {len(counts)}")
@@ -141,7 +166,6 @@ def read_tiff(data: bytes) -> Header:
         and not (separate and bits[0] == 8)
         and (set(bits), set(tags.get(339, [1]))) in _SAMPLES
     )
-    width, height = int(tags[256][0]), int(tags[257][0])
     streams = tuple(zip(starts, counts, strict=True)) if packing in _DEFLATE else ()
     return Header(
         width, height, int(bits[0]), channels,
@@ -184,7 +208,7 @@ def check_deflated(data: bytes, header: Header) -> None:
             raise ImageError(f"corrupt: the TIFF's strip or tile at byte {start}: {error}") from error
 
 
-def _tiff_tags(data: bytes) -> tuple[dict[int, Any], int]:
+def _tiff_tags(data: bytes | memoryview) -> tuple[dict[int, Any], int]:
     """Whole-number tags of the first page, and the offset of the second (0: none)."""
     order, big = "<" if data[:2] == b"II" else ">", data[2:4] in (b"+\0", b"\0+")
     number, count_code, entry_size, inline = ("Q", "Q", 20, 8) if big else ("I", "H", 12, 4)

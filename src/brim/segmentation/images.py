@@ -20,7 +20,7 @@ import cv2
 import numpy as np
 from PIL import Image, UnidentifiedImageError
 
-from brim.errors import ImageError
+from brim.errors import ImageError, TooLarge, UnsupportedType
 from brim.segmentation.containers import (
     JPEG,
     PNG,
@@ -28,16 +28,19 @@ from brim.segmentation.containers import (
     Header,
     check_deflated,
     check_png,
+    jpeg_size,
     png_size,
     read_jpeg,
     read_png,
     read_tiff,
     tiff_plane,
+    tiff_size,
 )
 
 log = logging.getLogger("brim")
 
 ImageInput = str | Path | bytes | Image.Image | np.ndarray
+_KINDS = "PNG, JPEG, TIFF, BMP, GIF, WebP, JPEG 2000 or PPM"
 
 MAX_PIXELS = 2**28  # of one image: 0.75 GiB of RGB
 SUFFIXES = frozenset((".png", ".jpg", ".jpeg", ".tif", ".tiff", ".bmp", ".webp", ".gif", ".jp2", ".ppm", ".pgm"))
@@ -52,14 +55,14 @@ _logging = cv2.utils.logging if hasattr(cv2.utils, "logging") else cv2  # OpenCV
 _logging.setLogLevel(0)  # what OpenCV would print about a broken file is in our ImageError
 
 
-def read_image(image: ImageInput, *, max_pixels: int = MAX_PIXELS) -> np.ndarray:
-    """An image as (H, W, 3) uint8, contiguous.
+def read_image(image: ImageInput, *, max_pixels: int = MAX_PIXELS, name: str | None = None) -> np.ndarray:
+    """An image as (H, W, 3) uint8, contiguous; name is what messages call it.
 
     16-bit values are scaled from the smallest of 8, 10, 12, 14 and 16 bits that holds the image's largest; floats are
     0 to 1, or 0 to 255. An array may be (H, W), (H, W, 1), (H, W, 3) or (H, W, 4); one that is right already is
     returned itself, not a copy.
     """
-    name, array = _load(image, max_pixels)
+    name, array = _load(image, max_pixels, name)
     try:
         return _three_channels(_eight_bit(_without_alpha(array)))
     except ImageError as error:
@@ -74,6 +77,26 @@ def read_mask(path: ImageInput, *, max_pixels: int = MAX_PIXELS) -> np.ndarray:
     except ImageError as error:
         raise ImageError(f"{name}: {error}") from None
     return np.asarray(colours != 0 if colours.ndim == 2 else (colours != 0).any(2))
+
+
+def image_size(data: bytes | memoryview, name: str) -> tuple[int, int]:
+    """Width and height of a file's bytes, from its header alone; what is no image is an UnsupportedType."""
+    start = bytes(data[:8])
+    try:
+        if start.startswith(PNG):
+            return png_size(data)
+        if start.startswith(JPEG):
+            return jpeg_size(data)
+        if start.startswith(TIFFS):
+            return tiff_size(data)
+        with Image.open(io.BytesIO(data), formats=_FORMATS) as opened:
+            return opened.size
+    except ImageError as error:
+        raise ImageError(f"{name}: {error}") from None
+    except (UnidentifiedImageError, *_PILLOW_ERRORS) as error:
+        raise UnsupportedType(f"{name}: not an image; expected {_KINDS}") from error
+    except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
+        raise TooLarge(f"{name}: {error}") from error
 
 
 def find_images(paths: Sequence[Path | str]) -> list[Path]:
@@ -92,9 +115,9 @@ def find_images(paths: Sequence[Path | str]) -> list[Path]:
 # Where an image comes from
 
 
-def _load(image: ImageInput, max_pixels: int) -> tuple[str, np.ndarray]:
+def _load(image: ImageInput, max_pixels: int, name: str | None = None) -> tuple[str, np.ndarray]:
     """A name for messages, and pixels as they are: (H, W) or (H, W, channels), any dtype, red first."""
-    name = _name(image)
+    name = name or _name(image)
     try:
         if isinstance(image, np.ndarray):
             return name, _checked_size(image, image.shape[1::-1], max_pixels)
@@ -209,8 +232,7 @@ def _decode_with_pillow(data: bytes, name: str, max_pixels: int) -> np.ndarray:
         try:
             image = Image.open(io.BytesIO(data), formats=_FORMATS)
         except UnidentifiedImageError as error:
-            kinds = "PNG, JPEG, TIFF, BMP, GIF, WebP, JPEG 2000 or PPM"
-            raise ImageError(f"not an image, or of a variant that cannot be read; expected {kinds}") from error
+            raise ImageError(f"not an image, or of a variant that cannot be read; expected {_KINDS}") from error
         except _PILLOW_ERRORS as error:
             raise ImageError(f"corrupt or truncated: {error}") from error
         array = _from_pillow(image, max_pixels)

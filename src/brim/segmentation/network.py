@@ -97,9 +97,9 @@ class Foldable(Protocol):
 class Network:
     """An inference copy of a module; the module itself stays as it is."""
 
-    def __init__(self, module: nn.Module, device: torch.device, setting: Setting) -> None:
-        """Copy, fold the norms, convert."""
-        self.device, self.setting = device, setting
+    def __init__(self, module: nn.Module, device: torch.device, setting: Setting, *, graphs: int = GRAPHS) -> None:
+        """Copy, fold the norms, convert; so many shapes stay captured."""
+        self.device, self.setting, self._num_graphs = device, setting, graphs
         self.compile_s = 0.0  # spent compiling and capturing so far
         module = copy.deepcopy(module)
         if device.type == "cuda" and setting.precision != "fp32" and isinstance(module, Alignable):
@@ -170,9 +170,11 @@ class Network:
 
     def _capture(self, images: Tensor) -> "_Graph | None":
         began_s = time.perf_counter()
-        if len(self._graphs) >= GRAPHS:
+        if len(self._graphs) >= self._num_graphs:
             evicted, _ = self._graphs.popitem(last=False)
-            self._runs[evicted] = -GRAPHS * CAPTURE_AFTER  # more shapes than graphs: capturing in turns costs more
+            self._runs[evicted] = (
+                -self._num_graphs * CAPTURE_AFTER
+            )  # more shapes than graphs: capturing in turns costs more
         torch.cuda.empty_cache()  # what the eager run left cached would be taken a second time by the graph
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()

@@ -90,7 +90,7 @@ def predict_stream(
     runs and never between two batches, so that several streams can share a network. `on_report` is called once, when
     the last prediction has been taken; it costs half a second for the ceiling.
     """
-    run = _Run(network, config, lock)
+    run = PredictRun(network, config, lock)
     total = len(images) if isinstance(images, Sized) else None
     with GpuSampler(network.device) if on_report is not None else nullcontext() as gpu:
         yield from run.results(images, total, progress)
@@ -100,7 +100,7 @@ def predict_stream(
 
 def predict_one(network: Network, image: ImageInput, config: PredictConfig, *, lock: Lock | None = None) -> Prediction:
     """Prediction of one image without any threads; what would be an `error` in a stream is raised."""
-    run = _Run(network, config, lock)
+    run = PredictRun(network, config, lock)
     frames = [run.decode((0, image))]
     (done,) = [done for batch in group(frames, run.scorer.size) for done in run.scorer.forward(batch)]
     ((_, prediction),) = run.finish(run.trace([done]))
@@ -109,8 +109,8 @@ def predict_one(network: Network, image: ImageInput, config: PredictConfig, *, l
     return prediction
 
 
-class _Run:
-    """One call: what its stages share."""
+class PredictRun:
+    """One call: its stages and what they share; whoever batches otherwise calls decode, scorer and finish."""
 
     def __init__(self, network: Network, config: PredictConfig, lock: Lock | None) -> None:
         self.network, self.config = network, config

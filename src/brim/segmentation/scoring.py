@@ -84,6 +84,10 @@ class Scorer:
         """Patches per batch; halved whenever a batch did not fit."""
         return self._halving.size
 
+    def restore(self, size: int) -> None:
+        """Let batches be of this size again, though one did not fit before."""
+        self._halving.size = size
+
     def forward(self, batch: Batch) -> list[Done]:
         """Queue a batch on the device; returns the images that are complete with it."""
         if batch.failed is not None:

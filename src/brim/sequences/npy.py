@@ -6,11 +6,12 @@ or leave them out. Nothing is ever unpickled.
 
 # Axes: T frames, D features
 
+import io
 import os
 import stat
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 import torch
@@ -49,6 +50,38 @@ class NpyFile:
         return self.length * self.row_bytes
 
 
+def parse(data: bytes | memoryview) -> Tensor | str:
+    """Frames (T, D) float32 of an .npy file's bytes, or in words what is wrong with them."""
+    found = parse_header(io.BytesIO(data), len(data))
+    if isinstance(found, str):
+        return found
+    shape, fortran, dtype, offset = found
+    values = np.frombuffer(data, dtype, shape[0] * shape[1], offset).reshape(shape, order="F" if fortran else "C")
+    rows = np.array(values, dtype=dtype.newbyteorder("="), order="C")  # of its own: data may be used again
+    out = torch.empty(shape)
+    return convert(rows, 0, out) or out
+
+
+def parse_header(opened: IO[bytes], size: int) -> tuple[tuple[int, int], bool, np.dtype[Any], int] | str:
+    """Shape, whether features vary slowest, dtype and the first value's offset; or in words what is wrong.
+
+    size  bytes of the file
+    """
+    try:
+        version = np.lib.format.read_magic(opened)
+        if version not in ((1, 0), (2, 0)):
+            return f"has .npy format version {version[0]}.{version[1]}, expected 1.0 or 2.0"
+        read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+        shape, fortran, dtype = read(opened)
+        offset = opened.tell()
+    except OSError as failure:
+        return f"cannot be read: {failure.strerror or failure}"
+    except Exception as failure:  # the header is a Python literal: whatever its parser says, the file is no .npy
+        return f"is no .npy file ({str(failure).splitlines()[0] if str(failure) else type(failure).__name__})"
+    fault = _find_fault(dtype, shape, size - offset)
+    return fault or ((int(shape[0]), int(shape[1])), bool(fortran), dtype, offset)
+
+
 def read_header(path: Path, name: str) -> NpyFile | str:
     """The header of a file that can be packed, or in words what is wrong with it; no frame is read."""
     try:
@@ -56,21 +89,14 @@ def read_header(path: Path, name: str) -> NpyFile | str:
             return "is not a file"  # opening a pipe would wait for ever
         with path.open("rb") as opened:
             found = os.fstat(opened.fileno())
-            version = np.lib.format.read_magic(opened)
-            if version not in ((1, 0), (2, 0)):
-                return f"has .npy format version {version[0]}.{version[1]}, expected 1.0 or 2.0"
-            read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
-            shape, fortran, dtype = read(opened)
-            offset = opened.tell()
+            header = parse_header(opened, found.st_size)
     except OSError as failure:
         return f"cannot be read: {failure.strerror or failure}"
-    except Exception as failure:  # the header is a Python literal: whatever its parser says, the file is no .npy
-        return f"is no .npy file ({str(failure).splitlines()[0] if str(failure) else type(failure).__name__})"
-    fault = _find_fault(dtype, shape, found.st_size - offset)
-    if fault:
-        return fault
+    if isinstance(header, str):
+        return header
+    shape, fortran, dtype, offset = header
     return NpyFile(
-        id=name, path=path, dtype=dtype, length=int(shape[0]), dim=int(shape[1]), fortran=fortran, offset=offset,
+        id=name, path=path, dtype=dtype, length=shape[0], dim=shape[1], fortran=fortran, offset=offset,
         size=found.st_size, mtime_ns=found.st_mtime_ns,
     )  # fmt: skip
 
@@ -136,7 +162,7 @@ class FrameReader:
 
     def _read_chunk(self, handle: int, first: int, out: Tensor) -> str:
         if not self._direct:
-            return self._convert(self._load(handle, first, len(out)), first, out)
+            return convert(self._load(handle, first, len(out)), first, out)
         source = _FLOATS[self.npy.dtype.itemsize]
         rows = out if source == out.dtype else self._room(source, len(out))
         if not _read_into(handle, self.npy.offset + first * self.npy.row_bytes, rows):
@@ -159,16 +185,18 @@ class FrameReader:
             mapped = np.memmap(opened, self.npy.dtype, "r", self.npy.offset, shape, order)  # type: ignore[call-overload]
             return np.array(mapped[first : first + num], dtype=self.npy.dtype.newbyteorder("="), order="C")
 
-    def _convert(self, rows: np.ndarray[Any, Any], first: int, out: Tensor) -> str:
-        if rows.dtype.kind == "f":
-            frames = torch.from_numpy(rows)
-            fault = _find_bad_frame(frames, first, out.dtype)
-        else:
-            fault = _find_inexact(rows, first, out.dtype)
-            frames = torch.from_numpy(rows.astype(np.float32))
-        if not fault:
-            out.copy_(frames)
-        return fault
+
+def convert(rows: np.ndarray[Any, Any], first: int, out: Tensor) -> str:
+    """Fill out (n, D) with rows of any dtype in the machine's byte order; in words, what is wrong with a bad frame."""
+    if rows.dtype.kind == "f":
+        frames = torch.from_numpy(rows)
+        fault = _find_bad_frame(frames, first, out.dtype)
+    else:
+        fault = _find_inexact(rows, first, out.dtype)
+        frames = torch.from_numpy(rows.astype(np.float32))
+    if not fault:
+        out.copy_(frames)
+    return fault
 
 
 _FLOATS = {2: torch.float16, 4: torch.float32, 8: torch.float64}

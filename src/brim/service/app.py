@@ -18,13 +18,16 @@ from starlette.types import ASGIApp
 from brim import __version__
 from brim.jobs.catalogue import Catalogue
 from brim.jobs.redact import Redactor
-from brim.service import errors, routes_datasets, routes_jobs, routes_runs, routes_system
+from brim.service import errors, routes_datasets, routes_jobs, routes_models, routes_predict, routes_runs, routes_system
 from brim.service.context import Context, Queue
 from brim.service.events import Hub
 from brim.service.gate import Gate
+from brim.service.intake import Intake
+from brim.service.known_models import KnownModels
 from brim.service.limits import BodyLimit
 from brim.service.metrics import CSP, Metrics, Observed
 from brim.service.openapi import document
+from brim.service.prediction.client import Predictions
 from brim.service.settings import Settings
 
 ASSETS = Path(fastapi_offline.__file__).parent / "static"  # Swagger UI, so that /docs needs no network
@@ -61,6 +64,7 @@ _HOME = f"""<!DOCTYPE html>
 <li><a href="/api/training/jobs">jobs</a></li>
 <li><a href="/api/datasets">datasets</a></li>
 <li><a href="/api/runs">runs</a></li>
+<li><a href="/api/models">models</a></li>
 <li><a href="/api/devices">devices</a></li>
 <li><a href="/api/batch-sizes">tuned batch sizes</a></li>
 <li><a href="/ready">readiness</a></li>
@@ -76,8 +80,9 @@ def make_app(settings: Settings, catalogue: Catalogue, queue: Queue) -> ASGIApp:
     return guard(make_api(settings, catalogue, queue))
 
 
-def make_api(settings: Settings, catalogue: Catalogue, queue: Queue) -> FastAPI:
+def make_api(settings: Settings, catalogue: Catalogue, queue: Queue, predictions: Predictions | None = None) -> FastAPI:
     """The routes, without the gate: not to be served as they are."""
+    predictions = predictions or Predictions.of(settings)
     context = Context(
         settings=settings,
         catalogue=catalogue,
@@ -85,6 +90,9 @@ def make_api(settings: Settings, catalogue: Catalogue, queue: Queue) -> FastAPI:
         redact=Redactor({settings.data: "the data directory"}),
         hub=Hub(catalogue.events, limit=settings.max_watchers),
         metrics=Metrics(),
+        predictions=predictions,
+        known=KnownModels(catalogue.models, predictions),
+        intake=Intake(settings.max_predicting),
     )
     api = FastAPI(
         title="brim", version=__version__, docs_url=None, redoc_url=None, openapi_url=None, lifespan=_lifespan,
@@ -92,7 +100,7 @@ def make_api(settings: Settings, catalogue: Catalogue, queue: Queue) -> FastAPI:
     )  # fmt: skip
     api.state.context = context
     errors.install(api, context.redact)
-    for routes in (routes_jobs, routes_datasets, routes_runs, routes_system):
+    for routes in (routes_jobs, routes_datasets, routes_runs, routes_predict, routes_models, routes_system):
         api.router.routes.extend(routes.router.routes)  # not included: each stays a route one can see in api.routes
     _add_pages(api)
     return api
@@ -103,9 +111,10 @@ def guard(api: FastAPI) -> ASGIApp:
     context: Context = api.state.context
     settings = context.settings
 
+    larger = {routes_datasets.router.prefix: settings.max_upload_bytes, **routes_predict.body_limits(settings)}
+
     def limit_of(path: str) -> int:
-        uploads = path == routes_datasets.router.prefix
-        return settings.max_upload_bytes if uploads else settings.max_body_bytes
+        return larger.get(path, settings.max_body_bytes)
 
     limited = BodyLimit(api, limit_of=limit_of)
     return Observed(Gate(limited, token=settings.token, hosts=settings.hosts), context.metrics)
@@ -114,9 +123,11 @@ def guard(api: FastAPI) -> ASGIApp:
 @asynccontextmanager
 async def _lifespan(api: FastAPI) -> AsyncIterator[None]:
     context: Context = api.state.context
-    routes_datasets.discard_uploads(context.settings.data)
+    if context.settings.api_processes == 1:  # else others may be at theirs: the supervisor did it
+        routes_datasets.discard_uploads(context.settings.data)
     context.warm.start()
-    yield
+    async with context.predictions, context.known:
+        yield
     context.hub.close()
 
 

@@ -16,10 +16,15 @@ class Unreadable(HTTPException):
 async def read_json(request: Request) -> Any:
     """The value of a request's body."""
     body = await request.body()  # first, so that the client gets to read a refusal
+    check_type(request)
+    return parse(body)
+
+
+def check_type(request: Request) -> None:
+    """Refuse a body that is not said to be JSON."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
         raise Unreadable(415, f'the body is of type "{kind[:60]}"; send JSON with Content-Type: application/json')
-    return parse(body)
 
 
 def parse(body: bytes) -> Any:

@@ -1,4 +1,4 @@
-"""What every route works with: the settings, the catalogue, the queue, and the hub of event streams."""
+"""What every route works with: the settings, the catalogue, the queue, event streams, predictions."""
 
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Protocol, TypeVar
@@ -10,7 +10,10 @@ from brim.jobs.catalogue import Catalogue
 from brim.jobs.catalogue.rows import DatasetRow, JobRow, RunRow
 from brim.jobs.redact import Redactor
 from brim.service.events import Hub
+from brim.service.intake import Intake
+from brim.service.known_models import KnownModels
 from brim.service.metrics import Metrics
+from brim.service.prediction.client import Predictions
 from brim.service.settings import Settings
 from brim.service.warm import Warm
 
@@ -46,6 +49,9 @@ class Context:
     redact: Redactor
     hub: Hub
     metrics: Metrics
+    predictions: Predictions
+    known: KnownModels
+    intake: Intake
     warm: Warm = field(default_factory=Warm)
 
     def job(self, id: str) -> JobRow:
@@ -68,7 +74,7 @@ def _found(row: _T | None, what: str, where: str) -> _T:
     return row
 
 
-def context_of(request: Request) -> Context:
+async def context_of(request: Request) -> Context:  # async: a plain function would be run in a thread
     """The context of the application that a request came to."""
     found: Any = request.app.state.context
     assert isinstance(found, Context)

@@ -5,6 +5,7 @@ No path, host name or traceback leaves: texts of our own errors are redacted, al
 
 import json
 import logging
+import math
 import re
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -20,12 +21,17 @@ from brim.jobs.fields import plain_text
 
 log = logging.getLogger(__name__)
 
+INTERNAL = "internal error; the service's log says more"
 RETRY_AFTER_S = {429: 10, 503: 5}
 # The first family that fits decides: special ones stand before their parents.
 STATUS: tuple[tuple[type[errors.BrimError], int], ...] = (
     (errors.NotFound, 404),
     (errors.Conflict, 409),
+    (errors.TooLarge, 413),
+    (errors.UnsupportedType, 415),
     (errors.TooMany, 429),
+    (errors.Overloaded, 503),
+    (errors.DeadlinePassed, 503),
     (errors.Unavailable, 503),
     (errors.StorageError, 507),
     (errors.BrimError, 422),
@@ -38,7 +44,7 @@ _EXPECTED = {
     "literal_error": "{expected}",
 }
 _FORMS = {"Idempotency-Key": "1 to 200 printable characters", "after": "the number of an event"}
-_ADDRESS = re.compile(r'("GET /api/[a-z/-]+")')  # one of ours, where a sentence says where to look
+_ADDRESS = re.compile(r'("(?:GET|POST) /api/[a-z/-]+")')  # one of ours, where a sentence says where to look
 _SENTENCES = {
     400: "the request cannot be read; send it again as the documentation says",
     404: "nothing is at this address; /docs lists what is",
@@ -63,13 +69,28 @@ def problem(status: int, detail: str, field: str | None = None, headers: Mapping
     return Response(body, status, media_type="application/json", headers={**extra, **(headers or {})})
 
 
+def redacted(text: str, redact: Callable[[str], str]) -> str:
+    """A sentence without what it says of this machine; addresses of ours in it stay."""
+    return "".join(part if _ADDRESS.match(part) else redact(part) for part in _ADDRESS.split(text))
+
+
+def _retry_after(failure: errors.BrimError) -> dict[str, str]:
+    """Whole seconds, rounded up, where the error knows better than the table."""
+    wait_s = getattr(failure, "retry_after_s", None)
+    return {} if wait_s is None else {"Retry-After": str(max(1, math.ceil(min(wait_s, 3600))))}
+
+
 def install(app: FastAPI, redact: Callable[[str], str]) -> None:
     """Have every error of a route answered in our shape."""
 
     def brim_error(request: Request, failure: Exception) -> Response:
         assert isinstance(failure, errors.BrimError)
-        shown = "".join(part if _ADDRESS.match(part) else redact(part) for part in _ADDRESS.split(str(failure)))
-        return problem(status_of(failure), shown, getattr(failure, "field", None) or None)
+        return problem(
+            status_of(failure),
+            redacted(str(failure), redact),
+            getattr(failure, "field", None) or None,
+            _retry_after(failure),
+        )
 
     def http_error(request: Request, failure: Exception) -> Response:
         assert isinstance(failure, HTTPException)
@@ -86,7 +107,7 @@ def install(app: FastAPI, redact: Callable[[str], str]) -> None:
 
     def any_error(request: Request, failure: Exception) -> Response:
         log.error("internal error in %s %s", request.method, template(request.scope), exc_info=failure)
-        return problem(500, "internal error; the service's log says more")
+        return problem(500, INTERNAL)
 
     app.add_exception_handler(errors.BrimError, brim_error)
     app.add_exception_handler(HTTPException, http_error)

@@ -16,7 +16,7 @@ from starlette.types import ASGIApp
 from brim.jobs.process import die_with_supervisor, read_settings
 from brim.service.settings import Settings
 
-GRACE_S = 3  # for answers under way when the service goes down
+GRACE_S = 5  # for answers under way when the service goes down
 
 
 class Server(uvicorn.Server):

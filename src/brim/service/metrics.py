@@ -4,22 +4,26 @@ The log has the route's pattern, never the path's ids or the query: a token may 
 """
 
 import logging
+import os
 import time
-from collections.abc import Callable, Iterable, Mapping
-from typing import Final
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Final
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.multiprocess import MultiProcessCollector
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from brim.errors import Unavailable
 from brim.jobs.status import STATUSES
-from brim.service.errors import problem_bytes, template
+from brim.service.errors import INTERNAL, problem_bytes, template
+from brim.service.predictor_metrics import PredictorMetrics
 
 log = logging.getLogger("brim.service.access")
 
 CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
 CSP: Final = "default-src 'self'; base-uri 'none'; form-action 'self'; frame-ancestors 'none'"
 _METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
+_STAGES_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 _BUCKETS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.2, 0.5, 1.0, 2.5, 5.0, 10.0)
 _HEADERS: Final = (
     (b"x-content-type-options", b"nosniff"),
@@ -31,7 +35,11 @@ _HEADERS: Final = (
 
 
 class Metrics:
-    """Counters of one API, in a registry of its own."""
+    """Counters of one API, in a registry of its own.
+
+    With several API processes the library keeps them in the files of PROMETHEUS_MULTIPROC_DIR, and each process
+    answers with the sum; gauges are those of whoever answers.
+    """
 
     def __init__(self) -> None:
         self._registry = CollectorRegistry()
@@ -45,21 +53,61 @@ class Metrics:
             buckets=_BUCKETS_S,
             registry=self._registry,
         )
-        self._jobs = Gauge("brim_jobs", "Jobs by status.", ("status",), registry=self._registry)
-        self._streams = Gauge("brim_event_streams", "Event streams that are open.", registry=self._registry)
-        self._free = Gauge("brim_free_bytes", "Free bytes where the data lies.", registry=self._registry)
-        self._workers = Gauge("brim_workers", "Workers that have reported their device.", registry=self._registry)
-        self._database = Gauge("brim_database_up", "Whether the catalogue answers.", registry=self._registry)
+        self._predicted = Counter(
+            "brim_predict_requests", "Predictions asked for, by how it ended.", ("model", "status"),
+            registry=self._registry,
+        )  # fmt: skip
+        self._rejected = Counter(
+            "brim_predict_rejected", "Requests without a prediction, by reason.", ("reason",), registry=self._registry
+        )
+        self._stages = Histogram(
+            "brim_predict_seconds", "Seconds of a prediction, by stage.", ("stage",), buckets=_STAGES_S,
+            registry=self._registry,
+        )  # fmt: skip
+        self._jobs = self._gauge("brim_jobs", "Jobs by status.", "status")
+        self._streams = self._gauge("brim_event_streams", "Event streams that are open.")
+        self._free = self._gauge("brim_free_bytes", "Free bytes where the data lies.")
+        self._workers = self._gauge("brim_workers", "Workers that have reported their device.")
+        self._database = self._gauge("brim_database_up", "Whether the catalogue answers.")
+        self._predictors = PredictorMetrics()
+        self._shown = self._registry
+        if os.environ.get("PROMETHEUS_MULTIPROC_DIR"):
+            self._shown = CollectorRegistry()
+            MultiProcessCollector(self._shown)  # type: ignore[no-untyped-call]
+        self._shown.register(self._predictors)
+
+    def _gauge(self, name: str, words: str, *labels: str) -> Gauge:
+        return Gauge(name, words, labels, registry=self._registry, multiprocess_mode="mostrecent")
 
     def answered(self, method: str, route: str, status: int, seconds: float) -> None:
         """Count one request."""
         self._requests.labels(method if method in _METHODS else "other", route, status).inc()
         self._seconds.labels(route).observe(seconds)
 
+    def predicted(self, model: str, status: str) -> None:
+        """Count one request for predictions; model is a registered one, or empty."""
+        self._predicted.labels(model, status).inc()
+
+    def rejected(self, reason: str) -> None:
+        """Count one that got none."""
+        self._rejected.labels(reason).inc()
+
+    def stages(self, seconds: Mapping[str, float]) -> None:
+        """Note how long the stages of a prediction took."""
+        for stage, value in seconds.items():
+            self._stages.labels(stage).observe(value)
+
     def render(
-        self, counts: Callable[[], Mapping[str, int]], workers: Callable[[], int], *, streams: int, free_bytes: int
+        self,
+        counts: Callable[[], Mapping[str, int]],
+        workers: Callable[[], int],
+        *,
+        streams: int,
+        free_bytes: int,
+        predictors: Sequence[Mapping[str, Any]] = (),
     ) -> bytes:
         """All of it as Prometheus reads it; a catalogue that is away is itself a metric."""
+        self._predictors.take(predictors)
         self._streams.set(streams)
         self._free.set(free_bytes)
         try:
@@ -70,7 +118,7 @@ class Metrics:
             self._database.set(1)
         except Unavailable:
             self._database.set(0)
-        return generate_latest(self._registry)
+        return generate_latest(self._shown)
 
 
 class Observed:
@@ -122,7 +170,7 @@ def _is_private(path: str) -> bool:
 
 
 async def _internal_error(send: Send) -> None:
-    body = problem_bytes("internal error; the service's log says more")
+    body = problem_bytes(INTERNAL)
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
     await send({"type": "http.response.start", "status": 500, "headers": headers})
     await send({"type": "http.response.body", "body": body})

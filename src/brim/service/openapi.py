@@ -15,12 +15,13 @@ KIND_NAMES: Final = tuple(KINDS)
 _MEANINGS: Final = {
     400: "The body is no valid JSON, or no valid form.",
     404: "Nothing has an id that the request names.",
+    408: "The body did not come in time.",
     409: "Right by itself, but in conflict with what is there now, or its values with one another.",
-    413: "The body is too large.",
-    415: "The body is of a type that is not taken.",
+    413: "The body, or what it unpacks to, is too large.",
+    415: "The body, or a file in it, is of a type that is not taken.",
     422: "A value that does not fit this document.",
-    429: "Too many jobs wait or run; see Retry-After.",
-    503: "A database does not answer for now; see Retry-After.",
+    429: "Too many jobs or requests wait or run; see Retry-After.",
+    503: "A database or the models do not answer for now, or not in time; see Retry-After.",
     507: "The disk has no room for it.",
 }
 _ALWAYS: Final = {
@@ -46,7 +47,7 @@ def document(app: FastAPI) -> dict[str, Any]:
         made = get_openapi(
             title="brim",
             version=__version__,
-            summary="Durable jobs over HTTP: generate, train, tune, predict, evaluate.",
+            summary="Durable jobs over HTTP: generate, train, tune, predict, evaluate; and predictions at once.",
             routes=app.routes,
         )
         made["components"]["securitySchemes"] = {

@@ -12,6 +12,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from brim.jobs.process import GIVE_UP
+
 SECRET = ("BRIM_TOKEN", "BRIM_DATABASE")  # variables that children do not inherit: they read the settings
 SHORT_LIFE_S = 5.0  # a child that ends sooner waits before it is started again
 FIRST_WAIT_S, LONGEST_WAIT_S = 0.5, 30.0
@@ -28,6 +30,7 @@ class Program:
     env: Mapping[str, str] = field(default_factory=dict)  # over our own environment
     pass_fds: tuple[int, ...] = ()
     hang_s: float | None = None  # silent for longer: killed; None: not watched
+    longest_wait_s: float = LONGEST_WAIT_S  # before it is started again, having ended soon many times
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +54,7 @@ class Child:
         self._process: subprocess.Popen[bytes] | None = None
         self._beats: int | None = None  # reading end
         self._started_s = self._beat_s = self._next_s = 0.0
-        self._has_beaten = self._hung = False
+        self._has_beaten = self._hung = self._gave_up = False
         self._wait_s = FIRST_WAIT_S
         self._oom_kills = 0
 
@@ -115,7 +118,7 @@ class Child:
         if beats is not None:
             os.close(beats)
         self._beats, self._started_s, self._beat_s = ours, now_s, now_s
-        self._has_beaten = self._hung = False
+        self._has_beaten = self._hung = self._gave_up = False
         self._oom_kills = oom_kills()
         _hand_over(self._process, program.stdin)
 
@@ -130,7 +133,7 @@ class Child:
     def _bury(self, code: int, now_s: float) -> Death:
         lived_s = now_s - self._started_s
         if lived_s < SHORT_LIFE_S:
-            self._next_s, self._wait_s = now_s + self._wait_s, min(LONGEST_WAIT_S, 2 * self._wait_s)
+            self._next_s, self._wait_s = now_s + self._wait_s, min(self._program.longest_wait_s, 2 * self._wait_s)
         else:
             self._next_s, self._wait_s = now_s, FIRST_WAIT_S
         if self._beats is not None:
@@ -140,6 +143,8 @@ class Child:
         return Death(self.name, code, lived_s, self._reason(code, now_s))
 
     def _reason(self, code: int, now_s: float) -> str:
+        if self._gave_up:
+            return "it hung, and asked to be killed"
         if self._hung:
             return f"it hung: no progress for {now_s - self._beat_s:.0f} s"
         if code >= 0:
@@ -151,10 +156,14 @@ class Child:
         if self._beats is None or self._program.hang_s is None:
             return False
         try:
-            if os.read(self._beats, 65536):
-                self._beat_s, self._has_beaten = now_s, True
+            beats = os.read(self._beats, 65536)
         except BlockingIOError:
-            pass
+            beats = b""
+        if GIVE_UP in beats:
+            self._gave_up = True
+            return True
+        if beats:
+            self._beat_s, self._has_beaten = now_s, True
         allowed_s = self._program.hang_s if self._has_beaten else max(START_S, self._program.hang_s)
         return now_s - self._beat_s > allowed_s
 

@@ -16,9 +16,10 @@ from brim.jobs.catalogue import DatasetRow, new_id
 from brim.jobs.fields import MAX_TEXT, PATTERN
 from brim.service import shapes
 from brim.service.context import Context, Here
+from brim.service.multipart import boundary_of
 from brim.service.openapi import Id, PageNumber, refusals
 from brim.service.preview import preview
-from brim.service.upload import FILES, Upload, boundary_of, check_room
+from brim.service.upload import FILES, Upload, check_room
 
 router = APIRouter(prefix="/api/datasets", tags=["datasets"])
 

@@ -4,6 +4,7 @@ import json
 from typing import Any
 
 from fastapi import APIRouter, Response
+from starlette.concurrency import run_in_threadpool
 
 from brim.errors import Unavailable
 from brim.jobs import disk
@@ -81,12 +82,18 @@ def batch_sizes(here: Here) -> Any:
     responses={200: {"content": {"text/plain": {"schema": {"type": "string"}}}}},
     summary="Metrics for Prometheus",
 )
-def metrics(here: Here) -> Response:
-    """Requests, jobs by status, streams, workers, free disk; also while the database is away."""
-    text = here.metrics.render(
-        here.catalogue.jobs.counts,
-        lambda: len(here.catalogue.devices.all()),
-        streams=here.hub.num_watchers,
-        free_bytes=disk.free_bytes(here.settings.data),
-    )
+async def metrics(here: Here) -> Response:
+    """Requests, jobs by status, predictions, streams, workers, free disk; also while the database is away."""
+    predictors = await here.predictions.snapshot()
+
+    def render() -> bytes:
+        return here.metrics.render(
+            here.catalogue.jobs.counts,
+            lambda: len(here.catalogue.devices.all()),
+            streams=here.hub.num_watchers,
+            free_bytes=disk.free_bytes(here.settings.data),
+            predictors=predictors,
+        )
+
+    text = await run_in_threadpool(render)
     return Response(text, media_type=CONTENT_TYPE)

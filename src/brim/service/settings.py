@@ -20,6 +20,12 @@ from brim.jobs.process import urls
 DEFAULT_DATA = "brim-data"  # beside where the service is started; BRIM_DATA names another
 FOLDERS = ("datasets", "runs", "results", "jobs", "uploads", "trash", "workers")
 MIB = 1024**2
+MAX_PREDICT_MEMORY = 90  # percent: jobs are left something
+_POSITIVE = (
+    "hang_s", "max_unfinished", "max_watchers", "max_body_bytes", "max_upload_bytes", "predictors",
+    "predict_deadline_ms", "predict_hang_s", "max_predict_bytes", "max_predict_pixels", "max_predict_files",
+    "max_predicting",
+)  # fmt: skip
 _POSTGRES = re.compile(r"postgres(ql)?(\+\w+)?$")
 _HOST_NAME = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_.-]{0,251}[A-Za-z0-9_])?$")
 
@@ -42,6 +48,15 @@ class Settings:
     max_body_bytes: int = MIB  # of a JSON body
     max_upload_bytes: int = 2048 * MIB  # of one multipart request
     max_upload_files: int = 10_000
+    api_processes: int = 1  # on the one listening socket
+    predictors: int = 1  # prediction processes: one per GPU, or one on the CPU
+    predict_memory: float = 20.0  # percent of each device that is kept from jobs for prediction; 0 turns it off
+    predict_deadline_ms: int = 30_000  # of a request that names none
+    predict_hang_s: float = 10.0  # a forward may take as long, or 20 times what is expected of it
+    max_predict_bytes: int = 64 * MIB  # of one file
+    max_predict_pixels: int = 2**26  # of one image
+    max_predict_files: int = 100  # of one request
+    max_predicting: int = 2000  # requests under way in one API process
     log_level: str = "INFO"
 
     def __post_init__(self) -> None:
@@ -54,7 +69,14 @@ class Settings:
         for name in self.allow_hosts:
             if not _is_host(name):
                 raise ConfigError(f'host "{name}" must be a name or an address without scheme, port or path')
-        for name in ("hang_s", "max_unfinished", "max_watchers", "max_body_bytes", "max_upload_bytes"):
+        if self.api_processes < 1:
+            raise ConfigError(f"--api-processes {self.api_processes} must be at least 1")
+        if not 0 <= self.predict_memory <= MAX_PREDICT_MEMORY:
+            raise ConfigError(
+                f"--predict-memory {self.predict_memory:g} must be between 0 and {MAX_PREDICT_MEMORY} percent; "
+                "0 turns prediction off"
+            )
+        for name in _POSITIVE:
             if not getattr(self, name) > 0:
                 raise ConfigError(f"{name}={getattr(self, name)} must be above 0")
         _check_database(self.database)
@@ -78,6 +100,21 @@ class Settings:
     def batch_sizes(self) -> Path:
         """The file of tuned batch sizes."""
         return self.data / "batch_sizes.json"
+
+    @property
+    def predict_sockets(self) -> tuple[Path, ...]:
+        """Where prediction processes listen; none where prediction is turned off."""
+        return tuple(self.data / f"predict-{index}.sock" for index in range(self.predictors * self.predicts))
+
+    @property
+    def predicts(self) -> bool:
+        """Whether the service predicts over HTTP at all."""
+        return self.predict_memory > 0
+
+    @property
+    def metrics_folder(self) -> Path:
+        """Where several API processes keep their counters, to be summed; emptied at each start."""
+        return self.data / "metrics"
 
     @property
     def is_loopback(self) -> bool:
@@ -133,12 +170,16 @@ def from_options(
     data: Path | None = None,
     workers: int = 1,
     allow_hosts: tuple[str, ...] = (),
+    api_processes: int = 1,
+    predictors: int = 1,
+    predict_memory: float = 20.0,
     environ: Mapping[str, str] = os.environ,
 ) -> Settings:
     """Settings of a command line and its environment, without the token: `token.ensure` makes that.
 
     BRIM_DATA and BRIM_DATABASE stand in for absent options; BRIM_HANG_S, BRIM_MIN_FREE_BYTES, BRIM_MAX_UNFINISHED,
-    BRIM_MAX_WATCHERS, BRIM_MAX_UPLOAD_BYTES and BRIM_LOG_LEVEL set what has no option.
+    BRIM_MAX_WATCHERS, BRIM_MAX_UPLOAD_BYTES, BRIM_PREDICT_DEADLINE_MS, BRIM_PREDICT_HANG_S, BRIM_MAX_PREDICT_BYTES,
+    BRIM_MAX_PREDICT_PIXELS, BRIM_MAX_PREDICT_FILES, BRIM_MAX_PREDICTING and BRIM_LOG_LEVEL set what has no option.
     """
     others: dict[str, Any] = {name: _number(environ, name) for name in _NUMBERS if environ.get(f"BRIM_{name.upper()}")}
     if environ.get("BRIM_LOG_LEVEL"):
@@ -150,6 +191,9 @@ def from_options(
         database=database or environ.get("BRIM_DATABASE") or None,
         workers=workers,
         allow_hosts=allow_hosts,
+        api_processes=api_processes,
+        predictors=predictors,
+        predict_memory=predict_memory,
         **others,
     )
 
@@ -159,7 +203,10 @@ def data_folder(data: Path | None, environ: Mapping[str, str] = os.environ) -> P
     return Path(data or environ.get("BRIM_DATA") or DEFAULT_DATA).expanduser().resolve()
 
 
-_NUMBERS = ("hang_s", "min_free_bytes", "max_unfinished", "max_watchers", "max_upload_bytes")
+_NUMBERS = (
+    "hang_s", "min_free_bytes", "max_unfinished", "max_watchers", "max_upload_bytes", "predict_deadline_ms",
+    "predict_hang_s", "max_predict_bytes", "max_predict_pixels", "max_predict_files", "max_predicting",
+)  # fmt: skip
 
 
 def _number(environ: Mapping[str, str], name: str) -> float | int:

@@ -160,6 +160,27 @@ class BatchSizes(BaseModel):
     devices: Json
 
 
+class Model(Shape):
+    """One model that requests may name; what is null is known once it is loaded."""
+
+    name: str
+    kind: Literal["segment", "locate", "classify"]
+    network: str
+    state: Literal["cold", "loading", "warm", "failed"]
+    error: str | None
+    memory_bytes: int | None
+    batch_size: int | None = Field(description="as tuned: the most that run together")
+    max_batch_size: int | None = Field(description="the largest that is known to fit")
+    device: str | None
+    added_at: str
+
+
+class Models(Shape):
+    """The models that requests may name, by name."""
+
+    models: list[Model]
+
+
 class Health(Shape):
     """The service answers."""
 
@@ -225,6 +246,22 @@ def run(row: Any, redact: Callable[[str], str]) -> Run:
         config=row.config,
         summary=None if row.summary is None else redacted(row.summary, redact),
         created_at=time_text(row.created_at),
+    )
+
+
+def model(row: Any, told: Mapping[str, Any], redact: Callable[[str], str]) -> Model:
+    """A model without its place on disk; told is what a predictor says of it."""
+    return Model(
+        name=row.name,
+        kind=row.kind,
+        network=row.network,
+        state=told.get("state", "cold"),
+        error=None if told.get("error") is None else redact(str(told["error"])),
+        memory_bytes=told.get("memory_bytes"),
+        batch_size=told.get("batch_size"),
+        max_batch_size=told.get("max_batch_size"),
+        device=told.get("device"),
+        added_at=time_text(row.added_at),
     )
 
 

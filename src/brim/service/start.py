@@ -6,6 +6,7 @@ and API never race for it; jobs of workers that are no more given back to the qu
 
 import os
 import secrets
+import shutil
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -38,8 +39,9 @@ def serve(
         catalogue.devices.clear()  # workers of this start say anew what they have
         sources.tidy(catalogue, settings.data)
         reconcile.orphans(catalogue, queue, {f"w{index}" for index in range(settings.workers)}, settings.data)
-        api, workers = programs(settings, listening.fileno(), gpus)
-        Supervisor(api, workers, overseer(settings, catalogue, queue)).run(stop, lambda: started(settings))
+        tidy(settings)
+        children = programs(settings, listening.fileno(), gpus)
+        Supervisor(children, overseer(settings, catalogue, queue)).run(stop, lambda: started(settings))
 
 
 def hold(settings: Settings) -> FileLock:
@@ -80,6 +82,17 @@ def open_databases(settings: Settings) -> tuple[Catalogue, Queue]:
             "give the --data it was first used with, or another database"
         )
     return catalogue, Queue(settings.jobs_url)
+
+
+def tidy(settings: Settings) -> None:
+    """Remove what processes of an earlier start left: uploads that nobody ends, counters and counts that begin anew."""
+    for file in (settings.data / "workers").glob("predict-*.loading"):
+        file.unlink(missing_ok=True)
+    for folder in (settings.data / "uploads").glob("[0-9a-f]" * 32):
+        shutil.rmtree(folder, ignore_errors=True)
+    shutil.rmtree(settings.metrics_folder, ignore_errors=True)
+    if settings.api_processes > 1:
+        settings.metrics_folder.mkdir(mode=0o700)
 
 
 def overseer(settings: Settings, catalogue: Catalogue, queue: Queue) -> Oversee:

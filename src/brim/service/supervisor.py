@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from brim.errors import BrimError, ConfigError
 from brim.service.process import Child, Death, Program, stop_all
@@ -25,29 +25,46 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
+MEMORY_SHARE = "BRIM_MEMORY_SHARE"  # of a device's memory, for a child and all it computes: see engine.memory
 STEP_S = 0.2
 AWAY_S = 5.0  # a step that took longer: the machine slept or we were stopped, and the children perhaps too
 OVERSEE_S = 1.0
 DRAIN_S = 20.0  # a batch, its shard or checkpoint; then a kill, which is harmless too
-API_STOP_S = 6.0
+API_STOP_S = 8.0
+PREDICT_STOP_S = 2.0  # nobody asks any more when the API has ended
+PREDICT_WAIT_S = 2.0  # people wait for it, and what has killed it twice is not sent again
+PREDICT_SILENCE_S = 30.0  # a predictor's own threads notice a forward that hangs; this is for what stops them all
 BIND_S = 2.0  # the processes of a service that was just killed may hold its port for a moment
 
 Oversee = Callable[[Sequence[Death]], Sequence[str]]  # deaths since the last call → names of workers to kill
 
 
-class Supervisor:
-    """Runs the API and the workers until told to stop."""
+class Programs(NamedTuple):
+    """What a service runs."""
 
-    def __init__(self, api: Program, workers: Sequence[Program], oversee: Oversee) -> None:
+    apis: Sequence[Program]
+    workers: Sequence[Program]
+    predictors: Sequence[Program] = ()
+
+
+class Supervisor:
+    """Runs the API, the workers and the predictors until told to stop."""
+
+    def __init__(self, programs: "Programs", oversee: Oversee) -> None:
         """Take what to run, and what looks after the jobs about once a second."""
         self._lifeline = os.pipe()  # the writing end is ours alone: it closes when we end, however we do
-        self._api = Child(api, self._lifeline[0])
-        self._workers = [Child(worker, self._lifeline[0]) for worker in workers]
+        self._apis, self._workers, self._predictors = (
+            [Child(one, self._lifeline[0]) for one in group]
+            for group in (programs.apis, programs.workers, programs.predictors)
+        )
         self._oversight = Oversight(oversee)
 
     def run(self, stop: Callable[[], bool], started: Callable[[], None] = lambda: None) -> None:
-        """Keep all running until stop says so, then drain: workers first, so that people can watch them end."""
-        children = [self._api, *self._workers]
+        """Keep all running until stop says so, then drain.
+
+        Workers first, so that people can watch them end; predictors last, so that answers under way are given.
+        """
+        children = [*self._predictors, *self._apis, *self._workers]
         self._oversight.start()
         try:
             now_s = self._step(children, time.monotonic())
@@ -58,13 +75,14 @@ class Supervisor:
         finally:
             self._oversight.stop()
             stop_all(self._workers, DRAIN_S)
-            stop_all([self._api], API_STOP_S)
+            stop_all(self._apis, API_STOP_S)
+            stop_all(self._predictors, PREDICT_STOP_S)
             for end in self._lifeline:
                 os.close(end)
 
     def pids(self) -> dict[str, int | None]:
         """The processes by name."""
-        return {child.name: child.pid for child in [self._api, *self._workers]}
+        return {child.name: child.pid for child in [*self._apis, *self._workers, *self._predictors]}
 
     def _step(self, children: Sequence[Child], before_s: float) -> float:
         now_s = time.monotonic()
@@ -74,7 +92,7 @@ class Supervisor:
             death = child.step(now_s)
             if death is not None:
                 log.warning("%s ended after %.1f s: %s", death.name, death.lived_s, death.reason)
-                if child is not self._api:
+                if child in self._workers:
                     self._oversight.died(death)
         for name in self._oversight.condemned():
             log.warning("%s is killed: its job does not stop", name)
@@ -130,28 +148,43 @@ class Oversight:
                 self._condemned.put(name)
 
 
-def programs(settings: "Settings", listening: int, gpus: Sequence[str]) -> tuple[Program, list[Program]]:
+def programs(settings: "Settings", listening: int, gpus: Sequence[str]) -> Programs:
     """What a service with these settings runs: the API, and a worker per GPU or so many on the CPU."""
     text = settings.to_json()
     common = {"GOMP_SPINCOUNT": os.environ.get("GOMP_SPINCOUNT", "1000")}
-    api = Program(
-        name="api",
-        command=[sys.executable, "-m", "brim.service.main", "{lifeline}", str(listening)],
-        stdin=text,
-        env={**common, "CUDA_VISIBLE_DEVICES": ""},  # no memory of a GPU for a process that only answers
-        pass_fds=(listening,),
-    )
+    share = settings.predict_memory / 100
+    apis = [
+        Program(
+            name=f"api{index}" if settings.api_processes > 1 else "api",
+            command=[sys.executable, "-m", "brim.service.main", "{lifeline}", str(listening)],
+            stdin=text,
+            env={**common, **_counters(settings), "CUDA_VISIBLE_DEVICES": ""},  # no GPU for one that only answers
+            pass_fds=(listening,),
+        )
+        for index in range(settings.api_processes)
+    ]
     workers = [
         Program(
             name=f"w{index}",
             command=[sys.executable, "-m", "brim.jobs.worker", f"w{index}", "{beat}", "{lifeline}"],
             stdin=text,
-            env={**common, **_device(index, gpus, settings.workers)},
+            env={**common, **_device(index, gpus, settings.workers), MEMORY_SHARE: f"{1 - share:g}"},
             hang_s=settings.hang_s,
         )
         for index in range(settings.workers)
     ]
-    return api, workers
+    predictors = [
+        Program(
+            name=f"predict{index}",
+            command=[sys.executable, "-m", "brim.service.prediction.main", str(index), "{beat}", "{lifeline}"],
+            stdin=text,
+            env={**common, **_device(index, gpus, settings.predictors), MEMORY_SHARE: f"{share:g}"},
+            hang_s=max(PREDICT_SILENCE_S, settings.predict_hang_s),
+            longest_wait_s=PREDICT_WAIT_S,
+        )
+        for index in range(len(settings.predict_sockets))
+    ]
+    return Programs(apis, workers, predictors)
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -180,6 +213,11 @@ def _device(index: int, gpus: Sequence[str], workers: int) -> dict[str, str]:
         return {"CUDA_VISIBLE_DEVICES": gpus[index], "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}  # NVML counts in that order
     threads = max(1, (os.cpu_count() or 1) // workers)
     return {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(threads))}
+
+
+def _counters(settings: "Settings") -> dict[str, str]:
+    """Where several API processes keep what they count; prometheus_client reads it when it is imported."""
+    return {"PROMETHEUS_MULTIPROC_DIR": str(settings.metrics_folder)} if settings.api_processes > 1 else {}
 
 
 def _drain(source: "queue.SimpleQueue[T]") -> list[T]:

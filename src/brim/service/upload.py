@@ -5,38 +5,20 @@ FOLDER/labels.csv.
 """
 
 import re
-from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Any, Final, Self
-
-import python_multipart
-from python_multipart.exceptions import FormParserError
-from python_multipart.multipart import parse_options_header
+from typing import IO, Final, Self
 
 from brim.errors import FieldConflict, FieldError, StorageError
 from brim.jobs import disk
-from brim.service.body import Unreadable
+from brim.service.multipart import Multipart, text_of
 
 FILES: Final = ("images", "masks", "sequences")
 LABELS: Final = "labels"
 TEXTS: Final = ("name", "kind")
 NAME: Final = re.compile(r"[^\W_.-][\w. -]{0,199}|_[\w. -]{0,199}")
 _MAX_TEXT = 1000  # bytes of a text field
-_MAX_HEADER = 4096  # bytes of a part's headers
 _LOOK_BYTES = 16 * 1024**2  # written between two looks at the disk
-
-
-def boundary_of(content_type: str) -> bytes:
-    """The boundary of a multipart body; 415 for other types, 400 where it is missing."""
-    kind, options = parse_options_header(content_type)
-    if kind != b"multipart/form-data":
-        shown = kind.decode("latin-1")[:60]
-        raise Unreadable(415, f'the body is of type "{shown}"; send files as multipart/form-data')
-    boundary = options.get(b"boundary", b"")
-    if not 1 <= len(boundary) <= 70:
-        raise Unreadable(400, "the multipart body has no valid boundary; let the client make it")
-    return boundary
 
 
 class Upload:
@@ -48,23 +30,10 @@ class Upload:
         self.num_files: dict[str, int] = dict.fromkeys(FILES, 0)
         self.labels: Path | None = None
         self._folder, self._max_files, self._min_free = folder, max_files, min_free_bytes
-        self._headers: dict[bytes, bytes] = {}
-        self._header = (bytearray(), bytearray())
         self._field, self._text, self._file = "", bytearray(), _none()
         self._names: set[tuple[str, str]] = set()
         self._unseen = _LOOK_BYTES  # look at the disk before the first byte
-        self._is_whole = False
-        callbacks: dict[str, Any] = {
-            "on_part_begin": self._begin,
-            "on_header_field": self._header_field,
-            "on_header_value": self._header_value,
-            "on_header_end": self._header_end,
-            "on_headers_finished": self._open,
-            "on_part_data": self._data,
-            "on_part_end": self._end,
-            "on_end": self._finish,
-        }
-        self._parser = python_multipart.MultipartParser(boundary, callbacks)  # type: ignore[arg-type]
+        self._body = Multipart(boundary, self)
 
     def __enter__(self) -> Self:
         """Make the folder."""
@@ -81,49 +50,23 @@ class Upload:
         """Take some bytes."""
         self._look_at_disk(len(chunk))
         try:
-            self._parser.write(chunk)
-        except FormParserError as failure:
-            raise Unreadable(400, "the multipart body cannot be read; let the client make it") from failure
+            self._body.feed(chunk)
         except OSError as failure:
             raise StorageError(f"the upload cannot be stored: {failure.strerror}; free some space") from failure
 
     def finish(self) -> None:
         """Say that all has been fed."""
-        if not self._is_whole:
-            raise Unreadable(400, "the multipart body ends before its last boundary; send it again")
+        self._body.finish()
 
     # Parts
 
-    def _begin(self) -> None:
-        self._headers, self._header = {}, (bytearray(), bytearray())
+    def open(self, field: str, name: str | None) -> None:
+        """Begin a part."""
         self._field, self._text, self._file = "", bytearray(), _none()
-
-    def _header_field(self, data: bytes, start: int, end: int) -> None:
-        self._header[0].extend(data[start:end])
-        self._check_header()
-
-    def _header_value(self, data: bytes, start: int, end: int) -> None:
-        self._header[1].extend(data[start:end])
-        self._check_header()
-
-    def _check_header(self) -> None:
-        if sum(map(len, self._header)) > _MAX_HEADER or len(self._headers) > 16:
-            raise Unreadable(400, f"a part's headers are longer than {_MAX_HEADER} bytes; use shorter names")
-
-    def _header_end(self) -> None:
-        name, value = (bytes(part) for part in self._header)
-        self._headers[name.lower()] = value
-        self._header = (bytearray(), bytearray())
-
-    def _open(self) -> None:
-        kind, options = parse_options_header(self._headers.get(b"content-disposition", b""))
-        if kind != b"form-data" or b"name" not in options:
-            raise Unreadable(400, "a part of the body has no name; send each as form-data with a name")
-        field = _text(options[b"name"]).removesuffix("[]")
         if field in TEXTS and field not in self.texts:
             self._field, self.texts[field] = field, ""
         elif field in FILES:
-            self._field, self._file = field, self._create(field, options)
+            self._field, self._file = field, self._create(field, name or "")
         elif field == LABELS and self.labels is None:
             self.labels = self._folder / "labels.csv"
             self._field, self._file = field, self.labels.open("xb")
@@ -133,8 +76,7 @@ class Upload:
             known = ", ".join((*TEXTS, *FILES, LABELS))
             raise FieldError(field[:60], f"{field[:60]} is unknown; known: {known}")
 
-    def _create(self, field: str, options: Mapping[bytes, bytes]) -> IO[bytes]:
-        name = _text(options.get(b"filename", b""))
+    def _create(self, field: str, name: str) -> IO[bytes]:
         if not NAME.fullmatch(name) or name.endswith((".", " ")):
             expected = "1 to 200 letters, digits, spaces, dots, - or _, without a folder and not beginning with a dot"
             raise FieldError(field, f"{field}: a file's name must be {expected}")
@@ -149,7 +91,8 @@ class Upload:
         (self._folder / field).mkdir(mode=0o700, exist_ok=True)
         return (self._folder / field / name).open("xb")
 
-    def _data(self, data: bytes, start: int, end: int) -> None:
+    def write(self, data: bytes, start: int, end: int) -> None:
+        """Take some of it."""
         if self._file is not None:
             self._file.write(data[start:end])
             return
@@ -157,13 +100,11 @@ class Upload:
         if len(self._text) > _MAX_TEXT:
             raise FieldError(self._field, f"{self._field} is longer than {_MAX_TEXT} bytes")
 
-    def _end(self) -> None:
+    def end(self) -> None:
+        """Close it."""
         if self._file is None:
-            self.texts[self._field] = _text(bytes(self._text))
+            self.texts[self._field] = text_of(self._text)
         self._close()
-
-    def _finish(self) -> None:
-        self._is_whole = True
 
     def _close(self) -> None:
         if self._file is not None:
@@ -189,10 +130,3 @@ def check_room(folder: Path, coming: int, min_free_bytes: int) -> None:
 
 def _none() -> IO[bytes] | None:
     return None
-
-
-def _text(value: bytes) -> str:
-    try:
-        return value.decode()
-    except UnicodeDecodeError:
-        raise Unreadable(400, "a name or text in the body is not UTF-8") from None

@@ -2,6 +2,8 @@
 
 BRIM_TEST_NOTES=FILE    each attempt at a job notes its begin and end, and whether another was still at it
 BRIM_TEST_HANG=FILE     while the file is there, the next word of a job removes it and hangs, holding Python's lock
+BRIM_TEST_POISON=1      a network that sees an image with a mark in its corner does what the mark says
+BRIM_TEST_TILE=PIXELS   segmentation's tile: a small one is warm in a moment
 BRIM_TEST_CLOCK=FILE    the wall clock is off by the number of seconds in the file, whenever that changes
 """
 
@@ -43,6 +45,35 @@ def patch_session(module):
             ctypes.PyDLL(None).sleep(1000)  # PyDLL keeps Python's lock: no other thread runs
 
     module.Session.tell = hanging
+
+
+# The corner pixel of an image, and what it does to the batch that it is in.
+POISON = {(250, 1, 2): "raise", (250, 1, 3): "memory", (250, 1, 4): "kill", (250, 1, 5): "hang"}
+
+
+def patch_network(module):
+    """Fail, end or hang in the forward of a batch with a marked image; larger batches pay."""
+    run = module.Network.__call__
+
+    def poisoned(self, images):
+        marks = {POISON.get(tuple(corner)) for corner in images[:, :, 0, 0].tolist()}
+        if "raise" in marks:
+            raise RuntimeError("poison in the batch")
+        if "memory" in marks and len(images) > 1:  # alone it fits
+            raise module.torch.OutOfMemoryError("poison in the batch")
+        if "kill" in marks:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if "hang" in marks:
+            time.sleep(1000)
+        time.sleep(0.008)  # as if every batch had a price of its own: together is cheaper
+        return run(self, images)
+
+    module.Network.__call__ = poisoned
+
+
+def patch_tiles(module):
+    """Small windows."""
+    module.DEFAULT_TILE = int(os.environ.get("BRIM_TEST_TILE") or module.DEFAULT_TILE)
 
 
 def _note(what, job):
@@ -95,7 +126,12 @@ def shift_clock(file):
 class Finder:
     """Patches modules as they are imported."""
 
-    patches = {"brim.jobs.attempt": patch_attempt, "brim.jobs.session": patch_session}  # noqa: RUF012
+    patches = {  # noqa: RUF012
+        "brim.jobs.attempt": patch_attempt,
+        "brim.jobs.session": patch_session,
+        "brim.segmentation.network": patch_network,
+        "brim.segmentation.tiles": patch_tiles,
+    }
 
     def find_spec(self, name, path=None, target=None):
         if name not in self.patches:
@@ -115,7 +151,7 @@ class Finder:
         return spec
 
 
-if any(os.environ.get(f"BRIM_TEST_{name}") for name in ("NOTES", "HANG", "DEADLY")):
+if any(os.environ.get(f"BRIM_TEST_{name}") for name in ("NOTES", "HANG", "DEADLY", "POISON", "TILE")):
     sys.meta_path.insert(0, Finder())
 if os.environ.get("BRIM_TEST_CLOCK"):
     shift_clock(Path(os.environ["BRIM_TEST_CLOCK"]))

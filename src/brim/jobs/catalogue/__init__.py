@@ -1,8 +1,19 @@
-"""The catalogue: what people see of jobs, datasets and runs. The only home of the database toolkit."""
+"""The catalogue: what people see of jobs, datasets, runs and models. The only home of the database toolkit."""
 
 from brim.jobs.catalogue.catalogue import Catalogue
 from brim.jobs.catalogue.migrate import upgrade
-from brim.jobs.catalogue.rows import DatasetRow, DeviceRow, EventRow, JobRow, Output, Page, RunRow, is_id, new_id
+from brim.jobs.catalogue.rows import (
+    DatasetRow,
+    DeviceRow,
+    EventRow,
+    JobRow,
+    ModelRow,
+    Output,
+    Page,
+    RunRow,
+    is_id,
+    new_id,
+)
 
 __all__ = [
     "Catalogue",
@@ -10,6 +21,7 @@ __all__ = [
     "DeviceRow",
     "EventRow",
     "JobRow",
+    "ModelRow",
     "Output",
     "Page",
     "RunRow",

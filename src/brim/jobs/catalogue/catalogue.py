@@ -9,13 +9,14 @@ from brim.jobs.catalogue.devices import Devices
 from brim.jobs.catalogue.engine import open_engine, reading, writing
 from brim.jobs.catalogue.events import Events
 from brim.jobs.catalogue.jobs import Jobs
+from brim.jobs.catalogue.models import Models
 from brim.jobs.catalogue.outputs import insert_for
 from brim.jobs.catalogue.runs import Runs
 from brim.jobs.catalogue.tables import meta
 
 
 class Catalogue:
-    """Jobs, their events, datasets, runs and devices; a database that does not answer raises Unavailable."""
+    """Jobs, their events, datasets, runs, models and devices; a database that does not answer raises Unavailable."""
 
     def __init__(self, engine: sa.Engine) -> None:
         self._engine = engine
@@ -23,6 +24,7 @@ class Catalogue:
         self.events = Events(engine)
         self.datasets = Datasets(engine)
         self.runs = Runs(engine)
+        self.models = Models(engine)
         self.devices = Devices(engine)
 
     @classmethod

@@ -13,6 +13,7 @@ from brim.jobs.status import Progress, Status, Wanted
 Makes = Literal["dataset", "run", "result"]
 DatasetKind = Literal["rf", "images", "sequences"]
 DatasetState = Literal["writing", "ready", "partial", "deleting"]
+ModelKind = Literal["segment", "locate", "classify"]
 RunState = Literal["training", "ready", "partial"]
 EventKind = Literal["status", "progress", "log"]
 
@@ -136,6 +137,20 @@ class RunRow:
     config: dict[str, Any]
     summary: dict[str, Any]
     created_at: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelRow:
+    """A model that requests may name, as the catalogue has it."""
+
+    number: int
+    name: str
+    kind: ModelKind
+    network: str
+    path: str
+    version: str
+    about: dict[str, Any]
+    added_at: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""The tables of the catalogue: what people see of jobs, datasets and runs.
+"""The tables of the catalogue: what people see of jobs, datasets, runs and models.
 
 Times are seconds since 1970, UTC. Rows are ordered by `number`, never by a time: clocks jump. Ids are opaque.
 On PostgreSQL the tables live in the schema `brim`, beside that of the job library; on SQLite in a file of their own.
@@ -124,6 +124,20 @@ uses = sa.Table(  # what a job reads: not deleted while it may still run
     sa.Column("job_id", sa.Text, sa.ForeignKey("jobs.id", ondelete="CASCADE"), nullable=False, index=True),
     sa.Column("dataset_id", sa.Text, sa.ForeignKey("datasets.id", ondelete="CASCADE"), index=True),
     sa.Column("run_id", sa.Text, sa.ForeignKey("runs.id", ondelete="CASCADE"), index=True),
+)
+
+models = sa.Table(  # what requests may name, in the service's own process of predictions
+    "models",
+    metadata,
+    _number(),
+    sa.Column("name", sa.Text, nullable=False, unique=True),
+    sa.Column("kind", sa.Text, nullable=False),  # segment, locate or classify
+    sa.Column("network", sa.Text, nullable=False),
+    sa.Column("path", sa.Text, nullable=False),  # absolute: a run's directory or a file of weights
+    sa.Column("version", sa.Text, nullable=False),  # another each time it is added
+    sa.Column("about", sa.JSON, nullable=False),
+    sa.Column("added_at", sa.Float(53), nullable=False),
+    sqlite_autoincrement=True,
 )
 
 devices = sa.Table(  # what each worker computes on, as it said when it started

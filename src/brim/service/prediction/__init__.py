@@ -1,0 +1,1 @@
+"""Prediction over HTTP: a process apart from the API runs the models; bytes cross by shared memory."""

@@ -1,0 +1,63 @@
+"""A prediction process: `python -m brim.service.prediction.main INDEX BEAT LIFELINE`, settings on standard input.
+
+Started by the supervisor, one per GPU or one on the CPU. No web framework and no database is imported here, and torch
+only with the first model.
+"""
+
+import json
+import logging
+import os
+import signal
+import sys
+from typing import Final
+
+from brim.errors import BrimError
+from brim.jobs.process import FileLock, Heartbeat, die_with_supervisor, read_settings
+from brim.service.prediction.attempts import Attempts
+from brim.service.prediction.models import Make, Models
+from brim.service.prediction.predictor import Predictor
+from brim.service.prediction.work import Watched
+from brim.service.settings import Settings
+
+log = logging.getLogger("brim.prediction")
+
+LOCK_S: Final = 60.0  # for the process that had this number to end
+
+
+def serve(index: int, settings: Settings, beat: Heartbeat, make: Make | None = None) -> None:
+    """Be the predictor of that number until SIGTERM; make loads a model, where not by its kind."""
+    lock = FileLock(settings.data / "workers" / f"predict-{index}.lock").wait(LOCK_S, idle=beat)
+    models = Models(
+        "auto",
+        share=settings.predict_memory / 100,
+        batch_sizes=settings.batch_sizes,
+        make=make,
+        wrap=Watched,
+        attempt=Attempts(settings.data / "workers" / f"predict-{index}.loading"),
+    )
+    threads = max(2, min(8, (os.cpu_count() or 1) // (2 * settings.predictors)))
+    path = settings.predict_sockets[index]
+    predictor = Predictor(path, models, beat, hang_s=settings.predict_hang_s, threads=threads)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, predictor.leave)
+    predictor.run()
+    path.unlink(missing_ok=True)
+    lock.release()
+
+
+def main(argv: list[str]) -> int:
+    """Predict until told to stop."""
+    index, beat, lifeline = int(argv[0]), Heartbeat(int(argv[1])), int(argv[2])
+    die_with_supervisor(lifeline)
+    settings = Settings.from_json(json.dumps(read_settings()))
+    logging.basicConfig(level=settings.log_level, format=f"%(asctime)s predict{index} %(levelname)s %(message)s")
+    try:
+        serve(index, settings, beat)
+    except BrimError as failed:
+        log.error("%s", failed)
+        return 1
+    os._exit(0)  # threads that load or run are not waited for: what they do is nobody's any more
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

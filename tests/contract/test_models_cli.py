@@ -1,0 +1,202 @@
+"""`brim models` as others build on it: JSON, exit codes, sentences; what is listed has been loaded once."""
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from brim.cli import main
+from brim.jobs.catalogue import Catalogue
+from brim.segmentation import create_model
+from brim.segmentation.train_run import write_config
+from brim.segmentation.weights import WEIGHTS, save_weights
+
+KEYS = ["name", "kind", "network", "path", "version", "about", "added_at"]
+
+
+@pytest.fixture
+def brim(tmp_path, capsys):
+    """A command on a data directory of its own: exit code, standard output, standard error."""
+
+    def command(*argv, data=tmp_path / "data"):
+        capsys.readouterr()
+        code = main(["models", *map(str, argv), "--data", str(data)])
+        return (code, *capsys.readouterr())
+
+    return command
+
+
+@pytest.fixture(scope="module")
+def weights(tmp_path_factory) -> Path:
+    file = tmp_path_factory.mktemp("weights") / "tiny.safetensors"
+    torch.manual_seed(0)
+    save_weights(create_model("unet_tiny"), file, {})
+    return file
+
+
+@pytest.fixture(scope="module")
+def segment_run(tmp_path_factory, weights) -> Path:
+    """As training leaves it."""
+    run = tmp_path_factory.mktemp("runs") / "cells"
+    run.mkdir()
+    save_file(load_file(weights), run / WEIGHTS, metadata={"model": "unet_tiny"})
+    write_config(run, {"format_version": 1, "kind": "segment-train", "training": {"model": "unet_tiny"}})
+    return run
+
+
+@pytest.fixture(scope="module")
+def sequence_run(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("sequences")
+    rng = np.random.default_rng(0)
+    for label in ("one", "two"):
+        (folder / "npy" / label).mkdir(parents=True)
+        for number in range(8):
+            np.save(folder / "npy" / label / f"{number}.npy", rng.normal(size=(6, 4)).astype(np.float32))
+    assert main(["sequence", "pack", str(folder / "npy"), "--out", str(folder / "corpus"), "--json"]) == 0
+    options = [
+        "--out",
+        str(folder / "run"),
+        "--mode",
+        "supervised",
+        "--classifier-epochs",
+        "1",
+        "--device",
+        "cpu",
+        "--json",
+    ]
+    assert main(["sequence", "train", str(folder / "corpus"), *options]) == 0
+    return folder / "run"
+
+
+def test_a_model_is_added_listed_replaced_and_removed(brim, weights, segment_run):
+    code, out, err = brim("add", "cells", weights, "--network", "unet_tiny", "--json")
+    added = json.loads(out)
+    assert (code, err, list(added)) == (0, "", [*KEYS, "replaced"])
+    assert (added["kind"], added["network"], added["path"]) == ("segment", "unet_tiny", str(weights))
+    assert added["about"]["parameters"] > 0
+    assert not added.pop("replaced")
+    assert json.loads(brim("list", "--json")[1]) == {"models": [added]}
+
+    again = json.loads(brim("add", "cells", segment_run, "--json")[1])
+    assert again["replaced"]
+    assert again["version"] != added["version"]
+    assert again["path"] == str(segment_run)
+    assert len(json.loads(brim("list", "--json")[1])["models"]) == 1
+
+    code, out, _ = brim("remove", "cells", "--json")
+    assert (code, json.loads(out)) == (0, {"name": "cells", "path": str(segment_run)})
+    assert segment_run.exists()
+    assert brim("list") == (0, "", 'no models; add one with "brim models add NAME RUN"\n')
+
+
+def test_lines_for_people_end_with_what_came_of_it(brim, segment_run):
+    code, out, err = brim("add", "cells", segment_run)
+    assert (code, err) == (0, "")
+    assert out.startswith("cells  segment, unet_tiny, ")
+    assert out.endswith(": added; requests may name it now\n")
+    assert ": replaced;" in brim("add", "cells", segment_run)[1]
+    assert str(segment_run) in brim("list")[1]
+    assert brim("remove", "cells")[1] == f"cells: removed; its files stay in {segment_run}\n"
+
+
+@pytest.mark.slow
+def test_a_run_says_itself_what_it_is_of(brim, sequence_run, capsys, tmp_path):
+    code, out, err = brim("add", "steps", sequence_run, "--json")
+    assert code == 0, err
+    added = json.loads(out)
+    assert (added["kind"], added["network"]) == ("classify", "cnn_lstm")
+    assert added["about"]["classes"] == ["one", "two"]
+
+    assert main(["demo", "--out", str(tmp_path / "demo"), "--samples", "20"]) == 0
+    code, out, err = brim("add", "where", tmp_path / "demo" / "run-20", "--json")
+    assert code == 0, err
+    assert (json.loads(out)["kind"], json.loads(out)["network"]) == ("locate", "locator")
+
+    code, _, err = brim("add", "steps", sequence_run, "--network", "hrnet")
+    assert (code, "says what it is of: omit it" in err) == (2, True)
+
+
+def test_the_service_s_own_catalogue_has_it(brim, segment_run, tmp_path):
+    brim("add", "cells", segment_run)
+
+    with Catalogue.open(f"sqlite:///{tmp_path}/data/catalogue.sqlite") as catalogue:
+        assert [row.name for row in catalogue.models.all()] == ["cells"]
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["add", "a b", "{run}"], "must be 1 to 100 letters, digits"),
+        (["add", "../x", "{run}"], "must be 1 to 100 letters, digits"),
+        (["add", "n", "{tmp}/nowhere"], "does not exist; give the directory of a run or a file of weights"),
+        (["add", "n", "{tmp}"], "holds none of weights.safetensors"),
+        (["add", "n", "{weights}"], "does not say what network it is of; add --network, one of hrnet, resunet_small"),
+        (["add", "n", "{weights}", "--network", "unet"], "--network unet is unknown; choose one of hrnet"),
+        (["add", "n", "{weights}", "--network", "hrnet"], "is not of this network"),
+        (["add", "n", "{run}", "--network", "hrnet"], "is a run of unet_tiny; omit --network"),
+        (["add", "n", "{run}", "--database", "mysql://x/y"], "--database must be like postgresql://"),
+        (["list"], "holds no catalogue; give --data as to brim serve, or add a model first"),
+        (["remove", "x"], "holds no catalogue"),
+    ],
+)
+def test_what_cannot_work_is_said_in_one_sentence(brim, tmp_path, weights, segment_run, argv, words):
+    places = {"{tmp}": tmp_path, "{run}": segment_run, "{weights}": weights}
+    for mark, place in places.items():
+        argv = [part.replace(mark, str(place)) for part in argv]
+
+    code, out, err = brim(*argv)
+
+    assert (code, out) == (2, "")
+    assert words in err
+    assert err.startswith("error: ")
+    assert err.count("\n") == 1
+    if argv[0] == "add":
+        assert "no models" in brim("list")[2] or "no catalogue" in brim("list")[2]
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (lambda file: file.write_bytes(file.read_bytes()[:-100]), "cannot be read as weights"),
+        (lambda file: file.write_bytes(b"not weights"), "cannot be read as weights"),
+        (lambda file: save_file({k: v * float("nan") for k, v in load_file(file).items()}, file), "holds NaN or Inf"),
+        (lambda file: save_file(dict(list(load_file(file).items())[1:]), file), "is missing"),
+    ],
+)
+def test_damaged_weights_are_not_listed(brim, weights, tmp_path, damage, words):
+    file = Path(shutil.copy(weights, tmp_path / "w.safetensors"))
+    damage(file)
+
+    code, _, err = brim("add", "n", file, "--network", "unet_tiny")
+
+    assert (code, words in err) == (2, True), err
+    assert brim("list")[2].startswith("no models")
+
+
+def test_removing_what_is_not_there_is_said(brim, segment_run):
+    brim("add", "cells", segment_run)
+
+    code, _, err = brim("remove", "cell")
+
+    assert (code, 'cell is not the name of a model; "brim models list" shows' in err) == (2, True)
+
+
+def test_listing_and_removing_need_no_torch(brim, segment_run, tmp_path):
+    import subprocess
+    import sys
+
+    brim("add", "cells", segment_run)
+    code = (
+        "import sys; from brim.cli import main\n"
+        f"assert main(['models', 'list', '--data', {str(tmp_path / 'data')!r}]) == 0\n"
+        f"assert main(['models', 'remove', 'cells', '--data', {str(tmp_path / 'data')!r}]) == 0\n"
+        "assert 'torch' not in sys.modules"
+    )
+
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+
+    assert done.returncode == 0, done.stderr

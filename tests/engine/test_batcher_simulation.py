@@ -1,0 +1,84 @@
+"""The policy through minutes of load on paper: what the speed goals of prediction ask of it."""
+
+from dataclasses import replace
+
+import pytest
+
+from brim.engine.batch_simulation import CPU, H200, Bench, Greedy, Outcome, Policy, brim_policy, simulate
+
+BENCHES = {"h200": H200, "cpu": CPU}
+SECONDS = {"h200": 5.0, "cpu": 40.0}
+SEEDS = (11, 12)  # the rules were tuned on others
+
+
+def run(name: str, load: float, seed: int, policy: Policy | None = None, bench: Bench | None = None) -> Outcome:
+    bench = bench or BENCHES[name]
+    return simulate(
+        bench,
+        policy or brim_policy(bench),
+        rate=load * bench.capacity(),
+        seconds=SECONDS[name],
+        limit_s=3 * bench.single_s,
+        seed=seed,
+    )
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("name", BENCHES)
+def test_overload_keeps_goodput_near_the_capacity_and_accepted_requests_in_time(name, seed):
+    curve = {load: run(name, load, seed) for load in (1.2, 1.5, 2.0, 3.0)}
+    peak = max(done.goodput for done in curve.values())
+
+    assert peak >= 0.9 * BENCHES[name].capacity()
+    assert curve[3.0].goodput >= 0.9 * peak
+    for done in curve.values():
+        assert done.worst <= 1.10
+        assert done.late <= 0.02 * len(done.latencies_s)
+
+
+@pytest.mark.parametrize("name", BENCHES)
+def test_half_load_is_served_in_full(name):
+    done = run(name, 0.5, SEEDS[0])
+
+    assert done.goodput * done.seconds >= 0.97 * done.offered
+
+
+@pytest.mark.parametrize("name", BENCHES)
+def test_an_idle_device_adds_no_latency(name):
+    exact = replace(BENCHES[name], noise=0.0, spikes=0.0)
+
+    assert run(name, 0.01, SEEDS[0], bench=exact).percentile_s(0.5) == pytest.approx(exact.single_s)
+
+
+@pytest.mark.parametrize("name", BENCHES)
+@pytest.mark.parametrize("window_s", [0.0, 0.005])
+def test_servers_that_let_everything_in_serve_less_in_time(name, window_s):
+    bench = BENCHES[name]
+    for load in (1.2, 3.0):
+        theirs = run(name, load, SEEDS[0], Greedy(max(bench.seconds), window_s))
+
+        assert run(name, load, SEEDS[0]).goodput >= 1.5 * theirs.goodput
+
+
+def test_a_device_that_slows_down_by_half_is_learned():
+    policy = brim_policy(H200)
+    slow = replace(H200, seconds={size: 1.5 * seconds for size, seconds in H200.seconds.items()})
+    done = simulate(slow, policy, rate=800.0, seconds=5.0, limit_s=3 * slow.single_s, seed=SEEDS[0], warmup_s=1.0)
+
+    assert done.goodput >= 0.85 * slow.capacity()
+    assert done.worst <= 1.10
+
+
+@pytest.mark.parametrize(
+    ("bench", "most"),
+    [
+        pytest.param(replace(H200, decoders=2), 200, id="decoding"),
+        pytest.param(replace(H200, finishers=2, finish_s=0.006), 333, id="finishing"),
+    ],
+)
+def test_pools_that_are_the_limit_are_seen_at_the_door(bench, most):
+    policy = brim_policy(bench)
+    done = simulate(bench, policy, rate=3.0 * most, seconds=5.0, limit_s=3 * bench.single_s, seed=SEEDS[0])
+
+    assert done.goodput >= 0.9 * most
+    assert done.worst <= 1.10

@@ -1,0 +1,113 @@
+"""First runs of a model: which sizes are left, how long they take, what they hold."""
+
+import threading
+import time
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from brim.engine.warm_up import ladder, warm_up
+from brim.errors import OutOfMemory
+
+CPU = torch.device("cpu")
+
+
+class Toy:
+    """A model whose batches take a time of their own, and do not fit from a size on."""
+
+    def __init__(self, *, top: int = 16, tuned: bool = True, fits: int = 1 << 20, batch_bytes: int = 0) -> None:
+        self.sizes, self.tuned, self._fits, self._batch_bytes = ladder(top), tuned, fits, batch_bytes
+        self.weight_bytes, self.expected_s = 1000, {}
+        self.ran: list[int] = []
+        self.seconds = lambda size: 0.0
+
+    def example(self, num: int) -> list[int]:
+        return list(range(num))
+
+    def forward(self, parts: list[int]) -> list[int]:
+        self.ran.append(len(parts))
+        time.sleep(self.seconds(len(parts)))
+        if self._batch_bytes:
+            bytearray(b"x") * (self._batch_bytes * len(parts))
+        return parts
+
+    def collect(self, running: list[int]) -> list[Any]:
+        if len(running) > self._fits:
+            return [OutOfMemory("no room")] * len(running)
+        return running
+
+
+@given(st.integers(1, 5000))
+def test_a_ladder_is_few_steps_none_far_from_the_next(top):
+    sizes = ladder(top)
+
+    assert sizes[0] == 1
+    assert sizes[-1] == top
+    assert all(one < other <= 2 * one for one, other in pairwise(sizes))
+    assert len(sizes) <= 2 * top.bit_length() + 1
+
+
+def test_a_ladder_goes_up_in_halves_and_thirds():
+    assert ladder(16) == (1, 2, 3, 4, 6, 8, 12, 16)
+    assert ladder(7) == (1, 2, 3, 4, 6, 7)
+    assert ladder(1) == ladder(0) == (1,)
+
+
+def test_every_size_of_a_tuned_model_runs():
+    toy = Toy(top=6)
+
+    warmed = warm_up(toy, CPU, threading.RLock())
+
+    assert set(toy.ran) == set(warmed.sizes) == set(toy.sizes) == set(toy.expected_s) == {1, 2, 3, 4, 6}
+    assert warmed.memory_bytes >= toy.weight_bytes
+
+
+def test_the_climb_ends_where_batches_are_no_faster():
+    toy = Toy(top=64, tuned=False)
+    toy.seconds = lambda size: 0.005 * max(4, size)  # up to 4 the device is not full
+
+    warmed = warm_up(toy, CPU, threading.RLock())
+
+    assert warmed.sizes == tuple(toy.sizes) == (1, 2, 3, 4)
+    assert max(toy.ran) == 8
+
+
+def test_sizes_that_do_not_fit_are_left_out():
+    warmed = warm_up(Toy(fits=5), CPU, threading.RLock())
+
+    assert warmed.sizes == (1, 2, 3, 4)
+
+
+def test_sizes_beyond_the_budget_are_left_out():
+    toy = Toy(batch_bytes=8 << 20)
+
+    warmed = warm_up(toy, CPU, threading.RLock(), limit_bytes=50 << 20)
+
+    assert 1 <= warmed.sizes[-1] <= 6
+    assert warmed.memory_bytes <= 50 << 20
+
+
+def test_one_item_that_does_not_fit_is_an_error():
+    with pytest.raises(OutOfMemory, match="no room"):
+        warm_up(Toy(fits=0), CPU, threading.RLock())
+
+
+def test_others_may_use_the_device_between_two_batches():
+    held: list[int] = []
+
+    class Lock:
+        def __enter__(self) -> None:
+            held.append(0)
+
+        def __exit__(self, *_: object) -> None:
+            held[-1] = len(toy.ran)
+
+    toy = Toy(top=4)
+
+    warm_up(toy, CPU, Lock())
+
+    assert held == list(range(1, len(toy.ran) + 1))

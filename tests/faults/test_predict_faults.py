@@ -1,0 +1,214 @@
+"""Predictions under attack: whatever bad requests do, every innocent one gets its right answer."""
+
+import os
+import random
+import signal
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import cv2
+import numpy as np
+import pytest
+import torch
+from fault_service import Serve, brim, until
+from predict_storm import Ask, Told, bomb, form, geometries, resident_bytes, storm
+
+from brim.segmentation import ModelLoader
+from brim.segmentation.batch_sizes import BatchSizes, Entry, device_info, device_key
+from brim.segmentation.cells import make_cells
+from brim.segmentation.formats import geojson
+from brim.segmentation.network import normalise
+from brim.segmentation.registry import create_model
+from brim.segmentation.weights import save_weights
+
+pytestmark = pytest.mark.slow
+
+TILE, SIDE = 96, 64  # pixels: of the service's windows, of the images
+MIB = 2**20
+MARKS = {"raise": (250, 1, 2), "memory": (250, 1, 3), "kill": (250, 1, 4), "hang": (250, 1, 5)}  # of hooks/
+KINDS = 12  # different innocent images
+
+
+@pytest.fixture(scope="module")
+def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of a network none of whose scores is close to the threshold: a last bit moves no outline."""
+    torch.manual_seed(3)
+    module = create_model("unet_tiny").eval()
+    pixels = torch.stack([torch.from_numpy(make_cells(5, kind, SIDE, SIDE)[0]) for kind in range(KINDS)])
+    with torch.no_grad():
+        scores = module(normalise(pixels.permute(0, 3, 1, 2))).flatten().sort().values
+        tail = scores[int(0.9 * len(scores)) : int(0.99 * len(scores))]
+        gap = tail.diff().argmax()
+        module.score.bias -= (tail[gap] + tail[gap + 1]) / 2
+        for parameter in module.score.parameters():
+            parameter *= 40
+    file = tmp_path_factory.mktemp("weights") / "tiny.safetensors"
+    save_weights(module, file, {})
+    return file
+
+
+@pytest.fixture(scope="module")
+def serve(weights: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serve]:
+    """One service with the model registered; it runs batches of up to four."""
+    data = tmp_path_factory.mktemp("predict") / "data"
+    data.mkdir()
+    cpu = torch.device("cpu")
+    entry = Entry(
+        optimal_batch_size=4, max_safe_batch_size=8, expected_throughput=100.0, p50_latency_ms=40.0,
+        p95_latency_ms=50.0, memory_limit_mb=1000.0, image_size=1024, precision="fp32", layout="contiguous",
+        compiled=False,
+    )  # fmt: skip
+    made = Serve(data, BRIM_TEST_POISON="1", BRIM_TEST_TILE=str(TILE), BRIM_PREDICT_HANG_S="2")
+    sizes = BatchSizes().with_entry(device_key(cpu), device_info(cpu), "unet_tiny", entry, [])
+    sizes.write(data / "batch_sizes.json")
+    added = brim("models", "add", "cells", weights, "--network", "unet_tiny", "--data", data)
+    assert added.returncode == 0, added.stderr
+    try:
+        made.start()
+        until(lambda: storm(made, [Ask(image(0), "innocent")])[0].status == 200, 60, made.said)
+        yield made
+    finally:
+        made.close()
+
+
+@pytest.fixture(scope="module")
+def expected(weights: Path) -> dict[str, bytes]:
+    """What predict says of every innocent image."""
+    loader = ModelLoader({"unet_tiny": weights}, "cpu", batch_sizes=None, tile=TILE)
+    pictures = {str(kind): image(kind) for kind in range(KINDS)} | {"memory": image(1, "memory")}
+    return {tag: geojson(loader.predict(picture, "unet_tiny").polygons) for tag, picture in pictures.items()}
+
+
+def image(kind: int, mark: str | None = None) -> bytes:
+    """A PNG of cells, different ones of different sides, with a mark in its corner where it is poison."""
+    pixels, _ = make_cells(5, kind, SIDE, SIDE if kind % 6 else SIDE + 40)  # those are cut into windows
+    if mark is not None:
+        pixels[0, 0] = MARKS[mark]
+    return bytes(cv2.imencode(".png", pixels[..., ::-1])[1])
+
+
+def innocents(count: int) -> list[Ask]:
+    pictures = [image(kind) for kind in range(KINDS)]
+    return [Ask(pictures[number % KINDS], str(number % KINDS)) for number in range(count)]
+
+
+def check_innocents(told: list[Told], expected: dict[str, bytes]) -> int:
+    """All of them are right; their number."""
+    asked = [one for one in told if one.tag in expected]
+    wrong = [(one.tag, one.status, one.body[:200]) for one in asked if one.status != 200]
+    assert not wrong, f"{len(wrong)} of {len(asked)} innocent requests failed: {wrong[:3]}"
+    for one in asked:
+        outlines, confidences = geometries(one.body)
+        wanted_outlines, wanted = geometries(expected[one.tag])
+        assert outlines == wanted_outlines
+        np.testing.assert_allclose(confidences, wanted, atol=1e-3)
+    return len(asked)
+
+
+def kinds_of(told: list[Told], tag: str) -> set[int]:
+    return {one.status for one in told if one.tag == tag}
+
+
+def test_the_answers_are_those_of_predict(serve, expected):
+    assert any(len(geometries(body)[0]) > 3 for body in expected.values())
+    assert check_innocents(storm(serve, innocents(KINDS), together=1), expected) == KINDS
+
+
+def test_a_thousand_connections_with_poison_and_disconnects_among_them(serve, expected):
+    """1 in 20 is poison of some kind, 1 in 10 hangs up; memory returns to what it was."""
+    picked = random.Random(1)
+    storm(serve, innocents(100))
+    before = {name: resident_bytes(serve.children()[name]) for name in ("api", "predict")}
+    asks = innocents(1000)
+    poison = [
+        Ask(image(2, "raise"), "raise"),
+        Ask(image(1, "memory"), "memory"),
+        Ask(image(4)[:-40], "corrupt"),
+        Ask(b"no image", "alien"),
+        Ask(bomb(9000), "bomb"),
+    ]
+    for number in range(0, 1000, 20):
+        asks[number] = poison[number // 20 % len(poison)]
+    for number in range(5, 1000, 10):
+        asks[number] = Ask(asks[number].image, "gone", leave_after_s=picked.random() / 2)
+    for number in range(7, 1000, 100):
+        asks[number] = Ask(asks[number].image, asks[number].tag, pieces=40)
+
+    told = storm(serve, asks)
+
+    assert check_innocents(told, expected) == 1000 - 50 - 100 + 10
+    assert kinds_of(told, "raise") == {500}
+    assert kinds_of(told, "corrupt") == {422}
+    assert kinds_of(told, "alien") == {415}
+    assert kinds_of(told, "bomb") == {413}
+    assert mean_batch(serve) > 2  # of four at most: the poison had neighbours
+    counts = {stage: metrics(serve)[f'brim_predict_seconds_count{{stage="{stage}"}}'] for stage in ("finish", "total")}
+    assert counts["finish"] - 100 <= counts["total"] <= counts["finish"]  # clients may go while theirs is sent
+    until(lambda: not leftovers(serve, before), 10, lambda: f"memory stays: {leftovers(serve, before)}")
+    check_innocents(storm(serve, innocents(KINDS)), expected)
+
+
+def mean_batch(serve: Serve) -> float:
+    """Images to a batch so far, as the metrics have it."""
+    found = metrics(serve)
+    return found["brim_predict_batch_size_sum"] / found["brim_predict_batch_size_count"]
+
+
+def metrics(serve: Serve) -> dict[str, float]:
+    lines = [line.rpartition(" ") for line in serve.get("/metrics").splitlines() if line.startswith("brim_predict_")]
+    return {name: float(value) for name, _, value in lines}
+
+
+def leftovers(serve: Serve, before: dict[str, int]) -> dict[str, str]:
+    """Processes that hold much more than before."""
+    now = {name: resident_bytes(serve.children()[name]) for name in before}
+    return {
+        name: f"{now[name] // MIB} MiB, was {before[name] // MIB}"
+        for name in before
+        if now[name] > before[name] + 64 * MIB
+    }
+
+
+def test_clients_that_send_nothing_hold_nobody_up(serve, expected):
+    """Half a body each, on many connections, while others ask."""
+    half = form(serve, image(0))[:-200]
+    silent = [socket.create_connection(("127.0.0.1", serve.port)) for _ in range(200)]
+    try:
+        for one in silent:
+            one.sendall(half)
+        began_s = time.monotonic()
+        assert check_innocents(storm(serve, innocents(24)), expected) == 24
+        assert time.monotonic() - began_s < 10
+    finally:
+        for one in silent:
+            one.close()
+
+
+def test_a_predictor_killed_in_the_middle_of_a_batch_loses_nothing(serve, expected):
+    predictor = serve.children()["predict"]
+    killer = threading.Timer(0.15, os.kill, (predictor, signal.SIGKILL))
+    killer.start()
+
+    told = storm(serve, innocents(150))
+
+    killer.join()
+    assert check_innocents(told, expected) == 150
+    until(lambda: serve.children().get("predict", predictor) != predictor, 20, serve.said)
+
+
+@pytest.mark.parametrize("mark", ["kill", "hang"])
+def test_an_image_that_ends_or_hangs_the_process_fails_alone(serve, expected, mark):
+    """The others are run again; the one in the running batch at both deaths is given up, in words."""
+    asks = innocents(40)
+    asks[8] = Ask(image(1, mark), mark)
+
+    told = storm(serve, asks)
+
+    assert check_innocents(told, expected) == 39
+    (culprit,) = [one for one in told if one.tag == mark]
+    assert culprit.status == 503
+    assert "ended twice while it worked on this request" in culprit.detail
+    assert check_innocents(storm(serve, innocents(KINDS)), expected) == KINDS

@@ -1,0 +1,144 @@
+"""Requests on a GPU: what `predict` finds, graphs for every size, memory back when a model goes."""
+
+import gc
+import json
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import cv2
+import numpy as np
+import pytest
+import torch
+
+from brim.engine.batch_runner import BatchRunner
+from brim.engine.servable import Answer, Payload
+from brim.engine.warm_up import ladder
+from brim.segmentation.batch_sizes import BatchSizes, Entry, device_info, device_key
+from brim.segmentation.loader import ModelLoader
+from brim.segmentation.polygons import Polygon, fill
+from brim.segmentation.registry import create_model
+from brim.segmentation.serving import SegmentServable
+from brim.segmentation.weights import save_weights
+from brim.service.prediction.models import Models
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU here")]
+
+GPU = torch.device("cuda:0")
+TOP = 8
+
+
+@pytest.fixture
+def made(tmp_path: Path) -> Path:
+    torch.manual_seed(3)
+    save_weights(create_model("unet_tiny"), tmp_path / "1.safetensors", {})
+    entry = Entry(
+        optimal_batch_size=TOP, max_safe_batch_size=32, expected_throughput=100.0, p50_latency_ms=40.0,
+        p95_latency_ms=50.0, memory_limit_mb=1000.0, image_size=1024, precision="fp16", layout="channels_last",
+        compiled=False,
+    )  # fmt: skip
+    sizes = BatchSizes().with_entry(device_key(GPU), device_info(GPU), "unet_tiny", entry, [])
+    sizes.write(tmp_path / "sizes.json")
+    return tmp_path
+
+
+@pytest.fixture
+def models(made: Path) -> Any:
+    found = Models("cuda", share=0.2, batch_sizes=made / "sizes.json")
+    path = str(made / "1.safetensors")
+    found.see({"name": "cells", "kind": "segment", "network": "unet_tiny", "path": path, "version": "1"})
+    yield found
+    found.close()
+
+
+def png(height: int, width: int, seed: int) -> bytes:
+    noise = np.random.default_rng(seed).random((height, width, 3)).astype(np.float32)
+    smooth = cv2.normalize(cv2.GaussianBlur(noise, (0, 0), 4), None, 0, 250, cv2.NORM_MINMAX)
+    return bytes(cv2.imencode(".png", smooth.astype(np.uint8))[1])
+
+
+def mask_of(answer: Answer) -> np.ndarray:
+    rings = [feature["geometry"]["coordinates"] for feature in json.loads(answer.body)["features"]]
+    points = [[np.array(ring[:-1], np.int32) for ring in each] for each in rings]
+    return fill([Polygon(each[0], tuple(each[1:]), 0, 0) for each in points], *size_of(answer))
+
+
+def size_of(answer: Answer) -> tuple[int, int]:
+    return answer.facts["height"], answer.facts["width"]
+
+
+def test_answers_under_load_are_those_of_predict(made: Path, models: Models) -> None:
+    models.find("cells")
+    sizes = [(1024, 1024), (500, 700), (256, 256), (1500, 1100)]
+    payloads = [Payload(png(*sizes[n % 4], n), f"{n}.png") for n in range(48)]
+    with BatchRunner(models.find, decoders=4, finishers=4) as runner:
+        replies = [runner.submit("cells", payload, time.monotonic() + 120) for payload in payloads]
+        answers = [reply.result(120) for reply in replies]
+        assert max(map(int, runner.snapshot()["batch_sizes"])) > 1
+    loader = ModelLoader({"unet_tiny": made / "1.safetensors"}, "cuda", made / "sizes.json")
+    for payload, answer in zip(payloads, answers, strict=True):
+        expected = loader.predict(bytes(payload.data), "unet_tiny")
+        assert expected.mask is not None
+        assert float((mask_of(answer) != (expected.mask > 0)).mean()) < 0.01  # within the rounding of the threshold
+
+
+def test_every_size_is_captured_before_a_request_waits_for_it(made: Path) -> None:
+    models = Models("cuda", share=0.2, batch_sizes=made / "sizes.json")
+    path = str(made / "1.safetensors")
+    models.see({"name": "cells", "kind": "segment", "network": "unet_tiny", "path": path, "version": "1"})
+
+    servable = models.find("cells")
+
+    assert isinstance(servable, SegmentServable)
+    assert tuple(servable.sizes) == ladder(TOP)
+    assert {shape[0] for shape in servable._network._graphs} == set(ladder(TOP))
+    assert all(0 < servable.expected_s[size] < 1 for size in ladder(TOP))
+    assert models.describe()[0]["memory_bytes"] < 0.2 * torch.cuda.get_device_properties(GPU).total_memory
+    del servable
+    models.close()
+
+
+def test_small_images_fill_larger_batches(models: Models) -> None:
+    servable = models.find("cells")
+
+    small, whole = (servable.inspect(Payload(png(side, side, 0), "a.png")) for side in (256, 1024))
+
+    assert whole.sizes is not None
+    assert small.sizes is not None
+    assert whole.sizes[-1] == TOP
+    assert small.sizes[-1] == 16 * TOP
+
+
+def test_memory_returns_when_a_model_goes(models: Models) -> None:
+    def held() -> int:
+        gc.collect()
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        return int(torch.cuda.memory_reserved(GPU))
+
+    torch.zeros(1, device=GPU)
+    before = held()
+    models.find("cells")
+    assert held() > before
+
+    models.forget("cells")
+
+    assert held() <= before + (4 << 20)  # cuBLAS and cuDNN keep a workspace of their own
+
+
+def test_another_model_answers_while_one_loads(made: Path, models: Models) -> None:
+    models.find("cells")
+    path = str(made / "1.safetensors")
+    models.see({"name": "more", "kind": "segment", "network": "unet_tiny", "path": path, "version": "1"})
+    payload, slowest = Payload(png(256, 256, 0), "a.png"), 0.0
+    with BatchRunner(models.find) as runner:
+        runner.submit("cells", payload, time.monotonic() + 60).result(60)
+        loading = models.ask("more")
+        while not loading.done():
+            began_s = time.monotonic()
+            runner.submit("cells", payload, time.monotonic() + 60).result(60)
+            slowest = max(slowest, time.monotonic() - began_s)
+        assert loading.result().sizes
+    assert slowest < 5
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("brim-device")]

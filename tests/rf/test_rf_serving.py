@@ -1,0 +1,215 @@
+"""Requests for positions: what `locate` says, whatever else is in the batch."""
+
+import gc
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from small_dataset import write_dataset
+
+from brim.engine.servable import Answer, Payload
+from brim.engine.warm_up import warm_up
+from brim.errors import CheckpointError, ConfigError, TooLarge
+from brim.rf.config import GenerateConfig
+from brim.rf.features import FEATURES, STATISTICS
+from brim.rf.model import Locator
+from brim.rf.run import locate
+from brim.rf.serving import LocateServable, padded
+from brim.rf.train import LocatorTraining, train
+
+CPU = torch.device("cpu")
+CONFIG = GenerateConfig(duration_s=0.2, tx_power_dbm=45.0, seed=1)
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """A run, and the observations of its dataset as people would write them."""
+    path = tmp_path_factory.mktemp("serving")
+    rows = write_dataset(path / "data", CONFIG, attempts=80, shard=32)
+    train([path / "data"], path / "run", LocatorTraining(epochs=2, batch_size=16, learning_rate=0.01), device="cpu")
+    (path / "all.json").write_text(json.dumps([observation(rows, n) for n in range(len(rows["present"]))]))
+    return path
+
+
+@pytest.fixture(scope="module")
+def servable(made):
+    return LocateServable(made / "run", CPU)
+
+
+def observation(rows, n: int) -> dict:
+    """A sample without its padding."""
+    here = rows["present"][n].nonzero().flatten().tolist()
+    stations = []
+    for receiver in here:
+        lat, lon, alt = rows["receivers"][n, receiver].tolist()
+        values = rows["features"][n, receiver].tolist()
+        features = {
+            name: dict(zip(STATISTICS, values[number], strict=True)) for number, (name, _) in enumerate(FEATURES)
+        }
+        stations.append({"name": str(receiver), "lat": lat, "lon": lon, "alt": alt, "features": features})
+    return {"id": f"sample {n}", "reference": str(int(rows["reference"][n])), "stations": stations}
+
+
+def observations(made: Path) -> list[dict]:
+    return json.loads((made / "all.json").read_text())
+
+
+def payload(value: object) -> Payload:
+    return Payload(memoryview(json.dumps(value).encode()), "request")
+
+
+def run(servable: LocateServable, payloads: list[Payload], size: int = 64) -> list[Answer]:
+    """Answers of requests whose parts share batches wherever they may."""
+    items = [servable.decode(one) for one in payloads]
+    outputs: dict[int, dict[int, object]] = {id(item): {} for item in items}
+    for key in dict.fromkeys(item.key for item in items):
+        waiting = [(item, n) for item in items if item.key == key for n in range(len(item.parts))]
+        while waiting:
+            batch, waiting = waiting[:size], waiting[size:]
+            found = servable.collect(servable.forward([item.parts[n] for item, n in batch]))
+            for (item, n), output in zip(batch, found, strict=True):
+                outputs[id(item)][n] = output
+    return [servable.finish(item, [outputs[id(item)][n] for n in range(len(item.parts))]) for item in items]
+
+
+def assert_like(found: bytes, expected: dict, tolerance: float = 1e-3) -> None:
+    """The same features, positions and ellipses up to a thousandth of the uncertainty."""
+    features = json.loads(found)["features"]
+    assert len(features) == len(expected["features"])
+    sigma_deg = 1.0
+    for one, other in zip(features, expected["features"], strict=True):
+        assert one["geometry"]["type"] == other["geometry"]["type"]
+        assert one["properties"]["id"] == other["properties"]["id"]
+        if "sigma_east_m" in other["properties"]:
+            sigma_deg = other["properties"]["sigma_north_m"] / 111e3
+            assert one["properties"]["sigma_north_m"] == pytest.approx(other["properties"]["sigma_north_m"], rel=1e-3)
+        a, b = (torch.tensor(each["geometry"]["coordinates"]).double() for each in (one, other))
+        assert float((a - b).abs().max()) < 4 * tolerance * sigma_deg + 1e-5  # a metre where all is float32
+
+
+# What is answered
+
+
+def test_an_answer_is_what_locate_says(made, servable):
+    (found,) = run(servable, [payload({"observations": observations(made)[:20]})])
+
+    (made / "some.json").write_text(json.dumps(observations(made)[:20]))
+    assert_like(found.body, locate(made / "run", made / "some.json"))
+    assert found.media_type == "application/geo+json"
+    assert found.facts["observations"] == 20
+
+
+def test_a_batch_answers_as_each_alone(made, servable):
+    payloads = [payload(one) for one in observations(made)]
+
+    together = run(servable, payloads, size=16)
+
+    for one, found in zip(payloads, together, strict=True):
+        assert_like(found.body, json.loads(run(servable, [one])[0].body))
+
+
+def test_one_observation_may_stand_alone(made, servable):
+    one = observations(made)[0]
+
+    bodies = {run(servable, [payload(value)])[0].body for value in (one, [one], {"observations": [one]})}
+
+    assert len(bodies) == 1
+
+
+def test_padding_does_not_matter(made, servable):
+    many = max(observations(made), key=lambda one: len(one["stations"]))
+    by_name = sorted(many["stations"], key=lambda station: station["name"] != many["reference"])
+    few = many | {"stations": by_name[:4]}  # the reference among them
+    assert padded(len(many["stations"])) > 4
+
+    (alone,), (both,) = run(servable, [payload(few)]), run(servable, [payload([few, many])])
+
+    features = json.loads(both.body)["features"][:4]
+    assert_like(alone.body, {"features": features})
+
+
+# What is told before
+
+
+@settings(max_examples=50, deadline=None)
+@given(counts=st.lists(st.integers(3, 40), min_size=1, max_size=6))
+def test_the_number_of_stations_tells_what_decoding_finds(servable, counts):
+    def station(n: int) -> dict:
+        return {"lat": 47 + n / 50, "lon": 8 + n % 3 / 10, "alt": 1, "rssi_dbm": -80, "arrival_difference_us": n}
+
+    request = payload([{"stations": [station(n) for n in range(count)]} for count in counts])
+
+    shape, item = servable.inspect(request), servable.decode(request)
+
+    assert (shape.key, shape.parts) == (item.key, len(item.parts))
+    assert item.parts[0]["present"].shape == (padded(max(counts)),)
+
+
+@pytest.mark.parametrize("data", [b"", b"{", b"[" * 100_000, b"\xff"])
+def test_what_is_no_json_is_refused_at_once(servable, data):
+    with pytest.raises(ConfigError, match="not valid JSON"):
+        servable.inspect(Payload(data, "request"))
+
+
+@pytest.mark.parametrize("value", [None, 5, [], {}, [[]], {"observations": []}, {"stations": [{"lat": 95}] * 3}])
+def test_what_is_no_observation_is_refused_in_words(servable, value):
+    request = payload(value)
+    servable.inspect(request)
+
+    with pytest.raises(ConfigError, match="request"):
+        servable.decode(request)
+
+
+def test_more_stations_than_any_network_of_them_are_refused(servable):
+    with pytest.raises(TooLarge, match="300 stations, at most 256"):
+        servable.inspect(payload([{"stations": [{}] * 3}, {"stations": [{}] * 300}]))
+
+
+def test_numbers_that_lead_to_no_position_are_refused(made, servable):
+    one = observations(made)[0]
+    item = servable.decode(payload(one))
+    (output,) = servable.collect(servable.forward(item.parts))
+    bad = output._replace(covariance=torch.full((2, 2), torch.nan))
+
+    with pytest.raises(ConfigError, match='"sample 0" has no position'):
+        servable.finish(item, [bad])
+
+
+# Loading
+
+
+def test_two_versions_never_share_a_batch(made, servable):
+    other = LocateServable(made / "run", CPU)
+    request = payload(observations(made)[0])
+
+    assert other.inspect(request).key != servable.inspect(request).key
+
+
+def test_warming_up_ends_where_batches_are_no_faster(made):
+    servable = LocateServable(made / "run", CPU)
+
+    warmed = warm_up(servable, CPU, servable._lock)
+
+    assert warmed.sizes[0] == 1
+    assert tuple(servable.sizes) == warmed.sizes
+    assert list(servable.inspect(payload(observations(made)[0])).expected_s) == list(warmed.sizes)
+
+
+def test_a_run_that_is_none_is_an_error(tmp_path):
+    with pytest.raises(CheckpointError):
+        LocateServable(tmp_path, CPU)
+
+
+def test_nothing_is_left_of_a_model_that_is_closed(made):
+    gc.collect()
+    before = sum(type(each) is Locator for each in gc.get_objects())
+    servable = LocateServable(made / "run", CPU)
+    run(servable, [payload(observations(made)[0])])
+
+    servable.close()
+
+    gc.collect()
+    assert sum(type(each) is Locator for each in gc.get_objects()) == before

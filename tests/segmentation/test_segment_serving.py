@@ -1,0 +1,368 @@
+"""Requests for polygons: what `predict` finds, whatever else is in the batch, in bytes of any format."""
+
+import gc
+import io
+import json
+import struct
+import zlib
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import cv2
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch import Tensor, nn
+
+from brim.engine.memory import inject_oom
+from brim.engine.servable import Answer, Item, Payload
+from brim.engine.warm_up import warm_up
+from brim.errors import ConfigError, ImageError, TooLarge, UnsupportedType
+from brim.segmentation import registry
+from brim.segmentation import serving as module
+from brim.segmentation.batch_sizes import BatchSizes, Entry, device_info, device_key
+from brim.segmentation.formats import encoded, geojson
+from brim.segmentation.images import read_image
+from brim.segmentation.loader import ModelLoader
+from brim.segmentation.prediction import Prediction
+from brim.segmentation.serving import MEDIA_TYPES, SegmentServable
+from brim.segmentation.weights import save_weights
+
+CPU = torch.device("cpu")
+TILE = 64
+
+
+class Tiny(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.first, self.last = nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 1, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found = self.last(torch.relu(self.first(x))) * 8
+        return torch.where(x.amin((1, 2, 3), keepdim=True) > 2.0, torch.nan, found)  # white images lead to NaN
+
+
+@pytest.fixture(autouse=True)
+def _registered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "_factories", {**registry._factories, "tiny": Tiny})
+
+
+@pytest.fixture
+def made(tmp_path: Path) -> Path:
+    """Weights, and batch sizes as if tuned."""
+    save_weights(Tiny(), tmp_path / "tiny.safetensors", {"model": "tiny"})
+    entry = Entry(
+        optimal_batch_size=4, max_safe_batch_size=9, expected_throughput=100.0, p50_latency_ms=40.0,
+        p95_latency_ms=50.0, memory_limit_mb=1000.0, image_size=1024, precision="fp32", layout="contiguous",
+        compiled=False,
+    )  # fmt: skip
+    sizes = BatchSizes().with_entry(device_key(CPU), device_info(CPU), "tiny", entry, [])
+    sizes.write(tmp_path / "batch_sizes.json")
+    return tmp_path
+
+
+@pytest.fixture
+def servable(made: Path) -> SegmentServable:
+    return SegmentServable(
+        "tiny", made / "tiny.safetensors", CPU, batch_sizes=made / "batch_sizes.json", tile=TILE
+    )  # fmt: skip
+
+
+@pytest.fixture
+def loader(made: Path) -> ModelLoader:
+    weights = {"tiny": made / "tiny.safetensors"}
+    return ModelLoader(weights, "cpu", made / "batch_sizes.json", tile=TILE)
+
+
+def png(height: int, width: int, seed: int = 0) -> bytes:
+    noise = np.random.default_rng(seed).random((height, width, 3)).astype(np.float32)
+    smooth = cv2.normalize(cv2.GaussianBlur(noise, (0, 0), 1.5), None, 0, 250, cv2.NORM_MINMAX)
+    return bytes(cv2.imencode(".png", smooth.astype(np.uint8))[1])
+
+
+def bomb(width: int, height: int) -> bytes:
+    """A PNG of a few bytes that says it is that large."""
+    head = b"IHDR" + struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    return b"\x89PNG\r\n\x1a\n" + struct.pack(">I", 13) + head + struct.pack(">I", zlib.crc32(head))
+
+
+def run(servable: SegmentServable, payloads: list[Payload], size: int = 4) -> list[Answer | BaseException]:
+    """Answers of requests whose parts share batches wherever they may."""
+    items = [servable.decode(payload) for payload in payloads]
+    waiting = [(item, number) for item in items for number in range(len(item.parts))]
+    outputs: dict[int, dict[int, object]] = {id(item): {} for item in items}
+    while waiting:
+        key = waiting[0][0].key
+        batch = [each for each in waiting if each[0].key == key][:size]
+        waiting = [each for each in waiting if each not in batch]
+        found = servable.collect(servable.forward([item.parts[number] for item, number in batch]))
+        for (item, number), output in zip(batch, found, strict=True):
+            outputs[id(item)][number] = output
+    return [finish(servable, item, outputs[id(item)]) for item in items]
+
+
+def finish(servable: SegmentServable, item: Item, outputs: dict[int, object]) -> Answer | BaseException:
+    ordered = [outputs[number] for number in range(len(item.parts))]
+    failure = next((each for each in ordered if isinstance(each, BaseException)), None)
+    if failure is not None:
+        return failure
+    try:
+        return servable.finish(item, ordered)
+    except ImageError as failure:
+        return failure
+
+
+def answer(servable: SegmentServable, data: bytes, **options: object) -> Answer:
+    (found,) = run(servable, [Payload(data, "a.png", options)])
+    assert isinstance(found, Answer)
+    return found
+
+
+def assert_like(found: bytes, expected: bytes) -> None:
+    """The same outlines, and confidences up to the rounding of another batch size."""
+    sides = [json.loads(body)["features"] for body in (found, expected)]
+    assert len(sides[0]) == len(sides[1])
+    for one, other in zip(*sides, strict=True):
+        sure, surely = (each["properties"]["measurements"].pop("confidence") for each in (one, other))
+        assert one == other
+        assert sure == pytest.approx(surely, abs=3e-6)
+
+
+# What is answered
+
+
+@pytest.mark.parametrize(("height", "width"), [(64, 64), (40, 57), (150, 70), (33, 200)])
+def test_an_answer_is_what_predict_finds(servable, loader, height, width):
+    data = png(height, width)
+
+    found = answer(servable, data)
+
+    expected = loader.predict(data, "tiny")
+    assert found.body == geojson(expected.polygons)
+    assert found.media_type == "application/geo+json"
+    assert found.facts["polygons"] == len(expected.polygons) > 3
+
+
+@pytest.mark.parametrize("format", list(MEDIA_TYPES))
+def test_every_format_is_that_of_files(servable, loader, format):
+    data = png(60, 50)
+
+    found = answer(servable, data, format=format)
+
+    expected = loader.predict(data, "tiny")
+    named = Prediction("a.png", expected.height, expected.width, expected.polygons, expected.mask)
+    assert found.body == encoded(named, format, read_image(data))
+    assert found.media_type == MEDIA_TYPES[format]
+
+
+def test_coco_is_one_file_of_one_image(servable):
+    document = json.loads(answer(servable, png(60, 50), format="coco").body)
+
+    assert [image["file_name"] for image in document["images"]] == ["a.png"]
+    assert [one["id"] for one in document["annotations"]] == list(range(1, len(document["annotations"]) + 1))
+    assert document["annotations"]
+
+
+def test_threshold_and_holes_are_the_requests_own(servable, loader):
+    payloads = [
+        Payload(png(64, 64, seed), f"{seed}.png", {"threshold": threshold, "detect_holes": holes})
+        for seed in range(3) for threshold, holes in ((0.5, True), (0.6, True), (0.6, False))
+    ]  # fmt: skip
+
+    found = run(servable, payloads)
+
+    for one, payload in zip(found, payloads, strict=True):
+        expected = loader.predict(bytes(payload.data), "tiny", **payload.options)
+        assert_like(one.body, geojson(expected.polygons))
+
+
+def test_a_batch_answers_as_each_alone(servable):
+    payloads = [Payload(png(30 + 17 * n, 40 + 29 * n, n), f"{n}.png") for n in range(7)]
+
+    together = run(servable, payloads, size=4)
+
+    for one, payload in zip(together, payloads, strict=True):
+        assert_like(one.body, answer(servable, bytes(payload.data)).body)
+
+
+def test_memory_of_a_payload_may_be_used_again(servable):
+    data = bytearray(png(64, 64))
+    expected = answer(servable, bytes(data)).body
+    item = servable.decode(Payload(memoryview(data), "a.png"))
+    data[:] = bytes(len(data))
+
+    found = servable.finish(item, servable.collect(servable.forward(item.parts)))
+
+    assert found.body == expected
+
+
+# What is told before an image is decoded
+
+
+@pytest.mark.parametrize("size", [(1, 1), (64, 64), (65, 64), (64, 129), (200, 300), (31, 1000)])
+def test_the_header_tells_what_decoding_finds(servable, size):
+    payload = Payload(png(*size), "a.png", {"threshold": 0.3})
+
+    shape, item = servable.inspect(payload), servable.decode(payload)
+
+    assert (shape.key, shape.parts) == (item.key, len(item.parts))
+    hash(shape.key)
+
+
+def test_requests_that_cannot_share_a_forward_have_different_keys(servable, made):
+    other = SegmentServable("tiny", made / "tiny.safetensors", CPU, may_tune=False, tile=TILE)
+    data = png(64, 64)
+    keys = [
+        servable.inspect(Payload(data, "a")).key,
+        servable.inspect(Payload(data, "a", {"threshold": 0.6})).key,
+        servable.inspect(Payload(data, "a", {"detect_holes": False})).key,
+        servable.inspect(Payload(png(32, 64), "a")).key,
+        other.inspect(Payload(data, "a")).key,
+    ]
+
+    assert len(set(keys)) == len(keys)
+    assert servable.inspect(Payload(png(60, 64), "b", {"format": "mask"})).key == keys[0]
+
+
+@pytest.mark.parametrize(
+    ("data", "options"),
+    [
+        (bomb(60000, 60000), {}),
+        (bomb(2**26, 1), {}),  # padded to 32 rows it is none that fits
+        (bomb(1, 2**31 - 1), {}),
+        (png(64, 64), {"max_pixels": 100}),
+    ],
+)
+def test_a_bomb_is_refused_by_its_header(servable, data, options):
+    with pytest.raises(TooLarge, match=r"a\.png.*pixels"):
+        servable.inspect(Payload(data, "a.png", options))
+
+
+@pytest.mark.parametrize("data", [b"", b"hello", b"%PDF-1.7", b"PK\x03\x04" + bytes(100)])
+def test_what_is_no_image_is_of_no_type_we_read(servable, data):
+    with pytest.raises(UnsupportedType, match=r"a\.txt.*expected PNG"):
+        servable.inspect(Payload(data, "a.txt"))
+
+
+@pytest.mark.parametrize("options", [{"threshold": 0}, {"threshold": "x"}, {"format": "svg"}])
+def test_an_option_that_cannot_work_is_refused(servable, options):
+    with pytest.raises(ConfigError):
+        servable.inspect(Payload(png(8, 8), "a.png", options))
+
+
+@pytest.mark.parametrize("data", [png(64, 64)[:-30], png(64, 64)[:200] + bytes(60), b"\xff\xd8\xff", b"II*\0"])
+def test_a_broken_image_is_an_error_that_names_it(servable, data):
+    with pytest.raises(ImageError, match=r"^a\.png: "):
+        servable.decode(Payload(data, "a.png"))
+
+
+# Failures of one among others
+
+
+def test_an_image_without_finite_numbers_fails_alone(servable, loader):
+    white = bytes(cv2.imencode(".png", np.full((64, 64, 3), 255, np.uint8))[1])
+    payloads = [Payload(png(64, 64), "a.png"), Payload(white, "white.png"), Payload(png(64, 64, 1), "b.png")]
+
+    first, bad, last = run(servable, payloads)
+
+    assert isinstance(bad, ImageError)
+    assert "white.png" in str(bad)
+    assert_like(first.body, geojson(loader.predict(bytes(payloads[0].data), "tiny").polygons))
+    assert_like(last.body, geojson(loader.predict(bytes(payloads[2].data), "tiny").polygons))
+
+
+def test_a_batch_that_does_not_fit_is_answered_in_parts(servable):
+    payloads = [Payload(png(64, 64, n), f"{n}.png") for n in range(4)]
+    expected = [one.body for one in run(servable, payloads)]
+
+    with inject_oom(above=1):
+        found = run(servable, payloads)
+
+    for one, other in zip(found, expected, strict=True):
+        assert_like(one.body, other)
+
+
+# Sizes and memory
+
+
+def test_sizes_are_a_ladder_up_to_the_tuned_one(servable):
+    assert tuple(servable.sizes) == (1, 2, 3, 4)
+    assert servable.max_batch_size == 9
+
+
+def test_warming_up_times_every_size(servable):
+    warmed = warm_up(servable, CPU, servable._lock)
+
+    assert list(warmed.expected_s) == [1, 2, 3, 4]
+    assert all(seconds > 0 for seconds in warmed.expected_s.values())
+    assert warmed.memory_bytes >= servable.weight_bytes > 0
+    whole, half = (servable.inspect(Payload(png(size, 64), "a")).expected_s for size in (64, 32))
+    assert whole == pytest.approx(warmed.expected_s)
+    assert half[2] == pytest.approx(whole[1])
+    assert half[1] == pytest.approx(whole[1] / 2)
+
+
+def test_sizes_that_do_not_fit_are_left_out(servable):
+    with inject_oom(above=2):
+        warmed = warm_up(servable, CPU, servable._lock)
+
+    assert warmed.sizes == tuple(servable.sizes) == (1, 2)
+
+
+def test_a_model_nobody_tuned_is_tuned_and_saved(made, monkeypatch):
+    monkeypatch.setattr("brim.segmentation.serving.QUICK_SECONDS", 0.3)
+    file = made / "new.json"
+
+    servable = SegmentServable("tiny", made / "tiny.safetensors", CPU, batch_sizes=file, tile=TILE)
+
+    entry = BatchSizes.read(file).entry(device_key(CPU), "tiny")
+    assert entry is not None
+    assert servable.sizes[-1] == entry.optimal_batch_size
+    assert servable.max_batch_size == entry.max_safe_batch_size
+
+
+def test_nothing_is_left_of_a_model_that_is_closed(made):
+    before = _num_modules(Tiny)
+    servable = SegmentServable("tiny", made / "tiny.safetensors", CPU, may_tune=False, tile=TILE)
+    answer(servable, png(150, 70))
+    assert _num_modules(Tiny) > before
+
+    servable.close()
+
+    gc.collect()
+    assert _num_modules(Tiny) == before
+
+
+def _num_modules(kind: type) -> int:
+    return sum(type(each) is kind for each in gc.get_objects())
+
+
+def test_decoded_pixels_wait_within_bounds(servable, monkeypatch):
+    room = module._Room(3 * 64 * 64 * 3)
+    monkeypatch.setattr(module, "_room", room)
+    payload = Payload(png(64, 64), "a.png")
+    held = [servable.decode(payload) for _ in range(3)]
+    assert room.held_bytes() == 3 * 64 * 64 * 3
+
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(servable.decode, payload)
+        with pytest.raises(TimeoutError):
+            waiting.result(0.1)
+        held.pop()
+        held.append(waiting.result(5))
+    assert room.held_bytes() == 3 * 64 * 64 * 3
+    held.clear()
+    del waiting
+    assert room.held_bytes() == 0
+
+
+def test_images_of_every_kind_are_read(servable):
+    pixels = read_image(png(40, 50))
+    for format in ("PNG", "JPEG", "TIFF", "BMP", "GIF", "WEBP", "PPM"):
+        stream = io.BytesIO()
+        Image.fromarray(pixels).save(stream, format)
+        payload = Payload(memoryview(stream.getvalue()), f"a.{format.lower()}")
+
+        assert servable.inspect(payload).key == servable.decode(payload).key

@@ -1,0 +1,124 @@
+"""Predictions without a predictor: the same interface, the real models, run in a thread of the API's own process.
+
+A request waits for those before it; what could not be answered by its deadline is refused, as the real ones do.
+"""
+
+import asyncio
+import time
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+
+from brim.engine.servable import Answer, Payload, Servable
+from brim.errors import Overloaded
+from brim.rf.serving import LocateServable
+from brim.segmentation.serving import SegmentServable
+from brim.sequences.serving import ClassifyServable
+from brim.service.prediction.client import Predictions
+
+CPU = torch.device("cpu")
+
+
+class InProcess(Predictions):
+    """Runs one request after another."""
+
+    def __init__(self) -> None:
+        super().__init__([Path("none")])
+        self.wait_s = 0.0  # what the estimate says
+        self.delay_s = 0.0  # what each takes beside its work
+        self.registered: list[dict[str, Any]] = []
+        self.started: list[str] = []  # names of files whose turn came
+        self.cancelled = 0
+        self.failure: Exception | None = None
+        self._loaded: dict[str, tuple[str, Servable]] = {}
+        self._pool = ThreadPoolExecutor(1)
+        self._turn = asyncio.Lock()
+
+    async def __aenter__(self) -> Self:
+        self._turn = asyncio.Lock()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._pool.shutdown()
+
+    @property
+    def is_on(self) -> bool:
+        return True
+
+    @property
+    def is_up(self) -> bool:
+        return True
+
+    def estimate(self, model: str) -> float:
+        return self.wait_s
+
+    def register(self, models: Any) -> None:
+        self.registered = [dict(model) for model in models]
+
+    async def request(
+        self,
+        model: Mapping[str, Any],
+        payload: bytes | bytearray | memoryview,
+        *,
+        deadline_s: float,
+        name: str = "",
+        options: Mapping[str, Any] | None = None,
+        alone: bool = False,
+    ) -> Answer:
+        asked_s = time.monotonic()
+        if self.failure is not None:
+            raise self.failure
+        try:
+            async with self._turn:
+                if time.monotonic() + self.delay_s > deadline_s:
+                    raise Overloaded("it could not be answered in time; try again later", retry_after_s=2.5)
+                self.started.append(name)
+                await asyncio.sleep(self.delay_s)
+                began_s = time.monotonic()
+                loop = asyncio.get_running_loop()
+                work = Payload(bytes(payload), name, dict(options or {}))
+                answer = await loop.run_in_executor(self._pool, self._answer, dict(model), work)
+                seconds = {"wait": began_s - asked_s, "forward": time.monotonic() - began_s}
+                return Answer(answer.body, answer.media_type, {**answer.facts, "seconds": seconds})
+        except asyncio.CancelledError:
+            self.cancelled += 1
+            raise
+
+    async def models(self) -> list[dict[str, Any]]:
+        return [
+            {"name": name, "state": "warm", "error": None, "memory_bytes": 1000, "batch_size": 4,
+             "max_batch_size": 8, "device": "cpu"}
+            for name in self._loaded
+        ]  # fmt: skip
+
+    async def snapshot(self) -> list[dict[str, Any]]:
+        return [{"depth": 3, "running": 1, "batch_sizes": {"1": 5, "4": 2, "300": 1}, "busy_s": 2.5, "up_s": 10.0}]
+
+    def _answer(self, model: dict[str, Any], payload: Payload) -> Answer:
+        servable = self._servable(model)
+        servable.inspect(payload)
+        item = servable.decode(payload)
+        return servable.finish(item, _collected(servable.collect(servable.forward(item.parts))))
+
+    def _servable(self, model: dict[str, Any]) -> Servable:
+        version, servable = self._loaded.get(model["name"], ("", None))
+        if version != model["version"] or servable is None:
+            servable = _load(model)
+            self._loaded[model["name"]] = model["version"], servable
+        return servable
+
+
+def _load(model: dict[str, Any]) -> Servable:
+    if model["kind"] == "segment":
+        return SegmentServable(model["network"], model["path"], CPU, may_tune=False, tile=256)
+    return (LocateServable if model["kind"] == "locate" else ClassifyServable)(model["path"], CPU)
+
+
+def _collected(outputs: list[Any]) -> list[Any]:
+    for one in outputs:
+        if isinstance(one, Exception):
+            raise one
+    return outputs

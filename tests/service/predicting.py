@@ -1,0 +1,94 @@
+"""Toy predictors under a real supervisor, for tests that kill them."""
+
+import asyncio
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+from brim.engine.servable import Answer
+from brim.service.prediction.client import Predictions
+from brim.service.process import Program
+from brim.service.settings import Settings
+from brim.service.supervisor import Programs, Supervisor, programs
+
+TOY = Path(__file__).with_name("toy_predictor.py")
+MODEL = {"name": "toy", "kind": "segment", "network": "toy", "path": "/nowhere", "version": "1"}
+
+
+def until(condition: Callable[[], object], seconds: float = 30.0) -> None:
+    """Wait for it."""
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "did not happen in time"
+        time.sleep(0.01)
+
+
+class Predicting:
+    """A supervisor with its predictors, at work in a thread."""
+
+    def __init__(self, data: Path, *, real: bool = False, **changes: Any) -> None:
+        self.settings = Settings(data=data, token="t", **changes)
+        self.settings.make_folders()
+        found = programs(self.settings, 0, gpus=[]).predictors
+        children = found if real else [_toy(program) for program in found]
+        self.supervisor = Supervisor(Programs([], [], children), lambda deaths: [])
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self.supervisor.run, args=[self._stop.is_set])
+
+    def __enter__(self) -> "Predicting":
+        self._thread.start()
+        until(lambda: all(path.exists() for path in self.settings.predict_sockets))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.end()
+
+    def end(self) -> None:
+        """Stop as the service does."""
+        self._stop.set()
+        self._thread.join(30)
+        assert not self._thread.is_alive()
+
+    def pid(self, index: int = 0) -> int:
+        """Of a predictor."""
+        until(lambda: self.supervisor.pids()[f"predict{index}"])
+        found = self.supervisor.pids()[f"predict{index}"]
+        assert found is not None
+        return found
+
+    def kill(self, index: int = 0) -> None:
+        """As the kernel does when memory runs out."""
+        os.kill(self.pid(index), signal.SIGKILL)
+
+
+def _toy(program: Program) -> Program:
+    command = [sys.executable, str(TOY), *program.command[-3:]]
+    env = {**program.env, "OMP_NUM_THREADS": "1"}
+    return Program(name=program.name, command=command, stdin=program.stdin, env=env, hang_s=program.hang_s)
+
+
+@asynccontextmanager
+async def client(predicting: Predicting, **changes: Any) -> AsyncIterator[Predictions]:
+    async with Predictions(predicting.settings.predict_sockets, **changes) as made:
+        yield made
+
+
+async def ask(predictions: Predictions, data: bytes = b"x", *, within_s: float = 30.0, **options: Any) -> Answer:
+    return await predictions.request(MODEL, data, deadline_s=time.monotonic() + within_s, options=options)
+
+
+async def wait_for(condition: Any, seconds: float = 20.0) -> None:
+    """Until it holds; it may be something to await."""
+    end = time.monotonic() + seconds
+    while True:
+        found = condition()
+        if await found if asyncio.iscoroutine(found) else found:
+            return
+        assert time.monotonic() < end, "did not happen in time"
+        await asyncio.sleep(0.01)

@@ -1,0 +1,472 @@
+"""Models in one budget: loaded once, warm before they answer, out when unused, replaced without a gap."""
+
+import gc
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import cv2
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from brim.engine.servable import Answer, Payload
+from brim.errors import BrimError, CheckpointError, NotFound, OutOfMemory, Unavailable
+from brim.segmentation import registry
+from brim.segmentation.weights import save_weights
+from brim.service.prediction import models as module
+from brim.service.prediction.models import Models, Registered
+
+MIB = 1 << 20
+
+
+class Toy:
+    """A model that holds so many bytes."""
+
+    def __init__(self, version: str, weight_bytes: int) -> None:
+        self.version, self.weight_bytes = version, weight_bytes
+        self.sizes, self.tuned, self.expected_s, self.max_batch_size = (1, 2), True, {}, 4
+        self.is_closed = False
+
+    def example(self, num: int) -> list[int]:
+        return list(range(num))
+
+    def forward(self, parts: list[int]) -> list[int]:
+        return parts
+
+    def collect(self, running: list[int]) -> list[int]:
+        return running
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+class Factory:
+    """Makes toys; a name may be slow, or fail."""
+
+    def __init__(self) -> None:
+        self.made: list[tuple[str, str]] = []
+        self.alive: weakref.WeakSet[Toy] = weakref.WeakSet()
+        self.bytes: dict[str, int] = {}
+        self.failures: dict[tuple[str, str], BrimError] = {}
+        self.gates: dict[tuple[str, str], threading.Event] = {}
+
+    def __call__(self, wanted: Registered, device: torch.device, lock: Any) -> Toy:
+        key = (wanted.name, wanted.version)
+        self.made.append(key)
+        if key in self.gates:
+            assert self.gates[key].wait(10)
+        if key in self.failures:
+            raise self.failures[key]
+        toy = Toy(wanted.version, self.bytes.get(wanted.name, 100 * MIB))
+        self.alive.add(toy)
+        return toy
+
+    def num_alive(self) -> int:
+        gc.collect()
+        return len(self.alive)
+
+
+@pytest.fixture
+def factory() -> Factory:
+    return Factory()
+
+
+@pytest.fixture
+def models(factory):
+    with_threads = set(threading.enumerate())
+    found = Models("cpu", budget_bytes=250 * MIB, make=factory)
+    for name in "abc":
+        found.see(registered(name))
+    yield found
+    found.close()
+    assert set(threading.enumerate()) <= with_threads
+
+
+def registered(name: str, version: str = "1", **more: Any) -> dict[str, Any]:
+    return {"name": name, "kind": "segment", "network": "hrnet", "path": "/nothing", "version": version, **more}
+
+
+def state(models: Models, name: str) -> str:
+    return next(each["state"] for each in models.describe() if each["name"] == name)
+
+
+def wait_until(holds: Any, seconds: float = 5.0) -> None:
+    end_s = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < end_s, "it never came to that"
+        time.sleep(0.005)
+
+
+# Loading
+
+
+def test_a_model_is_loaded_when_it_is_first_asked_for(models, factory):
+    assert state(models, "a") == "cold"
+
+    found = models.find("a")
+
+    assert found is models.find("a")
+    assert factory.made == [("a", "1")]
+    about = next(each for each in models.describe() if each["name"] == "a")
+    assert about["memory_bytes"] >= 100 * MIB
+    assert about | {"memory_bytes": 0} == {
+        "name": "a", "kind": "segment", "network": "hrnet", "version": "1", "state": "warm", "error": None,
+        "memory_bytes": 0, "batch_size": 2, "max_batch_size": 4, "device": "cpu",
+    }  # fmt: skip
+
+
+def test_many_who_ask_at_once_get_one_model(models, factory):
+    factory.gates["a", "1"] = threading.Event()
+    with ThreadPoolExecutor(8) as pool:
+        asked = [pool.submit(models.find, "a") for _ in range(8)]
+        wait_until(lambda: state(models, "a") == "loading")
+        factory.gates["a", "1"].set()
+
+        assert len({id(each.result(5)) for each in asked}) == 1
+    assert factory.made == [("a", "1")]
+
+
+def test_others_are_served_while_a_model_loads(models, factory):
+    models.find("a")
+    factory.gates["b", "1"] = threading.Event()
+
+    waiting = models.ask("b")
+
+    assert models.find("a").version == "1"
+    assert models.loading
+    assert not waiting.done()
+    assert not waiting.cancel()  # others may wait for it too
+    factory.gates["b", "1"].set()
+    waiting.result(5)
+
+
+def test_a_name_nobody_registered_is_not_found(models):
+    with pytest.raises(NotFound, match='"z" is not registered'):
+        models.find("z")
+
+
+def test_requests_get_what_wraps_a_model(factory):
+    class Wrapped:
+        def __init__(self, inner: Toy) -> None:
+            self.inner, self.sizes, self.max_batch_size, self.close = inner, inner.sizes, 4, inner.close
+
+    models = Models("cpu", budget_bytes=250 * MIB, make=factory, wrap=Wrapped)
+    models.see(registered("a"))
+
+    assert models.find("a") is models.find("a")
+    assert models.find("a").inner.expected_s  # warm
+    models.close()
+
+
+def test_an_idle_process_has_no_torch():
+    code = "import sys, brim.service.prediction.models as m; m.Models('cpu').close(); print('torch' in sys.modules)"
+
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+
+    assert done.stdout.strip() == "False"
+
+
+# Memory
+
+
+def test_the_least_recently_used_makes_room(models, factory):
+    for name in ("a", "b", "a", "c"):
+        models.find(name)
+
+    assert [state(models, name) for name in "abc"] == ["warm", "cold", "warm"]
+    assert factory.num_alive() == 2
+    models.find("b")
+    assert [state(models, name) for name in "abc"] == ["cold", "warm", "warm"]
+
+
+def test_a_model_that_made_room_lives_until_its_requests_are_done(models, factory, monkeypatch):
+    monkeypatch.setattr(module, "LEAVE_S", 0.2)
+    held = models.find("a")
+    for name in "bc":
+        models.find(name)
+
+    assert state(models, "a") == "cold"
+    assert held.forward([1]) == [1]
+    assert not held.is_closed
+    assert factory.num_alive() == 3
+    del held
+    assert factory.num_alive() == 2
+
+
+def test_loading_waits_for_requests_that_hold_what_made_room(models):
+    models.find("a")
+    held = [models.find("b")]
+    models.find("a")
+    waiting = models.ask("c")
+    time.sleep(0.1)
+    assert not waiting.done()
+
+    held.clear()
+
+    waiting.result(5)
+    assert models._taken() <= 250 * MIB
+
+
+def test_a_model_above_the_budget_is_refused_in_words(models, factory):
+    factory.bytes["a"] = 300 * MIB
+
+    with pytest.raises(Unavailable, match=r'"a" cannot be loaded: .*MiB may be used'):
+        models.find("a")
+    assert state(models, "a") == "failed"
+
+
+def test_where_memory_is_short_everything_else_goes(models, factory):
+    models.find("b")
+    full = threading.Event()
+
+    def make(wanted: Registered, device: torch.device, lock: Any) -> Toy:
+        if wanted.name == "a" and factory.num_alive():
+            full.set()
+            raise OutOfMemory("the device is full")
+        return factory(wanted, device, lock)
+
+    models._make = make
+
+    assert models.find("a").version == "1"
+    assert full.is_set()
+    assert state(models, "b") == "cold"
+
+
+# Versions
+
+
+def test_a_new_version_loads_beside_the_old_one(models, factory):
+    old = models.find("a")
+    factory.gates["a", "2"] = threading.Event()
+
+    models.see(registered("a", "2"))
+
+    assert models.find("a") is old
+    assert state(models, "a") == "warm"
+    factory.gates["a", "2"].set()
+    wait_until(lambda: models.find("a").version == "2")
+    assert old.forward([1]) == [1]
+    del old
+    assert factory.num_alive() == 1
+
+
+def test_versions_that_follow_each_other_fast_end_with_the_last(models, factory):
+    models.find("a")
+    factory.gates["a", "2"] = threading.Event()
+    models.see(registered("a", "2"))
+    wait_until(lambda: ("a", "2") in factory.made)
+    for version in "345":
+        models.see(registered("a", version))
+    factory.gates["a", "2"].set()
+
+    wait_until(lambda: models.find("a").version == "5")
+    wait_until(lambda: not models.loading)
+    assert factory.made == [("a", "1"), ("a", "2"), ("a", "5")]
+
+
+def test_a_model_that_cannot_be_loaded_is_an_error_of_its_requests_until_its_version_changes(models, factory):
+    factory.failures["a", "1"] = CheckpointError("weights.safetensors is not of this network")
+
+    for _ in range(3):
+        with pytest.raises(Unavailable, match=r'"a" cannot be loaded: weights\.safetensors is not of this network'):
+            models.find("a")
+    assert factory.made == [("a", "1")]
+    assert models.find("b").version == "1"
+    about = next(each for each in models.describe() if each["name"] == "a")
+    assert (about["state"], about["error"]) == ("failed", "weights.safetensors is not of this network")
+
+    models.see(registered("a", "2"))
+
+    assert models.find("a").version == "2"
+    assert state(models, "a") == "warm"
+
+
+def test_a_new_version_that_cannot_be_loaded_leaves_the_old_one(models, factory):
+    models.find("a")
+    factory.failures["a", "2"] = CheckpointError("torn")
+
+    models.see(registered("a", "2"))
+
+    wait_until(lambda: models.describe()[0]["error"] == "torn")
+    assert models.find("a").version == "1"
+    assert models.describe()[0]["state"] == "warm"
+
+
+def test_a_model_that_found_no_memory_is_tried_again_after_a_while(models, factory, monkeypatch):
+    factory.failures["a", "1"] = OutOfMemory("full")
+    with pytest.raises(Unavailable, match="full"):
+        models.find("a")
+    factory.failures.clear()
+    with pytest.raises(Unavailable, match="full"):
+        models.find("a")
+
+    monkeypatch.setattr(module, "RETRY_S", 0.0)
+
+    assert models.find("a").version == "1"
+
+
+def test_a_bug_is_an_error_in_words_and_in_the_log(models, caplog):
+    def make(*_: Any) -> Any:
+        raise ZeroDivisionError
+
+    models._make = make
+
+    with pytest.raises(Unavailable, match="ZeroDivisionError, a bug in brim"):
+        models.find("a")
+    assert "model a cannot be loaded" in caplog.text
+
+
+# Registration
+
+
+def test_what_is_registered_loads_where_there_is_room(models, factory):
+    models.register(registered(name) for name in "abcd")
+
+    wait_until(lambda: not models.loading)
+    assert [each["state"] for each in models.describe()] == ["warm", "warm", "cold", "cold"]
+    assert models.find("d").version == "1"
+    assert factory.num_alive() == 2
+
+
+def test_what_is_no_longer_registered_is_forgotten(models, factory):
+    held = models.find("a")
+
+    models.register([registered("b")])
+
+    with pytest.raises(NotFound):
+        models.find("a")
+    assert [each["name"] for each in models.describe()] == ["b"]
+    assert held.forward([1]) == [1]
+
+
+def test_what_is_forgotten_while_it_loads_is_dropped(models, factory):
+    factory.gates["a", "1"] = threading.Event()
+    asked = models.ask("a")
+    models.forget("a")
+    factory.gates["a", "1"].set()
+
+    asked.result(5)
+    del asked
+    wait_until(lambda: factory.num_alive() == 0)
+
+
+def test_somebody_who_asks_for_what_nobody_wanted_gets_it(models, factory):
+    for name in "ab":
+        models.find(name)
+    factory.gates["c", "1"] = threading.Event()
+    factory.bytes["c"] = 120 * MIB
+    models.register(registered(name) for name in "abc")
+    wait_until(lambda: ("c", "1") in factory.made)
+
+    asked = models.ask("c")
+    factory.gates["c", "1"].set()
+
+    assert asked.result(5).version == "1"
+
+
+def test_a_registration_that_lacks_a_key_is_refused(models):
+    with pytest.raises(BrimError, match="lacks network, path"):
+        models.see({"name": "a", "kind": "segment", "version": "1"})
+
+
+# The end
+
+
+def test_closing_frees_everything_and_sends_away_who_waits(factory):
+    models = Models("cpu", budget_bytes=250 * MIB, make=factory)
+    for name in "abc":
+        models.see(registered(name))
+    kept = models.find("a")
+    factory.gates["b", "1"] = threading.Event()
+    asked: list[Future[Any]] = [models.ask("b"), models.ask("c")]
+    threading.Timer(0.05, factory.gates["b", "1"].set).start()
+
+    models.close()
+
+    assert kept.is_closed
+    del kept
+    with pytest.raises(Unavailable, match="stopping"):
+        asked[1].result(0)
+    asked.clear()
+    assert factory.num_alive() == 0
+    with pytest.raises(Unavailable, match="stopping"):
+        models.find("a")
+
+
+def test_many_threads_that_ask_reload_and_forget_leave_nothing(factory):
+    models = Models("cpu", budget_bytes=250 * MIB, make=factory)
+    names = "abcdef"
+    for name in names:
+        models.see(registered(name))
+    stop_s = time.monotonic() + 1.0
+
+    def work(seed: int) -> int:
+        rng, done = np.random.default_rng(seed), 0
+        while time.monotonic() < stop_s:
+            name = names[rng.integers(len(names))]
+            models.see(registered(name, str(rng.integers(3))))
+            if rng.random() < 0.05:
+                models.forget(name)
+            with suppress(NotFound):
+                assert models.find(name).forward([1]) == [1]
+            done += 1
+        return done
+
+    with ThreadPoolExecutor(6) as pool:
+        assert sum(pool.map(work, range(6))) > 20
+    models.close()
+
+    assert factory.num_alive() == 0
+
+
+# Real models
+
+
+class Tiny(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.first, self.last = nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 1, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(torch.relu(self.first(x))) * 8
+
+
+def test_a_registered_network_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(registry, "_factories", {**registry._factories, "tiny": Tiny})
+    monkeypatch.setattr("brim.segmentation.serving.QUICK_SECONDS", 0.3)
+    save_weights(Tiny(), tmp_path / "tiny.safetensors", {})
+    models = Models("cpu", share=0.5, batch_sizes=tmp_path / "batch_sizes.json")
+    models.see(registered("cells", network="tiny", path=str(tmp_path / "tiny.safetensors")))
+    data = bytes(cv2.imencode(".png", np.random.default_rng(0).integers(0, 255, (50, 60, 3), np.uint8))[1])
+
+    servable = models.find("cells")
+    item = servable.decode(Payload(data, "a.png"))
+    answer = servable.finish(item, servable.collect(servable.forward(item.parts)))
+
+    assert isinstance(answer, Answer)
+    assert answer.facts["polygons"] > 0
+    assert servable.inspect(Payload(data, "a.png")).expected_s
+    assert (tmp_path / "batch_sizes.json").is_file()
+    del servable, item
+    models.close()
+    gc.collect()
+    assert not [each for each in gc.get_objects() if type(each) is Tiny]
+
+
+@pytest.mark.parametrize("kind", ["segment", "locate", "classify", "cook"])
+def test_a_path_that_holds_no_model_is_an_error_in_words(tmp_path, kind):
+    models = Models("cpu")
+    models.see(registered("a", kind=kind, path=str(tmp_path)))
+
+    with pytest.raises(Unavailable, match=r'"a" cannot be loaded: .*(holds none of|run\.json|is unknown)'):
+        models.find("a")
+    models.close()

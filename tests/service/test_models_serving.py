@@ -1,0 +1,185 @@
+"""Loaded models behind the runner: every innocent request gets the answer that `predict` would give it."""
+
+import gc
+import json
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import cv2
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from brim.engine.batch_runner import BatchRunner
+from brim.engine.memory import inject_oom
+from brim.engine.servable import Answer, Payload
+from brim.errors import ImageError, NotFound, TooLarge, UnsupportedType
+from brim.segmentation import registry
+from brim.segmentation.batch_sizes import BatchSizes, Entry, device_info, device_key
+from brim.segmentation.loader import ModelLoader
+from brim.segmentation.serving import SegmentServable
+from brim.segmentation.weights import save_weights
+from brim.service.prediction.models import Models, Registered
+
+CPU = torch.device("cpu")
+THRESHOLDS = (0.5, 0.6)
+TILE = 64
+
+
+class Tiny(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 1, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found = self.last(torch.relu(self.first(x))) * 8
+        return torch.where(x.amin((1, 2, 3), keepdim=True) > 2.0, torch.nan, found)  # white images lead to NaN
+
+
+@pytest.fixture
+def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(registry, "_factories", {**registry._factories, "tiny": Tiny})
+    for version in ("1", "2"):
+        torch.manual_seed(int(version))
+        save_weights(Tiny(), tmp_path / f"{version}.safetensors", {})
+    entry = Entry(
+        optimal_batch_size=4, max_safe_batch_size=9, expected_throughput=100.0, p50_latency_ms=40.0,
+        p95_latency_ms=50.0, memory_limit_mb=1000.0, image_size=1024, precision="fp32", layout="contiguous",
+        compiled=False,
+    )  # fmt: skip
+    BatchSizes().with_entry(device_key(CPU), device_info(CPU), "tiny", entry, []).write(tmp_path / "sizes.json")
+    return tmp_path
+
+
+def registered(made: Path, version: str = "1", name: str = "cells") -> dict[str, Any]:
+    path = str(made / f"{version}.safetensors")
+    return {"name": name, "kind": "segment", "network": "tiny", "path": path, "version": version}
+
+
+@pytest.fixture
+def models(made: Path) -> Iterator[Models]:
+    def make(wanted: Registered, device: torch.device, lock: Any) -> SegmentServable:
+        return SegmentServable(
+            wanted.network, wanted.path, device, lock=lock, batch_sizes=made / "sizes.json", tile=TILE
+        )  # fmt: skip
+
+    found = Models("cpu", share=0.5, make=make)
+    found.see(registered(made))
+    found.find("cells")
+    yield found
+    found.close()
+
+
+def png(height: int, width: int, seed: int) -> bytes:
+    noise = np.random.default_rng(seed).random((height, width, 3)).astype(np.float32)
+    smooth = cv2.normalize(cv2.GaussianBlur(noise, (0, 0), 2), None, 0, 250, cv2.NORM_MINMAX)
+    return bytes(cv2.imencode(".png", smooth.astype(np.uint8))[1])
+
+
+def outlines(body: bytes) -> list[Any]:
+    return [feature["geometry"]["coordinates"] for feature in json.loads(body)["features"]]
+
+
+class Expected:
+    """What predict finds, each once."""
+
+    def __init__(self, made: Path) -> None:
+        self._loaders = {
+            version: ModelLoader({"tiny": made / f"{version}.safetensors"}, "cpu", made / "sizes.json", tile=TILE)
+            for version in ("1", "2")
+        }  # fmt: skip
+
+    def outlines(self, payload: Payload, version: str) -> list[Any]:
+        from brim.segmentation.formats import geojson
+
+        threshold = payload.options.get("threshold", 0.5)
+        return outlines(geojson(self._loaders[version].predict(bytes(payload.data), "tiny", threshold).polygons))
+
+
+def payload(number: int, threshold: float = 0.5) -> Payload:
+    sizes = ((64, 64), (60, 50), (30, 64), (150, 70))  # the last in windows
+    return Payload(png(*sizes[number % 4], number), f"{number}.png", {"threshold": threshold})
+
+
+def poison(number: int) -> Payload:
+    white = bytes(cv2.imencode(".png", np.full((64, 64, 3), 255, np.uint8))[1])
+    return Payload([png(64, 64, 0)[:-40], white][number % 2], f"poison-{number}.png", {})
+
+
+def test_innocent_requests_are_answered_among_poison_disconnects_and_oom(made, models):
+    before = threading.active_count()
+    with BatchRunner(models.find) as runner, inject_oom(above=3):
+        asked: list[tuple[Payload, Future[Answer]]] = []
+        for number in range(60):
+            one = poison(number) if number % 10 == 3 else payload(number, THRESHOLDS[number % 2])
+            asked.append((one, runner.submit("cells", one, time.monotonic() + 60)))
+            if number % 10 == 7:
+                runner.cancel(asked[-1][1])
+        expected = Expected(made)
+        for number, (one, reply) in enumerate(asked):
+            if number % 10 == 3:
+                with pytest.raises(ImageError, match=r"^poison-"):
+                    reply.result(60)
+            elif number % 10 != 7:
+                assert outlines(reply.result(60).body) == expected.outlines(one, "1")
+                assert reply.result().facts["seconds"]["total"] > 0
+        sizes = runner.snapshot()["batch_sizes"]
+        assert max(map(int, sizes)) > 1
+    assert threading.active_count() == before
+    del asked, reply, expected
+    models.close()
+    gc.collect()
+    assert not [each for each in gc.get_objects() if type(each) is Tiny]
+
+
+def test_what_can_be_refused_is_refused_at_once(models):
+    with BatchRunner(models.find) as runner:
+        for data, kind in ((b"no image", UnsupportedType), (png(64, 64, 0), TooLarge)):
+            with pytest.raises(kind):
+                runner.submit("cells", Payload(data, "a", {"max_pixels": 100}), time.monotonic() + 60)
+
+
+def test_weights_change_under_load_without_a_gap(made, models):
+    old = [models.find("cells")]
+    answers: list[tuple[Payload, Future[Answer]]] = []
+    with BatchRunner(models.find) as runner:
+        for number in range(400):
+            if number == 10:
+                models.see(registered(made, "2"))
+            one = payload(3 + 4 * (number % 5) if number % 40 == 0 else number % 3)
+            answers.append((one, runner.submit("cells", one, time.monotonic() + 60)))
+            time.sleep(0.005)
+            if number > 30 and models.find("cells") is not old[0]:
+                break
+        answers += [(one, runner.submit("cells", one, time.monotonic() + 60)) for one in map(payload, range(3))]
+        expected = Expected(made)
+        found = [outlines(reply.result(60).body) for _, reply in answers]
+        versions = [
+            {version for version in "12" if outline == expected.outlines(one, version)}
+            for (one, _), outline in zip(answers, found, strict=True)
+        ]
+    assert versions[0] == {"1"}
+    assert versions[-3:] == [{"2"}] * 3
+    assert all(versions), "every answer is of one version or the other"
+    assert [min(each) for each in versions] == sorted(min(each) for each in versions)
+    del old[0], answers, runner
+    gc.collect()
+    assert models._taken() == models.describe()[0]["memory_bytes"]
+
+
+def test_models_of_every_name_answer_in_one_budget(made, models):
+    for version in "12":
+        models.see(registered(made, version, name=f"cells-{version}"))
+    expected = Expected(made)
+    with BatchRunner(models.find) as runner:
+        models.find("cells-1"), models.find("cells-2")
+        asked = [(n, runner.submit(f"cells-{1 + n % 2}", payload(n // 2), time.monotonic() + 60)) for n in range(12)]
+        for number, reply in asked:
+            assert outlines(reply.result(60).body) == expected.outlines(payload(number // 2), str(1 + number % 2))
+        with pytest.raises(NotFound, match="cells-3"):
+            runner.submit("cells-3", payload(0), time.monotonic() + 60)

@@ -1,0 +1,102 @@
+"""Forms in memory: however a body is cut into pieces, its files and fields are what was sent, and soon."""
+
+import random
+import time
+
+import pytest
+
+from brim.errors import FieldError, TooLarge
+from brim.service.body import Unreadable
+from brim.service.predict_form import Form, Takes, choice, read_deadline_ms, read_flag, read_model, read_threshold
+
+BOUNDARY = b"a-boundary"
+TAKES = Takes(
+    files=("files", "file"),
+    max_files=3,
+    max_file_bytes=3_000_000,
+    fields={
+        "model": read_model,
+        "threshold": read_threshold,
+        "strict": read_flag,
+        "deadline_ms": read_deadline_ms,
+        "format": choice("geojson", "coco"),
+    },
+)
+
+
+def part(field: str, content: bytes, name: str | None = None) -> bytes:
+    file = "" if name is None else f'; filename="{name}"'
+    return f'--a-boundary\r\nContent-Disposition: form-data; name="{field}"{file}\r\n\r\n'.encode() + content + b"\r\n"
+
+
+def read(body: bytes, pieces: list[int]) -> Form:
+    form, at = Form(BOUNDARY, TAKES), 0
+    for length in pieces:
+        form.feed(body[at : at + length])
+        at += length
+    form.feed(body[at:])
+    form.finish()
+    return form
+
+
+NEARLY = b"\r\n--a-boundar\r\r\n--a-boundary"[:-1] * 20 + b"\r\n-\r\n--a"  # bytes that look like an end, and are none
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_pieces_do_not_matter(seed):
+    dice = random.Random(seed)
+    first, second = dice.randbytes(dice.randrange(5000)), NEARLY + dice.randbytes(100)
+    body = part("threshold", b"0.25") + part("files", first, "a.png") + part("model", b"cells")
+    body += part("file", second, "b.png") + part("strict", b"TRUE") + b"--a-boundary--\r\n"
+
+    form = read(body, [dice.choice((1, 2, 7, 100, 4096)) for _ in range(200)])
+
+    assert [(file.name, file.data) for file in form.files] == [("a.png", first), ("b.png", second)]
+    assert form.values == {"threshold": 0.25, "model": "cells", "strict": True}
+
+
+@pytest.mark.parametrize("cut", [1, 10, 60, 200])
+def test_a_body_without_its_end_is_refused(cut):
+    body = part("file", b"x" * 300, "a") + b"--a-boundary--\r\n"
+
+    with pytest.raises(Unreadable):
+        read(body[: len(body) - 3 - cut], [])
+
+
+def test_a_file_may_be_as_large_as_the_limit_and_no_larger():
+    end = b"--a-boundary--\r\n"
+    assert len(read(part("file", bytes(3_000_000), "a") + end, []).files[0].data) == 3_000_000
+    with pytest.raises(TooLarge, match="3000000 bytes"):
+        read(part("file", bytes(3_000_001), "a") + end, [])
+    with pytest.raises(TooLarge, match="more than 3 files"):
+        read(part("file", b"", "a") * 4 + end, [])
+
+
+@pytest.mark.parametrize(
+    ("field", "text"),
+    [
+        ("threshold", ""), ("threshold", "0"), ("threshold", "1"), ("threshold", "inf"), ("threshold", "0,5"),
+        ("threshold", "0x1"), ("threshold", "٠.٥"), ("threshold", "1e-999"), ("strict", "1"), ("strict", ""),
+        ("deadline_ms", "0"), ("deadline_ms", "600001"), ("deadline_ms", "9" * 5000), ("deadline_ms", "1e3"),
+        ("format", "GeoJSON"), ("model", "-x"), ("model", "a b"), ("model", "a" * 101), ("model", "a\n"),
+    ],
+)  # fmt: skip
+def test_a_value_that_cannot_be_is_refused_by_its_name(field, text):
+    with pytest.raises(FieldError) as caught:
+        read(part("file", b"x", "a") + part(field, text.encode()) + b"--a-boundary--\r\n", [])
+
+    assert caught.value.field == field
+    assert len(str(caught.value)) < 300
+
+
+@pytest.mark.parametrize("content", [bytes(2_000_000), b"\r\n--a-boundar" * 150_000, b"\r" * 2_000_000])
+def test_two_megabytes_in_pieces_take_milliseconds_whatever_they_are(content):
+    body = part("file", content, "a") + b"--a-boundary--\r\n"
+    times = []
+    for _ in range(3):
+        began_s = time.process_time()
+        form = read(body, [65536] * 40)
+        times.append(time.process_time() - began_s)
+
+    assert form.files[0].data == content
+    assert min(times) < 0.1

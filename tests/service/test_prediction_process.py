@@ -1,0 +1,157 @@
+"""Requests through shared memory to a prediction process and back, and what becomes of them when processes die."""
+
+import asyncio
+import os
+import socket
+import time
+from collections.abc import Iterator
+
+import pytest
+from predicting import MODEL, Predicting, ask, client, wait_for
+
+from brim.errors import DeadlinePassed, ImageError, Overloaded, Unavailable
+from brim.service.prediction.client import Predictions
+from brim.service.prediction.protocol import short_name
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Predicting]:
+    """For tests that leave it as it was."""
+    with Predicting(tmp_path_factory.mktemp("predicting")) as made:
+        yield made
+
+
+# The way there and back
+
+
+def test_an_answer_is_that_of_its_own_request(shared):
+    async def run() -> None:
+        async with client(shared) as predictions:
+            sent = [os.urandom(size) for size in (0, 1, 1000, 300_000, 5_000_000) * 4]
+            answers = await asyncio.gather(*(ask(predictions, data) for data in sent))
+            assert [answer.body for answer in answers] == sent
+            assert {answer.media_type for answer in answers} == {"text/plain"}
+            assert predictions._arena.used_bytes == 0
+
+    asyncio.run(run())
+
+
+def test_one_that_is_refused_or_fails_fails_alone(shared):
+    async def run() -> None:
+        async with client(shared) as predictions:
+            good = [ask(predictions, b"%d" % index) for index in range(6)]
+            bad = [ask(predictions, at=stage, do=what) for stage in ("decode", "finish") for what in ("refuse", "fail")]
+            answers = await asyncio.gather(*good, *bad, return_exceptions=True)
+            assert [answer.body for answer in answers[:6]] == [b"%d" % index for index in range(6)]
+            assert [type(failure) for failure in answers[6:]] == [ImageError, RuntimeError] * 2
+            assert "does not like this one" in str(answers[6])
+            assert "as it was told" not in str(answers[7])  # that is for the log
+
+    asyncio.run(run())
+
+
+def test_a_cancelled_request_keeps_its_bytes_while_they_are_read(shared):
+    async def run() -> None:
+        async with client(shared) as predictions:
+            await ask(predictions)
+            task = asyncio.create_task(ask(predictions, b"y" * 1000, at="decode", do="sleep"))
+            await asyncio.sleep(0.1)
+            task.cancel()
+            await asyncio.wait([task])
+            assert task.cancelled()
+            await ask(predictions)
+            assert predictions._arena.used_bytes >= 1000
+            await wait_for(lambda: predictions._arena.used_bytes == 0, 5.0)
+
+    asyncio.run(run())
+
+
+def test_what_waits_is_given_up_at_its_deadline_and_its_bytes_come_back(shared):
+    async def run() -> None:
+        async with client(shared) as predictions:
+            await ask(predictions)
+            busy = asyncio.create_task(ask(predictions, seconds=1.5))
+            await asyncio.sleep(0.1)
+            began_s = time.monotonic()
+            with pytest.raises((DeadlinePassed, Overloaded)):
+                await ask(predictions, within_s=0.3)
+            assert time.monotonic() - began_s < 1.4
+            await busy
+            await wait_for(lambda: predictions._arena.used_bytes == 0, 5.0)
+
+    asyncio.run(run())
+
+
+def test_when_all_bytes_are_under_way_the_next_is_refused(shared):
+    async def run() -> None:
+        async with client(shared, arena_bytes=4096) as predictions:
+            first = asyncio.create_task(ask(predictions, b"z" * 3000, seconds=0.3))
+            await asyncio.sleep(0.05)
+            with pytest.raises(Overloaded, match="too many bytes"):
+                await ask(predictions, b"z" * 3000)
+            assert (await first).body == b"z" * 3000
+            assert (await ask(predictions, b"z" * 3000)).body == b"z" * 3000
+
+    asyncio.run(run())
+
+
+def test_the_wait_is_known_without_asking(shared):
+    async def run() -> None:
+        async with client(shared) as predictions:
+            await ask(predictions)
+            await wait_for(lambda: 0 < predictions.estimate("toy") < 5)
+            assert predictions.estimate("another") == 0.0
+
+    asyncio.run(run())
+
+
+def test_models_and_counters_are_told(shared):
+    async def run() -> None:
+        async with client(shared) as predictions:
+            await ask(predictions)
+            assert [(row["name"], row["state"]) for row in await predictions.models()] == [("toy", "warm")]
+            assert len(await predictions.snapshot()) == 1
+
+    asyncio.run(run())
+
+
+def test_a_registered_model_is_warm_before_anybody_asks_for_it_and_a_new_version_follows(own):
+    async def run() -> None:
+        async with client(own()) as predictions:
+            predictions.register([MODEL])
+            await wait_for(lambda: is_warm(predictions))
+            assert (await ask(predictions)).facts["version"] == "1"
+            predictions.register([{**MODEL, "version": "2"}])
+            async with asyncio.timeout(20):
+                while (await ask(predictions)).facts["version"] != "2":
+                    await asyncio.sleep(0.01)
+
+    async def is_warm(predictions: Predictions) -> bool:
+        return [row["state"] for row in await predictions.models()] == ["warm"]
+
+    asyncio.run(run())
+
+
+def test_without_predictors_requests_are_refused_in_words(tmp_path):
+    async def run() -> None:
+        async with Predictions([]) as off:
+            with pytest.raises(Unavailable, match="--predict-memory"):
+                await ask(off)
+        async with Predictions([tmp_path / "predict-0.sock"]) as away:
+            with pytest.raises(Unavailable, match="being started again"):
+                await ask(away, within_s=0.1)
+            assert away._arena.used_bytes == 0
+
+    asyncio.run(run())
+
+
+def test_a_stranger_on_the_socket_disturbs_nobody(shared):
+    async def run() -> None:
+        async with client(shared) as predictions:
+            for words in (b"", b"GET / HTTP/1.1\r\n\r\n", b"\xff" * 100):
+                with socket.socket(socket.AF_UNIX) as stranger, short_name(shared.settings.predict_sockets[0]) as name:
+                    stranger.connect(name)
+                    stranger.sendall(words)
+            assert (await ask(predictions)).body == b"x"
+
+    asyncio.run(run())

@@ -1,0 +1,101 @@
+"""A prediction process with a toy for a model: `python toy_predictor.py INDEX BEAT LIFELINE`, as the real one is run.
+
+What the toy does to a request, the request says in its options:
+
+    seconds          how long its batch takes on the device
+    at               a stage, "decode", "forward" or "finish", at which…
+    do               …it does this: "kill" the process, "hang", "sleep" for 0.5 s, "fail", "refuse" in words
+    once             a file: only where that is not there yet, and then it is
+    bytes            length of the answer; without it, the payload itself
+"""
+
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from brim.engine.servable import Answer, Item, Payload, Shape
+from brim.errors import ImageError
+from brim.jobs.process import Heartbeat, die_with_supervisor, read_settings
+from brim.service.prediction.main import serve
+from brim.service.prediction.models import Registered
+from brim.service.settings import Settings
+
+
+class Toy:
+    """Answers with what it got."""
+
+    sizes = (1, 2, 4)
+    max_batch_size = 4
+    tuned = True
+    weight_bytes = 1000
+
+    def __init__(self, version: str) -> None:
+        self.version = version
+        self.expected_s: dict[int, float] = {}
+
+    def example(self, num: int) -> list[Any]:
+        return [({"seconds": 0.001}, b"")] * num
+
+    def inspect(self, payload: Payload) -> Shape:
+        return Shape(key="toy", sizes=self.sizes)
+
+    def decode(self, payload: Payload) -> Item:
+        act("decode", payload.options)
+        return Item("toy", [(payload.options, bytes(payload.data))])
+
+    def forward(self, parts: list[Any]) -> list[Any]:
+        for options, _ in parts:
+            act("forward", options)
+        time.sleep(max(options.get("seconds", 0.0) for options, _ in parts))
+        return parts
+
+    def collect(self, running: list[Any]) -> list[Any]:
+        return [(options, data, len(running)) for options, data in running]
+
+    def finish(self, item: Item, outputs: list[Any]) -> Answer:
+        options, data, num = outputs[0]
+        act("finish", options)
+        body = data if options.get("bytes") is None else data[:1] * options["bytes"]
+        return Answer(body, "text/plain", {"batch": num, "pid": os.getpid(), "version": self.version})
+
+    def close(self) -> None:
+        pass
+
+
+def act(stage: str, options: Any) -> None:
+    if options.get("at") != stage:
+        return
+    if options.get("once") is not None:
+        if Path(options["once"]).exists():
+            return
+        Path(options["once"]).touch()
+    if options["do"] == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if options["do"] == "fail":
+        raise RuntimeError("the toy failed as it was told to")
+    if options["do"] == "refuse":
+        raise ImageError("the toy does not like this one; send another")
+    time.sleep({"hang": 600.0, "sleep": 0.5}[options["do"]])
+
+
+def make(wanted: Registered, device: Any, lock: Any) -> Toy:
+    """A model called deadly ends whoever loads it."""
+    if wanted.name == "deadly":
+        os.kill(os.getpid(), signal.SIGKILL)
+    return Toy(wanted.version)
+
+
+def main(argv: list[str]) -> None:
+    beat = Heartbeat(int(argv[1]))
+    die_with_supervisor(int(argv[2]))
+    settings = Settings.from_json(json.dumps(read_settings()))
+    serve(int(argv[0]), settings, beat, make=make)
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
