@@ -34,6 +34,7 @@ from brim.segmentation.predict_config import PredictConfig, check_threshold
 from brim.segmentation.registry import create_model, find_model
 from brim.segmentation.scoring import Done
 from brim.segmentation.tiles import DEFAULT_TILE, Grid, padded, usable_tile
+from brim.segmentation.tracing import Traced
 from brim.segmentation.tune import QUICK_SECONDS
 from brim.segmentation.weights import load_weights
 
@@ -142,24 +143,26 @@ class SegmentServable:
         return _Running(run, patches, run.scorer.forward(Batch(patches)))
 
     def collect(self, running: "_Running") -> list[Any]:
-        """What is done by a batch: an image with its last window, None for those before, a failure."""
-        for done in running.done:
-            if done.pending is not None:
-                done.pending.wait()
+        """What is done by a batch: an image with its last window, None for those before, a failure.
+
+        Only the forward is waited for, so that the next one follows at once; the rings are found beside it.
+        """
+        running.run.tracer.wait(running.done)
         if running.run is self._rehearsal and running.run.scorer.size() < len(running.patches):
             raise OutOfMemory(f"a batch of {len(running.patches)} did not fit on {self._device}")
-        done_by = {id(done.frame): done for done in running.done}
+        scored = _Scored(running.run, running.done)
+        complete = {id(done.frame) for done in running.done}
         last = {id(patch.frame): number for number, patch in enumerate(running.patches)}
         return [
-            patch.frame.failure or (done_by.get(id(patch.frame)) if last[id(patch.frame)] == number else None)
+            patch.frame.failure or (scored if last[id(patch.frame)] == number and id(patch.frame) in complete else None)
             for number, patch in enumerate(running.patches)
         ]
 
     def finish(self, item: Item, outputs: list[Any]) -> Answer:
         """Polygons, and the answer in the format asked for."""
         context: _Context = item.context
-        (done,) = [output for output in outputs if isinstance(output, Done)]
-        ((_, prediction),) = context.run.finish([done])
+        (scored,) = [output for output in outputs if isinstance(output, _Scored)]
+        ((_, prediction),) = context.run.finish([scored.trace(context.frame)])
         if context.frame.failure is not None:
             raise context.frame.failure
         facts = {"polygons": len(prediction.polygons), "width": prediction.width, "height": prediction.height}
@@ -267,6 +270,35 @@ class _Running(NamedTuple):
     run: PredictRun
     patches: list[Patch]
     done: list[Done]
+
+
+class _Scored:
+    """Images that the network has seen together; whoever finishes the first of them finds the rings of all."""
+
+    def __init__(self, run: PredictRun, done: list[Done]) -> None:
+        self._run, self._done = run, {id(each.frame): each for each in done}
+        self._traced: dict[int, Traced] = {}
+        self._lock = threading.Lock()
+
+    def trace(self, frame: Frame) -> Traced:
+        """The rings of one image, once."""
+        with self._lock:
+            if id(frame) in self._done:
+                try:
+                    self._find(list(self._done.values()))
+                except Exception:  # broad on purpose: whatever one image did, the others shall not suffer
+                    self._find([self._done[id(frame)]])
+            return self._traced.pop(id(frame))
+
+    def _find(self, done: list[Done]) -> None:
+        with _tracing:
+            traced = self._run.trace(done)
+        for each in traced:
+            del self._done[id(each.frame)]
+            self._traced[id(each.frame)] = each
+
+
+_tracing = threading.Lock()  # a tracer is for one thread at a time, and the stream it uses is the device's
 
 
 class _Context(NamedTuple):

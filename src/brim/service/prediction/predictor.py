@@ -40,10 +40,12 @@ LOADING_FACTOR: Final = 12  # a model that warms up may keep the device from oth
 class Predictor:
     """Answers the API processes that connect."""
 
-    def __init__(self, path: Path, models: Models, beat: Heartbeat, *, hang_s: float, threads: int) -> None:
+    def __init__(
+        self, path: Path, models: Models, beat: Heartbeat, *, hang_s: float, decoders: int, finishers: int
+    ) -> None:
         """Take where to listen, the models, and whom to tell that we are well; listens only when it runs."""
         self._path, self._models, self._beat = path, models, beat
-        self._hang_s, self._threads = hang_s, threads
+        self._hang_s, self._decoders, self._finishers = hang_s, decoders, finishers
         self._runner: BatchRunner | None = None
         self._peers: list[Peer] = []
         self._loading: list[Work] = []  # that wait for their model
@@ -210,7 +212,7 @@ class Predictor:
             from brim.engine.batch_runner import BatchRunner
 
             self._runner = BatchRunner(
-                self._find, decoders=self._threads, finishers=self._threads, on_start=self._started.mark
+                self._find, decoders=self._decoders, finishers=self._finishers, on_start=self._started.mark
             )
         return self._runner
 
