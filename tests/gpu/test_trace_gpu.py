@@ -10,6 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from brim.engine.memory import guard
+from brim.errors import OutOfMemory
 from brim.segmentation import device_rings, tracing
 from brim.segmentation.cells import make_cells
 from brim.segmentation.device_rings import DeviceRings, find_rings
@@ -145,6 +147,33 @@ def test_the_host_waits_a_few_times_and_no_more(device: torch.device) -> None:
         torch.cuda.set_sync_debug_mode("default")
 
     assert len(seen) <= 20
+
+
+def test_torchscript_finds_them() -> None:
+    assert device_rings.prepare() is not device_rings._find
+
+
+def test_memory_that_runs_out_inside_is_recognised(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device_rings, "band_pixels", lambda _: 2**60)
+    endless = torch.zeros(1, 1, 1, device=device).expand(1, 2**22, 2**22)
+
+    with pytest.raises(OutOfMemory, match="out of memory: CUDA out of memory"), guard():
+        find_rings(endless, endless, [(2**22, 2**22)], True)
+
+
+@pytest.mark.parametrize("kind", ["cells", "much noise"])
+def test_all_of_it_is_queued_on_the_current_stream(device: torch.device, kind: str) -> None:
+    mask = MASKS[kind]()
+    probability, sizes = chances(mask), [(mask.shape[1], mask.shape[2])] * len(mask)
+    stream, busy = torch.cuda.Stream(device), torch.rand(4096, 4096, device=device)
+
+    with torch.cuda.stream(stream):
+        for _ in range(20):
+            busy = (busy @ busy).clamp(0, 1)
+        found = find_rings(mask.to(device, copy=True) * 1, probability.to(device), sizes, True)
+    stream.synchronize()
+
+    assert_equal(found, find_rings(mask, probability, sizes, True))
 
 
 # Images to polygons

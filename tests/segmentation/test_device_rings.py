@@ -1,6 +1,8 @@
 """Rings by torch, here on the CPU: those of outlines.py to the bit, and what scipy and shapely say of them."""
 
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,7 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from scipy import ndimage
+from torch.overrides import TorchFunctionMode
 
+from brim.engine.memory import guard
 from brim.engine.pipeline import HostCopy
 from brim.errors import OutOfMemory
 from brim.segmentation import device_rings, outlines
@@ -184,3 +188,107 @@ def test_more_corners_than_there_is_room_for_are_refused_before_they_are_linked(
 
     with pytest.raises(OutOfMemory, match="2 masks of 8 × 8 have more than 100 corners"):
         trace([chessboard] * 2, chances([chessboard] * 2))
+
+
+# Without the interpreter
+
+
+class Calls(TorchFunctionMode):
+    """Counts what Python asks of torch; what TorchScript does by itself is not among it."""
+
+    num = 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.num += 1
+        return func(*args, **(kwargs or {}))
+
+
+def two_masks() -> tuple[torch.Tensor, torch.Tensor, list[tuple[int, int]]]:
+    masks = [np.random.default_rng(seed).random((30, 41 - seed)) < 0.6 for seed in range(2)]
+    sizes = [mask.shape for mask in masks]
+    return framed(masks, 0, torch.uint8), framed(chances(masks), 0, torch.float32), sizes
+
+
+@pytest.fixture
+def uncompiled() -> Iterator[None]:
+    device_rings._compiled.cache_clear()
+    yield
+    device_rings._compiled.cache_clear()
+
+
+@pytest.fixture
+def without_torchscript(uncompiled: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    def gone(_: Any) -> None:
+        raise NotImplementedError("torch.jit.script has been removed")
+
+    monkeypatch.setattr(torch.jit, "script", gone)
+
+
+def test_python_asks_for_all_rings_at_once():
+    arguments = two_masks()
+    find_rings(*arguments, True)
+
+    with Calls() as calls:
+        find_rings(*arguments, True)
+
+    assert calls.num < 10
+
+
+def test_without_torchscript_it_is_python_that_asks(without_torchscript):
+    with Calls() as calls:
+        find_rings(*two_masks(), True)
+
+    assert calls.num > 100
+
+
+@pytest.mark.parametrize("detect_holes", [True, False])
+@pytest.mark.parametrize("density", [0, 0.1, 0.6, 0.9])
+def test_without_torchscript_the_rings_are_the_same(without_torchscript, density, detect_holes):
+    masks = [np.random.default_rng(seed).random((40 + seed, 50 - seed)) < density for seed in range(3)]
+    probabilities = chances(masks)
+
+    assert_equal(trace(masks, probabilities, detect_holes), expect(masks, probabilities, detect_holes))
+
+
+@pytest.fixture
+def scripts(uncompiled: None, monkeypatch: pytest.MonkeyPatch) -> list[torch.jit.ScriptFunction]:
+    """What _find has been compiled to since."""
+    script, made = torch.jit.script, []
+
+    def kept(function: Any, **options: Any) -> Any:  # of every function that is called in there too
+        compiled = script(function, **options)
+        made.extend([compiled] if function is device_rings._find else [])
+        return compiled
+
+    monkeypatch.setattr(torch.jit, "script", kept)
+    return made
+
+
+def test_threads_that_are_first_together_compile_once(scripts):
+    found = []
+    threads = [threading.Thread(target=lambda: found.append(find_rings(*two_masks(), True))) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+    assert len(scripts) == 1
+    assert len(found) == 4
+    assert all(torch.equal(rings.points, found[0].points) for rings in found)
+
+
+def test_no_kernels_are_compiled_for_the_shapes_that_come(scripts):
+    mask, probability, _ = two_masks()
+    for rows in (30, 30, 29, 28):
+        find_rings(mask, probability, [(rows, 40)] * 2, True)
+
+    with pytest.raises(RuntimeError, match="optimized_plan_"):  # the optimizer has not been asked for a plan
+        scripts[0].get_debug_state()
+
+
+def test_memory_that_runs_out_inside_is_recognised(monkeypatch):
+    monkeypatch.setattr(device_rings, "band_pixels", lambda _: 2**60)
+    endless = torch.zeros(1, 1, 1).expand(1, 2**24, 2**24)
+
+    with pytest.raises(OutOfMemory, match="out of memory: DefaultCPUAllocator"), guard():
+        find_rings(endless, endless, [(2**24, 2**24)], True)

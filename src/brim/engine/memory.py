@@ -173,22 +173,26 @@ def _field(path: Path, name: str) -> int | None:
 # When it does not fit
 
 
+# Where text is all there is: torch's CPU allocator has no exception type of its own, and what runs out of memory in
+# TorchScript is a RuntimeError that says so after a traceback.
+_IN_TEXT = re.compile(r"(DefaultCPUAllocator: (can't allocate|not enough) memory|CUDA (error: )?out of memory).*")
+
+
 @contextmanager
 def guard() -> Iterator[None]:
     """Turn every kind of out-of-memory into OutOfMemory; other failures pass untouched."""
     try:
         yield
     except (torch.OutOfMemoryError, MemoryError) as failure:
-        raise OutOfMemory(_reason(failure)) from failure
+        raise OutOfMemory(_reason(str(failure).strip().split("\n")[0] or type(failure).__name__)) from failure
     except RuntimeError as failure:
-        # torch's CPU allocator has no exception type of its own: its text is all there is.
-        if not re.search(r"DefaultCPUAllocator: (can't allocate|not enough) memory", str(failure)):
+        found = _IN_TEXT.search(str(failure))
+        if found is None:
             raise
-        raise OutOfMemory(_reason(failure)) from failure
+        raise OutOfMemory(_reason(found[0])) from failure
 
 
-def _reason(failure: BaseException) -> str:
-    detail = str(failure).strip().split("\n")[0] or type(failure).__name__
+def _reason(detail: str) -> str:
     return f"out of memory: {detail}; use a smaller batch or a smaller memory budget"
 
 

@@ -6,12 +6,21 @@ sorts 16-bit columns and lists what is not zero faster, OpenCV sums in one pass,
 which fits the cache. On a GPU it is the number of kernels that counts, and of counts that the host has to wait for. So
 here all masks are looked at together, crossings come out of the one list twice by themselves, nothing else is listed
 that a flag per corner can say, and loops look only now and then whether they are done: about ten waits in all.
+
+All of it is one call of TorchScript, which needs no interpreter. Called from Python, each of the 250 operations gives
+the interpreter's lock away and waits to get it back: beside 16 threads that decode images that took 0.2 ms, 44 ms for
+what the device does in 3. So what follows find_rings keeps to what TorchScript knows: constants come as arguments, and
+no failure of ours is raised in there. Where torch has no TorchScript the same functions run as they are.
 """
 
 # Axes: B masks of a stack, h rows, w columns; C corners; E = C / 2 level edges, from corner 2e on its left to 2e + 1;
 # R rings. Rows are those of the stack: mask b begins in row b * (h + 1), one row is left free between any two.
 
-from collections.abc import Sequence
+import logging
+import threading
+import warnings
+from collections.abc import Callable, Sequence
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -26,6 +35,11 @@ BAND_SHARE = 0.02  # of a device's memory, on others
 MOST_CORNERS = 2**23  # linked together, at about 120 bytes each; noise has one or two for every pixel
 _SURE_ROUNDS = 5  # of doubling before the first look: an outline seldom has fewer than 32 level edges
 _ROUNDS = 3  # between two looks
+
+log = logging.getLogger("brim")
+_compiling = threading.Lock()
+
+Fields = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]  # of DeviceRings, in their order
 
 
 class DeviceRings(NamedTuple):
@@ -42,7 +56,7 @@ class DeviceRings(NamedTuple):
 class _Stack(NamedTuple):
     mask: Tensor  # (B, h, w), not zero is inside; h and w are those of the largest mask
     probability: Tensor  # (B, h, w) float32
-    sizes: Sequence[tuple[int, int]]  # rows and columns of each mask; what lies beyond counts as outside
+    band: int  # pixels looked at together
 
 
 class _Corners(NamedTuple):
@@ -65,8 +79,7 @@ class _Links(NamedTuple):
 def band_pixels(device: torch.device) -> int:
     """Pixels looked at together on the device; a stack of several masks may not have more.
 
-    The more the better: whatever their number, the host launches as many kernels, and while others hold the
-    interpreter's lock that took it 0.2 ms each.
+    The more the better: whatever their number, the host launches as many kernels and waits as often.
     """
     return min(BAND_PIXELS, int(BAND_SHARE * total_bytes(device)) // 12)
 
@@ -82,10 +95,59 @@ def find_rings(mask: Tensor, probability: Tensor, sizes: Sequence[tuple[int, int
     Without detect_holes the owner of holes, and of outlines inside holes, is -1. More than MOST_CORNERS corners raise
     OutOfMemory.
     """
-    height, width = (max(side) for side in zip(*sizes, strict=True))
-    stack = _Stack(mask[:, :height, :width], probability[:, :height, :width], sizes)
-    corners = _corners(stack)
-    if not len(corners.x):
+    arguments = (mask, probability, list(sizes), detect_holes, band_pixels(mask.device), MOST_CORNERS)
+    found = prepare()(*arguments)
+    if found is None:
+        height, width = (max(side) for side in zip(*sizes, strict=True))
+        raise OutOfMemory(f"{len(mask)} masks of {height} × {width} have more than {MOST_CORNERS} corners; trace fewer")
+    return DeviceRings(*found)
+
+
+def prepare() -> Callable[..., Fields | None]:
+    """_find, compiled by the first who asks; best before threads want the interpreter."""
+    with _compiling:  # a cache alone would let several begin
+        return _compiled()
+
+
+@cache
+def _compiled() -> Callable[..., Fields | None]:
+    """_find by TorchScript, or as it is where that cannot be had."""
+    try:
+        # In front of the other filters for good, not only here: taking it away again would put back those that another
+        # thread may have changed meanwhile. By default nobody sees this warning anyway.
+        warnings.filterwarnings("ignore", r"`torch\.jit\.script` is", DeprecationWarning)
+        scripted = torch.jit.script(_find)
+        unoptimized = torch.jit.optimized_execution  # type: ignore[attr-defined]
+    except Exception as failure:  # whatever it is, it has nothing to do with rings
+        log.debug("rings are found without TorchScript: %s", failure)
+        return _find
+
+    def run(*arguments: object) -> Fields | None:
+        # The optimizer would compile kernels for the shapes of the first calls. This is a setting of the thread.
+        with unoptimized(False):
+            found: Fields | None = scripted(*arguments)
+        return found
+
+    return run
+
+
+# From here on TorchScript
+
+
+def _find(
+    mask: Tensor, probability: Tensor, sizes: list[tuple[int, int]], detect_holes: bool, band: int, most_corners: int
+) -> Fields | None:
+    """The fields of DeviceRings; None: there are more corners than that."""
+    height = max([rows for rows, _ in sizes])
+    width = max([columns for _, columns in sizes])
+    mask = mask[:, :height, :width]
+    if min([rows for rows, _ in sizes]) < height or min([columns for _, columns in sizes]) < width:
+        mask = _cut(mask, sizes)
+    stack = _Stack(mask, probability[:, :height, :width], band)
+    corners = _corners(stack, most_corners)
+    if corners is None:
+        return None
+    if len(corners.x) == 0:
         return _nothing(stack)
     links = _links(corners, width)
     is_head = links.rank == 0
@@ -96,22 +158,33 @@ def find_rings(mask: Tensor, probability: Tensor, sizes: Sequence[tuple[int, int
     # Green's theorem: what lies inside a ring is what lies above its lower edges less what lies above its upper ones
     area = sign * (corners.x[1::2] - corners.x[::2]) * corners.y[::2]
     mass = sign * (corners.mass[1::2] - corners.mass[::2])
-    sums = area.new_zeros(3, len(heads))
+    sums = area.new_zeros([3, len(heads)])
     sums.index_add_(1, ring, torch.stack([torch.ones_like(area), area, mass]))  # integers: any order will do
-    length, area, mass = sums
-    first = torch.cat([length.new_zeros(1), length.cumsum(0)])
+    length, area, mass = sums.unbind()
+    first = torch.cat([length.new_zeros([1]), length.cumsum(0)])
     points = _in_order(corners, links.mate, first[ring] + links.rank)
-    owner = (_hole_owners if detect_holes else _outermost)(stack, corners, links, ring, heads)
+    if detect_holes:
+        owner = _hole_owners(stack, corners, links, ring, heads)
+    else:
+        owner = _outermost(stack, corners, links, ring, heads)
     tops = torch.arange(len(sizes) + 1, device=mask.device) * (height + 1)
     ends = torch.searchsorted(corners.y[2 * heads], tops)
-    return DeviceRings(points, 2 * first, area, mass, owner, ends)
+    return points, 2 * first, area, mass, owner, ends
 
 
-def _nothing(stack: _Stack) -> DeviceRings:
+def _cut(mask: Tensor, sizes: list[tuple[int, int]]) -> Tensor:
+    """(B, h, w) bool: the masks without what lies beyond their sizes."""
+    inside = torch.zeros(mask.shape, dtype=torch.bool, device=mask.device)
+    for index, (rows, columns) in enumerate(sizes):
+        inside[index, :rows, :columns] = mask[index, :rows, :columns] != 0
+    return inside
+
+
+def _nothing(stack: _Stack) -> Fields:
     """What masks without a pixel have."""
-    zeros = torch.zeros(len(stack.mask) + 1, dtype=torch.int64, device=stack.mask.device)
+    zeros = torch.zeros([len(stack.mask) + 1], dtype=torch.int64, device=stack.mask.device)
     none = zeros[:0]
-    return DeviceRings(none.int().view(0, 2), zeros[:1], none, none, none, zeros)
+    return none.int().view(0, 2), zeros[:1], none, none, none, zeros
 
 
 def _in_order(corners: _Corners, mate: Tensor, position: Tensor) -> Tensor:
@@ -120,7 +193,7 @@ def _in_order(corners: _Corners, mate: Tensor, position: Tensor) -> Tensor:
     The first edge of an outline is on top and runs to the left: what it ends at is the upper left corner.
     """
     end = _evens(mate) + corners.above[::2]
-    order = end.new_empty(len(end), 2)
+    order = end.new_empty([len(end), 2])
     order[position] = torch.stack([end, mate[end]], 1)
     return torch.stack([corners.x, corners.y], 1).int()[order.view(-1)]
 
@@ -128,31 +201,37 @@ def _in_order(corners: _Corners, mate: Tensor, position: Tensor) -> Tensor:
 # Corners
 
 
-def _corners(stack: _Stack) -> _Corners:
-    """Several masks at once, or one mask some rows after the other."""
+def _corners(stack: _Stack, most: int) -> _Corners | None:
+    """Several masks at once, or one mask some rows after the other; None: there are more than that."""
     num, height, width = stack.mask.shape
-    band = band_pixels(stack.mask.device)
-    num_rows = height + 1 if num * height * width <= band else max(1, band // width)
+    num_rows = height + 1 if num * height * width <= stack.band else max(1, stack.band // width)
     assert num == 1 or num_rows > height, "several masks are one band: cut the stack by band_pixels"
     bands: list[_Corners] = []
-    sums = torch.zeros(width + 1, dtype=torch.int64, device=stack.mask.device)  # of the bands before
+    sums = torch.zeros([width + 1], dtype=torch.int64, device=stack.mask.device)  # of the bands before
     num_corners = 0
     for top in range(0, height + 1, num_rows):
         bottom = min(top + num_rows, height + 1)
-        at, above, second = _turns(stack, top, bottom)
+        at, y, above, second = _turns(stack, top, bottom)
         num_corners += len(at)
-        if num_corners > MOST_CORNERS:
-            raise OutOfMemory(f"{num} masks of {height} × {width} have more than {MOST_CORNERS} corners; trace fewer")
+        if num_corners > most:
+            return None
         table = _integral(stack.probability[:, top:bottom])  # has the points of the band in the same places
-        y = at // (width + 1)
-        x = at - y * (width + 1)
-        bands.append(_Corners(x, y + top, above, second, table.view(-1)[at] + sums[x]))
+        x, mass = at % (width + 1), table.view(-1)[at]
+        if num_rows > height:
+            return _Corners(x, y, above, second, mass)
+        bands.append(_Corners(x, y + top, above, second, mass + sums[x]))
         sums = sums + table[0, -1]
-    return bands[0] if len(bands) == 1 else _Corners(*map(torch.cat, zip(*bands, strict=True)))
+    return _Corners(
+        torch.cat([band.x for band in bands]),
+        torch.cat([band.y for band in bands]),
+        torch.cat([band.above for band in bands]),
+        torch.cat([band.second for band in bands]),
+        torch.cat([band.mass for band in bands]),
+    )
 
 
-def _turns(stack: _Stack, top: int, bottom: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Corners at the upper ends of the pixel rows from top to bottom: place among their points, above, second."""
+def _turns(stack: _Stack, top: int, bottom: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Corners at the upper ends of the pixel rows from top to bottom: place among their points, row, above, second."""
     pixels = _framed(stack, top, bottom)
     # Around a point: an upright edge comes from above, one leaves below; at a crossing both, and the level ones too.
     upright = pixels[:, :, :-1] ^ pixels[:, :, 1:]
@@ -161,31 +240,26 @@ def _turns(stack: _Stack, top: int, bottom: int) -> tuple[Tensor, Tensor, Tensor
     slot = torch.stack([turns, double], -1).view(-1).nonzero()[:, 0]  # two for each point: a crossing fills both
     at = slot >> 1
     _, num_rows, width = turns.shape
+    row = at // width
     # of the pixels there is a column more, and a row more of each mask
-    index = at + at // width + at // (num_rows * width) * (width + 1) + 1
-    return at, pixels.view(-1)[index], (slot & 1).bool()
+    before = torch.add(at + row, row // num_rows, alpha=width + 1)
+    return at, row, pixels.view(-1)[1:][before], (slot & 1) == 1
 
 
 def _framed(stack: _Stack, top: int, bottom: int) -> Tensor:
     """(B, bottom - top + 1, w + 2) bool: the pixel rows from top to bottom and the one above, nothing around masks."""
     num, height, width = stack.mask.shape
-    framed = torch.zeros(num, bottom - top + 1, width + 2, dtype=torch.bool, device=stack.mask.device)
+    framed = torch.zeros([num, bottom - top + 1, width + 2], dtype=torch.bool, device=stack.mask.device)
     start = max(top - 1, 0)
-    if len(set(stack.sizes)) == 1:
-        framed[:, start - top + 1 : min(bottom, height) - top + 1, 1:-1] = stack.mask[:, start:bottom] != 0
-        return framed
-    for own, mask, (rows, columns) in zip(framed, stack.mask, stack.sizes, strict=True):
-        own[start - top + 1 : min(bottom, rows) - top + 1, 1 : columns + 1] = (
-            mask[start : min(bottom, rows), :columns] != 0
-        )
+    framed[:, start - top + 1 : min(bottom, height) - top + 1, 1:-1] = stack.mask[:, start:bottom] != 0
     return framed
 
 
-def _integral(probability: Tensor) -> Tensor:
+def _integral(probability: Tensor, unit: float = UNIT) -> Tensor:
     """(B, h + 1, w + 1) int64 sums over all pixels above and to the left of each point, times UNIT."""
     num, height, width = probability.shape
-    sums = torch.zeros(num, height + 1, width + 1, dtype=torch.int64, device=probability.device)
-    sums[:, 1:, 1:] = (probability + 1).sub_(1).mul_(UNIT).nan_to_num_(0.0, 0.0, 0.0)  # + 1 rounds
+    sums = torch.zeros([num, height + 1, width + 1], dtype=torch.int64, device=probability.device)
+    sums[:, 1:, 1:] = (probability + 1).sub_(1).mul_(unit).nan_to_num_(0.0, 0.0, 0.0)  # + 1 rounds
     return sums.cumsum_(2).cumsum_(1)
 
 
@@ -194,7 +268,7 @@ def _integral(probability: Tensor) -> Tensor:
 
 def _links(corners: _Corners, width: int) -> _Links:
     """Crossings first part what touches there. Where that leaves a ring that touches itself, it becomes two."""
-    column = corners.x.to(torch.int16 if width < 2**15 else torch.int32)  # sorted by its bits: the fewer the better
+    column = corners.x.to(torch.int16 if width < 1 << 15 else torch.int32)  # sorted by its bits: the fewer the better
     upright = column.argsort(stable=True)
     second = corners.second
     crossing = second.roll(-1)  # the first one of each
@@ -208,29 +282,30 @@ def _links(corners: _Corners, width: int) -> _Links:
 
 def _swapped(upright: Tensor, crossings: Tensor) -> Tensor:
     """Let the corners where crossings (C,) is set, and those after them, trade their upright edges."""
-    other = torch.arange(len(upright), device=upright.device) + crossings.long() - crossings.roll(1).long()
+    step = crossings.long()
+    other = torch.arange(len(upright), device=upright.device) + step - step.roll(1)
     return other[upright]
 
 
-def _ranked(upright: Tensor, corners: _Corners) -> _Links:
+def _ranked(upright: Tensor, corners: _Corners, sure: int = _SURE_ROUNDS, between: int = _ROUNDS) -> _Links:
     """Find every edge's ring and its place there, by steps back along the ring that double in length.
 
     A number holds the first edge, in reading order, seen so far (high half) and the steps back to it (low half): the
     smaller the better. When no edge sees a better one, all have been round their rings; further rounds change nothing.
     """
     mate = torch.empty_like(upright)
-    mate[upright] = upright.view(-1, 2).flip(1).view(-1)
+    mate[upright] = upright.view(-1, 2).flip([1]).view(-1)
     back = mate[_evens(mate) + ~corners.above[::2]] >> 1
     seen = torch.arange(len(back), device=back.device) << 32
     rounds = 0
     while True:
         further = seen[back] + (1 << rounds)
-        look = rounds >= _SURE_ROUNDS and (rounds - _SURE_ROUNDS) % _ROUNDS == 0
+        look = rounds >= sure and (rounds - sure) % between == 0
         if look and not bool((further < seen).any()):
             break
         seen = torch.minimum(seen, further)
         back, rounds = back[back], rounds + 1
-    return _Links(upright, mate, seen >> 32, seen & (2**32 - 1))
+    return _Links(upright, mate, seen >> 32, seen & ((1 << 32) - 1))
 
 
 def _evens(corners: Tensor) -> Tensor:
@@ -248,7 +323,7 @@ def _hole_owners(stack: _Stack, corners: _Corners, links: _Links, ring: Tensor, 
     """
     owner = torch.arange(len(heads), device=heads.device)
     holes = corners.above[2 * heads].nonzero()[:, 0]
-    if not len(holes):
+    if len(holes) == 0:
         return owner
     at = 2 * heads[holes]
     owner[holes] = _ring_to_the_left(stack, corners, links, ring, corners.y[at] - 1, corners.x[at])
@@ -260,8 +335,8 @@ def _outermost(stack: _Stack, corners: _Corners, links: _Links, ring: Tensor, he
 
     Left of an outline's first edge lies the hole that it is in, or an outline in the same place, or nothing.
     """
-    is_hole, every = corners.above[2 * heads], torch.arange(len(heads), device=heads.device)
-    at = 2 * heads
+    at, every = 2 * heads, torch.arange(len(heads), device=heads.device)
+    is_hole = corners.above[at]
     found = _ring_to_the_left(stack, corners, links, ring, corners.y[at], corners.x[at] - 1)  # of holes it is not used
     known, found = ~is_hole & (found >= 0), found.clamp(min=0)
     in_hole = known & is_hole[found]
@@ -269,13 +344,15 @@ def _outermost(stack: _Stack, corners: _Corners, links: _Links, ring: Tensor, he
     return torch.where(is_hole | in_hole[_roots(beside)], -1, every)
 
 
-def _roots(parent: Tensor) -> Tensor:
-    while True:
-        for _ in range(_ROUNDS):
+def _roots(parent: Tensor, between: int = _ROUNDS) -> Tensor:
+    done = False
+    while not done:
+        for _ in range(between):
             parent = parent[parent]
-        if torch.equal(further := parent[parent], parent):
-            return parent
+        further = parent[parent]
+        done = torch.equal(further, parent)
         parent = further
+    return parent
 
 
 def _ring_to_the_left(stack: _Stack, corners: _Corners, links: _Links, ring: Tensor, row: Tensor, x: Tensor) -> Tensor:
@@ -293,8 +370,8 @@ def _ring_to_the_left(stack: _Stack, corners: _Corners, links: _Links, ring: Ten
 def _edges(stack: _Stack) -> Tensor:
     """Every place, row * (w + 1) + x, where a pixel and its left neighbour differ, in reading order."""
     num, height, width = stack.mask.shape
-    num_rows = height + 1 if num > 1 else max(1, band_pixels(stack.mask.device) // width)
-    found = []
+    num_rows = height + 1 if num > 1 else max(1, stack.band // width)
+    found: list[Tensor] = []
     for top in range(0, height + 1, num_rows):
         pixels = _framed(stack, top, min(top + num_rows, height + 1))[:, 1:]
         differ = (pixels[:, :, :-1] ^ pixels[:, :, 1:]).reshape(-1)

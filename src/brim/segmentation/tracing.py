@@ -57,10 +57,12 @@ class Tracer:
     """Finds the rings of batches on their device; one thread at a time calls it."""
 
     def __init__(self, device: torch.device, *, detect_holes: bool) -> None:
-        """Store."""
+        """Compile what finds them, if nothing has yet: here no threads of the run are in the way."""
         self._device, self._detect_holes = device, detect_holes
         self._copies = HostCopy()
         self._stream = _stream(device) if device.type == "cuda" else None
+        if self.on_device:
+            device_rings.prepare()
 
     @property
     def on_device(self) -> bool:
