@@ -56,6 +56,7 @@ class Predictor:
         self._selector = selectors.DefaultSelector()
         self._is_leaving = False
         self._beat_s = self._publish_s = 0.0
+        self._was_busy = False
 
     def run(self) -> None:
         """Answer until told to leave, then until what is under way is answered."""
@@ -233,6 +234,7 @@ class Predictor:
             answer = reply.result()
             message = {"type": "answer", "id": work.id, "media_type": answer.media_type, "facts": dict(answer.facts)}
             work.end(message, answer.body)
+        self._wake()  # what was estimated with it under way no longer holds
 
     def _fail(self, work: Work, error: BaseException) -> None:
         if not isinstance(error, BrimError):
@@ -255,7 +257,9 @@ class Predictor:
         for work in [work for work in self._loading if work.deadline_s <= now_s]:
             self._loading.remove(work)
             self._fail(work, Unavailable(f'model "{work.model}" is still being loaded; try again soon'))
-        if now_s - self._publish_s >= BUSY_TICK_S:
+        was_busy, self._was_busy = self._was_busy, self._is_busy
+        # at once when nothing is left to do: an idle predictor must not look busy until its next tick
+        if now_s - self._publish_s >= BUSY_TICK_S or (was_busy and not self._was_busy):
             self._publish_s = now_s
             self._publish()
         if now_s - self._beat_s >= BEAT_S:
