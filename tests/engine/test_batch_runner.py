@@ -1,6 +1,7 @@
 """The batch runner: threads around the policy, with a device that sleeps and with a real small network."""
 
 import gc
+import math
 import random
 import threading
 import time
@@ -273,7 +274,7 @@ def test_a_key_not_seen_before_is_guessed_from_one_that_was():
         def inspect(self, payload: Payload) -> Shape:
             return Shape(payload.options["key"], 1, cost=float(payload.options["key"]))
 
-    with serving(Scaled(0.02)) as (runner, _):
+    with serving(Scaled(0.02), config=BatcherConfig(probe_s=math.inf)) as (runner, _):
         for _ in range(5):
             send(runner, "a", key=1).result(5)
         with pytest.raises(Overloaded, match="shorter"):

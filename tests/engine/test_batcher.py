@@ -2,10 +2,11 @@
 
 import heapq
 import itertools
+import math
 import random
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 from hypothesis import given, settings
@@ -49,6 +50,9 @@ class Told:
         return self.ended_s - self.ask.at_s - self.ask.limit_s
 
 
+NO_TRIES = BatcherConfig(probe_s=math.inf)  # a try is a promise that may be broken
+
+
 class Paper:
     """Runs requests through a policy: decoding takes what was said, the device what its table says (× noise)."""
 
@@ -61,7 +65,7 @@ class Paper:
         config: BatcherConfig | None = None,
     ) -> None:
         self.seconds, self.noise = seconds or SECONDS, noise
-        self.policy = BatchPolicy(lambda key: sorted(self.seconds), config)
+        self.policy = BatchPolicy(lambda key: sorted(self.seconds), config or NO_TRIES)
         for key, (size, took_s) in itertools.product({ask.key for ask in asks}, self.seconds.items()):
             self.policy.expect(key, size, took_s)
         self.told: list[Told] = [Told(ask) for ask in asks]
@@ -206,7 +210,7 @@ def test_the_device_never_idles_while_something_is_decoded_but_for_the_queue_del
     delay_s = 0.005
     for ask in asked:
         ask.limit_s = 2.0  # no deadline presses: nothing is held back for one that is due earlier
-    ran = Paper(asked, config=BatcherConfig(max_queue_delay_ms=delay_s * 1e3))
+    ran = Paper(asked, config=replace(NO_TRIES, max_queue_delay_ms=delay_s * 1e3))
     decoded = sorted(
         (told.ask.at_s + told.ask.before_s, min(start for start, _, batch in ran.batches if _holds(batch, told)))
         for told in ran.told
@@ -272,7 +276,7 @@ def test_where_batching_buys_nothing_batches_stay_small():
 
 
 def test_a_small_batch_runs_where_a_larger_one_would_be_late():
-    ran = Paper([Ask(0.0, 0.011), *(Ask(0.0, 0.1) for _ in range(7))], config=BatcherConfig(margin=0.0))
+    ran = Paper([Ask(0.0, 0.011), *(Ask(0.0, 0.1) for _ in range(7))], config=replace(NO_TRIES, margin=0.0))
 
     assert len(ran.batches[0][2]) <= 2
     assert all(told.late_s <= 0 for told in ran.told)
@@ -286,7 +290,7 @@ def test_a_long_request_does_not_keep_out_a_short_one():
 
 
 def test_a_deadline_shorter_than_an_answer_takes_is_refused_and_says_so():
-    policy = BatchPolicy(lambda key: (1, 2))
+    policy = BatchPolicy(lambda key: (1, 2), NO_TRIES)
     policy.expect("a", 1, 0.05)
 
     with pytest.raises(Overloaded, match="shorter than the"):
@@ -303,7 +307,7 @@ def test_no_more_wait_than_may():
 
 
 def test_what_can_no_longer_be_answered_is_given_up():
-    policy = BatchPolicy(lambda key: (1,))
+    policy = BatchPolicy(lambda key: (1,), NO_TRIES)
     policy.expect("a", 1, 0.05)
     late, fine = policy.admit("a", 1, 0.2, 0.0), policy.admit("a", 1, 9.0, 0.0)
     policy.ready(late, 0.0)
@@ -315,7 +319,7 @@ def test_what_can_no_longer_be_answered_is_given_up():
 
 
 def test_times_are_learned_and_slower_ones_shut_the_door():
-    policy = BatchPolicy(lambda key: (1,))
+    policy = BatchPolicy(lambda key: (1,), NO_TRIES)
     policy.expect("a", 1, 0.01)
     for n in range(40):
         policy.ready(policy.admit("a", 1, n + 0.9, float(n)), float(n))
@@ -386,3 +390,41 @@ def test_the_door_is_quick_with_a_hundred_waiting():
         took.append(time.perf_counter() - began)
 
     assert sorted(took)[50] < 200e-6  # 30 µs on an idle core; this one may be shared
+
+
+def test_an_idle_device_tries_what_its_guess_would_refuse_and_learns():
+    policy = BatchPolicy(lambda key: (1,))
+    policy.expect("key", 1, 5.0)
+
+    assert policy.wait_s("key", 10.0) == 0.0
+    tried = policy.admit("key", 1, 10.1, 10.0)
+    with pytest.raises(Overloaded):
+        policy.admit("key", 1, 10.1, 10.0)  # one at a time
+    policy.ready(tried, 10.0)
+    start = policy.next(10.0)
+    assert isinstance(start, Start)
+    assert not policy.expire(10.0)
+    policy.started(start.batch, 10.0)
+    policy.finished(start.batch, 10.02)
+    with pytest.raises(Overloaded, match="shorter"):  # the guess still counts beside the first measurements
+        policy.admit("key", 1, 10.6, 10.5)
+
+    for second in (12, 14, 16):
+        tried = policy.admit("key", 1, second + 0.1, second)
+        policy.ready(tried, second)
+        start = policy.next(second)
+        assert isinstance(start, Start)
+        policy.started(start.batch, second)
+        policy.finished(start.batch, second + 0.02)
+    policy.admit("key", 1, 16.6, 16.5)
+
+
+def test_what_is_due_later_does_not_count_for_the_urgent():
+    policy = BatchPolicy(lambda key: (1,), NO_TRIES)
+    policy.expect("a", 1, 0.05)
+    for _ in range(100):
+        policy.admit("a", 1, 60.0, 0.0)
+
+    assert policy.wait_s("a", 0.0) == pytest.approx(101 * 0.05)
+    assert policy.wait_s("a", 0.0, within_s=0.2) == pytest.approx(0.05)
+    policy.admit("a", 1, 0.2, 0.0)

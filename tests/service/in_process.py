@@ -52,7 +52,7 @@ class InProcess(Predictions):
     def is_up(self) -> bool:
         return True
 
-    def estimate(self, model: str) -> float:
+    def estimate(self, model: str, within_s: float) -> float:
         return self.wait_s
 
     def register(self, models: Any) -> None:

@@ -120,12 +120,14 @@ def test_the_page_tells_estimates_and_marks():
     written, read = Page(made), Page(made)
     assert read.estimates() == {}
 
-    written.publish({"cells": 0.25, "ünï": 1.0})
+    written.publish({"cells": [0.1, 0.25, 4.0], "ünï": [1.0, 1.0, 1.0]})
     written.mark(5, 2)
 
-    assert read.estimates() == {"cells": 0.25, "ünï": 1.0}
+    assert read.estimates() == {"cells": [0.1, 0.25, 4.0], "ünï": [1.0, 1.0, 1.0]}
+    assert [read.estimate("cells", within_s) for within_s in (0.01, 0.2, 0.3, 30, 600)] == [0.1, 0.1, 0.25, 4.0, 4.0]
+    assert read.estimate("others", 1.0) is None
     assert [read.marked(ticket) for ticket in (4, 5)] == [0, 2]
-    written.publish({"a" * 1000 + str(index): 1.0 for index in range(100)})
+    written.publish({"a" * 1000 + str(index): [1.0, 1.0, 1.0] for index in range(100)})
     assert read.estimates() == {}
     written.close(), read.close(), made.close()
 

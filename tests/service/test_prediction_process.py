@@ -99,8 +99,8 @@ def test_the_wait_is_known_without_asking(shared):
     async def run() -> None:
         async with client(shared) as predictions:
             await ask(predictions)
-            await wait_for(lambda: 0 < predictions.estimate("toy") < 5)
-            assert predictions.estimate("another") == 0.0
+            await wait_for(lambda: 0 < predictions.estimate("toy", 30) < 5)
+            assert predictions.estimate("another", 30) == 0.0
 
     asyncio.run(run())
 

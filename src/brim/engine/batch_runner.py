@@ -202,15 +202,16 @@ class BatchRunner:
 
     # What others want to know
 
-    def wait_s(self, model: str) -> float:
-        """Seconds until a request for this model that arrives now would be answered; for a page that APIs read."""
+    def wait_s(self, model: str, within_s: float = math.inf) -> float:
+        """Seconds until a request for this model, due so soon, would be answered if it arrived now."""
         with self._lock:
             token = self._served[model][1] if model in self._served else None
             if token is None or token not in self._latest:
                 return 0.0
             key = self._latest[token][0]
             before_s = self._decode_times.expected_s(key, token)
-            return max(self._policy.wait_s(key, self._clock()), before_s) + self._finish_times.expected_s(key, token)
+            wait_s = self._policy.wait_s(key, self._clock(), within_s=within_s)
+            return max(wait_s, before_s) + self._finish_times.expected_s(key, token)
 
     def running_s(self) -> tuple[float, float]:
         """How long the forward under way has run and how long it should; zeros when none runs: to notice a hang."""
@@ -427,7 +428,8 @@ class BatchRunner:
         if job.done or job.item is None:
             return None
         grace_s = self._config.grace * (job.deadline_s - job.submitted_s)
-        if began_s + self._finish_times.work_s(job.key, job.token) > job.deadline_s + grace_s:
+        expected_s = self._finish_times.work_s(job.key, job.token) if self._to_finish else 0.0  # others need the time
+        if began_s + expected_s > job.deadline_s + grace_s:
             self._give_up(job)
             return None
         answer = job.servable.finish(job.item, job.outputs)

@@ -54,6 +54,9 @@ class BatcherConfig:
     margin: float = 0.05  # of an estimate, kept back when promising
     grace: float = 0.05  # of a request's limit: expected to be later than that, it is given up before it runs
     max_waiting: int = 4096  # parts
+    # Least time between requests that an idle device tries though they should be late: only what runs corrects a
+    # guess, and one above a deadline would refuse for ever what it is of.
+    probe_s: float = 1.0
 
     def __post_init__(self) -> None:
         if self.max_queue_delay_ms < 0 or self.lead_ms < 0:
@@ -99,6 +102,7 @@ class BatchPolicy:
         self._requests: dict[int, Request] = {}
         self._rates: dict[Hashable, _Rate] = {}
         self._running: list[_Running] = []
+        self._tried_s = -math.inf  # when one was let in that should be late
         self._freed_s = -math.inf  # when the last batch left the device
         self._waiting = Waiting(self._times.ladder)
         self._count = 0
@@ -148,8 +152,10 @@ class BatchPolicy:
         self._waiting.insert(request)
         late_s = self._late_by(request, now_s)
         if late_s > 0:
-            self._waiting.remove(request)
-            raise self._refusal(request, late_s, now_s)
+            if not self._may_try(now_s, besides=parts):
+                self._waiting.remove(request)
+                raise self._refusal(request, late_s, now_s)
+            self._tried_s, request.give_up_s = now_s, math.inf
         self._requests[request.number] = request
         self._count += 1
         return request.number
@@ -186,6 +192,8 @@ class BatchPolicy:
 
     def _hopeless(self, request: Request, free_s: float, now_s: float) -> bool:
         least_s = self._times.ladder(request.key).seconds[1]
+        if request.give_up_s == math.inf:  # it is to tell how long it takes
+            return False
         return now_s > request.deadline_s or max(free_s, now_s) + least_s > request.give_up_s
 
     # Batches
@@ -230,9 +238,11 @@ class BatchPolicy:
 
     # What others want to know
 
-    def wait_s(self, key: Hashable, now_s: float) -> float:
-        """Seconds until a request of this key that arrives now would leave the device."""
-        return self._drained_s(now_s) + self._times.ladder(key).seconds[1] - now_s
+    def wait_s(self, key: Hashable, now_s: float, *, within_s: float = math.inf) -> float:
+        """Seconds until a request of this key, due so soon, would leave the device if it arrived now."""
+        if self._may_try(now_s):
+            return 0.0
+        return self._drained_s(now_s, now_s + within_s) + self._times.ladder(key).seconds[1] - now_s
 
     @property
     def depth(self) -> int:
@@ -250,6 +260,11 @@ class BatchPolicy:
         self._rates.setdefault(key, _Rate()).add(parts, now_s)
         if len(self._rates) > MAX_KEYS:
             self._rates = {key: rate for key, rate in self._rates.items() if rate.per_s(now_s) * RATE_WINDOW_S > 0.5}
+
+    def _may_try(self, now_s: float, *, besides: int = 0) -> bool:
+        """Whether a request is let in that will be late by all that is known: nobody else suffers if it is."""
+        is_idle = not self._running and self._waiting.parts == besides
+        return is_idle and now_s - self._tried_s > self.config.probe_s
 
     def _rate(self, key: Hashable, now_s: float) -> float:
         return self._rates[key].per_s(now_s) if key in self._rates else 0.0
@@ -371,9 +386,9 @@ class BatchPolicy:
         end_s = max(there_s, free_s) + ladder.seconds[larger]
         return None if lane.entries[0][0] < end_s or make_plan(self._waiting.queues(), there_s).late else there_s
 
-    def _drained_s(self, now_s: float) -> float:
-        """When all that waits would have left the device."""
-        return make_plan(self._waiting.queues(), self._free_s(now_s)).end_s
+    def _drained_s(self, now_s: float, before_s: float = math.inf) -> float:
+        """When all that waits, or is due before then, would have left the device."""
+        return make_plan(self._waiting.queues(before_s=before_s), self._free_s(now_s)).end_s
 
     def _free_s(self, now_s: float) -> float:
         """When the device should be free."""

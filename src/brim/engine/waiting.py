@@ -71,8 +71,10 @@ class Waiting:
 
     # What there is
 
-    def queues(self, without: Lane | None = None, batch: Sequence[Entry] = ()) -> list[Queue]:
-        """The lanes as the plan reads them; without the batch, the first decoded ones of its lane."""
+    def queues(
+        self, without: Lane | None = None, batch: Sequence[Entry] = (), *, before_s: float = math.inf
+    ) -> list[Queue]:
+        """The lanes as the plan reads them; without the batch, the first decoded ones of its lane; due before then."""
         queues = []
         for lane in self.lanes.values():
             entries = lane.entries
@@ -82,6 +84,8 @@ class Waiting:
                     entries = [entry for entry in entries if entry[:3] not in taken]
                 else:
                     entries = entries[len(batch) :]
+            if before_s < math.inf:
+                entries = entries[: bisect_left(entries, (before_s,))]
             if entries:
                 latest_s = lane.latest_s if lane.undecoded else -math.inf
                 queues.append(Queue(entries, self._ladder(lane.key), lane.alone, latest_s))

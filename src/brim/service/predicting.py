@@ -135,7 +135,8 @@ async def _refuse_hopeless(asked: Asked) -> None:
     predictions = asked.here.predictions
     if not predictions.is_on:
         raise Unavailable("this service makes no predictions; start it with --predict-memory above 0")
-    wait_s = min(map(predictions.estimate, await asked.here.known.of_kind(asked.kind)))
+    within_s = asked.deadline_s - asked.began_s
+    wait_s = min(predictions.estimate(model, within_s) for model in await asked.here.known.of_kind(asked.kind))
     late_s = asked.began_s + wait_s - asked.deadline_s
     if late_s > 0:
         raise Overloaded(

@@ -133,9 +133,9 @@ class Predictions:
         finally:
             self._leave(one)
 
-    def estimate(self, model: str) -> float:
-        """Seconds until a request for this model that arrives now would be answered; needs no round trip."""
-        return min((link.wait_s(model) for link in self._links), default=AWAY_S)
+    def estimate(self, model: str, within_s: float) -> float:
+        """Seconds until a request with so much time would be answered by this model; needs no round trip."""
+        return min((link.wait_s(model, within_s) for link in self._links), default=AWAY_S)
 
     def register(self, models: Sequence[Model]) -> None:
         """Say which models there are: predictors load and warm them, and forget others. Again when they change."""

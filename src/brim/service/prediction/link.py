@@ -5,6 +5,7 @@ for the new one's.
 """
 
 import asyncio
+import math
 import socket
 from pathlib import Path
 from typing import Final, Protocol
@@ -55,13 +56,14 @@ class Link(asyncio.Protocol):
             raise
         return link
 
-    def wait_s(self, model: str, cold_s: float = 0.0) -> float:
-        """The predictor's estimate for a request that arrives now; cold_s where it has not loaded that model."""
-        return self.page.estimates().get(model, cold_s)
+    def wait_s(self, model: str, within_s: float, cold_s: float = 0.0) -> float:
+        """The predictor's estimate for a request with so much time; cold_s where it has not loaded that model."""
+        found = self.page.estimate(model, within_s)
+        return cold_s if found is None else found
 
     def rank(self, model: str, cold_s: float) -> float:
         """How late an answer from here would be, with those that were sent since the predictor last said so."""
-        wait_s = self.wait_s(model, cold_s)
+        wait_s = self.wait_s(model, math.inf, cold_s)
         if self.page.number != self._counted:
             self._counted, self._since = self.page.number, 0
         return (1 + self._since) * max(wait_s, 1e-3)

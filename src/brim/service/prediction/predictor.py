@@ -20,7 +20,7 @@ from brim.errors import BrimError, Unavailable
 from brim.jobs.process import Heartbeat
 from brim.service.prediction.models import Models
 from brim.service.prediction.peer import Peer
-from brim.service.prediction.protocol import Message, failure, short_name
+from brim.service.prediction.protocol import LIMITS_S, Message, failure, short_name
 from brim.service.prediction.work import Incoming, Started, Work
 
 if TYPE_CHECKING:
@@ -275,7 +275,7 @@ class Predictor:
         """Estimates of the models that are warm; of others nothing is known."""
         if self._runner is not None and self._peers:
             warm = [row["name"] for row in self._models.describe() if row["state"] == "warm"]
-            estimates = {name: self._runner.wait_s(name) for name in warm}
+            estimates = {name: [self._runner.wait_s(name, within_s) for within_s in LIMITS_S] for name in warm}
             for peer in self._peers:
                 peer.page.publish(estimates)
 

@@ -24,9 +24,11 @@ are until then.
 """
 
 import json
+import math
 import os
 import socket
 import struct
+from bisect import bisect_left
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -102,10 +104,14 @@ def short_name(path: Path) -> Iterator[str]:
         os.close(folder)
 
 
+# A request waits for those that are due before it, whoever came first; so an estimate is for so much time, or less.
+LIMITS_S: Final = (0.2, 2.0, math.inf)
+
+
 class Page:
     """The head of a predictor's shared memory: what it would rather not send a message for.
 
-    estimates   seconds until a request that arrives now would be answered, by model that is warm
+    estimates   seconds until a request that arrives now would be answered, by model that is warm, for each of LIMITS_S
     marks       a byte for each ticket: what is being worked on, which is read when the predictor has died
     """
 
@@ -119,11 +125,11 @@ class Page:
         self._map = shared.map
         self._marks = shared.view(self.BYTES - self.TICKETS, self.TICKETS)
         self.number = 0  # of what was last said or read
-        self._known: dict[str, float] = {}
+        self._known: dict[str, list[float]] = {}
 
-    def publish(self, estimates: dict[str, float]) -> None:
+    def publish(self, estimates: dict[str, list[float]]) -> None:
         """Say what a request would take now; odd while it is being written, and another number each time."""
-        text = _encode({name: round(seconds, 5) for name, seconds in estimates.items()}).encode()
+        text = _encode({name: [round(value, 5) for value in seconds] for name, seconds in estimates.items()}).encode()
         if len(text) > self._TEXT_BYTES:
             text = b"{}"  # hundreds of models: then each request is asked for
         self.number += 1
@@ -133,7 +139,12 @@ class Page:
         self.number += 1
         struct.pack_into("<Q", self._map, 0, self.number)
 
-    def estimates(self) -> dict[str, float]:
+    def estimate(self, model: str, within_s: float) -> float | None:
+        """Seconds for a request with so much time; None where nothing is known of the model."""
+        known = self.estimates().get(model)
+        return None if known is None else known[bisect_left(LIMITS_S, min(within_s, LIMITS_S[-1]))]
+
+    def estimates(self) -> dict[str, list[float]]:
         """What was last said; read anew only when it has changed, and as before while it changes."""
         number, length = struct.unpack_from("<QQ", self._map, 0)
         if number != self.number and number % 2 == 0 and length <= self._TEXT_BYTES:
