@@ -26,7 +26,7 @@ from brim.segmentation.formats import encoded, geojson
 from brim.segmentation.images import read_image
 from brim.segmentation.loader import ModelLoader
 from brim.segmentation.prediction import Prediction
-from brim.segmentation.serving import MEDIA_TYPES, SegmentServable
+from brim.segmentation.serving import MEDIA_TYPES, RINGS, SegmentServable, geojson_of
 from brim.segmentation.weights import save_weights
 
 CPU = torch.device("cpu")
@@ -155,6 +155,19 @@ def test_every_format_is_that_of_files(servable, loader, format):
     named = Prediction("a.png", expected.height, expected.width, expected.polygons, expected.mask)
     assert found.body == encoded(named, format, read_image(data))
     assert found.media_type == MEDIA_TYPES[format]
+
+
+@pytest.mark.parametrize("holes", [True, False])
+def test_rings_become_the_same_text_elsewhere(servable, holes):
+    found = answer(servable, png(50, 60), as_rings=True, detect_holes=holes)
+    expected = answer(servable, png(50, 60), detect_holes=holes)
+
+    assert found.media_type == RINGS
+    assert found.facts == expected.facts
+    assert geojson_of(found.body) == expected.body
+    assert answer(servable, png(50, 60), as_rings=True, format="mask").media_type == "image/png"
+    nothing = answer(servable, png(50, 60), as_rings=True, threshold=0.999999)
+    assert geojson_of(nothing.body) == answer(servable, png(50, 60), threshold=0.999999).body
 
 
 def test_coco_is_one_file_of_one_image(servable):

@@ -17,7 +17,7 @@ which does the same on a GPU, gives the same bits.
 # Axes: H rows, W columns; C corners; E = C / 2 level edges, edge e from corner 2e on its left to 2e + 1; R rings
 
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import cv2
 import numpy as np
@@ -40,6 +40,31 @@ class Rings(NamedTuple):
         points = self.points[first[0] : first[-1]] - np.array([0, top], np.int32)
         owner = np.maximum(self.owner[own] - start, -1)
         return Rings(points, first - first[0], self.area[own], self.mass[own], owner)
+
+    @property
+    def num_outlines(self) -> int:
+        """Objects."""
+        return int((self.owner == np.arange(len(self.owner))).sum())
+
+    def to_bytes(self) -> bytes:
+        """For another process of this machine, in a few copies."""
+        head = np.array([len(self.points), len(self.owner)], np.int64)
+        return b"".join(
+            (head.tobytes(), *(a.astype(t, copy=False).tobytes() for a, t in zip(self, _DTYPES, strict=True)))
+        )
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> "Rings":
+        """What to_bytes wrote; the arrays are views of it."""
+        num_points, num_rings = np.frombuffer(data, np.int64, 2).tolist()
+        sizes, at, arrays = (2 * num_points, num_rings + 1, num_rings, num_rings, num_rings), 16, []
+        for size, dtype in zip(sizes, _DTYPES, strict=True):
+            arrays.append(np.frombuffer(data, dtype, size, at))
+            at += size * dtype.itemsize
+        return cls(arrays[0].reshape(-1, 2), *arrays[1:])
+
+
+_DTYPES: tuple[Any, ...] = tuple(map(np.dtype, (np.int32, np.int64, np.float64, np.float64, np.int64)))  # of Rings
 
 
 class _Corners(NamedTuple):

@@ -29,6 +29,7 @@ from brim.errors import ImageError, OutOfMemory
 from brim.segmentation.batching import Batch, Frame, cut, group
 from brim.segmentation.images import ImageInput, read_image
 from brim.segmentation.network import Network
+from brim.segmentation.outlines import Rings, find_rings, stack
 from brim.segmentation.polygons import Polygon, to_polygons, trace_all
 from brim.segmentation.predict_config import PredictConfig
 from brim.segmentation.prediction import Prediction
@@ -232,6 +233,22 @@ class PredictRun:
             pass  # the next try is outside the handler, which would keep this one's arrays alive
         return failed + [self._finish_alone(each) for each in whole]
 
+    def rings(self, traced: Traced) -> Rings:
+        """Rings alone, for those who make polygons elsewhere; what would be an `error` is raised."""
+        if traced.frame.failure is not None:
+            raise traced.frame.failure
+        return _twice(lambda: self._rings(traced))
+
+    def _rings(self, traced: Traced) -> Rings:
+        self._check_finite(traced)
+        if traced.found is not None:
+            self._arrived(traced.found.pending)
+            return traced.found.rings(traced.place)
+        assert traced.probability is not None
+        mask = self._mask(traced)
+        probability = self._arrived(traced.probability)["probability"].numpy()[0, : len(mask), : mask.shape[1]]
+        return find_rings(stack([mask]), [probability], self.config.detect_holes)
+
     def _finish_alone(self, traced: Traced) -> tuple[int, Prediction]:
         try:
             return _twice(lambda: self._finished([traced]))[0]
@@ -265,6 +282,12 @@ class PredictRun:
 
     def _mask(self, traced: Traced) -> np.ndarray:
         """Mask (H, W) of an image, once it is on the host."""
+        frame, host = traced.frame, self._check_finite(traced)
+        # of its own: a view would keep the whole batch
+        return host["mask"].numpy()[traced.row, : frame.height, : frame.width].copy()
+
+    def _check_finite(self, traced: Traced) -> dict[str, Tensor]:
+        """What was scored, once it is on the host, unless the network failed at this image."""
         frame = traced.frame
         assert traced.scored is not None
         host = self._arrived(traced.scored)
@@ -274,8 +297,7 @@ class PredictRun:
                 f"{frame.name}: the network's logits are not finite numbers (NaN or Inf) in {self.network.setting}; "
                 f"use precision {wider}, or other weights"
             )
-        # of its own: a view would keep the whole batch
-        return host["mask"].numpy()[traced.row, : frame.height, : frame.width].copy()
+        return host
 
     def _arrived(self, pending: Pending) -> dict[str, Tensor]:
         """What is on its way to the host, once it is there."""

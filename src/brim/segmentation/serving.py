@@ -25,10 +25,12 @@ from brim.engine.warm_up import ladder
 from brim.errors import ConfigError, ImageError, OutOfMemory, TooLarge
 from brim.segmentation.batch_sizes import Entry
 from brim.segmentation.batching import Batch, Frame, Patch, cut
-from brim.segmentation.formats import FORMATS, encoded
+from brim.segmentation.formats import FORMATS, encoded, geojson
 from brim.segmentation.images import image_size, read_image
 from brim.segmentation.known_sizes import KnownSizes
 from brim.segmentation.network import DTYPES, Network
+from brim.segmentation.outlines import Rings
+from brim.segmentation.polygons import to_polygons
 from brim.segmentation.predict import DECODED_BYTES, PredictRun
 from brim.segmentation.predict_config import PredictConfig, check_threshold
 from brim.segmentation.registry import create_model, find_model
@@ -39,6 +41,7 @@ from brim.segmentation.tune import QUICK_SECONDS
 from brim.segmentation.weights import load_weights
 
 MAX_PIXELS = 2**26  # of one image, unless the options say otherwise
+RINGS = "application/x-brim-rings"  # instead of GeoJSON, for a caller that makes the text itself
 MEDIA_TYPES = {
     "geojson": "application/geo+json",
     "coco": "application/json",
@@ -132,7 +135,8 @@ class SegmentServable:
         frame.patches = []  # which refer to it
         for patch in patches:
             _room.take(patch.pixels)
-        context = _Context(run, frame, options.format, image if options.format == "overlay" else None)
+        overlaid = image if options.format == "overlay" else None
+        context = _Context(run, frame, options.format, overlaid, options.as_rings and options.format == "geojson")
         return Item(self._key(patches[0].shape, options), [_Part(run, patch) for patch in patches], context)
 
     def forward(self, parts: list["_Part"]) -> "_Running":
@@ -162,7 +166,12 @@ class SegmentServable:
         """Polygons, and the answer in the format asked for."""
         context: _Context = item.context
         (scored,) = [output for output in outputs if isinstance(output, _Scored)]
-        ((_, prediction),) = context.run.finish([scored.trace(context.frame)])
+        traced = scored.trace(context.frame)
+        if context.as_rings:
+            rings = context.run.rings(traced)
+            facts = {"polygons": rings.num_outlines, "width": context.frame.width, "height": context.frame.height}
+            return Answer(rings.to_bytes(), RINGS, facts)
+        ((_, prediction),) = context.run.finish([traced])
         if context.frame.failure is not None:
             raise context.frame.failure
         facts = {"polygons": len(prediction.polygons), "width": prediction.width, "height": prediction.height}
@@ -308,6 +317,7 @@ class _Context(NamedTuple):
     frame: Frame
     format: str
     image: np.ndarray | None  # (H, W, 3), of an overlay
+    as_rings: bool  # instead of text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -318,6 +328,7 @@ class _Options:
     detect_holes: bool = True
     format: str = "geojson"
     max_pixels: int = MAX_PIXELS
+    as_rings: bool = False  # GeoJSON takes a core 2 ms to write, under the interpreter's lock: APIs have their own
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> "_Options":
@@ -328,6 +339,11 @@ class _Options:
         check_threshold(self.threshold)
         if self.format not in FORMATS:
             raise ConfigError(f"format={self.format} is unknown; choose one of {', '.join(FORMATS)}")
+
+
+def geojson_of(rings: bytes) -> bytes:
+    """The text of an answer that is RINGS."""
+    return geojson(to_polygons(Rings.from_bytes(rings)))
 
 
 def _ramps(side: int) -> np.ndarray:

@@ -286,14 +286,20 @@ async def _of_form(request: Request, here: Here, kind: Any, takes: Takes, answer
 
 async def _segment(asked: Asked, file: File, form: Form) -> Answer:
     values = form.values
-    return await asked.ask(
+    answer = await asked.ask(
         file,
         strict=values.get("strict", False),
         threshold=values.get("threshold", 0.5),
         detect_holes=values.get("detect_holes", True),
         format=values.get("format", "geojson"),
         max_pixels=asked.here.settings.max_predict_pixels,
+        as_rings=True,
     )
+    from brim.segmentation.serving import MEDIA_TYPES, RINGS, geojson_of  # torch: too slow for the start
+
+    if answer.media_type != RINGS:
+        return answer
+    return Answer(geojson_of(answer.body), MEDIA_TYPES["geojson"], answer.facts)
 
 
 async def _one(asked: Asked, file: File, form: Form) -> Answer | Exception:

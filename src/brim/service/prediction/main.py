@@ -24,6 +24,9 @@ log = logging.getLogger("brim.prediction")
 LOCK_S: Final = 60.0  # for the process that had this number to end
 
 
+SWITCH_S = 0.001  # for which one thread may keep the others from the interpreter: an answer passes through a dozen
+
+
 def serve(index: int, settings: Settings, beat: Heartbeat, make: Make | None = None) -> None:
     """Be the predictor of that number until SIGTERM; make loads a model, where not by its kind."""
     lock = FileLock(settings.data / "workers" / f"predict-{index}.lock").wait(LOCK_S, idle=beat)
@@ -35,6 +38,7 @@ def serve(index: int, settings: Settings, beat: Heartbeat, make: Make | None = N
         wrap=Watched,
         attempt=Attempts(settings.data / "workers" / f"predict-{index}.loading"),
     )
+    sys.setswitchinterval(SWITCH_S)
     cores = (os.cpu_count() or 1) / settings.predictors
     path = settings.predict_sockets[index]
     # an image takes a core 10 ms as a JPEG and 30 as a PNG, its answer 2 to 3
