@@ -257,7 +257,14 @@ def start_brim(name: str, results: Json, options: argparse.Namespace, setting: J
         if options.model_cores:
             pin(service.children()["predict"], set(options.model_cores))
         one_by_one(patient, max(8, len(patient.requests)))  # what this shape takes on these cores is learned
+        before = service.metrics("brim_predict_")
         yield brim_target(service, setting, 1000 * results["limit_s"])
+        counted = service.metrics("brim_predict_")
+        results["servers"][name]["counted"] = {
+            metric: round(value - before.get(metric, 0.0), 4)
+            for metric, value in counted.items()
+            if value != before.get(metric, 0.0) and ("_bucket" not in metric or "batch_size" in metric)
+        }
 
 
 def brim_target(service: Service, setting: Json, deadline_ms: float) -> Target:

@@ -39,6 +39,17 @@ class Service:
             raise SystemExit(f"{method} {path}: {answer.status} {text.decode()}")
         return json.loads(text)
 
+    def metrics(self, prefix: str) -> dict[str, float]:
+        """What it counts, by name and labels."""
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
+        try:
+            connection.request("GET", "/metrics", headers={"Authorization": f"Bearer {self.token}"})
+            lines = connection.getresponse().read().decode().splitlines()
+        finally:
+            connection.close()
+        pairs = (line.rpartition(" ") for line in lines if line.startswith(prefix))
+        return {name: float(value) for name, _, value in pairs}
+
     def status(self, path: str) -> int:
         """How it answers."""
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
