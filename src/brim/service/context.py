@@ -14,6 +14,7 @@ from brim.service.intake import Intake
 from brim.service.known_models import KnownModels
 from brim.service.metrics import Metrics
 from brim.service.prediction.client import Predictions
+from brim.service.replies import Replies
 from brim.service.settings import Settings
 from brim.service.warm import Warm
 
@@ -53,6 +54,7 @@ class Context:
     known: KnownModels
     intake: Intake
     warm: Warm = field(default_factory=Warm)
+    replies: Replies = field(default_factory=Replies)
 
     def job(self, id: str) -> JobRow:
         """A job by its id."""

@@ -45,6 +45,7 @@ class Asked:
     began_s: float = field(default_factory=time.monotonic)
     deadline_s: float = math.inf
     model: ModelRow | None = None
+    asked_s: float = 0.0
 
     def within(self, deadline_ms: int | None) -> None:
         """Allow no more time than that, from its first byte on."""
@@ -58,10 +59,11 @@ class Asked:
     async def ask(self, file: File, *, strict: bool = False, **options: Any) -> Answer:
         """What the model says of a file; its bytes go once they are handed on: many requests wait at a time."""
         assert self.model is not None
-        row = self.model
+        row, self.asked_s = self.model, time.monotonic()
+        deadline_s = self.here.replies.left_s(self.deadline_s, self.asked_s)
         try:
             answer = await self.here.predictions.request(
-                as_asked(row), file.take(), deadline_s=self.deadline_s, name=file.name, options=options, alone=strict
+                as_asked(row), file.take(), deadline_s=deadline_s, name=file.name, options=options, alone=strict
             )
         except (CheckpointError, StorageError, DeviceError) as failure:  # not what was sent: the model itself
             raise Unavailable(f'the model "{row.name}" cannot be used: {failure}') from failure
@@ -73,7 +75,10 @@ class Asked:
     def answer(self, answer: Answer, **headers: str) -> Response:
         """One answer as it goes out."""
         assert self.model is not None
-        stages = {**_stages(answer), "total": time.monotonic() - self.began_s}
+        now_s = time.monotonic()
+        if "total" in (seconds := answer.facts.get("seconds", {})):
+            self.here.replies.note(now_s - self.asked_s - seconds["total"])
+        stages = {**_stages(answer), "total": now_s - self.began_s}
         timing = ", ".join(f"{stage};dur={1e3 * seconds:.2f}" for stage, seconds in stages.items())
         said = {"Brim-Model": self.model.name, **headers, "Server-Timing": timing}
         return Response(answer.body, media_type=answer.media_type, headers=said)

@@ -1,0 +1,23 @@
+"""What an answer takes besides its prediction is kept back from the predictor's time."""
+
+import pytest
+
+from brim.service.replies import Replies
+
+
+def test_the_time_of_most_replies_is_kept_back():
+    replies = Replies()
+    assert replies.left_s(10.0, 0.0) == 10.0
+
+    for milliseconds in range(1, 33):
+        replies.note(milliseconds / 1e3)
+
+    assert replies.left_s(10.0, 0.0) == pytest.approx(10.0 - 0.025)
+
+
+def test_no_more_than_a_quarter_of_the_time_is_kept_back():
+    replies = Replies()
+    replies.note(5.0)  # a stall, which only further answers can correct
+
+    assert replies.left_s(1.2, 1.0) == pytest.approx(1.15)
+    assert replies.left_s(1.0, 2.0) == 1.0
