@@ -113,7 +113,7 @@ def test_injected_out_of_memory_is_honoured(monkeypatch):
     with inject_oom(above=5), pytest.raises(OutOfMemory, match="injected"):
         Prober(sleeping(0.001, 0), CPU, QUICK)(6)
     monkeypatch.setenv(INJECT_VARIABLE, "8")
-    found = tune(sleeping(0.004, 0.0), CPU, SweepConfig(limit=64, seconds=6))
+    found = tune(sleeping(0.004, 0.0), CPU, SweepConfig(limit=64, seconds=30))  # it ends long before that
     assert found.batch == found.max_safe == 8
     assert any(trial.status == "oom" for trial in found.trials)
 
