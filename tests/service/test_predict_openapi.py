@@ -35,7 +35,17 @@ def test_schemathesis_finds_nothing_where_models_answer(tmp_path: Path):
         command = [
             *(sys.executable, "-m", "schemathesis.cli"),
             *("run", f"http://127.0.0.1:{api.port}/openapi.json", "-H", f"Authorization: Bearer {TOKEN}"),
-            *("--include-tag", "predictions", "--no-color", "--seed", "7", "--phases", "examples,coverage,fuzzing"),
+            *(
+                "--include-tag",
+                "predictions",
+                "--no-color",
+                "--seed",
+                "7",
+                "--max-examples",
+                "40",
+                "--phases",
+                "examples,coverage,fuzzing",
+            ),
         ]
         done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=500)
         text = api.get("/metrics").body.decode()
