@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from brim.cli.options import needing_service
 from brim.errors import ConfigError, StorageError, Unavailable
 
 if TYPE_CHECKING:
@@ -30,15 +31,9 @@ def open_catalogue(
 
     first  what makes one, as the error says: "add a dataset first"
     """
-    try:
+    with needing_service("the catalogue"):
         from brim.jobs.catalogue import Catalogue, upgrade
         from brim.service.settings import from_options
-    except ModuleNotFoundError as failure:
-        if (failure.name or "").startswith("brim"):
-            raise
-        raise ConfigError(
-            f"{failure.name} is not installed; the catalogue needs: pip install 'brim[service]'"
-        ) from failure
     settings = from_options(data=data, database=database)
     file = Path(settings.catalogue_url.removeprefix("sqlite:///"))
     if not make and settings.catalogue_url.startswith("sqlite") and not file.is_file():

@@ -2,7 +2,8 @@
 
 import difflib
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from typing import Annotated
 
 import typer
@@ -11,6 +12,17 @@ from brim.errors import ConfigError
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output, nothing else.")]
 Device = Annotated[str, typer.Option(metavar="NAME", help="auto, cpu, cuda or cuda:N.")]
+
+
+@contextmanager
+def needing_service(what: str) -> Iterator[None]:
+    """Around imports of what only the service's extra brings: without it, an error that says how to get it."""
+    try:
+        yield
+    except ModuleNotFoundError as failure:
+        if (failure.name or "").startswith("brim"):
+            raise
+        raise ConfigError(f"{failure.name} is not installed; {what} needs: pip install 'brim[service]'") from failure
 
 
 def whole(text: str) -> int:

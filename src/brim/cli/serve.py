@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from brim.cli.options import check_positive, percent, whole
+from brim.cli.options import check_positive, needing_service, percent, whole
 from brim.cli.terminal import Stop, say, show
 from brim.errors import ConfigError
 
@@ -69,15 +69,9 @@ def serve(
             f"--workers {workers} is more than the {len(gpus)} GPUs here, one worker each; "
             "give fewer, or CUDA_VISIBLE_DEVICES= for workers on the CPU"
         )
-    try:
+    with needing_service("the service"):
         from brim.service.settings import from_options
         from brim.service.start import serve as run
-    except ModuleNotFoundError as failure:
-        if (failure.name or "").startswith("brim"):
-            raise
-        raise ConfigError(
-            f"{failure.name} is not installed; the service needs: pip install 'brim[service]'"
-        ) from failure
     settings = from_options(
         host=host,
         port=port,

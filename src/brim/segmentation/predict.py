@@ -244,10 +244,8 @@ class PredictRun:
         if traced.found is not None:
             self._arrived(traced.found.pending)
             return traced.found.rings(traced.place)
-        assert traced.probability is not None
         mask = self._mask(traced)
-        probability = self._arrived(traced.probability)["probability"].numpy()[0, : len(mask), : mask.shape[1]]
-        return find_rings(stack([mask]), [probability], self.config.detect_holes)
+        return find_rings(stack([mask]), [self._probability(traced, mask)], self.config.detect_holes)
 
     def _finish_alone(self, traced: Traced) -> tuple[int, Prediction]:
         try:
@@ -266,7 +264,7 @@ class PredictRun:
     def _polygons(self, traced: list[Traced], masks: list[np.ndarray]) -> Iterator[list[Polygon]]:
         """Polygons of every image; those that the device did not trace are traced here, together."""
         left = [
-            (mask, self._arrived(each.probability)["probability"].numpy()[0, : len(mask), : mask.shape[1]])
+            (mask, self._probability(each, mask))
             for each, mask in zip(traced, masks, strict=True)
             if each.probability is not None
         ]
@@ -279,6 +277,11 @@ class PredictRun:
             else:
                 self._arrived(each.found.pending)
                 yield to_polygons(each.found.rings(each.place))
+
+    def _probability(self, traced: Traced, mask: np.ndarray) -> np.ndarray:
+        """Probabilities (H, W) of an image that the device did not trace, once they are on the host."""
+        assert traced.probability is not None
+        return self._arrived(traced.probability)["probability"].numpy()[0, : len(mask), : mask.shape[1]]
 
     def _mask(self, traced: Traced) -> np.ndarray:
         """Mask (H, W) of an image, once it is on the host."""
