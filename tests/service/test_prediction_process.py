@@ -11,7 +11,7 @@ from predicting import MODEL, Predicting, ask, client, wait_for
 
 from brim.errors import DeadlinePassed, ImageError, Overloaded, Unavailable
 from brim.service.prediction.client import Predictions
-from brim.service.prediction.protocol import short_name
+from brim.service.unix_socket import short_name
 
 
 @pytest.fixture(scope="module")

@@ -56,6 +56,9 @@ def serve(
             help="API processes; without it, one, and on more than 4 cores one per 4, up to 4.",
         ),
     ] = None,
+    dashboard: Annotated[
+        bool, typer.Option("--dashboard/--no-dashboard", help="Pages in the browser beside the API.")
+    ] = True,
 ) -> None:
     """Serve durable jobs and predictions over HTTP: API, a worker and a predictor per GPU, restarted when they end.
 
@@ -82,6 +85,7 @@ def serve(
         api_processes=api_processes or default_api_processes(),
         predictors=len(gpus) or 1,
         predict_memory=predict_memory,
+        dashboard=dashboard,
     )
     with Stop() as stop:
         run(settings, gpus, stop, _announce)

@@ -5,7 +5,7 @@ make_api(…)                            the routes alone, unguarded: for tests 
 """
 
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 
@@ -21,6 +21,7 @@ from brim.jobs.redact import Redactor
 from brim.service import errors, routes_datasets, routes_jobs, routes_models, routes_predict, routes_runs, routes_system
 from brim.service.context import Context, Queue
 from brim.service.events import Hub
+from brim.service.front import Front, is_api
 from brim.service.gate import Gate
 from brim.service.intake import Intake
 from brim.service.known_models import KnownModels
@@ -93,6 +94,7 @@ def make_api(settings: Settings, catalogue: Catalogue, queue: Queue, predictions
         predictions=predictions,
         known=KnownModels(catalogue.models, predictions),
         intake=Intake(settings.max_predicting),
+        front=Front(settings.dashboard_socket, tile_url=settings.tile_url) if settings.dashboard else None,
     )
     api = FastAPI(
         title="brim", version=__version__, docs_url=None, redoc_url=None, openapi_url=None, lifespan=_lifespan,
@@ -114,9 +116,11 @@ def guard(api: FastAPI) -> ASGIApp:
     larger = {routes_datasets.router.prefix: settings.max_upload_bytes, **routes_predict.body_limits(settings)}
 
     def limit_of(path: str) -> int:
-        return larger.get(path, settings.max_body_bytes)
+        of_file = settings.max_predict_bytes + settings.max_body_bytes  # dropped onto a page
+        return larger.get(path, settings.max_body_bytes if is_api(path) else of_file)
 
-    limited = BodyLimit(api, limit_of=limit_of)
+    served = api if context.front is None else context.front.before(api)
+    limited = BodyLimit(served, limit_of=limit_of)
     return Observed(Gate(limited, token=settings.token, hosts=settings.hosts), context.metrics)
 
 
@@ -126,7 +130,7 @@ async def _lifespan(api: FastAPI) -> AsyncIterator[None]:
     if context.settings.api_processes == 1:  # else others may be at theirs: the supervisor did it
         routes_datasets.discard_uploads(context.settings.data)
     context.warm.start()
-    async with context.predictions, context.known:
+    async with context.predictions, context.known, context.front or nullcontext():
         yield
     context.hub.close()
 

@@ -10,6 +10,7 @@ from brim.jobs.catalogue import Catalogue
 from brim.jobs.catalogue.rows import DatasetRow, JobRow, RunRow
 from brim.jobs.redact import Redactor
 from brim.service.events import Hub
+from brim.service.front import Front
 from brim.service.intake import Intake
 from brim.service.known_models import KnownModels
 from brim.service.metrics import Metrics
@@ -53,6 +54,7 @@ class Context:
     predictions: Predictions
     known: KnownModels
     intake: Intake
+    front: Front | None = None  # to the dashboard, where there is one
     warm: Warm = field(default_factory=Warm)
     replies: Replies = field(default_factory=Replies)
 

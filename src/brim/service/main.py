@@ -16,6 +16,7 @@ from starlette.types import ASGIApp
 from brim.jobs.process import die_with_supervisor, read_settings
 from brim.service.settings import Settings
 
+MAX_MESSAGE_BYTES = 4 * 1024**2  # of a page to the dashboard
 GRACE_S = 5  # for answers under way when the service goes down
 
 
@@ -37,7 +38,9 @@ def make_server(app: ASGIApp, end_streams: Callable[[], None]) -> Server:
     config = uvicorn.Config(
         app,
         http="h11",  # limits the bytes of a request's head
-        ws="none",
+        ws="websockets-sansio",  # the dashboard's; no other route takes one
+        ws_max_size=MAX_MESSAGE_BYTES,
+        ws_per_message_deflate=False,
         loop="asyncio",
         lifespan="on",
         access_log=False,

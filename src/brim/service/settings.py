@@ -27,6 +27,7 @@ _POSITIVE = (
     "max_predicting",
 )  # fmt: skip
 _POSTGRES = re.compile(r"postgres(ql)?(\+\w+)?$")
+_TILES = re.compile(r"https?://[A-Za-z0-9.\-]+(:\d+)?/[^\s;,\"\'<>]*\{z\}[^\s;,\"\'<>]*$")
 _HOST_NAME = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_.-]{0,251}[A-Za-z0-9_])?$")
 
 
@@ -49,6 +50,8 @@ class Settings:
     max_upload_bytes: int = 2048 * MIB  # of one multipart request
     max_upload_files: int = 10_000
     api_processes: int = 1  # on the one listening socket
+    dashboard: bool = False  # pages in the browser, by a process of their own; `brim serve` turns them on
+    tile_url: str = ""  # of map tiles, as Leaflet has them; without it no map asks anybody for anything
     predictors: int = 1  # prediction processes: one per GPU, or one on the CPU
     predict_memory: float = 20.0  # percent of each device that is kept from jobs for prediction; 0 turns it off
     predict_deadline_ms: int = 30_000  # of a request that names none
@@ -75,6 +78,10 @@ class Settings:
             raise ConfigError(
                 f"--predict-memory {self.predict_memory:g} must be between 0 and {MAX_PREDICT_MEMORY} percent; "
                 "0 turns prediction off"
+            )
+        if self.tile_url and not _TILES.match(self.tile_url):
+            raise ConfigError(
+                f'BRIM_TILE_URL="{self.tile_url}" must be like https://tiles.example.org/{{z}}/{{x}}/{{y}}.png'
             )
         for name in _POSITIVE:
             if not getattr(self, name) > 0:
@@ -105,6 +112,11 @@ class Settings:
     def predict_sockets(self) -> tuple[Path, ...]:
         """Where prediction processes listen; none where prediction is turned off."""
         return tuple(self.data / f"predict-{index}.sock" for index in range(self.predictors * self.predicts))
+
+    @property
+    def dashboard_socket(self) -> Path:
+        """Where the dashboard listens, for the API alone."""
+        return self.data / "dashboard.sock"
 
     @property
     def predicts(self) -> bool:
@@ -173,13 +185,15 @@ def from_options(
     api_processes: int = 1,
     predictors: int = 1,
     predict_memory: float = 20.0,
+    dashboard: bool = False,
     environ: Mapping[str, str] = os.environ,
 ) -> Settings:
     """Settings of a command line and its environment, without the token: `token.ensure` makes that.
 
     BRIM_DATA and BRIM_DATABASE stand in for absent options; BRIM_HANG_S, BRIM_MIN_FREE_BYTES, BRIM_MAX_UNFINISHED,
     BRIM_MAX_WATCHERS, BRIM_MAX_UPLOAD_BYTES, BRIM_PREDICT_DEADLINE_MS, BRIM_PREDICT_HANG_S, BRIM_MAX_PREDICT_BYTES,
-    BRIM_MAX_PREDICT_PIXELS, BRIM_MAX_PREDICT_FILES, BRIM_MAX_PREDICTING and BRIM_LOG_LEVEL set what has no option.
+    BRIM_MAX_PREDICT_PIXELS, BRIM_MAX_PREDICT_FILES, BRIM_MAX_PREDICTING, BRIM_TILE_URL and BRIM_LOG_LEVEL set what has no
+    option.
     """
     others: dict[str, Any] = {name: _number(environ, name) for name in _NUMBERS if environ.get(f"BRIM_{name.upper()}")}
     if environ.get("BRIM_LOG_LEVEL"):
@@ -194,6 +208,8 @@ def from_options(
         api_processes=api_processes,
         predictors=predictors,
         predict_memory=predict_memory,
+        dashboard=dashboard,
+        tile_url=environ.get("BRIM_TILE_URL", ""),
         **others,
     )
 

@@ -18,7 +18,7 @@ from brim.jobs import reconcile, sources
 from brim.jobs.catalogue import Catalogue, upgrade
 from brim.jobs.durable import Queue, migrate
 from brim.jobs.process import FileLock
-from brim.service import token
+from brim.service import token, unix_socket
 from brim.service.process import Death
 from brim.service.settings import Settings
 from brim.service.supervisor import Oversee, Supervisor, listen, programs
@@ -40,7 +40,11 @@ def serve(
         sources.tidy(catalogue, settings.data)
         reconcile.orphans(catalogue, queue, {f"w{index}" for index in range(settings.workers)}, settings.data)
         tidy(settings)
-        children = programs(settings, listening.fileno(), gpus)
+        pages = None
+        if settings.dashboard:
+            stack.callback(settings.dashboard_socket.unlink, missing_ok=True)
+            pages = stack.enter_context(unix_socket.listen(settings.dashboard_socket)).fileno()
+        children = programs(settings, listening.fileno(), gpus, pages)
         Supervisor(children, overseer(settings, catalogue, queue)).run(stop, lambda: started(settings))
 
 

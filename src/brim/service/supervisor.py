@@ -31,6 +31,7 @@ AWAY_S = 5.0  # a step that took longer: the machine slept or we were stopped, a
 OVERSEE_S = 1.0
 DRAIN_S = 20.0  # a batch, its shard or checkpoint; then a kill, which is harmless too
 API_STOP_S = 8.0
+PAGES_STOP_S = 2.0  # nothing is lost with them
 PREDICT_STOP_S = 2.0  # nobody asks any more when the API has ended
 PREDICT_WAIT_S = 2.0  # people wait for it, and what has killed it twice is not sent again
 PREDICT_SILENCE_S = 30.0  # a predictor's own threads notice a forward that hangs; this is for what stops them all
@@ -45,6 +46,7 @@ class Programs(NamedTuple):
     apis: Sequence[Program]
     workers: Sequence[Program]
     predictors: Sequence[Program] = ()
+    pages: Sequence[Program] = ()
 
 
 class Supervisor:
@@ -53,9 +55,9 @@ class Supervisor:
     def __init__(self, programs: "Programs", oversee: Oversee) -> None:
         """Take what to run, and what looks after the jobs about once a second."""
         self._lifeline = os.pipe()  # the writing end is ours alone: it closes when we end, however we do
-        self._apis, self._workers, self._predictors = (
+        self._apis, self._workers, self._predictors, self._pages = (
             [Child(one, self._lifeline[0]) for one in group]
-            for group in (programs.apis, programs.workers, programs.predictors)
+            for group in (programs.apis, programs.workers, programs.predictors, programs.pages)
         )
         self._oversight = Oversight(oversee)
 
@@ -64,7 +66,7 @@ class Supervisor:
 
         Workers first, so that people can watch them end; predictors last, so that answers under way are given.
         """
-        children = [*self._predictors, *self._apis, *self._workers]
+        children = self._children()
         self._oversight.start()
         try:
             now_s = self._step(children, time.monotonic())
@@ -75,6 +77,7 @@ class Supervisor:
         finally:
             self._oversight.stop()
             stop_all(self._workers, DRAIN_S)
+            stop_all(self._pages, PAGES_STOP_S)
             stop_all(self._apis, API_STOP_S)
             stop_all(self._predictors, PREDICT_STOP_S)
             for end in self._lifeline:
@@ -82,7 +85,10 @@ class Supervisor:
 
     def pids(self) -> dict[str, int | None]:
         """The processes by name."""
-        return {child.name: child.pid for child in [*self._apis, *self._workers, *self._predictors]}
+        return {child.name: child.pid for child in self._children()}
+
+    def _children(self) -> list[Child]:
+        return [*self._predictors, *self._apis, *self._workers, *self._pages]
 
     def _step(self, children: Sequence[Child], before_s: float) -> float:
         now_s = time.monotonic()
@@ -148,8 +154,11 @@ class Oversight:
                 self._condemned.put(name)
 
 
-def programs(settings: "Settings", listening: int, gpus: Sequence[str]) -> Programs:
-    """What a service with these settings runs: the API, and a worker per GPU or so many on the CPU."""
+def programs(settings: "Settings", listening: int, gpus: Sequence[str], pages: int | None = None) -> Programs:
+    """What a service with these settings runs: the API, and a worker per GPU or so many on the CPU.
+
+    listening and pages are the numbers of the sockets of API and dashboard.
+    """
     text = settings.to_json()
     common = {"GOMP_SPINCOUNT": os.environ.get("GOMP_SPINCOUNT", "1000")}
     share = settings.predict_memory / 100
@@ -184,7 +193,18 @@ def programs(settings: "Settings", listening: int, gpus: Sequence[str]) -> Progr
         )
         for index in range(len(settings.predict_sockets))
     ]
-    return Programs(apis, workers, predictors)
+    dashboards = [
+        Program(
+            name="dashboard",
+            command=[sys.executable, "-m", "brim.service.dashboard.main", "{lifeline}", str(pages)],
+            stdin=text,
+            env={"CUDA_VISIBLE_DEVICES": "", "NICEGUI_STORAGE_PATH": str(settings.data / "dashboard")},
+            pass_fds=(pages,),
+            longest_wait_s=PREDICT_WAIT_S,
+        )
+        for pages in ([] if pages is None else [pages])
+    ]
+    return Programs(apis, workers, predictors, dashboards)
 
 
 def listen(host: str, port: int) -> socket.socket:

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Final, Protocol
 
 from brim.service.prediction.arena import Shared
-from brim.service.prediction.protocol import Frames, Message, Page, frame, receive_hello, send_hello, short_name
+from brim.service.prediction.protocol import Frames, Message, Page, frame, receive_hello, send_hello
+from brim.service.unix_socket import short_name
 
 HELLO_S: Final = 5.0
 

@@ -5,7 +5,6 @@ One thread, the main one, talks, beats, and notices work that hangs; everything 
 """
 
 import logging
-import os
 import queue
 import selectors
 import socket
@@ -20,8 +19,9 @@ from brim.errors import BrimError, Unavailable
 from brim.jobs.process import Heartbeat
 from brim.service.prediction.models import Models
 from brim.service.prediction.peer import Peer
-from brim.service.prediction.protocol import LIMITS_S, Message, failure, short_name
+from brim.service.prediction.protocol import LIMITS_S, Message, failure
 from brim.service.prediction.work import Incoming, Started, Work
+from brim.service.unix_socket import listen
 
 if TYPE_CHECKING:
     from brim.engine.batch_runner import BatchRunner
@@ -60,7 +60,7 @@ class Predictor:
 
     def run(self) -> None:
         """Answer until told to leave, then until what is under way is answered."""
-        listening = _listen(self._path)
+        listening = listen(self._path)
         for end in (self._woken, self._waker, listening):
             end.setblocking(False)
         self._selector.register(self._woken, selectors.EVENT_READ, self._wakened)
@@ -292,17 +292,3 @@ class Predictor:
             if (began_s := work.began_s) is not None and now_s - began_s > limit_s:
                 return f"{work.model} has been at one file for {now_s - began_s:.1f} s, more than {limit_s:.1f}"
         return None
-
-
-def _listen(path: Path) -> socket.socket:
-    """The socket, for this user alone; a file that another process left there is replaced."""
-    path.unlink(missing_ok=True)
-    made = socket.socket(socket.AF_UNIX)
-    before = os.umask(0o177)
-    try:
-        with short_name(path) as name:
-            made.bind(name)
-    finally:
-        os.umask(before)
-    made.listen(64)
-    return made

@@ -30,8 +30,7 @@ import socket
 import struct
 from bisect import bisect_left
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
-from pathlib import Path
+from contextlib import suppress
 from typing import Any, Final
 
 from brim import errors
@@ -92,16 +91,6 @@ def receive_hello(made: socket.socket) -> Shared:
             os.close(descriptor)
         raise errors.Unavailable("the other end of the socket does not speak as a predictor or an API does")
     return Shared(descriptors[0])
-
-
-@contextmanager
-def short_name(path: Path) -> Iterator[str]:
-    """A name for a socket that is short whatever its folder: the kernel takes no more than 107 bytes."""
-    folder = os.open(path.parent, os.O_PATH | os.O_CLOEXEC)
-    try:
-        yield f"/proc/self/fd/{folder}/{path.name}"
-    finally:
-        os.close(folder)
 
 
 # A request waits for those that are due before it, whoever came first; so an estimate is for so much time, or less.

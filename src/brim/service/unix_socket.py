@@ -1,0 +1,31 @@
+"""Unix sockets for this user alone, in folders of any length."""
+
+import os
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+
+@contextmanager
+def short_name(path: Path) -> Iterator[str]:
+    """A name for a socket that is short whatever its folder: the kernel takes no more than 107 bytes."""
+    folder = os.open(path.parent, os.O_PATH | os.O_CLOEXEC)
+    try:
+        yield f"/proc/self/fd/{folder}/{path.name}"
+    finally:
+        os.close(folder)
+
+
+def listen(path: Path) -> socket.socket:
+    """Listen there; a file that another process left is replaced."""
+    path.unlink(missing_ok=True)
+    made = socket.socket(socket.AF_UNIX)
+    before = os.umask(0o177)
+    try:
+        with short_name(path) as name:
+            made.bind(name)
+    finally:
+        os.umask(before)
+    made.listen(64)
+    return made
