@@ -7,29 +7,22 @@ import what they need when they run.
 import os
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from brim import __version__
 from brim.cli.datasets import datasets
+from brim.cli.demo import demo
 from brim.cli.jobs import jobs
-from brim.cli.locate import end_training, print_evaluated, print_trained, run_evaluate, run_train
 from brim.cli.models import models
-from brim.cli.options import Json, check_positive, whole
-from brim.cli.rf import end_generation, print_made, rf, run_generate
+from brim.cli.options import Json
+from brim.cli.rf import rf
 from brim.cli.segment import segment
 from brim.cli.sequence import sequence
 from brim.cli.serve import serve
-from brim.cli.terminal import Stop, logs, print_json, quote, say, show
+from brim.cli.terminal import logs, print_json, say, show
 from brim.errors import BrimError
-
-# A half-watt hand-held transmitter: weak enough that the gates have something to refuse.
-DEMO = {"tx_power_dbm": 27.0, "min_snr_db": 10.0, "max_gdop": 5.0, "min_receivers": 4}
-DEMO_SAMPLES_CPU = 300  # less than a minute on two cores, all told
-DEMO_EPOCHS = 10
-DEMO_SAMPLES_GPU = 20_000  # seconds on a large GPU, enough for smooth histograms
 
 # typer brings its own copy of click in some versions and imports it in others: this is UsageError in both
 _UsageError: type[Exception] = typer.BadParameter.__bases__[0]
@@ -112,53 +105,4 @@ def doctor(as_json: Json = False) -> None:
         show(table.get().rstrip())
 
 
-@app.command(epilog="Example: brim demo --out demo-output --samples 100")
-def demo(
-    out: Annotated[
-        Path, typer.Option(metavar="DIR", help="Directory for the datasets, the run and the reports.")
-    ] = Path("demo-output"),
-    samples: Annotated[
-        int | None,
-        typer.Option(
-            metavar="N",
-            parser=whole,
-            help=f"Accepted samples to make. [default: {DEMO_SAMPLES_CPU}, on a GPU {DEMO_SAMPLES_GPU}]",
-            show_default=False,
-        ),
-    ] = None,
-    as_json: Json = False,
-) -> None:
-    """Generate a small dataset, train a locator on it and evaluate that on other samples, with HTML reports."""
-    check_positive("--samples", samples)
-    with Stop() as stop:
-        from brim.engine.device import resolve_device
-        from brim.rf import from_mapping
-        from brim.rf.report import write_report
-        from brim.rf.train import LocatorTraining
-
-        on_gpu = resolve_device("auto").type == "cuda"
-        samples = samples or (DEMO_SAMPLES_GPU if on_gpu else DEMO_SAMPLES_CPU)
-        dataset, held, run = out / "dataset", out / "held-out", out / f"run-{samples}"
-        page, result = out / "report.html", out / "evaluation.html"
-        sizes = {dataset: max(2, samples), held: max(2, samples // 5)}  # one to train on and one to choose by
-        made = {}
-        for seed, (path, size) in enumerate(sizes.items()):
-            made[path] = run_generate(from_mapping({**DEMO, "seed": seed}), path, size, stop)
-            if made[path].stopped:
-                end_generation(made[path], size, stop, resume=True, as_json=as_json)  # it always resumes
-        write_report(dataset, page)
-        config = LocatorTraining(epochs=DEMO_EPOCHS, batch_size=256 if on_gpu else 32)
-        trained = run_train([dataset], run, config, stop)
-    if trained.stopped:
-        end_training(trained, config.epochs, stop, resume=True, as_json=as_json)
-    evaluated = run_evaluate(run, held, result)
-    if as_json:
-        found = {"train": trained.as_dict(), "evaluate": evaluated.as_dict()}
-        print_json({**made[dataset].as_dict(), "report": str(page), **found, "evaluation_report": str(result)})
-        return
-    print_made(made[dataset])
-    print_trained(trained)
-    print_evaluated(evaluated)
-    show(f"dataset: {dataset}, held out: {held}\nrun:     {run}")
-    show(f"reports: {page} and {result} (open them in a browser)")
-    show(f'next:    brim rf inspect {quote(dataset)}, or "brim rf generate --help" for your own data')
+app.command(epilog="Example: brim demo --out demo-output --samples 100")(demo)

@@ -1,6 +1,7 @@
 """`brim rf train | evaluate | locate | export-onnx`: options in, one call of `brim.rf.train`, a result out."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     from brim.rf.run import Evaluation
     from brim.rf.train import LocatorTraining
 
+Counted = Callable[[int, int], None]  # how many are done, of how many
 Run = Annotated[Path, typer.Argument(metavar="RUN", help='Directory of a run made by "brim rf train".')]
 
 
@@ -148,13 +150,23 @@ def run_train(
         return train(datasets, out, config, device=device, progress=display.training, stop=stop, resume=resume)
 
 
-def run_evaluate(run: Path, dataset: Path, report: Path | None, *, device: str = "auto") -> "Evaluation":
-    """Evaluate with progress on the terminal, and write the page if one is asked for."""
+def run_evaluate(
+    run: Path,
+    dataset: Path,
+    report: Path | None,
+    *,
+    device: str = "auto",
+    watched: Callable[[Counted], Counted] = lambda tell: tell,
+) -> "Evaluation":
+    """Evaluate with progress on the terminal, and write the page if one is asked for.
+
+    watched  what is put around the progress callback, to leave from there
+    """
     from brim.rf.evaluation_report import write_evaluation
     from brim.rf.train import evaluate_run
 
     with Display() as display:
-        found = evaluate_run(run, dataset, device=device, progress=display.samples("locating"))
+        found = evaluate_run(run, dataset, device=device, progress=watched(display.samples("locating")))
     if report is not None:
         write_evaluation(str(run), str(dataset), *found, report)
     return found

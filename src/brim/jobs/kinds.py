@@ -19,6 +19,11 @@ if TYPE_CHECKING:
 __all__ = ["KINDS", "Inputs", "Kind", "Stopped", "Task"]
 
 
+def _no_presets() -> Mapping[str, Mapping[str, Any]]:
+    """For kinds that have none."""
+    return {}
+
+
 def _nothing_to_check(spec: "Spec", inputs: Inputs) -> None:
     """For kinds whose inputs the catalogue knows well enough."""
 
@@ -28,6 +33,8 @@ class Kind:
     """What a job of one kind is."""
 
     name: str
+    title: str  # two or three words, as a button says it
+    description: str  # one sentence, for someone who is about to choose
     makes: Literal["dataset", "run", "result"]  # where Task.out is: datasets/ID, runs/ID or results/JOB
     reads: Literal["rf", "images", "sequences"] | None  # kind of the datasets that config.dataset_ids names
     reads_run: str | None = None  # kind of the job that made the run of config.run_id
@@ -36,6 +43,7 @@ class Kind:
     run: Callable[[Task], dict[str, Any]]  # the result, as JSON-able values
     estimate_bytes: Callable[["Spec", Inputs], int]  # on disk when it is done; from above
     check: Callable[["Spec", Inputs], None] = _nothing_to_check  # FieldError where inputs and config do not fit
+    presets: Callable[[], Mapping[str, Mapping[str, Any]]] = _no_presets  # by name, values of fields to begin with
 
     @property
     def model(self) -> type[Fields]:
@@ -53,15 +61,20 @@ KINDS: Final[dict[str, Kind]] = {
     for kind in (
         Kind(
             name="rf.generate",
+            title="Generate radio samples",
+            description="Make a dataset of simulated transmissions as a network of receivers hears them.",
             makes="dataset",
             reads=None,
             make_model=kinds_rf.generate_model,
             resolve=kinds_rf.resolve_generate,
             run=kinds_rf.run_generate,
             estimate_bytes=kinds_rf.generate_bytes,
+            presets=kinds_rf.generate_presets,
         ),
         Kind(
             name="rf.train",
+            title="Train a locator",
+            description="Train a network on radio datasets that says where a transmitter is, and how sure that is.",
             makes="run",
             reads="rf",
             make_model=kinds_rf.train_model,
@@ -72,6 +85,8 @@ KINDS: Final[dict[str, Kind]] = {
         ),
         Kind(
             name="rf.evaluate",
+            title="Evaluate a locator",
+            description="Locate every sample of a dataset with a trained locator and measure its errors against the theoretical bound.",
             makes="result",
             reads="rf",
             reads_run="rf.train",
@@ -83,6 +98,8 @@ KINDS: Final[dict[str, Kind]] = {
         ),
         Kind(
             name="segment.tune",
+            title="Tune batch sizes",
+            description="Find the fastest batch size of segmentation networks that is safe on this device.",
             makes="result",
             reads=None,
             reads_run="segment.train",
@@ -94,6 +111,8 @@ KINDS: Final[dict[str, Kind]] = {
         ),
         Kind(
             name="segment.predict",
+            title="Segment images",
+            description="Find the objects in every image of a dataset with trained weights, as polygons or masks.",
             makes="result",
             reads="images",
             reads_run="segment.train",
@@ -105,6 +124,8 @@ KINDS: Final[dict[str, Kind]] = {
         ),
         Kind(
             name="segment.train",
+            title="Train segmentation",
+            description="Train a network on images and their masks to find objects.",
             makes="run",
             reads="images",
             reads_run="segment.train",
@@ -116,6 +137,8 @@ KINDS: Final[dict[str, Kind]] = {
         ),
         Kind(
             name="sequence.train",
+            title="Train on sequences",
+            description="Train a network on sequences of any length, on their labels or without any.",
             makes="run",
             reads="sequences",
             make_model=kinds_sequence.train_model,
@@ -126,6 +149,8 @@ KINDS: Final[dict[str, Kind]] = {
         ),
         Kind(
             name="sequence.evaluate",
+            title="Evaluate on sequences",
+            description="Score a trained network on a labelled corpus of sequences.",
             makes="result",
             reads="sequences",
             reads_run="sequence.train",

@@ -55,6 +55,13 @@ def generate_model() -> type[Fields]:
     )
 
 
+def generate_presets() -> Mapping[str, Mapping[str, Any]]:
+    """The library's."""
+    from brim.rf.config import PRESETS
+
+    return PRESETS
+
+
 def resolve_generate(values: Mapping[str, Any]) -> dict[str, Any]:
     """The configuration over its preset; more shards than a dataset can have are refused now, not after days."""
     from brim.rf.config import GenerateConfig, preset_values

@@ -22,12 +22,15 @@ def made(data: Path, job: JobRow) -> Output:
         num_bytes = sum(int(shard["bytes"]) for shard in shards)
         about = {"config": manifest.get("config"), "shards": len(shards)}  # as of datasets that people bring
         return Output(items=int(manifest.get("items", 0)), bytes=num_bytes, about=about)
-    if job.makes == "run":
-        states = [state for file in _checkpoints(out) if (state := _read(file))]
-        if not states:
-            return Output(items=0)
-        return Output(items=max(1, int(states[-1].get("step", 0))), bytes=used_bytes(out), about=_summary(states[-1]))
-    return Output(items=0)
+    return made_run(out) if job.makes == "run" else Output(items=0)
+
+
+def made_run(out: Path) -> Output:
+    """Steps and bytes of the run in a directory; items=0 where nothing is there."""
+    states = [state for file in _checkpoints(out) if (state := _read(file))]
+    if not states:
+        return Output(items=0)
+    return Output(items=max(1, int(states[-1].get("step", 0))), bytes=used_bytes(out), about=_summary(states[-1]))
 
 
 def _summary(state: dict[str, Any]) -> dict[str, Any]:

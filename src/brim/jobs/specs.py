@@ -14,13 +14,14 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any, Literal
 
-from pydantic import create_model
+from pydantic import TypeAdapter, create_model
 
 from brim.errors import FieldConflict, FieldError
 from brim.jobs.fields import Fields, Text, dotted, given, read, unknown
 from brim.jobs.kinds import KINDS, Kind
+from brim.jobs.meanings import explained
 
-__all__ = ["Spec", "body_schema", "read_body"]
+__all__ = ["Spec", "body_schema", "config_schema", "read_body"]
 
 _TOLD_APART = "give kind, or dataset_name and num_samples, or job_name and config.dataset_ids"
 _MOVED = ("num_samples", "dataset_type")  # beside config in a generation request, inside it otherwise
@@ -67,8 +68,26 @@ def read_body(body: Mapping[str, Any]) -> Spec:
 
 def body_schema() -> dict[str, Any]:
     """JSON schema of a body, complete in itself."""
-    forms = [_generation_form(), _training_form(), *(_explicit_form(name) for name in KINDS)]
-    return {"oneOf": [_inlined(form.model_json_schema()) for form in forms]}
+    short = {"rf.generate": _generation_form(), "rf.train": _training_form()}
+    forms = [*short.items(), *((name, _explicit_form(name)) for name in KINDS)]
+    return {"oneOf": [_form_schema(name, form) for name, form in forms]}
+
+
+def config_schema(name: str) -> dict[str, Any]:
+    """JSON schema of the config of a kind, complete in itself, with every default and what each field means."""
+    model = KINDS[name].model
+    schema = explained(name, _inlined(model.model_json_schema()))
+    for field, info in model.model_fields.items():
+        if not info.is_required():  # pydantic leaves out those that a function makes
+            default = info.get_default(call_default_factory=True)
+            schema["properties"][field].setdefault("default", TypeAdapter(Any).dump_python(default, mode="json"))
+    return schema
+
+
+def _form_schema(name: str, form: type[Fields]) -> dict[str, Any]:
+    schema = explained(name, _inlined(form.model_json_schema()))
+    schema["properties"]["config"] = explained(name, schema["properties"]["config"])
+    return schema
 
 
 # Forms

@@ -28,6 +28,7 @@ Progress = Callable[[int, int], None]  # told (shards done, shards in all)
 
 MAX_KEPT = 200_000  # samples the quantiles are taken from
 MAX_SITED = 500  # samples whose receivers are kept
+SITE = ("name", "lat", "lon", "alt")  # what the manifest says of a receiver
 QUANTILES = {"min": 0.0, "p5": 0.05, "p25": 0.25, "median": 0.5, "p75": 0.75, "p95": 0.95, "max": 1.0}
 _FIELDS = ("features", "truth", "valid", "present", "receivers", "transmitter", "reference", "gdop", "crlb_m")
 _DEFAULTS = {"features": FEATURES, "truth": TRUTH}
@@ -77,6 +78,7 @@ class Columns:
     transmitter: F64  # (S, 3) lat, lon in degrees, alt in metres
     gdop: F32  # (S,)
     crlb_m: F32  # (S,)
+    best_snr_db: F32  # (S,) measured by the receiver that heard best
     sites: F64  # (·, 3) receivers of at most MAX_SITED samples, with repetitions
     link_snr_db: F32  # (M,) mean of the link
     truth_snr_db: F32  # (M,) realised
@@ -121,6 +123,14 @@ def open_dataset(path: Path | str) -> Dataset:
     if kind != "rf":
         raise DatasetError(f'{data.path} holds kind={kind!r}, expected "rf"; give a dataset made by "brim rf generate"')
     return data
+
+
+def fixed_receivers(data: Dataset) -> list[dict[str, Any]]:
+    """name, lat, lon and alt of a fixed network's receivers; none where each sample has its own."""
+    config = _mapping(data.manifest.get("config"))
+    if config.get("use_random_receivers", True):
+        return []
+    return [station for station in config.get("stations") or [] if station.keys() >= set(SITE)]
 
 
 def named_columns(manifest: dict[str, Any], key: str) -> list[tuple[str, str]]:
@@ -185,7 +195,7 @@ def _read(
 
 
 def _records(rows: dict[str, Tensor], places: dict[str, int]) -> dict[str, F32]:
-    """What is known of each record, packed over the receivers that heard."""
+    """What is known of each record, packed over the receivers that heard; and of the best one of each sample."""
     present = rows["present"].numpy()
 
     def packed(place: str) -> F32:
@@ -194,6 +204,8 @@ def _records(rows: dict[str, Tensor], places: dict[str, int]) -> dict[str, F32]:
         values: F32 = (column[..., _MEAN] if column.ndim == 3 else column).numpy()[present]
         return values
 
+    measured = np.full(present.shape, -np.inf, np.float32)
+    measured[present] = packed("features.snr_db")
     receiver = np.arange(present.shape[1])
     others = (receiver != rows["reference"].numpy()[:, None])[present]
     known = others & (packed("features.arrival_sigma_us") < UNKNOWN_SIGMA_US)
@@ -201,7 +213,8 @@ def _records(rows: dict[str, Tensor], places: dict[str, int]) -> dict[str, F32]:
     return {
         "link_snr_db": packed("truth.link_snr_db"),
         "truth_snr_db": packed("truth.snr_db"),
-        "measured_snr_db": packed("features.snr_db"),
+        "measured_snr_db": measured[present],
+        "best_snr_db": measured.max(-1),
         "arrival_error_us": error[known],
     }
 

@@ -14,13 +14,9 @@ from numpy.typing import NDArray
 
 from brim.engine.shards import Dataset
 from brim.errors import ConfigError
-from brim.rf.batch import make_work
-from brim.rf.channel import receive
-from brim.rf.config import CHANNEL_HZ, SAMPLE_RATE_HZ, from_mapping
-from brim.rf.features import milliwatt_units
+from brim.rf.config import CHANNEL_HZ, SAMPLE_RATE_HZ
 from brim.rf.geometry import SPEED_OF_LIGHT
-from brim.rf.inspect import Progress, Summary, Survey, survey
-from brim.rf.link import noise_dbm
+from brim.rf.inspect import SITE, Progress, Summary, Survey, fixed_receivers, survey
 from brim.rf.page import (
     card,
     count,
@@ -35,15 +31,12 @@ from brim.rf.page import (
     with_unit,
     write_page,
 )
-from brim.rf.receiver import record
-from brim.rf.scene import make_scenes
-from brim.rf.svg import Axis, Frame, Plot, Values, stacked_bars
-from brim.rf.waveform import make_table, scale
+from brim.rf.recording import IQ, recordings, welch
+from brim.rf.svg import Axis, Frame, Plot, Values, num_bins, stacked_bars
 
 MAX_POINTS = 3_000  # drawn on the map
 NUM_COLOURS = 5
 REASONS = {"receivers": "too few receivers heard it", "gdop": "GDOP too high"}
-_DBM_FLOOR = 1e-30  # mW/Hz; keeps the logarithm of an empty bin finite
 
 
 def write_report(
@@ -123,7 +116,7 @@ def _headline(summary: Summary) -> str:
 def _map(found: Survey) -> str:
     every = max(1, -(-len(found.columns.crlb_m) // MAX_POINTS))
     place, bound = found.columns.transmitter[::every], found.columns.crlb_m[::every]
-    stations = _stations(found.data)
+    stations = fixed_receivers(found.data)
     sites = np.array([[s["lat"], s["lon"]] for s in stations]) if stations else found.columns.sites[:, :2]
     if not stations:
         sites = sites[:: max(1, -(-len(sites) // MAX_POINTS))]
@@ -147,14 +140,6 @@ def _map(found: Survey) -> str:
     keys = [(f"dot {kind}", text) for kind, text in zip(colours, _ranges(limits), strict=True)]
     receiver = ("tri" if stations else "dot site", "receiver")
     return card("map", title, note, frame.render(marks, title) + legend([*keys, receiver]))
-
-
-def _stations(data: Dataset) -> list[dict[str, Any]]:
-    """The named receivers of a fixed network; none where receivers are random."""
-    config = data.manifest.get("config") or {}
-    if config.get("use_random_receivers", True):
-        return []
-    return [station for station in config.get("stations") or [] if station.keys() >= _SITE.keys()]
 
 
 def _limits(bound: Values) -> list[float]:
@@ -185,10 +170,6 @@ def _ranges(limits: list[float]) -> list[str]:
 # Histograms
 
 
-def _num_bins(values: Values) -> int:
-    return int(np.clip(2 * len(values) ** (1 / 3), 10, 48))
-
-
 def _tall(*counts: NDArray[np.int64]) -> Axis:
     return Axis.linear(0, 1.06 * max(1, *(int(c.max()) for c in counts)), 4)
 
@@ -198,7 +179,7 @@ def _snr(found: Survey) -> str:
     both = np.concatenate([truth, measured])
     low, high = np.quantile(both, [0.001, 0.999])
     x = Axis.linear(float(low), float(high), 6)
-    edges = x.edges(_num_bins(truth))
+    edges = x.edges(num_bins(truth))
     counts = [np.histogram(values, edges)[0] for values in (truth, measured)]
     plot = Plot(x, _tall(*counts))
     plot.bars(edges, counts[0], "a")
@@ -233,7 +214,7 @@ def _spread(values: Values, label: str, title: str, limit: tuple[str, float | No
     if not len(values):
         return ""
     x = Axis.fitting(values)
-    edges = x.edges(_num_bins(values))
+    edges = x.edges(num_bins(values))
     counts, _ = np.histogram(values, edges)
     plot = Plot(x, _tall(counts))
     plot.bars(edges, counts, "a")
@@ -252,7 +233,7 @@ def _arrival(found: Survey) -> str:
     beyond = float((np.abs(error) > reach).mean())
     middle = float(np.median(np.abs(error)))
     x = Axis.linear(-reach, reach, 6)
-    edges = x.edges(_num_bins(error) | 1)  # odd: one bin is centred on 0
+    edges = x.edges(num_bins(error) | 1)  # odd: one bin is centred on 0
     counts, _ = np.histogram(error, edges)
     plot = Plot(x, _tall(counts))
     plot.bars(edges, counts, "a")
@@ -279,18 +260,17 @@ def _spectrum(data: Dataset) -> Iterator[str]:
         yield card("spectrum", title, str(failure), "")
         return
     config = data.manifest.get("config") or {}
-    names = _stations(data)
+    names = fixed_receivers(data)
     where = str(names[receiver]["name"]) if names else f"receiver {receiver}"
     floor = data.manifest.get("noise_dbm")
     density = None if floor is None else floor - 10 * np.log10(CHANNEL_HZ)
     carrier = f"frequency from the carrier at {config.get('frequency_mhz', 0):g} MHz (kHz)"
     for kind, half_khz, points in (("spectrum", 100.0, 1024), ("channel", 10.0, 4096)):
-        frequency, power = welch(iq, points)
-        shown = np.abs(frequency) <= half_khz * 1e3
-        level = 10 * np.log10(np.maximum(power[shown], _DBM_FLOOR))
+        found = welch(iq, points).within(half_khz * 1e3)
+        level = found.power_dbm_hz
         plot = Plot(Axis.linear(-half_khz, half_khz, 5), _levels(level, density))
         plot.band(-CHANNEL_HZ / 2e3, CHANNEL_HZ / 2e3, "12.5 kHz channel")
-        plot.line(frequency[shown] / 1e3, level, "a")
+        plot.line(found.frequency_hz / 1e3, level, "a")
         if density is not None:
             plot.rule_y(density, "noise")
         view = "whole sampled band" if kind == "spectrum" else "channel close up"
@@ -307,35 +287,11 @@ def _levels(level: Values, density: float | None) -> Axis:
     return Axis.linear(low, float(level.max()) + 10, 5)
 
 
-def first_record(data: Dataset) -> tuple[NDArray[np.complex64], int, int]:
-    """IQ in sqrt(mW), attempt number and receiver of the first sample's strongest record.
-
-    Read where the dataset keeps IQ, else made again: a sample depends on the configuration and its index alone.
-    """
+def first_record(data: Dataset) -> tuple[IQ, int, int]:
+    """IQ in sqrt(mW), attempt number and receiver of the first sample's strongest record."""
     row = data.rows(0, 1, ("index", "reference"))
     index, receiver = int(row["index"][0]), int(row["reference"][0])
-    if "iq" in data.fields:
-        return data.shard(0, ("iq",))["iq"][0, receiver].numpy().copy(), index, receiver
-    config = from_mapping(data.manifest.get("config") or {}, source="the manifest's config")
-    work = make_work(config, make_scenes(config, np.array([index], np.int64)))
-    heard = np.nonzero(work.links.receiver == receiver)[0]
-    if not len(heard):
-        raise ConfigError(f"sample {index} is another one with this brim; use the one that made the dataset")
-    table, peak = make_table(config, work.messages, 0)
-    signal = receive(config, work.links, int(heard[0]), table, float(scale(config, peak)))
-    iq = record(config, signal, index, receiver).mul_(milliwatt_units(noise_dbm(config)))
-    return iq.numpy(), index, receiver
-
-
-def welch(iq: NDArray[np.complex64], points: int) -> tuple[Values, Values]:
-    """Frequency in Hz and power density in mW/Hz: the mean over Hann windows that overlap by half."""
-    window = np.hanning(points + 1)[:-1]
-    segments = np.lib.stride_tricks.sliding_window_view(iq, points)[:: points // 2]
-    power = np.zeros(points)
-    for segment in segments:
-        power += np.abs(np.fft.fft(segment * window)) ** 2
-    power /= len(segments) * SAMPLE_RATE_HZ * (window**2).sum()
-    return np.fft.fftshift(np.fft.fftfreq(points, 1 / SAMPLE_RATE_HZ)), np.fft.fftshift(power)
+    return next(recordings(data, 0, [receiver])), index, receiver
 
 
 # Bars
@@ -396,11 +352,11 @@ def _configuration(found: Survey) -> str:
     rows = {**config, "noise_dbm": manifest.get("noise_dbm"), **(manifest.get("waveform") or {})}
     tables = table([[key, value] for key, value in rows.items() if value is not None])
     if stations and not config.get("use_random_receivers"):
-        tables += table([[station.get(key) for key in _SITE] for station in stations], list(_SITE.values()))
+        tables += table([[station.get(key) for key in SITE] for station in stations], list(_HEADINGS))
     return (
         '<details class="card" id="configuration"><summary>Configuration</summary>'
         f'<div class="tables">{tables}</div></details>'
     )
 
 
-_SITE = {"name": "station", "lat": "lat (°)", "lon": "lon (°)", "alt": "alt (m)"}
+_HEADINGS = ("station", "lat (°)", "lon (°)", "alt (m)")

@@ -74,6 +74,11 @@ class Axis:
         return (np.geomspace if self.log else np.linspace)(self.low, self.high, num_bins + 1)
 
 
+def num_bins(values: Values) -> int:
+    """Bins of a histogram of so many values."""
+    return int(np.clip(2 * len(values) ** (1 / 3), 10, 48))
+
+
 @dataclass(slots=True)
 class Plot:
     """A chart under construction; marks are drawn in the order they are added."""

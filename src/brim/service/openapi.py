@@ -58,7 +58,8 @@ def document(app: FastAPI) -> dict[str, Any]:
             for operation in methods.values():
                 _complete(path, operation)
         body = {"required": True, "content": {"application/json": {"schema": body_schema()}}}
-        made["paths"]["/api/training/jobs"]["post"]["requestBody"] = body
+        for path in ("/api/training/jobs", "/api/training/jobs/validate"):
+            made["paths"][path]["post"]["requestBody"] = body
         app.openapi_schema = made
     return app.openapi_schema
 

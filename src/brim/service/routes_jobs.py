@@ -1,4 +1,4 @@
-"""Jobs: submit, list, show, stop, resume, delete, watch, and what they logged and made."""
+"""Jobs: check, submit, list, show, stop, resume, delete, watch, and what they logged and made."""
 
 import asyncio
 import shutil
@@ -13,15 +13,16 @@ from starlette.concurrency import run_in_threadpool
 
 from brim.errors import Conflict, FieldError, NotFound, TooMany, Unavailable
 from brim.jobs.catalogue.rows import JobRow
+from brim.jobs.fields import MAX_TEXT
 from brim.jobs.joblog import log_file, read_log
 from brim.jobs.made import made
 from brim.jobs.status import FINISHED, RESUMABLE, UNFINISHED, Status
-from brim.service import shapes
+from brim.service import shapes, shapes_live
 from brim.service.body import read_json
 from brim.service.context import Context, Here
 from brim.service.events import EventStream
 from brim.service.openapi import KIND_NAMES, Id, PageNumber, refusals
-from brim.service.submit import submit
+from brim.service.submit import submit, validate
 
 router = APIRouter(prefix="/api/training/jobs", tags=["jobs"])
 
@@ -58,17 +59,34 @@ async def submit_job(
     return shapes.job(row, here.redact)
 
 
+@router.post(
+    "/validate",
+    response_model=shapes_live.Validated,
+    responses=refusals(400, 404, 409, 413, 415, 422, 503, 507),
+    summary="Check a job without submitting it",
+)
+async def validate_job(request: Request, here: Here) -> shapes_live.Validated:
+    """The config with every default and the disk it would take, or what submitting it would be refused with.
+
+    Stores nothing, and needs no room among the waiting jobs.
+    """
+    body = await read_json(request)
+    spec, need = await run_in_threadpool(validate, here, body)
+    return shapes_live.Validated(kind=spec.kind, name=spec.name, config=spec.config, estimated_bytes=need)
+
+
 @router.get("", response_model=shapes.JobPage, responses=refusals(422, 503), summary="List jobs, newest first")
 def list_jobs(
     here: Here,
     status: Annotated[Status | Literal[""], Query()] = "",
     kind: Annotated[str, Query(json_schema_extra={"enum": ["", *KIND_NAMES]})] = "",
+    name: Annotated[str, Query(max_length=MAX_TEXT, description="A part of the name, in capitals or not.")] = "",
     page: PageNumber = 1,
 ) -> shapes.JobPage:
-    """50 a page; an empty status or kind means any."""
+    """50 a page; an empty status, kind or name means any."""
     if kind and kind not in KIND_NAMES:
         raise FieldError("kind", f'kind="{kind[:60]}" is unknown; choose one of {", ".join(KIND_NAMES)}')
-    found = here.catalogue.jobs.page(status=status or None, kind=kind or None, page=page or 1)
+    found = here.catalogue.jobs.page(status=status or None, kind=kind or None, name=name or None, page=page or 1)
     jobs = [shapes.job(row, here.redact) for row in found.rows]
     return shapes.JobPage(jobs=jobs, page=found.page, pages=found.pages, total=found.total)
 

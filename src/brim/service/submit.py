@@ -6,7 +6,6 @@ The catalogue first, then the queue: whoever is killed in between leaves a pendi
 import hashlib
 import os
 import signal
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from brim.errors import CheckpointError, Conflict, DatasetError, FieldConflict, ImageError, NotFound, Unavailable
@@ -15,7 +14,7 @@ from brim.jobs.catalogue.rows import JobRow
 from brim.service.context import Context
 
 if TYPE_CHECKING:
-    from brim.jobs.kinds import Inputs, Kind
+    from brim.jobs.kinds import Inputs
     from brim.jobs.specs import Spec
 
 
@@ -29,17 +28,25 @@ def submit(here: Context, body: Any, key: str | None) -> tuple[JobRow, bool]:
     key_hash = None if key is None else hashlib.sha256(key.encode()).hexdigest()
     if key_hash is not None and (known := here.catalogue.jobs.of_key(key_hash)):
         return known, False
-    _check(here, spec, kind)
+    check(here, spec)
     row, is_new = here.catalogue.jobs.submit(
         spec,
         key_hash=key_hash,
-        inputs={"dataset_ids": list(spec.dataset_ids), "run_id": spec.run_id},
+        inputs=_named(spec),
         makes=kind.makes,
         reads=kind.reads,
         reads_run=kind.reads_run,
         limit=here.settings.max_unfinished,
     )
     return (enqueue(here, row), True) if is_new else (row, False)
+
+
+def validate(here: Context, body: Any) -> "tuple[Spec, int]":
+    """What a body asks for and the bytes it would take on disk; what submitting it would refuse is refused."""
+    from brim.jobs.specs import read_body
+
+    spec = read_body(body)
+    return spec, check(here, spec)
 
 
 def enqueue(here: Context, row: JobRow) -> JobRow:
@@ -53,16 +60,21 @@ def enqueue(here: Context, row: JobRow) -> JobRow:
         return row
 
 
-def _check(here: Context, spec: "Spec", kind: "Kind") -> None:
-    """Refuse what could not run: a device that is not there, values that do not fit the inputs, a full disk."""
-    inputs = _inputs(here, spec)
+def check(here: Context, spec: "Spec") -> int:
+    """The bytes a job will take on disk; one that could not run is refused.
+
+    By a device that is not there, inputs that cannot be used, values that do not fit them, or a full disk.
+    """
+    from brim.jobs.kinds import KINDS
+
+    kind = KINDS[spec.kind]
     accelerator = spec.config.get("accelerator", "auto")
     if accelerator in ("gpu", "cuda") and not _has_gpu(here):
         raise FieldConflict(
             "config.accelerator", f'config.accelerator="{accelerator}": no worker has a GPU; use "auto"'
         )
-    if inputs is None:
-        return  # unknown, still being written, empty or of another kind: the catalogue says so
+    here.catalogue.jobs.check(_named(spec), kind.reads, kind.reads_run)
+    inputs = _inputs(here, spec)
     try:
         kind.check(spec, inputs)
         need = kind.estimate_bytes(spec, inputs)
@@ -76,25 +88,21 @@ def _check(here: Context, spec: "Spec", kind: "Kind") -> None:
             f"the job needs about {disk.words(need)} of disk and {disk.words(here.settings.min_free_bytes)} must stay "
             f"free, but only {disk.words(free)} are free; free some space or ask for less"
         )
+    return need
 
 
-def _inputs(here: Context, spec: "Spec") -> "Inputs | None":
-    """Where a job's inputs lie; None where one of them cannot be used."""
-    from brim.jobs.kinds import KINDS, Inputs
+def _named(spec: "Spec") -> dict[str, Any]:
+    """What a job reads, as the catalogue takes it."""
+    return {"dataset_ids": list(spec.dataset_ids), "run_id": spec.run_id}
 
-    kind = KINDS[spec.kind]
-    places: list[Path] = []
-    for id in spec.dataset_ids:
-        row = here.catalogue.datasets.get(id)
-        if row is None or row.state in ("writing", "deleting") or row.items == 0 or row.kind != kind.reads:
-            return None
-        places.append(here.settings.data / row.path)
-    if spec.run_id is None:
-        return Inputs(datasets=tuple(places))
-    run = here.catalogue.runs.get(spec.run_id)
-    if run is None or run.state == "training" or run.kind != kind.reads_run:
-        return None
-    return Inputs(datasets=tuple(places), run=here.settings.data / run.path)
+
+def _inputs(here: Context, spec: "Spec") -> "Inputs":
+    """Where a job's inputs lie."""
+    from brim.jobs.kinds import Inputs
+
+    data = here.settings.data
+    datasets = tuple(data / here.dataset(id).path for id in spec.dataset_ids)
+    return Inputs(datasets=datasets, run=None if spec.run_id is None else data / here.run(spec.run_id).path)
 
 
 def _has_gpu(here: Context) -> bool:

@@ -72,6 +72,11 @@ class Jobs:
             _tell_status(connection, made)
             return made, True
 
+    def check(self, inputs: Mapping[str, Any], reads: str | None, reads_run: str | None) -> None:
+        """Refuse inputs as `submit` would, and note nothing."""
+        with reading(self._engine) as connection:
+            check_inputs(connection, inputs, reads, reads_run)
+
     def get(self, id: str) -> JobRow | None:
         """One job; None for an id that names none."""
         if not is_id(id):
@@ -85,11 +90,18 @@ class Jobs:
             return _by_key(connection, key_hash)
 
     def page(
-        self, *, status: str | None = None, kind: str | None = None, page: int = 1, per_page: int = 50
+        self,
+        *,
+        status: str | None = None,
+        kind: str | None = None,
+        name: str | None = None,
+        page: int = 1,
+        per_page: int = 50,
     ) -> Page[JobRow]:
-        """One page of jobs, newest first."""
+        """One page of jobs, newest first; name is a part of theirs, in capitals or not."""
         where = [jobs.c.status == clean(status)] if status is not None else []
         where += [jobs.c.kind == clean(kind)] if kind is not None else []
+        where += [jobs.c.name.icontains(clean(name), autoescape=True)] if name is not None else []
         with reading(self._engine) as connection:
             return page_of(connection, jobs, JobRow, where, page, per_page)
 

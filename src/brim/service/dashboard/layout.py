@@ -33,7 +33,7 @@ def frame(title: str, path: str) -> Iterator[ui.column]:
     """A page: header, navigation, and a column for what it shows; path is that of its entry in the navigation."""
     ui.page_title(f"{title} · brim")
     ui.add_head_html(f"<style>{STYLE}</style>{_DARK}")
-    with ui.row(align_items="center").classes("brim-header w-full").props('role="navigation" aria-label="Pages"'):
+    with ui.row(align_items="center").classes("brim-header").props('role="navigation" aria-label="Pages"'):
         ui.link("brim", "/").classes("brim-name")
         for place, name in PAGES.items():
             link = ui.link(name, place)
@@ -42,7 +42,7 @@ def frame(title: str, path: str) -> Iterator[ui.column]:
         ui.space()
         ui.link("API", "/docs")
         ui.button(icon="contrast", on_click=lambda: ui.run_javascript("brimDark(!Quasar.Dark.isActive)")).props(
-            'flat round dense aria-label="Light or dark"'
+            'flat round dense color=grey-7 aria-label="Light or dark"'
         )
     with ui.column().classes("brim-page").props('role="main"') as column:
         ui.html(_escaped(title), sanitize=False, tag="h1")
