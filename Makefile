@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 DEMO_OUT ?= demo-output
 
-.PHONY: setup demo test soak lint types check bench clean
+.PHONY: setup demo test soak lint types check docs bench clean
 
 setup: $(STAMP)
 
@@ -38,8 +38,12 @@ test: check
 soak: setup
 	BRIM_SOAK=1 BRIM_KILLS=200 $(BIN)/python -m pytest tests/faults tests/jobs/test_worker_rf.py
 
+# the documentation as a site, in site/
+docs: setup
+	$(BIN)/mkdocs build --strict --quiet
+
 bench: setup
 	$(BIN)/python benchmarks/bench_generate.py
 
 clean:
-	rm -rf $(VENV) $(DEMO_OUT) .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) $(DEMO_OUT) site .mypy_cache .ruff_cache .pytest_cache

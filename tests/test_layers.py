@@ -53,6 +53,9 @@ HOMES = {  # where else than in COMPUTE's layers a package may be imported, by p
     "fastapi_offline": ("service/",),
     "starlette": ("service/",),
     "uvicorn": ("service/",),
+    "httpx": ("service/",),
+    "nicegui": ("service/dashboard/",),
+    "websockets": ("service/",),
     "prometheus_client": ("service/",),
 }
 SERVICE = {
@@ -64,7 +67,10 @@ SERVICE = {
     "fastapi_offline",
     "starlette",
     "uvicorn",
+    "httpx",
+    "nicegui",
     "prometheus_client",
+    "websockets",
 }  # of the extra `service`: the command line imports jobs and service only inside functions
 INSIDE_FUNCTIONS = (
     set(HOMES)

@@ -21,8 +21,11 @@ from brim.service.metrics import CSP
 API_PATHS: Final = ("/api", "/docs", "/openapi.json", "/health", "/ready", "/metrics")
 START_S = 20.0  # the dashboard's process may just be starting: its socket is there before it
 ANSWER_S = 60.0
+RESTART = 1012  # close code: the other end will be back
+_UNSAID = (1005, 1006)  # codes for what nobody said
 _HERE = ("connection", "keep-alive", "transfer-encoding", "te", "trailer", "upgrade", "expect")
 _OURS = (*_HERE, "authorization", "cookie")
+_SAID = (*_HERE, "server", "date")  # by our own server
 _AWAY = b"""<!DOCTYPE html>
 <html lang="en"><head><meta charset="utf-8"><title>brim</title><meta http-equiv="refresh" content="2"></head>
 <body><p>The dashboard is starting; this page tries again by itself. The API answers: <a href="/docs">/docs</a>.</p>
@@ -85,7 +88,7 @@ class Front:
             return await _away(send)
         try:
             is_page = answer.headers.get("content-type", "").startswith("text/html")
-            headers = [(name, value) for name, value in answer.headers.raw if name.decode().lower() not in _HERE]
+            headers = [(name, value) for name, value in answer.headers.raw if name.decode().lower() not in _SAID]
             extra = [(b"content-security-policy", self._csp)] if is_page else []
             await send({"type": "http.response.start", "status": answer.status_code, "headers": headers + extra})
             with suppress(httpx.TransportError):  # it ended in the middle, and so does this answer
@@ -157,9 +160,11 @@ async def _relay(far: ClientConnection, receive: Receive, send: Send) -> None:
             await far.send(text if text is not None else message["bytes"])
 
     async def back() -> None:
-        async for data in far:
-            await send(_message(data))
-        await send({"type": "websocket.close", "code": far.close_code or 1000, "reason": ""})
+        with suppress(ConnectionClosed):
+            async for data in far:
+                await send(_message(data))
+        code = far.close_code or 1000
+        await send({"type": "websocket.close", "code": RESTART if code in _UNSAID else code, "reason": ""})
 
     tasks = [asyncio.create_task(onwards()), asyncio.create_task(back())]
     try:

@@ -65,6 +65,7 @@ def main(argv: list[str]) -> int:
         make_app(settings),
         http="h11",
         ws="websockets-sansio",
+        loop="asyncio",
         ws_per_message_deflate=False,
         lifespan="on",
         access_log=False,
