@@ -1,26 +1,14 @@
 """A running API: one for each test that changes it, one for each module of those that only ask."""
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
-from live_api import Api, make
+from live_api import Api, running
 from predicting import Predicting
 
 from brim.service import process
-
-
-@contextmanager
-def running(data: Path, **changes: Any) -> Iterator[Api]:
-    made = make(data, **changes)
-    try:
-        with made:
-            yield made
-    finally:
-        made.queue.close()
-        made.catalogue.close()
 
 
 @pytest.fixture

@@ -6,7 +6,8 @@ import re
 import socket
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Self
@@ -156,3 +157,15 @@ def make(data: Path, predictions: Predictions | None = None, **changes: Any) -> 
     durable.migrate(settings.jobs_url)
     catalogue, queue = Catalogue.open(settings.catalogue_url), Queue(settings.jobs_url)
     return Api(settings, catalogue, queue, make_api(settings, catalogue, queue, predictions))
+
+
+@contextmanager
+def running(data: Path, **changes: Any) -> Iterator[Api]:
+    """The same, running."""
+    made = make(data, **changes)
+    try:
+        with made:
+            yield made
+    finally:
+        made.queue.close()
+        made.catalogue.close()

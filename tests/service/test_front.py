@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 import uvicorn
-from conftest import running
-from live_api import TOKEN, Api
+from live_api import TOKEN, Api, running
 from starlette.types import Receive, Scope, Send
 from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import ConnectionClosed, InvalidStatus

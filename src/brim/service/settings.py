@@ -192,8 +192,8 @@ def from_options(
 
     BRIM_DATA and BRIM_DATABASE stand in for absent options; BRIM_HANG_S, BRIM_MIN_FREE_BYTES, BRIM_MAX_UNFINISHED,
     BRIM_MAX_WATCHERS, BRIM_MAX_UPLOAD_BYTES, BRIM_PREDICT_DEADLINE_MS, BRIM_PREDICT_HANG_S, BRIM_MAX_PREDICT_BYTES,
-    BRIM_MAX_PREDICT_PIXELS, BRIM_MAX_PREDICT_FILES, BRIM_MAX_PREDICTING, BRIM_TILE_URL and BRIM_LOG_LEVEL set what has no
-    option.
+    BRIM_MAX_PREDICT_PIXELS, BRIM_MAX_PREDICT_FILES, BRIM_MAX_PREDICTING, BRIM_TILE_URL and BRIM_LOG_LEVEL set what
+    has no option.
     """
     others: dict[str, Any] = {name: _number(environ, name) for name in _NUMBERS if environ.get(f"BRIM_{name.upper()}")}
     if environ.get("BRIM_LOG_LEVEL"):
