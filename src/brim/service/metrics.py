@@ -130,7 +130,7 @@ class Observed:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass on and watch."""
         if scope["type"] != "http":
-            return await self._app(scope, receive, send)
+            return await self._app(scope, receive, _headed(scope, send))
         began_s = time.perf_counter()
         answered = False
 
@@ -155,6 +155,17 @@ class Observed:
         route = template(scope)
         self._metrics.answered(scope["method"], route, status, seconds)
         log.info("%s %s %d %.1f ms", scope["method"][:20], route, status, 1e3 * seconds)
+
+
+def _headed(scope: Scope, send: Send) -> Send:
+    """The headers that all answers have, also for a WebSocket that is refused."""
+
+    async def headed(message: Message) -> None:
+        if message["type"] == "websocket.http.response.start":
+            message = {**message, "headers": _with_headers(scope["path"], message.get("headers", ()))}
+        await send(message)
+
+    return headed
 
 
 def _with_headers(path: str, headers: Iterable[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
