@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from html import escape
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray

@@ -18,7 +18,16 @@ from starlette.types import ASGIApp
 from brim import __version__
 from brim.jobs.catalogue import Catalogue
 from brim.jobs.redact import Redactor
-from brim.service import errors, routes_datasets, routes_jobs, routes_models, routes_predict, routes_runs, routes_system
+from brim.service import (
+    errors,
+    routes_dataset_views,
+    routes_datasets,
+    routes_jobs,
+    routes_models,
+    routes_predict,
+    routes_runs,
+    routes_system,
+)
 from brim.service.context import Context, Queue
 from brim.service.events import Hub
 from brim.service.front import Front, is_api
@@ -102,7 +111,16 @@ def make_api(settings: Settings, catalogue: Catalogue, queue: Queue, predictions
     )  # fmt: skip
     api.state.context = context
     errors.install(api, context.redact)
-    for routes in (routes_jobs, routes_datasets, routes_runs, routes_predict, routes_models, routes_system):
+    listed = (
+        routes_jobs,
+        routes_datasets,
+        routes_dataset_views,
+        routes_runs,
+        routes_predict,
+        routes_models,
+        routes_system,
+    )
+    for routes in listed:
         api.router.routes.extend(routes.router.routes)  # not included: each stays a route one can see in api.routes
     _add_pages(api)
     return api

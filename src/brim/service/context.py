@@ -17,6 +17,7 @@ from brim.service.metrics import Metrics
 from brim.service.prediction.client import Predictions
 from brim.service.replies import Replies
 from brim.service.settings import Settings
+from brim.service.views import Views
 from brim.service.warm import Warm
 
 _T = TypeVar("_T")
@@ -57,6 +58,7 @@ class Context:
     front: Front | None = None  # to the dashboard, where there is one
     warm: Warm = field(default_factory=Warm)
     replies: Replies = field(default_factory=Replies)
+    views: Views = field(default_factory=Views)
 
     def job(self, id: str) -> JobRow:
         """A job by its id."""

@@ -4,8 +4,10 @@ import math
 from pathlib import Path
 from typing import Any
 
+from brim.errors import BrimError
+
 Item = dict[str, Any]
-_MAX_IMAGE_BYTES = 256 * 1024**2  # of a file that is opened for its size
+_HEADS = (4 * 1024, 256 * 1024, 256 * 1024**2)  # bytes read for an image's size: a TIFF may have it at its end
 
 
 def preview(path: Path, kind: str, limit: int) -> list[Item]:
@@ -57,27 +59,28 @@ def _images(path: Path, limit: int) -> list[Item]:
     images, _ = image_folders(path)
     found = []
     for file in find_images([images])[:limit]:
-        width, height = _size(file)
+        width, height = size_of(file)
         found.append({"name": file.relative_to(images).as_posix(), "width": width, "height": height})
     return found
 
 
-def _size(file: Path) -> tuple[int | None, int | None]:
-    """Width and height in pixels; neither for a file that cannot be read."""
-    from brim.errors import ImageError
-    from brim.segmentation.containers import JPEG, PNG, TIFFS, read_jpeg, read_png, read_tiff
-    from brim.segmentation.images import read_image
+def size_of(file: Path) -> tuple[int | None, int | None]:
+    """Width and height in pixels, from as little of the file as it takes; neither for one that cannot be read."""
+    from brim.segmentation.images import image_size
 
     try:
-        data = file.read_bytes() if file.stat().st_size <= _MAX_IMAGE_BYTES else b""
-        for starts, read in (((PNG,), read_png), ((JPEG,), read_jpeg), (TIFFS, read_tiff)):
-            if data.startswith(starts):
-                header = read(data)
-                return header.width, header.height
-        height, width = read_image(data).shape[:2]
-    except (ImageError, OSError):
-        return None, None
-    return int(width), int(height)
+        size = file.stat().st_size
+        for num_bytes in _HEADS:
+            with file.open("rb") as opened:
+                head = opened.read(num_bytes)
+            try:
+                return image_size(head, file.name)
+            except BrimError:
+                if num_bytes >= size:
+                    break
+    except OSError:
+        pass
+    return None, None
 
 
 def _sequences(path: Path, limit: int) -> list[Item]:

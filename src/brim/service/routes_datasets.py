@@ -10,7 +10,7 @@ from fastapi import APIRouter, Query, Request, Response
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import ClientDisconnect
 
-from brim.errors import BrimError, Conflict, DatasetError, FieldConflict, FieldError, ImageError, StorageError
+from brim.errors import BrimError, Conflict, DatasetError, FieldConflict, FieldError, ImageError
 from brim.jobs import sources
 from brim.jobs.catalogue import DatasetRow, new_id
 from brim.jobs.fields import MAX_TEXT, PATTERN
@@ -19,6 +19,7 @@ from brim.service.context import Context, Here
 from brim.service.multipart import boundary_of
 from brim.service.openapi import Id, PageNumber, refusals
 from brim.service.preview import preview
+from brim.service.reading import readable
 from brim.service.upload import FILES, Upload, check_room
 
 router = APIRouter(prefix="/api/datasets", tags=["datasets"])
@@ -114,11 +115,8 @@ def preview_dataset(id: Id, here: Here, limit: Annotated[int, Query(ge=1, le=100
     if row.state == "writing":
         raise Conflict(f'the dataset "{row.name}" is still being written; wait for its job')
     place = here.settings.data / row.path
-    try:
+    with readable(row, place):
         items = preview(place, row.kind, limit)
-    except (DatasetError, ImageError, StorageError) as failure:
-        text = str(failure).replace(str(place), f'dataset "{row.name}"')
-        raise Conflict(f"the dataset cannot be read: {text}") from failure
     return shapes.Preview(kind=row.kind, items=items)
 
 

@@ -1,0 +1,23 @@
+"""A dataset's files as a request reads them: what is wrong with them is said in words, by the dataset's name."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from brim.errors import ConfigError, Conflict, DatasetError, ImageError, StorageError
+from brim.jobs.catalogue import DatasetRow
+from brim.jobs.task import in_words
+
+
+@contextmanager
+def readable(row: DatasetRow, place: Path) -> Iterator[None]:
+    """Errors of a dataset's reader as a Conflict that does not say where it is."""
+    try:
+        yield
+    except (ConfigError, DatasetError, ImageError, StorageError) as failure:
+        if row.state == "writing":
+            raise Conflict(
+                f'the dataset "{row.name}" is still being written and has nothing to show yet; try again soon'
+            ) from failure
+        text = in_words(str(failure)).replace(str(place), f'dataset "{row.name}"')
+        raise Conflict(f"the dataset cannot be read: {text}") from failure

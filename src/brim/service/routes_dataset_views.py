@@ -1,0 +1,64 @@
+"""Datasets to look at: figures for charts and maps, and one sample with its spectra."""
+
+from pathlib import Path as FilePath
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Path
+from starlette.concurrency import run_in_threadpool
+
+from brim.errors import Conflict, NotFound
+from brim.jobs.catalogue import DatasetRow
+from brim.service import shapes_views
+from brim.service.context import Context, Here
+from brim.service.openapi import Id, refusals
+from brim.service.reading import readable
+from brim.service.shapes import finite
+
+router = APIRouter(prefix="/api/datasets", tags=["datasets"])
+
+Row = Annotated[int, Path(ge=0, le=2**53, description="From 0, in the order of the dataset.")]
+
+
+@router.get(
+    "/{id}/statistics",
+    response_model=shapes_views.Statistics,
+    responses=refusals(404, 409, 429, 503),
+    summary="Figures of a dataset",
+)
+async def dataset_statistics(id: Id, here: Here) -> Any:
+    """Counts and histograms, and where transmitters are; of a dataset that is being written what is there so far."""
+    row, place = await run_in_threadpool(_find, here, id)
+    return await here.views.statistics.of(row, place)
+
+
+@router.get(
+    "/{id}/samples/{index}",
+    response_model=shapes_views.Sample,
+    responses=refusals(404, 409, 422, 429, 503),
+    summary="One sample of a radio dataset",
+)
+async def show_sample(id: Id, index: Row, here: Here) -> shapes_views.Sample:
+    """Where transmitter and receivers are, and the spectrum each receiver recorded."""
+    row, place = await run_in_threadpool(_find, here, id)
+    if row.kind != "rf":
+        raise Conflict(f'the dataset "{row.name}" is of kind {row.kind}; only those of kind rf have samples to show')
+    return await here.views.slow.run(_sample, here, row, place, index)
+
+
+def _find(here: Context, id: str) -> tuple[DatasetRow, FilePath]:
+    row = here.dataset(id)
+    return row, here.settings.data / row.path
+
+
+def _sample(here: Context, row: DatasetRow, place: FilePath, index: int) -> shapes_views.Sample:
+    from brim.rf.inspect import open_dataset
+    from brim.rf.sample import sample
+
+    with readable(row, place):
+        data = open_dataset(place)
+        if index >= len(data):
+            there = f"it has {len(data)}, from 0 to {len(data) - 1}" if len(data) else "it has none yet"
+            raise NotFound(f'the dataset "{row.name}" has no sample {index}: {there}')
+        found = finite(sample(data, index))
+    note = found["note"] and here.redact(found["note"])
+    return shapes_views.Sample(**{**found, "note": note})

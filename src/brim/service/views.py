@@ -1,0 +1,16 @@
+"""What the routes of charts, maps and downloads share in one API process."""
+
+from dataclasses import dataclass, field
+
+from brim.service.statistics import KeptStatistics, OneAtATime
+
+
+@dataclass(frozen=True, slots=True)
+class Views:
+    """Work that must not take the API with it, however often it is asked for."""
+
+    slow: OneAtATime = field(default_factory=OneAtATime)
+    statistics: KeptStatistics = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "statistics", KeptStatistics(self.slow))

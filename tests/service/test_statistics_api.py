@@ -1,0 +1,350 @@
+"""Datasets to look at over HTTP: figures of every kind, and one radio sample with its spectra."""
+
+import json
+import shutil
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from live_api import Api
+from test_datasets_api import NAMED, SEQUENCES, Part, array, picture, upload
+
+from brim.engine.shards import Dataset
+from brim.rf import from_mapping, preset
+from brim.rf.generate import generate
+from brim.rf.inspect import named_columns
+
+SAMPLES = 12
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Small radio datasets by what is special about them."""
+    folder = tmp_path_factory.mktemp("made")
+    short = {"duration_s": 0.2, "samples_per_shard": 5}
+    configs = {
+        "fixed": from_mapping(short),
+        "iq": from_mapping({**short, "dataset_type": "iq_raw"}),
+        "random": preset("quality", duration_s=0.2),
+        "cw": from_mapping({**short, "waveform": "cw", "min_snr_db": 15.0, "tx_power_dbm": 25.0, "seed": 3}),
+    }
+    for name, config in configs.items():
+        generate(config, folder / name, 3 if name == "iq" else SAMPLES, device="cpu")
+    return {name: folder / name for name in configs}
+
+
+def bring(api: Api, path: Path, **values: Any) -> str:
+    return api.add_dataset(**{"name": "brought", "path": str(path), "owned": False, "items": SAMPLES, **values}).id
+
+
+def figures(api: Api, id: str) -> dict[str, Any]:
+    answer = api.get(f"/api/datasets/{id}/statistics")
+    assert answer.status == 200, answer.json
+    return dict(answer.json)
+
+
+def column(data: Dataset, key: str, name: str) -> Any:
+    values = data.load((key,))[key].numpy()[:, :, [known for known, _ in named_columns(data.manifest, key)].index(name)]
+    return values[..., 0] if values.ndim == 3 else values
+
+
+# Radio
+
+
+def test_figures_agree_with_the_rows(api, made):
+    data = Dataset(made["fixed"])
+    rows = {name: tensor.numpy() for name, tensor in data.load(("transmitter", "present", "gdop", "crlb_m")).items()}
+    snr_db = column(data, "features", "snr_db")
+
+    found = figures(api, bring(api, made["fixed"]))
+
+    assert (found["kind"], found["samples"], found["complete"]) == ("rf", SAMPLES, True)
+    assert found["attempted"] == SAMPLES + sum(found["rejected"].values())
+    assert found["acceptance_rate"] == pytest.approx(SAMPLES / found["attempted"])
+    assert [one["name"] for one in found["receivers"]][:2] == ["Aquila di Giaveno", "Montanaro"]
+    assert found["receivers"][0] == {"name": "Aquila di Giaveno", "lat": 45.03, "lon": 7.27, "alt_m": 600.0}
+    expected = {"snr_db": snr_db[rows["present"]], "gdop": rows["gdop"], "crlb_m": rows["crlb_m"]}
+    assert {name: one["unit"] for name, one in found["histograms"].items()} == {
+        "snr_db": "dB", "gdop": "1", "crlb_m": "m",
+    }  # fmt: skip
+    for name, values in expected.items():
+        histogram = found["histograms"][name]
+        assert histogram["counts"] == np.histogram(values, histogram["edges"])[0].tolist()
+        assert sum(histogram["counts"]) == values.size, name
+    assert [one["index"] for one in found["transmitters"]] == list(range(SAMPLES))
+    for at, one in enumerate(found["transmitters"]):
+        assert [one["lat"], one["lon"]] == rows["transmitter"][at, :2].tolist()
+        assert one["snr_db"] == pytest.approx(snr_db[at][rows["present"][at]].max())
+        assert (one["gdop"], one["crlb_m"]) == pytest.approx((rows["gdop"][at], rows["crlb_m"][at]))
+
+
+def test_receivers_of_samples_that_have_their_own_are_not_listed(api, made):
+    found = figures(api, bring(api, made["random"]))
+
+    assert found["receivers"] == []
+    assert found["samples"] == SAMPLES
+
+
+def test_transmitters_of_a_large_dataset_are_evenly_taken(api, made, monkeypatch):
+    from brim.rf import inspect, statistics
+
+    monkeypatch.setattr(inspect, "MAX_KEPT", 6)
+    monkeypatch.setattr(statistics, "MAX_TRANSMITTERS", 4)
+    lat = Dataset(made["fixed"]).load(("transmitter",))["transmitter"][:, 0].tolist()
+
+    found = figures(api, bring(api, made["fixed"]))
+
+    assert [one["index"] for one in found["transmitters"]] == [0, 4, 8]
+    assert [one["lat"] for one in found["transmitters"]] == [lat[0], lat[4], lat[8]]
+    assert sum(found["histograms"]["gdop"]["counts"]) == 6
+    assert found["samples"] == SAMPLES
+
+
+def test_a_growing_dataset_shows_what_is_there(api, made, tmp_path):
+    place = tmp_path / "growing"
+    id = bring(api, place, state="writing", items=0)
+
+    nothing = api.get(f"/api/datasets/{id}/statistics")
+    assert (nothing.status, "still being written" in nothing.json["detail"]) == (409, True)
+    assert api.get(f"/api/datasets/{id}/samples/0").status == 409
+
+    shutil.copytree(made["fixed"], place)
+    whole = json.loads((place / "manifest.json").read_text())
+    for shards in (0, 1, 2):
+        kept = whole["shards"][:shards]
+        items = sum(one["items"] for one in kept)
+        totals = kept[-1]["totals"] if kept else {}
+        part = {name: value for name, value in whole.items() if name not in ("counts", "report")}
+        part |= {"shards": kept, "items": items, "complete": False, "totals": totals}
+        (place / "manifest.json").write_text(json.dumps(part))
+        found = figures(api, id)
+        assert (found["samples"], found["complete"]) == (items, False)
+        assert sum(found["histograms"]["gdop"]["counts"]) == len(found["transmitters"]) == items
+        assert found["attempted"] == (totals["attempted"] if kept else None)
+        assert api.get(f"/api/datasets/{id}/samples/{items}").status == 404
+        assert api.get(f"/api/datasets/{id}/samples/{max(0, items - 1)}").status == (200 if items else 404)
+
+
+def test_figures_are_kept_until_the_files_change(api, made, tmp_path, monkeypatch):
+    from brim.rf import statistics
+
+    calls = []
+    survey = statistics.survey
+    monkeypatch.setattr(statistics, "survey", lambda *args, **more: calls.append(1) or survey(*args, **more))
+    place = tmp_path / "copy"
+    shutil.copytree(made["fixed"], place)
+    id = bring(api, place)
+    answers: list[dict[str, Any]] = []
+    threads = [threading.Thread(target=lambda: answers.append(figures(api, id))) for _ in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+    assert len(calls) == 1
+    assert all(one == answers[0] for one in answers)
+    shutil.copyfile(made["random"] / "manifest.json", place / "new.json")
+    shutil.rmtree(place / "shards")
+    shutil.copytree(made["random"] / "shards", place / "shards")
+    (place / "new.json").replace(place / "manifest.json")
+    assert figures(api, id)["receivers"] == []
+    assert len(calls) == 2
+
+
+def test_too_many_at_once_are_refused(api, made, monkeypatch):
+    from brim.rf import statistics
+    from brim.service import statistics as kept
+
+    go_on = threading.Event()
+    survey = statistics.survey
+    monkeypatch.setattr(statistics, "survey", lambda *args, **more: go_on.wait(30) and survey(*args, **more))
+    monkeypatch.setattr(api.api.state.context.views.slow, "_limit", 3)
+    id = bring(api, made["fixed"])
+    found: list[int] = []
+    threads = [
+        threading.Thread(target=lambda: found.append(api.get(f"/api/datasets/{id}/statistics").status))
+        for _ in range(8)
+    ]
+    for thread in threads:
+        thread.start()
+    while len(found) < 5:
+        assert api.get("/health").status == 200  # the API goes on
+    go_on.set()
+    for thread in threads:
+        thread.join()
+
+    assert sorted(found) == [200] * 3 + [429] * 5
+    assert kept.MAX_WAITING > 3
+
+
+def test_a_damaged_dataset_is_refused_in_words(api, made, tmp_path):
+    place = tmp_path / "damaged"
+    shutil.copytree(made["fixed"], place)
+    shard = place / "shards" / "000001.safetensors"
+    shard.write_bytes(shard.read_bytes()[:-10])
+    id = bring(api, place, name="cut")
+
+    for answer in (api.get(f"/api/datasets/{id}/statistics"), api.get(f"/api/datasets/{id}/samples/7")):
+        assert answer.status == 409
+        assert "000001.safetensors" in answer.json["detail"]
+        assert str(tmp_path) not in answer.json["detail"]
+    assert api.get(f"/api/datasets/{id}/samples/0").status == 200  # another shard's
+
+
+# One sample
+
+
+@pytest.mark.parametrize("name", ["fixed", "random", "iq"])
+def test_a_sample_is_shown_with_the_spectra_of_those_that_heard(api, made, name):
+    data = Dataset(made[name])
+    index = len(data) - 1
+    row = {key: tensor[0] for key, tensor in data.rows(index, index + 1).items()}
+
+    answer = api.get(f"/api/datasets/{bring(api, made[name])}/samples/{index}")
+
+    found = answer.json
+    assert answer.status == 200, found
+    assert (found["index"], found["attempt"]) == (index, int(row["index"]))
+    assert list(found["transmitter"].values()) == row["transmitter"].tolist()
+    assert found["note"] is None
+    assert len(found["receivers"]) == int(row["valid"].sum())
+    assert sum(one["heard"] for one in found["receivers"]) == int(row["present"].sum())
+    for at, one in enumerate(found["receivers"]):
+        assert [one["lat"], one["lon"], one["alt_m"]] == row["receivers"][at].tolist()
+        assert one["heard"] == (one["spectrum"] is not None) == (one["snr_db"] is not None)
+        assert one["link_snr_db"] == pytest.approx(float(column(data, "truth", "link_snr_db")[index, at]))
+        if one["heard"]:
+            check_spectrum(one["spectrum"], one["snr_db"])
+
+
+def check_spectrum(spectrum: dict[str, Any], snr_db: float) -> None:
+    """In dBm/Hz around the noise, and with the power in the channel that the measured SNR says."""
+    frequency, power = np.array(spectrum["frequency_hz"]), 10 ** (np.array(spectrum["power_db"]) / 10)
+    assert len(frequency) == len(power) <= 512
+    assert (np.diff(frequency) > 0).all()
+    noise = 10 ** (spectrum["noise_db"] / 10)
+    outside = power[np.abs(frequency) > 15_000]
+    assert 10 * np.log10(outside.mean() / noise) == pytest.approx(0, abs=0.6)
+    in_channel = power[np.abs(frequency) <= 6_250].mean() / noise - 1
+    assert 10 * np.log10(in_channel) == pytest.approx(snr_db, abs=3)  # the mean over chunks is of decibels
+
+
+def test_the_spectra_of_made_records_are_those_of_stored_ones(api, made):
+    shown = [api.get(f"/api/datasets/{bring(api, made[name])}/samples/1").json for name in ("fixed", "iq")]
+
+    for again, stored in zip(*(one["receivers"] for one in shown), strict=True):
+        assert again["heard"] == stored["heard"]
+        if again["heard"]:
+            np.testing.assert_allclose(again["spectrum"]["power_db"], stored["spectrum"]["power_db"], atol=0.02)
+
+
+def test_a_sample_beyond_the_end_is_not_found(api, made):
+    id = bring(api, made["fixed"], name="short one")
+
+    answer = api.get(f"/api/datasets/{id}/samples/{SAMPLES}")
+
+    assert answer.status == 404
+    assert answer.json["detail"] == f'the dataset "short one" has no sample 12: it has {SAMPLES}, from 0 to 11'
+    for index in ("-1", "x", "1.5", str(2**60)):
+        refused = api.get(f"/api/datasets/{id}/samples/{index}")
+        assert (refused.status, refused.json["field"]) == (422, "index"), index
+
+
+def test_a_sample_of_another_brim_is_shown_without_spectra(api, made, tmp_path):
+    place = tmp_path / "other"
+    shutil.copytree(made["fixed"], place)
+    manifest = json.loads((place / "manifest.json").read_text())
+    manifest["config"]["a_field_of_tomorrow"] = 1
+    (place / "manifest.json").write_text(json.dumps(manifest))
+
+    found = api.get(f"/api/datasets/{bring(api, place)}/samples/0").json
+
+    assert found["note"].startswith("no spectra")
+    assert "a_field_of_tomorrow" in found["note"]
+    assert all(one["spectrum"] is None for one in found["receivers"])
+    assert found["receivers"][0]["snr_db"] is not None
+
+
+def test_weak_links_reject_attempts_and_leave_receivers_that_did_not_hear(api, made):
+    id = bring(api, made["cw"])
+
+    found, shown = figures(api, id), api.get(f"/api/datasets/{id}/samples/0").json
+
+    assert found["attempted"] > SAMPLES
+    assert sum(found["rejected"].values()) == found["attempted"] - SAMPLES
+    assert shown["crlb_m"] == pytest.approx(found["transmitters"][0]["crlb_m"])
+    assert any(not one["heard"] for one in shown["receivers"])
+
+
+# Images and sequences
+
+
+@pytest.mark.parametrize("masks", [True, False])
+def test_images_are_counted_by_size(api, masks):
+    sizes = [(6, 4), (9, 7), (6, 4)]
+    parts: list[Part] = [("images", f"{n}.png", picture(*size)) for n, size in enumerate(sizes)]
+    parts.append(("images", "3.tif", picture(5, 3, "TIFF")))
+    parts.append(("images", "4.jpg", picture(300, 200, "JPEG")))
+    parts.append(("images", "5.bmp", picture(11, 12, "BMP")))
+    parts.append(("images", "6.png", picture()[:20]))  # cut: begins like one, which is all that is asked of it
+    if masks:
+        parts += [("masks", name, content) for _, name, content in parts]
+    answer = upload(api, [*NAMED, *parts])
+    assert answer.status == 201, answer.json
+
+    found = figures(api, answer.json["id"])
+
+    sizes_found = {(one["width"], one["height"]): one["count"] for one in found.pop("sizes")}
+    assert found == {"kind": "images", "items": 7, "masks": 7 if masks else 0, "unreadable": 1}
+    assert sizes_found == {(6, 4): 2, (9, 7): 1, (5, 3): 1, (300, 200): 1, (11, 12): 1}
+    sample = api.get(f"/api/datasets/{answer.json['id']}/samples/0")
+    assert (sample.status, "images" in sample.json["detail"]) == (409, True)
+
+
+def test_an_image_that_is_added_is_counted(api, tmp_path):
+    (tmp_path / "a.png").write_bytes(picture())
+    id = bring(api, tmp_path, kind="images")
+
+    assert figures(api, id)["items"] == 1
+    (tmp_path / "b.png").write_bytes(picture(8, 8))
+    assert figures(api, id)["sizes"] == [
+        {"width": 6, "height": 4, "count": 1}, {"width": 8, "height": 8, "count": 1},
+    ]  # fmt: skip
+
+
+def test_a_tiff_that_says_its_size_at_the_end_is_read_whole(api, tmp_path):
+    from PIL import Image
+
+    noise = np.random.default_rng(0).integers(0, 255, (400, 500, 3), dtype=np.uint8)
+    Image.fromarray(noise).save(tmp_path / "a.tif")
+    assert (tmp_path / "a.tif").stat().st_size > 300_000
+
+    assert figures(api, bring(api, tmp_path, kind="images"))["sizes"] == [{"width": 500, "height": 400, "count": 1}]
+
+
+@pytest.mark.parametrize("labelled", [True, False])
+def test_sequences_are_counted_by_class_and_length(api, labelled):
+    parts: list[Part] = [("sequences", f"{n}.npy", array(5 + n, 3)) for n in range(4)]
+    if labelled:
+        parts.append(("labels", "labels.csv", b"file,label\n0.npy,walk\n1.npy,walk\n2.npy,run\n3.npy,run\n"))
+    answer = upload(api, [*SEQUENCES, *parts])
+    assert answer.status == 201, answer.json
+
+    found = figures(api, answer.json["id"])
+
+    frames = found.pop("histograms")["frames"]
+    classes = {"run": 2, "walk": 2} if labelled else {}
+    assert found == {
+        "kind": "sequences", "items": 4, "features": 3, "classes": classes, "unlabelled": 0 if labelled else 4,
+    }  # fmt: skip
+    assert sum(frames["counts"]) == 4
+    assert (frames["edges"][0], frames["edges"][-1], frames["unit"]) == (5, 8, "frames")
+    assert api.get(f"/api/datasets/{answer.json['id']}/samples/0").status == 409
+
+
+@pytest.mark.parametrize("view", ["statistics", "samples/0"])
+def test_a_dataset_that_is_not_there_is_not_found(api, view):
+    assert api.get(f"/api/datasets/{'0' * 32}/{view}").status == 404
+    assert api.get(f"/api/datasets/x/{view}").status == 404
