@@ -9,6 +9,7 @@ import os
 from collections.abc import AsyncIterator
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Final
 
 import httpx
@@ -16,7 +17,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from websockets.asyncio.client import ClientConnection, unix_connect
 from websockets.exceptions import ConnectionClosed, InvalidHandshake
 
-from brim.service.metrics import CSP
+from brim.service.metrics import CSP, DASHBOARD
 
 API_PATHS: Final = ("/api", "/docs", "/openapi.json", "/health", "/ready", "/metrics")
 START_S = 20.0  # the dashboard's process may just be starting: its socket is there before it
@@ -26,6 +27,7 @@ _UNSAID = (1005, 1006)  # codes for what nobody said
 _HERE = ("connection", "keep-alive", "transfer-encoding", "te", "trailer", "upgrade", "expect")
 _OURS = (*_HERE, "authorization", "cookie")
 _SAID = (*_HERE, "server", "date")  # by our own server
+_PAGE = SimpleNamespace(path=DASHBOARD)  # one route for all that is counted and logged
 _AWAY = b"""<!DOCTYPE html>
 <html lang="en"><head><meta charset="utf-8"><title>brim</title><meta http-equiv="refresh" content="2"></head>
 <body><p>The dashboard is starting; this page tries again by itself. The API answers: <a href="/docs">/docs</a>.</p>
@@ -66,6 +68,7 @@ class Front:
             if scope["type"] == "lifespan" or is_api(scope["path"]):
                 await api(scope, receive, send)
             elif scope["type"] == "http":
+                scope["route"] = _PAGE
                 await self._pass_request(scope, receive, send)
             else:
                 await self._pass_socket(scope, receive, send)

@@ -64,6 +64,7 @@ def main(argv: list[str]) -> int:
     die_with_supervisor(lifeline)
     settings = Settings.from_json(json.dumps(read_settings()))
     logging.basicConfig(level=settings.log_level, format="%(asctime)s api %(levelname)s %(name)s: %(message)s")
+    logging.getLogger("httpx").setLevel("WARNING")
     logging.getLogger("uvicorn.error").setLevel("WARNING")  # when it starts and stops is the supervisor's to say
     api = make_api(settings, Catalogue.open(settings.catalogue_url), Queue(settings.jobs_url))
     server = make_server(guard(api), api.state.context.hub.close)

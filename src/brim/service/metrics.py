@@ -21,6 +21,7 @@ from brim.service.predictor_metrics import PredictorMetrics
 log = logging.getLogger("brim.service.access")
 
 CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
+DASHBOARD: Final = "(dashboard)"  # route of all its pages and files
 CSP: Final = "default-src 'self'; base-uri 'none'; form-action 'self'; frame-ancestors 'none'"
 _METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
 _STAGES_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
@@ -154,7 +155,8 @@ class Observed:
     def _note(self, scope: Scope, status: int, seconds: float) -> None:
         route = template(scope)
         self._metrics.answered(scope["method"], route, status, seconds)
-        log.info("%s %s %d %.1f ms", scope["method"][:20], route, status, 1e3 * seconds)
+        level = logging.DEBUG if route == DASHBOARD else logging.INFO  # a page is dozens of files
+        log.log(level, "%s %s %d %.1f ms", scope["method"][:20], route, status, 1e3 * seconds)
 
 
 def _headed(scope: Scope, send: Send) -> Send:
