@@ -175,9 +175,10 @@ def test_a_run_is_evaluated(dataset, trained, tmp_path):
 
     assert {"median_error_m", "crlb_ratio", "coverage", "baselines"} <= result["metrics"].keys()
     assert result["samples"] == 40
-    assert result["files"] == ["evaluation.html"]
-    assert (tmp_path / "job/evaluation.html").stat().st_size < KINDS["rf.evaluate"].estimate_bytes(job.spec, job.inputs)
-    assert str(dataset.path.parent) not in (tmp_path / "job/evaluation.html").read_text()
+    assert result["files"] == ["evaluation.html", "errors.json"]
+    files = [tmp_path / "job" / name for name in result["files"]]
+    assert sum(file.stat().st_size for file in files) < KINDS["rf.evaluate"].estimate_bytes(job.spec, job.inputs)
+    assert all(str(dataset.path.parent) not in file.read_text() for file in files)
     assert job.longest_silence_s < SECOND
     assert job.currents[-1] == 40
 

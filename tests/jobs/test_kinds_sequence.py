@@ -127,6 +127,9 @@ def test_a_run_is_evaluated(runs, corpus, tmp_path, mode, score):
 
     assert result["metrics"][score] == runs[mode].result["scores"][score]
     assert result["metrics"]["items"] == 12
+    assert result["files"] == ["embedding.json"]
+    most = KINDS["sequence.evaluate"].estimate_bytes(job.spec, job.inputs)
+    assert (tmp_path / "job/embedding.json").stat().st_size < most
     assert job.longest_silence_s < SECOND
     assert job.currents[-1] == 12
 

@@ -19,6 +19,7 @@ from brim.jobs.fields import (
     settle,
     tier_of,
 )
+from brim.jobs.result_files import ERRORS, write_json
 from brim.jobs.status import Progress
 from brim.jobs.task import Inputs, Stopped, Task, Voice, attempt, counted, device_of, in_training, refused
 
@@ -206,15 +207,16 @@ def check_evaluate(spec: "Spec", inputs: Inputs) -> None:
 
 
 def evaluate_bytes(spec: "Spec", inputs: Inputs) -> int:
-    """Of the page."""
+    """Of the page and the points."""
     return _REPORT_BYTES
 
 
 @attempt
 def run_evaluate(task: Task, voice: Voice) -> dict[str, Any]:
     """Measure the run, and draw the page."""
+    from brim.rf.error_points import LEVEL, error_points
     from brim.rf.evaluation_report import write_evaluation
-    from brim.rf.run import evaluate_run
+    from brim.rf.run import evaluate_run, load_run
 
     assert task.inputs.run is not None
     voice.say("reading the dataset")
@@ -222,9 +224,11 @@ def run_evaluate(task: Task, voice: Voice) -> dict[str, Any]:
     def tell(done: int, total: int) -> None:
         voice.or_stop(Progress(current=done, total=total, message="locating"))
 
-    found = evaluate_run(task.inputs.run, task.inputs.datasets[0], device=device_of(task), progress=tell)
+    run = load_run(task.inputs.run)
+    found = evaluate_run(run, task.inputs.datasets[0], device=device_of(task), progress=tell)
     voice.say("drawing the report")
     task.out.mkdir(parents=True, exist_ok=True)
     config = task.spec.config
     write_evaluation(config["run_id"], config["dataset_ids"][0], *found, task.out / REPORT)
-    return {"metrics": found.as_dict(), "samples": found.metrics["samples"], "files": [REPORT]}
+    write_json(task.out / ERRORS, {"level": LEVEL, "points": error_points(found, run.generation)})
+    return {"metrics": found.as_dict(), "samples": found.metrics["samples"], "files": [REPORT, ERRORS]}

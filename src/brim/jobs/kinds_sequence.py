@@ -22,6 +22,7 @@ from brim.jobs.fields import (
     settle,
     tier_of,
 )
+from brim.jobs.result_files import EMBEDDING, write_json
 from brim.jobs.status import Progress
 from brim.jobs.task import Inputs, Stopped, Task, Voice, attempt, device_of, in_training, refused
 
@@ -195,14 +196,15 @@ def check_evaluate(spec: "Spec", inputs: Inputs) -> None:
 
 
 def evaluate_bytes(spec: "Spec", inputs: Inputs) -> int:
-    """Nothing but the scores."""
+    """Of the points, from above."""
     return 2**20
 
 
 @attempt
 def run_evaluate(task: Task, voice: Voice) -> dict[str, Any]:
-    """Score the run."""
+    """Score the run, and lay its embeddings out in the plane."""
     from brim.sequences.evaluate import evaluate
+    from brim.sequences.projection import project
 
     assert task.inputs.run is not None
     voice.say("reading the corpus")
@@ -210,5 +212,16 @@ def run_evaluate(task: Task, voice: Voice) -> dict[str, Any]:
     def tell(done: int, total: int) -> None:
         voice.or_stop(Progress(current=done, total=total, message="evaluating"))
 
-    found = evaluate(task.inputs.run, task.inputs.datasets[0], device=device_of(task), progress=tell)
-    return {"metrics": found.as_dict()}
+    def tell_drawing(done: int, total: int) -> None:
+        voice.or_stop(replace(voice.last, message="drawing the embeddings"))
+
+    asked = (task.inputs.run, task.inputs.datasets[0])
+    found = evaluate(*asked, device=device_of(task), progress=tell)
+    drawn = project(*asked, device=device_of(task), progress=tell_drawing)
+    places = ([round(value, 6) for value in point] for point in drawn.points.tolist())
+    points = [
+        {"x": x, "y": y, "label": label, "predicted": predicted}
+        for (x, y), label, predicted in zip(places, drawn.labels, drawn.predicted, strict=True)
+    ]
+    write_json(task.out / EMBEDDING, {"explained": list(drawn.explained), "points": points})
+    return {"metrics": found.as_dict(), "files": [EMBEDDING]}

@@ -50,14 +50,14 @@ def evaluate(
     """Score a run: on its own corpus the items held out, on another all that are labelled."""
     where, loaded, data = resolve_device(device), load_run(run), open_data(corpus)
     _check_fits(loaded, data)
-    rows = _scored(loaded, data)
+    rows = scored_rows(loaded, data)
     truth = _truth(loaded, data, rows)
     data.verify()
     if len(rows) < len(data.ids):
         log.info(
             "%s: scoring %d of %d sequences, those labelled and not trained on", data.path, len(rows), len(data.ids)
         )
-    config = _settings(loaded, data)
+    config = reading_settings(loaded, data)
     with data.batches(config, where, rows) as batches:
         source = batches.view(rows, shuffle=False)
         found = predict(loaded.module.to(where), source, where, progress)
@@ -85,7 +85,7 @@ def embed(
     _check_fits(loaded, data)
     _check_file(file)
     data.verify()
-    config, rows = _settings(loaded, data), torch.arange(len(data.ids))
+    config, rows = reading_settings(loaded, data), torch.arange(len(data.ids))
     with data.batches(config, where) as batches:
         source = batches.view(rows, shuffle=False)
         (_, embedding), prediction = embed_and_predict(loaded.module.to(where), source, where, progress)
@@ -133,7 +133,7 @@ def _probe(
 # What may be asked
 
 
-def _settings(loaded: Run, data: SequenceData) -> SequenceTraining:
+def reading_settings(loaded: Run, data: SequenceData) -> SequenceTraining:
     """What of the run's settings matters for reading: mode and sizes of batches; the tier is chosen anew."""
     try:
         training, mode = loaded.about["training"], loaded.about["mode"]
@@ -153,7 +153,7 @@ def _check_fits(loaded: Run, data: SequenceData) -> None:
         )
 
 
-def _scored(loaded: Run, data: SequenceData) -> Tensor:
+def scored_rows(loaded: Run, data: SequenceData) -> Tensor:
     """Rows to score: those held out of this very corpus, else all; of them those with a label."""
     labelled = data.labels >= 0
     if not bool(labelled.any()):

@@ -25,6 +25,7 @@ from brim.service import (
     routes_jobs,
     routes_models,
     routes_predict,
+    routes_run_views,
     routes_runs,
     routes_system,
 )
@@ -116,6 +117,7 @@ def make_api(settings: Settings, catalogue: Catalogue, queue: Queue, predictions
         routes_datasets,
         routes_dataset_views,
         routes_runs,
+        routes_run_views,
         routes_predict,
         routes_models,
         routes_system,

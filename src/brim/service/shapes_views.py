@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from brim.service.shapes import Shape
+from brim.service.shapes import Json, Shape
 
 
 class Histogram(Shape):
@@ -115,3 +115,54 @@ class Sample(Shape):
     crlb_m: float | None
     receivers: list[SampleReceiver]
     note: str | None = Field(description="why there are no spectra, where there are none")
+
+
+class Ellipse(Shape):
+    """What holds the transmitter with the probability that the answer's level says."""
+
+    semi_major_m: float | None
+    semi_minor_m: float | None
+    azimuth_deg: float = Field(description="of the longer axis, clockwise from north, 0 to 180")
+
+
+LatLon = Annotated[list[float], Field(min_length=2, max_length=2, description="latitude and longitude")]
+
+
+class ErrorPoint(Shape):
+    """Where a transmitter was put, and where it is."""
+
+    truth: LatLon
+    estimate: LatLon
+    error_m: float | None
+    bound_m: float | None = Field(description="Cramér-Rao bound")
+    ellipse: Ellipse
+
+
+class RunErrors(Shape):
+    """How well a locator places transmitters, sample by sample, in its newest evaluation."""
+
+    job_id: str
+    dataset_id: str
+    samples: int
+    metrics: Json
+    level: float = Field(description="probability inside the ellipses")
+    points: list[ErrorPoint] = Field(description="at most 2000, evenly taken")
+
+
+class EmbeddingPoint(Shape):
+    """A sequence in the plane."""
+
+    x: float
+    y: float
+    label: str
+    predicted: str = Field(description="a class, or a cluster, which has no name but its number")
+
+
+class RunEmbedding(Shape):
+    """What a network makes of labelled sequences in its newest evaluation, along the two principal axes."""
+
+    job_id: str
+    dataset_id: str
+    scores: Json
+    explained: list[float] = Field(description="share of the variance along x and along y")
+    points: list[EmbeddingPoint] = Field(description="at most 2000, evenly taken")

@@ -17,7 +17,7 @@ from brim.jobs.catalogue.engine import clean, reading, writing
 from brim.jobs.catalogue.events import Events
 from brim.jobs.catalogue.inputs import check_inputs, check_unread, note_uses
 from brim.jobs.catalogue.rows import Asked, JobRow, Makes, Output, Page, is_id, new_id, page_of, row_of
-from brim.jobs.catalogue.tables import jobs
+from brim.jobs.catalogue.tables import jobs, uses
 from brim.jobs.status import FINISHED, RESUMABLE, UNFINISHED, Progress, Status, Wanted
 
 STOPPING: Final = "stopping"
@@ -116,6 +116,15 @@ class Jobs:
     def finished_before(self, at: float, status: Status) -> list[JobRow]:
         """Jobs that ended with that status before a time."""
         return self._list(jobs.c.status == status, jobs.c.finished_at < at)
+
+    def newest_on_run(self, run_id: str, kind: str) -> JobRow | None:
+        """The completed job of that kind that read a run and ended last; None where there is none."""
+        query = sa.select(jobs).join(uses, uses.c.job_id == jobs.c.id)
+        query = query.where(uses.c.run_id == run_id, jobs.c.kind == kind, jobs.c.status == "completed")
+        query = query.order_by(jobs.c.finished_at.desc(), jobs.c.number.desc()).limit(1)
+        with reading(self._engine) as connection:
+            row = connection.execute(query).one_or_none()
+            return None if row is None else row_of(JobRow, row)
 
     def count_unfinished(self) -> int:
         """How many wait or run."""

@@ -1,0 +1,252 @@
+"""Runs to look at over HTTP: what real evaluations left, and what is said where there is none."""
+
+import json
+import math
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from live_api import Api, running
+
+from brim.jobs.catalogue import JobRow, Output
+from brim.jobs.kinds import KINDS, Inputs, Task
+from brim.jobs.specs import read_body
+from brim.rf.error_points import ellipses
+from brim.rf.geometry import enu
+from brim.rf.locate import TX_HEIGHT_M
+
+TINY = {"channels": 16, "hidden": 8, "attention": 8, "embedding": 16, "convolutions": 1}
+
+
+def do(api: Api, kind: str, config: dict[str, Any], datasets: Sequence[str] = (), run: str | None = None) -> JobRow:
+    """Submit a job and run it here, to its end."""
+    ids: dict[str, Any] = {"dataset_ids": list(datasets)} if datasets else {}
+    ids |= {} if run is None else {"run_id": run}
+    spec = read_body({"kind": kind, "name": f"a {kind}", "config": ids | config})
+    jobs, data = api.catalogue.jobs, api.settings.data
+    row, _ = jobs.submit(spec, makes=KINDS[kind].makes, inputs=ids)
+    inputs = Inputs(
+        datasets=tuple(data / "datasets" / id for id in datasets), run=None if run is None else data / "runs" / run
+    )
+    task = Task(
+        spec=spec, inputs=inputs, out=data / row.out, device="cpu", batch_sizes=data / "batch_sizes.json",
+        tell=lambda _: None, stop=lambda: False,
+    )  # fmt: skip
+    jobs.move(row.id, "running", of=["pending"])
+    result = KINDS[kind].run(task)
+    jobs.move(row.id, "completed", of=["running"], result=result, output=Output(items=1))
+    found = jobs.get(row.id)
+    assert found is not None
+    return found
+
+
+@pytest.fixture(scope="module")
+def api(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Api]:
+    torch.set_num_threads(1)
+    with running(tmp_path_factory.mktemp("runs") / "data") as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def located(api: Api) -> dict[str, Any]:
+    small = {"num_samples": 60, "duration_s": 0.2, "samples_per_shard": 32, "seed": 5}
+    dataset = do(api, "rf.generate", small).output_id
+    run = do(api, "rf.train", {"epochs": 5, "batch_size": 16}, [dataset]).output_id
+    none = api.get(f"/api/runs/{run}/errors")
+    first = do(api, "rf.evaluate", {}, [dataset], run)
+    (api.settings.data / first.out / "errors.json").write_text("{}")
+    job = do(api, "rf.evaluate", {}, [dataset], run)
+    return {"dataset": dataset, "run": run, "none": none, "job": job}
+
+
+def around_m(point: dict[str, Any]) -> tuple[float, float]:
+    """East and north from the estimate to the truth."""
+    here, there = point["estimate"], point["truth"]
+    east, north, _ = enu(*map(np.array, (*there, TX_HEIGHT_M)), *map(np.array, (*here, TX_HEIGHT_M)))
+    return float(east), float(north)
+
+
+def test_errors_are_those_of_the_newest_evaluation(api, located):
+    answer = api.get(f"/api/runs/{located['run']}/errors")
+
+    found = answer.json
+    assert answer.status == 200, found
+    assert (found["job_id"], found["dataset_id"]) == (located["job"].id, located["dataset"])
+    assert (found["samples"], found["level"], len(found["points"])) == (60, 0.95, 60)
+    assert found["metrics"] == located["job"].result["metrics"]
+    errors = [point["error_m"] for point in found["points"]]
+    assert np.median(errors) == pytest.approx(found["metrics"]["median_error_m"], abs=0.02)
+    assert np.mean(errors) == pytest.approx(found["metrics"]["mean_error_m"], abs=0.02)
+
+
+def test_a_point_is_as_far_from_the_truth_as_its_error_says(api, located):
+    for point in api.get(f"/api/runs/{located['run']}/errors").json["points"]:
+        assert math.hypot(*around_m(point)) == pytest.approx(point["error_m"], rel=2e-3, abs=1)
+        assert point["bound_m"] > 0
+
+
+def test_ellipses_hold_as_many_truths_as_the_coverage_says(api, located):
+    found = api.get(f"/api/runs/{located['run']}/errors").json
+
+    inside = 0
+    for point in found["points"]:
+        ellipse = point["ellipse"]
+        assert ellipse["semi_major_m"] >= ellipse["semi_minor_m"] > 0
+        assert 0 <= ellipse["azimuth_deg"] < 180
+        (east, north), azimuth = around_m(point), math.radians(ellipse["azimuth_deg"])
+        along, across = (
+            east * math.sin(azimuth) + north * math.cos(azimuth),
+            east * math.cos(azimuth) - north * math.sin(azimuth),
+        )
+        inside += (along / ellipse["semi_major_m"]) ** 2 + (across / ellipse["semi_minor_m"]) ** 2 <= 1
+    assert inside / 60 == pytest.approx(found["metrics"]["coverage"]["95"], abs=1 / 60)
+    assert inside / 60 > 0.7
+
+
+def test_an_ellipse_has_the_axes_of_its_covariance():
+    degrees = torch.tensor([0.0, 30.0, 90.0, 135.0, 179.0], dtype=torch.float64)
+    rad = torch.deg2rad(degrees)
+    long, short = torch.stack([rad.sin(), rad.cos()], -1), torch.stack([rad.cos(), -rad.sin()], -1)  # east, north
+    covariance = 300.0**2 * long[:, :, None] * long[:, None] + 20.0**2 * short[:, :, None] * short[:, None]
+
+    found = ellipses(covariance)
+
+    scale = math.sqrt(5.991464547107979)  # of χ² with two degrees of freedom at 0.95
+    torch.testing.assert_close(found.semi_major_m, torch.full((5,), 300 * scale, dtype=torch.float64))
+    torch.testing.assert_close(found.semi_minor_m, torch.full((5,), 20 * scale, dtype=torch.float64))
+    off = (found.azimuth_deg - degrees + 90) % 180 - 90
+    assert float(off.abs().max()) < 1e-6
+    assert bool(((found.azimuth_deg >= 0) & (found.azimuth_deg < 180)).all())
+
+
+def test_draws_from_a_covariance_lie_inside_its_ellipse_as_often_as_the_level_says():
+    root = torch.tensor([[400.0, 0.0], [-150.0, 60.0]], dtype=torch.float64)
+    drawn = torch.randn(20_000, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(0)) @ root.T
+    found = ellipses((root @ root.T)[None])
+    azimuth = torch.deg2rad(found.azimuth_deg)
+    along = drawn[:, 0] * azimuth.sin() + drawn[:, 1] * azimuth.cos()
+    across = drawn[:, 0] * azimuth.cos() - drawn[:, 1] * azimuth.sin()
+
+    inside = (along / found.semi_major_m).square() + (across / found.semi_minor_m).square() <= 1
+
+    assert float(inside.double().mean()) == pytest.approx(0.95, abs=0.006)
+
+
+def test_points_of_many_samples_are_evenly_taken(api, located, monkeypatch):
+    from brim.rf.error_points import error_points
+    from brim.rf.run import evaluate_run, load_run
+
+    run = load_run(api.settings.data / "runs" / located["run"])
+    found = evaluate_run(run, api.settings.data / "datasets" / located["dataset"], device="cpu")
+    every = error_points(found, run.generation)
+
+    assert error_points(found, run.generation, limit=25) == every[::3]
+
+
+def test_the_files_are_listed_with_the_job(api, located):
+    files = api.get(f"/api/training/jobs/{located['job'].id}/files").json["files"]
+
+    assert [one["name"] for one in files] == ["errors.json", "evaluation.html"]
+    assert str(api.settings.data) not in (api.settings.data / located["job"].out / "errors.json").read_text()
+
+
+def test_a_run_that_was_not_evaluated_says_what_to_do(located):
+    assert located["none"].status == 404
+    assert "evaluate it first, with a job of kind rf.evaluate" in located["none"].json["detail"]
+
+
+def test_an_evaluation_of_before_says_what_to_do(api, located):
+    file: Path = api.settings.data / located["job"].out / "errors.json"
+    kept = file.read_text()
+    file.unlink()
+    try:
+        answer = api.get(f"/api/runs/{located['run']}/errors")
+    finally:
+        file.write_text(kept)
+
+    assert answer.status == 404
+    assert "evaluate it again" in answer.json["detail"]
+
+
+# Sequences
+
+
+@pytest.fixture(scope="module", params=["self", "supervised"])
+def embedded(api: Api, request: pytest.FixtureRequest) -> dict[str, Any]:
+    from brim.jobs import sources
+    from brim.sequences.synthetic import make_sequences
+
+    folder = make_sequences(api.settings.data.parent / request.param, 60, dim=8, classes=3, mean_length=12)
+    dataset = sources.add(api.catalogue, api.settings.data, name=request.param, path=folder, kind="sequences")
+    assert dataset is not None
+    recipe = {"iterations": 1, "encoder_epochs": 2, "classifier_epochs": 20, "batch_size": 8, "model": TINY}
+    run = do(api, "sequence.train", {**recipe, "mode": request.param}, [dataset.id]).output_id
+    none = api.get(f"/api/runs/{run}/embedding")
+    job = do(api, "sequence.evaluate", {}, [dataset.id], run)
+    return {"mode": request.param, "dataset": dataset.id, "run": run, "none": none, "job": job}
+
+
+def test_embeddings_are_shown_in_the_plane(api, embedded):
+    answer = api.get(f"/api/runs/{embedded['run']}/embedding")
+
+    found = answer.json
+    assert answer.status == 200, found
+    assert embedded["none"].status == 404
+    assert "sequence.evaluate" in embedded["none"].json["detail"]
+    assert (found["job_id"], found["dataset_id"]) == (embedded["job"].id, embedded["dataset"])
+    assert found["scores"] == embedded["job"].result["metrics"]
+    assert len(found["points"]) == found["scores"]["items"] == 12
+    assert {point["label"] for point in found["points"]} == {"class_0", "class_1", "class_2"}
+    places = np.array([[point["x"], point["y"]] for point in found["points"]])
+    np.testing.assert_allclose(places.mean(0), 0, atol=1e-4)
+    first, second = places.var(0)
+    assert first >= second
+    assert 0 < found["explained"][1] <= found["explained"][0] <= 1
+    assert second / first == pytest.approx(found["explained"][1] / found["explained"][0], rel=1e-3)
+
+
+def test_predictions_of_the_points_are_those_of_the_scores(api, embedded):
+    found = api.get(f"/api/runs/{embedded['run']}/embedding").json
+
+    predicted = [point["predicted"] for point in found["points"]]
+    if embedded["mode"] == "supervised":
+        right = sum(one == point["label"] for one, point in zip(predicted, found["points"], strict=True))
+        assert right / 12 == pytest.approx(found["scores"]["accuracy"])
+    else:
+        assert all(one.startswith("cluster ") for one in predicted)
+
+
+@pytest.mark.parametrize(("items", "dim", "explained"), [(1, 4, (0, 0)), (6, 1, (1, 0)), (6, 4, None), (5, 3, "same")])
+def test_few_embeddings_or_features_still_make_a_plane(items, dim, explained):
+    from brim.sequences.projection import principal_plane
+
+    embedding = torch.randn(items, dim, generator=torch.Generator().manual_seed(1))
+    if explained == "same":
+        embedding, explained = torch.ones(items, dim), (0, 0)
+
+    points, shares = principal_plane(embedding)
+
+    assert points.shape == (items, 2)
+    assert bool(points.isfinite().all())
+    if explained is not None:
+        assert shares == pytest.approx(explained)
+    torch.testing.assert_close(principal_plane(embedding)[0], points)
+
+
+# Wrong ones
+
+
+def test_a_run_of_another_kind_is_refused(api, located, embedded):
+    for id, view in ((located["run"], "embedding"), (embedded["run"], "errors")):
+        answer = api.get(f"/api/runs/{id}/{view}")
+        assert (answer.status, "was made by" in answer.json["detail"]) == (409, True)
+
+
+@pytest.mark.parametrize("view", ["errors", "embedding"])
+def test_a_run_that_is_not_there_is_not_found(api, view):
+    assert api.get(f"/api/runs/{'0' * 32}/{view}").status == 404
+    assert api.get(f"/api/runs/x/{view}").status == 404
+    assert json.loads(api.get(f"/api/runs/x/{view}").body)["field"] is None
