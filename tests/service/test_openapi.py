@@ -15,7 +15,8 @@ from live_api import TOKEN
 @pytest.mark.slow
 def test_schemathesis_finds_nothing(shared, tmp_path: Path):
     shared.catalogue.devices.put("w0", {"device": "cpu"})
-    shared.get("/openapi.json")  # made once; that imports torch, which schemathesis would not wait for
+    document = shared.get("/openapi.json").json  # made once; that imports torch, which schemathesis would not wait for
+    num = sum(len(methods) for methods in document["paths"].values())
     command = [  # all checks as they come; only the event stream, which never ends, is left out
         *(sys.executable, "-m", "schemathesis.cli"),
         *("run", f"http://127.0.0.1:{shared.port}/openapi.json", "-H", f"Authorization: Bearer {TOKEN}"),
@@ -25,7 +26,7 @@ def test_schemathesis_finds_nothing(shared, tmp_path: Path):
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=500)
 
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
-    assert "29 selected / 30 total" in done.stdout
+    assert f"{num - 1} selected / {num} total" in done.stdout
 
 
 def test_every_route_is_documented_with_what_it_may_refuse(shared):

@@ -86,7 +86,7 @@ KINDS: Final[dict[str, Kind]] = {
         Kind(
             name="rf.evaluate",
             title="Evaluate a locator",
-            description="Locate every sample of a dataset with a trained locator and measure its errors against the theoretical bound.",
+            description="Locate a dataset's samples with a trained locator and compare its errors with the bound.",
             makes="result",
             reads="rf",
             reads_run="rf.train",

@@ -23,6 +23,7 @@ from brim.service import (
     routes_dataset_views,
     routes_datasets,
     routes_jobs,
+    routes_kinds,
     routes_models,
     routes_predict,
     routes_run_views,
@@ -114,6 +115,7 @@ def make_api(settings: Settings, catalogue: Catalogue, queue: Queue, predictions
     errors.install(api, context.redact)
     listed = (
         routes_jobs,
+        routes_kinds,
         routes_datasets,
         routes_dataset_views,
         routes_runs,

@@ -128,9 +128,13 @@ def first_fault(faults: Any) -> tuple[str, str]:
 
 
 def allowed(app: FastAPI, request: Request) -> list[str]:
-    """Methods of all routes at a request's path: the framework names only those of the first."""
+    """Methods of all routes at a request's path: the framework names only those of the first.
+
+    A path that routes have as it stands is theirs alone, though an id could be called so.
+    """
     found: set[str] = set()
-    for route in app.routes:
+    exact = [route for route in app.routes if getattr(route, "path", "") == request.scope["path"]]
+    for route in exact or app.routes:
         match, _ = route.matches({**request.scope, "path_params": {}})
         if match is not Match.NONE:
             found |= set(getattr(route, "methods", None) or ())

@@ -1,21 +1,18 @@
 """Training runs: what was trained, with what, and how its loss went."""
 
-import json
-from collections import deque
-from pathlib import Path
-from typing import Any
+from typing import Annotated
 
-from fastapi import APIRouter
+from fastapi import APIRouter, Query
 
-from brim.service import shapes
+from brim.service import shapes, shapes_live
 from brim.service.context import Here
 from brim.service.openapi import Id, PageNumber, refusals
+from brim.service.run_metrics import last_lines, read_lines, thin_lines
 
 router = APIRouter(prefix="/api/runs", tags=["runs"])
 
-METRICS = "metrics.jsonl"
 NUM_LINES = 200
-_TAIL_BYTES = 1024**2  # of a file that may have grown for days
+MAX_LINES = 10_000
 
 
 @router.get("", response_model=shapes.RunPage, responses=refusals(422, 503), summary="List runs, newest first")
@@ -30,38 +27,30 @@ def list_runs(here: Here, page: PageNumber = 1) -> shapes.RunPage:
 def show_run(id: Id, here: Here) -> shapes.RunDetail:
     """One run with the last 200 lines of its metrics; those of a run in several phases say which."""
     row = here.run(id)
-    metrics = shapes.redacted(read_metrics(here.settings.data / row.path), here.redact)
+    metrics = shapes.redacted(last_lines(here.settings.data / row.path, NUM_LINES), here.redact)
     return shapes.RunDetail(**shapes.run(row, here.redact).model_dump(), metrics=metrics)
 
 
-def read_metrics(run: Path) -> list[dict[str, Any]]:
-    """The last lines of a run's metrics, phase by phase in the order they were written; none while there are none."""
-    files = [run / METRICS] if (run / METRICS).is_file() else sorted(run.glob(f"*/{METRICS}"), key=_written)
-    lines: deque[dict[str, Any]] = deque(maxlen=NUM_LINES)
-    for file in files:
-        phase = {} if file.parent == run else {"phase": file.parent.name}
-        lines.extend({**phase, **line} for line in _last_lines(file))
-    return list(lines)
+@router.get(
+    "/{id}/metrics",
+    response_model=shapes_live.MetricLines,
+    responses=refusals(404, 422, 503),
+    summary="Read a run's metrics",
+)
+def read_metrics(
+    id: Id,
+    here: Here,
+    after: Annotated[int, Query(ge=0, le=2**53, description="Number of the first line, from 0.")] = 0,
+    limit: Annotated[int, Query(ge=1, le=MAX_LINES)] = 1000,
+    points: Annotated[
+        int | None,
+        Query(ge=1, le=MAX_LINES, description="Thin to so many lines of each sort; after and limit are then unused."),
+    ] = None,
+) -> shapes_live.MetricLines:
+    """All phases in order, as one series; go on from where the last answer's `next` says.
 
-
-def _written(file: Path) -> float:
-    return file.stat().st_mtime
-
-
-def _last_lines(file: Path) -> list[dict[str, Any]]:
-    try:
-        with file.open("rb") as opened:
-            start = max(0, opened.seek(0, 2) - _TAIL_BYTES)
-            opened.seek(start)
-            tail = opened.read().splitlines()[1 if start else 0 :]  # the first may be cut
-    except OSError:
-        return []
-    found = []
-    for line in tail[-NUM_LINES:]:
-        try:
-            value = json.loads(line)
-        except ValueError:
-            continue  # being written
-        if isinstance(value, dict):
-            found.append(value)
-    return found
+    With `points`, the whole series thinned evenly, training and evaluation each on its own.
+    """
+    run = here.settings.data / here.run(id).path
+    found = read_lines(run, after, limit) if points is None else thin_lines(run, points)
+    return shapes_live.MetricLines(lines=shapes.redacted(found.lines, here.redact), next=found.next)
