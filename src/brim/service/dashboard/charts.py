@@ -110,12 +110,9 @@ def band(
     ]
     drawn[0]["markLine"] = _marks(marks or {})
     x_axis = {**_axis("log" if is_log else "value", x_name), **({"logBase": 2} if is_log else {"scale": True})}
-    return {
-        **_base(legend=False),
-        "xAxis": x_axis,
-        "yAxis": {**_axis("value", y_name), "min": 0},
-        "series": drawn,
-    }
+    y_axis = {**_axis("value", y_name), "min": 0}
+    y_axis["axisLabel"] |= {"showMaxLabel": False}  # the names of the marks are there
+    return {**_base(legend=False), "xAxis": x_axis, "yAxis": y_axis, "series": drawn}
 
 
 def histogram(edges: Sequence[float], counts: Sequence[float], *, x_name: str, y_name: str = "") -> Json:

@@ -83,3 +83,8 @@ def ago(text: str | None, now: datetime | None = None) -> str:
 def moment(text: str) -> datetime:
     """A time of the API's."""
     return datetime.fromisoformat(text.replace("Z", "+00:00"))
+
+
+def since(text: str, now: datetime | None = None) -> str:
+    """Seconds since a time of the API's, in words."""
+    return seconds(max(0.0, ((now or datetime.now(UTC)) - moment(text)).total_seconds()))
