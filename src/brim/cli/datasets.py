@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 import typer
 
 from brim.cli.catalogue import Data, Database, open_catalogue
-from brim.cli.options import Json, check_choice, check_positive, whole
+from brim.cli.options import Json, check_choice, check_positive, one_of, whole
 from brim.cli.terminal import Stop, print_json, say, show
 from brim.errors import ConfigError, Conflict, NotFound
 from brim.jobs.sources import KINDS
@@ -35,7 +35,7 @@ def add(
             "sequences: a folder of .npy files, or a packed corpus.",
         ),
     ],
-    kind: Annotated[str, typer.Option(metavar="KIND", help="rf, images or sequences.")],
+    kind: Annotated[str, typer.Option(metavar="KIND", help="rf, images or sequences.", autocompletion=one_of(*KINDS))],
     labels: Annotated[
         Path | None, typer.Option(metavar="FILE.csv", help='sequences: as of "brim sequence pack".')
     ] = None,
@@ -78,7 +78,9 @@ def add(
 
 @datasets.command("list", epilog="Example: brim datasets list --kind images")
 def list_(
-    kind: Annotated[str | None, typer.Option(metavar="KIND", help="rf, images or sequences.")] = None,
+    kind: Annotated[
+        str | None, typer.Option(metavar="KIND", help="rf, images or sequences.", autocompletion=one_of(*KINDS))
+    ] = None,
     page: Annotated[int, typer.Option(metavar="N", parser=whole, help="50 a page, the newest first.")] = 1,
     data: Data = None,
     database: Database = None,

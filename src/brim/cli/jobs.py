@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from brim.cli.http import DEFAULT_URL, Client, find_token
-from brim.cli.options import Json, check_choice, check_positive, whole
+from brim.cli.options import Json, check_choice, check_positive, one_of, whole
 from brim.cli.terminal import Display, print_facts, print_json, say, show
 from brim.errors import ConfigError, StorageError
 from brim.jobs.status import FINISHED, STATUSES
@@ -60,7 +60,9 @@ def submit(
 
 @jobs.command("list", epilog="Example: brim jobs list --status running")
 def list_(
-    status: Annotated[str | None, typer.Option(metavar="STATUS", help=f"{', '.join(STATUSES)}.")] = None,
+    status: Annotated[
+        str | None, typer.Option(metavar="STATUS", help=f"{', '.join(STATUSES)}.", autocompletion=one_of(*STATUSES))
+    ] = None,
     kind: Annotated[str | None, typer.Option(metavar="KIND", help="Such as rf.generate.")] = None,
     page: Annotated[int, typer.Option(metavar="N", parser=whole, help="50 jobs a page, the newest first.")] = 1,
     url: Url = None,

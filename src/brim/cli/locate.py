@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
-from brim.cli.options import Device, Json, check_choice, check_positive, number, whole
+from brim.cli.options import PRECISIONS, TIERS, Device, Json, check_choice, check_positive, number, one_of, whole
 from brim.cli.rf import rf
 from brim.cli.terminal import Display, Stop, end_stopped, print_facts, print_json, quote, remarks, show
 
@@ -32,11 +32,21 @@ def train(
         float, typer.Option(metavar="R", parser=number, help="After the warm-up; then a cosine to 0.")
     ] = 0.001,
     tier: Annotated[
-        str, typer.Option(metavar="NAME", help="Where the data is held: auto, vram, ram or window.")
+        str,
+        typer.Option(
+            metavar="NAME",
+            help="Where the data is held: auto, vram, ram or window.",
+            autocompletion=one_of(*TIERS),
+        ),
     ] = "auto",
     device: Device = "auto",
     precision: Annotated[
-        str, typer.Option(metavar="NAME", help="auto, fp32, bf16 or fp16; positions are fp32 in all of them.")
+        str,
+        typer.Option(
+            metavar="NAME",
+            help="auto, fp32, bf16 or fp16; positions are fp32 in all of them.",
+            autocompletion=one_of(*PRECISIONS),
+        ),
     ] = "auto",
     seed: Annotated[
         int, typer.Option(metavar="K", parser=whole, help="Of the split, the first weights and the order.")
@@ -50,8 +60,8 @@ def train(
 
     A tenth of the samples is held out to choose the best weights. Ctrl-C ends at the next batch; --resume goes on.
     """
-    check_choice("--tier", tier, ("auto", "vram", "ram", "window"))
-    check_choice("--precision", precision, ("auto", "fp32", "bf16", "fp16"))
+    check_choice("--tier", tier, TIERS)
+    check_choice("--precision", precision, PRECISIONS)
     check_positive("--epochs", epochs)
     check_positive("--batch-size", batch_size)
     with Stop() as stop:

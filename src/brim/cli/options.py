@@ -1,17 +1,19 @@
 """Options that several commands share, and how they are read and checked."""
 
-import difflib
 import math
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from typing import Annotated
 
 import typer
 
+from brim.cli.words import nearest
 from brim.errors import ConfigError
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output, nothing else.")]
-Device = Annotated[str, typer.Option(metavar="NAME", help="auto, cpu, cuda or cuda:N.")]
+
+TIERS = ("auto", "vram", "ram", "window")
+PRECISIONS = ("auto", "fp32", "bf16", "fp16")
 
 
 @contextmanager
@@ -56,9 +58,24 @@ def check_choice(flag: str, value: str | None, choices: Collection[str]) -> None
     """Refuse a name that is none of the choices, with the nearest."""
     if value is None or value in choices:
         return
-    near = difflib.get_close_matches(value, choices, 1, cutoff=0.5)
-    hint = f"; did you mean {near[0]}?" if near else ""
+    near = nearest(value, choices)
+    hint = f"; did you mean {near}?" if near else ""
     raise ConfigError(f"{flag} {value} is unknown; choose one of {', '.join(choices)}{hint}")
+
+
+def one_of(*choices: str) -> Callable[[str], list[str]]:
+    """What the shell offers for an option with these choices."""
+
+    def offer(incomplete: str) -> list[str]:
+        return [choice for choice in choices if choice.startswith(incomplete)]
+
+    return offer
+
+
+Device = Annotated[
+    str,
+    typer.Option(metavar="NAME", help="auto, cpu, cuda or cuda:N.", autocompletion=one_of("auto", "cpu", "cuda")),
+]
 
 
 def check_positive(flag: str, value: int | None) -> None:

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn, get_args
 
 import typer
 
-from brim.cli.options import Device, Json, check_choice, check_positive, number, whole
+from brim.cli.options import Device, Json, check_choice, check_positive, number, one_of, whole
 from brim.cli.terminal import Display, Stop, end_stopped, print_facts, print_json, quote, show
 from brim.errors import ConfigError
 
@@ -21,7 +21,11 @@ def generate(
     samples: Annotated[int, typer.Option(metavar="N", parser=whole, help="Accepted samples to make.")] = 1000,
     preset: Annotated[
         str | None,
-        typer.Option(metavar="NAME", help="production or quality: random receivers and gates to go with them."),
+        typer.Option(
+            metavar="NAME",
+            help="production or quality: random receivers and gates to go with them.",
+            autocompletion=one_of("production", "quality"),
+        ),
     ] = None,
     config: Annotated[
         Path | None, typer.Option(metavar="FILE.toml", help="Fields of GenerateConfig; over a preset, under flags.")
@@ -50,10 +54,25 @@ def generate(
     random_receivers: Annotated[
         bool, typer.Option("--random-receivers", help="5 to 10 random receivers per sample, no stations.")
     ] = False,
-    waveform: Annotated[str | None, typer.Option(metavar="W", help="nbfm, am, cw or fsk.")] = None,
-    loss: Annotated[str | None, typer.Option(metavar="MODEL", help="free_space, log_distance or hata.")] = None,
+    waveform: Annotated[
+        str | None,
+        typer.Option(metavar="W", help="nbfm, am, cw or fsk.", autocompletion=one_of("nbfm", "am", "cw", "fsk")),
+    ] = None,
+    loss: Annotated[
+        str | None,
+        typer.Option(
+            metavar="MODEL",
+            help="free_space, log_distance or hata.",
+            autocompletion=one_of("free_space", "log_distance", "hata"),
+        ),
+    ] = None,
     dataset_type: Annotated[
-        str | None, typer.Option(metavar="TYPE", help="feature_based, or iq_raw to keep the IQ records too.")
+        str | None,
+        typer.Option(
+            metavar="TYPE",
+            help="feature_based, or iq_raw to keep the IQ records too.",
+            autocompletion=one_of("feature_based", "iq_raw"),
+        ),
     ] = None,
     seed: Annotated[
         int | None,
@@ -135,7 +154,15 @@ def inspect(
 @rf.command(epilog="Example: brim rf export data --format parquet --out data-parquet")
 def export(
     dataset: Annotated[Path, typer.Argument(metavar="DIR", help="Directory of a dataset.")],
-    fmt: Annotated[str, typer.Option("--format", metavar="F", help="sigmf (for iq_raw), parquet or hdf5.")],
+    fmt: Annotated[
+        str,
+        typer.Option(
+            "--format",
+            metavar="F",
+            help="sigmf (for iq_raw), parquet or hdf5.",
+            autocompletion=one_of("sigmf", "parquet", "hdf5"),
+        ),
+    ],
     out: Annotated[Path, typer.Option(metavar="DIR", help="Directory to write to; new or empty.")],
     as_json: Json = False,
 ) -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from brim.cli.options import Device, Json, check_choice, check_positive, number, whole
+from brim.cli.options import PRECISIONS, Device, Json, check_choice, check_positive, number, one_of, whole
 from brim.cli.terminal import Display, Stop, end_stopped, print_json, quote, remarks, say, show
 from brim.errors import ConfigError
 
@@ -20,10 +20,13 @@ if TYPE_CHECKING:
     from brim.segmentation.tune import Tuned
 
 SEARCHES = ("precision", "layout", "compile")
+NETWORKS = ("hrnet", "resunet_small", "resunet_advanced", "unet_tiny")  # built in; what the shell offers, without torch
 
 segment = typer.Typer(no_args_is_help=True, epilog="Example: brim segment tune --models hrnet --size 512")
 
-Precision = Annotated[str, typer.Option(metavar="NAME", help="auto, fp32, bf16 or fp16.")]
+Precision = Annotated[
+    str, typer.Option(metavar="NAME", help="auto, fp32, bf16 or fp16.", autocompletion=one_of(*PRECISIONS))
+]
 
 
 @segment.command(epilog="Example: brim segment tune --models hrnet,resunet_small --size 1024 --plot tuning.png")
@@ -67,6 +70,8 @@ def tune(
         from brim.segmentation.tune_plot import plot as draw
     if stop():
         raise typer.Exit(128 + stop.number)
+    for name in names:
+        _check_network("--models", name)
     if plot is not None:
         check_plot(plot)
     where = resolve_device(device)
@@ -95,13 +100,21 @@ def predict(
         list[Path],  # readable: one that is not fails alone, as a broken one does
         typer.Argument(metavar="IMAGE_OR_DIR", readable=False, help="Image files, and folders searched for them."),
     ],
-    model: Annotated[str, typer.Option(metavar="NAME", help="Network the weights are of.")],
+    model: Annotated[
+        str, typer.Option(metavar="NAME", help="Network the weights are of.", autocompletion=one_of(*NETWORKS))
+    ],
     weights: Annotated[
         Path, typer.Option(metavar="FILE|RUN", help='A file of weights, or a run made by "brim segment train".')
     ],
     out: Annotated[Path, typer.Option(metavar="DIR", help="Directory for the results.")],
     format: Annotated[
-        str, typer.Option("--format", metavar="NAME", help="geojson, coco, roi, mask or overlay.")
+        str,
+        typer.Option(
+            "--format",
+            metavar="NAME",
+            help="geojson, coco, roi, mask or overlay.",
+            autocompletion=one_of("geojson", "coco", "roi", "mask", "overlay"),
+        ),
     ] = "geojson",
     tile: Annotated[
         int, typer.Option(metavar="PX", parser=whole, help="Larger images are cut into windows of this side.")
@@ -132,10 +145,14 @@ def predict(
     Images that cannot be read are listed and the exit code is 2; all others are written.
     """
     check_positive("--batch-size", batch_size)
+    check_choice("--precision", precision, PRECISIONS)
     with Stop() as stop:
+        from brim.segmentation.formats import FORMATS
         from brim.segmentation.loader import ModelLoader
         from brim.segmentation.predict_files import FilesConfig, predict_files
 
+        check_choice("--format", format, FORMATS)
+        _check_network("--model", model)
         config = FilesConfig(
             model=model, format=format, batch_size=batch_size, threshold=threshold, detect_holes=holes, strict=strict
         )
@@ -161,7 +178,7 @@ def train(
     masks: Annotated[
         Path, typer.Option(metavar="DIR", help="Folder of masks with the images' file stems; not 0 is inside.")
     ],
-    model: Annotated[str, typer.Option(metavar="NAME", help="Network to train.")],
+    model: Annotated[str, typer.Option(metavar="NAME", help="Network to train.", autocompletion=one_of(*NETWORKS))],
     out: Annotated[Path, typer.Option(metavar="RUN", help="The run's directory; new or empty without --resume.")],
     epochs: Annotated[int, typer.Option(metavar="E", parser=whole, help="Times to go through the images.")] = 30,
     size: Annotated[int, typer.Option(metavar="PX", parser=whole, help="Side of the crops trained on.")] = 512,
@@ -187,13 +204,14 @@ def train(
     A tenth of the images is held out to choose the best weights and score them. Ctrl-C ends at the next batch;
     --resume goes on.
     """
-    check_choice("--precision", precision, ("auto", "fp32", "bf16", "fp16"))
+    check_choice("--precision", precision, PRECISIONS)
     check_positive("--epochs", epochs)
     check_positive("--batch-size", batch_size)
     with Stop() as stop:
         from brim.segmentation.train import SegmentTrainConfig
         from brim.segmentation.train import train as run_train
 
+        _check_network("--model", model)
         config = SegmentTrainConfig(
             model=model,
             size=size,
@@ -234,6 +252,12 @@ def _names(flag: str, text: str) -> list[str]:
     if not all(names):
         raise ConfigError(f'{flag} "{text}" has an empty name; separate names by single commas')
     return list(dict.fromkeys(names))
+
+
+def _check_network(flag: str, name: str) -> None:
+    from brim.segmentation.registry import model_names
+
+    check_choice(flag, name, model_names())
 
 
 def _module(name: str, weights: Path | None) -> Any:

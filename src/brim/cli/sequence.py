@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
-from brim.cli.options import Device, Json, check_choice, check_positive, number, whole
+from brim.cli.options import PRECISIONS, TIERS, Device, Json, check_choice, check_positive, number, one_of, whole
 from brim.cli.terminal import Display, Stop, end_stopped, print_facts, print_json, quote, remarks, say, show
 
 if TYPE_CHECKING:
@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from brim.sequences.train import SequenceReport
 
 MODES = ("self", "supervised")
-TIERS = ("auto", "vram", "ram", "window")
-PRECISIONS = ("auto", "fp32", "bf16", "fp16")
 DTYPES = ("float16", "float32")
 
 sequence = typer.Typer(no_args_is_help=True, epilog="Example: brim sequence pack features --out corpus")
@@ -43,7 +41,9 @@ def pack(
             help="Header file,label,split or file,label; else labels.csv in DIR, else sub-folders are classes.",
         ),
     ] = None,
-    dtype: Annotated[str, typer.Option(metavar="NAME", help="float16 or float32, as stored.")] = "float16",
+    dtype: Annotated[
+        str, typer.Option(metavar="NAME", help="float16 or float32, as stored.", autocompletion=one_of(*DTYPES))
+    ] = "float16",
     skip_bad: Annotated[bool, typer.Option("--skip-bad", help="List files that cannot be used and go on.")] = False,
     resume: Annotated[bool, typer.Option("--resume", help="Continue a corpus that was stopped or killed.")] = False,
     as_json: Json = False,
@@ -72,7 +72,10 @@ def pack(
 def train(
     corpus: Unpacked,
     out: Annotated[Path, typer.Option(metavar="RUN", help="The run's directory; new or empty without --resume.")],
-    mode: Annotated[str, typer.Option(metavar="NAME", help="self: without labels; supervised: on them.")] = "self",
+    mode: Annotated[
+        str,
+        typer.Option(metavar="NAME", help="self: without labels; supervised: on them.", autocompletion=one_of(*MODES)),
+    ] = "self",
     iterations: Annotated[
         int, typer.Option(metavar="I", parser=whole, help="self: rounds of encoder, clusters and classifier.")
     ] = 3,
@@ -98,8 +101,12 @@ def train(
     learning_rate: Annotated[
         float, typer.Option(metavar="R", parser=number, help="After the warm-up; then a cosine to 0.")
     ] = 0.001,
-    tier: Annotated[str, typer.Option(metavar="NAME", help="auto, vram, ram or window.")] = "auto",
-    precision: Annotated[str, typer.Option(metavar="NAME", help="auto, fp32, bf16 or fp16.")] = "auto",
+    tier: Annotated[
+        str, typer.Option(metavar="NAME", help="auto, vram, ram or window.", autocompletion=one_of(*TIERS))
+    ] = "auto",
+    precision: Annotated[
+        str, typer.Option(metavar="NAME", help="auto, fp32, bf16 or fp16.", autocompletion=one_of(*PRECISIONS))
+    ] = "auto",
     num_workers: Annotated[
         int, typer.Option(metavar="N", parser=whole, help="Processes that read a folder that is not packed.")
     ] = 8,
