@@ -382,23 +382,6 @@ def test_doctor_names_the_fix_for_a_missing_optional_package(monkeypatch):
 # Demo
 
 
-def test_demo_makes_a_dataset_and_a_report_and_reuses_them(tmp_path, capsys):
-    out = tmp_path / "demo"
-
-    assert main(["demo", "--out", str(out), "--samples", "3"]) == 0
-    first = capsys.readouterr().out
-    shard = out / "dataset/shards/000000.safetensors"
-    made_ns = shard.stat().st_mtime_ns
-    assert main(["demo", "--out", str(out), "--samples", "3", "--json"]) == 0
-
-    assert str(out / "dataset") in first
-    assert str(out / "report.html") in first
-    assert "next:" in first
-    assert json.loads(capsys.readouterr().out)["report"] == str(out / "report.html")
-    assert (out / "report.html").read_text().lstrip().lower().startswith("<!doctype html>")
-    assert shard.stat().st_mtime_ns == made_ns
-
-
 def test_demo_leaves_a_foreign_directory_alone(tmp_path, capsys):
     foreign = tmp_path / "demo/dataset/thesis.txt"
     foreign.parent.mkdir(parents=True)

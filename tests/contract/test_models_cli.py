@@ -111,8 +111,10 @@ def test_a_run_says_itself_what_it_is_of(brim, sequence_run, capsys, tmp_path):
     assert (added["kind"], added["network"]) == ("classify", "cnn_lstm")
     assert added["about"]["classes"] == ["one", "two"]
 
-    assert main(["demo", "--out", str(tmp_path / "demo"), "--samples", "20"]) == 0
-    code, out, err = brim("add", "where", tmp_path / "demo" / "run-20", "--json")
+    assert main(["rf", "generate", "--out", str(tmp_path / "radio"), "--samples", "12"]) == 0
+    assert main(["rf", "train", str(tmp_path / "radio"), "--out", str(tmp_path / "locator"), "--epochs", "1"]) == 0
+    capsys.readouterr()
+    code, out, err = brim("add", "where", tmp_path / "locator", "--json")
     assert code == 0, err
     assert (json.loads(out)["kind"], json.loads(out)["network"]) == ("locate", "locator")
 

@@ -244,7 +244,7 @@ def test_an_observations_file_that_cannot_be_read_is_named(made, tmp_path, capsy
     assert "JSON" in refused(capsys, "rf", "locate", made / "run", tmp_path / "broken.json")
 
 
-# Help and demo
+# Help
 
 
 @pytest.mark.parametrize("command", ["train", "evaluate", "locate", "export-onnx"])
@@ -258,16 +258,3 @@ def test_help_imports_no_torch():
     code = "import sys, brim.cli; brim.cli.main(['rf', 'train', '--help']); sys.exit('torch' in sys.modules)"
 
     assert subprocess.run([sys.executable, "-c", code], stdout=subprocess.DEVNULL).returncode == 0
-
-
-def test_demo_generates_trains_and_evaluates(tmp_path, capsys):
-    out = tmp_path / "demo"
-
-    found = answer(capsys, "demo", "--out", out, "--samples", "12")
-
-    assert set(found["train"]) == TRAIN_KEYS
-    assert set(found["evaluate"]) == EVALUATE_KEYS
-    assert found["accepted"] == 12
-    pages = [Path(found[name]) for name in ("report", "evaluation_report")]
-    assert pages == [out / "report.html", out / "evaluation.html"]
-    assert all("<html" in page.read_text() for page in pages)

@@ -534,7 +534,8 @@ STATIONS = [
 def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """A locator and a classifier."""
     folder = tmp_path_factory.mktemp("runs")
-    assert main(["demo", "--out", str(folder / "demo"), "--samples", "20", "--json"]) == 0
+    assert main(["rf", "generate", "--out", str(folder / "data"), "--samples", "12", "--json"]) == 0
+    assert main(["rf", "train", str(folder / "data"), "--out", str(folder / "locator"), "--epochs", "2", "--json"]) == 0
     rng = np.random.default_rng(0)
     for label in ("one", "two"):
         (folder / "npy" / label).mkdir(parents=True)
@@ -543,7 +544,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     assert main(["sequence", "pack", str(folder / "npy"), "--out", str(folder / "corpus"), "--json"]) == 0
     options = ["--mode", "supervised", "--classifier-epochs", "1", "--device", "cpu", "--json"]
     assert main(["sequence", "train", str(folder / "corpus"), "--out", str(folder / "run"), *options]) == 0
-    return folder / "demo" / "run-20", folder / "run"
+    return folder / "locator", folder / "run"
 
 
 def npy(*shape: int) -> bytes:

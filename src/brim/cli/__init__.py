@@ -22,6 +22,7 @@ from brim.cli.segment import segment
 from brim.cli.sequence import sequence
 from brim.cli.serve import serve
 from brim.cli.terminal import logs, print_json, say, show
+from brim.cli.words import usage
 from brim.errors import BrimError
 
 # typer brings its own copy of click in some versions and imports it in others: this is UsageError in both
@@ -47,12 +48,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _say_usage(failure: Exception) -> None:
-    message = failure.format_message() if hasattr(failure, "format_message") else str(failure)
     context = getattr(failure, "ctx", None)
     if type(failure).__name__ == "NoArgsIsHelpError":
-        say(message)
+        say(str(failure.format_message() if hasattr(failure, "format_message") else failure))
         return
-    say(f"error: {message[:1].lower()}{message[1:]}")
+    say(f"error: {usage(failure)}")
     if context is not None:
         say(f'run "{context.command_path} --help" for the options')
 
@@ -60,7 +60,6 @@ def _say_usage(failure: Exception) -> None:
 app = typer.Typer(
     name="brim",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
     epilog="Example: brim demo",

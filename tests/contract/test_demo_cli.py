@@ -1,0 +1,179 @@
+"""`brim demo` as a newcomer meets it: the whole loop, reports that open, a data directory that a service can show."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from brim.cli import main
+from brim.cli.catalogue import open_catalogue
+from brim.cli.demo import STAGES
+
+TRAIN_KEYS = {
+    "run", "epochs", "samples_per_s", "epoch_seconds", "tier", "ceiling_share", "busy_share", "waiting",
+    "best_val_loss", "peak_bytes", "joules_per_sample",
+}  # fmt: skip
+EVALUATE_KEYS = {"median_error_m", "mean_error_m", "p95_error_m", "crlb_ratio", "coverage", "baselines"}
+LOOP = ("generate", "train", "evaluate", "tune", "segment", "sequences")
+
+
+def start(out: Path) -> "subprocess.Popen[str]":
+    command = [sys.executable, "-m", "brim", "demo", "--out", str(out), "--samples", "3", "--json"]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=os.environ)
+
+
+def wait_for(process: "subprocess.Popen[str]", stage: str) -> None:
+    assert process.stderr is not None
+    for line in process.stderr:
+        if line.strip().endswith(f"/{len(STAGES)} {stage}"):
+            return
+    raise AssertionError(f"it ended before the stage {stage}")
+
+
+@dataclass
+class Ended:
+    """How a process that was started for a demo ended."""
+
+    code: int
+    out: str
+    err: str
+
+
+@dataclass
+class Done:
+    """A demo that was interrupted in every stage, killed in two, and each time begun again with the same command."""
+
+    folder: Path
+    interrupted: dict[str, Ended]
+    killed: list[int]
+    last: Ended
+
+    @property
+    def found(self) -> dict:
+        return dict(json.loads(self.last.out))
+
+
+def end(process: "subprocess.Popen[str]") -> Ended:
+    out, err = process.communicate(timeout=300)
+    return Ended(process.returncode, out, err)
+
+
+@pytest.fixture(scope="module")
+def done(tmp_path_factory: pytest.TempPathFactory) -> Done:
+    folder = tmp_path_factory.mktemp("first hour") / "demo"
+    interrupted, killed = {}, []
+    for stage in LOOP:
+        process = start(folder)
+        wait_for(process, stage)
+        process.send_signal(signal.SIGINT)
+        interrupted[stage] = end(process)
+        if stage in ("segment", "sequences"):
+            process = start(folder)
+            wait_for(process, stage)
+            time.sleep(0.5)
+            process.kill()
+            killed.append(end(process).code)
+    return Done(folder, interrupted, killed, end(start(folder)))
+
+
+def test_the_loop_is_the_one_that_is_promised():
+    assert tuple(STAGES) == LOOP
+
+
+@pytest.mark.slow
+def test_every_stage_has_its_figures(done):
+    found = done.found
+
+    assert found["generate"]["accepted"] == found["accepted"] == 3
+    assert found["train"]["epochs"] == 10
+    assert found["evaluate"]["median_error_m"] > 0
+    assert found["tune"]["unet_tiny"]["optimal_batch_size"] >= 1
+    assert found["segment"]["train"]["dice"] > 0.8
+    assert found["segment"]["predict"]["polygons"] > 0
+    assert found["sequences"]["evaluate"]["accuracy"] > 0.8
+    assert found["total_seconds"] > 0
+
+
+@pytest.mark.slow
+def test_the_keys_of_the_radio_part_stay_where_others_look_for_them(done):
+    found, out = done.found, done.folder
+
+    assert set(found["train"]) == TRAIN_KEYS
+    assert set(found["evaluate"]) == EVALUATE_KEYS
+    assert set(found["generate"]) <= set(found)
+    assert [found[name] for name in ("report", "evaluation_report")] == [
+        str(out / "report.html"),
+        str(out / "evaluation.html"),
+    ]
+
+
+@pytest.mark.slow
+def test_the_page_links_to_what_exists_and_loads_nothing(done):
+    out, found = done.folder, done.found
+    page = Path(found["report"]).read_text()
+
+    targets = re.findall(r'(?:href|src)="([^"]+)"', page)
+    assert {"dataset.html", "evaluation.html"} < set(targets)
+    assert [target for target in targets if not (out / target).is_file()] == []
+    assert "http" not in page
+    assert found["dashboard"]["command"] in page.replace("&#x27;", "'")
+
+
+@pytest.mark.slow
+def test_datasets_runs_and_models_are_listed_for_a_service_once(done, capsys):
+    out, found = done.folder, done.found
+    data = Path(found["dashboard"]["data"])
+    shard = out / "dataset/shards/000000.safetensors"
+    made_ns = shard.stat().st_mtime_ns
+
+    assert main(["demo", "--out", str(out), "--samples", "3"]) == 0
+
+    printed = capsys.readouterr().out
+    assert shard.stat().st_mtime_ns == made_ns
+    assert all(text in printed for text in (str(out / "dataset"), str(out / "report.html"), "next:"))
+    with open_catalogue(data, None, first="") as (catalogue, _):
+        datasets = {row.name: row for row in catalogue.datasets.page().rows}
+        runs = {row.kind: row for row in catalogue.runs.page().rows}
+        models = {row.name: row.kind for row in catalogue.models.all()}
+        assert catalogue.datasets.page().total == len(datasets) == 5
+        assert catalogue.runs.page().total == 3
+    assert models == {"cells": "segment", "classes": "classify", "locator": "locate"}
+    assert set(runs) == {"rf.train", "segment.train", "sequence.train"}
+    assert runs["rf.train"].config["dataset_ids"] == [datasets["demo radio"].id]
+    assert runs["segment.train"].summary["step"] > 0
+    assert "unet_tiny" in (data / "batch_sizes.json").read_text()
+    assert found["dashboard"]["command"] in printed
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", LOOP)
+def test_ctrl_c_stops_every_stage_cleanly(done, stage):
+    ended = done.interrupted[stage]
+
+    assert ended.code == 130, ended.err
+    assert "Traceback" not in ended.err
+    assert "continue with: brim demo" in ended.err
+    assert isinstance(json.loads(ended.out), dict)
+
+
+@pytest.mark.slow
+def test_interrupted_and_killed_it_ends_well(done):
+    assert done.killed == [-signal.SIGKILL] * 2
+    assert done.last.code == 0, done.last.err
+    assert done.found["segment"]["predict"]["images"] == 4
+
+
+@pytest.mark.slow
+def test_another_service_s_database_is_left_alone(done, monkeypatch, capsys):
+    monkeypatch.setenv("BRIM_DATABASE", "postgresql://nobody:nothing@127.0.0.1:1/none")
+
+    assert main(["demo", "--out", str(done.folder), "--samples", "3"]) == 0
+
+    assert "BRIM_DATABASE names the catalogue of another service; unset it" in capsys.readouterr().out
