@@ -1,9 +1,11 @@
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -377,6 +379,49 @@ def test_doctor_names_the_fix_for_a_missing_optional_package(monkeypatch):
     problems = brim.doctor.collect()["problems"]
 
     assert any("h5py" in p["problem"] and "brim[export]" in p["fix"] for p in problems)
+
+
+def problem(facts: dict, words: str) -> str:
+    """The fix of the one problem that has these words."""
+    (fix,) = [each["fix"] for each in facts["problems"] if words in each["problem"]]
+    return str(fix)
+
+
+def test_doctor_names_the_extra_of_a_service_that_is_missing_once(monkeypatch):
+    monkeypatch.setattr(brim.doctor, "_version", lambda name: None if name in ("dbos", "fastapi") else "1.0")
+
+    facts = brim.doctor.collect()
+
+    assert problem(facts, "dbos, fastapi are absent, so the service") == 'pip install "brim[service]"'
+
+
+def test_doctor_names_the_fix_for_too_little_room(monkeypatch, tmp_path):
+    for name in ("_disk", "_cpu", "_shared_memory"):
+        monkeypatch.setattr(brim.doctor, name, lambda: {"free_bytes": 60 * 2**20, "total_bytes": 64 * 2**20})
+
+    facts = brim.doctor.collect()
+
+    assert "--data of brim serve, on another disk" in problem(facts, "of disk is free")
+    assert "give --memory" in problem(facts, "of memory is free")
+    assert "--shm-size=2g" in problem(facts, "only 60 MiB of shared memory")
+
+
+def test_doctor_names_the_fix_for_a_driver_that_does_not_answer(monkeypatch, tmp_path):
+    (tmp_path / "version").write_text("NVRM version: 580")
+    monkeypatch.setattr(brim.doctor, "NVIDIA", tmp_path / "version")
+    monkeypatch.setattr(brim.doctor, "_nvml", lambda: {"works": False, "driver": None, "num_devices": 0})
+
+    assert "nvidia-smi" in problem(brim.doctor.collect(), "driver is here")
+
+
+def test_every_extra_that_doctor_names_exists_and_brings_the_package():
+    extras = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"][
+        "optional-dependencies"
+    ]
+
+    for extra, packages in brim.doctor.OPTIONAL.values():
+        listed = {re.split(r"[\[><=~;, ]", one)[0] for one in extras[extra]}
+        assert set(packages) <= listed
 
 
 # Demo

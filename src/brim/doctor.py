@@ -16,10 +16,22 @@ from brim import __version__
 if TYPE_CHECKING:
     from rich.table import Table
 
-PACKAGES = ("torch", "triton", "numpy", "safetensors", "nvidia-ml-py", "pyarrow", "h5py")
-OPTIONAL = {"pyarrow": "parquet", "h5py": "hdf5"}  # package → the export format that needs it
+PACKAGES = (
+    *("torch", "triton", "numpy", "safetensors", "nvidia-ml-py", "pyarrow", "h5py", "matplotlib", "onnx"),
+    *("dbos", "fastapi", "nicegui"),
+)
+OPTIONAL = {  # what is off without them → the extra that brings them, and the packages
+    "parquet export": ("export", ("pyarrow",)),
+    "hdf5 export": ("export", ("h5py",)),
+    "drawing with --plot": ("plot", ("matplotlib",)),
+    "brim rf export-onnx": ("onnx", ("onnx",)),
+    "the service, brim serve,": ("service", ("dbos", "fastapi", "nicegui")),
+}
 LOW_DISK_BYTES = 2 * 1024**3
 LOW_MEMORY_BYTES = 1024**3
+LOW_SHARED_BYTES = 256 * 1024**2  # containers have 64 MiB unless told otherwise
+SHARED = Path("/dev/shm")  # what processes that read a folder of sequences pass batches through
+NVIDIA = Path("/proc/driver/nvidia/version")  # there as soon as the kernel has the driver
 
 
 def collect() -> dict[str, Any]:
@@ -35,6 +47,7 @@ def collect() -> dict[str, Any]:
         "nvml": _attempt(_nvml) or {"works": False, "driver": None, "num_devices": 0},
         "triton": _triton(bool(cuda["devices"])),
         "disk": _attempt(_disk),
+        "shared_memory": _attempt(_shared_memory),
         "uses": _attempt(_uses),
     }
     facts["problems"] = _problems(facts)
@@ -81,6 +94,7 @@ def _rows(facts: dict[str, Any]) -> list[tuple[str, str]]:
         ("NVML", f"works, driver {nvml['driver']}" if nvml["works"] else "not here: no power or utilisation figures"),
         ("Triton", facts["triton"]["reason"]),
         ("disk", f"{_free_of(disk)} in {disk.get('path', '.')}"),
+        ("shared memory", f"{_free_of(facts['shared_memory'])} in {SHARED}"),
         ("uses", f"{uses.get('device', 'unknown')}; {uses.get('batch_size', 'unknown')}"),
     ]
     return rows
@@ -192,6 +206,11 @@ def _disk() -> dict[str, Any]:
     return {"path": str(Path.cwd()), "free_bytes": usage.free, "total_bytes": usage.total}
 
 
+def _shared_memory() -> dict[str, Any]:
+    usage = shutil.disk_usage(SHARED)
+    return {"free_bytes": usage.free, "total_bytes": usage.total}
+
+
 def _uses() -> dict[str, Any]:
     from brim.engine.device import resolve_device, worker_count
 
@@ -211,11 +230,19 @@ def _first_line(failure: BaseException) -> str:
 
 
 def _problems(facts: dict[str, Any]) -> list[dict[str, str]]:
-    found = [*_torch_problems(facts), *_room_problems(facts)]
-    for package, fmt in OPTIONAL.items():
-        if facts["packages"][package] is None:
-            found.append((f"{package} is absent, so {fmt} export is off", 'install it with pip install "brim[export]"'))
+    found = [*_torch_problems(facts), *_room_problems(facts), *_missing(facts["packages"])]
     return [{"problem": problem, "fix": fix} for problem, fix in found]
+
+
+def _missing(packages: dict[str, str | None]) -> list[tuple[str, str]]:
+    """What is off for want of a package; each line is whole by itself, and names the command that helps."""
+    found = []
+    for what, (extra, needed) in OPTIONAL.items():
+        absent = [name for name in needed if packages[name] is None]
+        if absent:
+            verb = "is" if len(absent) == 1 else "are"
+            found.append((f"{', '.join(absent)} {verb} absent, so {what} is off", f'pip install "brim[{extra}]"'))
+    return found
 
 
 def _torch_problems(facts: dict[str, Any]) -> list[tuple[str, str]]:
@@ -237,6 +264,9 @@ def _torch_problems(facts: dict[str, Any]) -> list[tuple[str, str]]:
         else:
             step = f"driver {nvml['driver']} may be older than CUDA {cuda['version']} needs: update the driver"
             found.append((f"a GPU is here, but PyTorch cannot use it ({cuda['reason']})", step))
+    if not nvml.get("works") and NVIDIA.is_file():
+        step = "nvidia-smi must list it: update or reinstall the driver, or restart; a container needs --gpus all"
+        found.append(("the NVIDIA driver is here, but does not answer", step))
     if cuda["devices"] and not facts["triton"]["works"]:
         found.append((f"Triton {facts['triton']['reason']}", "install it and a C compiler: pip install triton"))
     return found
@@ -246,8 +276,16 @@ def _room_problems(facts: dict[str, Any]) -> list[tuple[str, str]]:
     found = []
     if facts["disk"] and facts["disk"]["free_bytes"] < LOW_DISK_BYTES:
         found.append(
-            (f"only {_gib(facts['disk']['free_bytes'])} of disk is free here", "free some or use another --out")
+            (
+                f"only {_gib(facts['disk']['free_bytes'])} of disk is free here",
+                "free some, or give --out, and --data of brim serve, on another disk",
+            )
         )
     if facts["cpu"] and facts["cpu"]["free_bytes"] < LOW_MEMORY_BYTES:
         found.append((f"only {_gib(facts['cpu']['free_bytes'])} of memory is free", "close something or give --memory"))
+    shared = facts["shared_memory"]
+    if shared and shared["free_bytes"] < LOW_SHARED_BYTES:
+        step = "remount it with size=2G, give a container --shm-size=2g, or --num-workers 0 to brim sequence train"
+        free = f"{shared['free_bytes'] / 1024**2:.0f} MiB"
+        found.append((f"only {free} of shared memory is free in {SHARED}", step))
     return found
