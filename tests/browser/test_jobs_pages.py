@@ -1,0 +1,354 @@
+"""Now, jobs, the form of every kind, one job and tuning, in a browser."""
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from fault_service import JOBS, Serve
+from visits import Visit
+
+pytestmark = pytest.mark.slow
+ID = re.compile(r"/jobs/[0-9a-f]{32}$")
+TITLES = {
+    "rf.generate": "Generate radio samples",
+    "rf.train": "Train a locator",
+    "rf.evaluate": "Evaluate a locator",
+    "segment.tune": "Tune batch sizes",
+    "segment.predict": "Segment images",
+    "segment.train": "Train segmentation",
+    "sequence.train": "Train on sequences",
+    "sequence.evaluate": "Evaluate on sequences",
+}
+FILLED: dict[str, dict[str, str]] = {  # by label; what is not here stays as the form begins
+    "rf.generate": {"Number of samples": "8", "All settings/Duration, s": "0.2"},
+    "rf.train": {"Epochs": "1", "Batch size": "4"},
+    "rf.evaluate": {},
+    "segment.tune": {"Model": "=unet_tiny", "Size": "32", "Seconds": "0.3"},
+    "segment.train": {"Model": "=unet_tiny", "Size": "32", "Epochs": "1", "Batch size": "4"},
+    "segment.predict": {"Threshold": "0.4"},
+    "sequence.train": {
+        "Mode": "=supervised",
+        "Epochs": "1",
+        "Batch size": "4",
+        "All settings/Model · channels": "8",
+        "All settings/Model · hidden": "8",
+        "All settings/Model · embedding": "8",
+    },
+    "sequence.evaluate": {},
+}
+NEEDS = {
+    "rf.train": "rf.generate",
+    "rf.evaluate": "rf.train",
+    "segment.predict": "segment.train",
+    "sequence.evaluate": "sequence.train",
+}
+
+
+# Nothing there yet
+
+
+def test_the_address_with_the_token_logs_in_and_without_it_nothing_is_shown(browser, service):
+    context = browser.new_context()
+    page = context.new_page()
+    page.goto(f"http://127.0.0.1:{service.port}/")
+    refused = page.content()
+    page.goto(f"http://127.0.0.1:{service.port}/?token={service.token}")
+    page.wait_for_selector("h1")
+
+    assert "token" in refused
+    assert "Jobs" not in refused
+    assert "token=" not in page.url
+    assert service.token not in page.content()
+    context.close()
+
+
+@pytest.mark.parametrize(
+    ("path", "words", "next_step"),
+    [
+        ("/", "Nothing has run yet", "/jobs/new?kind=rf.generate"),
+        ("/jobs", "No jobs yet", "/jobs/new"),
+        ("/tuning", "Nothing is tuned yet", "/jobs/new?kind=segment.tune"),
+    ],
+)
+def test_an_empty_page_says_what_to_do_next(empty_visit, path, words, next_step):
+    page = empty_visit.open(path)
+
+    page.get_by_text(words).wait_for()
+    empty_visit.shot(f"empty_{path.strip('/') or 'now'}")
+    page.locator(f'.brim-empty a[href="{next_step}"]').click()
+    page.get_by_role("heading", name="New job").wait_for()
+
+
+def test_a_form_without_its_inputs_says_how_to_come_by_them(empty_visit):
+    page = empty_visit.open("/jobs/new?kind=rf.evaluate")
+
+    page.get_by_text("There is no dataset of rf yet.").wait_for()
+    assert page.get_by_role("link", name="Train one first").get_attribute("href") == "/jobs/new?kind=rf.train"
+    assert page.get_by_role("button", name="Submit").is_disabled()
+
+
+def test_a_job_that_is_not_there_is_told_in_words(visit):
+    page = visit.open("/jobs/00000000000000000000000000000000")
+
+    page.get_by_role("alert").get_by_text("job").wait_for()
+
+
+# Every kind by its form
+
+
+@pytest.fixture(scope="module")
+def finished(service, images, sequences) -> Callable[[Visit, str], dict[str, Any]]:
+    """A job of a kind, made by its form and finished; each is made once."""
+    made: dict[str, dict[str, Any]] = {}
+
+    def make(visit: Visit, kind: str) -> dict[str, Any]:
+        if kind in NEEDS:
+            make(visit, NEEDS[kind])
+        if kind not in made:
+            made[kind] = _by_form(visit, service, kind)
+        return made[kind]
+
+    return make
+
+
+def _by_form(visit: Visit, service: Serve, kind: str) -> dict[str, Any]:
+    page = visit.open("/jobs/new")
+    page.get_by_role("link", name=TITLES[kind]).click()
+    page.wait_for_url(f"**/jobs/new?kind={kind}")
+    page.wait_for_function("window.socket?.connected")
+    page.get_by_label("Name", exact=True).fill(f"a {kind}")
+    for label, value in FILLED[kind].items():
+        _fill(page, label, value)
+    page.get_by_text("of disk.").wait_for()
+    if kind in ("rf.generate", "segment.train"):
+        visit.shot(f"form_{kind}")
+    page.get_by_role("button", name="Submit").click()
+    page.wait_for_url(ID)
+    page.locator(".brim-status-completed, .brim-status-failed").wait_for(timeout=120_000)
+    return service.job(page.url.rpartition("/")[2])
+
+
+def _fill(page: Any, label: str, value: str) -> None:
+    fold, _, label = label.rpartition("/")
+    field = page.get_by_label(label, exact=True)
+    if fold and not field.is_visible():
+        page.get_by_text(fold).click()
+    if value.startswith("="):
+        field.click()
+        page.get_by_role("option", name=value[1:], exact=True).click()
+    else:
+        field.fill(value)
+
+
+@pytest.mark.parametrize("kind", list(TITLES))
+def test_a_job_is_made_by_its_form_and_watched_to_its_end(visit, finished, kind):
+    job = finished(visit, kind)
+
+    assert job["status"] == "completed", job["error"]
+    assert job["name"] == f"a {kind}"
+    page = visit.open(f"/jobs/{job['id']}")
+    page.get_by_role("heading", name="Result").wait_for()
+    page.get_by_text("attempt 1 at job").wait_for()  # its log
+    made = {"rf.generate": "The dataset it made", "rf.train": "The run it made"}.get(kind)
+    if made:
+        page.get_by_role("link", name=made).wait_for()
+    if kind == "segment.predict":
+        with page.expect_download() as begun:
+            page.get_by_role("link", name=re.compile(r"\.geojson")).first.click()
+        assert begun.value.failure() is None
+    if kind in ("rf.evaluate", "segment.predict"):
+        visit.shot(f"job_{kind}")
+
+
+def test_numbers_are_sent_as_numbers_and_what_is_left_empty_is_not_sent(visit, finished, service):
+    config = finished(visit, "rf.train")["config"]
+
+    assert config["epochs"] == 1
+    assert config["learning_rate"] == 0.001
+
+
+# Forms
+
+
+def test_the_api_says_at_its_field_what_is_wrong_and_nothing_can_be_submitted_until_it_is_right(visit):
+    page = visit.open("/jobs/new?kind=rf.generate")
+    submit = page.get_by_role("button", name="Submit")
+    page.get_by_text("of disk.").wait_for()
+
+    page.get_by_label("Number of samples", exact=True).fill("many")
+    at_field = page.locator(".q-field", has=page.get_by_label("Number of samples", exact=True))
+    at_field.get_by_text('Config.num_samples="many" must be a whole number.').wait_for()
+    assert submit.is_disabled()
+    visit.shot("form_refused")
+
+    page.get_by_label("Number of samples", exact=True).fill("16")
+    page.get_by_text("of disk.").wait_for()
+    assert at_field.locator(".q-field--error").count() == 0
+    assert submit.is_enabled()
+
+
+def test_a_preset_fills_its_fields_and_the_defaults_empty_them(visit):
+    page = visit.open("/jobs/new?kind=rf.generate")
+    power, gdop = (page.get_by_label(name, exact=True) for name in ("TX power, dBm", "Max GDOP"))
+
+    page.get_by_role("button", name="production").click()
+    _has_value(page, power, "50")
+    _has_value(page, gdop, "100")
+    page.get_by_role("button", name="quality").click()
+    _has_value(page, power, "40")
+    _has_value(page, gdop, "20")
+    page.get_by_role("button", name="defaults").click()
+    _has_value(page, gdop, "")
+
+
+def _has_value(page: Any, field: Any, value: str) -> None:
+    element = field.element_handle()
+    page.wait_for_function("([element, value]) => element.value === value", arg=[element, value])
+
+
+def test_a_form_is_copied_as_curl_and_as_a_command_without_the_token(browser, service, visit):
+    visit.page.context.grant_permissions(["clipboard-read", "clipboard-write"])
+    page = visit.open("/jobs/new?kind=rf.generate")
+    page.get_by_label("Number of samples", exact=True).fill("24")
+    page.get_by_text("of disk.").wait_for()
+    copied = []
+    for name in ("Copy as curl", "Copy as command"):
+        page.get_by_role("button", name=name).click()
+        page.get_by_text("Copied.").first.wait_for()
+        page.wait_for_timeout(200)
+        copied.append(page.evaluate("navigator.clipboard.readText()"))
+
+    curl, command = copied
+    assert f"{visit.base}{JOBS}" in curl
+    assert '"num_samples": 24' in curl
+    assert command.startswith("brim jobs submit - ")
+    assert '"num_samples": 24' in command
+    assert service.token not in curl + command
+
+
+# One job
+
+
+def test_a_job_is_paused_resumed_cancelled_and_deleted(visit, service):
+    job = service.generate(100_000, "long")
+    page = visit.open(f"/jobs/{job['id']}")
+    page.locator(".brim-status-running").wait_for()
+    service.wait_progress(job["id"], 8)
+    page.get_by_text(re.compile(r" of 100\s000 ")).wait_for()
+    visit.shot("job_running")
+
+    page.get_by_role("button", name="Pause").click()
+    page.locator(".brim-status-paused").wait_for()
+    page.get_by_role("button", name="Resume").click()
+    page.locator(".brim-status-running").wait_for()
+    page.get_by_role("button", name="Cancel").click()
+    page.locator(".brim-status-cancelled").wait_for()
+    page.get_by_role("button", name="Delete").click()
+    page.get_by_role("button", name="Keep it").click()
+    page.get_by_role("button", name="Delete").click()
+    page.locator(".q-dialog").get_by_role("button", name="Delete").click()
+    page.wait_for_url("**/jobs")
+
+    assert service.ask("GET", f"{JOBS}/{job['id']}")[0] == 404
+
+
+def test_what_runs_is_shown_now_with_its_device(visit, phone, service):
+    job = service.generate(100_000, "seen now")
+    try:
+        service.wait_progress(job["id"], 8)
+        page = visit.open("/")
+        page.get_by_role("link", name="seen now").wait_for()
+        page.get_by_text(re.compile(r" of 100\s000 .* left")).wait_for()
+        page.locator(".brim-chart svg path").first.wait_for(state="attached")
+        page.wait_for_timeout(3000)  # points are pushed meanwhile
+        visit.shot("now")
+        visit.dark()
+        visit.shot("now_dark")
+        phone.open("/").get_by_role("link", name="seen now").wait_for()
+        phone.shot("now_phone")
+        assert _scrolls_sideways(phone.page) is False
+    finally:
+        service.act(job["id"], "cancel")
+        service.wait(job["id"], "cancelled")
+
+
+# Lists
+
+
+def test_jobs_are_filtered_and_a_row_is_a_link(visit, finished):
+    job = finished(visit, "rf.generate")
+    finished(visit, "segment.tune")
+    page = visit.open("/jobs")
+
+    page.get_by_label("Name", exact=True).fill("RF.GENERATE")
+    page.get_by_role("link", name="a segment.tune").wait_for(state="detached")
+    page.get_by_label("Status", exact=True).click()
+    page.get_by_role("option", name="completed").click()
+    page.wait_for_url("**/jobs?status=completed&name=RF.GENERATE")
+    link = page.get_by_role("link", name="a rf.generate")
+    link.focus()
+    page.keyboard.press("Enter")
+
+    page.wait_for_url(f"**/jobs/{job['id']}")
+
+
+def test_a_thousand_jobs_are_paged_through_and_stay_fluid(visit, service, browser):
+    first = service.generate(100_000, "before them all")
+    service.wait_progress(first["id"], 1)
+    try:
+        for number in range(120):
+            service.generate(8, f"crowd {number:03d}")
+        page = visit.open("/jobs?name=crowd")
+        page.get_by_text("Page 1 of 3").wait_for()
+        page.get_by_role("button", name="Older jobs").click()
+        page.get_by_role("link", name="crowd 069").wait_for()
+        visit.shot("jobs")
+        assert page.locator(".brim-jobs tbody tr").count() == 50
+    finally:
+        for status in ("queued", "pending"):
+            while found := service.get(f"{JOBS}?status={status}&name=crowd")["jobs"]:
+                for job in found:
+                    service.act(job["id"], "cancel")
+        service.act(first["id"], "cancel")
+        service.wait(first["id"], "cancelled")
+
+
+def test_jobs_are_readable_on_a_phone_and_in_the_dark(phone, finished):
+    finished(phone, "rf.generate")
+    phone.open("/jobs").get_by_role("link", name="a rf.generate").wait_for()
+    phone.shot("jobs_phone")
+    assert _scrolls_sideways(phone.page) is False
+    phone.open("/jobs/new?kind=sequence.train").get_by_label("Epochs", exact=True).wait_for()
+    phone.dark()
+    phone.shot("form_phone_dark")
+    assert _scrolls_sideways(phone.page) is False
+
+
+def _scrolls_sideways(page: Any) -> bool:
+    return bool(page.evaluate("document.documentElement.scrollWidth > document.documentElement.clientWidth"))
+
+
+# Tuning
+
+
+def test_tuning_shows_what_was_measured_and_tunes_again(visit, phone, finished, service):
+    finished(visit, "segment.tune")
+    page = visit.open("/tuning")
+
+    page.get_by_role("heading", name=re.compile("^unet_tiny on ")).wait_for()
+    assert page.locator(".brim-chart svg").count() == 3
+    assert page.get_by_role("cell", name=re.compile("chosen")).count() == 1
+    visit.shot("tuning")
+    visit.dark()
+    visit.shot("tuning_dark")
+    phone.open("/tuning").locator(".brim-chart svg").first.wait_for()
+    phone.shot("tuning_phone")
+    page.get_by_role("button", name="Tune again").click()
+    page.get_by_role("link", name="Watch it tune").click()
+    page.wait_for_url(ID)
+    job = service.job(page.url.rpartition("/")[2])
+    service.act(job["id"], "cancel")
+
+    assert job["kind"] == "segment.tune"
+    assert (job["config"]["models"], job["config"]["size"]) == (["unet_tiny"], 32)
