@@ -128,8 +128,11 @@ def _refused(target: Path, failure: OSError) -> BrimError:
 
 
 def _manifest_text(data: Dataset) -> str:
-    """The manifest without its list of shards, whose checksums say nothing of another format."""
-    return json.dumps({key: value for key, value in data.manifest.items() if key != "shards"}, ensure_ascii=False)
+    """The manifest without its list of shards, whose checksums say nothing of another format, and where it was made."""
+    kept = {key: value for key, value in data.manifest.items() if key != "shards"}
+    if isinstance(report := kept.get("report"), dict):
+        kept["report"] = {key: value for key, value in report.items() if key != "dataset"}
+    return json.dumps(kept, ensure_ascii=False)
 
 
 # SigMF

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from brim.errors import ConfigError, Conflict, DatasetError, ImageError, StorageError
+from brim.errors import BrimError, ConfigError, Conflict, DatasetError, ImageError, StorageError
 from brim.jobs.catalogue import DatasetRow
 from brim.jobs.task import in_words
 
@@ -19,5 +19,10 @@ def readable(row: DatasetRow, place: Path) -> Iterator[None]:
             raise Conflict(
                 f'the dataset "{row.name}" is still being written and has nothing to show yet; try again soon'
             ) from failure
-        text = in_words(str(failure)).replace(str(place), f'dataset "{row.name}"')
-        raise Conflict(f"the dataset cannot be read: {text}") from failure
+        raise refusal(row, place, failure) from failure
+
+
+def refusal(row: DatasetRow, place: Path, failure: BrimError, done: str = "read") -> Conflict:
+    """What cannot be done with a dataset, and why."""
+    text = in_words(str(failure)).replace(str(place), f'dataset "{row.name}"')
+    return Conflict(f"the dataset cannot be {done}: {text}")

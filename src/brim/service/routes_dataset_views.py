@@ -1,15 +1,17 @@
-"""Datasets to look at: figures for charts and maps, and one sample with its spectra."""
+"""Datasets to look at and to take away: figures for charts and maps, one sample with its spectra, all as a zip."""
 
 from pathlib import Path as FilePath
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter, Path
+from fastapi import APIRouter, Path, Query, Request, Response
 from starlette.concurrency import run_in_threadpool
+from starlette.requests import ClientDisconnect
 
 from brim.errors import Conflict, NotFound
 from brim.jobs.catalogue import DatasetRow
 from brim.service import shapes_views
 from brim.service.context import Context, Here
+from brim.service.export import Download, file_name
 from brim.service.openapi import Id, refusals
 from brim.service.reading import readable
 from brim.service.shapes import finite
@@ -43,6 +45,42 @@ async def show_sample(id: Id, index: Row, here: Here) -> shapes_views.Sample:
     if row.kind != "rf":
         raise Conflict(f'the dataset "{row.name}" is of kind {row.kind}; only those of kind rf have samples to show')
     return await here.views.slow.run(_sample, here, row, place, index)
+
+
+@router.get(
+    "/{id}/export",
+    status_code=200,
+    response_class=Download,
+    responses={200: {"content": {"application/zip": {}}}, **refusals(404, 409, 422, 429, 503, 507)},
+    summary="Take a dataset away",
+)
+async def export_dataset(
+    id: Id,
+    request: Request,
+    here: Here,
+    format: Annotated[
+        Literal["", "files", "parquet", "hdf5", "sigmf"],
+        Query(description="Of radio samples, by default parquet; files are the dataset's own, of any kind."),
+    ] = "",
+) -> Response:
+    """One zip: images, sequences and shards as they are, or radio samples in another format."""
+    row, place = await run_in_threadpool(_find, here, id)
+    chosen = format or ("parquet" if row.kind == "rf" else "files")
+    if row.state == "writing":
+        raise Conflict(f'the dataset "{row.name}" is still being written; wait for its job')
+    if chosen != "files" and row.kind != "rf":
+        raise Conflict(f'the dataset "{row.name}" is of kind {row.kind}, which has format=files only')
+    exports, settings = here.views.exports, here.settings
+    try:
+        if chosen == "files":
+            parcel = await exports.own_files(row, place, here.redact.values)
+        else:
+            parcel = await exports.converted(
+                row, place, chosen, data=settings.data, min_free_bytes=settings.min_free_bytes, request=request
+            )
+    except ClientDisconnect:
+        return Response(status_code=400)  # nobody reads it
+    return Download(parcel, file_name(row, chosen))
 
 
 def _find(here: Context, id: str) -> tuple[DatasetRow, FilePath]:

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 
+from brim.service.export import Exports
 from brim.service.statistics import KeptStatistics, OneAtATime
 
 
@@ -10,6 +11,7 @@ class Views:
     """Work that must not take the API with it, however often it is asked for."""
 
     slow: OneAtATime = field(default_factory=OneAtATime)
+    exports: Exports = field(default_factory=Exports)
     statistics: KeptStatistics = field(init=False)
 
     def __post_init__(self) -> None:
