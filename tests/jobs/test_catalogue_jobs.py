@@ -134,6 +134,26 @@ def test_a_run_must_be_there_trained_and_of_the_right_kind(catalogue):
     assert catalogue.runs.get(job.output_id).summary == {"loss": 1.0}
 
 
+def test_the_evaluation_of_a_run_that_ended_last_is_found(catalogue):
+    trained = [submit(catalogue, "rf.train", "run") for _ in range(2)]
+    for job in trained:
+        start(catalogue, job)
+        catalogue.jobs.move(job.id, "completed", of={"running"}, output=Output(items=1))
+    run, other = (job.output_id for job in trained)
+    jobs = [submit(catalogue, "rf.evaluate", "result", inputs={"run_id": id}) for id in (run, run, run, other)]
+    for job in jobs:
+        start(catalogue, job)
+    first, second, failed, elsewhere = jobs
+
+    assert catalogue.jobs.newest_on_run(run, "rf.evaluate") is None
+    for job, end in ((second, "completed"), (first, "completed"), (failed, "failed"), (elsewhere, "completed")):
+        assert catalogue.jobs.move(job.id, end, of={"running"})
+    assert catalogue.jobs.newest_on_run(run, "rf.evaluate").id == first.id
+    assert catalogue.jobs.newest_on_run(other, "rf.evaluate").id == elsewhere.id
+    assert catalogue.jobs.newest_on_run(run, "sequence.evaluate") is None
+    assert catalogue.jobs.newest_on_run("x\0", "rf.evaluate") is None
+
+
 def test_a_dataset_that_a_job_may_still_read_cannot_be_deleted(catalogue):
     dataset = make_dataset(catalogue)
     job = submit(catalogue, "rf.train", "run", inputs={"dataset_ids": [dataset.id, dataset.id]}, reads="rf")

@@ -119,6 +119,8 @@ class Jobs:
 
     def newest_on_run(self, run_id: str, kind: str) -> JobRow | None:
         """The completed job of that kind that read a run and ended last; None where there is none."""
+        if not is_id(run_id):
+            return None
         query = sa.select(jobs).join(uses, uses.c.job_id == jobs.c.id)
         query = query.where(uses.c.run_id == run_id, jobs.c.kind == kind, jobs.c.status == "completed")
         query = query.order_by(jobs.c.finished_at.desc(), jobs.c.number.desc()).limit(1)
