@@ -26,7 +26,7 @@ FILLED: dict[str, dict[str, str]] = {  # by label; what is not here stays as the
     "rf.evaluate": {},
     "segment.tune": {"Model": "=unet_tiny", "Size": "32", "Seconds": "0.3"},
     "segment.train": {"Model": "=unet_tiny", "Size": "32", "Epochs": "1", "Batch size": "4"},
-    "segment.predict": {"Threshold": "0.4"},
+    "segment.predict": {"Threshold": "0.4", "All settings/Batch size": "2", "All settings/Tile": "64"},
     "sequence.train": {
         "Mode": "=supervised",
         "Epochs": "1",
@@ -126,7 +126,9 @@ def _by_form(visit: Visit, service: Serve, kind: str) -> dict[str, Any]:
     page.get_by_role("button", name="Submit").click()
     page.wait_for_url(ID)
     page.locator(".brim-status-completed, .brim-status-failed").wait_for(timeout=120_000)
-    return service.job(page.url.rpartition("/")[2])
+    job = service.job(page.url.rpartition("/")[2])
+    assert job["status"] == "completed", job["error"]
+    return job
 
 
 def _fill(page: Any, label: str, value: str) -> None:
@@ -145,8 +147,7 @@ def _fill(page: Any, label: str, value: str) -> None:
 def test_a_job_is_made_by_its_form_and_watched_to_its_end(visit, finished, kind):
     job = finished(visit, kind)
 
-    assert job["status"] == "completed", job["error"]
-    assert job["name"] == f"a {kind}"
+    assert (job["kind"], job["name"]) == (kind, f"a {kind}")
     page = visit.open(f"/jobs/{job['id']}")
     page.get_by_role("heading", name="Result").wait_for()
     page.get_by_text("attempt 1 at job").wait_for()  # its log
@@ -246,6 +247,7 @@ def test_a_job_is_paused_resumed_cancelled_and_deleted(visit, service):
     page.locator(".brim-status-cancelled").wait_for()
     page.get_by_role("button", name="Delete").click()
     page.get_by_role("button", name="Keep it").click()
+    page.locator(".q-dialog").wait_for(state="detached")
     page.get_by_role("button", name="Delete").click()
     page.locator(".q-dialog").get_by_role("button", name="Delete").click()
     page.wait_for_url("**/jobs")
@@ -351,4 +353,6 @@ def test_tuning_shows_what_was_measured_and_tunes_again(visit, phone, finished, 
     service.act(job["id"], "cancel")
 
     assert job["kind"] == "segment.tune"
-    assert (job["config"]["models"], job["config"]["size"]) == (["unet_tiny"], 32)
+    (device,) = service.get("/api/batch-sizes")["devices"].values()
+    size = device["batch_configurations"]["unet_tiny"]["image_size"]
+    assert (job["config"]["models"], job["config"]["size"]) == (["unet_tiny"], size)

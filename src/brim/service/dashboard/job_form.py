@@ -160,7 +160,7 @@ class Form:
         make = ui.textarea if field.sort == "json" else ui.input
         made = make(field.label, value=field.start, placeholder=field.hint, on_change=self._changed)
         made.props(f"debounce={WAIT_MS}")
-        return made.props("inputmode=decimal") if field.sort == "number" else made
+        return made.props({"number": "inputmode=decimal", "json": "autogrow"}.get(field.sort, ""))
 
     def _options(self, field: FormField) -> dict[Any, str]:
         known = self._choices.get(field.path)
