@@ -1,6 +1,6 @@
 """A real browser before a real `brim serve`: Debian's Chromium, driven by Playwright; skipped where there is neither.
 
-Screenshots are kept in BRIM_SCREENSHOTS, or in a temporary folder.
+With BRIM_NEED_BROWSER they fail instead. Screenshots are kept in BRIM_SCREENSHOTS, or in a temporary folder.
 """
 
 import os
@@ -27,9 +27,11 @@ PHONE = {"width": 390, "height": 844}
 @pytest.fixture(scope="session")
 def browser() -> Iterator[Any]:
     """The browser; one for all tests of a process."""
-    sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+    if CHROMIUM is None and os.environ.get("BRIM_NEED_BROWSER"):
+        pytest.fail("there is no chromium on this machine, and BRIM_NEED_BROWSER is set; apt-get install chromium")
     if CHROMIUM is None:
         pytest.skip("there is no chromium on this machine; apt-get install chromium")
+    sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
     with sync_api.sync_playwright() as playwright:
         made = playwright.chromium.launch(executable_path=CHROMIUM, args=ARGUMENTS)
         yield made
