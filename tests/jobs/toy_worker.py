@@ -10,7 +10,7 @@ from typing import Any
 
 from brim.errors import ConfigError
 from brim.jobs import kinds, worker
-from brim.jobs.status import Progress
+from brim.jobs.status import Flow, Progress
 from brim.jobs.task import Stopped, Task
 
 
@@ -48,7 +48,8 @@ def count(task: Task, config: dict[str, Any], out: Path) -> dict[str, object]:
         new = manifest.with_suffix(".new")
         new.write_text(json.dumps({"items": done, "complete": done == config["items"]}))
         new.replace(manifest)
-        task.tell(Progress(current=done, total=config["items"], message="counting"))
+        flow = Flow(seconds=done / 10, waiting={"data": done / 40})  # a quarter of the time
+        task.tell(Progress(current=done, total=config["items"], message="counting", flow=flow))
     mark(out, "end", done)
     return {"counted": done, "dataset_id": out.name, "where": str(out)}
 
@@ -60,6 +61,8 @@ def mark(out: Path, what: str, done: int) -> None:
 
 TOY = kinds.Kind(
     name="toy.count",
+    title="Count",
+    description="Count items.",
     makes="dataset",
     reads=None,
     make_model=dict,

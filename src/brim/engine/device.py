@@ -64,6 +64,16 @@ def describe(device: torch.device) -> dict[str, object]:
     return facts
 
 
+def gpu_uuid(device: torch.device) -> str | None:
+    """What NVML knows a GPU by; None for other devices, and where torch cannot tell."""
+    if device.type != "cuda":
+        return None
+    try:
+        return str(torch.cuda.get_device_properties(device).uuid)
+    except (AttributeError, AssertionError, RuntimeError):  # an old torch, one without CUDA, a driver that is gone
+        return None
+
+
 def _cpu_name() -> str:
     try:
         for line in (PROC / "cpuinfo").read_text().splitlines():

@@ -14,6 +14,8 @@ from typing import Any, Self
 
 import torch
 
+from brim.engine.device import gpu_uuid
+from brim.engine.nvml import close_nvml, find_gpu, open_nvml, quietly
 from brim.errors import ConfigError
 
 BUSY = "busy"  # in the stage's own work
@@ -68,6 +70,17 @@ class Meter:
         """Account items that left the last stage."""
         with self._lock:
             self._items += items
+
+    @property
+    def seconds(self) -> float:
+        """Of the wall clock so far."""
+        with self._lock:
+            return self._wall_s()
+
+    def stage(self, name: str) -> dict[str, Any]:
+        """Return the account of one stage so far, as in the summary."""
+        with self._lock:
+            return self._stage_summary(name, self._wall_s())
 
     def summary(self) -> dict[str, Any]:
         """Return the accounts so far; spans still open are not in them."""
@@ -158,10 +171,10 @@ class GpuSampler:
 
     def __enter__(self) -> Self:
         """Find the GPU in NVML and start sampling."""
-        self._nvml = _open_nvml() if self._device.type == "cuda" else None
+        self._nvml = open_nvml() if self._device.type == "cuda" else None
         if self._nvml is None:
             return self
-        self._handle = _find_handle(self._nvml, self._device)
+        self._handle = find_gpu(self._nvml, gpu_uuid(self._device))
         if self._handle is None:
             self._shut_down()
             return self
@@ -194,19 +207,18 @@ class GpuSampler:
     def _sample(self) -> None:
         nvml, handle = self._nvml, self._handle
         assert nvml is not None
-        power_mw = _quietly(lambda: nvml.nvmlDeviceGetPowerUsage(handle))
+        power_mw = quietly(lambda: nvml.nvmlDeviceGetPowerUsage(handle))
         self._tally.add(
             now_s=time.perf_counter(),
             power_w=None if power_mw is None else power_mw / 1e3,
-            utilisation=_quietly(lambda: nvml.nvmlDeviceGetUtilizationRates(handle).gpu),
-            memory_bytes=_quietly(lambda: nvml.nvmlDeviceGetMemoryInfo(handle).used),
-            counter_mj=_quietly(lambda: nvml.nvmlDeviceGetTotalEnergyConsumption(handle)),
+            utilisation=quietly(lambda: nvml.nvmlDeviceGetUtilizationRates(handle).gpu),
+            memory_bytes=quietly(lambda: nvml.nvmlDeviceGetMemoryInfo(handle).used),
+            counter_mj=quietly(lambda: nvml.nvmlDeviceGetTotalEnergyConsumption(handle)),
         )
 
     def _shut_down(self) -> None:
-        nvml = self._nvml
-        if nvml is not None:
-            _quietly(lambda: nvml.nvmlShutdown())
+        if self._nvml is not None:
+            close_nvml(self._nvml)
         self._nvml = self._handle = None
 
 
@@ -296,38 +308,6 @@ class _Tally:
             return self._integral_j
         first_mj, latest_mj = self._counter_mj
         return (latest_mj - first_mj) / 1e3
-
-
-def _open_nvml() -> ModuleType | None:
-    try:
-        import pynvml
-    except ImportError:
-        return None
-    nvml: ModuleType = pynvml
-    try:
-        nvml.nvmlInit()
-    except Exception:  # as in _quietly
-        return None
-    return nvml
-
-
-def _find_handle(nvml: ModuleType, device: torch.device) -> Any:
-    # by UUID: NVML counts the GPUs of the machine, torch only those in CUDA_VISIBLE_DEVICES
-    uuid = _quietly(lambda: str(torch.cuda.get_device_properties(device).uuid))
-    for prefix in ("GPU-", "MIG-"):
-        name = f"{prefix}{uuid}"
-        handle = _quietly(lambda name=name: nvml.nvmlDeviceGetHandleByUUID(name))  # type: ignore[misc]
-        if handle is not None:
-            return handle
-    return None
-
-
-def _quietly(read: Callable[[], Any]) -> Any:
-    """Return a reading, or None where this driver, GPU or container does not offer it."""
-    try:
-        return read()
-    except Exception:  # broad on purpose: a missing reading is worth no failed run, whatever NVML raises
-        return None
 
 
 def _ratio(part: float, whole: float) -> float:

@@ -109,6 +109,11 @@ class FeedTimer:
             self._add(*split_wait(host_s, copy_s, first.elapsed_time(last) / 1e3))
         self._pending.clear()
 
+    @property
+    def is_known(self) -> bool:
+        """Whether any step's waiting has been read."""
+        return self._sampled > 0
+
     def seconds(self) -> tuple[float, float]:
         """Waiting for data and for copies so far, settled steps standing for those between them."""
         scale = self._calls / self._sampled if self._sampled else 0.0
@@ -155,6 +160,13 @@ class RunClock:
         data_s, copy_s = self._feed.seconds()
         now = {**self._spent, "data": data_s, "copy": copy_s}
         return {cause: now[cause] + self._before.get(cause, 0.0) for cause in CAUSES}
+
+    @property
+    def waiting_now(self) -> dict[str, float] | None:
+        """Seconds lost by the causes that show while it runs; None until the first of them were read."""
+        if not self._feed.is_known:
+            return None
+        return {cause: seconds for cause, seconds in self.waiting.items() if cause != "host_sync"}
 
     def go(self) -> None:
         """Run, or go on running."""

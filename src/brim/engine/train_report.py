@@ -35,6 +35,8 @@ class TrainProgress:
     loss: float | None  # at the last log point
     samples_per_s: float
     eta_s: float
+    seconds: float = 0.0  # of training so far
+    waiting: Mapping[str, float] | None = None  # of which lost, by cause; None: not known yet
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -270,6 +270,8 @@ class _Run:
                 loss=self.last_loss,
                 samples_per_s=rate,
                 eta_s=left / rate if rate > 0 else math.inf,
+                seconds=seconds,
+                waiting=self.state.clock.waiting_now,
             )
         )
 

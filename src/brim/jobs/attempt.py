@@ -16,6 +16,7 @@ from brim.jobs import disk
 from brim.jobs.catalogue import Catalogue, DatasetRow, JobRow, RunRow
 from brim.jobs.joblog import log_file, logging_to
 from brim.jobs.kinds import KINDS
+from brim.jobs.live import Live
 from brim.jobs.redact import Redactor
 from brim.jobs.session import Result, Session
 from brim.jobs.specs import Spec
@@ -50,7 +51,7 @@ class Attempt:
         self.session = Session(self._work, place.beat, self._give_up)
         self._redact = Redactor(surely(self._known_paths))
         self._stack = ExitStack()
-        self._told_s = 0.0
+        self._live, self._told_s = Live(place.data, place.worker), 0.0
         self.is_unforeseen = False  # its failure: then the process may be broken too, as after an error of CUDA
         self._stack.enter_context(logging_to(log_file(place.data, job.id), self._redact))
         _log.info("attempt %d at job %s, by worker %s on %s", job.attempts + 1, job.id, place.worker, place.device)
@@ -77,6 +78,7 @@ class Attempt:
     def close(self) -> None:
         """Stop the work, wait for its end and close the log."""
         self.session.close()
+        self._live.clear()
         self._stack.close()
 
     def _work(self, session: Session) -> Result:
@@ -122,6 +124,7 @@ class Attempt:
     def _tell(self) -> None:
         """Tell the catalogue how far it is, if that answers; from a thread that the work does not wait for."""
         self._told_s = time.monotonic()
+        self._live.tell(self.job.id, self.session.progress.flow)
         try:
             self._catalogue.jobs.tell(self.job.id, _onward(self.job.progress, self.session.progress))
         except Unavailable as failure:

@@ -21,7 +21,7 @@ from brim.jobs.fields import (
 )
 from brim.jobs.result_files import ERRORS, write_json
 from brim.jobs.status import Progress
-from brim.jobs.task import Inputs, Stopped, Task, Voice, attempt, counted, device_of, in_training, refused
+from brim.jobs.task import Inputs, Stopped, Task, Voice, attempt, counted, device_of, flow_of, in_training, refused
 
 if TYPE_CHECKING:
     from brim.jobs.specs import Spec
@@ -100,7 +100,7 @@ def run_generate(task: Task, voice: Voice) -> dict[str, Any]:
     config = task.spec.config
 
     def tell(where: Made) -> None:
-        voice(counted(where.done, where.total, where.message, where.rate))
+        voice(counted(where.done, where.total, where.message, where.rate, flow_of(where)))
 
     report = generate(
         build(GenerateConfig, own(GenerateConfig, config)), task.out, config["num_samples"],

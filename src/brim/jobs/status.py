@@ -1,5 +1,6 @@
 """The words for where a job is, and how far it has come."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final, Literal, get_args
 
@@ -13,6 +14,14 @@ FINISHED: Final = frozenset({"completed", "failed", "cancelled"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Flow:
+    """Where the time of what computes went, from its beginning until now."""
+
+    seconds: float
+    waiting: Mapping[str, float]  # of these, seconds by cause
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Progress:
     """How far a job has come; current and total count its own items: samples, steps, images."""
 
@@ -21,6 +30,7 @@ class Progress:
     rate: float = 0.0  # items per second
     eta_s: float | None = None
     message: str = ""
+    flow: Flow | None = None  # None: the job does not say, or not yet
 
     @property
     def percent(self) -> float | None:

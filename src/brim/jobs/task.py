@@ -13,10 +13,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Protocol, Self
 
 from brim.errors import BrimError, CheckpointError, DatasetError, FieldConflict, FieldError
-from brim.jobs.status import Progress
+from brim.jobs.status import Flow, Progress
 
 if TYPE_CHECKING:
     from brim.engine.train_report import TrainProgress
@@ -50,6 +50,18 @@ class Task:
     batch_sizes: Path  # the file of tuned batch sizes
     tell: Callable[[Progress], None]  # may be called from a thread of the task's own; must not raise
     stop: Callable[[], bool]
+
+
+class Timed(Protocol):
+    """What progress of the library says of its time."""
+
+    @property
+    def seconds(self) -> float:
+        """Of its work so far."""
+
+    @property
+    def waiting(self) -> Mapping[str, float] | None:
+        """Of these lost, by cause."""
 
 
 class Voice:
@@ -152,10 +164,15 @@ def device_of(task: Task) -> str:
     return {"auto": task.device, "cpu": "cpu"}.get(wanted, "cuda")
 
 
-def counted(done: int, total: int, message: str, rate: float = 0.0) -> Progress:
+def counted(done: int, total: int, message: str, rate: float = 0.0, flow: Flow | None = None) -> Progress:
     """Progress of things that are counted."""
     eta_s = (total - done) / rate if rate > 0 else None
-    return Progress(current=done, total=total, rate=rate, eta_s=eta_s, message=message)
+    return Progress(current=done, total=total, rate=rate, eta_s=eta_s, message=message, flow=flow)
+
+
+def flow_of(where: Timed) -> Flow | None:
+    """Where the time went, as the library's progress has it."""
+    return None if where.waiting is None else Flow(seconds=where.seconds, waiting=where.waiting)
 
 
 def in_training(where: "TrainProgress", preparing: str) -> Progress:
@@ -169,7 +186,14 @@ def in_training(where: "TrainProgress", preparing: str) -> Progress:
     loss = "" if where.loss is None else f", loss {where.loss:.4g}"
     message = f"epoch {min(where.epoch + 1, where.epochs)}/{where.epochs}{loss}"
     eta_s = where.eta_s if math.isfinite(where.eta_s) else None
-    return Progress(current=where.step, total=where.steps, rate=where.samples_per_s, eta_s=eta_s, message=message)
+    return Progress(
+        current=where.step,
+        total=where.steps,
+        rate=where.samples_per_s,
+        eta_s=eta_s,
+        message=message,
+        flow=flow_of(where),
+    )
 
 
 _TAKEN = "is being written by another process"

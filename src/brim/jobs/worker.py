@@ -175,7 +175,7 @@ def _run(name: str, settings: dict[str, Any], beat: Heartbeat) -> None:
     with closing(Queue(jobs_url)) as queue:
         settle_stopped(catalogue, queue, name, data)  # first: people wait for it
 
-    from brim.engine.device import describe, resolve_device  # brings torch, which takes seconds
+    from brim.engine.device import describe, gpu_uuid, resolve_device  # brings torch, which takes seconds
     from brim.engine.memory import keep_to_share
 
     device, min_free = resolve_device("auto"), settings.get("min_free_bytes")
@@ -184,7 +184,8 @@ def _run(name: str, settings: dict[str, Any], beat: Heartbeat) -> None:
     worker = Worker(place, catalogue, jobs_url)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, worker.leave)
-    worker.serve(describe(device))
+    uuid = gpu_uuid(device)
+    worker.serve(describe(device) | ({} if uuid is None else {"uuid": uuid}))
     os._exit(0)  # without the queue's threads: they may be waiting for a database
 
 

@@ -5,7 +5,7 @@ scene (scenes, gates) → prepare (messages, links) → compute (device) → ass
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
@@ -54,6 +54,8 @@ class Progress:
     rate: float  # accepted samples per second so far
     eta_s: float
     message: str
+    seconds: float = 0.0  # of generating so far
+    waiting: Mapping[str, float] | None = None  # of which the compute stage waited, by cause; None: not known yet
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -336,8 +338,18 @@ class _Run:
                 rate=self.rate,
                 eta_s=left / self.rate if self.rate else float("inf"),
                 message=self.message,
+                seconds=self.meter.seconds,
+                waiting=self._waiting() if self.made else None,
             )
         )
+
+    def _waiting(self) -> dict[str, float]:
+        """Seconds that the compute stage waited: for scenes to be prepared, and for its results to be written."""
+        spent = self.meter.stage("compute")
+        return {
+            "preparing": spent["wait_input_s"] / self.compute_workers,
+            "writing": spent["wait_room_s"] / self.compute_workers,
+        }
 
     def _attend(self, message: str, work: Callable[[], _Result]) -> _Result:
         """Run something long in a thread, telling the caller that it goes on."""

@@ -31,6 +31,7 @@ from brim.service import (
     routes_system,
 )
 from brim.service.context import Context, Queue
+from brim.service.device_history import DeviceHistory
 from brim.service.events import Hub
 from brim.service.front import Front, is_api
 from brim.service.gate import Gate
@@ -105,6 +106,7 @@ def make_api(settings: Settings, catalogue: Catalogue, queue: Queue, predictions
         predictions=predictions,
         known=KnownModels(catalogue.models, predictions),
         intake=Intake(settings.max_predicting),
+        history=DeviceHistory(settings.data, catalogue.devices.all),
         front=Front(settings.dashboard_socket, tile_url=settings.tile_url) if settings.dashboard else None,
     )
     api = FastAPI(
@@ -152,8 +154,9 @@ async def _lifespan(api: FastAPI) -> AsyncIterator[None]:
     if context.settings.api_processes == 1:  # else others may be at theirs: the supervisor did it
         routes_datasets.discard_uploads(context.settings.data)
     context.warm.start()
-    async with context.predictions, context.known, context.front or nullcontext():
-        yield
+    with context.history:
+        async with context.predictions, context.known, context.front or nullcontext():
+            yield
     context.hub.close()
 
 

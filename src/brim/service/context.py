@@ -9,6 +9,7 @@ from brim.errors import NotFound
 from brim.jobs.catalogue import Catalogue
 from brim.jobs.catalogue.rows import DatasetRow, JobRow, RunRow
 from brim.jobs.redact import Redactor
+from brim.service.device_history import DeviceHistory
 from brim.service.events import Hub
 from brim.service.front import Front
 from brim.service.intake import Intake
@@ -55,6 +56,7 @@ class Context:
     predictions: Predictions
     known: KnownModels
     intake: Intake
+    history: DeviceHistory
     front: Front | None = None  # to the dashboard, where there is one
     warm: Warm = field(default_factory=Warm)
     replies: Replies = field(default_factory=Replies)

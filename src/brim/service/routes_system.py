@@ -1,15 +1,16 @@
 """The service itself: devices, tuned batch sizes, health, readiness, metrics."""
 
 import json
-from typing import Any
+from typing import Annotated, Any
 
-from fastapi import APIRouter, Response
+from fastapi import APIRouter, Query, Response
 from starlette.concurrency import run_in_threadpool
 
 from brim.errors import Unavailable
 from brim.jobs import disk
-from brim.service import shapes
-from brim.service.context import Here
+from brim.service import shapes, shapes_live
+from brim.service.context import Context, Here
+from brim.service.device_history import INTERVAL_S, MAX_SAMPLES, Device
 from brim.service.errors import RETRY_AFTER_S
 from brim.service.metrics import CONTENT_TYPE
 from brim.service.openapi import refusals
@@ -61,6 +62,32 @@ def devices(here: Here) -> shapes.Devices:
     rows = here.catalogue.devices.all()
     facts = [{**row.info, "worker": row.worker, "since": shapes.time_text(row.at)} for row in rows]
     return shapes.Devices(devices=shapes.redacted(facts, here.redact))
+
+
+@router.get(
+    "/api/devices/history",
+    response_model=shapes_live.History,
+    responses=refusals(422),
+    summary="What the workers' devices did lately",
+)
+def device_history(
+    here: Here, seconds: Annotated[int, Query(ge=1, le=MAX_SAMPLES, description="How far back.")] = 600
+) -> shapes_live.History:
+    """A sample a second since this process started, an hour at most; also answers while the database is away."""
+    stories = [_story(device, here) for device in here.history.last(seconds)]
+    return shapes_live.History(interval_s=INTERVAL_S, devices=stories)
+
+
+def _story(device: Device, here: Context) -> shapes_live.DeviceStory:
+    return shapes_live.DeviceStory(
+        worker=device.worker,
+        name=here.redact(device.name),
+        kind=device.kind,
+        memory_total_bytes=device.memory_total_bytes,
+        job_id=device.job_id,
+        samples=[shapes_live.DeviceSample(**sample._asdict()) for sample in device.samples],
+        stalls=device.stalls,
+    )
 
 
 @router.get("/api/batch-sizes", response_model=shapes.BatchSizes, responses=refusals(503), summary="Tuned batch sizes")

@@ -1,0 +1,268 @@
+"""The last minutes of every device over HTTP: a sample a second, and what the worker's job says of its waiting."""
+
+import sys
+import threading
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from live_api import Api
+
+from brim.errors import Unavailable
+from brim.jobs.catalogue.rows import DeviceRow
+from brim.jobs.live import STALE_S, Live
+from brim.jobs.status import Flow
+from brim.service.device_history import MAX_SAMPLES, DeviceHistory, Sample
+from brim.service.gauges import Cpu, Gauges
+
+HISTORY = "/api/devices/history"
+CPU = {"device": "cpu", "name": "a processor", "total_bytes": 8 * 2**30}
+GPU = {"device": "cuda:0", "name": "a GPU", "total_bytes": 80 * 2**30, "uuid": "bbbb"}
+
+
+def until(found: Any, seconds: float = 20) -> Any:
+    end_s = time.monotonic() + seconds
+    while not (value := found()):
+        assert time.monotonic() < end_s, "it did not come"
+        time.sleep(0.05)
+    return value
+
+
+def rows(**workers: dict[str, Any]) -> list[DeviceRow]:
+    return [DeviceRow(worker=name, info=info, at=1.0) for name, info in workers.items()]
+
+
+# Over HTTP
+
+
+def test_without_a_worker_there_is_no_device(api):
+    assert api.get(HISTORY).json == {"interval_s": 1.0, "devices": []}
+
+
+def test_a_worker_on_a_cpu_is_sampled_once_a_second(api: Api):
+    api.catalogue.devices.put("w0", CPU)
+
+    def sampled() -> Any:
+        devices = api.get(f"{HISTORY}?seconds=60").json["devices"]
+        return devices if devices and len(devices[0]["samples"]) >= 3 else None
+
+    (device,) = until(sampled)
+
+    assert device.keys() == {"worker", "name", "kind", "memory_total_bytes", "job_id", "samples", "stalls"}
+    assert (device["worker"], device["name"], device["kind"]) == ("w0", "a processor", "cpu")
+    assert (device["job_id"], device["stalls"]) == (None, {})
+    for sample in device["samples"]:
+        assert sample.keys() == {"at", "busy_share", "memory_bytes", "power_w", "ceiling_share"}
+        assert 0 <= sample["busy_share"] <= 1
+        assert 0 < sample["memory_bytes"] <= device["memory_total_bytes"]
+        assert (sample["power_w"], sample["ceiling_share"]) == (None, None)
+    times = [sample["at"] for sample in device["samples"]]
+    assert times == sorted(times)
+    assert abs(times[-1] - time.time()) < 5
+    newest = api.get(f"{HISTORY}?seconds=1").json["devices"][0]["samples"]
+    assert 1 <= len(newest) <= 2
+
+
+def test_what_the_workers_job_says_is_shown_until_it_ends(api: Api):
+    api.catalogue.devices.put("w0", CPU)
+    live = Live(api.settings.data, "w0")
+    live.tell("a" * 32, Flow(seconds=1.0, waiting={"data": 0.0, "copy": 0.0}))
+    live.tell("a" * 32, Flow(seconds=5.0, waiting={"data": 1.0, "copy": 0.2}))
+
+    def device() -> Any:
+        return next(iter(api.get(HISTORY).json["devices"]), None)
+
+    shown = until(lambda: (found := device()) and found["job_id"] and found)
+    live.clear()
+
+    assert shown["job_id"] == "a" * 32
+    assert shown["stalls"] == {"data": 0.25, "copy": 0.05}
+    assert shown["samples"][-1]["ceiling_share"] == 0.7
+    until(lambda: device()["job_id"] is None)
+    assert device()["stalls"] == {}
+    assert 0.7 in [sample["ceiling_share"] for sample in device()["samples"]], "the history keeps it"
+
+
+@pytest.mark.parametrize("seconds", ["0", "3601", "x", "-1", ""])
+def test_seconds_that_are_none_are_refused(shared, seconds):
+    answer = shared.get(f"{HISTORY}?seconds={seconds}")
+
+    assert (answer.status, answer.json["field"]) == (422, "seconds")
+
+
+def test_a_database_that_is_away_leaves_the_history(api: Api, monkeypatch):
+    api.catalogue.devices.put("w0", CPU)
+    until(lambda: api.get(HISTORY).json["devices"])
+
+    def away() -> Any:
+        raise Unavailable("the catalogue's database does not answer; try again soon")
+
+    monkeypatch.setattr(api.api.state.context.history, "_workers", away)
+    before = len(api.get(HISTORY).json["devices"][0]["samples"])
+    until(lambda: len(api.get(HISTORY).json["devices"][0]["samples"]) > before)
+
+
+# The ring
+
+
+def test_the_ring_keeps_an_hour(tmp_path: Path):
+    with DeviceHistory(tmp_path, lambda: rows(w0=CPU), interval_s=0.01) as history:
+        device = until(lambda: history.last(60))[0]
+    assert device.samples.maxlen is None, "a copy"
+    ring = history._devices["w0"].samples
+
+    now = time.time()
+    ring.extend(Sample(now - 3700 + second, 0.5, 1, None, None) for second in range(3700))
+
+    assert len(ring) == MAX_SAMPLES == 3600
+    assert len(history.last(600)[0].samples) in range(599, 601)
+
+
+def test_workers_that_are_gone_are_dropped_and_those_with_another_device_begin_anew(tmp_path: Path, monkeypatch):
+    monkeypatch.setattr("brim.service.device_history.LIST_S", 0.0)
+    working = {"w0": CPU, "w1": CPU}
+    with DeviceHistory(tmp_path, lambda: rows(**working), interval_s=0.01) as history:
+        until(lambda: len(history.last(60)) == 2 and len(history.last(60)[0].samples) > 10)
+        working.pop("w1")
+        working["w0"] = {**CPU, "name": "another"}
+        (device,) = until(lambda: (found := history.last(60)) and found[0].name == "another" and found)
+
+    assert (device.worker, len(device.samples) <= 10) == ("w0", True)
+
+
+def test_leaving_ends_the_thread(tmp_path: Path):
+    before = set(threading.enumerate())
+    with DeviceHistory(tmp_path, list, interval_s=30):
+        (thread,) = set(threading.enumerate()) - before
+        began_s = time.monotonic()
+
+    assert time.monotonic() - began_s < 2
+    assert not thread.is_alive()
+
+
+def test_a_fault_leaves_a_gap_and_is_logged_once(tmp_path: Path, caplog):
+    faults = [ValueError("ours")] * 3
+
+    def workers() -> list[DeviceRow]:
+        if faults:
+            raise faults.pop()
+        return rows(w0=CPU)
+
+    with DeviceHistory(tmp_path, workers, interval_s=0.01) as history:
+        until(lambda: history.last(60) and history.last(60)[0].samples)
+
+    assert [record.message for record in caplog.records].count(
+        "the devices cannot be sampled; the history has a gap"
+    ) == 1
+
+
+# Gauges
+
+
+def test_the_busy_share_is_that_of_all_cores_since_the_last_look(tmp_path: Path):
+    (tmp_path / "meminfo").write_text("MemTotal: 1000 kB\nMemFree: 100 kB\nMemAvailable: 400 kB\n")
+    (tmp_path / "stat").write_text("cpu 100 0 100 700 100 0 0 0 50 50\ncpu0 1 1 1 1\n")
+    cpu = Cpu(tmp_path)
+    cpu.read()
+
+    (tmp_path / "stat").write_text("cpu 130 0 120 740 110 0 0 0 80 80\n")
+    reading = cpu.read()
+
+    assert reading.busy_share == pytest.approx(0.5)  # 50 of 100 ticks; those of guests are in the others
+    assert (reading.memory_bytes, reading.memory_total_bytes) == (600 * 1024, 1000 * 1024)
+    assert cpu.read().busy_share is None, "no tick since"
+
+
+def test_a_machine_that_says_nothing_has_no_readings(tmp_path: Path):
+    assert Cpu(tmp_path).read() == (None, None, None, None)
+    (tmp_path / "stat").write_text("")
+    (tmp_path / "meminfo").write_text("MemTotal:\n")
+    assert Cpu(tmp_path).read() == (None, None, None, None)
+
+
+def test_work_makes_this_machine_busy():
+    cpu = Cpu()
+    cpu.read()
+    end_s = time.monotonic() + 0.3
+    while time.monotonic() < end_s:
+        pass
+
+    reading = cpu.read()
+
+    assert reading.busy_share is not None
+    assert reading.busy_share > 0.05
+
+
+class Nvml:
+    """A driver with two GPUs, one of which does not tell its power."""
+
+    def __init__(self) -> None:
+        self.ended = False
+
+    def nvmlInit(self) -> None:
+        pass
+
+    def nvmlShutdown(self) -> None:
+        self.ended = True
+
+    def nvmlDeviceGetHandleByUUID(self, uuid: str) -> str:
+        if uuid not in ("GPU-aaaa", "GPU-bbbb"):
+            raise RuntimeError("not found")
+        return uuid
+
+    def nvmlDeviceGetCount(self) -> int:
+        return 2
+
+    def nvmlDeviceGetUtilizationRates(self, handle: str) -> Any:
+        return SimpleNamespace(gpu=85 if handle == "GPU-bbbb" else 10)
+
+    def nvmlDeviceGetMemoryInfo(self, handle: str) -> Any:
+        return SimpleNamespace(used=3, total=10)
+
+    def nvmlDeviceGetPowerUsage(self, handle: str) -> int:
+        if handle == "GPU-aaaa":
+            raise RuntimeError("not supported")
+        return 350_500
+
+
+def test_a_gpu_is_found_by_its_uuid(tmp_path: Path, monkeypatch):
+    nvml = Nvml()
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)
+    with DeviceHistory(tmp_path, lambda: rows(w0=GPU, w1=CPU), interval_s=0.01) as history:
+        gpu, cpu = until(lambda: (found := history.last(60)) and found[0].samples and found)
+
+    assert (gpu.kind, gpu.memory_total_bytes) == ("gpu", 10)
+    assert gpu.samples[-1][1:] == (0.85, 3, 350.5, None)
+    assert cpu.kind == "cpu"
+    assert nvml.ended
+
+
+def test_what_a_gpu_does_not_tell_is_null(monkeypatch):
+    monkeypatch.setitem(sys.modules, "pynvml", Nvml())
+    with Gauges() as gauges:
+        assert gauges.gpu("aaaa") == (0.1, 3, 10, None)
+        assert gauges.gpu("cccc") == (None, None, None, None)
+        assert gauges.gpu(None) == (None, None, None, None), "which of the two?"
+
+
+def test_a_gpu_without_nvml_keeps_what_its_worker_said(tmp_path: Path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    with DeviceHistory(tmp_path, lambda: rows(w0=GPU), interval_s=0.01) as history:
+        (gpu,) = until(lambda: (found := history.last(60)) and found[0].samples and found)
+
+    assert gpu.memory_total_bytes == 80 * 2**30
+    assert gpu.samples[-1][1:] == (None, None, None, None)
+
+
+def test_a_word_of_a_worker_that_died_is_not_believed(tmp_path: Path, monkeypatch):
+    (tmp_path / "workers").mkdir()
+    long_ago = time.time() - STALE_S - 1
+    with monkeypatch.context() as then:
+        then.setattr("brim.jobs.live.time.time", lambda: long_ago)
+        Live(tmp_path, "w0").tell("a" * 32, None)
+    with DeviceHistory(tmp_path, lambda: rows(w0=CPU), interval_s=0.01) as history:
+        (device,) = until(lambda: (found := history.last(60)) and found[0].samples and found)
+
+    assert device.job_id is None
