@@ -1,5 +1,6 @@
 """Datasets taken away over HTTP: every format as a zip that can be read again, and nothing left behind."""
 
+import http.client
 import io
 import json
 import shutil
@@ -150,6 +151,14 @@ def test_sequences_come_back_as_a_corpus(api, tmp_path):
     assert corpus.classes == ("run", "walk")
 
 
+def test_refusals_are_documented_as_what_they_are(api):
+    responses = api.get("/openapi.json").json["paths"]["/api/datasets/{id}/export"]["get"]["responses"]
+
+    assert responses["200"]["content"].keys() == {"application/zip"}
+    for status in ("404", "409", "422", "429", "507"):
+        assert responses[status]["content"].keys() == {"application/json"}, status
+
+
 def test_the_download_is_named_after_the_dataset(api, made):
     id = bring(api, made["features"], name='../né "x"\r\n y')
 
@@ -267,6 +276,21 @@ def test_a_client_that_leaves_while_it_is_sent_leaves_nothing(api, large, fmt, c
         assert len(left(api)) == (1 if fmt == "hdf5" else 0)
     wait_until(lambda: left(api) == [] and free_slots(api) == 2)
     assert not [record for record in caplog.records if record.levelname == "ERROR"]
+
+
+def test_a_file_that_goes_meanwhile_cuts_the_download_short(api, tmp_path):
+    place = tmp_path / "theirs"
+    place.mkdir()
+    for name in ("a.png", "b.png"):
+        (place / name).write_bytes(picture() + bytes(40_000_000))
+    id = bring(api, place, kind="images")
+    with ask(api, f"/api/datasets/{id}/export") as connection, http.client.HTTPResponse(connection) as answer:
+        answer.begin()
+        assert answer.read(1000)
+        (place / "b.png").unlink()
+        with pytest.raises(http.client.IncompleteRead):
+            answer.read()
+    wait_until(lambda: free_slots(api) == 2)
 
 
 def test_a_client_that_leaves_while_it_is_made_ends_it(api, made, monkeypatch):

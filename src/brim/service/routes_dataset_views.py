@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 from fastapi import APIRouter, Path, Query, Request, Response
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import ClientDisconnect
+from starlette.responses import StreamingResponse
 
 from brim.errors import Conflict, NotFound
 from brim.jobs.catalogue import DatasetRow
@@ -50,7 +51,7 @@ async def show_sample(id: Id, index: Row, here: Here) -> shapes_views.Sample:
 @router.get(
     "/{id}/export",
     status_code=200,
-    response_class=Download,
+    response_class=StreamingResponse,  # not Download: FastAPI would say that refusals are zips too
     responses={200: {"content": {"application/zip": {}}}, **refusals(404, 409, 422, 429, 503, 507)},
     summary="Take a dataset away",
 )
