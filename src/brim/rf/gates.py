@@ -44,7 +44,8 @@ def accepted_batches(
     while num_samples > 0:
         size = max(1, min(batch_size(), num_samples))
         while len(waiting) < size:
-            index = np.arange(at, at + min(BLOCK, 2 * (size - len(waiting)) + 16))
+            block = max(2 * (size - len(waiting)) + 16, in_vain)  # the more refused in a row, the more at once
+            index = np.arange(at, at + min(BLOCK, block))
             more, refused = _gate(config, index, refused)
             at, in_vain = at + len(index), 0 if len(more) else in_vain + len(index)
             if in_vain >= MAX_TRIES:
