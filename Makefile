@@ -31,7 +31,7 @@ check: lint types
 
 # two at a time, but for those that measure how soon a service answers
 test: check
-	$(BIN)/python -m pytest -n 2 --dist loadfile --ignore tests/faults
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --ignore tests/faults
 	$(BIN)/python -m pytest tests/faults
 
 # the long half of tests/faults: 200 kills on each database; an hour or so

@@ -1,8 +1,10 @@
 """Before anything imports torch: threads that wait soon sleep, as on the command line; Ctrl-C is heard.
 
 Tests that read the clock or the process's memory are tried again: whoever shares the machine disturbs them.
+Files with slow tests go first, so that two workers end at about the same time.
 """
 
+import gc
 import os
 import signal
 from pathlib import Path
@@ -27,3 +29,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         place = item.path.relative_to(here)
         if MEASURED.intersection(place.parts) or item.path.stem in MEASURED_MODULES:
             item.add_marker(pytest.mark.flaky(reruns=RERUNS))
+    slow = {item.path for item in items if item.get_closest_marker("slow")}
+    items.sort(key=lambda item: item.path not in slow)  # stable: a file stays together
+
+
+def pytest_collection_finish() -> None:
+    """Let collections pass over what is imported by now, torch above all: brim collects at each out of memory."""
+    gc.collect()
+    gc.freeze()
