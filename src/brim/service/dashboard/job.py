@@ -1,7 +1,7 @@
 """One job: how far it is, what can be done with it, its log, what it was told, what it made."""
 
 import json
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
 
 from nicegui import ui
@@ -13,6 +13,7 @@ from brim.service.dashboard.layout import card, every, figure, frame, in_words, 
 
 PATH = "/api/training/jobs"
 LOG_LINES = 1000  # kept in the page
+MAX_FIGURES = 16  # of a result that are shown large; all of it is below
 _CAN = {
     "pause": UNFINISHED,
     "cancel": (*UNFINISHED, "paused"),
@@ -174,13 +175,23 @@ def _draw_links(job: Json) -> None:
 
 
 def _draw_result(result: Json) -> None:
-    plain = {name: value for name, value in result.items() if isinstance(value, int | float | bool)}
+    figures = dict(_figures(result))
     with ui.row().classes("brim-figures"):
-        for name, value in plain.items():
+        for name, value in list(figures.items())[:MAX_FIGURES]:
             figure(name.replace("_", " "), words.number(value))
-    rest = {name: value for name, value in result.items() if name not in plain and value not in (None, [], {})}
+    rest = {name: value for name, value in result.items() if name not in figures and value not in (None, [], {})}
     if rest:
         ui.label(_json(rest)).classes("brim-mono brim-log").props('tabindex=0 aria-label="More of the result"')
+
+
+def _figures(result: Json) -> Iterator[tuple[str, float]]:
+    """Numbers of a result and of the parts of it, by their names."""
+    for name, value in result.items():
+        if isinstance(value, int | float):
+            yield name, value
+    for part_of in result.values():
+        if isinstance(part_of, dict):
+            yield from ((name, value) for name, value in part_of.items() if isinstance(value, int | float))
 
 
 def _draw_file(place: str, file: Json) -> None:
