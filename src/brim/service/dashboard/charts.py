@@ -65,11 +65,11 @@ def lines(
     """Lines over a common x; shares are drawn from 0 to 100 %; `right` names the axis of those with their own."""
     right = right or {}
     x_axis = {**_axis("time" if is_time else "value", x_name), "scale": True}
-    left = {**_axis("log" if is_log else "value", y_name), "scale": not is_share}
+    left = {**_upright("log" if is_log else "value", y_name), "scale": not is_share}
     if is_share:
         left |= {"min": 0, "max": 1, ":axisLabel": _labels("v => Math.round(100 * v) + ' %'")}
     own = list(dict.fromkeys(right.values()))
-    far = [{**_axis("value", name), "position": "right", "min": 0, "splitLine": {"show": False}} for name in own]
+    far = [{**_upright("value", name), "position": "right", "min": 0, "splitLine": {"show": False}} for name in own]
     drawn = [
         {
             **_line(name, points),
@@ -78,7 +78,7 @@ def lines(
         }
         for name, points in series.items()
     ]
-    return {**_base(legend=len(series) > 1), "xAxis": x_axis, "yAxis": [left, *far], "series": drawn}
+    return {**_base(legend=len(series) > 1, x_name=x_name), "xAxis": x_axis, "yAxis": [left, *far], "series": drawn}
 
 
 def band(
@@ -112,11 +112,11 @@ def band(
     x_axis = {**_axis("log" if is_log else "value", x_name), **({"logBase": 2} if is_log else {"scale": True})}
     y_axis = {**_axis("value", y_name), "min": 0}
     y_axis["axisLabel"] |= {"showMaxLabel": False}  # the names of the marks are there
-    return {**_base(legend=False), "xAxis": x_axis, "yAxis": y_axis, "series": drawn}
+    return {**_base(legend=False, x_name=x_name), "xAxis": x_axis, "yAxis": y_axis, "series": drawn}
 
 
 def histogram(edges: Sequence[float], counts: Sequence[float], *, x_name: str, y_name: str = "") -> Json:
-    """Bars from edge to edge, drawn as steps whose area is filled."""
+    """Bars from edge to edge, drawn as steps whose area is filled; edges that grow by a factor have a log axis."""
     steps = [[edge, count] for edge, count in zip(edges, [*counts, 0], strict=True)]
     drawn = {
         **_line(x_name, steps),
@@ -124,8 +124,12 @@ def histogram(edges: Sequence[float], counts: Sequence[float], *, x_name: str, y
         "areaStyle": {"opacity": 0.45},
         "lineStyle": {"width": 1},
     }
-    x_axis = {**_axis("value", x_name), "min": edges[0], "max": edges[-1]} if edges else _axis("value", x_name)
-    return {**_base(legend=False), "xAxis": x_axis, "yAxis": {**_axis("value", y_name), "min": 0}, "series": [drawn]}
+    grows = len(edges) > 2 and edges[0] > 0 and edges[-1] - edges[-2] > 1.5 * (edges[1] - edges[0])
+    x_axis = _axis("log" if grows else "value", x_name)
+    if edges:
+        x_axis |= {"min": edges[0], "max": edges[-1], ":axisLabel": _labels("v => String(Number(v.toPrecision(3)))")}
+    y_axis = {**_upright("value", y_name), "min": 0}
+    return {**_base(legend=False, x_name=x_name), "xAxis": x_axis, "yAxis": y_axis, "series": [drawn]}
 
 
 def bars(values: Mapping[str, float], *, x_name: str = "", is_share: bool = False) -> Json:
@@ -162,10 +166,11 @@ def scatter(
         for name, points in groups.items()
     ]
     if diagonal is not None:
-        ends = [[diagonal / 1e4 if is_log else 0, diagonal / 1e4 if is_log else 0], [diagonal, diagonal]]
+        low = min((x for points in groups.values() for x, _ in points if x), default=1.0) if is_log else 0.0
+        ends = [[low, low], [diagonal, diagonal]]
         drawn.append({**_line("equal", ends), "lineStyle": {"type": "dashed", "width": 1}, "color": "currentColor"})
-    axes = {"xAxis": {**_axis(sort, x_name), "scale": True}, "yAxis": {**_axis(sort, y_name), "scale": True}}
-    return {**_base(legend=len(groups) > 1), **axes, "series": drawn, "tooltip": {"trigger": "item"}}
+    axes = {"xAxis": {**_axis(sort, x_name), "scale": True}, "yAxis": {**_upright(sort, y_name), "scale": True}}
+    return {**_base(legend=len(groups) > 1, x_name=x_name), **axes, "series": drawn, "tooltip": {"trigger": "item"}}
 
 
 # Parts
@@ -178,12 +183,21 @@ _SHORT: Final = (
 )
 
 
-def _base(*, legend: bool) -> Json:
+def _base(*, legend: bool, x_name: str = "") -> Json:
     return {
         "animation": False,
         "color": list(COLOURS),
-        "grid": dict(_GRID),
-        "legend": {"show": legend, "top": 0, "textStyle": TEXT, "inactiveColor": "#888", "itemHeight": 8},
+        "grid": {**_GRID, "bottom": 26 if x_name else _GRID["bottom"]},
+        "legend": {
+            "show": legend,
+            "type": "scroll",  # one line, however many there are
+            "top": 0,
+            "textStyle": TEXT,
+            "pageTextStyle": TEXT,
+            "pageIconColor": COLOURS[0],
+            "inactiveColor": "#888",
+            "itemHeight": 8,
+        },
         "tooltip": {"trigger": "axis", "confine": True},
         "textStyle": {"fontFamily": "inherit"},
     }
@@ -197,10 +211,15 @@ def _axis(sort: str, name: str) -> Json:
         "nameGap": 26,
         "nameTextStyle": TEXT,
         "axisLabel": {**TEXT, "hideOverlap": True},
-        "axisLine": {"lineStyle": _FAINT},
+        "axisLine": {"onZero": False, "lineStyle": _FAINT},
         "axisTick": {"show": False},
         "splitLine": {"lineStyle": _FAINT},
     }
+
+
+def _upright(sort: str, name: str) -> Json:
+    """An axis whose name stands above it."""
+    return {**_axis(sort, name), "nameLocation": "end", "nameGap": 10, "nameTextStyle": {**TEXT, "align": "left"}}
 
 
 def _labels(formatter: str) -> str:

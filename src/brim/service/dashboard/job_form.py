@@ -25,7 +25,7 @@ def add(api: Api) -> None:
     """The page."""
 
     @ui.page("/jobs/new", response_timeout=30)
-    async def new(kind: str = "", like: str = "") -> None:
+    async def new(kind: str = "", like: str = "", run_id: str = "", dataset_ids: str = "") -> None:
         with frame("New job", "/jobs"):
             try:
                 kinds = {one["kind"]: one for one in (await api.seen(KINDS, fresh_s=3600.0))["kinds"]}
@@ -36,7 +36,7 @@ def add(api: Api) -> None:
             except Refused as failure:
                 return show_refusal(failure)
             form = Form(api, kinds, kind, choices)
-            form.begin(earlier)
+            form.begin(earlier, {"run_id": run_id, "dataset_ids": dataset_ids})
         await form.check()
         return None
 
@@ -66,14 +66,15 @@ class Form:
             self._draw_rest()
             self._draw_end()
 
-    def begin(self, earlier: Json | None) -> None:
-        """Fill in what to begin with: an earlier job's values, or the newest of what it needs."""
+    def begin(self, earlier: Json | None, given: dict[str, str]) -> None:
+        """Fill in what to begin with: an earlier job's values, or the newest of what it needs; and the ids given."""
         for field in self._fields:
             found = None if earlier is None else _at(earlier["config"], field.path)
             if found is not None and found != field.default:
                 self._inputs[field.path].set_value(field.filled(found))
             elif earlier is None and field.required and (ids := list(self._choices.get(field.path, {}))):
-                self._inputs[field.path].set_value(ids[:1] if field.sort == "datasets" and not field.is_one else ids[0])
+                id = given[field.path] if given.get(field.path) in ids else ids[0]
+                self._inputs[field.path].set_value([id] if field.sort == "datasets" and not field.is_one else id)
         if earlier is not None:
             self._name.set_value(earlier["name"])
         self._is_touched = False

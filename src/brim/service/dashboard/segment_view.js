@@ -7,7 +7,7 @@ const NAMES = { geojson: (stem) => `${stem}.geojson`, roi: (stem) => `${stem}_ro
 export default {
   props: { model: String, threshold: Number, detectHoles: Boolean },
   template: `
-    <div class="brim-stack brim-segment">
+    <div class="brim-bring">
       <label class="brim-drop" :class="{ 'brim-drop-over': isOver }"
         @dragover.prevent="isOver = true" @dragleave="isOver = false" @drop.prevent="take($event.dataTransfer.files)">
         <span><b>Drop an image here</b>, or choose one: PNG, JPEG, TIFF, BMP, GIF, WebP, JPEG 2000 or PPM</span>
