@@ -1,14 +1,19 @@
 """Now, jobs, the form of every kind, one job and tuning, in a browser."""
 
+import os
 import re
+import subprocess
+import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 from fault_service import JOBS, Serve
 from visits import Visit
 
+import brim
 from brim.jobs.catalogue import Catalogue
 from brim.jobs.specs import Spec
 
@@ -183,7 +188,7 @@ def test_the_api_says_at_its_field_what_is_wrong_and_nothing_can_be_submitted_un
 
     page.get_by_label("Number of samples", exact=True).fill("many")
     at_field = page.locator(".q-field", has=page.get_by_label("Number of samples", exact=True))
-    at_field.get_by_text('Config.num_samples="many" must be a whole number.').wait_for()
+    at_field.get_by_text('config.num_samples="many" must be a whole number.').wait_for()
     assert submit.is_disabled()
     visit.shot("form_refused")
 
@@ -212,24 +217,47 @@ def _has_value(page: Any, field: Any, value: str) -> None:
     page.wait_for_function("([element, value]) => element.value === value", arg=[element, value])
 
 
-def test_a_form_is_copied_as_curl_and_as_a_command_without_the_token(browser, service, visit):
+def test_a_form_is_copied_as_curl_and_as_a_command_that_work_and_hold_no_token(visit, service, tmp_path):
     visit.page.context.grant_permissions(["clipboard-read", "clipboard-write"])
-    page = visit.open("/jobs/new?kind=rf.generate")
-    page.get_by_label("Number of samples", exact=True).fill("24")
+    (tmp_path / "DATA").symlink_to(service.data)
+    page = visit.open("/jobs/new?kind=segment.tune")
+    page.get_by_label("Name", exact=True).fill("it's copied")
+    page.get_by_label("Seconds", exact=True).fill("90")
     page.get_by_text("of disk.").wait_for()
-    copied = []
     for name in ("Copy as curl", "Copy as command"):
         page.get_by_role("button", name=name).click()
         page.get_by_text("Copied.").first.wait_for()
-        page.wait_for_timeout(200)
-        copied.append(page.evaluate("navigator.clipboard.readText()"))
+        page.wait_for_timeout(300)
+        command = page.evaluate("navigator.clipboard.readText()")
+        done = _run(command, tmp_path)
 
-    curl, command = copied
-    assert f"{visit.base}{JOBS}" in curl
-    assert '"num_samples": 24' in curl
-    assert command.startswith("brim jobs submit - ")
-    assert '"num_samples": 24' in command
-    assert service.token not in curl + command
+        assert service.token not in command
+        assert done.returncode == 0, done.stderr
+        (job,) = service.get(f"{JOBS}?name=copied")["jobs"]
+        service.act(job["id"], "cancel")
+        service.wait(job["id"], "cancelled")
+        assert (job["name"], job["config"]["seconds"]) == ("it's copied", 90.0)
+        assert service.ask("DELETE", f"{JOBS}/{job['id']}")[0] == 204
+
+
+def _run(command: str, folder: Path) -> "subprocess.CompletedProcess[str]":
+    """In a shell, with the brim that is tested."""
+    here = {**os.environ, "PYTHONPATH": str(Path(brim.__file__).parents[1])}
+    command = re.sub(r"^brim ", f"{sys.executable} -m brim ", command)
+    return subprocess.run(["bash", "-c", command], cwd=folder, env=here, capture_output=True, text=True, timeout=60)
+
+
+def test_a_new_job_begins_like_an_earlier_one(visit, finished):
+    job = finished(visit, "rf.generate")
+    page = visit.open(f"/jobs/{job['id']}")
+
+    page.get_by_role("link", name="New job like this").click()
+    page.wait_for_url(re.compile("like="))
+
+    _has_value(page, page.get_by_label("Name", exact=True), "a rf.generate")
+    _has_value(page, page.get_by_label("Number of samples", exact=True), "8")
+    _has_value(page, page.get_by_label("Duration, s", exact=True), "0.2")
+    _has_value(page, page.get_by_label("Frequency, MHz", exact=True), "")
 
 
 # One job

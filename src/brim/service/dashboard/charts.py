@@ -210,7 +210,7 @@ def _axis(sort: str, name: str) -> Json:
         "nameLocation": "middle",
         "nameGap": 26,
         "nameTextStyle": TEXT,
-        "axisLabel": {**TEXT, "hideOverlap": True},
+        "axisLabel": {**TEXT, "hideOverlap": True, "fontSize": 12},
         "axisLine": {"onZero": False, "lineStyle": _FAINT},
         "axisTick": {"show": False},
         "splitLine": {"lineStyle": _FAINT},

@@ -117,7 +117,9 @@ def every(seconds: float, work: Callable[[], Awaitable[Any]]) -> ui.timer:
 def sentence(text: str) -> str:
     """As the API says it, with a capital and a full stop."""
     text = text.strip()
-    return text[:1].upper() + text[1:] + ("" if text.endswith((".", "?", "!")) else ".")
+    is_name = any(letter in text.partition(" ")[0] for letter in "._=[")  # of a field, which is written as it is
+    first = text[:1] if is_name else text[:1].upper()
+    return first + text[1:] + ("" if text.endswith((".", "?", "!")) else ".")
 
 
 def _escaped(text: str) -> str:

@@ -87,7 +87,9 @@ class Device:
             with ui.row().classes("brim-figures"):
                 self._busy = figure("busy", words.NONE)
                 self._ceiling = figure("of the ceiling", words.NONE)
-                self._memory = figure(f"of {words.in_bytes(self._total)} memory", words.NONE)
+                self._memory = figure(
+                    f"of {words.in_bytes(self._total)} memory" if self._total else "memory", words.NONE
+                )
                 self._power = figure("power", words.NONE)
                 figure("worker", device["worker"])
             with ui.element("div").classes("brim-split"):
@@ -96,7 +98,6 @@ class Device:
                     heading("Where the waiting goes")
                     self._idle = ui.label().classes("brim-muted")
                     self._bars = charts.draw(charts.bars({}, is_share=True), "Share of the time waited, by cause")
-                    self._bars.classes("brim-chart-low")
 
     def show(self, device: Json) -> None:
         """Figures of the newest sample; the chart gets what it has not."""
@@ -114,11 +115,13 @@ class Device:
         self._show_stalls(device["stalls"], device["job_id"])
 
     def _show_stalls(self, stalls: dict[str, float], job_id: str | None) -> None:
-        self._idle.set_text("" if stalls else "It is not known yet." if job_id else "No job runs here.")
+        waited = f"{words.share(sum(stalls.values()))} of the time waits for something."
+        self._idle.set_text(waited if stalls else "It is not known yet." if job_id else "No job runs here.")
         self._bars.set_visibility(bool(stalls))
         if stalls != self._stalls:
             self._stalls = stalls
             ordered = dict(sorted(stalls.items(), key=lambda one: -one[1]))
+            self._bars.style(f"height: {44 + 32 * len(stalls)}px")
             self._bars.options.clear()
             self._bars.options.update(charts.bars(ordered, is_share=True))
             self._bars.update()
