@@ -3,8 +3,14 @@
 import inspect
 import os
 import re
+import shutil
+import signal
+import socket
 import subprocess
 import sys
+import time
+import urllib.request
+from contextlib import suppress
 from dataclasses import dataclass, fields
 from pathlib import Path
 
@@ -35,6 +41,7 @@ RUN = [
     SEQUENCES,
     ROOT / "docs" / "training.md",
 ]  # documents whose code blocks are executed, each in a directory of its own
+SERVED = [ROOT / "docs" / "service.md", ROOT / "docs" / "prediction.md"]  # likewise, with a service in the background
 SKIP = "<!-- skip -->"  # on the line before a block that is not to be executed
 INTERPRETERS = {"sh": ["bash", "-euo", "pipefail", "-c"], "python": [sys.executable, "-c"]}
 
@@ -90,6 +97,81 @@ def test_the_code_blocks_run_one_after_another(document, tmp_path):
     for block in blocks:
         done = run([*INTERPRETERS[block.language], block.code], tmp_path)
         assert done.returncode == 0, f"{document.name}, line {block.line}:\n{block.code}\n{done.stderr}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("document", SERVED, ids=lambda path: path.name)
+def test_the_code_blocks_run_against_a_service(document, tmp_path):
+    if shutil.which("curl") is None:
+        pytest.skip("no curl here")
+    blocks = [b for b in blocks_of(document.read_text()) if b.language == "sh" and not b.skipped]
+    service = Service(tmp_path)
+    try:
+        for block in blocks:
+            done = service.run(block.code)
+            assert done.returncode == 0, (
+                f"{document.name}, line {block.line}:\n{block.code}\n{done.stdout}{done.stderr}"
+            )
+        assert service.is_up()
+    finally:
+        service.stop()
+
+
+class Service:
+    """Runs the blocks of a document that starts a service in the background: on a free port, and stopped at the end."""
+
+    def __init__(self, folder: Path) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            self.port = free.getsockname()[1]
+        self.folder, self.groups = folder, list[int]()
+        (folder / ".curlrc").write_text("fail-with-body\n")  # a refusal ends the block
+        self.env = {**os.environ, "CURL_HOME": str(folder), "BRIM_URL": f"http://127.0.0.1:{self.port}"}
+        self.env |= {"BRIM_LOG_LEVEL": "WARNING", "CUDA_VISIBLE_DEVICES": ""}
+        self.env["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
+
+    def run(self, code: str) -> subprocess.CompletedProcess[str]:
+        """One block, as it stands but for the port; one that starts a service is over when that answers."""
+        starts = re.search(r"^brim serve .*&", code, re.MULTILINE) is not None
+        code = code.replace("127.0.0.1:8000", f"127.0.0.1:{self.port}")
+        code = re.sub(r"^brim serve ([^&]*)&", rf"brim serve --port {self.port} \1> serve.log 2>&1 &", code, flags=re.M)
+        command = [*INTERPRETERS["sh"], code]
+        with subprocess.Popen(
+            command, cwd=self.folder, env=self.env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            start_new_session=True,
+        ) as process:  # fmt: skip
+            self.groups.append(process.pid)
+            out, err = process.communicate(timeout=300)
+        until_s = time.monotonic() + 60
+        while starts and not self.is_up():
+            assert time.monotonic() < until_s, (self.folder / "serve.log").read_text()
+            time.sleep(0.2)
+        return subprocess.CompletedProcess(command, process.returncode, out, err)
+
+    def is_up(self) -> bool:
+        try:
+            with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/health", timeout=5) as answer:
+                return bool(answer.status == 200)
+        except OSError:
+            return False
+
+    def stop(self) -> None:
+        """End what the blocks left running, politely, then not."""
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            for pid in self._left():
+                with suppress(ProcessLookupError):
+                    os.kill(pid, number)
+            until_s = time.monotonic() + 30
+            while self._left() and time.monotonic() < until_s:
+                time.sleep(0.1)
+
+    def _left(self) -> list[int]:
+        """Processes of the blocks' groups that run; the dead may wait for a parent that never asks."""
+        found = []
+        for file in Path("/proc").glob("[0-9]*/stat"):
+            with suppress(OSError):
+                state, _, group = file.read_text().rpartition(")")[2].split()[:3]
+                found += [int(file.parent.name)] if int(group) in self.groups and state != "Z" else []
+        return found
 
 
 @pytest.mark.parametrize("script", sorted((ROOT / "examples").glob("*.py")), ids=lambda path: path.name)
