@@ -40,7 +40,7 @@ soak: setup
 
 # the documentation as a site, in site/
 docs: setup
-	$(BIN)/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
 
 bench: setup
 	$(BIN)/python benchmarks/bench_generate.py
