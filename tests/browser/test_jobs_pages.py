@@ -314,6 +314,8 @@ def test_jobs_are_filtered_and_a_row_is_a_link(visit, finished):
     job = finished(visit, "rf.generate")
     finished(visit, "segment.tune")
     page = visit.open("/jobs")
+    page.get_by_role("link", name="a rf.generate").wait_for()
+    visit.shot("jobs")
 
     page.get_by_label("Name", exact=True).fill("RF.GENERATE")
     page.get_by_role("link", name="a segment.tune").wait_for(state="detached")
@@ -341,7 +343,7 @@ def test_a_thousand_jobs_are_paged_through_and_stay_fluid(visit, crowd):
     page.get_by_role("link", name="crowd 012").wait_for()
     page.goto(f"{visit.base}/jobs?name=crowd")
     page.get_by_text("Page 1 of 20").wait_for()
-    visit.shot("jobs")
+    visit.shot("jobs_thousand")
 
     assert page.locator(".brim-jobs tbody tr").count() == 50
     assert opened_s < 5, f"{opened_s:.1f} s"

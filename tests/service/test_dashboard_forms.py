@@ -9,7 +9,7 @@ pytest.importorskip("nicegui")
 from brim.jobs.kinds import KINDS
 from brim.jobs.specs import config_schema, read_body
 from brim.service.dashboard.form_fields import FormField, field_of, make_config, read_fields
-from brim.service.dashboard.job_parts import TITLES, progress_text
+from brim.service.dashboard.job_parts import TITLES, job_body, progress_text
 from brim.service.dashboard.layout import sentence
 from brim.service.dashboard.tuning import options_of, per_batch
 
@@ -110,6 +110,7 @@ def test_a_resolved_config_filled_in_again_gives_the_same_job(kind):
     again = read_body({"kind": kind, "name": "first", "config": make_config(fields(kind), values)})
 
     assert again == spec
+    assert read_body(job_body({"kind": kind, "name": "first", "config": spec.config})) == spec  # as it is copied
 
 
 def _again(field: FormField, config: dict) -> object:
@@ -155,7 +156,7 @@ def test_progress_in_a_line():
 
     assert progress_text(running) == "5 of 10 · 2.5 /s · 2.0 s left · generating"
     assert progress_text(job("queued")) == ""
-    assert progress_text(job("completed", current=3, total=10)) == "10"
+    assert progress_text(job("completed", current=3, total=10)) == "10 done"
 
 
 # Tuning

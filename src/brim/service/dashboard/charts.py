@@ -199,7 +199,7 @@ def _base(*, legend: bool, x_name: str = "") -> Json:
             "itemHeight": 8,
         },
         "tooltip": {"trigger": "axis", "confine": True},
-        "textStyle": {"fontFamily": "inherit"},
+        "textStyle": {"fontFamily": "Roboto, sans-serif"},
     }
 
 

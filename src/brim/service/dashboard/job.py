@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Awaitable, Callable, Iterator
+from contextlib import suppress
 from typing import Any
 
 from nicegui import ui
@@ -38,7 +39,8 @@ def add(api: Api) -> None:
             return
         with frame(found["name"], "/jobs"):
             shown = Shown(api, place, found)
-        await shown.look()
+        with suppress(Refused):  # it is asked again
+            await shown.look()
         every(1.0, shown.look)
 
 
@@ -71,11 +73,14 @@ class Shown:
         self._show(job)
 
     async def look(self) -> None:
-        """Ask how it is; once it has ended and all of its log was read there is nothing more to ask."""
-        if self._log_ended and self._ended == self._job["status"]:
-            self._job = await self._api.seen(self._place, fresh_s=2.0)  # it may be resumed from elsewhere
-        else:
+        """Ask how it is, also after its end: it may be resumed, or deleted, from elsewhere."""
+        try:
             self._job = await self._api.seen(self._place)
+        except Refused as failure:
+            if failure.status == 404:
+                self._error.set_text("This job was deleted.")
+                self._error.set_visibility(True)
+            raise
         is_over = self._job["status"] not in UNFINISHED
         self._log_ended = self._log_ended and is_over
         self._show(self._job)

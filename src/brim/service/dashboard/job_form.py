@@ -201,7 +201,7 @@ class Form:
 
     def _refuse(self, failure: Refused) -> None:
         self._clear()
-        self._submit.disable()
+        self._submit.set_enabled(failure.status in (429, 503))  # as it is it may do later
         self._told.set_text(sentence(failure.detail))
         self._told.classes(add="brim-bad")
         place = field_of(failure.field, [*self._inputs, "name"])

@@ -62,7 +62,7 @@ def progress_text(job: Json) -> str:
     """The progress of a job in a line."""
     progress, parts = job["progress"], list[str]()
     if job["status"] == "completed":
-        return words.number(progress["total"]) if progress["total"] else ""
+        return f"{words.number(progress['total'])} done" if progress["total"] else ""
     if progress["total"]:
         parts.append(f"{words.number(progress['current'])} of {words.number(progress['total'])}")
     elif progress["current"]:

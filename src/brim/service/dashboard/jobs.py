@@ -63,7 +63,7 @@ class Listed:
             ui.button("New job", icon="add", on_click=lambda: ui.navigate.to("/jobs/new")).props("no-caps unelevated")
         self._told = ui.column().classes("brim-stack")
         self._table = ui.table(rows=[], columns=_COLUMNS, row_key="id").classes("brim-table brim-jobs")
-        self._table.props('flat bordered hide-bottom aria-label="Jobs"')
+        self._table.props('flat bordered dense hide-bottom aria-label="Jobs"')
         for cell, template in _CELLS.items():
             self._table.add_slot(f"body-cell-{cell}", template)
         with ui.row(align_items="center") as self._pager:

@@ -81,7 +81,7 @@ class Device:
         """Draw what is known so far."""
         self._last_s, self._stalls = 0.0, dict[str, float]()
         self._total = device["memory_total_bytes"]
-        has_power = any(sample["power_w"] is not None for sample in device["samples"])
+        has_power = device["kind"] == "gpu" or any(sample["power_w"] is not None for sample in device["samples"])
         self._names = [name for name in _LINES if name != "power" or has_power]
         with card(device["name"]):
             with ui.row().classes("brim-figures"):
