@@ -148,6 +148,8 @@ def test_datasets_runs_and_models_are_listed_for_a_service_once(done, capsys):
     assert set(runs) == {"rf.train", "segment.train", "sequence.train"}
     assert runs["rf.train"].config["dataset_ids"] == [datasets["demo radio"].id]
     assert runs["segment.train"].summary["step"] > 0
+    told = json.loads((out / "cells-run" / "config.json").read_text())["training"]
+    assert {name: runs["segment.train"].config[name] for name in told} == told
     assert "unet_tiny" in (data / "batch_sizes.json").read_text()
     assert found["dashboard"]["command"] in printed
 

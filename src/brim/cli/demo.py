@@ -22,25 +22,37 @@ from brim.cli.options import Json, check_positive, whole
 from brim.cli.rf import print_made, run_generate
 from brim.cli.sequence import SequenceDisplay
 from brim.cli.terminal import Display, Stop, end_stopped, print_json, quote, remarks, say, show
-from brim.errors import ConfigError, Conflict
+from brim.errors import ConfigError
 
 if TYPE_CHECKING:
-    from brim.jobs.catalogue import Catalogue
-    from brim.jobs.catalogue.rows import DatasetKind
     from brim.segmentation.loader import ModelLoader
 
 # A half-watt hand-held transmitter: weak enough that the gates have something to refuse.
 RADIO: Final = {"tx_power_dbm": 27.0, "min_snr_db": 10.0, "max_gdop": 5.0, "min_receivers": 4}
 SAMPLES_CPU: Final = 300  # half a minute on two cores
 SAMPLES_GPU: Final = 20_000  # seconds on a large GPU, enough for smooth histograms
-EPOCHS: Final = 10
-CELL_EPOCHS: Final = 8
+LOCATOR: Final[dict[str, Any]] = {"epochs": 10, "checkpoint_every_s": 5.0}
 CELLS: Final = {"count": 16, "seed": 1, "height": 128, "width": 128}  # trained on, and a tenth held out
 NEW_CELLS: Final = {**CELLS, "count": 4, "seed": 2}  # predicted
 NETWORK: Final = "unet_tiny"
+SEGMENTING: Final[dict[str, Any]] = {
+    "model": NETWORK,
+    "size": 64,
+    "epochs": 8,
+    "learning_rate": 0.004,
+    "checkpoint_every_s": 5.0,
+}
 TUNE_S: Final = 4.0
 SEQUENCES: Final = {"count": 120, "dim": 8, "classes": 3, "seed": 1, "mean_length": 20}
-SMALL: Final = {"channels": 32, "hidden": 24, "attention": 24, "embedding": 24}  # the defaults suit a GPU
+CLASSIFYING: Final[dict[str, Any]] = {
+    "mode": "supervised",
+    "classifier_epochs": 8,
+    "batch_size": 16,
+    "learning_rate": 0.005,
+    "model": {"channels": 32, "hidden": 24, "attention": 24, "embedding": 24},  # the defaults suit a GPU
+    "seed": 1,
+    "checkpoint_every_s": 5.0,
+}
 
 
 def demo(
@@ -103,6 +115,11 @@ class Demo:
         return self.out / f"run-{self.samples}"
 
     @property
+    def locator(self) -> dict[str, Any]:
+        """How it is trained."""
+        return {**LOCATOR, "batch_size": 256 if self.on_gpu else 32}
+
+    @property
     def batch_sizes(self) -> Path:
         """The file of tuned batch sizes."""
         return self.out / "batch_sizes.json"
@@ -153,8 +170,7 @@ def _generate(demo: Demo) -> None:
 def _train(demo: Demo) -> None:
     from brim.rf.train import LocatorTraining
 
-    config = LocatorTraining(epochs=EPOCHS, batch_size=256 if demo.on_gpu else 32)
-    trained = run_train([demo.out / "dataset"], demo.run, config, demo.stop)
+    trained = run_train([demo.out / "dataset"], demo.run, LocatorTraining(**demo.locator), demo.stop)
     demo.found["train"] = trained.as_dict()
     if trained.stopped:
         raise KeyboardInterrupt
@@ -202,7 +218,7 @@ def _segment(demo: Demo) -> None:
     for name, made in (("cells", CELLS), ("new-cells", NEW_CELLS)):
         _once(demo.out / name, partial(_cells, made))
     images, masks, run = demo.out / "cells" / "images", demo.out / "cells" / "masks", demo.out / "cells-run"
-    config = SegmentTrainConfig(model=NETWORK, size=64, epochs=CELL_EPOCHS, learning_rate=0.004)
+    config = SegmentTrainConfig(**SEGMENTING)
     with remarks(), Display(demo.stop, preparing=("cutting crops", "images")) as display:
         report = train(images, masks, config, run, progress=display.training, stop=demo.stop)
     demo.found["segment"] = {"train": report.to_json()}
@@ -245,9 +261,7 @@ def _sequences(demo: Demo) -> None:
 
     folder, corpus, run = (demo.out / name for name in ("features", "corpus", "sequences-run"))
     _once(folder, lambda place: make_sequences(place, **SEQUENCES))
-    config = SequenceTraining(
-        mode="supervised", classifier_epochs=8, batch_size=16, learning_rate=0.005, model=SMALL, seed=1
-    )
+    config = SequenceTraining(**CLASSIFYING)
     found = demo.found["sequences"] = {}
     with remarks(), SequenceDisplay(demo.stop) as display:
         packed = pack(folder, corpus, resume=True, progress=display.packing, stop=demo.stop)
@@ -292,6 +306,7 @@ def _once(folder: Path, make: Callable[[Path], object]) -> None:
 
 def _finish(demo: Demo) -> None:
     """One page about all of it, and a service's data directory in which it is listed."""
+    from brim.cli.demo_catalogue import list_made
     from brim.cli.demo_page import write_overview
 
     data = demo.out / "service"
@@ -300,57 +315,11 @@ def _finish(demo: Demo) -> None:
         if os.environ.get("BRIM_DATABASE"):
             raise ConfigError("BRIM_DATABASE names the catalogue of another service; unset it")
         with open_catalogue(data, None, make=True, first="run brim demo") as (catalogue, _):
-            _list(demo, catalogue, data)
+            list_made(demo, catalogue, data)
         demo.found["dashboard"]["listed"] = True
     except ConfigError as failure:  # the service's extra is not installed: all else works without
         demo.found["dashboard"]["reason"] = str(failure)
     write_overview(demo.out, demo.found, demo.run.name)
-
-
-def _list(demo: Demo, catalogue: "Catalogue", data: Path) -> None:
-    from brim.jobs import models, runs
-    from brim.segmentation.batch_sizes import BatchSizes
-
-    BatchSizes.read(demo.batch_sizes).write(data / "batch_sizes.json")
-    radio = _dataset(catalogue, data, "demo radio", demo.out / "dataset", "rf")
-    _dataset(catalogue, data, "demo radio, held out", demo.out / "held-out", "rf")
-    cells = _dataset(catalogue, data, "demo cells", demo.out / "cells", "images")
-    _dataset(catalogue, data, "demo cells, new", demo.out / "new-cells", "images")
-    corpus = _dataset(catalogue, data, "demo sequences", demo.out / "corpus", "sequences")
-    trained = (
-        ("locator", demo.run, "rf.train", radio, {"epochs": EPOCHS, "batch_size": 256 if demo.on_gpu else 32}),
-        (
-            "cells",
-            demo.out / "cells-run",
-            "segment.train",
-            cells,
-            {"model": NETWORK, "size": 64, "epochs": CELL_EPOCHS},
-        ),
-        ("classes", demo.out / "sequences-run", "sequence.train", corpus, {"mode": "supervised", "model": SMALL}),
-    )
-    for name, path, kind, dataset, config in trained:
-        runs.add(catalogue, name=f"demo {name}", path=path, kind=kind, config={"dataset_ids": [dataset], **config})
-        known = catalogue.models.get(name)
-        if known is None or known.path != str(path.resolve()):
-            models.add(catalogue, name=name, path=path, stop=demo.stop)
-        demo.go_on()
-
-
-def _dataset(catalogue: "Catalogue", data: Path, name: str, path: Path, kind: "DatasetKind") -> str:
-    """The id of a dataset where it lies; one that has grown since it was listed is listed anew."""
-    from brim.jobs import sources
-
-    known = next((row for row in catalogue.datasets.named(name) if row.path == str(path.resolve())), None)
-    if known is not None:
-        try:
-            if known.items == sources.look(path, kind).items:
-                return known.id
-            sources.remove(catalogue, data, known.id)
-        except Conflict:  # a job reads it
-            return known.id
-    added = sources.add(catalogue, data, name=name, path=path, kind=kind)
-    assert added is not None, "nothing was to be packed"
-    return added.id
 
 
 def _print_end(demo: Demo) -> None:
