@@ -97,7 +97,7 @@ export default {
       const line = { color: "#888", weight: 1, opacity: 0.35, interactive: false };
       for (const lat of places(south, north)) {
         L.polyline([[lat, west], [lat, east]], line).addTo(this.grid);
-        this.label([lat, west], degrees(lat, "N", "S"), [0, 8]);
+        if (lat - south > 0.08 * (north - south)) this.label([lat, west], degrees(lat, "N", "S"), [0, 8]);
       }
       for (const lon of places(west, east)) {
         L.polyline([[south, lon], [north, lon]], line).addTo(this.grid);

@@ -1,0 +1,408 @@
+"""Datasets, runs and the page that segments, in a browser; data is made by jobs and by `brim models add`."""
+
+import json
+import re
+import zipfile
+from collections.abc import Callable
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import cv2
+import pytest
+import torch
+from fault_service import QUICK, Serve, until
+from visits import Visit, cell_files
+
+from brim.cli import main
+from brim.segmentation.batch_sizes import BatchSizes, Entry, device_info, device_key
+from brim.segmentation.cells import make_cells
+
+pytestmark = pytest.mark.slow
+SAMPLES = 24
+SMALL_NET = {"channels": 8, "hidden": 8, "embedding": 8}
+
+
+# Nothing there yet
+
+
+@pytest.mark.parametrize(
+    ("path", "words", "next_step"),
+    [
+        ("/datasets", "No datasets yet", "/jobs/new?kind=rf.generate"),
+        ("/runs", "No runs yet", "/jobs/new"),
+        ("/segment", "No segmentation model yet", "/jobs/new?kind=segment.train"),
+    ],
+)
+def test_an_empty_list_says_what_to_do_next(empty_visit, path, words, next_step):
+    page = empty_visit.open(path)
+
+    page.get_by_text(words).wait_for()
+    assert page.locator(".brim-empty a").get_attribute("href") == next_step
+    empty_visit.shot(f"empty_{path.strip('/')}")
+
+
+@pytest.mark.parametrize("sort", ["datasets", "runs"])
+def test_what_is_not_there_is_told_in_words(visit, sort):
+    page = visit.open(f"/{sort}/00000000000000000000000000000000")
+
+    page.get_by_role("alert").get_by_text(sort.removesuffix("s")).wait_for()
+
+
+# Datasets
+
+
+@pytest.fixture(scope="module")
+def made(service, upload, sequences) -> Callable[[str], str]:
+    """Id of what a job of a kind made, of its run for evaluations; each job is done once."""
+    done: dict[str, str] = {}
+
+    def make(kind: str) -> str:
+        if kind not in done:
+            done[kind] = _JOBS[kind](service, make, upload, sequences)
+        return done[kind]
+
+    return make
+
+
+def _do(service: Serve, kind: str, **config: Any) -> dict[str, Any]:
+    job = service.submit({"kind": kind, "name": f"made by {kind}", "config": config})
+    done = service.wait(job["id"], "completed")["result"]
+    assert isinstance(done, dict)
+    return done
+
+
+def _generate(service: Serve, make: Any, upload: Any, sequences: str) -> str:
+    return str(_do(service, "rf.generate", num_samples=SAMPLES, **QUICK)["dataset_id"])
+
+
+def _train_locator(service: Serve, make: Any, upload: Any, sequences: str) -> str:
+    return str(_do(service, "rf.train", dataset_ids=[make("rf.generate")], epochs=3, batch_size=4)["run_id"])
+
+
+def _evaluate_locator(service: Serve, make: Any, upload: Any, sequences: str) -> str:
+    _do(service, "rf.evaluate", dataset_ids=[make("rf.generate")], run_id=make("rf.train"))
+    return str(make("rf.train"))
+
+
+def _train_cells(service: Serve, make: Any, upload: Any, sequences: str) -> str:
+    cells = upload("cells to learn", "images", cell_files(10, 64))
+    recipe = {"model": "unet_tiny", "size": 64, "epochs": 14, "batch_size": 2, "learning_rate": 0.003}
+    return str(_do(service, "segment.train", dataset_ids=[cells], **recipe)["run_id"])
+
+
+def _train_steps(service: Serve, make: Any, upload: Any, sequences: str) -> str:
+    recipe = {"mode": "supervised", "epochs": 2, "batch_size": 4, "model": SMALL_NET}
+    return str(_do(service, "sequence.train", dataset_ids=[sequences], **recipe)["run_id"])
+
+
+def _evaluate_steps(service: Serve, make: Any, upload: Any, sequences: str) -> str:
+    _do(service, "sequence.evaluate", dataset_ids=[sequences], run_id=make("sequence.train"))
+    return str(make("sequence.train"))
+
+
+_JOBS = {
+    "rf.generate": _generate,
+    "rf.train": _train_locator,
+    "rf.evaluate": _evaluate_locator,
+    "segment.train": _train_cells,
+    "sequence.train": _train_steps,
+    "sequence.evaluate": _evaluate_steps,
+}
+
+
+def test_datasets_are_listed_and_filtered_by_kind(visit, made, images):
+    made("rf.generate")
+    page = visit.open("/datasets")
+    page.get_by_role("link", name="made by rf.generate").wait_for()
+    visit.shot("datasets")
+
+    page.get_by_label("Kind", exact=True).click()
+    page.get_by_role("option", name="Images").click()
+
+    page.get_by_role("link", name="made by rf.generate").wait_for(state="detached")
+    page.wait_for_url("**/datasets?kind=images")
+    assert page.get_by_role("link", name="cells", exact=True).is_visible()
+
+
+def test_a_radio_dataset_is_shown_on_a_map_by_histograms_and_by_the_spectra_of_a_sample(visit, phone, made):
+    path = f"/datasets/{made('rf.generate')}"
+    page = visit.open(path)
+    page.locator(".brim-station", has_text="Torino").wait_for()
+    page.locator(".brim-degrees", has_text="45° N").wait_for()
+    for title in ("Acceptance by gate", "Signal-to-noise ratio", "Dilution of precision", "Bound of the error"):
+        page.get_by_role("heading", name=title).wait_for()
+    page.get_by_label("Spectra of sample 0 by receiver").locator("svg path").first.wait_for(state="attached")
+    visit.shot("dataset_rf")
+
+    page.get_by_label("Sample", exact=True).first.fill("7")
+    page.get_by_label("Spectra of sample 7 by receiver").wait_for()
+
+    phone.open(path)
+    phone.page.locator(".brim-station", has_text="Torino").wait_for()
+    phone.dark()
+    phone.shot("dataset_rf_phone_dark")
+    assert phone.page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+
+
+def test_a_click_on_a_transmitter_shows_its_sample(visit, made):
+    page = visit.open(f"/datasets/{made('rf.generate')}")
+    page.get_by_label("Spectra of sample 0 by receiver").wait_for()
+    chosen = page.locator(".brim-map")
+    chosen.scroll_into_view_if_needed()
+    place = page.evaluate(
+        """() => {
+          const view = [...document.querySelectorAll(".brim-map")].map((one) => getElement(one.id.slice(1)))[0];
+          const [lat, lon] = view.points.find((one) => one[4] === 5);
+          const { x, y } = view.map.latLngToContainerPoint([lat, lon]);
+          const box = view.$el.getBoundingClientRect();
+          return [box.x + x, box.y + y];
+        }"""
+    )
+
+    page.mouse.click(*place)
+
+    page.get_by_label(re.compile("Spectra of sample (?!0 )")).wait_for()  # it, or one that lies on top of it
+
+
+def test_a_dataset_is_taken_along_by_its_links(visit, made, images):
+    page = visit.open(f"/datasets/{made('rf.generate')}")
+    with page.expect_download() as begun:
+        page.get_by_role("link", name="Parquet").click()
+    radio = zipfile.ZipFile(begun.value.path())
+    visit.open(f"/datasets/{images}")
+    with page.expect_download() as begun:
+        page.get_by_role("link", name="Files as .zip").click()
+    pictures = zipfile.ZipFile(begun.value.path())
+
+    assert any(name.endswith(".parquet") for name in radio.namelist())
+    assert sum(name.endswith(".png") for name in pictures.namelist()) == 12  # six, and their masks
+
+
+def test_images_and_sequences_are_shown_by_sizes_lengths_and_classes(visit, images, sequences):
+    page = visit.open(f"/datasets/{images}")
+    page.get_by_role("heading", name="Sizes in pixels").wait_for()
+    page.get_by_role("cell", name="00.png").wait_for()
+    visit.shot("dataset_images")
+
+    visit.open(f"/datasets/{sequences}")
+    page.get_by_role("heading", name="Lengths").wait_for()
+    page.get_by_label("Sequences by class").get_by_text("rise").wait_for()
+    visit.shot("dataset_sequences")
+
+
+def test_images_are_brought_and_deleted_again_and_wrong_ones_are_refused_in_words(visit, service, tmp_path):
+    right, wrong = tmp_path / "one.png", tmp_path / "two.png"
+    right.write_bytes(_cell_png())
+    wrong.write_text("no image at all")
+    page = visit.open("/datasets")
+    page.get_by_role("button", name="Bring your own").click()
+    dialog = page.locator(".q-dialog")
+    dialog.get_by_label("Name", exact=True).fill("brought by hand")
+    dialog.get_by_label("Images", exact=True).set_input_files(wrong)
+    dialog.get_by_role("button", name="Bring it").click()
+    dialog.get_by_role("alert").get_by_text("two.png").wait_for()
+    _forgive(visit, 409)
+
+    dialog.get_by_label("Images", exact=True).set_input_files(right)
+    dialog.get_by_role("button", name="Bring it").click()
+    page.get_by_role("heading", name="brought by hand").wait_for()
+    id = page.url.rpartition("/")[2]
+    assert service.get(f"/api/datasets/{id}")["items"] == 1
+
+    page.get_by_role("button", name="Delete", exact=True).click()
+    page.get_by_role("button", name="Delete it").click()
+    page.wait_for_url("**/datasets")
+    assert service.ask("GET", f"/api/datasets/{id}")[0] == 404
+
+
+# Runs
+
+
+def test_runs_are_listed_with_how_they_went(visit, made):
+    run = made("segment.train")
+    page = visit.open("/runs")
+
+    link = page.get_by_role("link", name="made by segment.train")
+    link.wait_for()
+    page.get_by_role("cell", name=re.compile(r"Dice 0\.\d+")).first.wait_for()
+    visit.shot("runs")
+    link.focus()
+    page.keyboard.press("Enter")
+    page.wait_for_url(f"**/runs/{run}")
+
+
+def test_a_segmentation_run_shows_losses_dice_and_throughput(visit, made):
+    page = visit.open(f"/runs/{made('segment.train')}")
+
+    page.get_by_label("Loss over steps").locator("svg path").first.wait_for(state="attached")
+    page.get_by_label("Held-out Dice and IoU").locator("svg path").first.wait_for(state="attached")
+    page.get_by_label("Throughput against the ceiling").get_by_text("ceiling").wait_for()
+    page.get_by_role("heading", name="Learning rate").wait_for()
+    page.get_by_role("switch", name="Logarithmic").click()
+    page.get_by_label("Config", exact=True).get_by_text('"unet_tiny"').wait_for()
+    visit.shot("run_segment")
+
+
+def test_a_locator_shows_where_it_is_wrong_once_it_is_evaluated(visit, phone, made):
+    run = made("rf.train")
+    page = visit.open(f"/runs/{run}")
+    page.get_by_role("link", name="Evaluate it on a dataset").wait_for()
+    page.get_by_role("button", name="Evaluate").click()
+    page.wait_for_url(f"**/jobs/new?kind=rf.evaluate&run_id={run}")
+
+    made("rf.evaluate")
+    visit.open(f"/runs/{run}")
+    page.get_by_label("Map of errors with their ellipses").wait_for()
+    page.get_by_label("Error against bound, both logarithmic").locator("svg path").first.wait_for(state="attached")
+    page.get_by_role("row", name=re.compile("^this run")).wait_for()
+    drawn = page.evaluate(
+        """() => {
+          const view = [...document.querySelectorAll(".brim-map")].map((one) => getElement(one.id.slice(1)))[0];
+          const found = [];
+          view.map.eachLayer((layer) => found.push(layer.getLatLngs && layer.options.fill ? 1 : 0));
+          return [view.errors.length, found.reduce((one, other) => one + other, 0)];
+        }"""
+    )
+    assert drawn == [SAMPLES, SAMPLES]
+    visit.shot("run_locator")
+    phone.open(f"/runs/{run}").get_by_label("Map of errors with their ellipses").wait_for()
+    phone.shot("run_locator_phone")
+    assert phone.page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+
+
+def test_a_run_on_sequences_shows_its_scores_and_its_embedding_by_label(visit, made):
+    page = visit.open(f"/runs/{made('sequence.evaluate')}")
+
+    plane = page.get_by_label("Sequences in the plane, by label")
+    plane.get_by_text("rest").wait_for()
+    plane.get_by_text("rise").wait_for()
+    page.get_by_text("accuracy", exact=True).first.wait_for()
+    visit.shot("run_sequences")
+
+
+# Segment
+
+
+@pytest.fixture(scope="module")
+def model(service, made) -> str:
+    """Name of a warm model that finds cells; its batch size is given, so that none is searched."""
+    run = service.data / "runs" / made("segment.train")
+    cpu = torch.device("cpu")
+    entry = Entry(
+        optimal_batch_size=1, max_safe_batch_size=4, expected_throughput=50.0, p50_latency_ms=20.0,
+        p95_latency_ms=40.0, memory_limit_mb=1000.0, image_size=1024, precision="fp32", layout="contiguous",
+        compiled=False,
+    )  # fmt: skip
+    file = service.data / "batch_sizes.json"
+    kept = BatchSizes.read(file) if file.exists() else BatchSizes()
+    kept.with_entry(device_key(cpu), device_info(cpu), "unet_tiny", entry, []).write(file)
+    assert main(["models", "add", "finder", str(run), "--data", str(service.data)]) == 0
+
+    def is_warm() -> bool:
+        return any(one["state"] == "warm" for one in service.get("/api/models")["models"])
+
+    until(is_warm, 60, service.said)
+    return "finder"
+
+
+def test_an_image_that_is_dropped_is_answered_by_polygons_that_can_be_read_and_taken_along(visit, model, tmp_path):
+    page = _drop(visit, "cell.png", _cell_png())
+    page.locator(".brim-stage path").first.wait_for()
+    found = page.locator(".brim-stage path").count()
+    page.locator(".brim-stage path").first.focus()
+    tip = page.get_by_role("tooltip").inner_text()
+    visit.shot("segment")
+    files = {}
+    for name in ("Download GeoJSON", "ImageJ ROI", "COCO"):
+        with page.expect_download() as begun:
+            page.get_by_role("button", name=name).click()
+        files[begun.value.suggested_filename] = Path(begun.value.path()).read_bytes()
+
+    assert re.fullmatch(r"Polygon 1: [\d,]+ pixels, confidence [\d.]+ %", tip)
+    features = json.loads(files["cell.geojson"])["features"]
+    assert len(features) == found == page.get_by_role("table", name="Polygons").locator("tbody tr").count()
+    first = "L".join(f"{x} {y}" for x, y in features[0]["geometry"]["coordinates"][0])
+    assert page.locator(".brim-stage path").first.get_attribute("d").startswith(f"M{first}Z")
+    assert len(json.loads(files["cell_coco.json"])["annotations"]) == found
+    assert len(zipfile.ZipFile(BytesIO(files["cell_rois.zip"])).namelist()) >= found
+
+
+def test_the_threshold_is_asked_for_again_as_the_slider_moves(visit, model):
+    page = _drop(visit, "cell.png", _cell_png())
+    page.locator(".brim-stage path").first.wait_for()
+    before = _area(page)
+
+    slider = page.get_by_label("Threshold").locator("[tabindex='0']")
+    with page.expect_response("**/api/segment") as answered:
+        for _ in range(3):
+            slider.press("PageUp")
+        page.get_by_text("above 0.80").wait_for()
+    assert answered.value.ok
+    page.wait_for_function("() => !document.querySelector('[role=status]').innerText.includes('looking')")
+
+    assert _area(page) < before
+
+
+def test_a_picture_that_browsers_do_not_show_has_its_polygons_over_an_empty_ground(visit, phone, model, tmp_path):
+    file = tmp_path / "cell.tif"
+    file.write_bytes(bytes(cv2.imencode(".tif", make_cells(9, 1, 96, 120)[0])[1]))
+    page = phone.open("/segment")
+
+    page.get_by_label("Image", exact=True).set_input_files(file)
+
+    page.get_by_text("Browsers do not show images of this type").wait_for()
+    page.locator(".brim-stage path").first.wait_for()
+    assert page.locator(".brim-stage svg").get_attribute("viewBox") == "0 0 120 96"
+    phone.shot("segment_tiff_phone")
+    assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+
+
+def test_a_file_that_is_no_image_is_refused_in_words_and_the_next_one_is_taken(visit, model):
+    page = _drop(visit, "notes.txt", b"to whom it may concern")
+    page.get_by_role("alert").get_by_text("notes.txt: not an image").wait_for()
+    _forgive(visit, 415)
+
+    _let_go(page, "cell.png", _cell_png())
+
+    page.locator(".brim-stage path").first.wait_for()
+    assert page.get_by_role("alert").count() == 0
+
+
+# Helpers
+
+
+def _cell_png() -> bytes:
+    return bytes(cv2.imencode(".png", make_cells(3, 2, 96, 96)[0][..., ::-1])[1])
+
+
+def _drop(visit: Visit, name: str, data: bytes) -> Any:
+    page = visit.open("/segment")
+    page.locator(".brim-drop").wait_for()
+    _let_go(page, name, data)
+    return page
+
+
+def _let_go(page: Any, name: str, data: bytes) -> None:
+    """A file dragged over the page and let go of."""
+    carried = page.evaluate_handle(
+        """([name, bytes]) => {
+          const carried = new DataTransfer();
+          carried.items.add(new File([new Uint8Array(bytes)], name));
+          return carried;
+        }""",
+        [name, list(data)],
+    )
+    for event in ("dragover", "drop"):
+        page.locator(".brim-drop").dispatch_event(event, {"dataTransfer": carried})
+
+
+def _area(page: Any) -> int:
+    cells = page.get_by_role("table", name="Polygons").locator("tbody td:nth-child(2)").all_inner_texts()
+    return sum(int(text.replace(",", "")) for text in cells)
+
+
+def _forgive(visit: Visit, status: int) -> None:
+    """What was refused on purpose is no fault; browsers tell it to the console too."""
+    visit.page.wait_for_timeout(200)
+    visit.faults[:] = [one for one in visit.faults if str(status) not in one]
