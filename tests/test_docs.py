@@ -20,10 +20,14 @@ import torch
 from brim.cli.rf import generate as generate_command
 from brim.cli.segment import predict, train, tune
 from brim.cli.sequence import sequence
+from brim.engine.train_config import TrainConfig
 from brim.rf import FEATURES, TRUTH, GenerateConfig
+from brim.rf.train import LocatorTraining
 from brim.segmentation import model_names
+from brim.segmentation.augment import Augmentation as SegmentAugmentation
 from brim.segmentation.batch_sizes import Entry
 from brim.segmentation.formats import FORMATS
+from brim.segmentation.train import SegmentTrainConfig
 from brim.sequences import Augmentation, SequenceConfig, SequenceTraining
 from brim.sequences.ablate import _plan
 from brim.sequences.evaluate import Evaluation
@@ -34,12 +38,13 @@ ROOT = Path(__file__).parents[1]
 RADIO = ROOT / "docs" / "radio.md"
 SEGMENTATION = ROOT / "docs" / "segmentation.md"
 SEQUENCES = ROOT / "docs" / "sequences.md"
+TRAINING = ROOT / "docs" / "training.md"
 RUN = [
     ROOT / "README.md",
     RADIO,
     SEGMENTATION,
     SEQUENCES,
-    ROOT / "docs" / "training.md",
+    TRAINING,
 ]  # documents whose code blocks are executed, each in a directory of its own
 SERVED = [ROOT / "docs" / "service.md", ROOT / "docs" / "prediction.md"]  # likewise, with a service in the background
 SKIP = "<!-- skip -->"  # on the line before a block that is not to be executed
@@ -261,6 +266,34 @@ def test_no_network_is_left_out():
     ]  # tests register others
 
     assert [name for name in built_in if f"| `{name}` |" not in SEGMENTATION.read_text()] == []
+
+
+SETTINGS = [
+    (document, owner, field)
+    for document, owner in (
+        (TRAINING, TrainConfig),
+        (TRAINING, LocatorTraining),
+        (SEGMENTATION, SegmentTrainConfig),
+        (SEGMENTATION, SegmentAugmentation),
+    )
+    for field in fields(owner)
+]
+
+
+@pytest.mark.parametrize(
+    ("document", "owner", "field"), SETTINGS, ids=lambda value: getattr(value, "__name__", getattr(value, "name", ""))
+)
+def test_every_setting_of_training_has_a_row_with_its_default(document, owner, field):
+    rows = re.findall(rf"^\| `{field.name}` \| `?([^|`]*)`? \|", document.read_text(), re.MULTILINE)
+
+    if isinstance(field.default, bool):
+        assert str(field.default).lower() in rows
+    elif isinstance(field.default, int | float):
+        assert f"{field.default:g}" in rows
+    elif isinstance(field.default, str | None):
+        assert str(field.default) in rows
+    else:
+        assert rows
 
 
 # Sequences
