@@ -33,7 +33,7 @@ def test_a_band_lies_between_its_low_and_its_high():
     middle, low, spread = options["series"]
     assert middle["data"] == [[1, 5], [2, 6]]
     assert [a[1] + b[1] for a, b in zip(low["data"], spread["data"], strict=True)] == [7, 9]
-    assert middle["markLine"]["data"] == [{"name": "chosen", "xAxis": 2}]
+    assert middle["markLine"]["data"] == [{"name": "chosen", "xAxis": 2, "label": {"align": "right"}}]
 
 
 def test_a_histogram_has_a_step_for_each_count_and_ends_at_nothing():

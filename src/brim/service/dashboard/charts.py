@@ -108,7 +108,7 @@ def band(
             "tooltip": {"show": False},
         },
     ]
-    drawn[0]["markLine"] = _marks(marks or {})
+    drawn[0]["markLine"] = _marks(marks or {}, min(x, default=0), max(x, default=0))
     x_axis = {**_axis("log" if is_log else "value", x_name), **({"logBase": 2} if is_log else {"scale": True})}
     y_axis = {**_axis("value", y_name), "min": 0}
     y_axis["axisLabel"] |= {"showMaxLabel": False}  # the names of the marks are there
@@ -242,11 +242,16 @@ def _line(name: str, points: Sequence[Point]) -> Json:
     }
 
 
-def _marks(marks: Mapping[str, float]) -> Json:
+def _marks(marks: Mapping[str, float], low: float, high: float) -> Json:
+    """Upright lines with their names, which keep away from the edges."""
+
+    def side(place: float) -> str:
+        return "left" if place <= low + (high - low) / 3 else "right"
+
     return {
         "silent": True,
         "symbol": "none",
         "lineStyle": {"color": COLOURS[1], "type": "dashed", "width": 1.5},
         "label": {"color": "currentColor", "formatter": "{b}", "position": "end"},
-        "data": [{"name": name, "xAxis": place} for name, place in marks.items()],
+        "data": [{"name": name, "xAxis": at, "label": {"align": side(at)}} for name, at in marks.items()],
     }
