@@ -1,4 +1,7 @@
-"""A worker that knows one more kind, toy.count: counts items into a manifest, and misbehaves as its config says."""
+"""A worker that knows one more kind, toy.count: counts items into a manifest, and misbehaves as its config says.
+
+It has no device and does without torch, whose import would be most of its life: tests start it again and again.
+"""
 
 import fcntl
 import json
@@ -6,6 +9,7 @@ import os
 import sys
 import time
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 from brim.errors import ConfigError
@@ -71,6 +75,20 @@ TOY = kinds.Kind(
     estimate_bytes=lambda spec, inputs: spec.config.get("bytes", 0),
 )
 
+
+def do_without_torch() -> None:
+    """Put what a worker asks of its device in the place of the modules that bring torch."""
+    device, memory = ModuleType("brim.engine.device"), ModuleType("brim.engine.memory")
+    vars(device).update(
+        resolve_device=lambda name: SimpleNamespace(type="cpu"),
+        describe=lambda device: {"device": "cpu"},
+        gpu_uuid=lambda device: None,
+    )
+    vars(memory).update(keep_to_share=lambda device: None)
+    sys.modules.update({each.__name__: each for each in (device, memory)})
+
+
 if __name__ == "__main__":
+    do_without_torch()
     kinds.KINDS["toy.count"] = TOY
     sys.exit(worker.main())

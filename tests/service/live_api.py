@@ -4,11 +4,13 @@ import http.client
 import json
 import re
 import socket
+import tempfile
 import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import cache
 from pathlib import Path
 from typing import Any, Self
 
@@ -149,12 +151,26 @@ class Api:
         return self.catalogue.datasets.add(**{**known, **values})
 
 
+@cache
+def _migrated() -> dict[str, bytes]:
+    """The databases of an empty data directory, by file name: to make them takes longer than most tests."""
+    with tempfile.TemporaryDirectory() as folder:
+        settings = Settings(data=Path(folder), token=TOKEN)
+        upgrade(settings.catalogue_url)
+        durable.migrate(settings.jobs_url)
+        return {file.name: file.read_bytes() for file in Path(folder).iterdir()}
+
+
 def make(data: Path, predictions: Predictions | None = None, **changes: Any) -> Api:
     """An API on a data directory, migrated; start it with `with`."""
     settings = replace(Settings(data=data, token=TOKEN, min_free_bytes=MIB), **changes)
     settings.make_folders()
-    upgrade(settings.catalogue_url)
-    durable.migrate(settings.jobs_url)
+    if settings.database is None and not (data / "catalogue.sqlite").exists():
+        for name, content in _migrated().items():
+            (data / name).write_bytes(content)
+    else:
+        upgrade(settings.catalogue_url)
+        durable.migrate(settings.jobs_url)
     catalogue, queue = Catalogue.open(settings.catalogue_url), Queue(settings.jobs_url)
     return Api(settings, catalogue, queue, make_api(settings, catalogue, queue, predictions))
 
