@@ -179,3 +179,27 @@ def test_another_service_s_database_is_left_alone(done, monkeypatch, capsys):
     assert main(["demo", "--out", str(done.folder), "--samples", "3"]) == 0
 
     assert "BRIM_DATABASE names the catalogue of another service; unset it" in capsys.readouterr().out
+
+
+WITHOUT = """
+import sys
+
+class Absent:
+    def find_spec(self, name, *_):
+        if name.partition(".")[0] in ("sqlalchemy", "alembic", "dbos", "fastapi", "nicegui"):
+            raise ModuleNotFoundError(name, name=name.partition(".")[0])
+
+sys.meta_path.insert(0, Absent())
+from brim.cli import main
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.slow
+def test_without_the_service_s_extra_all_but_the_listing_works(done):
+    command = [sys.executable, "-c", WITHOUT, "demo", "--out", str(done.folder), "--samples", "3"]
+
+    ended = subprocess.run(command, capture_output=True, text=True)
+
+    assert ended.returncode == 0, ended.stderr
+    assert "dashboard: sqlalchemy is not installed; the catalogue needs: pip install 'brim[service]'" in ended.stdout
