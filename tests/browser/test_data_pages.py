@@ -1,9 +1,12 @@
 """Datasets, runs and the page that segments, in a browser; data is made by jobs and by `brim models add`."""
 
 import json
+import os
 import re
+import time
 import zipfile
 from collections.abc import Callable
+from hashlib import sha256
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -12,6 +15,7 @@ import cv2
 import pytest
 import torch
 from fault_service import QUICK, Serve, until
+from safetensors.torch import load_file, save_file
 from visits import Visit, cell_files
 
 from brim.cli import main
@@ -145,6 +149,72 @@ def test_a_radio_dataset_is_shown_on_a_map_by_histograms_and_by_the_spectra_of_a
     assert phone.page.evaluate("document.documentElement.scrollWidth <= innerWidth")
 
 
+def test_a_dataset_of_a_hundred_thousand_samples_stays_fluid(visit, service, made, tmp_path):
+    _grow(service.data / "datasets" / made("rf.generate"), tmp_path / "large", 100_000)
+    assert main(["datasets", "add", "large", str(tmp_path / "large"), "--kind", "rf", "--data", str(service.data)]) == 0
+    page = visit.open("/datasets?kind=rf")
+    page.get_by_role("link", name="large").click()
+    page.get_by_role("heading", name="large").wait_for()
+    page.get_by_label("Spectra of sample 0 by receiver").wait_for()  # its figures are read once, and kept
+    seconds = _Seconds()
+    visit.open(page.url.removeprefix(visit.base))
+    page.locator(".brim-station", has_text="Torino").wait_for()
+    opened_s = seconds.next()
+    page.get_by_label("Sample", exact=True).first.fill("99999")
+    page.get_by_label("Spectra of sample 99999 by receiver").wait_for()
+    chosen_s = seconds.next()
+    frames = page.evaluate(_MOVE)
+    visit.shot("dataset_large")
+
+    assert re.search(r"of 100\s000 transmitters", page.locator(".brim-page").inner_text())
+    assert opened_s < 5, f"{opened_s:.1f} s"
+    assert chosen_s < 3, f"{chosen_s:.1f} s"
+    assert frames > 20, f"{frames} frames in the two seconds that the map moved"
+
+
+def _grow(source: Path, target: Path, items: int) -> None:
+    """A dataset of so many samples: those of another one over and over, in one file of many names."""
+    manifest = json.loads((source / "manifest.json").read_text())
+    rows = load_file(source / "shards" / manifest["shards"][0]["name"])
+    here, per_shard = len(rows["index"]), 500
+    (target / "shards").mkdir(parents=True)
+    first = target / "shards" / "000000.safetensors"
+    save_file({name: one[torch.arange(per_shard) % here].contiguous() for name, one in rows.items()}, first)
+    entry = {"items": per_shard, "bytes": first.stat().st_size, "sha256": sha256(first.read_bytes()).hexdigest()}
+    totals = {"attempted": per_shard, "receivers": 0, "gdop": 0}
+    names = [f"{number:06d}.safetensors" for number in range(items // per_shard)]
+    for name in names[1:]:
+        os.link(first, target / "shards" / name)
+    grown = {"items": items, "items_per_shard": per_shard, "totals": {**totals, "attempted": items}}
+    shards = [{"name": name, **entry, "totals": totals} for name in names]
+    (target / "manifest.json").write_text(json.dumps({**manifest, **grown, "shards": shards}))
+
+
+class _Seconds:
+    """Seconds since the last time."""
+
+    def __init__(self) -> None:
+        self._since = time.monotonic()
+
+    def next(self) -> float:
+        since, self._since = self._since, time.monotonic()
+        return self._since - since
+
+
+_MOVE = """() => new Promise((resolve) => {
+  const { map } = [...document.querySelectorAll(".brim-map")].map((one) => getElement(one.id.slice(1)))[0];
+  const end = performance.now() + 2000;
+  let frames = 0;
+  const step = () => {
+    map.panBy([frames % 20 < 10 ? 8 : -8, 0], { animate: false });
+    frames += 1;
+    if (performance.now() < end) requestAnimationFrame(step);
+    else resolve(frames);
+  };
+  requestAnimationFrame(step);
+})"""
+
+
 def test_a_click_on_a_transmitter_shows_its_sample(visit, made):
     page = visit.open(f"/datasets/{made('rf.generate')}")
     page.get_by_label("Spectra of sample 0 by receiver").wait_for()
@@ -242,6 +312,27 @@ def test_a_segmentation_run_shows_losses_dice_and_throughput(visit, made):
     page.get_by_role("switch", name="Logarithmic").click()
     page.get_by_label("Config", exact=True).get_by_text('"unet_tiny"').wait_for()
     visit.shot("run_segment")
+
+
+def test_a_run_that_trains_is_shown_as_it_goes(visit, service, sequences):
+    recipe = {"mode": "supervised", "epochs": 5000, "batch_size": 4, "model": SMALL_NET}
+    config = {"dataset_ids": [sequences], **recipe}
+    job = service.submit({"kind": "sequence.train", "name": "trains for long", "config": config})
+    try:
+        service.wait_progress(job["id"], 1)
+        page = visit.open("/runs")
+        page.get_by_role("link", name="trains for long").first.click()
+        page.get_by_label("Loss over steps").wait_for()
+        points = "() => getElement(document.querySelector('[aria-label=\"Loss over steps\"]').id.slice(1))"
+        points += "?.chart?.getOption().series.at(-1)?.data.length ?? 0"
+        page.wait_for_function(f"() => ({points})() > 0")
+        before = page.evaluate(points)
+        page.wait_for_function(f"before => ({points})() > before", arg=before)
+        visit.shot("run_training")
+    finally:
+        service.act(job["id"], "cancel")
+        service.wait(job["id"], "cancelled")
+    page.get_by_text("partial", exact=True).wait_for()
 
 
 def test_a_locator_shows_where_it_is_wrong_once_it_is_evaluated(visit, phone, made):

@@ -6,7 +6,7 @@ from nicegui import ui
 from nicegui.element import Element
 
 from brim.service.dashboard.client import Api, Json, Refused
-from brim.service.dashboard.layout import card, empty, frame, show_refusal
+from brim.service.dashboard.layout import card, empty, every, frame, show_refusal
 
 THRESHOLD = 0.5
 _HOW = 'Add one with "brim models add NAME RUN", where RUN is the folder of a run or a file of weights.'
@@ -17,21 +17,30 @@ def add(api: Api) -> None:
 
     @ui.page("/segment")
     async def segment() -> None:
+        async def look() -> None:
+            if await _models(api):
+                ui.navigate.reload()
+
         with frame("Segment", "/segment"):
             try:
-                models = [one for one in (await api.seen("/api/models"))["models"] if one["kind"] == "segment"]
+                models = await _models(api)
             except Refused as failure:
                 return show_refusal(failure)
             if models:
                 _draw(models)
             else:
+                every(2.0, look)
                 empty(
                     "No segmentation model yet",
-                    f"{_HOW} This page knows it within two seconds.",
+                    f"{_HOW} This page will see it.",
                     action="Train one on images of yours",
                     target="/jobs/new?kind=segment.train",
                 )
         return None
+
+
+async def _models(api: Api) -> list[Json]:
+    return [one for one in (await api.seen("/api/models"))["models"] if one["kind"] == "segment"]
 
 
 class View(Element, component=Path(__file__).with_name("segment_view.js")):
