@@ -185,9 +185,12 @@ def _grow(source: Path, target: Path, items: int) -> None:
     names = [f"{number:06d}.safetensors" for number in range(items // per_shard)]
     for name in names[1:]:
         os.link(first, target / "shards" / name)
-    grown = {"items": items, "items_per_shard": per_shard, "totals": {**totals, "attempted": items}}
+    counts = {"accepted": items, "attempted": items, "rejected": {"receivers": 0, "gdop": 0}}
+    grown = {"items": items, "items_per_shard": per_shard, "totals": {**totals, "attempted": items}, "counts": counts}
     shards = [{"name": name, **entry, "totals": totals} for name in names]
-    (target / "manifest.json").write_text(json.dumps({**manifest, **grown, "shards": shards}))
+    (target / "manifest.json").write_text(
+        json.dumps({**manifest, **grown, "report": {**manifest["report"], **counts}, "shards": shards})
+    )
 
 
 class _Seconds:
@@ -464,7 +467,7 @@ def test_a_file_that_is_no_image_is_refused_in_words_and_the_next_one_is_taken(v
 
 
 def _cell_png() -> bytes:
-    return bytes(cv2.imencode(".png", make_cells(3, 2, 96, 96)[0][..., ::-1])[1])
+    return bytes(cv2.imencode(".png", make_cells(9, 1, 120, 160)[0][..., ::-1])[1])
 
 
 def _drop(visit: Visit, name: str, data: bytes) -> Any:

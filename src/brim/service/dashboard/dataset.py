@@ -152,8 +152,9 @@ def _draw_sequences(figures: Json, items: list[Json]) -> None:
     classes = dict(sorted(figures["classes"].items(), key=lambda one: -one[1])[:20])
     with ui.element("div").classes("brim-grid"):
         with card("Lengths"):
-            options = charts.histogram(frames["edges"], frames["counts"], x_name="frames", y_name="sequences")
-            charts.draw(options, "Sequences by length")
+            if frames["counts"]:
+                options = charts.histogram(frames["edges"], frames["counts"], x_name="frames", y_name="sequences")
+                charts.draw(options, "Sequences by length")
         with card("Classes"):
             if classes:
                 charts.draw(charts.bars(classes, x_name="sequences"), "Sequences by class")

@@ -76,6 +76,6 @@ def metres(value: float | None) -> str:
     """12 m, 3.4 km."""
     if value is None:
         return words.NONE
-    if value >= 10_000:
+    if value >= 9950:
         return f"{words.number(round(value / 1000))} km"
-    return f"{value / 1000:.1f} km" if value >= 1000 else f"{value:.3g} m"
+    return f"{value / 1000:.1f} km" if value >= 999.5 else f"{value:.3g} m"
