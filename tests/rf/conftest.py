@@ -1,5 +1,7 @@
 """Batches that many tests look at from different sides, each made once."""
 
+import fcntl
+import os
 from collections.abc import Callable
 
 import pytest
@@ -23,9 +25,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(scope="session")
-def nbfm_rows() -> Rows:
-    """250 samples at the built-in network, every SNR, chunk by chunk."""
-    return generate_batch(GenerateConfig(**WIDE), range(250), chunks=True)
+def nbfm_rows(tmp_path_factory: pytest.TempPathFactory) -> Rows:
+    """250 samples at the built-in network, every SNR, chunk by chunk; made by one of pytest's workers for all."""
+    folder = tmp_path_factory.getbasetemp()
+    folder = folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder
+    file = folder / "nbfm_rows.pt"
+    with file.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not file.exists():
+            torch.save(generate_batch(GenerateConfig(**WIDE), range(250), chunks=True), file)
+    return dict(torch.load(file))
 
 
 @pytest.fixture(scope="session")
