@@ -151,6 +151,7 @@ def test_epochs_are_those_of_every_phase():
             "config.augmentation.noize is unknown; did you mean noise?",
         ),
         (explicit("sequence.train", model={"dim": 5}), "config.model.dim", "is unknown"),
+        (explicit("sequence.train", encoder="/srv/run"), "config.encoder", "is unknown"),  # no request names a path
         (
             generation(stations=[{"name": "a", "lat": 1, "lon": 2, "alt": 3, "path": "/x"}]),
             "config.stations[0].path",

@@ -38,6 +38,8 @@ _MOST_SHAPE = dict.fromkeys(("convolutions", "layers"), 64) | dict.fromkeys(
     ("channels", "kernel", "hidden", "attention", "embedding"), 16_384
 )
 
+_PATHS = ("encoder",)  # of the recipe, which no request may give
+
 # sequence.train
 
 
@@ -52,6 +54,7 @@ def train_model() -> type[Fields]:
     )  # fmt: skip
     return model_of(
         SequenceTraining,
+        leave=_PATHS,
         others=({}, {"mode": "supervised"}),
         most=_MOST,
         dataset_ids=(OneDatasetId, ...),
@@ -74,7 +77,8 @@ def resolve_train(values: Mapping[str, Any]) -> dict[str, Any]:
     build(SequenceConfig, {"dim": 1, **values.get("model", {})}, "config.model")
     recipe = build(SequenceTraining, usual | own(SequenceTraining, values))
     beside = {"epochs": None, "preload_to_gpu": None, "accelerator": "auto"}
-    return {**beside, **values, **asdict(recipe)}
+    found = {**beside, **values, **asdict(recipe)}
+    return {name: value for name, value in found.items() if name not in _PATHS}
 
 
 def check_train(spec: "Spec", inputs: Inputs) -> None:

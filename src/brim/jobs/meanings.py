@@ -125,7 +125,6 @@ OWN: Final[dict[str, dict[str, str]]] = {
         "num_workers": "Processes that read a folder that is not packed; a packed corpus needs none.",
         "prefetch_factor": "Batches that each of them reads ahead.",
         "seed": "Of the split, the first weights, the order, the augmentation and the clusters.",
-        "encoder": "supervised: a run whose encoder to begin from; null: new weights.",
         "members": "supervised: networks trained one after the other, whose probabilities are averaged.",
         "clusters": "self: kinds looked for; null: as many as there are classes, 10 without labels.",
         "restarts": "self: of k-means.",

@@ -154,7 +154,7 @@ def _read(path: str, part: Json, required: bool) -> list[FormField]:
 def _sort(path: str, part: Json, nullable: bool) -> dict[str, Any]:
     if path == "dataset_ids":
         return {"sort": "datasets", "is_one": part.get("maxItems") == 1}
-    if path in ("run_id", "encoder"):
+    if path == "run_id":
         return {"sort": "run"}
     if "enum" in part:
         return {"sort": "choice", "choices": tuple(part["enum"])}

@@ -235,11 +235,11 @@ async def _choices(api: Api, kind: Json) -> dict[str, dict[str, str]]:
     if "dataset_ids" in names:
         rows = await _all(api, "/api/datasets", "datasets", kind=kind["reads"])
         found["dataset_ids"] = {one["id"]: f"{one['name']} · {words.number(one['items'])}" for one in rows}
-    if "run_id" in names or "encoder" in names:
+    if "run_id" in names:
         rows = await _all(api, "/api/runs", "runs")
         wanted = kind["reads_run"] or kind["kind"]
         runs = {one["id"]: f"{one['name']} · {one['id'][:8]}" for one in rows if one["kind"] == wanted}
-        found |= {"run_id": runs, "encoder": runs}
+        found["run_id"] = runs
     return found
 
 
