@@ -8,7 +8,7 @@ from nicegui import ui
 from brim.service.dashboard import charts, words
 from brim.service.dashboard.client import Api, Json, Refused, part
 from brim.service.dashboard.layout import card, every, figure, frame, show_refusal
-from brim.service.dashboard.run_metrics import SHARES, Metrics
+from brim.service.dashboard.run_metrics import SHARES, Metrics, Series
 from brim.service.dashboard.run_views import draw_embedding, draw_errors
 from brim.service.dashboard.runs import KINDS, best, epochs
 
@@ -115,8 +115,7 @@ class Shown:
         if error := metrics.series("val_median_error_m"):
             self._chart("Held-out median error", charts.lines({"median error": error}, x_name="step", y_name="m"))
         if rate := metrics.series("samples_per_s"):
-            options = charts.lines({"samples a second": rate}, x_name="step", y_name="samples/s")
-            self._chart("Throughput against the ceiling", _with_ceiling(options, self._ceiling()))
+            self._chart("Throughput against the ceiling", _throughput(rate, self._ceiling()))
         if lr := metrics.series("lr"):
             self._chart("Learning rate", charts.lines({"learning rate": lr}, x_name="step"))
 
@@ -175,17 +174,14 @@ def _draw_json(label: str, value: Any) -> None:
     ui.label(text).classes("brim-mono brim-log").props(f'tabindex=0 aria-label="{label}"')
 
 
-def _with_ceiling(options: Json, ceiling: float | None) -> Json:
-    """With a line across where the device could not be faster."""
-    if ceiling is not None:
-        options["yAxis"][0] |= {"scale": False, "min": 0}
-        options["series"][0]["markLine"] = {
-            "silent": True,
-            "symbol": "none",
-            "lineStyle": {"color": charts.COLOURS[1], "type": "dashed"},
-            "label": {"formatter": "ceiling", "position": "insideEndTop", "color": "currentColor"},
-            "data": [{"yAxis": ceiling}],
-        }
+def _throughput(rate: Series, ceiling: float | None) -> Json:
+    """Beside the rate, a line where the device could not be faster."""
+    if ceiling is None:
+        return charts.lines({"samples a second": rate}, x_name="step", y_name="samples/s")
+    across = [(0.0, ceiling), (rate[-1][0], ceiling)]
+    options = charts.lines({"samples a second": rate, "ceiling": across}, x_name="step", y_name="samples/s")
+    options["series"][1]["lineStyle"] = {"type": "dashed", "width": 1.5}
+    options["yAxis"][0] |= {"scale": False, "min": 0}
     return options
 
 
