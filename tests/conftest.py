@@ -20,6 +20,7 @@ MEASURED = {"contract", "faults", "jobs", "service", "browser"}
 MEASURED_MODULES = {"test_memory", "test_pipeline", "test_trials", "test_warm_up", "test_batch_runner", "test_stalls"}
 MEASURED_MODULES |= {"test_cells", "test_segment_train", "test_trainer", "test_predict_files", "test_docs", "test_cli"}
 RERUNS = 2
+LONGEST = "test_docs"  # minutes of commands, one after another: begins first
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -30,7 +31,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if MEASURED.intersection(place.parts) or item.path.stem in MEASURED_MODULES:
             item.add_marker(pytest.mark.flaky(reruns=RERUNS))
     slow = {item.path for item in items if item.get_closest_marker("slow")}
-    items.sort(key=lambda item: item.path not in slow)  # stable: a file stays together
+    items.sort(key=lambda item: (item.path.stem != LONGEST, item.path not in slow))  # stable: a file stays together
 
 
 def pytest_collection_finish() -> None:
