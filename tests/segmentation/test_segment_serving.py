@@ -336,6 +336,16 @@ def test_a_model_nobody_tuned_is_tuned_and_saved(made, monkeypatch):
     assert servable.max_batch_size == entry.max_safe_batch_size
 
 
+def test_sizes_that_were_tuned_on_smaller_images_stay_in_the_file(made):
+    file = made / "batch_sizes.json"
+    before = file.read_bytes()
+
+    servable = SegmentServable("tiny", made / "tiny.safetensors", CPU, batch_sizes=file, tile=2048)
+
+    assert file.read_bytes() == before
+    assert not servable.tuned
+
+
 def test_nothing_is_left_of_a_model_that_is_closed(made):
     before = _num_modules(Tiny)
     servable = SegmentServable("tiny", made / "tiny.safetensors", CPU, may_tune=False, tile=TILE)

@@ -76,7 +76,8 @@ class SegmentServable:
 
         lock         whoever uses the device holds it
         batch_sizes  the file that tuning reads and writes
-        may_tune     False where others use the device: sizes are then found by warming up, and not saved
+        may_tune     False where others use the device: sizes are then found by warming up, and not saved; so they
+                     are where the known one is of smaller images
         """
         find_model(network)
         cv2.setNumThreads(1)  # requests are decoded side by side: OpenCV's own threads would only compete
@@ -85,9 +86,11 @@ class SegmentServable:
         load_weights(module, weights)
         known = KnownSizes(device, batch_sizes, "auto", QUICK_SECONDS)
         entry = known.find(network)
-        if entry is None or entry.image_size < self._tile:
-            entry = known.find_or_tune(network, self._tile, lambda _: module) if may_tune else None
-        self._network = Network(module, device, known.setting(entry or known.find(network)), graphs=_GRAPHS)
+        if entry is None and may_tune:
+            entry = known.find_or_tune(network, self._tile, lambda _: module)
+        self._network = Network(module, device, known.setting(entry), graphs=_GRAPHS)
+        if entry is not None and entry.image_size < self._tile:
+            entry = None  # of smaller images, by somebody who wanted just that: it stays in the file
         self._set_sizes(entry)
         itemsize = DTYPES[self._network.setting.precision].itemsize
         self.weight_bytes = sum(tensor.numel() * itemsize for tensor in module.state_dict().values())
