@@ -20,12 +20,13 @@ from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from types import TracebackType
 from typing import Any, Self
 
 from brim.engine.batch_stats import BatchStats
-from brim.engine.batcher import BatcherConfig, BatchPolicy, Part, Start
+from brim.engine.batch_work import Batch, Failed, Job, Piece, Reply, forward, halves, too_late
+from brim.engine.batcher import BatcherConfig, BatchPolicy, Start
 from brim.engine.servable import Answer, Item, Payload, Servable, Shape
 from brim.engine.service_times import MAX_KEYS, PoolTimes
 from brim.errors import BrimError, DeadlinePassed, Overloaded
@@ -36,52 +37,6 @@ log = logging.getLogger("brim")
 
 LOOK_S = 0.02  # how often those that wait are checked against their deadlines, while nothing else happens
 JOIN_S = 5.0  # for a thread to end; one in a hung forward is left to its process
-
-
-class Reply(Future[Answer]):
-    """The answer to come of one request, and the number that on_start gets when its batch is handed to the device."""
-
-    def __init__(self, request: int) -> None:
-        super().__init__()
-        self.request = request
-
-
-@dataclass(slots=True, eq=False)
-class _Job:
-    """A request under way."""
-
-    reply: Reply
-    servable: Servable
-    token: int  # of the servable
-    key: Hashable
-    payload: Payload | None
-    deadline_s: float
-    submitted_s: float
-    item: Item | None = None
-    outputs: list[Any] = field(default_factory=list)
-    left: int = 0  # parts without an output
-    done: bool = False
-    decode_s: float = 0.0
-    ready_s: float = 0.0
-    started_s: float = 0.0
-    collected_s: float = 0.0
-
-
-@dataclass(slots=True, eq=False)
-class _Batch:
-    """What the policy started; it may run in pieces once it has failed as a whole."""
-
-    parts: list[Part]
-    started_s: float
-    pieces: int = 1
-    failed: bool = False
-
-
-@dataclass(slots=True, eq=False)
-class _Piece:
-    batch: _Batch
-    places: list[tuple[_Job, int]]  # a request and the number of its part
-    since_s: float = 0.0
 
 
 def _nothing(requests: list[int]) -> None:
@@ -112,12 +67,12 @@ class BatchRunner:
         self._for_decoders = threading.Condition(self._lock)
         self._for_finishers = threading.Condition(self._lock)
         self._empty = threading.Condition(self._lock)
-        self._jobs: dict[int, _Job] = {}
-        self._to_decode: list[tuple[float, int, _Job]] = []
-        self._to_finish: list[tuple[float, int, _Job]] = []
-        self._again: deque[_Piece] = deque()  # halves of batches that failed
-        self._to_collect: queue.SimpleQueue[tuple[_Piece, Any] | None] = queue.SimpleQueue()
-        self._on_device: list[_Piece] = []
+        self._jobs: dict[int, Job] = {}
+        self._to_decode: list[tuple[float, int, Job]] = []
+        self._to_finish: list[tuple[float, int, Job]] = []
+        self._again: deque[Piece] = deque()  # halves of batches that failed
+        self._to_collect: queue.SimpleQueue[tuple[Piece, Any] | None] = queue.SimpleQueue()
+        self._on_device: list[Piece] = []
         self._freed_s = 0.0
         self._sizes: dict[Hashable, tuple[int, ...]] = {}
         self._served: dict[str, tuple[Callable[[], Servable | None], int]] = {}  # by model: the one of late, its token
@@ -167,7 +122,7 @@ class BatchRunner:
             except Overloaded:
                 self._stats.reject("overloaded")
                 raise
-            job = _Job(Reply(number), servable, token, key, payload, deadline_s, now_s)
+            job = Job(Reply(number), servable, token, key, payload, deadline_s, now_s)
             self._jobs[number] = job
             self._decode_times.enter()
             heapq.heappush(self._to_decode, (deadline_s, number, job))
@@ -271,7 +226,7 @@ class BatchRunner:
                 self._to_finisher(job)
             del job  # its model may be closed, and its memory wanted, while this thread waits
 
-    def _decoded(self, job: _Job, item: Item) -> None:
+    def _decoded(self, job: Job, item: Item) -> None:
         job.item, job.left = item, len(item.parts)
         job.outputs = [None] * job.left
         key = (job.token, item.key)
@@ -283,11 +238,11 @@ class BatchRunner:
     def _run_device(self) -> None:
         while (piece := self._next_piece()) is not None:
             if piece.places:
-                self._to_collect.put((piece, _forward(piece)))
+                self._to_collect.put((piece, forward(piece)))
             del piece
         self._to_collect.put(None)
 
-    def _next_piece(self) -> _Piece | None:
+    def _next_piece(self) -> Piece | None:
         """What runs next; None when the runner is closed."""
         while True:
             piece, expired = self._look()
@@ -299,7 +254,7 @@ class BatchRunner:
                 self._tell_start(piece)
                 return piece
 
-    def _look(self) -> tuple[_Piece | None, list[_Job]]:
+    def _look(self) -> tuple[Piece | None, list[Job]]:
         """Wait until there is something to run, or something too late."""
         with self._lock:
             while not self._closed:
@@ -312,23 +267,23 @@ class BatchRunner:
                 told = self._policy.next(now_s)
                 if isinstance(told, Start):
                     self._policy.started(told.batch, now_s)
-                    batch = _Batch(told.batch, now_s)
+                    batch = Batch(told.batch, now_s)
                     places = [(self._jobs[part.request], part.number) for part in told.batch]
                     self._stats.start(len(places), now_s)
-                    return self._hand_over(_Piece(batch, places), now_s), []
+                    return self._hand_over(Piece(batch, places), now_s), []
                 timeout = None if told.until_s is None else max(0.0, told.until_s - now_s)
                 if self._policy.depth:
                     timeout = LOOK_S if timeout is None else min(timeout, LOOK_S)
                 self._for_device.wait(timeout)
             return None, []
 
-    def _hand_over(self, piece: _Piece, now_s: float) -> _Piece:
+    def _hand_over(self, piece: Piece, now_s: float) -> Piece:
         """Note that a piece is on the device; those who left meanwhile do not run."""
         alive = [place for place in piece.places if not place[0].done]
         sizes = self._sizes_of(piece.batch.parts[0].key)
         if alive and len(alive) not in sizes:
             size = max(size for size in sizes if size <= len(alive))
-            self._again.appendleft(_Piece(piece.batch, alive[size:]))
+            self._again.appendleft(Piece(piece.batch, alive[size:]))
             piece.batch.pieces += 1
             alive = alive[:size]
         piece.places, piece.since_s = alive, now_s
@@ -338,7 +293,7 @@ class BatchRunner:
             self._end_piece(piece, now_s)
         return piece
 
-    def _tell_start(self, piece: _Piece) -> None:
+    def _tell_start(self, piece: Piece) -> None:
         for job, _ in piece.places:
             job.started_s = job.started_s or piece.since_s
         if piece.places:
@@ -352,9 +307,9 @@ class BatchRunner:
             self._collect(*told)
             del told  # what the device held is free while this thread waits
 
-    def _collect(self, piece: _Piece, running: Any) -> None:
+    def _collect(self, piece: Piece, running: Any) -> None:
         try:
-            if isinstance(running, _Failed):
+            if isinstance(running, Failed):
                 raise running.failure
             outputs: Sequence[Any] = piece.places[0][0].servable.collect(running)
             if len(outputs) != len(piece.places):
@@ -364,19 +319,19 @@ class BatchRunner:
         else:
             self._spread(piece, outputs)
 
-    def _bisect(self, piece: _Piece, failure: BaseException) -> None:
+    def _bisect(self, piece: Piece, failure: BaseException) -> None:
         """Run the halves of a batch that failed; one that fails by itself is the culprit."""
         with self._lock:
             piece.batch.failed = True
-            halves = _halves(piece.places, self._sizes_of(piece.batch.parts[0].key))
+            parts = halves(piece.places, self._sizes_of(piece.batch.parts[0].key))
             if len(piece.places) > 1:
-                piece.batch.pieces += len(halves)
-                self._again.extend(_Piece(piece.batch, half) for half in halves)
+                piece.batch.pieces += len(parts)
+                self._again.extend(Piece(piece.batch, half) for half in parts)
             self._end_piece(piece, self._clock())
         if len(piece.places) == 1:
             self._fail(piece.places[0][0], failure)
 
-    def _spread(self, piece: _Piece, outputs: Sequence[Any]) -> None:
+    def _spread(self, piece: Piece, outputs: Sequence[Any]) -> None:
         now_s = self._clock()
         with self._lock:
             self._end_piece(piece, now_s)
@@ -392,7 +347,7 @@ class BatchRunner:
             if not job.left:
                 self._to_finisher(job)
 
-    def _end_piece(self, piece: _Piece, now_s: float) -> None:
+    def _end_piece(self, piece: Piece, now_s: float) -> None:
         """A piece is off the device; with the last one its batch is. Called with the lock held."""
         if piece in self._on_device:
             self._on_device.remove(piece)
@@ -403,7 +358,7 @@ class BatchRunner:
             self._stats.end(now_s)
         self._for_device.notify()
 
-    def _to_finisher(self, job: _Job) -> None:
+    def _to_finisher(self, job: Job) -> None:
         with self._lock:
             if not job.done:
                 self._finish_times.enter()
@@ -422,7 +377,7 @@ class BatchRunner:
                 self._finish_times.leave(job.key, took_s, job.token, stay_s=stay_s)
             del job
 
-    def _finish(self, job: _Job) -> float | None:
+    def _finish(self, job: Job) -> float | None:
         """Make and give the answer, unless it comes too late to be of use; how long that took."""
         began_s = self._clock()
         if job.done or job.item is None:
@@ -448,7 +403,7 @@ class BatchRunner:
             self._stats.answer(seconds)
         return now_s - began_s
 
-    def _pop(self, heap: list[tuple[float, int, _Job]], condition: threading.Condition) -> _Job | None:
+    def _pop(self, heap: list[tuple[float, int, Job]], condition: threading.Condition) -> Job | None:
         """The request that is due first; None when the runner is closed."""
         with self._lock:
             condition.wait_for(lambda: bool(heap) or self._closed)
@@ -456,15 +411,15 @@ class BatchRunner:
 
     # Ends of a request
 
-    def _fail(self, job: _Job, failure: BaseException) -> None:
+    def _fail(self, job: Job, failure: BaseException) -> None:
         if self._resolve(job, failure):
             self._stats.fail()
 
-    def _give_up(self, job: _Job) -> None:
-        if self._resolve(job, DeadlinePassed(_too_late(job, self._clock()))):
+    def _give_up(self, job: Job) -> None:
+        if self._resolve(job, DeadlinePassed(too_late(job, self._clock()))):
             self._stats.reject("deadline")
 
-    def _resolve(self, job: _Job, result: Answer | BaseException) -> bool:
+    def _resolve(self, job: Job, result: Answer | BaseException) -> bool:
         """Give a request its answer or error, the first that comes; whether this one was."""
         if not self._forget(job):
             return False
@@ -482,7 +437,7 @@ class BatchRunner:
             if job is not None and self._forget(job):
                 self._stats.cancel()
 
-    def _forget(self, job: _Job) -> bool:
+    def _forget(self, job: Job) -> bool:
         """Take a request out of everything; False when it was out already."""
         with self._lock:
             if job.done:
@@ -532,39 +487,9 @@ class BatchRunner:
         return self._sizes.get(key, (1,))
 
 
-@dataclass(frozen=True, slots=True)
-class _Failed:
-    failure: BaseException
-
-
-def _forward(piece: _Piece) -> Any:
-    """Queue a piece on the device; what collect takes, or why it failed."""
-    try:
-        parts = [job.item.parts[number] for job, number in piece.places if job.item is not None]
-        return piece.places[0][0].servable.forward(parts)
-    except BaseException as failure:
-        return _Failed(failure)
-
-
 def _weak(servable: Servable) -> Callable[[], Servable | None]:
     """A reference that does not keep a model's weights in memory, where its class allows that."""
     try:
         return weakref.ref(servable)
     except TypeError:
         return lambda: servable
-
-
-def _halves(places: list[tuple[_Job, int]], sizes: Sequence[int]) -> list[list[tuple[_Job, int]]]:
-    """A batch in two, or more where half of it is no batch size."""
-    if len(places) < 2:
-        return []
-    size = max(size for size in sizes if size <= max(1, len(places) // 2))
-    return [places[start : start + size] for start in range(0, len(places), size)]
-
-
-def _too_late(job: _Job, now_s: float) -> str:
-    limit_s = job.deadline_s - job.submitted_s
-    return (
-        f"accepted with {limit_s * 1e3:.0f} ms to its deadline, but {(now_s - job.submitted_s) * 1e3:.0f} ms later it "
-        "could no longer be answered in time; send it again, or give it more time"
-    )
