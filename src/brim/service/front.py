@@ -17,7 +17,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from websockets.asyncio.client import ClientConnection, unix_connect
 from websockets.exceptions import ConnectionClosed, InvalidHandshake
 
-from brim.service.metrics import CSP, DASHBOARD
+from brim.service.metrics import CSP, PAGES
 
 API_PATHS: Final = ("/api", "/docs", "/openapi.json", "/health", "/ready", "/metrics")
 START_S = 20.0  # the dashboard's process may just be starting: its socket is there before it
@@ -27,7 +27,7 @@ _UNSAID = (1005, 1006)  # codes for what nobody said
 _HERE = ("connection", "keep-alive", "transfer-encoding", "te", "trailer", "upgrade", "expect")
 _OURS = (*_HERE, "authorization", "cookie")
 _SAID = (*_HERE, "server", "date")  # by our own server
-_PAGE = SimpleNamespace(path=DASHBOARD)  # one route for all that is counted and logged
+_PAGE = SimpleNamespace(path=PAGES)  # one route for all that is counted and logged
 _AWAY = b"""<!DOCTYPE html>
 <html lang="en"><head><meta charset="utf-8"><title>brim</title><meta http-equiv="refresh" content="2"></head>
 <body><p>The dashboard is starting; this page tries again by itself. The API answers: <a href="/docs">/docs</a>.</p>

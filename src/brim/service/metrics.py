@@ -17,11 +17,12 @@ from brim.errors import Unavailable
 from brim.jobs.status import STATUSES
 from brim.service.errors import INTERNAL, problem_bytes, template
 from brim.service.predictor_metrics import PredictorMetrics
+from brim.service.settings import DASHBOARD
 
 log = logging.getLogger("brim.service.access")
 
 CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
-DASHBOARD: Final = "(dashboard)"  # route of all its pages and files
+PAGES: Final = "(dashboard)"  # route of all pages and their files
 CSP: Final = "default-src 'self'; base-uri 'none'; form-action 'self'; frame-ancestors 'none'"
 _METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
 _STAGES_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
@@ -155,7 +156,10 @@ class Observed:
     def _note(self, scope: Scope, status: int, seconds: float) -> None:
         route = template(scope)
         self._metrics.answered(scope["method"], route, status, seconds)
-        level = logging.DEBUG if route == DASHBOARD else logging.INFO  # a page is dozens of files
+        is_page = route == PAGES or (b"user-agent", DASHBOARD.encode()) in scope["headers"]
+        level = (
+            logging.DEBUG if is_page and status < 400 else logging.INFO
+        )  # a page is dozens of files, and asks each second
         log.log(level, "%s %s %d %.1f ms", scope["method"][:20], route, status, 1e3 * seconds)
 
 

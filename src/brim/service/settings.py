@@ -19,6 +19,7 @@ from brim.jobs.process import urls
 
 DEFAULT_DATA = "brim-data"  # beside where the service is started; BRIM_DATA names another
 FOLDERS = ("datasets", "runs", "results", "jobs", "uploads", "trash", "workers")
+DASHBOARD = "brim-dashboard"  # as it names itself to the API, which does not log what pages ask for each second
 MIB = 1024**2
 MAX_PREDICT_MEMORY = 90  # percent: jobs are left something
 _POSITIVE = (

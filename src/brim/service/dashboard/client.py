@@ -8,7 +8,7 @@ from urllib.parse import quote
 
 import httpx
 
-from brim.service.settings import Settings
+from brim.service.settings import DASHBOARD, Settings
 
 TIMEOUT_S = 60.0
 FRESH_S = 0.9  # what many pages show is asked for once in as long
@@ -33,7 +33,7 @@ class Api:
         self.settings = settings
         self._http = httpx.AsyncClient(
             base_url=settings.url,
-            headers={"Authorization": f"Bearer {settings.token}"},
+            headers={"Authorization": f"Bearer {settings.token}", "User-Agent": DASHBOARD},
             timeout=TIMEOUT_S,
             limits=httpx.Limits(max_connections=32),
             trust_env=False,
