@@ -63,13 +63,15 @@ class Serve:
         return self.log.read_text(errors="replace")[-6000:] if self.log.exists() else ""
 
     def children(self) -> dict[str, int]:
-        """Numbers of the children by name: api, predict, w0, w1 …"""
+        """Numbers of the children by name: api, dashboard, predict, w0, w1 …"""
         assert self.process is not None
         found = {}
         for pid in children_of(self.process.pid):
             words = command_of(pid)
             if "brim.service.main" in words:
                 found["api"] = pid
+            elif "brim.service.dashboard.main" in words:
+                found["dashboard"] = pid
             elif "brim.service.prediction.main" in words:
                 found["predict"] = pid
             elif "brim.jobs.worker" in words:
