@@ -5,7 +5,7 @@ import pytest
 pytestmark = pytest.mark.slow
 
 
-@pytest.mark.parametrize("victim", ["dashboard", "dashboard", "api"])
+@pytest.mark.parametrize("victim", ["dashboard", "api"])
 def test_a_page_goes_on_after_a_kill(visit, service, victim):
     page = visit.open("/jobs")
     before = service.children()[victim]
