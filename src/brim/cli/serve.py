@@ -60,7 +60,7 @@ def serve(
         bool, typer.Option("--dashboard/--no-dashboard", help="Pages in the browser beside the API.")
     ] = True,
 ) -> None:
-    """Serve durable jobs and predictions over HTTP: API, a worker and a predictor per GPU, restarted when they end.
+    """Serve durable jobs, predictions and a dashboard over HTTP; a worker and a predictor per GPU.
 
     Prints one address to open in a browser. Ctrl-C stops jobs at their next batch; they go on at the next start.
     """
