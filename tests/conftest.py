@@ -31,7 +31,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if MEASURED.intersection(place.parts) or item.path.stem in MEASURED_MODULES:
             item.add_marker(pytest.mark.flaky(reruns=RERUNS))
     slow = {item.path for item in items if item.get_closest_marker("slow")}
-    items.sort(key=lambda item: (item.path.stem != LONGEST, item.path not in slow))  # stable: a file stays together
+    # Stable: a file stays together. Those with a browser go last: it keeps an event loop in the thread of the tests.
+    items.sort(key=lambda item: (item.path.parent.name == "browser", item.path.stem != LONGEST, item.path not in slow))
 
 
 def pytest_collection_finish() -> None:
