@@ -1,7 +1,7 @@
 """Before anything imports torch: threads that wait soon sleep, as on the command line; Ctrl-C is heard.
 
 Tests that read the clock or the process's memory are tried again: whoever shares the machine disturbs them.
-Files with slow tests go first, so that two workers end at about the same time.
+Files with slow tests go first, so that workers end at about the same time.
 """
 
 import gc
