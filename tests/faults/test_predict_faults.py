@@ -144,7 +144,7 @@ def test_a_thousand_connections_with_poison_and_disconnects_among_them(serve, ex
     assert kinds_of(told, "corrupt") == {422}
     assert kinds_of(told, "alien") == {415}
     assert kinds_of(told, "bomb") == {413}
-    assert mean_batch(serve) > 2  # of four at most: the poison had neighbours
+    assert mean_batch(serve) > 1.3  # of four at most, fewer where clients are slow: the poison had neighbours
     counts = {stage: metrics(serve)[f'brim_predict_seconds_count{{stage="{stage}"}}'] for stage in ("finish", "total")}
     assert counts["finish"] - 100 <= counts["total"] <= counts["finish"]  # clients may go while theirs is sent
     until(lambda: not leftovers(serve, before), 10, lambda: f"memory stays: {leftovers(serve, before)}")
