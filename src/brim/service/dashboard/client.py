@@ -48,7 +48,7 @@ class Api:
         """What is there, or was just now: however many pages look, the API is asked about once a second."""
         key = str(httpx.URL(path, params=_given(query)))
         found = self._kept.get(key)
-        if found is None or (found[1].done() and time.monotonic() - found[0] > fresh_s):
+        if found is None or _is_old(*found, fresh_s):
             if len(self._kept) >= KEPT:
                 self._kept = {name: one for name, one in self._kept.items() if not one[1].done()}
             found = (time.monotonic(), asyncio.ensure_future(self.get(path, **query)))
@@ -62,12 +62,6 @@ class Api:
     async def delete(self, path: str) -> None:
         """Have it forgotten."""
         await self.ask("DELETE", path)
-
-    async def send(
-        self, path: str, files: Mapping[str, tuple[str, bytes, str]], fields: Mapping[str, Any]
-    ) -> httpx.Response:
-        """Post a form with files, each its name, bytes and type."""
-        return await self.ask("POST", path, files=dict(files), data=_given(fields))
 
     async def ask(self, method: str, path: str, **options: Any) -> httpx.Response:
         """One request; what is no 2xx is raised as Refused, also where nobody answers."""
@@ -91,6 +85,14 @@ class Api:
 def part(text: str) -> str:
     """A text as one part of a path."""
     return quote(text, safe="")
+
+
+def _is_old(asked_s: float, answer: "asyncio.Future[Json]", fresh_s: float) -> bool:
+    """Whether to ask again; a refusal is not kept for as long as an answer may be."""
+    if not answer.done():
+        return False
+    failed = answer.cancelled() or answer.exception() is not None
+    return time.monotonic() - asked_s > (min(fresh_s, FRESH_S) if failed else fresh_s)
 
 
 def _given(values: Mapping[str, Any]) -> dict[str, Any]:

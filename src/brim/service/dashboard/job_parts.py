@@ -12,7 +12,7 @@ from brim.service.settings import Settings
 STATUSES: Final = ("pending", "queued", "running", "paused", "completed", "failed", "cancelled")
 WAITING: Final = ("pending", "queued")
 UNFINISHED: Final = (*WAITING, "running")
-TITLES: Final = {
+TITLES: Final = {  # as the API has them, which a test compares: a list need not wait until the API knows all kinds
     "rf.generate": "Generate radio samples",
     "rf.train": "Train a locator",
     "rf.evaluate": "Evaluate a locator",

@@ -1,0 +1,73 @@
+"""The dashboard's client: many pages are one request, and a refusal is not remembered for long."""
+
+import asyncio
+import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+from brim.service.dashboard import client
+from brim.service.dashboard.client import Api, Refused
+from brim.service.settings import Settings
+
+
+class Service(ThreadingHTTPServer):
+    """Answers with how often it was asked; the first few times it refuses."""
+
+    refusals = asked = 0
+
+
+class Handler(BaseHTTPRequestHandler):
+    server: Service
+
+    def do_GET(self) -> None:
+        self.server.asked += 1
+        refused = self.server.asked <= self.server.refusals
+        body = json.dumps({"detail": "not yet", "field": None} if refused else {"asked": self.server.asked}).encode()
+        self.send_response(503 if refused else 200)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: object) -> None: ...
+
+
+@pytest.fixture
+def service() -> Iterator[Service]:
+    with Service(("127.0.0.1", 0), Handler) as made:
+        threading.Thread(target=made.serve_forever, daemon=True).start()
+        yield made
+        made.shutdown()
+
+
+def api_of(service: Service) -> Api:
+    return Api(Settings(data=Path("/nowhere"), token="t", port=service.server_address[1]))
+
+
+def test_however_many_pages_look_the_service_is_asked_once(service):
+    async def run() -> list[int]:
+        api = api_of(service)
+        found = await asyncio.gather(*(api.seen("/x", fresh_s=60.0) for _ in range(20)))
+        await api.close()
+        return [one["asked"] for one in found]
+
+    assert asyncio.run(run()) == [1] * 20
+
+
+def test_a_refusal_is_asked_again_soon_and_an_answer_is_kept(service, monkeypatch):
+    monkeypatch.setattr(client, "FRESH_S", 0.05)
+    service.refusals = 1
+
+    async def run() -> list[int]:
+        api = api_of(service)
+        with pytest.raises(Refused, match="not yet"):
+            await api.seen("/x", fresh_s=3600.0)
+        await asyncio.sleep(0.1)
+        found = [await api.seen("/x", fresh_s=3600.0), await api.seen("/x", fresh_s=3600.0)]
+        await api.close()
+        return [one["asked"] for one in found]
+
+    assert asyncio.run(run()) == [2, 2]
