@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from brim.segmentation import ModelLoader
-from brim.segmentation.formats import geojson
+from brim.segmentation.geojson import geojson
 from brim.segmentation.images import read_image
 from brim.segmentation.network import CAPTURE_AFTER
 from brim.segmentation.polygons import trace

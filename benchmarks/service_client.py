@@ -84,6 +84,7 @@ def serving(
 ) -> Iterator[Service]:
     """Start a service on a free port; ended with its children at the end."""
     command = [sys.executable, "-m", "brim", "serve", "--port", "0", "--data", str(data), "--workers", str(workers)]
+    command.append("--no-dashboard")  # nobody looks at it
     command += [*(["--database", database] if database else []), *arguments]
     changed = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "BRIM_LOG_LEVEL": "WARNING", **env}
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=changed) as process:

@@ -116,7 +116,27 @@ def read_jpeg(data: bytes) -> Header:
             bits, height, width, channels = struct.unpack_from(">BHHB", data, position + 2)
             header = Header(width, height, bits, channels, plain=channels in (1, 3) and bits == 8)
         position += length
+        if marker == 0xDA:  # start of scan
+            position = _scan_end(data, position)
     raise ImageError(f"truncated: the JPEG ends after {len(data)} bytes without an end-of-image marker")
+
+
+def _scan_end(data: bytes, position: int) -> int:
+    """Where the coded pixels that begin there end, in pieces that double.
+
+    By NumPy, which lets other threads run: the search for a marker would read hundreds of kilobytes under the
+    interpreter's lock, a fifth of all that a server that answers 180 images a second did under it.
+    """
+    array, size = np.frombuffer(data, np.uint8), 2**12
+    while position < len(data) - 1:
+        piece = array[position : position + size + 1]
+        (at,) = np.nonzero(piece[:-1] == 0xFF)
+        after = piece[at + 1]
+        at = at[(after != 0) & (after != 0xFF) & ((after & 0xF8) != 0xD0)]  # as in _MARKER
+        if len(at):
+            return position + int(at[0])
+        position, size = position + size, 2 * size
+    return len(data)
 
 
 def jpeg_size(data: bytes | memoryview) -> tuple[int, int]:

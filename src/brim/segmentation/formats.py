@@ -6,7 +6,6 @@ import uuid
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from contextlib import closing, suppress
-from functools import cache
 from pathlib import Path
 from types import TracebackType
 from typing import Literal, Self, get_args
@@ -16,6 +15,7 @@ import numpy as np
 
 from brim.errors import ConfigError, StorageError
 from brim.segmentation.coco import CocoFile
+from brim.segmentation.geojson import geojson
 from brim.segmentation.imagej import roi_zip
 from brim.segmentation.polygons import Polygon, fill
 from brim.segmentation.prediction import Prediction
@@ -25,7 +25,6 @@ FORMATS: tuple[str, ...] = get_args(Format)
 
 _ENDINGS = {"geojson": ".geojson", "roi": ".zip", "mask": ".png", "overlay": "_overlay.png"}
 _COCO = "annotations.json"
-_COLOUR = (255, 200, 0)  # of an object in QuPath
 _FILL = 0.3  # share of the object's colour in an overlay
 _SHIFT = 4  # bits after the point of OpenCV's drawing coordinates
 
@@ -147,98 +146,6 @@ def encoded(prediction: Prediction, format: str, image: np.ndarray | None = None
     if image is None:
         raise ConfigError(f"{prediction.name}: an overlay is drawn on its image; pass it to write()")
     return _png(overlay(image, prediction.polygons)[..., ::-1])
-
-
-def geojson(polygons: Iterable[Polygon]) -> bytes:
-    """A FeatureCollection that QuPath opens as annotations; x and y in pixel corners, y down.
-
-    Coordinates become text in a few operations on all of them: as nested lists they take ten times as long, which is
-    more than finding them.
-    """
-    polygons = list(polygons)
-    text, ends = _ring_texts(polygons)
-    pieces: list[bytes | memoryview] = [b'{"type":"FeatureCollection","features":[']
-    ring = 0
-    for number, polygon in enumerate(polygons):
-        start, ring = ends[ring], ring + 1 + len(polygon.holes)
-        pieces.append(_HEAD if number else _HEAD[1:])
-        pieces.append(text[start : ends[ring] - 1])  # without the comma behind the last ring
-        about = f'{{"area_px":{polygon.area!r},"confidence":{round(polygon.confidence, 6)!r}}}'
-        pieces += (_MIDDLE, about.encode(), _TAIL)
-    return b"".join((*pieces, b"]}"))
-
-
-_HEAD = b',{"type":"Feature","geometry":{"type":"Polygon","coordinates":['
-_MIDDLE = (
-    b']},"properties":{"objectType":"annotation","classification":{"name":"object","color":[%d,%d,%d]},"measurements":'
-    % _COLOUR
-)
-_TAIL = b"}}"
-
-
-def _ring_texts(polygons: Sequence[Polygon]) -> tuple[memoryview, list[int]]:
-    """All rings as `[[x,y],…,[x,y]],` one after the other, and where each ends, from 0 on.
-
-    Closed: the outline counter-clockwise, as the standard wants it, its holes the other way.
-    """
-    rings = [ring for polygon in polygons for ring in (polygon.points, *polygon.holes)]
-    if not rings:
-        return memoryview(b""), [0]
-    is_outline = np.array([n == 0 for polygon in polygons for n in range(1 + len(polygon.holes))])
-    points, num = np.concatenate(rings), np.array([len(ring) for ring in rings])
-    first = np.cumsum(num) - num
-    x, y = points.astype(np.int64).T
-    after = np.arange(1, len(points) + 1)
-    after[first + num - 1] = first
-    turned = (np.add.reduceat(x * y[after] - x[after] * y, first) > 0) != is_outline
-    # where each ring's points come from, forwards or backwards, and the first of them again at its end
-    head, behind = np.where(turned, first + num - 1, first), np.cumsum(num + 1)
-    start, step = behind - num - 1, np.where(turned, -1, 1)
-    order = np.repeat(step, num + 1) * np.arange(behind[-1]) + np.repeat(head - step * start, num + 1)
-    order[behind - 1] = head
-    return _texts(points[order], behind - 1)
-
-
-def _texts(points: np.ndarray, last: np.ndarray) -> tuple[memoryview, list[int]]:
-    """Closed points (P, 2) in brackets, and where each ring, whose last point is given, ends; from 0 on."""
-    width = max(4, len(str(int(points.max()))))
-    line = np.zeros((len(points), 2 * width + 6), np.uint8)  # [ [ x , y ] ] , with 0 where nothing stands
-    line[:, 1], line[:, width + 2], line[:, -3], line[:, -1] = b"[,],"
-    line[0, 0], line[last[:-1] + 1, 0], line[last, -2] = b"[[]"
-    put = _put_digits if width > 4 else _put_four
-    num = put(points[:, 0], line[:, 2 : width + 2]) + put(points[:, 1], line[:, width + 3 : -3])
-    ends = np.cumsum(num + 4, dtype=np.int64)[last] + 2 * np.arange(1, len(last) + 1)
-    return memoryview(line.tobytes().translate(None, b"\0")), [0, *ends.tolist()]
-
-
-def _put_four(values: np.ndarray, out: np.ndarray) -> np.ndarray:
-    """What _put_digits does, for numbers below 10 000, by a table: one copy of four bytes each."""
-    digits, lengths = _table()
-    out.view(np.uint32)[:, 0] = digits[values]
-    return np.asarray(lengths[values])
-
-
-@cache
-def _table() -> tuple[np.ndarray, np.ndarray]:
-    """Of each number below 10 000 its digits as four bytes in a uint32, and how many there are."""
-    digits = np.zeros((10_000, 4), np.uint8)
-    lengths = _put_digits(np.arange(10_000), digits)
-    return digits.view(np.uint32)[:, 0], lengths.astype(np.uint8)
-
-
-def _put_digits(values: np.ndarray, out: np.ndarray) -> np.ndarray:
-    """Write whole numbers from 0 on into rows (P, width) of zero bytes, right-aligned; their lengths, (P,)."""
-    rest, num = values.astype(np.uint32), np.ones(len(values), np.int64)
-    for place in range(out.shape[1] - 1, -1, -1):
-        tens = rest // 10
-        digit = (rest - 10 * tens + 48).astype(np.uint8)
-        if place < out.shape[1] - 1:
-            is_there = rest > 0
-            num += is_there
-            digit *= is_there
-        out[:, place] = digit
-        rest = tens
-    return num
 
 
 def coco(prediction: Prediction) -> bytes:

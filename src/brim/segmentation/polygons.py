@@ -58,11 +58,8 @@ def trace_all(
 
 def to_polygons(rings: Rings) -> list[Polygon]:
     """Polygons of the rings that belong to one; all Python that runs once per object is here."""
-    outlines = np.flatnonzero(rings.owner == np.arange(len(rings.owner)))
+    outlines, area, confidence = measures(rings)
     belongs = np.flatnonzero(rings.owner >= 0)
-    area = np.bincount(rings.owner[belongs], rings.area[belongs], len(rings.owner))[outlines]
-    mass = np.bincount(rings.owner[belongs], rings.mass[belongs], len(rings.owner))[outlines]
-    confidence = np.clip(mass / area, 0, 1)
     first, points = rings.first.tolist(), rings.points
     parts = [points[start:end] for start, end in pairwise(first)]
     holes: dict[int, list[np.ndarray]] = {}
@@ -72,6 +69,15 @@ def to_polygons(rings: Rings) -> list[Polygon]:
     chosen = outlines.tolist()
     within = [tuple(holes[ring]) if ring in holes else () for ring in chosen]
     return list(map(Polygon, [parts[ring] for ring in chosen], within, area.tolist(), confidence.tolist()))
+
+
+def measures(rings: Rings) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Of each polygon: the ring that is its outline, its area in pixels, its confidence."""
+    outlines = np.flatnonzero(rings.owner == np.arange(len(rings.owner)))
+    belongs = np.flatnonzero(rings.owner >= 0)
+    owner, num = rings.owner[belongs], len(rings.owner)
+    area, mass = (np.bincount(owner, values[belongs], num)[outlines] for values in (rings.area, rings.mass))
+    return outlines, area, np.clip(mass / area, 0, 1)
 
 
 def fill(polygons: Iterable[Polygon], height: int, width: int) -> np.ndarray:

@@ -23,14 +23,14 @@ from torch import Tensor
 from brim.engine.servable import Answer, Item, Payload, Shape
 from brim.engine.warm_up import ladder
 from brim.errors import ConfigError, ImageError, OutOfMemory, TooLarge
+from brim.segmentation import geojson
 from brim.segmentation.batch_sizes import Entry
 from brim.segmentation.batching import Batch, Frame, Patch, cut
-from brim.segmentation.formats import FORMATS, encoded, geojson
+from brim.segmentation.formats import FORMATS, encoded
 from brim.segmentation.images import image_size, read_image
 from brim.segmentation.known_sizes import KnownSizes
 from brim.segmentation.network import DTYPES, Network
 from brim.segmentation.outlines import Rings
-from brim.segmentation.polygons import to_polygons
 from brim.segmentation.predict import DECODED_BYTES, PredictRun
 from brim.segmentation.predict_config import PredictConfig, check_threshold
 from brim.segmentation.registry import create_model, find_model
@@ -346,7 +346,7 @@ class _Options:
 
 def geojson_of(rings: bytes) -> bytes:
     """The text of an answer that is RINGS."""
-    return geojson(to_polygons(Rings.from_bytes(rings)))
+    return geojson.geojson_of(Rings.from_bytes(rings))
 
 
 def _ramps(side: int) -> np.ndarray:
