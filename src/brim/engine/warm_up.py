@@ -19,6 +19,8 @@ from brim.errors import OutOfMemory
 RUNS = {"cuda": 2, "cpu": 1}  # of each size: on a GPU the next one captures a graph
 CAPTURE_RUNS = 3  # on a GPU, from the largest size down: the capture, and two to time
 WORTH = 0.05  # a larger batch must be so much faster an item to be worth its latency
+TUNED = 16  # items: up to here a tuned size is used as it is; beyond, only where it pays: a batch of 82 that was 4 %
+# faster an item than one of 16 took five times as long, and all who wait for the device wait for it
 PATIENCE = 2  # sizes that may be no faster before the climb ends: throughput goes up in steps
 
 
@@ -31,7 +33,7 @@ class Warmable(Protocol):
 
     @property
     def tuned(self) -> bool:
-        """Whether the largest size is known to be the best; else the sizes are climbed until it no longer pays."""
+        """Whether the largest size is known to be the best; else, or when large, they are climbed while that pays."""
         ...
 
     def example(self, num: int) -> list[Any]:
@@ -76,6 +78,7 @@ def warm_up(
     """
     before_bytes, most_bytes = _held_bytes(device), 0
     expected_s: dict[int, float] = {}
+    least = TUNED if model.tuned else 1
     for size in model.sizes:
         try:
             runs = RUNS[device.type] + (size == 1)  # the very first is slow on any device
@@ -86,9 +89,9 @@ def warm_up(
                 raise
             break
         expected_s[size], most_bytes = seconds, max(most_bytes, batch_bytes)
-        if not model.tuned and _levelled_off(expected_s):
+        if size > least and _levelled_off(expected_s):
             break
-    sizes = tuple(expected_s) if model.tuned else _worth(expected_s)
+    sizes = _worth(expected_s, least)
     if device.type == "cuda":
         # Downwards: a smaller graph computes in what a larger one took, while a larger one would take more beside it.
         for size in reversed(sizes):
@@ -131,12 +134,12 @@ def _levelled_off(expected_s: Mapping[int, float]) -> bool:
     return len(rates) > PATIENCE and max(rates[-PATIENCE:]) < (1 + WORTH) * max(rates[:-PATIENCE])
 
 
-def _worth(expected_s: Mapping[int, float]) -> tuple[int, ...]:
-    """Sizes up to the smallest that is about as fast an item as the best."""
+def _worth(expected_s: Mapping[int, float], least: int) -> tuple[int, ...]:
+    """Sizes up to least, and on to the smallest that is about as fast an item as the best."""
     rates = {size: size / seconds for size, seconds in expected_s.items()}
     best = max(rates.values())
     top = next(size for size, rate in rates.items() if rate >= best / (1 + WORTH))
-    return tuple(size for size in rates if size <= top)
+    return tuple(size for size in rates if size <= max(top, least))
 
 
 def _held_bytes(device: torch.device) -> int:

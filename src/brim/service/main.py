@@ -15,6 +15,7 @@ from starlette.types import ASGIApp
 
 from brim.jobs.process import die_with_supervisor, read_settings
 from brim.service.settings import Settings
+from brim.service.supervisor import BACKLOG
 
 MAX_MESSAGE_BYTES = 4 * 1024**2  # of a page to the dashboard
 GRACE_S = 5  # for answers under way when the service goes down
@@ -26,6 +27,12 @@ class Server(uvicorn.Server):
     def __init__(self, config: uvicorn.Config, end_streams: Callable[[], None]) -> None:
         super().__init__(config)
         self._end_streams = end_streams
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Begin; how many may wait to be taken is another matter than how many are taken at a time."""
+        await super().startup(sockets)
+        for listening in sockets or ():
+            listening.listen(BACKLOG)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Go down."""
@@ -48,7 +55,7 @@ def make_server(app: ASGIApp, end_streams: Callable[[], None]) -> Server:
         server_header=False,
         proxy_headers=False,
         timeout_graceful_shutdown=GRACE_S,
-        backlog=512,
+        backlog=1,  # connections taken at a time: whoever is first would take all that others are free to take
     )
     logging.getLogger("uvicorn.access").disabled = True  # whoever listens to all loggers would see queries in it
     return Server(config, end_streams)

@@ -34,6 +34,7 @@ API_STOP_S = 8.0
 PAGES_STOP_S = 2.0  # nothing is lost with them
 PREDICT_STOP_S = 2.0  # nobody asks any more when the API has ended
 PREDICT_WAIT_S = 2.0  # people wait for it, and what has killed it twice is not sent again
+BACKLOG = 2048  # connections that may wait to be taken: of an API that is started again, or slow
 PREDICT_SILENCE_S = 30.0  # a predictor's own threads notice a forward that hangs; this is for what stops them all
 BIND_S = 2.0  # the processes of a service that was just killed may hold its port for a moment
 
@@ -216,7 +217,7 @@ def listen(host: str, port: int) -> socket.socket:
         found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             found.bind((host.strip("[]"), port))
-            found.listen(2048)
+            found.listen(BACKLOG)
             return found
         except OSError as failure:
             found.close()
