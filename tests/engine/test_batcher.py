@@ -359,6 +359,44 @@ def test_the_next_batch_is_queued_shortly_before_the_running_one_should_end():
     assert policy.next(0.0085) == Wait(None)
 
 
+def test_where_queueing_takes_longer_than_the_lead_the_next_batch_is_formed_that_much_earlier():
+    policy = BatchPolicy(lambda key: (1, 2, 4, 8), BatcherConfig(lead_ms=2.0))
+    for number in range(8):
+        began_s = float(number)
+        policy.ready(policy.admit("a", 1, began_s + 1.0, began_s), began_s)
+        told = policy.next(began_s)
+        assert isinstance(told, Start)
+        policy.started(told.batch, began_s)
+        policy.finished(told.batch, began_s + 0.02, launch_s=0.006)
+    policy.ready(policy.admit("a", 1, 101.0, 100.0), 100.0)
+    told = policy.next(100.0)
+    assert isinstance(told, Start)
+    policy.started(told.batch, 100.0)
+    policy.ready(policy.admit("a", 1, 101.0, 100.0), 100.0)
+
+    waits = policy.next(100.0)
+
+    assert isinstance(waits, Wait)
+    assert waits.until_s == pytest.approx(100.0 + 0.02 - 0.006, abs=1e-6)
+
+
+def test_a_forward_that_computes_in_the_call_has_no_lead_to_learn():
+    policy = BatchPolicy(lambda key: (1,), BatcherConfig(lead_ms=2.0))
+    for at_s in (0.0, 1.0):
+        policy.ready(policy.admit("a", 1, at_s + 1.0, at_s), at_s)
+        told = policy.next(at_s)
+        assert isinstance(told, Start)
+        policy.started(told.batch, at_s)
+        if not at_s:
+            policy.finished(told.batch, 0.02, launch_s=0.0199)
+    policy.ready(policy.admit("a", 1, 2.0, 1.0), 1.0)
+
+    waits = policy.next(1.0)
+
+    assert isinstance(waits, Wait)
+    assert waits.until_s == pytest.approx(1.0 + 0.02 - 0.002, abs=1e-6)
+
+
 @pytest.mark.parametrize("sizes", [(), (2, 4), (1, 4, 2), (1, 1)])
 def test_batch_sizes_that_cannot_work_are_refused(sizes):
     policy = BatchPolicy(lambda key: sizes)

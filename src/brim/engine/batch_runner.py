@@ -238,7 +238,10 @@ class BatchRunner:
     def _run_device(self) -> None:
         while (piece := self._next_piece()) is not None:
             if piece.places:
-                self._to_collect.put((piece, forward(piece)))
+                running = forward(piece)
+                piece.launch_s = self._clock() - piece.since_s
+                self._to_collect.put((piece, running))
+                del running
             del piece
         self._to_collect.put(None)
 
@@ -354,7 +357,7 @@ class BatchRunner:
         self._freed_s = now_s
         piece.batch.pieces -= 1
         if not piece.batch.pieces:
-            self._policy.finished(piece.batch.parts, now_s, learn=not piece.batch.failed)
+            self._policy.finished(piece.batch.parts, now_s, learn=not piece.batch.failed, launch_s=piece.launch_s)
             self._stats.end(now_s)
         self._for_device.notify()
 

@@ -58,6 +58,7 @@ class Piece:
     batch: Batch
     places: list[tuple[Job, int]]  # a request and the number of its part
     since_s: float = 0.0
+    launch_s: float | None = None  # what queueing it took
 
 
 @dataclass(frozen=True, slots=True)

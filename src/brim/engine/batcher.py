@@ -12,12 +12,14 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 
 from brim.engine.batch_plan import Entry, Request, make_plan, work_s
-from brim.engine.service_times import GAIN, MAX_KEYS, Ladder, ServiceTimes
+from brim.engine.service_times import GAIN, MAX_KEYS, QUANTILE, Ladder, ServiceTimes, Windows
 from brim.engine.waiting import Lane, Waiting
 from brim.errors import ConfigError, Overloaded
 
 RATE_WINDOW_S = 0.25  # over which arrivals are counted: long beside a batch, short beside a change of load
 IN_FLIGHT = 2  # batches on a device: one that runs and one behind it
+QUEUED = 0.6  # of a batch's time: queueing it took less than that where the device works by itself
+MAX_LEAD_S = 0.01
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +52,9 @@ class BatcherConfig:
     """When a batch starts and what may be promised."""
 
     max_queue_delay_ms: float = 5.0  # longest an idle device waits for a fuller batch, and only where that pays
-    lead_ms: float = 2.0  # the next batch is formed this long before the running one should end: no gap on a device
+    # The next batch is formed this long before the running one should end, or as long as queueing one takes where that
+    # is known to be longer: no gap on a device.
+    lead_ms: float = 2.0
     margin: float = 0.05  # of an estimate, kept back when promising
     grace: float = 0.05  # of a request's limit: expected to be later than that, it is given up before it runs
     max_waiting: int = 4096  # parts
@@ -105,6 +109,7 @@ class BatchPolicy:
         self._tried_s = -math.inf  # when one was let in that should be late
         self._freed_s = -math.inf  # when the last batch left the device
         self._waiting = Waiting(self._times.ladder)
+        self._launches = Windows(QUANTILE)
         self._count = 0
 
     # What takes how long
@@ -204,8 +209,9 @@ class BatchPolicy:
             return Wait(None)
         free_s = self._free_s(now_s)
         lane = self._waiting.first_lane()
-        if self._running and free_s - self.config.lead_ms / 1e3 > now_s:
-            return Wait(free_s - self.config.lead_ms / 1e3 if lane else None)
+        lead_s = self._lead_s(lane)
+        if self._running and free_s - lead_s > now_s:
+            return Wait(free_s - lead_s if lane else None)
         if lane is None:
             return Wait(None)
         ladder = self._times.ladder(lane.key)
@@ -224,12 +230,19 @@ class BatchPolicy:
             request.running += 1
         self._running.append(_Running(batch, now_s, self.seconds(batch[0].key, len(batch))))
 
-    def finished(self, batch: Sequence[Part], now_s: float, *, learn: bool = True) -> None:
-        """The batch left the device; learn=False: it failed, its time says nothing."""
+    def finished(
+        self, batch: Sequence[Part], now_s: float, *, learn: bool = True, launch_s: float | None = None
+    ) -> None:
+        """The batch left the device; learn=False: it failed, its time says nothing.
+
+        launch_s: what queueing it took the host.
+        """
         place = next(place for place, run in enumerate(self._running) if run.batch is batch)
         run = self._running.pop(place)
         if learn:
             self._times.note(batch[0].key, len(batch), now_s - max(run.started_s, self._freed_s))
+            if launch_s is not None and launch_s < QUEUED * (now_s - run.started_s):
+                self._launches.note(batch[0].key, launch_s)
         self._freed_s = now_s
         for part in batch:
             request = self._requests[part.request]
@@ -334,6 +347,11 @@ class BatchPolicy:
         return not plan.late and then_s + (plan.watched_s - then_s) * (1 + self.config.margin) <= later.due_s
 
     # Forming a batch
+
+    def _lead_s(self, lane: Lane | None) -> float:
+        """How long before the device is free the next batch is formed."""
+        least_s = self.config.lead_ms / 1e3
+        return min(MAX_LEAD_S, max(least_s, self._launches.get(lane.key))) if lane and least_s else least_s
 
     def _choose(self, lane: Lane, decoded: list[Entry], ladder: Ladder, free_s: float) -> tuple[list[Entry], int]:
         """The largest batch that keeps every deadline, of its own parts and of those behind it; else fewest late."""

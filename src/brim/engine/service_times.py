@@ -152,8 +152,8 @@ class PoolTimes:
     def __init__(self, workers: int) -> None:
         self.workers = workers
         self.inside = 0  # queued or at work
-        self._work = _Windows(0.5)
-        self._stay = _Windows(QUANTILE)
+        self._work = Windows(0.5)
+        self._stay = Windows(QUANTILE)
 
     def enter(self) -> None:
         """A task joins the pool's queue."""
@@ -185,7 +185,7 @@ class PoolTimes:
         return self._work.get(("key", key), ("group", group))
 
 
-class _Windows:
+class Windows:
     """A quantile of the last few times, by name."""
 
     def __init__(self, share: float) -> None:
@@ -194,6 +194,7 @@ class _Windows:
         self._values: dict[Hashable, float] = {}
 
     def note(self, name: Hashable, seconds: float) -> None:
+        """It took so long."""
         window = self._times.setdefault(name, deque(maxlen=WINDOW))
         self._times.move_to_end(name)
         window.append(seconds)
@@ -202,4 +203,5 @@ class _Windows:
             self._values.pop(self._times.popitem(last=False)[0], None)
 
     def get(self, *names: Hashable) -> float:
+        """Of the first of these that was ever noted; 0 when none was."""
         return next((self._values[name] for name in names if name in self._values), 0.0)
