@@ -96,7 +96,7 @@ def test_prediction_that_is_turned_off_has_no_process_and_says_so(tmp_path):
         assert json.loads(service.get("/api/models")[1]) == {"models": []}
 
 
-@pytest.mark.parametrize(("cores", "expected"), [(1, 1), (2, 1), (4, 1), (5, 1), (8, 2), (16, 4), (64, 4)])
+@pytest.mark.parametrize(("cores", "expected"), [(1, 1), (2, 1), (4, 1), (5, 1), (8, 3), (16, 6), (64, 6)])
 def test_large_machines_have_several_api_processes(monkeypatch, cores, expected):
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(cores)))
 
