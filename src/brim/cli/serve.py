@@ -53,7 +53,7 @@ def serve(
         typer.Option(
             metavar="N",
             parser=whole,
-            help="API processes; without it, one, and on more than 4 cores one per 4, up to 4.",
+            help="API processes; without it, one, and on more than 4 cores three for every 8, up to 6.",
         ),
     ] = None,
     dashboard: Annotated[
