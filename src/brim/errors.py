@@ -14,6 +14,7 @@
     ├── CheckpointError        a checkpoint that is missing, damaged, or of another model or run
     ├── TrainingDiverged       a loss or weight that is no longer a finite number
     ├── StorageError           the file system refused: full, read-only, no permission
+    ├── ClusterError           a cluster that does not answer, whose nodes differ, or that lost its workers
     ├── DeviceError            a device that is not there or cannot be used
     ├── NotFound               an id that names nothing
     ├── Conflict               what the state of a thing does not allow now, such as deleting what is in use
@@ -65,6 +66,10 @@ class TrainingDiverged(BrimError):
 
 class StorageError(BrimError):
     """The file system refused: full, read-only, no permission."""
+
+
+class ClusterError(BrimError):
+    """A cluster that does not answer, whose nodes differ, or that lost its workers."""
 
 
 class DeviceError(BrimError):
