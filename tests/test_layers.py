@@ -36,6 +36,7 @@ HOMES = {  # where else than in COMPUTE's layers a package may be imported, by p
     "PIL": ("segmentation/",),
     "matplotlib": ("segmentation/tune_plot.py", "sequences/ablate_plot.py"),
     "pynvml": ("engine/nvml.py", "doctor.py"),
+    "fsspec": ("engine/storage.py",),
     "pyarrow": ("rf/export.py", "engine/sql.py"),
     "h5py": ("rf/export.py",),
     "adbc_driver_manager": ("engine/sql.py",),

@@ -4,33 +4,32 @@ Shards appear by rename, the manifest after them, both synced: whatever is kille
 nothing of it.
 """
 
-import errno
 import fcntl
-import hashlib
 import json
 import os
 import re
-import struct
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self
 
-import torch
 from torch import Tensor
 
 from brim.engine.memory import guard
+from brim.engine.shard_file import DTYPES, refusals, shard_name, write_safetensors, write_shard
 from brim.engine.shards import FORMAT_VERSION, MANIFEST, Dataset, Fields, ShardEntry, allocate, check_bytes
+from brim.engine.storage import sync
 from brim.errors import ConfigError, DatasetError, ShardCorrupt, StorageError
+
+__all__ = ["COMMIT_S", "ShardWriter", "Verify", "verify", "write_shard"]
 
 COMMIT_S = 1.0  # shards made within this time share one commit: syncing each would cost more than making it
 
-_OURS = re.compile(r"[0-9]{6}\.safetensors|\.[0-9]{6}\.tmp")
-
+_OURS = re.compile(r"[0-9]{6}\.safetensors|\.[0-9]{6}(\.[0-9a-f]{8})?\.tmp")
 
 Verify = Literal["all", "sizes"]
 
@@ -90,6 +89,7 @@ class ShardWriter:
         self._rows = 0  # rows accepted; those beyond the full shards are in the buffer
         self._row_totals: dict[str, int] = {}  # after the last accepted row
         self._flushed = 0  # rows accepted when the partial shard was written here
+        self._ahead: dict[int, ShardEntry] = {}  # adopted, behind a gap
         self._unsynced: list[Path] = []
         self._dirty = False  # what the manifest on disk says is out of date
         self._commit_failed = False
@@ -113,7 +113,7 @@ class ShardWriter:
         if self.items_per_shard < 1:
             raise ConfigError(f"items_per_shard={self.items_per_shard} must be at least 1")
         json.dumps(self._manifest())  # a header that cannot be written must fail before anything is created
-        with _refusals(self.path, kept=False):
+        with refusals(self.path, kept=False):
             self._fresh = _is_vacant(self.path)
             if not self._fresh and not self.resume:
                 raise DatasetError(f"{self.path} is not empty; add --resume to continue it or choose another --out")
@@ -161,6 +161,37 @@ class ShardWriter:
             if self._buffered() == self.items_per_shard:
                 self._write_shard()
 
+    def adopt(self, number: int, entry: ShardEntry) -> None:
+        """List a shard that another process wrote with `write_shard`; in any order, also twice.
+
+        The manifest lists the shards before the first gap; one with fewer than items_per_shard is the last. Call
+        `vacate` before such shards are written, and do not append rows to the same dataset.
+        """
+        assert not self._complete, "adopt after finish"
+        if entry.name != shard_name(number) or not 1 <= entry.items <= self.items_per_shard:
+            raise DatasetError(
+                f"{self.path}: shard {number} is {entry.name} of {entry.items} items, expected {shard_name(number)} "
+                f"of 1 to {self.items_per_shard}"
+            )
+        known = self._full[number] if number < len(self._full) else self._ahead.get(number)
+        if number == len(self._full) and self._partial is not None:
+            known = self._partial
+        if known is not None and known.sha256 != entry.sha256:
+            raise DatasetError(
+                f"{self.path}: shard {entry.name} was made twice with different bytes; use devices of one type only"
+            )
+        if known is None:
+            self._ahead[number] = entry
+        while self._partial is None and (ready := self._ahead.pop(len(self._full), None)) is not None:
+            self._list(ready)
+
+    def vacate(self) -> None:
+        """Stop listing a partial last shard that others are about to write: no reader may see its name on new bytes."""
+        assert not self._buffered(), "vacate after append"
+        if self._partial is not None:
+            self._partial, self._dirty = None, True
+            self._commit()
+
     def flush_partial(self) -> None:
         """Write the rows of the unfinished shard as they are; a longer one that is already listed stays."""
         if self._buffered() > (self._partial.items if self._partial else 0):
@@ -168,7 +199,8 @@ class ShardWriter:
 
     def finish(self, **extra: Any) -> None:
         """Write what is left, add the extra fields to the manifest and mark the dataset complete."""
-        with _refusals(self.path):
+        assert not self._ahead, f"shard {len(self._full)} is missing"
+        with refusals(self.path):
             if not self._buffered():
                 self._partial = None
             elif self._flushed != self._rows:
@@ -191,7 +223,7 @@ class ShardWriter:
             self._dirty = True
             self._commit()
             (self.path / "shards").mkdir(exist_ok=True)
-            _sync(self.path.parent)
+            sync(self.path.parent)
         except (OSError, StorageError):
             self._withdraw()
             raise
@@ -255,8 +287,8 @@ class ShardWriter:
         if fields != (self._fields or fields):
             raise DatasetError(f"{self.path}: rows are {fields}, the shards before hold {self._fields}")
         for name, (dtype, _) in fields.items():
-            if dtype not in _DTYPES:
-                raise DatasetError(f'{self.path}: "{name}" is {dtype}, expected one of {list(_DTYPES)}')
+            if dtype not in DTYPES:
+                raise DatasetError(f'{self.path}: "{name}" is {dtype}, expected one of {list(DTYPES)}')
         if not self._buffer:
             self._fields = fields
             with guard():
@@ -268,20 +300,24 @@ class ShardWriter:
         number, count = len(self._full), self._buffered()
         if number > 999_999:
             raise ConfigError(f"items_per_shard={self.items_per_shard} needs over a million shards; raise it")
-        file = self.path / "shards" / f"{number:06d}.safetensors"
+        file = self.path / "shards" / shard_name(number)
         temporary = file.with_name(f".{number:06d}.tmp")
-        with _refusals(file, temporary, kept=bool(self._listed())):
+        with refusals(file, temporary, kept=bool(self._listed())):
             tensors = {name: rows[:count] for name, rows in self._buffer.items()}
-            size, sha256 = _write_safetensors(temporary, tensors)
+            size, sha256 = write_safetensors(temporary, tensors)
             if self._partial is not None:
                 # Same file name: the manifest must stop listing the old bytes before they go.
                 self._partial, self._dirty = None, True
                 self._commit()
             temporary.replace(file)
-        self._unsynced.append(file)
+        self._list(ShardEntry(name=file.name, items=count, bytes=size, sha256=sha256, totals=self._row_totals))
+
+    def _list(self, entry: ShardEntry) -> None:
+        """Take the next shard, which is there, into the manifest, at once or with those of the next second."""
+        self._unsynced.append(self.path / "shards" / entry.name)
         self._dirty = True
-        entry = ShardEntry(name=file.name, items=count, bytes=size, sha256=sha256, totals=self._row_totals)
-        if count == self.items_per_shard:
+        self._rows, self._row_totals = self.items + entry.items, entry.totals
+        if entry.items == self.items_per_shard:
             self._full.append(entry)
         else:
             self._partial, self._flushed = entry, self._rows
@@ -294,18 +330,18 @@ class ShardWriter:
             return
         file, temporary = self.path / MANIFEST, self.path / f".{MANIFEST}.tmp"
         self._commit_failed = True  # until its end; a sync that failed once seems to work when tried again
-        with _refusals(file, temporary, kept=bool(self._listed())):
+        with refusals(file, temporary, kept=bool(self._listed())):
             for shard in self._unsynced:
-                _sync(shard)
+                sync(shard)
             if self._unsynced:
-                _sync(self.path / "shards")
+                sync(self.path / "shards")
             with temporary.open("w", encoding="utf-8") as out:
                 json.dump(self._manifest(), out, indent=1, ensure_ascii=False)
                 out.write("\n")
                 out.flush()
                 os.fsync(out.fileno())
             temporary.replace(file)
-            _sync(self.path)
+            sync(self.path)
         self._unsynced.clear()
         self._dirty = self._commit_failed = False
         self._committed_at = time.monotonic()
@@ -376,44 +412,6 @@ def _lock_directory(path: Path) -> int:
     return handle
 
 
-def _sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
-_STEPS = {
-    errno.ENOSPC: ("no space is left on the device", "free some space"),
-    errno.EDQUOT: ("the disk quota is used up", "free some space"),
-    errno.EFBIG: ("the file would be larger than allowed", "raise the limit or write fewer items per shard"),
-    errno.EROFS: ("the file system is read-only", "make it writable"),
-    errno.EACCES: ("no permission", "change the permissions"),
-    errno.EPERM: ("the operation is not permitted", "change the permissions"),
-    errno.EIO: ("the device failed", "check the disk"),
-}
-
-
-@contextmanager
-def _refusals(path: Path, temporary: Path | None = None, *, kept: bool = True) -> Iterator[None]:
-    """Turn a refusal of the file system into StorageError, removing the temporary file on any failure."""
-    try:
-        yield
-    except BaseException as failure:
-        if temporary is not None:
-            with suppress(OSError):
-                temporary.unlink(missing_ok=True)
-        if not isinstance(failure, OSError):
-            raise
-        reason, step = _STEPS.get(failure.errno or 0, (str(failure.strerror or failure), "check the path"))
-        if kept:
-            step = f"complete shards stay usable: {step}, then continue with --resume"
-        else:
-            step = f"{step} or choose another --out"
-        raise StorageError(f"{path}: cannot write, {reason}; {step}") from failure
-
-
 # What differs
 
 
@@ -433,44 +431,3 @@ def _first_difference(path: str, found: Any, wanted: Any) -> str:
         old, new = ("absent" if value is _ABSENT else json.dumps(value) for value in (found, wanted))
         return f"{path} is {old} in the dataset and {new} now"
     return next(filter(None, (_first_difference(*pair) for pair in pairs)), "")
-
-
-# Shard files
-
-
-# In the order safetensors lays tensors out: wide types first, so that each is aligned in the mapped file.
-_DTYPES = {
-    torch.int64: "I64",
-    torch.float64: "F64",
-    torch.complex64: "C64",
-    torch.float32: "F32",
-    torch.int32: "I32",
-    torch.bfloat16: "BF16",
-    torch.float16: "F16",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
-
-
-def _write_safetensors(file: Path, tensors: dict[str, Tensor]) -> tuple[int, str]:
-    """Write the bytes `safetensors.torch.save` would give; returns their number and sha256.
-
-    Straight from the tensors' memory: save() copies the shard twice, save_file() hides the system's error.
-    """
-    ranks = {dtype: rank for rank, dtype in enumerate(_DTYPES)}
-    ordered = sorted(tensors.items(), key=lambda pair: (ranks[pair[1].dtype], pair[0]))
-    header, offset = {}, 0
-    for name, tensor in ordered:
-        span = [offset, offset := offset + tensor.nbytes]
-        header[name] = {"dtype": _DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": span}
-    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
-    text += b" " * (-len(text) % 8)
-    memory: list[Any] = [tensor.reshape(-1).view(torch.uint8).numpy() for _, tensor in ordered]
-    digest = hashlib.sha256()
-    with file.open("wb") as out:
-        for piece in (struct.pack("<Q", len(text)), text, *memory):
-            digest.update(piece)
-            out.write(piece)
-    return 8 + len(text) + offset, digest.hexdigest()
