@@ -59,6 +59,7 @@ HOMES = {  # where else than in COMPUTE's layers a package may be imported, by p
     "websockets": ("service/",),
     "prometheus_client": ("service/",),
     "ray": ("cluster/",),
+    "grpc": ("cluster/ports.py",),
     "fsspec": ("engine/storage.py",),
     "s3fs": ("engine/storage.py",),
     "botocore": ("engine/storage.py",),
