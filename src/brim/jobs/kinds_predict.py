@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from brim.errors import FieldConflict
 from brim.jobs.alone import alone
-from brim.jobs.fields import MAX_COUNT, Accelerator, Count, DatasetIds, Fields, Text, build, model_of, own
+from brim.jobs.fields import MAX_COUNT, Accelerator, Cluster, Count, DatasetIds, Fields, Text, build, model_of, own
 from brim.jobs.kinds_segment import model_name, trained_model
 from brim.jobs.sources import image_folders
 from brim.jobs.task import Inputs, Stopped, Task, Voice, attempt, counted, device_of
@@ -35,7 +35,7 @@ def predict_model() -> type[Fields]:
         FilesConfig, others=({"model": ""},), dataset_ids=(DatasetIds, ...), run_id=(Text, ...),
         model=(model_name() | None, None), format=(Format, "geojson"), tile=(cut(Count, "tile"), DEFAULT_TILE),
         resize=(cut(Count | None, "resize"), None), overlap=(cut(Count | None, "overlap"), None),
-        precision=(Precision, "auto"), accelerator=(Accelerator, "auto"),
+        precision=(Precision, "auto"), accelerator=(Accelerator, "auto"), cluster=(Cluster, False),
     )  # fmt: skip
 
 
@@ -50,7 +50,7 @@ def resolve_predict(values: Mapping[str, Any]) -> dict[str, Any]:
     files = build(FilesConfig, {**own(FilesConfig, values), "model": values.get("model")})
     cut = build(PredictConfig, {name: values[name] for name in _CUT if name in values})
     rest = {name: getattr(cut, name) for name in _CUT}
-    usual = {"precision": "auto", "accelerator": "auto"}
+    usual = {"precision": "auto", "accelerator": "auto", "cluster": False}
     return {**usual, **values, **asdict(files), **rest}
 
 

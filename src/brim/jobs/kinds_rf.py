@@ -10,11 +10,14 @@ from brim.errors import BrimError, DatasetError, FieldConflict
 from brim.jobs.fields import (
     CHECKPOINT_S,
     Accelerator,
+    Cluster,
     Count,
     DatasetIds,
+    Devices,
     Fields,
     build,
     model_of,
+    one_place,
     own,
     settle,
     tier_of,
@@ -53,6 +56,8 @@ def generate_model() -> type[Fields]:
         preset=(Literal[tuple(PRESETS)] | None, None),
         batch_size=(Annotated[Count, Field(ge=1)] | None, None),
         accelerator=(Accelerator, "auto"),
+        devices=(Devices, 1),
+        cluster=(Cluster, False),
     )
 
 
@@ -78,7 +83,7 @@ def resolve_generate(values: Mapping[str, Any]) -> dict[str, Any]:
             "give a greater config.samples_per_shard, or make several datasets",
         )
     more = {"batch_size": values.get("batch_size"), "accelerator": values.get("accelerator", "auto")}
-    return {"num_samples": samples, **config.as_dict(), **more}
+    return {"num_samples": samples, **config.as_dict(), **more, **one_place(values)}
 
 
 def generate_bytes(spec: "Spec", inputs: Inputs) -> int:
@@ -124,6 +129,7 @@ def train_model() -> type[Fields]:
         LocatorTraining,
         dataset_ids=(DatasetIds, ...),
         accelerator=(Accelerator, "auto"),
+        devices=(Devices, 1),
         preload_to_gpu=(bool | None, True),
         checkpoint_every_s=(float, CHECKPOINT_S),
     )
@@ -137,7 +143,8 @@ def resolve_train(values: Mapping[str, Any]) -> dict[str, Any]:
     preload = True if values.get("tier", "auto") == "auto" else None
     usual = {"checkpoint_every_s": CHECKPOINT_S, "preload_to_gpu": preload}
     recipe = build(LocatorTraining, usual | own(LocatorTraining, values))
-    return {"dataset_ids": values["dataset_ids"], "accelerator": values.get("accelerator", "auto"), **asdict(recipe)}
+    where = {"accelerator": values.get("accelerator", "auto"), "devices": values.get("devices", 1)}
+    return {"dataset_ids": values["dataset_ids"], **where, **asdict(recipe)}
 
 
 def check_train(spec: "Spec", inputs: Inputs) -> None:

@@ -18,6 +18,7 @@ from brim.jobs.fields import (
     CHECKPOINT_S,
     Accelerator,
     Count,
+    Devices,
     Fields,
     OneDatasetId,
     Text,
@@ -169,6 +170,7 @@ def train_model() -> type[Fields]:
         preload_to_gpu=(bool | None, None),
         num_workers=(Annotated[Count, Field(ge=0)], 0),
         accelerator=(Accelerator, "auto"),
+        devices=(Devices, 1),
         checkpoint_every_s=(float, CHECKPOINT_S),
     )
 
@@ -179,7 +181,7 @@ def resolve_train(values: Mapping[str, Any]) -> dict[str, Any]:
 
     usual = {"checkpoint_every_s": CHECKPOINT_S, **tier_of(values)}
     recipe = build(SegmentTrainConfig, usual | own(SegmentTrainConfig, values))
-    beside = {"run_id": None, "preload_to_gpu": None, "num_workers": 0, "accelerator": "auto"}
+    beside = {"run_id": None, "preload_to_gpu": None, "num_workers": 0, "accelerator": "auto", "devices": 1}
     return {**beside, **values, **asdict(recipe)}
 
 

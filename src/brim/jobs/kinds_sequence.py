@@ -14,6 +14,7 @@ from brim.jobs.fields import (
     CHECKPOINT_S,
     Accelerator,
     Count,
+    Devices,
     Fields,
     OneDatasetId,
     build,
@@ -61,6 +62,7 @@ def train_model() -> type[Fields]:
         epochs=(Annotated[Count, Field(ge=1)] | None, None),
         preload_to_gpu=(bool | None, None),
         accelerator=(Accelerator, "auto"),
+        devices=(Devices, 1),
         checkpoint_every_s=(float, CHECKPOINT_S),
         model=(shape, {}),
     )
@@ -76,7 +78,7 @@ def resolve_train(values: Mapping[str, Any]) -> dict[str, Any]:
         usual |= dict.fromkeys(("encoder_epochs", "classifier_epochs"), values["epochs"])
     build(SequenceConfig, {"dim": 1, **values.get("model", {})}, "config.model")
     recipe = build(SequenceTraining, usual | own(SequenceTraining, values))
-    beside = {"epochs": None, "preload_to_gpu": None, "accelerator": "auto"}
+    beside = {"epochs": None, "preload_to_gpu": None, "accelerator": "auto", "devices": 1}
     found = {**beside, **values, **asdict(recipe)}
     return {name: value for name, value in found.items() if name not in _PATHS}
 
