@@ -10,7 +10,7 @@ import json
 import secrets
 import struct
 import tempfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from math import prod
@@ -77,20 +77,34 @@ def write_shard(place: Place, number: int, rows: dict[str, Tensor], totals: dict
     rows = {name: tensor.detach().cpu().contiguous() for name, tensor in rows.items()}
     items = check_fields(rows, str(place))
     name = shard_name(number)
-    if place.path is not None:
+    if place.path is None:
+        size, sha256 = upload(place, name, rows)
+    else:
         file = place.path / "shards" / name
         temporary = file.with_name(f".{number:06d}.{secrets.token_hex(4)}.tmp")
-        with refusals(file, temporary):
+        with refusals(file), unfinished(temporary):
             size, sha256 = write_safetensors(temporary, rows)
             sync(temporary)
             temporary.replace(file)
-    else:
-        with tempfile.TemporaryDirectory(prefix="brim-") as folder:
-            made = Path(folder) / name
-            with refusals(made, kept=True):
-                size, sha256 = write_safetensors(made, rows)
-            place.put_file(made, f"shards/{name}")
     return ShardEntry(name=name, items=items, bytes=size, sha256=sha256, totals=dict(totals))
+
+
+def upload(
+    place: Place, name: str, tensors: dict[str, Tensor], before: Callable[[], None] = lambda: None
+) -> tuple[int, str]:
+    """Make a shard in a local temporary file and put it into a store, `before` just before; its bytes and sha256."""
+    with tempfile.TemporaryDirectory(prefix="brim-") as folder:
+        file = Path(folder) / name
+        try:
+            made = write_safetensors(file, tensors)
+        except OSError as failure:
+            raise StorageError(
+                f"{file}: cannot write, {failure.strerror or failure}; free some space there or set TMPDIR to a "
+                "larger disk, then continue with --resume"
+            ) from failure
+        before()
+        place.put_file(file, f"shards/{name}")
+    return made
 
 
 def check_fields(rows: dict[str, Tensor], where: str) -> int:
@@ -138,22 +152,28 @@ _STEPS = {
 
 
 @contextmanager
-def refusals(path: Path, temporary: Path | None = None, *, kept: bool = True) -> Iterator[None]:
-    """Turn a refusal of the file system into StorageError, removing the temporary file on any failure."""
+def refusals(path: object, *, kept: bool = True) -> Iterator[None]:
+    """Turn a refusal of the file system into StorageError; kept: there are shards that stay usable."""
     try:
         yield
-    except BaseException as failure:
-        if temporary is not None:
-            with suppress(OSError):
-                temporary.unlink(missing_ok=True)
-        if not isinstance(failure, OSError):
-            raise
+    except OSError as failure:
         reason, step = _STEPS.get(failure.errno or 0, (str(failure.strerror or failure), "check the path"))
         if kept:
             step = f"complete shards stay usable: {step}, then continue with --resume"
         else:
             step = f"{step} or choose another --out"
         raise StorageError(f"{path}: cannot write, {reason}; {step}") from failure
+
+
+@contextmanager
+def unfinished(temporary: Path) -> Iterator[None]:
+    """A temporary file that is gone after any failure."""
+    try:
+        yield
+    except BaseException:
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        raise
 
 
 # Reading

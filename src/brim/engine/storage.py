@@ -69,8 +69,8 @@ class Place(ABC):
         """Bytes of a file."""
 
     @abstractmethod
-    def names(self, under: str = "") -> list[str]:
-        """Names of the files directly in a directory, sorted; none where it does not exist."""
+    def sizes(self, under: str = "") -> dict[str, int]:
+        """Name → bytes of the files directly in a directory; none where it does not exist."""
 
     @abstractmethod
     def walk(self) -> list[str]:
@@ -87,6 +87,10 @@ class Place(ABC):
     @abstractmethod
     def remove(self, name: str) -> None:
         """Remove a file; nothing happens where there is none."""
+
+    def names(self, under: str = "") -> list[str]:
+        """Names of the files directly in a directory, sorted."""
+        return sorted(self.sizes(under))
 
     def exists(self, name: str) -> bool:
         """Whether there is such a file."""
@@ -141,11 +145,11 @@ class LocalPlace(Place):
                 raise FileNotFoundError(errno.ENOENT, "is a directory", name)
             return (self.path / name).stat().st_size
 
-    def names(self, under: str = "") -> list[str]:
-        """Names of the files directly in a directory."""
-        with self._refusals(under, "list"), suppress(FileNotFoundError, NotADirectoryError):
-            return sorted(entry.name for entry in (self.path / under).iterdir() if entry.is_file())
-        return []
+    def sizes(self, under: str = "") -> dict[str, int]:
+        """Name → bytes of the files directly in a directory."""
+        with suppress(FileNotFoundError), self._refusals(under, "list"):
+            return {entry.name: entry.stat().st_size for entry in (self.path / under).iterdir() if entry.is_file()}
+        return {}
 
     def walk(self) -> list[str]:
         """Names of all files at any depth."""
@@ -189,8 +193,8 @@ class LocalPlace(Place):
     def _refusals(self, name: str, what: str) -> Iterator[None]:
         try:
             yield
-        except FileNotFoundError:
-            raise
+        except (FileNotFoundError, NotADirectoryError) as failure:
+            raise FileNotFoundError(errno.ENOENT, "no such file", str(self.path / name)) from failure
         except OSError as failure:
             reason = failure.strerror or failure
             step = "free some space" if failure.errno in (errno.ENOSPC, errno.EDQUOT) else "check its permissions"
@@ -221,8 +225,12 @@ class ObjectPlace(Place):
 
     path = None
 
-    def __init__(self, url: str, answered: bool = False) -> None:
-        """Check the URL's form; answered: someone already had an answer from there, so that it will come back."""
+    def __init__(self, url: str, answered: bool = False, patience_s: float | None = None) -> None:
+        """Check the URL's form.
+
+        answered    someone had an answer from there before, so that a store that is silent will come back
+        patience_s  how long a silent store is asked again, for what is said at `RETRY_S`
+        """
         scheme, _, rest = url.partition("://")
         if "@" in rest.partition("/")[0]:
             raise ConfigError(
@@ -233,13 +241,14 @@ class ObjectPlace(Place):
         if not rest.strip("/"):
             raise ConfigError(f"{url} names no bucket; write {scheme}://bucket/prefix")
         self.name = self.url.rpartition("/")[2]
-        self.answered = answered
+        self.answered, self.patience_s = answered, patience_s
+        self._gave_up = False  # a store that was silent for so long is not waited for again until it answers
         self._told = False
         self._opened: Any = None
         self._lock = threading.Lock()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return ObjectPlace, (self.url, self.answered)
+        return ObjectPlace, (self.url, self.answered, self.patience_s)
 
     def __str__(self) -> str:
         """The URL."""
@@ -267,16 +276,16 @@ class ObjectPlace(Place):
             raise FileNotFoundError(errno.ENOENT, "no such object", self.at(name))
         return int(found["size"])
 
-    def names(self, under: str = "") -> list[str]:
-        """Names of the objects directly under a prefix."""
+    def sizes(self, under: str = "") -> dict[str, int]:
+        """Name → bytes of the objects directly under a prefix."""
         top = self.at(under) if under else self.url
         try:
             found = self._ask("list", under, lambda fs: fs.ls(top, detail=True))
         except FileNotFoundError:
-            return []
+            return {}
         own = top.partition("://")[2] + "/"
-        names = (str(entry["name"]).lstrip("/") for entry in found if entry["type"] == "file")
-        return sorted(name.removeprefix(own) for name in names if name.startswith(own) and name != own)
+        files = {str(entry["name"]).lstrip("/"): int(entry["size"]) for entry in found if entry["type"] == "file"}
+        return {name.removeprefix(own): size for name, size in files.items() if name.startswith(own) and name != own}
 
     def walk(self) -> list[str]:
         """Names of all objects under the prefix."""
@@ -312,7 +321,7 @@ class ObjectPlace(Place):
 
     def _ask(self, what: str, name: str, request: Callable[[Any], _Result]) -> _Result:
         """One request, again while the store does not answer."""
-        patience_s = _retry_s() if self.answered else min(FIRST_S, _retry_s())
+        patience_s = self._patience_s()
         deadline, pause_s = time.monotonic() + patience_s, 0.1
         while True:
             try:
@@ -321,17 +330,27 @@ class ObjectPlace(Place):
                 raise
             except Exception as failure:  # each store's library has exceptions of its own
                 reason = _judge(failure, self, what, name)
-                if time.monotonic() + pause_s > deadline:
+                left_s = deadline - time.monotonic()
+                if left_s <= 0:
+                    self._gave_up = True
+                    tried = f", tried for {patience_s:g} s" if patience_s else ""
                     raise StorageError(
-                        f"{self} did not answer for {patience_s:g} s ({reason}); check the network, the store and its "
-                        "endpoint (AWS_ENDPOINT_URL for S3), then go on with --resume"
+                        f"{self} does not answer{tried} ({reason}); check the network, the store and its endpoint "
+                        "(AWS_ENDPOINT_URL for S3), then go on with --resume"
                     ) from failure
                 self._tell(reason, patience_s)
             else:
-                self.answered, self._told = True, False
+                self.answered, self._told, self._gave_up = True, False, False
                 return result
-            time.sleep(pause_s)
+            time.sleep(min(pause_s, left_s))
             pause_s = min(pause_s * 2, 5.0)
+
+    def _patience_s(self) -> float:
+        if self._gave_up:
+            return 0.0
+        if self.patience_s is not None:
+            return self.patience_s
+        return _retry_s() if self.answered else min(FIRST_S, _retry_s())
 
     def _tell(self, reason: str, patience_s: float) -> None:
         with self._lock:

@@ -92,7 +92,7 @@ def generate(
     progress: Callable[[Progress], None] | None = None,
     stop: Callable[[], bool] | None = None,
 ) -> Report:
-    """Make a dataset of `samples` accepted samples in `out`, continuing what is there.
+    """Make a dataset of `samples` accepted samples in `out`, a directory or a URL, continuing what is there.
 
     The same config and seed give the same bytes whatever the batch size, the memory, the number of threads or how
     often the run was stopped or killed. `progress` is called at least once a second, from the caller's thread;
