@@ -34,6 +34,7 @@ from brim.segmentation.predict_config import PredictConfig, check_batch_size, ch
 from brim.segmentation.prediction import Prediction
 from brim.segmentation.registry import create_model, find_model
 from brim.segmentation.scoring import resized
+from brim.segmentation.stored import StoredImage
 from brim.segmentation.tiles import DEFAULT_TILE, padded, usable_tile
 from brim.segmentation.tune import QUICK_SECONDS
 from brim.segmentation.weights import load_weights
@@ -264,8 +265,10 @@ def _largest_side(images: Iterable[ImageInput]) -> int | None:
     """Greatest padded side in pixels; 0 when no image has a readable size, None when they cannot be looked at twice."""
     if not isinstance(images, Sequence | np.ndarray):
         return None
-    step = max(1, len(images) // PROBED)
-    return max((_side(image) for image in images[::step]), default=0)
+    probed = images[:: max(1, len(images) // PROBED)]
+    if any(isinstance(image, StoredImage) for image in probed):
+        return None  # to look at an object costs as much as to predict from it
+    return max((_side(image) for image in probed), default=0)
 
 
 def _side(image: ImageInput) -> int:
