@@ -16,6 +16,7 @@
     ├── StorageError           the file system refused: full, read-only, no permission
     ├── ClusterError           a cluster that does not answer, whose nodes differ, or that lost its workers
     ├── DeviceError            a device that is not there or cannot be used
+    │   └── RankLost           another rank of a training, which failed or is gone
     ├── NotFound               an id that names nothing
     ├── Conflict               what the state of a thing does not allow now, such as deleting what is in use
     ├── TooMany                more than a limit allows at once
@@ -74,6 +75,10 @@ class ClusterError(BrimError):
 
 class DeviceError(BrimError):
     """A device that is not there or cannot be used."""
+
+
+class RankLost(DeviceError):
+    """Another rank of a training failed or is gone, and this one cannot go on without it."""
 
 
 class OutOfMemory(BrimError):
