@@ -5,19 +5,32 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn, get_args
 
 import typer
 
-from brim.cli.options import Device, Json, check_choice, check_positive, number, one_of, whole
+from brim.cli.options import Device, Json, check_choice, check_positive, directories, number, one_of, place, whole
 from brim.cli.terminal import Display, Stop, end_stopped, print_facts, print_json, quote, show
 from brim.errors import ConfigError
 
 if TYPE_CHECKING:
     from brim.rf import GenerateConfig, Report
 
+Dataset = Annotated[
+    str,
+    typer.Argument(metavar="DIR|URL", parser=place, help="Directory or URL of a dataset.", autocompletion=directories),
+]
+
 rf = typer.Typer(no_args_is_help=True, epilog="Example: brim rf generate --out data --samples 1000")
 
 
 @rf.command(epilog="Example: brim rf generate --out data --samples 10000 --preset quality --seed 7")
 def generate(
-    out: Annotated[Path, typer.Option(metavar="DIR", help="The dataset's directory; new or empty without --resume.")],
+    out: Annotated[
+        str,
+        typer.Option(
+            metavar="DIR|URL",
+            parser=place,
+            help="The dataset's directory, or a URL such as s3://bucket/data; new or empty without --resume.",
+            autocompletion=directories,
+        ),
+    ],
     samples: Annotated[int, typer.Option(metavar="N", parser=whole, help="Accepted samples to make.")] = 1000,
     preset: Annotated[
         str | None,
@@ -128,7 +141,7 @@ def generate(
 
 @rf.command(epilog="Example: brim rf inspect data --report report.html")
 def inspect(
-    dataset: Annotated[Path, typer.Argument(metavar="DIR", help="Directory of a dataset.")],
+    dataset: Dataset,
     report: Annotated[
         Path | None, typer.Option(metavar="FILE.html", help="Write a self-contained page with plots here.")
     ] = None,
@@ -153,7 +166,7 @@ def inspect(
 
 @rf.command(epilog="Example: brim rf export data --format parquet --out data-parquet")
 def export(
-    dataset: Annotated[Path, typer.Argument(metavar="DIR", help="Directory of a dataset.")],
+    dataset: Dataset,
     fmt: Annotated[
         str,
         typer.Option(
@@ -204,7 +217,7 @@ def _resolve(preset: str | None, file: Path | None, stations: Path | None, flags
 
 def run_generate(
     config: "GenerateConfig",
-    out: Path,
+    out: Path | str,
     samples: int,
     stop: Stop,
     *,
@@ -214,6 +227,7 @@ def run_generate(
     resume: bool = True,
 ) -> "Report":
     """Generate with progress on the terminal, until done or stopped."""
+    from brim.engine.storage import is_url
     from brim.rf import generate
 
     with Display(stop) as display:
@@ -225,6 +239,7 @@ def run_generate(
             batch_size=batch_size,
             memory=memory,
             resume=resume,
+            verify="sizes" if is_url(out) else "all",  # a store checks its own bytes, and all of them would travel
             progress=display,
             stop=stop,
         )
