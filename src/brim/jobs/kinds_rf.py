@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import Field
 
 from brim.errors import BrimError, DatasetError, FieldConflict
+from brim.jobs.crew import by_ranks
 from brim.jobs.fields import (
     CHECKPOINT_S,
     Accelerator,
@@ -182,6 +183,8 @@ def train_bytes(spec: "Spec", inputs: Inputs) -> int:
 @attempt
 def run_train(task: Task, voice: Voice) -> dict[str, Any]:
     """Train the locator, or go on with it."""
+    if (found := by_ranks(task, voice)) is not None:
+        return found
     from brim.engine.train_report import TrainProgress
     from brim.rf.train import LocatorTraining, train
 

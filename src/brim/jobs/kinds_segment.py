@@ -14,6 +14,7 @@ from pydantic import Field, create_model
 
 from brim.errors import BrimError, DatasetError, FieldConflict
 from brim.jobs.alone import alone
+from brim.jobs.crew import by_ranks
 from brim.jobs.fields import (
     CHECKPOINT_S,
     Accelerator,
@@ -231,6 +232,8 @@ def _crop_bytes(folder: Path, size: int) -> int:
 @attempt
 def run_train(task: Task, voice: Voice) -> dict[str, Any]:
     """Train the network, or go on with it."""
+    if (found := by_ranks(task, voice)) is not None:
+        return found
     from brim.engine.train_report import TrainProgress
     from brim.segmentation.train import SegmentTrainConfig, train
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from pydantic import Field
 
 from brim.errors import BrimError, DatasetError, FieldConflict
+from brim.jobs.crew import by_ranks
 from brim.jobs.fields import (
     CHECKPOINT_S,
     Accelerator,
@@ -128,6 +129,8 @@ def train_bytes(spec: "Spec", inputs: Inputs) -> int:
 @attempt
 def run_train(task: Task, voice: Voice) -> dict[str, Any]:
     """Train the network, or go on with it."""
+    if (found := by_ranks(task, voice)) is not None:
+        return found
     from brim.sequences.train import train
 
     recipe = _recipe(task.spec)
