@@ -133,7 +133,7 @@ def open_writer(
         "device": device_name,
     }
     return ShardWriter(
-        out.path or str(out),
+        out,
         header,
         items_per_shard=config.shard_items,
         identity=("kind", "config", "features", "truth"),
@@ -143,7 +143,7 @@ def open_writer(
     )
 
 
-def find_finished(config: GenerateConfig, out: Place, samples: int, device_name: str) -> Dataset | None:
+def find_finished(config: GenerateConfig, out: Place, samples: int) -> Dataset | None:
     """The dataset that already holds what is asked for, not verified; one that holds more is refused."""
     if not out.exists(MANIFEST):
         return None
@@ -155,12 +155,17 @@ def find_finished(config: GenerateConfig, out: Place, samples: int, device_name:
         )
     if found.manifest.get("kind") != "rf" or found.manifest.get("config") != config.as_dict():
         return None  # the writer says what differs
-    if not found.manifest["complete"] or len(found) != samples:
-        before = found.manifest.get("device")
-        if before != device_name:
-            _log.warning("%s was begun on %s: shards made on %s differ in their last bits", out, before, device_name)
-        return None
-    return found
+    return found if found.manifest["complete"] and len(found) == samples else None
+
+
+def warn_other_device(config: GenerateConfig, out: Place, device_name: str) -> None:
+    """Say so when a dataset that is to be continued was begun on another type of device."""
+    if not out.exists(MANIFEST):
+        return
+    found = Dataset(out).manifest
+    if found.get("config") == config.as_dict() and found.get("device") != device_name:
+        begun = found.get("device")
+        _log.warning("%s was begun on %s: shards made on %s differ in their last bits", out, begun, device_name)
 
 
 def check_gates(config: GenerateConfig) -> Scenes:
@@ -228,8 +233,9 @@ class _Run:
 
     def _is_finished(self) -> bool:
         """Whether the dataset already holds what is asked for, verified then."""
-        found = find_finished(self.config, self.out, self.samples, self.stages.device_name)
+        found = find_finished(self.config, self.out, self.samples)
         if found is None:
+            warn_other_device(self.config, self.out, self.stages.device_name)
             return False
         self._attend("verifying", lambda: verify(found, self.verify))
         self.done, self.totals = self.samples, dict(found.shards[-1].totals)

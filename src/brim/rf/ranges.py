@@ -84,6 +84,11 @@ class RangeBook:
         return len(self._ready)
 
     @property
+    def remaining(self) -> int:
+        """Ranges that were not taken yet, ready or not."""
+        return len(self._ready) + -(-self._left // self.config.shard_items)
+
+    @property
     def is_empty(self) -> bool:
         """Whether every range was taken."""
         return not self._ready and self._left == 0
@@ -160,22 +165,26 @@ class RangeBook:
 
 
 def make_ranges(
-    stages: Stages, tasks: Iterable[Sequence[Range]], tick: Callable[[], None] | None = None
+    stages: Stages, tasks: Iterable[Sequence[Range]], end: Callable[[], None] = lambda: None
 ) -> Iterator[tuple[Range, Rows]]:
     """The rows of every range, in the order of the tasks; batches run across the ranges of a task.
 
     tasks is read in a thread of its own and may wait: the device works on the ranges of earlier tasks meanwhile.
+    `end` is called when no more are wanted, after a failure too: it must make tasks that wait come to their end.
     """
-    with stages.run(_batches(stages, tasks), tick) as results:
+    with stages.run(_batches(stages, tasks)) as results:
         parts: list[Rows] = []
-        for made in results:
-            at = 0
-            for whole, count, is_last in made.tag:
-                parts.append({name: tensor[at : at + count] for name, tensor in made.rows.items()})
-                at += count
-                if is_last:
-                    yield whole, join(parts)
-                    parts = []
+        try:
+            for made in results:
+                at = 0
+                for whole, count, is_last in made.tag:
+                    parts.append({name: tensor[at : at + count] for name, tensor in made.rows.items()})
+                    at += count
+                    if is_last:
+                        yield whole, join(parts)
+                        parts = []
+        finally:
+            end()
 
 
 def _batches(
