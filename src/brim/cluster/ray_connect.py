@@ -117,7 +117,7 @@ def _open(ray: ModuleType, address: str) -> None:
         try:
             ray.init("local", **own, **quiet)
         except (RuntimeError, OSError, ray.exceptions.RayError) as failure:
-            raise ClusterError(f"Ray does not start on this machine: {_first_line(failure)}") from failure
+            raise ClusterError(f"Ray does not start on this machine: {first_line(failure)}") from failure
         return
     where = _find(address)
     _check_answers(address, where)
@@ -129,7 +129,7 @@ def _open(ray: ModuleType, address: str) -> None:
             "~/.ray/auth_token, or name its file in RAY_AUTH_TOKEN_PATH, and set RAY_AUTH_MODE=token"
         ) from failure
     except (ConnectionError, RuntimeError, ValueError, TimeoutError, ray.exceptions.RayError) as failure:
-        raise ClusterError(f"{where} is no Ray cluster that we can use: {_first_line(failure)}") from failure
+        raise ClusterError(f"{where} is no Ray cluster that we can use: {first_line(failure)}") from failure
 
 
 def _find(address: str) -> str:
@@ -194,7 +194,8 @@ def _quiet() -> Iterator[None]:
         logger.setLevel(before)
 
 
-def _first_line(failure: BaseException) -> str:
+def first_line(failure: BaseException) -> str:
+    """The first line of what an exception says; Ray says much."""
     return str(failure).strip().split("\n")[0] or type(failure).__name__
 
 
@@ -221,7 +222,7 @@ def look_at_nodes(address: str) -> tuple[Node, ...]:
         try:
             said = ray.get(replies[node["NodeID"]], timeout=PROBE_S)
         except ray.exceptions.RayError as failure:
-            raise ClusterError(f"node {host} does not answer: {_first_line(failure)}; look at: ray status") from failure
+            raise ClusterError(f"node {host} does not answer: {first_line(failure)}; look at: ray status") from failure
         nodes.append(
             Node(
                 id=node["NodeID"],
