@@ -141,6 +141,14 @@ def predict(
     resume: Annotated[
         bool, typer.Option("--resume", help="Keep results that are there, and predict only what has none.")
     ] = False,
+    cluster: Annotated[
+        str | None,
+        typer.Option(
+            metavar="ADDRESS",
+            help="Predict on a Ray cluster: auto, local or ray://HOST:PORT. What is finished is not made again.",
+            autocompletion=one_of("auto", "local"),
+        ),
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Turn images into polygons.
@@ -159,11 +167,19 @@ def predict(
         config = FilesConfig(
             model=model, format=format, batch_size=batch_size, threshold=threshold, detect_holes=holes, strict=strict
         )
-        loader = ModelLoader({model: weights}, device, batch_sizes, precision, tile, resize)
         with _plain_warnings(), Display(stop) as display:
-            found = predict_files(
-                images, loader, out, config, progress=display.images("predicting"), stop=stop, resume=resume
-            )
+            tell = display.images("predicting")
+            if cluster is None:
+                loader = ModelLoader({model: weights}, device, batch_sizes, precision, tile, resize)
+                found = predict_files(images, loader, out, config, progress=tell, stop=stop, resume=resume)
+            else:
+                from brim.cluster.predict import predict_many
+                from brim.segmentation.bulk import Recipe
+
+                recipe = Recipe(files=config, device=device, precision=precision, tile=tile, resize=resize)
+                found = predict_many(
+                    images, out, recipe, weights, cluster, batch_sizes=batch_sizes, progress=tell, stop=stop
+                )
     for name, reason in found.failures.items():
         say(f"error: {reason if name in reason else f'{name}: {reason}'}")
     if found.stopped:

@@ -125,10 +125,8 @@ def _load(image: ImageInput, max_pixels: int, name: str | None = None) -> tuple[
         if isinstance(image, Image.Image):
             with _quiet_pillow():
                 return name, _from_pillow(image, max_pixels)
-        if isinstance(image, str | Path):
-            image = _read_bytes(Path(image), max_pixels)
-        elif isinstance(image, StoredImage):
-            image = image.read(_most_bytes(max_pixels))
+        if isinstance(image, str | Path | StoredImage):
+            image = _read_bytes(image, max_pixels)
         if isinstance(image, bytes | bytearray | memoryview):
             return name, _decode(bytes(image), name, max_pixels)
     except ImageError as error:
@@ -148,7 +146,24 @@ def _name(image: object) -> str:
     )
 
 
-def _read_bytes(path: Path, max_pixels: int) -> bytes:
+def image_bytes(image: Path | StoredImage, *, name: str) -> bytes:
+    """The bytes of an image's file, for read_image; what cannot be read is an ImageError."""
+    try:
+        return _read_bytes(image, MAX_PIXELS)
+    except ImageError as error:
+        raise ImageError(f"{name}: {error}") from error.__cause__
+
+
+def _read_bytes(image: str | Path | StoredImage, max_pixels: int) -> bytes:
+    data = (
+        image.read(_most_bytes(max_pixels)) if isinstance(image, StoredImage) else _read_file(Path(image), max_pixels)
+    )
+    if not data:
+        raise ImageError("the file is empty")
+    return data
+
+
+def _read_file(path: Path, max_pixels: int) -> bytes:
     try:
         info = path.stat()
         if stat.S_ISDIR(info.st_mode):
@@ -157,12 +172,9 @@ def _read_bytes(path: Path, max_pixels: int) -> bytes:
             raise ImageError("not a regular file")
         if info.st_size > _most_bytes(max_pixels):
             raise ImageError(f"{info.st_size} bytes are more than an image of {max_pixels} pixels needs")
-        data = path.read_bytes()
+        return path.read_bytes()
     except (OSError, ValueError) as error:
         raise ImageError(f"cannot be read: {getattr(error, 'strerror', None) or error}") from error
-    if not data:
-        raise ImageError("the file is empty")
-    return data
 
 
 def _most_bytes(max_pixels: int) -> int:
