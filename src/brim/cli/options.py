@@ -91,6 +91,15 @@ def directories(incomplete: str) -> list[str]:
     return [f"{folder}/{name}" if folder or incomplete.startswith("/") else name for name in names]
 
 
+Cluster = Annotated[
+    str | None,
+    typer.Option(
+        metavar="ADDRESS",
+        help="Work on a Ray cluster: auto, local or ray://HOST:PORT.",
+        autocompletion=one_of("auto", "local"),
+    ),
+]
+
 Device = Annotated[
     str,
     typer.Option(metavar="NAME", help="auto, cpu, cuda or cuda:N.", autocompletion=one_of("auto", "cpu", "cuda")),
