@@ -1,86 +1,25 @@
 """brim doctor --cluster against a real Ray head: what a stranger could do with it, and what its nodes are."""
 
 import json
-import os
-import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 
 from brim.cli import main
 from brim.cluster import ports
 from brim.cluster.ports import Listener
+from ray_head import TOKEN, Head, environment, free_port, ray_head
 
 pytest.importorskip("ray")
 
-TOKEN = "c" * 40
-START_S = 60.0
 
-
-class Head(NamedTuple):
-    gcs: int
-    client: int
-
-    def doctor(self, **env: str) -> dict[str, Any]:
-        """By the GCS: two clusters on one machine, as tests may have, share the ports of their client servers."""
-        return doctor("auto", RAY_ADDRESS=f"127.0.0.1:{self.gcs}", **env)
-
-
-def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])
-
-
-def environment(**more: str) -> dict[str, str]:
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
-    return {**kept, "RAY_USAGE_STATS_ENABLED": "0", **more}
-
-
-@contextmanager
-def ray_head(**env: str) -> Iterator[Head]:
-    """A head of its own ports, ended with everything it started."""
-    head = Head(free_port(), free_port())
-    with tempfile.TemporaryDirectory(dir="/tmp", prefix="ray-", ignore_cleanup_errors=True) as folder:  # short: sockets
-        command = [
-            str(Path(sys.executable).with_name("ray")), "start", "--head", "--block", "--port", str(head.gcs),
-            "--ray-client-server-port", str(head.client), "--include-dashboard", "false", "--num-cpus", "1",
-            "--object-store-memory", "80000000", "--temp-dir", folder, "--disable-usage-stats",
-        ]  # fmt: skip
-        log = Path(folder, "start.log")
-        with log.open("wb") as out:
-            process = subprocess.Popen(
-                command,
-                env=environment(**env),
-                stdout=out,
-                stderr=out,
-                stdin=subprocess.DEVNULL,
-                start_new_session=True,
-            )
-        try:
-            wait_for(head.client, process, log)
-            yield head
-        finally:
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-
-
-def wait_for(port: int, process: subprocess.Popen[bytes], log: Path) -> None:
-    until_s = time.monotonic() + START_S
-    while time.monotonic() < until_s and process.poll() is None:
-        with suppress(OSError), socket.create_connection(("127.0.0.1", port), 1.0):
-            return
-        time.sleep(0.2)
-    pytest.fail(f"Ray did not start: {log.read_text()[-2000:]}")
+def of_head(head: Head, **env: str) -> dict[str, Any]:
+    """By the GCS: two clusters on one machine, as tests may have, share the ports of their client servers."""
+    return doctor("auto", RAY_ADDRESS=f"127.0.0.1:{head.gcs}", **env)
 
 
 def doctor(address: str, **env: str) -> dict[str, Any]:
@@ -105,7 +44,7 @@ def answers(facts: dict[str, Any]) -> dict[int, str]:
 
 def test_a_head_without_a_token_is_named_a_danger():
     with ray_head(RAY_AUTH_MODE="disabled") as head:
-        facts = head.doctor(RAY_AUTH_MODE="disabled")
+        facts = of_head(head, RAY_AUTH_MODE="disabled")
 
         assert answers(facts)[head.gcs] == answers(facts)[head.client] == "open"
         assert any("without a token" in text and "RAY_AUTH_MODE=token" in text for text in of_port(facts, head.gcs))
@@ -117,9 +56,9 @@ def test_a_head_without_a_token_is_named_a_danger():
 
 def test_a_head_with_a_token_refuses_strangers_and_shows_its_nodes_to_those_who_have_it():
     with ray_head(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=TOKEN) as head:
-        facts = head.doctor(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=TOKEN)
+        facts = of_head(head, RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=TOKEN)
         began_s = time.monotonic()
-        refused = head.doctor(RAY_AUTH_MODE="disabled")
+        refused = of_head(head, RAY_AUTH_MODE="disabled")
         took_s = time.monotonic() - began_s
 
     assert answers(facts)[head.gcs] == answers(facts)[head.client] == "refuses"

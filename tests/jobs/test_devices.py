@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 from desk import Desk
-from kind_inputs import SECOND, Watched
+from kind_inputs import SECOND, Watched, digests
 
-from brim.errors import CheckpointError, ConfigError, RankLost
+from brim.errors import CheckpointError, ClusterError, ConfigError, RankLost
 from brim.jobs import crew, leases
 from brim.jobs.kinds import KINDS
 from brim.jobs.process import FileLock, cores
@@ -245,3 +245,71 @@ def test_a_job_that_waits_for_a_gpu_can_be_stopped(tmp_path):
     lock = FileLock(leases._file(tmp_path, "0"))
     assert lock.take()
     lock.release()
+
+
+# Generation
+
+
+@needs_two_cores
+def test_two_devices_generate_the_bytes_of_one(dataset, tmp_path):
+    job = Watched("rf.generate", tmp_path / "made", {**SAMPLES, "devices": 2})
+    result = job.run()
+
+    assert result is not None
+    assert (result["accepted"], result["workers"], result["dataset_id"]) == (40, 2, "made")
+    assert digests(tmp_path / "made", "shards/*") == digests(dataset, "shards/*")
+    assert job.currents == sorted(job.currents)
+
+
+@needs_two_cores
+def test_a_generation_on_two_devices_stops_and_goes_on_to_the_same_bytes(dataset, tmp_path):
+    first = Watched(
+        "rf.generate", tmp_path / "made", {**SAMPLES, "devices": 2}, stop_when=lambda where: where.current >= 16
+    )
+
+    assert first.run() is None
+    assert first.seconds_to_stop < 5
+    assert Watched("rf.generate", tmp_path / "made", {**SAMPLES, "devices": 2}).run() is not None
+    assert digests(tmp_path / "made", "shards/*") == digests(dataset, "shards/*")
+
+
+def test_a_job_of_a_cluster_that_the_service_no_longer_has_says_so(tmp_path):
+    job = Watched("rf.generate", tmp_path / "made", {**SAMPLES, "cluster": True})
+
+    with pytest.raises(ConfigError, match="no cluster any more; have it started with"):
+        job.run()
+
+
+# On the service's cluster
+
+
+@pytest.mark.slow
+def test_a_generation_on_the_cluster_makes_the_same_bytes(dataset, tmp_path, monkeypatch):
+    pytest.importorskip("ray")
+    from ray_head import TOKEN, ray_head
+
+    with ray_head(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=TOKEN) as head:
+        for name, value in {"MODE": "token", "TOKEN": TOKEN}.items():
+            monkeypatch.setenv(f"RAY_AUTH_{name}", value)
+        monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{head.gcs}")
+        job = Watched("rf.generate", tmp_path / "made", {**SAMPLES, "cluster": True}, cluster="auto")
+        result = job.run()
+
+    assert result is not None
+    assert (result["accepted"], result["workers"]) == (40, 1)
+    assert digests(tmp_path / "made", "shards/*") == digests(dataset, "shards/*")
+
+
+@pytest.mark.slow
+def test_a_cluster_that_nobody_answers_at_fails_the_job_at_once(tmp_path):
+    pytest.importorskip("ray")
+    from ray_head import free_port
+
+    address = f"ray://127.0.0.1:{free_port()}"
+    job = Watched("rf.generate", tmp_path / "made", {**SAMPLES, "cluster": True}, cluster=address)
+    began_s = time.monotonic()
+
+    with pytest.raises(ClusterError, match="nobody answers"):
+        job.run()
+    assert time.monotonic() - began_s < 15
+    assert not (tmp_path / "made").exists()

@@ -51,6 +51,13 @@ def num_devices(task: Task) -> int:
     return int(wanted)
 
 
+def service_cluster(task: Task) -> str:
+    """Address of the cluster that the job runs on."""
+    if task.cluster is None:  # the service was started anew without it
+        raise ConfigError('this service has no cluster any more; have it started with "brim serve --cluster ADDRESS"')
+    return task.cluster
+
+
 def by_ranks(task: Task, voice: Voice) -> Result | None:
     """What ranks, one for each device, train together; None where this process is to do it itself."""
     if task.is_member or (count := num_devices(task)) == 1:

@@ -1,13 +1,14 @@
 """Radio: rf.generate, rf.train and rf.evaluate, by the functions of the command line."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field
 
 from brim.errors import BrimError, DatasetError, FieldConflict
-from brim.jobs.crew import by_ranks
+from brim.jobs.crew import by_leader, by_ranks, num_devices, service_cluster
 from brim.jobs.fields import (
     CHECKPOINT_S,
     Accelerator,
@@ -29,6 +30,7 @@ from brim.jobs.task import Inputs, Stopped, Task, Voice, attempt, counted, devic
 
 if TYPE_CHECKING:
     from brim.jobs.specs import Spec
+    from brim.rf.generate import Report
 
 REPORT = "evaluation.html"
 _SHARDS = 1_000_000  # of a dataset: their names have six digits
@@ -98,6 +100,8 @@ def generate_bytes(spec: "Spec", inputs: Inputs) -> int:
 @attempt
 def run_generate(task: Task, voice: Voice) -> dict[str, Any]:
     """Make the dataset, or the rest of it."""
+    if (found := by_leader(task, voice)) is not None:
+        return found
     from brim.engine.shards import Dataset
     from brim.rf.config import GenerateConfig
     from brim.rf.generate import Progress as Made
@@ -108,15 +112,32 @@ def run_generate(task: Task, voice: Voice) -> dict[str, Any]:
     def tell(where: Made) -> None:
         voice(counted(where.done, where.total, where.message, where.rate, flow_of(where)))
 
-    report = generate(
-        build(GenerateConfig, own(GenerateConfig, config)), task.out, config["num_samples"],
-        device=device_of(task), batch_size=config.get("batch_size"), resume=True, verify="sizes", progress=tell,
-        stop=task.stop,
-    )  # fmt: skip
+    asked = (build(GenerateConfig, own(GenerateConfig, config)), task.out, config["num_samples"])
+    make = _by_many(task) if task.is_member else partial(generate, device=device_of(task))
+    report = make(
+        *asked, batch_size=config.get("batch_size"), resume=True, verify="sizes", progress=tell, stop=task.stop
+    )
     if report.stopped:
         raise Stopped
     made = Dataset(task.out).manifest["report"]  # not ours: that of an attempt which only found it finished is empty
     return {name: value for name, value in made.items() if name != "dataset"} | {"dataset_id": task.out.name}
+
+
+def _by_many(task: Task) -> "Callable[..., Report]":
+    """What generates on the devices of the job, or on the cluster."""
+    from brim.cluster.generate import generate_many
+    from brim.cluster.processes import ProcessPool, device_names
+
+    def make(*asked: Any, **options: Any) -> "Report":
+        if not task.spec.config.get("cluster"):
+            return generate_many(*asked, pool=ProcessPool(device_names(num_devices(task))), **options)
+        from brim.cluster.ray_connect import connect
+        from brim.cluster.ray_pool import RayPool
+
+        with connect(service_cluster(task)) as cluster:
+            return generate_many(*asked, pool=RayPool(cluster), **options)
+
+    return make
 
 
 # rf.train
