@@ -11,7 +11,7 @@ import secrets
 import struct
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -93,14 +93,14 @@ def upload(
     place: Place, name: str, tensors: dict[str, Tensor], before: Callable[[], None] = lambda: None
 ) -> tuple[int, str]:
     """Make a shard in a local temporary file and put it into a store, `before` just before; its bytes and sha256."""
-    with tempfile.TemporaryDirectory(prefix="brim-") as folder:
-        file = Path(folder) / name
+    with ExitStack() as stack:
         try:
+            file = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="brim-"))) / name
             made = write_safetensors(file, tensors)
         except OSError as failure:
             raise StorageError(
-                f"{file}: cannot write, {failure.strerror or failure}; free some space there or set TMPDIR to a "
-                "larger disk, then continue with --resume"
+                f"{tempfile.gettempdir()}: cannot write a shard before its upload, {failure.strerror or failure}; free "
+                "some space there or set TMPDIR to a larger disk, then continue with --resume"
             ) from failure
         before()
         place.put_file(file, f"shards/{name}")
@@ -320,11 +320,12 @@ def _range(file: Stored, start: int, stop: int) -> bytes:
 
 def _whole(file: Stored, entry: ShardEntry, *, checksum: bool) -> bytes:
     try:
-        data = file.place.read_bytes(file.key)
+        data = file.place.read_bytes(file.key, 0, entry.bytes + 1)  # one more shows that it is longer
     except FileNotFoundError as failure:
         corrupt(file, "is missing", failure)
     if len(data) != entry.bytes:
-        corrupt(file, f"has {len(data)} bytes, the manifest says {entry.bytes}")
+        more = "more than " if len(data) > entry.bytes else ""
+        corrupt(file, f"has {more}{min(len(data), entry.bytes)} bytes, the manifest says {entry.bytes}")
     if checksum and hashlib.sha256(data).hexdigest() != entry.sha256:
         corrupt(file, "checksum differs from the manifest")
     return data

@@ -16,6 +16,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import unquote, urlsplit
@@ -24,6 +25,8 @@ from brim.errors import ConfigError, StorageError
 
 RETRY_S = 60.0  # how long a store that does not answer is asked again; BRIM_STORAGE_RETRY_S changes it
 FIRST_S = 10.0  # the same before its first answer ever: an address that was never right is told soon
+
+PART_BYTES = 16 * 2**20  # of a large object, asked for at the same time as its other parts
 
 _URL = re.compile(r"[a-zA-Z][a-zA-Z0-9+.\-]*://")
 _Result = TypeVar("_Result")
@@ -261,13 +264,10 @@ class ObjectPlace(Place):
         return hash(self.url)
 
     def read_bytes(self, name: str, start: int = 0, stop: int | None = None) -> bytes:
-        """One request for the range; large whole objects are fetched in parallel parts."""
-        key = self.at(name)
-        if start == 0 and stop is None:
-            return bytes(self._ask("read", name, lambda fs: fs.cat_file(key)))
+        """One request; a large range is fetched in parallel parts."""
         if stop is not None and stop <= start:
             return b""
-        return bytes(self._ask("read", name, lambda fs: _cat_range(fs, key, start, stop)))
+        return self._ask("read", name, lambda fs: _fetch(fs, self.at(name), start, stop))
 
     def size(self, name: str) -> int:
         """Bytes of an object."""
@@ -338,9 +338,10 @@ class ObjectPlace(Place):
                         f"{self} does not answer{tried} ({reason}); check the network, the store and its endpoint "
                         "(AWS_ENDPOINT_URL for S3), then go on with --resume"
                     ) from failure
-                self._tell(reason, patience_s)
+                if pause_s > 0.2:  # two hiccups in a row are nothing to speak of
+                    self._tell(reason, patience_s)
             else:
-                self.answered, self._told, self._gave_up = True, False, False
+                self._heard()
                 return result
             time.sleep(min(pause_s, left_s))
             pause_s = min(pause_s * 2, 5.0)
@@ -358,6 +359,12 @@ class ObjectPlace(Place):
                 return
             self._told = True
         _log.warning("%s does not answer (%s); trying again for up to %g s", self, reason, patience_s)
+
+    def _heard(self) -> None:
+        with self._lock:
+            told, self.answered, self._told, self._gave_up = self._told, True, False, False
+        if told:
+            _log.info("%s answers again", self)
 
     def _filesystem(self) -> Any:
         with self._lock:
@@ -387,13 +394,29 @@ def _open(scheme: str) -> Any:
     return opened
 
 
-def _cat_range(fs: Any, key: str, start: int, stop: int | None) -> bytes:
+def _fetch(fs: Any, key: str, start: int, stop: int | None) -> bytes:
+    if stop is None or stop - start <= PART_BYTES:
+        # always with a range: without one the library asks for the size first, and a refusal of that has no reason
+        return _part(lambda: fs.cat_file(key, start=start, end=stop))
+    starts = list(range(start, stop, PART_BYTES))
+    parts = fs.cat_ranges([key] * len(starts), starts, [*starts[1:], stop], on_error="return")
+    return b"".join(_part(partial(_given, part)) for part in parts)
+
+
+def _part(ask: Callable[[], Any]) -> bytes:
+    """Some bytes; none where they would begin behind the object's end."""
     try:
-        return bytes(fs.cat_file(key, start=start, end=stop))
-    except OSError as failure:
-        if _status(failure)[0] == 416:  # begins behind the end
+        return bytes(ask())
+    except Exception as failure:
+        if _status(failure)[0] == 416:
             return b""
         raise
+
+
+def _given(part: Any) -> Any:
+    if isinstance(part, Exception):
+        raise part
+    return part
 
 
 def _retry_s() -> float:
@@ -427,7 +450,7 @@ def _judge(failure: Exception, place: ObjectPlace, what: str, name: str) -> str:
     """Why a request failed, in words, when it may work later; else the error to end with is raised here."""
     status, code = _status(failure)
     kinds = {kind.__name__ for link in _chain(failure) for kind in type(link).__mro__}
-    reason = _tidy(str(failure)) or type(failure).__name__
+    reason = _tidy(str(getattr(failure, "strerror", None) or failure)) or type(failure).__name__
     where = place.at(name) if name else str(place)
     if kinds & _NO_CREDENTIALS:
         raise StorageError(
