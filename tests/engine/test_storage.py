@@ -420,6 +420,12 @@ def test_a_shard_made_twice_must_be_the_same(tmp_path):
             writing.adopt(1, other)
 
 
+def test_a_manifest_is_the_text_that_json_writes(tmp_path):
+    for stop in (0, 7, 10, 33):
+        text = (fill(tmp_path / str(stop), stop) / "manifest.json").read_text()
+        assert text == json.dumps(json.loads(text), indent=1, ensure_ascii=False) + "\n"
+
+
 def test_rows_that_cannot_be_written_are_refused(tmp_path):
     for rows, message in (({}, "one length"), ({"x": torch.zeros(2, dtype=torch.complex128)}, "complex128")):
         with pytest.raises(DatasetError, match=message):

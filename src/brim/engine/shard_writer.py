@@ -11,6 +11,7 @@ from contextlib import suppress
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
+from textwrap import indent
 from types import TracebackType
 from typing import Any, Literal, Self
 
@@ -79,6 +80,7 @@ class ShardWriter:
         self.derived = derived
         self.verify: Verify = verify
         self._full: list[ShardEntry] = []
+        self._texts: list[str] = []  # the first of them as the manifest has them
         self._partial: ShardEntry | None = None  # listed last; goes once a longer shard takes its place
         self._created = datetime.now(UTC).isoformat(timespec="seconds")
         self._complete = False
@@ -110,7 +112,7 @@ class ShardWriter:
         """Check everything, then create the directory or continue the one that is there."""
         if self.items_per_shard < 1:
             raise ConfigError(f"items_per_shard={self.items_per_shard} must be at least 1")
-        json.dumps(self._manifest())  # a header that cannot be written must fail before anything is created
+        self._text()  # a header that cannot be written must fail before anything is created
         with refusals(self.place, kept=False):
             self._fresh = self._home.is_vacant()
             if not self._fresh and not self.resume:
@@ -321,7 +323,7 @@ class ShardWriter:
             return
         self._commit_failed = True  # until its end; a sync that failed once seems to work when tried again
         began_s = time.monotonic()
-        text = json.dumps(self._manifest(), indent=1, ensure_ascii=False) + "\n"
+        text = self._text()
         with refusals(self.place.at(MANIFEST), kept=bool(self._listed())):
             self._home.put_manifest(text, self._unsynced)
         self._unsynced.clear()
@@ -330,9 +332,19 @@ class ShardWriter:
         if self.place.path is None:  # the manifest of many shards is large: at most a twentieth of the time is for it
             self._commit_cost_s = self._committed_at - began_s
 
+    def _text(self) -> str:
+        """The manifest as JSON; a full shard is put into words once, which for a hundred thousand takes seconds."""
+        self._texts += [_entry_text(entry) for entry in self._full[len(self._texts) :]]
+        listed = [*self._texts, *([_entry_text(self._partial)] if self._partial else [])]
+        text = json.dumps(self._manifest(), indent=1, ensure_ascii=False)
+        if listed:
+            text = "".join([text.removesuffix("[]\n}"), "[\n", ",\n".join(listed), "\n ]\n}"])
+        return text + "\n"
+
     def _manifest(self) -> dict[str, Any]:
-        listed = self._listed()
-        items, totals = sum(entry.items for entry in listed), listed[-1].totals if listed else {}
+        """All of the manifest but its list of shards."""
+        last = self._partial or (self._full[-1] if self._full else None)
+        items, totals = self.items + (self._partial.items if self._partial else 0), last.totals if last else {}
         own_first = {"format_version": FORMAT_VERSION, "created": self._created}
         own_last = {
             **(self.derived(items, totals) if self.derived is not None else {}),
@@ -340,10 +352,14 @@ class ShardWriter:
             "items_per_shard": self.items_per_shard,
             "totals": totals,
             "complete": self._complete,
-            "shards": [asdict(entry) for entry in listed],
+            "shards": [],
         }
         assert not self.header.keys() & {*own_first, *own_last}, "header uses a key of the manifest"
         return {**own_first, **self.header, **own_last}
+
+
+def _entry_text(entry: ShardEntry) -> str:
+    return indent(json.dumps(asdict(entry), indent=1, ensure_ascii=False), "  ")
 
 
 # What differs
