@@ -19,9 +19,9 @@ import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from brim import errors
 from brim.cluster.ray_connect import Cluster, connect, import_ray
@@ -35,7 +35,7 @@ from brim.segmentation.predict import PredictProgress, PredictReport
 from brim.segmentation.predict_files import FilesReport, Found, find_inputs
 from brim.segmentation.records import FOLDER, Record, Records, recipe_of
 
-TRIES = 4  # of a parcel whose worker dies
+TRIES = 2  # of a parcel whose worker dies; then of each of its images alone, which fails when workers die over it
 SHARE = 0.25  # of a core for a step beside the network, where the network runs on the same cores
 AT_ONCE = 2  # parcels in a scorer: one is prepared while the other is on the device
 WAIT_S = 0.5  # longest wait for an outcome before progress is told
@@ -310,7 +310,7 @@ def _tuned(
     ray: Any, resources: dict[str, float], recipe: Recipe, weights: bytes, sizes: str | None
 ) -> tuple[int, str | None]:
     """The batch size of a worker's device and the sizes it knows now: tuned once, not by every worker."""
-    tune = ray.remote(max_retries=TRIES - 1, **resources)(_tune)
+    tune = ray.remote(**resources)(_tune)
     found = ray.get(tune.remote(recipe, weights, sizes))
     _raise_if_told(found)
     return found  # type: ignore[no-any-return]
@@ -358,9 +358,9 @@ def _conducted(ray: Any, plan: _Plan, weights: bytes) -> Iterator[Iterator[Parce
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     head = next((node["NodeID"] for node in ray.nodes() if "node:__internal_head__" in node["Resources"]), None)
-    options: dict[str, Any] = {"num_cpus": 0, "max_concurrency": 2}
+    options: dict[str, Any] = {"num_cpus": 0, "max_concurrency": 8}  # one who takes, and workers who count
     if head is not None:  # where it is least likely to be lost
-        options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(head, soft=True)
+        options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(head, soft=False)
     conductor = ray.remote(**options)(_Conductor).remote()
     try:
         ray.get(conductor.start.remote(pickle.dumps(plan), weights))
@@ -385,8 +385,7 @@ def _outcomes(ray: Any, conductor: Any) -> Iterator[Parcel | None]:
         _raise_if_told(outcome)
         if isinstance(outcome, _Lost):
             raise ClusterError(
-                f"workers died {TRIES} times over the same images: {outcome.message}; what is finished is recorded: "
-                "find out why (memory is the usual reason), then the same command goes on"
+                f"the cluster gave up: {outcome.message}; what is finished is recorded, the same command goes on"
             )
         yield outcome
 
@@ -403,6 +402,19 @@ class _Conductor:
 
     def __init__(self) -> None:
         self._outcomes: queue.Queue[bytes] = queue.Queue(AHEAD)
+        self._begun: dict[_Key, int] = {}
+        self._lock = threading.Lock()
+
+    def begin(self, key: "_Key") -> int:
+        """Count a try of a piece of work; which one it is."""
+        with self._lock:
+            self._begun[key] = self._begun.get(key, 0) + 1
+            return self._begun[key]
+
+    def end(self, key: "_Key") -> None:
+        """It did not end its worker."""
+        with self._lock:
+            self._begun.pop(key, None)
 
     def start(self, plan: bytes, weights: bytes) -> None:
         """Begin; the plan is pickled by us, so that brim is imported here and not by Ray's own process."""
@@ -417,7 +429,10 @@ class _Conductor:
 
     def _run(self, plan: _Plan, weights: bytes) -> None:
         try:
-            for batch in _dataset(plan, weights).iter_batches(batch_size=None, prefetch_batches=0):
+            import ray
+
+            ledger = _Ledger(ray.get_runtime_context().current_actor)
+            for batch in _dataset(plan, weights, ledger).iter_batches(batch_size=None, prefetch_batches=0):
                 for outcome in batch["parcel"]:
                     self._outcomes.put(outcome)
         except Exception as failure:  # whatever it is, whoever waits must hear of it
@@ -431,8 +446,11 @@ def _words(failure: BaseException) -> str:
     return lines[-1] if lines else type(failure).__name__
 
 
-def _dataset(plan: _Plan, weights: bytes) -> Any:
-    """The whole of it, as Ray Data runs it."""
+def _dataset(plan: _Plan, weights: bytes, ledger: "_Ledger") -> Any:
+    """The whole of it, as Ray Data runs it.
+
+    Tries are not limited here: Ray counts each call to a machine that is gone, some a second. The ledger limits them.
+    """
     import ray
     import ray.data
 
@@ -445,22 +463,22 @@ def _dataset(plan: _Plan, weights: bytes) -> Any:
     rows = [{"tasks": pickle.dumps(tasks)} for tasks in plan.work]
     return (
         ray.data.from_items(rows, override_num_blocks=len(rows))
-        .map_batches(_read, batch_size=None, max_retries=TRIES - 1, **resources.beside)
+        .map_batches(_read, batch_size=None, fn_args=(ledger,), max_retries=-1, **resources.beside)
         .map_batches(
             _Score,
             batch_size=1,
             compute=scorers,
-            fn_constructor_args=(plan.recipe, [ray.put(weights)], plan.sizes),
+            fn_constructor_args=(plan.recipe, [ray.put(weights)], plan.sizes, ledger),
             max_concurrency=AT_ONCE,
             max_restarts=-1,
-            max_task_retries=TRIES - 1,
+            max_task_retries=-1,
             **resources.score,
         )
         .map_batches(
             _write,
             batch_size=None,
-            fn_args=(plan.recipe.files.format, plan.place, plan.records),
-            max_retries=TRIES - 1,
+            fn_args=(plan.recipe.files.format, plan.place, plan.records, ledger),
+            max_retries=-1,
             **resources.beside,
         )
     )
@@ -469,52 +487,111 @@ def _dataset(plan: _Plan, weights: bytes) -> Any:
 # The steps in Ray Data's words: columns of pickled parcels. An error for the user passes by as a row.
 
 _Rows = dict[str, Any]
+_Key = tuple[str, int, bool]  # step, index of the first image, whether it is alone
+_Piece = TypeVar("_Piece", Task, Sheet)
 
 
-def _read(rows: _Rows) -> Iterator[_Rows]:
-    for tasks in rows["tasks"]:
-        try:
-            for parcel in read(pickle.loads(tasks)):
-                yield _row(parcel)
-        except BrimError as failure:
-            yield _row(_Told(type(failure).__name__, str(failure)))
+def _read(rows: _Rows, ledger: "_Ledger") -> Iterator[_Rows]:
+    for data in rows["tasks"]:
+        tasks: list[Task] = pickle.loads(data)
+        with _telling() as told:
+            for found in ledger.watch("read", tasks, read):
+                yield _row(found if isinstance(found, Parcel) else Parcel(sheets=[_deadly_task(found)]))
+        yield from told
 
 
 class _Score:
     """A worker with a network; made once, called for every parcel."""
 
-    def __init__(self, recipe: Recipe, weights: list[Any], sizes: str | None) -> None:
+    def __init__(self, recipe: Recipe, weights: list[Any], sizes: str | None, ledger: "_Ledger") -> None:
         import ray
 
-        self._told: _Told | None = None
-        try:
+        self._ledger = ledger
+        with _telling() as self._told:
             self._score = BulkScorer(recipe, ray.get(weights[0]), sizes, name=uuid.uuid4().hex)
-        except BrimError as failure:
-            self._told = _Told(type(failure).__name__, str(failure))
 
     def __call__(self, rows: _Rows) -> Iterator[_Rows]:
         for data in rows["parcel"]:
-            parcel = pickle.loads(data)
-            if self._told is not None or isinstance(parcel, _Told):
-                yield _row(self._told or parcel)
-                continue
-            try:
-                yield _row(self._score(parcel))
-            except BrimError as failure:
-                yield _row(_Told(type(failure).__name__, str(failure)))
+            if self._told:
+                yield self._told[0]
+            else:
+                yield from _passed(data, "score", self._ledger, self._score)
 
 
-def _write(rows: _Rows, format: str, place: Place | None, records: Records) -> Iterator[_Rows]:
+def _write(rows: _Rows, format: str, place: Place | None, records: Records, ledger: "_Ledger") -> Iterator[_Rows]:
+    def work(parcel: Parcel) -> Parcel:
+        return write(parcel, format, place, None if place is None else records)
+
     for data in rows["parcel"]:
-        parcel = pickle.loads(data)
-        if isinstance(parcel, _Told):
-            yield _row(parcel)
-            continue
-        try:
-            yield _row(write(parcel, format, place, None if place is None else records))
-        except BrimError as failure:
-            yield _row(_Told(type(failure).__name__, str(failure)))
+        yield from _passed(data, "write", ledger, work)
+
+
+def _passed(data: bytes, step: str, ledger: "_Ledger", work: Callable[[Parcel], Parcel]) -> Iterator[_Rows]:
+    """A parcel through a step; where it is none, as it came."""
+    parcel = pickle.loads(data)
+    if not isinstance(parcel, Parcel):
+        yield _row(parcel)
+        return
+
+    def some(sheets: Sequence[Sheet]) -> Iterator[Parcel]:
+        yield work(replace(parcel, sheets=list(sheets)))
+
+    with _telling() as told:
+        for found in ledger.watch(step, parcel.sheets, some):
+            yield _row(found if isinstance(found, Parcel) else replace(parcel, sheets=[_deadly(found)]))
+    yield from told
+
+
+def _deadly_task(task: Task) -> Sheet:
+    return _deadly(Sheet(index=task.index, name=task.name, file=task.file))
+
+
+def _deadly(sheet: Sheet) -> Sheet:
+    error = f"{sheet.name}: {TRIES} workers died over it alone; look at its size, and at the memory of the nodes"
+    return replace(sheet, error=error, pixels=None, rings=None, mask=None, result=None)
+
+
+@contextmanager
+def _telling() -> Iterator[list[_Rows]]:
+    """Errors for the user become rows of the list: Ray would try again, and wrap them in its own."""
+    told: list[_Rows] = []
+    try:
+        yield told
+    except BrimError as failure:
+        told.append(_row(_Told(type(failure).__name__, str(failure))))
 
 
 def _row(parcel: Parcel | _Told) -> _Rows:
     return {"parcel": [pickle.dumps(parcel)]}
+
+
+class _Ledger:
+    """Counts tries at the conductor, where they survive a worker."""
+
+    def __init__(self, conductor: Any) -> None:
+        self._conductor = conductor
+
+    def watch(
+        self, step: str, pieces: Sequence[_Piece], work: Callable[[Sequence[_Piece]], Iterator[Parcel]]
+    ) -> Iterator[Parcel | _Piece]:
+        """Work on images together; where workers died over that, on each alone. One they die over comes back as is."""
+        if not pieces:
+            return
+        if self._begin(step, pieces[0].index, False) <= TRIES:
+            yield from work(pieces)
+        else:
+            for piece in pieces:
+                if self._begin(step, piece.index, True) <= TRIES:
+                    yield from work([piece])
+                else:
+                    yield piece
+                self._end(step, piece.index, True)
+        self._end(step, pieces[0].index, False)
+
+    def _begin(self, step: str, index: int, alone: bool) -> int:
+        import ray
+
+        return int(ray.get(self._conductor.begin.remote((step, index, alone))))
+
+    def _end(self, step: str, index: int, alone: bool) -> None:
+        self._conductor.end.remote((step, index, alone))
