@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, distributed, nn
+from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
 from brim.engine.device import gpu_uuid, resolve_device
@@ -31,6 +32,7 @@ MEET_S = 60.0  # in which all ranks must have come
 WAIT_S = 7 * 24 * 3600.0  # for rank 0, at most; a rank that dies is noticed at once
 LOOK_S = 0.25  # between two looks up from the steps
 _BLAME_S = 3.0  # a rank that fails has so long to say why before the others end
+_DRAIN_S = 0.1
 _FAILURE = "brim-failure"
 _BROKEN = ("gloo", "connection closed", "connection reset", "broken pipe", "nccl", "socket")  # in torch's messages
 
@@ -99,6 +101,14 @@ class Ranks:
         """Wait for all ranks."""
         self.greatest(0)
 
+    def leave(self) -> None:
+        """End the connections, once all ranks have come so far: whoever left first would take them along."""
+        self.meet()
+        distributed.barrier(self._control)  # of no tensors
+        # gloo's threads let go of the last tensors only now, and need the interpreter for it, which would wait for them
+        time.sleep(_DRAIN_S)
+        distributed.destroy_process_group()
+
     # Numbers, on the device
 
     def add_up(self, tensor: Tensor) -> Tensor:
@@ -127,12 +137,11 @@ class Ranks:
             if not self._is_told(text):
                 log.error("rank %d of %d: %s", self.rank, self.size, text)
             return failure
-        with suppress(RuntimeError):
-            self._store.wait([_FAILURE], timedelta(seconds=_BLAME_S))
-            return RankLost(f"{self._store.get(_FAILURE).decode()}; every rank ends with it")
+        if said := self._noted(_FAILURE, _BLAME_S):
+            return RankLost(f"{said}; every rank ends with it")
         return RankLost(
-            f"another rank was lost ({text}); look for what killed it, such as memory, and continue with --resume; "
-            "torchrun --max-restarts 3 does so by itself"
+            "another rank is gone, without a word; look for what ended it, such as too little memory, and go on with "
+            "--resume: torchrun --max-restarts 3 does so by itself"
         )
 
     def _is_told(self, text: str) -> bool:
@@ -140,10 +149,17 @@ class Ranks:
         with suppress(RuntimeError):
             self._store.set(_FAILURE, f"rank {self.rank} failed: {text}")
             self._store.set(f"{_FAILURE}-{self.rank}", text)
-            if not self.main:
-                self._store.wait([f"{_FAILURE}-0"], timedelta(seconds=_BLAME_S / 2))
-                return bool(self._store.get(f"{_FAILURE}-0").decode() == text)
-        return self.main
+        return self.main or self._noted(f"{_FAILURE}-0", _BLAME_S / 2) == text
+
+    def _noted(self, name: str, wait_s: float) -> str:
+        """What a rank noted under a name, when it does so soon; asked again and again, as waiting logs a warning."""
+        until_s = time.monotonic() + wait_s
+        with suppress(RuntimeError):  # the store may be gone too
+            while time.monotonic() < until_s:
+                if self._store.check([name]):
+                    return str(self._store.get(name).decode())
+                time.sleep(0.05)
+        return ""
 
 
 class Pace:
@@ -189,13 +205,12 @@ def joined(device: str = "auto") -> Iterator[Ranks]:
     ranks = _join(rank, size, _device(device, local))
     try:
         yield ranks
-        ranks.meet()  # whoever left first would take its connections along
+        ranks.leave()
     except Exception as failure:
         told = ranks.explained(failure)
         if told is failure:
             raise
         raise told from failure
-    distributed.destroy_process_group()
 
 
 def _place(environment: Mapping[str, str]) -> tuple[int, int, int]:
@@ -235,6 +250,8 @@ def _join(rank: int, size: int, device: torch.device) -> Ranks:
     try:
         meeting = rendezvous("env://", rank, size, timeout=timedelta(seconds=MEET_S))
         store, rank, size = next(meeting)
+        # torchrun's store outlives the ranks it starts again: each time they meet under another name
+        store = PrefixStore(f"brim-{_restarts()}", store)
         distributed.init_process_group(
             "gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=MEET_S)
         )
@@ -246,13 +263,16 @@ def _join(rank: int, size: int, device: torch.device) -> Ranks:
             f"rank {rank} of {size} did not meet the others at {where} within {MEET_S:.0f} s "
             f"({str(failure).splitlines()[0]}); start all of them with one torchrun, and check that the port is free"
         ) from failure
-    restarted = _number(os.environ, "TORCHELASTIC_RESTART_COUNT", 0) > 0
     ranks = Ranks(
-        device=device, rank=rank, size=size, restarted=restarted, _control=control, _data=data, _store=store
+        device=device, rank=rank, size=size, restarted=_restarts() > 0, _control=control, _data=data, _store=store
     )  # fmt: skip
     if ranks.main:
         log.info("%d ranks train as one; gradients go by %s", size, "gloo" if data is control else "NCCL")
     return ranks
+
+
+def _restarts() -> int:
+    return _number(os.environ, "TORCHELASTIC_RESTART_COUNT", 0)
 
 
 def _own_gpus(device: torch.device, size: int, control: Any) -> bool:

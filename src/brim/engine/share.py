@@ -198,7 +198,7 @@ class _Norm(torch.autograd.Function):
         axes = [0, *range(2, x.ndim)]
         sides = (1, -1, *[1] * (x.ndim - 2))
         counts = 1.0 if len(share.places) else 0.0  # a stand-in is in no sum
-        values = x.float()
+        values = x.float() if x.dtype != torch.float64 else x
         num_rows = share.repeats(len(x)) * share.count
         count = values.new_tensor(float(num_rows * (x[0].numel() // x.shape[1])))
         mean = share.ranks.add_up(values.sum(axes) * counts) / count

@@ -90,8 +90,8 @@ def train(
     stopped or killed ends with the same bits on a CPU. `progress` is called at least once a second, `stop` is asked
     after each batch; a run stopped so can be resumed.
 
-    With several ranks all of them call this at once with equal arguments and train as one; rank 0 alone evaluates,
-    writes and tells.
+    With several ranks all of them call this at once with equal arguments and train as one; rank 0 alone writes and
+    tells, and evaluate must return the same on all of them.
     """
     where = resolve_device(str(device))
     ranks = ranks or Ranks(device=where)
@@ -275,9 +275,7 @@ class _Run:
         self.stepper.seed(-1 - self.state.epoch)
         self.module.eval()
         with torch.no_grad():
-            found = self.ranks.from_main(
-                lambda: {name: float(value) for name, value in evaluate(self.module).items()}
-            )  # fmt: skip
+            found = {name: float(value) for name, value in evaluate(self.module).items()}
         if "val_loss" not in found:
             raise ConfigError(f"evaluate returned {sorted(found)}, expected val_loss among them")
         self.logs.write(step=self.state.step, epoch=self.state.epoch, values=found)

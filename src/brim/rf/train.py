@@ -155,7 +155,7 @@ def _train(
     with resident:
         report = run_trainer(
             module, loss, resident, config=recipe_of(config, config.epochs), out=out, device=where, progress=progress,
-            stop=stop, evaluate=lambda trained: _validate(trained, held, where),
+            stop=stop, evaluate=lambda trained: ranks.from_main(lambda: _validate(trained, held, where)),
             transform=flip if config.hybrid else None, ranks=ranks,
         )  # fmt: skip
     return _with_untrained(report, before)

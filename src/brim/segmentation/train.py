@@ -208,7 +208,8 @@ def _train(
         judge = _Judge(validation, data.val_images, resolve_precision(config.precision, device))
         report = run_trainer(
             module, _loss, resident, config=recipe_of(config, config.epochs), out=out, device=device, progress=progress,
-            stop=stop, evaluate=judge, transform=_transform(config), ranks=ranks,
+            stop=stop, evaluate=lambda trained: ranks.from_main(lambda: judge(trained)), transform=_transform(config),
+            ranks=ranks,
         )  # fmt: skip
         return ranks.from_main(lambda: _finish(module, judge, report, config, out))
 
