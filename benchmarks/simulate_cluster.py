@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 # As in brim.cluster.generate and brim.rf.ranges
 TASK_S = 1.0
@@ -34,13 +35,14 @@ class Machine:
     worker_rate: float = 41_564.0  # samples/s of one H200: results/generate_h200_2026-11-15.md
     sample_bytes: float = 3_032.0  # of a shard, for a sample: the same page, 303 MB for 100 000
     start_s: float = 10.0  # until a worker is ready: imports, kernels, the first batch
-    gate_rate: float = 260_000.0  # attempts/s of one core: results/scale_cpu_2026-11-16.md
+    gate_rate: float = 258_000.0  # attempts/s of one core: results/scale_cpu_2026-11-16.md
     acceptance: float = 0.9997
-    head_task_s: float = 400e-6  # of the head's time, for a task: the same page, over Ray
-    head_range_s: float = 60e-6  # and for each of its ranges
-    range_bytes: float = 700.0  # through the head, for a range: its entry and what is around it
+    head_task_s: float = 520e-6  # of the head's time, for a task: the same page, over Ray
+    head_range_s: float = 68e-6  # and for each of its ranges
+    range_bytes: float = 173.0  # through the head, for a range: its entry and what is around it
     index_bytes: float = 8.0  # and for each of its samples
-    entry_s: float = 18e-6  # to write a shard's entry into the manifest, every time that is written
+    entry_s: float = 1e-6  # for each shard whenever the manifest is written again, beside its bytes
+    entry_bytes: float = 245.0  # of a shard in the manifest
     put_s: float = 0.06  # a store's answer to one shard; an object store's usual latency
     put_rate: float = 3500.0  # shards/s that a store takes under one prefix: S3's stated limit
     node_bytes_s: float = 3e9  # to the store, of one node: 25 Gb/s
@@ -95,7 +97,8 @@ def forecast(plan: Plan, machine: Machine) -> Forecast:
     per_task = min(MAX_RANGES, max(1, round(machine.worker_rate / items * TASK_S)))
     per_task = max(1, min(per_task, math.ceil(plan.ranges / workers / TASKS_EACH)))
     head_s = machine.head_range_s + machine.head_task_s / per_task
-    commit_share = 1 / (1 + COMMIT_SHARE) if plan.ranges * machine.entry_s * COMMIT_SHARE > COMMIT_S else 0.0
+    commit_s = plan.ranges * again_s(machine)  # of the last one
+    commit_share = 1 / (1 + COMMIT_SHARE) if commit_s * COMMIT_SHARE > COMMIT_S else 0.0
     through_head = machine.index_bytes * items + machine.range_bytes + items / machine.acceptance
     limits = {
         "devices": workers * machine.worker_rate / (1 + machine.restart_s / machine.mtbf_s),
@@ -108,11 +111,15 @@ def forecast(plan: Plan, machine: Machine) -> Forecast:
     }
     rate = min(limits.values())
     ramp_s = FIRST_BLOCK / machine.gate_rate + items / machine.worker_rate + machine.put_s
-    last_commit_s = plan.ranges * machine.entry_s
     slowest = machine.jitter * math.sqrt(2 * math.log(max(2, workers)))  # of the workers' last tasks, in their lengths
     tail_s = machine.put_s + min(TASK_S, plan.samples / rate) * slowest
-    seconds = machine.start_s + ramp_s + plan.samples / rate + tail_s + last_commit_s
+    seconds = machine.start_s + ramp_s + plan.samples / rate + tail_s + commit_s
     return Forecast(seconds=seconds, limits=limits)
+
+
+def again_s(machine: Machine) -> float:
+    """For each shard whenever the manifest is written."""
+    return machine.entry_s + machine.entry_bytes / machine.head_bytes_s
 
 
 # The simulation
@@ -291,7 +298,7 @@ class Simulation:
         """Seconds that the head spends on the manifest now."""
         if self.now_s - self.committed_s < max(COMMIT_S, COMMIT_SHARE * self.commit_cost_s):
             return 0.0
-        self.commit_cost_s = self.done * self.machine.entry_s
+        self.commit_cost_s = self.done * again_s(self.machine)
         self.committed_s = self.now_s + self.commit_cost_s
         return self.commit_cost_s
 
@@ -374,7 +381,7 @@ class Simulation:
 
     def _outcome(self) -> Outcome:
         plan, machine = self.plan, self.machine
-        seconds = self.now_s + self.done * machine.entry_s  # the last manifest
+        seconds = self.now_s + self.done * again_s(machine)  # the last manifest
         working_s = max(seconds - machine.start_s, 1e-9)
         return Outcome(
             seconds=seconds,
@@ -427,21 +434,44 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--seeds", type=int, default=3, help="runs of each case")
     parser.add_argument("--only", help="cases whose name has this in it")
-    parser.add_argument("--measured", help="FILE.json of bench_scale.py: its costs instead of those here")
+    parser.add_argument("--measured", type=Path, help="page of bench_scale.py: its costs, and a check against its runs")
     options = parser.parse_args()
-    costs = read_costs(options.measured) if options.measured else {}
+    measured = read_page(options.measured) if options.measured else {}
+    costs = {name: float(measured["costs"][name]) for name in COSTS} if measured else {}
     results = [
         row(name, plan, replace(machine, **costs), options.seeds)
         for name, plan, machine in CASES
         if options.only is None or options.only in name
     ]
-    print(json.dumps(results))
+    checks = check(measured, replace(Machine(), **costs)) if measured else []
+    print(json.dumps({"cases": results, "checks": checks}))
 
 
-def read_costs(file: str) -> dict[str, float]:
-    """What bench_scale.py measured, by the names of Machine."""
-    found = json.loads(Path(file).read_text(encoding="utf-8"))["costs"]
-    return {name: float(found[name]) for name in ("gate_rate", "head_task_s", "head_range_s", "range_bytes", "entry_s")}
+COSTS = ("gate_rate", "head_task_s", "head_range_s", "range_bytes", "entry_s")
+
+
+def read_page(file: Path) -> Any:
+    """The JSON line at the end of a page of results."""
+    return json.loads(file.read_text(encoding="utf-8").rpartition("```json\n")[2].partition("\n```")[0])
+
+
+def check(measured: Any, machine: Machine) -> list[dict[str, object]]:
+    """The whole runs of bench_scale.py beside what is simulated of them, from the rate of one worker alone."""
+    cores, found = measured["machine"]["cores"], []
+    print(f"\n{'measured':38} {'samples/s':>9} {'simulated':>12} {'off':>6}")
+    for name, run in measured["whole"].items():
+        pool, _, count = name.rpartition(" ")
+        if not count.isdigit():
+            continue
+        alone = measured["whole"][f"{pool} 1"]["samples_per_s"]["median"]
+        rate = alone * min(cores, int(count)) / int(count)  # workers beyond the cores share them
+        plan = Plan(samples=measured["samples"], workers=int(count), shard_items=measured["shard_items"])
+        here = replace(machine, worker_rate=rate, start_s=0.0, put_s=0.005)
+        simulated = plan.samples / simulate(plan, here).seconds
+        rate = run["samples_per_s"]["median"]
+        print(f"{name:38} {rate:9.1f} {simulated:12.1f} {simulated / rate - 1:6.1%}")
+        found.append({"run": name, "samples_per_s": rate, "simulated": simulated})
+    return found
 
 
 def row(name: str, plan: Plan, machine: Machine, seeds: int) -> dict[str, object]:
