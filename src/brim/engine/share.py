@@ -197,8 +197,8 @@ class _Norm(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, share: Share, eps: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         axes = [0, *range(2, x.ndim)]
         sides = (1, -1, *[1] * (x.ndim - 2))
-        counts = 1.0 if len(share.places) else 0.0  # a stand-in is in no sum
-        values = x.float() if x.dtype != torch.float64 else x
+        counts = 1.0 if len(share.places) else 0.0  # a stand-in is in no sum, and no sum depends on it
+        values = x if x.dtype == torch.float64 else x.float()
         num_rows = share.repeats(len(x)) * share.count
         count = values.new_tensor(float(num_rows * (x[0].numel() // x.shape[1])))
         mean = share.ranks.add_up(values.sum(axes) * counts) / count
@@ -216,7 +216,7 @@ class _Norm(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor, None, None]:
         normal, scale, count = ctx.saved_tensors
         both = torch.stack([grad.sum(ctx.axes), (grad * normal).sum(ctx.axes)]) * ctx.counts
-        total, along = (part.view(ctx.sides) for part in (ctx.share.ranks.add_up(both) / count))
+        total, along = (part.view(ctx.sides) * ctx.counts for part in (ctx.share.ranks.add_up(both) / count))
         return (scale * (grad - total - normal * along)).to(ctx.dtype), None, None
 
 
