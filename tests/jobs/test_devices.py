@@ -313,3 +313,53 @@ def test_a_cluster_that_nobody_answers_at_fails_the_job_at_once(tmp_path):
         job.run()
     assert time.monotonic() - began_s < 15
     assert not (tmp_path / "made").exists()
+
+
+# Other kinds
+
+
+@pytest.fixture(scope="module")
+def cells(tmp_path_factory) -> Path:
+    """Images and masks."""
+    import cv2
+    import numpy as np
+
+    from brim.segmentation.cells import make_cells
+
+    path = tmp_path_factory.mktemp("datasets") / "cells"
+    for index in range(8):
+        image, mask = make_cells(3, index, 64, 64)
+        for folder, pixels in (("images", image[..., ::-1]), ("masks", mask.astype(np.uint8) * 255)):
+            (path / folder).mkdir(parents=True, exist_ok=True)
+            cv2.imwrite(str(path / folder / f"{index:02d}.png"), pixels)
+    return path
+
+
+NETWORK = {"model": "unet_tiny", "size": 32, "epochs": 2, "batch_size": 4, "learning_rate": 0.01, "precision": "fp32"}
+
+
+@needs_two_cores
+@pytest.mark.slow
+def test_a_network_trains_on_two_devices_and_predicts_on_the_cluster(cells, tmp_path, monkeypatch):
+    pytest.importorskip("ray")
+    from ray_head import TOKEN, ray_head
+
+    trained = Watched("segment.train", tmp_path / "run", {**NETWORK, "devices": 2}, datasets=[cells]).run()
+    alone = Watched("segment.train", tmp_path / "alone", NETWORK, datasets=[cells]).run()
+    assert trained["dice"] == pytest.approx(alone["dice"], abs=0.01)  # a pixel at the edge of a cell
+
+    asked = {"batch_size": 1}  # nothing is tuned
+    here = Watched("segment.predict", tmp_path / "here", asked, datasets=[cells], run=tmp_path / "run")
+    assert here.run()["failed"] == 0
+    with ray_head(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=TOKEN) as head:
+        for name, value in {"MODE": "token", "TOKEN": TOKEN}.items():
+            monkeypatch.setenv(f"RAY_AUTH_{name}", value)
+        monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{head.gcs}")
+        there = Watched(
+            "segment.predict", tmp_path / "there", {**asked, "cluster": True}, datasets=[cells], run=tmp_path / "run",
+            cluster="auto",
+        )  # fmt: skip
+        result = there.run()
+
+    assert (result["images"], result["failed"], result["num_files"]) == (8, 0, 8)
+    assert digests(tmp_path / "there", "*.geojson") == digests(tmp_path / "here", "*.geojson")
