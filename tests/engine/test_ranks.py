@@ -137,7 +137,7 @@ def test_shares_of_sequences_are_their_batches(tier: Tier) -> None:
 
 
 def test_more_ranks_than_rows_are_refused() -> None:
-    with pytest.raises(ConfigError, match="3 rows to train on for 4 ranks.*--nproc-per-node 3 or fewer"):
+    with pytest.raises(ConfigError, match=r"3 rows to train on for 4 ranks.*--nproc-per-node 3 or fewer"):
         Resident(TensorSource({"x": torch.ones(3, 1)}), batch_size=2, device=CPU, ranks=apart(4)[0])
 
 
