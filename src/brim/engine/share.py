@@ -200,7 +200,7 @@ class _Norm(torch.autograd.Function):
         counts = 1.0 if len(share.places) else 0.0  # a stand-in is in no sum, and no sum depends on it
         values = x if x.dtype == torch.float64 else x.float()
         num_rows = share.repeats(len(x)) * share.count
-        count = values.new_tensor(float(num_rows * (x[0].numel() // x.shape[1])))
+        count = values.new_full((), num_rows * (x[0].numel() // x.shape[1]))  # filled there: a copy would be waited for
         mean = share.ranks.add_up(values.sum(axes) * counts) / count
         centred = values - mean.view(sides)
         # a second sum, of squares about the mean: a difference of sums would drown a small variance
