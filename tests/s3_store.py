@@ -123,7 +123,7 @@ class FailingProxy:
         self.down()
 
     def fail(self, kind, times=1):
-        """The next connections: "503", "reset" at once, "cut" in the middle of the answer."""
+        """The next connections: "503", "reset" at once, "cut" in the middle of the answer, "hang" without one."""
         with self._lock:
             self._fail = [kind] * times
 
@@ -163,6 +163,9 @@ class FailingProxy:
                     _reset(connection)
                 elif kind == "503":
                     self._refuse(connection)
+                elif kind == "hang":
+                    while connection.recv(65536):
+                        pass
                 else:
                     self._pass(connection, head, cut=kind == "cut")
         finally:

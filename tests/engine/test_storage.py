@@ -8,6 +8,7 @@ import pickle
 import signal
 import subprocess
 import sys
+import threading
 import time
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
@@ -449,6 +450,28 @@ def test_failures_that_pass_change_nothing(url, proxy, server, clean, kind, time
     assert files_there(server, url) == clean
     proxy.fail(kind, times)
     assert Dataset(url).load(["index"])["index"].tolist() == [*range(45)]
+
+
+def test_a_store_that_falls_silent_is_asked_again(url, proxy, monkeypatch):
+    monkeypatch.setattr(storage, "SILENT_S", 1)
+    place = place_of(url)
+    proxy.fail("hang")
+    place.put_bytes(b"x" * 1000, "a")
+    proxy.fail("hang")
+    assert place.read_bytes("a", 0, 3) == b"xxx"
+
+
+def test_a_large_shard_goes_up_in_parts_and_whole(url, proxy, server, tmp_path):
+    data = os.urandom(1_000_000) * 110  # the library's limit for one request is 100 MiB
+    (tmp_path / "large").write_bytes(data)
+    place = place_of(url)
+    place.walk()
+    threading.Timer(0.3, lambda: proxy.fail("reset", 2)).start()
+    place.put_file(tmp_path / "large", "large")
+    assert place.size("large") == len(data)
+    assert hashlib.sha256(place.read_bytes("large", 0, len(data))).digest() == hashlib.sha256(data).digest()
+    assert any("uploads" in line for line in proxy.requests)
+    assert server.s3.list_multipart_uploads(Bucket=BUCKET).get("Uploads", []) == []
 
 
 def test_a_store_that_is_down_for_a_while_is_waited_for_and_said_once(url, proxy, server, clean, caplog):

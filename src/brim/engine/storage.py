@@ -26,6 +26,8 @@ from brim.errors import ConfigError, StorageError
 RETRY_S = 60.0  # how long a store that does not answer is asked again; BRIM_STORAGE_RETRY_S changes it
 FIRST_S = 10.0  # the same before its first answer ever: an address that was never right is told soon
 
+CONNECT_S, SILENT_S = 5, 60  # a connection that is not made, and one on which nothing comes, are given up after so long
+SLOWEST_BYTES_PER_S = 100_000  # an upload below this is given up, and tried again
 PART_BYTES = 16 * 2**20  # of a large object, asked for at the same time as its other parts
 
 _URL = re.compile(r"[a-zA-Z][a-zA-Z0-9+.\-]*://")
@@ -296,16 +298,19 @@ class ObjectPlace(Place):
 
     def put_file(self, local: Path, name: str) -> None:
         """Upload; in parts that become one object at the end where it is large."""
-        self._ask("write", name, lambda fs: fs.put_file(str(local), self.at(name)))
+        limits = _upload_limits(local.stat().st_size)
+        self._ask("write", name, lambda fs: fs.put_file(str(local), self.at(name), **limits(fs)))
 
     def put_bytes(self, data: bytes, name: str) -> None:
         """Upload."""
-        self._ask("write", name, lambda fs: fs.pipe_file(self.at(name), data))
+        limits = _upload_limits(len(data))
+        self._ask("write", name, lambda fs: fs.pipe_file(self.at(name), data, **limits(fs)))
 
     def create(self, data: bytes, name: str) -> bool:
         """Write an object that must not be there yet; whether it was not, which the store itself decides."""
+        limits = _upload_limits(len(data))
         try:
-            self._ask("write", name, lambda fs: fs.pipe_file(self.at(name), data, mode="create"))
+            self._ask("write", name, lambda fs: fs.pipe_file(self.at(name), data, mode="create", **limits(fs)))
         except FileExistsError:  # perhaps by our own try, whose answer was lost
             with suppress(FileNotFoundError):
                 return self.read_bytes(name) == data
@@ -381,8 +386,8 @@ def _open(scheme: str) -> Any:
         raise ConfigError(f'{scheme}:// URLs need brim[cluster]: pip install "brim[cluster]"') from failure
     options: dict[str, Any] = {"use_listings_cache": False}
     if scheme in ("s3", "s3a"):
-        limits = {"connect_timeout": 5, "read_timeout": 60, "retries": {"total_max_attempts": 1}}
-        options |= {"config_kwargs": limits, "endpoint_url": os.environ.get("AWS_ENDPOINT_URL_S3") or None}
+        limits = {"connect_timeout": CONNECT_S, "read_timeout": SILENT_S, "retries": {"total_max_attempts": 1}}
+        options |= {"config_kwargs": limits}  # endpoint, region and keys are those of the environment
     try:
         opened = fsspec.filesystem(scheme, **options)
     except ValueError as failure:
@@ -392,6 +397,12 @@ def _open(scheme: str) -> Any:
     if hasattr(opened, "retries"):
         opened.retries = 1
     return opened
+
+
+def _upload_limits(num_bytes: int) -> Callable[[Any], dict[str, float]]:
+    """How long an upload may take: before the store says "100 Continue", the library's own limits do not hold."""
+    limit_s = SILENT_S + num_bytes / SLOWEST_BYTES_PER_S
+    return lambda fs: {"timeout": limit_s} if getattr(fs, "async_impl", False) else {}
 
 
 def _fetch(fs: Any, key: str, start: int, stop: int | None) -> bytes:
