@@ -33,9 +33,13 @@ class Nodes:
         """Another node; returns its number."""
         return int(self._ask("add", options))
 
-    def remove(self, node: int) -> None:
+    def kill(self, node: int) -> None:
         """As if its power failed."""
-        self._ask("remove", node)
+        self._ask("kill", node)
+
+    def leave(self, node: int) -> None:
+        """Take a node out, so that the others know at once."""
+        self._ask("leave", node)
 
     def close(self) -> None:
         assert self._process.stdin is not None

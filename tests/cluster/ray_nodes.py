@@ -25,8 +25,8 @@ def main(client_port: int) -> None:
         if what == "add":
             nodes.append(cluster.add_node(**{**small, **value}))
             say(len(nodes) - 1)
-        else:  # as if its power failed
-            cluster.remove_node(nodes[value], allow_graceful=False)
+        else:  # "kill": as if its power failed
+            cluster.remove_node(nodes[value], allow_graceful=what == "leave")
             say(value)
     cluster.shutdown()
 

@@ -41,6 +41,7 @@ from brim.rf.ranges import Block, Outcome, Range, RangeBook, gate_block
 from brim.rf.rows import dataset_bytes
 
 START_S = 180.0  # for workers to be ready: they import, compile and fit their batch
+ACCOUNT_S = 15.0  # for workers to measure their ceiling: about a second each, all at once
 STOP_S = 2.0  # that a stop waits for shards which make those behind them usable
 TASK_S = 1.0  # of work in a task, about: progress and lost work are measured in it, hand-outs cost nothing beside it
 TASKS_EACH = 2  # in a worker's hands: one it makes, and the next
@@ -408,18 +409,16 @@ class _Head:
     def _account(self) -> None:
         """Ask the workers what it took, and for the ceiling, all at once as they worked."""
         self.message = "measuring the ceiling"
-        for number, worker in self.workers.items():
-            worker.jobs.clear()  # second copies of what is done
+        asked = {number for number, worker in self.workers.items() if not worker.jobs}  # others are still at a copy
+        for number in asked:
             self._give(number, Account(ceiling=True))
-        deadline_s = time.monotonic() + START_S
-        while any(worker.jobs for worker in self.workers.values()) and time.monotonic() < deadline_s:
+        deadline_s = time.monotonic() + ACCOUNT_S
+        while len(self.accounts) < len(asked) and time.monotonic() < deadline_s and not self.stop():
             for event in self.pool.wait(TICK_S):
                 if isinstance(event, Failed | Lost):
-                    self.workers.pop(event.worker, None)
+                    asked.discard(event.worker)
                 else:
                     self._hear(event, None)
-            if self.stop():
-                return
             self._tick()
 
     def _tick(self) -> None:
@@ -442,6 +441,7 @@ class _Head:
     def _report(self) -> Report:
         rate, iq_rate = (count / max(self.seconds, 1e-9) for count in (self.made, self.records))
         ceilings = [one.ceiling for one in self.accounts if one.ceiling is not None]
+        ceiling = sum(ceilings) / len(ceilings) * self.wanted if ceilings else 0.0  # one who is gone had one too
         names = sorted({worker.facts.device_name for worker in self.workers.values()})
         return Report(
             dataset=str(self.out),
@@ -453,7 +453,7 @@ class _Head:
             iq_per_s=iq_rate,
             device=f"{self.wanted} × {', '.join(names)}" if names else "none",
             batch_size=max((one.batch_size for one in self.accounts), default=0),
-            ceiling_share=ceiling_share(iq_rate, sum(ceilings)) if ceilings and not self.stopped else None,
+            ceiling_share=ceiling_share(iq_rate, ceiling) if ceiling and not self.stopped else None,
             stages=_sum_stages([one.stages for one in self.accounts], self.seconds),
             peak_bytes=max((one.peak_bytes for one in self.accounts), default=0),
             workers=self.wanted,

@@ -11,6 +11,7 @@ import re
 import signal
 import socket
 import threading
+import time
 import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -25,6 +26,7 @@ from brim.errors import ClusterError, ConfigError
 
 ANSWER_S = 5.0  # for an address to accept a connection
 PROBE_S = 60.0  # for a node to say what is installed: it may have to start its first process
+GONE_S = 15.0  # for Ray to notice that a node which does not answer is gone
 OBJECT_STORE_BYTES = 256 * 2**20  # of the cluster that "local" starts: tasks and rows in flight, not datasets
 CLIENT_PORT = 10001  # Ray's own default
 COMPARED = ("python", "brim", "torch", "ray")  # these decide the bytes, or whether nodes understand each other
@@ -205,36 +207,46 @@ def first_line(failure: BaseException) -> str:
 def look_at_nodes(address: str) -> tuple[Node, ...]:
     """Ask every node what it is; nodes that differ from this process are refused."""
     ray = import_ray()
-    alive = [node for node in ray.nodes() if node["Alive"]]
+    alive = _alive(ray)
     if not alive:
         raise ClusterError(f'cluster="{address}" has no nodes; start one with: ray start --head')
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     ask = ray.remote(num_cpus=0, max_retries=0)(_make_probe())
-    asked = {
-        node["NodeID"]: ask.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], soft=False))
-        for node in alive
+    replies = {
+        name: ask.options(scheduling_strategy=NodeAffinitySchedulingStrategy(name, soft=False)).remote()
+        for name in alive
     }
-    replies = {name: asking.remote() for name, asking in asked.items()}
-    nodes = []
-    for node in alive:
-        host, amounts = str(node["NodeManagerAddress"]), node["Resources"]
-        try:
-            said = ray.get(replies[node["NodeID"]], timeout=PROBE_S)
-        except ray.exceptions.RayError as failure:
-            raise ClusterError(f"node {host} does not answer: {first_line(failure)}; look at: ray status") from failure
-        nodes.append(
-            Node(
-                id=node["NodeID"],
-                host=host,
-                cpus=float(amounts.get("CPU", 0)),
-                gpus=float(amounts.get("GPU", 0)),
-                free_bytes=int(said["free_bytes"]),
-                versions=said["versions"],
-            )
-        )
+    found = (_hear(ray, node, replies[name]) for name, node in alive.items())
+    nodes = tuple(node for node in found if node is not None)
     check_versions(nodes)
-    return tuple(nodes)
+    return nodes
+
+
+def _alive(ray: ModuleType) -> dict[str, dict[str, Any]]:
+    return {node["NodeID"]: node for node in ray.nodes() if node["Alive"]}
+
+
+def _hear(ray: ModuleType, node: dict[str, Any], reply: Any) -> Node | None:
+    """What a node said; None for one that turns out to be gone, which Ray notices after some seconds."""
+    host, amounts = str(node["NodeManagerAddress"]), node["Resources"]
+    try:
+        said = ray.get(reply, timeout=PROBE_S)
+    except ray.exceptions.RayError as failure:
+        deadline_s = time.monotonic() + GONE_S
+        while time.monotonic() < deadline_s:
+            if node["NodeID"] not in _alive(ray):
+                return None
+            time.sleep(0.2)
+        raise ClusterError(f"node {host} does not answer: {first_line(failure)}; look at: ray status") from failure
+    return Node(
+        id=node["NodeID"],
+        host=host,
+        cpus=float(amounts.get("CPU", 0)),
+        gpus=float(amounts.get("GPU", 0)),
+        free_bytes=int(said["free_bytes"]),
+        versions=said["versions"],
+    )
 
 
 def check_versions(nodes: Iterable[Node]) -> None:
