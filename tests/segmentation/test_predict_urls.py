@@ -8,7 +8,7 @@ import pytest
 import s3fs
 import torch
 
-from brim.errors import ConfigError, StorageError
+from brim.errors import ConfigError, ImageError, StorageError
 from brim.segmentation.cells import make_cells
 from brim.segmentation.formats import FORMATS
 from brim.segmentation.loader import ModelLoader
@@ -96,6 +96,16 @@ def test_one_object_is_one_image(proxy, images, tmp_path):
     (found,) = find_inputs([f"s3://{BUCKET}/images/sub/1.png"], tmp_path)
 
     assert str(found) == f"s3://{BUCKET}/images/sub/1.png"
+
+
+def test_a_large_object_is_read_whole_unless_it_is_larger_than_an_image(server, proxy, images, monkeypatch):
+    monkeypatch.setattr("brim.segmentation.stored.FIRST_BYTES", 100)
+    (found,) = find_inputs([f"s3://{BUCKET}/images/0.png"], "out")
+    content = (images / "0.png").read_bytes()
+
+    assert found.read(len(content)) == content
+    with pytest.raises(ImageError, match=f"{len(content)} bytes are more than"):
+        found.read(len(content) - 1)
 
 
 def test_an_object_that_is_no_image_is_the_only_failure(server, proxy, images, loader):
