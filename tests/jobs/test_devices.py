@@ -363,3 +363,24 @@ def test_a_network_trains_on_two_devices_and_predicts_on_the_cluster(cells, tmp_
 
     assert (result["images"], result["failed"], result["num_files"]) == (8, 0, 8)
     assert digests(tmp_path / "there", "*.geojson") == digests(tmp_path / "here", "*.geojson")
+
+
+@needs_two_cores
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["supervised", "self"])
+def test_sequences_train_on_two_devices_as_on_one(tmp_path, mode):
+    from brim.sequences import make_sequences
+    from brim.sequences.packing import pack
+
+    pack(make_sequences(tmp_path / "npy", 60, dim=8, classes=3, mean_length=12), tmp_path / "corpus")
+    shape = {"channels": 16, "convolutions": 2, "hidden": 16, "layers": 1, "attention": 8, "embedding": 16}
+    recipe = {"mode": mode, "epochs": 2, "iterations": 1, "batch_size": 16, "model": shape}
+    found = [
+        Watched("sequence.train", tmp_path / str(count), {**recipe, "devices": count}, datasets=[tmp_path / "corpus"])
+        for count in (1, 2)
+    ]
+    one, two = (job.run() for job in found)
+
+    assert one["scores"] == pytest.approx(two["scores"], abs=0.2)
+    assert two["run_id"] == "2"
+    assert found[1].currents == sorted(found[1].currents)
