@@ -149,6 +149,9 @@ def predict(
             autocompletion=one_of("auto", "local"),
         ),
     ] = None,
+    allow_mixed: Annotated[
+        bool, typer.Option("--allow-mixed", help="Take a cluster's GPUs of several types, whose last bits differ.")
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Turn images into polygons.
@@ -157,6 +160,8 @@ def predict(
     """
     check_positive("--batch-size", batch_size)
     check_choice("--precision", precision, PRECISIONS)
+    if allow_mixed and cluster is None:
+        raise ConfigError("--allow-mixed is for --cluster; leave it out for one device")
     with Stop() as stop:
         from brim.segmentation.formats import FORMATS
         from brim.segmentation.loader import ModelLoader
@@ -178,8 +183,9 @@ def predict(
 
                 recipe = Recipe(files=config, device=device, precision=precision, tile=tile, resize=resize)
                 found = predict_many(
-                    images, out, recipe, weights, cluster, batch_sizes=batch_sizes, progress=tell, stop=stop
-                )
+                    images, out, recipe, weights, cluster, batch_sizes=batch_sizes, allow_mixed=allow_mixed,
+                    progress=tell, stop=stop,
+                )  # fmt: skip
     for name, reason in found.failures.items():
         say(f"error: {reason if name in reason else f'{name}: {reason}'}")
     if found.stopped:

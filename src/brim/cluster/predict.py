@@ -10,9 +10,11 @@ command again reads every image, compares hashes, and predicts only what is miss
 """
 
 import hashlib
+import json
 import os
 import pickle
 import queue
+import tempfile
 import threading
 import time
 import uuid
@@ -24,7 +26,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from brim import errors
-from brim.cluster.ray_connect import Cluster, connect, import_ray
+from brim.cluster.ray_connect import Cluster, Node, connect, import_ray
+from brim.engine.memory import format_size
 from brim.engine.meter import ceiling_share
 from brim.engine.storage import Place, place_of
 from brim.errors import BrimError, ClusterError, ConfigError
@@ -40,6 +43,7 @@ SHARE = 0.25  # of a core for a step beside the network, where the network runs 
 AT_ONCE = 2  # parcels in a scorer: one is prepared while the other is on the device
 WAIT_S = 0.5  # longest wait for an outcome before progress is told
 AHEAD = 8  # outcomes that wait to be taken
+NODE_BYTES = 2**30  # of memory free on each node: a process of each step and a few parcels
 SEE_S = 60.0  # for a node to say whether it sees the images
 _GATHERERS = 16  # parts of a COCO file asked for at once
 
@@ -52,12 +56,14 @@ def predict_many(
     address: str,
     *,
     batch_sizes: Path | str | None = None,
+    allow_mixed: bool = False,
     progress: Callable[[PredictProgress], None] | None = None,
     stop: Callable[[], bool] | None = None,
 ) -> FilesReport:
     """What predict_files does, on the cluster at that address; images whose record and bytes agree are kept.
 
-    batch_sizes is the file that is read and added to, as ModelLoader does it.
+    batch_sizes is the file that is read and added to, as ModelLoader does it; allow_mixed takes GPUs of several types,
+    whose results may differ in their last bits.
     """
     if recipe.device not in ("auto", "cpu"):
         raise ConfigError(f"device={recipe.device} names one device; on a cluster use auto or cpu")
@@ -66,6 +72,9 @@ def predict_many(
     sizes = BatchSizes.read(batch_sizes).as_json() if batch_sizes is not None else None  # a broken file is named now
     place = place_of(out)
     with connect(address) as cluster:
+        check_nodes(cluster.nodes)
+        if recipe.device == "auto" and not allow_mixed:
+            check_alike(import_ray().nodes())
         _check_seen(cluster, images.values())
         with Writer(out, recipe.files.format, list(images)) as writer:
             records = Records(place, _recipe_name(recipe, packed))
@@ -86,8 +95,6 @@ def _recipe_name(recipe: Recipe, weights: bytes) -> str:
 
 
 def _text(sizes: Any) -> str | None:
-    import json
-
     return None if sizes is None else json.dumps(sizes)
 
 
@@ -246,12 +253,9 @@ def _absolute(image: Found) -> Found:
 
 
 def _save(sizes: str, file: Path | str) -> None:
-    import json
-    import tempfile
-
     with tempfile.TemporaryDirectory(prefix="brim-") as folder:
         tuned = Path(folder, "sizes.json")
-        tuned.write_text(json.dumps(json.loads(sizes)))
+        tuned.write_text(sizes)
         BatchSizes.read(tuned).write(file)
 
 
@@ -275,6 +279,28 @@ def _resources(cluster: Cluster, recipe: Recipe) -> _Resources:
         return _Resources(num_scorers=cluster.gpus, score={"num_gpus": 1, "num_cpus": 0}, beside={"num_cpus": 1})
     half = {"num_cpus": 1 - 2 * SHARE, "num_gpus": 0}  # of a core: what is beside it needs the rest
     return _Resources(num_scorers=max(1, cluster.cpus), score=half, beside={"num_cpus": SHARE})
+
+
+def check_nodes(nodes: Iterable[Node]) -> None:
+    """Refuse nodes whose memory is used up: what starts there would be killed again and again."""
+    for node in nodes:
+        if node.free_bytes < NODE_BYTES:
+            raise ClusterError(
+                f"node {node.host} has {format_size(node.free_bytes)} of memory free, bulk prediction needs "
+                f"{format_size(NODE_BYTES)}; end what else runs there, or take the node away"
+            )
+
+
+def check_alike(nodes: Iterable[dict[str, Any]]) -> None:
+    """Refuse GPUs of several types, as Ray names them: the last bits of results may differ."""
+    kinds: dict[str, str] = {}
+    for node in nodes:
+        for name in node["Resources"] if node["Alive"] and node["Resources"].get("GPU") else ():
+            if name.startswith("accelerator_type:"):
+                kinds.setdefault(name.partition(":")[2], str(node["NodeManagerAddress"]))
+    if len(kinds) > 1:
+        found = ", ".join(f"{kind} on {host}" for kind, host in kinds.items())
+        raise ClusterError(f"the cluster mixes GPUs ({found}), whose last bits may differ; allow it with --allow-mixed")
 
 
 def _check_seen(cluster: Cluster, images: Iterable[Found]) -> None:
