@@ -136,7 +136,13 @@ class ProcessPool:
         here, there = socket.socketpair()
         try:
             command = [sys.executable, "-c", _ENTRY, str(there.fileno())]
-            slot.process = subprocess.Popen(command, pass_fds=[there.fileno()], env=_environment(slot.device))
+            slot.process = subprocess.Popen(
+                command,
+                pass_fds=[there.fileno()],
+                env=_environment(slot.device),
+                stdin=subprocess.DEVNULL,
+                stdout=2,  # standard output is for the result alone
+            )
         except OSError as failure:
             here.close()
             raise ClusterError(f"worker {slot.device} cannot be started: {failure.strerror}") from failure
