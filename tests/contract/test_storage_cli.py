@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -187,3 +188,16 @@ def test_a_killed_generation_is_resumed_once_its_lease_ran_out(options, here, ca
 
     assert place_of(url).read_bytes("shards/000000.safetensors") == shards(here)["shards/000000.safetensors"]
     Dataset(url).verify()
+
+
+@pytest.mark.slow
+def test_the_code_of_the_page_runs(server, tmp_path):
+    page = (Path(__file__).parents[2] / "docs" / "storage.md").read_text()
+    blocks = re.findall(r"(?<!<!-- skip -->\n)^```(sh|python)\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    blocks = [(kind, code) for kind, code in blocks if "pip install" not in code]
+    assert [kind for kind, _ in blocks] == ["sh", "python"]
+    env = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    for kind, code in blocks:
+        command = ["bash", "-euo", "pipefail", "-c", code] if kind == "sh" else [sys.executable, "-c", code]
+        done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
+        assert done.returncode == 0, f"{code}\n{done.stderr}"
