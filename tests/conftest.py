@@ -16,7 +16,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell's background jo
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # directories of real processes under real deadlines, and modules that assert on seconds or on resident bytes
-MEASURED = {"contract", "faults", "jobs", "service", "browser"}
+MEASURED = {"cluster", "contract", "faults", "jobs", "service", "browser"}
 MEASURED_MODULES = {"test_memory", "test_pipeline", "test_trials", "test_warm_up", "test_batch_runner", "test_stalls"}
 MEASURED_MODULES |= {"test_cells", "test_segment_train", "test_trainer", "test_predict_files", "test_docs", "test_cli"}
 RERUNS = 2

@@ -116,12 +116,13 @@ def test_flags_left_out_change_nothing(calls):
     assert config_of(calls) == GenerateConfig()
     assert calls[0] == {
         "config": GenerateConfig(),
-        "out": Path("data"),
+        "out": "data",
         "samples": 1000,
         "device": "auto",
         "batch_size": None,
         "memory": None,
         "resume": False,
+        "verify": "all",
     }
 
 

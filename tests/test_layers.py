@@ -36,6 +36,7 @@ HOMES = {  # where else than in COMPUTE's layers a package may be imported, by p
     "PIL": ("segmentation/",),
     "matplotlib": ("segmentation/tune_plot.py", "sequences/ablate_plot.py"),
     "pynvml": ("engine/nvml.py", "doctor.py"),
+    "fsspec": ("engine/storage.py",),
     "pyarrow": ("rf/export.py", "engine/sql.py"),
     "h5py": ("rf/export.py",),
     "adbc_driver_manager": ("engine/sql.py",),
@@ -57,6 +58,11 @@ HOMES = {  # where else than in COMPUTE's layers a package may be imported, by p
     "nicegui": ("service/dashboard/",),
     "websockets": ("service/",),
     "prometheus_client": ("service/",),
+    "ray": ("cluster/",),
+    "grpc": ("cluster/ports.py",),
+    "s3fs": ("engine/storage.py",),
+    "botocore": ("engine/storage.py",),
+    "aiobotocore": ("engine/storage.py",),
 }
 SERVICE = {
     "dbos",
@@ -244,7 +250,7 @@ def test_the_engine_trains_without_what_only_databases_or_logs_need():
         ("rf/generate.py", "import brim.doctor"),
         ("jobs/specs.py", "def f():\n    from brim.service import routes"),
         ("doctor.py", "from brim.cli.terminal import say"),
-        ("cluster.py", "importlib.import_module('brim.jobs')"),
+        ("cluster/pool.py", "importlib.import_module('brim.jobs')"),
     ],
 )
 def test_an_upward_arrow_is_seen(file, line):
@@ -287,6 +293,9 @@ def test_an_arrow_down_or_within_is_allowed(file, line):
         ("rf/train.py", "import onnxruntime"),
         ("engine/train_report.py", "from torch.utils.tensorboard import SummaryWriter"),
         ("engine/trainer.py", "def f():\n    from torch.utils import tensorboard"),
+        ("jobs/kinds_rf.py", "def f():\n    import ray"),
+        ("cluster/ray_pool.py", "import ray"),
+        ("engine/shards.py", "def f():\n    import fsspec"),
     ],
 )
 def test_a_package_away_from_home_is_seen(file, line):
@@ -302,6 +311,7 @@ def test_a_package_away_from_home_is_seen(file, line):
         ("rf/run.py", "def f():\n    import onnxruntime, onnxscript"),
         ("rf/train.py", "def f():\n    import onnx"),
         ("engine/train_report.py", "def f():\n    from torch.utils.tensorboard import SummaryWriter"),
+        ("cluster/ray_pool.py", "def f():\n    import ray"),
     ],
 )
 def test_a_package_at_home_is_allowed(file, line):

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 PACKAGES = (
     *("torch", "triton", "numpy", "safetensors", "nvidia-ml-py", "pyarrow", "h5py", "matplotlib", "onnx"),
-    *("dbos", "fastapi", "nicegui"),
+    *("dbos", "fastapi", "nicegui", "ray", "fsspec", "s3fs"),
 )
 OPTIONAL = {  # what is off without them → the extra that brings them, and the packages
     "parquet export": ("export", ("pyarrow",)),
@@ -26,6 +26,7 @@ OPTIONAL = {  # what is off without them → the extra that brings them, and the
     "drawing with --plot": ("plot", ("matplotlib",)),
     "brim rf export-onnx": ("onnx", ("onnx",)),
     "the service, brim serve,": ("service", ("dbos", "fastapi", "nicegui")),
+    "clusters and object stores": ("cluster", ("ray", "fsspec", "s3fs")),
 }
 LOW_DISK_BYTES = 2 * 1024**3
 LOW_MEMORY_BYTES = 1024**3
@@ -34,8 +35,8 @@ SHARED = Path("/dev/shm")  # what processes that read a folder of sequences pass
 NVIDIA = Path("/proc/driver/nvidia/version")  # there as soon as the kernel has the driver
 
 
-def collect() -> dict[str, Any]:
-    """Everything `brim doctor` knows, as JSON-able values."""
+def collect(cluster: str | None = None) -> dict[str, Any]:
+    """Everything `brim doctor` knows, as JSON-able values; cluster is the address of one to look at too."""
     cuda = _cuda()
     facts: dict[str, Any] = {
         "brim": __version__,
@@ -51,6 +52,9 @@ def collect() -> dict[str, Any]:
         "uses": _attempt(_uses),
     }
     facts["problems"] = _problems(facts)
+    if cluster is not None:
+        facts["cluster"] = _cluster(cluster)
+        facts["problems"] += facts["cluster"].pop("problems")
     return facts
 
 
@@ -97,7 +101,22 @@ def _rows(facts: dict[str, Any]) -> list[tuple[str, str]]:
         ("shared memory", f"{_free_of(facts['shared_memory'])} in {SHARED}"),
         ("uses", f"{uses.get('device', 'unknown')}; {uses.get('batch_size', 'unknown')}"),
     ]
-    return rows
+    return [*rows, *(_cluster_rows(facts["cluster"]) if "cluster" in facts else ())]
+
+
+def _cluster_rows(cluster: dict[str, Any]) -> list[tuple[str, str]]:
+    """Nodes, then ports: who may connect, and whether they take requests without a token."""
+    rows = []
+    for node in cluster["nodes"]:
+        versions = ", ".join(f"{name} {version or 'absent'}" for name, version in node["versions"].items())
+        devices = f"{node['gpus']:g} GPUs, {node['cpus']:g} CPUs"
+        rows.append(("node", f"{node['host']}: {devices}, {_gib(node['free_bytes'])} of memory free, {versions}"))
+    rows += [("port", f"{one['program']} {one['port']}, reached from: {one['reach']}") for one in cluster["ports"]]
+    words = {"refuses": "refuses", "open": "TAKES", "no answer": "does not answer", "unknown": "could not be asked for"}
+    for one in cluster["without_token"]:
+        where = f"{one['program']} at {one['host']} {one['port']}"
+        rows.append(("token", f"{where} {words[one['answer']]} requests without one"))
+    return rows or [("cluster", "none found")]
 
 
 def _free_of(facts: dict[str, Any]) -> str:
@@ -220,6 +239,21 @@ def _uses() -> dict[str, Any]:
     else:
         why = f"batch size from free memory, at most two samples for each of {worker_count()} cores"
     return {"device": str(device), "batch_size": f"{why}; --batch-size and --memory override it"}
+
+
+def _cluster(address: str) -> dict[str, Any]:
+    from brim.errors import ConfigError
+
+    none: dict[str, Any] = {"address": address, "nodes": [], "ports": [], "without_token": []}
+    try:
+        from brim.cluster.survey import survey
+
+        return survey(address)
+    except ConfigError:  # no address at all: for whoever typed it
+        raise
+    except Exception as failure:
+        problem = {"problem": f"the cluster cannot be looked at: {_first_line(failure)}", "fix": "look at: ray status"}
+        return {**none, "problems": [problem]}
 
 
 def _first_line(failure: BaseException) -> str:

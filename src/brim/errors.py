@@ -13,8 +13,10 @@
     ├── UnsupportedType        a request whose file is of no kind that is read there
     ├── CheckpointError        a checkpoint that is missing, damaged, or of another model or run
     ├── TrainingDiverged       a loss or weight that is no longer a finite number
-    ├── StorageError           the file system refused: full, read-only, no permission
+    ├── StorageError           the file system or an object store refused: full, no permission, no answer
+    ├── ClusterError           a cluster that does not answer, whose nodes differ, or that lost its workers
     ├── DeviceError            a device that is not there or cannot be used
+    │   └── RankLost           another rank of a training, which failed or is gone
     ├── NotFound               an id that names nothing
     ├── Conflict               what the state of a thing does not allow now, such as deleting what is in use
     ├── TooMany                more than a limit allows at once
@@ -64,11 +66,19 @@ class TrainingDiverged(BrimError):
 
 
 class StorageError(BrimError):
-    """The file system refused: full, read-only, no permission."""
+    """The file system or an object store refused: full, read-only, no permission, no answer."""
+
+
+class ClusterError(BrimError):
+    """A cluster that does not answer, whose nodes differ, or that lost its workers."""
 
 
 class DeviceError(BrimError):
     """A device that is not there or cannot be used."""
+
+
+class RankLost(DeviceError):
+    """Another rank of a training failed or is gone, and this one cannot go on without it."""
 
 
 class OutOfMemory(BrimError):

@@ -15,7 +15,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from brim.engine import shard_writer
+from brim.engine import shard_file, shard_writer
 from brim.engine.shard_writer import ShardWriter
 from brim.engine.shards import Dataset
 from brim.errors import ConfigError, DatasetError, ShardCorrupt, StorageError
@@ -100,7 +100,7 @@ def test_manifest_says_what_is_there(made):
 
 
 def test_shard_bytes_are_those_of_the_safetensors_library(tmp_path):
-    rows = {str(dtype): torch.ones(3, 2).to(dtype) for dtype in shard_writer._DTYPES}
+    rows = {str(dtype): torch.ones(3, 2).to(dtype) for dtype in shard_file.DTYPES}
     rows |= {"none": torch.empty(3, 0), "é": torch.zeros(3), "a": torch.zeros(3, dtype=torch.bool)}
     with writer(tmp_path / "out", per_shard=5) as out:
         out.append(rows, {})
@@ -208,7 +208,7 @@ import sys, time
 sys.path.insert(0, {tests!r})
 import torch
 torch.set_num_threads(1)
-from brim.engine import shard_writer
+from brim.engine import shard_file, shard_writer
 from test_shards import rows_of, totals_of, writer
 shard_writer.COMMIT_S = {commit_s}
 with writer(sys.argv[1]) as out:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from brim.engine.ranks import Ranks
 from brim.engine.stalls import find_syncs
 from brim.engine.step import Stepper
 from brim.sequences.data import open_data
@@ -96,8 +97,9 @@ def test_a_step_never_waits_for_the_device(corpus: Path, tmp_path: Path, mode: A
     with data.batches(config, GPU) as batches:
         statistics = measure(batches.view(found.train, shuffle=False), GPU)
         job = Job(
-            run=tmp_path, data=data, split=found, config=config, device=GPU, batches=batches, statistics=statistics
-        )
+            run=tmp_path, data=data, split=found, config=config, device=GPU, batches=batches, statistics=statistics,
+            ranks=Ranks(device=GPU),
+        )  # fmt: skip
         encoder = Encoder(config.shape(data.dim)).to(GPU)
         if mode == "self":
             module, loss, transform = SelfSupervised(encoder).to(GPU), self_supervised_loss, views(job)

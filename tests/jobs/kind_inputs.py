@@ -26,6 +26,7 @@ class Watched:
         datasets: Sequence[Path] = (),
         run: Path | None = None,
         stop_when: Callable[[Progress], bool] | None = None,
+        cluster: str | None = None,
     ) -> None:
         ids = {"dataset_ids": [path.name for path in datasets]} if datasets else {}
         ids |= {"run_id": run.name} if run is not None else {}
@@ -36,7 +37,7 @@ class Watched:
         self._stop_when = stop_when
         self._task = Task(
             spec=self.spec, inputs=self.inputs, out=out, device="cpu", batch_sizes=out.parent / "batch_sizes.json",
-            tell=self._tell, stop=lambda: self.stopped_s is not None,
+            tell=self._tell, stop=lambda: self.stopped_s is not None, cluster=cluster,
         )  # fmt: skip
 
     def _tell(self, progress: Progress) -> None:

@@ -45,7 +45,7 @@ def test_shards_do_not_depend_on_batch_size_or_memory(dataset, gated_config, tmp
 
 @pytest.mark.parametrize("workers", [1, 3])
 def test_shards_do_not_depend_on_the_number_of_threads(dataset, gated_config, tmp_path, monkeypatch, workers):
-    for name in ("cpu", "generate"):  # by module name: brim.rf.generate is also a function
+    for name in ("cpu", "stages"):
         monkeypatch.setattr(sys.modules[f"brim.rf.{name}"], "worker_count", lambda: workers)
     generate(gated_config, tmp_path / "again", SAMPLES, device="cpu")
     assert shards(tmp_path / "again") == shards(dataset[0])

@@ -23,7 +23,7 @@ from brim.cli.sequence import sequence
 from brim.cli.serve import serve
 from brim.cli.terminal import logs, print_json, say, show
 from brim.cli.words import usage
-from brim.errors import BrimError
+from brim.errors import BrimError, ConfigError
 
 # typer brings its own copy of click in some versions and imports it in others: this is UsageError in both
 _UsageError: type[Exception] = typer.BadParameter.__bases__[0]
@@ -87,12 +87,23 @@ def _brim(
 ) -> None: ...
 
 
-@app.command(epilog="Example: brim doctor --json")
-def doctor(as_json: Json = False) -> None:
+@app.command(epilog="Example: brim doctor --cluster ray://10.0.0.1:10001")
+def doctor(
+    address: Annotated[
+        str | None,
+        typer.Argument(metavar="[ADDRESS]", show_default=False, help="With --cluster: auto or ray://HOST:PORT."),
+    ] = None,
+    cluster: Annotated[
+        bool, typer.Option("--cluster", help="Look at a Ray cluster too: its nodes, and who could reach its ports.")
+    ] = False,
+    as_json: Json = False,
+) -> None:
     """Show what is here: device, memory, versions, what brim will use, and what is wrong."""
     from brim.doctor import collect, render
 
-    facts = collect()
+    if address is not None and not cluster:
+        raise ConfigError(f'"{address}" is of no use without --cluster; write brim doctor --cluster {address}')
+    facts = collect(address or "auto" if cluster else None)
     if as_json:
         print_json(facts)
     else:

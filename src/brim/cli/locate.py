@@ -1,13 +1,25 @@
 """`brim rf train | evaluate | locate | export-onnx`: options in, one call of `brim.rf.train`, a result out."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
-from brim.cli.options import PRECISIONS, TIERS, Device, Json, check_choice, check_positive, number, one_of, whole
+from brim.cli.options import (
+    PRECISIONS,
+    TIERS,
+    Device,
+    Json,
+    check_choice,
+    check_positive,
+    directories,
+    number,
+    one_of,
+    place,
+    whole,
+)
 from brim.cli.rf import rf
 from brim.cli.terminal import Display, Stop, end_stopped, print_facts, print_json, quote, remarks, show
 
@@ -23,7 +35,13 @@ Run = Annotated[Path, typer.Argument(metavar="RUN", help='Directory of a run mad
 @rf.command(epilog="Example: brim rf train data --out run --epochs 30")
 def train(
     datasets: Annotated[
-        list[Path], typer.Argument(metavar="DATASET", help="Directories of datasets with equal settings.")
+        list[str],
+        typer.Argument(
+            metavar="DATASET",
+            parser=place,
+            help="Directories or URLs of datasets with equal settings.",
+            autocompletion=directories,
+        ),
     ],
     out: Annotated[Path, typer.Option(metavar="RUN", help="The run's directory; new or empty without --resume.")],
     epochs: Annotated[int, typer.Option(metavar="E", parser=whole, help="Times to go through the samples.")] = 30,
@@ -89,7 +107,13 @@ def train(
 def evaluate(
     run: Run,
     dataset: Annotated[
-        Path, typer.Argument(metavar="DATASET", help="A dataset of another seed than those trained on.")
+        str,
+        typer.Argument(
+            metavar="DATASET",
+            parser=place,
+            help="A dataset of another seed than those trained on; a directory or a URL.",
+            autocompletion=directories,
+        ),
     ],
     report: Annotated[
         Path | None, typer.Option(metavar="FILE.html", help="Write a self-contained page with plots here.")
@@ -145,7 +169,7 @@ def export_onnx(
 
 
 def run_train(
-    datasets: list[Path],
+    datasets: Sequence[Path | str],
     out: Path,
     config: "LocatorTraining",
     stop: Stop,
@@ -162,7 +186,7 @@ def run_train(
 
 def run_evaluate(
     run: Path,
-    dataset: Path,
+    dataset: Path | str,
     report: Path | None,
     *,
     device: str = "auto",

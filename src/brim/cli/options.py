@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -71,6 +72,33 @@ def one_of(*choices: str) -> Callable[[str], list[str]]:
 
     return offer
 
+
+def place(text: str) -> str:
+    """Where a dataset is, as typed: a URL as it is, anything else as a path; Path itself would eat a slash of s3://."""
+    from brim.engine.storage import place_of
+
+    return str(place_of(text))
+
+
+def directories(incomplete: str) -> list[str]:
+    """What the shell offers for a directory; URLs are typed."""
+    folder, _, start = incomplete.rpartition("/")
+    try:
+        found = Path(folder + "/" if incomplete.startswith("/") else folder or ".").iterdir()
+        names = sorted(entry.name for entry in found if entry.name.startswith(start) and entry.is_dir())
+    except OSError:
+        return []
+    return [f"{folder}/{name}" if folder or incomplete.startswith("/") else name for name in names]
+
+
+Cluster = Annotated[
+    str | None,
+    typer.Option(
+        metavar="ADDRESS",
+        help="Work on a Ray cluster: auto, local or ray://HOST:PORT.",
+        autocompletion=one_of("auto", "local"),
+    ),
+]
 
 Device = Annotated[
     str,

@@ -1,23 +1,50 @@
 """`brim rf generate | inspect | export`: options in, one call of `brim.rf`, a result out."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn, get_args
 
 import typer
 
-from brim.cli.options import Device, Json, check_choice, check_positive, number, one_of, whole
+from brim.cli.options import (
+    Cluster,
+    Device,
+    Json,
+    check_choice,
+    check_positive,
+    directories,
+    number,
+    one_of,
+    place,
+    whole,
+)
 from brim.cli.terminal import Display, Stop, end_stopped, print_facts, print_json, quote, show
 from brim.errors import ConfigError
 
 if TYPE_CHECKING:
+    from brim.cluster.pool import Pool
     from brim.rf import GenerateConfig, Report
+
+Dataset = Annotated[
+    str,
+    typer.Argument(metavar="DIR|URL", parser=place, help="Directory or URL of a dataset.", autocompletion=directories),
+]
 
 rf = typer.Typer(no_args_is_help=True, epilog="Example: brim rf generate --out data --samples 1000")
 
 
 @rf.command(epilog="Example: brim rf generate --out data --samples 10000 --preset quality --seed 7")
 def generate(
-    out: Annotated[Path, typer.Option(metavar="DIR", help="The dataset's directory; new or empty without --resume.")],
+    out: Annotated[
+        str,
+        typer.Option(
+            metavar="DIR|URL",
+            parser=place,
+            help="The dataset's directory, or a URL such as s3://bucket/data; new or empty without --resume.",
+            autocompletion=directories,
+        ),
+    ],
     samples: Annotated[int, typer.Option(metavar="N", parser=whole, help="Accepted samples to make.")] = 1000,
     preset: Annotated[
         str | None,
@@ -79,6 +106,18 @@ def generate(
         typer.Option(metavar="K", parser=whole, help="The same seed and options give the same data."),
     ] = None,
     device: Device = "auto",
+    devices: Annotated[
+        str | None,
+        typer.Option(
+            metavar="LIST",
+            help="Several devices of this machine, a process each: all, 0,1 or cpu,cpu.",
+            autocompletion=one_of("all"),
+        ),
+    ] = None,
+    cluster: Cluster = None,
+    allow_mixed: Annotated[
+        bool, typer.Option("--allow-mixed", help="Take devices of several types, whose last bits differ.")
+    ] = False,
     batch_size: Annotated[
         int | None,
         typer.Option(metavar="B", parser=whole, help="Samples per batch, else what fits; changes no data."),
@@ -114,9 +153,20 @@ def generate(
 
         resolved = _resolve(preset, config, stations, {k: v for k, v in flags.items() if v is not None})
         budget = None if memory is None else parse_size(memory)
-        report = run_generate(
-            resolved, out, samples, stop, device=device, batch_size=batch_size, memory=budget, resume=resume
-        )
+        _check_where(device, devices, cluster, allow_mixed)
+        with _pool(devices, cluster) as pool:
+            report = run_generate(
+                resolved,
+                out,
+                samples,
+                stop,
+                device=device,
+                pool=pool,
+                allow_mixed=allow_mixed,
+                batch_size=batch_size,
+                memory=budget,
+                resume=resume,
+            )
     if report.stopped:
         end_generation(report, samples, stop, resume=resume, as_json=as_json)
     if as_json:
@@ -128,7 +178,7 @@ def generate(
 
 @rf.command(epilog="Example: brim rf inspect data --report report.html")
 def inspect(
-    dataset: Annotated[Path, typer.Argument(metavar="DIR", help="Directory of a dataset.")],
+    dataset: Dataset,
     report: Annotated[
         Path | None, typer.Option(metavar="FILE.html", help="Write a self-contained page with plots here.")
     ] = None,
@@ -153,7 +203,7 @@ def inspect(
 
 @rf.command(epilog="Example: brim rf export data --format parquet --out data-parquet")
 def export(
-    dataset: Annotated[Path, typer.Argument(metavar="DIR", help="Directory of a dataset.")],
+    dataset: Dataset,
     fmt: Annotated[
         str,
         typer.Option(
@@ -199,35 +249,66 @@ def _resolve(preset: str | None, file: Path | None, stations: Path | None, flags
     return from_mapping({**values, **flags}, preset=preset, source=f"config file {file}" if file else "options")
 
 
+def _check_where(device: str, devices: str | None, cluster: str | None, allow_mixed: bool) -> None:
+    given = {"--device": device != "auto", "--devices": devices is not None, "--cluster": cluster is not None}
+    named = [flag for flag, is_given in given.items() if is_given]
+    if len(named) > 1:
+        raise ConfigError(f"{' and '.join(named)} exclude each other; give one of them")
+    if allow_mixed and devices is None and cluster is None:
+        raise ConfigError("--allow-mixed is for --devices and --cluster; leave it out for one device")
+
+
+@contextmanager
+def _pool(devices: str | None, cluster: str | None) -> "Iterator[Pool | None]":
+    """The workers that are asked for; None: this process does the work itself."""
+    if devices is not None:
+        from brim.cluster.processes import ProcessPool, device_names
+
+        yield ProcessPool(device_names(devices))
+    elif cluster is not None:
+        from brim.cluster.ray_connect import connect
+        from brim.cluster.ray_pool import RayPool
+
+        with connect(cluster) as connected:
+            yield RayPool(connected)
+    else:
+        yield None
+
+
 # Running
 
 
 def run_generate(
     config: "GenerateConfig",
-    out: Path,
+    out: Path | str,
     samples: int,
     stop: Stop,
     *,
     device: str = "auto",
+    pool: "Pool | None" = None,
+    allow_mixed: bool = False,
     batch_size: int | None = None,
     memory: int | None = None,
     resume: bool = True,
 ) -> "Report":
-    """Generate with progress on the terminal, until done or stopped."""
+    """Generate with progress on the terminal, until done or stopped; with all workers of a pool where there is one."""
+    from brim.engine.storage import is_url
     from brim.rf import generate
 
     with Display(stop) as display:
-        return generate(
-            config,
-            out,
-            samples,
-            device=device,
-            batch_size=batch_size,
-            memory=memory,
-            resume=resume,
-            progress=display,
-            stop=stop,
-        )
+        options: dict[str, Any] = {
+            "batch_size": batch_size,
+            "memory": memory,
+            "resume": resume,
+            "verify": "sizes" if is_url(out) else "all",  # a store checks its own bytes, and all of them would travel
+            "progress": display,
+            "stop": stop,
+        }
+        if pool is None:
+            return generate(config, out, samples, device=device, **options)
+        from brim.cluster.generate import generate_many
+
+        return generate_many(config, out, samples, pool=pool, allow_mixed=allow_mixed, **options)
 
 
 def end_generation(report: "Report", samples: int, stop: Stop, *, resume: bool, as_json: bool) -> NoReturn:
@@ -243,5 +324,5 @@ def print_made(report: "Report") -> None:
     line = f"{report.accepted} samples accepted of {report.attempted} tried ({share:.1%})"
     if report.samples_per_s > 0:
         line += f"; {report.samples_per_s:.1f} samples/s on {report.device}"
-        line += f", {report.ceiling_share:.0%} of the ceiling"
+        line += "" if report.ceiling_share is None else f", {report.ceiling_share:.0%} of the ceiling"
     show(line)

@@ -97,8 +97,8 @@ def tune(
 @segment.command(epilog="Example: brim segment predict images --model hrnet --weights run --out polygons")
 def predict(
     images: Annotated[
-        list[Path],  # readable: one that is not fails alone, as a broken one does
-        typer.Argument(metavar="IMAGE_OR_DIR", readable=False, help="Image files, and folders searched for them."),
+        list[str],  # Path would eat a slash of s3://bucket/images
+        typer.Argument(metavar="IMAGE_OR_DIR", help="Image files, and folders or s3:// URLs searched for them."),
     ],
     model: Annotated[
         str, typer.Option(metavar="NAME", help="Network the weights are of.", autocompletion=one_of(*NETWORKS))
@@ -106,7 +106,7 @@ def predict(
     weights: Annotated[
         Path, typer.Option(metavar="FILE|RUN", help='A file of weights, or a run made by "brim segment train".')
     ],
-    out: Annotated[Path, typer.Option(metavar="DIR", help="Directory for the results.")],
+    out: Annotated[str, typer.Option(metavar="DIR", help="Directory for the results, or an s3:// URL.")],
     format: Annotated[
         str,
         typer.Option(
@@ -138,6 +138,20 @@ def predict(
     ] = False,
     device: Device = "auto",
     precision: Precision = "auto",
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Keep results that are there, and predict only what has none.")
+    ] = False,
+    cluster: Annotated[
+        str | None,
+        typer.Option(
+            metavar="ADDRESS",
+            help="Predict on a Ray cluster: auto, local or ray://HOST:PORT. What is finished is not made again.",
+            autocompletion=one_of("auto", "local"),
+        ),
+    ] = None,
+    allow_mixed: Annotated[
+        bool, typer.Option("--allow-mixed", help="Take a cluster's GPUs of several types, whose last bits differ.")
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Turn images into polygons.
@@ -146,6 +160,8 @@ def predict(
     """
     check_positive("--batch-size", batch_size)
     check_choice("--precision", precision, PRECISIONS)
+    if allow_mixed and cluster is None:
+        raise ConfigError("--allow-mixed is for --cluster; leave it out for one device")
     with Stop() as stop:
         from brim.segmentation.formats import FORMATS
         from brim.segmentation.loader import ModelLoader
@@ -156,9 +172,20 @@ def predict(
         config = FilesConfig(
             model=model, format=format, batch_size=batch_size, threshold=threshold, detect_holes=holes, strict=strict
         )
-        loader = ModelLoader({model: weights}, device, batch_sizes, precision, tile, resize)
         with _plain_warnings(), Display(stop) as display:
-            found = predict_files(images, loader, out, config, progress=display.images("predicting"), stop=stop)
+            tell = display.images("predicting")
+            if cluster is None:
+                loader = ModelLoader({model: weights}, device, batch_sizes, precision, tile, resize)
+                found = predict_files(images, loader, out, config, progress=tell, stop=stop, resume=resume)
+            else:
+                from brim.cluster.predict import predict_many
+                from brim.segmentation.bulk import Recipe
+
+                recipe = Recipe(files=config, device=device, precision=precision, tile=tile, resize=resize)
+                found = predict_many(
+                    images, out, recipe, weights, cluster, batch_sizes=batch_sizes, allow_mixed=allow_mixed,
+                    progress=tell, stop=stop,
+                )  # fmt: skip
     for name, reason in found.failures.items():
         say(f"error: {reason if name in reason else f'{name}: {reason}'}")
     if found.stopped:
@@ -283,15 +310,16 @@ def _print_tuned(found: "dict[str, Tuned]", out: Path) -> None:
     show(f"saved: {out}")
 
 
-def _print_predicted(found: "FilesReport", out: Path) -> None:
+def _print_predicted(found: "FilesReport", out: str) -> None:
     report = found.report
     assert report is not None
+    kept = f", {found.kept} kept" if found.kept else ""
     failed = f", {report.failed} failed" if report.failed else ""
     show(f"results: {out}")
     share = "" if report.ceiling_share is None else f", {report.ceiling_share:.0%} of the ceiling"
     rate = f"{report.images_per_s:{'.3g' if report.images_per_s < 100 else '.0f'}}"  # a large image takes minutes
     show(
-        f"{_count(report.images, 'image')}{failed}, {_count(report.polygons, 'polygon')}; "
+        f"{_count(report.images, 'image')}{failed}{kept}, {_count(report.polygons, 'polygon')}; "
         f"{rate} images/s at batch {report.batch_size}{share}"
     )
 

@@ -56,6 +56,13 @@ def serve(
             help="API processes; without it, one, and on more than 4 cores three for every 8, up to 6.",
         ),
     ] = None,
+    cluster: Annotated[
+        str | None,
+        typer.Option(
+            metavar="ADDRESS",
+            help="Ray cluster for jobs that ask for one: auto or ray://HOST:PORT; without it, BRIM_CLUSTER or none.",
+        ),
+    ] = None,
     dashboard: Annotated[
         bool, typer.Option("--dashboard/--no-dashboard", help="Pages in the browser beside the API.")
     ] = True,
@@ -86,6 +93,8 @@ def serve(
         predictors=len(gpus) or 1,
         predict_memory=predict_memory,
         dashboard=dashboard,
+        gpus=tuple(gpus),
+        cluster=cluster,
     )
     with Stop() as stop:
         run(settings, gpus, stop, _announce)

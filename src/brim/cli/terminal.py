@@ -79,7 +79,7 @@ class Display:
         from rich.progress import Progress as Bar
 
         columns = [TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[text]}")]
-        self._bar = Bar(*columns, console=_console()) if _on_terminal() else None
+        self._bar = Bar(*columns, console=_console()) if _on_terminal() and not is_silent() else None
         self._task = self._bar.add_task("starting", total=None, text="") if self._bar else None
         self._stop, self._preparing = stop, preparing
         self._said_stop = False
@@ -154,6 +154,8 @@ class Display:
             say("stopping at the end of this batch; Ctrl-C again stops at once")
 
     def _show(self, message: str, done: int, total: int, text: str) -> None:
+        if is_silent():
+            return
         if self._bar is not None and self._task is not None:
             self._bar.update(self._task, description=message, total=total or None, completed=done, text=text)
         elif time.monotonic() - self._line_s >= LINE_S:
@@ -186,8 +188,18 @@ def _time_left(eta_s: float) -> list[str]:
     return [f"{minutes // 60}:{minutes % 60:02}:{seconds:02} left"]
 
 
+def is_silent() -> bool:
+    """Whether this is one of several ranks that torchrun started, and another one speaks for all."""
+    return os.environ.get("WORLD_SIZE", "1") not in ("", "0", "1") and os.environ.get("RANK", "0") != "0"
+
+
 def say(text: str) -> None:
     """A line on standard error, above the bar where there is one."""
+    if not is_silent():
+        _print(text)
+
+
+def _print(text: str) -> None:
     _console().print(text, markup=False, highlight=False, soft_wrap=True)
 
 
@@ -224,7 +236,8 @@ def remarks() -> Iterator[None]:
 class _LogHandler(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         prefix = "" if record.levelno <= logging.INFO else f"{record.levelname.lower()}: "
-        say(prefix + record.getMessage())
+        if record.levelno >= logging.ERROR or not is_silent():
+            _print(prefix + record.getMessage())
 
 
 @cache
@@ -243,6 +256,8 @@ def _on_terminal() -> bool:
 
 def show(text: str) -> None:
     """A line on standard output; a closed pipe is typer's business, a full disk is an error like any other."""
+    if is_silent():
+        return
     try:
         typer.echo(text)
     except BrokenPipeError:
@@ -283,11 +298,14 @@ def _words(value: Any) -> str:
             return str(value)
 
 
-def quote(path: Path) -> str:
+def quote(path: Path | str) -> str:
     """A path as it must be typed in a shell."""
     return shlex.quote(str(path))
 
 
 def this_command() -> str:
     """The command line as it can be typed again."""
+    ranks = os.environ.get("LOCAL_WORLD_SIZE")
+    if ranks and "TORCHELASTIC_RUN_ID" in os.environ:
+        return shlex.join(["torchrun", "--nproc-per-node", ranks, "-m", "brim", *sys.argv[1:]])
     return shlex.join(["brim", *sys.argv[1:]])

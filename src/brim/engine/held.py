@@ -13,6 +13,7 @@ from brim.engine.epoch import OpenEpochs
 from brim.engine.loading import Kept, first_that_fits
 from brim.engine.memory import format_size, free_bytes
 from brim.engine.order import HOST, Choice, Tier, choose_tier
+from brim.engine.ranks import Ranks
 
 log = logging.getLogger("brim")
 
@@ -21,9 +22,16 @@ class Held(ABC, Generic[Kept]):
     """What Resident and RaggedResident have in common; they say how a tier is made."""
 
     def __init__(
-        self, device: torch.device, tier: Tier | Literal["auto"], data_bytes: int, beside_bytes: int, reserve_bytes: int
+        self,
+        device: torch.device,
+        tier: Tier | Literal["auto"],
+        data_bytes: int,
+        beside_bytes: int,
+        reserve_bytes: int,
+        ranks: Ranks | None = None,
     ) -> None:
         """Store; beside_bytes lie beside the data in its tier, reserve_bytes are left free on the device."""
+        self._ranks = ranks
         self.device, self.bytes, self.load_s = with_index(device), data_bytes, 0.0
         self.opened = OpenEpochs()
         self._asked, self._beside_bytes, self._reserve_bytes = tier, beside_bytes, reserve_bytes
@@ -36,7 +44,7 @@ class Held(ABC, Generic[Kept]):
             choice = self._choose()
             log.info("tier %s: %s%s%s", choice.tier, choice.why, self._say_order(choice.tier), self._say_more())
             began_s = time.perf_counter()
-            self._held = first_that_fits(choice, self._make, self._say_order, self.device)
+            self._held = first_that_fits(choice, self._make, self._say_order, self.device, self._ranks)
             self.load_s = time.perf_counter() - began_s
         return self
 

@@ -13,6 +13,7 @@ from brim.engine.device import worker_count
 from brim.engine.layout import Batch, Layout
 from brim.engine.memory import format_size, free_bytes, guard
 from brim.engine.order import HOST, TIERS, Choice, Tier
+from brim.engine.ranks import Ranks
 from brim.engine.shards import Fields
 from brim.engine.sources import TensorSource, row_bytes
 from brim.engine.split import Rows
@@ -35,12 +36,24 @@ Kept = TypeVar("Kept", bound=Closable)
 
 
 def first_that_fits(
-    choice: Choice, make: Callable[[Tier], Kept], say_order: Callable[[Tier], str], device: torch.device
+    choice: Choice,
+    make: Callable[[Tier], Kept],
+    say_order: Callable[[Tier], str],
+    device: torch.device,
+    ranks: Ranks | None = None,
 ) -> tuple[Choice, Kept]:
-    """The chosen tier loaded, or the next one below that has room; say_order tells what it changes."""
+    """The chosen tier loaded, or the next one below that has room; say_order tells what it changes.
+
+    Several ranks take the same tier, the highest that has room on all of them: the order of rows may depend on it.
+    """
+    if ranks is not None:
+        choice = _agreed(choice, ranks)
     for tier in TIERS[TIERS.index(choice.tier) :]:
         made = _try(make, tier)
         # only now, outside the except block, is the traceback gone that kept the tensors alive
+        if ranks is not None and ranks.greatest(int(isinstance(made, str)))[0] and not isinstance(made, str):
+            made.close()
+            made = "no room on another rank"
         if not isinstance(made, str):
             return choice, made
         gc.collect()
@@ -52,6 +65,11 @@ def first_that_fits(
         log.warning("tier %s did not fit (%s); using tier %s%s", tier, made, below, say_order(below))
         choice = Choice(below, f"tier {tier} did not fit")
     raise AssertionError("the last tier was made or raised")
+
+
+def _agreed(choice: Choice, ranks: Ranks) -> Choice:
+    lowest = TIERS[ranks.greatest(TIERS.index(choice.tier))[0]]
+    return choice if lowest == choice.tier else Choice(lowest, "another rank has no room for more")
 
 
 def _try(make: Callable[[Tier], Kept], tier: Tier) -> Kept | str:

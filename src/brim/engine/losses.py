@@ -9,6 +9,8 @@ from torch import Tensor
 
 from brim.engine.step import Batch, Stepper
 
+BAD_ITEMS = ("field", "the transform")  # how a cause begins that lies in the items of a batch
+
 
 class LossWindow:
     """Losses of the steps since the last log point; reading them waits for the device, adding one does not."""

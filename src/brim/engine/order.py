@@ -1,7 +1,7 @@
 """Which tier, and which row when: choices made from numbers alone. Nothing here reads, copies or waits."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -78,16 +78,38 @@ def default_block(num_items: int, item_bytes: int) -> int:
     return max(1, min(-(-num_items // _NUM_BLOCKS), _BLOCK_BYTES // max(1, item_bytes)))
 
 
+@dataclass(frozen=True, slots=True)
+class Blocks:
+    """Blocks of a whole of which every step-th position is here, from the first-th on; by default all of them."""
+
+    whole: int  # positions of a block of the whole
+    step: int = 1
+    first: int = 0
+
+    @property
+    def items(self) -> int:
+        """Positions of a block that are here, at most."""
+        return -(-self.whole // self.step)
+
+    def of(self, positions: Tensor) -> Tensor:
+        """The blocks that hold these positions, which are counted among those here."""
+        return torch.div(positions * self.step + self.first, self.whole, rounding_mode="floor")
+
+    def start(self, block: Any) -> Any:
+        """First position of a block, or of each of several."""
+        return -((self.first - block * self.whole) // self.step)
+
+
 class Turns:
     """An epoch's order as blocks, one turn each, and as places in a ring of slots."""
 
-    def __init__(self, positions: Tensor, block_items: int, num_slots: int) -> None:
-        block = torch.div(positions, block_items, rounding_mode="floor")
+    def __init__(self, positions: Tensor, sizes: Blocks, num_slots: int) -> None:
+        block = sizes.of(positions)
         blocks, lengths = torch.unique_consecutive(block, return_counts=True)
         self.blocks: list[int] = blocks.tolist()
         self._ends = lengths.cumsum(0)
         turn = torch.repeat_interleave(torch.arange(len(blocks)), lengths)
-        self.ring_index = (turn % num_slots) * block_items + (positions - block * block_items)
+        self.ring_index = (turn % num_slots) * sizes.items + (positions - sizes.start(block))
 
     def block_at(self, place: int) -> int:
         """Turn whose block holds this place in the order; one past the last beyond the end."""

@@ -7,6 +7,8 @@
 Batches come from buckets of similar length, in an order that (seed, epoch) fixes: the same bits in every tier. On a CPU
 all three are in host memory: "vram" gathers in the caller's thread, "ram" and "window" pad in others.
 
+Of several ranks each holds the items it is told and makes its part of the same batches, which share() tells.
+
 Axes: B sequences, T frames they are padded to, D features.
 """
 
@@ -25,6 +27,8 @@ from brim.engine.memory import check_injected
 from brim.engine.order import Tier, check_tier
 from brim.engine.ragged_source import RaggedSource, RaggedTensors, Runs, check_columns, check_source
 from brim.engine.ragged_stores import DeviceFrames, FrameStore, HostFrames, Items, Place, SourceFrames
+from brim.engine.ranks import Ranks
+from brim.engine.share import Share
 from brim.engine.split import Rows
 from brim.errors import ConfigError
 
@@ -53,6 +57,8 @@ class RaggedView:
         self.num_items, self.num_batches = self.buckets.num_items, self.buckets.num_batches
         self.batch_size = self.buckets.batch_size  # of the largest batch
         self.padding_share = self.buckets.padding_share
+        self._mine = None if resident.own is None else resident.own[rows]  # (n,) bool
+        self._planned: tuple[int, list[Bucketed]] | None = None  # of the epoch last asked for
         self._resident = weakref.ref(resident)
         self._items: tuple[weakref.ref[FrameStore], Items] | None = None
 
@@ -79,13 +85,30 @@ class RaggedView:
         self._store()
         return self._owner().opened.begin(self._batches(number, start_batch, place), start_batch, self.num_batches)
 
+    def share(self, epoch: int, batch: int) -> Share | None:
+        """Which items of a batch are here; None: all of them."""
+        ranks = self._owner().ranks
+        if self._mine is None or ranks is None:
+            return None
+        items = self._plan(epoch)[batch].items
+        return Share(ranks, len(items), self._mine[items].nonzero().flatten())
+
     def order(self, epoch: int) -> list[Bucketed]:
         """The batches of an epoch: how long they are padded, and the rows of the source in them."""
         return [Bucketed(batch.length, self.rows[batch.items]) for batch in self.buckets.epoch(epoch)]
 
     def _batches(self, number: int, start_batch: int, place: Place | None) -> Generator[Batch]:
         store, items = self._store()
-        yield from store.batches(items, self.buckets.epoch(number)[start_batch:], place)
+        plan = self._plan(number)[start_batch:]
+        if self._mine is not None:
+            lengths = self._owner().source.lengths[self.rows]
+            plan = [part_of(batch, self._mine, lengths) for batch in plan]
+        yield from store.batches(items, plan, place)
+
+    def _plan(self, number: int) -> list[Bucketed]:
+        if self._planned is None or self._planned[0] != number:
+            self._planned = (number, self.buckets.epoch(number))
+        return self._planned[1]
 
     def _owner(self) -> "RaggedResident":
         resident = self._resident()
@@ -97,10 +120,12 @@ class RaggedView:
         resident = self._owner()
         store = resident.loaded()
         if self._items is None or self._items[0]() is not store:
-            positions = resident.positions(self.rows)
+            starts = store.start[resident.positions(self.rows if self._mine is None else self.rows[self._mine])]
+            if self._mine is not None:
+                starts = torch.zeros(len(self.rows), dtype=torch.int64).masked_scatter_(self._mine, starts)
             columns = {name: column[self.rows].contiguous() for name, column in self.columns.items()}
             lengths = resident.source.lengths[self.rows]
-            self._items = (weakref.ref(store), Items(store.start[positions], lengths, self.rows, columns))
+            self._items = (weakref.ref(store), Items(starts, lengths, self.rows, columns))
         return store, self._items[1]
 
 
@@ -121,6 +146,8 @@ class RaggedResident(RaggedView, Held[FrameStore]):
         shuffle: bool = True,
         drop_last: bool = False,
         fields: Mapping[str, Tensor] | None = None,
+        ranks: Ranks | None = None,
+        own: Tensor | None = None,
     ) -> None:
         """Store and check; no frame is read before the with block.
 
@@ -129,7 +156,10 @@ class RaggedResident(RaggedView, Held[FrameStore]):
         dtype          of the frames in batches; by default as stored
         shuffle        False: a fixed order, from long to short, for evaluation
         fields         columns with a row for each item of the source, instead of the source's own
+        ranks, own     among whom the items are divided, and (n,) bool which items of the source this rank holds
         """
+        self.ranks = ranks if ranks is not None and not ranks.alone else None
+        self.own = None if self.ranks is None else own
         check_tier(tier)
         check_source(source)
         self.source = source
@@ -137,10 +167,12 @@ class RaggedResident(RaggedView, Held[FrameStore]):
         chosen = _chosen(source, rows)
         columns = check_columns(source.fields if fields is None else fields, source.num_items)
         RaggedView.__init__(self, self, chosen, columns, buckets, seed, shuffle, drop_last)
-        data_bytes = self.buckets.num_frames * source.dim * self.dtype.itemsize
+        self._held_rows = chosen if self._mine is None else chosen[self._mine]
+        num_frames = int(source.lengths[self._held_rows].sum())
+        data_bytes = num_frames * source.dim * self.dtype.itemsize
         index_bytes = 32 * self.num_items  # starts, lengths, rows and the order of an epoch
-        Held.__init__(self, device, tier, data_bytes, index_bytes, reserve_bytes)
-        self._sorted = chosen.sort()
+        Held.__init__(self, device, tier, data_bytes, index_bytes, reserve_bytes, self.ranks)
+        self._sorted = self._held_rows.sort()
 
     def view(
         self,
@@ -157,7 +189,7 @@ class RaggedResident(RaggedView, Held[FrameStore]):
         What is not given is as in this one; rows must be among its own, fields have a row for each item of the source.
         """
         chosen = self.rows if rows is None else _chosen(self.source, rows)
-        self.positions(chosen)
+        self.positions(chosen if self.own is None else chosen[self.own[chosen]])
         return RaggedView(
             self,
             chosen,
@@ -207,11 +239,25 @@ class RaggedResident(RaggedView, Held[FrameStore]):
     def _make(self, tier: Tier) -> FrameStore:
         check_injected(self.num_items if tier == "vram" else self.batch_size)
         if tier == "window":
-            return SourceFrames(self.source, self.rows, self.dtype, self.device)
-        runs = Runs(self.source, self.rows)
+            return SourceFrames(self.source, self._held_rows, self.dtype, self.device)
+        runs = Runs(self.source, self._held_rows)
         if tier == "vram":
             return DeviceFrames(runs, self.dtype, self.device)
-        return HostFrames(runs, self.rows, self.dtype, self.device)
+        return HostFrames(runs, self._held_rows, self.dtype, self.device)
+
+
+def part_of(batch: Bucketed, mine: Tensor, lengths: Tensor) -> Bucketed:
+    """The items of a batch that are this rank's; where there are none the shortest of all its own stands in.
+
+    mine     (n,)  bool   which items are its own
+    lengths  (n,)  int64  frames of all items
+    """
+    items = batch.items[mine[batch.items]]
+    if len(items):
+        return Bucketed(batch.length, items)
+    own = mine.nonzero().flatten()
+    shortest = own[lengths[own].argmin()]
+    return Bucketed(max(batch.length, int(lengths[shortest])), shortest[None])
 
 
 def _chosen(source: RaggedSource, rows: RowChoice) -> Tensor:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from brim.engine.checkpoint import copy_in, has_checkpoint, load_checkpoint, save_checkpoint
+from brim.engine.checkpoint import Groups, copy_in, has_checkpoint, load_checkpoint, save_checkpoint
 from brim.engine.losses import LossWindow
 from brim.engine.stalls import RunClock
 from brim.engine.step import Stepper
@@ -56,25 +56,27 @@ class RunState:
         self.stale = 0
 
     def save(self, log_bytes: int) -> None:
-        """Write best, if it is new, and last; the caller has checked that they are finite."""
-        if self._best_weights is not None:  # first: last must not name a best that is not there
-            best = {**self._identity(), **(self.best or {})}
-            save_checkpoint(self._folder / "best", {"model": self._best_weights}, best)
-            self._best_weights = None
-        weights, moments = self._stepper.module.state_dict(), self._stepper.optimizer_tensors()
-        save_checkpoint(self._folder / "last", {"model": weights, "optimizer": moments}, self._as_json(log_bytes))
+        """Write best, if it is new, and last; the caller has checked that they are finite. Rank 0 writes."""
+        if self._stepper.ranks.main:
+            self._write(log_bytes)
+        self._best_weights = None
         self.saved_step, self._saved = self.step, (self.step, self.epoch, self.batch)
         self.saved_at = time.perf_counter()
 
+    def _write(self, log_bytes: int) -> None:
+        if self._best_weights is not None:  # first: last must not name a best that is not there
+            best = {**self._identity(), **(self.best or {})}
+            save_checkpoint(self._folder / "best", {"model": self._best_weights}, best)
+        weights, moments = self._stepper.module.state_dict(), self._stepper.optimizer_tensors()
+        save_checkpoint(self._folder / "last", {"model": weights, "optimizer": moments}, self._as_json(log_bytes))
+
     def open(self, resume: bool) -> None:
-        """Go on from the last checkpoint, if there is one."""
+        """Go on from the last checkpoint, if there is one; rank 0 reads it for all."""
         last = self._folder / "last"
-        if not has_checkpoint(last):
+        found = self._stepper.ranks.from_main(lambda: self._find(last, resume))
+        if found is None:
             return
-        if not resume:
-            raise CheckpointError(f"{last} holds a checkpoint; resume it or choose another --out")
-        groups, state = load_checkpoint(last)
-        self._check_identity(state, last)
+        groups, state = found
         copy_in(groups.get("model", {}), self._stepper.module.state_dict(), last)
         copy_in(groups.get("optimizer", {}), self._stepper.optimizer_tensors(), last)
         try:
@@ -82,6 +84,15 @@ class RunState:
         except (KeyError, TypeError, ValueError, AttributeError) as failure:
             raise CheckpointError(f"{last}/state.json lacks a value ({failure!r}); choose another --out") from failure
         log.info("%s: going on from step %d of %d", self._folder, self.step, self.num_steps)
+
+    def _find(self, last: Path, resume: bool) -> tuple[Groups, dict[str, Any]] | None:
+        if not has_checkpoint(last):
+            return None
+        if not resume:
+            raise CheckpointError(f"{last} holds a checkpoint; resume it or choose another --out")
+        groups, state = load_checkpoint(last)
+        self._check_identity(state, last)
+        return groups, state
 
     def _identity(self) -> dict[str, Any]:
         config = asdict(self._stepper.config)

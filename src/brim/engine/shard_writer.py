@@ -1,36 +1,32 @@
 """Tensors on disk, the writing half: rows in, whole shards and a manifest that lists them out.
 
-Shards appear by rename, the manifest after them, both synced: whatever is killed, a reader sees all of a shard or
-nothing of it.
+Shards appear at once, the manifest after them: whatever is killed, a reader sees all of a shard or nothing of it. How
+they are put into a directory or an object store is in `shard_home`.
 """
 
-import errno
-import fcntl
-import hashlib
 import json
-import os
-import re
-import struct
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
+from textwrap import indent
 from types import TracebackType
 from typing import Any, Literal, Self
 
-import torch
 from torch import Tensor
 
 from brim.engine.memory import guard
+from brim.engine.shard_file import DTYPES, refusals, shard_name, write_shard
+from brim.engine.shard_home import home_of
 from brim.engine.shards import FORMAT_VERSION, MANIFEST, Dataset, Fields, ShardEntry, allocate, check_bytes
+from brim.engine.storage import Place, place_of
 from brim.errors import ConfigError, DatasetError, ShardCorrupt, StorageError
 
+__all__ = ["COMMIT_S", "ShardWriter", "Verify", "verify", "write_shard"]
+
 COMMIT_S = 1.0  # shards made within this time share one commit: syncing each would cost more than making it
-
-_OURS = re.compile(r"[0-9]{6}\.safetensors|\.[0-9]{6}\.tmp")
-
 
 Verify = Literal["all", "sizes"]
 
@@ -45,14 +41,16 @@ def verify(dataset: Dataset, how: Verify, progress: Callable[[int, int], None] |
         dataset.verify(progress)
         return
     last = len(dataset.shards) - 1
+    stored = dataset.place.sizes("shards") if dataset.place.path is None else None  # one list, not a request for each
     for number, entry in enumerate(dataset.shards):
-        check_bytes(dataset.path / "shards" / entry.name, entry, checksum=number == last)
+        if stored is None or number == last or stored.get(entry.name) != entry.bytes:
+            check_bytes(dataset.file(entry), entry, checksum=number == last)
         if progress is not None:
             progress(number + 1, last + 1)
 
 
 class ShardWriter:
-    """Appends rows to a dataset directory, cut into shards of exactly items_per_shard.
+    """Appends rows to a dataset, in a directory or under a URL, cut into shards of exactly items_per_shard.
 
     Leaving the context writes what is left as a shorter last shard, also after Ctrl-C or a failure of the
     caller, so that what was made can be used; resuming makes that shard again. Memory holds one shard.
@@ -60,7 +58,7 @@ class ShardWriter:
 
     def __init__(
         self,
-        path: Path | str,
+        path: Path | str | Place,
         header: dict[str, Any],
         *,
         items_per_shard: int,
@@ -74,7 +72,7 @@ class ShardWriter:
         derived gives further keys from the items and totals of each commit, so that they hold after a crash too.
         verify "all" reads every shard of a dataset that is continued; "sizes" trusts its own crashes: see `verify`.
         """
-        self.path = Path(path)
+        self.place = place_of(path)
         self.header = header
         self.items_per_shard = items_per_shard
         self.identity = identity
@@ -82,6 +80,7 @@ class ShardWriter:
         self.derived = derived
         self.verify: Verify = verify
         self._full: list[ShardEntry] = []
+        self._texts: list[str] = []  # the first of them as the manifest has them
         self._partial: ShardEntry | None = None  # listed last; goes once a longer shard takes its place
         self._created = datetime.now(UTC).isoformat(timespec="seconds")
         self._complete = False
@@ -90,13 +89,14 @@ class ShardWriter:
         self._rows = 0  # rows accepted; those beyond the full shards are in the buffer
         self._row_totals: dict[str, int] = {}  # after the last accepted row
         self._flushed = 0  # rows accepted when the partial shard was written here
-        self._unsynced: list[Path] = []
+        self._ahead: dict[int, ShardEntry] = {}  # adopted, behind a gap
+        self._unsynced: list[str] = []  # names of shards
         self._dirty = False  # what the manifest on disk says is out of date
         self._commit_failed = False
         self._committed_at = 0.0
         self._fresh = True  # started by us, not continued
-        self._made: list[Path] = []  # directories that did not exist before, outermost first
-        self._lock: int | None = None
+        self._home = home_of(self.place)
+        self._commit_cost_s = 0.0  # of the last manifest put into a store
 
     @property
     def items(self) -> int:
@@ -112,15 +112,15 @@ class ShardWriter:
         """Check everything, then create the directory or continue the one that is there."""
         if self.items_per_shard < 1:
             raise ConfigError(f"items_per_shard={self.items_per_shard} must be at least 1")
-        json.dumps(self._manifest())  # a header that cannot be written must fail before anything is created
-        with _refusals(self.path, kept=False):
-            self._fresh = _is_vacant(self.path)
+        self._text()  # a header that cannot be written must fail before anything is created
+        with refusals(self.place, kept=False):
+            self._fresh = self._home.is_vacant()
             if not self._fresh and not self.resume:
-                raise DatasetError(f"{self.path} is not empty; add --resume to continue it or choose another --out")
+                raise DatasetError(f"{self.place} is not empty; add --resume to continue it or choose another --out")
             try:
                 self._start() if self._fresh else self._continue()
             except BaseException:
-                self._unlock()
+                self._home.unlock()
                 raise
         return self
 
@@ -136,9 +136,9 @@ class ShardWriter:
                 with suppress(StorageError):
                     self._commit()
             if failure is not None and self._fresh and not self._listed():
-                self._withdraw()  # nothing was made: leave no directory that refuses the next try
+                self._home.withdraw()  # nothing was made: leave no directory that refuses the next try
         finally:
-            self._unlock()
+            self._home.unlock()
 
     def append(self, rows: dict[str, Tensor], totals: dict[str, Tensor]) -> None:
         """Add n rows; full shards are written as they fill.
@@ -161,6 +161,35 @@ class ShardWriter:
             if self._buffered() == self.items_per_shard:
                 self._write_shard()
 
+    def adopt(self, number: int, entry: ShardEntry) -> None:
+        """List a shard that another process wrote with `write_shard`; in any order, also twice.
+
+        The manifest lists the shards before the first gap; one with fewer than items_per_shard is the last. Call
+        `vacate` before such shards are written, and do not append rows to the same dataset.
+        """
+        assert not self._complete, "adopt after finish"
+        if entry.name != shard_name(number) or not 1 <= entry.items <= self.items_per_shard:
+            raise DatasetError(
+                f"{self.place}: shard {number} is {entry.name} of {entry.items} items, expected {shard_name(number)} "
+                f"of 1 to {self.items_per_shard}"
+            )
+        known = self._full[number] if number < len(self._full) else self._ahead.get(number)
+        if number == len(self._full) and self._partial is not None:
+            known = self._partial
+        if known is not None and known.sha256 != entry.sha256:
+            raise DatasetError(
+                f"{self.place}: shard {entry.name} was made twice with different bytes; use devices of one type only"
+            )
+        if known is None:
+            self._ahead[number] = entry
+        while self._partial is None and (ready := self._ahead.pop(len(self._full), None)) is not None:
+            self._list(ready)
+
+    def vacate(self) -> None:
+        """Stop listing a partial last shard that others are about to write: no reader may see its name on new bytes."""
+        assert not self._buffered(), "vacate after append"
+        self._unlist_partial()
+
     def flush_partial(self) -> None:
         """Write the rows of the unfinished shard as they are; a longer one that is already listed stays."""
         if self._buffered() > (self._partial.items if self._partial else 0):
@@ -168,7 +197,8 @@ class ShardWriter:
 
     def finish(self, **extra: Any) -> None:
         """Write what is left, add the extra fields to the manifest and mark the dataset complete."""
-        with _refusals(self.path):
+        assert not self._ahead, f"shard {len(self._full)} is missing"
+        with refusals(self.place):
             if not self._buffered():
                 self._partial = None
             elif self._flushed != self._rows:
@@ -176,36 +206,31 @@ class ShardWriter:
             self.header = {**self.header, **extra}
             self._complete = self._dirty = True
             self._commit()
-            self._sweep()
+            self._home.sweep({entry.name for entry in self._listed()})
 
     # Opening
 
     def _start(self) -> None:
-        missing = [place for place in (self.path, *self.path.parents) if not place.exists()]
         try:
-            for place in reversed(missing):
-                place.mkdir(exist_ok=True)
-                self._made.append(place)
-            self._lock = _lock_directory(self.path)
+            self._home.found()
             # The manifest comes first, so that a crash from here on leaves a directory that can be resumed.
             self._dirty = True
             self._commit()
-            (self.path / "shards").mkdir(exist_ok=True)
-            _sync(self.path.parent)
+            self._home.furnish()
         except (OSError, StorageError):
-            self._withdraw()
+            self._home.withdraw()
             raise
 
     def _continue(self) -> None:
-        if not (self.path / MANIFEST).exists():
-            raise DatasetError(f"{self.path} has no {MANIFEST} to resume from; choose another --out")
-        self._lock = _lock_directory(self.path)
-        found = Dataset(self.path)
+        if not self._home.has_manifest():
+            raise DatasetError(f"{self.place} has no {MANIFEST} to resume from; choose another --out")
+        self._home.lock()
+        found = Dataset(self.place)
         self._check_identity(found.manifest)
         self._created = str(found.manifest["created"])
         self._keep(found)
-        (self.path / "shards").mkdir(exist_ok=True)
-        self._sweep()
+        self._home.furnish()
+        self._home.sweep({entry.name for entry in self._listed()})
         self._committed_at = time.monotonic()
 
     def _check_identity(self, found: dict[str, Any]) -> None:
@@ -214,7 +239,7 @@ class ShardWriter:
             difference = _first_difference(key, found.get(key, _ABSENT), wanted.get(key, _ABSENT))
             if difference:
                 raise DatasetError(
-                    f"{self.path} cannot be resumed: {difference}; use the same options, or another --out"
+                    f"{self.place} cannot be resumed: {difference}; use the same options, or another --out"
                 )
 
     def _keep(self, found: Dataset) -> None:
@@ -225,7 +250,7 @@ class ShardWriter:
         for entry in self._full:
             if entry.items != self.items_per_shard:
                 raise DatasetError(
-                    f"{self.path / MANIFEST}: shard {entry.name} has {entry.items} items, "
+                    f"{self.place.at(MANIFEST)}: shard {entry.name} has {entry.items} items, "
                     f"expected {self.items_per_shard}; choose another --out"
                 )
         found.shards = self._full
@@ -234,7 +259,7 @@ class ShardWriter:
         self._rows, self._row_totals = self.items, self.totals
         if self._partial is not None:
             try:
-                check_bytes(self.path / "shards" / self._partial.name, self._partial, checksum=True)
+                check_bytes(found.file(self._partial), self._partial, checksum=True)
             except ShardCorrupt:  # it is made again anyway
                 self._partial, self._dirty = None, True
 
@@ -251,12 +276,12 @@ class ShardWriter:
         counts = {len(tensor) for tensor in (*rows.values(), *totals.values())}
         fields = {name: (tensor.dtype, tuple(tensor.shape[1:])) for name, tensor in rows.items()}
         if len(counts) != 1 or not fields:
-            raise DatasetError(f"{self.path}: rows and totals must have one length, got {sorted(counts)}")
+            raise DatasetError(f"{self.place}: rows and totals must have one length, got {sorted(counts)}")
         if fields != (self._fields or fields):
-            raise DatasetError(f"{self.path}: rows are {fields}, the shards before hold {self._fields}")
+            raise DatasetError(f"{self.place}: rows are {fields}, the shards before hold {self._fields}")
         for name, (dtype, _) in fields.items():
-            if dtype not in _DTYPES:
-                raise DatasetError(f'{self.path}: "{name}" is {dtype}, expected one of {list(_DTYPES)}')
+            if dtype not in DTYPES:
+                raise DatasetError(f'{self.place}: "{name}" is {dtype}, expected one of {list(DTYPES)}')
         if not self._buffer:
             self._fields = fields
             with guard():
@@ -268,51 +293,58 @@ class ShardWriter:
         number, count = len(self._full), self._buffered()
         if number > 999_999:
             raise ConfigError(f"items_per_shard={self.items_per_shard} needs over a million shards; raise it")
-        file = self.path / "shards" / f"{number:06d}.safetensors"
-        temporary = file.with_name(f".{number:06d}.tmp")
-        with _refusals(file, temporary, kept=bool(self._listed())):
-            tensors = {name: rows[:count] for name, rows in self._buffer.items()}
-            size, sha256 = _write_safetensors(temporary, tensors)
-            if self._partial is not None:
-                # Same file name: the manifest must stop listing the old bytes before they go.
-                self._partial, self._dirty = None, True
-                self._commit()
-            temporary.replace(file)
-        self._unsynced.append(file)
+        name = shard_name(number)
+        tensors = {field: rows[:count] for field, rows in self._buffer.items()}
+        with refusals(self.place.at(f"shards/{name}"), kept=bool(self._listed())):
+            size, sha256 = self._home.put_shard(name, tensors, before=self._unlist_partial)
+        self._list(ShardEntry(name=name, items=count, bytes=size, sha256=sha256, totals=self._row_totals))
+
+    def _unlist_partial(self) -> None:
+        """Same file name: the manifest must stop listing the old bytes before they go."""
+        if self._partial is not None:
+            self._partial, self._dirty = None, True
+            self._commit()
+
+    def _list(self, entry: ShardEntry) -> None:
+        """Take the next shard, which is there, into the manifest, at once or with those of the next second."""
+        self._unsynced.append(entry.name)
         self._dirty = True
-        entry = ShardEntry(name=file.name, items=count, bytes=size, sha256=sha256, totals=self._row_totals)
-        if count == self.items_per_shard:
+        self._rows, self._row_totals = self.items + entry.items, entry.totals
+        if entry.items == self.items_per_shard:
             self._full.append(entry)
         else:
             self._partial, self._flushed = entry, self._rows
-        if time.monotonic() - self._committed_at >= COMMIT_S:
+        if time.monotonic() - self._committed_at >= max(COMMIT_S, 20 * self._commit_cost_s):
             self._commit()
 
     def _commit(self) -> None:
         """Make the manifest on disk say what is there, after making sure that it is there."""
         if not self._dirty:
             return
-        file, temporary = self.path / MANIFEST, self.path / f".{MANIFEST}.tmp"
         self._commit_failed = True  # until its end; a sync that failed once seems to work when tried again
-        with _refusals(file, temporary, kept=bool(self._listed())):
-            for shard in self._unsynced:
-                _sync(shard)
-            if self._unsynced:
-                _sync(self.path / "shards")
-            with temporary.open("w", encoding="utf-8") as out:
-                json.dump(self._manifest(), out, indent=1, ensure_ascii=False)
-                out.write("\n")
-                out.flush()
-                os.fsync(out.fileno())
-            temporary.replace(file)
-            _sync(self.path)
+        began_s = time.monotonic()
+        text = self._text()
+        with refusals(self.place.at(MANIFEST), kept=bool(self._listed())):
+            self._home.put_manifest(text, self._unsynced)
         self._unsynced.clear()
         self._dirty = self._commit_failed = False
         self._committed_at = time.monotonic()
+        if self.place.path is None:  # the manifest of many shards is large: at most a twentieth of the time is for it
+            self._commit_cost_s = self._committed_at - began_s
+
+    def _text(self) -> str:
+        """The manifest as JSON; a full shard is put into words once, which for a hundred thousand takes seconds."""
+        self._texts += [_entry_text(entry) for entry in self._full[len(self._texts) :]]
+        listed = [*self._texts, *([_entry_text(self._partial)] if self._partial else [])]
+        text = json.dumps(self._manifest(), indent=1, ensure_ascii=False)
+        if listed:
+            text = "".join([text.removesuffix("[]\n}"), "[\n", ",\n".join(listed), "\n ]\n}"])
+        return text + "\n"
 
     def _manifest(self) -> dict[str, Any]:
-        listed = self._listed()
-        items, totals = sum(entry.items for entry in listed), listed[-1].totals if listed else {}
+        """All of the manifest but its list of shards."""
+        last = self._partial or (self._full[-1] if self._full else None)
+        items, totals = self.items + (self._partial.items if self._partial else 0), last.totals if last else {}
         own_first = {"format_version": FORMAT_VERSION, "created": self._created}
         own_last = {
             **(self.derived(items, totals) if self.derived is not None else {}),
@@ -320,98 +352,14 @@ class ShardWriter:
             "items_per_shard": self.items_per_shard,
             "totals": totals,
             "complete": self._complete,
-            "shards": [asdict(entry) for entry in listed],
+            "shards": [],
         }
         assert not self.header.keys() & {*own_first, *own_last}, "header uses a key of the manifest"
         return {**own_first, **self.header, **own_last}
 
-    # Tidying
 
-    def _sweep(self) -> None:
-        """Remove temporary files and shards the manifest does not list; foreign files stay."""
-        listed = {entry.name for entry in self._listed()}
-        for file in (self.path / "shards").iterdir():
-            if _OURS.fullmatch(file.name) and file.name not in listed:
-                file.unlink()
-        (self.path / f".{MANIFEST}.tmp").unlink(missing_ok=True)
-
-    def _withdraw(self) -> None:
-        """Undo _start: remove what it made, as long as nothing else is in it."""
-        with suppress(OSError):
-            if (self.path / "shards").exists():
-                self._sweep()
-                (self.path / "shards").rmdir()
-            (self.path / MANIFEST).unlink(missing_ok=True)
-            for place in reversed(self._made):
-                place.rmdir()
-
-    def _unlock(self) -> None:
-        if self._lock is not None:
-            os.close(self._lock)
-            self._lock = None
-
-
-# Directories
-
-
-def _is_vacant(path: Path) -> bool:
-    """Nothing there but what a crash before the first manifest can leave."""
-    if not path.exists():
-        return True
-    if not path.is_dir():
-        raise DatasetError(f"{path} is a file, expected a directory; choose another --out")
-    return {entry.name for entry in path.iterdir()} <= {f".{MANIFEST}.tmp"}
-
-
-def _lock_directory(path: Path) -> int:
-    """Keep a second writer out; the lock ends with the process, however that ends."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as failure:
-        os.close(handle)
-        raise DatasetError(f"{path} is being written by another process; wait for it to end") from failure
-    except OSError:
-        pass  # a file system without locks, such as some NFS: go on without
-    return handle
-
-
-def _sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
-_STEPS = {
-    errno.ENOSPC: ("no space is left on the device", "free some space"),
-    errno.EDQUOT: ("the disk quota is used up", "free some space"),
-    errno.EFBIG: ("the file would be larger than allowed", "raise the limit or write fewer items per shard"),
-    errno.EROFS: ("the file system is read-only", "make it writable"),
-    errno.EACCES: ("no permission", "change the permissions"),
-    errno.EPERM: ("the operation is not permitted", "change the permissions"),
-    errno.EIO: ("the device failed", "check the disk"),
-}
-
-
-@contextmanager
-def _refusals(path: Path, temporary: Path | None = None, *, kept: bool = True) -> Iterator[None]:
-    """Turn a refusal of the file system into StorageError, removing the temporary file on any failure."""
-    try:
-        yield
-    except BaseException as failure:
-        if temporary is not None:
-            with suppress(OSError):
-                temporary.unlink(missing_ok=True)
-        if not isinstance(failure, OSError):
-            raise
-        reason, step = _STEPS.get(failure.errno or 0, (str(failure.strerror or failure), "check the path"))
-        if kept:
-            step = f"complete shards stay usable: {step}, then continue with --resume"
-        else:
-            step = f"{step} or choose another --out"
-        raise StorageError(f"{path}: cannot write, {reason}; {step}") from failure
+def _entry_text(entry: ShardEntry) -> str:
+    return indent(json.dumps(asdict(entry), indent=1, ensure_ascii=False), "  ")
 
 
 # What differs
@@ -433,44 +381,3 @@ def _first_difference(path: str, found: Any, wanted: Any) -> str:
         old, new = ("absent" if value is _ABSENT else json.dumps(value) for value in (found, wanted))
         return f"{path} is {old} in the dataset and {new} now"
     return next(filter(None, (_first_difference(*pair) for pair in pairs)), "")
-
-
-# Shard files
-
-
-# In the order safetensors lays tensors out: wide types first, so that each is aligned in the mapped file.
-_DTYPES = {
-    torch.int64: "I64",
-    torch.float64: "F64",
-    torch.complex64: "C64",
-    torch.float32: "F32",
-    torch.int32: "I32",
-    torch.bfloat16: "BF16",
-    torch.float16: "F16",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
-
-
-def _write_safetensors(file: Path, tensors: dict[str, Tensor]) -> tuple[int, str]:
-    """Write the bytes `safetensors.torch.save` would give; returns their number and sha256.
-
-    Straight from the tensors' memory: save() copies the shard twice, save_file() hides the system's error.
-    """
-    ranks = {dtype: rank for rank, dtype in enumerate(_DTYPES)}
-    ordered = sorted(tensors.items(), key=lambda pair: (ranks[pair[1].dtype], pair[0]))
-    header, offset = {}, 0
-    for name, tensor in ordered:
-        span = [offset, offset := offset + tensor.nbytes]
-        header[name] = {"dtype": _DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": span}
-    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
-    text += b" " * (-len(text) % 8)
-    memory: list[Any] = [tensor.reshape(-1).view(torch.uint8).numpy() for _, tensor in ordered]
-    digest = hashlib.sha256()
-    with file.open("wb") as out:
-        for piece in (struct.pack("<Q", len(text)), text, *memory):
-            digest.update(piece)
-            out.write(piece)
-    return 8 + len(text) + offset, digest.hexdigest()

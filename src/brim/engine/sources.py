@@ -5,8 +5,10 @@ What a source is stands in source.py, the query in sql.py.
 
 import json
 import re
+import threading
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from itertools import accumulate
 from math import prod
@@ -17,9 +19,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from brim.engine.shard_file import ShardPath, Stored
 from brim.engine.shards import MANIFEST, Dataset, Fields
 from brim.engine.source import Source, TensorSource, check_some, choose, read_rows, row_bytes
 from brim.engine.sql import SqlSource, without_password
+from brim.engine.storage import is_url, place_of
 from brim.errors import ConfigError, DatasetError, ShardCorrupt, StorageError
 
 __all__ = [
@@ -33,6 +37,8 @@ __all__ = [
     "row_bytes",
 ]
 
+_DATABASE = re.compile(r"(postgres(ql)?|sqlite):/", re.IGNORECASE)
+_KEPT = 4  # shards of a store in memory: readers take neighbouring rows, and a request for each read would be slow
 _DESCRIBING = ("kind", "features", "truth")  # what a manifest may say of the columns of its fields
 
 
@@ -42,17 +48,19 @@ def open_source(
     query: str | None = None,
     names: Sequence[str] | None = None,
 ) -> Source:
-    """The source a person means: directories of datasets, a folder of .npy, a database URL with its query, tensors."""
+    """The source a person means: datasets in directories or at URLs, .npy files, a database with a query, tensors."""
     if isinstance(spec, Mapping):
         return TensorSource(spec, names)
-    if isinstance(spec, str) and re.match(r"[a-zA-Z][a-zA-Z0-9+]*:/", spec):
+    if isinstance(spec, str) and (_DATABASE.match(spec) or (query is not None and is_url(spec))):
         if query is None:
             raise ConfigError(f'{without_password(spec)} needs a query; give one like "SELECT x, y FROM samples"')
         return SqlSource(spec, query, names)
     if query is not None:
         raise ConfigError("a query needs a database URL, postgresql://… or sqlite:///…, not a path")
     if isinstance(spec, str | Path):
-        path = Path(spec)
+        path = place_of(spec).path
+        if path is None:
+            return DatasetSource(spec, names)
         is_folder = not (path / MANIFEST).exists() and path.is_dir() and any(path.glob("*.npy"))
         return NpyFolderSource(path, names) if is_folder else DatasetSource(path, names)
     if isinstance(spec, Sequence):
@@ -73,9 +81,9 @@ class DatasetSource:
             raise ConfigError("no dataset given; name at least one directory")
         self.datasets = [Dataset(path) for path in paths]
         for dataset in self.datasets:
-            check_some(len(dataset), dataset.fields, str(dataset.path))
+            check_some(len(dataset), dataset.fields, str(dataset.place))
             _check_alike(dataset, self.datasets[0])
-        self.fields: Fields = choose(self.datasets[0].fields, names, str(self.datasets[0].path))
+        self.fields: Fields = choose(self.datasets[0].fields, names, str(self.datasets[0].place))
         self._shards = [(dataset, index) for dataset in self.datasets for index in range(len(dataset.shards))]
         items = (dataset.shards[index].items for dataset, index in self._shards)
         self.blocks: Sequence[int] = [0, *accumulate(items)]
@@ -83,6 +91,8 @@ class DatasetSource:
         self.nbytes = self.num_items * row_bytes(self.fields)
         self.description = f"{self.num_items} items in {len(self._shards)} shards of " + ", ".join(map(str, paths))
         self._offsets: dict[int, dict[str, int]] = {}  # shard → field → where its bytes begin
+        self._fetched: dict[int, Future[dict[str, Tensor]]] = {}  # shards of a store, the last used last
+        self._lock = threading.Lock()
 
     def read(self, start: int, stop: int, out: dict[str, Tensor]) -> None:
         """Read straight into out: mapping a file costs a page fault for every 64 KiB, and an extra copy."""
@@ -95,7 +105,12 @@ class DatasetSource:
 
     def _read_shard(self, shard: int, row: int, out: dict[str, Tensor]) -> None:
         dataset, index = self._shards[shard]
-        file = dataset.path / "shards" / dataset.shards[index].name
+        file = dataset.file(dataset.shards[index])
+        if isinstance(file, Stored):
+            for name, rows in self._fetch(shard, file).items():
+                if name in out:
+                    out[name].copy_(rows[row : row + len(out[name])])
+            return
         offsets = self._offsets.get(shard)
         if offsets is None:
             offsets = self._offsets[shard] = self._find(dataset, index, file)
@@ -107,11 +122,35 @@ class DatasetSource:
         except OSError as failure:
             raise StorageError(f"{file} cannot be read: {failure.strerror or failure}; check the disk") from failure
 
-    def _find(self, dataset: Dataset, index: int, file: Path) -> dict[str, int]:
-        for name, tensor in dataset.shard(index, tuple(self.fields)).items():  # checks the file; maps, reads nothing
+    def _fetch(self, shard: int, file: Stored) -> dict[str, Tensor]:
+        """The fields of a stored shard: asked for once by however many threads, and kept for the next reads."""
+        with self._lock:
+            found = self._fetched.pop(shard, None)
+            ours = found is None
+            if found is None:
+                found = Future()
+            self._fetched[shard] = found
+            for old in list(self._fetched)[:-_KEPT]:
+                del self._fetched[old]
+        if ours:
+            dataset, index = self._shards[shard]
+            try:
+                found.set_result(self._check(dataset.shard(index, tuple(self.fields)), file))
+            except BaseException as failure:
+                with self._lock:
+                    self._fetched.pop(shard, None)
+                found.set_exception(failure)
+        return found.result()
+
+    def _check(self, rows: dict[str, Tensor], file: ShardPath) -> dict[str, Tensor]:
+        for name, tensor in rows.items():
             found, expected = (tensor.dtype, tuple(tensor.shape[1:])), self.fields[name]
             if found != expected:
                 raise ShardCorrupt(f'{file}: "{name}" is {_say(found)}, in the first shard it is {_say(expected)}')
+        return rows
+
+    def _find(self, dataset: Dataset, index: int, file: Path) -> dict[str, int]:
+        self._check(dataset.shard(index, tuple(self.fields)), file)  # checks the file; maps, reads nothing
         with file.open("rb") as opened:
             size = int.from_bytes(opened.read(8), "little")
             header = json.loads(opened.read(size))
@@ -126,10 +165,10 @@ def _check_alike(dataset: Dataset, first: Dataset) -> None:
     """Raise DatasetError unless rows of both may stand in one batch."""
     if dataset is first:
         return
-    where, fields, expected = f"{dataset.path} and {first.path}", dataset.fields, first.fields
+    where, fields, expected = f"{dataset.place} and {first.place}", dataset.fields, first.fields
     for name in sorted(fields.keys() ^ expected.keys()):
         owner = dataset if name in fields else first
-        raise DatasetError(f'{where} differ: only {owner.path} has the field "{name}"; choose names that both have')
+        raise DatasetError(f'{where} differ: only {owner.place} has the field "{name}"; choose names that both have')
     for name, found in fields.items():
         if found != expected[name]:
             raise DatasetError(f'{where} differ: "{name}" is {_say(found)} and {_say(expected[name])}; {_APART}')

@@ -49,6 +49,10 @@ class Rows:
         """The same rows in the order of the source."""
         return Rows(self.source, self._index, sort=True) if self._first is None else self
 
+    def every(self, step: int, first: int) -> "Rows":
+        """Every step-th of them, from one of the first on."""
+        return self if step == 1 else Rows(self.source, self._index[first::step], sort=False)
+
     def read(self, start: int, stop: int, out: dict[str, Tensor]) -> None:
         """Read the rows at positions start to stop."""
         if self._first is not None:

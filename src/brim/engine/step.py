@@ -16,6 +16,8 @@ from torch import Tensor, nn
 
 from brim.engine.device import stream
 from brim.engine.memory import check_injected, guard
+from brim.engine.ranks import Ranks
+from brim.engine.share import Share, computing
 from brim.engine.stalls import find_syncs
 from brim.engine.train_config import TrainConfig, resolve_precision
 from brim.errors import ConfigError, OutOfMemory
@@ -41,17 +43,20 @@ class Stepper:
         device: torch.device,
         transform: Transform | None = None,
         phase: str = "train",
+        ranks: Ranks | None = None,
     ) -> None:
         """Make the optimiser and its state; the module must be on the device."""
         self.module, self.config, self.device, self.phase = module, config, device, phase
+        self.ranks = ranks or Ranks(device=device)
         self.params = _trainable(module, device)
         self.precision = resolve_precision(config.precision, device)
         self.micro: int | None = None  # items at once when the whole batch does not fit
         self._loss_fn, self._compiled, self._transform = loss_fn, loss_fn, transform
         self._first: tuple[Any, ...] | None = None  # shape of the first batch, the only one that is compiled
         on_gpu = device.type == "cuda"
-        self._compile = config.compile == "compile"
-        self._capture = on_gpu and config.compile != "none"
+        # with several ranks eagerly: shares differ in size from batch to batch, and gradients travel meanwhile
+        self._compile = config.compile == "compile" and self.ranks.alone
+        self._capture = on_gpu and config.compile != "none" and self.ranks.alone
         if config.compile == "graph" and not on_gpu:
             log.warning("compile=graph: %s has no CUDA graphs; steps run eagerly", device)
         self._lr = torch.tensor(config.learning_rate, dtype=torch.float32, device=device)
@@ -65,6 +70,7 @@ class Stepper:
         self._pool: Any = None
         self._warned_memory = False
         self._make_state()
+        self._computed = self.ranks.averaging(module)  # what the loss calls
 
     # State
 
@@ -103,7 +109,7 @@ class Stepper:
         shape, room = shape_of(batch), len(self._graphs) < self.config.max_graphs
         return self._capture and shape in self._seen and shape not in self._graphs and room
 
-    def prepare(self, batch: Batch) -> None:
+    def prepare(self, batch: Batch, share: Share | None = None) -> None:
         """Warm up, compile or capture for batches of this shape; nothing of it shows in the training."""
         shape = shape_of(batch)
         kept = Snapshot(self)
@@ -113,7 +119,7 @@ class Stepper:
                 if self._compile:
                     self._try_compile(_clone(batch))
                 self.seed(0)
-                self._run_eagerly(_clone(batch))  # libraries set themselves up, and the memory is tried
+                self._run_eagerly(_clone(batch), share)  # libraries set themselves up, and the memory is tried
             kept.restore()
             graph = self._try_capture(batch, kept) if self._capture else None
         finally:
@@ -121,15 +127,18 @@ class Stepper:
         if graph is not None:
             self._graphs[shape] = graph
 
-    def step(self, batch: Batch, number: int, learning_rate: float) -> Tensor:
-        """Train on a batch; returns its loss, () float32, on the device until the next step."""
+    def step(self, batch: Batch, number: int, learning_rate: float, share: Share | None = None) -> Tensor:
+        """Train on a batch; returns its loss, () float32, on the device until the next step.
+
+        With a share the batch is this rank's part of one, and all ranks step together: the loss is that of the whole.
+        """
         shape = shape_of(batch)
         graph = self._graphs.get(shape)
         self._lr.fill_(learning_rate)
         self.seed(number)
         if graph is None:
             self._seen.add(shape)
-            return self._run_eagerly(batch)
+            return self._run_eagerly(batch, share)
         graph.fill(batch)
         graph.graph.replay()
         return graph.loss
@@ -164,9 +173,11 @@ class Stepper:
         """The batch after the transform, which may change it in place."""
         return (self._transform(batch, self._generator) or batch) if self._transform is not None else batch
 
-    def _run_eagerly(self, batch: Batch) -> Tensor:
+    def _run_eagerly(self, batch: Batch, share: Share | None = None) -> Tensor:
         loss_fn = self._loss_for(batch)
         self.optimizer.zero_grad(set_to_none=True)
+        if share is not None:
+            return self._run_share(batch, share, loss_fn)
         batch = self.transformed(batch)
         while True:
             loss = self._fitting(batch, loss_fn)
@@ -175,6 +186,25 @@ class Stepper:
             self._halve(batch_items(batch))  # outside the except block: its traceback kept tensors alive
         self._update()
         return loss
+
+    def _run_share(self, batch: Batch, share: Share, loss_fn: LossFn) -> Tensor:
+        """The same of a rank's part: its mean counts by its items, so that all gradients add up to the batch's."""
+        dtype = _DTYPES[self.precision]
+        try:
+            with guard(), computing(share):
+                batch = self.transformed(batch)
+                check_injected(batch_items(batch))
+                with torch.autocast(self.device.type, dtype, enabled=dtype is not None):
+                    loss = _checked(loss_fn(self._computed, batch)).float() * share.weight
+                self.scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
+        except OutOfMemory as failure:
+            # not in parts, as alone: the other ranks wait in the middle of theirs
+            raise OutOfMemory(
+                f"rank {self.ranks.rank}: {batch_items(batch)} items, its part of a batch of {share.count}, do not fit "
+                f"on {self.device} ({failure}); use a smaller batch size or more ranks"
+            ) from failure
+        self._update()
+        return self.ranks.add_up(loss.detach() / self.ranks.size)
 
     def _loss_for(self, batch: Batch) -> LossFn:
         # other shapes run as they are: each would be compiled anew

@@ -91,13 +91,12 @@ def make_report(
     state: RunState,
     static: StepTimes | None,
     peak_bytes: int,
-    power: Mapping[str, Any] | None,
+    energy_j: float | None,
 ) -> TrainReport:
     """The report of a run that has ended."""
     clock, times = state.clock, _times(stepper, state, static)
     rate = clock.samples / times.seconds if times.seconds > 0 else 0.0
     busy_s = clock.step_s if times.device_s is None else times.device_s * clock.steps
-    energy_j = power["energy_j"] if power is not None else None
     num_here = clock.samples - clock.samples_before
     unfinished = state.epoch < stepper.config.epochs
     return TrainReport(
@@ -181,6 +180,22 @@ class RunLog:
         if self._writer is not None:
             for name, value in values.items():
                 self._writer.add_scalar(name, value, step)
+
+
+class NoLog:
+    """In its place on ranks that write nothing."""
+
+    size_bytes = 0
+
+    def __enter__(self) -> Self:
+        """Open nothing."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Close nothing."""
+
+    def write(self, *, step: int, epoch: int, values: Mapping[str, float]) -> None:
+        """Nothing: rank 0 writes."""
 
 
 def _open_tensorboard(directory: Path, step: int) -> Any:

@@ -13,26 +13,28 @@ Between log points nothing waits for the device: losses stay there in a window t
 import logging
 import math
 import time
-from collections.abc import Callable, Generator, Hashable, Iterator, Mapping
+from collections.abc import Callable, Generator, Hashable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import replace
 from inspect import signature
 from pathlib import Path
-from typing import NoReturn, Protocol
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from brim.engine.checkpoint import locked
 from brim.engine.device import resolve_device
-from brim.engine.losses import all_finite, likely_cause
+from brim.engine.losses import BAD_ITEMS, all_finite, likely_cause
 from brim.engine.memory import PeakMemory
 from brim.engine.meter import GpuSampler
+from brim.engine.ranks import Pace, Ranks
 from brim.engine.run_state import RunState
+from brim.engine.share import Share, computing
 from brim.engine.stalls import StepTimes, mean_times, time_step
 from brim.engine.step import Batch, LossFn, Snapshot, Stepper, Transform, batch_items, shape_of
 from brim.engine.train_config import TrainConfig, learning_rate_at
-from brim.engine.train_report import RunLog, TrainProgress, TrainReport, make_report, summary_line
+from brim.engine.train_report import NoLog, RunLog, TrainProgress, TrainReport, make_report, summary_line
 from brim.errors import ConfigError, DatasetError, TrainingDiverged
 
 __all__ = ["BatchSource", "TrainConfig", "TrainProgress", "TrainReport", "summary_line", "train"]
@@ -51,6 +53,8 @@ class BatchSource(Protocol):
     May also have `tier`, its name in the report, and `copy_s`, seconds it waited for copies. If epoch takes `out`, full
     batches are written into those tensors, the inputs of a captured step, and yielded as that dict. If it takes
     `place`, so are batches of every shape for which that finds inputs.
+
+    With several ranks it gives each its part of every batch, and `share(epoch, batch)` says which that is.
     """
 
     num_items: int
@@ -76,6 +80,7 @@ def train(
     progress: Callable[[TrainProgress], None] | None = None,
     stop: Callable[[], bool] | None = None,
     resume: bool = True,
+    ranks: Ranks | None = None,
 ) -> TrainReport:
     """Train the module in place, going on from the phase's last checkpoint; it ends with the last weights.
 
@@ -84,35 +89,54 @@ def train(
     Every random number of a step comes from torch's default streams, set by (seed, phase, step), so a run that was
     stopped or killed ends with the same bits on a CPU. `progress` is called at least once a second, `stop` is asked
     after each batch; a run stopped so can be resumed.
+
+    With several ranks all of them call this at once with equal arguments and train as one; rank 0 alone writes and
+    tells, and evaluate must return the same on all of them.
     """
     where = resolve_device(str(device))
-    if source.num_items < 1 or source.num_batches < 1:
-        raise DatasetError(f"the source has {source.num_items} items; training needs at least one")
+    ranks = ranks or Ranks(device=where)
+    _check_source(source, ranks)
     if config.early_stopping_patience is not None and evaluate is None:
         raise ConfigError(
             f"early_stopping_patience={config.early_stopping_patience} needs evaluate; give it, or no patience"
         )
     folder = Path(out) / phase
     with ExitStack() as stack:
-        stack.enter_context(locked(folder))
+        if ranks.main:
+            stack.enter_context(locked(folder))
         if where.type == "cuda":
             stack.enter_context(torch.cuda.device(where))
         stack.enter_context(torch.random.fork_rng([where.index] if where.type == "cuda" else []))
         peak, power = stack.enter_context(PeakMemory(where)), GpuSampler(where)
-        stepper = Stepper(module, loss_fn, config=config, device=where, transform=transform, phase=phase)
+        stepper = Stepper(module, loss_fn, config=config, device=where, transform=transform, phase=phase, ranks=ranks)
         state = RunState(stepper, source, folder)
         state.open(resume)
-        with (
-            power,
-            RunLog(folder, tensorboard=config.tensorboard, log_bytes=state.log_bytes, step=state.step) as logs,
-        ):
-            run = _Run(stepper, source, state, logs, evaluate, progress)
+        opened = RunLog(folder, tensorboard=config.tensorboard, log_bytes=state.log_bytes, step=state.step)
+        with power, opened if ranks.main else NoLog() as logs:
+            run = _Run(stepper, source, state, logs, evaluate, progress if ranks.main else None)
             run.execute(stop)
         static = run.time_fixed_batches()
         tier = str(getattr(source, "tier", "custom"))
+        used = ranks.all_of((peak.bytes, power.summary()))
         return make_report(
-            Path(out), run.stopped, stepper, source.num_items, tier, state, static, peak.bytes, power.summary()
+            Path(out), run.stopped, stepper, source.num_items, tier, state, static,
+            max(peak_bytes for peak_bytes, _ in used), _energy_j([summary for _, summary in used]),
+        )  # fmt: skip
+
+
+def _check_source(source: BatchSource, ranks: Ranks) -> None:
+    if source.num_items < 1 or source.num_batches < 1:
+        raise DatasetError(f"the source has {source.num_items} items; training needs at least one")
+    if not ranks.alone and not hasattr(source, "share"):
+        raise ConfigError(
+            f"{type(source).__name__} does not divide its batches among {ranks.size} ranks; train with one process"
         )
+
+
+def _energy_j(summaries: Sequence[Mapping[str, Any] | None]) -> float | None:
+    """Of all ranks; None where it is not known of one."""
+    known = [summary["energy_j"] for summary in summaries if summary is not None]
+    return None if len(known) < len(summaries) or None in known else sum(known)
 
 
 class _Run:
@@ -123,7 +147,7 @@ class _Run:
         stepper: Stepper,
         source: BatchSource,
         state: RunState,
-        logs: RunLog,
+        logs: "RunLog | NoLog",
         evaluate: Evaluate | None,
         progress: Callable[[TrainProgress], None] | None,
     ) -> None:
@@ -135,6 +159,7 @@ class _Run:
         self.logged = (state.clock.seconds, state.clock.samples)  # at the last log point
         self.told_at = time.perf_counter()
         self.stopped = False
+        self.ranks, self.pace = stepper.ranks, Pace(stepper.ranks, state.step)
 
     def execute(self, stop: Callable[[], bool] | None) -> None:
         self._tell()
@@ -156,7 +181,8 @@ class _Run:
                     batch = next(batches)
                 self._step(batch)
                 self._after_step()
-                self.stopped = stop is not None and stop()
+                self.stopped = self.pace.any(self.state.step, stop is not None and stop())
+                self.pace.go_on(self.state.step)
 
     def _batches(self) -> Generator[Batch]:
         takes = signature(self.source.epoch).parameters
@@ -188,19 +214,25 @@ class _Run:
         return batch
 
     def _step(self, batch: Batch) -> None:
-        num_items, shape = batch_items(batch), shape_of(batch)
-        self.kinds[shape] = batch, self.kinds.get(shape, (batch, 0))[1] + 1
+        share = self._share(self.state.epoch, self.state.batch)
+        num_items = batch_items(batch) if share is None else share.count
+        if share is None:  # shares have as many shapes as sizes, and are not timed
+            shape = shape_of(batch)
+            self.kinds[shape] = batch, self.kinds.get(shape, (batch, 0))[1] + 1
         if self.stepper.needs_preparation(batch):
             self.state.clock.pause()
-            self.stepper.prepare(batch)
+            self.stepper.prepare(batch, share)
             self.state.clock.go()
         with self.state.clock.stepping(num_items):
-            loss = self.stepper.step(
-                batch, self.state.step, learning_rate_at(self.config, self.state.step, self.state.num_steps)
-            )
+            rate = learning_rate_at(self.config, self.state.step, self.state.num_steps)
+            loss = self.stepper.step(batch, self.state.step, rate, share)
             self.state.losses.add(loss, num_items)
         self.state.step += 1
         self.state.batch += 1
+
+    def _share(self, epoch: int, batch: int) -> Share | None:
+        found: Share | None = None if self.ranks.alone else self.source.share(epoch, batch)  # type: ignore[attr-defined]
+        return found
 
     def _after_step(self) -> None:
         if self.device.type == "cpu":
@@ -208,12 +240,17 @@ class _Run:
         if self.state.step % self.config.log_every == 0:
             self._log_window()
         now_s = time.perf_counter()
-        if now_s - self.told_at >= PROGRESS_S:
+        if self._at_once(now_s - self.told_at >= PROGRESS_S):
             self._check_losses()
             self._tell()
         every_s, every = self.config.checkpoint_every_s, self.config.checkpoint_every_steps
-        if (every_s and now_s - self.state.saved_at >= every_s) or (every and self.state.step % every == 0):
+        is_time = self._at_once(every_s is not None and now_s - self.state.saved_at >= every_s)
+        if is_time or (every and self.state.step % every == 0):
             self.save()
+
+    def _at_once(self, is_time: bool) -> bool:
+        """Whether it is time by the clock of rank 0; all ranks then do the same at the same step."""
+        return self.pace.any(self.state.step, is_time and self.ranks.main)
 
     def _log_window(self) -> None:
         self._check_losses()
@@ -284,7 +321,10 @@ class _Run:
     def _diverge(self, fault: str, step: int) -> NoReturn:
         epoch, index = divmod(step, self.source.num_batches)
         batch = next(iter(self.source.epoch(epoch, index)), {})
-        cause = likely_cause(self.stepper, batch, step, learning_rate_at(self.config, step, self.state.num_steps))
+        rate = learning_rate_at(self.config, step, self.state.num_steps)
+        with computing(self._share(epoch, index)):
+            causes = self.ranks.all_of(likely_cause(self.stepper, batch, step, rate))
+        cause = max(causes, key=lambda said: said.startswith(BAD_ITEMS))  # one rank alone has the items at fault
         saved = self.state.saved_step
         kept = "no checkpoint was written yet" if saved is None else f"the checkpoint of step {saved} stays"
         raise TrainingDiverged(f"{fault} at step {step} (epoch {epoch}, batch {index}): {cause}; {kept}")
@@ -302,7 +342,7 @@ class _Run:
 
         Of every shape that is not rare one batch; the times are their mean, as often as the shapes came.
         """
-        if self.stopped or not self.kinds or not self.config.measure_ceiling:
+        if self.stopped or not self.kinds or not self.config.measure_ceiling or not self.ranks.alone:
             return None
         kept, micro = Snapshot(self.stepper), self.stepper.micro
         least = RARE * sum(count for _, count in self.kinds.values())

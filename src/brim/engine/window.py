@@ -8,7 +8,7 @@ import torch
 
 from brim.engine.device import worker_count
 from brim.engine.layout import Batch, Layout, gather
-from brim.engine.order import Tier, Turns
+from brim.engine.order import Blocks, Tier, Turns
 from brim.engine.pipeline import Pipeline, Stage
 from brim.engine.split import Rows
 from brim.engine.tiers import Plan, mark, pinned, to_device
@@ -20,14 +20,14 @@ class WindowStore:
     tier: Tier = "window"
     exclusive = True
 
-    def __init__(self, layout: Layout, rows: Rows, device: torch.device, block_items: int, held_items: int) -> None:
+    def __init__(self, layout: Layout, rows: Rows, device: torch.device, blocks: Blocks, held_items: int) -> None:
         self.device = device
         self.pinned = device.type == "cuda"
         self.held_items = held_items
         self._rows = rows
         self._layout = layout
-        self._block_items = block_items
-        self._num_slots = held_items // block_items
+        self._blocks = blocks
+        self._num_slots = held_items // blocks.items
         self._ring = layout.allocate(held_items, device)
         self._last_read: Any = None  # event after the latest gather from the ring
         self._side = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
@@ -36,13 +36,13 @@ class WindowStore:
 
     def chunk_items(self, chunk_batches: int, batch_size: int) -> int:
         """At most a block, so that a chunk touches two of them; a batch that is longer touches what was planned for."""
-        return max(1, min(chunk_batches, self._block_items // batch_size)) * batch_size
+        return max(1, min(chunk_batches, self._blocks.items // batch_size)) * batch_size
 
     def chunks(self, plan: Plan) -> Iterator[Batch]:
         """Gathered from the ring, while threads bring the next blocks into slots that are used up."""
         if not plan.spans:
             return
-        turns = Turns(plan.positions(plan.epoch), self._block_items, self._num_slots)
+        turns = Turns(plan.positions(plan.epoch), self._blocks, self._num_slots)
         first, last = turns.block_at(plan.spans[0][0]), turns.block_at(plan.spans[-1][1] - 1)
         index = to_device(turns.ring_index, self.device)
         # the device may still be reading for the epoch before
@@ -69,9 +69,9 @@ class WindowStore:
 
     def _bring(self, turn: int, block: int, slots: "_Slots") -> Any:
         """Read a block into its slot; the event says when it is there."""
-        start = block * self._block_items
-        num = min(self._block_items, len(self._rows) - start)
-        at = (turn % self._num_slots) * self._block_items
+        start = self._blocks.start(block)
+        num = min(self._blocks.start(block + 1), len(self._rows)) - start
+        at = (turn % self._num_slots) * self._blocks.items
         slot = {name: matrix[at : at + num] for name, matrix in self._ring.items()}
         if self._side is None:
             slots.wait(turn)

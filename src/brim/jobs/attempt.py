@@ -4,8 +4,8 @@ import logging
 import os
 import signal
 import time
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -16,6 +16,7 @@ from brim.jobs import disk
 from brim.jobs.catalogue import Catalogue, DatasetRow, JobRow, RunRow
 from brim.jobs.joblog import log_file, logging_to
 from brim.jobs.kinds import KINDS
+from brim.jobs.leases import leased
 from brim.jobs.live import Live
 from brim.jobs.redact import Redactor
 from brim.jobs.session import Result, Session
@@ -40,6 +41,9 @@ class Place:
     device: str  # "cpu" or "cuda"
     min_free_bytes: int | None = None  # None: as the environment or the default has it
     beat: Callable[[], None]
+    gpus: tuple[str, ...] = ()  # of the machine, as CUDA names them
+    own_gpu: str = ""  # of the worker, one of these
+    cluster: str | None = None  # address of the service's
 
 
 class Attempt:
@@ -88,16 +92,37 @@ class Attempt:
         spec, inputs, out = Spec(job.kind, job.name, job.config), self._inputs(), place.data / job.out
         disk.check(out, kind.estimate_bytes(spec, inputs), place.min_free_bytes)
         place.beat()  # the kind's library was imported meanwhile
-        task = Task(
-            spec=spec,
-            inputs=inputs,
-            out=out,
-            device=place.device,
-            batch_sizes=place.data / "batch_sizes.json",
-            tell=session.tell,
-            stop=session.stop.is_set,
-        )
-        return kind.run(task)
+        with self._gpus(session) as gpus:
+            task = Task(
+                spec=spec,
+                inputs=inputs,
+                out=out,
+                device=place.device,
+                batch_sizes=place.data / "batch_sizes.json",
+                tell=session.tell,
+                stop=session.stop.is_set,
+                gpus=gpus,
+                cluster=place.cluster,
+            )
+            return kind.run(task)
+
+    @contextmanager
+    def _gpus(self, session: Session) -> Iterator[tuple[str, ...]]:
+        """Have those of the job; where the worker has the only one, or the job none, there is nothing to wait for."""
+        place, config = self._place, self.job.config
+        if len(place.gpus) < 2 or config.get("accelerator") == "cpu" or config.get("cluster"):
+            yield place.gpus
+            return
+        folder, wanted = place.data / "workers", config.get("devices", 1)
+
+        def tell(text: str) -> None:
+            session.tell(Progress(message=text))
+
+        with leased(folder, place.gpus, place.own_gpu, wanted, tell, session.stop.is_set) as gpus:
+            try:
+                yield gpus
+            finally:
+                free_cached()  # for whoever has it next
 
     def _inputs(self) -> Inputs:
         """Where what it reads lies; all of it was there at submission, and may have been deleted since."""
@@ -157,6 +182,13 @@ class Attempt:
         if (run := self._catalogue.runs.get(job.inputs.get("run_id") or "")) is not None:
             known[data / run.path] = f'the run "{run.name}"'
         return known
+
+
+def free_cached() -> None:
+    """Give the GPU's memory back that torch keeps for this process."""
+    import torch
+
+    torch.cuda.empty_cache()
 
 
 def surely(call: Callable[[], T]) -> T:

@@ -23,6 +23,7 @@ from brim.jobs.task import in_words
 
 MAX_COUNT = 10**9  # of anything that is counted: epochs, samples, items of a batch
 MAX_SEED = 2**63 - 1
+MAX_DEVICES = 64  # of one machine
 MAX_TEXT = 200  # characters of a name
 CHECKPOINT_S = 5.0  # of training that a killed worker loses at most; the command line's default is longer
 _SHOWN = 60  # characters of a value that a message repeats
@@ -44,6 +45,24 @@ Accelerator = Literal["auto", "cpu", "gpu", "cuda"]  # auto: the worker's own de
 DatasetIds = Annotated[
     list[Text], pydantic.Field(min_length=1, max_length=100, json_schema_extra={"uniqueItems": True})
 ]
+
+
+def _check_devices(value: Any) -> Any:
+    if value == "all" or (type(value) is int and 1 <= value <= MAX_DEVICES):
+        return value
+    raise ValueError(f'must be "all" or a whole number from 1 to {MAX_DEVICES}: devices of this machine, no address')
+
+
+def _check_cluster(value: Any) -> Any:
+    if isinstance(value, bool):
+        return value
+    raise ValueError("must be true or false: whoever runs the service chooses its cluster, no request names one")
+
+
+Devices = Annotated[
+    Annotated[int, pydantic.Field(ge=1, le=MAX_DEVICES)] | Literal["all"], pydantic.BeforeValidator(_check_devices)
+]
+Cluster = Annotated[bool, pydantic.BeforeValidator(_check_cluster)]
 OneDatasetId = Annotated[list[Text], pydantic.Field(min_length=1, max_length=1)]
 
 
@@ -64,6 +83,17 @@ class RunOnDataset(Fields):
 def resolve_run_on_dataset(values: Mapping[str, Any]) -> dict[str, Any]:
     """All of it."""
     return {"accelerator": "auto", **values}
+
+
+def one_place(values: Mapping[str, Any]) -> dict[str, Any]:
+    """On how many devices of this machine, or on the cluster; not both."""
+    devices, cluster = values.get("devices", 1), values.get("cluster", False)
+    if cluster and devices != 1:
+        raise FieldConflict(
+            "config.devices",
+            f"config.devices={_show(devices)} is of this machine, config.cluster=true is elsewhere; give one of them",
+        )
+    return {"devices": devices, "cluster": cluster}
 
 
 def tier_of(values: Mapping[str, Any]) -> dict[str, str]:

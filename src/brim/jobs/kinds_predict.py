@@ -1,13 +1,14 @@
 """Images: segment.predict, by the function of the command line."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from brim.errors import FieldConflict
 from brim.jobs.alone import alone
-from brim.jobs.fields import MAX_COUNT, Accelerator, Count, DatasetIds, Fields, Text, build, model_of, own
+from brim.jobs.crew import by_leader, service_cluster
+from brim.jobs.fields import MAX_COUNT, Accelerator, Cluster, Count, DatasetIds, Fields, Text, build, model_of, own
 from brim.jobs.kinds_segment import model_name, trained_model
 from brim.jobs.sources import image_folders
 from brim.jobs.task import Inputs, Stopped, Task, Voice, attempt, counted, device_of
@@ -15,6 +16,7 @@ from brim.jobs.task import Inputs, Stopped, Task, Voice, attempt, counted, devic
 if TYPE_CHECKING:
     from brim.jobs.specs import Spec
     from brim.segmentation.predict import PredictProgress
+    from brim.segmentation.predict_files import FilesConfig, FilesReport
 
 LISTED = 1000  # files that a result names; the folder has the rest
 
@@ -35,7 +37,7 @@ def predict_model() -> type[Fields]:
         FilesConfig, others=({"model": ""},), dataset_ids=(DatasetIds, ...), run_id=(Text, ...),
         model=(model_name() | None, None), format=(Format, "geojson"), tile=(cut(Count, "tile"), DEFAULT_TILE),
         resize=(cut(Count | None, "resize"), None), overlap=(cut(Count | None, "overlap"), None),
-        precision=(Precision, "auto"), accelerator=(Accelerator, "auto"),
+        precision=(Precision, "auto"), accelerator=(Accelerator, "auto"), cluster=(Cluster, False),
     )  # fmt: skip
 
 
@@ -50,7 +52,7 @@ def resolve_predict(values: Mapping[str, Any]) -> dict[str, Any]:
     files = build(FilesConfig, {**own(FilesConfig, values), "model": values.get("model")})
     cut = build(PredictConfig, {name: values[name] for name in _CUT if name in values})
     rest = {name: getattr(cut, name) for name in _CUT}
-    usual = {"precision": "auto", "accelerator": "auto"}
+    usual = {"precision": "auto", "accelerator": "auto", "cluster": False}
     return {**usual, **values, **asdict(files), **rest}
 
 
@@ -65,9 +67,10 @@ def predict_bytes(spec: "Spec", inputs: Inputs) -> int:
 @attempt
 def run_predict(task: Task, voice: Voice) -> dict[str, Any]:
     """Predict every image that has no file yet; of several datasets each has a folder of its own, named by its id."""
-    from brim.segmentation.loader import ModelLoader
-    from brim.segmentation.predict_files import FilesConfig, predict_files
+    from brim.segmentation.predict_files import FilesConfig
 
+    if (result := by_leader(task, voice)) is not None:
+        return result
     run, config = task.inputs.run, task.spec.config
     assert run is not None
     model = config["model"] or trained_model(run)
@@ -77,15 +80,12 @@ def run_predict(task: Task, voice: Voice) -> dict[str, Any]:
         )
     files = build(FilesConfig, {**own(FilesConfig, config), "model": model})
     voice.say("loading the network")
-    loader = ModelLoader(
-        {model: run}, device_of(task), task.batch_sizes, config["precision"], config["tile"], config["resize"],
-        overlap=config["overlap"],
-    )  # fmt: skip
+    predict = _by_cluster(task, run, files) if config.get("cluster") else _here(task, run, files)
     parts = _parts(task)
     done, reports, failures = 0, list[dict[str, Any]](), dict[str, str]()
     for part in parts:
         tell = _teller(voice, done, sum(part.num_images for part in parts))
-        found = predict_files([part.images], loader, part.out, files, progress=tell, stop=task.stop, resume=True)
+        found = predict([part.images], part.out, progress=tell, stop=task.stop)
         if found.stopped:
             raise Stopped
         done += part.num_images
@@ -95,6 +95,37 @@ def run_predict(task: Task, voice: Voice) -> dict[str, Any]:
         }
     names = files_in(task.out)
     return {**_together(reports), "failures": failures, "files": names[:LISTED], "num_files": len(names)}
+
+
+def _here(task: Task, run: Path, files: "FilesConfig") -> "Callable[..., FilesReport]":
+    """What predicts images in this process, with a network that stays loaded."""
+    from brim.segmentation.loader import ModelLoader
+    from brim.segmentation.predict_files import predict_files
+
+    config = task.spec.config
+    loader = ModelLoader(
+        {files.model: run}, device_of(task), task.batch_sizes, config["precision"], config["tile"], config["resize"],
+        overlap=config["overlap"],
+    )  # fmt: skip
+
+    def predict(images: Sequence[Path], out: Path, **hooks: Any) -> "FilesReport":
+        return predict_files(images, loader, out, files, resume=True, **hooks)
+
+    return predict
+
+
+def _by_cluster(task: Task, run: Path, files: "FilesConfig") -> "Callable[..., FilesReport]":
+    """What predicts them on the service's cluster; images that have their result are kept there too."""
+    from brim.cluster.predict import predict_many
+    from brim.segmentation.bulk import Recipe
+
+    cut = {name: task.spec.config[name] for name in ("precision", *_CUT)}
+    recipe = Recipe(files=files, device="cpu" if task.spec.config["accelerator"] == "cpu" else "auto", **cut)
+
+    def predict(images: Sequence[Path], out: Path, **hooks: Any) -> "FilesReport":
+        return predict_many(images, out, recipe, run, service_cluster(task), batch_sizes=task.batch_sizes, **hooks)
+
+    return predict
 
 
 class _Part(NamedTuple):

@@ -1,20 +1,25 @@
 """Radio: rf.generate, rf.train and rf.evaluate, by the functions of the command line."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field
 
 from brim.errors import BrimError, DatasetError, FieldConflict
+from brim.jobs.crew import by_leader, by_ranks, num_devices, service_cluster
 from brim.jobs.fields import (
     CHECKPOINT_S,
     Accelerator,
+    Cluster,
     Count,
     DatasetIds,
+    Devices,
     Fields,
     build,
     model_of,
+    one_place,
     own,
     settle,
     tier_of,
@@ -25,6 +30,7 @@ from brim.jobs.task import Inputs, Stopped, Task, Voice, attempt, counted, devic
 
 if TYPE_CHECKING:
     from brim.jobs.specs import Spec
+    from brim.rf.generate import Report
 
 REPORT = "evaluation.html"
 _SHARDS = 1_000_000  # of a dataset: their names have six digits
@@ -53,6 +59,8 @@ def generate_model() -> type[Fields]:
         preset=(Literal[tuple(PRESETS)] | None, None),
         batch_size=(Annotated[Count, Field(ge=1)] | None, None),
         accelerator=(Accelerator, "auto"),
+        devices=(Devices, 1),
+        cluster=(Cluster, False),
     )
 
 
@@ -78,7 +86,7 @@ def resolve_generate(values: Mapping[str, Any]) -> dict[str, Any]:
             "give a greater config.samples_per_shard, or make several datasets",
         )
     more = {"batch_size": values.get("batch_size"), "accelerator": values.get("accelerator", "auto")}
-    return {"num_samples": samples, **config.as_dict(), **more}
+    return {"num_samples": samples, **config.as_dict(), **more, **one_place(values)}
 
 
 def generate_bytes(spec: "Spec", inputs: Inputs) -> int:
@@ -92,6 +100,8 @@ def generate_bytes(spec: "Spec", inputs: Inputs) -> int:
 @attempt
 def run_generate(task: Task, voice: Voice) -> dict[str, Any]:
     """Make the dataset, or the rest of it."""
+    if (found := by_leader(task, voice)) is not None:
+        return found
     from brim.engine.shards import Dataset
     from brim.rf.config import GenerateConfig
     from brim.rf.generate import Progress as Made
@@ -102,15 +112,32 @@ def run_generate(task: Task, voice: Voice) -> dict[str, Any]:
     def tell(where: Made) -> None:
         voice(counted(where.done, where.total, where.message, where.rate, flow_of(where)))
 
-    report = generate(
-        build(GenerateConfig, own(GenerateConfig, config)), task.out, config["num_samples"],
-        device=device_of(task), batch_size=config.get("batch_size"), resume=True, verify="sizes", progress=tell,
-        stop=task.stop,
-    )  # fmt: skip
+    asked = (build(GenerateConfig, own(GenerateConfig, config)), task.out, config["num_samples"])
+    make = _by_many(task) if task.is_member else partial(generate, device=device_of(task))
+    report = make(
+        *asked, batch_size=config.get("batch_size"), resume=True, verify="sizes", progress=tell, stop=task.stop
+    )
     if report.stopped:
         raise Stopped
     made = Dataset(task.out).manifest["report"]  # not ours: that of an attempt which only found it finished is empty
     return {name: value for name, value in made.items() if name != "dataset"} | {"dataset_id": task.out.name}
+
+
+def _by_many(task: Task) -> "Callable[..., Report]":
+    """What generates on the devices of the job, or on the cluster."""
+    from brim.cluster.generate import generate_many
+    from brim.cluster.processes import ProcessPool, device_names
+
+    def make(*asked: Any, **options: Any) -> "Report":
+        if not task.spec.config.get("cluster"):
+            return generate_many(*asked, pool=ProcessPool(device_names(num_devices(task))), **options)
+        from brim.cluster.ray_connect import connect
+        from brim.cluster.ray_pool import RayPool
+
+        with connect(service_cluster(task)) as cluster:
+            return generate_many(*asked, pool=RayPool(cluster), **options)
+
+    return make
 
 
 # rf.train
@@ -124,6 +151,7 @@ def train_model() -> type[Fields]:
         LocatorTraining,
         dataset_ids=(DatasetIds, ...),
         accelerator=(Accelerator, "auto"),
+        devices=(Devices, 1),
         preload_to_gpu=(bool | None, True),
         checkpoint_every_s=(float, CHECKPOINT_S),
     )
@@ -137,7 +165,8 @@ def resolve_train(values: Mapping[str, Any]) -> dict[str, Any]:
     preload = True if values.get("tier", "auto") == "auto" else None
     usual = {"checkpoint_every_s": CHECKPOINT_S, "preload_to_gpu": preload}
     recipe = build(LocatorTraining, usual | own(LocatorTraining, values))
-    return {"dataset_ids": values["dataset_ids"], "accelerator": values.get("accelerator", "auto"), **asdict(recipe)}
+    where = {"accelerator": values.get("accelerator", "auto"), "devices": values.get("devices", 1)}
+    return {"dataset_ids": values["dataset_ids"], **where, **asdict(recipe)}
 
 
 def check_train(spec: "Spec", inputs: Inputs) -> None:
@@ -175,6 +204,8 @@ def train_bytes(spec: "Spec", inputs: Inputs) -> int:
 @attempt
 def run_train(task: Task, voice: Voice) -> dict[str, Any]:
     """Train the locator, or go on with it."""
+    if (found := by_ranks(task, voice)) is not None:
+        return found
     from brim.engine.train_report import TrainProgress
     from brim.rf.train import LocatorTraining, train
 

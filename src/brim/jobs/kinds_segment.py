@@ -14,10 +14,12 @@ from pydantic import Field, create_model
 
 from brim.errors import BrimError, DatasetError, FieldConflict
 from brim.jobs.alone import alone
+from brim.jobs.crew import by_ranks
 from brim.jobs.fields import (
     CHECKPOINT_S,
     Accelerator,
     Count,
+    Devices,
     Fields,
     OneDatasetId,
     Text,
@@ -169,6 +171,7 @@ def train_model() -> type[Fields]:
         preload_to_gpu=(bool | None, None),
         num_workers=(Annotated[Count, Field(ge=0)], 0),
         accelerator=(Accelerator, "auto"),
+        devices=(Devices, 1),
         checkpoint_every_s=(float, CHECKPOINT_S),
     )
 
@@ -179,7 +182,7 @@ def resolve_train(values: Mapping[str, Any]) -> dict[str, Any]:
 
     usual = {"checkpoint_every_s": CHECKPOINT_S, **tier_of(values)}
     recipe = build(SegmentTrainConfig, usual | own(SegmentTrainConfig, values))
-    beside = {"run_id": None, "preload_to_gpu": None, "num_workers": 0, "accelerator": "auto"}
+    beside = {"run_id": None, "preload_to_gpu": None, "num_workers": 0, "accelerator": "auto", "devices": 1}
     return {**beside, **values, **asdict(recipe)}
 
 
@@ -229,6 +232,8 @@ def _crop_bytes(folder: Path, size: int) -> int:
 @attempt
 def run_train(task: Task, voice: Voice) -> dict[str, Any]:
     """Train the network, or go on with it."""
+    if (found := by_ranks(task, voice)) is not None:
+        return found
     from brim.engine.train_report import TrainProgress
     from brim.segmentation.train import SegmentTrainConfig, train
 

@@ -10,10 +10,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 from pydantic import Field
 
 from brim.errors import BrimError, DatasetError, FieldConflict
+from brim.jobs.crew import by_ranks
 from brim.jobs.fields import (
     CHECKPOINT_S,
     Accelerator,
     Count,
+    Devices,
     Fields,
     OneDatasetId,
     build,
@@ -61,6 +63,7 @@ def train_model() -> type[Fields]:
         epochs=(Annotated[Count, Field(ge=1)] | None, None),
         preload_to_gpu=(bool | None, None),
         accelerator=(Accelerator, "auto"),
+        devices=(Devices, 1),
         checkpoint_every_s=(float, CHECKPOINT_S),
         model=(shape, {}),
     )
@@ -76,7 +79,7 @@ def resolve_train(values: Mapping[str, Any]) -> dict[str, Any]:
         usual |= dict.fromkeys(("encoder_epochs", "classifier_epochs"), values["epochs"])
     build(SequenceConfig, {"dim": 1, **values.get("model", {})}, "config.model")
     recipe = build(SequenceTraining, usual | own(SequenceTraining, values))
-    beside = {"epochs": None, "preload_to_gpu": None, "accelerator": "auto"}
+    beside = {"epochs": None, "preload_to_gpu": None, "accelerator": "auto", "devices": 1}
     found = {**beside, **values, **asdict(recipe)}
     return {name: value for name, value in found.items() if name not in _PATHS}
 
@@ -126,6 +129,8 @@ def train_bytes(spec: "Spec", inputs: Inputs) -> int:
 @attempt
 def run_train(task: Task, voice: Voice) -> dict[str, Any]:
     """Train the network, or go on with it."""
+    if (found := by_ranks(task, voice)) is not None:
+        return found
     from brim.sequences.train import train
 
     recipe = _recipe(task.spec)

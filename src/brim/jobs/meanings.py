@@ -9,6 +9,8 @@ from typing import Any, Final
 
 SHARED: Final[dict[str, str]] = {
     "accelerator": "Where it computes; auto: the worker's own device, a GPU where there is one.",
+    "devices": 'Devices of this machine that share the work: a number or "all"; on a CPU, so many processes.',
+    "cluster": "Whether it runs on the cluster that the service was started with.",
     "epochs": "Times that every training item is seen.",
     "learning_rate": "AdamW's highest, after a warm-up; a cosine to 0 follows.",
     "tier": "Where the data is held: in the GPU's memory, the host's, or a window of it; auto: the fastest it fits in.",

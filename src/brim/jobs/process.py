@@ -38,6 +38,11 @@ def urls(data: Path, database: str | None) -> tuple[str, str]:
     return f"sqlite:///{queue}", f"sqlite:///{data / 'catalogue.sqlite'}"
 
 
+def cores() -> int:
+    """Those that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def die_with_supervisor(lifeline: int) -> None:
     """End this process when the supervisor ends, however that does: the only writer of the pipe is the supervisor.
 

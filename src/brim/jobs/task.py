@@ -50,6 +50,9 @@ class Task:
     batch_sizes: Path  # the file of tuned batch sizes
     tell: Callable[[Progress], None]  # may be called from a thread of the task's own; must not raise
     stop: Callable[[], bool]
+    gpus: tuple[str, ...] = ()  # that the job has, as CUDA names them; none on a CPU
+    cluster: str | None = None  # address of the service's
+    is_member: bool = False  # whether this process is one of several of the attempt: see crew
 
 
 class Timed(Protocol):

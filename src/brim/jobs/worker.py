@@ -180,7 +180,11 @@ def _run(name: str, settings: dict[str, Any], beat: Heartbeat) -> None:
 
     device, min_free = resolve_device("auto"), settings.get("min_free_bytes")
     keep_to_share(device)
-    place = Place(worker=name, data=data, device=device.type, min_free_bytes=min_free, beat=beat)
+    gpus, own = tuple(settings.get("gpus") or ()), os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    place = Place(
+        worker=name, data=data, device=device.type, min_free_bytes=min_free, beat=beat,
+        gpus=gpus if own in gpus else (), own_gpu=own, cluster=settings.get("cluster"),
+    )  # fmt: skip
     worker = Worker(place, catalogue, jobs_url)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, worker.leave)

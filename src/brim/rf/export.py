@@ -53,7 +53,7 @@ def export(path: Path | str, out: Path | str, fmt: str, *, progress: Progress | 
         records = write(data, place, progress or _silent)
         sizes = [file.stat().st_size for file in place.iterdir()]
     return {
-        "dataset": str(data.path),
+        "dataset": str(data.place),
         "out": str(out),
         "format": fmt,
         "samples": len(data),
@@ -74,10 +74,10 @@ def _check_source(data: Dataset, fmt: str) -> None:
     for package in {"parquet": ("pyarrow",), "hdf5": ("h5py",), "sigmf": ()}[fmt]:
         _package(package, fmt)
     if not len(data):
-        raise DatasetError(f'{data.path} holds no samples yet; continue it with "brim rf generate --resume"')
+        raise DatasetError(f'{data.place} holds no samples yet; continue it with "brim rf generate --resume"')
     if fmt == "sigmf" and "iq" not in data.fields:
         raise ConfigError(
-            f"format=sigmf needs IQ records, {data.path} has features only; "
+            f"format=sigmf needs IQ records, {data.place} has features only; "
             "generate it with --dataset-type iq_raw, or choose parquet or hdf5"
         )
 
@@ -92,8 +92,8 @@ def _package(name: str, fmt: str) -> Any:
 
 
 def _check_target(data: Dataset, target: Path) -> None:
-    if target.is_relative_to(data.path.resolve()):
-        raise DatasetError(f"{target} is inside the dataset {data.path}; choose another --out")
+    if data.place.path is not None and target.is_relative_to(data.path.resolve()):
+        raise DatasetError(f"{target} is inside the dataset {data.place}; choose another --out")
     try:
         if target.exists() and not target.is_dir():
             raise DatasetError(f"{target} is a file, expected a directory; choose another --out")

@@ -49,7 +49,7 @@ def accepted_batches(
             more, refused = _gate(config, index, refused)
             at, in_vain = at + len(index), 0 if len(more) else in_vain + len(index)
             if in_vain >= MAX_TRIES:
-                raise NothingAccepted(_complaint(config, in_vain, refused))
+                raise NothingAccepted(complaint(config, in_vain, refused))
             waiting = _join(waiting, more)
         yield waiting[:size]
         waiting, num_samples = waiting[size:], num_samples - size
@@ -81,7 +81,8 @@ def _join(first: Accepted, second: Accepted) -> Accepted:
     )
 
 
-def _complaint(config: GenerateConfig, tried: int, refused: dict[str, int]) -> str:
+def complaint(config: GenerateConfig, tried: int, refused: dict[str, int]) -> str:
+    """What to say when so many attempts in a row were refused, and what to change."""
     rules = {
         "receivers": f"fewer than min_receivers={config.min_receivers} heard it at min_snr_db={config.min_snr_db:g} "
         f"with tx_power_dbm={config.tx_power_dbm:g}: raise the power, or lower min_snr_db or min_receivers",

@@ -121,7 +121,9 @@ def open_dataset(path: Path | str) -> Dataset:
     data = Dataset(path)
     kind = data.manifest.get("kind")
     if kind != "rf":
-        raise DatasetError(f'{data.path} holds kind={kind!r}, expected "rf"; give a dataset made by "brim rf generate"')
+        raise DatasetError(
+            f'{data.place} holds kind={kind!r}, expected "rf"; give a dataset made by "brim rf generate"'
+        )
     return data
 
 
@@ -238,7 +240,7 @@ def _summary(data: Dataset, parts: list[_Part], columns: Columns, verify: bool) 
     heard = [part.heard for part in parts]
     records = sum(total for _, total, _ in heard)
     return Summary(
-        dataset=str(data.path),
+        dataset=str(data.place),
         format_version=manifest["format_version"],
         complete=manifest["complete"],
         verified=verify,
@@ -271,7 +273,7 @@ def _summary(data: Dataset, parts: list[_Part], columns: Columns, verify: bool) 
         quantiles_from=len(columns.gdop),
         transmitters=_bounds(parts, 0),
         receivers=_bounds(parts, 1),
-        bytes=sum(entry.bytes for entry in data.shards) + (data.path / MANIFEST).stat().st_size,
+        bytes=sum(entry.bytes for entry in data.shards) + data.place.size(MANIFEST),
         shards=len(data.shards),
         throughput=report or None,
     )

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from brim.engine.share import Dropout, drawn
 from brim.errors import ConfigError
 from brim.rf.config import GenerateConfig
 from brim.rf.features import FEATURES, STATISTICS, F
@@ -147,7 +148,11 @@ def principal_axes(covariance: Tensor) -> Tensor:
 def flip(batch: Rows, rng: torch.Generator) -> Rows:
     """The same batch with axes of random sign: an ellipse has no head, and the network should not see one."""
     shape = (len(batch["axes"]), 1, 2)
-    sign = torch.randint(0, 2, shape, generator=rng, device=batch["axes"].device).to(torch.float32) * 2 - 1
+
+    def toss(whole: tuple[int, ...]) -> Tensor:
+        return torch.randint(0, 2, whole, generator=rng, device=batch["axes"].device)
+
+    sign = drawn(toss, shape).to(torch.float32) * 2 - 1
     return batch | {"axes": batch["axes"] * sign}
 
 
@@ -256,7 +261,7 @@ class _Block(nn.Module):
         self.before, self.between = nn.LayerNorm(width), nn.LayerNorm(width)
         self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
         self.wide, self.narrow = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
-        self.drop = nn.Dropout(config.dropout)
+        self.drop = Dropout(config.dropout)
 
     def forward(self, hidden: Tensor, seen: Tensor) -> Tensor:
         """Attention among those seen, then each on its own.

@@ -49,7 +49,7 @@ def write_report(
 
 def render(found: Survey) -> str:
     """The page as text."""
-    name = found.data.path.resolve().name
+    name = found.data.place.name
     cards = "\n".join(_cards(found))
     return document(
         f"{name} · brim",

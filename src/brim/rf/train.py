@@ -1,7 +1,7 @@
 """From datasets to a locator: split, calibrate, solve once, train.
 
 The solver runs once, over all rows, before the first epoch; what it found is kept in host memory, from where the
-tiers take it.
+tiers take it. Of several ranks each solves and holds its own rows, and rank 0 those held out.
 """
 
 import logging
@@ -11,16 +11,18 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 import brim
-from brim.engine.device import resolve_device, stream
+from brim.engine.device import stream
 from brim.engine.order import check_tier
+from brim.engine.ranks import Ranks, joined
 from brim.engine.resident import Resident, Tier
 from brim.engine.shards import allocate
+from brim.engine.share import check_enough
 from brim.engine.sources import DatasetSource, TensorSource, read_rows
 from brim.engine.train_config import Precision, recipe_of
 from brim.engine.train_report import TrainProgress, TrainReport
@@ -102,39 +104,59 @@ def train(
     stop: Callable[[], bool] | None = None,
     resume: bool = True,
 ) -> TrainReport:
-    """Train a locator on datasets and leave it in `out`, going on with the run that is there if resume allows it."""
-    config, out, where = config or LocatorTraining(), Path(out), resolve_device(device)
+    """Train a locator on datasets and leave it in `out`, going on with the run that is there if resume allows it.
+
+    Under torchrun all its ranks train as one.
+    """
+    with joined(device) as ranks:
+        return _train(
+            datasets, Path(out), config or LocatorTraining(), ranks, progress if ranks.main else None, stop,
+            resume or ranks.restarted,
+        )  # fmt: skip
+
+
+def _train(
+    datasets: Sequence[Path | str],
+    out: Path,
+    config: LocatorTraining,
+    ranks: Ranks,
+    progress: Told | None,
+    stop: Callable[[], bool] | None,
+    resume: bool,
+) -> TrainReport:
+    where = ranks.device
     source, generation = _open(datasets)
     train_rows, val_rows = split(source.num_items, config)
+    check_enough(len(train_rows), ranks, "samples")
     about = _describe(source, generation, config, len(train_rows))
-    known = _occupied(out, about, resume)
-    noise = NoiseModel(**known["noise"]) if known else _calibrate(source, train_rows, generation, where)
-    columns = _prepare(source, generation, noise, where, progress, stop)
-    if columns is None:
+    known = ranks.from_main(lambda: _occupied(out, about, resume))
+    noise = ranks.from_main(
+        lambda: NoiseModel(**known["noise"]) if known else _calibrate(source, train_rows, generation, where)
+    )
+    data = _prepare(source, train_rows, val_rows, generation, noise, ranks, progress, stop)
+    if ranks.greatest(int(data is None))[0] or data is None:
         return _nothing_done(out, config)
     with torch.random.fork_rng([]):
         torch.manual_seed(config.seed)
         module = Locator(LocatorConfig(hybrid=config.hybrid))
-    some = _thin(train_rows)
-    module.set_statistics(columns["features"][some], columns["present"][some])
+    module.set_statistics(*_measured(source, _thin(train_rows)))
     module = module.to(where)
+    columns, held = data.columns, data.held
     if not config.hybrid:
-        columns = {name: columns[name] for name in _PURE}
-    held = {name: tensor[val_rows] for name, tensor in columns.items()}
-    untrained = _validate(module.eval(), held, where)["val_loss"]
-    before = untrained if config.hybrid and math.isfinite(untrained) else None  # hybrid: the solver's own answer
-    if not known:
+        columns, held = ({name: part[name] for name in _PURE if name in part} for part in (columns, held))
+    before = ranks.from_main(lambda: _before(module.eval(), held, config, where))
+    if not known and ranks.main:
         write_about(out, about | {"noise": asdict(noise), "untrained_val_loss": before})
     resident = Resident(
         TensorSource(columns), batch_size=config.batch_size, device=where, tier=config.tier, seed=config.seed,
-        shuffle="blocks" if config.tier == "window" else True, preload_to_gpu=config.preload_to_gpu, rows=train_rows,
-        reserve_bytes=_model_bytes(module, config),
+        shuffle="blocks" if config.tier == "window" else True, preload_to_gpu=config.preload_to_gpu, rows=data.rows,
+        reserve_bytes=_model_bytes(module, -(-config.batch_size // ranks.size)), ranks=ranks, total=data.total,
     )  # fmt: skip
     with resident:
         report = run_trainer(
             module, loss, resident, config=recipe_of(config, config.epochs), out=out, device=where, progress=progress,
-            stop=stop, evaluate=lambda trained: _validate(trained, held, where),
-            transform=flip if config.hybrid else None,
+            stop=stop, evaluate=lambda trained: ranks.from_main(lambda: _validate(trained, held, where)),
+            transform=flip if config.hybrid else None, ranks=ranks,
         )  # fmt: skip
     return _with_untrained(report, before)
 
@@ -176,7 +198,7 @@ def _describe(
         "generation": generation.as_dict(),
         "training": asdict(config),
         "datasets": [
-            {"name": data.path.resolve().name, "seed": data.manifest.get("seed"), "samples": len(data)}
+            {"name": data.place.name, "seed": data.manifest.get("seed"), "samples": len(data)}
             for data in source.datasets
         ],
         "split": {"train": num_train, "validation": source.num_items - num_train},
@@ -209,6 +231,19 @@ def _thin(rows: Tensor) -> Tensor:
     return rows[:: -(-len(rows) // _CALIBRATED)]
 
 
+def _measured(source: DatasetSource, rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Features and presence of some rows."""
+    out = allocate({name: source.fields[name] for name in ("features", "present")}, len(rows))
+    read_rows(source, rows, out)
+    return out["features"], out["present"]
+
+
+def _before(module: Locator, held: Rows, config: LocatorTraining, device: torch.device) -> float | None:
+    """What the solver's own answer is worth, which a hybrid repeats until it is trained."""
+    untrained = _validate(module, held, device)["val_loss"]
+    return untrained if config.hybrid and math.isfinite(untrained) else None
+
+
 def _calibrate(source: DatasetSource, rows: Tensor, config: GenerateConfig, device: torch.device) -> NoiseModel:
     rows = _thin(rows)
     out = allocate(source.fields, len(rows))
@@ -216,23 +251,57 @@ def _calibrate(source: DatasetSource, rows: Tensor, config: GenerateConfig, devi
     return calibrate({name: tensor.to(device) for name, tensor in out.items()}, config)
 
 
+class _Data(NamedTuple):
+    """What a rank trains on."""
+
+    columns: Rows  # on the host, of all samples or of this rank's own
+    rows: Tensor | None  # of them those to train on; None: all
+    total: int | None  # samples that all ranks train on together; None: those here are all
+    held: Rows  # columns of the samples held out; none on ranks that do not evaluate
+
+
 def _prepare(
     source: DatasetSource,
+    train_rows: Tensor,
+    val_rows: Tensor,
+    config: GenerateConfig,
+    noise: NoiseModel,
+    ranks: Ranks,
+    progress: Told | None,
+    stop: Callable[[], bool] | None,
+) -> _Data | None:
+    """Columns of what this rank needs, the solver run on its device; None when stopped."""
+    wanted = torch.arange(source.num_items)
+    if not ranks.alone:
+        own = train_rows[ranks.rank :: ranks.size]
+        wanted = torch.cat([own, val_rows]) if ranks.main else own
+    columns = _solve(source, wanted, config, noise, ranks.device, progress, stop)
+    if columns is None:
+        return None
+    if ranks.alone:
+        return _Data(columns, train_rows, None, {name: tensor[val_rows] for name, tensor in columns.items()})
+    held = {name: tensor[len(own) :] for name, tensor in columns.items()}
+    return _Data({name: tensor[: len(own)] for name, tensor in columns.items()}, None, len(train_rows), held)
+
+
+def _solve(
+    source: DatasetSource,
+    wanted: Tensor,
     config: GenerateConfig,
     noise: NoiseModel,
     device: torch.device,
     progress: Told | None,
     stop: Callable[[], bool] | None,
 ) -> Rows | None:
-    """Columns of all rows on the host, the solver run on the device; None when stopped."""
-    total, step, began_s = source.num_items, _CHUNK[device.type], time.perf_counter()
+    """Columns of the wanted rows on the host, the solver run on the device; None when stopped."""
+    total, step, began_s = len(wanted), _CHUNK[device.type], time.perf_counter()
     columns: Rows = {}
     for start in range(0, total, step):
         if stop is not None and stop():
             return None
         end = min(start + step, total)
         rows = allocate(source.fields, end - start)
-        source.read(start, end, rows)
+        read_rows(source, wanted[start:end], rows)
         there = {name: tensor.to(device) for name, tensor in rows.items()}
         found = {name: rows[name] for name in ("features", "present")} | prepare(there, config, noise)
         if not columns:
@@ -263,11 +332,11 @@ def _validate(module: torch.nn.Module, held: Rows, device: torch.device) -> dict
     return {"val_loss": float(torch.cat(losses).double().mean()), "val_median_error_m": float(error.median())}
 
 
-def _model_bytes(module: Locator, config: LocatorTraining) -> int:
+def _model_bytes(module: Locator, num_items: int) -> int:
     """Weights, gradients, moments and what a step keeps for the way back; an estimate from above."""
     weights = sum(param.numel() for param in module.parameters())
     shape = module.config
-    return 4 * (4 * weights + config.batch_size * 32 * shape.width * shape.layers * 16)
+    return 4 * (4 * weights + num_items * 32 * shape.width * shape.layers * 16)
 
 
 def _with_untrained(report: TrainReport, before: float | None) -> TrainReport:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from brim.engine.share import drawn
 from brim.errors import ConfigError
 
 
@@ -62,7 +63,7 @@ def _move(images: Tensor, masks: Tensor, rng: torch.Generator, config: Augmentat
 
 def _transforms(count: int, device: torch.device, rng: torch.Generator, config: Augmentation) -> Tensor:
     """(B, 2, 3) float32: from where in the crop, in units of half a side, each place takes its pixel."""
-    draws = torch.rand(8, count, device=device, generator=rng)
+    draws = drawn(lambda whole: torch.rand(whole, device=device, generator=rng), (8, count), axis=1)
     some = (draws[0] < config.affine).float()
     scale, angle, right, down = (some * (2 * draw - 1) for draw in draws[1:5])
     scale, angle = 1 + config.scale * scale, math.radians(config.rotation_deg) * angle
@@ -83,10 +84,11 @@ def _transforms(count: int, device: torch.device, rng: torch.Generator, config: 
 
 def _light(images: Tensor, rng: torch.Generator, config: Augmentation) -> Tensor:
     """Brightness, contrast, gamma and noise; images (B, 3, S, S) float32 from 0 to 1."""
-    draws = torch.rand(4, len(images), 1, 1, 1, device=images.device, generator=rng)
+    device = images.device
+    draws = drawn(lambda whole: torch.rand(whole, device=device, generator=rng), (4, len(images), 1, 1, 1), axis=1)
     brightness, contrast, gamma = (2 * draw - 1 for draw in draws[:3])
     mean = images.mean((1, 2, 3), keepdim=True)
     lit = (images - mean) * (1 + config.contrast * contrast) + mean + config.brightness * brightness
     lit = lit.clamp_(1e-6, 1) ** torch.exp(config.gamma * gamma)
-    noise = torch.randn(images.shape, device=images.device, generator=rng)
+    noise = drawn(lambda whole: torch.randn(whole, device=device, generator=rng), tuple(images.shape))
     return torch.addcmul(lit, noise, draws[3] * config.noise)

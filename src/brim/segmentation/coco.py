@@ -29,8 +29,11 @@ class CocoFile:
 
     def add(self, number: int, file_name: str, prediction: Prediction) -> None:
         """Take an image and its annotations; number is its id, and its place in the file."""
-        image = {"id": number, "file_name": file_name, "height": prediction.height, "width": prediction.width}
-        lines = b"".join(_dumps(_annotation(p, number, prediction)) + b"\n" for p in prediction.polygons)
+        self.add_lines(number, file_name, (prediction.height, prediction.width), annotation_lines(prediction))
+
+    def add_lines(self, number: int, file_name: str, size: tuple[int, int], lines: bytes) -> None:
+        """The same of what annotation_lines made, perhaps elsewhere and long ago; size is (H, W)."""
+        image = {"id": number, "file_name": file_name, "height": size[0], "width": size[1]}
         with self._lock:
             start = self._spool.seek(0, 2)
             self._spool.write(lines)
@@ -38,16 +41,16 @@ class CocoFile:
 
     def chunks(self) -> Iterator[bytes]:
         """The file's bytes, piece by piece: images by number, annotations numbered from 1."""
-        order = [self._images[number] for number in sorted(self._images)]
-        images = ",\n".join(entry for entry, _, _ in order).encode()
+        order = [(image, *self._images[image]) for image in sorted(self._images)]
+        images = ",\n".join(entry for _, entry, _, _ in order).encode()
         yield b'{"info":{"description":"brim"},"categories":[' + _dumps(CATEGORY) + b'],\n"images":[' + images
         yield b'],\n"annotations":['
         number = 0
-        for _, start, length in order:
+        for image, _, start, length in order:
             self._spool.seek(start)
             for line in self._spool.read(length).splitlines():
                 number += 1
-                yield (b",\n" if number > 1 else b"\n") + f'{{"id":{number},'.encode() + line[1:]
+                yield (b",\n" if number > 1 else b"\n") + f'{{"id":{number},"image_id":{image},'.encode() + line[1:]
         yield b"]}\n"
 
     def close(self) -> None:
@@ -56,13 +59,17 @@ class CocoFile:
             self._spool.close()
 
 
-def _annotation(polygon: Polygon, image: int, prediction: Prediction) -> dict[str, Any]:
+def annotation_lines(prediction: Prediction) -> bytes:
+    """An image's annotations, one JSON object a line, without what depends on the others of the file: their ids."""
+    return b"".join(_dumps(_annotation(polygon, prediction)) + b"\n" for polygon in prediction.polygons)
+
+
+def _annotation(polygon: Polygon, prediction: Prediction) -> dict[str, Any]:
     left, top = polygon.points.min(0).tolist()
     right, bottom = polygon.points.max(0).tolist()
     # COCO's polygons have no holes: several rings are several parts.
     outline: Any = [polygon.points.ravel().tolist()]
     return {
-        "image_id": image,
         "category_id": CATEGORY["id"],
         "segmentation": _run_lengths(polygon, prediction.height, prediction.width) if polygon.holes else outline,
         "bbox": [left, top, right - left, bottom - top],

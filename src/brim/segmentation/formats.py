@@ -2,10 +2,12 @@
 
 import colorsys
 import os
+import tempfile
 import uuid
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from contextlib import closing, suppress
+from functools import cached_property
 from pathlib import Path
 from types import TracebackType
 from typing import Literal, Self, get_args
@@ -13,8 +15,9 @@ from typing import Literal, Self, get_args
 import cv2
 import numpy as np
 
+from brim.engine.storage import is_url, place_of
 from brim.errors import ConfigError, StorageError
-from brim.segmentation.coco import CocoFile
+from brim.segmentation.coco import CocoFile, annotation_lines
 from brim.segmentation.geojson import geojson
 from brim.segmentation.imagej import roi_zip
 from brim.segmentation.polygons import Polygon, fill
@@ -30,7 +33,7 @@ _SHIFT = 4  # bits after the point of OpenCV's drawing coordinates
 
 
 class Writer:
-    """Writes predictions below a directory, from any thread.
+    """Writes predictions below a directory, or below a URL in an object store, from any thread.
 
     `names` are the images of the run, as predictions name them. A file is called after its image, in the folder its
     image has below the folder common to all; images that differ only by their suffix keep it. The files of a failed
@@ -41,57 +44,94 @@ class Writer:
     def __init__(self, out: Path | str, format: str, names: Sequence[Path | str]) -> None:
         if format not in FORMATS:
             raise ConfigError(f"format={format} is unknown; choose one of {', '.join(FORMATS)}")
-        self._out, self._format, self._names = Path(out), format, [str(name) for name in names]
+        self._place, self._format, self._names = place_of(out), format, [str(name) for name in names]
+        self._out = self._place.path  # None: in a store
         self._relative = _relative(self._names)
         self._stems = output_stems(self._names)
         self._numbers = {name: number for number, name in reversed(list(enumerate(self._names, 1)))}
         self._coco: CocoFile | None = None
 
-    def path(self, name: Path | str) -> Path:
-        """The file that an image's prediction goes to."""
+    def file(self, name: Path | str) -> str:
+        """The file that an image's prediction goes to, below the output."""
         if str(name) not in self._stems:
             raise ConfigError(f"{name} is not among the {len(self._names)} images this writer was opened for")
-        if self._format == "coco":
-            return self._out / _COCO
-        stem = self._stems[str(name)]
-        return self._out / stem.parent / (stem.name + _ENDINGS[self._format])
+        return _COCO if self._format == "coco" else self._stems[str(name)].as_posix() + _ENDINGS[self._format]
 
-    def write(self, prediction: Prediction, image: np.ndarray | None = None) -> Path | None:
+    def path(self, name: Path | str) -> Path | str:
+        """The same with the output before it: a path, or a URL."""
+        return self._at(self.file(name))
+
+    def has(self, name: Path | str) -> bool:
+        """Whether a run before this one left the file whole: one that lost its bytes with the power is empty."""
+        if self._out is None:
+            return self.file(name) in self._there
+        path = self._out / self.file(name)
+        return path.is_file() and path.stat().st_size > 0
+
+    def write(self, prediction: Prediction, image: np.ndarray | None = None) -> Path | str | None:
         """Write one image's file and say where it is; None for a failed image. Overlays need the image, RGB uint8."""
         target = self.path(prediction.name)
         if prediction.error is not None:
             return None
         if self._format == "coco":
-            assert self._coco is not None, "a writer is a context manager"
-            try:
-                self._coco.add(self._numbers[prediction.name], self._relative[prediction.name].as_posix(), prediction)
-            except OSError as error:
-                raise _refused(target, error) from error
+            size = (prediction.height, prediction.width)
+            self.put_lines(prediction.name, size, annotation_lines(prediction))
             return target
-        _write(target, [encoded(prediction, self._format, image)])
+        self.put(prediction.name, encoded(prediction, self._format, image))
         return target
+
+    def put(self, name: Path | str, data: bytes) -> None:
+        """Write an image's file that was encoded elsewhere; not for coco, whose one file spans all images."""
+        if self._out is None:
+            self._place.put_bytes(data, self.file(name))
+        else:
+            _write(self._out / self.file(name), [data])
+
+    def put_lines(self, name: Path | str, size: tuple[int, int], lines: bytes) -> None:
+        """Take an image's annotations that coco.annotation_lines made elsewhere; size is (H, W)."""
+        assert self._coco is not None, "a coco writer is a context manager"
+        try:
+            self._coco.add_lines(self._numbers[str(name)], self._relative[str(name)].as_posix(), size, lines)
+        except OSError as error:
+            raise _refused(self.path(name), error) from error
 
     def polygons_in(self, name: Path | str) -> int | None:
         """Polygons in the file of an image, as written before; None where its format does not tell."""
         if self._format != "geojson":
             return None
-        return self.path(name).read_bytes().count(b'"type":"Feature"')
+        return self._place.read_bytes(self.file(name)).count(b'"type":"Feature"')
 
     def __enter__(self) -> Self:
-        inputs = {Path(name).resolve() for name in self._names}
+        inputs = {name if is_url(name) else str(Path(name).resolve()) for name in self._names}
         for name in self._names:
-            if self.path(name).resolve() in inputs:
-                raise ConfigError(f"{self.path(name)} would replace an input image; write to another directory")
-        probe = self._out / _part()
+            target = self.path(name)
+            if (str(target.resolve()) if isinstance(target, Path) else target) in inputs:
+                raise ConfigError(f"{target} would replace an input image; write to another directory")
+        if self._out is None:
+            probe = _part()
+            self._place.put_bytes(b"brim", probe)
+            self._place.remove(probe)
+        else:
+            self._check_directory(self._out)
+        if self._format == "coco":
+            self._coco = self._new_coco()
+        return self
+
+    def _check_directory(self, out: Path) -> None:
+        probe = out / _part()
         try:
-            self._out.mkdir(parents=True, exist_ok=True)
+            out.mkdir(parents=True, exist_ok=True)
             probe.write_bytes(b"brim")
             probe.unlink()
-            if self._format == "coco":
-                self._coco = CocoFile(self._out)
         except OSError as error:
-            raise _refused(self._out, error) from error
-        return self
+            raise _refused(out, error) from error
+
+    def _new_coco(self) -> CocoFile:
+        where = self._out if self._out is not None else Path(tempfile.gettempdir())
+        try:
+            return CocoFile(where)
+        except OSError as error:
+            raise _refused(where, error) from error
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -99,13 +139,33 @@ class Writer:
         if self._coco is None:
             return
         try:
-            _write(self._out / _COCO, self._coco.chunks())
+            self._write_coco(self._coco)
         except StorageError:
             if error is None:  # the failure under way says more
                 raise
         finally:
             self._coco.close()
             self._coco = None
+
+    def _write_coco(self, coco: CocoFile) -> None:
+        if self._out is not None:
+            _write(self._out / _COCO, coco.chunks())
+            return
+        try:
+            with tempfile.NamedTemporaryFile() as file:
+                file.writelines(coco.chunks())
+                file.flush()
+                self._place.put_file(Path(file.name), _COCO)
+        except OSError as error:
+            raise _refused(tempfile.gettempdir(), error) from error
+
+    def _at(self, file: str) -> Path | str:
+        return self._place.at(file) if self._out is None else self._out / file
+
+    @cached_property
+    def _there(self) -> frozenset[str]:
+        """Names in the store, as they were when first asked: one listing instead of a request for each."""
+        return frozenset(self._place.walk())
 
 
 def output_stems(names: Sequence[Path | str]) -> dict[str, Path]:
@@ -123,9 +183,16 @@ def output_stems(names: Sequence[Path | str]) -> dict[str, Path]:
 
 def _relative(names: Sequence[Path | str]) -> dict[str, Path]:
     """Each image's path below the folder common to all. Links are not followed: a name is what the user sees."""
-    places = {str(name): Path(os.path.abspath(name)) for name in names}  # noqa: PTH100  resolve() follows links
+    places = {str(name): _absolute(str(name)) for name in names}
     root = os.path.commonpath([path.parent for path in places.values()]) if places else ""
     return {name: path.relative_to(root) for name, path in places.items()}
+
+
+def _absolute(name: str) -> Path:
+    if is_url(name):
+        scheme, _, rest = name.partition("://")
+        return Path("/", scheme, rest)
+    return Path(os.path.abspath(name))  # noqa: PTH100  resolve() follows links
 
 
 # One image's file
@@ -214,7 +281,7 @@ def _part() -> str:
     return f".{uuid.uuid4().hex}.part"
 
 
-def _refused(path: Path, error: OSError) -> StorageError:
+def _refused(path: Path | str, error: OSError) -> StorageError:
     return StorageError(f"{path}: cannot be written: {error.strerror or error}; free space or choose another directory")
 
 

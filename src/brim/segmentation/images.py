@@ -36,10 +36,11 @@ from brim.segmentation.containers import (
     tiff_plane,
     tiff_size,
 )
+from brim.segmentation.stored import StoredImage
 
 log = logging.getLogger("brim")
 
-ImageInput = str | Path | bytes | Image.Image | np.ndarray
+ImageInput = str | Path | StoredImage | bytes | Image.Image | np.ndarray
 _KINDS = "PNG, JPEG, TIFF, BMP, GIF, WebP, JPEG 2000 or PPM"
 
 MAX_PIXELS = 2**28  # of one image: 0.75 GiB of RGB
@@ -124,8 +125,8 @@ def _load(image: ImageInput, max_pixels: int, name: str | None = None) -> tuple[
         if isinstance(image, Image.Image):
             with _quiet_pillow():
                 return name, _from_pillow(image, max_pixels)
-        if isinstance(image, str | Path):
-            image = _read_bytes(Path(image), max_pixels)
+        if isinstance(image, str | Path | StoredImage):
+            image = _read_bytes(image, max_pixels)
         if isinstance(image, bytes | bytearray | memoryview):
             return name, _decode(bytes(image), name, max_pixels)
     except ImageError as error:
@@ -134,7 +135,7 @@ def _load(image: ImageInput, max_pixels: int, name: str | None = None) -> tuple[
 
 
 def _name(image: object) -> str:
-    if isinstance(image, str | Path):
+    if isinstance(image, str | Path | StoredImage):
         return str(image)
     if isinstance(image, np.ndarray):
         return f"array {image.dtype} {image.shape}"
@@ -145,21 +146,44 @@ def _name(image: object) -> str:
     )
 
 
-def _read_bytes(path: Path, max_pixels: int) -> bytes:
+def image_bytes(image: Path | StoredImage, *, name: str) -> bytes:
+    """The bytes of an image's file, for read_image; what cannot be read is an ImageError."""
+    try:
+        return _read_bytes(image, MAX_PIXELS)
+    except ImageError as error:
+        raise ImageError(f"{name}: {error}") from error.__cause__
+
+
+def _read_bytes(image: str | Path | StoredImage, max_pixels: int) -> bytes:
+    data = (
+        image.read(_most_bytes(max_pixels)) if isinstance(image, StoredImage) else _read_file(Path(image), max_pixels)
+    )
+    if not data:
+        raise ImageError("the file is empty")
+    return data
+
+
+def _read_file(path: Path, max_pixels: int) -> bytes:
     try:
         info = path.stat()
         if stat.S_ISDIR(info.st_mode):
             raise ImageError("a directory, not an image; its images are found with find_images")
         if not stat.S_ISREG(info.st_mode):
             raise ImageError("not a regular file")
-        if info.st_size > 64 * max_pixels + 2**28:  # 16 bytes a pixel, uncompressed, and pages we do not read
+        if info.st_size > _most_bytes(max_pixels):
             raise ImageError(f"{info.st_size} bytes are more than an image of {max_pixels} pixels needs")
-        data = path.read_bytes()
+        return path.read_bytes()
     except (OSError, ValueError) as error:
         raise ImageError(f"cannot be read: {getattr(error, 'strerror', None) or error}") from error
-    if not data:
-        raise ImageError("the file is empty")
-    return data
+
+
+def _most_bytes(max_pixels: int) -> int:
+    return 64 * max_pixels + 2**28  # 16 bytes a pixel, uncompressed, and pages we do not read
+
+
+def is_image_name(name: str) -> bool:
+    """Whether a file in a directory is taken for an image: by its suffix, unless it is hidden."""
+    return name[0] != "." and Path(name).suffix.lower() in SUFFIXES
 
 
 def _walk(directory: Path) -> Iterator[Path]:
@@ -168,7 +192,7 @@ def _walk(directory: Path) -> Iterator[Path]:
 
     files: list[Path] = []
     for folder, _, names in os.walk(directory, onerror=refuse):
-        files += [Path(folder, name) for name in names if name[0] != "." and Path(name).suffix.lower() in SUFFIXES]
+        files += [Path(folder, name) for name in names if is_image_name(name)]
     yield from sorted(files)
 
 

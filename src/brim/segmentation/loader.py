@@ -34,6 +34,7 @@ from brim.segmentation.predict_config import PredictConfig, check_batch_size, ch
 from brim.segmentation.prediction import Prediction
 from brim.segmentation.registry import create_model, find_model
 from brim.segmentation.scoring import resized
+from brim.segmentation.stored import StoredImage
 from brim.segmentation.tiles import DEFAULT_TILE, padded, usable_tile
 from brim.segmentation.tune import QUICK_SECONDS
 from brim.segmentation.weights import load_weights
@@ -75,7 +76,7 @@ class ModelLoader:
         self.device = resolve_device(str(device))
         self._sizes = KnownSizes(self.device, batch_sizes, precision, tune_seconds)
         self._limit = resize if resize is not None else usable_tile(tile)  # greatest side the network ever sees
-        self._lock = threading.RLock()  # whoever uses the device
+        self.lock = threading.RLock()  # whoever uses the device
         self._networks: dict[str, Network] = {}
 
     @property
@@ -99,7 +100,7 @@ class ModelLoader:
         entry = self._sizes.find(model_name)  # only an image in windows has more than one patch
         if entry is not None and entry.image_size >= self._limit:
             config = replace(config, batch_size=entry.optimal_batch_size)
-        return predict_one(network, image, config, lock=self._lock)
+        return predict_one(network, image, config, lock=self.lock)
 
     def predict_batch(
         self,
@@ -133,23 +134,36 @@ class ModelLoader:
 
         progress is called at least once a second from the caller's thread, on_report once at the end.
         """
+        _check_several(images)
+        if isinstance(images, Sequence) and not images and on_report is None:
+            find_model(model_name)
+            return iter(())
+        network, config = self.prepare(images, model_name, batch_size, threshold, detect_holes, strict)
+        return predict_stream(network, images, config, lock=self.lock, progress=progress, on_report=on_report)
+
+    def prepare(
+        self,
+        images: Iterable[ImageInput],
+        model_name: str,
+        batch_size: int | None = None,
+        threshold: float = 0.5,
+        detect_holes: bool = True,
+        strict: bool = False,
+    ) -> tuple[Network, PredictConfig]:
+        """What predict_stream runs with, checked, tuned and loaded: for those who run it in parts, holding `lock`."""
         find_model(model_name)
         config = self._configured(threshold, detect_holes, strict)
         if batch_size is not None:
             check_batch_size(batch_size)
-        _check_several(images)
-        if isinstance(images, Sequence) and not images and on_report is None:
-            return iter(())
         self._weights_of(model_name)  # before anything is tuned
         if not strict and batch_size != 1:
             config = replace(config, batch_size=self._batch_size(model_name, images, batch_size))
-        network = self.load(model_name)
-        return predict_stream(network, images, config, lock=self._lock, progress=progress, on_report=on_report)
+        return self.load(model_name), config
 
     def load(self, model_name: str) -> Network:
         """The network with its weights on the device; loaded once."""
         find_model(model_name)
-        with self._lock:
+        with self.lock:
             setting = self._sizes.setting(self._sizes.find(model_name))
             network = self._networks.get(model_name)
             if network is None or network.setting != setting:
@@ -182,14 +196,14 @@ class ModelLoader:
                 f"batch_size={wanted} is above {entry.max_safe_batch_size}, the largest proven safe for {name} on "
                 f"{device_key(self.device)}; using {entry.max_safe_batch_size}",
                 UserWarning,
-                stacklevel=4,
+                stacklevel=5,
             )
         return min(wanted, entry.max_safe_batch_size)
 
     def _tuned(self, name: str, side: int) -> Entry:
         """The entry for images of up to that side, tuned now where there is none."""
         find_model(name)
-        with self._lock:
+        with self.lock:
             return self._sizes.find_or_tune(name, side, self._timed_module)
 
     # Weights
@@ -264,8 +278,10 @@ def _largest_side(images: Iterable[ImageInput]) -> int | None:
     """Greatest padded side in pixels; 0 when no image has a readable size, None when they cannot be looked at twice."""
     if not isinstance(images, Sequence | np.ndarray):
         return None
-    step = max(1, len(images) // PROBED)
-    return max((_side(image) for image in images[::step]), default=0)
+    probed = images[:: max(1, len(images) // PROBED)]
+    if any(isinstance(image, StoredImage) for image in probed):
+        return None  # to look at an object costs as much as to predict from it
+    return max((_side(image) for image in probed), default=0)
 
 
 def _side(image: ImageInput) -> int:

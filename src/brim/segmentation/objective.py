@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from brim.engine.share import current
 from brim.errors import ConfigError
 
 log = logging.getLogger("brim")
@@ -51,7 +52,9 @@ def settle_norms(module: nn.Module) -> None:
 
 
 def _before(norm: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-    values = inputs[0].numel() // max(1, inputs[0].shape[1])
+    share, rows = current(), len(inputs[0])
+    whole = rows if share is None else share.count * share.repeats(rows)  # of all ranks, over which the norm works
+    values = whole * (inputs[0].numel() // max(1, rows * inputs[0].shape[1]))
     norm._brim_settled = norm.training and values <= 1 and norm.running_mean is not None  # type: ignore[assignment]
     if norm._brim_settled:
         norm.training = False

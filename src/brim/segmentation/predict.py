@@ -34,6 +34,7 @@ from brim.segmentation.polygons import Polygon, to_polygons, trace_all
 from brim.segmentation.predict_config import PredictConfig
 from brim.segmentation.prediction import Prediction
 from brim.segmentation.scoring import Done, Scorer
+from brim.segmentation.stored import StoredImage
 from brim.segmentation.tiles import usable_tile
 from brim.segmentation.tracing import Traced, Tracer
 
@@ -179,11 +180,15 @@ class PredictRun:
     def decode(self, item: tuple[int, ImageInput]) -> Frame:
         """Read an image and cut it into patches."""
         index, image = item
-        name = str(image) if isinstance(image, str | Path) else f"image {index}"
+        name = self.name(index, image)
         try:
             return _twice(lambda: self._cut(Frame(index, name), image))
         except (ImageError, OutOfMemory) as failure:
             return Frame(index, name, failure=failure)
+
+    def name(self, index: int, image: ImageInput) -> str:
+        """What messages and predictions call an image."""
+        return str(image) if isinstance(image, str | Path | StoredImage) else f"image {index}"
 
     def _cut(self, frame: Frame, image: ImageInput) -> Frame:
         pinned = self.network.device.type == "cuda"

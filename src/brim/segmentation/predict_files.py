@@ -1,4 +1,7 @@
-"""From files and folders to files: every image found is predicted and written as soon as it is ready."""
+"""From files and folders to files: every image found is predicted and written as soon as it is ready.
+
+Inputs and outputs may be URLs of an object store: images are read from there by the threads that decode them.
+"""
 
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import closing, suppress
@@ -6,13 +9,17 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
+from brim.engine.storage import is_url, place_of
 from brim.errors import ConfigError, ImageError
 from brim.segmentation.formats import FORMATS, Writer
-from brim.segmentation.images import find_images, read_image
+from brim.segmentation.images import find_images, is_image_name, read_image
 from brim.segmentation.loader import ModelLoader
 from brim.segmentation.predict import PredictProgress, PredictReport
 from brim.segmentation.predict_config import check_batch_size, check_threshold
 from brim.segmentation.prediction import Prediction
+from brim.segmentation.stored import StoredImage
+
+Found = Path | StoredImage
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,9 +62,9 @@ class FilesReport:
 
 
 def predict_files(
-    inputs: Sequence[Path],
+    inputs: Sequence[Path | str],
     loader: ModelLoader,
-    out: Path,
+    out: Path | str,
     config: FilesConfig,
     *,
     progress: Callable[[PredictProgress], None] | None = None,
@@ -69,22 +76,22 @@ def predict_files(
     resume keeps what is there: an image whose file exists is not predicted again, since a file appears whole or not at
     all. Not so for coco, whose one file spans all images and is made anew.
     """
-    names = _find(inputs, out)
-    if not names:
-        raise ConfigError(f"{', '.join(map(str, inputs))}: no images found; give image files or a folder of them")
+    images = {str(image): image for image in find_inputs(inputs, out)}
+    names = list(images)
     reports: list[PredictReport] = []
     failures: dict[str, str] = {}
     done = 0
     with Writer(out, config.format, names) as writer:
-        left = [name for name in names if not (resume and config.format != "coco" and _is_whole(writer.path(name)))]
+        left = [name for name in names if not (resume and config.format != "coco" and writer.has(name))]
         kept, kept_polygons = len(names) - len(left), _count(writer, set(names).difference(left))
         stream = loader.predict_stream(
-            left, config.model, config.batch_size, config.threshold, config.detect_holes, config.strict,
-            progress=_watched(progress, stop, kept), on_report=reports.append,
+            [images[name] for name in left], config.model, config.batch_size, config.threshold, config.detect_holes,
+            config.strict, progress=_watched(progress, stop, kept), on_report=reports.append,
         )  # fmt: skip
         with closing(cast("Generator[Prediction]", stream)), suppress(_Stopped):
             for prediction in stream:
-                reason = _write(writer, prediction, with_image=config.format == "overlay")
+                image = images[prediction.name] if config.format == "overlay" else None
+                reason = _write(writer, prediction, image)
                 if reason is not None:
                     failures[prediction.name] = reason
                 done += 1
@@ -100,22 +107,48 @@ def predict_files(
     )  # fmt: skip
 
 
-def _find(inputs: Sequence[Path], out: Path) -> list[Path]:
-    """Images of files and folders; results in a folder below those searched are not taken for images."""
-    place, places = out.resolve(), [path.resolve() for path in inputs]
-    asked = any(path.is_relative_to(place) for path in places)
-    return [name for name in find_images(inputs) if asked or not name.resolve().is_relative_to(place)]
+def find_inputs(inputs: Sequence[Path | str], out: Path | str) -> list[Found]:
+    """Images of files, folders and URLs; results in a folder below those searched are not taken for images."""
+    found: dict[str, Found] = {}
+    for given in inputs:
+        for image in _find(given, out):
+            found.setdefault(str(image), image)
+    if not found:
+        raise ConfigError(f"{', '.join(map(str, inputs))}: no images found; give image files or a folder of them")
+    return list(found.values())
 
 
-def _count(writer: Writer, names: Iterable[Path]) -> int | None:
+def _find(given: Path | str, out: Path | str) -> list[Found]:
+    path, results = place_of(given).path, place_of(out)
+    if path is None:
+        own = f"{results}/"
+        asked = f"{given.rstrip('/')}/".startswith(own) if isinstance(given, str) else False
+        return [image for image in _find_stored(str(given)) if asked or not str(image).startswith(own)]
+    if results.path is None:
+        return list(find_images([path]))
+    place = results.path.resolve()
+    asked = path.resolve().is_relative_to(place)
+    return [image for image in find_images([path]) if asked or not image.resolve().is_relative_to(place)]
+
+
+def _find_stored(url: str) -> list[StoredImage]:
+    """The object of that URL, else the images among the objects below it."""
+    place, (folder, _, name) = place_of(url), url.rstrip("/").rpartition("/")
+    if name and is_image_name(name) and is_url(folder + "/") and not folder.endswith("//"):
+        around = place_of(folder)
+        if around.exists(name):
+            return [StoredImage(around, name)]
+    found = [StoredImage(place, key) for key in place.walk() if is_image_name(key.rpartition("/")[2] or ".")]
+    for image in found:
+        if {"", ".", ".."} & set(str(image).partition("://")[2].split("/")):
+            raise ConfigError(f'{image}: a part of its name is empty, "." or ".."; rename it, it is no name of a file')
+    return found
+
+
+def _count(writer: Writer, names: Iterable[str]) -> int | None:
     """Polygons in files that are there; None where one does not tell."""
     counts = [writer.polygons_in(name) for name in names]
     return None if None in counts else sum(count for count in counts if count)
-
-
-def _is_whole(file: Path) -> bool:
-    """Files appear by rename; one that lost its bytes with the machine's power is empty."""
-    return file.is_file() and file.stat().st_size > 0
 
 
 class _Stopped(Exception):
@@ -135,10 +168,10 @@ def _watched(
     return tell
 
 
-def _write(writer: Writer, prediction: Prediction, *, with_image: bool) -> str | None:
-    """Write the prediction; why there is none, if so."""
+def _write(writer: Writer, prediction: Prediction, image: Found | None) -> str | None:
+    """Write the prediction, on its image where one is given; why there is none, if so."""
     try:
-        writer.write(prediction, read_image(prediction.name) if with_image and prediction.error is None else None)
+        writer.write(prediction, read_image(image) if image is not None and prediction.error is None else None)
     except ImageError as failure:
         return str(failure)
     return prediction.error

@@ -12,7 +12,7 @@ Images, not crops, are split: crops of one image overlap, and would show the val
 
 import logging
 from collections.abc import Callable
-from contextlib import closing
+from contextlib import ExitStack, closing, nullcontext
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -23,11 +23,13 @@ from torch import Tensor, nn
 
 from brim.engine.checkpoint import has_checkpoint, locked
 from brim.engine.checkpoint import load_weights as load_run_weights
-from brim.engine.device import resolve_device, stream
+from brim.engine.device import stream
 from brim.engine.memory import Halving
 from brim.engine.order import check_tier
+from brim.engine.ranks import Ranks, joined
 from brim.engine.resident import Resident, Tier
 from brim.engine.shards import Dataset
+from brim.engine.share import share_norms
 from brim.engine.sources import DatasetSource
 from brim.engine.step import Batch, Transform
 from brim.engine.train_config import Precision, recipe_of, resolve_precision
@@ -35,7 +37,7 @@ from brim.engine.train_report import TrainReport
 from brim.engine.trainer import train as run_trainer
 from brim.errors import CheckpointError, ConfigError, DatasetError
 from brim.segmentation.augment import Augmentation, augment
-from brim.segmentation.crops import COUNTED, FOREGROUND, Told, pack, pair_files
+from brim.segmentation.crops import COUNTED, FOREGROUND, Pair, Told, pack, pair_files
 from brim.segmentation.network import DTYPES, normalise
 from brim.segmentation.objective import item_losses, settle_norms, step_bytes
 from brim.segmentation.registry import create_model, find_model
@@ -118,24 +120,43 @@ def train(
     """Train a network on images and masks paired by file stem, going on with the run in `out` if resume allows it.
 
     weights is a FILE or a RUN to begin from. A run that was stopped or killed ends, resumed, with the same bits on a
-    CPU.
+    CPU. Under torchrun all its ranks train as one; each must see the folders and `out`.
     """
-    out, where, pairs = Path(out), resolve_device(device), pair_files(images, masks)
-    resolve_precision(config.precision, where)
-    train_images, val_images = split(len(pairs), config)
-    module = _make_module(config, weights)
-    about = describe(pairs, asdict(config), len(val_images), weights)
-    if out.is_file():
-        raise CheckpointError(f"{out} is a file; choose another --out")
-    with locked(out):
-        check_free(out, pairs, about, resume)
-        write_config(out, about)
-        crops = pack(pairs, out / "crops", config.size, progress=progress, stop=stop)
-        if crops is None:
+    out, pairs = Path(out), pair_files(images, masks)
+    with joined(device) as ranks, ExitStack() as stack:
+        resolve_precision(config.precision, ranks.device)
+        train_images, val_images = split(len(pairs), config)
+        module = _make_module(config, weights, ranks)
+        about = describe(pairs, asdict(config), len(val_images), weights)
+        if out.is_file():
+            raise CheckpointError(f"{out} is a file; choose another --out")
+        tell = progress if ranks.main else None
+        made = ranks.from_main(
+            lambda: _cut_crops(stack, out, pairs, about, config, resume or ranks.restarted, tell, stop)
+        )
+        if not made:
             return _nothing_done(out)
+        crops = Dataset(out / "crops")
         data = _Data(crops.path, _rows_of(crops, train_images), _rows_of(crops, val_images), val_images)
         _check_foreground(crops, data.rows, masks)
-        return _train(module.to(where), data, config, out, where, progress, stop)
+        return _train(module.to(ranks.device), data, config, out, ranks, tell, stop)
+
+
+def _cut_crops(
+    stack: ExitStack,
+    out: Path,
+    pairs: list[Pair],
+    about: dict[str, Any],
+    config: SegmentTrainConfig,
+    resume: bool,
+    progress: Told | None,
+    stop: Callable[[], bool] | None,
+) -> bool:
+    """Take `out` until the stack ends, and make the crops there; False when stopped."""
+    stack.enter_context(locked(out))
+    check_free(out, pairs, about, resume)
+    write_config(out, about)
+    return pack(pairs, out / "crops", config.size, progress=progress, stop=stop) is not None
 
 
 def split(num_images: int, config: SegmentTrainConfig) -> tuple[Tensor, Tensor]:
@@ -165,29 +186,32 @@ def _train(
     data: _Data,
     config: SegmentTrainConfig,
     out: Path,
-    device: torch.device,
+    ranks: Ranks,
     progress: Told | None,
     stop: Callable[[], bool] | None,
 ) -> SegmentTrainReport:
+    device = ranks.device
     if device.type == "cuda":
         module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     resident = Resident(
         DatasetSource(data.crops, ("image", "mask")), batch_size=config.batch_size, device=device, tier=config.tier,
         seed=config.seed, shuffle="blocks" if config.tier == "window" else True, rows=data.rows,
         # a last batch of one or two crops would disturb the norms; the order changes, so every crop has its turn
-        drop_last=True, reserve_bytes=step_bytes(module, config.size, config.batch_size),
+        drop_last=True, reserve_bytes=step_bytes(module, config.size, -(-config.batch_size // ranks.size)),
+        ranks=ranks,
     )  # fmt: skip
     validation = Resident(
         DatasetSource(data.crops, ("image", "mask", "source")), batch_size=config.batch_size, device=device,
         tier=config.tier, shuffle=False, rows=data.held,
     )  # fmt: skip
-    with resident, validation:
+    with resident, validation if ranks.main else nullcontext():  # rank 0 alone evaluates
         judge = _Judge(validation, data.val_images, resolve_precision(config.precision, device))
         report = run_trainer(
             module, _loss, resident, config=recipe_of(config, config.epochs), out=out, device=device, progress=progress,
-            stop=stop, evaluate=judge, transform=_transform(config),
+            stop=stop, evaluate=lambda trained: ranks.from_main(lambda: judge(trained)), transform=_transform(config),
+            ranks=ranks,
         )  # fmt: skip
-        return _finish(module, judge, report, config, out)
+        return ranks.from_main(lambda: _finish(module, judge, report, config, out))
 
 
 def _finish(
@@ -276,12 +300,14 @@ def _check_foreground(crops: Dataset, rows: Tensor, masks: Path | str) -> None:
         )
 
 
-def _make_module(config: SegmentTrainConfig, weights: Path | str | None) -> nn.Module:
+def _make_module(config: SegmentTrainConfig, weights: Path | str | None, ranks: Ranks) -> nn.Module:
     with torch.random.fork_rng([]):
         torch.manual_seed(config.seed)
         module = create_model(config.model)
     if weights is not None:
         load_weights(module, weights)
+    if not ranks.alone:
+        share_norms(module)
     settle_norms(module)
     return module
 

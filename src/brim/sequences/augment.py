@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from brim.engine.share import drawn
 from brim.errors import ConfigError
 from brim.sequences.model import frame_mask
 
@@ -95,7 +96,7 @@ def two_views(
 
 def crop(frames: Tensor, length: Tensor, rng: torch.Generator, most: float) -> Tensor:
     """Move a random part of each sequence to the front, in place, at least 1 - most of it; returns the new lengths."""
-    cut, at = torch.rand(2, *length.shape, device=frames.device, generator=rng)
+    cut, at = _uniform((2, len(length)), rng, frames.device, axis=1)
     kept: Tensor = (length * (1 - most * cut)).round().long().clamp(min=1).minimum(length)
     start = _start(length - kept, at)
     num_items, num_frames = frames.shape[:2]
@@ -109,8 +110,12 @@ def crop(frames: Tensor, length: Tensor, rng: torch.Generator, most: float) -> T
 
 def add_noise(frames: Tensor, rng: torch.Generator, most: float, std: Tensor | float = 1.0) -> None:
     """Add white noise in place, padding included; each sequence draws its strength up to `most` times std."""
-    strength = most * torch.rand(len(frames), 1, 1, device=frames.device, generator=rng)
-    noise = torch.randn(frames.shape, dtype=frames.dtype, device=frames.device, generator=rng)
+    strength = most * _uniform((len(frames), 1, 1), rng, frames.device)
+
+    def normal(whole: tuple[int, ...]) -> Tensor:
+        return torch.randn(whole, dtype=frames.dtype, device=frames.device, generator=rng)
+
+    noise = drawn(normal, tuple(frames.shape))
     frames.addcmul_(noise, (strength * std).to(frames.dtype))
 
 
@@ -118,7 +123,7 @@ def span_mask(length: Tensor, num_frames: int, rng: torch.Generator, count: int,
     """(B, T) bool: `count` spans of each sequence, each up to a share `most` of it, never all; they may overlap."""
     if not count:
         return torch.zeros(len(length), num_frames, dtype=torch.bool, device=length.device)
-    width, at = torch.rand(2, count, len(length), 1, device=length.device, generator=rng)
+    width, at = _uniform((2, count, len(length), 1), rng, length.device, axis=2)
     whole = length.unsqueeze(-1)
     spans = (width * (most * whole + 1)).long().minimum((whole - 1).clamp(min=0))
     start = _start(whole - spans, at)
@@ -140,7 +145,7 @@ def hidden_spans(length: Tensor, num_frames: int, rng: torch.Generator, share: f
     A span is at most a quarter of its sequence. One frame is hidden at least, and one is left; a lonely one is left.
     """
     valid, time = frame_mask(length, num_frames), torch.arange(num_frames, device=length.device)
-    draws = torch.rand(len(length), num_frames, device=length.device, generator=rng)
+    draws = _uniform((len(length), num_frames), rng, length.device)
     spans = (length // 4).clamp(min=1, max=span).unsqueeze(-1)
     # each frame begins a span with the probability that leaves 1 - share of the frames outside all spans
     begun = (draws < 1 - (1 - share) ** (1 / spans)).cumsum(1)
@@ -160,6 +165,11 @@ def hide(frames: Tensor, masked: Tensor, mean: Tensor | None = None) -> None:
 def clear_padding(frames: Tensor, length: Tensor) -> None:
     """Set frames behind each end to 0, in place."""
     frames.masked_fill_(~frame_mask(length, frames.shape[1]).unsqueeze(-1), 0)
+
+
+def _uniform(shape: tuple[int, ...], rng: torch.Generator, device: torch.device, axis: int = 0) -> Tensor:
+    """Draws from [0, 1); the axis is the sequences."""
+    return drawn(lambda whole: torch.rand(whole, device=device, generator=rng), shape, axis)
 
 
 def _start(room: Tensor, at: Tensor) -> Tensor:

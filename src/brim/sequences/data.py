@@ -20,6 +20,7 @@ from torch import Tensor
 from brim.engine.buckets import Buckets
 from brim.engine.device import worker_count
 from brim.engine.ragged import RaggedResident
+from brim.engine.ranks import Ranks
 from brim.engine.shards import MANIFEST
 from brim.engine.train_config import resolve_precision
 from brim.engine.trainer import BatchSource
@@ -65,12 +66,22 @@ class SequenceData:
         elif self.folder is not None:
             _check_files(self.folder, progress)
 
-    def batches(self, config: SequenceTraining, device: torch.device, rows: Tensor | None = None) -> "Batches":
-        """Batches of these sequences, or of the rows named, inside a with block."""
+    def batches(
+        self,
+        config: SequenceTraining,
+        device: torch.device,
+        rows: Tensor | None = None,
+        ranks: Ranks | None = None,
+        own: Tensor | None = None,
+    ) -> "Batches":
+        """Batches of these sequences, or of the rows named, inside a with block.
+
+        Of several ranks each holds the sequences that own, (n,) bool, names.
+        """
         if self.corpus is not None:
-            return PackedBatches(self.corpus, config, device, rows)
+            return PackedBatches(self.corpus, config, device, rows, ranks, own)
         assert self.folder is not None
-        return FolderBatches(self.folder, config, device)
+        return FolderBatches(self.folder, config, device, ranks, own)
 
 
 def open_data(path: Path | str) -> SequenceData:
@@ -143,6 +154,9 @@ class Batches(Protocol):
     def view(self, rows: Tensor, *, label: Tensor | None = None, seed: int = 0, shuffle: bool = True) -> Source:
         """Batches of these rows; label (n,) int64 stands in for the data's own."""
 
+    def plain(self, rows: Tensor) -> Source | None:
+        """Batches in a fixed order of those rows that this rank holds; None where it holds none of them."""
+
     def __enter__(self) -> Self:
         """Load."""
 
@@ -160,6 +174,8 @@ class PackedBatches:
     config: SequenceTraining
     device: torch.device
     rows: Tensor | None = None  # those that are held
+    ranks: Ranks | None = None
+    own: Tensor | None = None
     _resident: RaggedResident | None = None
     _opened: ExitStack = field(default_factory=ExitStack)
 
@@ -168,7 +184,8 @@ class PackedBatches:
         self._resident = self._opened.enter_context(
             RaggedResident(
                 self.corpus.source(), buckets=self.config.buckets(), device=self.device, tier=self.config.tier,
-                rows=self.rows, reserve_bytes=step_bytes(self.corpus, self.config, self.device),
+                rows=self.rows, ranks=self.ranks, own=self.own,
+                reserve_bytes=step_bytes(self.corpus, self.config, self.device, self.ranks.size if self.ranks else 1),
                 # a CPU has no fast half precision: converted once instead of in every layer
                 dtype=torch.float32 if self.device.type == "cpu" else None,
             )
@@ -187,6 +204,11 @@ class PackedBatches:
         fields = None if label is None else {"label": label}
         return self._resident.view(rows=rows, fields=fields, seed=seed, shuffle=shuffle)
 
+    def plain(self, rows: Tensor) -> Source | None:
+        """Batches of the rows held here, in a fixed order."""
+        here = rows if self.own is None else rows[self.own[rows]]
+        return self.view(here, shuffle=False) if len(here) else None
+
 
 @dataclass(slots=True)
 class FolderBatches:
@@ -195,6 +217,8 @@ class FolderBatches:
     folder: SequenceFolder
     config: SequenceTraining
     device: torch.device
+    ranks: Ranks | None = None
+    own: Tensor | None = None
     _fixed: ExitStack = field(default_factory=ExitStack)
     _shuffled: ExitStack = field(default_factory=ExitStack)
 
@@ -220,20 +244,27 @@ class FolderBatches:
         loader = SequenceLoader(
             self.folder, replace(self._loading(), persistent_workers=shuffle), device=self.device, seed=seed, rows=rows,
             shuffle=shuffle, fields=None if label is None else {"label": label},
-            dtype=torch.float32 if self.device.type == "cpu" else None,
+            dtype=torch.float32 if self.device.type == "cpu" else None, ranks=self.ranks, own=self.own,
         )  # fmt: skip
         return (self._shuffled if shuffle else self._fixed).enter_context(loader)
 
+    def plain(self, rows: Tensor) -> Source | None:
+        """Batches of the rows that are this rank's, in a fixed order."""
+        here = rows if self.own is None else rows[self.own[rows]]
+        return self.view(here, shuffle=False) if len(here) else None
+
     def _loading(self) -> LoaderConfig:
         num = min(self.config.num_workers, worker_count())
+        if num and self.ranks is not None:
+            num = max(1, num // self.ranks.size)  # the ranks of a machine share its cores
         ahead = self.config.prefetch_factor
         return LoaderConfig(num_workers=num, prefetch_factor=ahead, buckets=self.config.buckets())
 
 
-def step_bytes(corpus: Corpus, config: SequenceTraining, device: torch.device) -> int:
+def step_bytes(corpus: Corpus, config: SequenceTraining, device: torch.device, num_ranks: int = 1) -> int:
     """What weights, gradients and a step need on the device beside the data; an estimate from above."""
     shape = config.shape(corpus.dim)
-    frames = Buckets(corpus.lengths, config.buckets()).max_batch_frames
+    frames = -(-Buckets(corpus.lengths, config.buckets()).max_batch_frames // num_ranks)
     views = 2 if config.mode == "self" else 1
     width = 4 if resolve_precision(config.precision, device) == "fp32" else 2
     kept = 4 * shape.dim + 6 * shape.channels * shape.convolutions + 24 * shape.hidden * shape.layers

@@ -25,11 +25,14 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from brim.engine.buckets import BucketConfig, Buckets
+from brim.engine.buckets import BucketConfig, Bucketed, Buckets
 from brim.engine.device import stream, worker_count
 from brim.engine.epoch import Epoch, OpenEpochs
 from brim.engine.order import HOST
+from brim.engine.ragged import part_of
 from brim.engine.ragged_source import check_columns
+from brim.engine.ranks import Ranks
+from brim.engine.share import Share
 from brim.errors import ConfigError, DatasetError
 from brim.sequences.augment import Augmentation
 from brim.sequences.loader_workers import (
@@ -86,6 +89,8 @@ class SequenceLoader:
         dtype: torch.dtype | None = None,
         shuffle: bool = True,
         fields: Mapping[str, Tensor] | None = None,
+        ranks: Ranks | None = None,
+        own: Tensor | None = None,
     ) -> None:
         """Store and check; workers start with the first epoch.
 
@@ -93,7 +98,11 @@ class SequenceLoader:
         dtype    of the frames in batches; by default that of the files
         shuffle  False: always the same order, for evaluation
         fields   columns with a row for each of all sequences, instead of their labels
+        ranks    among whom each batch is divided
+        own      (n,) bool: which of all sequences this rank reads
         """
+        self._ranks = ranks if ranks is not None and not ranks.alone else None
+        self._own = None if self._ranks is None else own
         self.sequences, self.device, self.seed, self.shuffle = sequences, device, seed, shuffle
         self.rows = _chosen(sequences, rows)
         self.dtype = dtype or sequences.dtype
@@ -146,6 +155,19 @@ class SequenceLoader:
         parts = torch.split(line, self.config.batch_size)
         return [Task(epoch, int(self.lengths[part].max()), tuple(self.rows[part].tolist())) for part in parts]
 
+    def share(self, epoch: int, batch: int) -> Share | None:
+        """Which items of a batch are this rank's; None: all of them."""
+        if self._ranks is None or self._own is None:
+            return None
+        rows = torch.tensor(self.order(epoch)[batch].rows)
+        return Share(self._ranks, len(rows), self._own[rows].nonzero().flatten())
+
+    def _part(self, task: Task) -> Task:
+        if self._own is None:
+            return task
+        part = part_of(Bucketed(task.length, torch.tensor(task.rows)), self._own, self.sequences.lengths)
+        return Task(task.epoch, part.length, tuple(part.items.tolist()))
+
     def epoch(self, number: int, start_batch: int = 0) -> Epoch:
         """Batches of an epoch from start_batch on, on the device; it ends the epoch before.
 
@@ -178,7 +200,7 @@ class SequenceLoader:
         return self._opened.begin(batches, start_batch, self.num_batches, alone=alone)
 
     def _batches(self, number: int, start_batch: int, on_host: bool) -> Generator[Batch]:
-        tasks = self.order(number)[start_batch:]
+        tasks = [self._part(task) for task in self.order(number)[start_batch:]]
         if not tasks:
             return
         batches = self._start(tasks)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from brim.engine.memory import Halving
+from brim.engine.ranks import Ranks
 from brim.sequences.data import Counted, Source
 from brim.sequences.model import Encoder, Network, frame_mask
 
@@ -30,18 +31,34 @@ class Statistics(NamedTuple):
     std: Tensor
 
 
-def embed(encoder: Encoder, source: Source, device: torch.device, progress: Counted | None = None) -> Answers:
+def embed(
+    encoder: Encoder,
+    source: Source | None,
+    device: torch.device,
+    progress: Counted | None = None,
+    ranks: Ranks | None = None,
+) -> Answers:
     """Embeddings, (n, E) float32."""
-    return _answer(encoder, lambda frames, length: encoder(frames, length).embedding, source, device, progress)
+    return _answer(encoder, lambda frames, length: encoder(frames, length).embedding, source, device, progress, ranks)
 
 
-def predict(module: Network, source: Source, device: torch.device, progress: Counted | None = None) -> Answers:
+def predict(
+    module: Network,
+    source: Source | None,
+    device: torch.device,
+    progress: Counted | None = None,
+    ranks: Ranks | None = None,
+) -> Answers:
     """The likeliest class or cluster, (n,) int64."""
-    return _answer(module, lambda frames, length: module(frames, length).argmax(-1), source, device, progress)
+    return _answer(module, lambda frames, length: module(frames, length).argmax(-1), source, device, progress, ranks)
 
 
 def embed_and_predict(
-    module: Network, source: Source, device: torch.device, progress: Counted | None = None
+    module: Network,
+    source: Source | None,
+    device: torch.device,
+    progress: Counted | None = None,
+    ranks: Ranks | None = None,
 ) -> tuple[Answers, Tensor]:
     """Embeddings and the likeliest class or cluster of each, from one pass."""
 
@@ -49,12 +66,29 @@ def embed_and_predict(
         embedding = module.embedding(frames, length)
         return torch.cat([embedding, module.head(embedding).argmax(-1, keepdim=True).to(embedding.dtype)], 1)
 
-    row, value = _answer(module, both, source, device, progress)
+    row, value = _answer(module, both, source, device, progress, ranks)
     return Answers(row, value[:, :-1].contiguous()), value[:, -1].long()
 
 
-@torch.no_grad()
 def _answer(
+    module: nn.Module,
+    forward: Callable[[Tensor, Tensor], Tensor],
+    source: Source | None,
+    device: torch.device,
+    progress: Counted | None,
+    ranks: Ranks | None,
+) -> Answers:
+    """What the module says of the source's sequences; of several ranks each asks about its own, and all know all."""
+    mine = None if source is None else _ask(module, forward, source, device, progress)
+    parts = [part for part in ([mine] if ranks is None else ranks.all_of(mine)) if part is not None]
+    if len(parts) == 1:
+        return parts[0]
+    row, order = torch.cat([part.row for part in parts]).sort()
+    return Answers(row, torch.cat([part.value for part in parts])[order])
+
+
+@torch.no_grad()
+def _ask(
     module: nn.Module,
     forward: Callable[[Tensor, Tensor], Tensor],
     source: Source,
@@ -84,9 +118,34 @@ def _answer(
     return Answers(row, torch.cat(values).cpu()[order])
 
 
+def measure(source: Source | None, device: torch.device, ranks: Ranks | None = None) -> Statistics:
+    """Mean and standard deviation of every feature over all frames, in one pass; each rank looks at its own."""
+    mine = None if source is None else _moments(source, device)
+    parts = [part for part in ([mine] if ranks is None else ranks.all_of(mine)) if part is not None]
+    mean, variance, _num = parts[0] if len(parts) == 1 else _joined(parts)
+    # rounding leaves a trace of spread where there is none, which would be blown up to 1
+    spread = torch.where(variance > 1e-12 * mean.square(), variance.sqrt(), 0.0)
+    return Statistics(mean.float(), spread.float())
+
+
+class _Moments(NamedTuple):
+    mean: Tensor  # (D,) float64, on the host
+    variance: Tensor  # (D,) float64
+    frames: Tensor  # () int64, how many
+
+
+def _joined(parts: list[_Moments]) -> _Moments:
+    """Of all frames, from those of parts of them."""
+    count = torch.stack([part.frames for part in parts])  # (parts,)
+    share = (count / count.sum()).double()[:, None]
+    mean = (share * torch.stack([part.mean for part in parts])).sum(0)
+    away = torch.stack([part.variance + (part.mean - mean).square() for part in parts])
+    return _Moments(mean, (share * away).sum(0), count.sum())
+
+
 @torch.no_grad()
-def measure(source: Source, device: torch.device) -> Statistics:
-    """Mean and standard deviation of every feature over all frames, in one pass.
+def _moments(source: Source, device: torch.device) -> _Moments:
+    """Mean and variance of every feature.
 
     Sums are of differences from the first batch's mean, in float64 between batches: squares of features far from 0
     would drown their spread.
@@ -106,6 +165,4 @@ def measure(source: Source, device: torch.device) -> Statistics:
     assert middle is not None
     mean = sums / count
     variance = (squares / count - mean.square()).clamp(min=0)
-    # rounding leaves a trace of spread where there is none, which would be blown up to 1
-    spread = torch.where(variance > 1e-12 * (middle.double() + mean).square(), variance.sqrt(), 0.0)
-    return Statistics((middle + mean).float().cpu(), spread.float().cpu())
+    return _Moments((middle + mean).cpu(), variance.cpu(), count.cpu())

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from brim.engine.device import resolve_device
+from brim.engine.ranks import Ranks
 from brim.errors import CheckpointError, ConfigError, DatasetError, StorageError
 from brim.sequences.data import Batches, Counted, SequenceData, open_data
 from brim.sequences.encode import Answers, embed_and_predict, predict
@@ -97,7 +98,13 @@ def embed(
 
 
 def score(
-    module: Network, batches: Batches, data: SequenceData, found: Split, mode: str, device: torch.device
+    module: Network,
+    batches: Batches,
+    data: SequenceData,
+    found: Split,
+    mode: str,
+    device: torch.device,
+    ranks: Ranks | None = None,
 ) -> Scores | None:
     """Scores at the end of training, on the labelled items held out; None without any.
 
@@ -106,11 +113,11 @@ def score(
     rows = found.held_out[data.labels[found.held_out] >= 0]
     if not len(rows):
         return None
-    answers, predicted = embed_and_predict(module, batches.view(rows, shuffle=False), device)
+    answers, predicted = embed_and_predict(module, batches.plain(rows), device, ranks=ranks)
     truth = data.labels[rows]
     scores = _scores(mode, predicted, truth)
     if mode == "self":
-        scores["probe_accuracy"] = _probe(module, batches, data, found, answers, device)
+        scores["probe_accuracy"] = _probe(module, batches, data, found, answers, device, ranks)
     return scores
 
 
@@ -121,12 +128,18 @@ def _scores(mode: str, predicted: Tensor, truth: Tensor) -> Scores:
 
 
 def _probe(
-    module: Network, batches: Batches, data: SequenceData, found: Split, asked: Answers, device: torch.device
+    module: Network,
+    batches: Batches,
+    data: SequenceData,
+    found: Split,
+    asked: Answers,
+    device: torch.device,
+    ranks: Ranks | None,
 ) -> float | None:
     rows = found.train[data.labels[found.train] >= 0]
     if not len(rows):
         return None
-    known = encode(module.encoder, batches.view(rows, shuffle=False), device)
+    known = encode(module.encoder, batches.plain(rows), device, ranks=ranks)
     return probe_accuracy(known.value, data.labels[rows], asked.value, data.labels[asked.row])
 
 

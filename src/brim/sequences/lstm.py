@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from brim.engine.share import dropout
 from brim.errors import ConfigError
 
 Reverse = Literal["gate", "gather"]
@@ -94,7 +95,7 @@ class BiLstm(nn.Module):
             else:
                 run = partial(self._turned, _turned_rows(valid, length), scale)
             for layer in range(self.layers):
-                h = run(layer, functional.dropout(h, self.dropout, self.training) if layer else h)
+                h = run(layer, dropout(h, self.dropout, self.training, axis=1) if layer else h)
             return _lifted(h, scale, after).masked_fill(~valid, 0).transpose(0, 1)
 
     def _gated(self, flags: Tensor, scale: Tensor | None, layer: int, h: Tensor) -> Tensor:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from brim.engine.share import Dropout
 from brim.errors import ConfigError
 from brim.sequences.lstm import BiLstm, Reverse
 
@@ -79,7 +80,7 @@ class Encoder(nn.Module):
             dropout=config.dropout, reverse=config.reverse, concurrent=config.concurrent,
         )  # fmt: skip
         self.pool = AttentionPool(2 * config.hidden, config.attention)
-        self.dropout = nn.Dropout(config.dropout)
+        self.dropout = Dropout(config.dropout)
         self.embed = nn.Linear(2 * config.hidden, config.embedding)
 
     @torch.no_grad()
@@ -148,8 +149,8 @@ class Classifier(nn.Module):
         width = width or inputs
         self.head: nn.Module = nn.Linear(inputs, classes)
         if not linear:
-            layers = (FrameNorm(inputs), nn.GELU(), nn.Dropout(dropout), nn.Linear(inputs, width))
-            self.head = nn.Sequential(*layers, nn.GELU(), nn.Dropout(dropout), nn.Linear(width, classes))
+            layers = (FrameNorm(inputs), nn.GELU(), Dropout(dropout), nn.Linear(inputs, width))
+            self.head = nn.Sequential(*layers, nn.GELU(), Dropout(dropout), nn.Linear(width, classes))
 
     def train(self, mode: bool = True) -> Self:
         """As every module, but a frozen encoder stays as it is."""
@@ -244,7 +245,7 @@ class _Convolution(nn.Module):
         self.convolution = nn.Conv2d(before, after, (1, config.kernel), padding=(0, config.kernel // 2))
         self.convolution.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         self.norm = FrameNorm(after)
-        self.dropout = nn.Dropout(config.dropout)
+        self.dropout = Dropout(config.dropout)
 
     def forward(self, x: Tensor) -> Tensor:
         mixed = self.convolution(x.transpose(1, 2).unsqueeze(2))  # (B, C, 1, T), channels last in memory

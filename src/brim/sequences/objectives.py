@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from brim.engine.share import current, gathered, own_rows
 from brim.errors import ConfigError
 from brim.sequences.augment import Batch
 from brim.sequences.model import Encoder, FrameNorm, frame_mask
@@ -79,11 +80,26 @@ def nt_xent(first: Tensor, second: Tensor, temperature: float) -> Tensor:
     first, second  (B, E)  two views of each sequence; a batch of one has no others, and a loss of 0
     """
     with torch.autocast(first.device.type, enabled=False):
+        if current() is not None:
+            return _nt_xent_shared(first, second, temperature)
         views = functional.normalize(torch.cat([first, second]).float(), dim=1)
         logits = views @ views.T / temperature
         same = torch.eye(len(views), dtype=torch.bool, device=views.device)
         twin = torch.arange(len(views), device=views.device).roll(len(first))
         return functional.cross_entropy(logits.masked_fill(same, -torch.inf), twin)
+
+
+def _nt_xent_shared(first: Tensor, second: Tensor, temperature: float) -> Tensor:
+    """The same of this rank's sequences, among those of all ranks."""
+    mine = own_rows(len(first), first.device)
+    sides = functional.normalize(torch.stack([first, second], 1).float(), dim=2)
+    everyone = gathered(sides)  # (B, 2, E) of the whole batch
+    num = len(everyone)
+    views = torch.cat([everyone[:, 0], everyone[:, 1]])
+    logits = torch.cat([sides[:, 0], sides[:, 1]]) @ views.T / temperature
+    itself = torch.cat([mine, mine + num])
+    twin = torch.cat([mine + num, mine])
+    return functional.cross_entropy(logits.scatter(1, itself[:, None], -torch.inf), twin)
 
 
 def reconstruction(foretold: Tensor, target: Tensor, hidden: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from brim.engine.checkpoint import load_weights
 from brim.engine.device import stream
+from brim.engine.ranks import Ranks
 from brim.engine.step import LossFn, Transform
 from brim.engine.train_report import TrainProgress
 from brim.engine.trainer import Evaluate
@@ -39,6 +40,7 @@ class Job:
     device: torch.device
     batches: Batches
     statistics: Statistics
+    ranks: Ranks
     progress: Told | None = None
     stop: Callable[[], bool] | None = None
 
@@ -50,9 +52,9 @@ class Job:
         """Shuffled batches for a phase."""
         return self.batches.view(rows, label=label, seed=self.seed(phase, "order"))
 
-    def plain(self, rows: Tensor) -> Source:
-        """Batches in a fixed order."""
-        return self.batches.view(rows, shuffle=False)
+    def plain(self, rows: Tensor) -> Source | None:
+        """Batches in a fixed order of what this rank holds of these rows; None where that is nothing."""
+        return self.batches.plain(rows)
 
     def new(self, make: Callable[[], nn.Module], *name: str | int) -> Any:
         """A module with first weights that depend on the seed and the name alone, on the device."""
@@ -92,14 +94,15 @@ def run_phase(
     """Train the module in place; it ends with the best weights where it was evaluated, else with the last."""
     which: Literal["best", "last"] = "last" if evaluate is None else "best"
     file = job.run / name / REPORT
-    if file.is_file():
-        load_weights(module, job.run, name, which)
-        return _read_report(file)
+    done = job.ranks.from_main(lambda: _read_report(file) if file.is_file() else None)
+    if done is not None:
+        _take_weights(job, module, name, which)
+        return done
     log.info("%s: %d sequences, %d epochs", name, source.num_items, epochs)
     with _autotuner(job.config.autotune):
         report = run_trainer(
             module, loss_fn, source, config=job.config.recipe(epochs), out=job.run, phase=name, device=job.device,
-            transform=transform, evaluate=evaluate, progress=job.progress, stop=job.stop,
+            transform=transform, evaluate=evaluate, progress=job.progress, stop=job.stop, ranks=job.ranks,
         )  # fmt: skip
     samples = round(report.steps * source.num_items / source.num_batches)
     seconds = samples / report.samples_per_s if report.samples_per_s > 0 else 0.0
@@ -109,9 +112,19 @@ def run_phase(
         peak_bytes=report.peak_bytes, val_loss=report.best_val_loss, stopped=report.stopped,
     )  # fmt: skip
     if not found.stopped:
-        load_weights(module, job.run, name, which)
-        write_json(file, asdict(found))
+        _take_weights(job, module, name, which)
+        if job.ranks.main:
+            write_json(file, asdict(found))
     return found
+
+
+def _take_weights(job: Job, module: nn.Module, name: str, which: Literal["best", "last"]) -> None:
+    """Put the weights of a phase into the module; rank 0 reads them for all."""
+    if job.ranks.main:
+        load_weights(module, job.run, name, which)
+    if not job.ranks.alone:
+        weights = job.ranks.from_main(lambda: {key: value.cpu() for key, value in module.state_dict().items()})
+        module.load_state_dict(weights)
 
 
 @contextmanager

@@ -13,6 +13,7 @@ number of clusters is given.
 
 import logging
 from functools import partial
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -72,24 +73,39 @@ def _pseudo_labels(job: Job, encoder: Encoder, clusters: int, number: int) -> Te
     """(n,) int64: the cluster of each training item, -1 elsewhere; found once in a run, then read."""
     file, rows = job.run / f"pseudo-{number}.safetensors", job.split.train
     labels = torch.full((len(job.data.ids),), -1)
-    if file.is_file():
-        found = read_tensors(file)
-        if set(found) != {"row", "label"} or not torch.equal(found["row"], rows):
-            raise CheckpointError(f"{file} is of other items; restore it, or choose another --out")
-        labels[rows] = found["label"]
-        return labels
-    row, embedding = embed(encoder, job.plain(rows), job.device)
+    found = job.ranks.from_main(lambda: _read_labels(file, rows))
+    if found is None:
+        row, embedding = embed(encoder, job.plain(rows), job.device, ranks=job.ranks)
+        found = job.ranks.from_main(lambda: _find_labels(job, row, embedding, clusters, number, file))
+    labels[rows] = found
+    return labels
+
+
+def _read_labels(file: Path, rows: Tensor) -> Tensor | None:
+    """The clusters of these rows; None where they were not found yet."""
+    if not file.is_file():
+        return None
+    found = read_tensors(file)
+    if set(found) != {"row", "label"} or not torch.equal(found["row"], rows):
+        raise CheckpointError(f"{file} is of other items; restore it, or choose another --out")
+    return found["label"]
+
+
+def _find_labels(job: Job, row: Tensor, embedding: Tensor, clusters: int, number: int, file: Path) -> Tensor:
+    """The clusters of the training items, kept in the file."""
+    labels = torch.full((len(job.data.ids),), -1)
+    rows = job.split.train
     # directions: that is what the views were compared by, and lengths follow the number of frames
     points = functional.normalize(embedding, dim=1).to(job.device)
     config = KmeansConfig(clusters=clusters, restarts=job.config.restarts, seed=job.seed("clusters", number))
     labels[row] = kmeans(points, config).labels.cpu()
     write_tensors(file, {"row": rows, "label": labels[rows]})
-    return labels
+    return labels[rows]
 
 
 def _tell_agreement(job: Job, classifier: Classifier, labels: Tensor, number: int) -> None:
     """Log how far the classifier follows its own clusters: a sign of trained weights, no score of anything."""
-    row, found = predict(classifier, job.plain(job.split.train), job.device)
+    row, found = predict(classifier, job.plain(job.split.train), job.device, ranks=job.ranks)
     log.info("iteration %d: classifier and clusters agree on %.1f %%", number, 100 * accuracy(found, labels[row]))
 
 

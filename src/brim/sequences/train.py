@@ -6,7 +6,8 @@ them it goes on from there, and on a CPU ends with the same bits.
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -17,11 +18,12 @@ from torch import Tensor, nn
 
 from brim.engine.buckets import Buckets
 from brim.engine.checkpoint import locked
-from brim.engine.device import resolve_device
+from brim.engine.ranks import Ranks, joined
+from brim.engine.share import check_enough
 from brim.engine.train_config import resolve_precision
 from brim.engine.train_report import TrainProgress
 from brim.engine.trainer import Evaluate
-from brim.errors import CheckpointError
+from brim.errors import CheckpointError, ConfigError
 from brim.sequences.data import Counted, SequenceData, Source, open_data
 from brim.sequences.encode import Statistics, measure
 from brim.sequences.evaluate import Scores, score
@@ -95,27 +97,56 @@ def train(
     """Train on a packed corpus, or on a folder of .npy files, and leave the run in `out`.
 
     resume continues the run that is there, begun with the same corpus and config. Everything that can be refused is
-    refused before anything is written.
+    refused before anything is written. Under torchrun all its ranks train as one.
     """
-    config, out, where = config or SequenceTraining(), Path(out), resolve_device(device)
-    resolve_precision(config.precision, where)
-    data = open_data(corpus)
-    found = split(data.labels, data.split, config, name=str(data.path))
-    check_labels(data.labels, data.classes, found, config, str(data.path))
-    Buckets(data.lengths, config.buckets())  # refuses a budget that the longest sequence does not fit
-    start = find_start(config, data, found)
-    about = describe(data, config, found, start and start.identity)
+    config, out = config or SequenceTraining(), Path(out)
+    with joined(device) as ranks, ExitStack() as stack:
+        resolve_precision(config.precision, ranks.device)
+        data = open_data(corpus)
+        found = split(data.labels, data.split, config, name=str(data.path))
+        check_labels(data.labels, data.classes, found, config, str(data.path))
+        _check_ranks(ranks, found, config)
+        Buckets(data.lengths, config.buckets())  # refuses a budget that the longest sequence does not fit
+        start = find_start(config, data, found)
+        about = describe(data, config, found, start and start.identity)
+        tell, again = progress if ranks.main else None, resume or ranks.restarted
+        done = ranks.from_main(lambda: _begin(stack, out, about, data, again, tell))
+        if done is not None:
+            return done
+        if ranks.main and bool((data.labels >= 0).any()) and not bool((data.labels[found.held_out] >= 0).any()):
+            log.warning("%s: no labelled sequence is held out, so there are no scores", data.path)
+        return _train(data, found, config, start, out, ranks, tell, stop)
+
+
+def _begin(
+    stack: ExitStack, out: Path, about: Mapping[str, Any], data: SequenceData, resume: bool, progress: Told | None
+) -> SequenceReport | None:
+    """Take `out` until the stack ends; the report of the run there, if that is done already."""
     check_free(out, about, resume)
     data.verify(_preparing(progress))
-    with locked(out):
-        check_free(out, about, resume)  # another may have been first
-        if (out / REPORT).is_file():
-            return _read_report(out)
-        if not (out / RUN).is_file():
-            write_json(out / RUN, about)
-        if bool((data.labels >= 0).any()) and not bool((data.labels[found.held_out] >= 0).any()):
-            log.warning("%s: no labelled sequence is held out, so there are no scores", data.path)
-        return _train(data, found, config, start, out, where, progress, stop)
+    stack.enter_context(locked(out))
+    check_free(out, about, resume)  # another may have been first
+    if (out / REPORT).is_file():
+        return _read_report(out)
+    if not (out / RUN).is_file():
+        write_json(out / RUN, about)
+    return None
+
+
+def _check_ranks(ranks: Ranks, found: Split, config: SequenceTraining) -> None:
+    check_enough(len(found.train), ranks, "sequences")
+    if config.variants and not ranks.alone:
+        raise ConfigError(f"variants={config.variants} are made by one process; with {ranks.size} ranks leave them out")
+
+
+def _own(data: SequenceData, found: Split, ranks: Ranks) -> Tensor | None:
+    """(n,) bool: every N-th sequence of each part of the split, which this rank holds; None: all of them."""
+    if ranks.alone:
+        return None
+    own = torch.zeros(len(data.ids), dtype=torch.bool)
+    for part in found:
+        own[part[ranks.rank :: ranks.size]] = True
+    return own
 
 
 def _train(
@@ -124,15 +155,17 @@ def _train(
     config: SequenceTraining,
     start: Start | None,
     out: Path,
-    device: torch.device,
+    ranks: Ranks,
     progress: Told | None,
     stop: Callable[[], bool] | None,
 ) -> SequenceReport:
-    with data.batches(config, device) as batches:
-        statistics = _statistics(out, batches.view(found.train, shuffle=False), device)
+    device = ranks.device
+    several = None if ranks.alone else ranks
+    with data.batches(config, device, None, several, _own(data, found, ranks)) as batches:
+        statistics = _statistics(out, batches.plain(found.train), ranks)
         job = Job(
             run=out, data=data, split=found, config=config, device=device, batches=batches, statistics=statistics,
-            progress=progress, stop=stop,
+            ranks=ranks, progress=progress, stop=stop,
         )  # fmt: skip
         module: Network
         if config.mode == "supervised":
@@ -141,19 +174,29 @@ def _train(
             module, phases = self_train(job, _new_encoder(job, "encoder"))
         if phases[-1].stopped:
             return _report(job, phases, None)
-        write_tensors(out / WEIGHTS, module.state_dict(), {"mode": config.mode})
-        report = _report(job, phases, score(module, job.batches, data, found, config.mode, device))
-    write_json(out / REPORT, asdict(report))
+        if ranks.main:
+            write_tensors(out / WEIGHTS, module.state_dict(), {"mode": config.mode})
+        report = _report(job, phases, score(module, job.batches, data, found, config.mode, device, several))
+    if ranks.main:
+        write_json(out / REPORT, asdict(report))
     return report
 
 
-def _statistics(out: Path, source: Source, device: torch.device) -> Statistics:
+def _statistics(out: Path, source: Source | None, ranks: Ranks) -> Statistics:
     """Mean and spread of the training items; kept, so that a run that goes on has the very same."""
     file = out / STATISTICS
-    if not file.is_file():
-        found = measure(source, device)
+    kept = ranks.from_main(lambda: _read_statistics(file))
+    if kept is not None:
+        return kept
+    found = measure(source, ranks.device, ranks)
+    if ranks.main:
         write_tensors(file, found._asdict())
-        return found
+    return found
+
+
+def _read_statistics(file: Path) -> Statistics | None:
+    if not file.is_file():
+        return None
     tensors = read_tensors(file)
     if set(tensors) != set(Statistics._fields):
         raise CheckpointError(f"{file} holds {sorted(tensors)}, expected mean and std; choose another --out")
@@ -201,17 +244,20 @@ def _learn_classes(job: Job, encoder: Encoder, name: str) -> tuple[Classifier, P
 
 def _judge(job: Job) -> Evaluate:
     """Loss and accuracy on the validation items, which are training items that are not trained on."""
-    source = job.plain(job.split.validation)
+    source = job.plain(job.split.validation)  # what this rank holds of them
     dtype = _DTYPES[resolve_precision(job.config.precision, job.device)]
 
     def judge(module: nn.Module) -> dict[str, float]:
         losses: list[Tensor] = []
         right: list[Tensor] = []
-        for batch in source.epoch(0):
+        for batch in source.epoch(0) if source is not None else ():
             with torch.autocast(job.device.type, dtype, enabled=dtype != torch.float32):
                 logits = module(batch["frames"], batch["length"]).float()
             losses.append(nn.functional.cross_entropy(logits, batch["label"], reduction="none"))
             right.append(logits.argmax(-1) == batch["label"])
+        if not job.ranks.alone:
+            found = job.ranks.all_of([(loss.cpu(), hit.cpu()) for loss, hit in zip(losses, right, strict=True)])
+            losses, right = ([pair[side] for part in found for pair in part] for side in (0, 1))
         return {"val_loss": float(torch.cat(losses).mean()), "val_accuracy": float(torch.cat(right).float().mean())}
 
     return judge

@@ -54,7 +54,7 @@ def _make(job: Job, number: int, change: Transform) -> RaggedResident:
     """One changed copy of the training items, a function of the seed and its number."""
     rng = stream(job.config.seed, "variants", number, device=job.device)
     found: dict[int, Tensor] = {}
-    with closing(job.plain(job.split.train).epoch(0)) as batches:  # type: ignore[type-var]
+    with closing(job.batches.view(job.split.train, shuffle=False).epoch(0)) as batches:  # type: ignore[type-var]
         for batch in batches:
             changed = change(batch, rng) or batch
             frames, lengths = changed["frames"].cpu(), changed["length"].tolist()

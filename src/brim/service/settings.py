@@ -29,6 +29,7 @@ _POSITIVE = (
 )  # fmt: skip
 _POSTGRES = re.compile(r"postgres(ql)?(\+\w+)?$")
 _TILES = re.compile(r"https?://[A-Za-z0-9.\-]+(:\d+)?/[^\s;,\"\'<>]*\{z\}[^\s;,\"\'<>]*$")
+_CLUSTER = re.compile(r"auto|ray://(\[[0-9a-fA-F:.]+\]|[^\s/:\[\]@]+)(:[0-9]{1,5})?/?")
 _HOST_NAME = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_.-]{0,251}[A-Za-z0-9_])?$")
 
 
@@ -61,6 +62,8 @@ class Settings:
     max_predict_pixels: int = 2**26  # of one image
     max_predict_files: int = 100  # of one request
     max_predicting: int = 2000  # requests under way in one API process
+    gpus: tuple[str, ...] = ()  # of this machine, as CUDA names them; workers have one each
+    cluster: str | None = None  # Ray's address for jobs that ask for the cluster; no request can name another
     log_level: str = "INFO"
 
     def __post_init__(self) -> None:
@@ -87,6 +90,8 @@ class Settings:
         for name in _POSITIVE:
             if not getattr(self, name) > 0:
                 raise ConfigError(f"{name}={getattr(self, name)} must be above 0")
+        if self.cluster is not None and not _CLUSTER.fullmatch(self.cluster):
+            raise ConfigError(f'--cluster "{self.cluster}" is no address; use auto or ray://HOST:PORT')
         _check_database(self.database)
 
     @property
@@ -172,7 +177,8 @@ class Settings:
     def from_json(cls, text: str) -> "Settings":
         """What `to_json` wrote."""
         values: dict[str, Any] = json.loads(text)
-        return cls(**{**values, "data": Path(values["data"]), "allow_hosts": tuple(values["allow_hosts"])})
+        lists = {name: tuple(values[name]) for name in ("allow_hosts", "gpus")}
+        return cls(**{**values, **lists, "data": Path(values["data"])})
 
 
 def from_options(
@@ -187,14 +193,16 @@ def from_options(
     predictors: int = 1,
     predict_memory: float = 20.0,
     dashboard: bool = False,
+    gpus: tuple[str, ...] = (),
+    cluster: str | None = None,
     environ: Mapping[str, str] = os.environ,
 ) -> Settings:
     """Settings of a command line and its environment, without the token: `token.ensure` makes that.
 
-    BRIM_DATA and BRIM_DATABASE stand in for absent options; BRIM_HANG_S, BRIM_MIN_FREE_BYTES, BRIM_MAX_UNFINISHED,
-    BRIM_MAX_WATCHERS, BRIM_MAX_UPLOAD_BYTES, BRIM_PREDICT_DEADLINE_MS, BRIM_PREDICT_HANG_S, BRIM_MAX_PREDICT_BYTES,
-    BRIM_MAX_PREDICT_PIXELS, BRIM_MAX_PREDICT_FILES, BRIM_MAX_PREDICTING, BRIM_TILE_URL and BRIM_LOG_LEVEL set what
-    has no option.
+    BRIM_DATA, BRIM_DATABASE and BRIM_CLUSTER stand in for absent options; BRIM_HANG_S, BRIM_MIN_FREE_BYTES,
+    BRIM_MAX_UNFINISHED, BRIM_MAX_WATCHERS, BRIM_MAX_UPLOAD_BYTES, BRIM_PREDICT_DEADLINE_MS, BRIM_PREDICT_HANG_S,
+    BRIM_MAX_PREDICT_BYTES, BRIM_MAX_PREDICT_PIXELS, BRIM_MAX_PREDICT_FILES, BRIM_MAX_PREDICTING, BRIM_TILE_URL and
+    BRIM_LOG_LEVEL set what has no option.
     """
     others: dict[str, Any] = {name: _number(environ, name) for name in _NUMBERS if environ.get(f"BRIM_{name.upper()}")}
     if environ.get("BRIM_LOG_LEVEL"):
@@ -210,6 +218,8 @@ def from_options(
         predictors=predictors,
         predict_memory=predict_memory,
         dashboard=dashboard,
+        gpus=gpus,
+        cluster=cluster or environ.get("BRIM_CLUSTER") or None,
         tile_url=environ.get("BRIM_TILE_URL", ""),
         **others,
     )

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from brim.errors import CheckpointError, Conflict, DatasetError, FieldConflict, ImageError, NotFound, Unavailable
 from brim.jobs import disk
 from brim.jobs.catalogue.rows import JobRow
+from brim.jobs.process import cores
 from brim.service.context import Context
 
 if TYPE_CHECKING:
@@ -73,6 +74,7 @@ def check(here: Context, spec: "Spec") -> int:
         raise FieldConflict(
             "config.accelerator", f'config.accelerator="{accelerator}": no worker has a GPU; use "auto"'
         )
+    _check_place(here, spec)
     here.catalogue.jobs.check(_named(spec), kind.reads, kind.reads_run)
     inputs = _inputs(here, spec)
     try:
@@ -108,6 +110,26 @@ def _inputs(here: Context, spec: "Spec") -> "Inputs":
 def _has_gpu(here: Context) -> bool:
     rows = here.catalogue.devices.all()
     return not rows or any("cuda" in str(row.info.get("device", row.info.get("type", ""))) for row in rows)
+
+
+def _check_place(here: Context, spec: "Spec") -> None:
+    """Refuse more devices than this machine has, and a cluster where the service has none."""
+    config, gpus = spec.config, here.settings.gpus
+    if config.get("cluster") and here.settings.cluster is None:
+        raise FieldConflict(
+            "config.cluster",
+            "config.cluster=true: this service has no cluster; leave it out, or have the service started with "
+            '"brim serve --cluster ADDRESS"',
+        )
+    wanted = config.get("devices", 1)
+    on_cpu = not gpus or config.get("accelerator") == "cpu"
+    have = cores() if on_cpu else len(gpus)
+    if isinstance(wanted, int) and wanted > have:
+        what = f"{have} {'core' if on_cpu else 'GPU'}{'s' * (have > 1)}"
+        raise FieldConflict(
+            "config.devices",
+            f'config.devices={wanted} is more than the {what} of this machine; give at most {have}, or "all"',
+        )
 
 
 def _fail_at(place: str) -> None:

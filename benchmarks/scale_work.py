@@ -1,0 +1,101 @@
+"""Workers that make nothing, for bench_scale.py: what is left is what the head and the way to a worker cost."""
+
+import time
+from collections import deque
+from collections.abc import Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from brim.cluster.pool import Done, Event, Facts, Ready, Work
+from brim.cluster.worker import Account, Accounts, Gate, Made, MadeShard, Make
+from brim.engine.shard_file import ShardEntry, shard_name
+from brim.rf.config import GenerateConfig
+from brim.rf.ranges import Range, gate_block
+
+FACTS = Facts(device="cpu", device_name="paper", kind="paper", batch_size=1)
+BYTES_PER_SAMPLE = 3_032
+
+
+def answer(task: Any, config: GenerateConfig | None = None) -> Any:
+    """What a worker would say, without its work."""
+    if isinstance(task, Make):
+        return Made(shards=tuple(_shard(one) for one in task.ranges), remarks=())
+    if isinstance(task, Gate):
+        assert config is not None
+        return gate_block(config, task.block)
+    assert isinstance(task, Account)
+    return Accounts(ceiling=None, stages={}, batch_size=1, peak_bytes=0)
+
+
+def _shard(one: Range) -> MadeShard:
+    entry = ShardEntry(
+        name=shard_name(one.number), items=len(one), bytes=BYTES_PER_SAMPLE * len(one), sha256=f"{one.number:064x}",
+        totals=one.totals,
+    )  # fmt: skip
+    return MadeShard(number=one.number, entry=entry, records=7 * len(one))
+
+
+@dataclass(frozen=True, slots=True)
+class EchoWork:
+    """Answers at once, in a real worker of a real pool."""
+
+    @contextmanager
+    def open(self, device: str, threads: int | None) -> "Iterator[EchoServer]":
+        """Nothing to prepare."""
+        yield EchoServer()
+
+
+class EchoServer:
+    """Serves Make."""
+
+    facts = FACTS
+
+    def submit(self, task: Any) -> "Future[Any]":
+        """Done at once."""
+        done: Future[Any] = Future()
+        done.set_result(answer(task))
+        return done
+
+
+class PaperPool:
+    """Workers that are not there: whatever they are given is done when the head next looks."""
+
+    def __init__(self, workers: int, config: GenerateConfig) -> None:
+        """Store."""
+        self._workers, self._config = workers, config
+        self._events: deque[Event] = deque()
+        self._ticket = 0
+        self.tasks = self.ranges = 0
+        self.own_s = 0.0  # CPU time spent here, which is not the head's
+
+    def start(self, work: Work) -> int:
+        """All are ready."""
+        self._events.extend(Ready(number, f"paper#{number}", FACTS) for number in range(self._workers))
+        return self._workers
+
+    def submit(self, worker: int, task: Any) -> int:
+        """Done."""
+        began_s = time.thread_time()
+        self._ticket += 1
+        self._events.append(Done(worker, self._ticket, answer(task, self._config)))
+        if isinstance(task, Make):
+            self.tasks, self.ranges = self.tasks + 1, self.ranges + len(task.ranges)
+        self.own_s += time.thread_time() - began_s
+        return self._ticket
+
+    def wait(self, timeout_s: float) -> list[Event]:
+        """Everything that was submitted."""
+        if not self._events:
+            time.sleep(min(timeout_s, 0.001))
+        events = list(self._events)
+        self._events.clear()
+        return events
+
+    def expects(self) -> int:
+        """Nobody."""
+        return 0
+
+    def close(self) -> None:
+        """Nothing to end."""

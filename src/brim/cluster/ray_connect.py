@@ -1,0 +1,303 @@
+"""Connecting to a Ray cluster: an answer or an error in seconds, and nodes that fit together.
+
+Everything that can be refused is refused here, before anything is written: an address nobody answers, a token that is
+missing or wrong, nodes without brim or with other versions of what decides the bytes.
+"""
+
+import logging
+import os
+import platform
+import re
+import signal
+import socket
+import threading
+import time
+import warnings
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from types import ModuleType
+from typing import Any
+
+from brim import __version__
+from brim.engine.device import worker_count
+from brim.errors import ClusterError, ConfigError
+
+ANSWER_S = 5.0  # for an address to accept a connection
+PROBE_S = 60.0  # for a node to say what is installed: it may have to start its first process
+GONE_S = 15.0  # for Ray to notice that a node which does not answer is gone
+OBJECT_STORE_BYTES = 256 * 2**20  # of the cluster that "local" starts: tasks and rows in flight, not datasets
+CLIENT_PORT = 10001  # Ray's own default
+COMPARED = ("python", "brim", "torch", "ray")  # these decide the bytes, or whether nodes understand each other
+_CLIENT = re.compile(r"ray://(\[[0-9a-fA-F:.]+\]|[^\s/:\[\]]+)(?::([0-9]{1,5}))?/?")
+_log = logging.getLogger("brim")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Node:
+    """A machine of the cluster as it describes itself."""
+
+    id: str  # Ray's
+    host: str
+    cpus: float
+    gpus: float
+    free_bytes: int  # of the host's memory, when asked
+    versions: dict[str, str | None]  # None: not installed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cluster:
+    """A connection to Ray: where, and which nodes are there now."""
+
+    address: str
+    nodes: tuple[Node, ...]
+
+    @property
+    def gpus(self) -> int:
+        """Whole GPUs of all nodes."""
+        return sum(int(node.gpus) for node in self.nodes)
+
+    @property
+    def cpus(self) -> int:
+        """Cores of all nodes, as Ray counts them."""
+        return sum(int(node.cpus) for node in self.nodes)
+
+
+@contextmanager
+def connect(address: str) -> Iterator[Cluster]:
+    """Ray at "auto" (the cluster of this machine or of RAY_ADDRESS), "local" (one of our own) or "ray://HOST:PORT".
+
+    A connection that this process has already is used and left as it is.
+    """
+    check_address(address)
+    ray = import_ray()
+    if ray.is_initialized():
+        yield Cluster(address=address, nodes=look_at_nodes(address))
+        return
+    handlers = _handlers()
+    try:
+        with _quiet():
+            _open(ray, address)
+        _restore(handlers)  # Ray takes SIGTERM for itself
+        yield Cluster(address=address, nodes=look_at_nodes(address))
+    finally:
+        with _quiet():
+            ray.shutdown()
+        _restore(handlers)
+
+
+def check_address(address: str) -> None:
+    """Refuse what is no address, in words."""
+    if address in ("auto", "local"):
+        return
+    found = _CLIENT.fullmatch(address)
+    if found is None or not 0 < int(found[2] or CLIENT_PORT) < 65_536:
+        raise ConfigError(f'cluster="{address}" is no address; use auto, local or ray://HOST:PORT')
+
+
+def import_ray() -> ModuleType:
+    """Ray, or an error that says how to get it; its statistics of usage stay off."""
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("RAY_CLIENT_INITIAL_CONNECTION_TIMEOUT_S", "3")  # three tries, instead of half a minute
+    os.environ.setdefault("RAY_CLIENT_MAX_CONNECTION_TIMEOUT_S", "3")
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # a worker without GPUs keeps the variables it has
+    try:
+        import ray
+    except ModuleNotFoundError as failure:
+        raise ConfigError('--cluster needs brim[cluster]: pip install "brim[cluster]"') from failure
+    return ray  # type: ignore[no-any-return]
+
+
+# Opening
+
+
+def _open(ray: ModuleType, address: str) -> None:
+    quiet = {"log_to_driver": False, "logging_level": logging.ERROR, "configure_logging": False}
+    if address == "local":
+        own = {"num_cpus": worker_count(), "include_dashboard": False, "object_store_memory": OBJECT_STORE_BYTES}
+        try:
+            ray.init("local", **own, **quiet)
+        except (RuntimeError, OSError, ray.exceptions.RayError) as failure:
+            raise ClusterError(f"Ray does not start on this machine: {first_line(failure)}") from failure
+        return
+    where = _find(address)
+    _check_answers(address, where)
+    try:
+        ray.init(where, **quiet)
+    except ray.exceptions.AuthenticationError as failure:
+        raise ClusterError(
+            f"{where} refuses us: its token is missing here or differs; copy it from the head node to "
+            "~/.ray/auth_token, or name its file in RAY_AUTH_TOKEN_PATH, and set RAY_AUTH_MODE=token"
+        ) from failure
+    except (ConnectionError, RuntimeError, ValueError, TimeoutError, ray.exceptions.RayError) as failure:
+        raise ClusterError(f"{where} is no Ray cluster that we can use: {first_line(failure)}") from failure
+
+
+def _find(address: str) -> str:
+    """The address to connect to; "auto" finds the cluster of RAY_ADDRESS or the one that runs here."""
+    if address != "auto":
+        return address if address.count(":") > 1 else f"{address.rstrip('/')}:{CLIENT_PORT}"
+    from ray._private.services import canonicalize_bootstrap_address
+
+    given = os.environ.get("RAY_ADDRESS", "")
+    if given.startswith("ray://"):
+        check_address(given)
+        return given
+    nowhere = (
+        f'no Ray cluster runs on this machine and RAY_ADDRESS="{given}" names none; '
+        "start one with: ray start --head, or use --cluster local"
+    )
+    try:
+        found = canonicalize_bootstrap_address("auto")
+    except (ConnectionError, ValueError) as failure:
+        raise ClusterError(nowhere) from failure
+    if found is None:
+        raise ClusterError(nowhere)
+    return str(found)
+
+
+def _check_answers(address: str, where: str) -> None:
+    """Ray itself tries for minutes."""
+    host, _, port = where.removeprefix("ray://").rstrip("/").rpartition(":")
+    try:
+        with socket.create_connection((host.strip("[]"), int(port)), ANSWER_S):
+            pass
+    except OSError as failure:
+        named = f' (cluster="{address}")' if where != address else ""
+        raise ClusterError(
+            f"nobody answers at {where}{named}: {failure.strerror or failure}; "
+            "check the address, and that the head node runs: ray status"
+        ) from failure
+
+
+def _handlers() -> dict[int, Any]:
+    if threading.current_thread() is not threading.main_thread():
+        return {}
+    return {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+
+
+def _restore(handlers: dict[int, Any]) -> None:
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without what Ray remarks while it starts and ends; its errors are raised."""
+    logger = logging.getLogger("ray")
+    before = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logger.setLevel(before)
+
+
+def first_line(failure: BaseException) -> str:
+    """The first line of what an exception says; Ray says much."""
+    return str(failure).strip().split("\n")[0] or type(failure).__name__
+
+
+# Nodes
+
+
+def look_at_nodes(address: str) -> tuple[Node, ...]:
+    """Ask every node what it is; nodes that differ from this process are refused."""
+    ray = import_ray()
+    alive = _alive(ray)
+    if not alive:
+        raise ClusterError(f'cluster="{address}" has no nodes; start one with: ray start --head')
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    ask = ray.remote(num_cpus=0, max_retries=0)(_make_probe())
+    replies = {
+        name: ask.options(scheduling_strategy=NodeAffinitySchedulingStrategy(name, soft=False)).remote()
+        for name in alive
+    }
+    found = (_hear(ray, node, replies[name]) for name, node in alive.items())
+    nodes = tuple(node for node in found if node is not None)
+    check_versions(nodes)
+    return nodes
+
+
+def _alive(ray: ModuleType) -> dict[str, dict[str, Any]]:
+    return {node["NodeID"]: node for node in ray.nodes() if node["Alive"]}
+
+
+def _hear(ray: ModuleType, node: dict[str, Any], reply: Any) -> Node | None:
+    """What a node said; None for one that turns out to be gone, which Ray notices after some seconds."""
+    host, amounts = str(node["NodeManagerAddress"]), node["Resources"]
+    try:
+        said = ray.get(reply, timeout=PROBE_S)
+    except ray.exceptions.RayError as failure:
+        deadline_s = time.monotonic() + GONE_S
+        while time.monotonic() < deadline_s:
+            if node["NodeID"] not in _alive(ray):
+                return None
+            time.sleep(0.2)
+        raise ClusterError(f"node {host} does not answer: {first_line(failure)}; look at: ray status") from failure
+    return Node(
+        id=node["NodeID"],
+        host=host,
+        cpus=float(amounts.get("CPU", 0)),
+        gpus=float(amounts.get("GPU", 0)),
+        free_bytes=int(said["free_bytes"]),
+        versions=said["versions"],
+    )
+
+
+def check_versions(nodes: Iterable[Node]) -> None:
+    """Refuse nodes whose python, brim, torch or ray is another than here."""
+    here = own_versions()
+    for node in nodes:
+        for name in COMPARED:
+            found = node.versions.get(name)
+            if found is None:
+                raise ClusterError(f"node {node.host} has no {name}, expected {here[name]}; install it there")
+            if found != here[name]:
+                raise ClusterError(
+                    f"node {node.host} has {name} {found}, this process has {here[name]}; "
+                    "install the same version on every node"
+                )
+
+
+def own_versions() -> dict[str, str | None]:
+    """What this process runs on, by the names that are compared."""
+    return {"python": platform.python_version(), "brim": __version__, **{n: _version(n) for n in ("torch", "ray")}}
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _make_probe() -> Any:
+    """A function that needs nothing of brim where it runs: inner functions travel by value."""
+
+    def probe() -> dict[str, Any]:
+        import platform
+        from importlib.metadata import PackageNotFoundError, version
+        from pathlib import Path
+
+        found: dict[str, str | None] = {"python": platform.python_version()}
+        for package in ("torch", "ray"):
+            try:
+                found[package] = version(package)
+            except PackageNotFoundError:
+                found[package] = None
+        try:
+            import brim
+        except ImportError:
+            found["brim"] = None
+        else:
+            found["brim"] = brim.__version__
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        free = sum(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+        return {"versions": found, "free_bytes": free}
+
+    return probe

@@ -1,0 +1,225 @@
+"""Bulk prediction on Ray: three simulated nodes of which one dies, a killed command, a store that fails."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import cv2
+import pytest
+import torch
+from cluster_nodes import Nodes, wait_until
+
+from brim.cli import main
+from brim.cluster.predict import check_alike, check_nodes, predict_many
+from brim.cluster.ray_connect import Node
+from brim.errors import ClusterError, ConfigError, StorageError
+from brim.segmentation.bulk import Recipe
+from brim.segmentation.cells import make_cells
+from brim.segmentation.loader import ModelLoader
+from brim.segmentation.predict_files import FilesConfig, predict_files
+from brim.segmentation.registry import create_model
+from brim.segmentation.weights import save_weights
+from s3_store import FailingProxy, serve_s3
+
+pytest.importorskip("ray")
+BUCKET = "cells"
+NUM = 40
+torch.set_num_threads(1)
+
+
+class World:
+    """A cluster whose nodes know a store, with images there and here, and what one process makes of them."""
+
+    def __init__(self, nodes: Nodes, store, proxy: FailingProxy, path: Path) -> None:
+        self.nodes, self.store, self.proxy, self.path = nodes, store, proxy, path
+        self.images, self.weights, self.one = path / "images", path / "weights.safetensors", path / "one"
+
+    def command(self, *arguments) -> list[str]:
+        fixed = ["--model", "unet_tiny", "--weights", str(self.weights), "--strict", "--json"]
+        return ["segment", "predict", *map(str, arguments), *fixed]
+
+    def results(self, out: str) -> dict[str, bytes]:
+        """In the store, without records."""
+        return {name: data for name, data in self.store.files(BUCKET, out).items() if not name.startswith(".brim")}
+
+    def puts(self) -> list[str]:
+        """Results that were written, each by its key, as often as it was."""
+        lines = [request.split()[1] for request in self.proxy.requests if request.startswith("PUT")]
+        return [line.partition("?")[0] for line in lines if ".geojson" in line]
+
+
+def files(out: Path) -> dict[str, bytes]:
+    found = (path for path in out.rglob("*") if path.is_file() and ".brim" not in path.parts)
+    return {path.relative_to(out).as_posix(): path.read_bytes() for path in found}
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory):
+    path = tmp_path_factory.mktemp("bulk")
+    (path / "images").mkdir()
+    torch.manual_seed(3)
+    save_weights(create_model("unet_tiny"), path / "weights.safetensors", {})
+    with serve_s3() as store, FailingProxy(store.port) as proxy:
+        store.s3.create_bucket(Bucket=BUCKET)
+        for index in range(NUM):
+            file = path / f"images/{index:02}.png"
+            cv2.imwrite(str(file), make_cells(5, index, 96, 128)[0])
+            if index == 7:
+                file.write_bytes(file.read_bytes()[:300])
+            store.s3.put_object(Bucket=BUCKET, Key=f"images/{file.name}", Body=file.read_bytes())
+        env = {**store.env, "AWS_ENDPOINT_URL": proxy.endpoint}
+        before = {name: os.environ.get(name) for name in (*env, "RAY_ADDRESS")}
+        os.environ.update(env)
+        nodes = Nodes()
+        os.environ["RAY_ADDRESS"] = nodes.address
+        try:
+            nodes.add()
+            loader = ModelLoader({"unet_tiny": path / "weights.safetensors"}, "cpu", None)
+            predict_files([path / "images"], loader, path / "one", FilesConfig(model="unet_tiny", strict=True))
+            yield World(nodes, store, proxy, path)
+        finally:
+            nodes.close()
+            for name, value in before.items():
+                os.environ.pop(name) if value is None else os.environ.update({name: value})
+
+
+def recipe(**changes) -> Recipe:
+    return Recipe(files=FilesConfig(**{"model": "unet_tiny", "strict": True, **changes}))
+
+
+# What goes well
+
+
+@pytest.mark.slow
+def test_a_node_dies_and_every_result_is_there_once(world, tmp_path):
+    extra, killed = world.nodes.add(), []
+
+    def watch(where):
+        if where.done and not killed:
+            world.nodes.kill(extra)
+            killed.append(where.done)
+
+    found = predict_many([world.images], tmp_path, recipe(), world.weights, "auto", progress=watch)
+
+    broken = str(world.images / "07.png")
+    assert killed[0] < NUM
+    assert (found.written, found.kept, list(found.failures), found.stopped) == (NUM - 1, 0, [broken], False)
+    assert "truncated" in found.failures[broken]
+    assert files(tmp_path) == files(world.one)
+    report = found.as_dict()
+    assert report.items() >= {"images": NUM, "failed": 1, "batch_size": 1}.items()
+    assert set(report["stages"]) == {"read", "score", "write", "workers"}
+
+
+@pytest.mark.slow
+def test_a_killed_command_goes_on_where_it_was(world, tmp_path):
+    """Over Ray's client connection, from store to store; the store is away for some seconds of the second run."""
+    out = f"s3://{BUCKET}/killed"
+    address = f"ray://127.0.0.1:{world.nodes.client_port}"
+    argv = world.command(f"s3://{BUCKET}/images", "--out", out, "--cluster", address)
+    world.proxy.requests.clear()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "brim", *argv], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
+    wait_until(lambda: world.store.files(BUCKET, "killed/.brim"), 120)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    lines = b"".join(world.store.files(BUCKET, "killed/.brim").values()).splitlines()
+    recorded = {json.loads(line)["name"] for line in lines}
+    assert recorded
+
+    first = len(world.puts())
+    world.proxy.down_for(3)
+    done = subprocess.run([sys.executable, "-m", "brim", *argv], capture_output=True, text=True)
+
+    assert done.returncode == 2, done.stderr
+    assert json.loads(done.stdout).items() >= {"images": NUM, "failed": 1}.items()
+    assert done.stderr.count("07.png") == 1
+    assert world.results("killed") == files(world.one)
+    again = {f"s3://{line.lstrip('/').replace('.geojson', '.png')}" for line in world.puts()[first:]}
+    assert not again & {name.replace("/images/", "/killed/") for name in recorded}
+
+
+@pytest.mark.slow
+def test_only_what_changed_or_is_gone_is_made_again(world, tmp_path):
+    images, out = tmp_path / "images", tmp_path / "out"
+    images.mkdir()
+    for index in range(6):
+        (images / f"{index}.png").write_bytes((world.images / f"{index:02}.png").read_bytes())
+    whole = predict_many([images], out, recipe(format="coco"), world.weights, "auto")
+    (images / "2.png").write_bytes((world.images / "30.png").read_bytes())
+    (images / "new.png").write_bytes((world.images / "31.png").read_bytes())
+
+    found = predict_many([images], out, recipe(format="coco"), world.weights, "auto")
+
+    assert (whole.written, whole.kept) == (6, 0)
+    assert (found.written, found.kept) == (2, 5)
+    loader = ModelLoader({"unet_tiny": world.weights}, "cpu", None)
+    predict_files([images], loader, tmp_path / "one", recipe(format="coco").files)
+    assert (out / "annotations.json").read_bytes() == (tmp_path / "one/annotations.json").read_bytes()
+
+
+@pytest.mark.slow
+def test_a_stop_is_heard_and_what_is_written_is_whole(world, tmp_path):
+    found = predict_many(
+        [world.images], tmp_path, recipe(), world.weights, "auto", stop=lambda: any(tmp_path.iterdir())
+    )
+
+    assert (found.stopped, found.report) == (True, None)
+    whole = files(world.one)
+    assert len(files(tmp_path)) == found.written < NUM - 1
+    assert all(whole[name] == data for name, data in files(tmp_path).items())
+
+
+# What goes wrong
+
+
+def test_an_address_nobody_answers_is_an_error_and_writes_nothing(world, tmp_path, capsys):
+    code = main(world.command(world.images, "--out", tmp_path / "out", "--cluster", "ray://127.0.0.1:1"))
+
+    assert code == 2
+    assert "nobody answers at ray://127.0.0.1:1" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--cluster", "somewhere"], "use auto, local or ray://HOST:PORT"),
+        (["--cluster", "auto", "--device", "cuda:1"], "on a cluster use auto or cpu"),
+        (["--allow-mixed"], "--allow-mixed is for --cluster"),
+    ],
+)
+def test_options_that_cannot_work_are_named(world, tmp_path, capsys, flags, words):
+    assert main([*world.command(world.images, "--out", tmp_path / "out"), *flags]) == 2
+    assert words in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_bucket_that_nobody_has_is_an_error_at_once(world):
+    with pytest.raises(StorageError, match="no such bucket"):
+        predict_many([world.images], "s3://nobody-has-this/out", recipe(), world.weights, "auto")
+    with pytest.raises(ConfigError, match="no images found"):
+        predict_many([f"s3://{BUCKET}/nothing"], f"s3://{BUCKET}/out", recipe(), world.weights, "auto")
+
+
+def test_gpus_of_several_types_are_refused_by_name():
+    def node(kind: str, gpus: int = 1, alive: bool = True) -> dict:
+        amounts = {"GPU": gpus, f"accelerator_type:{kind}": 1.0} if gpus else {"CPU": 1.0}
+        return {"Alive": alive, "NodeManagerAddress": f"host-{kind}", "Resources": amounts}
+
+    check_alike([node("H200"), node("H200"), node("A100", alive=False), node("A100", gpus=0)])
+    with pytest.raises(ClusterError, match=r"H200 on host-H200, A100 on host-A100.*--allow-mixed"):
+        check_alike([node("H200"), node("A100")])
+
+
+def test_a_node_without_memory_is_refused_by_name():
+    def node(free_bytes: int) -> Node:
+        return Node(id="n", host="small", cpus=1, gpus=0, free_bytes=free_bytes, versions={})
+
+    check_nodes([node(2**33)])
+    with pytest.raises(ClusterError, match=r"node small has .* of memory free, bulk prediction needs 1"):
+        check_nodes([node(2**33), node(2**29)])

@@ -1,0 +1,278 @@
+"""Generation by real workers that are killed and frozen: processes of this machine, and Ray's of three nodes."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from cluster_nodes import wait_until
+
+from brim.cli import main
+from brim.cluster.generate import generate_many
+from brim.cluster.processes import ProcessPool
+from brim.engine.shards import Dataset
+from brim.errors import ClusterError, OutOfMemory
+from brim.rf.generate import generate
+from s3_store import serve_s3
+
+pytestmark = pytest.mark.slow
+
+SAMPLES = 64  # eight shards
+LONG = 240  # some seconds of two workers
+
+
+def shards(path):
+    return {file.name: file.read_bytes() for file in sorted((path / "shards").iterdir())}
+
+
+@pytest.fixture(scope="module")
+def reference(config, tmp_path_factory):
+    """What one device makes; the longer dataset begins with the shorter one."""
+    out = tmp_path_factory.mktemp("one") / "data"
+    generate(config, out, LONG, device="cpu")
+    return out
+
+
+def first(reference, samples):
+    whole = shards(reference)
+    return {name: whole[name] for name in sorted(whole)[: samples // 8]}
+
+
+@pytest.fixture(scope="module")
+def options(config, tmp_path_factory):
+    """The same as flags of the command line."""
+    file = tmp_path_factory.mktemp("config") / "quick.toml"
+    own = {key: getattr(config, key) for key in ("tx_power_dbm", "max_gdop", "min_receivers", "duration_s")}
+    own |= {"samples_per_shard": config.samples_per_shard, "seed": config.seed}
+    file.write_text("".join(f"{key} = {value}\n" for key, value in own.items()))
+    return ["--config", str(file)]
+
+
+def brim(*argv, **env):
+    command = [sys.executable, "-m", "brim", *map(str, argv)]
+    return subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, **env}
+    )
+
+
+def children(pid):
+    """Processes that a process started, and theirs."""
+    found = []
+    for task in Path(f"/proc/{pid}/task").glob("*/children"):
+        for child in task.read_text().split():
+            found += [int(child), *children(int(child))]
+    return found
+
+
+def is_there(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+class Once:
+    """A progress callback that acts one time."""
+
+    def __init__(self, act, when):
+        self.act, self.when, self.acted = act, when, False
+
+    def __call__(self, now):
+        if not self.acted and self.when(now):
+            self.acted = True
+            self.act()
+
+
+# Processes of this machine
+
+
+def test_processes_make_the_bytes_of_one_device(config, reference, tmp_path):
+    report = generate_many(config, tmp_path / "many", SAMPLES, pool=ProcessPool(["cpu", "cpu", "cpu"]))
+
+    assert shards(tmp_path / "many") == first(reference, SAMPLES)
+    assert (report.accepted, report.workers, report.device) == (SAMPLES, 3, "3 × cpu")
+    assert report.ceiling_share > 0
+    assert report.peak_bytes > 0
+    assert report.stages["compute"]["items"] > 0
+
+
+def test_a_killed_and_a_frozen_process_change_nothing(config, reference, tmp_path, caplog):
+    pool = ProcessPool(["cpu", "cpu", "cpu"])
+
+    def hurt():
+        os.kill(pool._slots[0].process.pid, signal.SIGKILL)
+        os.kill(pool._slots[1].process.pid, signal.SIGSTOP)  # never ends what it has, and does not die
+
+    hurting = Once(hurt, lambda now: now.done >= 16)
+    report = generate_many(config, tmp_path / "many", SAMPLES, pool=pool, progress=hurting)
+
+    assert hurting.acted
+    assert shards(tmp_path / "many") == first(reference, SAMPLES)
+    assert report.accepted == SAMPLES
+    assert "cpu#0 died: its process was killed by SIGKILL" in caplog.text
+
+
+def test_iq_records_are_the_same_bytes_too(config, tmp_path):
+    records = replace(config, dataset_type="iq_raw", samples_per_shard=3)
+    generate(records, tmp_path / "one", 10, device="cpu")
+
+    generate_many(records, tmp_path / "many", 10, pool=ProcessPool(["cpu", "cpu"]))
+
+    assert shards(tmp_path / "many") == shards(tmp_path / "one")
+
+
+def test_a_store_holds_the_bytes_of_one_device(config, reference, monkeypatch):
+    with serve_s3() as store:
+        store.s3.create_bucket(Bucket="data")
+        for name, value in store.env.items():
+            monkeypatch.setenv(name, value)
+        report = generate_many(config, "s3://data/set", SAMPLES, pool=ProcessPool(["cpu", "cpu"]))
+        found = store.files("data", "set/shards")
+
+    assert found == first(reference, SAMPLES)
+    assert report.dataset == "s3://data/set"
+
+
+def test_a_machine_without_the_memory_is_refused_before_anything_is_written(config, tmp_path, monkeypatch):
+    monkeypatch.setenv("BRIM_MEMORY_SHARE", "0.00001")
+
+    with pytest.raises(OutOfMemory, match=r"worker cpu.*memory free.*shards"):
+        generate_many(config, tmp_path / "many", SAMPLES, pool=ProcessPool(["cpu", "cpu"]))
+
+    assert not (tmp_path / "many").exists()
+
+
+# The command line
+
+
+def test_a_killed_head_takes_its_workers_along_and_the_run_goes_on_later(options, reference, tmp_path):
+    out = tmp_path / "many"
+    command = ("rf", "generate", "--out", out, "--samples", LONG, *options, "--devices", "cpu,cpu", "--json")
+    begun = brim(*command)
+    wait_until(lambda: (out / "manifest.json").exists() and len(list(out.glob("shards/0*.safetensors"))) > 3)
+    workers = children(begun.pid)
+    begun.kill()
+    begun.communicate()
+    assert len(workers) == 2
+    wait_until(lambda: not any(map(is_there, workers)))
+
+    left = Dataset(out)
+    left.verify()
+    assert len(left) < LONG
+    again = brim(*command, "--resume")
+    text, said = again.communicate()
+
+    assert again.returncode == 0, said
+    assert json.loads(text)["workers"] == 2
+    assert shards(out) == shards(reference)
+
+
+def test_ctrl_c_leaves_a_usable_dataset_and_says_how_to_go_on(options, reference, tmp_path):
+    out = tmp_path / "many"
+    begun = brim("rf", "generate", "--out", out, "--samples", LONG, *options, "--devices", "cpu,cpu")
+    wait_until(lambda: out.exists() and len(list(out.glob("shards/0*.safetensors"))) > 3)
+    for pid in [begun.pid, *children(begun.pid)]:  # as a terminal does
+        os.kill(pid, signal.SIGINT)
+    _, said = begun.communicate(timeout=30)
+
+    assert begun.returncode == 130
+    assert "--resume" in said
+    left = Dataset(out)
+    left.verify()
+    assert 0 < len(left) < LONG
+    assert first(reference, len(left)).items() <= shards(out).items()
+    assert not [file for file in (out / "shards").iterdir() if file.name.startswith(".")]
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--cluster", "ray://127.0.0.1:9"], "nobody answers at ray://127.0.0.1:9"),
+        (["--cluster", "127.0.0.1:9"], "use auto, local or ray://HOST:PORT"),
+        (["--devices", "cpu,cpu", "--device", "cpu"], "--device and --devices exclude each other"),
+        (["--devices", "cpu", "--cluster", "local"], "--devices and --cluster exclude each other"),
+        (["--devices", "77"], "cuda:77"),
+        (["--devices", "cpu;cpu"], "is no device"),
+        (["--allow-mixed"], "--allow-mixed is for --devices and --cluster"),
+    ],
+)
+def test_wrong_places_to_work_are_refused_at_once(tmp_path, capsys, flags, said):
+    began_s = time.monotonic()
+
+    code = main(["rf", "generate", "--out", str(tmp_path / "many"), *flags])
+
+    assert code == 2
+    assert said in " ".join(capsys.readouterr().err.split())
+    assert not (tmp_path / "many").exists()
+    assert time.monotonic() - began_s < 10
+
+
+# Ray
+
+
+def test_three_nodes_of_which_one_dies_make_the_bytes_of_one_device(config, reference, tmp_path, ray_cluster, caplog):
+    from brim.cluster.ray_connect import connect
+    from brim.cluster.ray_pool import RayPool
+
+    node = ray_cluster.add()
+    killer = threading.Thread(target=ray_cluster.kill, args=(node,))
+    with connect("auto") as cluster:
+        killing = Once(killer.start, lambda now: now.done >= 24)
+        report = generate_many(config, tmp_path / "many", LONG, pool=RayPool(cluster), progress=killing)
+    killer.join()
+
+    assert len(cluster.nodes) == report.workers == 3
+    assert shards(tmp_path / "many") == shards(reference)
+    assert "died" in caplog.text
+
+
+def test_the_command_line_works_through_the_client_port(options, reference, tmp_path, ray_cluster):
+    address = f"ray://127.0.0.1:{ray_cluster.client_port}"
+    done = brim(
+        "rf", "generate", "--out", tmp_path / "many", "--samples", SAMPLES, *options, "--cluster", address, "--json"
+    )
+    text, said = done.communicate(timeout=120)
+
+    assert done.returncode == 0, said
+    assert text.count("\n") == 1
+    assert json.loads(text)["workers"] == 2
+    assert shards(tmp_path / "many") == first(reference, SAMPLES)
+
+
+def test_nodes_that_differ_are_refused_before_anything_is_written(config, tmp_path, ray_cluster):
+    from brim.cluster.ray_connect import connect
+    from brim.cluster.ray_pool import RayPool
+
+    node = ray_cluster.add(env_vars={"ATEN_CPU_CAPABILITY": "default"})
+    try:
+        with connect("auto") as cluster, pytest.raises(ClusterError, match="2 types"):
+            generate_many(config, tmp_path / "many", SAMPLES, pool=RayPool(cluster))
+    finally:
+        ray_cluster.leave(node)
+    assert not (tmp_path / "many").exists()
+
+
+def test_another_version_of_brim_on_a_node_is_refused(tmp_path, ray_cluster):
+    import brim as package
+    from brim.cluster.ray_connect import connect
+
+    source = Path(package.__file__).parent
+    other = tmp_path / "src" / "brim"
+    other.mkdir(parents=True)
+    for entry in source.iterdir():
+        if entry.name != "__init__.py":
+            (other / entry.name).symlink_to(entry)
+    text = (source / "__init__.py").read_text()
+    (other / "__init__.py").write_text(text.replace(package.__version__, "0.0.7"))
+    node = ray_cluster.add(env_vars={"PYTHONPATH": str(other.parent)})
+    try:
+        with pytest.raises(ClusterError, match=r"has brim 0\.0\.7, this process has"), connect("auto"):
+            pass
+    finally:
+        ray_cluster.leave(node)

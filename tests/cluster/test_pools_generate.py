@@ -1,0 +1,148 @@
+"""The contract of a pool, the same for processes of this machine and for Ray."""
+
+import os
+import time
+
+import pytest
+import toy_work
+from cluster_nodes import wait_until
+from toy_work import ToyWork
+
+from brim.cluster.pool import Done, Failed, Lost, Ready
+from brim.cluster.processes import ProcessPool, device_names
+from brim.errors import ClusterError, ConfigError, DeviceError
+
+PATIENCE_S = 60.0
+
+
+@pytest.fixture(scope="module", params=["processes", "ray"])
+def make_pool(request):
+    """Makes pools of two workers, not started."""
+    if request.param == "processes":
+        yield lambda: ProcessPool(["cpu", "cpu"])
+        return
+    request.getfixturevalue("ray_cluster")
+    from ray import cloudpickle
+
+    from brim.cluster.ray_connect import connect
+    from brim.cluster.ray_pool import RayPool
+
+    cloudpickle.register_pickle_by_value(toy_work)  # nodes have brim, not its tests
+    with connect("auto") as cluster:
+        yield lambda: RayPool(cluster)
+
+
+def until(pool, kind, num=1):
+    """What happens until there are so many events of a kind; all of it."""
+    seen, deadline_s = [], time.monotonic() + PATIENCE_S
+    while sum(isinstance(event, kind) for event in seen) < num:
+        assert time.monotonic() < deadline_s, f"no {kind.__name__} among {seen}"
+        seen += pool.wait(0.2)
+    return seen
+
+
+def is_there(pid):
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def test_workers_say_what_they_are_and_end_what_they_are_given(make_pool):
+    pool = make_pool()
+    assert pool.start(ToyWork()) == 2
+    assert pool.expects() == 2
+    ready = until(pool, Ready, 2)
+    assert {event.worker for event in ready} == {0, 1}
+    assert len({event.name for event in ready}) == 2
+    assert {event.facts.kind for event in ready} == {"cpu 1"}
+    assert pool.expects() == 0
+
+    began_s = time.monotonic()
+    tickets = {pool.submit(worker, ("sleep", 1.0)): worker for worker in (0, 1, 0, 1)}
+    done = until(pool, Done, 4)
+    assert {event.ticket: event.worker for event in done} == tickets
+    assert len({event.value for event in done}) == 2  # processes
+    assert time.monotonic() - began_s < 1.9  # one after another on each they would take 2 s
+
+    wrong, bug = pool.submit(0, ("wrong", "x=3")), pool.submit(1, ("bug", "y"))
+    failed = {event.ticket: event.error for event in until(pool, Failed, 2)}
+    assert type(failed[wrong]) is ConfigError
+    assert "x=3 is wrong" in str(failed[wrong])
+    assert type(failed[bug]) is ClusterError
+    assert "KeyError" in str(failed[bug])
+    pool.submit(0, ("pid",))
+    assert until(pool, Done)[0].worker == 0  # it goes on
+    pool.close()
+
+
+def test_a_worker_that_dies_is_told_once_and_replaced_and_closing_ends_all(make_pool):
+    pool = make_pool()
+    pool.start(ToyWork())
+    until(pool, Ready, 2)
+    pool.submit(0, ("sleep", 30))
+    pool.submit(0, ("die",))
+
+    events = until(pool, Lost)
+    events += until(pool, Ready)
+
+    assert [(event.worker, event.was_ready) for event in events if isinstance(event, Lost)] == [(0, True)]
+    assert "died" in str(events[0].error)
+    assert [event.worker for event in events if isinstance(event, Ready)] == [2]
+    pool.submit(0, ("pid",))  # nobody is there any more
+    tickets = {pool.submit(1, ("pid",)), pool.submit(2, ("pid",))}
+    done = until(pool, Done, 2)
+    assert {event.ticket for event in done} == tickets
+    assert pool.wait(0.3) == []
+
+    pool.submit(1, ("sleep", 60))
+    pool.close()
+
+    wait_until(lambda: not any(is_there(event.value) for event in done), 10)
+    pool.close()  # twice is once
+
+
+def test_work_that_cannot_be_opened_is_told_with_its_reason(make_pool):
+    pool = make_pool()
+    pool.start(ToyWork(refuse="no such thing"))
+
+    lost = until(pool, Lost, 2)
+
+    assert all(type(event.error) is ConfigError and not event.was_ready for event in lost)
+    assert "no such thing" in str(lost[0].error)
+    assert pool.expects() == 0
+    pool.close()
+
+
+# Devices of this machine
+
+
+def test_devices_are_named_as_people_write_them():
+    assert device_names("cpu,cpu") == ("cpu", "cpu")
+    assert device_names(" cpu , cpu ") == ("cpu", "cpu")
+
+
+@pytest.mark.parametrize(
+    ("devices", "family", "said"),
+    [
+        ("gpu", ConfigError, '"gpu" is no device'),
+        ("", ConfigError, "is no device"),
+        ("cpu,", ConfigError, "is no device"),
+        ("99", DeviceError, "cuda:99"),
+        ("-1", ConfigError, "is no device"),
+        (0, ConfigError, "at least 1"),
+    ],
+)
+def test_devices_that_are_not_here_are_refused(devices, family, said):
+    with pytest.raises(family, match=said):
+        device_names(devices)
+
+
+def test_the_gpus_of_a_process_are_those_it_sees(monkeypatch):
+    from brim.cluster import processes
+
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,GPU-7")
+    assert processes._environment("cuda:1")["CUDA_VISIBLE_DEVICES"] == "GPU-7"
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    assert processes._environment("cuda:1")["CUDA_VISIBLE_DEVICES"] == "1"

@@ -1,0 +1,48 @@
+"""Work that a pool can be tested with: tasks are words."""
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from brim.cluster.pool import Facts
+from brim.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class ToyWork:
+    """Opens a ToyServer, or raises what it is told to."""
+
+    refuse: str = ""
+
+    @contextmanager
+    def open(self, device: str, threads: int | None) -> Iterator["ToyServer"]:
+        if self.refuse:
+            raise ConfigError(self.refuse)
+        yield ToyServer(device, threads)
+
+
+class ToyServer:
+    """Answers, sleeps, fails or dies."""
+
+    def __init__(self, device: str, threads: int | None) -> None:
+        self.facts = Facts(device=device, device_name=device, kind=f"{device} {threads}", batch_size=1)
+        self.pool = ThreadPoolExecutor(4)
+
+    def submit(self, task: tuple[Any, ...]) -> "Future[Any]":
+        return self.pool.submit(self.run, *task)
+
+    def run(self, what: str, value: Any = None) -> Any:
+        if what == "sleep":
+            time.sleep(value)
+        elif what == "wrong":
+            raise ConfigError(f"{value} is wrong")
+        elif what == "bug":
+            raise KeyError(value)
+        elif what == "die":
+            os.kill(os.getpid(), signal.SIGKILL)
+        return os.getpid()

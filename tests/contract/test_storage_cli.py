@@ -1,0 +1,203 @@
+"""The commands of radio data on URLs, as others build on them: the same bytes, JSON and exit codes as on a disk."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import s3fs
+import torch
+
+from brim.cli import main
+from brim.engine.lease import NAME as LEASE
+from brim.engine.shards import Dataset
+from brim.engine.storage import place_of
+from s3_store import SECRET, serve_s3
+
+torch.set_num_threads(1)  # small batches: a second thread only competes
+
+SAMPLES = 48
+
+
+@pytest.fixture(scope="module")
+def server():
+    with serve_s3() as store:
+        store.s3.create_bucket(Bucket="bucket")
+        yield store
+
+
+@pytest.fixture(autouse=True)
+def _in_environment(server, monkeypatch):
+    s3fs.S3FileSystem.clear_instance_cache()
+    for name, value in server.env.items():
+        monkeypatch.setenv(name, value)
+    yield
+    s3fs.S3FileSystem.clear_instance_cache()
+
+
+@pytest.fixture(scope="module")
+def options(tmp_path_factory) -> list[str]:
+    file = tmp_path_factory.mktemp("config") / "quick.toml"
+    file.write_text("duration_s = 0.2\nsamples_per_shard = 8\n")
+    return ["--config", str(file), "--device", "cpu"]
+
+
+@pytest.fixture(scope="module")
+def here(options, tmp_path_factory) -> Path:
+    out = tmp_path_factory.mktemp("here") / "data"
+    assert main(["rf", "generate", "--out", str(out), "--samples", str(SAMPLES), *options]) == 0
+    return out
+
+
+@pytest.fixture
+def there(here, server) -> str:
+    """The same dataset in the store, copied by a client that is not brim's."""
+    for file in here.rglob("*"):
+        if file.is_file():
+            server.s3.upload_file(str(file), "bucket", f"copy/{file.relative_to(here)}")
+    return "s3://bucket/copy"
+
+
+def answer(capsys, *argv) -> dict:
+    capsys.readouterr()
+    assert main([*map(str, argv), "--json"]) == 0
+    out = capsys.readouterr().out
+    assert out.count("\n") == 1
+    return json.loads(out)
+
+
+def refused(capsys, *argv) -> str:
+    capsys.readouterr()
+    assert main([*map(str, argv)]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith("error: ")
+    assert captured.err.count("\n") == 1
+    assert SECRET not in captured.err
+    return captured.err
+
+
+def shards(path: Path) -> dict[str, bytes]:
+    return {f"shards/{file.name}": file.read_bytes() for file in (path / "shards").iterdir()}
+
+
+def test_generate_puts_the_bytes_of_a_disk_into_a_store_and_resumes_there(here, options, server, capsys):
+    url = "s3://bucket/made"
+    first = answer(capsys, "rf", "generate", "--out", url, "--samples", "20", *options)
+    assert (first["dataset"], first["accepted"]) == (url, 20)
+    assert "is not empty; add --resume" in refused(capsys, "rf", "generate", "--out", url, "--samples", "20", *options)
+
+    answer(capsys, "rf", "generate", "--out", f"{url}/", "--samples", SAMPLES, *options, "--resume")
+
+    files = server.files("bucket", "made/")
+    del files["manifest.json"]
+    assert files == shards(here)
+
+
+def test_a_file_url_is_a_directory(options, here, tmp_path, capsys):
+    url = f"file://{tmp_path}/a%20b"
+    answer(capsys, "rf", "generate", "--out", url, "--samples", SAMPLES, *options)
+    assert shards(tmp_path / "a b") == shards(here)
+
+
+def test_inspect_and_export_read_a_url(here, there, tmp_path, capsys):
+    page = tmp_path / "report.html"
+    found, expected = (answer(capsys, "rf", "inspect", where, "--report", page) for where in (there, here))
+    assert found | {"dataset": ""} == expected | {"dataset": ""}
+    assert found["dataset"] == there
+
+    sizes = [
+        answer(capsys, "rf", "export", where, "--format", "parquet", "--out", tmp_path / name)["records"]
+        for where, name in ((there, "a"), (here, "b"))
+    ]
+    assert sizes[0] == sizes[1]
+    assert {file.name for file in (tmp_path / "a").iterdir()} == {file.name for file in (tmp_path / "b").iterdir()}
+
+
+def test_training_and_evaluating_read_urls(here, there, tmp_path, capsys):
+    losses = []
+    for where, name in ((there, "a"), (here, "b")):
+        argv = ("--out", tmp_path / name, "--epochs", "1", "--batch-size", "16", "--device", "cpu")
+        losses.append(answer(capsys, "rf", "train", where, *argv)["best_val_loss"])
+    assert losses[0] == losses[1]
+    found = [answer(capsys, "rf", "evaluate", tmp_path / "a", where, "--device", "cpu") for where in (there, here)]
+    assert found[0] == found[1]
+
+
+def test_what_a_store_refuses_ends_with_2_at_once(options, there, server, capsys):
+    generate = ("rf", "generate", "--samples", "8", *options, "--out")
+    began_s = time.monotonic()
+    assert "no such bucket" in refused(capsys, *generate, "s3://nobodys/data")
+    assert "no such bucket" in refused(capsys, "rf", "inspect", "s3://nobodys/data")
+    assert "has no manifest.json" in refused(capsys, "rf", "inspect", "s3://bucket/nothing")
+    assert "credentials do not belong" in refused(capsys, *generate, f"s3://key:{SECRET}@bucket/data")
+    assert "names no bucket" in refused(capsys, *generate, "s3://")
+    with server.guarded("s3:GetObject", "s3:ListBucket") as keys, pytest.MonkeyPatch.context() as patch:
+        s3fs.S3FileSystem.clear_instance_cache()
+        for name, value in keys.items():
+            patch.setenv(name, value)
+        assert "no permission to write" in refused(capsys, *generate, "s3://bucket/new")
+    assert time.monotonic() - began_s < 30
+    assert server.files("bucket", "new/") == {}
+
+
+def begin(url: str, options: list[str]) -> subprocess.Popen[str]:
+    """A generation in another process, up to its first shards."""
+    argv = ["rf", "generate", "--out", url, "--samples", "5000", *options]
+    child = subprocess.Popen([sys.executable, "-m", "brim", *argv], stderr=subprocess.PIPE, text=True, env=os.environ)
+    deadline = time.monotonic() + 120
+    while not (place_of(url).exists("manifest.json") and Dataset(url).shards):
+        assert child.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    return child
+
+
+def test_ctrl_c_leaves_a_dataset_that_resumes_at_once(options, capsys):
+    url = "s3://bucket/stopped"
+    child = begin(url, options)
+    child.send_signal(signal.SIGINT)
+    assert child.communicate()[0] is None
+    assert child.returncode == 130
+    num = len(Dataset(url))
+    Dataset(url).verify()
+    assert not place_of(url).exists(LEASE)
+
+    made = answer(capsys, "rf", "generate", "--out", url, "--samples", num + 4, *options, "--resume")
+
+    assert made["accepted"] == num + 4
+
+
+def test_a_killed_generation_is_resumed_once_its_lease_ran_out(options, here, capsys):
+    url = "s3://bucket/killed"
+    child = begin(url, options)
+    child.kill()
+    child.communicate()
+    resume = ("rf", "generate", "--out", url, "--samples", "400", *options, "--resume")
+    assert "is being written by process" in refused(capsys, *resume)
+
+    said = json.loads(place_of(url).read_bytes(LEASE))
+    place_of(url).put_bytes(json.dumps(said | {"until": time.time() - 1}).encode(), LEASE)  # a minute later
+    num = len(Dataset(url))
+    assert answer(capsys, *resume[:5], str(num + 8), *resume[6:])["accepted"] == num + 8
+
+    assert place_of(url).read_bytes("shards/000000.safetensors") == shards(here)["shards/000000.safetensors"]
+    Dataset(url).verify()
+
+
+@pytest.mark.slow
+def test_the_code_of_the_page_runs(server, tmp_path):
+    page = (Path(__file__).parents[2] / "docs" / "storage.md").read_text()
+    blocks = re.findall(r"(?<!<!-- skip -->\n)^```(sh|python)\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    blocks = [(kind, code) for kind, code in blocks if "pip install" not in code]
+    assert [kind for kind, _ in blocks] == ["sh", "python"]
+    env = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    for kind, code in blocks:
+        command = ["bash", "-euo", "pipefail", "-c", code] if kind == "sh" else [sys.executable, "-c", code]
+        done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
+        assert done.returncode == 0, f"{code}\n{done.stderr}"

@@ -1,0 +1,158 @@
+"""`torchrun … -m brim … train`: the losses of one process, one voice, and a run that goes on when a rank dies."""
+
+import json
+from pathlib import Path
+
+import cv2
+import numpy as np
+import pytest
+
+from brim.cli import main
+from brim.sequences.synthetic import make_sequences
+from torchruns import STEPS, alone, differences, logged, torchrun
+
+pytestmark = pytest.mark.slow
+
+RF = ["--epochs", "3", "--batch-size", "12", "--device", "cpu"]
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Something to train on for every workload: samples, images with masks, sequences."""
+    path = tmp_path_factory.mktemp("data")
+    (path / "quick.toml").write_text("duration_s = 0.2\nsamples_per_shard = 16\n")
+    generate = ["rf", "generate", "--out", str(path / "samples"), "--samples", "60", "--device", "cpu"]
+    assert main([*generate, "--config", str(path / "quick.toml")]) == 0
+    rng = np.random.default_rng(0)
+    for folder in ("images", "masks"):
+        (path / folder).mkdir()
+    for number in range(6):
+        mask = np.zeros((64, 64), np.uint8)
+        cv2.circle(mask, (20 + 4 * number, 30), 12, 255, -1)
+        image = np.where(mask > 0, 170, 80)[..., None] + rng.normal(0, 15, (64, 64, 3))
+        cv2.imwrite(str(path / "masks" / f"{number}.png"), mask)
+        cv2.imwrite(str(path / "images" / f"{number}.png"), image.clip(0, 255).astype(np.uint8))
+    make_sequences(path / "files", 40, 6, 3, mean_length=10)
+    assert main(["sequence", "pack", str(path / "files"), "--out", str(path / "corpus")]) == 0
+    return path
+
+
+@pytest.fixture(scope="module")
+def located(data: Path) -> Path:
+    """A run of one process."""
+    code, _, err = alone(STEPS, "rf", "train", data / "samples", "--out", data / "one", *RF)
+    assert code == 0, err
+    return data / "one"
+
+
+def both(args: list[str], out: Path) -> None:
+    """The same training in one process and on two ranks."""
+    for code, _, err in (alone(STEPS, *args, "--out", out / "one"), torchrun(STEPS, *args, "--out", out / "two")):
+        assert code == 0, err
+
+
+# Results
+
+
+def test_a_locator_trains_on_two_ranks_as_on_one(data: Path, located: Path, tmp_path: Path) -> None:
+    code, out, err = torchrun("-m", "brim", "rf", "train", data / "samples", "--out", tmp_path / "run", *RF, "--json")
+    assert code == 0, err
+    assert out.count("\n") == 1  # rank 0 alone speaks
+    report = json.loads(out)
+    assert (report["epochs"], report["ceiling_share"]) == (3, None)
+    assert differences(located / "train", tmp_path / "run" / "train", "val_loss") < 1e-5
+    assert err.count("tier ram") == 1
+
+
+def test_a_network_trains_on_two_ranks_as_on_one(data: Path, tmp_path: Path) -> None:
+    folders = ["--images", str(data / "images"), "--masks", str(data / "masks")]
+    # a low rate: roundings that differ grow with every step of a network of batch norms, on any two machines
+    settings = ["--model", "unet_tiny", "--size", "32", "--epochs", "2", "--batch-size", "5", "--learning-rate", "1e-4"]
+
+    both(["segment", "train", *folders, *settings, "--device", "cpu"], tmp_path)
+
+    assert differences(tmp_path / "one/train", tmp_path / "two/train") < 1e-5
+    assert (tmp_path / "two/weights.safetensors").is_file()
+
+
+def test_a_classifier_of_sequences_trains_on_two_ranks_as_on_one(data: Path, tmp_path: Path) -> None:
+    settings = ["--mode", "supervised", "--classifier-epochs", "2", "--batch-size", "7", "--device", "cpu"]
+
+    both(["sequence", "train", str(data / "corpus"), *settings], tmp_path)
+
+    assert differences(tmp_path / "one/supervised", tmp_path / "two/supervised") < 1e-5
+    assert differences(tmp_path / "one/supervised", tmp_path / "two/supervised", "val_loss") < 1e-5
+
+
+def test_sequences_without_labels_train_on_two_ranks_as_on_one(data: Path, tmp_path: Path) -> None:
+    settings = ["--mode", "self", "--iterations", "1", "--encoder-epochs", "2", "--classifier-epochs", "1"]
+    sizes = ["--clusters", "3", "--batch-size", "7", "--learning-rate", "3e-4"]
+
+    both(["sequence", "train", str(data / "corpus"), *settings, *sizes, "--device", "cpu"], tmp_path)
+
+    for phase in ("encoder-1", "classifier-1"):
+        assert differences(tmp_path / "one" / phase, tmp_path / "two" / phase) < 1e-5
+    one, two = (json.loads((tmp_path / name / "report.json").read_text())["scores"] for name in ("one", "two"))
+    assert one == two
+
+
+def test_files_that_are_not_packed_train_on_two_ranks_as_on_one(data: Path, tmp_path: Path) -> None:
+    settings = ["--mode", "supervised", "--classifier-epochs", "1", "--batch-size", "7", "--device", "cpu"]
+
+    both(["sequence", "train", str(data / "files"), *settings, "--num-workers", "0"], tmp_path)
+
+    assert differences(tmp_path / "one/supervised", tmp_path / "two/supervised") < 1e-5
+
+
+# Ranks that die, and what else goes wrong
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_run_goes_on_from_its_checkpoint_when_a_rank_is_killed(
+    data: Path, located: Path, tmp_path: Path, rank: int
+) -> None:
+    args = ["rf", "train", data / "samples", "--out", tmp_path / "run", *RF]
+
+    code, _, err = torchrun(STEPS, *args, restarts=1, BRIM_TEST_DEATH=f"{rank}:8")
+
+    assert code == 0, err
+    assert "going on from step 5 of 15" in err
+    assert differences(located / "train", tmp_path / "run" / "train") < 1e-5
+
+
+def test_one_process_goes_on_with_a_run_of_two_ranks(data: Path, located: Path, tmp_path: Path) -> None:
+    args = ["rf", "train", data / "samples", "--out", tmp_path / "run", *RF]
+    code, out, err = torchrun(STEPS, *args, BRIM_TEST_DEATH="1:8")
+    assert code != 0
+    assert out == ""
+    assert "another rank is gone" in err
+
+    code, _, err = alone(STEPS, *args, "--resume")
+
+    assert code == 0, err
+    assert differences(located / "train", tmp_path / "run" / "train") < 1e-5
+    assert len(logged(tmp_path / "run" / "train")) == 15
+
+
+def test_what_is_refused_is_said_once(data: Path, located: Path, tmp_path: Path) -> None:
+    code, out, err = torchrun("-m", "brim", "rf", "train", data / "samples", "--out", located, *RF)
+    assert code != 0
+    assert out == ""
+    assert err.count("is not empty; add --resume") == 1
+
+    code, out, err = torchrun("-m", "brim", "rf", "train", tmp_path / "nothing", "--out", tmp_path / "run", *RF)
+    assert code != 0
+    assert err.count("error: ") == 1
+    assert not (tmp_path / "run").exists()
+
+
+def test_more_ranks_than_samples_are_refused(data: Path, tmp_path: Path) -> None:
+    (tmp_path / "quick.toml").write_text("duration_s = 0.2\n")
+    generate = ["rf", "generate", "--out", str(tmp_path / "few"), "--samples", "2", "--device", "cpu"]
+    assert main([*generate, "--config", str(tmp_path / "quick.toml")]) == 0
+
+    code, _, err = torchrun("-m", "brim", "rf", "train", tmp_path / "few", "--out", tmp_path / "run", *RF)
+
+    assert code != 0
+    assert "1 samples to train on for 2 ranks" in err
+    assert not (tmp_path / "run").exists()

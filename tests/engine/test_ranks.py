@@ -1,0 +1,292 @@
+"""Several processes that train as one: what is whose, what an item gets, and what two real ranks do together."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from brim.cli import main
+from brim.engine.order import Blocks, epoch_order
+from brim.engine.ragged import BucketConfig, RaggedResident, RaggedTensors
+from brim.engine.ranks import Pace, Ranks, joined
+from brim.engine.resident import Resident, Shuffle, Tier
+from brim.engine.share import Dropout, Share, SharedNorm, computing, cut, drawn, share_norms
+from brim.engine.source import TensorSource
+from brim.engine.train_config import TrainConfig
+from brim.engine.trainer import train
+from brim.errors import ConfigError
+from torchruns import alone, differences, torchrun
+
+CPU = torch.device("cpu")
+SCENES = Path(__file__).with_name("two_ranks.py")
+
+
+class Apart(Ranks):
+    """One rank of several, looked at by itself: the others would say what it says."""
+
+    def greatest(self, *values: int) -> list[int]:
+        """As if all were alike."""
+        return list(values)
+
+
+def apart(size: int) -> list[Ranks]:
+    return [Apart(device=CPU, rank=rank, size=size) for rank in range(size)]
+
+
+# What is whose
+
+
+@pytest.mark.parametrize("size", [2, 3, 7])
+def test_each_item_of_a_batch_is_with_one_rank_in_its_place(size: int) -> None:
+    order, sizes = epoch_order(50, seed=1, epoch=2, shuffle=True, block_items=1), torch.tensor([8] * 6 + [2])
+    for number, batch in enumerate(order.split(8)):
+        found = torch.full((len(batch),), -1)
+        for ranks in apart(size):
+            part = cut(order, sizes, ranks)
+            places = part.share(ranks, number).places
+            items = part.items[int(part.stops[number - 1]) if number else 0 : int(part.stops[number])]
+            assert len(items) == max(1, len(places))
+            found[places] = items[: len(places)] * size + ranks.rank
+        assert found.tolist() == batch.tolist()
+
+
+def test_a_batch_without_own_items_has_the_next_one_stand_in() -> None:
+    order = torch.tensor([0, 2, 4, 1, 3, 5])
+
+    part = cut(order, torch.tensor([3, 3]), apart(2)[1])
+
+    assert part.items.tolist() == [0, 0, 1, 2]  # 1 stands in for the first batch
+    assert part.stops.tolist() == [1, 4]
+    assert [len(part.share(apart(2)[1], batch).places) for batch in (0, 1)] == [0, 3]
+
+
+@pytest.mark.parametrize(("whole", "step"), [(8, 3), (5, 2), (4, 4), (7, 1)])
+def test_blocks_of_a_rank_are_its_positions_in_each_block_of_the_whole(whole: int, step: int) -> None:
+    for first in range(step):
+        blocks, here = Blocks(whole, step, first), torch.arange(first, 40, step)
+        positions = torch.arange(len(here))
+        assert blocks.of(positions).tolist() == (here // whole).tolist()
+        for block in range(40 // whole):
+            start, stop = blocks.start(block), blocks.start(block + 1)
+            assert here[start:stop].tolist() == [at for at in here.tolist() if at // whole == block]
+            assert stop - start <= blocks.items
+
+
+@pytest.mark.parametrize(("tier", "shuffle"), [("vram", True), ("ram", True), ("window", "blocks"), ("ram", False)])
+@pytest.mark.parametrize("size", [2, 3])
+def test_shares_of_a_resident_are_its_batches(tier: Tier, shuffle: Shuffle, size: int) -> None:
+    data = {"x": torch.randn(101, 3), "label": torch.arange(101)}
+    options: dict[str, Any] = {
+        "batch_size": 9, "device": CPU, "tier": tier, "seed": 4, "shuffle": shuffle, "rows": torch.arange(3, 101),
+        "block_items": 16,
+    }  # fmt: skip
+    with Resident(TensorSource(data), **options) as whole:
+        expected = list(whole.epoch(1))
+    parts, held = [], []
+    for ranks in apart(size):
+        with Resident(TensorSource(data), **options, ranks=ranks) as resident:
+            shares = [resident.share(1, number) for number in range(resident.num_batches)]
+            parts.append(list(zip(shares, resident.epoch(1), strict=True)))
+            held.append(resident.bytes)
+    for number, batch in enumerate(expected):
+        assert _joined([part[number] for part in parts], len(batch["label"])) == batch["label"].tolist()
+    assert max(held) <= whole.bytes / size * 1.05
+
+
+def _joined(parts: list[tuple[Share | None, dict[str, Tensor]]], count: int) -> list[int]:
+    labels = torch.full((count,), -1)
+    for share, batch in parts:
+        assert share is not None
+        assert share.count == count
+        labels[share.places] = batch["label"][: len(share.places)]
+    return labels.tolist()
+
+
+def test_an_epoch_that_goes_on_has_the_same_shares() -> None:
+    data = {"label": torch.arange(40)}
+    with Resident(TensorSource(data), batch_size=6, device=CPU, tier="ram", ranks=apart(2)[1]) as resident:
+        whole, rest = list(resident.epoch(3)), list(resident.epoch(3, 4))
+    assert [batch["label"].tolist() for batch in whole[4:]] == [batch["label"].tolist() for batch in rest]
+
+
+@pytest.mark.parametrize("tier", ["vram", "ram", "window"])
+def test_shares_of_sequences_are_their_batches(tier: Tier) -> None:
+    rng = torch.Generator().manual_seed(0)
+    lengths = torch.randint(1, 30, (23,), generator=rng).tolist()
+    source = RaggedTensors([torch.full((num, 2), float(at)) for at, num in enumerate(lengths)])
+    options: dict[str, Any] = {"buckets": BucketConfig(batch_size=4), "device": CPU, "tier": tier, "seed": 2}
+    with RaggedResident(source, **options) as whole:
+        expected = list(whole.epoch(0))
+    parts = []
+    for ranks in apart(2):
+        own = torch.arange(23) % 2 == ranks.rank
+        with RaggedResident(source, **options, ranks=ranks, own=own) as resident:
+            shares = [resident.share(0, number) for number in range(resident.num_batches)]
+            parts.append(list(zip(shares, resident.epoch(0), strict=True)))
+    for number, batch in enumerate(expected):
+        found = torch.full_like(batch["frames"], -1)
+        for share, mine in (part[number] for part in parts):
+            assert share is not None
+            if len(share.places):
+                found[share.places] = mine["frames"]
+        assert torch.equal(found, batch["frames"])
+
+
+def test_more_ranks_than_rows_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"3 rows to train on for 4 ranks.*--nproc-per-node 3 or fewer"):
+        Resident(TensorSource({"x": torch.ones(3, 1)}), batch_size=2, device=CPU, ranks=apart(4)[0])
+
+
+def test_a_window_whose_blocks_are_smaller_than_the_ranks_is_refused() -> None:
+    resident = Resident(
+        TensorSource({"x": torch.ones(20, 1)}), batch_size=2, device=CPU, tier="window", shuffle="blocks",
+        block_items=2, ranks=apart(3)[0],
+    )  # fmt: skip
+    with pytest.raises(ConfigError, match="block_items=2 are fewer than the 3 ranks"), resident:
+        pass
+
+
+def test_a_source_that_cannot_be_divided_is_refused(tmp_path: Path) -> None:
+    class Plain:
+        num_items, num_batches, batch_size = 4, 1, 4
+
+        def epoch(self, number: int, start_batch: int = 0) -> Any:
+            yield {"x": torch.ones(4, 1)}
+
+    with pytest.raises(ConfigError, match="Plain does not divide its batches among 2 ranks"):
+        train(
+            nn.Linear(1, 1), lambda module, batch: module(batch["x"]).mean(), Plain(), config=TrainConfig(),
+            out=tmp_path, device="cpu", ranks=apart(2)[0],
+        )  # fmt: skip
+
+
+# What an item gets
+
+
+@pytest.mark.parametrize(("shape", "axis"), [((6, 5), 0), ((3, 6, 4), 1), ((2, 3, 12, 1), 2)])
+def test_what_shares_draw_is_what_the_batch_draws(shape: tuple[int, ...], axis: int) -> None:
+    def make(whole: tuple[int, ...]) -> Tensor:
+        return torch.randn(whole, generator=torch.Generator().manual_seed(1))
+
+    whole = make(shape)
+    for ranks in apart(2):
+        share = Share(ranks, 6, torch.tensor([0, 3, 4] if ranks.main else [1, 2, 5]))
+        rows = share.rows(shape[axis] // 2, CPU)
+        mine = (*shape[:axis], shape[axis] // 2, *shape[axis + 1 :])
+        with computing(share):
+            assert torch.equal(drawn(make, mine, axis), whole.index_select(axis, rows))
+
+
+def test_a_share_loses_to_dropout_what_it_would_lose_in_the_batch() -> None:
+    x, drop = torch.randn(7, 33), Dropout(0.3)
+    torch.manual_seed(2)
+    expected = functional.dropout(x, 0.3)
+    torch.manual_seed(2)
+    assert torch.equal(drop(x), expected)
+    places = torch.tensor([1, 4, 6])
+    torch.manual_seed(2)
+    with computing(Share(apart(2)[0], 7, places)):
+        assert torch.equal(drop(x[places]), expected[places])
+
+
+def test_shared_norms_keep_names_and_are_plain_outside_a_share() -> None:
+    module = nn.Sequential(nn.Conv2d(1, 2, 1), nn.BatchNorm2d(2))
+    names, x = list(module.state_dict()), torch.randn(3, 1, 4, 4)
+    plain = nn.Sequential(nn.Conv2d(1, 2, 1), nn.BatchNorm2d(2))
+    plain.load_state_dict(module.state_dict())
+    share_norms(module)
+    assert isinstance(module[1], SharedNorm)
+    assert list(module.state_dict()) == names
+    assert torch.equal(module(x), plain(x))
+
+
+# By itself
+
+
+def test_a_process_by_itself_uses_no_torch_distributed(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("WORLD_SIZE", "RANK"):
+        monkeypatch.delenv(name, raising=False)
+    with joined("cpu") as ranks:
+        assert ranks.alone
+        assert ranks.main
+        assert not torch.distributed.is_initialized()
+        assert ranks.from_main(lambda: 3) == 3
+        assert Pace(ranks, 0).any(17, True)
+
+
+def test_ranks_without_a_place_to_meet_are_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: Any, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.delenv("MASTER_ADDR", raising=False)
+    assert main(["rf", "train", str(tmp_path), "--out", str(tmp_path / "run")]) == 2
+    said = capsys.readouterr().err
+    assert "MASTER_ADDR and MASTER_PORT are not set" in said
+    assert "torchrun --nproc-per-node 2 -m brim" in said
+
+
+@pytest.mark.parametrize(("name", "value"), [("WORLD_SIZE", "two"), ("RANK", "5")])
+def test_a_place_that_cannot_be_is_refused(monkeypatch: pytest.MonkeyPatch, name: str, value: str) -> None:
+    place = {"WORLD_SIZE": "2", "RANK": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "1", name: value}
+    for key, text in place.items():
+        monkeypatch.setenv(key, text)
+    with pytest.raises(ConfigError, match=f"{name}={value}"), joined("cpu"):
+        pass
+
+
+# Two real ranks
+
+
+@pytest.fixture(scope="module")
+def scenes(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:
+    """What two ranks left, and a run of one process beside it."""
+    path = tmp_path_factory.mktemp("scenes")
+    (path / "one").mkdir()
+    (path / "two").mkdir()
+    for code, _, err in (alone(SCENES, path / "one"), torchrun(SCENES, path / "two")):
+        assert code == 0, err
+    return path, [json.loads((path / "two" / f"{rank}.json").read_text()) for rank in (0, 1)]
+
+
+def test_two_ranks_have_the_losses_of_one_process(scenes: Any) -> None:
+    assert differences(scenes[0] / "one/run/train", scenes[0] / "two/run/train") < 1e-5
+
+
+def test_each_rank_holds_its_half_of_the_rows(scenes: Any) -> None:
+    assert [saw["run"]["bytes"] for saw in scenes[1]] == [24 * 20, 23 * 20]  # of 47 rows
+
+
+def test_norms_and_contrasts_are_over_the_whole_batch(scenes: Any) -> None:
+    for saw in scenes[1]:
+        assert saw["norms"]["gradient"] < 1e-12
+        assert saw["norms"]["statistics"] < 1e-12
+
+
+def test_a_stand_in_counts_for_nothing(scenes: Any) -> None:
+    assert all(saw["empty"]["gradient"] < 1e-12 for saw in scenes[1])
+
+
+def test_what_rank_0_makes_or_refuses_is_known_to_all(scenes: Any) -> None:
+    first, second = (saw["words"] for saw in scenes[1])
+    assert first["error"] == "ConfigError: depth=-1 must be at least 0"
+    assert second["error"] == "RankLost: rank 0 failed: depth=-1 must be at least 0"
+    assert (second["made"], second["all"], second["greatest"]) == (0, [0, 1], [1, 5])
+
+
+def test_all_ranks_stop_at_one_step_when_one_is_asked_to(scenes: Any) -> None:
+    first, second = (saw["stopped"] for saw in scenes[1])
+    assert first == second | {"bytes": first["bytes"]}
+    assert first["stopped"]
+    assert 5 < first["steps"] < 24
+
+
+def test_a_bad_row_of_another_rank_is_named_and_ends_all(tmp_path: Path) -> None:
+    code, _, err = torchrun(SCENES, tmp_path, "7")  # row 7 is rank 1's
+    assert code != 0
+    assert 'field "x" of that batch holds NaN or Inf' in err
+    assert "learning rate" not in err

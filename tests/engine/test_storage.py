@@ -1,0 +1,631 @@
+"""Datasets in an object store: a real server of the S3 protocol on loopback, behind a proxy that fails on purpose."""
+
+import hashlib
+import json
+import logging
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from pathlib import Path
+
+import pytest
+import s3fs
+import torch
+from test_shards import HEADER, fill, fill_limited, rows_of, totals_of, writer
+
+from brim.engine import lease, shard_writer, storage
+from brim.engine.shard_writer import write_shard
+from brim.engine.shards import Dataset
+from brim.engine.sources import DatasetSource, open_source, read_rows
+from brim.engine.storage import LocalPlace, ObjectPlace, is_url, place_of
+from brim.errors import ConfigError, DatasetError, ShardCorrupt, StorageError
+from s3_store import SECRET, FailingProxy, serve_s3
+
+BUCKET = "bucket"
+
+
+@pytest.fixture(scope="module")
+def server():
+    with serve_s3() as store:
+        store.s3.create_bucket(Bucket=BUCKET)
+        yield store
+
+
+@pytest.fixture
+def proxy(server, monkeypatch):
+    """The store as the environment names it, through a proxy."""
+    with FailingProxy(server.port) as proxy:
+        forget()
+        for name, value in {**server.env, "AWS_ENDPOINT_URL": proxy.endpoint}.items():
+            monkeypatch.setenv(name, value)
+        yield proxy
+        forget()
+
+
+def forget():
+    """The library keeps the endpoint and the keys that it saw first."""
+    s3fs.S3FileSystem.clear_instance_cache()
+
+
+@pytest.fixture
+def url(proxy, request):
+    return f"s3://{BUCKET}/{hashlib.sha256(request.node.name.encode()).hexdigest()[:12]}/data"
+
+
+@pytest.fixture
+def clean(tmp_path):
+    """What every way to 45 rows must come to."""
+    return files_here(fill(tmp_path / "clean", 45))
+
+
+def files_here(path):
+    return without_time({str(file.relative_to(path)): file.read_bytes() for file in path.rglob("*") if file.is_file()})
+
+
+def files_there(server, url):
+    return without_time(server.files(BUCKET, url.removeprefix(f"s3://{BUCKET}/")))
+
+
+def without_time(files):
+    manifest = json.loads(files["manifest.json"])
+    del manifest["created"]
+    return files | {"manifest.json": json.dumps(manifest)}
+
+
+# Places
+
+
+@pytest.fixture(params=["directory", "store"])
+def place(request, tmp_path):
+    if request.param == "directory":
+        return place_of(tmp_path / "place")
+    return place_of(request.getfixturevalue("url"))
+
+
+def test_what_is_put_can_be_read(place, tmp_path):
+    (tmp_path / "local").write_bytes(b"0123456789")
+    place.put_file(tmp_path / "local", "shards/a")
+    place.put_bytes(b"old", "b")
+    place.put_bytes(b"new", "b")
+    assert place.read_bytes("b") == b"new"
+    assert place.read_bytes("shards/a", 2, 5) == b"234"
+    assert place.read_bytes("shards/a", 8) == b"89"
+    assert place.read_bytes("shards/a", 8, 100) == b"89"
+    assert [place.read_bytes("shards/a", *span) for span in ((3, 3), (20, 30))] == [b"", b""]
+
+
+def test_a_large_object_comes_in_parts(url, proxy, monkeypatch):
+    monkeypatch.setattr(storage, "PART_BYTES", 1000)
+    place, data = place_of(url), bytes(range(256)) * 20
+    place.put_bytes(data, "large")
+    proxy.requests.clear()
+    assert place.read_bytes("large", 100, 9000) == data[100:]
+    assert len(proxy.requests) == 9
+    proxy.fail("cut", 2)
+    assert place.read_bytes("large", 0, 5120) == data
+
+
+def test_a_place_says_what_is_in_it(place):
+    assert (place.names(), place.sizes("shards"), place.walk()) == ([], {}, [])
+    for name in ("b", "a", "shards/2", "shards/1", "shards/deep/3"):
+        place.put_bytes(name.encode(), name)
+    assert place.names() == ["a", "b"]
+    assert place.sizes("shards") == {"1": 8, "2": 8}
+    assert place.walk() == ["a", "b", "shards/1", "shards/2", "shards/deep/3"]
+    assert (place.size("a"), place.exists("a"), place.exists("shards"), place.exists("c")) == (1, True, False, False)
+
+
+def test_what_is_not_there_is_said_so(place):
+    for ask in (place.read_bytes, place.size):
+        with pytest.raises(FileNotFoundError):
+            ask("missing")
+    place.put_bytes(b"1", "once")
+    place.remove("once")
+    place.remove("once")
+    assert not place.exists("once")
+
+
+def test_a_place_opens_again_in_another_process(place):
+    place.put_bytes(b"1", "a")
+    again = pickle.loads(pickle.dumps(place))
+    assert again == place
+    assert again.read_bytes("a") == b"1"
+
+
+def test_the_store_decides_who_creates_an_object(url):
+    place, second = place_of(url), ObjectPlace(url)
+    assert place.create(b"mine", "lock")
+    assert not second.create(b"yours", "lock")
+    assert place.read_bytes("lock") == b"mine"
+
+
+def test_a_lost_answer_to_a_creation_is_no_refusal(url, proxy):
+    place = place_of(url)
+    place.walk()
+    proxy.fail("cut")  # the object is there by then
+    assert place.create(b"mine", "lock")
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [("data", "data"), ("/a/b", "/a/b"), ("file:///a/b%20c", "/a/b c"), ("file://localhost/a", "/a"), ("c:/a", "c:/a")],
+)
+def test_a_path_or_a_file_url_is_a_directory(text, expected):
+    assert place_of(text) == LocalPlace(Path(expected))
+
+
+def test_urls_are_kept_as_they_are():
+    assert str(place_of("S3://bucket/a//b/")) == "s3://bucket/a//b"
+    assert place_of("s3://bucket/a/b").name == "b"
+    assert [is_url(text) for text in ("s3://b", "a/s3://b", Path("s3://b"), "s3:/b")] == [True, False, False, False]
+
+
+@pytest.mark.parametrize(
+    ("url", "message"),
+    [
+        ("s3://", "names no bucket"),
+        ("file://host/a", "no path of this machine"),
+        (f"s3://key:{SECRET}@bucket/a", "credentials do not belong in a URL"),
+        ("nope://bucket/a", "nope:// is no kind of URL that is known"),
+    ],
+)
+def test_a_url_that_cannot_work_is_refused(url, message):
+    with pytest.raises(ConfigError, match=message) as caught:
+        place_of(url).walk()
+    assert SECRET not in str(caught.value)
+
+
+def test_without_the_extra_a_url_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "fsspec", None)
+    with pytest.raises(ConfigError, match=r's3:// URLs need brim\[cluster\]: pip install "brim\[cluster\]"'):
+        Dataset("s3://bucket/a")
+
+
+def test_patience_that_is_no_number_is_refused(url, monkeypatch):
+    monkeypatch.setenv("BRIM_STORAGE_RETRY_S", "soon")
+    with pytest.raises(ConfigError, match="BRIM_STORAGE_RETRY_S='soon' is not a number"):
+        place_of(url).walk()
+
+
+# Datasets
+
+
+def test_a_store_holds_the_bytes_a_directory_holds(url, server, clean):
+    fill(url, 45)
+    assert files_there(server, url) == clean
+
+
+def test_rows_come_back_from_a_store(url):
+    fill(url, 45)
+    dataset, expected = Dataset(url), rows_of(0, 45)
+    loaded = dataset.load()
+    dataset.verify()
+    assert all(torch.equal(loaded[name], expected[name]) for name in expected)
+    assert dataset.fields["iq"] == (torch.complex64, (3,))
+    assert dataset.shard(1, ["index"], verify=True)["index"].tolist() == [*range(10, 20)]
+    assert dataset.rows(8, 22, ["index", "even"])["index"].tolist() == [*range(8, 22)]
+    with pytest.raises(DatasetError, match='no field "y"; it has'):
+        dataset.load(["y"])
+
+
+def test_only_the_fields_asked_for_travel(url, proxy):
+    with writer(url, per_shard=100) as out:
+        out.append({"x": torch.randn(100, 10_000), "index": torch.arange(100)}, {})
+    proxy.received = 0
+    assert Dataset(url).load(["index"])["index"].tolist() == [*range(100)]
+    assert proxy.received < 60_000  # of 4 MB
+
+
+def test_a_source_reads_each_stored_shard_once(url, proxy):
+    fill(url, 45)
+    source, out = open_source(url, names=["index", "x"]), torch.empty(45, dtype=torch.int64)
+    proxy.requests.clear()
+    for start in range(0, 45, 3):
+        source.read(start, start + 3, {"index": out[start : start + 3]})
+    assert out.tolist() == [*range(45)]
+    assert len(proxy.requests) == 2 * 5  # header and fields of each shard
+
+
+def test_sources_here_and_there_are_equal(url, tmp_path):
+    fill(url, 45)
+    index = torch.tensor([44, 3, 3, 20, 19, 0])
+    rows = []
+    for where in (url, fill(tmp_path / "here", 45)):
+        source = DatasetSource(where)
+        rows.append({name: torch.empty(6, *shape, dtype=dtype) for name, (dtype, shape) in source.fields.items()})
+        read_rows(source, index, rows[-1])
+    assert rows[0].keys() == rows[1].keys()
+    assert all(torch.equal(rows[0][name], rows[1][name]) for name in rows[0])
+
+
+def test_threads_share_one_fetch(url, proxy):
+    from concurrent.futures import ThreadPoolExecutor
+
+    fill(url, 10)
+    source = DatasetSource(url, ["index"])
+    proxy.requests.clear()
+    outs = [torch.empty(5, dtype=torch.int64) for _ in range(8)]
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda out: source.read(2, 7, {"index": out}), outs))
+    assert all(out.tolist() == [2, 3, 4, 5, 6] for out in outs)
+    assert len(proxy.requests) == 2
+
+
+def test_a_stored_dataset_is_resumed_and_extended(url, server, clean):
+    fill(url, 23, finish=False)
+    with writer(url, resume=True) as out:
+        assert (out.items, out.totals) == (20, {"tried": 40})
+    fill(url, 38, resume=True)
+    fill(url, 45, resume=True, verify="sizes")
+    assert files_there(server, url) == clean
+
+
+def test_resume_sweeps_what_no_manifest_lists(url, server, clean):
+    fill(url, 45)
+    place = place_of(url)
+    for name in ("shards/000007.safetensors", "shards/notes.txt"):
+        place.put_bytes(b"left over", name)
+    with writer(url, resume=True):
+        pass
+    assert files_there(server, url) == clean | {"shards/notes.txt": b"left over"}
+
+
+def test_a_prefix_in_use_is_not_overwritten(url):
+    fill(url, 5)
+    with pytest.raises(DatasetError, match="is not empty; add --resume"):
+        fill(url, 5)
+    place_of(f"{url}-notes").put_bytes(b"mine", "a.txt")
+    with pytest.raises(DatasetError, match=r"has no manifest\.json to resume"):
+        fill(f"{url}-notes", 5, resume=True)
+    with pytest.raises(DatasetError, match="seed is 7 in the dataset and 8 now"):
+        fill(url, 9, resume=True, header={**HEADER, "seed": 8})
+
+
+def test_a_failure_before_the_first_row_leaves_nothing(url):
+    with pytest.raises(ValueError), writer(url):
+        raise ValueError
+    assert place_of(url).walk() == []
+
+
+def test_what_was_made_before_an_interrupt_is_usable(url):
+    with pytest.raises(KeyboardInterrupt), writer(url) as out:  # noqa: PT012
+        out.append(rows_of(0, 23), totals_of(0, 23))
+        raise KeyboardInterrupt
+    Dataset(url).verify()
+    assert len(Dataset(url)) == 23
+    assert not place_of(url).exists(lease.NAME)
+
+
+def test_a_full_disk_for_temporary_files_is_named(url):
+    with pytest.raises(StorageError, match=r"cannot write a shard before its upload, .*set TMPDIR to a larger disk"):
+        fill_limited(url, limit_bytes=500)
+    assert len(Dataset(url)) == 20
+
+
+@pytest.mark.parametrize("damage", ["cut", "alter", "delete", "garbage"])
+def test_a_damaged_object_is_named(url, damage):
+    fill(url, 25)
+    place, name = place_of(url), "shards/000001.safetensors"
+    data = place.read_bytes(name)
+    if damage == "delete":
+        place.remove(name)
+    else:
+        altered = {"cut": data[:-8], "alter": data[:-1] + b"!", "garbage": b"\xff" * len(data)}[damage]
+        place.put_bytes(altered, name)
+    with pytest.raises(ShardCorrupt, match=r"shard 000001\.safetensors: .*\(s3://bucket"):
+        Dataset(url).verify()
+    if damage != "alter":
+        with pytest.raises(ShardCorrupt, match=r"000001"):
+            Dataset(url).load(["index"])
+        with pytest.raises(ShardCorrupt, match=r"000001"):
+            fill(url, 40, resume=True, verify="sizes" if damage != "garbage" else "all")
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        b"[]",
+        b"{}",
+        b'{"x":1}',
+        b'{"x":{"dtype":"F32","shape":[-1],"data_offsets":[0,4]}}',
+        b'{"x":{"dtype":"F9","shape":[1],"data_offsets":[0,4]}}',
+        b'{"x":{"dtype":"F32","shape":[1],"data_offsets":[4,0]}}',
+        b'{"x":{"dtype":"F32","shape":[99],"data_offsets":[0,396]}}',
+    ],
+)
+def test_a_header_that_makes_no_sense_is_corrupt(url, header):
+    fill(url, 10)
+    place, name = place_of(url), "shards/000000.safetensors"
+    size = place.size(name)
+    place.put_bytes((len(header).to_bytes(8, "little") + header).ljust(size, b"\0"), name)
+    for ask in (lambda: Dataset(url).fields, lambda: Dataset(url).shard(0), lambda: Dataset(url).shard(0, ["x"])):
+        with pytest.raises(ShardCorrupt, match=r"000000"):
+            ask()
+
+
+# Shards of several workers
+
+
+def make_shard(where, number):
+    start, stop = 10 * number, min(45, 10 * number + 10)
+    return number, write_shard(place_of(where), number, rows_of(start, stop), {"tried": 2 * stop})
+
+
+@pytest.fixture(params=["directory", "store"])
+def out(request, tmp_path):
+    return tmp_path / "out" if request.param == "directory" else request.getfixturevalue("url")
+
+
+def files_of(server, out):
+    return files_here(out) if isinstance(out, Path) else files_there(server, out)
+
+
+def test_shards_of_other_processes_are_listed_in_any_order(out, server, clean):
+    with writer(out) as writing, ProcessPoolExecutor(2, mp_context=get_context("spawn")) as pool:
+        made = dict(pool.map(make_shard, [out] * 6, [4, 2, 0, 3, 1, 2]))
+        for number in (3, 4, 0, 0, 2, 1, 4):
+            writing.adopt(number, made[number])
+        writing.finish(report="done")
+    assert files_of(server, out) == clean
+
+
+def test_the_manifest_lists_what_has_no_gap_before_it(out, monkeypatch):
+    monkeypatch.setattr(shard_writer, "COMMIT_S", 0.0)
+    with writer(out) as writing:
+        for number, listed in ((1, 0), (4, 0), (0, 2), (3, 2), (2, 5)):
+            writing.adopt(*make_shard(out, number))
+            writing._commit()
+            assert len(Dataset(out).shards) == listed
+    assert len(Dataset(out)) == 45
+
+
+def test_a_gap_at_the_end_is_made_again(out, server, clean):
+    with pytest.raises(KeyboardInterrupt), writer(out) as writing:  # noqa: PT012
+        for number in (0, 1, 3):
+            writing.adopt(*make_shard(out, number))
+        raise KeyboardInterrupt
+    assert len(Dataset(out)) == 20
+    with writer(out, resume=True) as writing:
+        assert writing.items == 20
+        assert "000003.safetensors" not in place_of(out).names("shards")
+        for number in (4, 3, 2):
+            writing.adopt(*make_shard(out, number))
+        writing.finish(report="done")
+    assert files_of(server, out) == clean
+
+
+def test_a_partial_shard_is_vacated_before_others_write_it(out, server, clean):
+    fill(out, 33)
+    with writer(out, resume=True) as writing:
+        writing.vacate()
+        assert len(Dataset(out)) == 30
+        for number in (4, 3):
+            writing.adopt(*make_shard(out, number))
+        writing.finish(report="done")
+    assert files_of(server, out) == clean
+
+
+def test_a_shard_made_twice_must_be_the_same(tmp_path):
+    with writer(tmp_path / "out") as writing:
+        writing.adopt(*make_shard(tmp_path / "out", 0))
+        other = write_shard(place_of(tmp_path / "out"), 0, rows_of(1, 11), {"tried": 20})
+        with pytest.raises(DatasetError, match=r"000000\.safetensors was made twice with different bytes"):
+            writing.adopt(0, other)
+        with pytest.raises(DatasetError, match=r"expected 000001\.safetensors"):
+            writing.adopt(1, other)
+
+
+def test_a_manifest_is_the_text_that_json_writes(tmp_path):
+    for stop in (0, 7, 10, 33):
+        text = (fill(tmp_path / str(stop), stop) / "manifest.json").read_text()
+        assert text == json.dumps(json.loads(text), indent=1, ensure_ascii=False) + "\n"
+
+
+def test_rows_that_cannot_be_written_are_refused(tmp_path):
+    for rows, message in (({}, "one length"), ({"x": torch.zeros(2, dtype=torch.complex128)}, "complex128")):
+        with pytest.raises(DatasetError, match=message):
+            write_shard(place_of(tmp_path), 0, rows, {})
+    with pytest.raises(ConfigError, match="999999"):
+        write_shard(place_of(tmp_path), 10**6, rows_of(0, 1), {})
+
+
+# A store that fails
+
+
+@pytest.mark.parametrize("kind", ["503", "reset", "cut"])
+@pytest.mark.parametrize("times", [1, 4])
+def test_failures_that_pass_change_nothing(url, proxy, server, clean, kind, times):
+    with writer(url) as writing:
+        for start in range(0, 45, 15):
+            proxy.fail(kind, times)
+            writing.append(rows_of(start, start + 15), totals_of(start, start + 15))
+        proxy.fail(kind, times)
+        writing.finish(report="done")
+    assert files_there(server, url) == clean
+    proxy.fail(kind, times)
+    assert Dataset(url).load(["index"])["index"].tolist() == [*range(45)]
+
+
+def test_a_store_that_falls_silent_is_asked_again(url, proxy, monkeypatch):
+    monkeypatch.setattr(storage, "SILENT_S", 1)
+    place = place_of(url)
+    proxy.fail("hang")
+    place.put_bytes(b"x" * 1000, "a")
+    proxy.fail("hang")
+    assert place.read_bytes("a", 0, 3) == b"xxx"
+
+
+def test_a_large_shard_goes_up_in_parts_and_whole(url, proxy, server, tmp_path):
+    data = os.urandom(1_000_000) * 110  # the library's limit for one request is 100 MiB
+    (tmp_path / "large").write_bytes(data)
+    place = place_of(url)
+    place.walk()
+    threading.Timer(0.3, lambda: proxy.fail("reset", 2)).start()
+    place.put_file(tmp_path / "large", "large")
+    assert place.size("large") == len(data)
+    assert hashlib.sha256(place.read_bytes("large", 0, len(data))).digest() == hashlib.sha256(data).digest()
+    assert any("uploads" in line for line in proxy.requests)
+    assert server.s3.list_multipart_uploads(Bucket=BUCKET).get("Uploads", []) == []
+
+
+def test_a_store_that_is_down_for_a_while_is_waited_for_and_said_once(url, proxy, server, clean, caplog):
+    with writer(url) as writing, caplog.at_level(logging.INFO, "brim"):
+        for start in range(0, 45, 5):
+            if start == 20:
+                proxy.down_for(2.5)
+            writing.append(rows_of(start, start + 5), totals_of(start, start + 5))
+        writing.finish(report="done")
+    assert files_there(server, url) == clean
+    said = [record.getMessage() for record in caplog.records]
+    assert len(said) == 2
+    assert said[0].startswith(f"{url} does not answer (")
+    assert "trying again for up to 60 s" in said[0]
+    assert said[1] == f"{url} answers again"
+
+
+def test_a_store_that_stays_down_ends_the_run_which_resumes(url, proxy, server, clean, monkeypatch):
+    monkeypatch.setenv("BRIM_STORAGE_RETRY_S", "1.5")
+    monkeypatch.setattr(lease, "LEASE_S", 1.0)
+    began_s = time.monotonic()
+    told = pytest.raises(StorageError, match=r"does not answer, tried for 1.5 s .*go on with --resume")
+    with told, writer(url) as out:
+        out.append(rows_of(0, 20), totals_of(0, 20))
+        proxy.down()
+        out.append(rows_of(20, 45), totals_of(20, 45))
+    assert time.monotonic() - began_s < 8  # nothing after the first failure waits again
+    proxy.up()
+    time.sleep(1)
+    fill(url, 45, resume=True)
+    assert files_there(server, url) == clean
+
+
+def test_an_endpoint_that_never_answered_is_told_soon(proxy, monkeypatch):
+    proxy.down()
+    monkeypatch.setattr(storage, "FIRST_S", 0.5)
+    began_s = time.monotonic()
+    with pytest.raises(StorageError, match=r"does not answer, tried for 0.5 s .*AWS_ENDPOINT_URL"):
+        Dataset(f"s3://{BUCKET}/x")
+    assert time.monotonic() - began_s < 5
+
+
+# A store that refuses
+
+
+@pytest.fixture
+def refused(server, monkeypatch):
+    """Asks a store with these keys in the environment; the error must come at once and show no secret."""
+
+    def ask(message, work, **env):
+        for name, value in env.items():
+            monkeypatch.setenv(name, value) if value else monkeypatch.delenv(name)
+        forget()
+        began_s = time.monotonic()
+        with pytest.raises(StorageError, match=message) as caught:
+            work()
+        assert time.monotonic() - began_s < 5
+        assert SECRET not in str(caught.value)
+        assert env.get("AWS_SECRET_ACCESS_KEY") is None or env["AWS_SECRET_ACCESS_KEY"] not in str(caught.value)
+
+    return ask
+
+
+def test_a_bucket_that_is_not_there_is_refused_at_once(proxy, refused):
+    for work in (fill, lambda url, _: Dataset(url)):
+        refused("no such bucket; create it or correct the URL", lambda work=work: work("s3://nobodys/data", 5))
+
+
+def test_no_permission_is_refused_at_once(url, proxy, server, refused):
+    fill(url, 5)
+    with server.guarded() as keys:
+        refused("no permission to read; let these credentials do s3:GetObject", lambda: Dataset(url), **keys)
+        refused("no permission to list", lambda: fill(f"{url}-new", 5), **keys)
+    assert files_there(server, url)
+
+
+def test_a_bucket_that_may_only_be_read_stays_as_it_was(url, proxy, server, refused):
+    fill(url, 5)
+    with server.guarded("s3:GetObject", "s3:ListBucket") as keys:
+        refused("no permission to write", lambda: fill(f"{url}-new", 5), **keys)
+        refused("no permission to write", lambda: fill(url, 9, resume=True), **keys)
+        assert len(Dataset(url).load()["x"]) == 5
+    assert server.files(BUCKET, f"{url}-new".removeprefix(f"s3://{BUCKET}/")) == {}
+
+
+def test_bad_credentials_are_refused_at_once(url, proxy, server, refused):
+    with server.guarded("s3:*") as keys:
+        wrong = {**keys, "AWS_SECRET_ACCESS_KEY": "another-secret-of-someone"}
+        refused(r"does not accept the credentials \(SignatureDoesNotMatch\)", lambda: Dataset(url), **wrong)
+    refused("no credentials; set AWS_ACCESS_KEY_ID", lambda: Dataset(f"{url}2"), **dict.fromkeys(keys))
+
+
+# Two writers
+
+
+def test_a_second_writer_is_kept_out_while_the_first_lives(url, monkeypatch):
+    monkeypatch.setattr(lease, "LEASE_S", 0.9)
+    with writer(url) as out:
+        out.append(rows_of(0, 3), totals_of(0, 3))
+        for _ in range(3):
+            with pytest.raises(DatasetError, match=r"is being written by process \d+ of .*; wait for it to end"):
+                fill(url, 12, resume=True)
+            time.sleep(0.8)
+    assert len(Dataset(fill(url, 12, resume=True))) == 12
+
+
+def test_who_lost_the_lease_writes_no_manifest(url, monkeypatch):
+    told = pytest.raises(StorageError, match=r"another writes there now, .*nothing more is written here")
+    with told, writer(url) as out:
+        out.append(rows_of(0, 5), totals_of(0, 5))
+        place_of(url).put_bytes(
+            json.dumps({"writer": "another", "token": "t", "until": time.time() + 60}).encode(), lease.NAME
+        )
+        before = place_of(url).read_bytes("manifest.json")
+        out.finish(report="done")
+    assert place_of(url).read_bytes("manifest.json") == before
+    assert json.loads(place_of(url).read_bytes(lease.NAME))["writer"] == "another"
+
+
+@pytest.mark.parametrize("left", [b"", b"null", b'{"until": "x"}', b'{"until": 5}'])
+def test_a_lease_that_ran_out_or_says_nothing_is_taken(url, left):
+    place_of(url).put_bytes(left, lease.NAME)
+    assert len(Dataset(fill(url, 5))) == 5
+    assert not place_of(url).exists(lease.NAME)
+
+
+CHILD = """
+import sys, time
+sys.path[:0] = {paths!r}
+import torch
+torch.set_num_threads(1)
+from brim.engine import lease, shard_writer
+from test_shards import rows_of, totals_of, writer
+lease.LEASE_S, shard_writer.COMMIT_S = {lease_s}, 0.0
+with writer(sys.argv[1]) as out:
+    for start in range(0, 1000, 3):
+        out.append(rows_of(start, start + 3), totals_of(start, start + 3))
+        time.sleep(0.2)
+"""
+
+
+def test_a_killed_writer_is_followed_when_its_lease_ran_out(url, server, clean):
+    here = Path(__file__).parent
+    code = CHILD.format(paths=[str(here), str(here.parent)], lease_s=3.0)
+    child = subprocess.Popen([sys.executable, "-c", code, url], env=dict(os.environ))
+    deadline = time.monotonic() + 60
+    while not (place_of(url).exists("manifest.json") and len(Dataset(url).shards) >= 2):
+        assert child.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    child.send_signal(signal.SIGKILL)
+    assert child.wait() == -signal.SIGKILL
+    with pytest.raises(DatasetError, match=r"or [0-9] s if it was killed"):
+        fill(url, 45, resume=True)
+    time.sleep(3.2)
+    fill(url, 45, resume=True)
+    assert files_there(server, url) == clean

@@ -1,0 +1,266 @@
+"""The steps of a bulk prediction, one after the other in this process, and the records that it leaves."""
+
+import json
+from pathlib import Path
+
+import cv2
+import pytest
+import torch
+
+from brim.engine.storage import place_of
+from brim.errors import CheckpointError
+from brim.segmentation import bulk
+from brim.segmentation.batch_sizes import BatchSizes, Entry, device_key
+from brim.segmentation.bulk import BulkScorer, Recipe, Task, pack_weights, parcels, read, write
+from brim.segmentation.cells import make_cells
+from brim.segmentation.formats import FORMATS, Writer
+from brim.segmentation.loader import ModelLoader
+from brim.segmentation.predict_files import FilesConfig, predict_files
+from brim.segmentation.records import Record, Records, recipe_of
+from brim.segmentation.registry import create_model
+from brim.segmentation.weights import save_weights
+
+NUM = 7
+torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def _short_ceiling(monkeypatch):
+    for module in ("predict", "bulk"):
+        monkeypatch.setattr(f"brim.segmentation.{module}.CEILING_S", 0.02)
+
+
+@pytest.fixture(scope="module")
+def weights(tmp_path_factory) -> Path:
+    torch.manual_seed(3)
+    path = tmp_path_factory.mktemp("weights") / "weights.safetensors"
+    save_weights(create_model("unet_tiny"), path, {})
+    return path
+
+
+@pytest.fixture
+def images(tmp_path) -> list[Path]:
+    """The second is broken, the last is larger than a tile of 64."""
+    paths = [tmp_path / f"images/{index}.png" for index in range(NUM)]
+    paths[0].parent.mkdir()
+    for index, path in enumerate(paths):
+        cv2.imwrite(str(path), make_cells(5, index, 40, 100 if index == NUM - 1 else 56)[0])
+    paths[1].write_bytes(paths[1].read_bytes()[:200])
+    return paths
+
+
+def recipe(**changes) -> Recipe:
+    return Recipe(files=FilesConfig(**{"model": "unet_tiny", "strict": True, **changes}), device="cpu", tile=64)
+
+
+def tasks_of(images, done=None) -> list[Task]:
+    return [
+        Task(index=index, name=str(path), image=path, file=f"{path.stem}.out", done=(done or {}).get(str(path)))
+        for index, path in enumerate(images)
+    ]
+
+
+def sizes_file(path: Path, **changes) -> Path:
+    """As if tuned on this device."""
+    values = {
+        "optimal_batch_size": 1, "max_safe_batch_size": 4, "expected_throughput": 10.0, "p50_latency_ms": 1.0,
+        "p95_latency_ms": 2.0, "memory_limit_mb": 100.0, "image_size": 1024, "precision": "fp32",
+        "layout": "contiguous", "compiled": False,
+    }  # fmt: skip
+    cpu = torch.device("cpu")
+    BatchSizes().with_entry(device_key(cpu), {}, "unet_tiny", Entry(**(values | changes)), []).write(path)
+    return path
+
+
+def alone(images, weights, out, made: Recipe) -> dict[str, bytes]:
+    """What one process writes."""
+    loader = ModelLoader({"unet_tiny": weights}, "cpu", None, tile=made.tile)
+    predict_files(images, loader, out, made.files)
+    return {path.name: path.read_bytes() for path in out.iterdir()}
+
+
+# The steps
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_the_steps_make_the_bytes_of_one_process(images, weights, tmp_path, form):
+    made = recipe(format=form)
+    score = BulkScorer(made, pack_weights("unet_tiny", weights))
+
+    sheets = [sheet for parcel in read(tasks_of(images)) for sheet in write(score(parcel), form).sheets]
+    with Writer(tmp_path / "many", form, images) as writer:
+        for sheet in sheets:
+            if sheet.error is None and form == "coco":
+                writer.put_lines(sheet.name, (sheet.height, sheet.width), sheet.result)
+            elif sheet.error is None:
+                writer.put(sheet.name, sheet.result)
+
+    many = {path.name: path.read_bytes() for path in (tmp_path / "many").iterdir()}
+    assert many == alone(images, weights, tmp_path / "one", made)
+    assert len(many) == (1 if form == "coco" else NUM - 1)
+    assert [sheet.polygons > 0 for sheet in sheets] == [index != 1 for index in range(NUM)]
+
+
+def test_batches_of_one_shape_are_those_of_one_process_without_strict_too(images, weights, tmp_path):
+    same, made = [images[0], *images[2:-1]], recipe(strict=False)
+    sizes = sizes_file(tmp_path / "sizes.json", optimal_batch_size=2)
+    predict_files(same, ModelLoader({"unet_tiny": weights}, "cpu", sizes, tile=64), tmp_path / "one", made.files)
+    score = BulkScorer(made, pack_weights("unet_tiny", weights), sizes.read_text())
+
+    work = parcels(tasks_of(same), 2, 1)
+    found = [write(score(parcel), "geojson") for tasks in work for parcel in read(tasks)]
+
+    assert [len(tasks) for tasks in work] == [2, 2, 1]
+    assert all(
+        sheet.result == (tmp_path / f"one/{Path(sheet.name).stem}.geojson").read_bytes()
+        for parcel in found
+        for sheet in parcel.sheets
+    )
+
+
+def test_an_image_that_cannot_be_read_says_what_one_process_says(images, weights, tmp_path):
+    loader = ModelLoader({"unet_tiny": weights}, "cpu", None)
+    expected = predict_files(images[1:2], loader, tmp_path / "one", recipe().files).failures
+    missing = tmp_path / "images/gone.png"
+
+    sheets = [sheet for parcel in read(tasks_of([images[1], missing])) for sheet in parcel.sheets]
+
+    assert {sheets[0].name: sheets[0].error} == expected
+    assert sheets[1].error == f"{missing}: cannot be read: No such file or directory"
+
+
+def test_what_is_finished_is_only_looked_at(images):
+    (first,) = read(tasks_of(images))
+    known = {sheet.name: sheet.record() for sheet in first.sheets if sheet.error is None}
+    cv2.imwrite(str(images[3]), make_cells(9, 9, 40, 56)[0])  # changed since
+
+    (again,) = read(tasks_of(images, known))
+
+    assert [sheet.index for sheet in again.sheets if sheet.pixels is not None] == [3]
+    assert [sheet.index for sheet in again.sheets if sheet.kept] == [0, 2, 4, 5, 6]
+
+
+def test_a_parcel_holds_no_more_than_its_bytes_but_always_one_image(images, monkeypatch):
+    monkeypatch.setattr(bulk, "PARCEL_BYTES", 2 * 40 * 56 * 3)
+
+    found = list(read(tasks_of(images)))
+
+    assert [[sheet.index for sheet in parcel.sheets] for parcel in found] == [[0, 1, 2], [3, 4], [5], [6]]
+
+
+@pytest.mark.parametrize(
+    ("num", "batch_size", "workers", "sizes"),
+    [
+        (100, 16, 1, [32, 32, 32, 4]),
+        (100, 24, 1, [48, 48, 4]),
+        (10, 1, 2, [2] * 5),
+        (10, 4, 8, [4, 4, 2]),
+        (1, 8, 8, [1]),
+    ],
+)
+def test_parcels_are_whole_batches_and_enough_for_all(num, batch_size, workers, sizes):
+    work = parcels(tasks_of([Path(f"{index}.png") for index in range(num)]), batch_size, workers)
+
+    assert [len(tasks) for tasks in work] == sizes
+    assert [task.index for tasks in work for task in tasks] == list(range(num))
+
+
+def test_weights_of_another_network_do_not_travel(weights):
+    with pytest.raises(CheckpointError, match="not of this network"):
+        pack_weights("resunet_small", weights)
+
+
+def test_a_scorer_takes_what_was_tuned_elsewhere_and_tells_what_it_tuned(weights, tmp_path, monkeypatch):
+    monkeypatch.setattr(
+        "brim.segmentation.loader.ModelLoader.__init__.__kwdefaults__", {"overlap": None, "tune_seconds": 0.3}
+    )
+    packed, made = pack_weights("unet_tiny", weights), recipe(strict=False)
+
+    tuned = BulkScorer(made, packed)
+
+    assert tuned.batch_sizes is not None
+    (found,) = json.loads(tuned.batch_sizes)["devices"].values()
+    assert found["batch_configurations"]["unet_tiny"]["optimal_batch_size"] == tuned.batch_size
+    sizes = sizes_file(tmp_path / "sizes.json", optimal_batch_size=3)
+    assert BulkScorer(made, packed, sizes.read_text()).batch_size == 3
+
+
+# Records
+
+
+def record(name: str, sha256: str = "a") -> Record:
+    return Record(name=name, sha256=sha256, polygons=1, height=2, width=3)
+
+
+def opened(out: Path, name: str = "one") -> tuple[Records, dict[str, Record]]:
+    records = Records(place_of(out), recipe_of({"weights": name}))
+    return records, records.open()
+
+
+def test_what_was_recorded_is_found_again(tmp_path):
+    records, nothing = opened(tmp_path)
+    records.add([record("a"), record("b")])
+    records.add([record("c")])
+    records.add([record("c")])
+
+    assert nothing == {}
+    assert opened(tmp_path)[1] == {name: record(name) for name in "abc"}
+
+
+def test_records_are_gathered_into_one_file(tmp_path):
+    records, _ = opened(tmp_path)
+    for number in range(20):
+        records.add([record(str(number))])
+
+    found = opened(tmp_path)[1]
+
+    assert len(found) == 20
+    assert len(list((tmp_path / ".brim/records").iterdir())) == 1
+    assert opened(tmp_path)[1] == found
+
+
+def test_another_recipe_starts_anew(tmp_path):
+    """Its results replace the others, so that their records would lie."""
+    opened(tmp_path)[0].add([record("a")])
+
+    assert opened(tmp_path, "two")[1] == {}
+    assert opened(tmp_path)[1] == {}
+
+
+def test_the_last_run_that_made_an_image_counts(tmp_path):
+    for content in ("one", "other", "one", "third"):
+        opened(tmp_path)[0].add([record("a", content), record(content)])
+
+    assert opened(tmp_path)[1]["a"] == record("a", "third")
+
+
+def test_two_runs_at_once_that_saw_different_bytes_leave_no_record(tmp_path):
+    first, second = opened(tmp_path)[0], opened(tmp_path)[0]
+    first.add([record("a", "before"), record("b")])
+    second.add([record("a", "after"), record("b")])
+
+    assert opened(tmp_path)[1] == {"b": record("b")}
+
+
+def test_a_damaged_file_costs_its_images_and_no_others(tmp_path):
+    records, _ = opened(tmp_path)
+    records.add([record("a")])
+    (broken,) = (tmp_path / ".brim/records").iterdir()
+    records.add([record("b")])
+    broken.write_bytes(broken.read_bytes()[:10])
+
+    assert opened(tmp_path)[1] == {"b": record("b")}
+
+
+def test_written_results_are_recorded_after_they_are_there(images, weights, tmp_path):
+    place = place_of(tmp_path / "out")
+    records = Records(place, "x")
+    score = BulkScorer(recipe(), pack_weights("unet_tiny", weights))
+
+    (parcel,) = read(tasks_of(images))
+    done = write(score(parcel), "geojson", place, records)
+
+    assert set(Records(place, "x").open()) == {str(path) for path in images} - {str(images[1])}
+    assert [place.size(sheet.file) > 0 for sheet in done.sheets if sheet.error is None] == [True] * (NUM - 1)
+    assert done.ceiling is not None
+    assert done.pixels == (NUM - 2 + 3) * 64 * 64  # padded to 32s; the last in three windows

@@ -1,0 +1,192 @@
+"""Images and results in an object store, by one process, against a real server of the S3 protocol."""
+
+import json
+from pathlib import Path
+
+import cv2
+import pytest
+import s3fs
+import torch
+
+from brim.errors import ConfigError, ImageError, StorageError
+from brim.segmentation.cells import make_cells
+from brim.segmentation.formats import FORMATS
+from brim.segmentation.loader import ModelLoader
+from brim.segmentation.predict_files import FilesConfig, find_inputs, predict_files
+from brim.segmentation.registry import create_model
+from brim.segmentation.weights import save_weights
+from s3_store import FailingProxy, serve_s3
+
+BUCKET = "cells"
+NUM = 5
+torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def _short_ceiling(monkeypatch):
+    monkeypatch.setattr("brim.segmentation.predict.CEILING_S", 0.02)
+
+
+@pytest.fixture(scope="module")
+def server():
+    with serve_s3() as store:
+        store.s3.create_bucket(Bucket=BUCKET)
+        yield store
+
+
+@pytest.fixture
+def proxy(server, monkeypatch):
+    """The store as the environment names it, through a proxy."""
+    with FailingProxy(server.port) as proxy:
+        s3fs.S3FileSystem.clear_instance_cache()  # it keeps the endpoint that it saw first
+        for name, value in {**server.env, "AWS_ENDPOINT_URL": proxy.endpoint}.items():
+            monkeypatch.setenv(name, value)
+        yield proxy
+        s3fs.S3FileSystem.clear_instance_cache()
+
+
+@pytest.fixture(scope="module")
+def images(server, tmp_path_factory) -> Path:
+    """The same here and in the bucket."""
+    path = tmp_path_factory.mktemp("images")
+    (path / "sub").mkdir()
+    for index in range(NUM):
+        file = path / ("sub" if index % 2 else ".") / f"{index}.png"
+        cv2.imwrite(str(file), make_cells(5, index, 40, 56)[0])
+        server.s3.put_object(Bucket=BUCKET, Key=f"images/{file.relative_to(path).as_posix()}", Body=file.read_bytes())
+    server.s3.put_object(Bucket=BUCKET, Key="images/notes.txt", Body=b"no image")
+    server.s3.put_object(Bucket=BUCKET, Key="images/.hidden.png", Body=b"no image")
+    return path
+
+
+@pytest.fixture(scope="module")
+def loader(tmp_path_factory) -> ModelLoader:
+    torch.manual_seed(3)
+    weights = tmp_path_factory.mktemp("weights") / "weights.safetensors"
+    save_weights(create_model("unet_tiny"), weights, {})
+    return ModelLoader({"unet_tiny": weights}, "cpu", None)
+
+
+def config(form: str = "geojson") -> FilesConfig:
+    return FilesConfig(model="unet_tiny", format=form, strict=True)
+
+
+def here(out: Path) -> dict[str, bytes]:
+    return {path.relative_to(out).as_posix(): path.read_bytes() for path in out.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_results_are_those_of_files(server, proxy, images, loader, tmp_path, form):
+    predict_files([images], loader, tmp_path, config(form))
+
+    found = predict_files([f"s3://{BUCKET}/images"], loader, f"s3://{BUCKET}/{form}", config(form))
+
+    assert (found.written, found.failures) == (NUM, {})
+    assert server.files(BUCKET, form) == here(tmp_path)
+
+
+def test_a_store_and_a_directory_may_be_mixed(server, proxy, images, loader, tmp_path):
+    predict_files([f"s3://{BUCKET}/images/"], loader, tmp_path / "here", config())
+    predict_files([images], loader, f"s3://{BUCKET}/there", config())
+
+    assert here(tmp_path / "here") == server.files(BUCKET, "there")
+
+
+def test_one_object_is_one_image(proxy, images, tmp_path):
+    (found,) = find_inputs([f"s3://{BUCKET}/images/sub/1.png"], tmp_path)
+
+    assert str(found) == f"s3://{BUCKET}/images/sub/1.png"
+
+
+def test_a_large_object_is_read_whole_unless_it_is_larger_than_an_image(server, proxy, images, monkeypatch):
+    monkeypatch.setattr("brim.segmentation.stored.FIRST_BYTES", 100)
+    (found,) = find_inputs([f"s3://{BUCKET}/images/0.png"], "out")
+    content = (images / "0.png").read_bytes()
+
+    assert found.read(len(content)) == content
+    with pytest.raises(ImageError, match=f"{len(content)} bytes are more than"):
+        found.read(len(content) - 1)
+
+
+def test_an_object_that_is_no_image_is_the_only_failure(server, proxy, images, loader):
+    server.s3.put_object(Bucket=BUCKET, Key="odd/a.png", Body=(images / "0.png").read_bytes())
+    server.s3.put_object(Bucket=BUCKET, Key="odd/empty.png", Body=b"")
+    server.s3.put_object(Bucket=BUCKET, Key="odd/text.png", Body=b"not an image")
+
+    found = predict_files([f"s3://{BUCKET}/odd"], loader, f"s3://{BUCKET}/odd/results", config())
+
+    assert set(found.failures) == {f"s3://{BUCKET}/odd/empty.png", f"s3://{BUCKET}/odd/text.png"}
+    assert found.failures[f"s3://{BUCKET}/odd/empty.png"] == f"s3://{BUCKET}/odd/empty.png: the file is empty"
+    assert list(server.files(BUCKET, "odd/results")) == ["a.geojson"]
+
+
+def test_resume_predicts_only_what_is_not_there(server, proxy, images, loader):
+    url = f"s3://{BUCKET}/resumed"
+    whole = predict_files([f"s3://{BUCKET}/images"], loader, url, config())
+    before = server.files(BUCKET, "resumed")
+    server.s3.delete_object(Bucket=BUCKET, Key="resumed/sub/1.geojson")
+    proxy.requests.clear()
+
+    found = predict_files([f"s3://{BUCKET}/images"], loader, url, config(), resume=True)
+
+    assert (found.written, found.kept) == (1, NUM - 1)
+    assert found.as_dict()["polygons"] == whole.as_dict()["polygons"]
+    assert server.files(BUCKET, "resumed") == before
+    assert len([request for request in proxy.requests if request.startswith("PUT") and "geojson" in request]) == 1
+
+
+def test_results_below_the_images_are_not_images(proxy, server, images, loader):
+    url = f"s3://{BUCKET}/images/masks"
+    for _ in range(2):
+        assert predict_files([f"s3://{BUCKET}/images"], loader, url, config("mask")).written == NUM
+    with pytest.raises(ConfigError, match=r"images/0.png would replace an input image"):
+        predict_files([f"s3://{BUCKET}/images/0.png"], loader, f"s3://{BUCKET}/images", config("mask"))
+    assert len(find_inputs([url], url)) == NUM  # asked for
+    for key in server.files(BUCKET, "images/masks"):
+        server.s3.delete_object(Bucket=BUCKET, Key=f"images/masks/{key}")
+
+
+def test_a_store_that_goes_and_comes_back_only_delays(server, proxy, images, loader, tmp_path):
+    predict_files([images], loader, tmp_path, config())
+    inputs = find_inputs([f"s3://{BUCKET}/images"], "out")
+    assert len(inputs) == NUM
+    proxy.down_for(1.5)
+
+    found = predict_files([f"s3://{BUCKET}/images"], loader, f"s3://{BUCKET}/delayed", config())
+
+    assert found.written == NUM
+    assert server.files(BUCKET, "delayed") == here(tmp_path)
+
+
+def test_a_store_that_refuses_is_an_error_before_any_work(server, proxy, images, loader, monkeypatch):
+    with server.guarded("s3:GetObject", "s3:ListBucket") as keys:
+        for name, value in keys.items():
+            monkeypatch.setenv(name, value)
+        s3fs.S3FileSystem.clear_instance_cache()
+        with pytest.raises(StorageError, match="no permission to write"):
+            predict_files([f"s3://{BUCKET}/images"], loader, f"s3://{BUCKET}/refused", config())
+    with pytest.raises(StorageError, match="no such bucket"):
+        predict_files(["s3://nobody-has-this/images"], loader, f"s3://{BUCKET}/refused", config())
+    assert server.files(BUCKET, "refused") == {}
+
+
+@pytest.mark.parametrize("key", ["strange/../up.png", "strange//empty.png"])
+def test_a_name_that_no_file_can_have_is_refused(server, proxy, loader, tmp_path, key):
+    server.s3.put_object(Bucket=BUCKET, Key=key, Body=b"x")
+    try:
+        with pytest.raises(ConfigError, match="rename it"):
+            find_inputs([f"s3://{BUCKET}/strange"], tmp_path)
+    finally:
+        server.s3.delete_object(Bucket=BUCKET, Key=key)
+
+
+def test_no_images_are_named(proxy, images, loader, tmp_path):
+    with pytest.raises(ConfigError, match=f"s3://{BUCKET}/nothing: no images found"):
+        find_inputs([f"s3://{BUCKET}/nothing"], tmp_path)
+
+
+def test_the_one_file_of_coco_names_images_below_their_prefix(server, proxy, images, loader):
+    predict_files([f"s3://{BUCKET}/images"], loader, f"s3://{BUCKET}/one-file", config("coco"))
+
+    found = json.loads(server.files(BUCKET, "one-file")["annotations.json"])
+    assert [image["file_name"] for image in found["images"]] == ["0.png", "2.png", "4.png", "sub/1.png", "sub/3.png"]

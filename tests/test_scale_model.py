@@ -1,0 +1,76 @@
+"""The model of a cluster in benchmarks/simulate_cluster.py: its simulation makes all of it once, its formula agrees."""
+
+import importlib.util
+import math
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+FILE = Path(__file__).parents[1] / "benchmarks" / "simulate_cluster.py"
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    spec = importlib.util.spec_from_file_location("simulate_cluster", FILE)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize(
+    ("samples", "workers", "nodes", "items"),
+    [(10_000_000, 1, 1, 512), (10_000_000, 8, 1, 512), (10_000_000, 8, 1, 4096), (50_000_000, 64, 64, 4096)],
+)
+def test_the_formula_says_what_the_simulation_finds(model, samples, workers, nodes, items):
+    plan = model.Plan(samples=samples, workers=workers, nodes=nodes, shard_items=items)
+    machine = model.Machine()
+
+    assert model.forecast(plan, machine).seconds == pytest.approx(model.simulate(plan, machine).seconds, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("change", "limit"),
+    [
+        ({"head_range_s": 0.02}, "head"),
+        ({"gate_rate": 2_000.0}, "gates"),
+        ({"put_rate": 20.0}, "store's requests"),
+        ({"put_s": 1.0}, "writers"),
+        ({"node_bytes_s": 2e7}, "nodes' network"),
+        ({"head_bytes_s": 1e5}, "head's network"),
+        ({}, "devices"),
+    ],
+)
+def test_whatever_is_slow_is_the_limit_in_both(model, change, limit):
+    plan = model.Plan(samples=1_000_000, workers=4, shard_items=2048)
+    machine = replace(model.Machine(), **change)
+    said, found = model.forecast(plan, machine), model.simulate(plan, machine)
+
+    assert said.limit == limit
+    assert found.seconds == pytest.approx(said.seconds, rel=0.15)
+
+
+def test_deaths_cost_their_restarts_and_lose_nothing(model):
+    plan = model.Plan(samples=2_000_000, workers=8, shard_items=512)
+    calm = replace(model.Machine(), worker_rate=2_000.0, restart_s=10.0)
+    harsh = replace(calm, mtbf_s=60.0)
+    found, undisturbed = model.simulate(plan, harsh), model.simulate(plan, calm)
+
+    assert found.deaths > 5
+    assert undisturbed.seconds < found.seconds < 1.6 * undisturbed.seconds
+    assert undisturbed.deaths == 0
+
+
+def test_a_last_shard_that_is_short_is_made_too(model):
+    for samples in (1, 511, 512, 513, 5_000):
+        plan = model.Plan(samples=samples, workers=3)
+        run = model.Simulation(plan, model.Machine())
+        run.run()
+
+        assert run.done == plan.ranges == math.ceil(samples / 512)
+        assert not run.open
