@@ -94,27 +94,6 @@ def recipe(**changes) -> Recipe:
 
 
 @pytest.mark.slow
-def test_a_node_dies_and_every_result_is_there_once(world, tmp_path):
-    extra, killed = world.nodes.add(), []
-
-    def watch(where):
-        if where.done and not killed:
-            world.nodes.kill(extra)
-            killed.append(where.done)
-
-    found = predict_many([world.images], tmp_path, recipe(), world.weights, "auto", progress=watch)
-
-    broken = str(world.images / "07.png")
-    assert killed[0] < NUM
-    assert (found.written, found.kept, list(found.failures), found.stopped) == (NUM - 1, 0, [broken], False)
-    assert "truncated" in found.failures[broken]
-    assert files(tmp_path) == files(world.one)
-    report = found.as_dict()
-    assert report.items() >= {"images": NUM, "failed": 1, "batch_size": 1}.items()
-    assert set(report["stages"]) == {"read", "score", "write", "workers"}
-
-
-@pytest.mark.slow
 def test_a_killed_command_goes_on_where_it_was(world, tmp_path):
     """Over Ray's client connection, from store to store; the store is away for some seconds of the second run."""
     out = f"s3://{BUCKET}/killed"
@@ -124,7 +103,8 @@ def test_a_killed_command_goes_on_where_it_was(world, tmp_path):
     process = subprocess.Popen(
         [sys.executable, "-m", "brim", *argv], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
     )
-    wait_until(lambda: world.store.files(BUCKET, "killed/.brim"), 120)
+    wait_until(lambda: process.poll() is not None or world.store.files(BUCKET, "killed/.brim"), 120)
+    assert process.poll() is None
     process.send_signal(signal.SIGKILL)
     process.wait()
     lines = b"".join(world.store.files(BUCKET, "killed/.brim").values()).splitlines()
@@ -223,3 +203,27 @@ def test_a_node_without_memory_is_refused_by_name():
     check_nodes([node(2**33)])
     with pytest.raises(ClusterError, match=r"node small has .* of memory free, bulk prediction needs 1"):
         check_nodes([node(2**33), node(2**29)])
+
+
+# Last: the client server of Ray cannot start beside the zombie that a simulated node leaves
+
+
+@pytest.mark.slow
+def test_a_node_dies_and_every_result_is_there_once(world, tmp_path):
+    extra, killed = world.nodes.add(), []
+
+    def watch(where):
+        if where.done and not killed:
+            world.nodes.kill(extra)
+            killed.append(where.done)
+
+    found = predict_many([world.images], tmp_path, recipe(), world.weights, "auto", progress=watch)
+
+    broken = str(world.images / "07.png")
+    assert killed[0] < NUM
+    assert (found.written, found.kept, list(found.failures), found.stopped) == (NUM - 1, 0, [broken], False)
+    assert "truncated" in found.failures[broken]
+    assert files(tmp_path) == files(world.one)
+    report = found.as_dict()
+    assert report.items() >= {"images": NUM, "failed": 1, "batch_size": 1}.items()
+    assert set(report["stages"]) == {"read", "score", "write", "workers"}
