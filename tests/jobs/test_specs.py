@@ -65,6 +65,27 @@ def refused(body):
 # What is accepted
 
 
+@pytest.mark.parametrize("body", [generation(), training(), explicit("rf.generate"), explicit("sequence.train")])
+def test_devices_stand_beside_the_config_or_in_it(body):
+    inside = {**body, "config": {**body["config"], "devices": 2}}
+
+    assert read_body({**body, "devices": 2}) == read_body(inside) == read_body({**inside, "devices": 2})
+    assert read_body({**body, "devices": 2}).config["devices"] == 2
+
+
+def test_a_cluster_is_asked_for_beside_the_config_or_in_it_and_never_named():
+    assert read_body({**generation(), "cluster": True}).config["cluster"] is True
+    assert "no request names one" in str(refused({**generation(), "cluster": "ray://10.0.0.1:10001"}))
+    assert "no address" in str(refused({**generation(), "devices": "ray://10.0.0.1:10001"}))
+
+
+def test_devices_that_differ_beside_the_config_and_in_it_are_refused():
+    found = refused({**generation(devices=3), "devices": 2})
+
+    assert found.field == "devices"
+    assert "devices=2 and config.devices=3 differ" in str(found)
+
+
 def test_a_generation_request_is_taken_verbatim():
     spec = read_body(GENERATION)
 

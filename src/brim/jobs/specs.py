@@ -6,7 +6,7 @@ Three forms, told apart by their keys:
     {"job_name", "config": {"dataset_ids", …}}                  a locator trained on them
     {"kind", "name", "config"}                                  any kind
 
-No field of any of them is a path.
+Where it runs, "devices" and "cluster", may stand beside config or in it. No field of any of them is a path.
 """
 
 from collections.abc import Mapping
@@ -25,6 +25,7 @@ __all__ = ["Spec", "body_schema", "config_schema", "read_body"]
 
 _TOLD_APART = "give kind, or dataset_name and num_samples, or job_name and config.dataset_ids"
 _MOVED = ("num_samples", "dataset_type")  # beside config in a generation request, inside it otherwise
+_EITHER = ("devices", "cluster")  # beside config or inside it
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +59,7 @@ def read_body(body: Mapping[str, Any]) -> Spec:
     config = body.get("config")
     if "job_name" in body or (isinstance(config, Mapping) and "dataset_ids" in config):
         values = given(read(_training_form(), body))
-        return _resolved(KINDS["rf.train"], values["job_name"], values["config"])
+        return _resolved(KINDS["rf.train"], values["job_name"], _config(values))
     known = sorted({*_generation_form().model_fields, *_training_form().model_fields, "kind", "name"})
     for name in body:
         if name not in known:
@@ -100,7 +101,7 @@ def _generation_form() -> type[Fields]:
     inner: type[Fields] = create_model("GenerationConfig", __base__=Fields, **kept)  # type: ignore[call-overload]
     outer = {name: (info.annotation, info) for name, info in config.model_fields.items() if name in _MOVED}
     form: type[Fields] = create_model(  # type: ignore[call-overload]
-        "GenerationRequest", __base__=Fields, dataset_name=(Text, ...), config=(inner, {}), **outer
+        "GenerationRequest", __base__=Fields, dataset_name=(Text, ...), config=(inner, {}), **outer, **_beside(config)
     )
     return form
 
@@ -108,7 +109,10 @@ def _generation_form() -> type[Fields]:
 @cache
 def _training_form() -> type[Fields]:
     config = KINDS["rf.train"].model
-    return create_model("TrainingRequest", __base__=Fields, job_name=(Text, ...), config=(config, ...))
+    form: type[Fields] = create_model(
+        "TrainingRequest", __base__=Fields, job_name=(Text, ...), config=(config, ...), **_beside(config)
+    )
+    return form
 
 
 @cache
@@ -120,9 +124,14 @@ def _explicit_form(name: str) -> type[Fields]:
         "kind": (Literal[(name,)], ...),
         "name": (Text, ...),
         "config": (model, ... if needed else {}),
+        **_beside(model),
     }
     form: type[Fields] = create_model(f"{title}Request", __base__=Fields, **own)
     return form
+
+
+def _beside(model: type[Fields]) -> dict[str, Any]:
+    return {name: (info.annotation, info) for name, info in model.model_fields.items() if name in _EITHER}
 
 
 # Reading
@@ -133,12 +142,23 @@ def _read_explicit(body: Mapping[str, Any]) -> Spec:
     if not isinstance(name, str) or name not in KINDS:
         raise FieldError("kind", unknown(f"kind={name!r}", str(name), list(KINDS)))
     values = given(read(_explicit_form(name), body))
-    return _resolved(KINDS[name], values["name"], values.get("config", {}))
+    return _resolved(KINDS[name], values["name"], _config(values))
+
+
+def _config(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The config of a form, with what stands beside it and may."""
+    config = dict(values.get("config", {}))
+    for name in _EITHER:
+        if name in values and config.setdefault(name, values[name]) != values[name]:
+            raise FieldConflict(
+                name, f"{name}={values[name]!r} and config.{name}={config[name]!r} differ; give one of them"
+            )
+    return config
 
 
 def _read_generation(body: Mapping[str, Any]) -> Spec:
     values = given(read(_generation_form(), body))
-    config = dict(values.get("config", {}))
+    config = _config(values)
     outer = {name: values[name] for name in _MOVED if name in values}
     if config.get("dataset_type", outer.get("dataset_type")) != outer.get("dataset_type", config.get("dataset_type")):
         raise FieldConflict(
