@@ -2,47 +2,36 @@
 
     tasks → read ×CPUs → score ×GPUs, warm networks → write ×CPUs → outcomes → here
 
-Ray Data moves the parcels (segmentation/bulk.py has the steps), holds back a step that runs ahead, and does again what
-was lost with a process or a machine. It does not run over Ray's client connection, so an actor of the cluster conducts
-it and this process takes the outcomes from there. Results in a store are written where they are made; those for a
-directory of this machine come here and are written here. An image is finished when its record is there: the same
-command again reads every image, compares hashes, and predicts only what is missing or changed.
+segmentation/bulk.py has the steps, conductor.py runs them in the cluster. Results in a store are written where they are
+made; those for a directory of this machine come here and are written here. An image is finished when its record is
+there: the same command again reads every image, compares hashes, and predicts only what is missing or changed.
 """
 
 import hashlib
 import json
 import os
-import pickle
-import queue
 import tempfile
-import threading
 import time
-import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-from brim import errors
+from brim.cluster.conductor import Plan, Resources, Told, conducted, raise_if_told
 from brim.cluster.ray_connect import Cluster, Node, connect, import_ray
 from brim.engine.memory import format_size
 from brim.engine.meter import ceiling_share
 from brim.engine.storage import Place, place_of
 from brim.errors import BrimError, ClusterError, ConfigError
 from brim.segmentation.batch_sizes import BatchSizes
-from brim.segmentation.bulk import BulkScorer, Parcel, Recipe, Sheet, Task, pack_weights, parcels, read, write
+from brim.segmentation.bulk import BulkScorer, Parcel, Recipe, Sheet, Task, pack_weights, parcels
 from brim.segmentation.formats import Writer
 from brim.segmentation.predict import PredictProgress, PredictReport
 from brim.segmentation.predict_files import FilesReport, Found, find_inputs
 from brim.segmentation.records import FOLDER, Record, Records, recipe_of
 
-TRIES = 2  # of a parcel whose worker dies; then of each of its images alone, which fails when workers die over it
 SHARE = 0.25  # of a core for a step beside the network, where the network runs on the same cores
-AT_ONCE = 2  # parcels in a scorer: one is prepared while the other is on the device
-WAIT_S = 0.5  # longest wait for an outcome before progress is told
-AHEAD = 8  # outcomes that wait to be taken
 NODE_BYTES = 2**30  # of memory free on each node: a process of each step and a few parcels
 SEE_S = 60.0  # for a node to say whether it sees the images
 _GATHERERS = 16  # parts of a COCO file asked for at once
@@ -131,7 +120,7 @@ class _Run:
                 _save(tuned, sizes_file)
             sizes = tuned
         work = parcels(self._tasks(), self._batch_size, resources.num_scorers)
-        plan = _Plan(
+        plan = Plan(
             work=work,
             recipe=self._recipe,
             sizes=sizes,
@@ -141,7 +130,7 @@ class _Run:
         )
         self._workers = plan.resources.num_scorers
         began_s = time.perf_counter()
-        with _conducted(ray, plan, weights) as outcomes:
+        with conducted(ray, plan, weights) as outcomes:
             self._take(outcomes, began_s)
         self._seconds = time.perf_counter() - began_s
         if not self._stopped and len(self._sheets) != self._total:  # never a short result without a word
@@ -262,23 +251,11 @@ def _save(sizes: str, file: Path | str) -> None:
 # What the cluster can do
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Resources:
-    """Ray's words for what each step takes."""
-
-    num_scorers: int
-    score: dict[str, float]
-    beside: dict[str, float]  # reading and writing
-
-    def at_most(self, num: int) -> "_Resources":
-        return _Resources(num_scorers=max(1, min(num, self.num_scorers)), score=self.score, beside=self.beside)
-
-
-def _resources(cluster: Cluster, recipe: Recipe) -> _Resources:
+def _resources(cluster: Cluster, recipe: Recipe) -> Resources:
     if recipe.device == "auto" and cluster.gpus:
-        return _Resources(num_scorers=cluster.gpus, score={"num_gpus": 1, "num_cpus": 0}, beside={"num_cpus": 1})
+        return Resources(num_scorers=cluster.gpus, score={"num_gpus": 1, "num_cpus": 0}, beside={"num_cpus": 1})
     half = {"num_cpus": 1 - 2 * SHARE, "num_gpus": 0}  # of a core: what is beside it needs the rest
-    return _Resources(num_scorers=max(1, cluster.cpus), score=half, beside={"num_cpus": SHARE})
+    return Resources(num_scorers=max(1, cluster.cpus), score=half, beside={"num_cpus": SHARE})
 
 
 def check_nodes(nodes: Iterable[Node]) -> None:
@@ -338,286 +315,13 @@ def _tuned(
     """The batch size of a worker's device and the sizes it knows now: tuned once, not by every worker."""
     tune = ray.remote(**resources)(_tune)
     found = ray.get(tune.remote(recipe, weights, sizes))
-    _raise_if_told(found)
+    raise_if_told(found)
     return found  # type: ignore[no-any-return]
 
 
-def _tune(recipe: Recipe, weights: bytes, sizes: str | None) -> "tuple[int, str | None] | _Told":
+def _tune(recipe: Recipe, weights: bytes, sizes: str | None) -> "tuple[int, str | None] | Told":
     try:
         scorer = BulkScorer(recipe, weights, sizes)
     except BrimError as failure:
-        return _Told(type(failure).__name__, str(failure))
+        return Told(type(failure).__name__, str(failure))
     return scorer.batch_size, scorer.batch_sizes
-
-
-@dataclass(frozen=True, slots=True)
-class _Told:
-    """An error for the user on its way here: Ray would wrap it in its own."""
-
-    kind: str
-    message: str
-
-
-def _raise_if_told(found: Any) -> None:
-    if isinstance(found, _Told):
-        raise getattr(errors, found.kind, BrimError)(found.message)
-
-
-# The conductor
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Plan:
-    """All that the conductor needs besides the weights."""
-
-    work: list[list[Task]]
-    recipe: Recipe
-    sizes: str | None
-    place: Place | None  # None: results go back
-    records: Records
-    resources: _Resources
-
-
-@contextmanager
-def _conducted(ray: Any, plan: _Plan, weights: bytes) -> Iterator[Iterator[Parcel | None]]:
-    """Outcomes as they come, None where none came for a while; leaving ends all work."""
-    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-
-    head = next((node["NodeID"] for node in ray.nodes() if "node:__internal_head__" in node["Resources"]), None)
-    options: dict[str, Any] = {"num_cpus": 0, "max_concurrency": 8}  # one who takes, and workers who count
-    if head is not None:  # where it is least likely to be lost
-        options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(head, soft=False)
-    conductor = ray.remote(**options)(_Conductor).remote()
-    try:
-        ray.get(conductor.start.remote(pickle.dumps(plan), weights))
-        yield _outcomes(ray, conductor)
-    except ray.exceptions.RayError as failure:
-        raise ClusterError(
-            f"the cluster lost the work: {_words(failure)}; what is finished is recorded, the same command goes on"
-        ) from failure
-    finally:
-        ray.kill(conductor)  # and with it all that it started
-
-
-def _outcomes(ray: Any, conductor: Any) -> Iterator[Parcel | None]:
-    while True:
-        found = ray.get(conductor.take.remote(WAIT_S))
-        if found == b"":
-            return
-        if found is None:
-            yield None
-            continue
-        outcome = pickle.loads(found)
-        _raise_if_told(outcome)
-        if isinstance(outcome, _Lost):
-            raise ClusterError(
-                f"the cluster gave up: {outcome.message}; what is finished is recorded, the same command goes on"
-            )
-        yield outcome
-
-
-@dataclass(frozen=True, slots=True)
-class _Lost:
-    """Ray Data gave up."""
-
-    message: str
-
-
-class _Conductor:
-    """Runs Ray Data in the cluster; its outcomes wait in a short queue until they are taken."""
-
-    def __init__(self) -> None:
-        self._outcomes: queue.Queue[bytes] = queue.Queue(AHEAD)
-        self._begun: dict[_Key, int] = {}
-        self._lock = threading.Lock()
-
-    def begin(self, key: "_Key") -> int:
-        """Count a try of a piece of work; which one it is."""
-        with self._lock:
-            self._begun[key] = self._begun.get(key, 0) + 1
-            return self._begun[key]
-
-    def end(self, key: "_Key") -> None:
-        """It did not end its worker."""
-        with self._lock:
-            self._begun.pop(key, None)
-
-    def start(self, plan: bytes, weights: bytes) -> None:
-        """Begin; the plan is pickled by us, so that brim is imported here and not by Ray's own process."""
-        threading.Thread(target=self._run, args=(pickle.loads(plan), weights), daemon=True).start()
-
-    def take(self, wait_s: float) -> bytes | None:
-        """The next outcome, pickled; None: not yet; empty: no more."""
-        try:
-            return self._outcomes.get(timeout=wait_s)
-        except queue.Empty:
-            return None
-
-    def _run(self, plan: _Plan, weights: bytes) -> None:
-        try:
-            import ray
-
-            ledger = _Ledger(ray.get_runtime_context().current_actor)
-            for batch in _dataset(plan, weights, ledger).iter_batches(batch_size=None, prefetch_batches=0):
-                for outcome in batch["parcel"]:
-                    self._outcomes.put(outcome)
-        except Exception as failure:  # whatever it is, whoever waits must hear of it
-            self._outcomes.put(pickle.dumps(_Lost(_words(failure))))
-        self._outcomes.put(b"")
-
-
-def _words(failure: BaseException) -> str:
-    """The last line of Ray's message that says something: the first ones say where."""
-    lines = [line.strip() for line in str(failure).splitlines() if line.strip()]
-    return lines[-1] if lines else type(failure).__name__
-
-
-def _dataset(plan: _Plan, weights: bytes, ledger: "_Ledger") -> Any:
-    """The whole of it, as Ray Data runs it.
-
-    Tries are not limited here: Ray counts each call to a machine that is gone, some a second. The ledger limits them.
-    """
-    import ray
-    import ray.data
-
-    context = ray.data.DataContext.get_current()
-    context.enable_progress_bars = False
-    resources = plan.resources
-    scorers = ray.data.ActorPoolStrategy(
-        size=resources.num_scorers, max_tasks_in_flight_per_actor=2 * AT_ONCE, enable_true_multi_threading=True
-    )
-    rows = [{"tasks": pickle.dumps(tasks)} for tasks in plan.work]
-    return (
-        ray.data.from_items(rows, override_num_blocks=len(rows))
-        .map_batches(_read, batch_size=None, fn_args=(ledger,), max_retries=-1, **resources.beside)
-        .map_batches(
-            _Score,
-            batch_size=1,
-            compute=scorers,
-            fn_constructor_args=(plan.recipe, [ray.put(weights)], plan.sizes, ledger),
-            max_concurrency=AT_ONCE,
-            max_restarts=-1,
-            max_task_retries=-1,
-            **resources.score,
-        )
-        .map_batches(
-            _write,
-            batch_size=None,
-            fn_args=(plan.recipe.files.format, plan.place, plan.records, ledger),
-            max_retries=-1,
-            **resources.beside,
-        )
-    )
-
-
-# The steps in Ray Data's words: columns of pickled parcels. An error for the user passes by as a row.
-
-_Rows = dict[str, Any]
-_Key = tuple[str, int, bool]  # step, index of the first image, whether it is alone
-_Piece = TypeVar("_Piece", Task, Sheet)
-
-
-def _read(rows: _Rows, ledger: "_Ledger") -> Iterator[_Rows]:
-    for data in rows["tasks"]:
-        tasks: list[Task] = pickle.loads(data)
-        with _telling() as told:
-            for found in ledger.watch("read", tasks, read):
-                yield _row(found if isinstance(found, Parcel) else Parcel(sheets=[_deadly_task(found)]))
-        yield from told
-
-
-class _Score:
-    """A worker with a network; made once, called for every parcel."""
-
-    def __init__(self, recipe: Recipe, weights: list[Any], sizes: str | None, ledger: "_Ledger") -> None:
-        import ray
-
-        self._ledger = ledger
-        with _telling() as self._told:
-            self._score = BulkScorer(recipe, ray.get(weights[0]), sizes, name=uuid.uuid4().hex)
-
-    def __call__(self, rows: _Rows) -> Iterator[_Rows]:
-        for data in rows["parcel"]:
-            if self._told:
-                yield self._told[0]
-            else:
-                yield from _passed(data, "score", self._ledger, self._score)
-
-
-def _write(rows: _Rows, format: str, place: Place | None, records: Records, ledger: "_Ledger") -> Iterator[_Rows]:
-    def work(parcel: Parcel) -> Parcel:
-        return write(parcel, format, place, None if place is None else records)
-
-    for data in rows["parcel"]:
-        yield from _passed(data, "write", ledger, work)
-
-
-def _passed(data: bytes, step: str, ledger: "_Ledger", work: Callable[[Parcel], Parcel]) -> Iterator[_Rows]:
-    """A parcel through a step; where it is none, as it came."""
-    parcel = pickle.loads(data)
-    if not isinstance(parcel, Parcel):
-        yield _row(parcel)
-        return
-
-    def some(sheets: Sequence[Sheet]) -> Iterator[Parcel]:
-        yield work(replace(parcel, sheets=list(sheets)))
-
-    with _telling() as told:
-        for found in ledger.watch(step, parcel.sheets, some):
-            yield _row(found if isinstance(found, Parcel) else replace(parcel, sheets=[_deadly(found)]))
-    yield from told
-
-
-def _deadly_task(task: Task) -> Sheet:
-    return _deadly(Sheet(index=task.index, name=task.name, file=task.file))
-
-
-def _deadly(sheet: Sheet) -> Sheet:
-    error = f"{sheet.name}: {TRIES} workers died over it alone; look at its size, and at the memory of the nodes"
-    return replace(sheet, error=error, pixels=None, rings=None, mask=None, result=None)
-
-
-@contextmanager
-def _telling() -> Iterator[list[_Rows]]:
-    """Errors for the user become rows of the list: Ray would try again, and wrap them in its own."""
-    told: list[_Rows] = []
-    try:
-        yield told
-    except BrimError as failure:
-        told.append(_row(_Told(type(failure).__name__, str(failure))))
-
-
-def _row(parcel: Parcel | _Told) -> _Rows:
-    return {"parcel": [pickle.dumps(parcel)]}
-
-
-class _Ledger:
-    """Counts tries at the conductor, where they survive a worker."""
-
-    def __init__(self, conductor: Any) -> None:
-        self._conductor = conductor
-
-    def watch(
-        self, step: str, pieces: Sequence[_Piece], work: Callable[[Sequence[_Piece]], Iterator[Parcel]]
-    ) -> Iterator[Parcel | _Piece]:
-        """Work on images together; where workers died over that, on each alone. One they die over comes back as is."""
-        if not pieces:
-            return
-        if self._begin(step, pieces[0].index, False) <= TRIES:
-            yield from work(pieces)
-        else:
-            for piece in pieces:
-                if self._begin(step, piece.index, True) <= TRIES:
-                    yield from work([piece])
-                else:
-                    yield piece
-                self._end(step, piece.index, True)
-        self._end(step, pieces[0].index, False)
-
-    def _begin(self, step: str, index: int, alone: bool) -> int:
-        import ray
-
-        return int(ray.get(self._conductor.begin.remote((step, index, alone))))
-
-    def _end(self, step: str, index: int, alone: bool) -> None:
-        self._conductor.end.remote((step, index, alone))
