@@ -29,13 +29,14 @@ types: setup
 
 check: lint types
 
-# three at a time on two cores, as many tests wait for processes; those with whole services, many processes
+# three at a time on two cores, as many tests wait for processes; those with whole services or clusters, many processes
 # each, two at a time; what measures a service under load, alone
 SPREAD := --dist loadfile --no-loadscope-reorder
+HEAVY := tests/cluster tests/faults tests/browser
 ALONE := tests/faults/test_fault_load.py tests/faults/test_predict_faults.py
 test: check
-	$(BIN)/python -m pytest -n 3 $(SPREAD) --durations 40 --ignore tests/faults --ignore tests/browser
-	$(BIN)/python -m pytest -n 2 $(SPREAD) --durations 15 tests/faults tests/browser $(ALONE:%=--ignore %)
+	$(BIN)/python -m pytest -n 3 $(SPREAD) --durations 40 $(HEAVY:%=--ignore %)
+	$(BIN)/python -m pytest -n 2 $(SPREAD) --durations 15 $(HEAVY) $(ALONE:%=--ignore %)
 	$(BIN)/python -m pytest $(ALONE)
 
 # the long half of tests/faults: 200 kills on each database; an hour or so

@@ -256,11 +256,11 @@ def test_stop_leaves_something_to_resume(tmp_path, monkeypatch):
 DRIVER = """
 import os, signal, sys, time
 from pathlib import Path
-from brim.engine import shard_writer
+from brim.engine import shard_home, shard_writer
 from brim.sequences import pack_jobs, packing
 
-POINTS = {"write": (shard_writer, "_write_safetensors", False), "written": (shard_writer, "_write_safetensors", True),
-          "sync": (shard_writer, "_sync", False), "table": (packing, "write_items", False),
+POINTS = {"write": (shard_home, "write_safetensors", False), "written": (shard_home, "write_safetensors", True),
+          "sync": (shard_home, "sync", False), "table": (packing, "write_items", False),
           "tabled": (packing, "write_items", True)}
 
 def die_in(module, name, after, number):

@@ -134,9 +134,9 @@ class ModelLoader:
 
         progress is called at least once a second from the caller's thread, on_report once at the end.
         """
+        self._checked(model_name, batch_size, threshold, detect_holes, strict)
         _check_several(images)
         if isinstance(images, Sequence) and not images and on_report is None:
-            find_model(model_name)
             return iter(())
         network, config = self.prepare(images, model_name, batch_size, threshold, detect_holes, strict)
         return predict_stream(network, images, config, lock=self.lock, progress=progress, on_report=on_report)
@@ -151,14 +151,20 @@ class ModelLoader:
         strict: bool = False,
     ) -> tuple[Network, PredictConfig]:
         """What predict_stream runs with, checked, tuned and loaded: for those who run it in parts, holding `lock`."""
-        find_model(model_name)
-        config = self._configured(threshold, detect_holes, strict)
-        if batch_size is not None:
-            check_batch_size(batch_size)
+        config = self._checked(model_name, batch_size, threshold, detect_holes, strict)
         self._weights_of(model_name)  # before anything is tuned
         if not strict and batch_size != 1:
             config = replace(config, batch_size=self._batch_size(model_name, images, batch_size))
         return self.load(model_name), config
+
+    def _checked(
+        self, model_name: str, batch_size: int | None, threshold: float, detect_holes: bool, strict: bool
+    ) -> PredictConfig:
+        find_model(model_name)
+        config = self._configured(threshold, detect_holes, strict)
+        if batch_size is not None:
+            check_batch_size(batch_size)
+        return config
 
     def load(self, model_name: str) -> Network:
         """The network with its weights on the device; loaded once."""
