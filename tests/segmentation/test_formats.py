@@ -18,8 +18,10 @@ from pycocotools.coco import COCO
 
 from brim.errors import ConfigError, StorageError
 from brim.segmentation.formats import FORMATS, Writer, encoded, geojson, output_stems, overlay
+from brim.segmentation.geojson import geojson_of
 from brim.segmentation.imagej import roi_bytes
-from brim.segmentation.polygons import Polygon, fill, trace
+from brim.segmentation.outlines import find_rings, stack
+from brim.segmentation.polygons import Polygon, fill, to_polygons, trace
 from brim.segmentation.prediction import Prediction
 
 HEIGHT, WIDTH = 40, 56
@@ -83,6 +85,16 @@ def test_bytes_without_a_file_are_those_of_the_file(tmp_path):
         (path,) = write(tmp_path / form, form, prediction)
 
         assert encoded(prediction, form, image) == path.read_bytes()
+
+
+@pytest.mark.parametrize("detect_holes", [True, False])
+@pytest.mark.parametrize("share", [0.0, 0.3, 0.6])
+def test_rings_are_written_as_their_polygons_would_be(detect_holes, share):
+    rng = np.random.default_rng(3)
+    mask, probability = rng.random((60, 70)) < share, rng.random((60, 70), np.float32)
+    rings = find_rings(stack([mask]), [probability], detect_holes)
+
+    assert geojson_of(rings) == geojson(to_polygons(rings))
 
 
 def test_geojson_is_read_back_as_valid_closed_polygons(tmp_path):
