@@ -19,6 +19,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell's background jo
 MEASURED = {"cluster", "contract", "faults", "jobs", "service", "browser"}
 MEASURED_MODULES = {"test_memory", "test_pipeline", "test_trials", "test_warm_up", "test_batch_runner", "test_stalls"}
 MEASURED_MODULES |= {"test_cells", "test_segment_train", "test_trainer", "test_predict_files", "test_docs", "test_cli"}
+MEASURED_MODULES |= {"test_ranks", "test_storage", "test_predict_urls", "test_doctor_cluster", "test_resident"}
 RERUNS = 2
 LONGEST = "test_docs"  # minutes of commands, one after another: begins first
 
