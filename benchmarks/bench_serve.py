@@ -29,6 +29,7 @@ from pathlib import Path
 import cv2
 import torch
 
+from brim.cli.serve import default_api_processes
 from brim.engine.device import resolve_device
 from brim.segmentation import SegmentTrainConfig, create_model, train
 from brim.segmentation.batch_sizes import FILE_NAME
@@ -333,7 +334,7 @@ def other_limits(results: Json, name: str, options: argparse.Namespace) -> Json:
         "timeout_s": (limit_ms - room_ms) / 1000,
         "capacity": capacity,
         "threads": threads,
-        "api_servers": 4 if options.on_gpu else 1,
+        "api_servers": default_api_processes() if options.on_gpu else 1,
     }
 
 

@@ -104,8 +104,7 @@ def serve(
 def default_api_processes() -> int:
     """One, or on a large machine so many that bodies, texts and refusals keep no GPU waiting.
 
-    On slow cores an answer of 370 kB takes an API process 5 ms and a refusal 2.4: at three times what an H200 segments,
-    2.8 cores.
+    Estimated, not measured: some 3 cores at three times what an H200 segments, from times on faster cores.
     """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return 1 if cores <= 4 else min(6, 3 * cores // 8)
