@@ -24,16 +24,16 @@ from typing import Self
 import numpy as np
 import torch
 
-from brim.engine.device import resolve_device, worker_count
-from brim.engine.memory import format_size, parse_size
+from brim.engine.device.devices import resolve_device, worker_count
+from brim.engine.device.memory import format_size, parse_size
 from brim.rf import GenerateConfig, generate, preset
-from brim.rf.batch import Backend, Work, make_work
-from brim.rf.channel import fading_points
-from brim.rf.compute import open_backend
 from brim.rf.config import CHANNEL_HZ, NUM_CHUNKS, SAMPLE_RATE_HZ
-from brim.rf.features import Grid
-from brim.rf.geometry import SPEED_OF_LIGHT
-from brim.rf.scene import (
+from brim.rf.features.estimators import Grid
+from brim.rf.generate.batch import Backend, Work, make_work
+from brim.rf.generate.compute import open_backend
+from brim.rf.physics.channel import fading_points
+from brim.rf.physics.geometry import SPEED_OF_LIGHT
+from brim.rf.physics.scene import (
     COHERENCE_TIME_S,
     DOPPLER_TIMES_COHERENCE,
     ECHO_DELAY_S,
@@ -41,7 +41,7 @@ from brim.rf.scene import (
     make_scenes,
     max_baseline_m,
 )
-from brim.rf.waveform import channel_points, table_points
+from brim.rf.physics.waveform import channel_points, table_points
 from page import Json, facts_of, installed, machine, markdown, number, ranged, spread, table, tell
 
 MEMORY = "1GiB"  # the limit of the run that must keep to it
@@ -337,7 +337,7 @@ def single_backend(config: GenerateConfig, device: torch.device) -> Iterator[Bac
         with open_backend(config, device, workers=1) as backend:
             yield backend
         return
-    from brim.rf.cuda import CudaBackend  # needs Triton
+    from brim.rf.generate.cuda import CudaBackend  # needs Triton
 
     class SingleRecords(CudaBackend):
         @property

@@ -27,12 +27,12 @@ from brim.cluster.generate import generate_many
 from brim.cluster.pool import Done, Pool, Ready
 from brim.cluster.processes import ProcessPool
 from brim.cluster.worker import Make
-from brim.engine.shard_file import ShardEntry, shard_name
-from brim.engine.shard_writer import COMMIT_S
-from brim.engine.storage import LocalPlace, place_of
+from brim.engine.storage.places import LocalPlace, place_of
+from brim.engine.storage.shard_file import ShardEntry, shard_name
+from brim.engine.storage.writer import COMMIT_S
 from brim.rf.config import GenerateConfig
-from brim.rf.generate import generate, open_writer
-from brim.rf.ranges import LAST_BLOCK, Block, Range, gate_block
+from brim.rf.generate.dataset import generate, open_writer
+from brim.rf.generate.ranges import LAST_BLOCK, Block, Range, gate_block
 from page import Json, facts_of, installed, machine, markdown, number, ranged, spread, table, tell
 from scale_work import EchoWork, PaperPool, answer
 

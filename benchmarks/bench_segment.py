@@ -27,18 +27,18 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from brim.engine.autotune import SweepConfig, sweep
-from brim.engine.device import resolve_device
-from brim.engine.memory import format_size, total_bytes
-from brim.engine.trials import ProbeConfig, Prober, budget_bytes
+from brim.engine.device.devices import resolve_device
+from brim.engine.device.memory import format_size, total_bytes
+from brim.engine.tuning.search import SweepConfig, sweep
+from brim.engine.tuning.trials import ProbeConfig, Prober, budget_bytes
 from brim.segmentation import ModelLoader, SegmentTrainConfig, create_model, train
-from brim.segmentation.batch_sizes import FILE_NAME, BatchSizes, device_info, device_key
-from brim.segmentation.cells import make_cells, write_cells
-from brim.segmentation.network import CAPTURE_AFTER, Network, Setting, default_setting, normalise
-from brim.segmentation.predict import PredictReport
-from brim.segmentation.registry import BUILT_IN
-from brim.segmentation.tune import Tuned, tune_model
-from brim.segmentation.weights import load_weights
+from brim.segmentation.networks.network import CAPTURE_AFTER, Network, Setting, default_setting, normalise
+from brim.segmentation.networks.registry import BUILT_IN
+from brim.segmentation.networks.weights import load_weights
+from brim.segmentation.predict.stream import PredictReport
+from brim.segmentation.scenes.cells import make_cells, write_cells
+from brim.segmentation.tuning.batch_sizes import FILE_NAME, BatchSizes, device_info, device_key
+from brim.segmentation.tuning.tune import Tuned, tune_model
 from page import Json, facts_of, machine, markdown, number, table, tell
 
 BARS = {"hrnet": (250, 400), "resunet_small": (180, 270), "resunet_advanced": (65, 100)}  # images/s: bar, aim

@@ -29,21 +29,21 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from brim.engine.buckets import BucketConfig
-from brim.engine.device import resolve_device, worker_count
-from brim.engine.memory import format_size
-from brim.engine.ragged import RaggedResident, RaggedView
-from brim.engine.shard_writer import ShardWriter
-from brim.engine.step import Stepper
-from brim.engine.train_config import Precision, TrainConfig, resolve_precision
-from brim.engine.trainer import train
-from brim.sequences.ablate_loop import Fed, HandStep, Setup, autotuner, make_module
-from brim.sequences.corpus import FRAMES, KIND, Corpus
-from brim.sequences.dataloader import LoaderConfig, SequenceLoader
-from brim.sequences.items import write_items
-from brim.sequences.model import Classifier, Encoder, SequenceConfig, num_parameters
-from brim.sequences.objectives import classification_loss
-from brim.sequences.reading import SequenceFolder
+from brim.engine.device.devices import resolve_device, worker_count
+from brim.engine.device.memory import format_size
+from brim.engine.rows.buckets import BucketConfig
+from brim.engine.rows.ragged import RaggedResident, RaggedView
+from brim.engine.storage.writer import ShardWriter
+from brim.engine.training.config import Precision, TrainConfig, resolve_precision
+from brim.engine.training.step import Stepper
+from brim.engine.training.trainer import train
+from brim.sequences.ablate.loop import Fed, HandStep, Setup, autotuner, make_module
+from brim.sequences.corpus.items import write_items
+from brim.sequences.corpus.packed import FRAMES, KIND, Corpus
+from brim.sequences.corpus.reading import SequenceFolder
+from brim.sequences.model.network import Classifier, Encoder, SequenceConfig, num_parameters
+from brim.sequences.train.dataloader import LoaderConfig, SequenceLoader
+from brim.sequences.train.objectives import classification_loss
 from page import Json, facts_of, machine, markdown, number, ranged, spread, table, tell
 
 PARTS = ("sizes", "loader", "reverse", "precision", "tiers", "packing")
@@ -61,7 +61,7 @@ PACK = """
 import json, os, sys
 if hasattr(os, "sched_setaffinity"):
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:2])
-from brim.sequences.packing import pack
+from brim.sequences.corpus.packing import pack
 report = pack(sys.argv[1], sys.argv[2])
 print(json.dumps({"bytes": report.source_bytes, "seconds": report.seconds, "bytes_per_s": report.bytes_per_s}))
 """

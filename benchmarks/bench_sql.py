@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from brim.engine.resident import Resident
-from brim.engine.sources import SqlSource
+from brim.engine.rows.files import SqlSource
+from brim.engine.rows.resident import Resident
 from page import machine, number, table, tell
 
 BATCH = 256

@@ -32,16 +32,16 @@ from torch import Tensor, nn
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler
 from torch.utils.data import Dataset as TorchDataset
 
-from brim.engine.device import resolve_device, worker_count
-from brim.engine.memory import format_size
-from brim.engine.resident import Resident, Tier
-from brim.engine.shard_writer import ShardWriter
-from brim.engine.shards import Dataset
-from brim.engine.sources import DatasetSource, SqlSource
-from brim.engine.train_config import TrainConfig, resolve_precision
-from brim.engine.trainer import train
+from brim.engine.device.devices import resolve_device, worker_count
+from brim.engine.device.memory import format_size
+from brim.engine.rows.files import DatasetSource, SqlSource
+from brim.engine.rows.resident import Resident, Tier
+from brim.engine.storage.dataset import Dataset
+from brim.engine.storage.writer import ShardWriter
+from brim.engine.training.config import TrainConfig, resolve_precision
+from brim.engine.training.trainer import train
 from brim.rf import generate, preset
-from brim.rf.model import PREPARED, Locator, LocatorConfig, flip, loss, prepare
+from brim.rf.locate.model import PREPARED, Locator, LocatorConfig, flip, loss, prepare
 from page import Json, facts_of, installed, machine, markdown, number, ranged, spread, table, tell
 
 BATCH, LARGE_BATCH = 256, 2048

@@ -69,12 +69,12 @@ class Service:
         found = {}
         words_of = {pid: _words(pid) for pid in _children(self.process.pid)}
         for pid, words in words_of.items():
-            if "brim.service.main" in words:
+            if "brim.service.api.main" in words:
                 found["api"] = pid
-            elif "brim.service.prediction.main" in words:
+            elif "brim.service.predict.process.main" in words:
                 found["predict"] = pid
-            elif "brim.jobs.worker" in words:
-                found[words[words.index("brim.jobs.worker") + 1]] = pid
+            elif "brim.jobs.worker.main" in words:
+                found[words[words.index("brim.jobs.worker.main") + 1]] = pid
         return found
 
 

@@ -5,7 +5,7 @@ python examples/radio_generate.py [DIR]     about ten seconds on two CPU cores; 
 
 import sys
 
-from brim.engine.shards import Dataset
+from brim.engine.storage.dataset import Dataset
 from brim.rf import GenerateConfig, Station, generate
 
 STATIONS = (

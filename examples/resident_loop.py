@@ -8,9 +8,9 @@ import time
 import torch
 from torch import Tensor, nn
 
-from brim.engine.device import resolve_device, stream
-from brim.engine.resident import Resident, as_dataloader
-from brim.engine.sources import TensorSource
+from brim.engine.device.devices import resolve_device, stream
+from brim.engine.rows.files import TensorSource
+from brim.engine.rows.resident import Resident, as_dataloader
 
 EPOCHS = 5
 

@@ -8,9 +8,9 @@ from pathlib import Path
 
 from torch import Tensor, nn
 
-from brim.engine.device import resolve_device
+from brim.engine.device.devices import resolve_device
 from brim.segmentation import ModelLoader, SegmentTrainConfig, register_model, train, tune
-from brim.segmentation.cells import make_cells, write_cells
+from brim.segmentation.scenes.cells import make_cells, write_cells
 
 
 class TwoScales(nn.Module):

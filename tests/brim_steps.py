@@ -9,7 +9,8 @@ import sys
 from typing import Any
 
 from brim.cli import main
-from brim.engine import step, train_config
+from brim.engine.training import config as train_config
+from brim.engine.training import step
 
 _init = train_config.TrainConfig.__init__
 _step = step.Stepper.step

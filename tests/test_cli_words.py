@@ -12,7 +12,7 @@ import typer
 from brim.cli import app, main
 from brim.cli.segment import NETWORKS
 from brim.cli.words import nearest
-from brim.segmentation.registry import model_names
+from brim.segmentation.networks.registry import model_names
 
 
 def commands(group: Any, path: str = "brim") -> Iterator[tuple[str, Any]]:

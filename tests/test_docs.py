@@ -20,19 +20,19 @@ import torch
 from brim.cli.rf import generate as generate_command
 from brim.cli.segment import predict, train, tune
 from brim.cli.sequence import sequence
-from brim.engine.train_config import TrainConfig
+from brim.engine.training.config import TrainConfig
 from brim.rf import FEATURES, TRUTH, GenerateConfig
-from brim.rf.train import LocatorTraining
+from brim.rf.locate.train import LocatorTraining
 from brim.segmentation import model_names
-from brim.segmentation.augment import Augmentation as SegmentAugmentation
-from brim.segmentation.batch_sizes import Entry
-from brim.segmentation.formats import FORMATS
-from brim.segmentation.train import SegmentTrainConfig
+from brim.segmentation.images.formats import FORMATS
+from brim.segmentation.train.augment import Augmentation as SegmentAugmentation
+from brim.segmentation.train.run import SegmentTrainConfig
+from brim.segmentation.tuning.batch_sizes import Entry
 from brim.sequences import Augmentation, SequenceConfig, SequenceTraining
-from brim.sequences.ablate import _plan
-from brim.sequences.evaluate import Evaluation
-from brim.sequences.pack_report import PackReport
-from brim.sequences.train import _KEYS
+from brim.sequences.ablate.run import _plan
+from brim.sequences.corpus.pack_report import PackReport
+from brim.sequences.evaluate.run import Evaluation
+from brim.sequences.train.run import _KEYS
 
 ROOT = Path(__file__).parents[1]
 RADIO = ROOT / "docs" / "radio.md"

@@ -13,16 +13,18 @@ ROOT = Path(__file__).parents[1] / "src" / "brim"
 
 # Greater numbers may import smaller ones; equal numbers only their own layer.
 HEIGHT = {
-    "__main__": 8,
-    "cli": 7,
-    "doctor": 6,
-    "service": 5,
-    "jobs": 4,
-    "cluster": 3,
-    "rf": 2,
-    "segmentation": 2,
-    "sequences": 2,
-    "engine": 1,
+    "__main__": 9,
+    "cli": 8,
+    "doctor": 7,
+    "service": 6,
+    "jobs": 5,
+    "cluster": 4,
+    "rf": 3,
+    "segmentation": 3,
+    "sequences": 3,
+    "engine": 2,
+    "report": 1,
+    "config": 1,
     "errors": 0,
     "__init__": 0,
 }
@@ -31,24 +33,24 @@ COMPUTE = {"numpy", "safetensors", "torch", "triton", "pynvml"}  # all that a GP
 HOMES = {  # where else than in COMPUTE's layers a package may be imported, by path prefixes
     "rich": ("cli/", "doctor.py"),
     "typer": ("cli/",),
-    "triton": ("rf/cuda.py", "rf/kernels.py", "segmentation/kernels.py", "doctor.py"),
+    "triton": ("rf/generate/cuda.py", "rf/generate/kernels.py", "segmentation/networks/kernels.py", "doctor.py"),
     "cv2": ("segmentation/",),
     "PIL": ("segmentation/",),
-    "matplotlib": ("segmentation/tune_plot.py", "sequences/ablate_plot.py"),
-    "pynvml": ("engine/nvml.py", "doctor.py"),
-    "fsspec": ("engine/storage.py",),
-    "pyarrow": ("rf/export.py", "engine/sql.py"),
-    "h5py": ("rf/export.py",),
-    "adbc_driver_manager": ("engine/sql.py",),
-    "adbc_driver_postgresql": ("engine/sql.py",),
-    "adbc_driver_sqlite": ("engine/sql.py",),
-    "onnx": ("rf/run.py", "rf/train.py"),
-    "onnxruntime": ("rf/run.py", "rf/train.py"),
-    "onnxscript": ("rf/run.py", "rf/train.py"),
-    "tensorboard": ("engine/train_report.py",),
+    "matplotlib": ("segmentation/tuning/plot.py", "sequences/ablate/plot.py"),
+    "pynvml": ("engine/device/nvml.py", "doctor.py"),
+    "fsspec": ("engine/storage/places.py",),
+    "pyarrow": ("rf/datasets/export.py", "engine/rows/sql.py"),
+    "h5py": ("rf/datasets/export.py",),
+    "adbc_driver_manager": ("engine/rows/sql.py",),
+    "adbc_driver_postgresql": ("engine/rows/sql.py",),
+    "adbc_driver_sqlite": ("engine/rows/sql.py",),
+    "onnx": ("rf/locate/run.py", "rf/locate/train.py"),
+    "onnxruntime": ("rf/locate/run.py", "rf/locate/train.py"),
+    "onnxscript": ("rf/locate/run.py", "rf/locate/train.py"),
+    "tensorboard": ("engine/training/report.py",),
     "dbos": ("jobs/durable.py",),
-    "sqlalchemy": ("jobs/catalogue/",),
-    "alembic": ("jobs/catalogue/",),
+    "sqlalchemy": ("jobs/store/",),
+    "alembic": ("jobs/store/",),
     "pydantic": ("jobs/", "service/"),
     "fastapi": ("service/",),
     "fastapi_offline": ("service/",),
@@ -60,9 +62,9 @@ HOMES = {  # where else than in COMPUTE's layers a package may be imported, by p
     "prometheus_client": ("service/",),
     "ray": ("cluster/",),
     "grpc": ("cluster/ports.py",),
-    "s3fs": ("engine/storage.py",),
-    "botocore": ("engine/storage.py",),
-    "aiobotocore": ("engine/storage.py",),
+    "s3fs": ("engine/storage/places.py",),
+    "botocore": ("engine/storage/places.py",),
+    "aiobotocore": ("engine/storage/places.py",),
 }
 SERVICE = {
     "dbos",
@@ -181,7 +183,7 @@ def _is_at_home(package: str, file: str) -> bool:
     if package in HOMES:
         return file.startswith(HOMES[package])
     if package == "a name known when it runs":
-        return file == "rf/export.py"
+        return file == "rf/datasets/export.py"
     return package in COMPUTE or layer_of_file(file) not in ("engine", "rf", "segmentation", "sequences")
 
 
@@ -204,7 +206,7 @@ def test_packages_are_imported_at_home():
 
 def test_radio_runs_without_what_only_the_terminal_or_the_exports_need():
     code = (
-        "import sys, brim.rf, brim.rf.export, brim.rf.inspect, brim.rf.report\n"
+        "import sys, brim.rf, brim.rf.datasets.export, brim.rf.datasets.inspect, brim.rf.datasets.page\n"
         "print(*{'rich', 'typer', 'pyarrow', 'h5py', 'triton'} & set(sys.modules))"
     )
 
@@ -215,7 +217,7 @@ def test_radio_runs_without_what_only_the_terminal_or_the_exports_need():
 
 def test_segmentation_runs_without_what_only_the_terminal_or_plots_need():
     code = (
-        "import sys, brim.segmentation, brim.segmentation.formats, brim.segmentation.predict_files\n"
+        "import sys, brim.segmentation, brim.segmentation.images.formats, brim.segmentation.predict.files\n"
         "print(*{'rich', 'typer', 'matplotlib', 'triton', 'shapely', 'scipy'} & set(sys.modules))"
     )
 
@@ -226,7 +228,8 @@ def test_segmentation_runs_without_what_only_the_terminal_or_plots_need():
 
 def test_the_engine_trains_without_what_only_databases_or_logs_need():
     code = (
-        "import sys, brim.engine.resident, brim.engine.sources, brim.engine.sql, brim.engine.trainer\n"
+        "import sys, brim.engine.rows.resident, brim.engine.rows.files, brim.engine.rows.sql\n"
+        "import brim.engine.training.trainer\n"
         "print(*{'rich', 'typer', 'pyarrow', 'adbc_driver_manager', 'onnx', 'tensorboard'} & set(sys.modules))"
     )
 
@@ -241,14 +244,14 @@ def test_the_engine_trains_without_what_only_databases_or_logs_need():
 @pytest.mark.parametrize(
     ("file", "line"),
     [
-        ("engine/shards.py", "from brim.rf import GenerateConfig"),
-        ("engine/shards.py", "from brim import rf"),
-        ("engine/shards.py", "from ..rf import config"),
-        ("engine/shards.py", "import brim.cli"),
+        ("engine/storage/dataset.py", "from brim.rf import GenerateConfig"),
+        ("engine/storage/dataset.py", "from brim import rf"),
+        ("engine/storage/dataset.py", "from ...rf import config"),
+        ("engine/storage/dataset.py", "import brim.cli"),
         ("errors.py", "from brim.engine import device"),
-        ("rf/generate.py", "from brim.segmentation.networks import hrnet"),
-        ("rf/generate.py", "import brim.doctor"),
-        ("jobs/specs.py", "def f():\n    from brim.service import routes"),
+        ("rf/generate/dataset.py", "from brim.segmentation.networks import hrnet"),
+        ("rf/generate/dataset.py", "import brim.doctor"),
+        ("jobs/kinds/specs.py", "def f():\n    from brim.service import routes"),
         ("doctor.py", "from brim.cli.terminal import say"),
         ("cluster/pool.py", "importlib.import_module('brim.jobs')"),
     ],
@@ -261,10 +264,10 @@ def test_an_upward_arrow_is_seen(file, line):
     ("file", "line"),
     [
         ("cli/rf.py", "from brim.rf import generate"),
-        ("rf/generate.py", "from brim import __version__"),
-        ("rf/generate.py", "from brim.rf.config import GenerateConfig"),
-        ("rf/generate.py", "from .config import GenerateConfig"),
-        ("service/routes.py", "import brim.jobs.specs, brim.errors"),
+        ("rf/generate/dataset.py", "from brim import __version__"),
+        ("rf/generate/dataset.py", "from brim.rf.config import GenerateConfig"),
+        ("rf/generate/dataset.py", "from .config import GenerateConfig"),
+        ("service/routes.py", "import brim.jobs.kinds.specs, brim.errors"),
     ],
 )
 def test_an_arrow_down_or_within_is_allowed(file, line):
@@ -274,28 +277,28 @@ def test_an_arrow_down_or_within_is_allowed(file, line):
 @pytest.mark.parametrize(
     ("file", "line"),
     [
-        ("engine/meter.py", "import rich"),
-        ("rf/report.py", "from typer import Option"),
-        ("rf/scene.py", "import scipy.signal"),
-        ("rf/scene.py", "import triton"),
-        ("rf/scene.py", "import cv2"),
-        ("segmentation/tune.py", "def f():\n    import matplotlib"),
-        ("segmentation/images.py", "import scipy"),
-        ("rf/export.py", "import pyarrow"),
-        ("rf/inspect.py", "def f():\n    import h5py"),
-        ("rf/inspect.py", "def f(name):\n    return import_module(name)"),
-        ("engine/meter.py", "def f():\n    import pynvml"),
-        ("engine/nvml.py", "import pynvml"),
-        ("engine/sql.py", "import pyarrow"),
-        ("engine/sources.py", "def f():\n    import adbc_driver_sqlite.dbapi"),
-        ("engine/sql.py", "import adbc_driver_postgresql.dbapi"),
-        ("rf/model.py", "def f():\n    import onnx"),
-        ("rf/train.py", "import onnxruntime"),
-        ("engine/train_report.py", "from torch.utils.tensorboard import SummaryWriter"),
-        ("engine/trainer.py", "def f():\n    from torch.utils import tensorboard"),
-        ("jobs/kinds_rf.py", "def f():\n    import ray"),
+        ("engine/meter/throughput.py", "import rich"),
+        ("rf/datasets/page.py", "from typer import Option"),
+        ("rf/physics/scene.py", "import scipy.signal"),
+        ("rf/physics/scene.py", "import triton"),
+        ("rf/physics/scene.py", "import cv2"),
+        ("segmentation/tuning/tune.py", "def f():\n    import matplotlib"),
+        ("segmentation/images/reading.py", "import scipy"),
+        ("rf/datasets/export.py", "import pyarrow"),
+        ("rf/datasets/inspect.py", "def f():\n    import h5py"),
+        ("rf/datasets/inspect.py", "def f(name):\n    return import_module(name)"),
+        ("engine/meter/throughput.py", "def f():\n    import pynvml"),
+        ("engine/device/nvml.py", "import pynvml"),
+        ("engine/rows/sql.py", "import pyarrow"),
+        ("engine/rows/files.py", "def f():\n    import adbc_driver_sqlite.dbapi"),
+        ("engine/rows/sql.py", "import adbc_driver_postgresql.dbapi"),
+        ("rf/locate/model.py", "def f():\n    import onnx"),
+        ("rf/locate/train.py", "import onnxruntime"),
+        ("engine/training/report.py", "from torch.utils.tensorboard import SummaryWriter"),
+        ("engine/training/trainer.py", "def f():\n    from torch.utils import tensorboard"),
+        ("jobs/kinds/rf.py", "def f():\n    import ray"),
         ("cluster/ray_pool.py", "import ray"),
-        ("engine/shards.py", "def f():\n    import fsspec"),
+        ("engine/storage/dataset.py", "def f():\n    import fsspec"),
     ],
 )
 def test_a_package_away_from_home_is_seen(file, line):
@@ -305,12 +308,12 @@ def test_a_package_away_from_home_is_seen(file, line):
 @pytest.mark.parametrize(
     ("file", "line"),
     [
-        ("rf/export.py", "def f():\n    import pyarrow"),
-        ("engine/sql.py", "def f():\n    from pyarrow import types"),
-        ("engine/sql.py", "def f():\n    import adbc_driver_sqlite.dbapi"),
-        ("rf/run.py", "def f():\n    import onnxruntime, onnxscript"),
-        ("rf/train.py", "def f():\n    import onnx"),
-        ("engine/train_report.py", "def f():\n    from torch.utils.tensorboard import SummaryWriter"),
+        ("rf/datasets/export.py", "def f():\n    import pyarrow"),
+        ("engine/rows/sql.py", "def f():\n    from pyarrow import types"),
+        ("engine/rows/sql.py", "def f():\n    import adbc_driver_sqlite.dbapi"),
+        ("rf/locate/run.py", "def f():\n    import onnxruntime, onnxscript"),
+        ("rf/locate/train.py", "def f():\n    import onnx"),
+        ("engine/training/report.py", "def f():\n    from torch.utils.tensorboard import SummaryWriter"),
         ("cluster/ray_pool.py", "def f():\n    import ray"),
     ],
 )

@@ -19,8 +19,8 @@ from safetensors.torch import load_file, save_file
 from visits import Visit, cell_files
 
 from brim.cli import main
-from brim.segmentation.batch_sizes import BatchSizes, Entry, device_info, device_key
-from brim.segmentation.cells import make_cells
+from brim.segmentation.scenes.cells import make_cells
+from brim.segmentation.tuning.batch_sizes import BatchSizes, Entry, device_info, device_key
 
 pytestmark = pytest.mark.slow
 SAMPLES = 24

@@ -14,8 +14,8 @@ from fault_service import JOBS, Serve
 from visits import Visit
 
 import brim
-from brim.jobs.catalogue import Catalogue
-from brim.jobs.specs import Spec
+from brim.jobs.kinds.specs import Spec
+from brim.jobs.store import Catalogue
 
 pytestmark = pytest.mark.slow
 ID = re.compile(r"/jobs/[0-9a-f]{32}$")

@@ -16,12 +16,12 @@ from brim.cli import main
 from brim.cluster.predict import check_alike, check_nodes, predict_many
 from brim.cluster.ray_connect import Node
 from brim.errors import ClusterError, ConfigError, StorageError
-from brim.segmentation.bulk import Recipe
-from brim.segmentation.cells import make_cells
-from brim.segmentation.loader import ModelLoader
-from brim.segmentation.predict_files import FilesConfig, predict_files
-from brim.segmentation.registry import create_model
-from brim.segmentation.weights import save_weights
+from brim.segmentation.networks.registry import create_model
+from brim.segmentation.networks.weights import save_weights
+from brim.segmentation.predict.bulk import Recipe
+from brim.segmentation.predict.files import FilesConfig, predict_files
+from brim.segmentation.predict.loader import ModelLoader
+from brim.segmentation.scenes.cells import make_cells
 from s3_store import FailingProxy, serve_s3
 
 pytest.importorskip("ray")

@@ -16,9 +16,9 @@ from cluster_nodes import wait_until
 from brim.cli import main
 from brim.cluster.generate import generate_many
 from brim.cluster.processes import ProcessPool
-from brim.engine.shards import Dataset
+from brim.engine.storage.dataset import Dataset
 from brim.errors import ClusterError, OutOfMemory
-from brim.rf.generate import generate
+from brim.rf.generate.dataset import generate
 from s3_store import serve_s3
 
 pytestmark = pytest.mark.slow

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from brim.cli import main
-from brim.sequences.synthetic import make_sequences
+from brim.sequences.corpus.synthetic import make_sequences
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "jobs"))
 

@@ -10,10 +10,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from brim.cli import main
-from brim.jobs.catalogue import Catalogue
+from brim.jobs.store import Catalogue
 from brim.segmentation import create_model
-from brim.segmentation.train_run import write_config
-from brim.segmentation.weights import WEIGHTS, save_weights
+from brim.segmentation.networks.weights import WEIGHTS, save_weights
+from brim.segmentation.train.about import write_config
 
 KEYS = ["name", "kind", "network", "path", "version", "about", "added_at"]
 

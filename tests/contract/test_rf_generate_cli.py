@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from brim.cli import main
-from brim.engine.shards import Dataset
+from brim.engine.storage.dataset import Dataset
 
 KEYS = {
     "dataset",

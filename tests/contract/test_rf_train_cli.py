@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from brim.cli import main
-from brim.engine.shards import Dataset
+from brim.engine.storage.dataset import Dataset
 
 TRAIN_KEYS = {
     "run", "epochs", "samples_per_s", "epoch_seconds", "tier", "ceiling_share", "busy_share", "waiting",

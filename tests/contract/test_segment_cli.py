@@ -19,9 +19,9 @@ import pytest
 import torch
 
 from brim.cli import main
-from brim.segmentation.batch_sizes import device_key
-from brim.segmentation.cells import make_cells
-from brim.segmentation.loader import ModelLoader
+from brim.segmentation.predict.loader import ModelLoader
+from brim.segmentation.scenes.cells import make_cells
+from brim.segmentation.tuning.batch_sizes import device_key
 
 TRAIN_KEYS = {"run", "weights", "epochs", "dice", "iou", "images_per_s", "ceiling_share", "peak_bytes"}
 PREDICT_KEYS = {"images", "failed", "polygons", "seconds", "images_per_s", "ceiling_share", "batch_size", "stages"}
@@ -54,7 +54,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def _short_ceiling(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("brim.segmentation.predict.CEILING_S", 0.02)
+    monkeypatch.setattr("brim.segmentation.predict.stream.CEILING_S", 0.02)
 
 
 def training(made: Path) -> list[str]:

@@ -16,8 +16,8 @@ from safetensors.torch import load_file
 
 from brim.cli import main
 from brim.errors import BrimError
-from brim.sequences.ablate import Ablation, AblationStep
-from brim.sequences.synthetic import make_sequences
+from brim.sequences.ablate.run import Ablation, AblationStep
+from brim.sequences.corpus.synthetic import make_sequences
 
 torch.set_num_threads(1)  # small batches: a second thread only competes
 
@@ -34,8 +34,8 @@ EVERY = [*SHORT, "--batch-size", "16", "--tier", "ram", "--precision", "fp32", "
 @pytest.fixture(autouse=True)
 def _small(monkeypatch: pytest.MonkeyPatch) -> None:
     """A small network, which is not the command's business, and a short look at the ceiling."""
-    from brim.engine import trainer
-    from brim.sequences import model
+    from brim.engine.training import trainer
+    from brim.sequences.model import network as model
 
     slow = trainer.time_step
     monkeypatch.setattr(trainer, "time_step", lambda *a, **k: slow(*a, **{**k, "budget_s": 0.01}))
@@ -136,7 +136,7 @@ def test_the_defaults_are_those_of_the_contract(made, tmp_path, capsys, monkeypa
         raise BrimError("enough")
 
     seen: list = []
-    monkeypatch.setattr(sys.modules["brim.sequences.train"], "train", train)
+    monkeypatch.setattr(sys.modules["brim.sequences.train.run"], "train", train)
 
     assert "enough" in refused(capsys, "sequence", "train", made / "corpus", "--out", tmp_path / "run")
 
@@ -180,7 +180,7 @@ def test_ablate_prints_the_steps(made, tmp_path, capsys, monkeypatch):
         asked.update(options, corpus=corpus)
         return made_up
 
-    monkeypatch.setattr(sys.modules["brim.sequences.ablate"], "ablate", measure)
+    monkeypatch.setattr(sys.modules["brim.sequences.ablate.run"], "ablate", measure)
 
     found = answer(capsys, "sequence", "ablate", made / "corpus", "--steps", "3", "--plot", tmp_path / "a.png")
 
@@ -198,7 +198,7 @@ def test_ablate_stopped_by_a_signal_leaves_no_unpacked_files(number, made, tmp_p
 
     before = signal.getsignal(signal.SIGTERM)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    monkeypatch.setattr("brim.sequences.ablate._Bench.run", end)
+    monkeypatch.setattr("brim.sequences.ablate.run._Bench.run", end)
 
     assert main(["sequence", "ablate", str(made / "corpus"), "--device", "cpu"]) == 128 + number
     assert list(tmp_path.iterdir()) == []

@@ -14,9 +14,9 @@ import s3fs
 import torch
 
 from brim.cli import main
-from brim.engine.lease import NAME as LEASE
-from brim.engine.shards import Dataset
-from brim.engine.storage import place_of
+from brim.engine.storage.dataset import Dataset
+from brim.engine.storage.lease import NAME as LEASE
+from brim.engine.storage.places import place_of
 from s3_store import SECRET, serve_s3
 
 torch.set_num_threads(1)  # small batches: a second thread only competes

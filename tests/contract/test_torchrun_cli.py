@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from brim.cli import main
-from brim.sequences.synthetic import make_sequences
+from brim.sequences.corpus.synthetic import make_sequences
 from torchruns import STEPS, alone, differences, logged, torchrun
 
 pytestmark = pytest.mark.slow

@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import pytest
 
-from brim.engine.autotune import Sweep, SweepConfig, Trial, sweep
-from brim.engine.trial_book import TrialBook, merge
+from brim.engine.tuning.search import Sweep, SweepConfig, Trial, sweep
+from brim.engine.tuning.trial_book import TrialBook, merge
 from brim.errors import ConfigError, OutOfMemory
 
 StepTime = Callable[[int], float]  # batch → seconds of a step

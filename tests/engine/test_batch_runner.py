@@ -12,8 +12,8 @@ from contextlib import contextmanager
 
 import pytest
 
-from brim.engine.batch_runner import Answer, BatchRunner, Item, Payload, Reply, Servable, Shape
-from brim.engine.batcher import BatcherConfig
+from brim.engine.batching.policy import BatcherConfig
+from brim.engine.batching.runner import Answer, BatchRunner, Item, Payload, Reply, Servable, Shape
 from brim.errors import BrimError, DeadlinePassed, ImageError, OutOfMemory, Overloaded
 
 

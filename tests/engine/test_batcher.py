@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from brim.engine.batcher import BatcherConfig, BatchPolicy, Part, Start, Wait
+from brim.engine.batching.policy import BatcherConfig, BatchPolicy, Part, Start, Wait
 from brim.errors import ConfigError, Overloaded
 
 SECONDS = {1: 0.005, 2: 0.008, 4: 0.012, 8: 0.020}  # a device on which batching pays

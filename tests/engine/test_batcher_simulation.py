@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from brim.engine.batch_simulation import CPU, H200, Bench, Greedy, Outcome, Policy, brim_policy, simulate
+from brim.engine.batching.simulation import CPU, H200, Bench, Greedy, Outcome, Policy, brim_policy, simulate
 
 BENCHES = {"h200": H200, "cpu": CPU}
 SECONDS = {"h200": 5.0, "cpu": 40.0}

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from brim.engine import buckets as module
-from brim.engine.buckets import BucketConfig, Buckets
-from brim.engine.train_config import TrainConfig
+from brim.engine.rows import buckets as module
+from brim.engine.rows.buckets import BucketConfig, Buckets
+from brim.engine.training.config import TrainConfig
 from brim.errors import ConfigError, DatasetError
 
 COUNT = BucketConfig(batch_size=64)
@@ -227,7 +227,7 @@ def test_the_order_depends_on_seed_and_epoch_alone() -> None:
 
 def test_another_process_finds_the_same_order() -> None:
     code = (
-        "import torch; from brim.engine.buckets import *; import hashlib;"
+        "import torch; from brim.engine.rows.buckets import *; import hashlib;"
         "b = Buckets(torch.arange(1, 700), BucketConfig(), seed=3);"
         "print(hashlib.sha256(repr([(x.length, x.items.tolist()) for x in b.epoch(2)]).encode()).hexdigest())"
     )

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from brim.engine.checkpoint import has_checkpoint, load_checkpoint, load_weights, locked, save_checkpoint
+from brim.engine.training.checkpoint import has_checkpoint, load_checkpoint, load_weights, locked, save_checkpoint
 from brim.errors import CheckpointError, StorageError
 
 

@@ -3,8 +3,9 @@ import os
 import pytest
 import torch
 
-from brim.engine import device, memory
-from brim.engine.device import describe, resolve_device, stream, worker_count
+from brim.engine.device import devices as device
+from brim.engine.device import memory
+from brim.engine.device.devices import describe, resolve_device, stream, worker_count
 from brim.errors import ConfigError, DeviceError
 
 CPU = torch.device("cpu")

@@ -8,8 +8,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from brim.engine import memory
-from brim.engine.memory import (
+from brim.engine.device import memory
+from brim.engine.device.memory import (
     Halving,
     PeakMemory,
     batch_for,

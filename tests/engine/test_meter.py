@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from brim.engine.meter import BUSY, INPUT, ROOM, GpuSampler, Meter, ceiling_rate, ceiling_share
+from brim.engine.meter.throughput import BUSY, INPUT, ROOM, GpuSampler, Meter, ceiling_rate, ceiling_share
 from brim.errors import ConfigError
 
 

@@ -15,7 +15,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from brim.engine.meter import Meter
+from brim.engine.meter.throughput import Meter
 from brim.engine.pipeline import HostCopy, Pipeline, Stage, _Channel, _End
 from brim.errors import ConfigError
 

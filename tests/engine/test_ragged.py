@@ -13,12 +13,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from brim.engine import held as module
-from brim.engine import ragged_stores as stores
-from brim.engine.memory import inject_oom
-from brim.engine.order import TIERS
-from brim.engine.ragged import BucketConfig, RaggedResident, RaggedTensors
-from brim.engine.trainer import TrainConfig, train
+from brim.engine.device.memory import inject_oom
+from brim.engine.rows import held as module
+from brim.engine.rows import ragged_tiers as stores
+from brim.engine.rows.order import TIERS
+from brim.engine.rows.ragged import BucketConfig, RaggedResident, RaggedTensors
+from brim.engine.training.trainer import TrainConfig, train
 from brim.errors import ConfigError, DatasetError, OutOfMemory, StorageError
 
 CPU = torch.device("cpu")

@@ -8,12 +8,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from brim.engine import held, loading, tiers
-from brim.engine import resident as module
-from brim.engine.memory import inject_oom
-from brim.engine.resident import TIERS, Resident, as_dataloader, choose_tier, epoch_order
-from brim.engine.shard_writer import ShardWriter
-from brim.engine.sources import DatasetSource, TensorSource
+from brim.engine.device.memory import inject_oom
+from brim.engine.rows import held, loading, tiers
+from brim.engine.rows import resident as module
+from brim.engine.rows.files import DatasetSource, TensorSource
+from brim.engine.rows.resident import TIERS, Resident, as_dataloader, choose_tier, epoch_order
+from brim.engine.storage.writer import ShardWriter
 from brim.errors import ConfigError, OutOfMemory, StorageError
 
 CPU = torch.device("cpu")

@@ -15,9 +15,10 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from brim.engine import shard_file, shard_writer
-from brim.engine.shard_writer import ShardWriter
-from brim.engine.shards import Dataset
+from brim.engine.storage import shard_file
+from brim.engine.storage import writer as shard_writer
+from brim.engine.storage.dataset import Dataset
+from brim.engine.storage.writer import ShardWriter
 from brim.errors import ConfigError, DatasetError, ShardCorrupt, StorageError
 
 HEADER = {"config": {"snr_db": [0, 20], "name": "µ"}, "seed": 7}

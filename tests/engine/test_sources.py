@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 import torch
 
-from brim.engine import sql
-from brim.engine.shard_writer import ShardWriter
-from brim.engine.shards import allocate
-from brim.engine.sources import DatasetSource, NpyFolderSource, SqlSource, TensorSource, open_source, read_rows
+from brim.engine.rows import sql
+from brim.engine.rows.files import DatasetSource, NpyFolderSource, SqlSource, TensorSource, open_source, read_rows
+from brim.engine.storage.dataset import allocate
+from brim.engine.storage.writer import ShardWriter
 from brim.errors import ConfigError, DatasetError, ShardCorrupt, StorageError
 
 # Helpers

@@ -3,7 +3,7 @@ import time
 import pytest
 import torch
 
-from brim.engine.stalls import CAUSES, RunClock, StepTimes, Times, diagnose, mean_times, split_wait, time_step
+from brim.engine.meter.stalls import CAUSES, RunClock, StepTimes, Times, diagnose, mean_times, split_wait, time_step
 
 NONE = dict.fromkeys(CAUSES, 0.0)
 

@@ -19,11 +19,13 @@ import s3fs
 import torch
 from test_shards import HEADER, fill, fill_limited, rows_of, totals_of, writer
 
-from brim.engine import lease, shard_writer, storage
-from brim.engine.shard_writer import write_shard
-from brim.engine.shards import Dataset
-from brim.engine.sources import DatasetSource, open_source, read_rows
-from brim.engine.storage import LocalPlace, ObjectPlace, is_url, place_of
+from brim.engine.rows.files import DatasetSource, open_source, read_rows
+from brim.engine.storage import lease
+from brim.engine.storage import places as storage
+from brim.engine.storage import writer as shard_writer
+from brim.engine.storage.dataset import Dataset
+from brim.engine.storage.places import LocalPlace, ObjectPlace, is_url, place_of
+from brim.engine.storage.writer import write_shard
 from brim.errors import ConfigError, DatasetError, ShardCorrupt, StorageError
 from s3_store import SECRET, FailingProxy, serve_s3
 

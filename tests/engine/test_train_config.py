@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from brim.engine.train_config import TrainConfig, learning_rate_at, recipe_of, resolve_precision
+from brim.engine.training.config import TrainConfig, learning_rate_at, recipe_of, resolve_precision
 from brim.errors import ConfigError
 
 

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from brim.engine.warm_up import ladder, warm_up
+from brim.engine.batching.warm_up import ladder, warm_up
 from brim.errors import OutOfMemory
 
 CPU = torch.device("cpu")

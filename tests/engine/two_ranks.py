@@ -16,12 +16,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from brim.engine.ranks import Ranks, joined
-from brim.engine.resident import Resident
-from brim.engine.share import Dropout, Share, computing, drawn, gathered, own_rows, share_norms
-from brim.engine.source import TensorSource
-from brim.engine.train_config import TrainConfig
-from brim.engine.trainer import train
+from brim.engine.rows.resident import Resident
+from brim.engine.rows.source import TensorSource
+from brim.engine.training.config import TrainConfig
+from brim.engine.training.rank_share import Dropout, Share, computing, drawn, gathered, own_rows, share_norms
+from brim.engine.training.ranks import Ranks, joined
+from brim.engine.training.trainer import train
 from brim.errors import ConfigError, RankLost
 
 ITEMS, BATCH = 47, 6  # neither a multiple of two

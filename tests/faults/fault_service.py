@@ -68,14 +68,14 @@ class Serve:
         found = {}
         for pid in children_of(self.process.pid):
             words = command_of(pid)
-            if "brim.service.main" in words:
+            if "brim.service.api.main" in words:
                 found["api"] = pid
             elif "brim.service.dashboard.main" in words:
                 found["dashboard"] = pid
-            elif "brim.service.prediction.main" in words:
+            elif "brim.service.predict.process.main" in words:
                 found["predict"] = pid
-            elif "brim.jobs.worker" in words:
-                found[words[words.index("brim.jobs.worker") + 1]] = pid
+            elif "brim.jobs.worker.main" in words:
+                found[words[words.index("brim.jobs.worker.main") + 1]] = pid
         return found
 
     def kill(self) -> None:

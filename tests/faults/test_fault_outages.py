@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from fault_service import QUICK, SOAK, Reader, Serve, shards, until
 
-from brim.engine.shards import Dataset
+from brim.engine.storage.dataset import Dataset
 from brim.rf import from_mapping, generate
 
 pytestmark = pytest.mark.slow

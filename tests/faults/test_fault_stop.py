@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 from fault_service import QUICK, SOAK, Serve, brim
 
-from brim.engine.shards import Dataset
+from brim.engine.storage.dataset import Dataset
 from brim.rf import from_mapping, generate
-from brim.segmentation.cells import make_cells
-from brim.sequences.synthetic import make_sequences
+from brim.segmentation.scenes.cells import make_cells
+from brim.sequences.corpus.synthetic import make_sequences
 
 pytestmark = pytest.mark.slow
 BAR_S = 5.0

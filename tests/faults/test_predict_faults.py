@@ -17,12 +17,12 @@ from fault_service import Serve, brim, until
 from predict_storm import Ask, Told, bomb, form, geometries, resident_bytes, storm
 
 from brim.segmentation import ModelLoader
-from brim.segmentation.batch_sizes import BatchSizes, Entry, device_info, device_key
-from brim.segmentation.cells import make_cells
-from brim.segmentation.formats import geojson
-from brim.segmentation.network import normalise
-from brim.segmentation.registry import create_model
-from brim.segmentation.weights import save_weights
+from brim.segmentation.images import geojson
+from brim.segmentation.networks.network import normalise
+from brim.segmentation.networks.registry import create_model
+from brim.segmentation.networks.weights import save_weights
+from brim.segmentation.scenes.cells import make_cells
+from brim.segmentation.tuning.batch_sizes import BatchSizes, Entry, device_info, device_key
 
 pytestmark = pytest.mark.slow
 

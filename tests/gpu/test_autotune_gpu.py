@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from brim.engine.autotune import SweepConfig
-from brim.engine.trials import Prober, budget_bytes, tune
+from brim.engine.tuning.search import SweepConfig
+from brim.engine.tuning.trials import Prober, budget_bytes, tune
 from brim.errors import OutOfMemory
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU here")]

@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 import torch
 
-from brim.engine.memory import inject_oom
-from brim.segmentation.batching import Batch, Frame, cut
-from brim.segmentation.loader import ModelLoader
-from brim.segmentation.network import Network, Setting
-from brim.segmentation.prediction import Prediction
-from brim.segmentation.registry import create_model
-from brim.segmentation.scoring import Scorer
-from brim.segmentation.weights import save_weights
+from brim.engine.device.memory import inject_oom
+from brim.segmentation.networks.network import Network, Setting
+from brim.segmentation.networks.registry import create_model
+from brim.segmentation.networks.weights import save_weights
+from brim.segmentation.objects.prediction import Prediction
+from brim.segmentation.predict.batching import Batch, Frame, cut
+from brim.segmentation.predict.loader import ModelLoader
+from brim.segmentation.predict.scoring import Scorer
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU here")]
 

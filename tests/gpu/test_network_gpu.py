@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch import nn
 
-from brim.segmentation import fused
-from brim.segmentation.fused import Weights
-from brim.segmentation.network import CAPTURE_AFTER, GRAPHS, Network, Setting, normalise
-from brim.segmentation.registry import create_model
+from brim.segmentation.networks import fused
+from brim.segmentation.networks.fused import Weights
+from brim.segmentation.networks.network import CAPTURE_AFTER, GRAPHS, Network, Setting, normalise
+from brim.segmentation.networks.registry import create_model
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 

@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from brim.engine import step as module
-from brim.engine.memory import inject_oom
-from brim.engine.order import TIERS
-from brim.engine.ragged import BucketConfig, RaggedResident, RaggedTensors
-from brim.engine.trainer import TrainConfig, train
+from brim.engine.device.memory import inject_oom
+from brim.engine.rows.order import TIERS
+from brim.engine.rows.ragged import BucketConfig, RaggedResident, RaggedTensors
+from brim.engine.training import step as module
+from brim.engine.training.trainer import TrainConfig, train
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU here")]
 

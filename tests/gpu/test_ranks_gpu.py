@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from brim.cli import main
-from brim.sequences.synthetic import make_sequences
+from brim.sequences.corpus.synthetic import make_sequences
 from torchruns import STEPS, alone, logged, torchrun
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU here")]

@@ -5,11 +5,11 @@ import itertools
 import pytest
 import torch
 
-from brim.engine import resident as module
-from brim.engine.memory import inject_oom
-from brim.engine.resident import TIERS, Resident, as_dataloader
-from brim.engine.shard_writer import ShardWriter
-from brim.engine.sources import DatasetSource, TensorSource
+from brim.engine.device.memory import inject_oom
+from brim.engine.rows import resident as module
+from brim.engine.rows.files import DatasetSource, TensorSource
+from brim.engine.rows.resident import TIERS, Resident, as_dataloader
+from brim.engine.storage.writer import ShardWriter
 from brim.errors import StorageError
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU here")]

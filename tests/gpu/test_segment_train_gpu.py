@@ -4,14 +4,14 @@ import numpy as np
 import pytest
 import torch
 
-from brim.engine.device import stream
-from brim.segmentation.augment import Augmentation, augment
-from brim.segmentation.cells import make_cells, write_cells
-from brim.segmentation.network import Network, default_setting
-from brim.segmentation.registry import create_model
-from brim.segmentation.scores import agreement
-from brim.segmentation.train import SegmentTrainConfig, train
-from brim.segmentation.weights import load_weights
+from brim.engine.device.devices import stream
+from brim.segmentation.networks.network import Network, default_setting
+from brim.segmentation.networks.registry import create_model
+from brim.segmentation.networks.weights import load_weights
+from brim.segmentation.scenes.cells import make_cells, write_cells
+from brim.segmentation.train.augment import Augmentation, augment
+from brim.segmentation.train.run import SegmentTrainConfig, train
+from brim.segmentation.train.scores import agreement
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU here")]
 

@@ -7,21 +7,21 @@ from typing import Any
 import pytest
 import torch
 
-from brim.engine.ranks import Ranks
-from brim.engine.stalls import find_syncs
-from brim.engine.step import Stepper
-from brim.sequences.data import open_data
-from brim.sequences.encode import measure
-from brim.sequences.evaluate import embed, evaluate
-from brim.sequences.model import Classifier, Encoder
-from brim.sequences.objectives import SelfSupervised, self_supervised_loss
-from brim.sequences.packing import pack
-from brim.sequences.phases import Job
-from brim.sequences.selftrain import augmented, classification, views
-from brim.sequences.settings import SequenceTraining
-from brim.sequences.splits import split
-from brim.sequences.synthetic import make_sequences
-from brim.sequences.train import train
+from brim.engine.meter.stalls import find_syncs
+from brim.engine.training.ranks import Ranks
+from brim.engine.training.step import Stepper
+from brim.sequences.config import SequenceTraining
+from brim.sequences.corpus.packing import pack
+from brim.sequences.corpus.synthetic import make_sequences
+from brim.sequences.evaluate.encode import measure
+from brim.sequences.evaluate.run import embed, evaluate
+from brim.sequences.model.network import Classifier, Encoder
+from brim.sequences.train.data import open_data
+from brim.sequences.train.objectives import SelfSupervised, self_supervised_loss
+from brim.sequences.train.phases import Job
+from brim.sequences.train.run import train
+from brim.sequences.train.selftrain import augmented, classification, views
+from brim.sequences.train.splits import split
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU here")]
 

@@ -9,15 +9,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
-from brim.engine.device import stream
-from brim.engine.train_config import TrainConfig
-from brim.engine.trainer import train
-from brim.sequences.augment import Augmentation, augment, two_views
-from brim.sequences.kmeans import KmeansConfig, kmeans
-from brim.sequences.lstm import BiLstm
-from brim.sequences.model import Classifier, Encoder, SequenceConfig, frame_mask
-from brim.sequences.objectives import SelfSupervised, classification_loss, self_supervised_loss
-from brim.sequences.scores import adjusted_rand_index
+from brim.engine.device.devices import stream
+from brim.engine.training.config import TrainConfig
+from brim.engine.training.trainer import train
+from brim.sequences.evaluate.scores import adjusted_rand_index
+from brim.sequences.model.lstm import BiLstm
+from brim.sequences.model.network import Classifier, Encoder, SequenceConfig, frame_mask
+from brim.sequences.train.augment import Augmentation, augment, two_views
+from brim.sequences.train.kmeans import KmeansConfig, kmeans
+from brim.sequences.train.objectives import SelfSupervised, classification_loss, self_supervised_loss
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU here")]
 

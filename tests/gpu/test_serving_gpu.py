@@ -12,16 +12,16 @@ import numpy as np
 import pytest
 import torch
 
-from brim.engine.batch_runner import BatchRunner
-from brim.engine.servable import Answer, Payload
-from brim.engine.warm_up import ladder
-from brim.segmentation.batch_sizes import BatchSizes, Entry, device_info, device_key
-from brim.segmentation.loader import ModelLoader
-from brim.segmentation.polygons import Polygon, fill
-from brim.segmentation.registry import create_model
-from brim.segmentation.serving import SegmentServable
-from brim.segmentation.weights import save_weights
-from brim.service.prediction.models import Models
+from brim.engine.batching.runner import BatchRunner
+from brim.engine.batching.servable import Answer, Payload
+from brim.engine.batching.warm_up import ladder
+from brim.segmentation.networks.registry import create_model
+from brim.segmentation.networks.weights import save_weights
+from brim.segmentation.objects.polygons import Polygon, fill
+from brim.segmentation.predict.loader import ModelLoader
+from brim.segmentation.predict.serving import SegmentServable
+from brim.segmentation.tuning.batch_sizes import BatchSizes, Entry, device_info, device_key
+from brim.service.predict.process.models import Models
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU here")]
 

@@ -10,16 +10,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from brim.engine.memory import guard
+from brim.engine.device.memory import guard
 from brim.errors import OutOfMemory
-from brim.segmentation import device_rings, tracing
-from brim.segmentation.cells import make_cells
-from brim.segmentation.device_rings import DeviceRings, find_rings
-from brim.segmentation.loader import ModelLoader
-from brim.segmentation.polygons import fill
-from brim.segmentation.prediction import Prediction
-from brim.segmentation.registry import create_model
-from brim.segmentation.weights import save_weights
+from brim.segmentation.networks.registry import create_model
+from brim.segmentation.networks.weights import save_weights
+from brim.segmentation.objects import device_rings, tracing
+from brim.segmentation.objects.device_rings import DeviceRings, find_rings
+from brim.segmentation.objects.polygons import fill
+from brim.segmentation.objects.prediction import Prediction
+from brim.segmentation.predict.loader import ModelLoader
+from brim.segmentation.scenes.cells import make_cells
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU here")]
 

@@ -4,11 +4,11 @@ import pytest
 import torch
 from torch import nn
 
-from brim.engine.memory import free_bytes
-from brim.segmentation.batch_sizes import device_key
-from brim.segmentation.network import Network, Setting
-from brim.segmentation.registry import create_model
-from brim.segmentation.tune import Tuned, tune_model
+from brim.engine.device.memory import free_bytes
+from brim.segmentation.networks.network import Network, Setting
+from brim.segmentation.networks.registry import create_model
+from brim.segmentation.tuning.batch_sizes import device_key
+from brim.segmentation.tuning.tune import Tuned, tune_model
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU here")]
 

@@ -3,7 +3,7 @@
 import pytest
 from postgres import Postgres, find_binaries
 
-from brim.jobs.catalogue import Catalogue, upgrade
+from brim.jobs.store import Catalogue, upgrade
 
 
 @pytest.fixture(scope="session")

@@ -8,10 +8,10 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from brim.jobs import reconcile
-from brim.jobs.catalogue import Catalogue, upgrade
 from brim.jobs.durable import Queue, migrate
-from brim.jobs.process import urls
+from brim.jobs.store import Catalogue, upgrade
+from brim.jobs.worker import reconcile
+from brim.jobs.worker.process import urls
 
 TOY = Path(__file__).with_name("toy_worker.py")
 
@@ -34,7 +34,7 @@ class Desk:
         upgrade(catalogue_url)
         migrate(jobs_url)
         self.catalogue, self.queue = Catalogue.open(catalogue_url), Queue(jobs_url)
-        self.program = [str(TOY)] if toy else ["-m", "brim.jobs.worker"]
+        self.program = [str(TOY)] if toy else ["-m", "brim.jobs.worker.main"]
         self.env = {"OMP_NUM_THREADS": "1", "GOMP_SPINCOUNT": "1000", "BRIM_MIN_FREE_BYTES": "1000", **env}
         self.workers: dict[str, subprocess.Popen] = {}
         self.deaths = reconcile.Deaths(self.catalogue, self.queue, data)

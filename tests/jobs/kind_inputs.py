@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
 
-from brim.jobs.kinds import KINDS, Inputs, Stopped, Task
-from brim.jobs.specs import read_body
-from brim.jobs.status import Progress
+from brim.jobs.kinds.registry import KINDS, Inputs, Stopped, Task
+from brim.jobs.kinds.specs import read_body
+from brim.jobs.kinds.status import Progress
 
 SECOND = 1.5  # that a job may be silent for, on a machine that is busy with other things
 

@@ -8,9 +8,9 @@ import pytest
 from pydantic import TypeAdapter, ValidationError
 
 from brim.errors import ConfigError, FieldConflict, FieldError
-from brim.jobs.alone import Alone, alone
-from brim.jobs.fields import Count, read
-from brim.jobs.kinds import KINDS
+from brim.jobs.kinds.alone import Alone, alone
+from brim.jobs.kinds.fields import Count, read
+from brim.jobs.kinds.registry import KINDS
 
 
 @dataclass
@@ -101,7 +101,7 @@ def _ends(part: dict[str, Any]) -> tuple[list[float], list[float]]:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_ends_in_the_document_are_where_requests_begin_to_be_refused(kind):
-    from brim.jobs.specs import _explicit_form, _inlined
+    from brim.jobs.kinds.specs import _explicit_form, _inlined
 
     model = _explicit_form(kind)
     config = _inlined(model.model_json_schema())["properties"]["config"]

@@ -11,12 +11,12 @@ import alembic.runtime.migration
 import pytest
 import sqlalchemy as sa
 
-import brim.jobs.catalogue
+import brim.jobs.store
 from brim.errors import ConfigError, Conflict, NotFound, Unavailable
-from brim.jobs.catalogue import Catalogue, upgrade
-from brim.jobs.catalogue.engine import open_engine, reading, writing
-from brim.jobs.catalogue.migrate import VERSION_TABLE
-from brim.jobs.catalogue.tables import metadata
+from brim.jobs.store import Catalogue, upgrade
+from brim.jobs.store.engine import open_engine, reading, writing
+from brim.jobs.store.migrate import VERSION_TABLE
+from brim.jobs.store.tables import metadata
 
 ASKED = SimpleNamespace(kind="rf.evaluate", name="e", config={})
 
@@ -95,7 +95,7 @@ def test_the_tables_do_not_mix_with_others_of_the_same_postgres(postgres):
 
 
 def test_migrations_are_part_of_the_package():
-    folder = Path(brim.jobs.catalogue.__file__).parent / "migrations"
+    folder = Path(brim.jobs.store.__file__).parent / "migrations"
 
     assert (folder / "env.py").is_file()
     assert [file.name for file in sorted((folder / "versions").glob("*.py"))] == ["0001_first.py", "0002_models.py"]
@@ -143,7 +143,7 @@ def test_a_server_stopped_and_started_costs_only_the_time_between(postgres):
 
 
 def test_a_file_that_is_locked_for_too_long_is_unavailable(tmp_path, monkeypatch):
-    monkeypatch.setattr("brim.jobs.catalogue.engine._BUSY_MS", 100)
+    monkeypatch.setattr("brim.jobs.store.engine._BUSY_MS", 100)
     url = f"sqlite:///{tmp_path}/c.sqlite"
     upgrade(url)
     held = sqlite3.connect(tmp_path / "c.sqlite", isolation_level=None)
@@ -268,7 +268,7 @@ def test_a_catalogue_of_the_first_version_is_brought_to_today(database_url):
     import alembic.config
 
     engine = open_engine(database_url)
-    folder = Path(brim.jobs.catalogue.__file__).parent / "migrations"
+    folder = Path(brim.jobs.store.__file__).parent / "migrations"
     with writing(engine) as connection:
         if connection.dialect.name == "postgresql":
             connection.execute(sa.schema.CreateSchema("brim", if_not_exists=True))

@@ -5,8 +5,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from brim.jobs.catalogue import events as module
-from brim.jobs.status import Progress
+from brim.jobs.kinds.status import Progress
+from brim.jobs.store import events as module
 
 ASKED = SimpleNamespace(kind="rf.evaluate", name="e", config={})
 

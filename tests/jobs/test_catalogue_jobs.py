@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from brim.errors import Conflict, FieldError, TooMany
-from brim.jobs.catalogue import Output
-from brim.jobs.status import RESUMABLE, UNFINISHED, Progress
+from brim.jobs.kinds.status import RESUMABLE, UNFINISHED, Progress
+from brim.jobs.store import Output
 
 
 @dataclass(frozen=True)

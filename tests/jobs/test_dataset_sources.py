@@ -9,15 +9,15 @@ import cv2
 import numpy as np
 import pytest
 
-from brim.engine.shard_writer import ShardWriter
+from brim.engine.storage.writer import ShardWriter
 from brim.errors import BrimError, Conflict, DatasetError
-from brim.jobs import sources
-from brim.jobs.catalogue import Catalogue, upgrade
+from brim.jobs.registry import datasets as sources
+from brim.jobs.store import Catalogue, upgrade
 from brim.rf.config import GenerateConfig
-from brim.segmentation.images import read_image
-from brim.sequences.corpus import Corpus
-from brim.sequences.packing import pack
-from brim.sequences.synthetic import make_sequences
+from brim.segmentation.images.reading import read_image
+from brim.sequences.corpus.packed import Corpus
+from brim.sequences.corpus.packing import pack
+from brim.sequences.corpus.synthetic import make_sequences
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "rf"))
 
@@ -176,7 +176,7 @@ def test_the_same_path_is_not_listed_twice(catalogue, data, images):
 
 
 def test_packing_that_is_stopped_leaves_nothing(catalogue, data, tmp_path, monkeypatch):
-    monkeypatch.setattr("brim.sequences.pack_jobs.JOB_BYTES", 1)  # a job for each: there is time to stop
+    monkeypatch.setattr("brim.sequences.corpus.pack_jobs.JOB_BYTES", 1)  # a job for each: there is time to stop
     make_sequences(tmp_path / "npy", 100, dim=4, classes=2, mean_length=6)
 
     assert add(catalogue, data, tmp_path / "npy", "sequences", stop=lambda: True) is None

@@ -13,11 +13,12 @@ from desk import Desk
 from kind_inputs import SECOND, Watched, digests
 
 from brim.errors import CheckpointError, ClusterError, ConfigError, RankLost
-from brim.jobs import crew, leases
-from brim.jobs.kinds import KINDS
-from brim.jobs.process import FileLock, cores
-from brim.jobs.specs import read_body
-from brim.jobs.task import Stopped
+from brim.jobs.kinds.registry import KINDS
+from brim.jobs.kinds.specs import read_body
+from brim.jobs.kinds.task import Stopped
+from brim.jobs.worker import group as crew
+from brim.jobs.worker import leases
+from brim.jobs.worker.process import FileLock, cores
 
 torch.set_num_threads(1)
 
@@ -58,7 +59,7 @@ def members_of(pid: int) -> list[int]:
     for folder in Path("/proc").glob("[0-9]*"):
         try:
             words = (folder / "stat").read_text().rpartition(")")[2].split()
-            is_member = b"brim.jobs.member" in (folder / "cmdline").read_bytes()
+            is_member = b"brim.jobs.worker.member" in (folder / "cmdline").read_bytes()
         except OSError:
             continue
         if is_member and int(words[1]) == pid and words[0] != "Z":
@@ -325,7 +326,7 @@ def cells(tmp_path_factory) -> Path:
     import cv2
     import numpy as np
 
-    from brim.segmentation.cells import make_cells
+    from brim.segmentation.scenes.cells import make_cells
 
     path = tmp_path_factory.mktemp("datasets") / "cells"
     for index in range(8):
@@ -371,7 +372,7 @@ def test_a_network_trains_on_two_devices_and_predicts_on_the_cluster(cells, tmp_
 @pytest.mark.parametrize("mode", ["supervised", "self"])
 def test_sequences_train_on_two_devices_as_on_one(tmp_path, mode):
     from brim.sequences import make_sequences
-    from brim.sequences.packing import pack
+    from brim.sequences.corpus.packing import pack
 
     pack(make_sequences(tmp_path / "npy", 60, dim=8, classes=3, mean_length=12), tmp_path / "corpus")
     shape = {"channels": 16, "convolutions": 2, "hidden": 16, "layers": 1, "attention": 8, "embedding": 16}

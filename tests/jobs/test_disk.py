@@ -3,7 +3,7 @@
 import pytest
 
 from brim.errors import StorageError
-from brim.jobs import disk
+from brim.jobs.worker import disk
 
 
 @pytest.fixture

@@ -3,8 +3,8 @@
 import json
 import logging
 
-from brim.jobs import joblog
-from brim.jobs.joblog import log_file, logging_to, read_log
+from brim.jobs.worker import joblog
+from brim.jobs.worker.joblog import log_file, logging_to, read_log
 
 
 def write(path, *texts, redact=str):

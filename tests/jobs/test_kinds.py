@@ -9,11 +9,11 @@ import pytest
 from kind_inputs import Watched
 
 from brim.errors import CheckpointError, DatasetError, FieldError, StorageError
-from brim.jobs import task as tasks
-from brim.jobs.kinds import KINDS, Inputs, Stopped, Task
-from brim.jobs.specs import Spec
-from brim.jobs.status import Progress
-from brim.jobs.task import attempt, device_of, in_words, refused
+from brim.jobs.kinds import task as tasks
+from brim.jobs.kinds.registry import KINDS, Inputs, Stopped, Task
+from brim.jobs.kinds.specs import Spec
+from brim.jobs.kinds.status import Progress
+from brim.jobs.kinds.task import attempt, device_of, in_words, refused
 
 ALL = {
     "rf.generate", "rf.train", "rf.evaluate", "segment.tune", "segment.predict", "segment.train", "sequence.train",

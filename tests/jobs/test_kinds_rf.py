@@ -7,12 +7,12 @@ import pytest
 import torch
 from kind_inputs import SECOND, Watched, digests
 
-from brim.engine.shards import Dataset
+from brim.engine.storage.dataset import Dataset
 from brim.errors import CheckpointError, FieldError
-from brim.jobs.kinds import KINDS, Inputs
-from brim.jobs.specs import read_body
+from brim.jobs.kinds.registry import KINDS, Inputs
+from brim.jobs.kinds.specs import read_body
 from brim.rf.config import GenerateConfig
-from brim.rf.generate import generate
+from brim.rf.generate.dataset import generate
 
 torch.set_num_threads(1)
 

@@ -7,11 +7,11 @@ import torch
 from kind_inputs import SECOND, Watched, digests
 
 from brim.errors import FieldError
-from brim.jobs.kinds import KINDS, Inputs
-from brim.sequences.packing import pack
-from brim.sequences.settings import SequenceTraining
-from brim.sequences.synthetic import make_sequences
-from brim.sequences.train import train
+from brim.jobs.kinds.registry import KINDS, Inputs
+from brim.sequences.config import SequenceTraining
+from brim.sequences.corpus.packing import pack
+from brim.sequences.corpus.synthetic import make_sequences
+from brim.sequences.train.run import train
 
 torch.set_num_threads(1)
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from brim.jobs.live import WINDOW, Live, Shares, Word, read_live
-from brim.jobs.status import Flow
+from brim.jobs.kinds.status import Flow
+from brim.jobs.worker.live import WINDOW, Live, Shares, Word, read_live
 
 JOB = "a" * 32
 

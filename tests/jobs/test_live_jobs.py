@@ -5,7 +5,7 @@ import torch
 from desk import Desk
 from kind_inputs import Watched
 
-from brim.jobs.live import read_live
+from brim.jobs.worker.live import read_live
 
 torch.set_num_threads(1)
 

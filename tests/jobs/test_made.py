@@ -6,8 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from brim.jobs.catalogue import Output
-from brim.jobs.made import made
+from brim.jobs.registry.outputs import made
+from brim.jobs.store import Output
 
 
 @pytest.fixture

@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from brim.jobs.kinds import KINDS
-from brim.jobs.meanings import OWN, SHARED
-from brim.jobs.specs import body_schema, config_schema
+from brim.jobs.kinds.meanings import OWN, SHARED
+from brim.jobs.kinds.registry import KINDS
+from brim.jobs.kinds.specs import body_schema, config_schema
 
 
 def fields(schema: Mapping[str, Any], within: str = "") -> Iterator[tuple[str, Mapping[str, Any]]]:

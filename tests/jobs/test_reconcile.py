@@ -6,11 +6,11 @@ import pytest
 from desk import Asked
 
 from brim.errors import Unavailable
-from brim.jobs import reconcile
-from brim.jobs.catalogue import JobRow
 from brim.jobs.durable import DbosState, Queue, migrate
-from brim.jobs.reconcile import decide, is_leftover
-from brim.jobs.status import Progress
+from brim.jobs.kinds.status import Progress
+from brim.jobs.store import JobRow
+from brim.jobs.worker import reconcile
+from brim.jobs.worker.reconcile import decide, is_leftover
 
 NOW = 1_000_000.0
 

@@ -5,7 +5,7 @@ import socket
 
 import pytest
 
-from brim.jobs.redact import Redactor
+from brim.jobs.worker.redact import Redactor
 
 
 @pytest.fixture

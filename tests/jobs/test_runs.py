@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from brim.errors import CheckpointError, ConfigError
-from brim.jobs import runs
+from brim.jobs.registry import runs
 
 
 @pytest.fixture

@@ -6,10 +6,10 @@ import time
 import pytest
 
 from brim.errors import StorageError
-from brim.jobs import session as module
-from brim.jobs.session import Bench, Session
-from brim.jobs.status import Progress
-from brim.jobs.task import Stopped
+from brim.jobs.kinds.status import Progress
+from brim.jobs.kinds.task import Stopped
+from brim.jobs.worker import session as module
+from brim.jobs.worker.session import Bench, Session
 
 
 @pytest.fixture

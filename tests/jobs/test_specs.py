@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from brim.errors import FieldError
-from brim.jobs.kinds import KINDS
-from brim.jobs.specs import Spec, body_schema, read_body
+from brim.jobs.kinds.registry import KINDS
+from brim.jobs.kinds.specs import Spec, body_schema, read_body
 
 GENERATION = {
     "dataset_name": "gpu_batch_test",
@@ -350,7 +350,7 @@ def test_the_schema_takes_what_is_taken(body):
 
 
 def test_kinds_are_known_without_torch():
-    code = "import sys, brim.jobs.specs; print(len(brim.jobs.specs.KINDS), 'torch' in sys.modules)"
+    code = "import sys, brim.jobs.kinds.specs; print(len(brim.jobs.kinds.specs.KINDS), 'torch' in sys.modules)"
 
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
 

@@ -10,8 +10,8 @@ from itertools import pairwise
 import pytest
 from desk import Desk
 
-from brim.jobs.joblog import log_file, read_log
-from brim.jobs.process import urls
+from brim.jobs.worker.joblog import log_file, read_log
+from brim.jobs.worker.process import urls
 from brim.service.settings import Settings
 
 pytestmark = pytest.mark.slow

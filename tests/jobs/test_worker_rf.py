@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from desk import Desk
 
-from brim.engine.shards import Dataset
-from brim.jobs.kinds import KINDS
-from brim.jobs.specs import read_body
+from brim.engine.storage.dataset import Dataset
+from brim.jobs.kinds.registry import KINDS
+from brim.jobs.kinds.specs import read_body
 
 pytestmark = pytest.mark.slow
 

@@ -13,9 +13,10 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 from brim.errors import ConfigError
-from brim.jobs import kinds, worker
-from brim.jobs.status import Flow, Progress
-from brim.jobs.task import Stopped, Task
+from brim.jobs.kinds import registry as kinds
+from brim.jobs.kinds.status import Flow, Progress
+from brim.jobs.kinds.task import Stopped, Task
+from brim.jobs.worker.main import main as worker
 
 
 def run(task: Task) -> dict[str, object]:
@@ -78,7 +79,7 @@ TOY = kinds.Kind(
 
 def do_without_torch() -> None:
     """Put what a worker asks of its device in the place of the modules that bring torch."""
-    device, memory = ModuleType("brim.engine.device"), ModuleType("brim.engine.memory")
+    device, memory = ModuleType("brim.engine.device.devices"), ModuleType("brim.engine.device.memory")
     vars(device).update(
         resolve_device=lambda name: SimpleNamespace(type="cpu"),
         describe=lambda device: {"device": "cpu"},

@@ -3,7 +3,7 @@
 import numpy as np
 
 from brim.rf.config import GenerateConfig
-from brim.rf.waveform import Messages
+from brim.rf.physics.waveform import Messages
 
 TABLE_HZ = 50_000.0
 

@@ -2,8 +2,8 @@
 
 from torch import Tensor
 
-from brim.rf.features import FEATURES, STATISTICS
-from brim.rf.rows import TRUTH, TRUTH_CHUNKS
+from brim.rf.features.estimators import FEATURES, STATISTICS
+from brim.rf.generate.rows import TRUTH, TRUTH_CHUNKS
 
 Rows = dict[str, Tensor]
 

@@ -3,13 +3,13 @@
 import numpy as np
 import torch
 
-from brim.rf.bound import crlb_m
 from brim.rf.config import GenerateConfig, preset
-from brim.rf.features import FEATURES, F
-from brim.rf.geometry import SPEED_OF_LIGHT, ecef
-from brim.rf.link import noise_dbm, path_loss_db
-from brim.rf.locate import TX_HEIGHT_M, NoiseModel
-from brim.rf.scene import make_scenes
+from brim.rf.features.estimators import FEATURES, F
+from brim.rf.locate.solver import TX_HEIGHT_M, NoiseModel
+from brim.rf.physics.bound import crlb_m
+from brim.rf.physics.geometry import SPEED_OF_LIGHT, ecef
+from brim.rf.physics.link import noise_dbm, path_loss_db
+from brim.rf.physics.scene import make_scenes
 
 PRODUCTION = preset("production", seed=3)
 EXACT = NoiseModel(strength_bias_db=0.0, strength_db=0.0, timing_us=0.0, timing_snr_us=0.0, timing_spread=0.0)

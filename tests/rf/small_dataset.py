@@ -3,14 +3,14 @@
 import torch
 
 import brim
-from brim.engine.shard_writer import ShardWriter
-from brim.rf.compute import generate_batch
+from brim.engine.storage.writer import ShardWriter
 from brim.rf.config import SAMPLE_RATE_HZ, GenerateConfig
-from brim.rf.features import FEATURES, STATISTICS
-from brim.rf.link import noise_dbm
-from brim.rf.rows import TRUTH
-from brim.rf.scene import make_scenes
-from brim.rf.waveform import PARAMETERS
+from brim.rf.features.estimators import FEATURES, STATISTICS
+from brim.rf.generate.compute import generate_batch
+from brim.rf.generate.rows import TRUTH
+from brim.rf.physics.link import noise_dbm
+from brim.rf.physics.scene import make_scenes
+from brim.rf.physics.waveform import PARAMETERS
 
 REPORT = {
     "seconds": 2.0,

@@ -5,9 +5,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from brim.rf.bound import crlb_m, time_sigma_s
 from brim.rf.config import GenerateConfig
-from brim.rf.scene import make_scenes
+from brim.rf.physics.bound import crlb_m, time_sigma_s
+from brim.rf.physics.scene import make_scenes
 
 LIGHT = 299_792_458.0
 BETA_HZ = 900.0

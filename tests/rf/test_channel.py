@@ -9,11 +9,11 @@ from closed_form import sent
 from scipy import stats
 from scipy.special import j0
 
-from brim.rf.channel import NUM_SINUSOIDS, fading, make_links, receive
 from brim.rf.config import GenerateConfig
-from brim.rf.receiver import noise, record
-from brim.rf.scene import make_scenes
-from brim.rf.waveform import make_messages, make_table, scale
+from brim.rf.physics.channel import NUM_SINUSOIDS, fading, make_links, receive
+from brim.rf.physics.receiver import noise, record
+from brim.rf.physics.scene import make_scenes
+from brim.rf.physics.waveform import make_messages, make_table, scale
 
 QUIET = {"fading": "none", "tx_power_dbm": 50.0, "min_snr_db": -20.0, "max_gdop": 1e6, "duration_s": 0.2, "seed": 7}
 LIGHT = 299_792_458.0

@@ -7,13 +7,13 @@ import pytest
 import torch
 from columns import feature, truth, truth_chunks
 
-from brim.rf.batch import make_work
-from brim.rf.compute import generate_batch
 from brim.rf.config import GenerateConfig, Station, preset
-from brim.rf.cpu import CpuBackend
-from brim.rf.geometry import ecef
-from brim.rf.rows import TRUTH
-from brim.rf.scene import make_scenes
+from brim.rf.generate.batch import make_work
+from brim.rf.generate.compute import generate_batch
+from brim.rf.generate.cpu import CpuBackend
+from brim.rf.generate.rows import TRUTH
+from brim.rf.physics.geometry import ecef
+from brim.rf.physics.scene import make_scenes
 
 SHORT = {"duration_s": 0.2, "max_gdop": 1e6}
 NOISE_DBM = -119.721  # residential, 145 MHz, a noise figure of 6 dB, in 12.5 kHz

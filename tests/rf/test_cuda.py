@@ -20,12 +20,12 @@ import sys
 import numpy as np
 import torch
 from dataclasses import replace
-from brim.rf.batch import make_work
-from brim.rf.cpu import CpuBackend
+from brim.rf.generate.batch import make_work
+from brim.rf.generate.cpu import CpuBackend
 from brim.rf.config import GenerateConfig
-from brim.rf.cuda import CudaBackend
-from brim.rf.features import FEATURES
-from brim.rf.scene import make_scenes
+from brim.rf.generate.cuda import CudaBackend
+from brim.rf.features.estimators import FEATURES
+from brim.rf.physics.scene import make_scenes
 
 waveform, fading = sys.argv[1:]
 torch.set_num_threads(1)
@@ -61,10 +61,10 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 from brim.rf import kernels
-from brim.rf.batch import make_work
+from brim.rf.generate.batch import make_work
 from brim.rf.config import GenerateConfig
-from brim.rf.cuda import CudaBackend
-from brim.rf.scene import make_scenes
+from brim.rf.generate.cuda import CudaBackend
+from brim.rf.physics.scene import make_scenes
 
 OPTIONS = ("num_warps", "num_stages")
 compiled = set()

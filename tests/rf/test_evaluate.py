@@ -12,7 +12,8 @@ from geographiclib.geodesic import Geodesic
 
 from brim.errors import ConfigError
 from brim.rf.config import preset
-from brim.rf.evaluate import (
+from brim.rf.features.estimators import F
+from brim.rf.locate.evaluate import (
     baselines,
     breakdown,
     coverage,
@@ -24,9 +25,8 @@ from brim.rf.evaluate import (
     parse_observations,
     read_observations,
 )
-from brim.rf.features import F
-from brim.rf.locate import geographic, observe, solve, target
-from brim.rf.model import prepare, solver_estimate
+from brim.rf.locate.model import prepare, solver_estimate
+from brim.rf.locate.solver import geographic, observe, solve, target
 
 KEYS = {"median_error_m", "mean_error_m", "p95_error_m", "crlb_ratio", "coverage"}
 SPREAD = torch.tensor([[300.0, 0.0], [200.0, 90.0]], dtype=torch.float64)

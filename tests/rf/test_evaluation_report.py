@@ -6,12 +6,12 @@ from gaussian_rows import EXACT, PRODUCTION, gaussian_rows
 from test_report import Page
 
 from brim.errors import ConfigError, StorageError
+from brim.report.page import metres, number, percent
 from brim.rf.config import preset
-from brim.rf.evaluate import LEVELS, baselines, breakdown, evaluate
-from brim.rf.evaluation_report import MAX_DRAWN, write_evaluation
-from brim.rf.locate import target
-from brim.rf.model import Estimate
-from brim.rf.page import metres, number, percent
+from brim.rf.locate.evaluate import LEVELS, baselines, breakdown, evaluate
+from brim.rf.locate.model import Estimate
+from brim.rf.locate.page import MAX_DRAWN, write_evaluation
+from brim.rf.locate.solver import target
 
 SECTIONS = ["baselines", "map", "coverage", "bound", "cumulative", "snr", "receivers"]
 BROKEN_DOWN = ("coverage_by_arrival_sigma", "coverage_by_gdop", "error_by_snr_db", "error_by_receivers")

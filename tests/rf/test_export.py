@@ -14,13 +14,13 @@ import sigmf.validate
 from sigmf.sigmffile import fromfile
 from small_dataset import write_dataset
 
-from brim.engine.shard_writer import ShardWriter
-from brim.engine.shards import Dataset
+from brim.engine.storage.dataset import Dataset
+from brim.engine.storage.writer import ShardWriter
 from brim.errors import ConfigError, DatasetError, ShardCorrupt, StorageError
 from brim.rf.config import BUILTIN_STATIONS, GenerateConfig
-from brim.rf.export import FORMATS, export
-from brim.rf.features import FEATURES, STATISTICS
-from brim.rf.rows import TRUTH
+from brim.rf.datasets.export import FORMATS, export
+from brim.rf.features.estimators import FEATURES, STATISTICS
+from brim.rf.generate.rows import TRUTH
 
 CONFIG = GenerateConfig(duration_s=0.2, use_random_receivers=True, min_snr_db=15.0)
 IQ_CONFIG = GenerateConfig(duration_s=0.2, dataset_type="iq_raw", tx_power_dbm=25.0, seed=4)
@@ -289,7 +289,7 @@ def test_full_disk_is_a_storage_error_and_leaves_nothing(recorded, tmp_path, fmt
     code = (
         "import sys\n"
         "from brim.errors import StorageError\n"
-        "from brim.rf.export import export\n"
+        "from brim.rf.datasets.export import export\n"
         "try:\n"
         "    export(sys.argv[1], sys.argv[2], sys.argv[3])\n"
         "except StorageError as failure:\n"

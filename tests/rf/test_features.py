@@ -4,9 +4,9 @@ import pytest
 import torch
 from columns import feature, feature_chunks, truth, truth_chunks
 
-from brim.rf.compute import generate_batch
 from brim.rf.config import GenerateConfig
-from brim.rf.features import FEATURES, aggregate
+from brim.rf.features.estimators import FEATURES, aggregate
+from brim.rf.generate.compute import generate_batch
 
 NAMES = [name for name, _ in FEATURES]
 PROMISED = [

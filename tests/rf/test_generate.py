@@ -10,15 +10,15 @@ import numpy as np
 import pytest
 import torch
 
-from brim.engine.memory import inject_oom
-from brim.engine.shards import Dataset
+from brim.engine.device.memory import inject_oom
+from brim.engine.storage.dataset import Dataset
 from brim.errors import ConfigError, DatasetError, NothingAccepted, ShardCorrupt
-from brim.rf.compute import generate_batch
 from brim.rf.config import BUILTIN_STATIONS, GenerateConfig, preset
-from brim.rf.features import FEATURES
-from brim.rf.generate import generate
-from brim.rf.rows import TRUTH, dataset_bytes
-from brim.rf.scene import make_scenes
+from brim.rf.features.estimators import FEATURES
+from brim.rf.generate.compute import generate_batch
+from brim.rf.generate.dataset import generate
+from brim.rf.generate.rows import TRUTH, dataset_bytes
+from brim.rf.physics.scene import make_scenes
 
 SAMPLES = 20
 

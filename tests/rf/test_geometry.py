@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from geographiclib.geodesic import Geodesic
 
-from brim.rf.geometry import ecef, enu, gdop
+from brim.rf.physics.geometry import ecef, enu, gdop
 
 A, B = 6_378_137.0, 6_356_752.314245179  # WGS-84 semi-axes, m
 

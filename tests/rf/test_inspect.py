@@ -5,13 +5,13 @@ import pytest
 import torch
 from small_dataset import REPORT, write_dataset
 
-from brim.engine.shard_writer import ShardWriter
-from brim.engine.shards import Dataset
+from brim.engine.storage.dataset import Dataset
+from brim.engine.storage.writer import ShardWriter
 from brim.errors import DatasetError, ShardCorrupt
-from brim.rf import inspect as module
 from brim.rf.config import GenerateConfig
-from brim.rf.features import F
-from brim.rf.inspect import inspect
+from brim.rf.datasets import inspect as module
+from brim.rf.datasets.inspect import inspect
+from brim.rf.features.estimators import F
 
 CONFIG = GenerateConfig(duration_s=0.2, tx_power_dbm=20.0, max_gdop=5.0, seed=3)  # rejects a part by each gate
 

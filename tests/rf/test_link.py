@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from brim.rf.config import GenerateConfig
-from brim.rf.link import free_space_db, hata_db, loss_exponent, noise_dbm, path_loss_db, warn_outside_validity
+from brim.rf.physics.link import free_space_db, hata_db, loss_exponent, noise_dbm, path_loss_db, warn_outside_validity
 
 KM = np.array([1.0, 2.0, 5.0, 10.0, 20.0])
 

@@ -9,11 +9,9 @@ from gaussian_rows import EXACT, PRODUCTION, gaussian_rows, padded, permuted
 
 from brim.errors import ConfigError
 from brim.rf.config import GenerateConfig
-from brim.rf.evaluate import coverage, mahalanobis
-from brim.rf.features import F
-from brim.rf.geometry import from_local, to_local
-from brim.rf.link import path_loss_db
-from brim.rf.locate import (
+from brim.rf.features.estimators import F
+from brim.rf.locate.evaluate import coverage, mahalanobis
+from brim.rf.locate.solver import (
     Loss,
     NoiseModel,
     SolverConfig,
@@ -27,6 +25,8 @@ from brim.rf.locate import (
     solve,
     target,
 )
+from brim.rf.physics.geometry import from_local, to_local
+from brim.rf.physics.link import path_loss_db
 
 
 @pytest.fixture(scope="module")

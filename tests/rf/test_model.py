@@ -7,8 +7,8 @@ import torch
 from gaussian_rows import EXACT, PRODUCTION, gaussian_rows, padded, permuted
 
 from brim.errors import ConfigError
-from brim.rf.features import F
-from brim.rf.model import (
+from brim.rf.features.estimators import F
+from brim.rf.locate.model import (
     Locator,
     LocatorConfig,
     LocatorGraph,

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from brim.rf.philox import Purpose, normal, philox, uniform, words
+from brim.rf.physics.philox import Purpose, normal, philox, uniform, words
 
 ONES = 0xFFFFFFFF
 # Random123, kat_vectors, "philox4x32 10": counter, key, result.

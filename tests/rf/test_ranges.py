@@ -7,13 +7,13 @@ import numpy as np
 import pytest
 import torch
 
-from brim.engine.shards import Dataset
+from brim.engine.storage.dataset import Dataset
 from brim.errors import NothingAccepted
-from brim.rf import ranges as module
-from brim.rf.gates import accepted_batches
-from brim.rf.generate import generate
-from brim.rf.ranges import Block, RangeBook, gate_block, make_ranges
-from brim.rf.stages import Stages
+from brim.rf.generate import ranges as module
+from brim.rf.generate.dataset import generate
+from brim.rf.generate.gates import accepted_batches
+from brim.rf.generate.ranges import Block, RangeBook, gate_block, make_ranges
+from brim.rf.generate.stages import Stages
 
 
 def drain(book, config, rng=None, ahead=4):

@@ -6,7 +6,7 @@ import torch
 from scipy import stats
 
 from brim.rf.config import GenerateConfig
-from brim.rf.receiver import noise, tune
+from brim.rf.physics.receiver import noise, tune
 
 SAMPLE_HZ, STREAM_HZ, CHANNEL_HZ = 200_000, 25_000, 12_500
 SHORT = GenerateConfig(duration_s=0.2)

@@ -9,14 +9,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from small_dataset import write_dataset
 
-from brim.engine.shard_writer import ShardWriter
-from brim.engine.shards import Dataset
+from brim.engine.storage.dataset import Dataset
+from brim.engine.storage.writer import ShardWriter
 from brim.errors import DatasetError, ShardCorrupt, StorageError
+from brim.report.page import metres, number, percent, plain, size
+from brim.report.svg import Axis, Frame
 from brim.rf.config import BUILTIN_STATIONS, CHANNEL_HZ, GenerateConfig, Station
-from brim.rf.link import noise_dbm
-from brim.rf.page import metres, number, percent, plain, size
-from brim.rf.report import first_record, welch, write_report
-from brim.rf.svg import Axis, Frame
+from brim.rf.datasets.page import first_record, welch, write_report
+from brim.rf.physics.link import noise_dbm
 
 CONFIG = GenerateConfig(duration_s=0.2, max_gdop=10.0)
 SECTIONS = ("map", "snr", "bound", "gdop", "arrival", "spectrum", "channel", "rejections", "throughput")

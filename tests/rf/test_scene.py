@@ -5,8 +5,8 @@ import pytest
 from scipy import stats
 
 from brim.rf.config import GenerateConfig, Station, preset
-from brim.rf.geometry import ecef
-from brim.rf.scene import make_scenes, max_baseline_m, max_delay_s
+from brim.rf.physics.geometry import ecef
+from brim.rf.physics.scene import make_scenes, max_baseline_m, max_delay_s
 
 ATTEMPTS = np.arange(20_000)
 NETWORKS = ["stations", "random"]

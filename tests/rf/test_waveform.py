@@ -6,7 +6,7 @@ from closed_form import message
 from scipy.signal import get_window
 
 from brim.rf.config import GenerateConfig
-from brim.rf.waveform import PARAMETERS, make_messages, make_table, rms_frequency_hz, scale, table_points
+from brim.rf.physics.waveform import PARAMETERS, make_messages, make_table, rms_frequency_hz, scale, table_points
 
 TABLE_HZ = 50_000
 NUM = 40

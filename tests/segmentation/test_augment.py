@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from brim.engine.device import stream
+from brim.engine.device.devices import stream
 from brim.errors import ConfigError
-from brim.segmentation.augment import Augmentation, augment
+from brim.segmentation.train.augment import Augmentation, augment
 
 CPU = torch.device("cpu")
 STILL = Augmentation(turn=False, affine=0, brightness=0, contrast=0, gamma=0, noise=0)

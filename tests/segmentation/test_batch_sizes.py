@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from brim.engine import device as engine_device
+from brim.engine.device import devices as engine_device
 from brim.errors import ConfigError, StorageError
-from brim.segmentation import batch_sizes
-from brim.segmentation.batch_sizes import BatchSizes, Entry, device_info, device_key
+from brim.segmentation.tuning import batch_sizes
+from brim.segmentation.tuning.batch_sizes import BatchSizes, Entry, device_info, device_key
 
 CPU = torch.device("cpu")
 KEY = "NVIDIA H200 140 GiB"

@@ -7,18 +7,18 @@ import cv2
 import pytest
 import torch
 
-from brim.engine.storage import place_of
+from brim.engine.storage.places import place_of
 from brim.errors import CheckpointError
-from brim.segmentation import bulk
-from brim.segmentation.batch_sizes import BatchSizes, Entry, device_key
-from brim.segmentation.bulk import BulkScorer, Recipe, Task, pack_weights, parcels, read, write
-from brim.segmentation.cells import make_cells
-from brim.segmentation.formats import FORMATS, Writer
-from brim.segmentation.loader import ModelLoader
-from brim.segmentation.predict_files import FilesConfig, predict_files
-from brim.segmentation.records import Record, Records, recipe_of
-from brim.segmentation.registry import create_model
-from brim.segmentation.weights import save_weights
+from brim.segmentation.images.formats import FORMATS, Writer
+from brim.segmentation.networks.registry import create_model
+from brim.segmentation.networks.weights import save_weights
+from brim.segmentation.predict import bulk
+from brim.segmentation.predict.bulk import BulkScorer, Recipe, Task, pack_weights, parcels, read, write
+from brim.segmentation.predict.files import FilesConfig, predict_files
+from brim.segmentation.predict.loader import ModelLoader
+from brim.segmentation.predict.records import Record, Records, recipe_of
+from brim.segmentation.scenes.cells import make_cells
+from brim.segmentation.tuning.batch_sizes import BatchSizes, Entry, device_key
 
 NUM = 7
 torch.set_num_threads(1)
@@ -172,7 +172,7 @@ def test_weights_of_another_network_do_not_travel(weights):
 
 def test_a_scorer_takes_what_was_tuned_elsewhere_and_tells_what_it_tuned(weights, tmp_path, monkeypatch):
     monkeypatch.setattr(
-        "brim.segmentation.loader.ModelLoader.__init__.__kwdefaults__", {"overlap": None, "tune_seconds": 0.3}
+        "brim.segmentation.predict.loader.ModelLoader.__init__.__kwdefaults__", {"overlap": None, "tune_seconds": 0.3}
     )
     packed, made = pack_weights("unet_tiny", weights), recipe(strict=False)
 

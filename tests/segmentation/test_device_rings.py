@@ -14,14 +14,14 @@ from hypothesis.extra import numpy as hnp
 from scipy import ndimage
 from torch.overrides import TorchFunctionMode
 
-from brim.engine.memory import guard
+from brim.engine.device.memory import guard
 from brim.engine.pipeline import HostCopy
 from brim.errors import OutOfMemory
-from brim.segmentation import device_rings, outlines
-from brim.segmentation.cells import make_cells
-from brim.segmentation.device_rings import find_rings
-from brim.segmentation.polygons import Polygon, fill, to_polygons
-from brim.segmentation.tracing import Found
+from brim.segmentation.objects import device_rings, outlines
+from brim.segmentation.objects.device_rings import find_rings
+from brim.segmentation.objects.polygons import Polygon, fill, to_polygons
+from brim.segmentation.objects.tracing import Found
+from brim.segmentation.scenes.cells import make_cells
 
 Masks = Sequence[np.ndarray]
 small_masks = st.tuples(st.integers(1, 12), st.integers(1, 12)).flatmap(lambda shape: hnp.arrays(bool, shape))

@@ -19,7 +19,7 @@ pytestmark = [
 CASES = """
 import torch
 from brim.segmentation import fused
-from brim.segmentation.fused import Weights
+from brim.segmentation.networks.fused import Weights
 
 torch.manual_seed(3)
 last = torch.channels_last

@@ -13,15 +13,15 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
-from brim.engine.memory import inject_oom
+from brim.engine.device.memory import inject_oom
 from brim.errors import CheckpointError, ConfigError, ImageError
-from brim.segmentation import known_sizes as module
-from brim.segmentation import registry
-from brim.segmentation.batch_sizes import BatchSizes, Entry, device_key
-from brim.segmentation.loader import ModelLoader
-from brim.segmentation.network import Setting
-from brim.segmentation.tune import Tuned
-from brim.segmentation.weights import save_weights
+from brim.segmentation.networks import registry
+from brim.segmentation.networks.network import Setting
+from brim.segmentation.networks.weights import save_weights
+from brim.segmentation.predict.loader import ModelLoader
+from brim.segmentation.tuning import known_sizes as module
+from brim.segmentation.tuning.batch_sizes import BatchSizes, Entry, device_key
+from brim.segmentation.tuning.tune import Tuned
 
 CPU = torch.device("cpu")
 HERE = device_key(CPU)

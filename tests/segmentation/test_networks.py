@@ -8,8 +8,9 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from brim.errors import ConfigError
-from brim.segmentation import blocks, create_model, model_names, register_model
-from brim.segmentation.network import Network, Setting, default_setting, normalise
+from brim.segmentation import create_model, model_names, register_model
+from brim.segmentation.networks import blocks
+from brim.segmentation.networks.network import Network, Setting, default_setting, normalise
 
 NETWORKS = ("hrnet", "resunet_small", "resunet_advanced")
 CPU = torch.device("cpu")

@@ -9,9 +9,9 @@ from hypothesis.extra import numpy as hnp
 from scipy import ndimage
 
 from brim.errors import ConfigError
-from brim.segmentation import outlines
-from brim.segmentation.polygons import Polygon, fill, trace, trace_all
-from brim.segmentation.prediction import Prediction
+from brim.segmentation.objects import outlines
+from brim.segmentation.objects.polygons import Polygon, fill, trace, trace_all
+from brim.segmentation.objects.prediction import Prediction
 
 
 def picture(*rows: str) -> np.ndarray:

@@ -16,14 +16,14 @@ import torch
 from torch import Tensor, nn
 
 from brim.errors import ConfigError, StorageError
-from brim.segmentation import registry
-from brim.segmentation.batch_sizes import BatchSizes, Entry, device_key
-from brim.segmentation.cells import make_cells
-from brim.segmentation.loader import ModelLoader
-from brim.segmentation.predict import PredictProgress
-from brim.segmentation.predict_files import FilesConfig, FilesReport, predict_files
-from brim.segmentation.train import SegmentTrainConfig, train
-from brim.segmentation.weights import save_weights
+from brim.segmentation.networks import registry
+from brim.segmentation.networks.weights import save_weights
+from brim.segmentation.predict.files import FilesConfig, FilesReport, predict_files
+from brim.segmentation.predict.loader import ModelLoader
+from brim.segmentation.predict.stream import PredictProgress
+from brim.segmentation.scenes.cells import make_cells
+from brim.segmentation.train.run import SegmentTrainConfig, train
+from brim.segmentation.tuning.batch_sizes import BatchSizes, Entry, device_key
 
 CPU = torch.device("cpu")
 CONFIG = FilesConfig(model="unet_tiny", batch_size=1)
@@ -54,7 +54,7 @@ def _threads_are_joined() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _short_ceiling(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("brim.segmentation.predict.CEILING_S", 0.02)
+    monkeypatch.setattr("brim.segmentation.predict.stream.CEILING_S", 0.02)
 
 
 @pytest.fixture
@@ -115,7 +115,7 @@ def test_an_image_that_goes_before_its_overlay_is_drawn_fails_alone(loader, imag
     def write(self: Any, prediction: Any, image: Any = None) -> None:
         (images / "9.png").unlink(missing_ok=True)  # it has been decoded long ago
 
-    monkeypatch.setattr("brim.segmentation.formats.Writer.write", write)
+    monkeypatch.setattr("brim.segmentation.images.formats.Writer.write", write)
     config = FilesConfig(model="unet_tiny", batch_size=1, format="overlay")
     predictions = list(loader.predict_stream(sorted(images.iterdir()), "unet_tiny", 1))
     monkeypatch.setattr(loader, "predict_stream", lambda *_, on_report, **__: _reported(predictions, on_report))
@@ -127,7 +127,7 @@ def test_an_image_that_goes_before_its_overlay_is_drawn_fails_alone(loader, imag
 
 
 def _reported(predictions: list[Any], on_report: Any) -> Iterator[Any]:
-    from brim.segmentation.predict import PredictReport
+    from brim.segmentation.predict.stream import PredictReport
 
     yield from predictions
     on_report(

@@ -9,12 +9,12 @@ import s3fs
 import torch
 
 from brim.errors import ConfigError, ImageError, StorageError
-from brim.segmentation.cells import make_cells
-from brim.segmentation.formats import FORMATS
-from brim.segmentation.loader import ModelLoader
-from brim.segmentation.predict_files import FilesConfig, find_inputs, predict_files
-from brim.segmentation.registry import create_model
-from brim.segmentation.weights import save_weights
+from brim.segmentation.images.formats import FORMATS
+from brim.segmentation.networks.registry import create_model
+from brim.segmentation.networks.weights import save_weights
+from brim.segmentation.predict.files import FilesConfig, find_inputs, predict_files
+from brim.segmentation.predict.loader import ModelLoader
+from brim.segmentation.scenes.cells import make_cells
 from s3_store import FailingProxy, serve_s3
 
 BUCKET = "cells"
@@ -24,7 +24,7 @@ torch.set_num_threads(1)
 
 @pytest.fixture(autouse=True)
 def _short_ceiling(monkeypatch):
-    monkeypatch.setattr("brim.segmentation.predict.CEILING_S", 0.02)
+    monkeypatch.setattr("brim.segmentation.predict.stream.CEILING_S", 0.02)
 
 
 @pytest.fixture(scope="module")
@@ -99,7 +99,7 @@ def test_one_object_is_one_image(proxy, images, tmp_path):
 
 
 def test_a_large_object_is_read_whole_unless_it_is_larger_than_an_image(server, proxy, images, monkeypatch):
-    monkeypatch.setattr("brim.segmentation.stored.FIRST_BYTES", 100)
+    monkeypatch.setattr("brim.segmentation.images.stored.FIRST_BYTES", 100)
     (found,) = find_inputs([f"s3://{BUCKET}/images/0.png"], "out")
     content = (images / "0.png").read_bytes()
 

@@ -15,19 +15,20 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
-from brim.engine.memory import inject_oom
-from brim.engine.servable import Answer, Item, Payload
-from brim.engine.warm_up import warm_up
+from brim.engine.batching.servable import Answer, Item, Payload
+from brim.engine.batching.warm_up import warm_up
+from brim.engine.device.memory import inject_oom
 from brim.errors import ConfigError, ImageError, TooLarge, UnsupportedType
-from brim.segmentation import registry
-from brim.segmentation import serving as module
-from brim.segmentation.batch_sizes import BatchSizes, Entry, device_info, device_key
-from brim.segmentation.formats import encoded, geojson
-from brim.segmentation.images import read_image
-from brim.segmentation.loader import ModelLoader
-from brim.segmentation.prediction import Prediction
-from brim.segmentation.serving import MEDIA_TYPES, RINGS, SegmentServable, geojson_of
-from brim.segmentation.weights import save_weights
+from brim.segmentation.images import geojson
+from brim.segmentation.images.formats import encoded
+from brim.segmentation.images.reading import read_image
+from brim.segmentation.networks import registry
+from brim.segmentation.networks.weights import save_weights
+from brim.segmentation.objects.prediction import Prediction
+from brim.segmentation.predict import serving as module
+from brim.segmentation.predict.loader import ModelLoader
+from brim.segmentation.predict.serving import MEDIA_TYPES, RINGS, SegmentServable, geojson_of
+from brim.segmentation.tuning.batch_sizes import BatchSizes, Entry, device_info, device_key
 
 CPU = torch.device("cpu")
 TILE = 64
@@ -325,7 +326,7 @@ def test_sizes_that_do_not_fit_are_left_out(servable):
 
 
 def test_a_model_nobody_tuned_is_tuned_and_saved(made, monkeypatch):
-    monkeypatch.setattr("brim.segmentation.serving.QUICK_SECONDS", 0.3)
+    monkeypatch.setattr("brim.segmentation.predict.serving.QUICK_SECONDS", 0.3)
     file = made / "new.json"
 
     servable = SegmentServable("tiny", made / "tiny.safetensors", CPU, batch_sizes=file, tile=TILE)

@@ -9,14 +9,14 @@ import pytest
 import torch
 from torch import nn
 
-from brim.engine.autotune import Sweep, Trial, merge
-from brim.engine.memory import inject_oom
+from brim.engine.device.memory import inject_oom
+from brim.engine.tuning.search import Sweep, Trial, merge
 from brim.errors import ConfigError, OutOfMemory, StorageError
-from brim.segmentation import registry
-from brim.segmentation.batch_sizes import BatchSizes, device_key
-from brim.segmentation.network import Network, Setting
-from brim.segmentation.tune import Tuned, no_slower_than_one, tune, tune_model
-from brim.segmentation.tune_search import Reference, is_trained, label, sample_images, settings
+from brim.segmentation.networks import registry
+from brim.segmentation.networks.network import Network, Setting
+from brim.segmentation.tuning.batch_sizes import BatchSizes, device_key
+from brim.segmentation.tuning.settings import Reference, is_trained, label, sample_images, settings
+from brim.segmentation.tuning.tune import Tuned, no_slower_than_one, tune, tune_model
 
 CPU = torch.device("cpu")
 SIZE = 64

@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 
 from brim.errors import ConfigError, StorageError
-from brim.segmentation.batch_sizes import Entry
-from brim.segmentation.network import Setting
-from brim.segmentation.tune import Tuned
-from brim.segmentation.tune_plot import plot
+from brim.segmentation.networks.network import Setting
+from brim.segmentation.tuning.batch_sizes import Entry
+from brim.segmentation.tuning.plot import plot
+from brim.segmentation.tuning.tune import Tuned
 
 
 def made_up(best: float = 400.0, knee: int = 8, largest: int = 96, fails: int | None = 128) -> Tuned:

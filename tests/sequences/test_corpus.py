@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 import torch
 
-from brim.engine.buckets import BucketConfig
-from brim.engine.ragged import RaggedResident
-from brim.engine.shard_writer import ShardWriter
+from brim.engine.rows.buckets import BucketConfig
+from brim.engine.rows.ragged import RaggedResident
+from brim.engine.storage.writer import ShardWriter
 from brim.errors import ConfigError, DatasetError, ShardCorrupt, StorageError
-from brim.sequences import pack_jobs
-from brim.sequences.corpus import Corpus
-from brim.sequences.packing import pack
-from brim.sequences.synthetic import make_sequences
+from brim.sequences.corpus import pack_jobs
+from brim.sequences.corpus.packed import Corpus
+from brim.sequences.corpus.packing import pack
+from brim.sequences.corpus.synthetic import make_sequences
 
 torch.set_num_threads(1)
 SMALL = 500  # bytes of a shard: many shards, sequences across them
@@ -363,7 +363,7 @@ def test_a_full_disk_keeps_what_is_there_for_a_resume(tmp_path, monkeypatch):
         raise StorageError("items.json: no space is left")
 
     with monkeypatch.context() as patch:
-        patch.setattr("brim.sequences.packing.write_items", refuse)
+        patch.setattr("brim.sequences.corpus.packing.write_items", refuse)
         with pytest.raises(StorageError, match="no space"):
             pack(folder, tmp_path / "out", shard_bytes=SMALL)
     pack(folder, tmp_path / "out", shard_bytes=SMALL, resume=True)
@@ -371,7 +371,7 @@ def test_a_full_disk_keeps_what_is_there_for_a_resume(tmp_path, monkeypatch):
 
 
 def test_progress_is_told_while_a_write_hangs(tmp_path, monkeypatch):
-    monkeypatch.setattr("brim.sequences.packing.write_items", lambda *_: time.sleep(1.5) or {})
+    monkeypatch.setattr("brim.sequences.corpus.packing.write_items", lambda *_: time.sleep(1.5) or {})
     told = []
     folder = make(tmp_path / "in")
     pack(folder, tmp_path / "out", progress=lambda progress: told.append((time.monotonic(), progress)))

@@ -2,11 +2,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from brim.engine.device import stream
+from brim.engine.device.devices import stream
 from brim.errors import ConfigError
-from brim.sequences import kmeans as module
-from brim.sequences.kmeans import KmeansConfig, assign, kmeans
-from brim.sequences.scores import adjusted_rand_index
+from brim.sequences.evaluate.scores import adjusted_rand_index
+from brim.sequences.train import kmeans as module
+from brim.sequences.train.kmeans import KmeansConfig, assign, kmeans
 
 CPU = torch.device("cpu")
 

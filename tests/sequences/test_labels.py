@@ -1,7 +1,7 @@
 import pytest
 
 from brim.errors import DatasetError
-from brim.sequences.labels import Label, find_labels, number_classes, read_csv
+from brim.sequences.corpus.labels import Label, find_labels, number_classes, read_csv
 
 IDS = ["a.npy", "b/c.npy", "b/d e.npy"]
 

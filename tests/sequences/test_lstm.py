@@ -4,7 +4,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from brim.errors import ConfigError
-from brim.sequences.lstm import BiLstm, _Lift, _Restore
+from brim.sequences.model.lstm import BiLstm, _Lift, _Restore
 
 MODES = ("gate", "gather")
 

@@ -6,7 +6,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from brim.sequences.npy import FrameReader, NpyFile, read_header
+from brim.sequences.corpus.npy import FrameReader, NpyFile, read_header
 
 
 def save(path, array, **options):

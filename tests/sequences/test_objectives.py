@@ -3,11 +3,11 @@ import math
 import pytest
 import torch
 
-from brim.engine.device import stream
+from brim.engine.device.devices import stream
 from brim.errors import ConfigError
-from brim.sequences.augment import Augmentation, two_views
-from brim.sequences.model import Classifier, Encoder, SequenceConfig, frame_mask
-from brim.sequences.objectives import (
+from brim.sequences.model.network import Classifier, Encoder, SequenceConfig, frame_mask
+from brim.sequences.train.augment import Augmentation, two_views
+from brim.sequences.train.objectives import (
     SelfConfig,
     SelfSupervised,
     classification_loss,

@@ -7,19 +7,19 @@ import numpy as np
 import pytest
 import torch
 
-from brim.engine.plot_file import check_plot
 from brim.errors import ConfigError, DatasetError, StorageError
-from brim.sequences import ablate as ablation
-from brim.sequences.ablate import START, ablate
-from brim.sequences.ablate_loop import Data, Feed, HandStep, PackedLstm, Setup, make_module
-from brim.sequences.ablate_plot import plot
-from brim.sequences.ablate_report import Ablation, AblationStep, judge, relative_noise
-from brim.sequences.corpus import Corpus
-from brim.sequences.lstm import BiLstm
-from brim.sequences.model import SequenceConfig
-from brim.sequences.packing import pack
-from brim.sequences.reading import SequenceFolder
-from brim.sequences.synthetic import make_sequences
+from brim.report.plot_file import check_plot
+from brim.sequences.ablate.loop import Data, Feed, HandStep, PackedLstm, Setup, make_module
+from brim.sequences.ablate.plot import plot
+from brim.sequences.ablate.report import Ablation, AblationStep, judge, relative_noise
+from brim.sequences.ablate.run import START, ablate
+from brim.sequences.ablate import run as ablation
+from brim.sequences.corpus.packed import Corpus
+from brim.sequences.corpus.packing import pack
+from brim.sequences.corpus.reading import SequenceFolder
+from brim.sequences.corpus.synthetic import make_sequences
+from brim.sequences.model.lstm import BiLstm
+from brim.sequences.model.network import SequenceConfig
 
 torch.set_num_threads(1)
 CPU = torch.device("cpu")

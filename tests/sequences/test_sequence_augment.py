@@ -4,9 +4,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from brim.engine.device import stream
+from brim.engine.device.devices import stream
 from brim.errors import ConfigError
-from brim.sequences.augment import (
+from brim.sequences.model.network import frame_mask
+from brim.sequences.train.augment import (
     Augmentation,
     add_noise,
     augment,
@@ -16,7 +17,6 @@ from brim.sequences.augment import (
     span_mask,
     two_views,
 )
-from brim.sequences.model import frame_mask
 
 CPU = torch.device("cpu")
 NONE = Augmentation(crop=0, noise=0, time_masks=0, feature_masks=0)

@@ -11,17 +11,17 @@ import numpy as np
 import pytest
 import torch
 
-from brim.engine.buckets import BucketConfig
-from brim.engine.trainer import TrainConfig, train
+from brim.engine.rows.buckets import BucketConfig
+from brim.engine.training.trainer import TrainConfig, train
 from brim.errors import ConfigError, DatasetError
-from brim.sequences import dataloader
-from brim.sequences.augment import Augmentation
-from brim.sequences.dataloader import LoaderConfig, SequenceLoader
-from brim.sequences.model import Classifier, Encoder, SequenceConfig
-from brim.sequences.objectives import classification_loss
-from brim.sequences.packing import pack
-from brim.sequences.reading import PackedSequences, SequenceFolder, open_sequences
-from brim.sequences.synthetic import make_sequences
+from brim.sequences.corpus.packing import pack
+from brim.sequences.corpus.reading import PackedSequences, SequenceFolder, open_sequences
+from brim.sequences.corpus.synthetic import make_sequences
+from brim.sequences.model.network import Classifier, Encoder, SequenceConfig
+from brim.sequences.train import dataloader
+from brim.sequences.train.augment import Augmentation
+from brim.sequences.train.dataloader import LoaderConfig, SequenceLoader
+from brim.sequences.train.objectives import classification_loss
 
 torch.set_num_threads(1)
 CPU = torch.device("cpu")
@@ -183,8 +183,8 @@ def test_a_killed_worker_is_an_error_not_a_short_epoch(folder):
 KILLED = """
 import multiprocessing, sys, time
 import torch
-from brim.sequences.dataloader import LoaderConfig, SequenceLoader
-from brim.sequences.reading import SequenceFolder
+from brim.sequences.train.dataloader import LoaderConfig, SequenceLoader
+from brim.sequences.corpus.reading import SequenceFolder
 
 if __name__ == "__main__":
     config = LoaderConfig(batch_size=2, num_workers=1)

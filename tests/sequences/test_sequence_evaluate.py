@@ -11,18 +11,18 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from brim.engine.memory import inject_oom
+from brim.engine.device.memory import inject_oom
 from brim.errors import CheckpointError, ConfigError, DatasetError, StorageError
-from brim.sequences.corpus import Corpus
-from brim.sequences.data import open_data
-from brim.sequences.encode import measure, predict
-from brim.sequences.evaluate import embed, evaluate
-from brim.sequences.packing import pack
-from brim.sequences.probe import probe_accuracy
-from brim.sequences.run import load_run
-from brim.sequences.settings import SequenceTraining
-from brim.sequences.synthetic import make_sequences
-from brim.sequences.train import train
+from brim.sequences.config import SequenceTraining
+from brim.sequences.corpus.packed import Corpus
+from brim.sequences.corpus.packing import pack
+from brim.sequences.corpus.synthetic import make_sequences
+from brim.sequences.evaluate.encode import measure, predict
+from brim.sequences.evaluate.load import load_run
+from brim.sequences.evaluate.probe import probe_accuracy
+from brim.sequences.evaluate.run import embed, evaluate
+from brim.sequences.train.data import open_data
+from brim.sequences.train.run import train
 
 torch.set_num_threads(1)  # small batches: a second thread only competes
 

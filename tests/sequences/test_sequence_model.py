@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from brim.errors import ConfigError
-from brim.sequences.model import (
+from brim.sequences.model.network import (
     AttentionPool,
     Classifier,
     Encoder,

@@ -4,9 +4,9 @@ import pytest
 import torch
 from scipy.optimize import linear_sum_assignment
 
-from brim.engine.device import stream
+from brim.engine.device.devices import stream
 from brim.errors import ConfigError
-from brim.sequences.scores import (
+from brim.sequences.evaluate.scores import (
     accuracy,
     adjusted_rand_index,
     best_matching,

@@ -17,14 +17,14 @@ import torch
 from safetensors.torch import load_file
 
 from brim.errors import BrimError, CheckpointError, ConfigError, DatasetError, ShardCorrupt
-from brim.sequences.corpus import Corpus
-from brim.sequences.evaluate import embed, evaluate
-from brim.sequences.packing import pack
-from brim.sequences.run import load_run
-from brim.sequences.settings import SequenceTraining
-from brim.sequences.splits import split, stratified
-from brim.sequences.synthetic import make_sequences
-from brim.sequences.train import train
+from brim.sequences.config import SequenceTraining
+from brim.sequences.corpus.packed import Corpus
+from brim.sequences.corpus.packing import pack
+from brim.sequences.corpus.synthetic import make_sequences
+from brim.sequences.evaluate.load import load_run
+from brim.sequences.evaluate.run import embed, evaluate
+from brim.sequences.train.run import train
+from brim.sequences.train.splits import split, stratified
 
 torch.set_num_threads(1)  # small batches: a second thread only competes
 
@@ -61,7 +61,7 @@ def runs(corpus: Path) -> dict[str, Any]:
 
 @pytest.fixture(autouse=True)
 def _short_ceiling(monkeypatch: pytest.MonkeyPatch) -> None:
-    from brim.engine import trainer
+    from brim.engine.training import trainer
 
     slow = trainer.time_step
     monkeypatch.setattr(trainer, "time_step", lambda *a, **k: slow(*a, **{**k, "budget_s": 0.01}))

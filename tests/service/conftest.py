@@ -8,7 +8,7 @@ import pytest
 from live_api import Api, running
 from predicting import Predicting
 
-from brim.service import process
+from brim.service.run import process
 
 
 @pytest.fixture

@@ -12,12 +12,12 @@ from typing import Any, Self
 
 import torch
 
-from brim.engine.servable import Answer, Payload, Servable
+from brim.engine.batching.servable import Answer, Payload, Servable
 from brim.errors import Overloaded
-from brim.rf.serving import LocateServable
-from brim.segmentation.serving import SegmentServable
-from brim.sequences.serving import ClassifyServable
-from brim.service.prediction.client import Predictions
+from brim.rf.locate.serving import LocateServable
+from brim.segmentation.predict.serving import SegmentServable
+from brim.sequences.evaluate.serving import ClassifyServable
+from brim.service.predict.process.client import Predictions
 
 CPU = torch.device("cpu")
 

@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Any, Self
 
 from brim.jobs import durable
-from brim.jobs.catalogue import Catalogue, DatasetRow, upgrade
 from brim.jobs.durable import Queue
-from brim.service.app import guard, make_api
-from brim.service.main import Server, make_server
-from brim.service.prediction.client import Predictions
+from brim.jobs.store import Catalogue, DatasetRow, upgrade
+from brim.service.api.app import guard, make_api
+from brim.service.api.main import Server, make_server
+from brim.service.predict.process.client import Predictions
 from brim.service.settings import MIB, Settings
 
 TOKEN = "a-token-of-tests_0123456789"

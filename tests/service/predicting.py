@@ -11,11 +11,11 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-from brim.engine.servable import Answer
-from brim.service.prediction.client import Predictions
-from brim.service.process import Program
+from brim.engine.batching.servable import Answer
+from brim.service.predict.process.client import Predictions
+from brim.service.run.process import Program
+from brim.service.run.supervisor import Programs, Supervisor, programs
 from brim.service.settings import Settings
-from brim.service.supervisor import Programs, Supervisor, programs
 
 TOY = Path(__file__).with_name("toy_predictor.py")
 MODEL = {"name": "toy", "kind": "segment", "network": "toy", "path": "/nowhere", "version": "1"}

@@ -6,7 +6,7 @@ import pytest
 from live_api import GENERATION, JOBS
 
 from brim.errors import ConfigError
-from brim.jobs.process import cores
+from brim.jobs.worker.process import cores
 from brim.service.settings import Settings, from_options
 
 VALIDATE = f"{JOBS}/validate"

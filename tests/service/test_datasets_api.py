@@ -14,7 +14,7 @@ import pytest
 from live_api import JOBS, TOKEN, Answer, Api
 from PIL import Image
 
-from brim.jobs.catalogue import Output
+from brim.jobs.store import Output
 
 BOUNDARY = "a-boundary"
 Part = tuple[str, str | None, bytes]  # field, file name, content
@@ -201,7 +201,7 @@ def test_leftovers_of_an_upload_that_was_cut_short_go_at_the_next_start(api_with
 
 def test_a_dataset_in_use_cannot_be_deleted(api):
     from brim.rf import from_mapping
-    from brim.rf.generate import generate
+    from brim.rf.generate.dataset import generate
 
     dataset = api.add_dataset(path="datasets/made", items=12)
     generate(from_mapping({}), api.settings.data / "datasets" / "made", 12, device="cpu")
@@ -246,7 +246,7 @@ def test_a_dataset_whose_files_are_gone_says_so_without_saying_where(api, tmp_pa
 
 
 def test_a_run_shows_the_end_of_its_metrics(api):
-    from brim.jobs.specs import Spec
+    from brim.jobs.kinds.specs import Spec
 
     row, _ = api.catalogue.jobs.submit(Spec("rf.train", "a run", {"epochs": 3}), makes="run")
     phase = api.settings.data / "runs" / row.output_id / "train"

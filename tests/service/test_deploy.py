@@ -109,7 +109,7 @@ def test_the_commands_of_image_and_compose_have_options_that_exist(compose, dock
 
 
 def test_a_stop_is_given_longer_than_a_drain_takes(compose):
-    from brim.service.supervisor import API_STOP_S, DRAIN_S
+    from brim.service.run.supervisor import API_STOP_S, DRAIN_S
 
     assert int(compose["services"]["brim"]["stop_grace_period"].removesuffix("s")) > DRAIN_S + API_STOP_S
 

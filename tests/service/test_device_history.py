@@ -11,11 +11,11 @@ import pytest
 from live_api import Api
 
 from brim.errors import Unavailable
-from brim.jobs.catalogue.rows import DeviceRow
-from brim.jobs.live import STALE_S, Live
-from brim.jobs.status import Flow
-from brim.service.device_history import MAX_SAMPLES, DeviceHistory, Sample
-from brim.service.gauges import Cpu, Gauges
+from brim.jobs.kinds.status import Flow
+from brim.jobs.store.rows import DeviceRow
+from brim.jobs.worker.live import STALE_S, Live
+from brim.service.api.data.device_history import MAX_SAMPLES, DeviceHistory, Sample
+from brim.service.api.data.gauges import Cpu, Gauges
 
 HISTORY = "/api/devices/history"
 CPU = {"device": "cpu", "name": "a processor", "total_bytes": 8 * 2**30}
@@ -121,7 +121,7 @@ def test_the_ring_keeps_an_hour(tmp_path: Path):
 
 
 def test_workers_that_are_gone_are_dropped_and_those_with_another_device_begin_anew(tmp_path: Path, monkeypatch):
-    monkeypatch.setattr("brim.service.device_history.LIST_S", 0.0)
+    monkeypatch.setattr("brim.service.api.data.device_history.LIST_S", 0.0)
     working = {"w0": CPU, "w1": CPU}
     with DeviceHistory(tmp_path, lambda: rows(**working), interval_s=0.01) as history:
         until(lambda: len(history.last(60)) == 2 and len(history.last(60)[0].samples) > 10)
@@ -260,7 +260,7 @@ def test_a_word_of_a_worker_that_died_is_not_believed(tmp_path: Path, monkeypatc
     (tmp_path / "workers").mkdir()
     long_ago = time.time() - STALE_S - 1
     with monkeypatch.context() as then:
-        then.setattr("brim.jobs.live.time.time", lambda: long_ago)
+        then.setattr("brim.jobs.worker.live.time.time", lambda: long_ago)
         Live(tmp_path, "w0").tell("a" * 32, None)
     with DeviceHistory(tmp_path, lambda: rows(w0=CPU), interval_s=0.01) as history:
         (device,) = until(lambda: (found := history.last(60)) and found[0].samples and found)

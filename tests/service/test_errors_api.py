@@ -11,12 +11,12 @@ import pytest
 import torch
 from live_api import Api, running
 
-from brim.jobs.catalogue import JobRow, Output
-from brim.jobs.kinds import KINDS, Inputs, Task
-from brim.jobs.specs import read_body
-from brim.rf.error_points import ellipses
-from brim.rf.geometry import enu
-from brim.rf.locate import TX_HEIGHT_M
+from brim.jobs.kinds.registry import KINDS, Inputs, Task
+from brim.jobs.kinds.specs import read_body
+from brim.jobs.store import JobRow, Output
+from brim.rf.locate.error_points import ellipses
+from brim.rf.locate.solver import TX_HEIGHT_M
+from brim.rf.physics.geometry import enu
 
 TINY = {"channels": 16, "hidden": 8, "attention": 8, "embedding": 16, "convolutions": 1}
 
@@ -136,8 +136,8 @@ def test_draws_from_a_covariance_lie_inside_its_ellipse_as_often_as_the_level_sa
 
 
 def test_points_of_many_samples_are_evenly_taken(api, located, monkeypatch):
-    from brim.rf.error_points import error_points
-    from brim.rf.run import evaluate_run, load_run
+    from brim.rf.locate.error_points import error_points
+    from brim.rf.locate.run import evaluate_run, load_run
 
     run = load_run(api.settings.data / "runs" / located["run"])
     found = evaluate_run(run, api.settings.data / "datasets" / located["dataset"], device="cpu")
@@ -176,8 +176,8 @@ def test_an_evaluation_of_before_says_what_to_do(api, located):
 
 @pytest.fixture(scope="module", params=["self", "supervised"])
 def embedded(api: Api, request: pytest.FixtureRequest) -> dict[str, Any]:
-    from brim.jobs import sources
-    from brim.sequences.synthetic import make_sequences
+    from brim.jobs.registry import datasets as sources
+    from brim.sequences.corpus.synthetic import make_sequences
 
     folder = make_sequences(api.settings.data.parent / request.param, 60, dim=8, classes=3, mean_length=12)
     dataset = sources.add(api.catalogue, api.settings.data, name=request.param, path=folder, kind="sequences")
@@ -221,7 +221,7 @@ def test_predictions_of_the_points_are_those_of_the_scores(api, embedded):
 
 @pytest.mark.parametrize(("items", "dim", "explained"), [(1, 4, (0, 0)), (6, 1, (1, 0)), (6, 4, None), (5, 3, "same")])
 def test_few_embeddings_or_features_still_make_a_plane(items, dim, explained):
-    from brim.sequences.projection import principal_plane
+    from brim.sequences.evaluate.projection import principal_plane
 
     embedding = torch.randn(items, dim, generator=torch.Generator().manual_seed(1))
     if explained == "same":

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 from live_api import JOBS, TOKEN, Api
 
 from brim.errors import Unavailable
-from brim.jobs.catalogue import Output
-from brim.jobs.status import Progress
+from brim.jobs.kinds.status import Progress
+from brim.jobs.store import Output
 
 
 class Event(NamedTuple):
@@ -205,7 +205,7 @@ def test_a_stream_outlives_an_outage_of_the_catalogue(api, monkeypatch):
 
 
 def test_silence_is_broken_now_and_then(api, monkeypatch):
-    monkeypatch.setattr("brim.service.events.KEEP_ALIVE_S", 0.2)
+    monkeypatch.setattr("brim.service.api.events.KEEP_ALIVE_S", 0.2)
     job_id = running(api)
     with stream(api, job_id) as watching:
         watching.take(1)

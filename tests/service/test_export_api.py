@@ -18,9 +18,9 @@ import pytest
 from live_api import TOKEN, Answer, Api
 from test_datasets_api import NAMED, SEQUENCES, Part, array, picture, upload
 
-from brim.engine.shards import Dataset
+from brim.engine.storage.dataset import Dataset
 from brim.rf import from_mapping
-from brim.rf.generate import generate
+from brim.rf.generate.dataset import generate
 
 
 @pytest.fixture(scope="module")
@@ -138,7 +138,7 @@ def test_only_images_of_a_folder_by_reference_are_taken(api, tmp_path):
 
 
 def test_sequences_come_back_as_a_corpus(api, tmp_path):
-    from brim.sequences.corpus import Corpus
+    from brim.sequences.corpus.packed import Corpus
 
     parts: list[Part] = [("sequences", f"{n}.npy", array(5 + n, 3)) for n in range(3)]
     labels: Part = ("labels", "labels.csv", b"file,label\n0.npy,walk\n1.npy,walk\n2.npy,run\n")
@@ -168,7 +168,7 @@ def test_the_download_is_named_after_the_dataset(api, made):
 
 
 def test_files_that_need_64_bit_sizes_are_taken(tmp_path, monkeypatch):
-    from brim.service import zipping
+    from brim.service.api.data import zipping
 
     monkeypatch.setattr(zipfile, "ZIP64_LIMIT", 3000)  # in place of 2 GiB, which would take the test its time
     monkeypatch.setattr(zipping, "LARGE_BYTES", 1000)
@@ -235,7 +235,7 @@ def test_what_does_not_fit_on_the_disk_is_refused(api, made, tmp_path, monkeypat
 
 
 def test_a_disk_that_fills_meanwhile_ends_it(api, made, tmp_path, monkeypatch):
-    from brim.rf import export as library
+    from brim.rf.datasets import export as library
 
     free = tmp_path / "free"
     free.write_text(str(2**30))
@@ -294,7 +294,7 @@ def test_a_file_that_goes_meanwhile_cuts_the_download_short(api, tmp_path):
 
 
 def test_a_client_that_leaves_while_it_is_made_ends_it(api, made, monkeypatch):
-    from brim.rf import export as library
+    from brim.rf.datasets import export as library
 
     tables, table = [], library._table
 

@@ -16,9 +16,10 @@ from starlette.types import Receive, Scope, Send
 from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 
-from brim.service import front, unix_socket
-from brim.service.front import is_api
-from brim.service.gate import COOKIE
+from brim.service.api import dashboard_proxy as front
+from brim.service.api.auth import COOKIE
+from brim.service.api.dashboard_proxy import is_api
+from brim.service.run import unix_socket
 from brim.service.token import session_value
 
 COOKIES = {"Cookie": f"{COOKIE}={session_value(TOKEN)}"}

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from live_api import TOKEN
 
-from brim.service.app import make_api
-from brim.service.gate import Gate
+from brim.service.api.app import make_api
+from brim.service.api.auth import Gate
 from brim.service.token import session_value
 
 METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE")

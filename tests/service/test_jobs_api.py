@@ -7,8 +7,8 @@ from typing import Any
 from live_api import GENERATION, JOBS, TRAINING, Api
 
 from brim.errors import Conflict, Unavailable
-from brim.jobs.catalogue import Output
-from brim.jobs.status import Progress
+from brim.jobs.kinds.status import Progress
+from brim.jobs.store import Output
 
 KEYS = {
     *("id", "kind", "name", "status", "progress", "config", "result", "error"),
@@ -61,7 +61,7 @@ def test_the_second_body_as_it_stands_makes_a_training_job(api):
 
 def write_dataset(api: Api, dataset_id: str, samples: int = 8) -> Path:
     from brim.rf import from_mapping
-    from brim.rf.generate import generate
+    from brim.rf.generate.dataset import generate
 
     out = api.settings.data / "datasets" / dataset_id
     generate(from_mapping({}), out, samples, device="cpu")
@@ -145,7 +145,7 @@ def test_a_running_job_is_stopping_until_its_worker_has_let_it_go(api):
 
 
 def test_a_job_that_does_not_stop_cannot_be_resumed(api, monkeypatch):
-    monkeypatch.setattr("brim.service.routes_jobs.SETTLE_S", 0.3)
+    monkeypatch.setattr("brim.service.api.routes.jobs.SETTLE_S", 0.3)
     job = api.submit()
     start(api, job["id"])
     api.post(f"{JOBS}/{job['id']}/pause")
@@ -264,7 +264,7 @@ def test_a_catalogue_that_is_away_is_said_so(api, monkeypatch):
 
 
 def test_logs_are_read_on_from_where_the_last_answer_ended(api):
-    from brim.jobs.joblog import log_file, logging_to
+    from brim.jobs.worker.joblog import log_file, logging_to
 
     job = api.submit()
     assert api.get(f"{JOBS}/{job['id']}/logs").json == {"lines": [], "next": 0}

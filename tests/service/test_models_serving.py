@@ -15,16 +15,16 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from brim.engine.batch_runner import BatchRunner
-from brim.engine.memory import inject_oom
-from brim.engine.servable import Answer, Payload
+from brim.engine.batching.runner import BatchRunner
+from brim.engine.batching.servable import Answer, Payload
+from brim.engine.device.memory import inject_oom
 from brim.errors import ImageError, NotFound, TooLarge, UnsupportedType
-from brim.segmentation import registry
-from brim.segmentation.batch_sizes import BatchSizes, Entry, device_info, device_key
-from brim.segmentation.loader import ModelLoader
-from brim.segmentation.serving import SegmentServable
-from brim.segmentation.weights import save_weights
-from brim.service.prediction.models import Models, Registered
+from brim.segmentation.networks import registry
+from brim.segmentation.networks.weights import save_weights
+from brim.segmentation.predict.loader import ModelLoader
+from brim.segmentation.predict.serving import SegmentServable
+from brim.segmentation.tuning.batch_sizes import BatchSizes, Entry, device_info, device_key
+from brim.service.predict.process.models import Models, Registered
 
 CPU = torch.device("cpu")
 THRESHOLDS = (0.5, 0.6)
@@ -95,7 +95,7 @@ class Expected:
         }  # fmt: skip
 
     def outlines(self, payload: Payload, version: str) -> list[Any]:
-        from brim.segmentation.formats import geojson
+        from brim.segmentation.images import geojson
 
         threshold = payload.options.get("threshold", 0.5)
         return outlines(geojson(self._loaders[version].predict(bytes(payload.data), "tiny", threshold).polygons))

@@ -22,8 +22,8 @@ from PIL import Image
 from brim.cli import main
 from brim.errors import CheckpointError, OutOfMemory, Unavailable
 from brim.segmentation import create_model
-from brim.segmentation.weights import save_weights
-from brim.service import intake
+from brim.segmentation.networks.weights import save_weights
+from brim.service.predict import intake
 
 BOUNDARY = "a-boundary"
 FORM = {"Content-Type": f"multipart/form-data; boundary={BOUNDARY}"}

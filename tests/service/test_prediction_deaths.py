@@ -14,7 +14,7 @@ import pytest
 from predicting import MODEL, Predicting, ask, client, until, wait_for
 
 from brim.errors import Unavailable
-from brim.service.prediction.client import Predictions
+from brim.service.predict.process.client import Predictions
 
 STAGES = ["decode", "forward", "finish"]
 
@@ -118,7 +118,7 @@ def test_a_model_whose_loading_kills_is_left_alone_and_the_others_answer(own):
 
 
 def test_a_stopped_predictor_is_killed_and_its_requests_answered(own, monkeypatch):
-    monkeypatch.setattr("brim.service.supervisor.PREDICT_SILENCE_S", 1.0)
+    monkeypatch.setattr("brim.service.run.supervisor.PREDICT_SILENCE_S", 1.0)
 
     async def run(predicting: Predicting) -> None:
         async with client(predicting) as predictions:
@@ -148,7 +148,7 @@ def test_a_predictor_asked_to_end_gives_the_answers_under_way_and_the_next_one_t
 API = """
 import asyncio, sys, time
 from pathlib import Path
-from brim.service.prediction.client import Predictions
+from brim.service.predict.process.client import Predictions
 model = {model!r}
 
 async def main():

@@ -10,8 +10,8 @@ import pytest
 from predicting import MODEL, Predicting, ask, client, wait_for
 
 from brim.errors import DeadlinePassed, ImageError, Overloaded, Unavailable
-from brim.service.prediction.client import Predictions
-from brim.service.unix_socket import short_name
+from brim.service.predict.process.client import Predictions
+from brim.service.run.unix_socket import short_name
 
 
 @pytest.fixture(scope="module")

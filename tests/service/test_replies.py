@@ -2,7 +2,7 @@
 
 import pytest
 
-from brim.service.replies import Replies
+from brim.service.predict.replies import Replies
 
 
 def test_what_most_replies_take_is_kept_back():

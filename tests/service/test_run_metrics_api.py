@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from live_api import Api
 
-from brim.jobs.catalogue import Output
+from brim.jobs.store import Output
 
 
 @pytest.fixture

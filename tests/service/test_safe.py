@@ -128,7 +128,7 @@ def process(data: Path) -> Iterator[tuple[subprocess.Popen[bytes], int, int]]:
     reading, lifeline = os.pipe()
     fds = (reading, listening.fileno())
     started = subprocess.Popen(
-        [sys.executable, "-m", "brim.service.main", *map(str, fds)],
+        [sys.executable, "-m", "brim.service.api.main", *map(str, fds)],
         stdin=subprocess.PIPE,
         stderr=subprocess.PIPE,
         pass_fds=fds,

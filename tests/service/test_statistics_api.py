@@ -11,10 +11,10 @@ import pytest
 from live_api import Api
 from test_datasets_api import NAMED, SEQUENCES, Part, array, picture, upload
 
-from brim.engine.shards import Dataset
+from brim.engine.storage.dataset import Dataset
 from brim.rf import from_mapping, preset
-from brim.rf.generate import generate
-from brim.rf.inspect import named_columns
+from brim.rf.datasets.inspect import named_columns
+from brim.rf.generate.dataset import generate
 
 SAMPLES = 12
 
@@ -88,7 +88,7 @@ def test_receivers_of_samples_that_have_their_own_are_not_listed(api, made):
 
 
 def test_transmitters_of_a_large_dataset_are_evenly_taken(api, made, monkeypatch):
-    from brim.rf import inspect, statistics
+    from brim.rf.datasets import inspect, statistics
 
     monkeypatch.setattr(inspect, "MAX_KEPT", 6)
     monkeypatch.setattr(statistics, "MAX_TRANSMITTERS", 4)
@@ -128,7 +128,7 @@ def test_a_growing_dataset_shows_what_is_there(api, made, tmp_path):
 
 
 def test_figures_are_kept_until_the_files_change(api, made, tmp_path, monkeypatch):
-    from brim.rf import statistics
+    from brim.rf.datasets import statistics
 
     calls = []
     survey = statistics.survey
@@ -154,8 +154,8 @@ def test_figures_are_kept_until_the_files_change(api, made, tmp_path, monkeypatc
 
 
 def test_too_many_at_once_are_refused(api, made, monkeypatch):
-    from brim.rf import statistics
-    from brim.service import statistics as kept
+    from brim.rf.datasets import statistics
+    from brim.service.api.data import statistics as kept
 
     go_on = threading.Event()
     survey = statistics.survey

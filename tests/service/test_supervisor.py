@@ -16,17 +16,17 @@ from pathlib import Path
 import pytest
 
 from brim.errors import ConfigError, Conflict
-from brim.jobs.process import FileLock
-from brim.service import process
-from brim.service.process import Child, Death, Program
+from brim.jobs.worker.process import FileLock
+from brim.service.run import process
+from brim.service.run.process import Child, Death, Program
+from brim.service.run.supervisor import Programs, Supervisor, listen, programs
 from brim.service.settings import Settings
-from brim.service.supervisor import Programs, Supervisor, listen, programs
 
 # Each stand-in notes its number under its name, then does what the test is about.
 HEAD = """
 import json, os, signal, sys, threading, time
 from pathlib import Path
-from brim.jobs.process import FileLock, Heartbeat, die_with_supervisor, read_settings
+from brim.jobs.worker.process import FileLock, Heartbeat, die_with_supervisor, read_settings
 settings = read_settings()
 die_with_supervisor(int(sys.argv[2]))
 beat = Heartbeat(int(sys.argv[1])) if sys.argv[1] != "None" else lambda: None
@@ -252,7 +252,7 @@ def test_workers_are_asked_to_end_before_the_api(running, notes):
 
 
 def test_a_worker_that_will_not_end_is_killed(running, notes, monkeypatch):
-    monkeypatch.setattr("brim.service.supervisor.DRAIN_S", 0.5)
+    monkeypatch.setattr("brim.service.run.supervisor.DRAIN_S", 0.5)
     one = running(program(notes, "signal.signal(signal.SIGTERM, signal.SIG_IGN)\ntime.sleep(600)"))
     until(lambda: pids(notes))
     time.sleep(0.2)
@@ -268,7 +268,7 @@ import sys, threading
 sys.path.insert(0, {str(Path(__file__).parent)!r})
 from pathlib import Path
 from test_supervisor import BEATING, program
-from brim.service.supervisor import Programs, Supervisor
+from brim.service.run.supervisor import Programs, Supervisor
 api = program(Path({str(notes)!r}), "time.sleep(600)", name="api")
 workers = [program(Path({str(notes)!r}), BEATING, hang_s=60)]
 Supervisor(Programs([api], workers), lambda deaths: []).run(lambda: False)
@@ -289,7 +289,7 @@ def test_a_lock_is_held_by_one_process_and_ends_with_it(tmp_path):
     path = tmp_path / "lock"
     code = f"""
 from pathlib import Path
-from brim.jobs.process import FileLock
+from brim.jobs.worker.process import FileLock
 assert FileLock(Path({str(path)!r})).take()
 print("held", flush=True)
 import time; time.sleep(600)
@@ -310,7 +310,7 @@ import time; time.sleep(600)
 
 
 def test_a_port_in_use_is_refused_in_words(monkeypatch):
-    monkeypatch.setattr("brim.service.supervisor.BIND_S", 0.1)
+    monkeypatch.setattr("brim.service.run.supervisor.BIND_S", 0.1)
     with (
         socket.create_server(("127.0.0.1", 0)) as other,
         pytest.raises(ConfigError, match=r"port \d+: address already"),

@@ -11,7 +11,7 @@ from brim.cli.options import needing_service
 from brim.errors import ConfigError, StorageError, Unavailable
 
 if TYPE_CHECKING:
-    from brim.jobs.catalogue import Catalogue
+    from brim.jobs.store import Catalogue
 
 Data = Annotated[
     Path | None,
@@ -32,7 +32,7 @@ def open_catalogue(
     first  what makes one, as the error says: "add a dataset first"
     """
     with needing_service("the catalogue"):
-        from brim.jobs.catalogue import Catalogue, upgrade
+        from brim.jobs.store import Catalogue, upgrade
         from brim.service.settings import from_options
     settings = from_options(data=data, database=database)
     file = Path(settings.catalogue_url.removeprefix("sqlite:///"))

@@ -14,10 +14,10 @@ from brim.cli.catalogue import Data, Database, open_catalogue
 from brim.cli.options import Json, check_choice, check_positive, one_of, whole
 from brim.cli.terminal import Stop, print_json, say, show
 from brim.errors import ConfigError, Conflict, NotFound
-from brim.jobs.sources import KINDS
+from brim.jobs.registry.datasets import KINDS
 
 if TYPE_CHECKING:
-    from brim.jobs.catalogue import Catalogue, DatasetRow
+    from brim.jobs.store import Catalogue, DatasetRow
 
 datasets = typer.Typer(no_args_is_help=True, epilog="Example: brim datasets add cells folder --kind images")
 
@@ -54,7 +54,7 @@ def add(
         raise ConfigError(f"--labels {labels} is for --kind sequences; masks of images lie in a folder masks")
     with Stop() as stop, _open(data, database, make=True) as (catalogue, folder):
         from brim.cli.sequence import SequenceDisplay
-        from brim.jobs import sources
+        from brim.jobs.registry import datasets as sources
 
         with SequenceDisplay(stop) as display:
             row = sources.add(
@@ -112,7 +112,7 @@ def remove(
 ) -> None:
     """Delete a dataset that no job uses; of one that was added where it lies, only the entry goes."""
     with _open(data, database) as (catalogue, folder):
-        from brim.jobs import sources
+        from brim.jobs.registry import datasets as sources
 
         row = _find(catalogue, dataset)
         sources.remove(catalogue, folder, row.id)

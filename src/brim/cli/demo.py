@@ -25,7 +25,7 @@ from brim.cli.terminal import Display, Stop, end_stopped, print_json, quote, rem
 from brim.errors import ConfigError
 
 if TYPE_CHECKING:
-    from brim.segmentation.loader import ModelLoader
+    from brim.segmentation.predict.loader import ModelLoader
 
 # A half-watt hand-held transmitter: weak enough that the gates have something to refuse.
 RADIO: Final = {"tx_power_dbm": 27.0, "min_snr_db": 10.0, "max_gdop": 5.0, "min_receivers": 4}
@@ -77,7 +77,7 @@ def demo(
     check_positive("--samples", samples)
     began_s = time.perf_counter()
     with Stop() as stop:
-        from brim.engine.device import resolve_device
+        from brim.engine.device.devices import resolve_device
 
         on_gpu = resolve_device("auto").type == "cuda"
         done = Demo(out, samples or (SAMPLES_GPU if on_gpu else SAMPLES_CPU), on_gpu, stop, quiet=as_json)
@@ -149,7 +149,7 @@ class Demo:
 
 def _generate(demo: Demo) -> None:
     from brim.rf import from_mapping
-    from brim.rf.report import write_report
+    from brim.rf.datasets.page import write_report
 
     sizes = {
         "dataset": max(2, demo.samples),
@@ -168,7 +168,7 @@ def _generate(demo: Demo) -> None:
 
 
 def _train(demo: Demo) -> None:
-    from brim.rf.train import LocatorTraining
+    from brim.rf.locate.train import LocatorTraining
 
     trained = run_train([demo.out / "dataset"], demo.run, LocatorTraining(**demo.locator), demo.stop)
     demo.found["train"] = trained.as_dict()
@@ -193,9 +193,9 @@ def _evaluate(demo: Demo) -> None:
 
 
 def _tune(demo: Demo) -> None:
-    from brim.engine.device import resolve_device
-    from brim.segmentation.batch_sizes import BatchSizes, device_key
-    from brim.segmentation.tune import tune
+    from brim.engine.device.devices import resolve_device
+    from brim.segmentation.tuning.batch_sizes import BatchSizes, device_key
+    from brim.segmentation.tuning.tune import tune
 
     device, size = resolve_device("auto"), CELLS["height"]
     known = BatchSizes.read(demo.batch_sizes).entry(device_key(device), NETWORK)
@@ -212,8 +212,8 @@ def _tune(demo: Demo) -> None:
 
 
 def _segment(demo: Demo) -> None:
-    from brim.segmentation.loader import ModelLoader
-    from brim.segmentation.train import SegmentTrainConfig, train
+    from brim.segmentation.predict.loader import ModelLoader
+    from brim.segmentation.train.run import SegmentTrainConfig, train
 
     for name, made in (("cells", CELLS), ("new-cells", NEW_CELLS)):
         _once(demo.out / name, partial(_cells, made))
@@ -234,13 +234,13 @@ def _segment(demo: Demo) -> None:
 
 
 def _cells(made: dict[str, int], folder: Path) -> None:
-    from brim.segmentation.cells import write_cells
+    from brim.segmentation.scenes.cells import write_cells
 
     write_cells(folder / "images", folder / "masks", **made)
 
 
 def _predict(demo: Demo, loader: "ModelLoader", form: str) -> dict[str, Any]:
-    from brim.segmentation.predict_files import FilesConfig, predict_files
+    from brim.segmentation.predict.files import FilesConfig, predict_files
 
     place = demo.out / ("polygons" if form == "geojson" else "overlays")
     with Display(demo.stop) as display:

@@ -7,14 +7,14 @@ from brim.cli.demo import CLASSIFYING, SEGMENTING, Demo
 from brim.errors import Conflict
 
 if TYPE_CHECKING:
-    from brim.jobs.catalogue import Catalogue
-    from brim.jobs.catalogue.rows import DatasetKind
+    from brim.jobs.store import Catalogue
+    from brim.jobs.store.rows import DatasetKind
 
 
 def list_made(demo: Demo, catalogue: "Catalogue", data: Path) -> None:
     """List datasets, runs, models and batch sizes, each once; all stay where they are."""
-    from brim.jobs import models, runs
-    from brim.segmentation.batch_sizes import BatchSizes
+    from brim.jobs.registry import models, runs
+    from brim.segmentation.tuning.batch_sizes import BatchSizes
 
     BatchSizes.read(demo.batch_sizes).write(data / "batch_sizes.json")
     radio = _dataset(catalogue, data, "demo radio", demo.out / "dataset", "rf")
@@ -37,7 +37,7 @@ def list_made(demo: Demo, catalogue: "Catalogue", data: Path) -> None:
 
 def _dataset(catalogue: "Catalogue", data: Path, name: str, path: Path, kind: "DatasetKind") -> str:
     """The id of a dataset where it lies; one that has grown since it was listed is listed anew."""
-    from brim.jobs import sources
+    from brim.jobs.registry import datasets as sources
 
     known = next((row for row in catalogue.datasets.named(name) if row.path == str(path.resolve())), None)
     if known is not None:

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from brim.rf.page import card, document, metres, number, percent, table, tiles, write_page
+from brim.report.page import card, document, metres, number, percent, table, tiles, write_page
 
 _MOST_PICTURES = 4
 

@@ -15,7 +15,7 @@ from brim.cli.terminal import Stop, print_json, say, show
 from brim.errors import NotFound
 
 if TYPE_CHECKING:
-    from brim.jobs.catalogue import ModelRow
+    from brim.jobs.store import ModelRow
 
 models = typer.Typer(no_args_is_help=True, epilog="Example: brim models add cells run --data brim-data")
 
@@ -45,8 +45,8 @@ def add(
     under way end with the old one.
     """
     with Stop() as stop:
-        from brim.jobs.models import add as add_model
-        from brim.jobs.models import check_name
+        from brim.jobs.registry.models import add as add_model
+        from brim.jobs.registry.models import check_name
 
         check_name(name)
         with _open(data, database, make=True) as (catalogue, _):

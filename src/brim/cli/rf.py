@@ -149,7 +149,7 @@ def generate(
         "seed": seed,
     }
     with Stop() as stop:
-        from brim.engine.memory import parse_size
+        from brim.engine.device.memory import parse_size
 
         resolved = _resolve(preset, config, stations, {k: v for k, v in flags.items() if v is not None})
         budget = None if memory is None else parse_size(memory)
@@ -185,8 +185,8 @@ def inspect(
     as_json: Json = False,
 ) -> None:
     """Verify a dataset and say what is in it."""
-    from brim.rf.inspect import inspect as look
-    from brim.rf.report import write_report
+    from brim.rf.datasets.inspect import inspect as look
+    from brim.rf.datasets.page import write_report
 
     with Display() as display:
         facts = look(dataset, progress=display.shards("verifying")).as_dict()
@@ -217,8 +217,8 @@ def export(
     as_json: Json = False,
 ) -> None:
     """Write a dataset in a format that other tools read."""
-    from brim.rf.export import FORMATS
-    from brim.rf.export import export as write
+    from brim.rf.datasets.export import FORMATS
+    from brim.rf.datasets.export import export as write
 
     check_choice("--format", fmt, FORMATS)
     with Display() as display:
@@ -292,7 +292,7 @@ def run_generate(
     resume: bool = True,
 ) -> "Report":
     """Generate with progress on the terminal, until done or stopped; with all workers of a pool where there is one."""
-    from brim.engine.storage import is_url
+    from brim.engine.storage.places import is_url
     from brim.rf import generate
 
     with Display(stop) as display:

@@ -15,9 +15,9 @@ from brim.cli.terminal import Display, Stop, end_stopped, print_json, quote, rem
 from brim.errors import ConfigError
 
 if TYPE_CHECKING:
-    from brim.segmentation.predict_files import FilesReport
-    from brim.segmentation.train import SegmentTrainReport
-    from brim.segmentation.tune import Tuned
+    from brim.segmentation.predict.files import FilesReport
+    from brim.segmentation.train.run import SegmentTrainReport
+    from brim.segmentation.tuning.tune import Tuned
 
 SEARCHES = ("precision", "layout", "compile")
 NETWORKS = ("hrnet", "resunet_small", "resunet_advanced", "unet_tiny")  # built in; what the shell offers, without torch
@@ -63,11 +63,11 @@ def tune(
     if weights is not None and len(names) > 1:
         raise ConfigError(f"--weights {weights} fit one network, --models names {len(names)}; tune one at a time")
     with Stop() as stop:  # an import must not be left halfway
-        from brim.engine.device import resolve_device
-        from brim.engine.plot_file import check_plot
-        from brim.segmentation.batch_sizes import device_key
-        from brim.segmentation.tune import tune as run_tune
-        from brim.segmentation.tune_plot import plot as draw
+        from brim.engine.device.devices import resolve_device
+        from brim.report.plot_file import check_plot
+        from brim.segmentation.tuning.batch_sizes import device_key
+        from brim.segmentation.tuning.plot import plot as draw
+        from brim.segmentation.tuning.tune import tune as run_tune
     if stop():
         raise typer.Exit(128 + stop.number)
     for name in names:
@@ -163,9 +163,9 @@ def predict(
     if allow_mixed and cluster is None:
         raise ConfigError("--allow-mixed is for --cluster; leave it out for one device")
     with Stop() as stop:
-        from brim.segmentation.formats import FORMATS
-        from brim.segmentation.loader import ModelLoader
-        from brim.segmentation.predict_files import FilesConfig, predict_files
+        from brim.segmentation.images.formats import FORMATS
+        from brim.segmentation.predict.files import FilesConfig, predict_files
+        from brim.segmentation.predict.loader import ModelLoader
 
         check_choice("--format", format, FORMATS)
         _check_network("--model", model)
@@ -179,7 +179,7 @@ def predict(
                 found = predict_files(images, loader, out, config, progress=tell, stop=stop, resume=resume)
             else:
                 from brim.cluster.predict import predict_many
-                from brim.segmentation.bulk import Recipe
+                from brim.segmentation.predict.bulk import Recipe
 
                 recipe = Recipe(files=config, device=device, precision=precision, tile=tile, resize=resize)
                 found = predict_many(
@@ -235,8 +235,8 @@ def train(
     check_positive("--epochs", epochs)
     check_positive("--batch-size", batch_size)
     with Stop() as stop:
-        from brim.segmentation.train import SegmentTrainConfig
-        from brim.segmentation.train import train as run_train
+        from brim.segmentation.train.run import SegmentTrainConfig
+        from brim.segmentation.train.run import train as run_train
 
         _check_network("--model", model)
         config = SegmentTrainConfig(
@@ -282,14 +282,14 @@ def _names(flag: str, text: str) -> list[str]:
 
 
 def _check_network(flag: str, name: str) -> None:
-    from brim.segmentation.registry import model_names
+    from brim.segmentation.networks.registry import model_names
 
     check_choice(flag, name, model_names())
 
 
 def _module(name: str, weights: Path | None) -> Any:
-    from brim.segmentation.registry import create_model
-    from brim.segmentation.weights import load_weights
+    from brim.segmentation.networks.registry import create_model
+    from brim.segmentation.networks.weights import load_weights
 
     module = create_model(name)
     if weights is not None:
@@ -325,7 +325,7 @@ def _print_predicted(found: "FilesReport", out: str) -> None:
 
 
 def _print_trained(report: "SegmentTrainReport", model: str, out: Path) -> None:
-    from brim.engine.train_report import summary_line
+    from brim.engine.training.report import summary_line
 
     assert report.training is not None
     show(f"run:  {out}\nnext: brim segment predict IMAGES --model {model} --weights {quote(out)} --out polygons")

@@ -80,8 +80,8 @@ def serve(
             "give fewer, or CUDA_VISIBLE_DEVICES= for workers on the CPU"
         )
     with needing_service("the service"):
+        from brim.service.run.start import serve as run
         from brim.service.settings import from_options
-        from brim.service.start import serve as run
     settings = from_options(
         host=host,
         port=port,

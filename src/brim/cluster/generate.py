@@ -20,14 +20,13 @@ from typing import Any
 
 from brim.cluster.pool import Done, Event, Facts, Failed, Lost, Pool, Ready
 from brim.cluster.worker import Account, Accounts, Gate, Made, MadeShard, Make, RangeWork
-from brim.engine.meter import ceiling_share
-from brim.engine.shard_writer import ShardWriter, Verify, verify
-from brim.engine.shards import MANIFEST
-from brim.engine.storage import LocalPlace, Place, place_of
+from brim.engine.meter.throughput import ceiling_share
+from brim.engine.storage.dataset import MANIFEST
+from brim.engine.storage.places import LocalPlace, Place, place_of
+from brim.engine.storage.writer import ShardWriter, Verify, verify
 from brim.errors import BrimError, ClusterError, DatasetError, OutOfMemory
 from brim.rf.config import GenerateConfig
-from brim.rf.gates import REASONS
-from brim.rf.generate import (
+from brim.rf.generate.dataset import (
     Progress,
     Report,
     attend,
@@ -37,8 +36,9 @@ from brim.rf.generate import (
     open_writer,
     warn_other_device,
 )
-from brim.rf.ranges import Block, Outcome, Range, RangeBook, gate_block
-from brim.rf.rows import dataset_bytes
+from brim.rf.generate.gates import REASONS
+from brim.rf.generate.ranges import Block, Outcome, Range, RangeBook, gate_block
+from brim.rf.generate.rows import dataset_bytes
 
 START_S = 180.0  # for workers to be ready: they import, compile and fit their batch
 ACCOUNT_S = 15.0  # for workers to measure their ceiling: about a second each, all at once
@@ -69,7 +69,7 @@ def generate_many(
 ) -> Report:
     """Make a dataset of `samples` accepted samples in `out` with all workers of a pool, continuing what is there.
 
-    Shards are the same bytes as those of `brim.rf.generate` on one device of the same type, whatever the number of
+    Shards are the same bytes as those of one device of the same type, whatever the number of
     workers, their order, or how many of them die. batch_size and memory are each worker's. `progress` is called at
     least once a second; `stop` is asked as often, and whole shards made until then stay a usable dataset.
     allow_mixed takes workers of several device types, whose bytes may differ in their last bits. The pool is closed.

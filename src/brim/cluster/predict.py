@@ -2,7 +2,7 @@
 
     tasks → read ×CPUs → score ×GPUs, warm networks → write ×CPUs → outcomes → here
 
-segmentation/bulk.py has the steps, conductor.py runs them in the cluster. Results in a store are written where they are
+bulk.py has the steps, conductor.py runs them in the cluster. Results in a store are written where they are
 made; those for a directory of this machine come here and are written here. An image is finished when its record is
 there: the same command again reads every image, compares hashes, and predicts only what is missing or changed.
 """
@@ -20,16 +20,16 @@ from typing import Any
 
 from brim.cluster.conductor import Plan, Resources, Told, conducted, raise_if_told
 from brim.cluster.ray_connect import Cluster, Node, connect, import_ray
-from brim.engine.memory import format_size
-from brim.engine.meter import ceiling_share
-from brim.engine.storage import Place, place_of
+from brim.engine.device.memory import format_size
+from brim.engine.meter.throughput import ceiling_share
+from brim.engine.storage.places import Place, place_of
 from brim.errors import BrimError, ClusterError, ConfigError
-from brim.segmentation.batch_sizes import BatchSizes
-from brim.segmentation.bulk import BulkScorer, Parcel, Recipe, Sheet, Task, pack_weights, parcels
-from brim.segmentation.formats import Writer
-from brim.segmentation.predict import PredictProgress, PredictReport
-from brim.segmentation.predict_files import FilesReport, Found, find_inputs
-from brim.segmentation.records import FOLDER, Record, Records, recipe_of
+from brim.segmentation.images.formats import Writer
+from brim.segmentation.predict.bulk import BulkScorer, Parcel, Recipe, Sheet, Task, pack_weights, parcels
+from brim.segmentation.predict.files import FilesReport, Found, find_inputs
+from brim.segmentation.predict.records import FOLDER, Record, Records, recipe_of
+from brim.segmentation.predict.stream import PredictProgress, PredictReport
+from brim.segmentation.tuning.batch_sizes import BatchSizes
 
 SHARE = 0.25  # of a core for a step beside the network, where the network runs on the same cores
 NODE_BYTES = 2**30  # of memory free on each node: a process of each step and a few parcels

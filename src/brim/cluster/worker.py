@@ -22,17 +22,17 @@ from typing import Any
 import torch
 
 from brim.cluster.pool import Facts
-from brim.engine.device import resolve_device
-from brim.engine.memory import PeakMemory, format_size, free_bytes
-from brim.engine.meter import BUSY, INPUT, GpuSampler
-from brim.engine.shard_file import ShardEntry, shard_name, write_shard
-from brim.engine.storage import LocalPlace, Place
+from brim.engine.device.devices import resolve_device
+from brim.engine.device.memory import PeakMemory, format_size, free_bytes
+from brim.engine.meter.throughput import BUSY, INPUT, GpuSampler
+from brim.engine.storage.places import LocalPlace, Place
+from brim.engine.storage.shard_file import ShardEntry, shard_name, write_shard
 from brim.errors import OutOfMemory
 from brim.rf.config import GenerateConfig
-from brim.rf.gates import first_accepted
-from brim.rf.ranges import Block, Outcome, Range, gate_block, make_ranges
-from brim.rf.rows import dataset_bytes
-from brim.rf.stages import Rows, Stages
+from brim.rf.generate.gates import first_accepted
+from brim.rf.generate.ranges import Block, Outcome, Range, gate_block, make_ranges
+from brim.rf.generate.rows import dataset_bytes
+from brim.rf.generate.stages import Rows, Stages
 
 WRITERS = 4  # shards written at once: a disk or a store takes its time to be sure of each
 HELD_SHARDS = WRITERS + 4  # in a worker's memory at once: made, being written, and the parts of the next

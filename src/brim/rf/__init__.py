@@ -1,10 +1,10 @@
 """Synthetic radio data by the batch: scene → link → waveform → channel → receiver → features, gates first."""
 
-from brim.rf.compute import generate_batch
 from brim.rf.config import PRESETS, GenerateConfig, Station, from_mapping, preset, read_stations, read_toml
-from brim.rf.features import FEATURES
-from brim.rf.generate import Progress, Report, generate
-from brim.rf.rows import TRUTH
+from brim.rf.features.estimators import FEATURES
+from brim.rf.generate.compute import generate_batch
+from brim.rf.generate.dataset import Progress, Report, generate
+from brim.rf.generate.rows import TRUTH
 
 __all__ = [
     "FEATURES",

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from brim.errors import ConfigError
-from brim.rf.philox import PATH_STRIDE
+from brim.rf.physics.philox import PATH_STRIDE
 
 Waveform = Literal["nbfm", "am", "cw", "fsk"]
 Loss = Literal["free_space", "log_distance", "hata"]

@@ -1,11 +1,11 @@
 """Segmentation: find the right batch size of a network, train it, turn images into polygons."""
 
-from brim.segmentation.loader import ModelLoader
-from brim.segmentation.polygons import Polygon
-from brim.segmentation.prediction import Prediction
-from brim.segmentation.registry import create_model, model_names, register_model
-from brim.segmentation.train import SegmentTrainConfig, SegmentTrainReport, train
-from brim.segmentation.tune import Tuned, tune, tune_model
+from brim.segmentation.networks.registry import create_model, model_names, register_model
+from brim.segmentation.objects.polygons import Polygon
+from brim.segmentation.objects.prediction import Prediction
+from brim.segmentation.predict.loader import ModelLoader
+from brim.segmentation.train.run import SegmentTrainConfig, SegmentTrainReport, train
+from brim.segmentation.tuning.tune import Tuned, tune, tune_model
 
 __all__ = [
     "ModelLoader",

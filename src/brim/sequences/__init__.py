@@ -1,14 +1,14 @@
 """Sequences: pack variable-length features once, train on them at the ceiling, learn with or without labels."""
 
-from brim.sequences.augment import Augmentation
-from brim.sequences.corpus import Corpus
-from brim.sequences.evaluate import Evaluation, embed, evaluate
-from brim.sequences.model import Classifier, Encoder, SequenceConfig
-from brim.sequences.pack_report import PackReport
-from brim.sequences.packing import pack
-from brim.sequences.run import load_run
-from brim.sequences.synthetic import make_sequences
-from brim.sequences.train import SequenceReport, SequenceTraining, train
+from brim.sequences.corpus.pack_report import PackReport
+from brim.sequences.corpus.packed import Corpus
+from brim.sequences.corpus.packing import pack
+from brim.sequences.corpus.synthetic import make_sequences
+from brim.sequences.evaluate.load import load_run
+from brim.sequences.evaluate.run import Evaluation, embed, evaluate
+from brim.sequences.model.network import Classifier, Encoder, SequenceConfig
+from brim.sequences.train.augment import Augmentation
+from brim.sequences.train.run import SequenceReport, SequenceTraining, train
 
 __all__ = [
     "Augmentation",

@@ -15,7 +15,7 @@ from typing import Any
 from urllib.parse import quote, urlsplit
 
 from brim.errors import ConfigError
-from brim.jobs.process import urls
+from brim.jobs.worker.process import urls
 
 DEFAULT_DATA = "brim-data"  # beside where the service is started; BRIM_DATA names another
 FOLDERS = ("datasets", "runs", "results", "jobs", "uploads", "trash", "workers")

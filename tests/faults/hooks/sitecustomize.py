@@ -127,10 +127,10 @@ class Finder:
     """Patches modules as they are imported."""
 
     patches = {  # noqa: RUF012
-        "brim.jobs.attempt": patch_attempt,
-        "brim.jobs.session": patch_session,
-        "brim.segmentation.network": patch_network,
-        "brim.segmentation.tiles": patch_tiles,
+        "brim.jobs.worker.attempt": patch_attempt,
+        "brim.jobs.worker.session": patch_session,
+        "brim.segmentation.networks.network": patch_network,
+        "brim.segmentation.predict.tiles": patch_tiles,
     }
 
     def find_spec(self, name, path=None, target=None):

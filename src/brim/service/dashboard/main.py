@@ -15,7 +15,7 @@ import uvicorn
 from fastapi import FastAPI
 from nicegui import ui
 
-from brim.jobs.process import die_with_supervisor, read_settings
+from brim.jobs.worker.process import die_with_supervisor, read_settings
 from brim.service.dashboard.client import Api
 from brim.service.dashboard.pages import add_all
 from brim.service.settings import Settings

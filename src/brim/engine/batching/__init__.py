@@ -1,0 +1,1 @@
+"""Requests in, batches through a model, answers out, each before its deadline."""

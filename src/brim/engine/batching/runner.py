@@ -1,0 +1,498 @@
+"""Requests → batches → futures: the threads around the batch policy, the same for every kind of model.
+
+    submit ─▶ decode ×W ─▶ device ×1 ─▶ collect ×1 ─▶ finish ×W ─▶ the request's future
+              by deadline   asks the     waits for     by deadline
+                            policy       the device
+
+One lock guards the policy and the requests; models and futures are called without it. A request is resolved exactly
+once, whatever its model, its client or the device do.
+"""
+
+import heapq
+import itertools
+import logging
+import math
+import queue
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Hashable, Sequence
+from concurrent.futures import Future, InvalidStateError
+from contextlib import suppress
+from dataclasses import replace
+from types import TracebackType
+from typing import Any, Self
+
+from brim.engine.batching.policy import BatcherConfig, BatchPolicy, Start
+from brim.engine.batching.servable import Answer, Item, Payload, Servable, Shape
+from brim.engine.batching.service_times import MAX_KEYS, PoolTimes
+from brim.engine.batching.stats import BatchStats
+from brim.engine.batching.work import Batch, Failed, Job, Piece, Reply, forward, halves, too_late
+from brim.errors import BrimError, DeadlinePassed, Overloaded
+
+__all__ = ["Answer", "BatchRunner", "Item", "Payload", "Reply", "Servable", "Shape"]
+
+log = logging.getLogger("brim")
+
+LOOK_S = 0.02  # how often those that wait are checked against their deadlines, while nothing else happens
+JOIN_S = 5.0  # for a thread to end; one in a hung forward is left to its process
+
+
+def _nothing(requests: list[int]) -> None:
+    """Nobody wants to know."""
+
+
+class BatchRunner:
+    """Decodes, batches, runs, finishes; a context manager that owns its threads."""
+
+    def __init__(
+        self,
+        find: Callable[[str], Servable],
+        *,
+        config: BatcherConfig | None = None,
+        decoders: int = 2,
+        finishers: int = 2,
+        clock: Callable[[], float] = time.monotonic,
+        on_start: Callable[[list[int]], None] = _nothing,
+    ) -> None:
+        """find(model) is called by submit, in its thread; on_start by the device's, perhaps before submit returns."""
+        self._find, self._clock, self._on_start = find, clock, on_start
+        self._config = config or BatcherConfig()
+        self._policy = BatchPolicy(self._sizes_of, self._config)
+        self._stats = BatchStats(clock())
+        self._decode_times, self._finish_times = PoolTimes(decoders), PoolTimes(finishers)
+        self._lock = threading.Lock()
+        self._for_device = threading.Condition(self._lock)
+        self._for_decoders = threading.Condition(self._lock)
+        self._for_finishers = threading.Condition(self._lock)
+        self._empty = threading.Condition(self._lock)
+        self._jobs: dict[int, Job] = {}
+        self._to_decode: list[tuple[float, int, Job]] = []
+        self._to_finish: list[tuple[float, int, Job]] = []
+        self._again: deque[Piece] = deque()  # halves of batches that failed
+        self._to_collect: queue.SimpleQueue[tuple[Piece, Any] | None] = queue.SimpleQueue()
+        self._on_device: list[Piece] = []
+        self._freed_s = 0.0
+        self._sizes: dict[Hashable, tuple[int, ...]] = {}
+        self._served: dict[str, tuple[Callable[[], Servable | None], int]] = {}  # by model: the one of late, its token
+        self._latest: dict[int, tuple[Hashable, float]] = {}  # by token: a key that ran, and its cost
+        self._tokens = itertools.count()
+        self._ending = self._closed = self._broken = False
+        work = [("device", self._run_device), ("collect", self._run_collect)]
+        work += [(f"decode-{n}", self._run_decoder) for n in range(decoders)]
+        work += [(f"finish-{n}", self._run_finisher) for n in range(finishers)]
+        self._threads = [
+            threading.Thread(target=self._guarded, args=(run,), name=f"brim-{name}", daemon=True) for name, run in work
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, failure: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # Requests come and go
+
+    def submit(self, model: str, payload: Payload, deadline_s: float, *, alone: bool = False) -> Reply:
+        """Queue a request, deadline_s by the runner's clock; raises Overloaded, or what inspect refuses, at once."""
+        self._refuse_if_ending()
+        servable = self._find(model)
+        shape = servable.inspect(payload)
+        now_s = self._clock()
+        with self._lock:
+            self._refuse_if_ending()
+            token = self._token(model, servable)
+            key = (token, shape.key)
+            self._introduce(key, token, shape, servable.sizes)
+            try:
+                number = self._policy.admit(
+                    key,
+                    shape.parts,
+                    deadline_s,
+                    now_s,
+                    before_s=self._decode_times.expected_s(key, token),
+                    after_s=self._finish_times.expected_s(key, token),
+                    alone=alone,
+                )
+            except Overloaded:
+                self._stats.reject("overloaded")
+                raise
+            job = Job(Reply(number), servable, token, key, payload, deadline_s, now_s)
+            self._jobs[number] = job
+            self._decode_times.enter()
+            heapq.heappush(self._to_decode, (deadline_s, number, job))
+            self._for_decoders.notify()
+        job.reply.add_done_callback(self._left)
+        return job.reply
+
+    def cancel(self, future: Future[Answer]) -> None:
+        """The client is gone: what waits of its request leaves the queue; the future is cancelled or already done."""
+        future.cancel()  # _left hears of it
+
+    def drain(self, seconds: float) -> bool:
+        """Refuse what comes; wait until all that was accepted is answered; False when that took longer."""
+        with self._lock:
+            self._ending = True
+            return self._empty.wait_for(lambda: not self._jobs, seconds)
+
+    def close(self) -> None:
+        """End the threads; what is not answered fails in words."""
+        with self._lock:
+            self._ending = self._closed = True
+            left = list(self._jobs.values())
+            for condition in (self._for_device, self._for_decoders, self._for_finishers):
+                condition.notify_all()
+        for job in left:
+            self._stats.reject("ending")
+            self._resolve(job, Overloaded("the service ended before this request was answered; send it again", 1.0))
+        self._to_collect.put(None)
+        for thread in self._threads:
+            if thread is not threading.current_thread():
+                thread.join(JOIN_S)
+
+    # What others want to know
+
+    def wait_s(self, model: str, within_s: float = math.inf) -> float:
+        """Seconds until a request for this model, due so soon, would be answered if it arrived now."""
+        with self._lock:
+            token = self._served[model][1] if model in self._served else None
+            if token is None or token not in self._latest:
+                return 0.0
+            key = self._latest[token][0]
+            before_s = self._decode_times.expected_s(key, token)
+            wait_s = self._policy.wait_s(key, self._clock(), within_s=within_s)
+            return max(wait_s, before_s) + self._finish_times.expected_s(key, token)
+
+    def running_s(self) -> tuple[float, float]:
+        """How long the forward under way has run and how long it should; zeros when none runs: to notice a hang."""
+        with self._lock:
+            if self._broken:
+                return math.inf, 0.0
+            if not self._on_device:
+                return 0.0, 0.0
+            piece = self._on_device[0]
+            sizes = self._sizes_of(piece.batch.parts[0].key)
+            size = next((size for size in sizes if size >= len(piece.places)), sizes[-1])
+            elapsed_s = self._clock() - max(piece.since_s, self._freed_s)
+            return elapsed_s, self._policy.seconds(piece.batch.parts[0].key, size)
+
+    def snapshot(self) -> dict[str, Any]:
+        """For metrics: depth, running, batch_sizes, seconds by stage, rejected by reason, busy_s, up_s."""
+        with self._lock:
+            now = {"depth": self._policy.depth, "running": self._policy.running, "requests": len(self._jobs)}
+        return now | self._stats.snapshot(self._clock())
+
+    # The threads
+
+    def _guarded(self, run: Callable[[], None]) -> None:
+        """A thread that fails of itself ends the runner: a queue that nobody serves would be worse."""
+        try:
+            run()
+        except BaseException as failure:
+            log.exception("the batch runner failed")
+            with self._lock:
+                self._broken = self._ending = self._closed = True
+                left = list(self._jobs.values())
+                for condition in (self._for_device, self._for_decoders, self._for_finishers):
+                    condition.notify_all()
+            for job in left:
+                self._fail(
+                    job, BrimError(f"the batch runner failed: {type(failure).__name__}: {failure}; send it again")
+                )
+
+    def _run_decoder(self) -> None:
+        while (job := self._pop(self._to_decode, self._for_decoders)) is not None:
+            began_s = self._clock()
+            took_s = None
+            try:
+                if not job.done and job.payload is not None:
+                    self._decoded(job, job.servable.decode(job.payload))
+                    took_s = job.decode_s = self._clock() - began_s
+            except BaseException as failure:
+                self._fail(job, failure)
+            job.payload = None
+            with self._lock:
+                self._decode_times.leave(job.key, took_s, job.token)
+                if took_s is not None and not job.done:
+                    job.ready_s = self._clock()
+                    self._policy.ready(job.reply.request, job.ready_s, key=job.key, parts=job.left)
+                    self._for_device.notify()
+            if took_s is not None and not job.left:
+                self._to_finisher(job)
+            del job  # its model may be closed, and its memory wanted, while this thread waits
+
+    def _decoded(self, job: Job, item: Item) -> None:
+        job.item, job.left = item, len(item.parts)
+        job.outputs = [None] * job.left
+        key = (job.token, item.key)
+        if key != job.key:
+            with self._lock:
+                self._sizes.setdefault(key, self._sizes_of(job.key))
+            job.key = key
+
+    def _run_device(self) -> None:
+        while (piece := self._next_piece()) is not None:
+            if piece.places:
+                running = forward(piece)
+                piece.launch_s = self._clock() - piece.since_s
+                self._to_collect.put((piece, running))
+                del running
+            del piece
+        self._to_collect.put(None)
+
+    def _next_piece(self) -> Piece | None:
+        """What runs next; None when the runner is closed."""
+        while True:
+            piece, expired = self._look()
+            for job in expired:
+                self._give_up(job)
+            if self._closed:
+                return None
+            if piece is not None:
+                self._tell_start(piece)
+                return piece
+
+    def _look(self) -> tuple[Piece | None, list[Job]]:
+        """Wait until there is something to run, or something too late."""
+        with self._lock:
+            while not self._closed:
+                now_s = self._clock()
+                expired = [self._jobs[number] for number in self._policy.expire(now_s) if number in self._jobs]
+                if expired:
+                    return None, expired
+                if self._again:
+                    return self._hand_over(self._again.popleft(), now_s), []
+                told = self._policy.next(now_s)
+                if isinstance(told, Start):
+                    self._policy.started(told.batch, now_s)
+                    batch = Batch(told.batch, now_s)
+                    places = [(self._jobs[part.request], part.number) for part in told.batch]
+                    self._stats.start(len(places), now_s)
+                    return self._hand_over(Piece(batch, places), now_s), []
+                timeout = None if told.until_s is None else max(0.0, told.until_s - now_s)
+                if self._policy.depth:
+                    timeout = LOOK_S if timeout is None else min(timeout, LOOK_S)
+                self._for_device.wait(timeout)
+            return None, []
+
+    def _hand_over(self, piece: Piece, now_s: float) -> Piece:
+        """Note that a piece is on the device; those who left meanwhile do not run."""
+        alive = [place for place in piece.places if not place[0].done]
+        sizes = self._sizes_of(piece.batch.parts[0].key)
+        if alive and len(alive) not in sizes:
+            size = max(size for size in sizes if size <= len(alive))
+            self._again.appendleft(Piece(piece.batch, alive[size:]))
+            piece.batch.pieces += 1
+            alive = alive[:size]
+        piece.places, piece.since_s = alive, now_s
+        if alive:
+            self._on_device.append(piece)
+        else:
+            self._end_piece(piece, now_s)
+        return piece
+
+    def _tell_start(self, piece: Piece) -> None:
+        for job, _ in piece.places:
+            job.started_s = job.started_s or piece.since_s
+        if piece.places:
+            try:
+                self._on_start(sorted({job.reply.request for job, _ in piece.places}))
+            except BaseException:
+                log.exception("on_start failed; the batch runs all the same")
+
+    def _run_collect(self) -> None:
+        while (told := self._to_collect.get()) is not None:
+            self._collect(*told)
+            del told  # what the device held is free while this thread waits
+
+    def _collect(self, piece: Piece, running: Any) -> None:
+        try:
+            if isinstance(running, Failed):
+                raise running.failure
+            outputs: Sequence[Any] = piece.places[0][0].servable.collect(running)
+            if len(outputs) != len(piece.places):
+                raise BrimError(f"a batch of {len(piece.places)} gave {len(outputs)} outputs; expected one for each")
+        except BaseException as failure:
+            self._bisect(piece, failure)
+        else:
+            self._spread(piece, outputs)
+
+    def _bisect(self, piece: Piece, failure: BaseException) -> None:
+        """Run the halves of a batch that failed; one that fails by itself is the culprit."""
+        with self._lock:
+            piece.batch.failed = True
+            parts = halves(piece.places, self._sizes_of(piece.batch.parts[0].key))
+            if len(piece.places) > 1:
+                piece.batch.pieces += len(parts)
+                self._again.extend(Piece(piece.batch, half) for half in parts)
+            self._end_piece(piece, self._clock())
+        if len(piece.places) == 1:
+            self._fail(piece.places[0][0], failure)
+
+    def _spread(self, piece: Piece, outputs: Sequence[Any]) -> None:
+        now_s = self._clock()
+        with self._lock:
+            self._end_piece(piece, now_s)
+            for (job, number), output in zip(piece.places, outputs, strict=True):
+                if not isinstance(output, BaseException):
+                    job.outputs[number] = output
+                    job.left -= 1
+                    job.collected_s = now_s
+        for (job, _), output in zip(piece.places, outputs, strict=True):
+            if isinstance(output, BaseException):
+                self._fail(job, output)
+        for job in {id(job): job for job, _ in piece.places}.values():
+            if not job.left:
+                self._to_finisher(job)
+
+    def _end_piece(self, piece: Piece, now_s: float) -> None:
+        """A piece is off the device; with the last one its batch is. Called with the lock held."""
+        if piece in self._on_device:
+            self._on_device.remove(piece)
+        self._freed_s = now_s
+        piece.batch.pieces -= 1
+        if not piece.batch.pieces:
+            self._policy.finished(piece.batch.parts, now_s, learn=not piece.batch.failed, launch_s=piece.launch_s)
+            self._stats.end(now_s)
+        self._for_device.notify()
+
+    def _to_finisher(self, job: Job) -> None:
+        with self._lock:
+            if not job.done:
+                self._finish_times.enter()
+                heapq.heappush(self._to_finish, (job.deadline_s, job.reply.request, job))
+                self._for_finishers.notify()
+
+    def _run_finisher(self) -> None:
+        while (job := self._pop(self._to_finish, self._for_finishers)) is not None:
+            took_s = None
+            try:
+                took_s = self._finish(job)
+            except BaseException as failure:
+                self._fail(job, failure)
+            with self._lock:
+                stay_s = None if took_s is None or not job.collected_s else self._clock() - job.collected_s
+                self._finish_times.leave(job.key, took_s, job.token, stay_s=stay_s)
+            del job
+
+    def _finish(self, job: Job) -> float | None:
+        """Make and give the answer, unless it comes too late to be of use; how long that took."""
+        began_s = self._clock()
+        if job.done or job.item is None:
+            return None
+        grace_s = self._config.grace * (job.deadline_s - job.submitted_s)
+        expected_s = self._finish_times.work_s(job.key, job.token) if self._to_finish else 0.0  # others need the time
+        if began_s + expected_s > job.deadline_s + grace_s:
+            self._give_up(job)
+            return None
+        answer = job.servable.finish(job.item, job.outputs)
+        now_s = self._clock()
+        if now_s > job.deadline_s + 2 * grace_s:
+            self._give_up(job)
+            return now_s - began_s
+        seconds = {
+            "wait": max(0.0, job.started_s - job.ready_s),
+            "decode": job.decode_s,
+            "forward": max(0.0, job.collected_s - job.started_s),
+            "finish": now_s - began_s,
+            "total": now_s - job.submitted_s,
+        }
+        if self._resolve(job, replace(answer, facts={**answer.facts, "seconds": seconds})):
+            self._stats.answer(seconds)
+        return now_s - began_s
+
+    def _pop(self, heap: list[tuple[float, int, Job]], condition: threading.Condition) -> Job | None:
+        """The request that is due first; None when the runner is closed."""
+        with self._lock:
+            condition.wait_for(lambda: bool(heap) or self._closed)
+            return None if self._closed else heapq.heappop(heap)[2]
+
+    # Ends of a request
+
+    def _fail(self, job: Job, failure: BaseException) -> None:
+        if self._resolve(job, failure):
+            self._stats.fail()
+
+    def _give_up(self, job: Job) -> None:
+        if self._resolve(job, DeadlinePassed(too_late(job, self._clock()))):
+            self._stats.reject("deadline")
+
+    def _resolve(self, job: Job, result: Answer | BaseException) -> bool:
+        """Give a request its answer or error, the first that comes; whether this one was."""
+        if not self._forget(job):
+            return False
+        with suppress(InvalidStateError):  # its client cancelled it at this very moment
+            if isinstance(result, BaseException):
+                job.reply.set_exception(result)
+            else:
+                job.reply.set_result(result)
+        return True
+
+    def _left(self, reply: Future[Answer]) -> None:
+        """A future is done; if its client cancelled it, its parts leave the queue."""
+        if reply.cancelled() and isinstance(reply, Reply):
+            job = self._jobs.get(reply.request)
+            if job is not None and self._forget(job):
+                self._stats.cancel()
+
+    def _forget(self, job: Job) -> bool:
+        """Take a request out of everything; False when it was out already."""
+        with self._lock:
+            if job.done:
+                return False
+            job.done = True
+            job.payload = None
+            self._policy.leave(job.reply.request)
+            self._jobs.pop(job.reply.request, None)
+            if not self._jobs:
+                self._empty.notify_all()
+            self._for_device.notify()
+            return True
+
+    def _refuse_if_ending(self) -> None:
+        if self._ending:
+            self._stats.reject("ending")
+            raise Overloaded("the service is ending and takes no new requests; send it again in a moment", 1.0)
+
+    # Models
+
+    def _token(self, model: str, servable: Servable) -> int:
+        """A number for this very servable: after a reload, old and new requests of a model share no batch."""
+        held, token = self._served.get(model, (None, -1))
+        if held is None or held() is not servable:
+            self._latest.pop(token, None)
+            token = next(self._tokens)
+            self._served[model] = (_weak(servable), token)
+        return token
+
+    def _introduce(self, key: Hashable, token: int, shape: Shape, sizes: Sequence[int]) -> None:
+        """Tell the policy what is known of a key: its sizes, and what its batches should take."""
+        if key not in self._sizes:
+            self._sizes[key] = tuple(shape.sizes or sizes)
+            while len(self._sizes) > 2 * MAX_KEYS:
+                del self._sizes[next(iter(self._sizes))]
+        if not self._policy.knows(key):
+            guesses = dict(shape.expected_s)
+            like, cost = self._latest.get(token, (None, 0.0))
+            if not guesses and cost and self._policy.knows(like):
+                common = set(self._sizes[key]) & set(self._sizes_of(like))
+                guesses = {size: self._policy.seconds(like, size) * shape.cost / cost for size in common}
+            for size, seconds in guesses.items():
+                self._policy.expect(key, size, seconds)
+        self._latest[token] = (key, shape.cost)
+
+    def _sizes_of(self, key: Hashable) -> tuple[int, ...]:
+        return self._sizes.get(key, (1,))
+
+
+def _weak(servable: Servable) -> Callable[[], Servable | None]:
+    """A reference that does not keep a model's weights in memory, where its class allows that."""
+    try:
+        return weakref.ref(servable)
+    except TypeError:
+        return lambda: servable

@@ -1,0 +1,151 @@
+"""A model's first runs: every batch size it will answer with, run before anybody waits for one.
+
+Kernels are chosen, graphs captured and memory taken here, not in the first requests. On the way each size is timed, so
+that whoever plans batches has a first guess, and what the largest takes is measured, so that it can be accounted for.
+"""
+
+import math
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from brim.engine.device.memory import PeakMemory, format_size, guard
+from brim.errors import OutOfMemory
+
+RUNS = {"cuda": 2, "cpu": 1}  # of each size: on a GPU the next one captures a graph
+CAPTURE_RUNS = 3  # on a GPU, from the largest size down: the capture, and two to time
+WORTH = 0.05  # a larger batch must be so much faster an item to be worth its latency
+TUNED = 16  # items: up to here a tuned size is used as it is; beyond, only where it pays: a batch of 82 that was 4 %
+# faster an item than one of 16 took five times as long, and all who wait for the device wait for it
+PATIENCE = 2  # sizes that may be no faster before the climb ends: throughput goes up in steps
+
+
+class Warmable(Protocol):
+    """What is asked of a model that shall be warm."""
+
+    sizes: Sequence[int]  # that may run: all that are to be tried; then those that shall be used
+    expected_s: Mapping[int, float]  # of a batch, by its size; set here
+    weight_bytes: int
+
+    @property
+    def tuned(self) -> bool:
+        """Whether the largest size is known to be the best; else, or when large, they are climbed while that pays."""
+        ...
+
+    def example(self, num: int) -> list[Any]:
+        """So many parts like those of requests."""
+        ...
+
+    def forward(self, parts: list[Any]) -> Any:
+        """As for requests."""
+        ...
+
+    def collect(self, running: Any) -> list[Any]:
+        """As for requests."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Warmed:
+    """What warming up found."""
+
+    sizes: tuple[int, ...]  # that fit, up to the one beyond which batches are no faster
+    expected_s: dict[int, float]
+    memory_bytes: int  # weights, graphs, and the most that a batch holds beside them
+
+
+def ladder(top: int) -> tuple[int, ...]:
+    """Batch sizes 1, 2, 3, 4, 6, 8, 12, 16, … up to top, which is the last: few to capture, none far from the next."""
+    steps = sorted({base << shift for shift in range(max(1, top).bit_length()) for base in (1, 2, 3)})
+    return (*(size for size in steps if size < top), max(1, top))
+
+
+def warm_up(
+    model: Warmable,
+    device: torch.device,
+    lock: AbstractContextManager[Any],
+    *,
+    limit_bytes: int | None = None,
+) -> Warmed:
+    """Run the sizes of a model one after the other, and leave it those that fit and pay.
+
+    The lock guards the device; it is held for one batch at a time, so that other models are served in between. One
+    item that does not fit is an OutOfMemory.
+    """
+    before_bytes, most_bytes = _held_bytes(device), 0
+    expected_s: dict[int, float] = {}
+    least = TUNED if model.tuned else 1
+    for size in model.sizes:
+        try:
+            runs = RUNS[device.type] + (size == 1)  # the very first is slow on any device
+            seconds, batch_bytes = _run(model, size, device, lock, runs)
+            _check_fits(model, batch_bytes, limit_bytes)
+        except OutOfMemory:
+            if size == 1:
+                raise
+            break
+        expected_s[size], most_bytes = seconds, max(most_bytes, batch_bytes)
+        if size > least and _levelled_off(expected_s):
+            break
+    sizes = _worth(expected_s, least)
+    if device.type == "cuda":
+        # Downwards: a smaller graph computes in what a larger one took, while a larger one would take more beside it.
+        for size in reversed(sizes):
+            expected_s[size], _ = _run(model, size, device, lock, CAPTURE_RUNS)
+    model.sizes, model.expected_s = sizes, {size: expected_s[size] for size in sizes}
+    graph_bytes = _held_bytes(device) - before_bytes  # graphs keep what they computed in
+    return Warmed(
+        sizes=sizes,
+        expected_s=dict(model.expected_s),
+        memory_bytes=model.weight_bytes + max(most_bytes, graph_bytes),
+    )
+
+
+def _run(
+    model: Warmable, size: int, device: torch.device, lock: AbstractContextManager[Any], runs: int
+) -> tuple[float, int]:
+    """Seconds of a batch, and the most memory it held."""
+    least_s, most_bytes = math.inf, 0
+    for _ in range(runs):
+        parts = model.example(size)
+        with lock, PeakMemory(device) as memory, guard():
+            began_s = time.perf_counter()
+            for output in model.collect(model.forward(parts)):
+                if isinstance(output, BaseException):
+                    raise output
+            least_s = min(least_s, time.perf_counter() - began_s)
+        most_bytes = max(most_bytes, memory.bytes - memory.start_bytes)
+    return least_s, most_bytes
+
+
+def _check_fits(model: Warmable, batch_bytes: int, limit_bytes: int | None) -> None:
+    total = model.weight_bytes + batch_bytes
+    if limit_bytes is not None and total > limit_bytes:
+        raise OutOfMemory(f"it takes {format_size(total)} with its weights, and {format_size(limit_bytes)} may be used")
+
+
+def _levelled_off(expected_s: Mapping[int, float]) -> bool:
+    """Whether the last sizes gained nothing over the best before them."""
+    rates = [size / seconds for size, seconds in expected_s.items()]
+    return len(rates) > PATIENCE and max(rates[-PATIENCE:]) < (1 + WORTH) * max(rates[:-PATIENCE])
+
+
+def _worth(expected_s: Mapping[int, float], least: int) -> tuple[int, ...]:
+    """Sizes up to least, and on to the smallest that is about as fast an item as the best."""
+    rates = {size: size / seconds for size, seconds in expected_s.items()}
+    best = max(rates.values())
+    top = next(size for size, rate in rates.items() if rate >= best / (1 + WORTH))
+    return tuple(size for size in rates if size <= max(top, least))
+
+
+def _held_bytes(device: torch.device) -> int:
+    """What torch keeps on a GPU though no tensor needs it now; 0 on a CPU."""
+    if device.type != "cuda":
+        return 0
+    torch.cuda.synchronize(device)
+    torch.cuda.empty_cache()
+    return int(torch.cuda.memory_reserved(device))

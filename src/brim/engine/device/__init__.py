@@ -1,0 +1,1 @@
+"""Which device there is, how much memory it has, and what it draws."""

@@ -1,0 +1,114 @@
+"""Which device, what it is, how many cores feed it, and random streams that depend only on their name.
+
+Device names are read here and nowhere else; other modules take a `torch.device` or follow their input.
+"""
+
+import hashlib
+import math
+import os
+import platform
+import re
+
+import torch
+
+from brim.engine.device.memory import PROC, cgroup_directories, free_bytes, total_bytes
+from brim.errors import ConfigError, DeviceError
+
+_CUDA = re.compile(r"cuda(?::([0-9]{1,4}))?")
+
+
+def resolve_device(name: str) -> torch.device:
+    """The device named "auto" (first GPU, else CPU), "cpu", "cuda" (cuda:0) or "cuda:N"; it must be here."""
+    if name == "auto":
+        return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    if name == "cpu":
+        return torch.device("cpu")
+    match = _CUDA.fullmatch(name)
+    if match is None:
+        raise ConfigError(f'device="{name}" is not known; use auto, cpu, cuda or cuda:N')
+    index = int(match[1] or 0)
+    num_here = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if index >= num_here:
+        raise DeviceError(f'device="{name}" is not here; {_what_is_here(num_here)}')
+    return torch.device("cuda", index)
+
+
+def with_index(device: torch.device) -> torch.device:
+    """The device as its tensors name it: "cuda" is the current one."""
+    is_vague = device.type == "cuda" and device.index is None
+    return torch.device("cuda", torch.cuda.current_device()) if is_vague else device
+
+
+def _what_is_here(num_here: int) -> str:
+    if num_here:
+        choices = "cuda:0" if num_here == 1 else f"cuda:0 to cuda:{num_here - 1}"
+        return f"{num_here} CUDA device{'s' * (num_here > 1)} found: use --device {choices} or cpu"
+    if torch.version.cuda is None:
+        return f"PyTorch {torch.__version__} is built without CUDA: install a CUDA build or use --device cpu"
+    return "no CUDA device found: check the driver with nvidia-smi or use --device cpu"
+
+
+def describe(device: torch.device) -> dict[str, object]:
+    """Facts about the device for a person or a report: name, memory, cores."""
+    facts: dict[str, object] = {
+        "device": str(device),
+        "name": _cpu_name() if device.type == "cpu" else torch.cuda.get_device_name(device),
+        "total_bytes": total_bytes(device),
+        "free_bytes": free_bytes(device),
+        "cores": worker_count(),  # CPU cores on either device: they feed a GPU
+    }
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        facts["multiprocessors"] = properties.multi_processor_count
+        facts["compute_capability"] = f"{properties.major}.{properties.minor}"
+    return facts
+
+
+def gpu_uuid(device: torch.device) -> str | None:
+    """What NVML knows a GPU by; None for other devices, and where torch cannot tell."""
+    if device.type != "cuda":
+        return None
+    try:
+        return str(torch.cuda.get_device_properties(device).uuid)
+    except (AttributeError, AssertionError, RuntimeError):  # an old torch, one without CUDA, a driver that is gone
+        return None
+
+
+def _cpu_name() -> str:
+    try:
+        for line in (PROC / "cpuinfo").read_text().splitlines():
+            key, _, value = line.partition(":")
+            if key.strip() == "model name":
+                return value.strip()
+    except OSError:
+        pass  # not Linux
+    return platform.processor() or platform.machine() or "CPU"
+
+
+def stream(seed: int, *path: str | int, device: torch.device) -> torch.Generator:
+    """Random stream named by path, e.g. stream(7, "augment", epoch)."""
+    name = repr((seed, path)).encode()
+    number = int.from_bytes(hashlib.blake2b(name, digest_size=7).digest())
+    return torch.Generator(device).manual_seed(number)
+
+
+def worker_count() -> int:
+    """CPU cores this process may use, within its affinity and its cgroup quota; at least 1."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    # Rounded down: a thread above the quota is throttled, and stalls those that wait for it.
+    return max(1, min(cores, math.floor(_cpu_quota())))
+
+
+def _cpu_quota() -> float:
+    """Cores' worth of time the tightest enclosing cgroup allows; all cores without a quota."""
+    cores = float(os.cpu_count() or 1)
+    for group in cgroup_directories("cpu"):
+        for names in (("cpu.max",), ("cpu.cfs_quota_us", "cpu.cfs_period_us")):  # v2, v1
+            try:
+                words = " ".join((group / name).read_text() for name in names).split()
+            except OSError:
+                continue
+            # v2 writes "max", v1 writes -1 for no quota: neither is decimal
+            if len(words) == 2 and words[0].isdecimal() and int(words[1]) > 0:
+                cores = min(cores, int(words[0]) / int(words[1]))
+    return cores

@@ -1,0 +1,1 @@
+"""Where the time goes: stages, waiting, share of the ceiling."""

@@ -1,0 +1,368 @@
+"""Where rows come from: brim datasets, folders of .npy, a SQL query, tensors in memory.
+
+What a source is stands in source.py, the query in sql.py.
+"""
+
+import json
+import re
+import threading
+from bisect import bisect_right
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from itertools import accumulate
+from math import prod
+from pathlib import Path
+from typing import Any, Literal, NoReturn, Protocol, TypeAlias
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from brim.engine.rows.source import Source, TensorSource, check_some, choose, read_rows, row_bytes
+from brim.engine.rows.sql import SqlSource, without_password
+from brim.engine.storage.dataset import MANIFEST, Dataset, Fields
+from brim.engine.storage.places import is_url, place_of
+from brim.engine.storage.shard_file import ShardPath, Stored
+from brim.errors import ConfigError, DatasetError, ShardCorrupt, StorageError
+
+__all__ = [
+    "DatasetSource",
+    "NpyFolderSource",
+    "Source",
+    "SqlSource",
+    "TensorSource",
+    "open_source",
+    "read_rows",
+    "row_bytes",
+]
+
+_DATABASE = re.compile(r"(postgres(ql)?|sqlite):/", re.IGNORECASE)
+_KEPT = 4  # shards of a store in memory: readers take neighbouring rows, and a request for each read would be slow
+_DESCRIBING = ("kind", "features", "truth")  # what a manifest may say of the columns of its fields
+
+
+def open_source(
+    spec: Source | str | Path | Sequence[str | Path] | Mapping[str, Tensor],
+    *,
+    query: str | None = None,
+    names: Sequence[str] | None = None,
+) -> Source:
+    """The source a person means: datasets in directories or at URLs, .npy files, a database with a query, tensors."""
+    if isinstance(spec, Mapping):
+        return TensorSource(spec, names)
+    if isinstance(spec, str) and (_DATABASE.match(spec) or (query is not None and is_url(spec))):
+        if query is None:
+            raise ConfigError(f'{without_password(spec)} needs a query; give one like "SELECT x, y FROM samples"')
+        return SqlSource(spec, query, names)
+    if query is not None:
+        raise ConfigError("a query needs a database URL, postgresql://… or sqlite:///…, not a path")
+    if isinstance(spec, str | Path):
+        path = place_of(spec).path
+        if path is None:
+            return DatasetSource(spec, names)
+        is_folder = not (path / MANIFEST).exists() and path.is_dir() and any(path.glob("*.npy"))
+        return NpyFolderSource(path, names) if is_folder else DatasetSource(path, names)
+    if isinstance(spec, Sequence):
+        return DatasetSource(spec, names)
+    return spec
+
+
+# brim datasets
+
+
+class DatasetSource:
+    """One brim dataset, or several behind each other."""
+
+    def __init__(self, paths: Path | str | Sequence[Path | str], names: Sequence[str] | None = None) -> None:
+        """Read the manifests at once, so that a wrong path or a dataset that does not match fails here."""
+        paths = [paths] if isinstance(paths, str | Path) else list(paths)
+        if not paths:
+            raise ConfigError("no dataset given; name at least one directory")
+        self.datasets = [Dataset(path) for path in paths]
+        for dataset in self.datasets:
+            check_some(len(dataset), dataset.fields, str(dataset.place))
+            _check_alike(dataset, self.datasets[0])
+        self.fields: Fields = choose(self.datasets[0].fields, names, str(self.datasets[0].place))
+        self._shards = [(dataset, index) for dataset in self.datasets for index in range(len(dataset.shards))]
+        items = (dataset.shards[index].items for dataset, index in self._shards)
+        self.blocks: Sequence[int] = [0, *accumulate(items)]
+        self.num_items = int(self.blocks[-1])
+        self.nbytes = self.num_items * row_bytes(self.fields)
+        self.description = f"{self.num_items} items in {len(self._shards)} shards of " + ", ".join(map(str, paths))
+        self._offsets: dict[int, dict[str, int]] = {}  # shard → field → where its bytes begin
+        self._fetched: dict[int, Future[dict[str, Tensor]]] = {}  # shards of a store, the last used last
+        self._lock = threading.Lock()
+
+    def read(self, start: int, stop: int, out: dict[str, Tensor]) -> None:
+        """Read straight into out: mapping a file costs a page fault for every 64 KiB, and an extra copy."""
+        shard = bisect_right(self.blocks, start) - 1
+        while start < stop:
+            first, end = self.blocks[shard], min(stop, self.blocks[shard + 1])
+            self._read_shard(shard, start - first, {name: tensor[: end - start] for name, tensor in out.items()})
+            out = {name: tensor[end - start :] for name, tensor in out.items()}
+            start, shard = end, shard + 1
+
+    def _read_shard(self, shard: int, row: int, out: dict[str, Tensor]) -> None:
+        dataset, index = self._shards[shard]
+        file = dataset.file(dataset.shards[index])
+        if isinstance(file, Stored):
+            for name, rows in self._fetch(shard, file).items():
+                if name in out:
+                    out[name].copy_(rows[row : row + len(out[name])])
+            return
+        offsets = self._offsets.get(shard)
+        if offsets is None:
+            offsets = self._offsets[shard] = self._find(dataset, index, file)
+        try:
+            with file.open("rb", buffering=0) as opened:
+                for name, tensor in out.items():
+                    offset = offsets[name] + row * row_bytes({name: self.fields[name]})
+                    _read_into(opened, offset, tensor, lambda: _cut_short(file))
+        except OSError as failure:
+            raise StorageError(f"{file} cannot be read: {failure.strerror or failure}; check the disk") from failure
+
+    def _fetch(self, shard: int, file: Stored) -> dict[str, Tensor]:
+        """The fields of a stored shard: asked for once by however many threads, and kept for the next reads."""
+        with self._lock:
+            found = self._fetched.pop(shard, None)
+            ours = found is None
+            if found is None:
+                found = Future()
+            self._fetched[shard] = found
+            for old in list(self._fetched)[:-_KEPT]:
+                del self._fetched[old]
+        if ours:
+            dataset, index = self._shards[shard]
+            try:
+                found.set_result(self._check(dataset.shard(index, tuple(self.fields)), file))
+            except BaseException as failure:
+                with self._lock:
+                    self._fetched.pop(shard, None)
+                found.set_exception(failure)
+        return found.result()
+
+    def _check(self, rows: dict[str, Tensor], file: ShardPath) -> dict[str, Tensor]:
+        for name, tensor in rows.items():
+            found, expected = (tensor.dtype, tuple(tensor.shape[1:])), self.fields[name]
+            if found != expected:
+                raise ShardCorrupt(f'{file}: "{name}" is {_say(found)}, in the first shard it is {_say(expected)}')
+        return rows
+
+    def _find(self, dataset: Dataset, index: int, file: Path) -> dict[str, int]:
+        self._check(dataset.shard(index, tuple(self.fields)), file)  # checks the file; maps, reads nothing
+        with file.open("rb") as opened:
+            size = int.from_bytes(opened.read(8), "little")
+            header = json.loads(opened.read(size))
+        return {name: 8 + size + int(header[name]["data_offsets"][0]) for name in self.fields}
+
+
+def _cut_short(file: Path) -> NoReturn:
+    raise ShardCorrupt(f"shard {file.name}: shorter than its header says; restore it from a copy ({file})")
+
+
+def _check_alike(dataset: Dataset, first: Dataset) -> None:
+    """Raise DatasetError unless rows of both may stand in one batch."""
+    if dataset is first:
+        return
+    where, fields, expected = f"{dataset.place} and {first.place}", dataset.fields, first.fields
+    for name in sorted(fields.keys() ^ expected.keys()):
+        owner = dataset if name in fields else first
+        raise DatasetError(f'{where} differ: only {owner.place} has the field "{name}"; choose names that both have')
+    for name, found in fields.items():
+        if found != expected[name]:
+            raise DatasetError(f'{where} differ: "{name}" is {_say(found)} and {_say(expected[name])}; {_APART}')
+    for key in _DESCRIBING:
+        ours, theirs = dataset.manifest.get(key), first.manifest.get(key)
+        if ours != theirs:
+            raise DatasetError(f'{where} differ in "{key}": {_difference(ours, theirs)}; {_APART}')
+
+
+_APART = "train on them apart or make them again with equal settings"
+
+
+def _difference(ours: Any, theirs: Any) -> str:
+    if not (isinstance(ours, list) and isinstance(theirs, list)):
+        return f"{ours!r} and {theirs!r}"
+    named = [[item.get("name", item) if isinstance(item, dict) else item for item in side] for side in (ours, theirs)]
+    only = [", ".join(str(item) for item in named[i] if item not in named[1 - i]) or "nothing" for i in (0, 1)]
+    if only == ["nothing", "nothing"]:
+        return "another order or other units"
+    return f"only the first has {only[0]}, only the second has {only[1]}"
+
+
+# A folder of .npy
+
+
+@dataclass(frozen=True, slots=True)
+class _Npy:
+    """What the header of an .npy file says."""
+
+    file: Path
+    dtype: np.dtype[Any]
+    shape: tuple[int, ...]
+    plain: bool  # C order and this machine's byte order: bytes can be read as they are
+    offset: int  # of the first value
+
+
+class NpyFolderSource:
+    """A folder of .npy files: one array per field, equally long, or one array per item, all alike."""
+
+    def __init__(
+        self,
+        path: Path | str,
+        names: Sequence[str] | None = None,
+        *,
+        layout: Literal["auto", "items", "fields"] = "auto",
+    ) -> None:
+        """Check every header; no pickled objects are ever loaded. Layout "auto" decides by the headers."""
+        self.path = Path(path)
+        if not self.path.is_dir():
+            raise DatasetError(f"{self.path} is not a directory; give a folder of .npy files")
+        parsed: dict[bytes, tuple[np.dtype[Any], tuple[int, ...], bool]] = {}
+        found = [_read_header(file, parsed) for file in sorted(self.path.glob("*.npy"), key=_natural)]
+        if not found:
+            raise DatasetError(f"{self.path} holds no .npy file; give a folder of .npy files")
+        self.layout = _layout(found) if layout == "auto" else layout
+        if self.layout == "items":
+            _check_items(found)
+            fields = {"data": (_torch_dtype(found[0]), found[0].shape)}
+            self._files = {"data": found}
+        else:
+            _check_fields(found)
+            fields = {npy.file.stem: (_torch_dtype(npy), npy.shape[1:]) for npy in found}
+            self._files = {npy.file.stem: [npy] for npy in found}
+        self.fields: Fields = choose(fields, names, str(self.path))
+        self.num_items = len(found) if self.layout == "items" else found[0].shape[0]
+        self.nbytes = self.num_items * row_bytes(self.fields)
+        self.blocks: Sequence[int] = (0, self.num_items)
+        kind = "one array per item" if self.layout == "items" else f"one array per field: {', '.join(fields)}"
+        self.description = f"{self.num_items} items in {self.path}, {kind}"
+        check_some(self.num_items, self.fields, str(self.path))
+
+    def read(self, start: int, stop: int, out: dict[str, Tensor]) -> None:
+        """Read straight into out; arrays in another order or byte order go through NumPy."""
+        for name, tensor in out.items():
+            if self.layout == "fields":
+                npy = self._files[name][0]
+                _read_npy(npy, slice(start, stop), start * row_bytes({name: self.fields[name]}), tensor)
+            else:
+                for row, npy in enumerate(self._files[name][start:stop]):
+                    _read_npy(npy, ..., 0, tensor[row])
+
+
+def _read_npy(npy: _Npy, part: Any, offset: int, out: Tensor) -> None:
+    try:
+        if npy.plain:
+            with npy.file.open("rb", buffering=0) as opened:
+                _read_into(opened, npy.offset + offset, out, lambda: _bad_npy(npy.file, "is truncated"))
+        else:
+            array = np.load(npy.file, mmap_mode="r", allow_pickle=False)[part]
+            out.copy_(torch.from_numpy(np.array(array, dtype=npy.dtype.newbyteorder("="), order="C")))
+    except OSError as failure:
+        raise StorageError(f"{npy.file} cannot be read: {failure.strerror or failure}") from failure
+    except ValueError as failure:
+        _bad_npy(npy.file, f"is not as it was when opened ({failure})")
+
+
+def _read_header(file: Path, parsed: dict[bytes, tuple[np.dtype[Any], tuple[int, ...], bool]]) -> _Npy:
+    """The header, and whether the file is as long as it says; equal headers are parsed once."""
+    try:
+        with file.open("rb") as opened:
+            version = np.lib.format.read_magic(opened)
+            if version not in ((1, 0), (2, 0)):
+                _bad_npy(file, f"has format version {version}, expected 1.0 or 2.0")
+            start = opened.tell()
+            width = 2 if version == (1, 0) else 4
+            length = int.from_bytes(opened.read(width), "little")
+            offset = start + width + length
+            header = opened.read(length)
+            if header not in parsed:
+                opened.seek(start)
+                read = np.lib.format.read_array_header_1_0 if width == 2 else np.lib.format.read_array_header_2_0
+                shape, fortran, dtype = read(opened)
+                parsed[header] = (dtype, shape, dtype.isnative and not (fortran and len(shape) > 1))
+            size = opened.seek(0, 2)
+    except ValueError as failure:
+        _bad_npy(file, f"is no .npy file ({str(failure).splitlines()[0]})", failure)
+    except OSError as failure:
+        raise StorageError(f"{file} cannot be read: {failure.strerror or failure}; check its permissions") from failure
+    dtype, shape, plain = parsed[header]
+    npy = _Npy(file, dtype, shape, plain, offset)
+    _torch_dtype(npy)
+    if size < offset + prod(shape) * dtype.itemsize:
+        _bad_npy(file, f"is truncated: {size} bytes, its header says {offset + prod(shape) * dtype.itemsize}")
+    return npy
+
+
+def _torch_dtype(npy: _Npy) -> torch.dtype:
+    if npy.dtype.hasobject:
+        _bad_npy(npy.file, "holds Python objects, which are never loaded")
+    try:
+        return torch.from_numpy(np.empty(0, npy.dtype.newbyteorder("="))).dtype
+    except TypeError:
+        _bad_npy(npy.file, f"holds {npy.dtype}, which is not a number")
+
+
+def _layout(found: list[_Npy]) -> Literal["items", "fields"]:
+    """Fields differ in shape or dtype, items do not; equal files are fields when few, long and not numbered."""
+    if len({(npy.dtype, npy.shape) for npy in found}) > 1:
+        # one odd file in a row of numbered ones is a ragged item, not a field
+        return "items" if len(found) > 2 and all(npy.file.stem[-1:].isdigit() for npy in found) else "fields"
+    numbered = any(npy.file.stem[-1:].isdigit() for npy in found)
+    shape = found[0].shape
+    if shape and (len(found) == 1 or (not numbered and len(found) < shape[0])):
+        return "fields"
+    return "items"
+
+
+def _check_items(found: list[_Npy]) -> None:
+    first = found[0]
+    for npy in found:
+        if (npy.dtype, npy.shape) != (first.dtype, first.shape):
+            fault = f"is {npy.dtype} {list(npy.shape)}, {first.file.name} is {first.dtype} {list(first.shape)}"
+            _bad_npy(npy.file, f"{fault}; items must be alike")
+
+
+def _check_fields(found: list[_Npy]) -> None:
+    first = found[0]
+    for npy in found:
+        if not npy.shape or not first.shape or npy.shape[0] != first.shape[0]:
+            fault = f"has shape {list(npy.shape)}, {first.file.name} has {list(first.shape)}"
+            _bad_npy(npy.file, f"{fault}; arrays of fields must be equally long, arrays of items alike")
+
+
+def _bad_npy(file: Path, fault: str, cause: BaseException | None = None) -> NoReturn:
+    raise DatasetError(f"{file} {fault}; write plain numeric arrays with numpy.save") from cause
+
+
+def _natural(file: Path) -> list[str | int]:
+    """item_2 before item_10."""
+    return [int(part) if part.isdecimal() else part for part in re.split(r"([0-9]+)", file.name)]
+
+
+# Common
+
+
+def _say(field: tuple[torch.dtype, tuple[int, ...]]) -> str:
+    return f"{str(field[0]).removeprefix('torch.')} {list(field[1])}"
+
+
+class _Reader(Protocol):
+    def seek(self, offset: int, /) -> int: ...
+
+    def readinto(self, buffer: Any, /) -> int | None: ...
+
+
+_Missing: TypeAlias = Callable[[], NoReturn]
+
+
+def _read_into(opened: _Reader, offset: int, out: Tensor, missing: _Missing) -> None:
+    """Fill a contiguous host tensor from a file, without the interpreter's lock."""
+    left = memoryview(out.view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
+    opened.seek(offset)
+    while left:
+        num = opened.readinto(left)
+        if not num:
+            missing()
+        left = left[num:]

@@ -1,0 +1,296 @@
+"""Frames in each tier, and how padded batches are made of them: the same bits from every one.
+
+    vram    all frames on the device, and one of zeros   row numbers computed there, one gather
+    ram     all frames in host memory                    threads copy sequences, a side stream the padded batch
+    window  no frames held                               the same, read from the source
+
+Axes: B sequences of a batch, T frames they are padded to, D features, n items, N frames held.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Executor, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from brim.engine.device.devices import worker_count
+from brim.engine.device.memory import format_size, free_bytes
+from brim.engine.pipeline import Pipeline, Stage
+from brim.engine.rows.buckets import Bucketed
+from brim.engine.rows.layout import Batch, Layout, gather
+from brim.engine.rows.order import HOST, Tier
+from brim.engine.rows.ragged_source import RaggedSource, Runs, batch_fields
+from brim.engine.rows.tiers import mark, pinned, to_device
+from brim.errors import OutOfMemory
+
+_PIECE_BYTES = 4 * 2**20  # read by one thread at once while loading, as in loading.py
+_SHARED_BYTES = 2**20  # a smaller batch is copied by one thread: waking others takes longer
+_IN_FLIGHT_BYTES = 2**30  # of batches made ahead, unless the fewest are more
+
+
+Place = Callable[[str, tuple[int, ...]], Batch | None]  # name and shape of a field → tensors to write its batch into
+
+
+@dataclass(frozen=True, slots=True)
+class Items:
+    """What is known of each item besides its frames.
+
+    start, length, row  (n,)  int64  first frame in the store; frames; item of the source
+    columns             (n, …) each
+    """
+
+    start: Tensor
+    length: Tensor
+    row: Tensor
+    columns: Batch
+    _there: dict[torch.device, tuple[Tensor, Layout, Batch]] = field(default_factory=dict, compare=False)
+
+    def on(self, device: torch.device) -> tuple[Tensor, Layout, Batch]:
+        """(3, n) start, length and row, and the columns as matrices, on the device, copied there once."""
+        if device not in self._there:
+            layout = Layout({name: (column.dtype, tuple(column.shape[1:])) for name, column in self.columns.items()})
+            table = torch.stack([self.start, self.length, self.row]).to(device)
+            columns = {name: matrix.to(device) for name, matrix in layout.pack(self.columns).items()}
+            self._there[device] = (table, layout, columns)
+        return self._there[device]
+
+
+class FrameStore(Protocol):
+    """Frames in one tier."""
+
+    tier: Tier
+    start: Tensor  # (n,) int64, where each item begins
+    held_bytes: int
+
+    def batches(self, items: Items, plan: list[Bucketed], place: Place | None = None) -> Iterator[Batch]:
+        """The batches of a plan, padded with zeros, on the device; in their place where the store can write there."""
+
+    def close(self) -> None:
+        """Give the memory back."""
+
+
+class DeviceFrames:
+    """Tier vram: a batch is a gather on the device; beyond the end of an item stands the frame of zeros."""
+
+    tier: Tier = "vram"
+
+    def __init__(self, runs: Runs, dtype: torch.dtype, device: torch.device) -> None:
+        """Load all frames."""
+        self.start, self.device = runs.start, device
+        self._layout = Layout({"frames": (dtype, (runs.source.dim,))})
+        self._frames = _load(runs, dtype, device, extra=1)
+        self._frames["frames"][-1].zero_()
+        self._zeros = runs.num_frames
+        self.held_bytes = self._frames["frames"].nbytes
+
+    def batches(self, items: Items, plan: list[Bucketed], place: Place | None = None) -> Iterator[Batch]:
+        """A few kernels each, queued without waiting; the order of the epoch is copied to the device at once."""
+        if not plan:
+            return
+        order = to_device(torch.cat([batch.items for batch in plan]), self.device)
+        ramp = torch.arange(max(batch.length for batch in plan), device=self.device)
+        start = 0
+        for batch in plan:
+            stop = start + len(batch.items)
+            shape = (len(batch.items), batch.length, self._layout.fields["frames"][1][0])
+            out = place("frames", shape) if place is not None else None
+            yield self._batch(items, order[start:stop], ramp[: batch.length], out)
+            start = stop
+
+    def _batch(self, items: Items, chosen: Tensor, ramp: Tensor, out: Batch | None) -> Batch:
+        table, layout, columns = items.on(self.device)
+        start, length, row = table.index_select(1, chosen).unbind()
+        index = (start[:, None] + ramp).masked_fill_(ramp >= length[:, None], self._zeros)  # (B, T)
+        columns = layout.unpack(gather(columns, chosen)) if columns else {}
+        small = {"length": length, "item": row, **columns}
+        if out is None:
+            frames = self._layout.unpack(gather(self._frames, index.view(-1)))["frames"]
+            return {"frames": frames.view(len(chosen), len(ramp), -1), **small}
+        gather(self._frames, index.view(-1), self._layout.pack({"frames": out["frames"].flatten(0, 1)}))
+        for name, tensor in small.items():
+            out[name].copy_(tensor)
+        return out
+
+    def close(self) -> None:
+        """Let go of the frames."""
+        self._frames = {}
+
+
+class SourceFrames:
+    """Tier window: sequences are read from the source when they are needed, ahead and in threads."""
+
+    tier: Tier = "window"
+
+    def __init__(self, source: RaggedSource, rows: Tensor, dtype: torch.dtype, device: torch.device) -> None:
+        """Store."""
+        self.start, self.device, self.held_bytes = source.starts[rows], device, 0
+        self._source, self._dtype, self._dim = source, dtype, source.dim
+        self._copiers = max(1, min(8, worker_count() - 1))  # the caller's thread launches kernels meanwhile
+        self._side = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+
+    def batches(self, items: Items, plan: list[Bucketed], place: Place | None = None) -> Iterator[Batch]:
+        """Padded ahead by threads, copied on a side stream, handed on in order."""
+        largest = max((len(batch.items) * batch.length for batch in plan), default=0)
+        few = 8 * largest * self._dim * self._dtype.itemsize > _IN_FLIGHT_BYTES
+        done: deque[Any] = deque()
+        with ThreadPoolExecutor(self._copiers, thread_name_prefix="brim-pad") as pool:
+
+            def work(batch: Bucketed) -> "_Made":
+                return self._make(items, batch, pool)
+
+            # two workers: one pads while the other's copy is queued; more share the copiers to no end
+            stage: Stage[Any, Any] = Stage(name="pad", work=work, workers=1 if few else 2, depth=1 if few else 3)
+            with Pipeline(plan, [stage], source_name="buckets") as ready:
+                for made in ready:
+                    yield self._handed(made)
+                    del made
+                    if self._side is not None:
+                        done.append(mark(self.device))
+                        if len(done) > (1 if few else 3):
+                            done.popleft().synchronize()  # the GPU still has the last few batches to work on
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+    def _handed(self, made: "_Made") -> Batch:
+        if made.copied is not None:
+            current = torch.cuda.current_stream(self.device)
+            current.wait_event(made.copied)
+            made.flat.record_stream(current)
+        return made.batch
+
+    def _make(self, items: Items, batch: Bucketed, pool: Executor) -> "_Made":
+        layout = Layout(batch_fields(batch.length, self._dim, self._dtype, items.columns))
+        num = len(batch.items)
+        flat = (pinned if self._side is not None else _pageable)(layout.flat_bytes(num))
+        out = layout.unpack(layout.carve(flat, num))
+        self._pad(items.start[batch.items].tolist(), items.length[batch.items].tolist(), out["frames"], pool)
+        out["length"].copy_(items.length[batch.items])
+        out["item"].copy_(items.row[batch.items])
+        for name, column in items.columns.items():
+            out[name].copy_(column[batch.items])
+        if self._side is None:
+            return _Made(out, flat, None)
+        with torch.cuda.stream(self._side):
+            there = flat.to(self.device, non_blocking=True)
+            return _Made(layout.unpack(layout.carve(there, num)), there, mark(self.device))
+
+    def _pad(self, starts: list[int], lengths: list[int], out: Tensor, pool: Executor) -> None:
+        """Copy every sequence into its place and write zeros behind it."""
+        shares = min(len(starts), self._copiers if out.nbytes > _SHARED_BYTES else 1)
+        as_bytes = _bytes(out)
+
+        def copy(first: int) -> None:
+            for place in range(first, len(starts), shares):
+                start, num = starts[place], lengths[place]
+                self._copy(start, start + num, out[place, :num])
+                as_bytes[place, num:] = 0  # NumPy writes without torch's threads and without the interpreter's lock
+
+        if shares == 1:
+            copy(0)
+            return
+        for part in [pool.submit(copy, first) for first in range(shares)]:
+            part.result()
+
+    def _copy(self, start: int, stop: int, out: Tensor) -> None:
+        if self._dtype == self._source.dtype:
+            self._source.read(start, stop, out)
+        else:
+            _read_as(self._source.read, start, stop, out, self._source.dtype)
+
+
+class HostFrames(SourceFrames):
+    """Tier ram: all frames in host memory; not pinned themselves, as threads pad them into memory that is."""
+
+    tier: Tier = "ram"
+
+    def __init__(self, runs: Runs, rows: Tensor, dtype: torch.dtype, device: torch.device) -> None:
+        """Load all frames."""
+        super().__init__(runs.source, rows, dtype, device)
+        layout = Layout({"frames": (dtype, (runs.source.dim,))})
+        self._frames = _bytes(layout.unpack(_load(runs, dtype, HOST))["frames"])
+        self.start, self.held_bytes = runs.start, self._frames.nbytes
+
+    def _copy(self, start: int, stop: int, out: Tensor) -> None:
+        np.copyto(_bytes(out), self._frames[start:stop])
+
+    def close(self) -> None:
+        """Let go of the frames."""
+        self._frames = self._frames[:0].copy()
+
+
+@dataclass(frozen=True, slots=True)
+class _Made:
+    """A batch, the memory it lies in, and the event after its copy."""
+
+    batch: Batch
+    flat: Tensor
+    copied: Any
+
+
+def _load(runs: Runs, dtype: torch.dtype, where: torch.device, extra: int = 0) -> Batch:
+    """All frames there, as a matrix of integers, read and converted by several threads; `extra` rows at its end."""
+    source = runs.source
+    layout = Layout({"frames": (dtype, (source.dim,))})
+    row_bytes = source.dim * dtype.itemsize
+    size = (runs.num_frames + extra) * row_bytes
+    if where.type == "cpu" and size > free_bytes(HOST):  # Linux would promise it, and kill us later
+        raise OutOfMemory(f"{format_size(size)} of frames, {format_size(free_bytes(HOST))} free on the host")
+    matrix = layout.allocate(runs.num_frames + extra, where)
+    piece = max(1, _PIECE_BYTES // row_bytes)
+    read = _reader(runs, dtype)
+    side = torch.cuda.Stream(where) if where.type == "cuda" else None  # type: ignore[no-untyped-call]
+
+    def load(start: int) -> None:
+        stop = min(start + piece, runs.num_frames)
+        place = layout.unpack({"frames": matrix["frames"][start:stop]})["frames"]
+        if side is None:
+            read(start, stop, place)
+            return
+        host = layout.carve(pinned(layout.flat_bytes(stop - start)), stop - start)
+        read(start, stop, layout.unpack(host)["frames"])
+        with torch.cuda.stream(side):
+            place.copy_(layout.unpack(host)["frames"], non_blocking=True)
+            copied = mark(where)
+        copied.synchronize()
+
+    if side is not None:
+        side.wait_stream(torch.cuda.current_stream(where))  # the memory may be in use there until now
+    _in_threads(load, range(0, runs.num_frames, piece))
+    return matrix
+
+
+def _reader(runs: Runs, dtype: torch.dtype) -> Callable[[int, int, Tensor], None]:
+    if dtype == runs.source.dtype:
+        return runs.read
+    return lambda start, stop, out: _read_as(runs.read, start, stop, out, runs.source.dtype)
+
+
+def _read_as(read: Callable[[int, int, Tensor], None], start: int, stop: int, out: Tensor, stored: torch.dtype) -> None:
+    """Read in the stored dtype, then convert: always on the host, so that every tier rounds alike."""
+    part = torch.empty(out.shape, dtype=stored)
+    read(start, stop, part)
+    out.copy_(part)
+
+
+def _in_threads(work: Callable[[int], None], starts: range) -> None:
+    """Do all of it, or raise the first failure and drop what waits."""
+    pool = ThreadPoolExecutor(min(8, worker_count()), thread_name_prefix="brim-load")
+    try:
+        for part in [pool.submit(work, start) for start in starts]:
+            part.result()
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _pageable(num_bytes: int) -> Tensor:
+    return torch.empty(num_bytes, dtype=torch.uint8)
+
+
+def _bytes(tensor: Tensor) -> np.ndarray[Any, Any]:
+    """The same memory as bytes; NumPy has no bfloat16."""
+    return tensor.view(torch.uint8).numpy()

@@ -1,0 +1,1 @@
+"""Where files live (a directory or an object store), and datasets of shards with a manifest."""

@@ -1,0 +1,385 @@
+"""One shard's file: what the manifest says of it, its bytes in and out, here or in an object store.
+
+The bytes are those the safetensors library writes. `write_shard` is what one of several worker processes calls; the
+manifest that lists its shard is written elsewhere, by one: see `ShardWriter.adopt`.
+"""
+
+import errno
+import hashlib
+import json
+import secrets
+import struct
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from brim.engine.storage.places import Place, sync
+from brim.errors import ConfigError, DatasetError, ShardCorrupt, StorageError
+
+Fields = dict[str, tuple[torch.dtype, tuple[int, ...]]]  # name → (dtype, shape of one row)
+
+REMAKE = "restore it from a copy, or make the dataset again in another --out"
+
+_HEADER_GUESS = 16 * 1024  # bytes read first; headers are smaller
+_GAP = 256 * 1024  # bytes between two tensors that are read rather than asked apart
+
+# In the order safetensors lays tensors out: wide types first, so that each is aligned in the mapped file.
+DTYPES = {
+    torch.int64: "I64",
+    torch.float64: "F64",
+    torch.complex64: "C64",
+    torch.float32: "F32",
+    torch.int32: "I32",
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+_BY_NAME = {name: dtype for dtype, name in DTYPES.items()}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardEntry:
+    """What the manifest says of one shard."""
+
+    name: str  # NNNNNN.safetensors
+    items: int
+    bytes: int  # of the file
+    sha256: str  # of the file
+    totals: dict[str, int]  # running totals after the shard's last row
+
+
+def shard_name(number: int) -> str:
+    """The file's name, in the directory `shards`."""
+    if not 0 <= number <= 999_999:
+        raise ConfigError(f"shard {number} is above 999999, the last there can be; raise the items per shard")
+    return f"{number:06d}.safetensors"
+
+
+def write_shard(place: Place, number: int, rows: dict[str, Tensor], totals: dict[str, int]) -> ShardEntry:
+    """Write one shard of a dataset, whole or not at all and safe when this returns; its manifest does not list it yet.
+
+    rows    name → (n, …)  any device
+    totals  running totals after the last row
+
+    Another process may write the same shard at the same time, as long as its bytes are equal.
+    """
+    rows = {name: tensor.detach().cpu().contiguous() for name, tensor in rows.items()}
+    items = check_fields(rows, str(place))
+    name = shard_name(number)
+    if place.path is None:
+        size, sha256 = upload(place, name, rows)
+    else:
+        file = place.path / "shards" / name
+        temporary = file.with_name(f".{number:06d}.{secrets.token_hex(4)}.tmp")
+        with refusals(file), unfinished(temporary):
+            size, sha256 = write_safetensors(temporary, rows)
+            sync(temporary)
+            temporary.replace(file)
+    return ShardEntry(name=name, items=items, bytes=size, sha256=sha256, totals=dict(totals))
+
+
+def upload(
+    place: Place, name: str, tensors: dict[str, Tensor], before: Callable[[], None] = lambda: None
+) -> tuple[int, str]:
+    """Make a shard in a local temporary file and put it into a store, `before` just before; its bytes and sha256."""
+    with ExitStack() as stack:
+        try:
+            file = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="brim-"))) / name
+            made = write_safetensors(file, tensors)
+        except OSError as failure:
+            raise StorageError(
+                f"{tempfile.gettempdir()}: cannot write a shard before its upload, {failure.strerror or failure}; free "
+                "some space there or set TMPDIR to a larger disk, then continue with --resume"
+            ) from failure
+        before()
+        place.put_file(file, f"shards/{name}")
+    return made
+
+
+def check_fields(rows: dict[str, Tensor], where: str) -> int:
+    """Number of rows, once it is sure that they can be written."""
+    counts = {len(tensor) for tensor in rows.values()}
+    if len(counts) != 1:
+        raise DatasetError(f"{where}: rows must have one length, got {sorted(counts)}")
+    for name, tensor in rows.items():
+        if tensor.dtype not in DTYPES:
+            raise DatasetError(f'{where}: "{name}" is {tensor.dtype}, expected one of {list(DTYPES)}')
+    return counts.pop()
+
+
+def write_safetensors(file: Path, tensors: dict[str, Tensor]) -> tuple[int, str]:
+    """Write the bytes `safetensors.torch.save` would give; returns their number and sha256.
+
+    Straight from the tensors' memory: save() copies the shard twice, save_file() hides the system's error.
+    """
+    ranks = {dtype: rank for rank, dtype in enumerate(DTYPES)}
+    ordered = sorted(tensors.items(), key=lambda pair: (ranks[pair[1].dtype], pair[0]))
+    header, offset = {}, 0
+    for name, tensor in ordered:
+        span = [offset, offset := offset + tensor.nbytes]
+        header[name] = {"dtype": DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": span}
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    memory: list[Any] = [tensor.reshape(-1).view(torch.uint8).numpy() for _, tensor in ordered]
+    digest = hashlib.sha256()
+    with file.open("wb") as out:
+        for piece in (struct.pack("<Q", len(text)), text, *memory):
+            digest.update(piece)
+            out.write(piece)
+    return 8 + len(text) + offset, digest.hexdigest()
+
+
+_STEPS = {
+    errno.ENOSPC: ("no space is left on the device", "free some space"),
+    errno.EDQUOT: ("the disk quota is used up", "free some space"),
+    errno.EFBIG: ("the file would be larger than allowed", "raise the limit or write fewer items per shard"),
+    errno.EROFS: ("the file system is read-only", "make it writable"),
+    errno.EACCES: ("no permission", "change the permissions"),
+    errno.EPERM: ("the operation is not permitted", "change the permissions"),
+    errno.EIO: ("the device failed", "check the disk"),
+}
+
+
+@contextmanager
+def refusals(path: object, *, kept: bool = True) -> Iterator[None]:
+    """Turn a refusal of the file system into StorageError; kept: there are shards that stay usable."""
+    try:
+        yield
+    except OSError as failure:
+        reason, step = _STEPS.get(failure.errno or 0, (str(failure.strerror or failure), "check the path"))
+        if kept:
+            step = f"complete shards stay usable: {step}, then continue with --resume"
+        else:
+            step = f"{step} or choose another --out"
+        raise StorageError(f"{path}: cannot write, {reason}; {step}") from failure
+
+
+@contextmanager
+def unfinished(temporary: Path) -> Iterator[None]:
+    """A temporary file that is gone after any failure."""
+    try:
+        yield
+    except BaseException:
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        raise
+
+
+# Reading
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """A file in an object store: as much of a path as a shard needs."""
+
+    place: Place
+    key: str  # in the place
+
+    @property
+    def name(self) -> str:
+        """The last part."""
+        return self.key.rpartition("/")[2]
+
+    def __str__(self) -> str:
+        """The URL."""
+        return self.place.at(self.key)
+
+
+ShardPath = Path | Stored
+
+
+def shard_path(place: Place, name: str) -> ShardPath:
+    """Where a shard's file is."""
+    return Stored(place, f"shards/{name}") if place.path is None else place.path / "shards" / name
+
+
+def read_shard(
+    file: ShardPath, entry: ShardEntry, names: Sequence[str] | None = None, *, verify: bool = False
+) -> dict[str, Tensor]:
+    """Rows of one shard: mapped from a local file until touched, fetched from a store, only what names says.
+
+    verify compares the checksum first, for which all of the file is read.
+    """
+    rows = _fetch(file, entry, names, verify) if isinstance(file, Stored) else _map(file, entry, names, verify)
+    for name, tensor in rows.items():
+        if tensor.ndim < 1 or len(tensor) != entry.items:
+            corrupt(file, f'"{name}" has shape {list(tensor.shape)}, the manifest says {entry.items} items')
+    return rows
+
+
+def _map(file: Path, entry: ShardEntry, names: Sequence[str] | None, verify: bool) -> dict[str, Tensor]:
+    check_bytes(file, entry, checksum=verify)
+    try:
+        with safe_open(file, "pt") as opened:
+            wanted = check_names(names, opened.keys(), file)
+            return {name: opened.get_tensor(name) for name in wanted}
+    except SafetensorError as failure:
+        corrupt(file, f"is no safetensors file ({failure})", failure)
+    except OSError as failure:
+        unreadable(file, failure)
+
+
+def _fetch(file: Stored, entry: ShardEntry, names: Sequence[str] | None, verify: bool) -> dict[str, Tensor]:
+    if verify or names is None:
+        data = _whole(file, entry, checksum=verify)
+        spans = _parse(file, entry, data)
+        pieces = {0: data}
+    else:
+        spans, pieces = read_header(file, entry), {}
+    wanted = check_names(names, spans, file)
+    if not pieces:
+        for start, stop in _joined([spans[name].bytes for name in wanted]):
+            pieces[start] = _range(file, start, stop)
+    return {name: _tensor(spans[name], pieces) for name in wanted}
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Where a tensor is in a shard's file."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    bytes: tuple[int, int]  # first and behind the last, of the file
+
+
+def read_header(file: Stored, entry: ShardEntry) -> dict[str, Span]:
+    """What is where in a stored shard, by one small request as a rule."""
+    start = _range(file, 0, min(entry.bytes, _HEADER_GUESS))
+    length = 8 + int.from_bytes(start[:8], "little")
+    if len(start) < length <= entry.bytes:
+        start += _range(file, len(start), length)
+    return _parse(file, entry, start)
+
+
+def _parse(file: Stored, entry: ShardEntry, data: bytes) -> dict[str, Span]:
+    length = 8 + int.from_bytes(data[:8], "little")
+    try:
+        if length > len(data):
+            raise ValueError("its header is cut short")
+        header = json.loads(data[8:length])
+        header.pop("__metadata__", None)
+        spans = {name: _span(one, length) for name, one in header.items()}
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as failure:
+        corrupt(file, f"is no safetensors file ({failure})", failure)
+    end = max((span.bytes[1] for span in spans.values()), default=length)
+    if end != entry.bytes:
+        corrupt(file, f"is for {end} bytes by its header, the manifest says {entry.bytes}")
+    return spans
+
+
+def _span(one: dict[str, Any], base: int) -> Span:
+    dtype, shape = _BY_NAME[one["dtype"]], tuple(int(size) for size in one["shape"])
+    start, stop = (base + int(offset) for offset in one["data_offsets"])
+    if not base <= start <= stop or min(shape, default=0) < 0 or stop - start != prod(shape) * dtype.itemsize:
+        raise ValueError(f"{one} makes no sense")
+    return Span(dtype, shape, (start, stop))
+
+
+def _joined(spans: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Ranges to read: neighbours, and what lies close together, at once; a request costs more than a few bytes."""
+    out: list[tuple[int, int]] = []
+    for start, stop in sorted(spans):
+        if out and start - out[-1][1] <= _GAP:
+            out[-1] = (out[-1][0], max(stop, out[-1][1]))
+        else:
+            out.append((start, stop))
+    return out
+
+
+def _tensor(span: Span, pieces: dict[int, bytes]) -> Tensor:
+    """A tensor of its own memory, from the piece that holds its bytes."""
+    first = max(start for start in pieces if start <= span.bytes[0])
+    out = torch.empty(span.shape, dtype=span.dtype)
+    if out.numel():
+        view = memoryview(out.view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
+        view[:] = memoryview(pieces[first])[span.bytes[0] - first : span.bytes[1] - first]
+    return out
+
+
+def _range(file: Stored, start: int, stop: int) -> bytes:
+    """Bytes of a stored shard; fewer than asked for are damage."""
+    try:
+        data = file.place.read_bytes(file.key, start, stop)
+    except FileNotFoundError as failure:
+        corrupt(file, "is missing", failure)
+    if len(data) != stop - start:
+        corrupt(file, f"ends at byte {start + len(data)}, expected {stop} at least")
+    return data
+
+
+def _whole(file: Stored, entry: ShardEntry, *, checksum: bool) -> bytes:
+    try:
+        data = file.place.read_bytes(file.key, 0, entry.bytes + 1)  # one more shows that it is longer
+    except FileNotFoundError as failure:
+        corrupt(file, "is missing", failure)
+    if len(data) != entry.bytes:
+        more = "more than " if len(data) > entry.bytes else ""
+        corrupt(file, f"has {more}{min(len(data), entry.bytes)} bytes, the manifest says {entry.bytes}")
+    if checksum and hashlib.sha256(data).hexdigest() != entry.sha256:
+        corrupt(file, "checksum differs from the manifest")
+    return data
+
+
+# Checking
+
+
+def check_bytes(file: ShardPath, entry: ShardEntry, *, checksum: bool) -> None:
+    """Raise ShardCorrupt when a shard's file is not what the manifest says."""
+    if isinstance(file, Stored):
+        _check_stored(file, entry, checksum=checksum)
+        return
+    try:
+        size = file.stat().st_size
+        if size != entry.bytes:
+            corrupt(file, f"has {size} bytes, the manifest says {entry.bytes}")
+        if checksum:
+            with file.open("rb") as opened:
+                if hashlib.file_digest(opened, "sha256").hexdigest() != entry.sha256:
+                    corrupt(file, "checksum differs from the manifest")
+    except OSError as failure:
+        unreadable(file, failure)
+
+
+def _check_stored(file: Stored, entry: ShardEntry, *, checksum: bool) -> None:
+    if checksum:
+        _whole(file, entry, checksum=True)
+        return
+    try:
+        size = file.place.size(file.key)
+    except FileNotFoundError as failure:
+        corrupt(file, "is missing", failure)
+    if size != entry.bytes:
+        corrupt(file, f"has {size} bytes, the manifest says {entry.bytes}")
+
+
+def check_names(names: Sequence[str] | None, known: Iterable[str], where: object) -> Sequence[str]:
+    """The names asked for, by default all that are known."""
+    known = list(known)
+    for name in names or ():
+        if name not in known:
+            raise DatasetError(f'{where} has no field "{name}"; it has {", ".join(known) or "no items yet"}')
+    return known if names is None else names
+
+
+def corrupt(file: ShardPath, fault: str, cause: BaseException | None = None) -> NoReturn:
+    """A shard that is not what the manifest says."""
+    raise ShardCorrupt(f"shard {file.name}: {fault}; {REMAKE} ({file})") from cause
+
+
+def unreadable(file: Path, failure: OSError) -> NoReturn:
+    """A file that cannot be read, or is not there."""
+    if isinstance(failure, FileNotFoundError):
+        corrupt(file, "is missing", failure)
+    reason = failure.strerror or failure
+    raise StorageError(f"{file} cannot be read: {reason}; check its permissions and the disk") from failure

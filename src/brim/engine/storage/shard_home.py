@@ -1,0 +1,228 @@
+"""Where a writer puts a dataset: a directory, or a prefix of an object store.
+
+Both keep a second writer out, put a shard whole or not at all, put the manifest after the shards it lists, and remove
+what a crash left. A directory renames and syncs; a store takes an object at once or not at all.
+"""
+
+import fcntl
+import os
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection
+from contextlib import suppress
+from pathlib import Path
+
+from torch import Tensor
+
+from brim.engine.storage.dataset import MANIFEST
+from brim.engine.storage.lease import NAME as LEASE
+from brim.engine.storage.lease import Lease
+from brim.engine.storage.places import ObjectPlace, Place, sync
+from brim.engine.storage.shard_file import unfinished, upload, write_safetensors
+from brim.errors import DatasetError, StorageError
+
+_OURS = re.compile(r"[0-9]{6}\.safetensors|\.[0-9]{6}(\.[0-9a-f]{8})?\.tmp")
+
+
+def home_of(place: Place) -> "Home":
+    """The home of a dataset at a place."""
+    if isinstance(place, ObjectPlace):
+        return StoreHome(place)
+    assert place.path is not None
+    return DirectoryHome(place.path)
+
+
+class Home(ABC):
+    """What a writer does to the place of its dataset."""
+
+    @abstractmethod
+    def is_vacant(self) -> bool:
+        """Nothing there but what a crash before the first manifest can leave."""
+
+    @abstractmethod
+    def has_manifest(self) -> bool:
+        """Whether there is a dataset to continue."""
+
+    @abstractmethod
+    def found(self) -> None:
+        """Make it and keep others out, for a new dataset."""
+
+    @abstractmethod
+    def lock(self) -> None:
+        """Keep others out of the dataset that is there."""
+
+    @abstractmethod
+    def furnish(self) -> None:
+        """Room for shards; the manifest is there."""
+
+    @abstractmethod
+    def put_shard(self, name: str, tensors: dict[str, Tensor], before: Callable[[], None]) -> tuple[int, str]:
+        """Write a shard, calling `before` just before it takes its name; returns its bytes and sha256."""
+
+    @abstractmethod
+    def put_manifest(self, text: str, shards: Collection[str]) -> None:
+        """Make sure that these shards are there to stay, then replace the manifest."""
+
+    @abstractmethod
+    def sweep(self, listed: Collection[str]) -> None:
+        """Remove temporary files and shards that are not listed; foreign files stay."""
+
+    @abstractmethod
+    def withdraw(self) -> None:
+        """Undo `found`: remove what was made, as long as nothing else is in it."""
+
+    @abstractmethod
+    def unlock(self) -> None:
+        """Let others in."""
+
+
+class DirectoryHome(Home):
+    """A directory of this machine."""
+
+    def __init__(self, path: Path) -> None:
+        """Store."""
+        self.path = path
+        self._made: list[Path] = []  # directories that did not exist before, outermost first
+        self._lock: int | None = None
+
+    def is_vacant(self) -> bool:
+        """No directory, or an empty one."""
+        if not self.path.exists():
+            return True
+        if not self.path.is_dir():
+            raise DatasetError(f"{self.path} is a file, expected a directory; choose another --out")
+        return {entry.name for entry in self.path.iterdir()} <= {f".{MANIFEST}.tmp"}
+
+    def has_manifest(self) -> bool:
+        """Whether there is a dataset to continue."""
+        return (self.path / MANIFEST).exists()
+
+    def found(self) -> None:
+        """Make the directory and those above."""
+        missing = [place for place in (self.path, *self.path.parents) if not place.exists()]
+        for place in reversed(missing):
+            place.mkdir(exist_ok=True)
+            self._made.append(place)
+        self.lock()
+
+    def lock(self) -> None:
+        """The system's lock, which ends with the process, however that ends."""
+        handle = os.open(self.path, os.O_RDONLY)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as failure:
+            os.close(handle)
+            raise DatasetError(f"{self.path} is being written by another process; wait for it to end") from failure
+        except OSError:
+            pass  # a file system without locks, such as some NFS: go on without
+        self._lock = handle
+
+    def furnish(self) -> None:
+        """The directory of the shards."""
+        (self.path / "shards").mkdir(exist_ok=True)
+        if self._made:
+            sync(self.path.parent)
+
+    def put_shard(self, name: str, tensors: dict[str, Tensor], before: Callable[[], None]) -> tuple[int, str]:
+        """By rename; synced only with the manifest, for several at once."""
+        file = self.path / "shards" / name
+        temporary = file.with_name(f".{file.stem}.tmp")
+        with unfinished(temporary):
+            made = write_safetensors(temporary, tensors)
+            before()
+            temporary.replace(file)
+        return made
+
+    def put_manifest(self, text: str, shards: Collection[str]) -> None:
+        """Sync the shards, then the manifest, then rename it."""
+        file, temporary = self.path / MANIFEST, self.path / f".{MANIFEST}.tmp"
+        with unfinished(temporary):
+            for name in shards:
+                sync(self.path / "shards" / name)
+            if shards:
+                sync(self.path / "shards")
+            with temporary.open("w", encoding="utf-8") as out:
+                out.write(text)
+                out.flush()
+                os.fsync(out.fileno())
+            temporary.replace(file)
+            sync(self.path)
+
+    def sweep(self, listed: Collection[str]) -> None:
+        """Remove what no manifest lists."""
+        for file in (self.path / "shards").iterdir():
+            if _OURS.fullmatch(file.name) and file.name not in listed:
+                file.unlink()
+        (self.path / f".{MANIFEST}.tmp").unlink(missing_ok=True)
+
+    def withdraw(self) -> None:
+        """Leave no directory that refuses the next try."""
+        with suppress(OSError):
+            if (self.path / "shards").exists():
+                self.sweep(())
+                (self.path / "shards").rmdir()
+            (self.path / MANIFEST).unlink(missing_ok=True)
+            for place in reversed(self._made):
+                place.rmdir()
+
+    def unlock(self) -> None:
+        """Close what holds the lock."""
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+
+class StoreHome(Home):
+    """A prefix of an object store."""
+
+    def __init__(self, place: ObjectPlace) -> None:
+        """Store."""
+        self.place = place
+        self._lease = Lease(place)
+
+    def is_vacant(self) -> bool:
+        """No object under the prefix but a lease."""
+        return set(self.place.walk()) <= {LEASE}
+
+    def has_manifest(self) -> bool:
+        """Whether there is a dataset to continue."""
+        return self.place.exists(MANIFEST)
+
+    def found(self) -> None:
+        """Take the lease; someone may have come and gone since it was seen vacant."""
+        self.lock()
+        if not self.is_vacant():
+            raise DatasetError(f"{self.place} is not empty any more; add --resume to continue it")
+
+    def lock(self) -> None:
+        """A lease, which runs out when this process dies."""
+        self._lease.acquire()
+
+    def furnish(self) -> None:
+        """Nothing: a store has no directories."""
+
+    def put_shard(self, name: str, tensors: dict[str, Tensor], before: Callable[[], None]) -> tuple[int, str]:
+        """Make it in a local file, then upload that."""
+        return upload(self.place, name, tensors, before)
+
+    def put_manifest(self, text: str, shards: Collection[str]) -> None:
+        """The shards are safe once uploaded; only who holds the lease may list them."""
+        self._lease.check()
+        self.place.put_bytes(text.encode(), MANIFEST)
+
+    def sweep(self, listed: Collection[str]) -> None:
+        """Remove what no manifest lists."""
+        for name in self.place.names("shards"):
+            if _OURS.fullmatch(name) and name not in listed:
+                self.place.remove(f"shards/{name}")
+
+    def withdraw(self) -> None:
+        """Remove what this run put there, unless another writer has taken over."""
+        with suppress(StorageError):
+            self._lease.check()
+            self.sweep(())
+            self.place.remove(MANIFEST)
+
+    def unlock(self) -> None:
+        """Give the lease back."""
+        self._lease.release()

@@ -1,0 +1,404 @@
+"""One optimisation step: forward, loss, backward, clipping and AdamW; run eagerly or replayed as a CUDA graph.
+
+Nothing in it waits for the device. The learning rate is a device tensor, random numbers depend on (seed, phase, step)
+alone, and whatever had to run to prepare a graph is undone: the weights are those of a run without preparation.
+"""
+
+import gc
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from brim.engine.device.devices import stream
+from brim.engine.device.memory import check_injected, guard
+from brim.engine.meter.stalls import find_syncs
+from brim.engine.training.config import TrainConfig, resolve_precision
+from brim.engine.training.rank_share import Share, computing
+from brim.engine.training.ranks import Ranks
+from brim.errors import ConfigError, OutOfMemory
+
+log = logging.getLogger("brim")
+
+Batch = dict[str, Tensor]
+LossFn = Callable[[nn.Module, Batch], Tensor]  # mean over the items of the batch
+Transform = Callable[[Batch, torch.Generator], Batch | None]  # in place, or returns another batch
+
+_DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class Stepper:
+    """Trains a module in place, a step at a time."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        loss_fn: LossFn,
+        *,
+        config: TrainConfig,
+        device: torch.device,
+        transform: Transform | None = None,
+        phase: str = "train",
+        ranks: Ranks | None = None,
+    ) -> None:
+        """Make the optimiser and its state; the module must be on the device."""
+        self.module, self.config, self.device, self.phase = module, config, device, phase
+        self.ranks = ranks or Ranks(device=device)
+        self.params = _trainable(module, device)
+        self.precision = resolve_precision(config.precision, device)
+        self.micro: int | None = None  # items at once when the whole batch does not fit
+        self._loss_fn, self._compiled, self._transform = loss_fn, loss_fn, transform
+        self._first: tuple[Any, ...] | None = None  # shape of the first batch, the only one that is compiled
+        on_gpu = device.type == "cuda"
+        # with several ranks eagerly: shares differ in size from batch to batch, and gradients travel meanwhile
+        self._compile = config.compile == "compile" and self.ranks.alone
+        self._capture = on_gpu and config.compile != "none" and self.ranks.alone
+        if config.compile == "graph" and not on_gpu:
+            log.warning("compile=graph: %s has no CUDA graphs; steps run eagerly", device)
+        self._lr = torch.tensor(config.learning_rate, dtype=torch.float32, device=device)
+        self.optimizer = torch.optim.AdamW(
+            list(self.params.values()), self._lr, weight_decay=config.weight_decay, fused=True, capturable=on_gpu
+        )
+        self.scaler = torch.amp.GradScaler(device.type, enabled=self.precision == "fp16")
+        self._generator = torch.cuda.default_generators[device.index] if on_gpu else torch.default_generator
+        self._graphs: dict[tuple[Any, ...], _Graph] = {}
+        self._seen: set[tuple[Any, ...]] = set()
+        self._pool: Any = None
+        self._warned_memory = False
+        self._make_state()
+        self._computed = self.ranks.averaging(module)  # what the loss calls
+
+    # State
+
+    def optimizer_tensors(self) -> dict[str, Tensor]:
+        """The optimiser's tensors, as "parameter/name"; their memory, not copies."""
+        state = self.optimizer.state
+        return {f"{name}/{key}": value for name, param in self.params.items() for key, value in state[param].items()}
+
+    def tensors(self) -> list[Tensor]:
+        """Everything a step changes."""
+        return [*self.module.parameters(), *self.module.buffers(), *self.optimizer_tensors().values()]
+
+    @property
+    def kind(self) -> str:
+        """How full batches run: eager, compiled or graph."""
+        if self._graphs:
+            return "graph"
+        return "compiled" if self._compile else "eager"
+
+    def _make_state(self) -> None:
+        """Let AdamW make its state now, by a step that changes nothing, so that it can be loaded, kept and captured."""
+        self._lr.zero_()
+        for param in self.params.values():
+            param.grad = torch.zeros_like(param)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        for tensor in self.optimizer_tensors().values():
+            tensor.zero_()
+
+    # Steps
+
+    def needs_preparation(self, batch: Batch) -> bool:
+        """Whether a batch of this shape should be prepared for: the first, and others when they come back."""
+        if self._first is None:
+            return self._compile or self.device.type == "cuda"
+        shape, room = shape_of(batch), len(self._graphs) < self.config.max_graphs
+        return self._capture and shape in self._seen and shape not in self._graphs and room
+
+    def prepare(self, batch: Batch, share: Share | None = None) -> None:
+        """Warm up, compile or capture for batches of this shape; nothing of it shows in the training."""
+        shape = shape_of(batch)
+        kept = Snapshot(self)
+        try:
+            if self._first is None:
+                self._first = shape
+                if self._compile:
+                    self._try_compile(_clone(batch))
+                self.seed(0)
+                self._run_eagerly(_clone(batch), share)  # libraries set themselves up, and the memory is tried
+            kept.restore()
+            graph = self._try_capture(batch, kept) if self._capture else None
+        finally:
+            kept.restore()
+        if graph is not None:
+            self._graphs[shape] = graph
+
+    def step(self, batch: Batch, number: int, learning_rate: float, share: Share | None = None) -> Tensor:
+        """Train on a batch; returns its loss, () float32, on the device until the next step.
+
+        With a share the batch is this rank's part of one, and all ranks step together: the loss is that of the whole.
+        """
+        shape = shape_of(batch)
+        graph = self._graphs.get(shape)
+        self._lr.fill_(learning_rate)
+        self.seed(number)
+        if graph is None:
+            self._seen.add(shape)
+            return self._run_eagerly(batch, share)
+        graph.fill(batch)
+        graph.graph.replay()
+        return graph.loss
+
+    def inputs(self, num_items: int) -> Batch | None:
+        """The inputs of the graph for batches of so many items, for a source that fills them itself."""
+        for graph in self._graphs.values():
+            if batch_items(graph.inputs) == num_items:
+                return graph.inputs
+        return None
+
+    def inputs_with(self, name: str, shape: tuple[int, ...]) -> Batch | None:
+        """The inputs of the graph for batches whose field of that name has that shape, likewise."""
+        for graph in self._graphs.values():
+            if tuple(graph.inputs[name].shape) == shape:
+                return graph.inputs
+        return None
+
+    def inputs_like(self, batch: Batch) -> Batch | None:
+        """The inputs of the graph for batches of this shape."""
+        graph = self._graphs.get(shape_of(batch))
+        return None if graph is None else graph.inputs
+
+    def seed(self, number: int) -> None:
+        """Set torch's own random streams to those of a step: dropout then needs no saved state to resume."""
+        value = stream(self.config.seed, self.phase, number, device=torch.device("cpu")).initial_seed()
+        torch.default_generator.manual_seed(value)
+        if self._generator is not torch.default_generator:
+            self._generator.manual_seed(value)
+
+    def transformed(self, batch: Batch) -> Batch:
+        """The batch after the transform, which may change it in place."""
+        return (self._transform(batch, self._generator) or batch) if self._transform is not None else batch
+
+    def _run_eagerly(self, batch: Batch, share: Share | None = None) -> Tensor:
+        loss_fn = self._loss_for(batch)
+        self.optimizer.zero_grad(set_to_none=True)
+        if share is not None:
+            return self._run_share(batch, share, loss_fn)
+        batch = self.transformed(batch)
+        while True:
+            loss = self._fitting(batch, loss_fn)
+            if loss is not None:
+                break
+            self._halve(batch_items(batch))  # outside the except block: its traceback kept tensors alive
+        self._update()
+        return loss
+
+    def _run_share(self, batch: Batch, share: Share, loss_fn: LossFn) -> Tensor:
+        """The same of a rank's part: its mean counts by its items, so that all gradients add up to the batch's."""
+        dtype = _DTYPES[self.precision]
+        try:
+            with guard(), computing(share):
+                batch = self.transformed(batch)
+                check_injected(batch_items(batch))
+                with torch.autocast(self.device.type, dtype, enabled=dtype is not None):
+                    loss = _checked(loss_fn(self._computed, batch)).float() * share.weight
+                self.scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
+        except OutOfMemory as failure:
+            # not in parts, as alone: the other ranks wait in the middle of theirs
+            raise OutOfMemory(
+                f"rank {self.ranks.rank}: {batch_items(batch)} items, its part of a batch of {share.count}, do not fit "
+                f"on {self.device} ({failure}); use a smaller batch size or more ranks"
+            ) from failure
+        self._update()
+        return self.ranks.add_up(loss.detach() / self.ranks.size)
+
+    def _loss_for(self, batch: Batch) -> LossFn:
+        # other shapes run as they are: each would be compiled anew
+        return self._compiled if self._compile and shape_of(batch) == self._first else self._loss_fn
+
+    def _fitting(self, batch: Batch, loss_fn: LossFn) -> Tensor | None:
+        try:
+            with guard():
+                return self._backward(batch, loss_fn)
+        except OutOfMemory as failure:
+            self._raise_if_single(batch, failure)
+            return None
+
+    def _backward(self, batch: Batch, loss_fn: LossFn) -> Tensor:
+        """Gradients of the mean loss over the batch, in parts of at most `micro` items, and that loss."""
+        num_items = batch_items(batch)
+        dtype = _DTYPES[self.precision]
+        losses = []
+        for part, num in _parts(batch, num_items, self.micro or num_items):
+            check_injected(num)
+            with torch.autocast(self.device.type, dtype, enabled=dtype is not None):
+                loss = _checked(loss_fn(self.module, part)).float()
+            if num != num_items:
+                loss = loss * (num / num_items)
+            self.scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
+            losses.append(loss.detach())
+        return losses[0] if len(losses) == 1 else torch.stack(losses).sum()
+
+    def _update(self) -> None:
+        self.scaler.unscale_(self.optimizer)
+        if self.config.clip_norm is not None:
+            nn.utils.clip_grad_norm_(self.params.values(), self.config.clip_norm, foreach=True)
+        self.scaler.step(self.optimizer)  # skipped on the device when fp16 overflowed; fused, so without a sync
+        self.scaler.update()
+
+    def _raise_if_single(self, batch: Batch, failure: OutOfMemory) -> None:
+        if min(self.micro or batch_items(batch), batch_items(batch)) <= 1:
+            raise OutOfMemory(
+                f"a single item does not fit on {self.device} ({failure}); use a smaller model or a larger device"
+            ) from failure
+
+    def _halve(self, num_items: int) -> None:
+        self.optimizer.zero_grad(set_to_none=True)
+        gc.collect()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+        failed = min(self.micro or num_items, num_items)
+        self.micro = (failed + 1) // 2
+        if not self._warned_memory:
+            log.warning(
+                "batch of %d did not fit on %s; going on in parts of %d, the effective batch stays the same",
+                failed, self.device, self.micro,
+            )  # fmt: skip
+        self._warned_memory = True
+
+    # Preparation
+
+    def _try_compile(self, batch: Batch) -> None:
+        try:
+            self._compiled = torch.compile(self._loss_fn, dynamic=False)
+            self._backward(batch, self._compiled)
+        except Exception as failure:  # the compiler fails in many ways; an error of the loss itself comes up again
+            log.warning("torch.compile failed (%s); steps run eagerly", _first_line(failure))
+            self._compile = False
+
+    def _try_capture(self, batch: Batch, kept: "Snapshot") -> "_Graph | None":
+        try:
+            while True:
+                try:
+                    with guard():
+                        return self._record(batch)
+                except OutOfMemory as failure:
+                    self._raise_if_single(batch, failure)
+                self._clean_up()
+                self._halve(batch_items(batch))
+                kept.restore()
+        except OutOfMemory:
+            raise
+        except Exception as failure:  # whatever the step does that a graph cannot hold
+            self._clean_up()
+            log.warning("the step cannot be captured as a CUDA graph (%s); steps run eagerly", _first_line(failure))
+            self._capture = False
+            return None
+
+    def _record(self, batch: Batch) -> "_Graph":
+        inputs = _clone(batch)
+        current = torch.cuda.current_stream(self.device)
+        side = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+        side.wait_stream(current)
+        with torch.cuda.stream(side):  # libraries set themselves up in the first runs, which a graph must not hold
+            self._whole(inputs)
+            syncs = find_syncs(lambda: self._whole(inputs))
+            if syncs:  # before the capture: one that fails half way leaves torch's allocator in disorder
+                raise RuntimeError(f"the step waits for the device in {', '.join(syncs)}")
+            self._whole(inputs)
+        current.wait_stream(side)
+        torch.cuda.synchronize(self.device)
+        self._pool = self._pool or torch.cuda.graph_pool_handle()
+        graph = torch.cuda.CUDAGraph()
+        # thread_local: a source's threads go on copying meanwhile
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            loss = self._whole(inputs)
+        return _Graph(graph, inputs, loss)
+
+    def _whole(self, inputs: Batch) -> Tensor:
+        self.optimizer.zero_grad(set_to_none=True)
+        loss = self._backward(self.transformed(inputs), self._loss_for(inputs))
+        self._update()
+        return loss
+
+    def _clean_up(self) -> None:
+        """After a failed capture: end its allocations, and free the random stream that believes it is captured.
+
+        Earlier graphs follow the old random stream, so they go too.
+        """
+        self._graphs.clear()
+        with suppress(RuntimeError, AttributeError, TypeError):
+            torch._C._cuda_endAllocateToPool(self.device.index, self._pool)
+        with suppress(RuntimeError):
+            self._generator.graphsafe_set_state(torch.Generator(self.device).graphsafe_get_state())
+        self._pool = None
+        torch.cuda.synchronize(self.device)
+
+
+@dataclass(frozen=True, slots=True)
+class _Graph:
+    graph: torch.cuda.CUDAGraph
+    inputs: Batch
+    loss: Tensor
+
+    def fill(self, batch: Batch) -> None:
+        if batch is not self.inputs:
+            torch._foreach_copy_(list(self.inputs.values()), [batch[name] for name in self.inputs], non_blocking=True)
+
+
+class Snapshot:
+    """A copy, on the device, of everything a step changes."""
+
+    def __init__(self, stepper: Stepper) -> None:
+        """Copy now."""
+        self._stepper = stepper
+        self._copies = [tensor.detach().clone() for tensor in stepper.tensors()]
+        self._scaler = dict(stepper.scaler.state_dict())
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Put everything back, in place."""
+        self._stepper.optimizer.zero_grad(set_to_none=True)
+        for tensor, copy in zip(self._stepper.tensors(), self._copies, strict=True):
+            tensor.copy_(copy)
+        if self._scaler:
+            self._stepper.scaler._per_optimizer_states.clear()  # a step that failed half way leaves its mark there
+            self._stepper.scaler.load_state_dict(self._scaler)
+
+
+def batch_items(batch: Batch) -> int:
+    """Items in a batch."""
+    return len(next(iter(batch.values())))
+
+
+def _clone(batch: Batch) -> Batch:
+    return {name: tensor.clone() for name, tensor in batch.items()}
+
+
+def _parts(batch: Batch, num_items: int, size: int) -> Iterator[tuple[Batch, int]]:
+    if size >= num_items:
+        yield batch, num_items
+        return
+    for start in range(0, num_items, size):
+        stop = min(num_items, start + size)
+        yield {name: tensor[start:stop] for name, tensor in batch.items()}, stop - start
+
+
+def shape_of(batch: Batch) -> tuple[Any, ...]:
+    """What two batches share that one captured graph serves."""
+    return tuple((name, tensor.shape, tensor.dtype) for name, tensor in batch.items())
+
+
+def _trainable(module: nn.Module, device: torch.device) -> dict[str, nn.Parameter]:
+    params = {name: param for name, param in module.named_parameters() if param.requires_grad}
+    if not params:
+        raise ConfigError("the module has no trainable parameters; give one whose parameters require gradients")
+    for name, param in params.items():
+        if param.device != device:
+            raise ConfigError(f'parameter "{name}" is on {param.device}, training runs on {device}; move the module')
+    return params
+
+
+def _checked(loss: Tensor) -> Tensor:
+    if not isinstance(loss, Tensor) or loss.ndim != 0:
+        got = list(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
+        raise ConfigError(f"loss_fn returned {got}, expected a scalar tensor; take the mean over the items")
+    return loss
+
+
+def _first_line(failure: BaseException) -> str:
+    return (str(failure).strip() or type(failure).__name__).splitlines()[0]

@@ -1,0 +1,1 @@
+"""The fastest batch size that fits."""

@@ -1,0 +1,450 @@
+"""The fastest batch that fits: a search over batch sizes that knows no device and no workload.
+
+    growth      1, 2, 4, … until throughput stops rising, or memory, latency or time ends it
+    refinement  the sizes around the knee: throughput may go up and down in saw-teeth
+    race        the finalists in turn, again and again, so that noise and drift do not decide
+    proof       the largest batch that repeated steps show to stay within memory
+
+A probe measures one size briefly; asking again is how more precision is bought. `trials.py` measures real steps.
+"""
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+
+from brim.engine.tuning.trial_book import Status, Trial, TrialBook, merge
+from brim.engine.tuning.verdict import verdict
+from brim.errors import ConfigError, OutOfMemory
+
+__all__ = ["Probe", "Prove", "Status", "Sweep", "SweepConfig", "Trial", "merge", "sweep"]
+
+Probe = Callable[[int], Trial]  # batch → one short measurement; OutOfMemory when it does not fit
+Prove = Callable[[int, int], Trial]  # batch, steps → that many steps at least, with the peak memory of all
+
+SHARE = 0.06  # of what measuring every size up to twice the optimum in full would take; a tenth is promised
+LEAST_PROBES = 20  # below that a knee at a few items could not be told from noise
+PROOF_SHARE = 0.25  # of the seconds kept for the proof of the largest batch
+PROBE_STEPS = 5  # of one probe, its warm-up included, where each takes long
+AIM = 0.97  # of the allowed memory: the first guess at the largest batch should not overshoot
+LEAP = 8  # times the largest size that ran: as far as one proof goes
+WORTH = 0.03  # a larger safe batch than this is worth another try
+FAILURES = 5  # tries above the proven size that may fail
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SweepConfig:
+    """How far, how long and how precisely to search."""
+
+    limit: int = 4096  # largest batch tried, items
+    headroom: float = 0.10  # share of the memory budget kept free; fragmentation needs some
+    seconds: float = 60.0  # for the whole search; warm-up of the first call of a size counts apart
+    warmup_seconds: float = 600.0  # of such warm-up that counts apart; what is above counts
+    tolerance: float = 0.02  # throughput given up at most for a smaller batch
+    p95_ms: float | None = None  # a step may take this long
+    budget_bytes: int | None = None  # memory there is; None: only out-of-memory tells
+    prove_steps: int = 5  # steps that a batch must survive to count as safe
+    full: int = 25  # probes of a full measurement; only a close race comes near it
+    refine: int = 8  # sizes tried around the knee beside the bisection
+
+    def __post_init__(self) -> None:
+        checks = (
+            ("limit", self.limit >= 1, "at least 1; 4096 is the default"),
+            ("headroom", 0 <= self.headroom < 1, "in [0, 1); 0.1 keeps 10 % of the memory free"),
+            ("seconds", self.seconds > 0, "above 0; 60 is the default"),
+            ("warmup_seconds", self.warmup_seconds >= 0, "at least 0; 600 is the default"),
+            ("tolerance", 0 < self.tolerance < 0.5, "in (0, 0.5); 0.02 gives up 2 % for a smaller batch"),
+            ("p95_ms", self.p95_ms is None or self.p95_ms > 0, "above 0, or not set"),
+            ("budget_bytes", self.budget_bytes is None or self.budget_bytes > 0, "above 0, or not set"),
+            ("prove_steps", self.prove_steps >= 1, "at least 1; 5 is the default"),
+            ("full", self.full >= 2, "at least 2; 25 is the default"),
+            ("refine", self.refine >= 0, "at least 0; 8 is the default"),
+        )
+        for name, good, expected in checks:
+            if not good:
+                raise ConfigError(f"{name}={getattr(self, name)} must be {expected}")
+
+    @property
+    def allowed_bytes(self) -> float | None:
+        """What a step may take: the budget less its headroom."""
+        return None if self.budget_bytes is None else self.budget_bytes * (1 - self.headroom)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sweep:
+    """What a search found."""
+
+    batch: int  # the optimum: the smallest within noise and tolerance of the best
+    max_safe: int  # the largest that repeated steps have shown to fit; never below the optimum
+    trials: list[Trial]  # all, in the order in which they ran
+    best: Trial  # the size of the highest throughput, its trials merged
+    chosen: Trial  # the optimum, its trials merged
+    skipped: list[str] = field(default_factory=list)  # what was not tried, and why
+    verdict: str = ""  # what batching is worth here, and what limits the step
+    seconds: float = 0.0  # that the search took in all
+    warmup_s: float = 0.0  # of these, in first calls: compilation, plan search, capture
+    proof_s: float = 0.0  # of these, in the proof of the largest batch
+
+
+def sweep(
+    probe: Probe,
+    config: SweepConfig,
+    *,
+    prove: Prove | None = None,
+    clock: Callable[[], float] = time.monotonic,
+    progress: Callable[[Trial], None] | None = None,
+) -> Sweep:
+    """Find the fastest batch and the largest safe one.
+
+    Without prove, probes are repeated until their steps are enough.
+    """
+    search = _Search(probe, config, prove, clock, progress)
+    search.grow()
+    search.refine()
+    search.race()
+    searched_s = search.elapsed_s()
+    chosen = search.choose()
+    max_safe = search.prove_largest(chosen)
+    chosen = min(search.choose(), max_safe)  # proofs are measurements too: of sizes there was no time for before
+    book, seconds = search.book, search.elapsed_s()
+    return Sweep(
+        batch=chosen,
+        max_safe=max_safe,
+        trials=book.trials,
+        best=book.merged(book.best() or chosen),
+        chosen=book.merged(chosen),
+        skipped=search.skipped,
+        verdict=verdict(book, chosen),
+        seconds=clock() - search.began_s,
+        warmup_s=sum(trial.warmup_s for trial in book.trials),
+        proof_s=seconds - searched_s,
+    )
+
+
+class _Search:
+    """One sweep under way."""
+
+    def __init__(
+        self,
+        probe: Probe,
+        config: SweepConfig,
+        prove: Prove | None,
+        clock: Callable[[], float],
+        progress: Callable[[Trial], None] | None,
+    ) -> None:
+        self.probe, self.config, self.prove = probe, config, prove
+        self.clock, self.progress = clock, progress
+        self.book = TrialBook(config.limit)
+        self.skipped: list[str] = []
+        self.ceiling = config.limit  # the largest size not known to be too large to choose
+        self.costs_s: dict[int, float] = {}  # of the quickest probe of each size
+        self.spent_s = 0.0  # in all of them
+        self.began_s = clock()
+        self.search_ends_s = config.seconds * (1 - PROOF_SHARE)
+
+    # One size
+
+    def measure(self, batch: int, steps: int | None = None) -> Trial | None:
+        """Probe a size, or prove it by steps; None when it cannot be chosen."""
+        began_s = self.elapsed_s()
+        trial = self._judged(self._run(batch, steps))
+        self.book.add(trial)
+        cost_s = self.elapsed_s() - began_s
+        self.costs_s[batch] = min(cost_s, self.costs_s.get(batch, cost_s))
+        self.spent_s += cost_s
+        if self.progress is not None:
+            self.progress(trial)
+        if trial.status != "ok":
+            self.ceiling = min(self.ceiling, max(1, batch - 1))
+        return trial if trial.status == "ok" else None
+
+    def _run(self, batch: int, steps: int | None) -> Trial:
+        try:
+            return self.probe(batch) if steps is None or self.prove is None else self.prove(batch, steps)
+        except OutOfMemory as failure:
+            if batch == 1:
+                raise OutOfMemory(f"a batch of 1 does not fit ({failure}); use smaller items or free memory") from None
+            return Trial(batch=batch, seconds=0.0, steps=0, status="oom", detail=_first_line(failure))
+        except RuntimeError as failure:
+            # What ran before and fails now is no limit of the size: the device is in trouble.
+            if batch == 1 or self.book.ran(batch):
+                raise
+            return Trial(batch=batch, seconds=0.0, steps=0, status="failed", detail=_first_line(failure))
+
+    def _judged(self, trial: Trial) -> Trial:
+        """The trial with what memory and latency say of it."""
+        if trial.status != "ok":
+            return trial
+        allowed, p95_ms = self.config.allowed_bytes, self.config.p95_ms
+        if allowed is not None and trial.peak_bytes is not None and trial.peak_bytes > allowed:
+            return replace(
+                trial, status="over budget", detail=f"peak {_mb(trial.peak_bytes)} of {_mb(allowed)} allowed"
+            )
+        if p95_ms is not None and trial.latency_ms > p95_ms:
+            return replace(trial, status="slow", detail=f"p95 {trial.latency_ms:.4g} ms of {p95_ms:.4g} ms allowed")
+        return trial
+
+    def elapsed_s(self) -> float:
+        """Seconds that count against the limit."""
+        warmup_s = sum(trial.warmup_s for trial in self.book.trials)
+        return self.clock() - self.began_s - min(warmup_s, self.config.warmup_seconds)
+
+    def _worth_trying(self, batch: int) -> bool:
+        """Whether memory and time allow a size that was not tried; says so where not."""
+        predicted, allowed = self.book.predict_bytes(batch), self.config.allowed_bytes
+        if predicted is not None and allowed is not None and predicted > allowed:
+            self._skip(f"batch {batch}: expected to take {_mb(predicted)} of {_mb(allowed)} allowed")
+            return False
+        left_s, cost_s = self.search_ends_s - self.elapsed_s(), self._expected_cost_s(batch)
+        if cost_s > left_s:
+            self._skip(f"batch {batch}: would take {cost_s:.2g} s of the {max(0.0, left_s):.2g} s left for the search")
+            return False
+        return True
+
+    def _expected_cost_s(self, batch: int) -> float:
+        below = max((size for size in self.costs_s if size <= batch and self.book.ran(size)), default=None)
+        if below is None:
+            return 0.0
+        # a probe of short steps takes as long as it was given, one of long steps as long as the fewest of them
+        return max(self.costs_s[below], PROBE_STEPS * self.book.merged(below).seconds * batch / below)
+
+    def _skip(self, reason: str) -> None:
+        if reason not in self.skipped:
+            self.skipped.append(reason)
+
+    # Growth
+
+    def grow(self) -> None:
+        """Double until throughput stops rising or something ends it, then look for the end between."""
+        if self.measure(1) is None:
+            return
+        batch, rising = 1, True
+        while rising and batch * 2 <= self.config.limit:
+            if not self._worth_trying(batch * 2):
+                break
+            if self.measure(batch * 2) is None:
+                break
+            batch *= 2
+            rising = not (self._levelled_off() and self._still_levelled_off())
+        if rising:
+            self._approach(batch)
+        elif batch < self.config.limit:
+            self._skip(f"batches above {batch}: throughput stopped rising at {self.book.best()}")
+
+    def _levelled_off(self) -> bool:
+        """Whether two doublings in a row have brought nothing."""
+        rates = [self.book.rate(size) for size in self.book.sizes()]
+        gain = 1 + self.config.tolerance
+        return len(rates) >= 3 and max(rates[-2:]) <= gain * max(rates[:-2])
+
+    def _still_levelled_off(self) -> bool:
+        """The same after another look, where noise hides the tolerance."""
+        for _ in range(2):
+            if self.book.error(self.book.best()) <= self.config.tolerance or not self._may_probe():
+                break
+            for size in {self.book.best(), *self.book.sizes()[-2:]}:
+                self.measure(size)
+        return self._levelled_off()
+
+    def _approach(self, batch: int) -> None:
+        """Sizes between the last that ran and the wall that ended growth while it still paid."""
+        allowed = self.config.allowed_bytes
+        top = None if allowed is None else self.book.largest_within(AIM * allowed)
+        for _ in range(4):
+            wall = min(self.ceiling + 1, 2 * batch, self.config.limit + 1)
+            middle = (batch + wall) // 2 if top is None else min(top, wall - 1)
+            top = None
+            if middle <= batch or not self._worth_trying(middle):
+                return
+            if self.measure(middle) is not None:
+                batch = middle
+
+    # Refinement
+
+    def refine(self) -> None:
+        """Bisect for the smallest size that is good enough, then look for saw-teeth around it."""
+        if len(self.book.sizes()) < 2:
+            return
+        while self._may_probe() and (middle := self._knee_middle()) is not None:
+            if not self._worth_trying(middle) or self.measure(middle) is None:
+                break
+        for _ in range(self.config.refine):
+            hopeful = self._most_hopeful() if self._may_probe() else None
+            if hopeful is None or not self._worth_trying(hopeful):
+                return
+            self.measure(hopeful)
+
+    def _knee_middle(self) -> int | None:
+        """The size between the last that is too slow and the first that is good enough."""
+        sizes = self.book.sizes()
+        knee = self._knee()
+        below = max((size for size in sizes if size < knee), default=0)
+        gap = knee - below
+        return None if gap <= max(1, self.config.tolerance * knee) else below + gap // 2
+
+    def _most_hopeful(self) -> int | None:
+        """The middle of the interval that might hide the best size, or a smaller one as good.
+
+        A step of more items takes no less time, so between two measured sizes throughput stays below
+        (upper − 1) / seconds(lower): tile quantisation reaches that, and nothing else does.
+        """
+        knee, best = self._knee(), self.book.best()
+        top = min(self.ceiling + 1, max(2 * knee, best) + 1)
+        sizes = [size for size in self.book.sizes() if size < top] + [top]
+        hopes: list[tuple[float, int]] = []
+        for lower, upper in pairwise(sizes):
+            if upper - lower <= max(1, self.config.tolerance * upper):
+                continue
+            needed = self._margin_rate() if lower < knee else self.book.rate(best)
+            hope = (upper - 1) / lower * self.book.rate(lower) / needed
+            hopes.append((hope, (lower + upper) // 2))
+        hope, middle = max(hopes, default=(0.0, 0))
+        return middle if hope > 1 + self.config.tolerance / 2 else None
+
+    def _smallest_good(self, *, slack: float = 0.0) -> int:
+        needed = (1 - slack) * self._margin_rate()
+        return next((size for size in self.book.sizes() if self.book.rate(size) >= needed), 1)
+
+    def _knee(self) -> int:
+        """Where refinement looks: the smallest good size, or one that noise may hide among the too slow."""
+        return self._smallest_good(slack=self.book.error(self.book.best()))
+
+    def _margin_rate(self) -> float:
+        """The rate from which a size is as good as the best, 0 where none may be chosen.
+
+        Within noise, but no less than half the tolerance, so that noiseless devices do not pay for a last
+        per mille with a batch of twice the size; and no more than the tolerance, whatever the noise.
+        """
+        best = self.book.best()
+        if not best:
+            return 0.0
+        margin = max(self.config.tolerance / 2, min(self.config.tolerance, 2 * self.book.error(best)))
+        return (1 - margin) * self.book.rate(best)
+
+    def _may_probe(self) -> bool:
+        """Whether the search is still well below the cost of measuring every size."""
+        if self.elapsed_s() >= self.search_ends_s:
+            return False
+        if len(self.book.trials) < LEAST_PROBES:
+            return True
+        top = 2 * self._smallest_good()
+        costs_s = [self.costs_s[size] for size in self.book.sizes() if size <= top]
+        if not sum(costs_s):  # a probe that takes no time, as simulated ones: count them instead
+            return len(self.book.trials) < SHARE * top * self.config.full
+        return self.spent_s < SHARE * top * self.config.full * sum(costs_s) / len(costs_s)
+
+    # Race
+
+    def race(self) -> None:
+        """Probe the finalists in turn until the smallest good one is told from the others."""
+        while (finalists := self._finalists()) and self._may_probe():
+            for size in finalists:
+                if self._may_probe():
+                    self.measure(size)
+        if len(finalists) > 1:
+            error = max(map(self.book.error, finalists))
+            self._skip(f"batches {_listed(finalists)}: told apart no further than ±{error:.1%}")
+
+    def choose(self) -> int:
+        """The smallest good size, once steps enough have shown that it fits; 1 when nothing keeps the limits."""
+        while not self._prove(chosen := self._smallest_good()) and chosen > 1:
+            pass  # what failed is out of the book
+        return chosen
+
+    def _finalists(self) -> list[int]:
+        """Sizes that another probe could make the answer, and the best; none when the answer stands."""
+        open_sizes: list[int] = []
+        for size in self.book.sizes():
+            if self._is_open(size):
+                open_sizes.append(size)
+            elif self.book.rate(size) >= self._margin_rate():
+                break  # surely good enough: no larger one can be the answer
+        return sorted({*open_sizes[:3], self.book.best()}) if open_sizes else []
+
+    def _is_open(self, size: int) -> bool:
+        """Whether it is not sure on which side of the margin a size is."""
+        book, best = self.book, self.book.best()
+        if size == best or (self._settled(size) and self._settled(best)):
+            return False
+        doubt = 2 * math.hypot(book.error(size), book.error(best))
+        return abs(book.rate(size) - self._margin_rate()) < doubt * book.rate(best)
+
+    def _settled(self, size: int) -> bool:
+        """Measured so well that its error no longer matters, or in full."""
+        count = self.book.count(size)
+        return count >= self.config.full or (count >= 3 and self.book.error(size) < self.config.tolerance / 4)
+
+    # Proof
+
+    def prove_largest(self, chosen: int) -> int:
+        """The largest size that repeated steps show to fit; the chosen one at least."""
+        proven, failures = self._largest_proven(chosen), 0
+        while failures < FAILURES and (target := self._target(proven, failures)) is not None:
+            if (affordable := self._affordable(target)) < target:
+                self._skip(
+                    f"max safe: {target} may fit, but there was time to prove no more than {max(proven, affordable)}"
+                )
+                target = affordable
+            if target <= proven:
+                break
+            if self._prove(target):
+                proven = target
+            else:
+                failures += 1
+        else:
+            if failures and proven < self.book.top:
+                self._skip(f"max safe: sizes between {proven} and {self.book.top + 1} were not proven")
+        return proven
+
+    def _prove(self, batch: int) -> bool:
+        """Run a size until its steps are enough; False when they did not fit."""
+        for _ in range(self.config.prove_steps + 1):
+            if batch > self.book.top:
+                return False
+            done = max(self.book.merged(batch).steps, self.book.count(batch)) if self.book.ran(batch) else 0
+            if done >= self.config.prove_steps or (batch == 1 and done and self.elapsed_s() > self.config.seconds):
+                return True  # nothing is smaller than 1: where time is up, more steps would change nothing
+            self.measure(batch, self.config.prove_steps - done)
+        return False
+
+    def _largest_proven(self, chosen: int) -> int:
+        enough = self.config.prove_steps
+        sizes = [size for size in self.costs_s if self.book.ran(size) and size <= self.book.top]
+        return max([size for size in sizes if self.book.merged(size).steps >= enough] + [chosen])
+
+    def _target(self, proven: int, failures: int) -> int | None:
+        """The size to prove next: what the memory model says, else doubling; None when none is worth it."""
+        allowed, top = self.config.allowed_bytes, self.book.top
+        for aim in (AIM, 1.0):
+            fits = None if allowed is None else self.book.largest_within(aim * allowed)
+            target = 2 * proven if fits is None else fits
+            if target > top and top < self.config.limit:  # a size failed that memory would have allowed
+                # Close below it first; failing that the model is of no use, and any size between as likely.
+                target = proven + round(0.7 * (top - proven)) if failures < 2 else math.isqrt(proven * top)
+                target = max(target, proven + 1)
+            # memory may be modelled from a few items, but time is not: a jump further than this could take minutes
+            target = min(target, top, LEAP * max(proven, max(self.costs_s)))
+            if target > proven and target >= (1 + WORTH) * proven:
+                return target
+        return None
+
+    def _affordable(self, target: int) -> int:
+        """The largest size up to target that the seconds left allow to prove."""
+        left_s = self.config.seconds - self.elapsed_s()
+        nearest = max(size for size in self.costs_s if self.book.ran(size))
+        item_s = self.book.merged(nearest).seconds / nearest
+        steps = self.config.prove_steps + 1
+        return target if item_s <= 0 else min(target, max(0, int(left_s / steps / item_s)))
+
+
+def _first_line(failure: BaseException) -> str:
+    return str(failure).strip().split("\n")[0] or type(failure).__name__
+
+
+def _mb(size_bytes: float) -> str:
+    return f"{size_bytes / 1e6:.0f} MB"
+
+
+def _listed(sizes: list[int]) -> str:
+    return ", ".join(map(str, sizes))

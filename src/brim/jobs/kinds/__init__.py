@@ -1,0 +1,1 @@
+"""The kinds of job: what each reads, its config, and how it runs."""

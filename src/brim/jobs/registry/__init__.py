@@ -1,0 +1,1 @@
+"""Datasets, runs and models that people bring or that jobs made."""

@@ -1,0 +1,272 @@
+"""Datasets that no job made: what a person brings is checked, counted and listed, or refused in words.
+
+Radio datasets and images stay where they are: deleting such a dataset only forgets it. A folder of .npy sequences is
+packed into the data directory. Images are a folder of them, or a folder with `images` and `masks` in it.
+"""
+
+import logging
+import shutil
+from collections.abc import Callable
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from brim.errors import Conflict, DatasetError, StorageError
+from brim.jobs.worker.process import FileLock
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from brim.jobs.store import Catalogue, DatasetRow
+    from brim.jobs.store.rows import DatasetKind, DatasetState
+    from brim.sequences.corpus.pack_report import PackProgress
+
+log = logging.getLogger("brim")
+
+KINDS: Final = ("rf", "images", "sequences")
+IMAGES: Final = "images"
+MASKS: Final = "masks"
+
+_PACKING, _LOCK = ".packing", ".lock"  # in uploads: a corpus that is being packed, held by whoever packs it
+
+# What files begin with that the readers of segmentation know; the rest of a file is read when it is used.
+_BEGINNINGS = (
+    *(b"\x89PNG\r\n\x1a\n", b"\xff\xd8\xff", b"II*\0", b"MM\0*", b"II+\0", b"MM\0+", b"BM", b"GIF8"),
+    *(b"RIFF", b"\0\0\0\x0cjP", b"\xff\x4f\xff\x51", b"P1", b"P2", b"P3", b"P4", b"P5", b"P6"),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """What a dataset holds."""
+
+    items: int  # samples, images or sequences
+    bytes: int
+    about: dict[str, Any] = field(default_factory=dict)
+    state: "DatasetState" = "ready"
+
+
+def add(
+    catalogue: "Catalogue",
+    data: Path,
+    *,
+    name: str,
+    path: Path,
+    kind: "DatasetKind",
+    labels: Path | None = None,
+    progress: Callable[["PackProgress"], None] | None = None,
+    stop: Callable[[], bool] | None = None,
+) -> "DatasetRow | None":
+    """List what a path holds as a dataset; None where packing it was stopped."""
+    path = _checked(path, data)
+    if kind != "sequences" or (path / "manifest.json").is_file():
+        found = look(path, kind)
+        return _list(catalogue, name, kind, str(path), owned=False, found=found)
+    from brim.jobs.store import new_id
+
+    id = new_id()
+    packed = pack(path, data, id, labels=labels, progress=progress, stop=stop)
+    if packed is None:
+        return None
+    try:
+        return _list(catalogue, name, kind, f"datasets/{id}", owned=True, found=packed, id=id)
+    except BaseException:
+        _discard(data / "datasets" / id)
+        raise
+
+
+def look(path: Path, kind: "DatasetKind") -> Found:
+    """Check and count what a path holds; what is missing, foreign or empty is a DatasetError that says so."""
+    if not path.is_dir():
+        raise DatasetError(f"{path} is not a directory; give {_EXPECTED[kind]}")
+    return {"rf": _look_at_rf, "images": _look_at_images, "sequences": _look_at_sequences}[kind](path)
+
+
+def pack(
+    folder: Path,
+    data: Path,
+    id: str,
+    *,
+    labels: Path | None = None,
+    progress: Callable[["PackProgress"], None] | None = None,
+    stop: Callable[[], bool] | None = None,
+) -> Found | None:
+    """Pack a folder of .npy sequences to DATA/datasets/ID, whole or not at all; None where it was stopped."""
+    from brim.sequences.corpus.packing import pack as pack_sequences
+
+    unfinished, finished = data / "uploads" / f"{id}{_PACKING}", data / "datasets" / id
+    lock = FileLock(unfinished.with_suffix(_LOCK))
+    with _in_words(unfinished):
+        unfinished.parent.mkdir(parents=True, exist_ok=True)
+        lock.take()
+    try:
+        report = pack_sequences(folder, unfinished, labels=labels, progress=progress, stop=stop)
+        if not report.complete:
+            return None
+        with _in_words(finished):
+            finished.parent.mkdir(parents=True, exist_ok=True)
+            unfinished.rename(finished)
+    finally:
+        _discard(unfinished)
+        _give_back(lock)
+    return _look_at_sequences(finished)
+
+
+def remove(catalogue: "Catalogue", data: Path, id: str) -> None:
+    """Delete a dataset that nothing uses: its files where they are ours, then its row; Conflict or NotFound else."""
+    _remove_files(catalogue, data, catalogue.datasets.retire(id))
+
+
+def tidy(catalogue: "Catalogue", data: Path) -> None:
+    """End what others did not live to end: deletions, and packings whose process is no more."""
+    for row in catalogue.datasets.retired():
+        try:
+            _remove_files(catalogue, data, row)
+        except StorageError as failure:
+            log.warning("%s; it stays for the next start", failure)
+    for file in (data / "uploads").glob(f"*{_LOCK}"):
+        lock = FileLock(file)
+        with _in_words(file):
+            abandoned = lock.take()
+        if abandoned:
+            _discard(file.with_suffix(_PACKING))
+            _give_back(lock)
+
+
+def image_folders(path: Path) -> tuple[Path, Path | None]:
+    """Where the images of a dataset are, and their masks where it has some."""
+    if not (path / IMAGES).is_dir():
+        return path, None
+    return path / IMAGES, path / MASKS if (path / MASKS).is_dir() else None
+
+
+# Each kind
+
+_EXPECTED: Final = {
+    "rf": 'the directory of a dataset made by "brim rf generate"',
+    "images": "a folder of images, or one with the folders images and masks",
+    "sequences": 'a folder of .npy sequences, or a corpus made by "brim sequence pack"',
+}
+
+
+def _look_at_rf(path: Path) -> Found:
+    from brim.engine.storage.dataset import check_bytes
+    from brim.rf.datasets.inspect import open_dataset
+
+    found = open_dataset(path)
+    if not len(found):
+        raise DatasetError(f'{path} holds no samples yet; make some with "brim rf generate --resume"')
+    for entry in found.shards:
+        check_bytes(path / "shards" / entry.name, entry, checksum=False)
+    return Found(
+        items=len(found),
+        bytes=sum(entry.bytes for entry in found.shards),
+        about={"config": found.manifest.get("config"), "shards": len(found.shards)},
+        state="ready" if found.manifest["complete"] else "partial",
+    )
+
+
+def _look_at_images(path: Path) -> Found:
+    from brim.segmentation.images.reading import find_images
+    from brim.segmentation.train.crops import pair_files
+
+    images, masks = image_folders(path)
+    files = find_images([images])
+    if not files:
+        raise DatasetError(f"{path} holds no images; give {_EXPECTED['images']}")
+    if masks is not None:
+        pairs = pair_files(images, masks)  # one mask for each image, or an error that names the odd one
+        files += [pair.mask for pair in pairs]
+    num_bytes = sum(map(_image_bytes, files))
+    return Found(items=len(files) // (1 + (masks is not None)), bytes=num_bytes, about={"masks": masks is not None})
+
+
+def _image_bytes(file: Path) -> int:
+    """How long an image file is, by a look at its beginning: a text named .png is refused here, not hours later."""
+    with _in_words(file), file.open("rb") as opened:
+        start = opened.read(16)
+        size = opened.seek(0, 2)
+    if not start.startswith(_BEGINNINGS):
+        fault = "is empty" if not size else "is no image, whatever its name says"
+        raise DatasetError(f"{file} {fault}; mend it or take it out of the folder")
+    return size
+
+
+def _look_at_sequences(path: Path) -> Found:
+    from brim.sequences.corpus.packed import Corpus
+
+    corpus = Corpus.open(path)
+    about = {"frames": corpus.num_frames, "features": corpus.dim, "classes": list(corpus.classes)}
+    about["labelled"] = int((corpus.labels >= 0).sum())
+    return Found(items=len(corpus), bytes=sum(entry.bytes for entry in corpus.dataset.shards), about=about)
+
+
+# Helpers
+
+
+def _checked(path: Path, data: Path) -> Path:
+    """A path as the catalogue keeps it: absolute, text, and nothing that is listed already as a job's."""
+    path = path.resolve()
+    try:
+        str(path).encode()
+    except UnicodeEncodeError:
+        raise DatasetError(f"{str(path)!a} is not UTF-8; rename it") from None
+    if path == data.resolve() or data.resolve() in path.parents:
+        raise DatasetError(f"{path} lies in the service's own data directory; add what lies elsewhere")
+    return path
+
+
+def _list(
+    catalogue: "Catalogue",
+    name: str,
+    kind: "DatasetKind",
+    path: str,
+    *,
+    owned: bool,
+    found: Found,
+    id: str | None = None,
+) -> "DatasetRow":
+    try:
+        return catalogue.datasets.add(
+            name=name,
+            kind=kind,
+            path=path,
+            owned=owned,
+            items=found.items,
+            bytes=found.bytes,
+            about=found.about,
+            state=found.state,
+            id=id,
+        )
+    except Conflict as failure:
+        raise Conflict(f"{path}: {failure}") from failure
+
+
+def _remove_files(catalogue: "Catalogue", data: Path, row: "DatasetRow") -> None:
+    place, trash = data / row.path, data / "trash" / row.id
+    if row.owned:
+        with _in_words(place):
+            trash.parent.mkdir(parents=True, exist_ok=True)
+            if place.exists():
+                place.rename(trash)  # at once: nobody finds half a dataset at its place
+            if trash.exists():
+                shutil.rmtree(trash)
+    catalogue.datasets.forget(row.id)
+
+
+def _give_back(lock: FileLock) -> None:
+    lock.path.unlink(missing_ok=True)
+    lock.release()
+
+
+def _discard(folder: Path) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextmanager
+def _in_words(path: Path) -> "Iterator[None]":
+    try:
+        yield
+    except OSError as failure:
+        raise StorageError(f"{path}: {failure.strerror or failure}; check its permissions and the disk") from failure

@@ -1,0 +1,80 @@
+"""What a job reads: checked when it is submitted, noted so that nobody deletes it meanwhile."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import sqlalchemy as sa
+
+from brim.errors import Conflict, FieldConflict, FieldNotFound
+from brim.jobs.kinds.status import UNFINISHED
+from brim.jobs.store.rows import DatasetRow, is_id, row_of
+from brim.jobs.store.tables import datasets, jobs, runs, uses
+
+_HOLDING = UNFINISHED | {"paused"}  # a paused job is meant to go on
+
+
+def check_inputs(
+    connection: sa.Connection, inputs: Mapping[str, Any], reads: str | None, reads_run: str | None
+) -> None:
+    """Refuse datasets and runs that are unknown, still being written, empty or of another kind, by the field's name.
+
+    Their rows stay locked until the transaction ends, so that none is deleted between this and the note of its use.
+    """
+    for place, id in enumerate(inputs.get("dataset_ids") or ()):
+        _check_dataset(connection, id, f"config.dataset_ids[{place}]", reads)
+    if inputs.get("run_id") is not None:
+        _check_run(connection, inputs["run_id"], reads_run)
+
+
+def note_uses(connection: sa.Connection, job_id: str, inputs: Mapping[str, Any]) -> None:
+    """Note what a job reads."""
+    for id in dict.fromkeys(inputs.get("dataset_ids") or ()):
+        connection.execute(sa.insert(uses).values(job_id=job_id, dataset_id=id))
+    if inputs.get("run_id") is not None:
+        connection.execute(sa.insert(uses).values(job_id=job_id, run_id=inputs["run_id"]))
+
+
+def check_unread(connection: sa.Connection, dataset_id: str) -> None:
+    """Raise Conflict while a job may read a dataset.
+
+    The caller has locked the dataset's row in a statement before: so this one sees what was noted while that waited.
+    """
+    readers = sa.select(jobs.c.name, jobs.c.id, datasets.c.name.label("dataset"))
+    readers = readers.join(uses, uses.c.job_id == jobs.c.id).join(datasets, datasets.c.id == uses.c.dataset_id)
+    query = readers.where(datasets.c.id == dataset_id, jobs.c.status.in_(_HOLDING)).order_by(jobs.c.number)
+    if reader := connection.execute(query).first():
+        raise Conflict(
+            f'the dataset "{reader.dataset}" is in use by the job "{reader.name}" ({reader.id}); '
+            "wait for it, or cancel it first"
+        )
+
+
+def _check_dataset(connection: sa.Connection, id: str, field: str, reads: str | None) -> None:
+    found = None
+    if is_id(id):
+        query = sa.select(datasets).where(datasets.c.id == id).with_for_update(read=True)
+        found = connection.execute(query).one_or_none()
+    if found is None or found.state == "deleting":
+        raise FieldNotFound(field, f'{field} names no dataset; "GET /api/datasets" lists those there are')
+    dataset = row_of(DatasetRow, found)
+    if dataset.state == "writing":
+        raise FieldConflict(
+            field, f'{field}: the dataset "{dataset.name}" is still being written; wait for its job, or cancel it'
+        )
+    if reads is not None and dataset.kind != reads:
+        raise FieldConflict(field, f'{field}: the dataset "{dataset.name}" is of kind {dataset.kind}, expected {reads}')
+    if dataset.items == 0:
+        raise FieldConflict(field, f'{field}: the dataset "{dataset.name}" is empty; choose one with items')
+
+
+def _check_run(connection: sa.Connection, id: str, reads_run: str | None) -> None:
+    field = "config.run_id"
+    found = None
+    if is_id(id):
+        found = connection.execute(sa.select(runs).where(runs.c.id == id).with_for_update(read=True)).one_or_none()
+    if found is None:
+        raise FieldNotFound(field, f'{field} names no run; "GET /api/runs" lists those there are')
+    if found.state == "training":
+        raise FieldConflict(field, f'{field}: the run "{found.name}" is still training; wait for its job, or cancel it')
+    if reads_run is not None and found.kind != reads_run:
+        raise FieldConflict(field, f'{field}: the run "{found.name}" was made by {found.kind}, expected {reads_run}')

@@ -1,0 +1,328 @@
+"""Jobs as people see them. Every method is one transaction.
+
+A status changes only by an UPDATE that names the statuses it may come from and whose row count is looked at: of the
+API and a worker that want different things at once, one wins and the other is told. What a job makes (its dataset or
+run) changes in the same transaction as the job.
+"""
+
+import time
+from collections.abc import Collection, Mapping
+from typing import Any, Final, TypedDict, Unpack
+
+import sqlalchemy as sa
+
+from brim.errors import Conflict, FieldError, TooMany
+from brim.jobs.kinds.status import FINISHED, RESUMABLE, UNFINISHED, Progress, Status, Wanted
+from brim.jobs.store import outputs
+from brim.jobs.store.engine import clean, reading, writing
+from brim.jobs.store.events import Events
+from brim.jobs.store.inputs import check_inputs, check_unread, note_uses
+from brim.jobs.store.rows import Asked, JobRow, Makes, Output, Page, is_id, new_id, page_of, row_of
+from brim.jobs.store.tables import jobs, uses
+
+STOPPING: Final = "stopping"
+
+
+class Changes(TypedDict, total=False):
+    """What may change along with a status."""
+
+    wanted: Wanted
+    worker: str
+    message: str
+    error: str
+    result: Mapping[str, Any]
+
+
+class Jobs:
+    """All jobs."""
+
+    def __init__(self, engine: sa.Engine) -> None:
+        self._engine = engine
+
+    def submit(
+        self,
+        spec: Asked,
+        *,
+        key_hash: str | None = None,
+        inputs: Mapping[str, Any] | None = None,
+        makes: Makes = "result",
+        reads: str | None = None,
+        reads_run: str | None = None,
+        limit: int | None = None,
+    ) -> tuple[JobRow, bool]:
+        """Note a job with the dataset or run it will make; a key seen before gives its job, and False.
+
+        Of the inputs, `dataset_ids` and `run_id` are checked (datasets must be of kind `reads`, the run made by a job
+        of kind `reads_run`) and cannot be deleted while the job may run. More than `limit` unfinished jobs are TooMany.
+        """
+        inputs = dict(inputs or {})
+        with writing(self._engine) as connection:
+            if key_hash is not None and (known := _by_key(connection, key_hash)):
+                return known, False
+            check_inputs(connection, inputs, reads, reads_run)
+            if limit is not None and _count_unfinished(connection) >= limit:
+                raise TooMany(f"{limit} jobs are waiting or running, which is the limit; try again when some are done")
+            made = _insert(connection, spec, key_hash, inputs, makes)
+            if made is None:  # another client's transaction with the same key came first
+                known = _by_key(connection, key_hash or "")
+                assert known is not None
+                return known, False
+            note_uses(connection, made.id, inputs)
+            outputs.begin(connection, made)
+            _tell_status(connection, made)
+            return made, True
+
+    def check(self, inputs: Mapping[str, Any], reads: str | None, reads_run: str | None) -> None:
+        """Refuse inputs as `submit` would, and note nothing."""
+        with reading(self._engine) as connection:
+            check_inputs(connection, inputs, reads, reads_run)
+
+    def get(self, id: str) -> JobRow | None:
+        """One job; None for an id that names none."""
+        if not is_id(id):
+            return None
+        with reading(self._engine) as connection:
+            return _get(connection, id)
+
+    def of_key(self, key_hash: str) -> JobRow | None:
+        """The job that was submitted with this key; None for a key not seen yet."""
+        with reading(self._engine) as connection:
+            return _by_key(connection, key_hash)
+
+    def page(
+        self,
+        *,
+        status: str | None = None,
+        kind: str | None = None,
+        name: str | None = None,
+        page: int = 1,
+        per_page: int = 50,
+    ) -> Page[JobRow]:
+        """One page of jobs, newest first; name is a part of theirs, in capitals or not."""
+        where = [jobs.c.status == clean(status)] if status is not None else []
+        where += [jobs.c.kind == clean(kind)] if kind is not None else []
+        where += [jobs.c.name.icontains(clean(name), autoescape=True)] if name is not None else []
+        with reading(self._engine) as connection:
+            return page_of(connection, jobs, JobRow, where, page, per_page)
+
+    def unfinished(self) -> list[JobRow]:
+        """Jobs that wait or run, oldest first."""
+        return self._list(jobs.c.status.in_(UNFINISHED))
+
+    def of_worker(self, worker: str) -> list[JobRow]:
+        """Jobs that this worker runs, or ran when it died."""
+        return self._list(jobs.c.worker == worker)
+
+    def finished_before(self, at: float, status: Status) -> list[JobRow]:
+        """Jobs that ended with that status before a time."""
+        return self._list(jobs.c.status == status, jobs.c.finished_at < at)
+
+    def newest_on_run(self, run_id: str, kind: str) -> JobRow | None:
+        """The completed job of that kind that read a run and ended last; None where there is none."""
+        if not is_id(run_id):
+            return None
+        query = sa.select(jobs).join(uses, uses.c.job_id == jobs.c.id)
+        query = query.where(uses.c.run_id == run_id, jobs.c.kind == kind, jobs.c.status == "completed")
+        query = query.order_by(jobs.c.finished_at.desc(), jobs.c.number.desc()).limit(1)
+        with reading(self._engine) as connection:
+            row = connection.execute(query).one_or_none()
+            return None if row is None else row_of(JobRow, row)
+
+    def count_unfinished(self) -> int:
+        """How many wait or run."""
+        with reading(self._engine) as connection:
+            return _count_unfinished(connection)
+
+    def counts(self) -> dict[str, int]:
+        """How many jobs have each status; a status without one is missing."""
+        with reading(self._engine) as connection:
+            query = sa.select(jobs.c.status, sa.func.count().label("num")).group_by(jobs.c.status)
+            return {row.status: row.num for row in connection.execute(query)}
+
+    def move(
+        self,
+        id: str,
+        to: Status,
+        *,
+        of: Collection[str],
+        output: Output | None = None,
+        **changes: Unpack[Changes],
+    ) -> bool:
+        """Give a job another status if it has one of `of`; whether it had.
+
+        A job whose end or pause was asked for neither starts nor completes any more. `output` is what the job has
+        made: completed makes it ready, all else partial, and nothing made is no longer listed. Going on after an
+        end or a pause is a Conflict where what the job reads is gone, or another job reads what it would go on with.
+        """
+        with writing(self._engine) as connection:
+            job = _move(connection, id, to, of, output, changes)
+            if job is not None and to in ("pending", "queued") and not RESUMABLE.isdisjoint(of):
+                _check_again(connection, job)
+            return job is not None
+
+    def want(self, id: str, wanted: Wanted) -> bool:
+        """Note what people want of a job, where its status allows it: cancel outranks pause."""
+        now = time.time()
+        stops = wanted != "run"
+        where = [jobs.c.id == id, jobs.c.status.in_(UNFINISHED if stops else RESUMABLE)]
+        if wanted == "pause":
+            where.append(jobs.c.wanted != "cancel")
+        values: dict[str, Any] = {"wanted": wanted, "updated_at": now, "stopping_at": None}
+        if stops:
+            values["stopping_at"] = sa.func.coalesce(jobs.c.stopping_at, now)
+            values["message"] = sa.case((jobs.c.status == "running", STOPPING), else_=jobs.c.message)
+        with writing(self._engine) as connection:
+            row = connection.execute(sa.update(jobs).where(*where).values(values).returning(jobs)).one_or_none()
+            if row is not None:
+                _tell_status(connection, row_of(JobRow, row))
+            return row is not None
+
+    def settle(self, id: str, output: Output | None = None) -> Status | None:
+        """Make a job that was to stop paused or cancelled; its new status, None where no stop was asked for."""
+        with writing(self._engine) as connection:
+            job = _get(connection, id, lock=True)
+            if job is None or job.wanted == "run" or job.status not in UNFINISHED:
+                return None
+            to: Status = "paused" if job.wanted == "pause" else "cancelled"
+            _move(connection, id, to, UNFINISHED, output, {})
+            return to
+
+    def tell(self, id: str, progress: Progress) -> None:
+        """Note how far a running job has come; getting on ends a row of deaths."""
+        values = {
+            "current": progress.current,
+            "total": progress.total,
+            "rate": progress.rate,
+            "eta_s": progress.eta_s,
+            "message": sa.case((jobs.c.wanted == "run", clean(progress.message)), else_=STOPPING),
+            "deaths": sa.case((jobs.c.deaths_at < progress.current, 0), else_=jobs.c.deaths),
+            "updated_at": time.time(),
+        }
+        with writing(self._engine) as connection:
+            where = (jobs.c.id == id, jobs.c.status == "running")
+            row = connection.execute(sa.update(jobs).where(*where).values(values).returning(jobs)).one_or_none()
+            if row is not None:
+                Events.add(connection, id, "progress", row_of(JobRow, row).progress.as_dict())
+
+    def died(self, id: str) -> int:
+        """Note that the worker of a job died; how many times in a row without getting further."""
+        got_on = jobs.c.current > jobs.c.deaths_at
+        values = {"deaths": sa.case((got_on, 1), else_=jobs.c.deaths + 1), "deaths_at": jobs.c.current}
+        with writing(self._engine) as connection:
+            query = sa.update(jobs).where(jobs.c.id == id, jobs.c.status == "running").values(values)
+            return connection.execute(query.returning(jobs.c.deaths)).scalar_one_or_none() or 0
+
+    def remove(self, id: str) -> bool:
+        """Forget a job that neither waits nor runs, and its events; what it made stays."""
+        with writing(self._engine) as connection:
+            gone = sa.delete(jobs).where(jobs.c.id == id, jobs.c.status.not_in(UNFINISHED))
+            return connection.execute(gone).rowcount == 1
+
+    def _list(self, *where: sa.ColumnElement[bool]) -> list[JobRow]:
+        with reading(self._engine) as connection:
+            rows = connection.execute(sa.select(jobs).where(*where).order_by(jobs.c.number))
+            return [row_of(JobRow, row) for row in rows]
+
+
+# Within a transaction
+
+
+def _get(connection: sa.Connection, id: str, *, lock: bool = False) -> JobRow | None:
+    query = sa.select(jobs).where(jobs.c.id == id)
+    row = connection.execute(query.with_for_update() if lock else query).one_or_none()
+    return None if row is None else row_of(JobRow, row)
+
+
+def _by_key(connection: sa.Connection, key_hash: str) -> JobRow | None:
+    row = connection.execute(sa.select(jobs).where(jobs.c.key_hash == key_hash)).one_or_none()
+    return None if row is None else row_of(JobRow, row)
+
+
+def _count_unfinished(connection: sa.Connection) -> int:
+    return connection.execute(
+        sa.select(sa.func.count()).select_from(jobs).where(jobs.c.status.in_(UNFINISHED))
+    ).scalar_one()
+
+
+def _insert(
+    connection: sa.Connection, spec: Asked, key_hash: str | None, inputs: Mapping[str, Any], makes: Makes
+) -> JobRow | None:
+    """The new job; None where its key is taken."""
+    id, now = new_id(), time.time()
+    values = {
+        "id": id,
+        "kind": spec.kind,
+        "name": clean(spec.name),
+        "status": "pending",
+        "wanted": "run",
+        "config": dict(spec.config),
+        "inputs": inputs,
+        "makes": makes,
+        "output_id": id if makes == "result" else new_id(),
+        "key_hash": key_hash,
+        "attempts": 0,
+        "deaths": 0,
+        "deaths_at": -1,
+        "current": 0,
+        "total": 0,
+        "rate": 0.0,
+        "message": "",
+        "event_seq": 0,
+        "created_at": now,
+        "updated_at": now,
+    }
+    insert = outputs.insert_for(connection)(jobs).values(values).on_conflict_do_nothing(index_elements=["key_hash"])
+    row = connection.execute(insert.returning(jobs)).one_or_none()
+    return None if row is None else row_of(JobRow, row)
+
+
+def _move(
+    connection: sa.Connection, id: str, to: Status, of: Collection[str], output: Output | None, changes: Changes
+) -> JobRow | None:
+    where = [jobs.c.id == id, jobs.c.status.in_(of)]
+    if to in ("running", "completed"):
+        where.append(jobs.c.wanted == "run")
+    values = {**_along(to), **_stored(changes), "status": to, "updated_at": time.time()}
+    row = connection.execute(sa.update(jobs).where(*where).values(values).returning(jobs)).one_or_none()
+    if row is None:
+        return None
+    job = row_of(JobRow, row)
+    if to in UNFINISHED:
+        outputs.begin(connection, job)
+    elif output is not None:
+        outputs.leave(connection, job, output, complete=to == "completed")
+    _tell_status(connection, job)
+    return job
+
+
+def _check_again(connection: sa.Connection, job: JobRow) -> None:
+    """What was checked at submission may have changed while the job did not run."""
+    try:
+        check_inputs(connection, job.inputs, None, None)
+    except FieldError as failure:
+        raise Conflict(f"the job cannot go on: {failure}") from failure
+    if job.makes == "dataset":
+        check_unread(connection, job.output_id)
+
+
+def _along(to: Status) -> dict[str, Any]:
+    """What a status brings with it."""
+    now = time.time()
+    if to in FINISHED:
+        ended = sa.case((jobs.c.started_at > now, jobs.c.started_at), else_=now)  # a clock may have been put back
+        return {"finished_at": ended, "worker": None, "stopping_at": None, "message": "", "eta_s": None, "rate": 0.0}
+    if to == "paused":
+        return {"worker": None, "stopping_at": None, "message": "", "eta_s": None, "rate": 0.0}
+    if to == "running":
+        return {"started_at": sa.func.coalesce(jobs.c.started_at, now), "attempts": jobs.c.attempts + 1}
+    queued = {"queued_at": now} if to == "queued" else {}
+    return {**queued, "finished_at": None, "error": None, "worker": None, "stopping_at": None, "message": ""}
+
+
+def _stored(changes: Changes) -> dict[str, Any]:
+    return {name: clean(value) if isinstance(value, str) else value for name, value in changes.items()}
+
+
+def _tell_status(connection: sa.Connection, job: JobRow) -> None:
+    data = {"status": job.status, "wanted": job.wanted, "attempts": job.attempts, "error": job.error}
+    Events.add(connection, job.id, "status", data)

@@ -1,0 +1,281 @@
+"""One attempt at a job by processes of its own: ranks that train as one, or one that leads devices or a cluster.
+
+They are children of the worker, which stays what it is: it tells how far they are, stops them and ends with them, and
+they with it, however it ends. Each has a pipe on which it speaks in lines of JSON; what it is to do is on its standard
+input. A member that dies ends the others; then all start again where the last checkpoint or shard is, a few times.
+"""
+
+import json
+import logging
+import os
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, field
+from typing import IO, Any, Final
+
+from brim import errors
+from brim.errors import BrimError, ConfigError, RankLost
+from brim.jobs.kinds.status import Flow, Progress
+from brim.jobs.kinds.task import Stopped, Task, Voice, device_of
+from brim.jobs.worker.process import cores
+
+RESTARTS: Final = 3  # of an attempt, when members die
+GRACE_S: Final = 5.0  # for the others to end by themselves when one has died
+LOOK_S: Final = 0.1
+LOOPBACK: Final = "127.0.0.1"
+
+_log = logging.getLogger("brim.jobs")
+
+Result = dict[str, Any]
+Environment = dict[str, str]
+
+
+def num_devices(task: Task) -> int:
+    """Devices that share the task: as its config says, and no more than there are; "all" of a CPU is that one."""
+    wanted, on_cpu = task.spec.config.get("devices", 1), device_of(task) == "cpu"
+    have = cores() if on_cpu else max(1, len(task.gpus))
+    if wanted == "all":
+        return 1 if on_cpu else have
+    if wanted > have:
+        what = "core" if on_cpu else "GPU"
+        raise ConfigError(
+            f"config.devices={wanted} is more than the {have} {what}{'s' * (have > 1)} of this machine; "
+            "submit the job with fewer"
+        )
+    return int(wanted)
+
+
+def service_cluster(task: Task) -> str:
+    """Address of the cluster that the job runs on."""
+    if task.cluster is None:  # the service was started anew without it
+        raise ConfigError('this service has no cluster any more; have it started with "brim serve --cluster ADDRESS"')
+    return task.cluster
+
+
+def by_ranks(task: Task, voice: Voice) -> Result | None:
+    """What ranks, one for each device, train together; None where this process is to do it itself."""
+    if task.is_member or (count := num_devices(task)) == 1:
+        return None
+    return _attempts(task, voice, [_rank(task, number, count) for number in range(count)])
+
+
+def by_leader(task: Task, voice: Voice) -> Result | None:
+    """What one process leads on several devices or on a cluster; None where this process is to do it itself."""
+    if task.is_member or (num_devices(task) == 1 and not task.spec.config.get("cluster")):
+        return None
+    return _attempts(task, voice, [_visible(task)])
+
+
+def _attempts(task: Task, voice: Voice, members: Sequence[Environment]) -> Result:
+    for left in reversed(range(RESTARTS + 1)):
+        try:
+            return _Crew(task, voice, members).work()
+        except _Died as death:
+            if not left:
+                raise RankLost(
+                    f"a process of the job died {RESTARTS + 1} times, the last time by {death}; "
+                    "look for what ended it, such as memory, then resume the job"
+                ) from death
+            _log.warning("a process of the job died by %s; all start again from what is on disk", death)
+            voice.say("starting again")
+            if task.stop():
+                raise Stopped from death
+    raise AssertionError("unreachable")
+
+
+# What members see
+
+
+def _visible(task: Task) -> Environment:
+    """The GPUs of the job alone; a job of the CPU sees none."""
+    if device_of(task) == "cpu":
+        return {"CUDA_VISIBLE_DEVICES": ""}
+    return {"CUDA_VISIBLE_DEVICES": ",".join(task.gpus), "CUDA_DEVICE_ORDER": "PCI_BUS_ID"} if task.gpus else {}
+
+
+def _rank(task: Task, number: int, count: int) -> Environment:
+    threads = {"OMP_NUM_THREADS": str(max(1, cores() // count))} if device_of(task) == "cpu" else {}
+    place = {"RANK": number, "LOCAL_RANK": number, "WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count}
+    return {**_visible(task), **threads, **{name: str(value) for name, value in place.items()}}
+
+
+def _meeting() -> Environment:
+    """Where ranks meet: a port that is free now, on this machine alone."""
+    with socket.socket() as found:
+        found.bind((LOOPBACK, 0))
+        return {"MASTER_ADDR": LOOPBACK, "MASTER_PORT": str(found.getsockname()[1])}
+
+
+# Members at work
+
+
+class _Died(Exception):
+    """A member ended without a word; the text says how."""
+
+
+@dataclass(slots=True, eq=False)
+class _Member:
+    """A process, and what it has said."""
+
+    process: subprocess.Popen[bytes]
+    voice: IO[bytes]
+    number: int
+    rest: bytes = b""  # of a line that is not whole yet
+    said: Result = field(default_factory=dict)  # result, stopped or error
+
+    def read(self) -> Iterator[Result]:
+        """What it says; at the end of its voice that is closed."""
+        got = os.read(self.voice.fileno(), 1 << 16)
+        if not got:
+            self.voice.close()
+            return
+        *lines, self.rest = (self.rest + got).split(b"\n")
+        for line in lines:
+            yield json.loads(line)
+
+
+class _Crew:
+    """The members of one start."""
+
+    def __init__(self, task: Task, voice: Voice, environments: Sequence[Environment]) -> None:
+        self._task, self._voice, self._environments = task, voice, environments
+
+    def work(self) -> Result:
+        """Start them, listen until all have ended, and say what came of it."""
+        with self._started() as (members, stop):
+            self._listen(members, stop)
+        return _outcome(members)
+
+    @contextmanager
+    def _started(self) -> Iterator[tuple[list[_Member], IO[bytes]]]:
+        lifeline, stopping = os.pipe(), os.pipe()
+        members: list[_Member] = []
+        stop = os.fdopen(stopping[1], "wb")
+        try:
+            shared = _meeting() if len(self._environments) > 1 else {}
+            for number, one in enumerate(self._environments):
+                members.append(self._start(number, {**shared, **one}, lifeline[0], stopping[0]))
+            yield members, stop
+        finally:
+            for member in members:
+                _end(member)
+            stop.close()
+            for end in (*lifeline, stopping[0]):
+                os.close(end)
+
+    def _start(self, number: int, environment: Environment, lifeline: int, stop: int) -> _Member:
+        listening, speaking = os.pipe()
+        numbers = [str(end) for end in (lifeline, speaking, stop)]
+        process = subprocess.Popen(
+            [sys.executable, "-m", "brim.jobs.worker.member", *numbers],
+            stdin=subprocess.PIPE, stdout=2, env={**os.environ, **environment}, pass_fds=(lifeline, speaking, stop),
+        )  # fmt: skip
+        os.close(speaking)
+        member = _Member(process, os.fdopen(listening, "rb", buffering=0), number)
+        assert process.stdin is not None
+        with suppress(BrokenPipeError):  # it has ended already, which is seen below
+            process.stdin.write(json.dumps(_asked(self._task)).encode())
+            process.stdin.close()
+        return member
+
+    def _listen(self, members: Sequence[_Member], stop: IO[bytes]) -> None:
+        """Until every member has ended; when one has died, the others soon."""
+        died_s: float | None = None
+        with selectors.DefaultSelector() as ears:
+            for member in members:
+                ears.register(member.voice, selectors.EVENT_READ, member)
+            while any(member.process.poll() is None for member in members) or ears.get_map():
+                for key, _ in ears.select(LOOK_S):
+                    self._hear(key.data, ears)
+                if self._task.stop() and not stop.closed:
+                    stop.close()
+                if died_s is None and any(_has_died(member) for member in members):
+                    died_s = time.monotonic()
+                if died_s is not None and time.monotonic() - died_s > GRACE_S:
+                    for member in members:
+                        member.process.kill()
+
+    def _hear(self, member: _Member, ears: selectors.BaseSelector) -> None:
+        voice = member.voice
+        number = voice.fileno()
+        for word in member.read():
+            if "progress" in word:
+                self._voice(_progress(word["progress"]))
+            elif "log" in word:
+                _log.log(word["log"][0], "%s", word["log"][1])
+            else:
+                member.said = word
+        if voice.closed:
+            ears.unregister(number)
+
+
+def _asked(task: Task) -> Result:
+    """What a member is to do, as it reads it: see member.read_task."""
+    return {
+        "spec": asdict(task.spec),
+        "datasets": [str(path) for path in task.inputs.datasets],
+        "run": None if task.inputs.run is None else str(task.inputs.run),
+        "out": str(task.out),
+        "device": task.device,
+        "batch_sizes": str(task.batch_sizes),
+        "gpus": list(task.gpus),
+        "cluster": task.cluster,
+    }
+
+
+def _progress(values: Result) -> Progress:
+    flow = values.pop("flow", None)
+    return Progress(**values, flow=None if flow is None else Flow(**flow))
+
+
+def _has_died(member: _Member) -> bool:
+    return member.process.poll() not in (None, 0)
+
+
+def _end(member: _Member) -> None:
+    """A member that is still there when nobody listens any more: by a failure of our own."""
+    if member.process.poll() is None:
+        member.process.kill()
+    member.process.wait()
+    member.voice.close()
+
+
+def _outcome(members: Sequence[_Member]) -> Result:
+    """The result; or the first reason there is none: an error of its own, a death, what others made of it."""
+    wrong = [member.said["error"] for member in members if "error" in member.said]
+    for name, text in wrong:
+        if name != RankLost.__name__:
+            raise _error(name, text)
+    for member in members:
+        if member.process.returncode and "error" not in member.said:
+            raise _Died(_words(member))
+    if wrong:
+        raise _Died(wrong[0][1])
+    said = members[0].said
+    if "result" in said:
+        return dict(said["result"])
+    if said.get("stopped"):
+        raise Stopped
+    raise _Died(_words(members[0]))
+
+
+def _words(member: _Member) -> str:
+    code = member.process.returncode
+    ended = signal.Signals(-code).name if code < 0 else f"exit code {code}"
+    return f"{ended} (process {member.number})"
+
+
+def _error(name: str, text: str) -> Exception:
+    """One of our own by its name; what nobody foresaw stays that."""
+    kind = getattr(errors, name, None)
+    if isinstance(kind, type) and issubclass(kind, BrimError):
+        failure = kind.__new__(kind)  # some have more arguments than a text
+        Exception.__init__(failure, text)
+        return failure
+    return RuntimeError(text)

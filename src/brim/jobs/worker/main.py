@@ -1,0 +1,197 @@
+"""A worker: `python -m brim.jobs.worker.main NAME BEAT LIFELINE`, one job at a time on one device.
+
+The queue's thread runs the workflow, whose steps only wait and write; the library function itself runs in the main
+thread. Every end is one that a crash could have made: the process stops without tidying up, what is on disk is whole
+up to the last shard or checkpoint, and the next worker of this name goes on from there.
+"""
+
+import logging
+import os
+import signal
+import sys
+from contextlib import closing
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Final
+
+from brim.errors import BrimError
+from brim.jobs.durable import Queue, Runner, Steps
+from brim.jobs.kinds.status import UNFINISHED
+from brim.jobs.registry.outputs import made
+from brim.jobs.store import Catalogue
+from brim.jobs.worker.attempt import Attempt, Place, surely
+from brim.jobs.worker.joblog import LOGGER
+from brim.jobs.worker.process import FileLock, Heartbeat, die_with_supervisor, give_way_to_others, read_settings, urls
+from brim.jobs.worker.reconcile import settle_stopped
+from brim.jobs.worker.session import Bench, Result, slice_s
+
+LOCK_S: Final = 60.0  # for the process that had this name to end
+
+_log = logging.getLogger("brim.jobs")
+
+
+class JobFailed(Exception):
+    """What the queue keeps of a job that failed: the words that people see."""
+
+
+class Worker:
+    """Runs jobs from the queue until told to leave."""
+
+    def __init__(self, place: Place, catalogue: Catalogue, jobs_url: str) -> None:
+        """Take where to work and both databases; takes no job yet."""
+        self._place, self._catalogue = place, catalogue
+        self._runner = Runner(jobs_url, place.worker, self._job)
+        self._bench, self._attempts = Bench(), dict[str, Attempt]()
+        self._leaving = self._is_worn = False
+
+    def serve(self, facts: dict[str, Any]) -> None:
+        """Say what we compute on, then work until `leave`."""
+        self._catalogue.devices.put(self._place.worker, facts)
+        self._runner.launch()
+        self._bench.serve(lambda: self._leaving, self._place.beat)
+
+    def leave(self, *_: object) -> None:
+        """Stop at the next batch and end; the job stays ours, for the next worker of this name."""
+        self._leaving = True
+        for attempt in list(self._attempts.values()):
+            attempt.session.leave()
+
+    # The workflow. After a crash it runs again from the records of its steps, so it depends on nothing else.
+
+    def _job(self, steps: Steps, job_id: str) -> Result:
+        try:
+            spent_s = 0.0
+            while not (got := steps("slice", partial(self._advance, job_id, slice_s(spent_s))))["ended"]:
+                spent_s += got["seconds"]
+            self._close(job_id)
+            if got["error"] is not None:
+                steps("fail", partial(self._fail, job_id, got["error"]))
+                raise JobFailed(got["error"])
+            result: Result = got["result"]
+            steps("publish", partial(self._publish, job_id, result))
+            return result
+        except JobFailed:
+            self._close(job_id)
+            raise
+        except Exception:  # a record that the queue's database refused, as on a full disk: end as a crash would
+            _log.exception("job %s: the queue takes no record; its worker is ended and goes on later", job_id)
+            self._close(job_id)
+            os._exit(1)
+        except BaseException:  # cancelled, or in other hands by now: the queue's own way to end a workflow
+            self._close(job_id)
+            self._settle(job_id)
+            raise
+
+    # Its steps
+
+    def _advance(self, job_id: str, seconds: float) -> Result:
+        """Let the job go on for about so many seconds; only what it came to is recorded."""
+        attempt = self._attempts.get(job_id) or self._open(job_id)
+        if attempt is None:  # it is no longer to run: the queue refuses this record and ends the workflow
+            return {"ended": False, "seconds": 0.0}
+        record = attempt.wait(seconds, partial(self._runner.is_cancelled, job_id))
+        self._is_worn |= attempt.is_unforeseen
+        if record["ended"] and self._leaving:  # by our own wish: no record, as in a crash, and the next worker goes on
+            os._exit(0)
+        return record
+
+    def _open(self, job_id: str) -> Attempt | None:
+        """Begin an attempt; None where the job is no longer to run."""
+        if self._is_worn:  # by the job before, which failed in a way nobody foresaw: a new process takes this one
+            os._exit(0)
+        job = surely(partial(self._catalogue.jobs.get, job_id))
+        running = partial(self._catalogue.jobs.move, job_id, "running", of=UNFINISHED, worker=self._place.worker)
+        if job is None or not surely(running):
+            surely(partial(self._runner.queue.cancel, job_id))
+            return None
+        attempt = self._attempts[job_id] = Attempt(job, self._place, self._catalogue)
+        if self._leaving:
+            attempt.session.leave()
+        self._bench.start(attempt.session)
+        return attempt
+
+    def _publish(self, job_id: str, result: Result) -> None:
+        """Say that the job is completed, unless its stop was asked for in the last moment."""
+        job = surely(partial(self._catalogue.jobs.get, job_id))
+        if job is None:
+            return
+        output = made(self._place.data, job)
+        if job.makes == "run":
+            output = replace(output, about={**output.about, **result})
+        done = partial(self._catalogue.jobs.move, job_id, "completed", of=UNFINISHED, output=output, result=result)
+        if not surely(done) and job.status in UNFINISHED:
+            surely(partial(self._runner.queue.cancel, job_id))  # refuses the record of this step; then _settle
+
+    def _fail(self, job_id: str, error: str) -> None:
+        """Say that the job has failed; what it made so far stays."""
+        job = surely(partial(self._catalogue.jobs.get, job_id))
+        if job is not None:
+            output = made(self._place.data, job)
+            surely(partial(self._catalogue.jobs.move, job_id, "failed", of=UNFINISHED, output=output, error=error))
+
+    def _settle(self, job_id: str) -> None:
+        """Say that the job is paused or cancelled; nothing where another worker has it."""
+        state = surely(partial(self._runner.queue.states, [job_id])).get(job_id)
+        job = surely(partial(self._catalogue.jobs.get, job_id))
+        if job is not None and (state is None or state.status == "CANCELLED"):
+            surely(partial(self._catalogue.jobs.settle, job_id, made(self._place.data, job)))
+
+    def _close(self, job_id: str) -> None:
+        attempt = self._attempts.pop(job_id, None)
+        if attempt is not None:
+            attempt.close()
+
+
+def main() -> int:
+    """Run the worker of that name until SIGTERM; the service's settings are on standard input."""
+    name, beat, lifeline = sys.argv[1], Heartbeat(int(sys.argv[2])), int(sys.argv[3])
+    die_with_supervisor(lifeline)
+    settings = read_settings()
+    give_way_to_others()
+    _set_up_logging(name, settings.get("log_level", "INFO"))
+    lock = FileLock(Path(settings["data"]) / "workers" / f"{name}.lock")
+    try:
+        lock.wait(LOCK_S)
+        _run(name, settings, beat)
+    except BrimError as failure:
+        _log.error("%s", failure)
+        return 1
+    return 0
+
+
+def _set_up_logging(name: str, level: str) -> None:
+    """Standard error takes what the service asks for; a job's own log also takes what is only informative."""
+    shown = logging.StreamHandler()
+    shown.setLevel(level)
+    logging.basicConfig(handlers=[shown], format=f"{name} %(levelname)s %(message)s")
+    logging.getLogger(LOGGER).setLevel(min(logging.INFO, shown.level))
+
+
+def _run(name: str, settings: dict[str, Any], beat: Heartbeat) -> None:
+    data = Path(settings["data"])
+    jobs_url, catalogue_url = urls(data, settings.get("database"))
+    catalogue = Catalogue.open(catalogue_url)
+    with closing(Queue(jobs_url)) as queue:
+        settle_stopped(catalogue, queue, name, data)  # first: people wait for it
+
+    from brim.engine.device.devices import describe, gpu_uuid, resolve_device  # brings torch, which takes seconds
+    from brim.engine.device.memory import keep_to_share
+
+    device, min_free = resolve_device("auto"), settings.get("min_free_bytes")
+    keep_to_share(device)
+    gpus, own = tuple(settings.get("gpus") or ()), os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    place = Place(
+        worker=name, data=data, device=device.type, min_free_bytes=min_free, beat=beat,
+        gpus=gpus if own in gpus else (), own_gpu=own, cluster=settings.get("cluster"),
+    )  # fmt: skip
+    worker = Worker(place, catalogue, jobs_url)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, worker.leave)
+    uuid = gpu_uuid(device)
+    worker.serve(describe(device) | ({} if uuid is None else {"uuid": uuid}))
+    os._exit(0)  # without the queue's threads: they may be waiting for a database
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,117 @@
+"""One process of a job: `python -m brim.jobs.worker.member LIFELINE VOICE STOP`, its task on standard input.
+
+LIFELINE ends with the worker, STOP when the job is to stop; on VOICE it says how far it is and what came of it.
+"""
+
+import json
+import logging
+import os
+import select
+import sys
+import threading
+import traceback
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Final
+
+from brim.errors import BrimError
+from brim.jobs.kinds.registry import KINDS, Inputs, Stopped, Task
+from brim.jobs.kinds.specs import Spec
+from brim.jobs.kinds.status import Progress
+from brim.jobs.worker.joblog import LOGGER
+from brim.jobs.worker.process import die_with_supervisor, read_settings
+
+MAX_TRACE: Final = 4000  # characters of what nobody foresaw
+
+
+class Speech:
+    """Lines of JSON to the worker; all but the first member keep to what they must say."""
+
+    def __init__(self, pipe: int, is_first: bool) -> None:
+        """Take the pipe's writing end."""
+        self._pipe, self._is_first, self._lock = pipe, is_first, threading.Lock()
+
+    def tell(self, progress: Progress) -> None:
+        """How far the job is."""
+        if self._is_first:
+            self.say(progress=asdict(progress))
+
+    def say(self, **word: Any) -> None:
+        """One line; whole, also where several threads speak."""
+        line = json.dumps(word).encode() + b"\n"
+        with self._lock:
+            while line:
+                line = line[os.write(self._pipe, line) :]
+
+
+class Loud(logging.Handler):
+    """What is logged here, for the job's own log."""
+
+    def __init__(self, speech: Speech, level: int) -> None:
+        super().__init__(level)
+        self._speech = speech
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Say one record."""
+        try:
+            self._speech.say(log=[record.levelno, record.getMessage()])
+        except OSError:
+            return
+
+
+def main(argv: list[str]) -> int:
+    """Do the task; an end without a word is a death."""
+    lifeline, voice, stop = (int(number) for number in argv)
+    die_with_supervisor(lifeline)
+    is_first = os.environ.get("RANK", "0") == "0"
+    speech = Speech(voice, is_first)
+    logger = logging.getLogger(LOGGER)
+    logger.addHandler(Loud(speech, logging.INFO if is_first else logging.WARNING))
+    logger.setLevel(logging.INFO)
+    logger.propagate = False
+    try:
+        task = read_task(read_settings(), speech, stop)
+        _keep_to_share(task)
+        speech.say(result=KINDS[task.spec.kind].run(task))
+    except Stopped:
+        speech.say(stopped=True)
+    except BrimError as failure:
+        speech.say(error=[type(failure).__name__, str(failure)])
+        return 1
+    except Exception as failure:
+        logger.error("%s", traceback.format_exc()[-MAX_TRACE:])
+        speech.say(error=[type(failure).__name__, f"{type(failure).__name__}: {failure}"])
+        return 1
+    return 0
+
+
+def read_task(asked: dict[str, Any], speech: Speech, stop: int) -> Task:
+    """The task as the worker described it."""
+    run = asked["run"]
+    return Task(
+        spec=Spec(**asked["spec"]),
+        inputs=Inputs(datasets=tuple(map(Path, asked["datasets"])), run=None if run is None else Path(run)),
+        out=Path(asked["out"]),
+        device=asked["device"],
+        batch_sizes=Path(asked["batch_sizes"]),
+        tell=speech.tell,
+        stop=lambda: bool(select.select([stop], [], [], 0)[0]),  # nothing is ever written to it: it ends
+        gpus=tuple(asked["gpus"]),
+        cluster=asked["cluster"],
+        is_member=True,
+    )
+
+
+def _keep_to_share(task: Task) -> None:
+    """Of each GPU that this process sees, no more than jobs may have."""
+    if task.device != "cpu" and task.gpus:
+        import torch
+
+        from brim.engine.device.memory import keep_to_share
+
+        for number in range(torch.cuda.device_count()):
+            keep_to_share(torch.device("cuda", number))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,1 @@
+"""Charts and HTML pages, used by all workloads."""

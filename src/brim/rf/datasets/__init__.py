@@ -1,0 +1,1 @@
+"""Datasets to look at and to take away: summary, statistics, page, export."""

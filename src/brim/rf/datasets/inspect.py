@@ -1,0 +1,308 @@
+"""What a dataset holds, without loading it: counts, bounds and quantiles, read shard by shard.
+
+Axes: S samples kept, M records (one heard receiver of one kept sample), R receivers. Counts and bounds are of every
+sample; quantiles are of every `step`-th, so that memory does not grow with the dataset.
+"""
+
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from functools import partial
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from brim.engine.device.devices import worker_count
+from brim.engine.storage.dataset import MANIFEST, Dataset
+from brim.errors import DatasetError
+from brim.rf.features.estimators import FEATURES, UNKNOWN_SIGMA_US
+from brim.rf.generate.rows import TRUTH
+
+F32 = NDArray[np.float32]
+F64 = NDArray[np.float64]
+Progress = Callable[[int, int], None]  # told (shards done, shards in all)
+
+MAX_KEPT = 200_000  # samples the quantiles are taken from
+MAX_SITED = 500  # samples whose receivers are kept
+SITE = ("name", "lat", "lon", "alt")  # what the manifest says of a receiver
+QUANTILES = {"min": 0.0, "p5": 0.05, "p25": 0.25, "median": 0.5, "p75": 0.75, "p95": 0.95, "max": 1.0}
+_FIELDS = ("features", "truth", "valid", "present", "receivers", "transmitter", "reference", "gdop", "crlb_m")
+_DEFAULTS = {"features": FEATURES, "truth": TRUTH}
+_MEAN = 0  # place of the mean among the statistics
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Summary:
+    """What `brim rf inspect` says of a dataset."""
+
+    dataset: str
+    format_version: int
+    complete: bool
+    verified: bool  # every shard's checksum was compared
+    created: str
+    brim: str | None
+    torch: str | None
+    device: str | None
+    dataset_type: str | None
+    waveform: str | None
+    seed: int | None
+    samples: int
+    attempted: int | None
+    rejected: dict[str, int]  # by reason
+    acceptance_rate: float | None
+    records: int  # receivers that heard, over all samples
+    receivers_per_sample: dict[str, float] | None  # of those that heard: min, mean, max
+    snr_db: dict[str, dict[str, float] | None]  # link, truth, measured → quantiles
+    gdop: dict[str, float] | None
+    crlb_m: dict[str, float] | None
+    quantiles_from: int  # samples
+    transmitters: dict[str, list[float]] | None  # lat, lon, alt → lowest and highest
+    receivers: dict[str, list[float]] | None
+    bytes: int
+    shards: int
+    throughput: dict[str, Any] | None  # as generation reported it
+
+    def as_dict(self) -> dict[str, Any]:
+        """JSON-able values."""
+        return asdict(self)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Columns:
+    """Values of the kept samples, for quantiles and charts."""
+
+    transmitter: F64  # (S, 3) lat, lon in degrees, alt in metres
+    gdop: F32  # (S,)
+    crlb_m: F32  # (S,)
+    best_snr_db: F32  # (S,) measured by the receiver that heard best
+    sites: F64  # (·, 3) receivers of at most MAX_SITED samples, with repetitions
+    link_snr_db: F32  # (M,) mean of the link
+    truth_snr_db: F32  # (M,) realised
+    measured_snr_db: F32  # (M,)
+    arrival_error_us: F32  # (≤ M,) measured minus true arrival difference, where one could be measured
+
+
+@dataclass(frozen=True, slots=True)
+class Survey:
+    """A dataset read once: its summary and the columns behind it."""
+
+    data: Dataset
+    summary: Summary
+    columns: Columns
+
+
+def inspect(path: Path | str, *, verify: bool = True, progress: Progress | None = None) -> Summary:
+    """Summarise a dataset; verify compares every shard with its checksum."""
+    return survey(path, verify=verify, progress=progress).summary
+
+
+def survey(path: Path | str, *, verify: bool = True, progress: Progress | None = None) -> Survey:
+    """Summarise a dataset and keep what its charts need."""
+    data = open_dataset(path)
+    steps = tuple(max(1, -(-len(data) // limit)) for limit in (MAX_KEPT, MAX_SITED))
+    firsts = accumulate((entry.items for entry in data.shards), initial=0)
+    parts = []
+    with ThreadPoolExecutor(worker_count()) as pool:  # hashing and page faults let other threads run
+        read = partial(_read, data, _places(data.manifest), steps, verify)
+        for part in pool.map(read, range(len(data.shards)), firsts):
+            parts.append(part)
+            if progress is not None:
+                progress(len(parts), len(data.shards))
+    columns = _join(part.columns for part in parts)
+    return Survey(data, _summary(data, parts, columns, verify), columns)
+
+
+def open_dataset(path: Path | str) -> Dataset:
+    """Open a dataset of radio samples; any other kind is refused."""
+    data = Dataset(path)
+    kind = data.manifest.get("kind")
+    if kind != "rf":
+        raise DatasetError(
+            f'{data.place} holds kind={kind!r}, expected "rf"; give a dataset made by "brim rf generate"'
+        )
+    return data
+
+
+def fixed_receivers(data: Dataset) -> list[dict[str, Any]]:
+    """name, lat, lon and alt of a fixed network's receivers; none where each sample has its own."""
+    config = _mapping(data.manifest.get("config"))
+    if config.get("use_random_receivers", True):
+        return []
+    return [station for station in config.get("stations") or [] if station.keys() >= set(SITE)]
+
+
+def named_columns(manifest: dict[str, Any], key: str) -> list[tuple[str, str]]:
+    """(name, unit) of each column of `features` or `truth`."""
+    listed = manifest.get(key)
+    if listed is None:
+        return list(_DEFAULTS[key])
+    try:
+        return [(str(entry["name"]), str(entry["unit"])) for entry in listed]
+    except (TypeError, KeyError) as failure:
+        raise DatasetError(
+            f"{MANIFEST}: {key} must be a list of name and unit; restore the manifest from a copy"
+        ) from failure
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """What one shard adds."""
+
+    columns: Columns
+    heard: tuple[int, int, int]  # fewest, sum and most receivers that heard a sample
+    low: F64  # (2, 3) of transmitters and receivers
+    high: F64  # (2, 3)
+
+
+def _places(manifest: dict[str, Any]) -> dict[str, int]:
+    """Column numbers of what is read, e.g. "truth.snr_db" → 1."""
+    wanted = {
+        "features": ("snr_db", "arrival_difference_us", "arrival_sigma_us"),
+        "truth": ("link_snr_db", "snr_db", "arrival_difference_us"),
+    }
+    out = {}
+    for key, names in wanted.items():
+        known = [name for name, _ in named_columns(manifest, key)]
+        for name in names:
+            if name not in known:
+                raise DatasetError(f"{MANIFEST}: {key} has no {name}; use the brim that made the dataset")
+            out[f"{key}.{name}"] = known.index(name)
+    return out
+
+
+def _read(
+    data: Dataset, places: dict[str, int], steps: tuple[int, ...], verify: bool, number: int, first: int
+) -> _Part:
+    rows = data.shard(number, _FIELDS, verify=verify)
+    kept, sited = (slice(-first % step, None, step) for step in steps)
+    transmitter, receivers = rows["transmitter"].numpy(), rows["receivers"].numpy()
+    valid, heard = rows["valid"].numpy(), rows["present"].sum(-1)
+    groups = (transmitter, receivers[valid])
+    return _Part(
+        columns=Columns(
+            transmitter=transmitter[kept].copy(),  # a view would keep the file mapped
+            gdop=rows["gdop"].numpy()[kept].copy(),
+            crlb_m=rows["crlb_m"].numpy()[kept].copy(),
+            sites=receivers[sited][valid[sited]],
+            **_records({name: tensor[kept] for name, tensor in rows.items()}, places),
+        ),
+        heard=(int(heard.min()), int(heard.sum()), int(heard.max())),
+        low=np.stack([group.min(0) for group in groups]),
+        high=np.stack([group.max(0) for group in groups]),
+    )
+
+
+def _records(rows: dict[str, Tensor], places: dict[str, int]) -> dict[str, F32]:
+    """What is known of each record, packed over the receivers that heard; and of the best one of each sample."""
+    present = rows["present"].numpy()
+
+    def packed(place: str) -> F32:
+        table = rows[place.partition(".")[0]]
+        column = table[:, :, places[place]]
+        values: F32 = (column[..., _MEAN] if column.ndim == 3 else column).numpy()[present]
+        return values
+
+    measured = np.full(present.shape, -np.inf, np.float32)
+    measured[present] = packed("features.snr_db")
+    receiver = np.arange(present.shape[1])
+    others = (receiver != rows["reference"].numpy()[:, None])[present]
+    known = others & (packed("features.arrival_sigma_us") < UNKNOWN_SIGMA_US)
+    error = packed("features.arrival_difference_us") - packed("truth.arrival_difference_us")
+    return {
+        "link_snr_db": packed("truth.link_snr_db"),
+        "truth_snr_db": packed("truth.snr_db"),
+        "measured_snr_db": measured[present],
+        "best_snr_db": measured.max(-1),
+        "arrival_error_us": error[known],
+    }
+
+
+def _join(parts: Iterable[Columns]) -> Columns:
+    listed = list(parts)
+    empty = {"transmitter": (0, 3), "sites": (0, 3)}
+
+    def joined(name: str) -> NDArray[Any]:
+        arrays = [getattr(part, name) for part in listed]
+        return np.concatenate(arrays) if arrays else np.zeros(empty.get(name, (0,)), np.float32)
+
+    return Columns(**{name: joined(name) for name in Columns.__slots__})
+
+
+def _summary(data: Dataset, parts: list[_Part], columns: Columns, verify: bool) -> Summary:
+    manifest, samples = data.manifest, len(data)
+    config = _mapping(manifest.get("config"))
+    attempted, rejected = _counts(manifest)
+    report = _mapping(manifest.get("report"))
+    heard = [part.heard for part in parts]
+    records = sum(total for _, total, _ in heard)
+    return Summary(
+        dataset=str(data.place),
+        format_version=manifest["format_version"],
+        complete=manifest["complete"],
+        verified=verify,
+        created=manifest["created"],
+        brim=manifest.get("brim"),
+        torch=manifest.get("torch"),
+        device=manifest.get("device") or report.get("device"),
+        dataset_type=config.get("dataset_type"),
+        waveform=config.get("waveform"),
+        seed=manifest.get("seed", config.get("seed")),
+        samples=samples,
+        attempted=attempted,
+        rejected=rejected,
+        acceptance_rate=samples / attempted if attempted else None,
+        records=records,
+        receivers_per_sample={
+            "min": min(low for low, _, _ in heard),
+            "mean": records / samples,
+            "max": max(high for _, _, high in heard),
+        }
+        if samples
+        else None,
+        snr_db={
+            "link": _quantiles(columns.link_snr_db),
+            "truth": _quantiles(columns.truth_snr_db),
+            "measured": _quantiles(columns.measured_snr_db),
+        },
+        gdop=_quantiles(columns.gdop),
+        crlb_m=_quantiles(columns.crlb_m),
+        quantiles_from=len(columns.gdop),
+        transmitters=_bounds(parts, 0),
+        receivers=_bounds(parts, 1),
+        bytes=sum(entry.bytes for entry in data.shards) + data.place.size(MANIFEST),
+        shards=len(data.shards),
+        throughput=report or None,
+    )
+
+
+def _counts(manifest: dict[str, Any]) -> tuple[int | None, dict[str, int]]:
+    """Attempts and rejections by reason: as counted at the end, or of what a stopped run had written."""
+    counts, totals = _mapping(manifest.get("counts")), _mapping(manifest.get("totals"))
+    rejected = _mapping(counts.get("rejected"))
+    reasons = [reason for reason in ("receivers", "gdop") if reason in rejected or reason in totals]
+    attempted = counts.get("attempted", totals.get("attempted"))
+    return attempted, {reason: int(rejected.get(reason, totals.get(reason, 0))) for reason in reasons}
+
+
+def _mapping(value: Any) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}
+
+
+def _quantiles(values: F32) -> dict[str, float] | None:
+    finite = values[np.isfinite(values)].astype(np.float64)
+    if not len(finite):
+        return None
+    levels = np.quantile(finite, list(QUANTILES.values()))
+    return {name: float(level) for name, level in zip(QUANTILES, levels, strict=True)}
+
+
+def _bounds(parts: list[_Part], group: int) -> dict[str, list[float]] | None:
+    if not parts:
+        return None
+    low = np.min([part.low[group] for part in parts], 0)
+    high = np.max([part.high[group] for part in parts], 0)
+    return {name: [float(low[k]), float(high[k])] for k, name in enumerate(("lat", "lon", "alt"))}

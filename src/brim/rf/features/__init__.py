@@ -1,0 +1,1 @@
+"""What a receiver measures of a recording."""

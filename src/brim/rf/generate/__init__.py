@@ -1,0 +1,1 @@
+"""Datasets of accepted samples, on a CPU or a GPU."""

@@ -1,0 +1,1 @@
+"""Positions from observations: the solver, the network, their training and evaluation."""

@@ -1,0 +1,441 @@
+"""Where the transmitter is, the classical way: centroid, strength, and arrival differences with strength.
+
+Axes: B samples, R receivers, S starting points. Positions are metres east and north of the mean position of the present
+receivers; everything is masked by `present`, runs on the device of its input and never asks the host for a value.
+
+The transmitter's height cannot be told from stations that are all far to the side. It is taken as TX_HEIGHT_M above the
+ellipsoid, the middle of 0-600 m; what that costs is far below the noise, and tested.
+
+Arrival differences are against one reference, whose own time counts as measured: 0, with the error of its clock. Errors
+are then independent between receivers, and the emission time is one unknown more.
+"""
+
+import math
+from dataclasses import dataclass, replace
+from typing import NamedTuple, Self
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from brim.errors import ConfigError
+from brim.rf.config import NUM_CHUNKS, GenerateConfig
+from brim.rf.features.estimators import UNKNOWN_SIGMA_US, F
+from brim.rf.physics.geometry import SPEED_OF_LIGHT, from_local, to_local
+from brim.rf.physics.link import loss_exponent, path_loss_db
+
+Rows = dict[str, Tensor]
+
+TX_HEIGHT_M = 300.0  # ground at the transmitter above the ellipsoid
+EARTH_RADIUS_M = 6_371_000.0  # the frame is a plane, the ground curves away from it
+METRES_PER_US = SPEED_OF_LIGHT * 1e-6
+_BREAK_M = 1_000.0  # where loss models may change their slope
+_MIN_DISTANCE_M = 10.0
+_MIN_SIGMA_M = 1.0  # no arrival is known better, however good the clocks
+_MIN_SIGMA_DB = 0.1
+_USUAL_SPREAD_US = 0.4  # of an arrival difference over the chunks, where only the mean is known
+_SNR, _FLOOR = F["snr_db"], F["noise_floor_dbm"]
+_ARRIVAL, _SIGMA = F["arrival_difference_us"], F["arrival_sigma_us"]
+_MEAN, _STD, _MIN = 0, 1, 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NoiseModel:
+    """How far measured values lie from the link's, beyond clocks and shadowing; `calibrate` fits it to a dataset.
+
+    An arrival has the variance timing_us² + (timing_snr_us² / snr) + (timing_spread · chunk std)² / 5. The defaults
+    were fitted to 1 500 samples of the production preset. The estimator's own `arrival_sigma_us` is not in it: beside
+    the SNR it told next to nothing about the errors there, the chunks' disagreement did.
+    """
+
+    strength_bias_db: float = -1.01  # the mean of fading in dB
+    strength_db: float = 1.54  # its spread, added to the shadowing
+    timing_us: float = 0.22  # echoes
+    timing_snr_us: float = 2.9  # noise, at 0 dB
+    timing_spread: float = 1.05  # share of the chunks' disagreement
+
+    def __post_init__(self) -> None:
+        for name in ("strength_db", "timing_us", "timing_snr_us", "timing_spread"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ConfigError(f"{name}={getattr(self, name)} must be finite and not negative")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SolverConfig:
+    """How the cost is searched; the defaults miss the lowest minimum in none of 500 held-out samples."""
+
+    grid: int = 24  # points per side of the coarse search
+    margin_m: float = 60_000.0  # of the search area around the stations; transmitters lie within half a degree
+    starts: int = 5  # lowest local minima of the grid that are refined, besides the centroid
+    steps: int = 25  # of Gauss-Newton, whether needed or not: no host decides
+    huber: float = 3.0  # standard deviations beyond which a residual counts linearly
+    power_known: bool = True  # else the transmit power is one unknown more
+
+    def __post_init__(self) -> None:
+        if self.grid < 3 or self.starts < 1 or self.steps < 1:
+            raise ConfigError(f"grid={self.grid}, starts={self.starts}, steps={self.steps}: at least 3, 1 and 1")
+        if not (self.margin_m > 0 and self.huber > 0):
+            raise ConfigError(f"margin_m={self.margin_m} and huber={self.huber} must be positive")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Observations:
+    """What a solver sees of a batch, all of one float dtype but the masks."""
+
+    origin: Tensor  # (B, 3) lat, lon, alt of the frame, float64
+    stations: Tensor  # (B, R, 3) antennas east, north, up in the frame, m
+    present: Tensor  # (B, R) bool
+    timed: Tensor  # (B, R) bool: an arrival was measured, or is the reference's, and there is another
+    strength_dbm: Tensor  # (B, R) without the noise, fading's mean added
+    strength_db: Tensor  # (B, R) its standard deviation
+    arrival_m: Tensor  # (B, R) arrival differences times the speed of light
+    arrival_sigma_m: Tensor  # (B, R) clock error included
+    loss: "Loss"
+
+    def to(self, dtype: torch.dtype) -> Self:
+        """The same in another float dtype; the origin stays float64."""
+        names = ("stations", "strength_dbm", "strength_db", "arrival_m", "arrival_sigma_m")
+        return replace(self, **{name: getattr(self, name).to(dtype) for name in names})
+
+
+@dataclass(frozen=True, slots=True)
+class Loss:
+    """Strength over distance, as two straight lines over log distance that meet at 1 km; and the height to expect."""
+
+    power_at_km_dbm: float
+    near: float  # exponent below 1 km
+    far: float
+    tx_height_m: float  # above the ellipsoid, antenna included
+
+    @classmethod
+    def of(cls, config: GenerateConfig) -> "Loss":
+        """The model of a configuration, its transmit power and gains included."""
+        total = config.tx_power_dbm + config.tx_gain_dbi + config.rx_gain_dbi
+        at_km = float(path_loss_db(config, np.array([_BREAK_M]))[0])
+        near, far = loss_exponent(config, np.array([_BREAK_M / 2, _BREAK_M * 2])).tolist()
+        return cls(total - at_km, near, far, TX_HEIGHT_M + config.tx_antenna_m)
+
+    def power_dbm(self, distance_m: Tensor) -> tuple[Tensor, Tensor]:
+        """Median received power, and the exponent there."""
+        exponent = self.near + (self.far - self.near) * (distance_m > _BREAK_M).to(distance_m.dtype)
+        d = distance_m.clamp(min=_MIN_DISTANCE_M)
+        return self.power_at_km_dbm - 10 * exponent * torch.log10(d / _BREAK_M), exponent
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Solution:
+    """A position for every sample, and how sure."""
+
+    position: Tensor  # (B, 2) east, north, m
+    covariance: Tensor  # (B, 2, 2) m²
+    cost: Tensor  # (B,) half the sum of squared whitened residuals
+    emission_m: Tensor  # (B,) emission time times the speed of light, on the reference's clock
+    power_db: Tensor  # (B,) transmit power over the assumed one; 0 where it is known
+
+
+def observe(rows: Rows, config: GenerateConfig, noise: NoiseModel | None = None) -> Observations:
+    """Measurements of a batch in its local frame, in float64.
+
+    rows  features (B, R, F, 4), present (B, R), receivers (B, R, 3), reference (B,), as a dataset holds them
+    """
+    noise = noise or NoiseModel()
+    present, features = rows["present"], rows["features"].double()
+    ground = rows["receivers"].double()
+    origin = frame_origin(ground, present)
+    antennas = torch.cat([ground[..., :2], ground[..., 2:] + config.rx_antenna_m], -1)
+    stations = to_local(antennas, origin[:, None])
+    ones = torch.ones_like(stations[..., 0])
+    is_reference = torch.arange(present.shape[1], device=present.device) == rows["reference"][:, None]
+    unmeasured = (features[..., _ARRIVAL, _MEAN] == 0) & (features[..., _SIGMA, _MIN] >= 0.99 * UNKNOWN_SIGMA_US)
+    timed = present & (is_reference | ~unmeasured)
+    snr_db = features[..., _SNR, _MEAN]
+    strength = snr_db + features[..., _FLOOR, _MEAN] - noise.strength_bias_db
+    sigma_db = max(math.hypot(config.shadowing_db, noise.strength_db), _MIN_SIGMA_DB)
+    spread = torch.nan_to_num(features[..., _ARRIVAL, _STD], nan=_USUAL_SPREAD_US)
+    spread = spread * (noise.timing_spread / math.sqrt(NUM_CHUNKS))
+    variance = (config.clock_sigma_s * 1e6) ** 2 + noise.timing_us**2 + spread.square()
+    sigma_us = (variance + noise.timing_snr_us**2 * 10 ** (-snr_db / 10)).sqrt()
+    return Observations(
+        origin=origin,
+        stations=torch.where(present[..., None], stations, 0.0),
+        present=present,
+        timed=timed & (timed.sum(-1, keepdim=True) > 1),  # one alone tells the emission time and nothing else
+        strength_dbm=torch.where(present, strength, 0.0),
+        strength_db=sigma_db * ones,
+        arrival_m=torch.where(present, METRES_PER_US * features[..., _ARRIVAL, _MEAN], 0.0),
+        arrival_sigma_m=torch.where(present, (METRES_PER_US * sigma_us).clamp(min=_MIN_SIGMA_M), 1.0),
+        loss=Loss.of(config),
+    )
+
+
+def frame_origin(receivers: Tensor, present: Tensor) -> Tensor:
+    """(B, 3) mean latitude, longitude and altitude of the present receivers."""
+    weight = present.to(receivers.dtype)[..., None]
+    return (receivers * weight).sum(1) / weight.sum(1).clamp(min=1)
+
+
+def target(rows: Rows, origin: Tensor, config: GenerateConfig) -> Tensor:
+    """(B, 2) the true position in the frame: its latitude and longitude at the height a solver assumes."""
+    place = rows["transmitter"].double()
+    level = torch.full_like(place[:, 2], Loss.of(config).tx_height_m)
+    return to_local(torch.cat([place[:, :2], level[:, None]], -1), origin)[:, :2]
+
+
+def geographic(position: Tensor, origin: Tensor, height_m: float = TX_HEIGHT_M) -> Tensor:
+    """(B, 3) latitude, longitude and height of positions in the frame.
+
+    position  (B, 2)  m
+    origin    (B, 3)  of the frame
+    """
+    level = position.double()
+    up = _level_up(level, origin[:, 2], height_m)
+    for _ in range(2):  # the sphere is near; what is left of the height is taken off
+        place = from_local(torch.cat([level, up[:, None]], -1), origin)
+        up = up + height_m - place[:, 2]
+    return from_local(torch.cat([level, up[:, None]], -1), origin)
+
+
+def calibrate(rows: Rows, config: GenerateConfig) -> NoiseModel:
+    """The noise model of a dataset whose transmitters are known: strengths by moments, arrivals by likelihood."""
+    seen = observe(rows, config, NoiseModel(strength_bias_db=0.0))
+    true = target(rows, seen.origin, config)
+    distance = _ranges(seen, true[:, None])[0][:, 0]
+    left_db = (seen.strength_dbm - seen.loss.power_dbm(distance)[0])[seen.present]
+    excess = max(float(left_db.var()) - config.shadowing_db**2, 0.0) ** 0.5 if len(left_db) > 1 else 0.0
+    base = NoiseModel(strength_bias_db=float(left_db.mean()), strength_db=excess)
+    return _fit_timing(rows, config, base, distance)
+
+
+def _fit_timing(rows: Rows, config: GenerateConfig, base: NoiseModel, distance: Tensor) -> NoiseModel:
+    """Coordinate search of the three timing terms by Gaussian likelihood, emission time eliminated."""
+    best, lowest = base, math.inf
+    for factors in (4.0, 2.0, 2**0.5, 2**0.25):
+        for name in ("timing_us", "timing_snr_us", "timing_spread"):
+            value = getattr(best, name)
+            for factor in (1 / factors, 1.0, factors):
+                trial = replace(best, **{name: value * factor})
+                found = float(_timing_nll(observe(rows, config, trial), distance))
+                if found < lowest:
+                    best, lowest = trial, found
+    return best
+
+
+def _timing_nll(seen: Observations, distance: Tensor) -> Tensor:
+    weight = seen.timed / seen.arrival_sigma_m.square()
+    total = weight.sum(-1).clamp(min=1e-30)
+    left = seen.arrival_m - distance
+    left = left - ((weight * left).sum(-1) / total)[:, None]
+    size = (weight * left.square()).sum(-1) + 2 * (seen.timed * seen.arrival_sigma_m.log()).sum(-1) + total.log()
+    return torch.where(seen.timed.sum(-1) > 1, size, 0.0).mean()
+
+
+def centroid(seen: Observations) -> Solution:
+    """Mean of the stations, weighted by received power; its covariance is the stations' own scatter."""
+    power = torch.where(seen.present, seen.strength_dbm, -1e6)
+    weight = torch.softmax(power * (math.log(10) / 10), -1)[..., None]
+    place = (weight * seen.stations[..., :2]).sum(1)
+    off = (seen.stations[..., :2] - place[:, None]) * seen.present[..., None]
+    scatter = off.mT @ off / seen.present.sum(-1).clamp(min=1)[:, None, None]
+    nothing = torch.zeros_like(place[:, 0])
+    return Solution(position=place, covariance=scatter, cost=nothing, emission_m=nothing, power_db=nothing)
+
+
+def by_strength(seen: Observations, config: SolverConfig | None = None) -> Solution:
+    """Maximum likelihood on received strength alone."""
+    return solve(replace(seen, timed=torch.zeros_like(seen.timed)), config)
+
+
+def solve(seen: Observations, config: SolverConfig | None = None) -> Solution:
+    """Gauss-Newton on arrival differences and strength, from several starts; the lowest cost wins."""
+    config = config or SolverConfig()
+    area = _search_area(seen, config)
+    starts = _grid_starts(seen.to(torch.float32), config, area.to(torch.float32)).to(area.dtype)
+    place = torch.cat([starts, centroid(seen).position[:, None]], 1)
+    emission, power = _nuisances(seen, config, place)
+    at = _linearise(seen, config, place, emission, power)
+    damping = torch.full_like(at.cost, 1e-3)
+    for _ in range(config.steps):
+        at, damping = _step(seen, config, at, damping, area)
+    best = at.cost.argmin(1, keepdim=True)
+
+    def pick(value: Tensor) -> Tensor:
+        index = best.reshape(len(best), 1, *[1] * (value.ndim - 2)).expand(-1, 1, *value.shape[2:])
+        return value.gather(1, index)[:, 0]
+
+    return Solution(
+        position=pick(at.place),
+        covariance=invert(pick(at.normal)),
+        cost=pick(at.cost),
+        emission_m=pick(at.emission),
+        power_db=pick(at.power),
+    )
+
+
+def solver_batch(device: torch.device) -> int:
+    """Samples to solve at once: the grid search holds a value per point and receiver; a cache's worth, or a GPU's."""
+    return 64 if device.type == "cpu" else 4096
+
+
+class Residuals(NamedTuple):
+    """What is left of every measurement at a position, in its standard deviations; 0 where there is none."""
+
+    time: Tensor  # (B, R)
+    strength: Tensor  # (B, R)
+    direction: Tensor  # (B, R, 2) horizontal unit vector from the station to the position
+    distance: Tensor  # (B, R) m
+
+
+def residuals(seen: Observations, found: Solution) -> Residuals:
+    """Whitened residuals of a solution, for a network to look at."""
+    distance, slope = _ranges(seen, found.position[:, None])
+    strength, _, time, _ = _left(seen, distance, found.emission_m[:, None], found.power_db[:, None])
+    return Residuals(time[:, 0], strength[:, 0], slope[:, 0] * seen.present[..., None], distance[:, 0])
+
+
+def invert(matrix: Tensor) -> Tensor:
+    """Inverse of symmetric positive 2 x 2 matrices, (..., 2, 2); nearly singular ones get a large, finite one."""
+    a, b, d = matrix[..., 0, 0], matrix[..., 0, 1], matrix[..., 1, 1]
+    floor = 1e-9 * (a + d)  # 1e-9 of the better axis: no direction is 30 000 times worse known than another
+    a, d = a + floor, d + floor
+    det = (a * d - b * b).clamp(min=torch.finfo(matrix.dtype).tiny)
+    return torch.stack([torch.stack([d, -b], -1), torch.stack([-b, a], -1)], -2) / det[..., None, None]
+
+
+# The search
+
+
+class _At(NamedTuple):
+    """The cost at a point, and the normal equations with the nuisances eliminated; leading axes (B, S)."""
+
+    place: Tensor  # (B, S, 2)
+    emission: Tensor  # (B, S)
+    power: Tensor  # (B, S)
+    cost: Tensor  # (B, S)
+    normal: Tensor  # (B, S, 2, 2)
+    slope: Tensor  # (B, S, 2) gradient
+    emission_terms: Tensor  # (B, S, 4): gradient, two mixed terms, stiffness
+    power_terms: Tensor  # (B, S, 4)
+
+
+def _level_up(level: Tensor, origin_alt: Tensor, height_m: float) -> Tensor:
+    """Height in the frame of points at a height above the ground, which curves away from the frame's plane."""
+    return height_m - origin_alt - level.square().sum(-1) / (2 * EARTH_RADIUS_M)
+
+
+def _ranges(seen: Observations, place: Tensor) -> tuple[Tensor, Tensor]:
+    """Distances (B, S, R) of places (B, S, 2) to the stations, and their derivatives (B, S, R, 2)."""
+    alt = seen.origin[:, 2].to(place.dtype)[:, None]
+    up = _level_up(place, alt, seen.loss.tx_height_m)
+    off = torch.cat([place, up[..., None]], -1)[:, :, None] - seen.stations[:, None]
+    distance = off.square().sum(-1).sqrt().clamp(min=_MIN_DISTANCE_M)
+    tilt = -off[..., 2:] * (place / EARTH_RADIUS_M)[:, :, None]
+    return distance, (off[..., :2] + tilt) / distance[..., None]
+
+
+def _left(
+    seen: Observations, distance: Tensor, emission: Tensor, power: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Whitened residuals of strength and time with their derivatives by distance, each (B, S, R)."""
+    expected, exponent = seen.loss.power_dbm(distance)
+    weight = (seen.present / seen.strength_db)[:, None]
+    strength = (expected + power[..., None] - seen.strength_dbm[:, None]) * weight
+    per_metre = -10 * exponent / (math.log(10) * distance) * weight
+    certain = (seen.timed / seen.arrival_sigma_m)[:, None]
+    time = (distance + emission[..., None] - seen.arrival_m[:, None]) * certain
+    return strength, per_metre, time, certain
+
+
+def _linearise(seen: Observations, config: SolverConfig, place: Tensor, emission: Tensor, power: Tensor) -> _At:
+    distance, slope = _ranges(seen, place)
+    strength, per_metre, time, certain = _left(seen, distance, emission, power)
+    cost_s, weight_s = _huber(strength, config.huber)
+    cost_t, weight_t = _huber(time, config.huber)
+    per_db = (seen.present / seen.strength_db)[:, None] * float(not config.power_known)
+    normal_s, grad_s, power_terms = _normal(slope, strength, per_metre, per_db, weight_s)
+    normal_t, grad_t, emission_terms = _normal(slope, time, certain, certain, weight_t)
+    cost = (cost_s + cost_t).sum(-1)
+    return _At(place, emission, power, cost, normal_s + normal_t, grad_s + grad_t, emission_terms, power_terms)
+
+
+def _normal(
+    slope: Tensor, left: Tensor, per_metre: Tensor, per_unknown: Tensor, weight: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Normal matrix and gradient of the position with one further unknown eliminated, and that unknown's terms."""
+    row = slope * per_metre[..., None]  # (B, S, R, 2)
+    heavy = row * weight[..., None]
+    normal, grad = heavy.mT @ row, (heavy * left[..., None]).sum(-2)
+    own = weight * per_unknown
+    mixed, stiff, pull = (row * own[..., None]).sum(-2), (own * per_unknown).sum(-1), (own * left).sum(-1)
+    share = mixed / stiff.clamp(min=1e-30)[..., None]
+    terms = torch.cat([pull[..., None], mixed, stiff[..., None]], -1)
+    return normal - share[..., :, None] * mixed[..., None, :], grad - share * pull[..., None], terms
+
+
+def _step(seen: Observations, config: SolverConfig, at: _At, damping: Tensor, area: Tensor) -> tuple[_At, Tensor]:
+    """One damped step from every start, taken where it lowers the cost."""
+    lift = torch.diag_embed(at.normal.diagonal(dim1=-2, dim2=-1) * damping[..., None])
+    move = -(invert(at.normal + lift) @ at.slope[..., None])[..., 0]
+    place = torch.minimum(torch.maximum(at.place + move, area[:, None, 0]), area[:, None, 1])
+    move = place - at.place
+    new = _linearise(
+        seen,
+        config,
+        place,
+        at.emission + _follow(at.emission_terms, move),
+        at.power + _follow(at.power_terms, move),
+    )
+    better = new.cost < at.cost
+    kept = [torch.where(better.reshape(*better.shape, *[1] * (n.ndim - 2)), n, o) for n, o in zip(new, at, strict=True)]
+    return _At(*kept), torch.where(better, damping * 0.2, damping * 6).clamp(1e-9, 1e9)
+
+
+def _follow(terms: Tensor, move: Tensor) -> Tensor:
+    """The step of an eliminated unknown, given that of the position."""
+    pull, mixed, stiff = terms[..., 0], terms[..., 1:3], terms[..., 3]
+    return torch.where(stiff > 0, -(pull + (mixed * move).sum(-1)) / stiff.clamp(min=1e-30), 0.0)
+
+
+def _huber(left: Tensor, limit: float) -> tuple[Tensor, Tensor]:
+    """Cost and weight of whitened residuals: square up to the limit, linear beyond."""
+    size = left.abs()
+    cost = torch.where(size <= limit, 0.5 * left.square(), limit * size - 0.5 * limit**2)
+    return cost, limit / size.clamp(min=limit)
+
+
+def _nuisances(seen: Observations, config: SolverConfig, place: Tensor) -> tuple[Tensor, Tensor]:
+    """Emission time (in metres) and power that fit best at given places, each (B, S)."""
+    distance, _ = _ranges(seen, place)
+    zero = torch.zeros_like(place[..., 0])
+    strength, _, time, certain = _left(seen, distance, zero, zero)
+    emission = -(time * certain).sum(-1) / certain.square().sum(-1).clamp(min=1e-30)
+    if config.power_known:
+        return emission, zero
+    known = (seen.present / seen.strength_db)[:, None]
+    return emission, -(strength * known).sum(-1) / known.square().sum(-1).clamp(min=1e-30)
+
+
+def _search_area(seen: Observations, config: SolverConfig) -> Tensor:
+    """(B, 2, 2) lowest and highest east and north."""
+    flat, here = seen.stations[..., :2], seen.present[..., None]
+    low = torch.where(here, flat, math.inf).amin(1) - config.margin_m
+    high = torch.where(here, flat, -math.inf).amax(1) + config.margin_m
+    area = torch.stack([low, high], 1)
+    return torch.where(seen.present.any(-1)[:, None, None], area, 0.0)
+
+
+def _grid_starts(seen: Observations, config: SolverConfig, area: Tensor) -> Tensor:
+    """(B, starts, 2) lowest local minima of the cost on a grid, arrivals blurred by its pitch."""
+    size = config.grid
+    step = torch.linspace(0, 1, size, dtype=area.dtype, device=area.device)
+    share = torch.stack(torch.meshgrid(step, step, indexing="ij"), -1).reshape(-1, 2)
+    place = area[:, None, 0] + (area[:, None, 1] - area[:, None, 0]) * share  # (B, G, 2)
+    pitch = ((area[:, 1] - area[:, 0]).amax(-1) / (size - 1))[:, None]
+    blurred = replace(seen, arrival_sigma_m=(seen.arrival_sigma_m.square() + (pitch / 2).square()).sqrt())
+    distance, _ = _ranges(blurred, place)
+    strength, _, time, _ = _left(blurred, distance, *_nuisances(blurred, config, place))
+    cost = (_huber(strength, config.huber)[0] + _huber(time, config.huber)[0]).sum(-1)
+    image = -cost.reshape(-1, 1, size, size)
+    peak = torch.nn.functional.max_pool2d(image, 3, 1, 1) == image
+    height = torch.where(peak, image, image - 1e6).flatten(1)  # others only when minima run out
+    index = height.topk(config.starts, -1).indices
+    return place.gather(1, index[..., None].expand(-1, -1, 2))

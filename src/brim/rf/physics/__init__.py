@@ -1,0 +1,1 @@
+"""The scene, the link, the waveform, the channel and the receiver."""

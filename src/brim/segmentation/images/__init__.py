@@ -1,0 +1,1 @@
+"""Images in and results out, in the formats of the field."""

@@ -1,0 +1,197 @@
+"""ResUNet (Zhang et al., "Road Extraction by Deep Residual U-Net") with attention, in two sizes and a tiny one.
+
+Encoder and decoder are pre-activation residual units; a level halves the resolution with a stride, as in the paper.
+Every level of the decoder brings its input up to the size of the skip, whatever that is, so odd sizes need no care.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+
+from brim.segmentation.networks import fused
+from brim.segmentation.networks.aligned import embed, pad_channels
+from brim.segmentation.networks.blocks import (
+    CBAM,
+    AttentionGate,
+    ConvNorm,
+    NoAttention,
+    NormReLU,
+    PixelScore,
+    Projection,
+    SelfAttention,
+    SimAM,
+    SpatialAttention,
+    SqueezeExcite,
+)
+
+Attention = NoAttention | SqueezeExcite | CBAM | SimAM
+
+
+class ResUNet(nn.Module):
+    """Image (B, 3, H, W) → logits (B, 1, H, W), any H and W from 32 on."""
+
+    def __init__(
+        self,
+        widths: tuple[int, ...],
+        encoder: tuple[int, ...],
+        decoder: tuple[int, ...],
+        *,
+        attention: Callable[[int, int], Attention],
+        bottleneck: Callable[[int], nn.Module],
+        inputs: int = 3,
+    ) -> None:
+        """widths of the levels, the last one the bottleneck's; units per level of the encoder and of the decoder.
+
+        attention(level, channels) makes what weights the result of a unit there, bottleneck(channels) what follows
+        the coarsest level. Images are padded with zeros to `inputs` channels.
+        """
+        super().__init__()
+        self.inputs = inputs
+        self.stem = nn.Conv2d(inputs, widths[0], 3, padding=1, bias=False)
+        self.encoder = nn.ModuleList()
+        before = widths[0]
+        for level, (width, num_units) in enumerate(zip(widths, encoder, strict=True)):
+            first = Unit(before, width, attention(level, width), stride=1 if level == 0 else 2)
+            rest = [Unit(width, width, attention(level, width)) for _ in range(num_units - 1)]
+            self.encoder.append(Units([first, *rest]))
+            before = width
+        self.bottleneck = bottleneck(before)
+        self.decoder = nn.ModuleList(
+            Up(widths[level], widths[level + 1], [attention(level, widths[level]) for _ in range(decoder[level])])
+            for level in reversed(range(len(widths) - 1))
+        )
+        self.norm = NormReLU(widths[0])
+        self.score = PixelScore(widths[0])
+
+    def forward(self, images: Tensor) -> Tensor:
+        """images (B, 3, H, W) normalised → logits (B, 1, H, W)."""
+        x = self.stem(pad_channels(images, self.inputs))
+        entered: Tensor | None = None
+        levels = cast("list[Units]", self.encoder)
+        skips: list[Tensor] = []
+        for level, following in zip(levels, [*(level.enter for level in levels[1:]), None], strict=True):
+            x, entered = level(x, entered, following)
+            skips.append(x)
+        x = self.bottleneck(skips.pop())
+        for up in self.decoder:
+            x, entered = up(x, skips.pop(), self.norm if not skips else None)
+        return cast(Tensor, self.score(self.norm(x) if entered is None else entered))
+
+
+class Unit(nn.Module):
+    """Pre-activation residual unit: norm, ReLU, convolution, twice; attention on what is added."""
+
+    def __init__(self, inputs: int, outputs: int, attention: Attention, stride: int = 1) -> None:
+        """Project the shortcut where shape or channels differ."""
+        super().__init__()
+        self.enter = NormReLU(inputs)
+        self.first = ConvNorm(inputs, outputs, stride=stride)
+        self.last = nn.Conv2d(outputs, outputs, 3, padding=1, bias=False)
+        self.attention = attention
+        same = inputs == outputs and stride == 1
+        self.shortcut = nn.Identity() if same else Projection(inputs, outputs, stride=stride)
+
+    def forward(
+        self, x: Tensor, entered: Tensor | None = None, following: NormReLU | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """x (B, inputs, H, W) → (B, outputs, H/stride, W/stride).
+
+        entered is self.enter(x) where that is known already; with it in turn goes the result that following would
+        make, where that is folded: two results of one pass over memory.
+        """
+        found = self.last(self.first(self.enter(x) if entered is None else entered))
+        shift = self.shortcut.shift if isinstance(self.shortcut, Projection) else None
+        then = None if following is None else following.affine
+        return fused.weigh_add(found, self.shortcut(x), self.attention.weigh(found), shift, then)
+
+
+class Units(nn.ModuleList):
+    """Residual units in a row."""
+
+    @property
+    def enter(self) -> NormReLU:
+        """The norm that the first one begins with."""
+        return cast(Unit, self[0]).enter
+
+    def forward(self, x: Tensor, entered: Tensor | None, following: NormReLU | None) -> tuple[Tensor, Tensor | None]:
+        """As for one unit."""
+        units = cast("list[Unit]", list(self))
+        for unit, after in zip(units, [*(unit.enter for unit in units[1:]), following], strict=True):
+            x, entered = unit(x, entered, after)
+        return x, entered
+
+
+class Up(nn.Module):
+    """One level of the decoder: up to the size of the gated skip, beside it, residual units."""
+
+    def __init__(self, width: int, below: int, attentions: Sequence[Attention]) -> None:
+        """From `below` channels to `width`, with a unit for each attention."""
+        super().__init__()
+        self.gate = AttentionGate(width, below)
+        self.reduce = Projection(below, width)  # before the resize: a quarter of the pixels
+        first, *rest = attentions
+        self.units = Units([Unit(2 * width, width, first), *(Unit(width, width, attention) for attention in rest)])
+
+    def forward(self, x: Tensor, skip: Tensor, following: NormReLU | None) -> tuple[Tensor, Tensor | None]:
+        """x (B, below, about H/2, about W/2), skip (B, width, H, W) → (B, width, H, W) and what following makes."""
+        low, weight, size = self.reduce(x), self.gate(skip, x), skip.shape[2:]
+        entered: Tensor | None = None
+        if self.reduce.shift is None or self.units.enter.affine is None:
+            raw = torch.cat((fused.resize(low, size), skip * fused.resize(weight, size)), 1)
+        else:
+            raw, entered = fused.beside(low, self.reduce.shift, skip, weight, *self.units.enter.affine)
+        return cast("tuple[Tensor, Tensor | None]", self.units(raw, entered, following))
+
+
+class ResUNetSmall(ResUNet):
+    """Five levels of 48 to 512 channels over a bottleneck of 1024, squeeze-excite in every unit, gated skips."""
+
+    def __init__(self, width: int = 48, inputs: int = 3) -> None:
+        """`width` is that of the finest level."""
+        super().__init__(
+            (width, 96, 192, 384, 512, 1024),
+            encoder=(1, 1, 1, 1, 1, 2),
+            decoder=(1, 1, 1, 1, 1),
+            attention=lambda level, channels: SqueezeExcite(channels),
+            bottleneck=lambda channels: SpatialAttention(),
+            inputs=inputs,
+        )
+
+    def aligned(self) -> nn.Module:
+        """The same function in channels that tensor cores prefer."""
+        return embed(self, ResUNetSmall(64, inputs=8), {(96, 128): [(48, 64), (48, 64)]})
+
+
+class ResUNetAdvanced(ResUNet):
+    """Four levels of 64 to 512 channels over a bottleneck of 1024 with self-attention, attention in every unit."""
+
+    def __init__(self, inputs: int = 3) -> None:
+        """SimAM where the maps are large: it reads them once less than CBAM."""
+        super().__init__(
+            (64, 128, 256, 512, 1024),
+            encoder=(2, 2, 2, 3, 2),
+            decoder=(2, 2, 2, 3),
+            attention=lambda level, channels: SimAM() if level < 2 else CBAM(channels),
+            bottleneck=SelfAttention,
+            inputs=inputs,
+        )
+
+    def aligned(self) -> nn.Module:
+        """The same function in channels that tensor cores prefer."""
+        return embed(self, ResUNetAdvanced(inputs=8), {})
+
+
+class UNetTiny(ResUNet):
+    """Three levels of 16 to 64 channels and no attention but the gates: for CPUs, demonstrations and tests."""
+
+    def __init__(self) -> None:
+        """A five-hundredth of the others' parameters."""
+        super().__init__(
+            (16, 32, 64),
+            encoder=(1, 1, 1),
+            decoder=(1, 1),
+            attention=lambda level, channels: NoAttention(),
+            bottleneck=lambda channels: nn.Identity(),
+        )

@@ -1,0 +1,1 @@
+"""Polygons from masks, and masks from polygons."""

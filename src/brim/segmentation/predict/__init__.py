@@ -1,0 +1,1 @@
+"""Images through a network: one, many, whole folders, a cluster, requests."""

@@ -1,0 +1,1 @@
+"""Drawn images with their truth."""

@@ -1,0 +1,1 @@
+"""Training a segmentation network on images and masks."""

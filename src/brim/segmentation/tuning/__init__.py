@@ -1,0 +1,1 @@
+"""The fastest safe batch size of a network on a device."""

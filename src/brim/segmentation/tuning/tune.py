@@ -1,0 +1,392 @@
+"""The fastest safe batch of a network on a device: its setting is checked or searched, then batch sizes are swept.
+
+Axes: B images. A step is what prediction does on the device: normalise, forward, sigmoid, threshold. The pixels are
+random, since no network here is faster for some images than for others.
+"""
+
+import math
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+
+from brim.engine.device.devices import resolve_device, stream
+from brim.engine.device.memory import guard
+from brim.engine.tuning.search import Sweep, SweepConfig, Trial, merge, sweep
+from brim.engine.tuning.trials import ProbeConfig, Prober, budget_bytes
+from brim.errors import BrimError, ConfigError, OutOfMemory
+from brim.segmentation.networks.network import CAPTURE_AFTER, Network, Setting, default_setting
+from brim.segmentation.networks.registry import create_model, find_model
+from brim.segmentation.tuning.batch_sizes import FILE_NAME, BatchSizes, Entry, device_info, device_key
+from brim.segmentation.tuning.settings import (
+    MASK_TOLERANCE,
+    PROBABILITY_TOLERANCE,
+    THRESHOLD,
+    TRUTH,
+    Judgement,
+    Reference,
+    is_trained,
+    label,
+    release,
+    sample_images,
+    settings,
+)
+
+SECONDS: Final = 60.0  # per model, compilation apart
+QUICK_SECONDS: Final = 10.0  # on first use, while somebody waits for a prediction
+RESERVE: Final = 0.10  # share of the memory left alone
+MIN_SIZE: Final = 32  # pixels: the networks' least
+
+_COMPARE_IMAGES = {"cuda": 4, "cpu": 2}  # a fixed small batch, at which settings are compared
+_LIMITS = {"cuda": 4096, "cpu": 256}  # largest batch tried; a CPU is full long before
+_SAME = 0.02  # settings this close are as fast: the plainer one is taken
+_QUICK_BELOW_S = 15.0  # less time than this buys fewer repeats; what is safe is proven all the same
+
+Progress = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tuned:
+    """What tuning one model found."""
+
+    entry: Entry
+    trials: list[dict[str, Any]]  # kind "search": settings compared; kind "sweep": batch sizes tried
+    messages: list[str]  # what was refused, skipped and concluded
+    setting: Setting
+    compile_s: float  # in first calls, compiling and capturing: apart from seconds
+    seconds: float
+
+
+def tune_model(
+    name: str,
+    module: nn.Module,
+    device: torch.device | str,
+    *,
+    size: int = 1024,
+    seconds: float = SECONDS,
+    p95_ms: float | None = None,
+    search: frozenset[str] = frozenset(),
+    reserve: float = RESERVE,
+    tolerance: float = MASK_TOLERANCE,
+    setting: Setting | None = None,
+    images: Tensor | None = None,
+    trained: bool | None = None,
+    progress: Progress | None = None,
+) -> Tuned:
+    """Find setting and batch size of a network for images of size × size pixels.
+
+    `setting` replaces the device's default; the dimensions named in `search` vary around it. Where the weights are
+    trained (None: as its batch norms tell), a setting's masks are compared with those of fp32 on `images`, (B, 3, H, W)
+    uint8, or on generated ones.
+    """
+    device = resolve_device(str(device))
+    check_options(size=size, seconds=seconds, p95_ms=p95_ms, reserve=reserve, tolerance=tolerance)
+    candidates = settings(search, setting or default_setting(device))
+    tuning = _Tuning(name, module, device, size, _probe_config(seconds), progress or (lambda text: None))
+    began_s = time.perf_counter()
+    chosen = tuning.choose(candidates, images, tolerance, is_trained(module) if trained is None else trained)
+    spent_s = time.perf_counter() - began_s - tuning.compile_s
+    left_s = seconds if search else max(seconds / 2, seconds - spent_s)
+    config = _sweep_config(device, left_s, reserve, p95_ms)
+    found = tuning.sweep(chosen, config)
+    best = no_slower_than_one(found)
+    total_s = spent_s + found.seconds - found.warmup_s
+    tuning.say_time(total_s, seconds, searched=bool(search))
+    return Tuned(
+        entry=_entry(found.max_safe, best, chosen, size, config),
+        trials=tuning.trials,
+        messages=tuning.messages,
+        setting=chosen,
+        compile_s=tuning.compile_s,
+        seconds=total_s,
+    )
+
+
+def tune(
+    models: Sequence[str],
+    device: torch.device | str,
+    *,
+    out: Path | str = FILE_NAME,
+    make: Callable[[str], nn.Module] = create_model,
+    progress: Progress | None = None,
+    **options: Any,
+) -> dict[str, Tuned]:
+    """Tune several models, each saved to the file as soon as it is found; options are tune_model's.
+
+    A model that cannot be tuned does not stop the others; its error is raised when they are done.
+    """
+    check_options(**options)
+    device = resolve_device(str(device))
+    for name in models:
+        find_model(name)
+    BatchSizes.read(out).write(out)  # a file that cannot be read or written is known now, not after a minute
+    key, info = device_key(device), device_info(device)
+    found: dict[str, Tuned] = {}
+    failures: dict[str, BrimError] = {}
+    for name in models:
+        try:
+            found[name] = tune_model(name, make(name), device, progress=progress, **options)
+        except BrimError as failure:
+            failures[name] = failure
+            continue
+        BatchSizes().with_entry(key, info, name, found[name].entry, found[name].trials).write(out)
+    if failures:
+        first = next(iter(failures.values()))
+        told = [f'model "{name}" could not be tuned: {reason}' for name, reason in failures.items()]
+        told += [f"tuned and saved: {', '.join(found)}"] * bool(found)
+        raise type(first)("; ".join(told)) from first
+    return found
+
+
+class _Tuning:
+    """One model being tuned: what was tried and said so far."""
+
+    def __init__(
+        self,
+        name: str,
+        module: nn.Module,
+        device: torch.device,
+        size: int,
+        probe: ProbeConfig,
+        progress: Progress,
+    ) -> None:
+        self.name, self.module, self.device, self.size = name, module, device, size
+        self._probe = probe
+        self.trials: list[dict[str, Any]] = []
+        self.messages: list[str] = []
+        self.compile_s = 0.0
+        self._progress = progress
+
+    # The setting
+
+    def choose(self, candidates: list[Setting], images: Tensor | None, tolerance: float, trained: bool) -> Setting:
+        """The fastest setting whose answers are those of fp32, the plainest of equals; fp32 itself where none is."""
+        if len(candidates) == 1 and candidates[0].precision == "fp32" and not candidates[0].compiled:
+            return candidates[0]
+        reference = self._reference(images, tolerance, trained)
+        rates = {setting: self._compare(setting, reference, is_timed=len(candidates) > 1) for setting in candidates}
+        if rates == {replace(candidates[0], precision="fp16"): None}:  # what overflows there has room in bf16
+            wider = replace(candidates[0], precision="bf16")
+            rates[wider] = self._compare(wider, reference, is_timed=False)
+        accepted = {setting: rate for setting, rate in rates.items() if rate is not None}
+        if not accepted:
+            self._say(f"{label(TRUTH)} is used, since no other setting was accepted")
+            return TRUTH
+        best = max(accepted.values())
+        chosen = next(setting for setting, rate in accepted.items() if rate >= (1 - _SAME) * best)
+        if len(candidates) > 1:
+            self._say(f"chose {label(chosen)} out of {len(candidates)} settings: {_rate(accepted[chosen])}")
+        return chosen
+
+    def _reference(self, images: Tensor | None, tolerance: float, trained: bool) -> Reference:
+        self._progress(f"{self.name}: fp32 answers to compare with")
+        try:
+            with guard():
+                if images is None:
+                    images = sample_images(self.device, self.size, _COMPARE_IMAGES[self.device.type])
+                reference = Reference(self.module, self.device, images, trained=trained, tolerance=tolerance)
+        except OutOfMemory as failure:
+            raise OutOfMemory(
+                f"one image of {self.size} x {self.size} does not fit on {self.device} in fp32 ({failure}); "
+                "use a smaller --size or free memory"
+            ) from failure
+        if reference.why_not_masks:
+            self._say(
+                f"{reference.why_not_masks}: settings are judged by probabilities within {PROBABILITY_TOLERANCE} of "
+                "fp32, not by masks"
+            )
+        return reference
+
+    def _compare(self, setting: Setting, reference: Reference, *, is_timed: bool) -> float | None:
+        """Images/s of a setting, 0 where nobody asks; None where it is refused or cannot run."""
+        self._progress(f"{self.name}: comparing {label(setting)}")
+        try:
+            with guard():
+                return self._try(Network(self.module, self.device, setting), reference, is_timed=is_timed)
+        except Exception as failure:
+            # Whatever a precision, a layout or a compiler cannot do with this network ends this setting alone, and
+            # compilers raise classes of their own. A network that always fails has failed as the reference already.
+            self._say(f"skipped {label(setting)}: {_first_line(failure)}")
+            return None
+        finally:
+            release(self.device)
+
+    def _try(self, network: Network, reference: Reference, *, is_timed: bool) -> float | None:
+        try:
+            judgement = reference.judge(network)
+            trial = None
+            if is_timed and judgement.is_accepted:
+                trial = self._prober(network)(judgement.batch)
+        finally:
+            self.compile_s += network.compile_s
+            network.release()
+        if is_timed or not judgement.is_accepted:
+            speed = f"; {_rate(trial.throughput)} at batch {trial.batch}" if trial else ""
+            self._say(judgement.describe(network.setting) + speed)
+        self.trials.append(_search_json(network.setting, judgement, trial))
+        if not judgement.is_accepted:
+            return None
+        return trial.throughput if trial else 0.0
+
+    # The batch
+
+    def sweep(self, setting: Setting, config: SweepConfig) -> Sweep:
+        """Try batch sizes with a setting."""
+        prober = self._prober(Network(self.module, self.device, setting))
+        try:
+            found = sweep(prober, config, prove=prober.prove, progress=self._tell)
+        finally:
+            del prober
+            release(self.device)
+        self.compile_s += found.warmup_s
+        self.trials += [_trial_json("sweep", setting, trial) for trial in found.trials]
+        for text in [*(f"skipped {text}" for text in found.skipped), found.verdict]:
+            if text:
+                self._say(text)
+        return found
+
+    def _prober(self, network: Network) -> Prober:
+        return Prober(lambda batch: self._step(network, batch), self.device, self._probe)
+
+    def _step(self, network: Network, batch: int) -> "_Step":
+        step = _Step(network, batch, self.size)
+        weakref.finalize(step, network.release)  # with the step goes what was captured for it
+        return step
+
+    # What is said
+
+    def say_time(self, total_s: float, limit_s: float, *, searched: bool) -> None:
+        """What it took, and by how much that is more than allowed."""
+        apart = f", first calls and compilation ({self.compile_s:.1f} s) apart" if self.compile_s >= 0.1 else ""
+        over = f"; {total_s - limit_s:.1f} s more than the {limit_s:g} s allowed" if total_s > limit_s else ""
+        why = ", since settings were searched" if over and searched else ""
+        self._say(f"took {total_s:.1f} s{apart}{over}{why}")
+
+    def _tell(self, trial: Trial) -> None:
+        rate = _rate(trial.throughput) if trial.throughput else trial.status
+        self._progress(f"{self.name}: batch {trial.batch}, {rate}")
+
+    def _say(self, text: str) -> None:
+        self.messages.append(text)
+        self._progress(f"{self.name}: {text}")
+
+
+class _Step:
+    """Random pixels on the device to masks there."""
+
+    def __init__(self, network: Network, batch: int, size: int) -> None:
+        shape, device = (batch, 3, size, size), network.device
+        rng = stream(0, "tune", batch, device=device)
+        self._images = torch.randint(0, 256, shape, dtype=torch.uint8, device=device, generator=rng)
+        self._network = network
+        self._is_first = True
+
+    def __call__(self) -> Tensor:
+        if self._is_first and self._images.is_cuda:
+            for _ in range(CAPTURE_AFTER):  # a shape that comes again is captured: that belongs to the first call too
+                self._network(self._images)
+        self._is_first = False
+        return torch.sigmoid(self._network(self._images)) > THRESHOLD
+
+
+def check_options(
+    *,
+    size: int = MIN_SIZE,
+    seconds: float = SECONDS,
+    p95_ms: float | None = None,
+    reserve: float = RESERVE,
+    tolerance: float = MASK_TOLERANCE,
+    **_: Any,
+) -> None:
+    """Refuse options of tune_model that cannot work; those it does not look at are the caller's."""
+    if size < MIN_SIZE:
+        raise ConfigError(f"size={size} must be at least {MIN_SIZE} pixels")
+    if not (seconds > 0 and math.isfinite(seconds)):
+        raise ConfigError(f"seconds={seconds} must be above 0; {SECONDS:g} is the default")
+    if p95_ms is not None and not (p95_ms > 0 and math.isfinite(p95_ms)):
+        raise ConfigError(f"p95_ms={p95_ms} must be a number of milliseconds above 0")
+    if not 0 <= reserve < 1:
+        raise ConfigError(f"reserve={reserve} must be in [0, 1); {RESERVE} leaves a tenth of the memory free")
+    if not 0 <= tolerance < 1:
+        raise ConfigError(f"tolerance={tolerance} must be a share of mask pixels in [0, 1), such as {MASK_TOLERANCE}")
+
+
+def _sweep_config(device: torch.device, seconds: float, reserve: float, p95_ms: float | None) -> SweepConfig:
+    config = SweepConfig(
+        limit=_LIMITS[device.type],
+        headroom=reserve,
+        seconds=seconds,
+        p95_ms=p95_ms,
+        budget_bytes=budget_bytes(device),
+    )
+    return replace(config, full=8, refine=4) if seconds < _QUICK_BELOW_S else config
+
+
+def _probe_config(seconds: float) -> ProbeConfig:
+    return ProbeConfig(settle_s=0.1, block_s=0.02) if seconds < _QUICK_BELOW_S else ProbeConfig()
+
+
+def no_slower_than_one(found: Sweep) -> Trial:
+    """The chosen size, or one image where all that was measured, proofs included, says that it is faster."""
+    single = [trial for trial in found.trials if trial.batch == 1 and trial.status == "ok"]
+    if found.chosen.status != "ok" or not single:
+        return found.chosen
+    one = merge(single)
+    return one if one.throughput > found.chosen.throughput else found.chosen
+
+
+def _entry(max_safe: int, best: Trial, setting: Setting, size: int, config: SweepConfig) -> Entry:
+    """What the file keeps of a sweep."""
+    allowed = config.allowed_bytes or 0.0
+    if best.status == "over budget":
+        raise OutOfMemory(
+            f"one image of {size} x {size} does not fit: {best.detail}; use a smaller --size or free memory"
+        )
+    step_ms = 1e3 * best.seconds
+    p50_ms = best.p50_ms or step_ms
+    return Entry(
+        optimal_batch_size=best.batch,
+        max_safe_batch_size=max_safe,
+        expected_throughput=best.throughput,
+        p50_latency_ms=p50_ms,
+        p95_latency_ms=max(p50_ms, best.p95_ms or step_ms),
+        memory_limit_mb=allowed / 1e6,
+        image_size=size,
+        **asdict(setting),
+    )
+
+
+def _trial_json(kind: str, setting: Setting, trial: Trial) -> dict[str, Any]:
+    """A trial as the file keeps it; what was not measured is null."""
+    facts = {"kind": kind, **asdict(trial), "throughput": trial.throughput, **asdict(setting)}
+    return {
+        key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in facts.items()
+    }
+
+
+def _search_json(setting: Setting, judgement: Judgement, trial: Trial | None) -> dict[str, Any]:
+    timed = trial or Trial(batch=judgement.batch, seconds=0.0, steps=0)
+    status = "ok" if judgement.is_accepted else "refused"
+    difference = judgement.probability_difference
+    return {
+        **_trial_json("search", setting, timed),
+        "status": status,
+        "detail": judgement.describe(setting),
+        "mask_difference": judgement.mask_difference,
+        "probability_difference": difference if math.isfinite(difference) else None,
+        "judged_by": "masks" if judgement.by_masks else "probabilities",
+        "tolerance": judgement.tolerance,
+    }
+
+
+def _rate(per_s: float) -> str:
+    return f"{per_s:.4g} images/s" if per_s < 1e4 else f"{per_s:.0f} images/s"
+
+
+def _first_line(failure: BaseException) -> str:
+    return str(failure).strip().split("\n")[0] or type(failure).__name__

@@ -1,0 +1,1 @@
+"""What each optimisation is worth on this machine."""

@@ -1,0 +1,1 @@
+"""From files of sequences to a packed corpus, and back to rows."""

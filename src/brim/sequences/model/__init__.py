@@ -1,0 +1,1 @@
+"""The CNN→LSTM network."""

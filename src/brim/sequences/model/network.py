@@ -1,0 +1,268 @@
+"""Convolutions, a bidirectional LSTM and attention that turn a sequence of any length into one vector.
+
+Axes: B sequences, T frames, D features, C channels, H hidden units of a direction, E embedding, K classes. A sequence
+gives the same result alone and in any longer batch: every layer that looks at neighbours sees zeros behind the end,
+norms work within a frame, and attention weighs only frames that exist. Nothing waits for the device and no shape
+depends on a value there, so a captured step can hold it.
+"""
+
+import math
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from typing import Any, NamedTuple, Self, get_args
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from brim.engine.training.rank_share import Dropout
+from brim.errors import ConfigError
+from brim.sequences.model.lstm import BiLstm, Reverse
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SequenceConfig:
+    """The encoder's shape; saved with every run. The defaults have 3.7 million parameters at 1024 features."""
+
+    dim: int  # features of a frame
+    channels: int = 384
+    kernel: int = 5  # frames a convolution sees, odd
+    convolutions: int = 2
+    hidden: int = 128  # of a direction; up to 128, cuDNN keeps the whole recurrence in one kernel, both ways
+    layers: int = 2  # of the LSTM
+    attention: int = 128  # width of the scores' hidden layer
+    embedding: int = 256
+    dropout: float = 0.1  # after each convolution, between LSTM layers and before the embedding
+    normalise: bool = True  # frames by the mean and spread that set_statistics was given
+    reverse: Reverse = "gate"  # how the reverse direction finds each end; see lstm.py
+    concurrent: bool = False  # "gather" only: both directions at once, on two streams
+
+    def __post_init__(self) -> None:
+        """Check every value."""
+        for name in ("dim", "channels", "kernel", "convolutions", "hidden", "layers", "attention", "embedding"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name}={getattr(self, name)} must be at least 1")
+        if self.kernel % 2 == 0:
+            raise ConfigError(f"kernel={self.kernel} must be odd, such as 5, so that a frame is in its middle")
+        if not 0 <= self.dropout < 1:
+            raise ConfigError(f"dropout={self.dropout} must be in [0, 1); 0.1 is usual")
+        if self.reverse not in get_args(Reverse):
+            raise ConfigError(f"reverse={self.reverse} is unknown; choose one of {', '.join(get_args(Reverse))}")
+
+    def as_dict(self) -> dict[str, Any]:
+        """JSON-able values; SequenceConfig(**values) reads them back."""
+        return asdict(self)
+
+
+class Encoded(NamedTuple):
+    """What the encoder makes of a batch."""
+
+    embedding: Tensor  # (B, E)
+    states: Tensor  # (B, T, 2 H), 0 behind each end
+
+
+class Encoder(nn.Module):
+    """Frames to an embedding of each sequence and a state of each frame."""
+
+    shift: Tensor
+    scale: Tensor
+
+    def __init__(self, config: SequenceConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.register_buffer("shift", torch.zeros(config.dim))
+        self.register_buffer("scale", torch.ones(config.dim))
+        widths = [config.dim] + config.convolutions * [config.channels]
+        self.convolutions = nn.ModuleList(_Convolution(before, after, config) for before, after in pairwise(widths))
+        self.lstm = BiLstm(
+            config.channels, config.hidden, config.layers,
+            dropout=config.dropout, reverse=config.reverse, concurrent=config.concurrent,
+        )  # fmt: skip
+        self.pool = AttentionPool(2 * config.hidden, config.attention)
+        self.dropout = Dropout(config.dropout)
+        self.embed = nn.Linear(2 * config.hidden, config.embedding)
+
+    @torch.no_grad()
+    def set_statistics(self, mean: Tensor, std: Tensor) -> None:
+        """Take the normalisation from training data; it is saved with the weights.
+
+        mean  (D,)  float
+        std   (D,)  float; a feature that never changes has 0 and is only shifted
+        """
+        if mean.shape != self.shift.shape or std.shape != self.shift.shape:
+            raise ConfigError(
+                f"statistics of {list(mean.shape)} and {list(std.shape)} features, the encoder has {self.config.dim}"
+            )
+        self.scale.copy_(torch.where(std > 0, 1 / std, 1.0))
+        self.shift.copy_(-mean * self.scale)
+
+    def forward(self, frames: Tensor, length: Tensor) -> Encoded:
+        """Encode a padded batch; every sequence has at least one frame.
+
+        frames  (B, T, D)  any float; what lies behind the end has no influence
+        length  (B,)       int64
+        """
+        if frames.shape[-1] != self.config.dim:
+            raise ConfigError(f"frames have {frames.shape[-1]} features, the encoder was made for {self.config.dim}")
+        valid = frame_mask(length, frames.shape[1])
+        x = self.normalised(frames, valid)
+        for index, convolution in enumerate(self.convolutions):
+            if index:
+                x = x.masked_fill(~valid.unsqueeze(-1), 0)
+            x = convolution(x)
+        states = self.lstm(x, length)
+        return Encoded(self.embed(self.dropout(self.pool(states, valid))), states)
+
+    def normalised(self, frames: Tensor, valid: Tensor) -> Tensor:
+        """Frames as the first convolution sees them: in its precision, 0 where not valid, (B, T) bool."""
+        dtype = _working_dtype(frames, self.shift.dtype)
+        if not self.config.normalise:
+            return frames.to(dtype).masked_fill(~valid.unsqueeze(-1), 0)
+        if frames.requires_grad and torch.is_grad_enabled():
+            whole = torch.addcmul(self.shift, frames.to(self.shift.dtype), self.scale).to(dtype)
+        else:  # computed in float32, written once: this is the widest tensor of all
+            whole = torch.addcmul(self.shift, frames, self.scale, out=torch.empty_like(frames, dtype=dtype))
+        return whole.masked_fill_(~valid.unsqueeze(-1), 0)
+
+
+class Classifier(nn.Module):
+    """An encoder with a head that tells classes apart: an MLP, or one linear layer as a probe."""
+
+    def __init__(
+        self,
+        encoder: Encoder,
+        classes: int,
+        *,
+        width: int | None = None,  # of the MLP's hidden layer; None: that of the embedding
+        linear: bool = False,  # one layer instead, on the embedding as it is
+        dropout: float = 0.2,
+        frozen: bool = False,  # the encoder keeps its weights and stays in eval mode: only the head learns
+    ) -> None:
+        super().__init__()
+        if classes < 2:
+            raise ConfigError(f"classes={classes} must be at least 2; with one there is nothing to tell apart")
+        self.encoder, self.classes, self.frozen = encoder, classes, frozen
+        if frozen:
+            encoder.requires_grad_(False).eval()
+        inputs = encoder.config.embedding
+        width = width or inputs
+        self.head: nn.Module = nn.Linear(inputs, classes)
+        if not linear:
+            layers = (FrameNorm(inputs), nn.GELU(), Dropout(dropout), nn.Linear(inputs, width))
+            self.head = nn.Sequential(*layers, nn.GELU(), Dropout(dropout), nn.Linear(width, classes))
+
+    def train(self, mode: bool = True) -> Self:
+        """As every module, but a frozen encoder stays as it is."""
+        super().train(mode)
+        if self.frozen:
+            self.encoder.eval()
+        return self
+
+    def forward(self, frames: Tensor, length: Tensor) -> Tensor:
+        """Logits, (B, K); `head` alone takes embeddings."""
+        logits: Tensor = self.head(self.embedding(frames, length))
+        return logits
+
+    def embedding(self, frames: Tensor, length: Tensor) -> Tensor:
+        """(B, E)."""
+        with torch.set_grad_enabled(torch.is_grad_enabled() and not self.frozen):
+            embedding: Tensor = self.encoder(frames, length).embedding
+        return embedding
+
+
+class Committee(nn.Module):
+    """Classifiers of one shape, trained apart, that answer together by the mean of their probabilities."""
+
+    def __init__(self, members: Iterable[Classifier]) -> None:
+        super().__init__()
+        self.members = nn.ModuleList(members)
+
+    @property
+    def encoder(self) -> Encoder:
+        """The first member's."""
+        first: Encoder = self.members[0].encoder  # type: ignore[assignment]
+        return first
+
+    def forward(self, frames: Tensor, length: Tensor) -> Tensor:
+        """Logarithms of probabilities, (B, K)."""
+        return self.head(self.embedding(frames, length))
+
+    def embedding(self, frames: Tensor, length: Tensor) -> Tensor:
+        """Those of all members side by side, (B, members E)."""
+        return torch.cat([member.embedding(frames, length) for member in self.members], 1)  # type: ignore[operator]
+
+    def head(self, embedding: Tensor) -> Tensor:
+        """What forward makes of embeddings."""
+        parts = embedding.chunk(len(self.members), 1)
+        logits = [member.head(part) for member, part in zip(self.members, parts, strict=True)]  # type: ignore[operator]
+        return torch.stack(logits).float().log_softmax(-1).logsumexp(0) - math.log(len(logits))
+
+
+Network = Classifier | Committee
+
+
+class AttentionPool(nn.Module):
+    """A weighted mean of the frames that exist; the weights come from each frame's own state."""
+
+    def __init__(self, inputs: int, width: int) -> None:
+        super().__init__()
+        self.hidden = nn.Linear(inputs, width)
+        self.score = nn.Linear(width, 1, bias=False)  # a bias would not change a softmax
+
+    def forward(self, states: Tensor, valid: Tensor) -> Tensor:
+        """(B, I) from states (B, T, I) and valid (B, T) bool; zeros where no frame is valid."""
+        return torch.bmm(self.weights(states, valid).to(states.dtype).unsqueeze(1), states).squeeze(1)
+
+    def weights(self, states: Tensor, valid: Tensor) -> Tensor:
+        """(B, T) float32 that sum to 1 over each sequence's frames and are 0 elsewhere."""
+        # the LSTM leaves time as the first axis in memory; in that order linear layers copy nothing
+        scores = self.score(torch.tanh(self.hidden(states.transpose(0, 1)))).squeeze(-1).transpose(0, 1).float()
+        # the least number instead of -inf: a row without frames would become NaN
+        weights: Tensor = scores.masked_fill(~valid, torch.finfo(torch.float32).min).softmax(-1)
+        return weights * valid
+
+
+class FrameNorm(nn.LayerNorm):
+    """Layer norm over the last axis that answers in its input's precision; autocast's would answer in float32."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width)
+
+    def forward(self, input: Tensor) -> Tensor:
+        """The same shape; mean and variance are computed in float32 all the same."""
+        with torch.autocast(input.device.type, enabled=False):
+            weight, bias = self.weight.to(input.dtype), self.bias.to(input.dtype)
+            return functional.layer_norm(input, self.normalized_shape, weight, bias, self.eps)
+
+
+class _Convolution(nn.Module):
+    """Convolution over frames, norm, GELU and dropout; (B, T, C) to (B, T, C)."""
+
+    def __init__(self, before: int, after: int, config: SequenceConfig) -> None:
+        super().__init__()
+        # Two-dimensional with a height of 1: one-dimensional convolutions copy their input to channels-first.
+        self.convolution = nn.Conv2d(before, after, (1, config.kernel), padding=(0, config.kernel // 2))
+        self.convolution.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        self.norm = FrameNorm(after)
+        self.dropout = Dropout(config.dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        mixed = self.convolution(x.transpose(1, 2).unsqueeze(2))  # (B, C, 1, T), channels last in memory
+        dropped: Tensor = self.dropout(functional.gelu(self.norm(mixed.squeeze(2).transpose(1, 2).contiguous())))
+        return dropped
+
+
+def frame_mask(length: Tensor, num_frames: int) -> Tensor:
+    """(B, T) bool: which frames exist."""
+    return torch.arange(num_frames, device=length.device) < length.unsqueeze(-1)
+
+
+def num_parameters(module: nn.Module) -> int:
+    """Numbers that training may change."""
+    return sum(parameter.numel() for parameter in module.parameters() if parameter.requires_grad)
+
+
+def _working_dtype(frames: Tensor, otherwise: torch.dtype) -> torch.dtype:
+    kind = frames.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else otherwise

@@ -1,0 +1,1 @@
+"""Training with and without labels."""

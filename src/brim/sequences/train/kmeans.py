@@ -1,0 +1,163 @@
+"""k-means on the device: k-means++ starts, several at once, Lloyd's steps until nothing moves.
+
+Axes: N points, E coordinates, K clusters, R restarts. All restarts share every pass over the points, in chunks, as
+matrix products: sums come from one-hot matrices and not from atomic adds, so that a seed gives the same clusters
+every time on one device.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from brim.engine.device.devices import stream
+from brim.errors import ConfigError
+
+_CHUNK_NUMBERS = {"cpu": 1 << 21, "cuda": 1 << 25}  # distances held at once
+_LEAST = 1e-30  # squared distance: copies of a centre are never drawn while there are others
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KmeansConfig:
+    """How clusters are looked for."""
+
+    clusters: int
+    restarts: int = 8  # different starts; the one with the least inertia wins
+    steps: int = 100  # of Lloyd, at most
+    tolerance: float = 1e-4  # squared movement of all centres at which to stop, in units of the points' variance
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        """Check every value."""
+        for name in ("clusters", "restarts", "steps"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name}={getattr(self, name)} must be at least 1")
+        if self.tolerance < 0:
+            raise ConfigError(f"tolerance={self.tolerance} must not be negative; 1e-4 is usual")
+
+
+class Clusters(NamedTuple):
+    """What was found; on the device of the points."""
+
+    labels: Tensor  # (N,) int64
+    centres: Tensor  # (K, E) float32
+    inertia: float  # sum of squared distances to the nearest centres
+    steps: int  # of Lloyd
+
+
+class _Nearest(NamedTuple):
+    label: Tensor  # (N, R) int64
+    distance: Tensor  # (N, R) float32, squared
+    sums: Tensor  # (R, K, E) float32
+    counts: Tensor  # (R, K) float32
+
+
+@torch.no_grad()
+def kmeans(points: Tensor, config: KmeansConfig) -> Clusters:
+    """Cluster points, (N, E) any float, finite; all is a function of points, config and kind of device."""
+    _check(points, config)
+    with torch.autocast(points.device.type, enabled=False):
+        middle = points.mean(0, dtype=torch.float32)
+        x = points.float() - middle  # squares of far-off coordinates would drown their differences
+        centres = _spread_out(x, config)
+        centres, steps = _lloyd(x, centres, config)
+        found = _nearest(x, centres)
+        inertias = found.distance.sum(0, dtype=torch.float64)
+        best = int(inertias.argmin())
+        return Clusters(found.label[:, best].clone(), centres[best] + middle, float(inertias[best]), steps)
+
+
+@torch.no_grad()
+def assign(points: Tensor, centres: Tensor) -> Tensor:
+    """The nearest centre of each point, (N,) int64; points (N, E), centres (K, E)."""
+    if points.ndim != 2 or points.shape[1] != centres.shape[1]:
+        raise ConfigError(f"points of shape {list(points.shape)} cannot be told by centres of {list(centres.shape)}")
+    middle = centres.float().mean(0)
+    with torch.autocast(points.device.type, enabled=False):
+        parts = (
+            _distances(part.float() - middle, (centres.float() - middle)[None])[:, 0].argmin(1)
+            for part, _ in _chunks(points, len(centres))
+        )
+        return torch.cat([*parts, torch.empty(0, dtype=torch.int64, device=points.device)])
+
+
+def _check(points: Tensor, config: KmeansConfig) -> None:
+    if points.ndim != 2 or not points.is_floating_point():
+        raise ConfigError(f"points of shape {list(points.shape)} and {points.dtype}, expected (N, E) floats")
+    if config.clusters > len(points):
+        raise ConfigError(f"clusters={config.clusters} of {len(points)} items; ask for at most as many as items")
+    if not bool(torch.isfinite(points).all()):
+        raise ConfigError("points hold NaN or Inf; clusters need finite numbers: lower the learning rate")
+
+
+# Starts
+
+
+def _spread_out(x: Tensor, config: KmeansConfig) -> Tensor:
+    """(R, K, E) k-means++: each next centre is a point drawn by its squared distance to those already there."""
+    rng = stream(config.seed, "kmeans", device=x.device)
+    shape = (config.restarts, len(x))
+    chosen = torch.randint(len(x), (config.restarts,), device=x.device, generator=rng)
+    centres = [x[chosen]]
+    distance = torch.full(shape, torch.inf, device=x.device)
+    for _ in range(config.clusters - 1):
+        for part, rows in _chunks(x, config.restarts):
+            distance[:, rows] = distance[:, rows].minimum(_distances(part, centres[-1][:, None])[..., 0].T)
+        # the least of exponential draws over weights falls on each point in proportion to its weight; no running sums
+        draws = torch.empty(shape, device=x.device).exponential_(generator=rng)
+        centres.append(x[(draws / distance.clamp(min=_LEAST)).argmin(1)])
+    return torch.stack(centres, 1)
+
+
+# Steps
+
+
+def _lloyd(x: Tensor, centres: Tensor, config: KmeansConfig) -> tuple[Tensor, int]:
+    still = config.tolerance * x.var(0, correction=0).mean()
+    for step in range(config.steps):
+        moved = _means(x, _nearest(x, centres))
+        movement = (moved - centres).square().sum((1, 2)).max()
+        centres = moved
+        if bool(movement <= still):
+            return centres, step + 1
+    return centres, config.steps
+
+
+def _means(x: Tensor, found: _Nearest) -> Tensor:
+    """New centres; a cluster without points begins anew at one of the points farthest from their own centres."""
+    empty = found.counts == 0
+    means = found.sums / found.counts.clamp(min=1)[..., None]
+    if not bool(empty.any()):
+        return means
+    far = found.distance.topk(found.counts.shape[1], dim=0).indices.T  # (R, K)
+    turn = (empty.cumsum(1) - 1).clamp(min=0)  # the first empty cluster takes the farthest point, and so on
+    return torch.where(empty[..., None], x[far.gather(1, turn)], means)
+
+
+def _nearest(x: Tensor, centres: Tensor) -> _Nearest:
+    num_restarts, num_clusters, width = centres.shape
+    label = torch.empty(len(x), num_restarts, dtype=torch.int64, device=x.device)
+    distance = torch.empty(len(x), num_restarts, device=x.device)
+    sums = torch.zeros(num_restarts * num_clusters, width, device=x.device)
+    counts = torch.zeros(num_restarts, num_clusters, device=x.device)
+    for part, rows in _chunks(x, num_restarts * num_clusters):
+        distance[rows], label[rows] = _distances(part, centres).min(-1)
+        member = label[rows, :, None] == torch.arange(num_clusters, device=x.device)
+        sums += member.flatten(1).to(x.dtype).T @ part
+        counts += member.sum(0)
+    return _Nearest(label, distance, sums.view(centres.shape), counts)
+
+
+def _distances(part: Tensor, centres: Tensor) -> Tensor:
+    """(n, R, K) squared distances of points (n, E) to centres (R, K, E)."""
+    products = part @ centres.flatten(0, 1).T
+    squares = part.square().sum(1)[:, None, None] + centres.square().sum(-1)
+    return (squares - 2 * products.view(len(part), *centres.shape[:2])).clamp(min=0)
+
+
+def _chunks(x: Tensor, width: int) -> Iterator[tuple[Tensor, slice]]:
+    size = max(1, _CHUNK_NUMBERS.get(x.device.type, 1 << 21) // max(width, x.shape[1]))
+    for start in range(0, len(x), size):
+        yield x[start : start + size], slice(start, min(start + size, len(x)))

@@ -1,0 +1,1 @@
+"""What routes read from and write to disk: uploads, exports, previews, statistics."""

@@ -1,0 +1,231 @@
+"""A job's events as a stream: what happened after the client's last one, then what happens next.
+
+One poller asks the catalogue for all watched jobs together; new events are read once and kept for a while, so that many
+watchers of a job cost as much as one. Each watcher takes what follows its own last number, from there or from the
+catalogue: so none is missed and none comes twice, however slowly it reads or often it reconnects.
+"""
+
+import asyncio
+import json
+import logging
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+from starlette.concurrency import run_in_threadpool
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from brim.errors import Unavailable
+from brim.jobs.kinds.status import FINISHED
+from brim.jobs.store.events import Events
+from brim.jobs.store.rows import EventRow, JobRow
+from brim.service.api.errors import problem
+from brim.service.api.shapes import redacted
+
+log = logging.getLogger(__name__)
+
+POLL_S = 0.5
+KEEP_ALIVE_S = 15.0  # a proxy takes a silent connection for a dead one
+SEND_S = 30.0  # a client that takes nothing for so long is gone; it may connect again
+RECENT = 500  # events of a job kept in memory
+RETRY_MS = 2000  # after which a browser connects again
+
+
+class Hub:
+    """All watchers of all jobs."""
+
+    def __init__(self, events: Events, *, limit: int) -> None:
+        """Take the catalogue's events and how many watchers there may be."""
+        self._events, self._limit = events, limit
+        self._watched: dict[str, _Watched] = {}
+        self._poller: asyncio.Task[None] | None = None
+        self.num_watchers = 0
+        self.is_closed = False
+
+    def close(self) -> None:
+        """End all streams: the service goes down, and their clients connect to the next one."""
+        self.is_closed = True
+        for watched in self._watched.values():
+            watched.wake()
+        if self._poller is not None:
+            self._poller.cancel()
+
+    @contextmanager
+    def watch(self, job_id: str, after: int) -> Iterator["Watcher"]:
+        """A place among the watchers of a job; Unavailable where there is none."""
+        if self.is_closed or self.num_watchers >= self._limit:
+            raise Unavailable(f"{self.num_watchers} event streams are open, the most at once; close one or try later")
+        watched = self._watched.setdefault(job_id, _Watched(after))
+        watched.watchers += 1
+        self.num_watchers += 1
+        if self._poller is None or self._poller.done():
+            self._poller = asyncio.create_task(self._poll())
+        try:
+            yield Watcher(self, watched, job_id, after)
+        finally:
+            self.num_watchers -= 1
+            watched.watchers -= 1
+            if not watched.watchers:
+                self._watched.pop(job_id, None)
+
+    async def after(self, job_id: str, watched: "_Watched", seq: int) -> list[EventRow]:
+        """Events after a number: from memory where that reaches back far enough."""
+        if watched.recent and watched.recent[0].seq <= seq + 1:
+            return [event for event in watched.recent if event.seq > seq]
+        return await run_in_threadpool(self._events.after, job_id, seq)
+
+    async def _poll(self) -> None:
+        while self._watched and not self.is_closed:
+            try:
+                heads = await run_in_threadpool(self._events.heads, list(self._watched))
+                for job_id, watched in list(self._watched.items()):
+                    await self._read_on(job_id, watched, heads.get(job_id))
+            except Unavailable as failure:
+                log.warning("events: %s", failure)  # the streams stay open and go on when it is back
+            except Exception:  # a poller that ended would leave every watcher waiting
+                log.exception("events cannot be read")
+            await asyncio.sleep(POLL_S)
+
+    async def _read_on(self, job_id: str, watched: "_Watched", head: int | None) -> None:
+        if head is None:
+            watched.wake()  # the job was deleted: its watchers look, and leave
+            return
+        while watched.head < head:
+            found = await run_in_threadpool(self._events.after, job_id, watched.head)
+            if not found:
+                break
+            watched.add(found)
+
+
+class _Watched:
+    """What is known of one job's events: the newest number, and those that came since somebody watches."""
+
+    def __init__(self, head: int) -> None:
+        self.head, self.watchers = head, 0
+        self.recent: deque[EventRow] = deque(maxlen=RECENT)
+        self.news = asyncio.Event()  # of the next time; replaced when it is set
+
+    def add(self, events: list[EventRow]) -> None:
+        self.recent.extend(events)
+        self.head = events[-1].seq
+        self.wake()
+
+    def wake(self) -> None:
+        self.news.set()
+        self.news = asyncio.Event()
+
+
+class Watcher:
+    """One client's place in a job's events."""
+
+    def __init__(self, hub: Hub, watched: _Watched, job_id: str, after: int) -> None:
+        self._hub, self._watched, self._job_id = hub, watched, job_id
+        self._is_first = True
+        self.seq = after  # of the last event handed out
+
+    async def next(self, timeout_s: float) -> list[EventRow]:
+        """What came since; empty after so long without anything, or when there is something else to look at."""
+        news = self._watched.news  # before the look: what comes during it is not missed
+        found = await self._look()
+        if not found and not self._hub.is_closed:
+            with suppress(TimeoutError):
+                await asyncio.wait_for(news.wait(), timeout_s)
+            found = await self._look()
+        if found:
+            self.seq = found[-1].seq
+        return found
+
+    async def _look(self) -> list[EventRow]:
+        if not self._is_first and self._watched.head <= self.seq:
+            return []
+        try:
+            found = await self._hub.after(self._job_id, self._watched, self.seq)
+        except Unavailable:
+            await asyncio.sleep(POLL_S)
+            return []
+        self._is_first = False
+        return found
+
+
+class EventStream(Response):
+    """A job's events to one client, until the job has ended or the client is gone."""
+
+    media_type = "text/event-stream"
+
+    def __init__(
+        self,
+        hub: Hub,
+        look: Callable[[], JobRow | None],
+        *,
+        job_id: str,
+        after: int,
+        snapshot: dict[str, Any] | None,
+        redact: Callable[[str], str],
+    ) -> None:
+        """Take where to look the job up, the last event the client has, and what to tell it first."""
+        super().__init__(headers={"Cache-Control": "no-store", "X-Accel-Buffering": "no"})
+        del self.headers["content-length"]
+        self._hub, self._look, self._job_id, self._after = hub, look, job_id, after
+        self._snapshot, self._redact = snapshot, redact
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer."""
+        try:
+            with self._hub.watch(self._job_id, self._after) as watcher:
+                await _until_gone(self._stream(watcher, send), receive)
+        except Unavailable as failure:  # before the first byte: see watch
+            await problem(503, str(failure))(scope, receive, send)
+
+    async def _stream(self, watcher: Watcher, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        first = f"retry: {RETRY_MS}\n\n".encode()
+        if self._snapshot is not None:
+            first += message("status", self._snapshot, self._after)
+        await _send(send, first)
+        over = await self._is_over(watcher.seq)
+        while not over and not self._hub.is_closed:
+            found = await watcher.next(KEEP_ALIVE_S)
+            told = [message(event.kind, redacted(event.data, self._redact), event.seq) for event in found]
+            await _send(send, b"".join(told) or b": keep-alive\n\n")
+            if not found or any(event.kind == "status" for event in found):
+                over = await self._is_over(watcher.seq)
+        await send({"type": "http.response.body", "body": b""})
+
+    async def _is_over(self, seq: int) -> bool:
+        """Whether there is nothing more to come: the job ended, or is gone; not while the catalogue is away."""
+        try:
+            job = await run_in_threadpool(self._look)
+        except Unavailable:
+            return False
+        return job is None or (job.status in FINISHED and job.event_seq <= seq)
+
+
+async def _send(send: Send, body: bytes) -> None:
+    await asyncio.wait_for(send({"type": "http.response.body", "body": body, "more_body": True}), SEND_S)
+
+
+async def _until_gone(stream: Any, receive: Receive) -> None:
+    """Run the stream until its end, or the client's."""
+
+    async def gone() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+
+    tasks = [asyncio.ensure_future(stream), asyncio.ensure_future(gone())]
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        if tasks[0].done():
+            with suppress(TimeoutError, OSError):  # the client takes nothing, or is gone
+                tasks[0].result()
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def message(kind: str, data: Any, seq: int) -> bytes:
+    """One event as it travels."""
+    text = json.dumps(data, ensure_ascii=False)
+    return f"id: {seq}\nevent: {kind}\ndata: {text}\n\n".encode(errors="replace")

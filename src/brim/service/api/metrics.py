@@ -1,0 +1,193 @@
+"""What the service counts, for Prometheus; and the outermost layer, which counts, logs and sets headers.
+
+The log has the route's pattern, never the path's ids or the query: a token may stand there.
+"""
+
+import logging
+import os
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Final
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.multiprocess import MultiProcessCollector
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from brim.errors import Unavailable
+from brim.jobs.kinds.status import STATUSES
+from brim.service.api.errors import INTERNAL, problem_bytes, template
+from brim.service.api.predictor_metrics import PredictorMetrics
+from brim.service.settings import DASHBOARD
+
+log = logging.getLogger("brim.service.access")
+
+CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
+PAGES: Final = "(dashboard)"  # route of all pages and their files
+CSP: Final = "default-src 'self'; base-uri 'none'; form-action 'self'; frame-ancestors 'none'"
+_METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
+_STAGES_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
+_BUCKETS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.2, 0.5, 1.0, 2.5, 5.0, 10.0)
+_HEADERS: Final = (
+    (b"x-content-type-options", b"nosniff"),
+    (b"referrer-policy", b"no-referrer"),
+    (b"content-security-policy", CSP.encode()),
+    (b"x-frame-options", b"DENY"),
+    (b"cross-origin-resource-policy", b"same-origin"),
+)
+
+
+class Metrics:
+    """Counters of one API, in a registry of its own.
+
+    With several API processes the library keeps them in the files of PROMETHEUS_MULTIPROC_DIR, and each process
+    answers with the sum; gauges are those of whoever answers.
+    """
+
+    def __init__(self) -> None:
+        self._registry = CollectorRegistry()
+        self._requests = Counter(
+            "brim_http_requests", "Requests answered.", ("method", "route", "status"), registry=self._registry
+        )
+        self._seconds = Histogram(
+            "brim_http_request_seconds",
+            "From a request to the first byte of its answer.",
+            ("route",),
+            buckets=_BUCKETS_S,
+            registry=self._registry,
+        )
+        self._predicted = Counter(
+            "brim_predict_requests", "Predictions asked for, by how it ended.", ("model", "status"),
+            registry=self._registry,
+        )  # fmt: skip
+        self._rejected = Counter(
+            "brim_predict_rejected", "Requests without a prediction, by reason.", ("reason",), registry=self._registry
+        )
+        self._stages = Histogram(
+            "brim_predict_seconds", "Seconds of a prediction, by stage.", ("stage",), buckets=_STAGES_S,
+            registry=self._registry,
+        )  # fmt: skip
+        self._jobs = self._gauge("brim_jobs", "Jobs by status.", "status")
+        self._streams = self._gauge("brim_event_streams", "Event streams that are open.")
+        self._free = self._gauge("brim_free_bytes", "Free bytes where the data lies.")
+        self._workers = self._gauge("brim_workers", "Workers that have reported their device.")
+        self._database = self._gauge("brim_database_up", "Whether the catalogue answers.")
+        self._predictors = PredictorMetrics()
+        self._shown = self._registry
+        if os.environ.get("PROMETHEUS_MULTIPROC_DIR"):
+            self._shown = CollectorRegistry()
+            MultiProcessCollector(self._shown)  # type: ignore[no-untyped-call]
+        self._shown.register(self._predictors)
+
+    def _gauge(self, name: str, words: str, *labels: str) -> Gauge:
+        return Gauge(name, words, labels, registry=self._registry, multiprocess_mode="mostrecent")
+
+    def answered(self, method: str, route: str, status: int, seconds: float) -> None:
+        """Count one request."""
+        self._requests.labels(method if method in _METHODS else "other", route, status).inc()
+        self._seconds.labels(route).observe(seconds)
+
+    def predicted(self, model: str, status: str) -> None:
+        """Count one request for predictions; model is a registered one, or empty."""
+        self._predicted.labels(model, status).inc()
+
+    def rejected(self, reason: str) -> None:
+        """Count one that got none."""
+        self._rejected.labels(reason).inc()
+
+    def stages(self, seconds: Mapping[str, float]) -> None:
+        """Note how long the stages of a prediction took."""
+        for stage, value in seconds.items():
+            self._stages.labels(stage).observe(value)
+
+    def render(
+        self,
+        counts: Callable[[], Mapping[str, int]],
+        workers: Callable[[], int],
+        *,
+        streams: int,
+        free_bytes: int,
+        predictors: Sequence[Mapping[str, Any]] = (),
+    ) -> bytes:
+        """All of it as Prometheus reads it; a catalogue that is away is itself a metric."""
+        self._predictors.take(predictors)
+        self._streams.set(streams)
+        self._free.set(free_bytes)
+        try:
+            found = counts()
+            for status in STATUSES:
+                self._jobs.labels(status).set(found.get(status, 0))
+            self._workers.set(workers())
+            self._database.set(1)
+        except Unavailable:
+            self._database.set(0)
+        return generate_latest(self._shown)
+
+
+class Observed:
+    """Counts and logs every answer, adds the headers all have, and answers for what nobody caught."""
+
+    def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
+        self._app, self._metrics = app, metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass on and watch."""
+        if scope["type"] != "http":
+            return await self._app(scope, receive, _headed(scope, send))
+        began_s = time.perf_counter()
+        answered = False
+
+        async def watched(message: Message) -> None:
+            nonlocal answered
+            if message["type"] == "http.response.start":
+                answered = True
+                message = {**message, "headers": _with_headers(scope["path"], message.get("headers", ()))}
+                self._note(scope, message["status"], time.perf_counter() - began_s)
+            await send(message)
+
+        try:
+            await self._app(scope, receive, watched)
+        except Exception:
+            if answered:  # the framework has answered and logged it; what is left is for its own developers
+                return None
+            log.exception("internal error before any route")
+            await _internal_error(watched)
+        return None
+
+    def _note(self, scope: Scope, status: int, seconds: float) -> None:
+        route = template(scope)
+        self._metrics.answered(scope["method"], route, status, seconds)
+        is_page = route == PAGES or (b"user-agent", DASHBOARD.encode()) in scope["headers"]
+        level = (
+            logging.DEBUG if is_page and status < 400 else logging.INFO
+        )  # a page is dozens of files, and asks each second
+        log.log(level, "%s %s %d %.1f ms", scope["method"][:20], route, status, 1e3 * seconds)
+
+
+def _headed(scope: Scope, send: Send) -> Send:
+    """The headers that all answers have, also for a WebSocket that is refused."""
+
+    async def headed(message: Message) -> None:
+        if message["type"] == "websocket.http.response.start":
+            message = {**message, "headers": _with_headers(scope["path"], message.get("headers", ()))}
+        await send(message)
+
+    return headed
+
+
+def _with_headers(path: str, headers: Iterable[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
+    """The answer's headers with ours, where it has not set its own."""
+    found = list(headers)
+    names = {name.lower() for name, _ in found}
+    ours = [*_HEADERS, (b"cache-control", b"no-store")] if _is_private(path) else [*_HEADERS]
+    return found + [(name, value) for name, value in ours if name not in names]
+
+
+def _is_private(path: str) -> bool:
+    return not path.startswith("/docs/")  # files of the documentation may be kept
+
+
+async def _internal_error(send: Send) -> None:
+    body = problem_bytes(INTERNAL)
+    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+    await send({"type": "http.response.start", "status": 500, "headers": headers})
+    await send({"type": "http.response.body", "body": body})

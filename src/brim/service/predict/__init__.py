@@ -1,0 +1,1 @@
+"""Predictions over HTTP: the API's side, and the process that runs the models."""

@@ -1,0 +1,1 @@
+"""Starting the service's processes and keeping them alive."""
