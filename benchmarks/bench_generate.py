@@ -29,8 +29,8 @@ from brim.engine.device.memory import format_size, parse_size
 from brim.rf import GenerateConfig, generate, preset
 from brim.rf.config import CHANNEL_HZ, NUM_CHUNKS, SAMPLE_RATE_HZ
 from brim.rf.features.estimators import Grid
-from brim.rf.generate.batch import Backend, Work, make_work
-from brim.rf.generate.compute import open_backend
+from brim.rf.generation.batch import Backend, Work, make_work
+from brim.rf.generation.compute import open_backend
 from brim.rf.physics.channel import fading_points
 from brim.rf.physics.geometry import SPEED_OF_LIGHT
 from brim.rf.physics.scene import (
@@ -337,7 +337,7 @@ def single_backend(config: GenerateConfig, device: torch.device) -> Iterator[Bac
         with open_backend(config, device, workers=1) as backend:
             yield backend
         return
-    from brim.rf.generate.cuda import CudaBackend  # needs Triton
+    from brim.rf.generation.cuda import CudaBackend  # needs Triton
 
     class SingleRecords(CudaBackend):
         @property

@@ -13,9 +13,9 @@ from typing import Any
 
 from brim.engine.device.devices import resolve_device
 from brim.rf import generate, preset
-from brim.rf.locate.page import write_evaluation
-from brim.rf.locate.run import Evaluation, evaluate_run
-from brim.rf.locate.train import LocatorTraining, train
+from brim.rf.location.page import write_evaluation
+from brim.rf.location.run import Evaluation, evaluate_run
+from brim.rf.location.train import LocatorTraining, train
 from page import machine, table, tell
 
 COLUMNS = ("median_error_m", "mean_error_m", "p95_error_m", "crlb_ratio", "crlb_ratio_trimmed", "crlb_ratio_median")

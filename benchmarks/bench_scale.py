@@ -31,8 +31,8 @@ from brim.engine.storage.places import LocalPlace, place_of
 from brim.engine.storage.shard_file import ShardEntry, shard_name
 from brim.engine.storage.writer import COMMIT_S
 from brim.rf.config import GenerateConfig
-from brim.rf.generate.dataset import generate, open_writer
-from brim.rf.generate.ranges import LAST_BLOCK, Block, Range, gate_block
+from brim.rf.generation.dataset import generate, open_writer
+from brim.rf.generation.ranges import LAST_BLOCK, Block, Range, gate_block
 from page import Json, facts_of, installed, machine, markdown, number, ranged, spread, table, tell
 from scale_work import EchoWork, PaperPool, answer
 

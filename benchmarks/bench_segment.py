@@ -35,7 +35,7 @@ from brim.segmentation import ModelLoader, SegmentTrainConfig, create_model, tra
 from brim.segmentation.networks.network import CAPTURE_AFTER, Network, Setting, default_setting, normalise
 from brim.segmentation.networks.registry import BUILT_IN
 from brim.segmentation.networks.weights import load_weights
-from brim.segmentation.predict.stream import PredictReport
+from brim.segmentation.prediction.stream import PredictReport
 from brim.segmentation.scenes.cells import make_cells, write_cells
 from brim.segmentation.tuning.batch_sizes import FILE_NAME, BatchSizes, device_info, device_key
 from brim.segmentation.tuning.tune import Tuned, tune_model

@@ -37,13 +37,13 @@ from brim.engine.storage.writer import ShardWriter
 from brim.engine.training.config import Precision, TrainConfig, resolve_precision
 from brim.engine.training.step import Stepper
 from brim.engine.training.trainer import train
-from brim.sequences.ablate.loop import Fed, HandStep, Setup, autotuner, make_module
+from brim.sequences.ablation.loop import Fed, HandStep, Setup, autotuner, make_module
 from brim.sequences.corpus.items import write_items
 from brim.sequences.corpus.packed import FRAMES, KIND, Corpus
 from brim.sequences.corpus.reading import SequenceFolder
 from brim.sequences.model.network import Classifier, Encoder, SequenceConfig, num_parameters
-from brim.sequences.train.dataloader import LoaderConfig, SequenceLoader
-from brim.sequences.train.objectives import classification_loss
+from brim.sequences.training.dataloader import LoaderConfig, SequenceLoader
+from brim.sequences.training.objectives import classification_loss
 from page import Json, facts_of, machine, markdown, number, ranged, spread, table, tell
 
 PARTS = ("sizes", "loader", "reverse", "precision", "tiers", "packing")

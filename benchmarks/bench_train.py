@@ -41,7 +41,7 @@ from brim.engine.storage.writer import ShardWriter
 from brim.engine.training.config import TrainConfig, resolve_precision
 from brim.engine.training.trainer import train
 from brim.rf import generate, preset
-from brim.rf.locate.model import PREPARED, Locator, LocatorConfig, flip, loss, prepare
+from brim.rf.location.model import PREPARED, Locator, LocatorConfig, flip, loss, prepare
 from page import Json, facts_of, installed, machine, markdown, number, ranged, spread, table, tell
 
 BATCH, LARGE_BATCH = 256, 2048

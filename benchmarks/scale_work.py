@@ -12,7 +12,7 @@ from brim.cluster.pool import Done, Event, Facts, Ready, Work
 from brim.cluster.worker import Account, Accounts, Gate, Made, MadeShard, Make
 from brim.engine.storage.shard_file import ShardEntry, shard_name
 from brim.rf.config import GenerateConfig
-from brim.rf.generate.ranges import Range, gate_block
+from brim.rf.generation.ranges import Range, gate_block
 
 FACTS = Facts(device="cpu", device_name="paper", kind="paper", batch_size=1)
 BYTES_PER_SAMPLE = 3_032

@@ -71,7 +71,7 @@ class Service:
         for pid, words in words_of.items():
             if "brim.service.api.main" in words:
                 found["api"] = pid
-            elif "brim.service.predict.process.main" in words:
+            elif "brim.service.prediction.process.main" in words:
                 found["predict"] = pid
             elif "brim.jobs.worker.main" in words:
                 found[words[words.index("brim.jobs.worker.main") + 1]] = pid

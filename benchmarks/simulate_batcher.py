@@ -1,6 +1,6 @@
 """What share of a device's capacity does the batch policy serve in time, from half to three times that load?
 
-No device and no clock: the policy that serves runs in a simulation (brim.engine.batching.simulation), beside the two that
+No device and no clock: the policy that serves runs in a simulation (brim.engine.batching.simulation), beside two that
 most servers do: let everything in and run what waits, and the same with a window in which a batch fills. The limit is
 three times the latency of a single request; goodput counts the answers within it; refusals do not count.
 """

@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-# As in brim.cluster.generate and brim.rf.generate.ranges
+# As in brim.cluster.generate and brim.rf.generation.ranges
 TASK_S = 1.0
 TASKS_EACH = 2
 MAX_RANGES = 64

@@ -22,17 +22,17 @@ from brim.cli.segment import predict, train, tune
 from brim.cli.sequence import sequence
 from brim.engine.training.config import TrainConfig
 from brim.rf import FEATURES, TRUTH, GenerateConfig
-from brim.rf.locate.train import LocatorTraining
+from brim.rf.location.train import LocatorTraining
 from brim.segmentation import model_names
 from brim.segmentation.images.formats import FORMATS
-from brim.segmentation.train.augment import Augmentation as SegmentAugmentation
-from brim.segmentation.train.run import SegmentTrainConfig
+from brim.segmentation.training.augment import Augmentation as SegmentAugmentation
+from brim.segmentation.training.run import SegmentTrainConfig
 from brim.segmentation.tuning.batch_sizes import Entry
 from brim.sequences import Augmentation, SequenceConfig, SequenceTraining
-from brim.sequences.ablate.run import _plan
+from brim.sequences.ablation.run import _plan
 from brim.sequences.corpus.pack_report import PackReport
-from brim.sequences.evaluate.run import Evaluation
-from brim.sequences.train.run import _KEYS
+from brim.sequences.evaluation.run import Evaluation
+from brim.sequences.training.run import _KEYS
 
 ROOT = Path(__file__).parents[1]
 RADIO = ROOT / "docs" / "radio.md"

@@ -33,10 +33,10 @@ COMPUTE = {"numpy", "safetensors", "torch", "triton", "pynvml"}  # all that a GP
 HOMES = {  # where else than in COMPUTE's layers a package may be imported, by path prefixes
     "rich": ("cli/", "doctor.py"),
     "typer": ("cli/",),
-    "triton": ("rf/generate/cuda.py", "rf/generate/kernels.py", "segmentation/networks/kernels.py", "doctor.py"),
+    "triton": ("rf/generation/cuda.py", "rf/generation/kernels.py", "segmentation/networks/kernels.py", "doctor.py"),
     "cv2": ("segmentation/",),
     "PIL": ("segmentation/",),
-    "matplotlib": ("segmentation/tuning/plot.py", "sequences/ablate/plot.py"),
+    "matplotlib": ("segmentation/tuning/plot.py", "sequences/ablation/plot.py"),
     "pynvml": ("engine/device/nvml.py", "doctor.py"),
     "fsspec": ("engine/storage/places.py",),
     "pyarrow": ("rf/datasets/export.py", "engine/rows/sql.py"),
@@ -44,9 +44,9 @@ HOMES = {  # where else than in COMPUTE's layers a package may be imported, by p
     "adbc_driver_manager": ("engine/rows/sql.py",),
     "adbc_driver_postgresql": ("engine/rows/sql.py",),
     "adbc_driver_sqlite": ("engine/rows/sql.py",),
-    "onnx": ("rf/locate/run.py", "rf/locate/train.py"),
-    "onnxruntime": ("rf/locate/run.py", "rf/locate/train.py"),
-    "onnxscript": ("rf/locate/run.py", "rf/locate/train.py"),
+    "onnx": ("rf/location/run.py", "rf/location/train.py"),
+    "onnxruntime": ("rf/location/run.py", "rf/location/train.py"),
+    "onnxscript": ("rf/location/run.py", "rf/location/train.py"),
     "tensorboard": ("engine/training/report.py",),
     "dbos": ("jobs/durable.py",),
     "sqlalchemy": ("jobs/store/",),
@@ -217,7 +217,7 @@ def test_radio_runs_without_what_only_the_terminal_or_the_exports_need():
 
 def test_segmentation_runs_without_what_only_the_terminal_or_plots_need():
     code = (
-        "import sys, brim.segmentation, brim.segmentation.images.formats, brim.segmentation.predict.files\n"
+        "import sys, brim.segmentation, brim.segmentation.images.formats, brim.segmentation.prediction.files\n"
         "print(*{'rich', 'typer', 'matplotlib', 'triton', 'shapely', 'scipy'} & set(sys.modules))"
     )
 
@@ -249,8 +249,8 @@ def test_the_engine_trains_without_what_only_databases_or_logs_need():
         ("engine/storage/dataset.py", "from ...rf import config"),
         ("engine/storage/dataset.py", "import brim.cli"),
         ("errors.py", "from brim.engine import device"),
-        ("rf/generate/dataset.py", "from brim.segmentation.networks import hrnet"),
-        ("rf/generate/dataset.py", "import brim.doctor"),
+        ("rf/generation/dataset.py", "from brim.segmentation.networks import hrnet"),
+        ("rf/generation/dataset.py", "import brim.doctor"),
         ("jobs/kinds/specs.py", "def f():\n    from brim.service import routes"),
         ("doctor.py", "from brim.cli.terminal import say"),
         ("cluster/pool.py", "importlib.import_module('brim.jobs')"),
@@ -264,9 +264,9 @@ def test_an_upward_arrow_is_seen(file, line):
     ("file", "line"),
     [
         ("cli/rf.py", "from brim.rf import generate"),
-        ("rf/generate/dataset.py", "from brim import __version__"),
-        ("rf/generate/dataset.py", "from brim.rf.config import GenerateConfig"),
-        ("rf/generate/dataset.py", "from .config import GenerateConfig"),
+        ("rf/generation/dataset.py", "from brim import __version__"),
+        ("rf/generation/dataset.py", "from brim.rf.config import GenerateConfig"),
+        ("rf/generation/dataset.py", "from .config import GenerateConfig"),
         ("service/routes.py", "import brim.jobs.kinds.specs, brim.errors"),
     ],
 )
@@ -292,8 +292,8 @@ def test_an_arrow_down_or_within_is_allowed(file, line):
         ("engine/rows/sql.py", "import pyarrow"),
         ("engine/rows/files.py", "def f():\n    import adbc_driver_sqlite.dbapi"),
         ("engine/rows/sql.py", "import adbc_driver_postgresql.dbapi"),
-        ("rf/locate/model.py", "def f():\n    import onnx"),
-        ("rf/locate/train.py", "import onnxruntime"),
+        ("rf/location/model.py", "def f():\n    import onnx"),
+        ("rf/location/train.py", "import onnxruntime"),
         ("engine/training/report.py", "from torch.utils.tensorboard import SummaryWriter"),
         ("engine/training/trainer.py", "def f():\n    from torch.utils import tensorboard"),
         ("jobs/kinds/rf.py", "def f():\n    import ray"),
@@ -311,8 +311,8 @@ def test_a_package_away_from_home_is_seen(file, line):
         ("rf/datasets/export.py", "def f():\n    import pyarrow"),
         ("engine/rows/sql.py", "def f():\n    from pyarrow import types"),
         ("engine/rows/sql.py", "def f():\n    import adbc_driver_sqlite.dbapi"),
-        ("rf/locate/run.py", "def f():\n    import onnxruntime, onnxscript"),
-        ("rf/locate/train.py", "def f():\n    import onnx"),
+        ("rf/location/run.py", "def f():\n    import onnxruntime, onnxscript"),
+        ("rf/location/train.py", "def f():\n    import onnx"),
         ("engine/training/report.py", "def f():\n    from torch.utils.tensorboard import SummaryWriter"),
         ("cluster/ray_pool.py", "def f():\n    import ray"),
     ],

@@ -12,7 +12,7 @@ from brim.cluster.generate import generate_many
 from brim.cluster.worker import Gate, Make
 from brim.engine.storage.dataset import Dataset
 from brim.errors import ClusterError, ConfigError, DatasetError, NothingAccepted, OutOfMemory, StorageError
-from brim.rf.generate.dataset import generate
+from brim.rf.generation.dataset import generate
 
 SAMPLES = 45
 
@@ -63,8 +63,8 @@ def test_workers_that_do_not_see_the_place_send_their_bytes(config, reference, t
 
 
 def test_workers_gate_too_where_the_head_is_too_slow(config, reference, tmp_path, monkeypatch):
-    monkeypatch.setattr("brim.rf.generate.ranges.FIRST_BLOCK", 16)
-    monkeypatch.setattr("brim.rf.generate.ranges.LAST_BLOCK", 16)
+    monkeypatch.setattr("brim.rf.generation.ranges.FIRST_BLOCK", 16)
+    monkeypatch.setattr("brim.rf.generation.ranges.LAST_BLOCK", 16)
     pool = InlinePool(3, losses=0.1, seed=3)
 
     generate_many(config, tmp_path / "many", SAMPLES, pool=pool)

@@ -18,7 +18,7 @@ from brim.cluster.generate import generate_many
 from brim.cluster.processes import ProcessPool
 from brim.engine.storage.dataset import Dataset
 from brim.errors import ClusterError, OutOfMemory
-from brim.rf.generate.dataset import generate
+from brim.rf.generation.dataset import generate
 from s3_store import serve_s3
 
 pytestmark = pytest.mark.slow

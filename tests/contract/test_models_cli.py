@@ -13,7 +13,7 @@ from brim.cli import main
 from brim.jobs.store import Catalogue
 from brim.segmentation import create_model
 from brim.segmentation.networks.weights import WEIGHTS, save_weights
-from brim.segmentation.train.about import write_config
+from brim.segmentation.training.about import write_config
 
 KEYS = ["name", "kind", "network", "path", "version", "about", "added_at"]
 

@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from brim.cli import main
-from brim.segmentation.predict.loader import ModelLoader
+from brim.segmentation.prediction.loader import ModelLoader
 from brim.segmentation.scenes.cells import make_cells
 from brim.segmentation.tuning.batch_sizes import device_key
 
@@ -54,7 +54,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def _short_ceiling(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("brim.segmentation.predict.stream.CEILING_S", 0.02)
+    monkeypatch.setattr("brim.segmentation.prediction.stream.CEILING_S", 0.02)
 
 
 def training(made: Path) -> list[str]:

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 
 from brim.cli import main
 from brim.errors import BrimError
-from brim.sequences.ablate.run import Ablation, AblationStep
+from brim.sequences.ablation.run import Ablation, AblationStep
 from brim.sequences.corpus.synthetic import make_sequences
 
 torch.set_num_threads(1)  # small batches: a second thread only competes
@@ -136,7 +136,7 @@ def test_the_defaults_are_those_of_the_contract(made, tmp_path, capsys, monkeypa
         raise BrimError("enough")
 
     seen: list = []
-    monkeypatch.setattr(sys.modules["brim.sequences.train.run"], "train", train)
+    monkeypatch.setattr(sys.modules["brim.sequences.training.run"], "train", train)
 
     assert "enough" in refused(capsys, "sequence", "train", made / "corpus", "--out", tmp_path / "run")
 
@@ -180,7 +180,7 @@ def test_ablate_prints_the_steps(made, tmp_path, capsys, monkeypatch):
         asked.update(options, corpus=corpus)
         return made_up
 
-    monkeypatch.setattr(sys.modules["brim.sequences.ablate.run"], "ablate", measure)
+    monkeypatch.setattr(sys.modules["brim.sequences.ablation.run"], "ablate", measure)
 
     found = answer(capsys, "sequence", "ablate", made / "corpus", "--steps", "3", "--plot", tmp_path / "a.png")
 
@@ -198,7 +198,7 @@ def test_ablate_stopped_by_a_signal_leaves_no_unpacked_files(number, made, tmp_p
 
     before = signal.getsignal(signal.SIGTERM)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    monkeypatch.setattr("brim.sequences.ablate.run._Bench.run", end)
+    monkeypatch.setattr("brim.sequences.ablation.run._Bench.run", end)
 
     assert main(["sequence", "ablate", str(made / "corpus"), "--device", "cpu"]) == 128 + number
     assert list(tmp_path.iterdir()) == []

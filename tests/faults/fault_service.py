@@ -72,7 +72,7 @@ class Serve:
                 found["api"] = pid
             elif "brim.service.dashboard.main" in words:
                 found["dashboard"] = pid
-            elif "brim.service.predict.process.main" in words:
+            elif "brim.service.prediction.process.main" in words:
                 found["predict"] = pid
             elif "brim.jobs.worker.main" in words:
                 found[words[words.index("brim.jobs.worker.main") + 1]] = pid

@@ -8,10 +8,10 @@ import torch
 
 from brim.rf.config import GenerateConfig, preset
 from brim.rf.features.estimators import FEATURES, F
-from brim.rf.generate.batch import Measured, make_work
-from brim.rf.generate.compute import generate_batch
-from brim.rf.generate.cpu import CpuBackend
-from brim.rf.generate.dataset import generate
+from brim.rf.generation.batch import Measured, make_work
+from brim.rf.generation.compute import generate_batch
+from brim.rf.generation.cpu import CpuBackend
+from brim.rf.generation.dataset import generate
 from brim.rf.physics.scene import make_scenes
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU here")]
@@ -34,7 +34,7 @@ TOLERANCE = {
 
 
 def both(config: GenerateConfig, num: int = 4, first: int = 0) -> tuple[Measured, Measured]:
-    from brim.rf.generate.cuda import CudaBackend
+    from brim.rf.generation.cuda import CudaBackend
 
     scenes = make_scenes(config, np.arange(first, first + num))
     work = make_work(config, scenes[np.nonzero(scenes.accepted)[0]])

@@ -14,9 +14,9 @@ from brim.segmentation.networks.network import Network, Setting
 from brim.segmentation.networks.registry import create_model
 from brim.segmentation.networks.weights import save_weights
 from brim.segmentation.objects.prediction import Prediction
-from brim.segmentation.predict.batching import Batch, Frame, cut
-from brim.segmentation.predict.loader import ModelLoader
-from brim.segmentation.predict.scoring import Scorer
+from brim.segmentation.prediction.batching import Batch, Frame, cut
+from brim.segmentation.prediction.loader import ModelLoader
+from brim.segmentation.prediction.scoring import Scorer
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU here")]
 

@@ -13,15 +13,15 @@ from brim.engine.training.step import Stepper
 from brim.sequences.config import SequenceTraining
 from brim.sequences.corpus.packing import pack
 from brim.sequences.corpus.synthetic import make_sequences
-from brim.sequences.evaluate.encode import measure
-from brim.sequences.evaluate.run import embed, evaluate
+from brim.sequences.evaluation.encode import measure
+from brim.sequences.evaluation.run import embed, evaluate
 from brim.sequences.model.network import Classifier, Encoder
-from brim.sequences.train.data import open_data
-from brim.sequences.train.objectives import SelfSupervised, self_supervised_loss
-from brim.sequences.train.phases import Job
-from brim.sequences.train.run import train
-from brim.sequences.train.selftrain import augmented, classification, views
-from brim.sequences.train.splits import split
+from brim.sequences.training.data import open_data
+from brim.sequences.training.objectives import SelfSupervised, self_supervised_loss
+from brim.sequences.training.phases import Job
+from brim.sequences.training.run import train
+from brim.sequences.training.selftrain import augmented, classification, views
+from brim.sequences.training.splits import split
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU here")]
 

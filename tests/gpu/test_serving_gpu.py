@@ -11,6 +11,7 @@ import cv2
 import numpy as np
 import pytest
 import torch
+from brim.service.prediction.process.models import Models
 
 from brim.engine.batching.runner import BatchRunner
 from brim.engine.batching.servable import Answer, Payload
@@ -18,10 +19,9 @@ from brim.engine.batching.warm_up import ladder
 from brim.segmentation.networks.registry import create_model
 from brim.segmentation.networks.weights import save_weights
 from brim.segmentation.objects.polygons import Polygon, fill
-from brim.segmentation.predict.loader import ModelLoader
-from brim.segmentation.predict.serving import SegmentServable
+from brim.segmentation.prediction.loader import ModelLoader
+from brim.segmentation.prediction.serving import SegmentServable
 from brim.segmentation.tuning.batch_sizes import BatchSizes, Entry, device_info, device_key
-from brim.service.predict.process.models import Models
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU here")]
 

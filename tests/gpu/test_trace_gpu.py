@@ -18,7 +18,7 @@ from brim.segmentation.objects import device_rings, tracing
 from brim.segmentation.objects.device_rings import DeviceRings, find_rings
 from brim.segmentation.objects.polygons import fill
 from brim.segmentation.objects.prediction import Prediction
-from brim.segmentation.predict.loader import ModelLoader
+from brim.segmentation.prediction.loader import ModelLoader
 from brim.segmentation.scenes.cells import make_cells
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU here")]

@@ -12,7 +12,7 @@ from brim.errors import CheckpointError, FieldError
 from brim.jobs.kinds.registry import KINDS, Inputs
 from brim.jobs.kinds.specs import read_body
 from brim.rf.config import GenerateConfig
-from brim.rf.generate.dataset import generate
+from brim.rf.generation.dataset import generate
 
 torch.set_num_threads(1)
 

@@ -11,7 +11,7 @@ from brim.jobs.kinds.registry import KINDS, Inputs
 from brim.sequences.config import SequenceTraining
 from brim.sequences.corpus.packing import pack
 from brim.sequences.corpus.synthetic import make_sequences
-from brim.sequences.train.run import train
+from brim.sequences.training.run import train
 
 torch.set_num_threads(1)
 

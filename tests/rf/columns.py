@@ -3,7 +3,7 @@
 from torch import Tensor
 
 from brim.rf.features.estimators import FEATURES, STATISTICS
-from brim.rf.generate.rows import TRUTH, TRUTH_CHUNKS
+from brim.rf.generation.rows import TRUTH, TRUTH_CHUNKS
 
 Rows = dict[str, Tensor]
 

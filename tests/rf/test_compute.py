@@ -8,10 +8,10 @@ import torch
 from columns import feature, truth, truth_chunks
 
 from brim.rf.config import GenerateConfig, Station, preset
-from brim.rf.generate.batch import make_work
-from brim.rf.generate.compute import generate_batch
-from brim.rf.generate.cpu import CpuBackend
-from brim.rf.generate.rows import TRUTH
+from brim.rf.generation.batch import make_work
+from brim.rf.generation.compute import generate_batch
+from brim.rf.generation.cpu import CpuBackend
+from brim.rf.generation.rows import TRUTH
 from brim.rf.physics.geometry import ecef
 from brim.rf.physics.scene import make_scenes
 

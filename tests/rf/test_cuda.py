@@ -20,10 +20,10 @@ import sys
 import numpy as np
 import torch
 from dataclasses import replace
-from brim.rf.generate.batch import make_work
-from brim.rf.generate.cpu import CpuBackend
+from brim.rf.generation.batch import make_work
+from brim.rf.generation.cpu import CpuBackend
 from brim.rf.config import GenerateConfig
-from brim.rf.generate.cuda import CudaBackend
+from brim.rf.generation.cuda import CudaBackend
 from brim.rf.features.estimators import FEATURES
 from brim.rf.physics.scene import make_scenes
 
@@ -61,9 +61,9 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 from brim.rf import kernels
-from brim.rf.generate.batch import make_work
+from brim.rf.generation.batch import make_work
 from brim.rf.config import GenerateConfig
-from brim.rf.generate.cuda import CudaBackend
+from brim.rf.generation.cuda import CudaBackend
 from brim.rf.physics.scene import make_scenes
 
 OPTIONS = ("num_warps", "num_stages")

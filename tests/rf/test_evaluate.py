@@ -13,7 +13,7 @@ from geographiclib.geodesic import Geodesic
 from brim.errors import ConfigError
 from brim.rf.config import preset
 from brim.rf.features.estimators import F
-from brim.rf.locate.evaluate import (
+from brim.rf.location.evaluate import (
     baselines,
     breakdown,
     coverage,
@@ -25,8 +25,8 @@ from brim.rf.locate.evaluate import (
     parse_observations,
     read_observations,
 )
-from brim.rf.locate.model import prepare, solver_estimate
-from brim.rf.locate.solver import geographic, observe, solve, target
+from brim.rf.location.model import prepare, solver_estimate
+from brim.rf.location.solver import geographic, observe, solve, target
 
 KEYS = {"median_error_m", "mean_error_m", "p95_error_m", "crlb_ratio", "coverage"}
 SPREAD = torch.tensor([[300.0, 0.0], [200.0, 90.0]], dtype=torch.float64)

@@ -8,10 +8,10 @@ from test_report import Page
 from brim.errors import ConfigError, StorageError
 from brim.report.page import metres, number, percent
 from brim.rf.config import preset
-from brim.rf.locate.evaluate import LEVELS, baselines, breakdown, evaluate
-from brim.rf.locate.model import Estimate
-from brim.rf.locate.page import MAX_DRAWN, write_evaluation
-from brim.rf.locate.solver import target
+from brim.rf.location.evaluate import LEVELS, baselines, breakdown, evaluate
+from brim.rf.location.model import Estimate
+from brim.rf.location.page import MAX_DRAWN, write_evaluation
+from brim.rf.location.solver import target
 
 SECTIONS = ["baselines", "map", "coverage", "bound", "cumulative", "snr", "receivers"]
 BROKEN_DOWN = ("coverage_by_arrival_sigma", "coverage_by_gdop", "error_by_snr_db", "error_by_receivers")

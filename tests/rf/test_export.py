@@ -20,7 +20,7 @@ from brim.errors import ConfigError, DatasetError, ShardCorrupt, StorageError
 from brim.rf.config import BUILTIN_STATIONS, GenerateConfig
 from brim.rf.datasets.export import FORMATS, export
 from brim.rf.features.estimators import FEATURES, STATISTICS
-from brim.rf.generate.rows import TRUTH
+from brim.rf.generation.rows import TRUTH
 
 CONFIG = GenerateConfig(duration_s=0.2, use_random_receivers=True, min_snr_db=15.0)
 IQ_CONFIG = GenerateConfig(duration_s=0.2, dataset_type="iq_raw", tx_power_dbm=25.0, seed=4)

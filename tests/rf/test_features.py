@@ -6,7 +6,7 @@ from columns import feature, feature_chunks, truth, truth_chunks
 
 from brim.rf.config import GenerateConfig
 from brim.rf.features.estimators import FEATURES, aggregate
-from brim.rf.generate.compute import generate_batch
+from brim.rf.generation.compute import generate_batch
 
 NAMES = [name for name, _ in FEATURES]
 PROMISED = [

@@ -15,9 +15,9 @@ from brim.engine.storage.dataset import Dataset
 from brim.errors import ConfigError, DatasetError, NothingAccepted, ShardCorrupt
 from brim.rf.config import BUILTIN_STATIONS, GenerateConfig, preset
 from brim.rf.features.estimators import FEATURES
-from brim.rf.generate.compute import generate_batch
-from brim.rf.generate.dataset import generate
-from brim.rf.generate.rows import TRUTH, dataset_bytes
+from brim.rf.generation.compute import generate_batch
+from brim.rf.generation.dataset import generate
+from brim.rf.generation.rows import TRUTH, dataset_bytes
 from brim.rf.physics.scene import make_scenes
 
 SAMPLES = 20

@@ -8,7 +8,7 @@ from gaussian_rows import EXACT, PRODUCTION, gaussian_rows, padded, permuted
 
 from brim.errors import ConfigError
 from brim.rf.features.estimators import F
-from brim.rf.locate.model import (
+from brim.rf.location.model import (
     Locator,
     LocatorConfig,
     LocatorGraph,

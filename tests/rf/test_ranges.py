@@ -9,11 +9,11 @@ import torch
 
 from brim.engine.storage.dataset import Dataset
 from brim.errors import NothingAccepted
-from brim.rf.generate import ranges as module
-from brim.rf.generate.dataset import generate
-from brim.rf.generate.gates import accepted_batches
-from brim.rf.generate.ranges import Block, RangeBook, gate_block, make_ranges
-from brim.rf.generate.stages import Stages
+from brim.rf.generation import ranges as module
+from brim.rf.generation.dataset import generate
+from brim.rf.generation.gates import accepted_batches
+from brim.rf.generation.ranges import Block, RangeBook, gate_block, make_ranges
+from brim.rf.generation.stages import Stages
 
 
 def drain(book, config, rng=None, ahead=4):

@@ -17,9 +17,9 @@ from brim.engine.storage.dataset import Dataset
 from brim.engine.training.checkpoint import load_checkpoint, save_checkpoint
 from brim.errors import CheckpointError, ConfigError, DatasetError
 from brim.rf.config import GenerateConfig
-from brim.rf.locate.model import prepare, solver_estimate
-from brim.rf.locate.solver import target
-from brim.rf.locate.train import LocatorTraining, evaluate_run, export_onnx, load_run, locate, split, train
+from brim.rf.location.model import prepare, solver_estimate
+from brim.rf.location.solver import target
+from brim.rf.location.train import LocatorTraining, evaluate_run, export_onnx, load_run, locate, split, train
 
 CONFIG = GenerateConfig(duration_s=0.2, tx_power_dbm=45.0, seed=1)
 QUICK = LocatorTraining(epochs=3, batch_size=16, learning_rate=0.003)
@@ -126,7 +126,7 @@ def test_stopped_while_solving_leaves_nothing_in_the_way(data, tmp_path):
 def test_a_killed_run_goes_on(data, tmp_path):
     out, state = tmp_path / "run", tmp_path / "run/train/last/state.json"
     code = (
-        "from brim.rf.locate.train import LocatorTraining, train\n"
+        "from brim.rf.location.train import LocatorTraining, train\n"
         f"train([{str(data)!r}], {str(out)!r}, LocatorTraining(epochs=5000, batch_size=16, checkpoint_every_s=0.1),"
         " device='cpu')"
     )

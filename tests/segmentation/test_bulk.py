@@ -12,11 +12,11 @@ from brim.errors import CheckpointError
 from brim.segmentation.images.formats import FORMATS, Writer
 from brim.segmentation.networks.registry import create_model
 from brim.segmentation.networks.weights import save_weights
-from brim.segmentation.predict import bulk
-from brim.segmentation.predict.bulk import BulkScorer, Recipe, Task, pack_weights, parcels, read, write
-from brim.segmentation.predict.files import FilesConfig, predict_files
-from brim.segmentation.predict.loader import ModelLoader
-from brim.segmentation.predict.records import Record, Records, recipe_of
+from brim.segmentation.prediction import bulk
+from brim.segmentation.prediction.bulk import BulkScorer, Recipe, Task, pack_weights, parcels, read, write
+from brim.segmentation.prediction.files import FilesConfig, predict_files
+from brim.segmentation.prediction.loader import ModelLoader
+from brim.segmentation.prediction.records import Record, Records, recipe_of
 from brim.segmentation.scenes.cells import make_cells
 from brim.segmentation.tuning.batch_sizes import BatchSizes, Entry, device_key
 
@@ -172,7 +172,8 @@ def test_weights_of_another_network_do_not_travel(weights):
 
 def test_a_scorer_takes_what_was_tuned_elsewhere_and_tells_what_it_tuned(weights, tmp_path, monkeypatch):
     monkeypatch.setattr(
-        "brim.segmentation.predict.loader.ModelLoader.__init__.__kwdefaults__", {"overlap": None, "tune_seconds": 0.3}
+        "brim.segmentation.prediction.loader.ModelLoader.__init__.__kwdefaults__",
+        {"overlap": None, "tune_seconds": 0.3},
     )
     packed, made = pack_weights("unet_tiny", weights), recipe(strict=False)
 

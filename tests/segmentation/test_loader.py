@@ -18,7 +18,7 @@ from brim.errors import CheckpointError, ConfigError, ImageError
 from brim.segmentation.networks import registry
 from brim.segmentation.networks.network import Setting
 from brim.segmentation.networks.weights import save_weights
-from brim.segmentation.predict.loader import ModelLoader
+from brim.segmentation.prediction.loader import ModelLoader
 from brim.segmentation.tuning import known_sizes as module
 from brim.segmentation.tuning.batch_sizes import BatchSizes, Entry, device_key
 from brim.segmentation.tuning.tune import Tuned

@@ -18,11 +18,11 @@ from brim.engine.device.memory import inject_oom
 from brim.errors import ConfigError, ImageError, OutOfMemory
 from brim.segmentation.networks.network import Network, Setting
 from brim.segmentation.objects.prediction import Prediction
-from brim.segmentation.predict import stream as module
-from brim.segmentation.predict.batching import Batch, Frame, Patch, cut, group
-from brim.segmentation.predict.config import PredictConfig
-from brim.segmentation.predict.scoring import Scorer
-from brim.segmentation.predict.stream import PredictProgress, PredictReport, predict_one, predict_stream
+from brim.segmentation.prediction import stream as module
+from brim.segmentation.prediction.batching import Batch, Frame, Patch, cut, group
+from brim.segmentation.prediction.config import PredictConfig
+from brim.segmentation.prediction.scoring import Scorer
+from brim.segmentation.prediction.stream import PredictProgress, PredictReport, predict_one, predict_stream
 
 CPU = torch.device("cpu")
 SIZES = [(32, 32), (64, 48), (20, 20), (33, 97), (128, 128), (300, 201), (1, 1), (47, 256), (64, 64), (128, 128)]
@@ -340,7 +340,7 @@ def test_memory_that_runs_out_beside_the_device_is_tried_again(
 
 
 def test_a_large_image_that_does_not_fit_as_a_whole_fails_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    from brim.segmentation.predict import scoring
+    from brim.segmentation.prediction import scoring
 
     blend = scoring.Blend
 

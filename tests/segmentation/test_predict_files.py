@@ -18,11 +18,11 @@ from torch import Tensor, nn
 from brim.errors import ConfigError, StorageError
 from brim.segmentation.networks import registry
 from brim.segmentation.networks.weights import save_weights
-from brim.segmentation.predict.files import FilesConfig, FilesReport, predict_files
-from brim.segmentation.predict.loader import ModelLoader
-from brim.segmentation.predict.stream import PredictProgress
+from brim.segmentation.prediction.files import FilesConfig, FilesReport, predict_files
+from brim.segmentation.prediction.loader import ModelLoader
+from brim.segmentation.prediction.stream import PredictProgress
 from brim.segmentation.scenes.cells import make_cells
-from brim.segmentation.train.run import SegmentTrainConfig, train
+from brim.segmentation.training.run import SegmentTrainConfig, train
 from brim.segmentation.tuning.batch_sizes import BatchSizes, Entry, device_key
 
 CPU = torch.device("cpu")
@@ -54,7 +54,7 @@ def _threads_are_joined() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _short_ceiling(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("brim.segmentation.predict.stream.CEILING_S", 0.02)
+    monkeypatch.setattr("brim.segmentation.prediction.stream.CEILING_S", 0.02)
 
 
 @pytest.fixture
@@ -127,7 +127,7 @@ def test_an_image_that_goes_before_its_overlay_is_drawn_fails_alone(loader, imag
 
 
 def _reported(predictions: list[Any], on_report: Any) -> Iterator[Any]:
-    from brim.segmentation.predict.stream import PredictReport
+    from brim.segmentation.prediction.stream import PredictReport
 
     yield from predictions
     on_report(

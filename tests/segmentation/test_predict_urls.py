@@ -12,8 +12,8 @@ from brim.errors import ConfigError, ImageError, StorageError
 from brim.segmentation.images.formats import FORMATS
 from brim.segmentation.networks.registry import create_model
 from brim.segmentation.networks.weights import save_weights
-from brim.segmentation.predict.files import FilesConfig, find_inputs, predict_files
-from brim.segmentation.predict.loader import ModelLoader
+from brim.segmentation.prediction.files import FilesConfig, find_inputs, predict_files
+from brim.segmentation.prediction.loader import ModelLoader
 from brim.segmentation.scenes.cells import make_cells
 from s3_store import FailingProxy, serve_s3
 
@@ -24,7 +24,7 @@ torch.set_num_threads(1)
 
 @pytest.fixture(autouse=True)
 def _short_ceiling(monkeypatch):
-    monkeypatch.setattr("brim.segmentation.predict.stream.CEILING_S", 0.02)
+    monkeypatch.setattr("brim.segmentation.prediction.stream.CEILING_S", 0.02)
 
 
 @pytest.fixture(scope="module")

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from brim.errors import ConfigError
-from brim.segmentation.train.scores import Scores, agreement
+from brim.segmentation.training.scores import Scores, agreement
 
 
 def mask(*rows: str) -> torch.Tensor:

@@ -25,9 +25,9 @@ from brim.segmentation.images.reading import read_image
 from brim.segmentation.networks import registry
 from brim.segmentation.networks.weights import save_weights
 from brim.segmentation.objects.prediction import Prediction
-from brim.segmentation.predict import serving as module
-from brim.segmentation.predict.loader import ModelLoader
-from brim.segmentation.predict.serving import MEDIA_TYPES, RINGS, SegmentServable, geojson_of
+from brim.segmentation.prediction import serving as module
+from brim.segmentation.prediction.loader import ModelLoader
+from brim.segmentation.prediction.serving import MEDIA_TYPES, RINGS, SegmentServable, geojson_of
 from brim.segmentation.tuning.batch_sizes import BatchSizes, Entry, device_info, device_key
 
 CPU = torch.device("cpu")
@@ -326,7 +326,7 @@ def test_sizes_that_do_not_fit_are_left_out(servable):
 
 
 def test_a_model_nobody_tuned_is_tuned_and_saved(made, monkeypatch):
-    monkeypatch.setattr("brim.segmentation.predict.serving.QUICK_SECONDS", 0.3)
+    monkeypatch.setattr("brim.segmentation.prediction.serving.QUICK_SECONDS", 0.3)
     file = made / "new.json"
 
     servable = SegmentServable("tiny", made / "tiny.safetensors", CPU, batch_sizes=file, tile=TILE)

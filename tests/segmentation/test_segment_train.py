@@ -22,10 +22,10 @@ from brim.segmentation.networks.network import Network, Setting
 from brim.segmentation.networks.registry import create_model, register_model
 from brim.segmentation.networks.weights import load_weights, read_metadata
 from brim.segmentation.scenes.cells import make_cells, write_cells
-from brim.segmentation.train.crops import COUNTED, FOREGROUND, cut, pair_files, windows
-from brim.segmentation.train.objective import item_losses, settle_norms, step_bytes
-from brim.segmentation.train.run import SegmentTrainConfig, split, train
-from brim.segmentation.train.scores import agreement
+from brim.segmentation.training.crops import COUNTED, FOREGROUND, cut, pair_files, windows
+from brim.segmentation.training.objective import item_losses, settle_norms, step_bytes
+from brim.segmentation.training.run import SegmentTrainConfig, split, train
+from brim.segmentation.training.scores import agreement
 
 
 class Pooled(nn.Module):
@@ -188,7 +188,7 @@ def test_a_killed_run_ends_with_the_same_bits(cells, tmp_path):
 
 
 def test_crops_are_made_once_and_cut_short_go_on(cells, tmp_path, monkeypatch):
-    monkeypatch.setattr("brim.segmentation.train.crops._SHARD_BYTES", 4 * 32 * 32 * 4)  # four crops each
+    monkeypatch.setattr("brim.segmentation.training.crops._SHARD_BYTES", 4 * 32 * 32 * 4)  # four crops each
     seen = []
     asked = iter(range(100))
     run(cells, tmp_path / "cut", progress=seen.append, stop=lambda: next(asked) >= 3)

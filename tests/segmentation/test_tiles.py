@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from brim.errors import ConfigError
-from brim.segmentation.predict.tiles import Axis, Blend, Grid, padded, usable_tile
+from brim.segmentation.prediction.tiles import Axis, Blend, Grid, padded, usable_tile
 
 
 def blended(grid: Grid, values: Tensor) -> Tensor:

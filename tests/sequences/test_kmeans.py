@@ -4,9 +4,9 @@ from torch import Tensor
 
 from brim.engine.device.devices import stream
 from brim.errors import ConfigError
-from brim.sequences.evaluate.scores import adjusted_rand_index
-from brim.sequences.train import kmeans as module
-from brim.sequences.train.kmeans import KmeansConfig, assign, kmeans
+from brim.sequences.evaluation.scores import adjusted_rand_index
+from brim.sequences.training import kmeans as module
+from brim.sequences.training.kmeans import KmeansConfig, assign, kmeans
 
 CPU = torch.device("cpu")
 

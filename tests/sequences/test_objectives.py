@@ -6,8 +6,8 @@ import torch
 from brim.engine.device.devices import stream
 from brim.errors import ConfigError
 from brim.sequences.model.network import Classifier, Encoder, SequenceConfig, frame_mask
-from brim.sequences.train.augment import Augmentation, two_views
-from brim.sequences.train.objectives import (
+from brim.sequences.training.augment import Augmentation, two_views
+from brim.sequences.training.objectives import (
     SelfConfig,
     SelfSupervised,
     classification_loss,

@@ -9,11 +9,11 @@ import torch
 
 from brim.errors import ConfigError, DatasetError, StorageError
 from brim.report.plot_file import check_plot
-from brim.sequences.ablate.loop import Data, Feed, HandStep, PackedLstm, Setup, make_module
-from brim.sequences.ablate.plot import plot
-from brim.sequences.ablate.report import Ablation, AblationStep, judge, relative_noise
-from brim.sequences.ablate.run import START, ablate
-from brim.sequences.ablate import run as ablation
+from brim.sequences.ablation import run as ablation
+from brim.sequences.ablation.loop import Data, Feed, HandStep, PackedLstm, Setup, make_module
+from brim.sequences.ablation.plot import plot
+from brim.sequences.ablation.report import Ablation, AblationStep, judge, relative_noise
+from brim.sequences.ablation.run import START, ablate
 from brim.sequences.corpus.packed import Corpus
 from brim.sequences.corpus.packing import pack
 from brim.sequences.corpus.reading import SequenceFolder

@@ -7,7 +7,7 @@ from torch import Tensor
 from brim.engine.device.devices import stream
 from brim.errors import ConfigError
 from brim.sequences.model.network import frame_mask
-from brim.sequences.train.augment import (
+from brim.sequences.training.augment import (
     Augmentation,
     add_noise,
     augment,

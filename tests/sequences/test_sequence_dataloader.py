@@ -18,10 +18,10 @@ from brim.sequences.corpus.packing import pack
 from brim.sequences.corpus.reading import PackedSequences, SequenceFolder, open_sequences
 from brim.sequences.corpus.synthetic import make_sequences
 from brim.sequences.model.network import Classifier, Encoder, SequenceConfig
-from brim.sequences.train import dataloader
-from brim.sequences.train.augment import Augmentation
-from brim.sequences.train.dataloader import LoaderConfig, SequenceLoader
-from brim.sequences.train.objectives import classification_loss
+from brim.sequences.training import dataloader
+from brim.sequences.training.augment import Augmentation
+from brim.sequences.training.dataloader import LoaderConfig, SequenceLoader
+from brim.sequences.training.objectives import classification_loss
 
 torch.set_num_threads(1)
 CPU = torch.device("cpu")
@@ -183,7 +183,7 @@ def test_a_killed_worker_is_an_error_not_a_short_epoch(folder):
 KILLED = """
 import multiprocessing, sys, time
 import torch
-from brim.sequences.train.dataloader import LoaderConfig, SequenceLoader
+from brim.sequences.training.dataloader import LoaderConfig, SequenceLoader
 from brim.sequences.corpus.reading import SequenceFolder
 
 if __name__ == "__main__":

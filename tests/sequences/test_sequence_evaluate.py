@@ -17,12 +17,12 @@ from brim.sequences.config import SequenceTraining
 from brim.sequences.corpus.packed import Corpus
 from brim.sequences.corpus.packing import pack
 from brim.sequences.corpus.synthetic import make_sequences
-from brim.sequences.evaluate.encode import measure, predict
-from brim.sequences.evaluate.load import load_run
-from brim.sequences.evaluate.probe import probe_accuracy
-from brim.sequences.evaluate.run import embed, evaluate
-from brim.sequences.train.data import open_data
-from brim.sequences.train.run import train
+from brim.sequences.evaluation.encode import measure, predict
+from brim.sequences.evaluation.load import load_run
+from brim.sequences.evaluation.probe import probe_accuracy
+from brim.sequences.evaluation.run import embed, evaluate
+from brim.sequences.training.data import open_data
+from brim.sequences.training.run import train
 
 torch.set_num_threads(1)  # small batches: a second thread only competes
 

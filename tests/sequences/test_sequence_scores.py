@@ -6,7 +6,7 @@ from scipy.optimize import linear_sum_assignment
 
 from brim.engine.device.devices import stream
 from brim.errors import ConfigError
-from brim.sequences.evaluate.scores import (
+from brim.sequences.evaluation.scores import (
     accuracy,
     adjusted_rand_index,
     best_matching,

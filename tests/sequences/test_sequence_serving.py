@@ -16,12 +16,12 @@ from brim.errors import CheckpointError, DatasetError, UnsupportedType
 from brim.sequences.config import SequenceTraining
 from brim.sequences.corpus.packing import pack
 from brim.sequences.corpus.synthetic import make_sequences
-from brim.sequences.evaluate.encode import predict
-from brim.sequences.evaluate.load import load_run
-from brim.sequences.evaluate.serving import ClassifyServable, padded
+from brim.sequences.evaluation.encode import predict
+from brim.sequences.evaluation.load import load_run
+from brim.sequences.evaluation.serving import ClassifyServable, padded
 from brim.sequences.model.network import Classifier, Committee
-from brim.sequences.train.data import open_data
-from brim.sequences.train.run import train
+from brim.sequences.training.data import open_data
+from brim.sequences.training.run import train
 
 torch.set_num_threads(1)  # small batches: a second thread only competes
 
@@ -193,7 +193,7 @@ def test_lengths_are_few_and_not_far_above():
 
 
 def test_long_sequences_run_in_smaller_batches(servable, monkeypatch):
-    monkeypatch.setattr("brim.sequences.evaluate.serving.MAX_VALUES", 8 * 16 * 8)
+    monkeypatch.setattr("brim.sequences.evaluation.serving.MAX_VALUES", 8 * 16 * 8)
 
     short, long = (servable.inspect(Payload(npy(np.zeros((n, 8), np.float32)), "a")) for n in (16, 1000))
 

@@ -21,10 +21,10 @@ from brim.sequences.config import SequenceTraining
 from brim.sequences.corpus.packed import Corpus
 from brim.sequences.corpus.packing import pack
 from brim.sequences.corpus.synthetic import make_sequences
-from brim.sequences.evaluate.load import load_run
-from brim.sequences.evaluate.run import embed, evaluate
-from brim.sequences.train.run import train
-from brim.sequences.train.splits import split, stratified
+from brim.sequences.evaluation.load import load_run
+from brim.sequences.evaluation.run import embed, evaluate
+from brim.sequences.training.run import train
+from brim.sequences.training.splits import split, stratified
 
 torch.set_num_threads(1)  # small batches: a second thread only competes
 

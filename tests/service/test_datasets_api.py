@@ -201,7 +201,7 @@ def test_leftovers_of_an_upload_that_was_cut_short_go_at_the_next_start(api_with
 
 def test_a_dataset_in_use_cannot_be_deleted(api):
     from brim.rf import from_mapping
-    from brim.rf.generate.dataset import generate
+    from brim.rf.generation.dataset import generate
 
     dataset = api.add_dataset(path="datasets/made", items=12)
     generate(from_mapping({}), api.settings.data / "datasets" / "made", 12, device="cpu")

@@ -14,8 +14,8 @@ from live_api import Api, running
 from brim.jobs.kinds.registry import KINDS, Inputs, Task
 from brim.jobs.kinds.specs import read_body
 from brim.jobs.store import JobRow, Output
-from brim.rf.locate.error_points import ellipses
-from brim.rf.locate.solver import TX_HEIGHT_M
+from brim.rf.location.error_points import ellipses
+from brim.rf.location.solver import TX_HEIGHT_M
 from brim.rf.physics.geometry import enu
 
 TINY = {"channels": 16, "hidden": 8, "attention": 8, "embedding": 16, "convolutions": 1}
@@ -136,8 +136,8 @@ def test_draws_from_a_covariance_lie_inside_its_ellipse_as_often_as_the_level_sa
 
 
 def test_points_of_many_samples_are_evenly_taken(api, located, monkeypatch):
-    from brim.rf.locate.error_points import error_points
-    from brim.rf.locate.run import evaluate_run, load_run
+    from brim.rf.location.error_points import error_points
+    from brim.rf.location.run import evaluate_run, load_run
 
     run = load_run(api.settings.data / "runs" / located["run"])
     found = evaluate_run(run, api.settings.data / "datasets" / located["dataset"], device="cpu")
@@ -221,7 +221,7 @@ def test_predictions_of_the_points_are_those_of_the_scores(api, embedded):
 
 @pytest.mark.parametrize(("items", "dim", "explained"), [(1, 4, (0, 0)), (6, 1, (1, 0)), (6, 4, None), (5, 3, "same")])
 def test_few_embeddings_or_features_still_make_a_plane(items, dim, explained):
-    from brim.sequences.evaluate.projection import principal_plane
+    from brim.sequences.evaluation.projection import principal_plane
 
     embedding = torch.randn(items, dim, generator=torch.Generator().manual_seed(1))
     if explained == "same":

@@ -20,7 +20,7 @@ from test_datasets_api import NAMED, SEQUENCES, Part, array, picture, upload
 
 from brim.engine.storage.dataset import Dataset
 from brim.rf import from_mapping
-from brim.rf.generate.dataset import generate
+from brim.rf.generation.dataset import generate
 
 
 @pytest.fixture(scope="module")

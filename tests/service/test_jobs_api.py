@@ -61,7 +61,7 @@ def test_the_second_body_as_it_stands_makes_a_training_job(api):
 
 def write_dataset(api: Api, dataset_id: str, samples: int = 8) -> Path:
     from brim.rf import from_mapping
-    from brim.rf.generate.dataset import generate
+    from brim.rf.generation.dataset import generate
 
     out = api.settings.data / "datasets" / dataset_id
     generate(from_mapping({}), out, samples, device="cpu")

@@ -21,8 +21,8 @@ from brim.engine.batching.servable import Answer, Payload
 from brim.errors import BrimError, CheckpointError, NotFound, OutOfMemory, Unavailable
 from brim.segmentation.networks import registry
 from brim.segmentation.networks.weights import save_weights
-from brim.service.predict.process import models as module
-from brim.service.predict.process.models import Models, Registered
+from brim.service.prediction.process import models as module
+from brim.service.prediction.process.models import Models, Registered
 
 MIB = 1 << 20
 
@@ -167,9 +167,7 @@ def test_requests_get_what_wraps_a_model(factory):
 
 
 def test_an_idle_process_has_no_torch():
-    code = (
-        "import sys, brim.service.predict.process.models as m; m.Models('cpu').close(); print('torch' in sys.modules)"
-    )
+    code = "import sys, brim.service.prediction.process.models as m; m.Models('cpu').close(); print('torch' in sys.modules)"
 
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
 
@@ -444,7 +442,7 @@ class Tiny(nn.Module):
 
 def test_a_registered_network_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(registry, "_factories", {**registry._factories, "tiny": Tiny})
-    monkeypatch.setattr("brim.segmentation.predict.serving.QUICK_SECONDS", 0.3)
+    monkeypatch.setattr("brim.segmentation.prediction.serving.QUICK_SECONDS", 0.3)
     save_weights(Tiny(), tmp_path / "tiny.safetensors", {})
     models = Models("cpu", share=0.5, batch_sizes=tmp_path / "batch_sizes.json")
     models.see(registered("cells", network="tiny", path=str(tmp_path / "tiny.safetensors")))

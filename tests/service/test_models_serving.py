@@ -13,6 +13,7 @@ import cv2
 import numpy as np
 import pytest
 import torch
+from brim.service.prediction.process.models import Models, Registered
 from torch import Tensor, nn
 
 from brim.engine.batching.runner import BatchRunner
@@ -21,10 +22,9 @@ from brim.engine.device.memory import inject_oom
 from brim.errors import ImageError, NotFound, TooLarge, UnsupportedType
 from brim.segmentation.networks import registry
 from brim.segmentation.networks.weights import save_weights
-from brim.segmentation.predict.loader import ModelLoader
-from brim.segmentation.predict.serving import SegmentServable
+from brim.segmentation.prediction.loader import ModelLoader
+from brim.segmentation.prediction.serving import SegmentServable
 from brim.segmentation.tuning.batch_sizes import BatchSizes, Entry, device_info, device_key
-from brim.service.predict.process.models import Models, Registered
 
 CPU = torch.device("cpu")
 THRESHOLDS = (0.5, 0.6)

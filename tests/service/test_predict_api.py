@@ -23,7 +23,7 @@ from brim.cli import main
 from brim.errors import CheckpointError, OutOfMemory, Unavailable
 from brim.segmentation import create_model
 from brim.segmentation.networks.weights import save_weights
-from brim.service.predict import intake
+from brim.service.prediction import intake
 
 BOUNDARY = "a-boundary"
 FORM = {"Content-Type": f"multipart/form-data; boundary={BOUNDARY}"}

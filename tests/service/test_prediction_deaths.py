@@ -11,10 +11,10 @@ import time
 from pathlib import Path
 
 import pytest
+from brim.service.prediction.process.client import Predictions
 from predicting import MODEL, Predicting, ask, client, until, wait_for
 
 from brim.errors import Unavailable
-from brim.service.predict.process.client import Predictions
 
 STAGES = ["decode", "forward", "finish"]
 
@@ -148,7 +148,7 @@ def test_a_predictor_asked_to_end_gives_the_answers_under_way_and_the_next_one_t
 API = """
 import asyncio, sys, time
 from pathlib import Path
-from brim.service.predict.process.client import Predictions
+from brim.service.prediction.process.client import Predictions
 model = {model!r}
 
 async def main():

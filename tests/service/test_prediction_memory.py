@@ -8,14 +8,14 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
+from brim.service.prediction.process.arena import KEPT_BYTES, Arena, Shared
+from brim.service.prediction.process.protocol import Frames, Page, error_of, failure, frame
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from predicting import Predicting, until
 
 from brim import errors
 from brim.errors import BrimError, ConfigError, FieldNotFound, ImageError, Overloaded
-from brim.service.predict.process.arena import KEPT_BYTES, Arena, Shared
-from brim.service.predict.process.protocol import Frames, Page, error_of, failure, frame
 
 # Slots
 
@@ -137,7 +137,7 @@ def test_the_page_tells_estimates_and_marks():
 
 def test_without_a_model_a_predictor_imports_no_torch_no_framework_and_no_database():
     code = (
-        "import sys, brim.service.predict.process.main\n"
+        "import sys, brim.service.prediction.process.main\n"
         "print(*{'torch', 'numpy', 'fastapi', 'starlette', 'uvicorn', 'sqlalchemy', 'dbos', 'pydantic', 'asyncio'}"
         " & set(sys.modules))"
     )

@@ -64,7 +64,7 @@ def share_of(pid: int) -> str:
 def test_api_processes_share_a_port_and_their_counters_and_one_may_die(tmp_path):
     with serving(tmp_path / "data", "--api-processes", "2", "--predict-memory", "30%") as service:
         apis = service.children("brim.service.api.main")
-        (predictor,) = service.children("brim.service.predict.process.main")
+        (predictor,) = service.children("brim.service.prediction.process.main")
         (worker,) = service.children("brim.jobs.worker.main")
         assert len(apis) == 2
         assert (share_of(worker), share_of(predictor)) == ("0.7", "0.3")
@@ -78,7 +78,7 @@ def test_api_processes_share_a_port_and_their_counters_and_one_may_die(tmp_path)
         line = 'brim_http_requests_total{method="GET",route="/api/models",status="200"} '
         counted = [float(row.removeprefix(line)) for row in metrics(service) if row.startswith(line)]
         assert counted == [40.0]
-        assert service.children("brim.service.predict.process.main") == [predictor]
+        assert service.children("brim.service.prediction.process.main") == [predictor]
 
 
 def metrics(service: Service) -> list[str]:
@@ -91,7 +91,7 @@ def test_prediction_that_is_turned_off_has_no_process_and_says_so(tmp_path):
     with serving(tmp_path / "data", "--predict-memory", "0") as service:
         (worker,) = service.children("brim.jobs.worker.main")
 
-        assert service.children("brim.service.predict.process.main") == []
+        assert service.children("brim.service.prediction.process.main") == []
         assert share_of(worker) == "1"
         assert json.loads(service.get("/api/models")[1]) == {"models": []}
 

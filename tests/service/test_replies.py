@@ -1,8 +1,7 @@
 """What an answer takes besides its prediction is kept back from the predictor's time."""
 
 import pytest
-
-from brim.service.predict.replies import Replies
+from brim.service.prediction.replies import Replies
 
 
 def test_what_most_replies_take_is_kept_back():

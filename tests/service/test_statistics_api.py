@@ -14,7 +14,7 @@ from test_datasets_api import NAMED, SEQUENCES, Part, array, picture, upload
 from brim.engine.storage.dataset import Dataset
 from brim.rf import from_mapping, preset
 from brim.rf.datasets.inspect import named_columns
-from brim.rf.generate.dataset import generate
+from brim.rf.generation.dataset import generate
 
 SAMPLES = 12
 

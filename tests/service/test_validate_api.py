@@ -26,7 +26,7 @@ LEAST: dict[str, dict[str, Any]] = {  # of every kind, what cannot be left out
 def write_dataset(api: Api, name: str, samples: int = 8, **config: Any) -> str:
     """A dataset of radio samples as the command line adds one; its id."""
     from brim.rf import from_mapping
-    from brim.rf.generate.dataset import generate
+    from brim.rf.generation.dataset import generate
 
     generate(from_mapping(config), api.settings.data / "datasets" / name, samples, device="cpu")
     return api.add_dataset(name=name, path=f"datasets/{name}", items=samples).id

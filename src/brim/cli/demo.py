@@ -25,7 +25,7 @@ from brim.cli.terminal import Display, Stop, end_stopped, print_json, quote, rem
 from brim.errors import ConfigError
 
 if TYPE_CHECKING:
-    from brim.segmentation.predict.loader import ModelLoader
+    from brim.segmentation.prediction.loader import ModelLoader
 
 # A half-watt hand-held transmitter: weak enough that the gates have something to refuse.
 RADIO: Final = {"tx_power_dbm": 27.0, "min_snr_db": 10.0, "max_gdop": 5.0, "min_receivers": 4}
@@ -168,7 +168,7 @@ def _generate(demo: Demo) -> None:
 
 
 def _train(demo: Demo) -> None:
-    from brim.rf.locate.train import LocatorTraining
+    from brim.rf.location.train import LocatorTraining
 
     trained = run_train([demo.out / "dataset"], demo.run, LocatorTraining(**demo.locator), demo.stop)
     demo.found["train"] = trained.as_dict()
@@ -212,8 +212,8 @@ def _tune(demo: Demo) -> None:
 
 
 def _segment(demo: Demo) -> None:
-    from brim.segmentation.predict.loader import ModelLoader
-    from brim.segmentation.train.run import SegmentTrainConfig, train
+    from brim.segmentation.prediction.loader import ModelLoader
+    from brim.segmentation.training.run import SegmentTrainConfig, train
 
     for name, made in (("cells", CELLS), ("new-cells", NEW_CELLS)):
         _once(demo.out / name, partial(_cells, made))
@@ -240,7 +240,7 @@ def _cells(made: dict[str, int], folder: Path) -> None:
 
 
 def _predict(demo: Demo, loader: "ModelLoader", form: str) -> dict[str, Any]:
-    from brim.segmentation.predict.files import FilesConfig, predict_files
+    from brim.segmentation.prediction.files import FilesConfig, predict_files
 
     place = demo.out / ("polygons" if form == "geojson" else "overlays")
     with Display(demo.stop) as display:

@@ -1,4 +1,4 @@
-"""`brim rf train | evaluate | locate | export-onnx`: options in, one call of `brim.rf.locate.train`, a result out."""
+"""`brim rf train | evaluate | locate | export-onnx`: options in, one call of `brim.rf.location.train`, a result out."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -25,8 +25,8 @@ from brim.cli.terminal import Display, Stop, end_stopped, print_facts, print_jso
 
 if TYPE_CHECKING:
     from brim.engine.training.report import TrainReport
-    from brim.rf.locate.run import Evaluation
-    from brim.rf.locate.train import LocatorTraining
+    from brim.rf.location.run import Evaluation
+    from brim.rf.location.train import LocatorTraining
 
 Counted = Callable[[int, int], None]  # how many are done, of how many
 Run = Annotated[Path, typer.Argument(metavar="RUN", help='Directory of a run made by "brim rf train".')]
@@ -83,7 +83,7 @@ def train(
     check_positive("--epochs", epochs)
     check_positive("--batch-size", batch_size)
     with Stop() as stop:
-        from brim.rf.locate.train import LocatorTraining
+        from brim.rf.location.train import LocatorTraining
 
         config = LocatorTraining(
             epochs=epochs,
@@ -140,7 +140,7 @@ def locate(
     as_json: Json = False,
 ) -> None:
     """Say where transmitters are: points and 50, 90 and 95 % ellipses as GeoJSON."""
-    from brim.rf.locate.train import locate as find
+    from brim.rf.location.train import locate as find
 
     found = find(run, observations)
     if as_json:
@@ -156,7 +156,7 @@ def export_onnx(
     as_json: Json = False,
 ) -> None:
     """Write a run's network as ONNX, checked against torch with onnxruntime."""
-    from brim.rf.locate.train import export_onnx as write
+    from brim.rf.location.train import export_onnx as write
 
     written = write(run, out)
     if as_json:
@@ -178,7 +178,7 @@ def run_train(
     resume: bool = True,
 ) -> "TrainReport":
     """Train with progress on the terminal, until done or stopped."""
-    from brim.rf.locate.train import train
+    from brim.rf.location.train import train
 
     with remarks(), Display(stop, preparing=("solving", "samples")) as display:
         return train(datasets, out, config, device=device, progress=display.training, stop=stop, resume=resume)
@@ -196,8 +196,8 @@ def run_evaluate(
 
     watched  what is put around the progress callback, to leave from there
     """
-    from brim.rf.locate.page import write_evaluation
-    from brim.rf.locate.train import evaluate_run
+    from brim.rf.location.page import write_evaluation
+    from brim.rf.location.train import evaluate_run
 
     with Display() as display:
         found = evaluate_run(run, dataset, device=device, progress=watched(display.samples("locating")))

@@ -15,8 +15,8 @@ from brim.cli.terminal import Display, Stop, end_stopped, print_json, quote, rem
 from brim.errors import ConfigError
 
 if TYPE_CHECKING:
-    from brim.segmentation.predict.files import FilesReport
-    from brim.segmentation.train.run import SegmentTrainReport
+    from brim.segmentation.prediction.files import FilesReport
+    from brim.segmentation.training.run import SegmentTrainReport
     from brim.segmentation.tuning.tune import Tuned
 
 SEARCHES = ("precision", "layout", "compile")
@@ -164,8 +164,8 @@ def predict(
         raise ConfigError("--allow-mixed is for --cluster; leave it out for one device")
     with Stop() as stop:
         from brim.segmentation.images.formats import FORMATS
-        from brim.segmentation.predict.files import FilesConfig, predict_files
-        from brim.segmentation.predict.loader import ModelLoader
+        from brim.segmentation.prediction.files import FilesConfig, predict_files
+        from brim.segmentation.prediction.loader import ModelLoader
 
         check_choice("--format", format, FORMATS)
         _check_network("--model", model)
@@ -179,7 +179,7 @@ def predict(
                 found = predict_files(images, loader, out, config, progress=tell, stop=stop, resume=resume)
             else:
                 from brim.cluster.predict import predict_many
-                from brim.segmentation.predict.bulk import Recipe
+                from brim.segmentation.prediction.bulk import Recipe
 
                 recipe = Recipe(files=config, device=device, precision=precision, tile=tile, resize=resize)
                 found = predict_many(
@@ -235,8 +235,8 @@ def train(
     check_positive("--epochs", epochs)
     check_positive("--batch-size", batch_size)
     with Stop() as stop:
-        from brim.segmentation.train.run import SegmentTrainConfig
-        from brim.segmentation.train.run import train as run_train
+        from brim.segmentation.training.run import SegmentTrainConfig
+        from brim.segmentation.training.run import train as run_train
 
         _check_network("--model", model)
         config = SegmentTrainConfig(

@@ -11,9 +11,9 @@ from brim.cli.options import PRECISIONS, TIERS, Device, Json, check_choice, chec
 from brim.cli.terminal import Display, Stop, end_stopped, print_facts, print_json, quote, remarks, say, show
 
 if TYPE_CHECKING:
-    from brim.sequences.ablate.run import AblationProgress
+    from brim.sequences.ablation.run import AblationProgress
     from brim.sequences.corpus.pack_report import PackProgress, PackReport
-    from brim.sequences.train.run import SequenceReport
+    from brim.sequences.training.run import SequenceReport
 
 MODES = ("self", "supervised")
 DTYPES = ("float16", "float32")
@@ -139,8 +139,8 @@ def train(
     ):  # fmt: skip
         check_positive(flag, value)
     with Stop() as stop:
-        from brim.sequences.train.run import SequenceTraining
-        from brim.sequences.train.run import train as run_train
+        from brim.sequences.training.run import SequenceTraining
+        from brim.sequences.training.run import train as run_train
 
         config = SequenceTraining(
             mode=mode,  # type: ignore[arg-type]  # checked above, as are tier and precision
@@ -172,7 +172,7 @@ def evaluate(run: Run, corpus: Unpacked, device: Device = "auto", as_json: Json 
 
     On the corpus it was trained on these are the sequences held out, on another all that are labelled.
     """
-    from brim.sequences.evaluate.run import evaluate as run_evaluate
+    from brim.sequences.evaluation.run import evaluate as run_evaluate
 
     with Display() as display:
         found = run_evaluate(run, corpus, device=device, progress=display.samples("evaluating"))
@@ -194,7 +194,7 @@ def embed(
     as_json: Json = False,
 ) -> None:
     """Write what a run makes of every sequence to a file."""
-    from brim.sequences.evaluate.run import embed as run_embed
+    from brim.sequences.evaluation.run import embed as run_embed
 
     with Display() as display:
         found = run_embed(run, corpus, out, device=device, progress=display.samples("embedding"))
@@ -216,8 +216,8 @@ def ablate(
     check_positive("--steps", steps)
     with Stop() as stop:  # an import must not be left halfway
         from brim.report.plot_file import check_plot
-        from brim.sequences.ablate.plot import plot as draw
-        from brim.sequences.ablate.run import ablate as run_ablate
+        from brim.sequences.ablation.plot import plot as draw
+        from brim.sequences.ablation.run import ablate as run_ablate
     if stop():
         raise typer.Exit(128 + stop.number)
     if plot is not None:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from brim.engine.training.report import TrainProgress
     from brim.rf import Progress
-    from brim.segmentation.predict.stream import PredictProgress
+    from brim.segmentation.prediction.stream import PredictProgress
 
 LINE_S = 3.0  # between progress lines where there is no terminal to draw a bar on
 AGAIN_S = 0.5  # wrappers such as `uv run` pass on the Ctrl-C that the terminal sent us too: two at once are one

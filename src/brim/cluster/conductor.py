@@ -19,8 +19,8 @@ from typing import Any, TypeVar
 from brim import errors
 from brim.engine.storage.places import Place
 from brim.errors import BrimError, ClusterError
-from brim.segmentation.predict.bulk import BulkScorer, Parcel, Recipe, Sheet, Task, read, write
-from brim.segmentation.predict.records import Records
+from brim.segmentation.prediction.bulk import BulkScorer, Parcel, Recipe, Sheet, Task, read, write
+from brim.segmentation.prediction.records import Records
 
 TRIES = 2  # of a parcel whose worker dies; then of each of its images alone, which fails when workers die over it
 AT_ONCE = 2  # parcels in a scorer: one is prepared while the other is on the device

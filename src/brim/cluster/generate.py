@@ -26,7 +26,7 @@ from brim.engine.storage.places import LocalPlace, Place, place_of
 from brim.engine.storage.writer import ShardWriter, Verify, verify
 from brim.errors import BrimError, ClusterError, DatasetError, OutOfMemory
 from brim.rf.config import GenerateConfig
-from brim.rf.generate.dataset import (
+from brim.rf.generation.dataset import (
     Progress,
     Report,
     attend,
@@ -36,9 +36,9 @@ from brim.rf.generate.dataset import (
     open_writer,
     warn_other_device,
 )
-from brim.rf.generate.gates import REASONS
-from brim.rf.generate.ranges import Block, Outcome, Range, RangeBook, gate_block
-from brim.rf.generate.rows import dataset_bytes
+from brim.rf.generation.gates import REASONS
+from brim.rf.generation.ranges import Block, Outcome, Range, RangeBook, gate_block
+from brim.rf.generation.rows import dataset_bytes
 
 START_S = 180.0  # for workers to be ready: they import, compile and fit their batch
 ACCOUNT_S = 15.0  # for workers to measure their ceiling: about a second each, all at once

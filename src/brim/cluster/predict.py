@@ -25,10 +25,10 @@ from brim.engine.meter.throughput import ceiling_share
 from brim.engine.storage.places import Place, place_of
 from brim.errors import BrimError, ClusterError, ConfigError
 from brim.segmentation.images.formats import Writer
-from brim.segmentation.predict.bulk import BulkScorer, Parcel, Recipe, Sheet, Task, pack_weights, parcels
-from brim.segmentation.predict.files import FilesReport, Found, find_inputs
-from brim.segmentation.predict.records import FOLDER, Record, Records, recipe_of
-from brim.segmentation.predict.stream import PredictProgress, PredictReport
+from brim.segmentation.prediction.bulk import BulkScorer, Parcel, Recipe, Sheet, Task, pack_weights, parcels
+from brim.segmentation.prediction.files import FilesReport, Found, find_inputs
+from brim.segmentation.prediction.records import FOLDER, Record, Records, recipe_of
+from brim.segmentation.prediction.stream import PredictProgress, PredictReport
 from brim.segmentation.tuning.batch_sizes import BatchSizes
 
 SHARE = 0.25  # of a core for a step beside the network, where the network runs on the same cores

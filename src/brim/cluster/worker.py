@@ -29,10 +29,10 @@ from brim.engine.storage.places import LocalPlace, Place
 from brim.engine.storage.shard_file import ShardEntry, shard_name, write_shard
 from brim.errors import OutOfMemory
 from brim.rf.config import GenerateConfig
-from brim.rf.generate.gates import first_accepted
-from brim.rf.generate.ranges import Block, Outcome, Range, gate_block, make_ranges
-from brim.rf.generate.rows import dataset_bytes
-from brim.rf.generate.stages import Rows, Stages
+from brim.rf.generation.gates import first_accepted
+from brim.rf.generation.ranges import Block, Outcome, Range, gate_block, make_ranges
+from brim.rf.generation.rows import dataset_bytes
+from brim.rf.generation.stages import Rows, Stages
 
 WRITERS = 4  # shards written at once: a disk or a store takes its time to be sure of each
 HELD_SHARDS = WRITERS + 4  # in a worker's memory at once: made, being written, and the parts of the next

@@ -2,9 +2,9 @@
 
 from brim.rf.config import PRESETS, GenerateConfig, Station, from_mapping, preset, read_stations, read_toml
 from brim.rf.features.estimators import FEATURES
-from brim.rf.generate.compute import generate_batch
-from brim.rf.generate.dataset import Progress, Report, generate
-from brim.rf.generate.rows import TRUTH
+from brim.rf.generation.compute import generate_batch
+from brim.rf.generation.dataset import Progress, Report, generate
+from brim.rf.generation.rows import TRUTH
 
 __all__ = [
     "FEATURES",

@@ -4,11 +4,11 @@ from brim.sequences.corpus.pack_report import PackReport
 from brim.sequences.corpus.packed import Corpus
 from brim.sequences.corpus.packing import pack
 from brim.sequences.corpus.synthetic import make_sequences
-from brim.sequences.evaluate.load import load_run
-from brim.sequences.evaluate.run import Evaluation, embed, evaluate
+from brim.sequences.evaluation.load import load_run
+from brim.sequences.evaluation.run import Evaluation, embed, evaluate
 from brim.sequences.model.network import Classifier, Encoder, SequenceConfig
-from brim.sequences.train.augment import Augmentation
-from brim.sequences.train.run import SequenceReport, SequenceTraining, train
+from brim.sequences.training.augment import Augmentation
+from brim.sequences.training.run import SequenceReport, SequenceTraining, train
 
 __all__ = [
     "Augmentation",

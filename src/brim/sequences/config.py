@@ -9,8 +9,8 @@ from brim.engine.rows.order import TIERS, Tier
 from brim.engine.training.config import Compile, Precision, TrainConfig, recipe_of
 from brim.errors import ConfigError
 from brim.sequences.model.network import SequenceConfig
-from brim.sequences.train.augment import Augmentation
-from brim.sequences.train.objectives import SelfConfig
+from brim.sequences.training.augment import Augmentation
+from brim.sequences.training.objectives import SelfConfig
 
 Mode = Literal["self", "supervised"]
 

@@ -26,8 +26,8 @@ from brim.jobs.worker.group import by_leader, service_cluster
 
 if TYPE_CHECKING:
     from brim.jobs.kinds.specs import Spec
-    from brim.segmentation.predict.files import FilesConfig, FilesReport
-    from brim.segmentation.predict.stream import PredictProgress
+    from brim.segmentation.prediction.files import FilesConfig, FilesReport
+    from brim.segmentation.prediction.stream import PredictProgress
 
 LISTED = 1000  # files that a result names; the folder has the rest
 
@@ -37,9 +37,9 @@ Precision = Literal["auto", "fp32", "bf16", "fp16"]
 def predict_model() -> type[Fields]:
     """FilesConfig and how images are cut; the model is the run's own where it is not named."""
     from brim.segmentation.images.formats import Format
-    from brim.segmentation.predict.config import PredictConfig
-    from brim.segmentation.predict.files import FilesConfig
-    from brim.segmentation.predict.tiles import DEFAULT_TILE
+    from brim.segmentation.prediction.config import PredictConfig
+    from brim.segmentation.prediction.files import FilesConfig
+    from brim.segmentation.prediction.tiles import DEFAULT_TILE
 
     def cut(kind: Any, name: str) -> Any:
         return alone(kind, name, PredictConfig, ({}, {"tile": MAX_COUNT}))
@@ -57,8 +57,8 @@ _CUT = ("tile", "resize", "overlap")
 
 def resolve_predict(values: Mapping[str, Any]) -> dict[str, Any]:
     """What to write, and how."""
-    from brim.segmentation.predict.config import PredictConfig
-    from brim.segmentation.predict.files import FilesConfig
+    from brim.segmentation.prediction.config import PredictConfig
+    from brim.segmentation.prediction.files import FilesConfig
 
     files = build(FilesConfig, {**own(FilesConfig, values), "model": values.get("model")})
     cut = build(PredictConfig, {name: values[name] for name in _CUT if name in values})
@@ -78,7 +78,7 @@ def predict_bytes(spec: "Spec", inputs: Inputs) -> int:
 @attempt
 def run_predict(task: Task, voice: Voice) -> dict[str, Any]:
     """Predict every image that has no file yet; of several datasets each has a folder of its own, named by its id."""
-    from brim.segmentation.predict.files import FilesConfig
+    from brim.segmentation.prediction.files import FilesConfig
 
     if (result := by_leader(task, voice)) is not None:
         return result
@@ -110,8 +110,8 @@ def run_predict(task: Task, voice: Voice) -> dict[str, Any]:
 
 def _here(task: Task, run: Path, files: "FilesConfig") -> "Callable[..., FilesReport]":
     """What predicts images in this process, with a network that stays loaded."""
-    from brim.segmentation.predict.files import predict_files
-    from brim.segmentation.predict.loader import ModelLoader
+    from brim.segmentation.prediction.files import predict_files
+    from brim.segmentation.prediction.loader import ModelLoader
 
     config = task.spec.config
     loader = ModelLoader(
@@ -128,7 +128,7 @@ def _here(task: Task, run: Path, files: "FilesConfig") -> "Callable[..., FilesRe
 def _by_cluster(task: Task, run: Path, files: "FilesConfig") -> "Callable[..., FilesReport]":
     """What predicts them on the service's cluster; images that have their result are kept there too."""
     from brim.cluster.predict import predict_many
-    from brim.segmentation.predict.bulk import Recipe
+    from brim.segmentation.prediction.bulk import Recipe
 
     cut = {name: task.spec.config[name] for name in ("precision", *_CUT)}
     recipe = Recipe(files=files, device="cpu" if task.spec.config["accelerator"] == "cpu" else "auto", **cut)

@@ -41,7 +41,7 @@ from brim.jobs.worker.group import by_leader, by_ranks, num_devices, service_clu
 
 if TYPE_CHECKING:
     from brim.jobs.kinds.specs import Spec
-    from brim.rf.generate.dataset import Report
+    from brim.rf.generation.dataset import Report
 
 REPORT = "evaluation.html"
 _SHARDS = 1_000_000  # of a dataset: their names have six digits
@@ -103,7 +103,7 @@ def resolve_generate(values: Mapping[str, Any]) -> dict[str, Any]:
 def generate_bytes(spec: "Spec", inputs: Inputs) -> int:
     """Of the dataset."""
     from brim.rf.config import GenerateConfig
-    from brim.rf.generate.rows import dataset_bytes
+    from brim.rf.generation.rows import dataset_bytes
 
     return dataset_bytes(build(GenerateConfig, own(GenerateConfig, spec.config)), spec.config["num_samples"])
 
@@ -115,8 +115,8 @@ def run_generate(task: Task, voice: Voice) -> dict[str, Any]:
         return found
     from brim.engine.storage.dataset import Dataset
     from brim.rf.config import GenerateConfig
-    from brim.rf.generate.dataset import Progress as Made
-    from brim.rf.generate.dataset import generate
+    from brim.rf.generation.dataset import Progress as Made
+    from brim.rf.generation.dataset import generate
 
     config = task.spec.config
 
@@ -156,7 +156,7 @@ def _by_many(task: Task) -> "Callable[..., Report]":
 
 def train_model() -> type[Fields]:
     """LocatorTraining, what to train on, and where."""
-    from brim.rf.locate.train import LocatorTraining
+    from brim.rf.location.train import LocatorTraining
 
     return model_of(
         LocatorTraining,
@@ -170,7 +170,7 @@ def train_model() -> type[Fields]:
 
 def resolve_train(values: Mapping[str, Any]) -> dict[str, Any]:
     """The recipe; data is preloaded unless a tier says where it is to be."""
-    from brim.rf.locate.train import LocatorTraining
+    from brim.rf.location.train import LocatorTraining
 
     tier_of(values)  # refuses contradictions; the locator has a preload_to_gpu of its own
     preload = True if values.get("tier", "auto") == "auto" else None
@@ -184,8 +184,8 @@ def check_train(spec: "Spec", inputs: Inputs) -> None:
     """Refuse datasets that cannot be trained on together, and too few samples to hold some out."""
     from brim.rf.config import GenerateConfig
     from brim.rf.datasets.inspect import open_dataset
-    from brim.rf.locate.run import differences, read_generation
-    from brim.rf.locate.train import LocatorTraining, split
+    from brim.rf.location.run import differences, read_generation
+    from brim.rf.location.train import LocatorTraining, split
 
     found: list[GenerateConfig] = []
     items = 0
@@ -218,7 +218,7 @@ def run_train(task: Task, voice: Voice) -> dict[str, Any]:
     if (found := by_ranks(task, voice)) is not None:
         return found
     from brim.engine.training.report import TrainProgress
-    from brim.rf.locate.train import LocatorTraining, train
+    from brim.rf.location.train import LocatorTraining, train
 
     recipe = build(LocatorTraining, own(LocatorTraining, task.spec.config))
     voice.say("reading the datasets")
@@ -239,7 +239,7 @@ def run_train(task: Task, voice: Voice) -> dict[str, Any]:
 
 def check_evaluate(spec: "Spec", inputs: Inputs) -> None:
     """Refuse a run that has no weights, or not those of this brim."""
-    from brim.rf.locate.run import load_run
+    from brim.rf.location.run import load_run
 
     assert inputs.run is not None
     try:
@@ -256,9 +256,9 @@ def evaluate_bytes(spec: "Spec", inputs: Inputs) -> int:
 @attempt
 def run_evaluate(task: Task, voice: Voice) -> dict[str, Any]:
     """Measure the run, and draw the page."""
-    from brim.rf.locate.error_points import LEVEL, error_points
-    from brim.rf.locate.page import write_evaluation
-    from brim.rf.locate.run import evaluate_run, load_run
+    from brim.rf.location.error_points import LEVEL, error_points
+    from brim.rf.location.page import write_evaluation
+    from brim.rf.location.run import evaluate_run, load_run
 
     assert task.inputs.run is not None
     voice.say("reading the dataset")

@@ -160,7 +160,7 @@ def _write_json(file: Path, values: Mapping[str, Any]) -> None:
 def train_model() -> type[Fields]:
     """SegmentTrainConfig and what to train on."""
     from brim.segmentation.networks.registry import model_names
-    from brim.segmentation.train.run import SegmentTrainConfig
+    from brim.segmentation.training.run import SegmentTrainConfig
 
     return model_of(
         SegmentTrainConfig,
@@ -178,7 +178,7 @@ def train_model() -> type[Fields]:
 
 def resolve_train(values: Mapping[str, Any]) -> dict[str, Any]:
     """The recipe."""
-    from brim.segmentation.train.run import SegmentTrainConfig
+    from brim.segmentation.training.run import SegmentTrainConfig
 
     usual = {"checkpoint_every_s": CHECKPOINT_S, **tier_of(values)}
     recipe = build(SegmentTrainConfig, usual | own(SegmentTrainConfig, values))
@@ -188,8 +188,8 @@ def resolve_train(values: Mapping[str, Any]) -> dict[str, Any]:
 
 def check_train(spec: "Spec", inputs: Inputs) -> None:
     """Refuse images without masks, pairs that are none, and too few to hold one out."""
-    from brim.segmentation.train.crops import pair_files
-    from brim.segmentation.train.run import SegmentTrainConfig, split
+    from brim.segmentation.training.crops import pair_files
+    from brim.segmentation.training.run import SegmentTrainConfig, split
 
     (dataset,), field = inputs.datasets, "config.dataset_ids[0]"
     images, masks = image_folders(dataset)
@@ -219,8 +219,8 @@ def train_bytes(spec: "Spec", inputs: Inputs) -> int:
 
 def _crop_bytes(folder: Path, size: int) -> int:
     from brim.segmentation.images.reading import find_images
-    from brim.segmentation.predict.loader import header_size
-    from brim.segmentation.train.crops import windows
+    from brim.segmentation.prediction.loader import header_size
+    from brim.segmentation.training.crops import windows
 
     files = list(find_images([folder]))
     some = files[:: max(1, len(files) // _PROBED)]
@@ -235,7 +235,7 @@ def run_train(task: Task, voice: Voice) -> dict[str, Any]:
     if (found := by_ranks(task, voice)) is not None:
         return found
     from brim.engine.training.report import TrainProgress
-    from brim.segmentation.train.run import SegmentTrainConfig, train
+    from brim.segmentation.training.run import SegmentTrainConfig, train
 
     images, masks = image_folders(task.inputs.datasets[0])
     if masks is None:
@@ -275,7 +275,7 @@ def check_weights(spec: "Spec", inputs: Inputs) -> None:
 def trained_model(run: Path) -> str | None:
     """The network that a run's weights are of, where anything says so: those of a run cut short do not."""
     from brim.segmentation.networks.weights import read_metadata
-    from brim.segmentation.train.about import CONFIG
+    from brim.segmentation.training.about import CONFIG
 
     if "model" in (said := read_metadata(run)):
         return said["model"]

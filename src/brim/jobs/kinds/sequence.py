@@ -87,8 +87,8 @@ def resolve_train(values: Mapping[str, Any]) -> dict[str, Any]:
 def check_train(spec: "Spec", inputs: Inputs) -> None:
     """Refuse a corpus that the recipe does not fit: no labels, too few sequences, batches too small."""
     from brim.engine.rows.buckets import Buckets
-    from brim.sequences.train.data import open_data
-    from brim.sequences.train.splits import check_labels, split
+    from brim.sequences.training.data import open_data
+    from brim.sequences.training.splits import check_labels, split
 
     field, recipe = "config.dataset_ids[0]", _recipe(spec)
 
@@ -117,7 +117,7 @@ def train_bytes(spec: "Spec", inputs: Inputs) -> int:
     import torch
 
     from brim.sequences.model.network import Classifier, Encoder
-    from brim.sequences.train.data import open_data
+    from brim.sequences.training.data import open_data
 
     recipe, dim = _recipe(spec), open_data(inputs.datasets[0]).dim
     with torch.device("meta"):
@@ -131,7 +131,7 @@ def run_train(task: Task, voice: Voice) -> dict[str, Any]:
     """Train the network, or go on with it."""
     if (found := by_ranks(task, voice)) is not None:
         return found
-    from brim.sequences.train.run import train
+    from brim.sequences.training.run import train
 
     recipe = _recipe(task.spec)
     voice.say("reading the corpus")
@@ -185,8 +185,8 @@ def _phases(recipe: "SequenceTraining") -> dict[str, int]:
 
 def check_evaluate(spec: "Spec", inputs: Inputs) -> None:
     """Refuse a run that is not trained to its end, and a corpus without labels or of other features."""
-    from brim.sequences.evaluate.load import load_run
-    from brim.sequences.train.data import open_data
+    from brim.sequences.evaluation.load import load_run
+    from brim.sequences.training.data import open_data
 
     field, (path,) = "config.dataset_ids[0]", inputs.datasets
     assert inputs.run is not None
@@ -212,8 +212,8 @@ def evaluate_bytes(spec: "Spec", inputs: Inputs) -> int:
 @attempt
 def run_evaluate(task: Task, voice: Voice) -> dict[str, Any]:
     """Score the run, and lay its embeddings out in the plane."""
-    from brim.sequences.evaluate.projection import project
-    from brim.sequences.evaluate.run import evaluate
+    from brim.sequences.evaluation.projection import project
+    from brim.sequences.evaluation.run import evaluate
 
     assert task.inputs.run is not None
     voice.say("reading the corpus")

@@ -169,7 +169,7 @@ def _look_at_rf(path: Path) -> Found:
 
 def _look_at_images(path: Path) -> Found:
     from brim.segmentation.images.reading import find_images
-    from brim.segmentation.train.crops import pair_files
+    from brim.segmentation.training.crops import pair_files
 
     images, masks = image_folders(path)
     files = find_images([images])

@@ -96,13 +96,13 @@ def _look_segment(path: Path, network: str | None) -> Found:
 
 
 def _look_locator(path: Path) -> Found:
-    from brim.rf.locate.run import load_run
+    from brim.rf.location.run import load_run
 
     return Found(kind="locate", network="locator", about=_size(load_run(path).module))
 
 
 def _look_classifier(path: Path) -> Found:
-    from brim.sequences.evaluate.load import load_run
+    from brim.sequences.evaluation.load import load_run
 
     run = load_run(path)
     about = {"classes": list(run.about["classes"]), "mode": run.about["mode"]}

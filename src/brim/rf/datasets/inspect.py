@@ -20,7 +20,7 @@ from brim.engine.device.devices import worker_count
 from brim.engine.storage.dataset import MANIFEST, Dataset
 from brim.errors import DatasetError
 from brim.rf.features.estimators import FEATURES, UNKNOWN_SIGMA_US
-from brim.rf.generate.rows import TRUTH
+from brim.rf.generation.rows import TRUTH
 
 F32 = NDArray[np.float32]
 F64 = NDArray[np.float64]

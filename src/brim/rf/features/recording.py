@@ -13,7 +13,7 @@ from brim.engine.storage.dataset import Dataset
 from brim.errors import ConfigError
 from brim.rf.config import SAMPLE_RATE_HZ, from_mapping
 from brim.rf.features.estimators import milliwatt_units
-from brim.rf.generate.batch import make_work
+from brim.rf.generation.batch import make_work
 from brim.rf.physics.channel import receive
 from brim.rf.physics.link import noise_dbm
 from brim.rf.physics.receiver import record

@@ -36,9 +36,9 @@ from brim.service.api.routes import predict as routes_predict
 from brim.service.api.routes import run_views as routes_run_views
 from brim.service.api.routes import runs as routes_runs
 from brim.service.api.routes import system as routes_system
-from brim.service.predict.intake import Intake
-from brim.service.predict.known_models import KnownModels
-from brim.service.predict.process.client import Predictions
+from brim.service.prediction.intake import Intake
+from brim.service.prediction.known_models import KnownModels
+from brim.service.prediction.process.client import Predictions
 from brim.service.settings import Settings
 
 ASSETS = Path(fastapi_offline.__file__).parent / "static"  # Swagger UI, so that /docs needs no network

@@ -15,10 +15,10 @@ from brim.service.api.data.views import Views
 from brim.service.api.events import Hub
 from brim.service.api.metrics import Metrics
 from brim.service.api.warm import Warm
-from brim.service.predict.intake import Intake
-from brim.service.predict.known_models import KnownModels
-from brim.service.predict.process.client import Predictions
-from brim.service.predict.replies import Replies
+from brim.service.prediction.intake import Intake
+from brim.service.prediction.known_models import KnownModels
+from brim.service.prediction.process.client import Predictions
+from brim.service.prediction.replies import Replies
 from brim.service.settings import Settings
 
 _T = TypeVar("_T")

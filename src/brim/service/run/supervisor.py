@@ -186,7 +186,7 @@ def programs(settings: "Settings", listening: int, gpus: Sequence[str], pages: i
     predictors = [
         Program(
             name=f"predict{index}",
-            command=[sys.executable, "-m", "brim.service.predict.process.main", str(index), "{beat}", "{lifeline}"],
+            command=[sys.executable, "-m", "brim.service.prediction.process.main", str(index), "{beat}", "{lifeline}"],
             stdin=text,
             env={**common, **_device(index, gpus, settings.predictors), MEMORY_SHARE: f"{share:g}"},
             hang_s=max(PREDICT_SILENCE_S, settings.predict_hang_s),

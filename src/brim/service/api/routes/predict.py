@@ -17,7 +17,7 @@ from brim.service.api.context import Here
 from brim.service.api.data.multipart import boundary_of
 from brim.service.api.errors import INTERNAL, redacted, status_of
 from brim.service.api.openapi import refusals
-from brim.service.predict.form import (
+from brim.service.prediction.form import (
     MAX_DEADLINE_MS,
     MODEL_PATTERN,
     File,
@@ -29,8 +29,8 @@ from brim.service.predict.form import (
     read_model,
     read_threshold,
 )
-from brim.service.predict.intake import Body
-from brim.service.predict.predicting import Asked, predict
+from brim.service.prediction.intake import Body
+from brim.service.prediction.predicting import Asked, predict
 from brim.service.settings import Settings
 
 log = logging.getLogger(__name__)
@@ -295,7 +295,7 @@ async def _segment(asked: Asked, file: File, form: Form) -> Answer:
         max_pixels=asked.here.settings.max_predict_pixels,
         as_rings=True,
     )
-    from brim.segmentation.predict.serving import MEDIA_TYPES, RINGS, geojson_of  # torch: too slow for the start
+    from brim.segmentation.prediction.serving import MEDIA_TYPES, RINGS, geojson_of  # torch: too slow for the start
 
     if answer.media_type != RINGS:
         return answer

@@ -1,0 +1,354 @@
+"""From datasets to a locator: split, calibrate, solve once, train.
+
+The solver runs once, over all rows, before the first epoch; what it found is kept in host memory, from where the
+tiers take it. Of several ranks each solves and holds its own rows, and rank 0 those held out.
+"""
+
+import logging
+import math
+import platform
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+import brim
+from brim.engine.device.devices import stream
+from brim.engine.rows.files import DatasetSource, TensorSource, read_rows
+from brim.engine.rows.order import check_tier
+from brim.engine.rows.resident import Resident, Tier
+from brim.engine.storage.dataset import allocate
+from brim.engine.training.config import Precision, recipe_of
+from brim.engine.training.rank_share import check_enough
+from brim.engine.training.ranks import Ranks, joined
+from brim.engine.training.report import TrainProgress, TrainReport
+from brim.engine.training.trainer import train as run_trainer
+from brim.errors import CheckpointError, ConfigError, DatasetError
+from brim.rf.config import GenerateConfig
+from brim.rf.datasets.inspect import named_columns, open_dataset
+from brim.rf.features.estimators import FEATURES
+from brim.rf.location.model import Estimate, Locator, LocatorConfig, flip, gaussian_nll, loss, prepare
+from brim.rf.location.run import (
+    FORMAT_VERSION,
+    KIND,
+    MEASURED,
+    UNFINISHED,
+    LocatorRun,
+    check_features,
+    differences,
+    evaluate_run,
+    export_onnx,
+    load_run,
+    locate,
+    read_about,
+    read_generation,
+    write_about,
+)
+from brim.rf.location.solver import NoiseModel, Rows, calibrate
+
+__all__ = [
+    "LocatorRun", "LocatorTraining", "evaluate_run", "export_onnx", "load_run", "locate", "split", "train",
+]  # fmt: skip
+
+log = logging.getLogger("brim")
+
+_PURE = ("features", "present", "stations", "origin", "target")  # what a network without the solver reads
+_CALIBRATED = 20_000  # samples; more would not change the third digit
+_CHUNK = {"cpu": 256, "cuda": 8192}  # rows solved between two reports of progress
+_FREE = ("epochs", "tier", "preload_to_gpu", "num_workers", "checkpoint_every_s", "early_stopping_patience")
+
+Told = Callable[[TrainProgress], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LocatorTraining:
+    """How a locator is trained."""
+
+    epochs: int = 30
+    batch_size: int = 256
+    learning_rate: float = 0.001
+    tier: Tier | Literal["auto"] = "auto"  # where the data is held: vram, ram, window
+    preload_to_gpu: bool | None = None  # in tier auto: True takes vram whenever it fits, False never
+    precision: Precision = "auto"
+    seed: int = 0  # of the split, the first weights, the order and the dropout
+    val_share: float = 0.1  # of the samples, never trained on
+    hybrid: bool = True  # start from the solver's answer; False: the network alone
+    early_stopping_patience: int | None = None  # epochs without a better val_loss
+    checkpoint_every_s: float = 10.0  # most training that a killed run loses
+    num_workers: int = 0  # accepted because loaders have it; nothing here needs worker processes
+
+    def __post_init__(self) -> None:
+        for name in ("batch_size", "epochs"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name}={getattr(self, name)} must be at least 1")
+        for name in ("seed", "num_workers"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"{name}={getattr(self, name)} must not be negative")
+        if not 0 < self.val_share < 1:
+            raise ConfigError(f"val_share={self.val_share} must be between 0 and 1, such as 0.1")
+        check_tier(self.tier)
+        recipe_of(self, self.epochs)  # checks the rest
+
+
+def train(
+    datasets: Sequence[Path | str],
+    out: Path | str,
+    config: LocatorTraining | None = None,
+    *,
+    device: str = "auto",
+    progress: Told | None = None,
+    stop: Callable[[], bool] | None = None,
+    resume: bool = True,
+) -> TrainReport:
+    """Train a locator on datasets and leave it in `out`, going on with the run that is there if resume allows it.
+
+    Under torchrun all its ranks train as one.
+    """
+    with joined(device) as ranks:
+        return _train(
+            datasets, Path(out), config or LocatorTraining(), ranks, progress if ranks.main else None, stop,
+            resume or ranks.restarted,
+        )  # fmt: skip
+
+
+def _train(
+    datasets: Sequence[Path | str],
+    out: Path,
+    config: LocatorTraining,
+    ranks: Ranks,
+    progress: Told | None,
+    stop: Callable[[], bool] | None,
+    resume: bool,
+) -> TrainReport:
+    where = ranks.device
+    source, generation = _open(datasets)
+    train_rows, val_rows = split(source.num_items, config)
+    check_enough(len(train_rows), ranks, "samples")
+    about = _describe(source, generation, config, len(train_rows))
+    known = ranks.from_main(lambda: _occupied(out, about, resume))
+    noise = ranks.from_main(
+        lambda: NoiseModel(**known["noise"]) if known else _calibrate(source, train_rows, generation, where)
+    )
+    data = _prepare(source, train_rows, val_rows, generation, noise, ranks, progress, stop)
+    if ranks.greatest(int(data is None))[0] or data is None:
+        return _nothing_done(out, config)
+    with torch.random.fork_rng([]):
+        torch.manual_seed(config.seed)
+        module = Locator(LocatorConfig(hybrid=config.hybrid))
+    module.set_statistics(*_measured(source, _thin(train_rows)))
+    module = module.to(where)
+    columns, held = data.columns, data.held
+    if not config.hybrid:
+        columns, held = ({name: part[name] for name in _PURE if name in part} for part in (columns, held))
+    before = ranks.from_main(lambda: _before(module.eval(), held, config, where))
+    if not known and ranks.main:
+        write_about(out, about | {"noise": asdict(noise), "untrained_val_loss": before})
+    resident = Resident(
+        TensorSource(columns), batch_size=config.batch_size, device=where, tier=config.tier, seed=config.seed,
+        shuffle="blocks" if config.tier == "window" else True, preload_to_gpu=config.preload_to_gpu, rows=data.rows,
+        reserve_bytes=_model_bytes(module, -(-config.batch_size // ranks.size)), ranks=ranks, total=data.total,
+    )  # fmt: skip
+    with resident:
+        report = run_trainer(
+            module, loss, resident, config=recipe_of(config, config.epochs), out=out, device=where, progress=progress,
+            stop=stop, evaluate=lambda trained: ranks.from_main(lambda: _validate(trained, held, where)),
+            transform=flip if config.hybrid else None, ranks=ranks,
+        )  # fmt: skip
+    return _with_untrained(report, before)
+
+
+def split(num_items: int, config: LocatorTraining) -> tuple[Tensor, Tensor]:
+    """Rows to train on and rows held out, each sorted; a function of the seed and the number of samples."""
+    num_val = max(1, round(config.val_share * num_items))
+    if num_val >= num_items:
+        raise ConfigError(
+            f"val_share={config.val_share} of {num_items} samples leaves nothing to train on; "
+            "give more samples or another val_share"
+        )
+    order = torch.randperm(num_items, generator=stream(config.seed, "split", device=torch.device("cpu")))
+    return order[num_val:].sort().values, order[:num_val].sort().values
+
+
+def _open(paths: Sequence[Path | str]) -> tuple[DatasetSource, GenerateConfig]:
+    configs = [read_generation(open_dataset(path).manifest, path) for path in paths]
+    source = DatasetSource(paths, (*MEASURED, "transmitter"))
+    for path, dataset, config in zip(paths, source.datasets, configs, strict=True):
+        check_features([name for name, _ in named_columns(dataset.manifest, "features")], str(path), DatasetError)
+        for name, (ours, theirs) in differences(config, configs[0]).items():
+            raise DatasetError(
+                f"{path} and {paths[0]} differ: {name} is {ours} and {theirs}; the solver needs one value: "
+                "train on them apart or make them again with equal settings"
+            )
+    return source, configs[0]
+
+
+def _describe(
+    source: DatasetSource, generation: GenerateConfig, config: LocatorTraining, num_train: int
+) -> dict[str, Any]:
+    """What run.json says before anything is computed."""
+    return {
+        "format_version": FORMAT_VERSION,
+        "kind": KIND,
+        "model": LocatorConfig(hybrid=config.hybrid).as_dict(),
+        "features": [name for name, _ in FEATURES],
+        "generation": generation.as_dict(),
+        "training": asdict(config),
+        "datasets": [
+            {"name": data.place.name, "seed": data.manifest.get("seed"), "samples": len(data)}
+            for data in source.datasets
+        ],
+        "split": {"train": num_train, "validation": source.num_items - num_train},
+        "versions": {"brim": brim.__version__, "torch": torch.__version__, "python": platform.python_version()},
+    }
+
+
+def _occupied(out: Path, about: dict[str, Any], resume: bool) -> dict[str, Any] | None:
+    """What is known of the run in `out`; None where there is none yet, an error where it is another one."""
+    if out.is_file():
+        raise CheckpointError(f"{out} is a file; choose another --out")
+    if not out.is_dir() or all(file.name == UNFINISHED for file in out.iterdir()):
+        return None
+    if not resume:
+        raise CheckpointError(f"{out} is not empty; add --resume to continue it or choose another --out")
+    known = read_about(out)
+    for part in ("model", "datasets", "split", "training"):
+        old, new = known.get(part), about[part]
+        if part == "training" and isinstance(old, dict):
+            old, new = ({name: v for name, v in side.items() if name not in _FREE} for side in (old, new))
+        if old != new:
+            raise CheckpointError(
+                f"{out}: {part} was {old} and is {new} now; resume with the same, or choose another --out"
+            )
+    return known
+
+
+def _thin(rows: Tensor) -> Tensor:
+    """Enough of the rows for statistics, evenly."""
+    return rows[:: -(-len(rows) // _CALIBRATED)]
+
+
+def _measured(source: DatasetSource, rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Features and presence of some rows."""
+    out = allocate({name: source.fields[name] for name in ("features", "present")}, len(rows))
+    read_rows(source, rows, out)
+    return out["features"], out["present"]
+
+
+def _before(module: Locator, held: Rows, config: LocatorTraining, device: torch.device) -> float | None:
+    """What the solver's own answer is worth, which a hybrid repeats until it is trained."""
+    untrained = _validate(module, held, device)["val_loss"]
+    return untrained if config.hybrid and math.isfinite(untrained) else None
+
+
+def _calibrate(source: DatasetSource, rows: Tensor, config: GenerateConfig, device: torch.device) -> NoiseModel:
+    rows = _thin(rows)
+    out = allocate(source.fields, len(rows))
+    read_rows(source, rows, out)
+    return calibrate({name: tensor.to(device) for name, tensor in out.items()}, config)
+
+
+class _Data(NamedTuple):
+    """What a rank trains on."""
+
+    columns: Rows  # on the host, of all samples or of this rank's own
+    rows: Tensor | None  # of them those to train on; None: all
+    total: int | None  # samples that all ranks train on together; None: those here are all
+    held: Rows  # columns of the samples held out; none on ranks that do not evaluate
+
+
+def _prepare(
+    source: DatasetSource,
+    train_rows: Tensor,
+    val_rows: Tensor,
+    config: GenerateConfig,
+    noise: NoiseModel,
+    ranks: Ranks,
+    progress: Told | None,
+    stop: Callable[[], bool] | None,
+) -> _Data | None:
+    """Columns of what this rank needs, the solver run on its device; None when stopped."""
+    wanted = torch.arange(source.num_items)
+    if not ranks.alone:
+        own = train_rows[ranks.rank :: ranks.size]
+        wanted = torch.cat([own, val_rows]) if ranks.main else own
+    columns = _solve(source, wanted, config, noise, ranks.device, progress, stop)
+    if columns is None:
+        return None
+    if ranks.alone:
+        return _Data(columns, train_rows, None, {name: tensor[val_rows] for name, tensor in columns.items()})
+    held = {name: tensor[len(own) :] for name, tensor in columns.items()}
+    return _Data({name: tensor[: len(own)] for name, tensor in columns.items()}, None, len(train_rows), held)
+
+
+def _solve(
+    source: DatasetSource,
+    wanted: Tensor,
+    config: GenerateConfig,
+    noise: NoiseModel,
+    device: torch.device,
+    progress: Told | None,
+    stop: Callable[[], bool] | None,
+) -> Rows | None:
+    """Columns of the wanted rows on the host, the solver run on the device; None when stopped."""
+    total, step, began_s = len(wanted), _CHUNK[device.type], time.perf_counter()
+    columns: Rows = {}
+    for start in range(0, total, step):
+        if stop is not None and stop():
+            return None
+        end = min(start + step, total)
+        rows = allocate(source.fields, end - start)
+        read_rows(source, wanted[start:end], rows)
+        there = {name: tensor.to(device) for name, tensor in rows.items()}
+        found = {name: rows[name] for name in ("features", "present")} | prepare(there, config, noise)
+        if not columns:
+            columns = allocate({name: (value.dtype, tuple(value.shape[1:])) for name, value in found.items()}, total)
+        for name, value in found.items():
+            columns[name][start:end] = value.cpu()
+        if progress is not None:
+            rate = end / (time.perf_counter() - began_s)
+            progress(
+                TrainProgress(
+                    phase="prepare", epoch=0, epochs=0, step=end, steps=total, loss=None, samples_per_s=rate,
+                    eta_s=(total - end) / rate,
+                )
+            )  # fmt: skip
+    return columns
+
+
+@torch.no_grad()
+def _validate(module: torch.nn.Module, held: Rows, device: torch.device) -> dict[str, float]:
+    """Loss and median error over the held-out rows; the module is in eval mode."""
+    losses, errors = [], []
+    for start in range(0, len(held["target"]), _CHUNK["cuda"]):
+        batch = {name: tensor[start : start + _CHUNK["cuda"]].to(device) for name, tensor in held.items()}
+        found: Estimate = module(batch)
+        losses.append(gaussian_nll(found.position_en, found.root, batch["target"]))
+        errors.append((found.position_en - batch["target"]).norm(dim=-1))
+    error = torch.cat(errors)
+    return {"val_loss": float(torch.cat(losses).double().mean()), "val_median_error_m": float(error.median())}
+
+
+def _model_bytes(module: Locator, num_items: int) -> int:
+    """Weights, gradients, moments and what a step keeps for the way back; an estimate from above."""
+    weights = sum(param.numel() for param in module.parameters())
+    shape = module.config
+    return 4 * (4 * weights + num_items * 32 * shape.width * shape.layers * 16)
+
+
+def _with_untrained(report: TrainReport, before: float | None) -> TrainReport:
+    if before is None or report.best_val_loss is None or report.best_val_loss < before:
+        return report
+    log.info("no epoch was better than the solver (val_loss %.4f); the run answers as the solver does", before)
+    return replace(report, best_val_loss=before)
+
+
+def _nothing_done(out: Path, config: LocatorTraining) -> TrainReport:
+    return TrainReport(
+        run=str(out), phase="train", epochs=0, steps=0, samples_per_s=0.0, epoch_seconds=0.0, tier=config.tier,
+        ceiling_share=None, busy_share=0.0, waiting={}, best_val_loss=None, peak_bytes=0, joules_per_sample=None,
+        step_kind="eager", micro_batch=None, diagnosis=(), stopped=True, stopped_early=False,
+    )  # fmt: skip

@@ -1,0 +1,332 @@
+"""Networks by name, their weights and their batch sizes: images in, polygons out.
+
+    loader = ModelLoader(weights={"hrnet": "runs/cells"})
+    for prediction in loader.predict_batch(["a.png", "b.tif"], "hrnet"):
+        print(prediction.name, len(prediction.polygons))
+
+The batch size is what tuning found on this very device. Where nothing is known it is tuned on first use, for some
+seconds, and saved. One lock guards the device; it is held for a batch or for tuning, and left in every case.
+"""
+
+import io
+import threading
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor, nn
+
+from brim.engine.device.devices import resolve_device, worker_count
+from brim.errors import ConfigError, ImageError
+from brim.segmentation.images.reading import ImageInput, read_image
+from brim.segmentation.images.stored import StoredImage
+from brim.segmentation.networks.network import Network
+from brim.segmentation.networks.registry import create_model, find_model
+from brim.segmentation.networks.weights import load_weights
+from brim.segmentation.objects.polygons import Polygon, trace
+from brim.segmentation.objects.prediction import Prediction
+from brim.segmentation.prediction.batching import pad
+from brim.segmentation.prediction.config import PredictConfig, check_batch_size, check_threshold
+from brim.segmentation.prediction.scoring import resized
+from brim.segmentation.prediction.stream import PredictProgress, PredictReport, predict_one, predict_stream
+from brim.segmentation.prediction.tiles import DEFAULT_TILE, padded, usable_tile
+from brim.segmentation.tuning.batch_sizes import FILE_NAME, Entry, device_key
+from brim.segmentation.tuning.known_sizes import KnownSizes
+from brim.segmentation.tuning.tune import QUICK_SECONDS
+
+PROBED = 1000  # images of a list whose headers are read to learn the side to tune for
+
+
+class ModelLoader:
+    """Predicts with networks whose weights it was given.
+
+    Safe to use from several threads: their batches take turns on the device.
+    """
+
+    def __init__(
+        self,
+        weights: Mapping[str, str | Path] | None = None,
+        device: str | torch.device = "auto",
+        batch_sizes: str | Path | None = FILE_NAME,
+        precision: str = "auto",
+        tile: int = DEFAULT_TILE,
+        resize: int | None = None,
+        *,
+        overlap: int | None = None,
+        tune_seconds: float = QUICK_SECONDS,
+    ) -> None:
+        """Check and store; nothing is read before it is needed.
+
+        weights       model name → a file of weights, or the directory of a training run
+        batch_sizes   the file that tuning reads and writes; None keeps what is tuned to this object
+        precision     "auto" is what was tuned, else fp16 on a GPU and fp32 on a CPU
+        tile          pixels; a larger image is cut into windows that overlap, and blended (rounded down to 32s)
+        resize        pixels; instead of tiling, the network sees every image at this side
+        tune_seconds  for tuning on first use
+        """
+        self._config = PredictConfig(tile=tile, overlap=overlap, resize=resize)
+        self._weights = {name: Path(path) for name, path in (weights or {}).items()}
+        for name in self._weights:
+            find_model(name)
+        self.device = resolve_device(str(device))
+        self._sizes = KnownSizes(self.device, batch_sizes, precision, tune_seconds)
+        self._limit = resize if resize is not None else usable_tile(tile)  # greatest side the network ever sees
+        self.lock = threading.RLock()  # whoever uses the device
+        self._networks: dict[str, Network] = {}
+
+    @property
+    def models(self) -> tuple[str, ...]:
+        """Names of the models that have weights."""
+        return tuple(self._weights)
+
+    # Predicting
+
+    def predict(
+        self,
+        image: ImageInput,
+        model_name: str,
+        threshold: float = 0.5,
+        detect_holes: bool = True,
+        strict: bool = False,
+    ) -> Prediction:
+        """Polygons of one image; an image that cannot be used is an ImageError."""
+        config = self._configured(threshold, detect_holes, strict)
+        network = self.load(model_name)
+        entry = self._sizes.find(model_name)  # only an image in windows has more than one patch
+        if entry is not None and entry.image_size >= self._limit:
+            config = replace(config, batch_size=entry.optimal_batch_size)
+        return predict_one(network, image, config, lock=self.lock)
+
+    def predict_batch(
+        self,
+        images: Sequence[ImageInput],
+        model_name: str,
+        batch_size: int | None = None,
+        threshold: float = 0.5,
+        detect_holes: bool = True,
+        strict: bool = False,
+    ) -> list[Prediction]:
+        """Polygons of many images, in their order; one that cannot be used is an `error` in its own place.
+
+        batch_size None is the tuned optimum; above the safe limit it is lowered to that, with one UserWarning. strict
+        runs every image alone, so that its bits do not depend on the others, at the speed of batches of one.
+        """
+        return list(self.predict_stream(images, model_name, batch_size, threshold, detect_holes, strict))
+
+    def predict_stream(
+        self,
+        images: Iterable[ImageInput],
+        model_name: str,
+        batch_size: int | None = None,
+        threshold: float = 0.5,
+        detect_holes: bool = True,
+        strict: bool = False,
+        *,
+        progress: Callable[[PredictProgress], None] | None = None,
+        on_report: Callable[[PredictReport], None] | None = None,
+    ) -> Iterator[Prediction]:
+        """Like predict_batch, one prediction after the other in bounded memory: for as many images as there are.
+
+        progress is called at least once a second from the caller's thread, on_report once at the end.
+        """
+        self._checked(model_name, batch_size, threshold, detect_holes, strict)
+        _check_several(images)
+        if isinstance(images, Sequence) and not images and on_report is None:
+            return iter(())
+        network, config = self.prepare(images, model_name, batch_size, threshold, detect_holes, strict)
+        return predict_stream(network, images, config, lock=self.lock, progress=progress, on_report=on_report)
+
+    def prepare(
+        self,
+        images: Iterable[ImageInput],
+        model_name: str,
+        batch_size: int | None = None,
+        threshold: float = 0.5,
+        detect_holes: bool = True,
+        strict: bool = False,
+    ) -> tuple[Network, PredictConfig]:
+        """What predict_stream runs with, checked, tuned and loaded: for those who run it in parts, holding `lock`."""
+        config = self._checked(model_name, batch_size, threshold, detect_holes, strict)
+        self._weights_of(model_name)  # before anything is tuned
+        if not strict and batch_size != 1:
+            config = replace(config, batch_size=self._batch_size(model_name, images, batch_size))
+        return self.load(model_name), config
+
+    def _checked(
+        self, model_name: str, batch_size: int | None, threshold: float, detect_holes: bool, strict: bool
+    ) -> PredictConfig:
+        find_model(model_name)
+        config = self._configured(threshold, detect_holes, strict)
+        if batch_size is not None:
+            check_batch_size(batch_size)
+        return config
+
+    def load(self, model_name: str) -> Network:
+        """The network with its weights on the device; loaded once."""
+        find_model(model_name)
+        with self.lock:
+            setting = self._sizes.setting(self._sizes.find(model_name))
+            network = self._networks.get(model_name)
+            if network is None or network.setting != setting:
+                network = self._networks[model_name] = Network(self._trained(model_name), self.device, setting)
+            return network
+
+    # Batch sizes
+
+    def get_optimal_batch_size(self, model_name: str) -> int:
+        """The smallest batch within noise of the best throughput; tuned now if it is not known."""
+        return self._tuned(model_name, self._limit).optimal_batch_size
+
+    def get_max_safe_batch_size(self, model_name: str) -> int:
+        """The largest batch proven to fit with the reserve left free; tuned now if it is not known."""
+        return self._tuned(model_name, self._limit).max_safe_batch_size
+
+    def _batch_size(self, name: str, images: Iterable[ImageInput], wanted: int | None) -> int:
+        side = self._limit
+        entry = self._sizes.find(name)
+        if entry is None or entry.image_size < side:
+            found = _largest_side(images)
+            if found == 0:
+                return 1  # none of them can be read: nothing to tune for
+            side = side if found is None or self._config.resize is not None else min(side, found)
+        entry = self._tuned(name, side)
+        if wanted is None:
+            return entry.optimal_batch_size
+        if wanted > entry.max_safe_batch_size:
+            warnings.warn(
+                f"batch_size={wanted} is above {entry.max_safe_batch_size}, the largest proven safe for {name} on "
+                f"{device_key(self.device)}; using {entry.max_safe_batch_size}",
+                UserWarning,
+                stacklevel=5,
+            )
+        return min(wanted, entry.max_safe_batch_size)
+
+    def _tuned(self, name: str, side: int) -> Entry:
+        """The entry for images of up to that side, tuned now where there is none."""
+        find_model(name)
+        with self.lock:
+            return self._sizes.find_or_tune(name, side, self._timed_module)
+
+    # Weights
+
+    def _weights_of(self, name: str) -> Path:
+        find_model(name)
+        if name not in self._weights:
+            raise ConfigError(
+                f'model "{name}" has no weights, and random ones would find nothing; give them with '
+                f'ModelLoader(weights={{"{name}": FILE or RUN}}) or --weights, or train some with "brim segment train"'
+            )
+        return self._weights[name]
+
+    def _trained(self, name: str) -> nn.Module:
+        path, module = self._weights_of(name), create_model(name)
+        load_weights(module, path)
+        return module
+
+    def _timed_module(self, name: str) -> nn.Module:
+        """What is tuned: speed does not depend on weights, the check of a precision does."""
+        return self._trained(name) if name in self._weights else create_model(name)
+
+    # Parts of a prediction, for callers who run the network themselves
+
+    def preprocess_image_batch(self, images: Sequence[ImageInput]) -> Tensor:
+        """(B, 3, H, W) uint8 on the device, as a network takes them; smaller images continue by their reflection.
+
+        H and W are those of the largest image, rounded up to a multiple of 32; with `resize` they are that.
+        """
+        _check_several(images)
+        arrays = [read_image(image) for image in images]
+        side = self._config.resize
+        if not arrays:
+            return torch.empty(0, 3, side or 0, side or 0, dtype=torch.uint8, device=self.device)
+        if side is not None:
+            return torch.cat([resized(torch.from_numpy(array).to(self.device), side) for array in arrays])
+        height, width = (padded(max(array.shape[axis] for array in arrays)) for axis in (0, 1))
+        batch = torch.stack([pad(array, (height, width), pinned=False) for array in arrays])
+        return batch.to(self.device).permute(0, 3, 1, 2)
+
+    def postprocess_mask_batch(
+        self, masks: Tensor | np.ndarray, threshold: float = 0.5, detect_holes: bool = True
+    ) -> list[list[Polygon]]:
+        """Polygons of each mask.
+
+        masks  (B, H, W) or (B, 1, H, W)  float probabilities, or bool or whole numbers where non-zero is foreground
+        """
+        check_threshold(threshold)
+        probabilities, inside = _as_masks(masks, threshold)
+
+        def work(row: int) -> list[Polygon]:
+            probability = None if probabilities is None else probabilities[row]
+            return trace(inside[row], probability, detect_holes=detect_holes)
+
+        with ThreadPoolExecutor(worker_count()) as pool:
+            return list(pool.map(work, range(len(inside))))
+
+    def _configured(self, threshold: float, detect_holes: bool, strict: bool) -> PredictConfig:
+        return replace(self._config, threshold=threshold, detect_holes=detect_holes, strict=strict)
+
+
+def _check_several(images: object) -> None:
+    single = isinstance(images, str | bytes | Path) or not isinstance(images, Iterable)
+    if single or (isinstance(images, np.ndarray) and images.ndim != 4):
+        shape = f" of shape {images.shape}" if isinstance(images, np.ndarray) else ""
+        raise ConfigError(
+            f"images is a single {type(images).__name__}{shape}, expected several; put it in a list, or use predict"
+        )
+
+
+def _largest_side(images: Iterable[ImageInput]) -> int | None:
+    """Greatest padded side in pixels; 0 when no image has a readable size, None when they cannot be looked at twice."""
+    if not isinstance(images, Sequence | np.ndarray):
+        return None
+    probed = images[:: max(1, len(images) // PROBED)]
+    if any(isinstance(image, StoredImage) for image in probed):
+        return None  # to look at an object costs as much as to predict from it
+    return max((_side(image) for image in probed), default=0)
+
+
+def _side(image: ImageInput) -> int:
+    """Padded side in pixels, from the header where that is enough; 0 for what cannot be read."""
+    try:
+        size = image.shape[:2] if isinstance(image, np.ndarray) else header_size(image)
+        return padded(max(size or read_image(image).shape[:2]))
+    except (ImageError, ValueError):
+        return 0
+
+
+def header_size(image: ImageInput) -> tuple[int, ...] | None:
+    """Width and height without decoding; None where Pillow does not know the kind, or takes it for a bomb."""
+    if isinstance(image, Image.Image):
+        return image.size
+    source = io.BytesIO(image) if isinstance(image, bytes) else image
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # read_image has a limit of its own
+            with Image.open(source) as opened:  # type: ignore[arg-type]
+                return opened.size
+    except Exception:  # broad on purpose: Pillow raises anything for a broken file, which read_image then names
+        return None
+
+
+def _as_masks(masks: Tensor | np.ndarray, threshold: float) -> tuple[np.ndarray | None, np.ndarray]:
+    """Probabilities, where there are any, and (B, H, W) uint8 masks."""
+    if isinstance(masks, Tensor):  # NumPy has no bfloat16
+        masks = (masks.detach().float() if masks.is_floating_point() else masks.detach()).cpu().numpy()
+    array = np.asarray(masks)
+    if array.ndim == 4 and array.shape[1] == 1:
+        array = array[:, 0]
+    if array.ndim != 3:
+        raise ConfigError(f"masks have shape {array.shape}, expected (B, H, W) or (B, 1, H, W)")
+    if not np.issubdtype(array.dtype, np.floating):
+        return None, (array != 0).astype(np.uint8)
+    if array.size and not (array.min() >= 0 and array.max() <= 1):  # False for NaN as well
+        raise ConfigError(
+            f"masks go from {array.min():.3g} to {array.max():.3g}, expected probabilities in [0, 1]; "
+            "apply a sigmoid to logits"
+        )
+    return array, (array > threshold).astype(np.uint8)

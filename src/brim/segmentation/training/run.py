@@ -1,0 +1,319 @@
+"""From two folders to a network that segments: pair, split, cut, train, keep the best weights.
+
+Axes: B crops, S pixels of a side. A run is a directory:
+
+    RUN/config.json           what is trained on what
+    RUN/crops/                the images as crops, which the trainer holds on the device
+    RUN/train/                the trainer's own: checkpoints, metrics.jsonl
+    RUN/weights.safetensors   the best weights, for `brim segment predict --weights RUN`
+
+Images, not crops, are split: crops of one image overlap, and would show the validation what was trained on.
+"""
+
+import logging
+from collections.abc import Callable
+from contextlib import ExitStack, closing, nullcontext
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from brim.engine.device.devices import stream
+from brim.engine.device.memory import Halving
+from brim.engine.rows.files import DatasetSource
+from brim.engine.rows.order import check_tier
+from brim.engine.rows.resident import Resident, Tier
+from brim.engine.storage.dataset import Dataset
+from brim.engine.training.checkpoint import has_checkpoint, locked
+from brim.engine.training.checkpoint import load_weights as load_run_weights
+from brim.engine.training.config import Precision, recipe_of, resolve_precision
+from brim.engine.training.rank_share import share_norms
+from brim.engine.training.ranks import Ranks, joined
+from brim.engine.training.report import TrainReport
+from brim.engine.training.step import Batch, Transform
+from brim.engine.training.trainer import train as run_trainer
+from brim.errors import CheckpointError, ConfigError, DatasetError
+from brim.segmentation.networks.network import DTYPES, normalise
+from brim.segmentation.networks.registry import create_model, find_model
+from brim.segmentation.networks.weights import WEIGHTS, load_weights, save_weights
+from brim.segmentation.training.about import FORMAT_VERSION, check_free, describe, write_config
+from brim.segmentation.training.augment import Augmentation, augment
+from brim.segmentation.training.crops import COUNTED, FOREGROUND, Pair, Told, pack, pair_files
+from brim.segmentation.training.objective import item_losses, settle_norms, step_bytes
+from brim.segmentation.training.scores import Scores
+
+__all__ = ["SegmentTrainConfig", "SegmentTrainReport", "split", "train"]
+
+log = logging.getLogger("brim")
+
+MIN_SIZE, MAX_SIZE = 32, 4096  # pixels: what every network takes; a crop above that fits no device with its gradients
+_KEYS = ("run", "weights", "epochs", "dice", "iou", "images_per_s", "ceiling_share", "peak_bytes")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SegmentTrainConfig:
+    """How a network is trained to segment."""
+
+    model: str  # a name of the registry
+    size: int = 512  # pixels of a crop's side, at the images' own scale
+    epochs: int = 30
+    batch_size: int = 8  # crops; a batch that does not fit is worked off in parts
+    learning_rate: float = 1e-3  # AdamW's highest, after a warm-up; a cosine to 0 follows
+    seed: int = 0  # of the split, the first weights, the order and the augmentation
+    precision: Precision = "auto"  # bf16 or fp16 on a GPU, fp32 on a CPU
+    val_fraction: float = 0.1  # of the images, at least one, never trained on
+    augment: bool = True
+    augmentation: Augmentation = field(default_factory=Augmentation)
+    tier: Tier | Literal["auto"] = "auto"  # where the crops are held: vram, ram, window
+    early_stopping_patience: int | None = None  # epochs without a better val_loss
+    checkpoint_every_s: float = 60.0  # most training that a killed run loses
+
+    def __post_init__(self) -> None:
+        """Check every value."""
+        find_model(self.model)
+        if not MIN_SIZE <= self.size <= MAX_SIZE:
+            raise ConfigError(f"size={self.size} must be from {MIN_SIZE} to {MAX_SIZE} pixels, such as 512")
+        for name, least in (("epochs", 1), ("batch_size", 1), ("seed", 0)):
+            if getattr(self, name) < least:
+                raise ConfigError(f"{name}={getattr(self, name)} must be at least {least}")
+        if not 0 < self.val_fraction < 1:
+            raise ConfigError(f"val_fraction={self.val_fraction} must be between 0 and 1, such as 0.1")
+        check_tier(self.tier)
+        recipe_of(self, self.epochs)  # checks the rest
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SegmentTrainReport:
+    """What a run did; dice and iou are of its best weights on the images held out."""
+
+    run: str
+    weights: str | None  # None: stopped before the first epoch was over
+    epochs: int
+    dice: float | None
+    iou: float | None
+    images_per_s: float  # crops trained on
+    ceiling_share: float | None  # of the rate on one fixed batch; None: not measured
+    peak_bytes: int
+    stopped: bool  # by request, before the last epoch
+    training: TrainReport | None  # the trainer's own; None: stopped before it began
+
+    def to_json(self) -> dict[str, Any]:
+        """The report as JSON-able values, by the names of the contract."""
+        return {key: getattr(self, key) for key in _KEYS}
+
+
+def train(
+    images: Path | str,
+    masks: Path | str,
+    config: SegmentTrainConfig,
+    out: Path | str,
+    *,
+    device: str = "auto",
+    weights: Path | str | None = None,
+    resume: bool = True,
+    progress: Told | None = None,
+    stop: Callable[[], bool] | None = None,
+) -> SegmentTrainReport:
+    """Train a network on images and masks paired by file stem, going on with the run in `out` if resume allows it.
+
+    weights is a FILE or a RUN to begin from. A run that was stopped or killed ends, resumed, with the same bits on a
+    CPU. Under torchrun all its ranks train as one; each must see the folders and `out`.
+    """
+    out, pairs = Path(out), pair_files(images, masks)
+    with joined(device) as ranks, ExitStack() as stack:
+        resolve_precision(config.precision, ranks.device)
+        train_images, val_images = split(len(pairs), config)
+        module = _make_module(config, weights, ranks)
+        about = describe(pairs, asdict(config), len(val_images), weights)
+        if out.is_file():
+            raise CheckpointError(f"{out} is a file; choose another --out")
+        tell = progress if ranks.main else None
+        made = ranks.from_main(
+            lambda: _cut_crops(stack, out, pairs, about, config, resume or ranks.restarted, tell, stop)
+        )
+        if not made:
+            return _nothing_done(out)
+        crops = Dataset(out / "crops")
+        data = _Data(crops.path, _rows_of(crops, train_images), _rows_of(crops, val_images), val_images)
+        _check_foreground(crops, data.rows, masks)
+        return _train(module.to(ranks.device), data, config, out, ranks, tell, stop)
+
+
+def _cut_crops(
+    stack: ExitStack,
+    out: Path,
+    pairs: list[Pair],
+    about: dict[str, Any],
+    config: SegmentTrainConfig,
+    resume: bool,
+    progress: Told | None,
+    stop: Callable[[], bool] | None,
+) -> bool:
+    """Take `out` until the stack ends, and make the crops there; False when stopped."""
+    stack.enter_context(locked(out))
+    check_free(out, pairs, about, resume)
+    write_config(out, about)
+    return pack(pairs, out / "crops", config.size, progress=progress, stop=stop) is not None
+
+
+def split(num_images: int, config: SegmentTrainConfig) -> tuple[Tensor, Tensor]:
+    """Numbers of the images to train on and of those held out, sorted; a function of the seed and the count."""
+    num_val = max(1, round(config.val_fraction * num_images))
+    if num_val >= num_images:
+        raise ConfigError(
+            f"{num_images} image{'s' * (num_images > 1)}, of which {config.val_fraction:.0%} and at least one is held "
+            "out, leave nothing to train on; give more images"
+        )
+    order = torch.randperm(num_images, generator=stream(config.seed, "split", device=torch.device("cpu")))
+    return order[num_val:].sort().values, order[:num_val].sort().values
+
+
+# Training
+
+
+class _Data(NamedTuple):
+    crops: Path
+    rows: Tensor  # of the crops to train on
+    held: Tensor  # of those held out
+    val_images: Tensor  # the images these show
+
+
+def _train(
+    module: nn.Module,
+    data: _Data,
+    config: SegmentTrainConfig,
+    out: Path,
+    ranks: Ranks,
+    progress: Told | None,
+    stop: Callable[[], bool] | None,
+) -> SegmentTrainReport:
+    device = ranks.device
+    if device.type == "cuda":
+        module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    resident = Resident(
+        DatasetSource(data.crops, ("image", "mask")), batch_size=config.batch_size, device=device, tier=config.tier,
+        seed=config.seed, shuffle="blocks" if config.tier == "window" else True, rows=data.rows,
+        # a last batch of one or two crops would disturb the norms; the order changes, so every crop has its turn
+        drop_last=True, reserve_bytes=step_bytes(module, config.size, -(-config.batch_size // ranks.size)),
+        ranks=ranks,
+    )  # fmt: skip
+    validation = Resident(
+        DatasetSource(data.crops, ("image", "mask", "source")), batch_size=config.batch_size, device=device,
+        tier=config.tier, shuffle=False, rows=data.held,
+    )  # fmt: skip
+    with resident, validation if ranks.main else nullcontext():  # rank 0 alone evaluates
+        judge = _Judge(validation, data.val_images, resolve_precision(config.precision, device))
+        report = run_trainer(
+            module, _loss, resident, config=recipe_of(config, config.epochs), out=out, device=device, progress=progress,
+            stop=stop, evaluate=lambda trained: ranks.from_main(lambda: judge(trained)), transform=_transform(config),
+            ranks=ranks,
+        )  # fmt: skip
+        return ranks.from_main(lambda: _finish(module, judge, report, config, out))
+
+
+def _finish(
+    module: nn.Module, judge: "_Judge", report: TrainReport, config: SegmentTrainConfig, out: Path
+) -> SegmentTrainReport:
+    """Keep the best weights and score them."""
+    file, found = out / WEIGHTS, dict[str, float]()
+    if has_checkpoint(out / "train" / "best"):
+        load_run_weights(module, out)
+        metadata = {"model": config.model, "size": str(config.size), "format_version": str(FORMAT_VERSION)}
+        save_weights(module, file, metadata)
+        found = {} if report.stopped else judge(module.eval())
+    return SegmentTrainReport(
+        run=str(out), weights=str(file) if file.exists() else None, epochs=report.epochs, dice=found.get("dice"),
+        iou=found.get("iou"), images_per_s=report.samples_per_s, ceiling_share=report.ceiling_share,
+        peak_bytes=report.peak_bytes, stopped=report.stopped, training=report,
+    )  # fmt: skip
+
+
+def _loss(module: nn.Module, batch: Batch) -> Tensor:
+    return item_losses(module(normalise(batch["image"])), _bit(batch["mask"], FOREGROUND)).mean()
+
+
+def _transform(config: SegmentTrainConfig) -> Transform | None:
+    if not config.augment:
+        return None
+
+    def change(batch: Batch, rng: torch.Generator) -> Batch:
+        image, mask = augment(batch["image"], batch["mask"], rng, config.augmentation)
+        return {"image": image, "mask": mask}
+
+    return change
+
+
+def _bit(masks: Tensor, bit: int) -> Tensor:
+    return (masks & bit) != 0
+
+
+class _Judge:
+    """Loss and scores of a module on the images held out; every pixel of them counts once."""
+
+    def __init__(self, validation: Resident, images: Tensor, precision: str) -> None:
+        self._validation, self._num_images = validation, len(images)
+        self._device, self._dtype = validation.device, DTYPES[precision]
+        places = torch.zeros(int(images.max()) + 1, dtype=torch.int64)
+        places[images] = torch.arange(len(images))
+        self._places = places.to(self._device)
+        self._halving = Halving(validation.batch_size, self._device)
+
+    @torch.no_grad()
+    def __call__(self, module: nn.Module) -> dict[str, float]:
+        """By name; the module is in eval mode."""
+        scores = Scores(self._num_images, self._device)
+        total = torch.zeros((), device=self._device)
+        with closing(self._validation.epoch(0)) as batches:
+            for batch in batches:
+                run = partial(self._forward, module, batch)
+                for losses, logits, at in self._halving.run(run, range(len(batch["source"]))):
+                    total += losses.sum()
+                    mask, image = batch["mask"][at], self._places[batch["source"][at]]
+                    scores.add(logits > 0, _bit(mask, FOREGROUND), image, _bit(mask, COUNTED))
+        return {"val_loss": float(total) / self._validation.num_items, **scores.result().as_dict()}
+
+    def _forward(self, module: nn.Module, batch: Batch, part: range) -> tuple[Tensor, Tensor, slice]:
+        at = slice(part.start, part.stop)
+        with torch.autocast(self._device.type, self._dtype, enabled=self._dtype != torch.float32):
+            logits = module(normalise(batch["image"][at])).float()
+        return item_losses(logits, _bit(batch["mask"][at], FOREGROUND)), logits, at
+
+
+# Crops
+
+
+def _rows_of(crops: Dataset, images: Tensor) -> Tensor:
+    """Rows of the dataset that show these images."""
+    return torch.isin(crops.load(("source",))["source"], images).nonzero().flatten()
+
+
+def _check_foreground(crops: Dataset, rows: Tensor, masks: Path | str) -> None:
+    pixels = crops.load(("foreground",))["foreground"]
+    if not int(pixels.sum()):
+        raise DatasetError(f"{masks}: no mask has foreground; pixels inside an object must not be 0")
+    if not int(pixels[rows].sum()):
+        raise DatasetError(
+            f"{masks}: only the masks held out for validation have foreground; give more images, or another --seed"
+        )
+
+
+def _make_module(config: SegmentTrainConfig, weights: Path | str | None, ranks: Ranks) -> nn.Module:
+    with torch.random.fork_rng([]):
+        torch.manual_seed(config.seed)
+        module = create_model(config.model)
+    if weights is not None:
+        load_weights(module, weights)
+    if not ranks.alone:
+        share_norms(module)
+    settle_norms(module)
+    return module
+
+
+def _nothing_done(out: Path) -> SegmentTrainReport:
+    return SegmentTrainReport(
+        run=str(out), weights=None, epochs=0, dice=None, iou=None, images_per_s=0.0, ceiling_share=None, peak_bytes=0,
+        stopped=True, training=None,
+    )  # fmt: skip

@@ -1,0 +1,335 @@
+"""What each optimisation is worth on this machine: real training, one more thing switched on at a time.
+
+Each step is a training loop of its own: warmed up, then timed in blocks. Samples per second are frames per second over
+the mean length of a sequence, so that a few batches of long or of short sequences do not count as slow or fast. A step
+made a difference when it is greater than what blocks of the same loop differ by, and than what a loop differs by when
+it is measured again.
+"""
+
+import ctypes
+import gc
+import itertools
+import math
+import shutil
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager, suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from brim.engine.device.devices import describe, resolve_device, stream, worker_count
+from brim.engine.device.memory import PeakMemory, guard
+from brim.engine.meter.stalls import time_step
+from brim.engine.rows.order import HOST
+from brim.errors import ConfigError, OutOfMemory, StorageError
+from brim.sequences.ablation.loop import Data, Fed, Feed, Setup, Step, autotuner, make_module, make_step
+from brim.sequences.ablation.report import Ablation, AblationProgress, AblationStep, judge, relative_noise, unfitting
+from brim.sequences.corpus.packed import Corpus
+from brim.sequences.corpus.reading import SequenceFolder
+from brim.sequences.model.network import SequenceConfig
+
+__all__ = ["Ablation", "AblationProgress", "AblationStep", "ablate"]
+
+UNPACKED_BYTES = 2 << 30  # at most so much is written as single files
+NUM_WORKERS, PREFETCH_FACTOR = 8, 6  # the report's
+CAP_S = {"cpu": 20.0, "cuda": 8.0}  # of timing a step, where all its steps would take longer
+WARM_STEPS = {"cpu": 2, "cuda": 10}
+BLOCKS = 10
+HELD = {"cpu": 3, "cuda": 8}  # batches on the device for the ceiling
+PROGRESS_S = 0.5
+START = "first configuration"
+
+_Change = tuple[str, dict[str, Any], str]  # name, what it switches on, and what has to be said of it
+_Block = tuple[int, int, float]  # frames, frames with padding, seconds
+
+
+def ablate(
+    corpus: Path | str,
+    *,
+    steps: int = 200,
+    device: str = "auto",
+    progress: Callable[[AblationProgress], None] | None = None,
+    seed: int = 0,
+    model: SequenceConfig | None = None,
+    cap_s: float | None = None,
+) -> Ablation:
+    """Measure a packed corpus from the report's first configuration to all that is known to help.
+
+    steps  of training that are timed for each, or as many as fit into cap_s seconds
+    model  the network; by default the encoder's own defaults
+    """
+    if steps < 1:
+        raise ConfigError(f"steps={steps} must be at least 1; 200 is enough for a GPU")
+    if cap_s is not None and not cap_s > 0:
+        raise ConfigError(f"cap_s={cap_s} must be above 0 seconds")
+    where, opened = resolve_device(device), Corpus.open(corpus)
+    opened.verify()
+    config = model or SequenceConfig(dim=opened.dim)
+    with _unpacked(opened, seed) as (data, notes), torch.random.fork_rng([where.index] if where.type == "cuda" else []):
+        bench = _Bench(data, config, where, seed, steps, cap_s or CAP_S[where.type], progress)
+        found = bench.run(list(_plan(where)))
+        notes.append(f"measured again at the end, the first configuration differed by {bench.drift:.1%}")
+    return Ablation(steps=tuple(found), device=str(describe(where)["name"]), notes=tuple(notes))
+
+
+# The order in which things are switched on
+
+
+def _plan(device: torch.device) -> Iterator[_Change]:
+    on_gpu = device.type == "cuda"
+    workers = min(NUM_WORKERS, worker_count())
+    half = "fp16" if on_gpu else "bf16" if _has_bf16() else "fp32"
+    yield START, {}, ""
+    yield "batch 64", {"batch_size": 64}, ""
+    yield "workers", {"num_workers": workers}, f"{workers} workers"
+    yield "prefetch", {"prefetch_factor": PREFETCH_FACTOR}, ""
+    yield (
+        "persistent, pinned, non-blocking",
+        {"persistent": True},
+        "" if on_gpu else "a CPU needs no pinned memory and no copies",
+    )
+    yield "mixed precision", {"precision": half}, half if half != "fp32" else "this CPU has no half precision: fp32"
+    yield "cuDNN autotuner", {"autotuner": True}, "" if on_gpu else "only on a GPU"
+    yield "set_to_none", {"set_to_none": True}, ""
+    yield "packed corpus", {"packed": True}, ""
+    yield "device augmentation", {"device_augmentation": True}, "" if on_gpu else "in the training process"
+    yield "buckets", {"buckets": True}, "without pack_padded_sequence"
+    yield "resident tier", {"resident": True}, ""
+    yield "compile/graphs", {"compiled": True}, ""
+
+
+def _has_bf16() -> bool:
+    """Whether this CPU multiplies bf16 by itself; where it does not, torch's bf16 is slower than its fp32."""
+    checks = (getattr(torch.cpu, name, None) for name in ("_is_amx_tile_supported", "_is_avx512_bf16_supported"))
+    return any(check is not None and check() for check in checks)
+
+
+# Data
+
+
+@contextmanager
+def _unpacked(corpus: Corpus, seed: int) -> Iterator[tuple[Data, list[str]]]:
+    """The corpus, and some of its sequences as single files in a temporary folder."""
+    with tempfile.TemporaryDirectory(prefix="brim-ablate-") as name:
+        folder = Path(name)
+        rows = _rows_to_unpack(corpus, min(UNPACKED_BYTES, shutil.disk_usage(folder).free // 2), seed)
+        try:
+            for number, row in enumerate(rows.tolist()):
+                np.save(folder / f"{number:08d}.npy", corpus.sequence(row).numpy())
+        except OSError as failure:
+            reason = failure.strerror or failure
+            raise StorageError(f"{folder}: cannot write, {reason}; set TMPDIR to a larger disk") from failure
+        num_classes = max(2, len(corpus.classes))
+        made_up = torch.arange(len(corpus)) % num_classes
+        labels = torch.where(corpus.labels < 0, made_up, corpus.labels)
+        dtype = str(corpus.dtype).removeprefix("torch.")
+        notes = [f"the .npy files of the first steps were unpacked from the corpus, as {dtype}, to a temporary folder"]
+        if len(rows) < len(corpus):
+            notes.append(f"measured on {len(rows)} of {len(corpus)} sequences, so that they fit there")
+        yield (
+            Data(files=SequenceFolder(folder), corpus=corpus, rows=rows, labels=labels, num_classes=num_classes),
+            notes,
+        )
+
+
+def _rows_to_unpack(corpus: Corpus, most_bytes: int, seed: int) -> Tensor:
+    """As many sequences as fit, at random, in the order of the corpus."""
+    mixed = torch.randperm(len(corpus), generator=stream(seed, "ablate", device=HOST))
+    ends = (corpus.lengths[mixed] * corpus.dim * corpus.dtype.itemsize + 4096).cumsum(0)
+    num = int((ends <= most_bytes).sum())
+    if not num:
+        raise StorageError(f"no room for single files of {corpus.path} in {tempfile.gettempdir()}; set TMPDIR")
+    return mixed[:num].sort().values
+
+
+# Measuring
+
+
+@dataclass(frozen=True, slots=True)
+class _Loop:
+    """What was measured of one setup."""
+
+    rates: list[float]  # of blocks, frames per second
+    ceiling_share: float
+    busy_share: float
+    peak_bytes: int
+    note: str
+
+
+class _Bench:
+    """The steps of one ablation."""
+
+    def __init__(
+        self,
+        data: Data,
+        model: SequenceConfig,
+        device: torch.device,
+        seed: int,
+        steps: int,
+        cap_s: float,
+        progress: Callable[[AblationProgress], None] | None,
+    ) -> None:
+        self.data, self.model, self.device, self.seed = data, model, device, seed
+        self.steps, self.cap_s, self.progress = steps, cap_s, progress
+        self.mean_length = float(data.corpus.lengths[data.rows].double().mean())
+        self.now = (0, 0, "")  # number of the step, of how many, its name
+        self.told_s = 0.0
+        self.drift = 0.0  # relative, between two measurements of the same loop
+
+    def run(self, plan: list[_Change]) -> list[AblationStep]:
+        """All steps; the first configuration is measured again at the end, to know what time alone changes."""
+        loops: list[_Loop | None] = []
+        setup = Setup()
+        for number, (name, change, _) in enumerate(plan):
+            self.now = (number, len(plan), name)
+            self._tell(0.0, now=True)
+            tried = replace(setup, **change)
+            loops.append(self._try(tried))
+            setup = tried if loops[-1] is not None else setup  # what does not fit stays switched off
+        again = self._try(Setup())
+        if loops[0] is not None and again is not None:
+            self.drift = abs(statistics.median(again.rates) / statistics.median(loops[0].rates) - 1)
+        return list(self._judged(plan, loops))
+
+    def _try(self, setup: Setup) -> _Loop | None:
+        try:
+            with guard():
+                return self._measure(setup)
+        except OutOfMemory:
+            return None
+        finally:
+            self._release()
+
+    def _judged(self, plan: list[_Change], loops: list[_Loop | None]) -> Iterator[AblationStep]:
+        before: list[float] | None = None
+        for (name, change, said), loop in zip(plan, loops, strict=True):
+            if loop is None:
+                yield unfitting(name)
+                continue
+            rate = statistics.median(loop.rates)
+            verdict = "start" if before is None else judge(before, loop.rates, self.drift)
+            yield AblationStep(
+                name=name,
+                samples_per_s=rate / self.mean_length,
+                busy_share=loop.busy_share,
+                ceiling_share=loop.ceiling_share,
+                peak_bytes=loop.peak_bytes,
+                verdict="no difference" if "autotuner" in change and self.device.type == "cpu" else verdict,
+                change=None if before is None else rate / statistics.median(before),
+                noise=relative_noise(loop.rates),
+                note=", ".join(filter(None, [said, loop.note])),
+            )
+            before = loop.rates
+
+    def _measure(self, setup: Setup) -> _Loop:
+        with autotuner(setup.autotuner):
+            module = make_module(self.model, self.data.num_classes, setup, self.device)
+            step = make_step(module, setup, self.device, self.seed)
+            feed = Feed(setup, self.data, self.device, self.seed)
+            with PeakMemory(self.device) as peak, feed.source, closing(feed.batches()) as batches:
+                self._warm_up(step, batches, setup)
+                blocks, busy = self._time_blocks(step, batches)
+                peak_bytes = peak.bytes
+                held = self._hold(batches, feed.source.batch_size)
+                note = f"tier {feed.source.tier}" if setup.resident else ""
+            step_s, device_s = self._time_held(step, held)
+        # in padded frames: those held may be longer or shorter than the others
+        rate = statistics.median(padded / seconds for _, padded, seconds in blocks)
+        if device_s is not None:
+            busy = min(1.0, rate * device_s)
+        if setup.compiled:
+            note = step.kind if step.kind != "eager" else "not possible here: eager"
+        return _Loop([frames / seconds for frames, _, seconds in blocks], rate * step_s, busy, peak_bytes, note)
+
+    def _warm_up(self, step: Step, batches: Iterator[Fed], setup: Setup) -> None:
+        """Start workers and libraries; with graphs, capture every shape an epoch has."""
+        if setup.compiled:
+            shapes: set[torch.Size] = set()
+            for fed in itertools.islice(batches, max(1, len(self.data.rows) // setup.batch_size)):
+                if fed.batch["frames"].shape not in shapes:
+                    shapes.add(fed.batch["frames"].shape)
+                    step.prepare(fed)
+                if self.device.type == "cpu":
+                    break  # only the first shape is compiled
+        began_s = time.perf_counter()
+        for fed in itertools.islice(batches, WARM_STEPS[self.device.type]):
+            step(fed)
+            self._wait()
+            if time.perf_counter() - began_s > self.cap_s / 2:
+                break
+
+    def _time_blocks(self, step: Step, batches: Iterator[Fed]) -> tuple[list[_Block], float]:
+        """Blocks of the loop, and the share of the cores' time that this process took."""
+        blocks: list[_Block] = []
+        began_s, began_cpu_s, num_steps = time.perf_counter(), time.process_time(), 0
+        while num_steps < self.steps and (len(blocks) < 2 or time.perf_counter() - began_s < self.cap_s):
+            num, block = self._time_block(step, batches, min(self.steps - num_steps, math.ceil(self.steps / BLOCKS)))
+            blocks.append(block)
+            num_steps += num
+            self._tell(max(num_steps / self.steps, (time.perf_counter() - began_s) / self.cap_s))
+        busy_s = time.process_time() - began_cpu_s
+        return blocks, min(1.0, busy_s / (time.perf_counter() - began_s) / worker_count())
+
+    def _time_block(self, step: Step, batches: Iterator[Fed], most: int) -> tuple[int, _Block]:
+        """So many steps, or fewer where they take long; their number, frames, padded frames and seconds."""
+        frames = padded = num = 0
+        began_s = time.perf_counter()
+        while num < most and time.perf_counter() - began_s < self.cap_s / BLOCKS:
+            fed = next(batches)
+            step(fed)
+            frames, padded, num = frames + fed.num_frames, padded + fed.num_padded, num + 1
+        self._wait()
+        return num, (frames, padded, time.perf_counter() - began_s)
+
+    def _hold(self, batches: Iterator[Fed], full: int) -> list[Fed]:
+        """A few whole batches, copied, so that no source writes into them."""
+        whole = (fed for fed in batches if fed.num_items == full)  # every epoch has one
+        return [
+            replace(fed, batch={name: tensor.clone() for name, tensor in fed.batch.items()})
+            for fed in itertools.islice(whole, HELD[self.device.type])
+        ]
+
+    def _time_held(self, step: Step, held: Sequence[Fed]) -> tuple[float, float | None]:
+        """Seconds of a padded frame when its batch is there already: of the step, and of the device, None on a CPU."""
+        padded = sum(fed.num_padded for fed in held)
+        if self.device.type == "cuda":
+            times = [
+                time_step(lambda fed=fed: step(fed), self.device, captured=step.kind == "graph", budget_s=0.1)  # type: ignore[misc]
+                for fed in held
+            ]
+            return sum(t.step_s or 0.0 for t in times) / padded, sum(t.device_s or 0.0 for t in times) / padded
+        rounds: list[float] = []
+        began_s = time.perf_counter()
+        while not rounds or (time.perf_counter() - began_s < self.cap_s / 4 and len(rounds) < 20):
+            round_s = time.perf_counter()
+            for fed in held:
+                step(fed)
+            rounds.append((time.perf_counter() - round_s) / padded)
+            self._tell(1.0)
+        return statistics.median(rounds), None
+
+    def _wait(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def _release(self) -> None:
+        gc.collect()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+        else:
+            with suppress(OSError, AttributeError):  # glibc's; else the next peak would begin with this one's leftovers
+                ctypes.CDLL(None).malloc_trim(0)
+
+    def _tell(self, share: float, *, now: bool = False) -> None:
+        if self.progress is None or (not now and time.perf_counter() - self.told_s < PROGRESS_S):
+            return
+        self.told_s = time.perf_counter()
+        number, steps, name = self.now
+        self.progress(AblationProgress(step=number, steps=steps, name=name, share=min(1.0, share)))

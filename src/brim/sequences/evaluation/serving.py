@@ -1,0 +1,152 @@
+"""A trained network that answers requests: one .npy sequence in, its class and all probabilities out.
+
+Axes: B sequences, T frames, D features, K classes or clusters. Sequences are padded to one of few lengths, so that
+those of different requests run together; what lies behind an end has no influence.
+"""
+
+import io
+import itertools
+import json
+import threading
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from brim.engine.batching.servable import Answer, Item, Payload, Shape
+from brim.engine.batching.warm_up import ladder
+from brim.errors import DatasetError, UnsupportedType
+from brim.sequences.corpus.npy import parse, parse_header
+from brim.sequences.evaluation.load import load_run
+
+MEDIA_TYPE = "application/json"
+MOST = {"cuda": 256, "cpu": 32}  # sequences of a batch
+MAX_VALUES = 2**26  # frames × features of a batch, padding included: a quarter of a gigabyte
+_SHORTEST = 16  # frames; shorter ones are padded to it
+_EXAMPLE_FRAMES = 128
+_HEADER_BYTES = 1 << 16  # more than any header that NumPy reads
+
+_numbers = itertools.count()
+
+
+class ClassifyServable:
+    """One run on a device."""
+
+    def __init__(
+        self, run: str | Path, device: torch.device, *, lock: AbstractContextManager[Any] | None = None
+    ) -> None:
+        """Load; whoever uses the device holds the lock."""
+        loaded = load_run(run)
+        self._module, self._device, self._lock = loaded.module.to(device), device, lock or threading.RLock()
+        self._dim = loaded.module.encoder.config.dim
+        self._classes = _names(loaded.about)
+        self.weight_bytes = sum(tensor.nbytes for tensor in self._module.state_dict().values())
+        self.max_batch_size = MOST[device.type]
+        self.sizes: Sequence[int] = ladder(self.max_batch_size)
+        self.tuned = False
+        self.expected_s: Mapping[int, float] = {}
+        self._number = next(_numbers)  # in the keys: no batch holds parts of two versions of a model
+
+    # Requests
+
+    def inspect(self, payload: Payload) -> Shape:
+        """Key from the file's header."""
+        name = payload.name or "the sequence"
+        if bytes(payload.data[:6]) != b"\x93NUMPY":
+            raise UnsupportedType(f"{name} is no .npy file; save it with numpy.save")
+        header = parse_header(io.BytesIO(payload.data[:_HEADER_BYTES]), len(payload.data))
+        if isinstance(header, str):
+            raise DatasetError(f"{name} {header}")
+        (length, dim), *_ = header
+        self._check_dim(name, dim)
+        frames = padded(length)
+        scale = frames / _EXAMPLE_FRAMES
+        return Shape(
+            (self._number, frames), cost=float(frames), sizes=self._sizes_at(frames),
+            expected_s={size: seconds * scale for size, seconds in self.expected_s.items()},
+        )  # fmt: skip
+
+    def decode(self, payload: Payload) -> Item:
+        """Frames, padded with zeros; in pinned memory for a GPU."""
+        name = payload.name or "the sequence"
+        found = parse(payload.data)
+        if isinstance(found, str):
+            raise DatasetError(f"{name} {found}")
+        self._check_dim(name, found.shape[1])
+        length = padded(len(found))
+        return Item((self._number, length), [self._padded(found, length)], name)
+
+    def forward(self, parts: list["_Part"]) -> Tensor:
+        """Queue sequences of one padded length; probabilities (B, K) on the device."""
+        length = torch.tensor([part.length for part in parts])
+        with self._lock, torch.inference_mode():
+            frames = torch.stack([part.frames.to(self._device, non_blocking=True) for part in parts])
+            logits: Tensor = self._module(frames, length.to(self._device))
+            return logits.float().softmax(-1)
+
+    def collect(self, running: Tensor) -> list[Any]:
+        """Probabilities (K,) of each, on the host."""
+        return list(running.cpu())
+
+    def finish(self, item: Item, outputs: list[Any]) -> Answer:
+        """The likeliest class, and the probability of each."""
+        (probability,) = outputs
+        if not bool(probability.isfinite().all()):
+            raise DatasetError(f"{item.context} leads to no finite numbers in the network; check its values")
+        values = [round(value, 6) for value in probability.tolist()]
+        best = int(probability.argmax())
+        answer = {
+            "class": self._classes[best],
+            "confidence": values[best],
+            "probabilities": dict(zip(self._classes, values, strict=True)),
+        }
+        return Answer(json.dumps(answer, ensure_ascii=False).encode(), MEDIA_TYPE, {"class": self._classes[best]})
+
+    def close(self) -> None:
+        """Give back the weights."""
+        del self._module
+
+    # Warming up
+
+    def example(self, num: int) -> list["_Part"]:
+        """Sequences of zeros."""
+        return [self._padded(torch.zeros(_EXAMPLE_FRAMES, self._dim), _EXAMPLE_FRAMES)] * num
+
+    # What a request needs
+
+    def _padded(self, found: Tensor, length: int) -> "_Part":
+        frames = torch.zeros(length, self._dim, pin_memory=self._device.type == "cuda")
+        frames[: len(found)] = found
+        return _Part(frames, len(found))
+
+    def _sizes_at(self, frames: int) -> Sequence[int]:
+        """Sizes for sequences of that length: long ones fill the memory sooner."""
+        most = max(1, MAX_VALUES // (frames * self._dim))
+        return self.sizes if most >= self.sizes[-1] else ladder(most)
+
+    def _check_dim(self, name: str, dim: int) -> None:
+        if dim != self._dim:
+            raise DatasetError(f"{name} has {dim} features, the model was trained on {self._dim}; send the same kind")
+
+
+class _Part(NamedTuple):
+    """One sequence."""
+
+    frames: Tensor  # (T, D) float32, 0 behind the end
+    length: int
+
+
+def padded(length: int) -> int:
+    """Frames that a sequence of so many is padded to: 16, 24, 32, 48, … so that there are few shapes."""
+    step = max(_SHORTEST, 1 << (max(1, length) - 1).bit_length())
+    return step * 3 // 4 if step > _SHORTEST and length <= step * 3 // 4 else step
+
+
+def _names(about: Mapping[str, Any]) -> list[str]:
+    """Classes by number; clusters have none, so their numbers are their names."""
+    if about["mode"] == "supervised":
+        return list(about["classes"])
+    return [str(number) for number in range(int(about["outputs"]))]
