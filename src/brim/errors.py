@@ -25,12 +25,71 @@
     ├── DeadlinePassed         a request that was accepted, but whose deadline passed before it ran
     └── OutOfMemory            a batch that does not fit; halved and retried wherever a batch can be halved
 
-A message names the thing, its value, what was expected and the next step.
+An error is data: a message, the field it is about and the value that field had, a code that programs can compare, and
+a hint for the next step. No code reads a message. With a value the message continues "field=value …":
+
+    ConfigError("must be a multiple of 0.2 s", field="duration_s", value=0.3, hint="{duration_s} of 1.0 is usual")
+
+A hint is a template: `{resume}` and `{out}` stand for settings, and each surface writes them its own way: the command
+line `--resume`, a request `config.resume`, Python `resume`. `{rf generate}`, with a space, stands for a command or a
+kind of job.
 """
+
+import json
+import re
+from collections.abc import Callable
+from typing import Any, ClassVar, Final, Self
+
+_NAMED = re.compile(r"\{([a-z_. ]+)\}")
+_SHOWN = 60  # characters of a value that a message repeats
+_ABSENT: Final = object()
 
 
 class BrimError(Exception):
     """Base of all errors brim raises on purpose."""
+
+    default_code: ClassVar[str] = "failed"
+
+    def __init__(
+        self, message: str, *, field: str | None = None, value: Any = _ABSENT, code: str | None = None, hint: str = ""
+    ) -> None:
+        super().__init__(message)
+        self.message, self.field, self.hint = message, field, hint
+        self.code = code or self.default_code
+        self._shown = (
+            None if value is _ABSENT else shown(value)
+        )  # as text: a value may be large, or not survive pickling
+
+    def __str__(self) -> str:
+        return self.phrase(lambda name: name)
+
+    def phrase(self, name: Callable[[str], str]) -> str:
+        """The whole sentence; name says how this surface writes a setting or a command."""
+        subject = f"{name(self.field)}={self._shown} " if self.field is not None and self._shown is not None else ""
+        hint = _NAMED.sub(lambda match: name(match[1]), self.hint)
+        return f"{subject}{self.message}; {hint}" if hint else f"{subject}{self.message}"
+
+    def within(self, path: str) -> Self:
+        """The same error, of a configuration that stands at that path of a larger one."""
+        if self.field is not None and path:
+            self.field = f"{path}.{self.field}"
+        return self
+
+
+def shown(value: Any) -> str:
+    """A value as messages repeat it: as JSON, shortened, without control characters."""
+    try:
+        text = json.dumps(value, ensure_ascii=False)
+    except (TypeError, ValueError):
+        text = repr(value)
+    text = printable(text)
+    return text if len(text) <= _SHOWN else f"{text[: _SHOWN - 3]}..."
+
+
+def printable(text: str, limit: int = 500) -> str:
+    """Text that any encoding and any terminal can show: requests may hold control characters and lone surrogates."""
+    safe = "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in text)
+    return safe if len(safe) <= limit else f"{safe[: limit - 3]}..."
 
 
 class ConfigError(BrimError):
@@ -44,9 +103,10 @@ class NothingAccepted(ConfigError):
 class FieldError(ConfigError):
     """A value of a request that cannot work; field is its name, such as config.batch_size."""
 
+    field: str
+
     def __init__(self, field: str, message: str) -> None:
-        super().__init__(message)
-        self.field = field
+        super().__init__(message, field=field)
 
 
 class DatasetError(BrimError):

@@ -11,7 +11,6 @@ import cv2
 import numpy as np
 import pytest
 import torch
-from brim.service.prediction.process.models import Models
 
 from brim.engine.batching.runner import BatchRunner
 from brim.engine.batching.servable import Answer, Payload
@@ -22,6 +21,7 @@ from brim.segmentation.objects.polygons import Polygon, fill
 from brim.segmentation.prediction.loader import ModelLoader
 from brim.segmentation.prediction.serving import SegmentServable
 from brim.segmentation.tuning.batch_sizes import BatchSizes, Entry, device_info, device_key
+from brim.service.prediction.process.models import Models
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU here")]
 

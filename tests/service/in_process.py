@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Any, Self
 
 import torch
-from brim.service.prediction.process.client import Predictions
 
 from brim.engine.batching.servable import Answer, Payload, Servable
 from brim.errors import Overloaded
 from brim.rf.location.serving import LocateServable
 from brim.segmentation.prediction.serving import SegmentServable
 from brim.sequences.evaluation.serving import ClassifyServable
+from brim.service.prediction.process.client import Predictions
 
 CPU = torch.device("cpu")
 

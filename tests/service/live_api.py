@@ -14,13 +14,12 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Self
 
-from brim.service.prediction.process.client import Predictions
-
 from brim.jobs import durable
 from brim.jobs.durable import Queue
 from brim.jobs.store import Catalogue, DatasetRow, upgrade
 from brim.service.api.app import guard, make_api
 from brim.service.api.main import Server, make_server
+from brim.service.prediction.process.client import Predictions
 from brim.service.settings import MIB, Settings
 
 TOKEN = "a-token-of-tests_0123456789"

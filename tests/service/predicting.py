@@ -11,9 +11,8 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-from brim.service.prediction.process.client import Predictions
-
 from brim.engine.batching.servable import Answer
+from brim.service.prediction.process.client import Predictions
 from brim.service.run.process import Program
 from brim.service.run.supervisor import Programs, Supervisor, programs
 from brim.service.settings import Settings

@@ -167,7 +167,8 @@ def test_requests_get_what_wraps_a_model(factory):
 
 
 def test_an_idle_process_has_no_torch():
-    code = "import sys, brim.service.prediction.process.models as m; m.Models('cpu').close(); print('torch' in sys.modules)"
+    code = "import sys; from brim.service.prediction.process.models import Models; Models('cpu').close()\n"
+    code += "print('torch' in sys.modules)"
 
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
 

@@ -13,7 +13,6 @@ import cv2
 import numpy as np
 import pytest
 import torch
-from brim.service.prediction.process.models import Models, Registered
 from torch import Tensor, nn
 
 from brim.engine.batching.runner import BatchRunner
@@ -25,6 +24,7 @@ from brim.segmentation.networks.weights import save_weights
 from brim.segmentation.prediction.loader import ModelLoader
 from brim.segmentation.prediction.serving import SegmentServable
 from brim.segmentation.tuning.batch_sizes import BatchSizes, Entry, device_info, device_key
+from brim.service.prediction.process.models import Models, Registered
 
 CPU = torch.device("cpu")
 THRESHOLDS = (0.5, 0.6)

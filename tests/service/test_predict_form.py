@@ -4,10 +4,10 @@ import random
 import time
 
 import pytest
-from brim.service.prediction.form import Form, Takes, choice, read_deadline_ms, read_flag, read_model, read_threshold
 
 from brim.errors import FieldError, TooLarge
 from brim.service.api.body import Unreadable
+from brim.service.prediction.form import Form, Takes, choice, read_deadline_ms, read_flag, read_model, read_threshold
 
 BOUNDARY = b"a-boundary"
 TAKES = Takes(

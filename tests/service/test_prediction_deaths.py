@@ -11,10 +11,10 @@ import time
 from pathlib import Path
 
 import pytest
-from brim.service.prediction.process.client import Predictions
 from predicting import MODEL, Predicting, ask, client, until, wait_for
 
 from brim.errors import Unavailable
+from brim.service.prediction.process.client import Predictions
 
 STAGES = ["decode", "forward", "finish"]
 

@@ -8,14 +8,14 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from brim.service.prediction.process.arena import KEPT_BYTES, Arena, Shared
-from brim.service.prediction.process.protocol import Frames, Page, error_of, failure, frame
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from predicting import Predicting, until
 
 from brim import errors
 from brim.errors import BrimError, ConfigError, FieldNotFound, ImageError, Overloaded
+from brim.service.prediction.process.arena import KEPT_BYTES, Arena, Shared
+from brim.service.prediction.process.protocol import Frames, Page, error_of, failure, frame
 
 # Slots
 

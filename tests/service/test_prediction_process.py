@@ -7,10 +7,10 @@ import time
 from collections.abc import Iterator
 
 import pytest
-from brim.service.prediction.process.client import Predictions
 from predicting import MODEL, Predicting, ask, client, wait_for
 
 from brim.errors import DeadlinePassed, ImageError, Overloaded, Unavailable
+from brim.service.prediction.process.client import Predictions
 from brim.service.run.unix_socket import short_name
 
 

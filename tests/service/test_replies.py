@@ -1,6 +1,7 @@
 """What an answer takes besides its prediction is kept back from the predictor's time."""
 
 import pytest
+
 from brim.service.prediction.replies import Replies
 
 

@@ -17,12 +17,11 @@ import time
 from pathlib import Path
 from typing import Any
 
-from brim.service.prediction.process.main import serve
-from brim.service.prediction.process.models import Registered
-
 from brim.engine.batching.servable import Answer, Item, Payload, Shape
 from brim.errors import ImageError
 from brim.jobs.worker.process import Heartbeat, die_with_supervisor, read_settings
+from brim.service.prediction.process.main import serve
+from brim.service.prediction.process.models import Registered
 from brim.service.settings import Settings
 
 

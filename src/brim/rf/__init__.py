@@ -1,23 +1,22 @@
-"""Synthetic radio data by the batch: scene → link → waveform → channel → receiver → features, gates first."""
+"""Synthetic radio data by the batch, and positions from what receivers heard."""
 
-from brim.rf.config import PRESETS, GenerateConfig, Station, from_mapping, preset, read_stations, read_toml
-from brim.rf.features.estimators import FEATURES
-from brim.rf.generation.compute import generate_batch
-from brim.rf.generation.dataset import Progress, Report, generate
-from brim.rf.generation.rows import TRUTH
+from typing import TYPE_CHECKING
 
-__all__ = [
-    "FEATURES",
-    "PRESETS",
-    "TRUTH",
-    "GenerateConfig",
-    "Progress",
-    "Report",
-    "Station",
-    "from_mapping",
-    "generate",
-    "generate_batch",
-    "preset",
-    "read_stations",
-    "read_toml",
-]
+from brim.lazy import lazy
+
+if TYPE_CHECKING:
+    from brim.rf.config import PRESETS as PRESETS
+    from brim.rf.config import GenerateConfig as GenerateConfig
+    from brim.rf.config import Station as Station
+    from brim.rf.config import from_mapping as from_mapping
+    from brim.rf.config import preset as preset
+    from brim.rf.config import read_stations as read_stations
+    from brim.rf.config import read_toml as read_toml
+    from brim.rf.features.estimators import FEATURES as FEATURES
+    from brim.rf.generation.compute import generate_batch as generate_batch
+    from brim.rf.generation.dataset import Progress as Progress
+    from brim.rf.generation.dataset import Report as Report
+    from brim.rf.generation.dataset import generate as generate
+    from brim.rf.generation.rows import TRUTH as TRUTH
+
+__getattr__, __all__ = lazy(__name__, __file__)

@@ -1,29 +1,24 @@
-"""Sequences: pack variable-length features once, train on them at the ceiling, learn with or without labels."""
+"""Sequences: pack variable-length features once, train on them with or without labels."""
 
-from brim.sequences.corpus.pack_report import PackReport
-from brim.sequences.corpus.packed import Corpus
-from brim.sequences.corpus.packing import pack
-from brim.sequences.corpus.synthetic import make_sequences
-from brim.sequences.evaluation.load import load_run
-from brim.sequences.evaluation.run import Evaluation, embed, evaluate
-from brim.sequences.model.network import Classifier, Encoder, SequenceConfig
-from brim.sequences.training.augment import Augmentation
-from brim.sequences.training.run import SequenceReport, SequenceTraining, train
+from typing import TYPE_CHECKING
 
-__all__ = [
-    "Augmentation",
-    "Classifier",
-    "Corpus",
-    "Encoder",
-    "Evaluation",
-    "PackReport",
-    "SequenceConfig",
-    "SequenceReport",
-    "SequenceTraining",
-    "embed",
-    "evaluate",
-    "load_run",
-    "make_sequences",
-    "pack",
-    "train",
-]
+from brim.lazy import lazy
+
+if TYPE_CHECKING:
+    from brim.sequences.config import SequenceTraining as SequenceTraining
+    from brim.sequences.corpus.pack_report import PackReport as PackReport
+    from brim.sequences.corpus.packed import Corpus as Corpus
+    from brim.sequences.corpus.packing import pack as pack
+    from brim.sequences.corpus.synthetic import make_sequences as make_sequences
+    from brim.sequences.evaluation.load import load_run as load_run
+    from brim.sequences.evaluation.run import Evaluation as Evaluation
+    from brim.sequences.evaluation.run import embed as embed
+    from brim.sequences.evaluation.run import evaluate as evaluate
+    from brim.sequences.model.network import Classifier as Classifier
+    from brim.sequences.model.network import Encoder as Encoder
+    from brim.sequences.model.network import SequenceConfig as SequenceConfig
+    from brim.sequences.training.augment import Augmentation as Augmentation
+    from brim.sequences.training.run import SequenceReport as SequenceReport
+    from brim.sequences.training.run import train as train
+
+__getattr__, __all__ = lazy(__name__, __file__)

@@ -294,7 +294,7 @@ class Models:
         budget_bytes = self._budget()
         guess_bytes = _file_bytes(Path(wanted.path))
         if entry.polite and self._taken() + guess_bytes > budget_bytes:
-            raise _NoRoom
+            raise _NoRoom("another model would have to leave memory")
         self._make_room(entry, guess_bytes, budget_bytes)
         found: tuple[Loaded, int] | None = None
         try:
@@ -308,7 +308,7 @@ class Models:
             found = self._warmed(wanted, budget_bytes)
         servable, memory_bytes = found
         if entry.polite and self._taken() + memory_bytes > budget_bytes:
-            raise _NoRoom
+            raise _NoRoom("another model would have to leave memory")
         self._make_room(entry, memory_bytes, budget_bytes)
         return servable, memory_bytes
 

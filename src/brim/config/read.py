@@ -1,0 +1,141 @@
+"""Values into configurations: each value against its declaration, and plain JSON or TOML into nested dataclasses.
+
+What is wrong is a ConfigError whose field is the dotted path, such as `config.stations[2].lat`, and whose code is
+`unknown_field`, `missing`, `wrong_type`, `out_of_range`, `wrong_length` or `unknown_choice`. A configuration's own
+`__post_init__` raises with code `conflict` where values are right by themselves but not together.
+"""
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import is_dataclass
+from typing import Any, TypeVar, get_args, get_origin
+
+from brim.config.settings import Setting, nearest, settings
+from brim.errors import ConfigError, printable
+
+_T = TypeVar("_T")
+_NAMES = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
+
+
+def check(config: object) -> None:
+    """Validate every field of a dataclass; whole numbers become floats and lists tuples where the field says so."""
+    for name, setting in settings(config.__class__).items():
+        value = getattr(config, name)
+        accepted = _accept(setting, value, name)
+        if accepted is not value:
+            object.__setattr__(config, name, accepted)
+
+
+def read(config: type[_T], values: Mapping[str, Any], path: str = "config") -> _T:
+    """The configuration from plain values; a field in an error begins with path."""
+    known = settings(config)
+    if not isinstance(values, Mapping):
+        raise ConfigError(f"{path} must be an object with {', '.join(known)}", field=path, code="wrong_type")
+    for name in values:
+        if name not in known:
+            where = printable(_join(path, str(name)))
+            near = nearest(str(name), list(known))
+            raise ConfigError(f"{where} is unknown; {near}", field=where, code="unknown_field")
+    for name, setting in known.items():
+        if setting.required and name not in values:
+            where = _join(path, name)
+            raise ConfigError(f"{where} is missing", field=where, code="missing")
+    ready = {name: _accept(known[name], value, _join(path, name)) for name, value in values.items()}
+    try:
+        return config(**ready)
+    except ConfigError as failure:
+        raise failure.within(path) from failure
+
+
+def _accept(setting: Setting, value: Any, path: str) -> Any:
+    """The value in the field's own type, or a ConfigError."""
+    if value is None and setting.optional:
+        return None
+    if not isinstance(value, bool) and value in _hashable(setting.choices, value):
+        return value
+    for kind in setting.types:
+        converted = _convert(kind, value, path)
+        if converted is not _NO:
+            return _bounded(setting, converted, path)
+    if setting.choices and not (setting.types and not isinstance(value, str)):
+        raise _error(
+            path, value, f"is unknown; {nearest(str(value), [str(c) for c in setting.choices])}", "unknown_choice"
+        )
+    raise _error(path, value, f"must be {_expected(setting)}", "wrong_type")
+
+
+_NO = object()
+
+
+def _convert(kind: Any, value: Any, path: str) -> Any:
+    if get_origin(kind) is tuple:
+        return _convert_items(kind, value, path) if isinstance(value, list | tuple) else _NO
+    if isinstance(kind, type) and is_dataclass(kind):
+        if isinstance(value, kind):
+            return value
+        return read(kind, value, path) if isinstance(value, Mapping) else _NO
+    if kind is float:
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        return _float(value) if is_number else _NO
+    if kind is int:
+        return value if isinstance(value, int) and not isinstance(value, bool) else _NO
+    origin = get_origin(kind) or kind
+    return value if not isinstance(origin, type) or isinstance(value, origin) else _NO
+
+
+def _float(value: int | float) -> float:
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf
+
+
+def _convert_items(kind: Any, value: Any, path: str) -> Any:
+    item = get_args(kind)[0]
+    items = []
+    for index, one in enumerate(value):
+        where = f"{path}[{index}]"
+        converted = _convert(item, one, where)
+        if converted is _NO:
+            raise _error(where, one, f"must be {_NAMES.get(item, 'an object')}", "wrong_type")
+        items.append(converted)
+    return tuple(items)
+
+
+def _bounded(setting: Setting, value: Any, path: str) -> Any:
+    if setting.range is not None and isinstance(value, int | float) and value not in setting.range:
+        note = f": {setting.range.note}" if setting.range.note else ""
+        unit = f" {setting.unit}" if setting.unit else ""
+        raise _error(path, value, f"must be {setting.range}{unit}{note}", "out_of_range")
+    if setting.length is not None and isinstance(value, str | tuple):
+        low, high = setting.length.low, setting.length.high
+        if len(value) < low or (high is not None and len(value) > high):
+            what = "characters" if isinstance(value, str) else "items"
+            size = f"{low} to {high}" if high is not None else f"at least {low}"
+            raise ConfigError(f"{path} has {len(value)} {what}; expected {size}", field=path, code="wrong_length")
+    if setting.names is not None and value not in setting.names.names():
+        raise _error(path, value, f"is unknown; {nearest(value, setting.names.names())}", "unknown_choice")
+    if isinstance(value, float) and math.isnan(value):
+        raise _error(path, value, "must be a number", "wrong_type")
+    return value
+
+
+def _expected(setting: Setting) -> str:
+    words = [_NAMES.get(kind, "a list" if get_origin(kind) is tuple else "an object") for kind in setting.types]
+    words += [json.dumps(choice) for choice in setting.choices]
+    if setting.optional:
+        words.append("null")
+    return " or ".join(words)
+
+
+def _error(path: str, value: Any, rest: str, code: str) -> ConfigError:
+    return ConfigError(rest, field=path, value=value, code=code)
+
+
+def _hashable(choices: tuple[Any, ...], value: Any) -> tuple[Any, ...]:
+    return choices if isinstance(value, str | int | float) else ()
+
+
+def _join(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name

@@ -1,0 +1,102 @@
+"""A configuration class described for others: as JSON schema for the API and its forms, as Markdown for the docs."""
+
+from dataclasses import asdict, is_dataclass
+from typing import Any, get_args, get_origin
+
+from brim.config.settings import Setting, settings
+
+_TYPES = {bool: "boolean", int: "integer", float: "number", str: "string"}
+
+
+def schema(config: type) -> dict[str, Any]:
+    """JSON schema of the class, complete in itself, with defaults and descriptions."""
+    known = settings(config)
+    return {
+        "type": "object",
+        "title": config.__name__,
+        "properties": {name: _property(setting) for name, setting in known.items()},
+        "required": [name for name, setting in known.items() if setting.required],
+        "additionalProperties": False,
+    }
+
+
+def table(config: type) -> str:
+    """The settings of the class as a Markdown table: name, values, default and meaning."""
+    lines = ["| setting | values | default | meaning |", "| --- | --- | --- | --- |"]
+    for name, setting in settings(config).items():
+        default = "required" if setting.required else _shown_default(setting)
+        lines.append(f"| `{name}` | {_values(setting)} | {default} | {setting.doc} |")
+    return "\n".join(lines)
+
+
+def _property(setting: Setting) -> dict[str, Any]:
+    parts = [_part(setting, kind) for kind in setting.types]
+    if setting.choices:
+        parts.append({"enum": list(setting.choices), "type": "string"})
+    if setting.optional:
+        parts.append({"type": "null"})
+    out: dict[str, Any] = dict(parts[0]) if len(parts) == 1 else {"anyOf": parts}
+    out["title"] = setting.name
+    if setting.doc:
+        out["description"] = setting.doc if not setting.unit else f"{setting.doc.rstrip('.')} ({setting.unit})."
+    if not setting.required:
+        out["default"] = _plain(setting.default)
+    return out
+
+
+def _part(setting: Setting, kind: Any) -> dict[str, Any]:
+    if get_origin(kind) is tuple:
+        items = _part(setting, get_args(kind)[0])
+        length = setting.length
+        bounds = {} if length is None else {"minItems": length.low, "maxItems": length.high}
+        return {"type": "array", "items": items, **{key: value for key, value in bounds.items() if value is not None}}
+    if isinstance(kind, type) and is_dataclass(kind):
+        return schema(kind)
+    part: dict[str, Any] = {"type": _TYPES.get(kind, "object")}
+    if kind in (int, float) and setting.range is not None:
+        part |= _bounds(setting)
+    if kind is str and setting.length is not None:
+        part |= {"minLength": setting.length.low}
+        part |= {} if setting.length.high is None else {"maxLength": setting.length.high}
+    if kind is str and setting.names is not None:
+        part["enum"] = list(setting.names.names())
+    return part
+
+
+def _bounds(setting: Setting) -> dict[str, Any]:
+    range_ = setting.range
+    assert range_ is not None
+    low = range_.low if range_.also is None or range_.low is None else min(range_.low, range_.also)
+    bounds = {
+        "minimum": low,
+        "maximum": range_.high,
+        "exclusiveMinimum": range_.above,
+        "exclusiveMaximum": range_.below,
+        "multipleOf": range_.step if not range_.low or range_.low % (range_.step or 1) == 0 else None,
+    }
+    return {key: value for key, value in bounds.items() if value is not None}
+
+
+def _values(setting: Setting) -> str:
+    words = [f"`{choice}`" for choice in setting.choices]
+    if setting.range is not None:
+        words.append(f"{setting.range}{f' {setting.unit}' if setting.unit else ''}")
+    elif setting.types:
+        named = {bool: "true or false", int: "whole number", float: "number", str: "text"}
+        words += [named.get(kind, "list" if get_origin(kind) is tuple else "object") for kind in setting.types]
+    return ", ".join(words)
+
+
+def _shown_default(setting: Setting) -> str:
+    value = setting.default
+    if value is None:
+        return "none"
+    return "" if isinstance(value, tuple) or is_dataclass(value) else f"`{value}`"
+
+
+def _plain(value: Any) -> Any:
+    if is_dataclass(value) and not isinstance(value, type):
+        return _plain(asdict(value))
+    if isinstance(value, dict):
+        return {name: _plain(one) for name, one in value.items()}
+    return [_plain(one) for one in value] if isinstance(value, list | tuple) else value

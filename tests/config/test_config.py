@@ -1,0 +1,110 @@
+"""A setting is declared once; everything else follows from the declaration."""
+
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal
+
+import pytest
+
+from brim.config import Doc, Length, OneOf, Range, Unit, check, read, schema, settings, table
+from brim.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Station:
+    name: Annotated[str, Length(1, 20), Doc("Name.")]
+    lat: Annotated[float, Range(-90, 90), Unit("°"), Doc("Latitude.")] = 0.0
+
+    def __post_init__(self) -> None:
+        check(self)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Config:
+    rate: Annotated[float, Range(above=0, note="0.001 is usual"), Doc("Learning rate.")] = 0.001
+    epochs: Annotated[int, Range(1), Doc("Passes over the data.")] = 10
+    patience: Annotated[int | None, Range(1), Doc("Epochs without improvement; none: never stop.")] = None
+    kernel: Annotated[int, Range(3, 9, step=2), Doc("Frames.")] = 5
+    shard: Annotated[int, Range(1, 100, also=0), Doc("Items of a shard; 0: chosen.")] = 0
+    mode: Annotated[Literal["self", "supervised"], Doc("With or without labels.")] = "self"
+    devices: Annotated[int | Literal["all"], Range(1, 64), Doc("Devices.")] = 1
+    network: Annotated[str, OneOf(lambda: ("unet", "hrnet")), Doc("Network.")] = "unet"
+    flag: Annotated[bool, Doc("Whether.")] = False
+    stations: Annotated[tuple[Station, ...], Length(0, 3), Doc("Receivers.")] = ()
+    nested: Annotated[Station, Doc("One station.")] = field(default_factory=lambda: Station(name="a"))
+
+    def __post_init__(self) -> None:
+        check(self)
+        if self.mode == "self" and self.flag:
+            raise ConfigError(
+                "needs labels", field="flag", value=True, code="conflict", hint="set {mode} to supervised"
+            )
+
+
+@pytest.mark.parametrize(
+    ("values", "name", "code"),
+    [
+        ({"rate": 0}, "rate", "out_of_range"),
+        ({"rate": float("nan")}, "rate", "out_of_range"),
+        ({"rate": "fast"}, "rate", "wrong_type"),
+        ({"rate": True}, "rate", "wrong_type"),
+        ({"epochs": 0}, "epochs", "out_of_range"),
+        ({"epochs": 1.5}, "epochs", "wrong_type"),
+        ({"epochs": None}, "epochs", "wrong_type"),
+        ({"patience": 0}, "patience", "out_of_range"),
+        ({"kernel": 4}, "kernel", "out_of_range"),
+        ({"shard": 101}, "shard", "out_of_range"),
+        ({"mode": "slef"}, "mode", "unknown_choice"),
+        ({"devices": "some"}, "devices", "unknown_choice"),
+        ({"devices": 65}, "devices", "out_of_range"),
+        ({"network": "alexnet"}, "network", "unknown_choice"),
+        ({"flag": 1}, "flag", "wrong_type"),
+        ({"flag": True}, "flag", "conflict"),
+        ({"epoch": 3}, "epoch", "unknown_field"),
+        ({"stations": [{"lat": 3}]}, "stations[0].name", "missing"),
+        ({"stations": [{"name": "x", "lat": 91}]}, "stations[0].lat", "out_of_range"),
+        ({"stations": [{"name": "x"}] * 4}, "stations", "wrong_length"),
+        ({"stations": 3}, "stations", "wrong_type"),
+        ({"nested": {"name": ""}}, "nested.name", "wrong_length"),
+        ({"nested": []}, "nested", "wrong_type"),
+    ],
+)
+def test_a_wrong_value_names_its_field_and_its_fault(values: dict[str, Any], name: str, code: str):
+    with pytest.raises(ConfigError) as caught:
+        read(Config, values)
+
+    assert (caught.value.field, caught.value.code) == (f"config.{name}", code)
+
+
+def test_plain_values_become_nested_configurations():
+    config = read(Config, {"rate": 1, "stations": [{"name": "x", "lat": 3}], "devices": "all", "patience": None})
+
+    assert config.stations == (Station(name="x", lat=3.0),)
+    assert isinstance(config.rate, float)
+
+
+def test_an_instance_is_checked_as_a_request_is():
+    with pytest.raises(ConfigError, match="epochs=0 must be at least 1"):
+        Config(epochs=0)
+
+
+def test_each_surface_writes_names_its_own_way():
+    with pytest.raises(ConfigError) as caught:
+        Config(flag=True)
+
+    assert str(caught.value) == "flag=true needs labels; set mode to supervised"
+    assert caught.value.phrase(lambda name: f"--{name}") == "--flag=true needs labels; set --mode to supervised"
+
+
+def test_the_schema_has_ranges_choices_defaults_and_sentences():
+    properties = schema(Config)["properties"]
+
+    assert properties["rate"]["exclusiveMinimum"] == 0
+    assert properties["patience"]["anyOf"] == [{"type": "integer", "minimum": 1}, {"type": "null"}]
+    assert properties["mode"]["enum"] == ["self", "supervised"]
+    assert properties["network"]["enum"] == ["unet", "hrnet"]
+    assert properties["stations"]["items"]["properties"]["lat"]["description"] == "Latitude (°)."
+    assert properties["nested"]["default"] == {"name": "a", "lat": 0.0}
+
+
+def test_the_table_has_a_row_for_each_setting():
+    assert len(table(Config).splitlines()) == 2 + len(settings(Config))
