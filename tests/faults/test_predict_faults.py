@@ -17,7 +17,7 @@ from fault_service import Serve, brim, until
 from predict_storm import Ask, Told, bomb, form, geometries, resident_bytes, storm
 
 from brim.segmentation import ModelLoader
-from brim.segmentation.images import geojson
+from brim.segmentation.images.geojson import geojson
 from brim.segmentation.networks.network import normalise
 from brim.segmentation.networks.registry import create_model
 from brim.segmentation.networks.weights import save_weights

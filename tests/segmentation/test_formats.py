@@ -17,13 +17,13 @@ from PIL import Image
 from pycocotools.coco import COCO
 
 from brim.errors import ConfigError, StorageError
-from brim.segmentation.images import geojson
 from brim.segmentation.images.formats import FORMATS, Writer, encoded, output_stems, overlay
-from brim.segmentation.images.geojson import geojson_of
+from brim.segmentation.images.geojson import geojson
 from brim.segmentation.images.imagej import roi_bytes
 from brim.segmentation.objects.outlines import find_rings, stack
 from brim.segmentation.objects.polygons import Polygon, fill, to_polygons, trace
 from brim.segmentation.objects.prediction import Prediction
+from brim.segmentation.rings import geojson_of
 
 HEIGHT, WIDTH = 40, 56
 

@@ -19,15 +19,16 @@ from brim.engine.batching.servable import Answer, Item, Payload
 from brim.engine.batching.warm_up import warm_up
 from brim.engine.device.memory import inject_oom
 from brim.errors import ConfigError, ImageError, TooLarge, UnsupportedType
-from brim.segmentation.images import geojson
 from brim.segmentation.images.formats import encoded
+from brim.segmentation.images.geojson import geojson
 from brim.segmentation.images.reading import read_image
 from brim.segmentation.networks import registry
 from brim.segmentation.networks.weights import save_weights
 from brim.segmentation.objects.prediction import Prediction
 from brim.segmentation.prediction import serving as module
 from brim.segmentation.prediction.loader import ModelLoader
-from brim.segmentation.prediction.serving import MEDIA_TYPES, RINGS, SegmentServable, geojson_of
+from brim.segmentation.prediction.serving import MEDIA_TYPES, SegmentServable
+from brim.segmentation.rings import RINGS, Rings, geojson_of
 from brim.segmentation.tuning.batch_sizes import BatchSizes, Entry, device_info, device_key
 
 CPU = torch.device("cpu")
@@ -165,10 +166,10 @@ def test_rings_become_the_same_text_elsewhere(servable, holes):
 
     assert found.media_type == RINGS
     assert found.facts == expected.facts
-    assert geojson_of(found.body) == expected.body
+    assert geojson_of(Rings.from_bytes(found.body)) == expected.body
     assert answer(servable, png(50, 60), as_rings=True, format="mask").media_type == "image/png"
     nothing = answer(servable, png(50, 60), as_rings=True, threshold=0.999999)
-    assert geojson_of(nothing.body) == answer(servable, png(50, 60), threshold=0.999999).body
+    assert geojson_of(Rings.from_bytes(nothing.body)) == answer(servable, png(50, 60), threshold=0.999999).body
 
 
 def test_coco_is_one_file_of_one_image(servable):

@@ -95,7 +95,7 @@ class Expected:
         }  # fmt: skip
 
     def outlines(self, payload: Payload, version: str) -> list[Any]:
-        from brim.segmentation.images import geojson
+        from brim.segmentation.images.geojson import geojson
 
         threshold = payload.options.get("threshold", 0.5)
         return outlines(geojson(self._loaders[version].predict(bytes(payload.data), "tiny", threshold).polygons))

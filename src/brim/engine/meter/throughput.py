@@ -15,7 +15,7 @@ from typing import Any, Self
 import torch
 
 from brim.engine.device.devices import gpu_uuid
-from brim.engine.device.nvml import close_nvml, find_gpu, open_nvml, quietly
+from brim.engine.nvml import close_nvml, find_gpu, open_nvml, quietly
 from brim.errors import ConfigError
 
 BUSY = "busy"  # in the stage's own work

@@ -17,54 +17,14 @@ which does the same on a GPU, gives the same bits.
 # Axes: H rows, W columns; C corners; E = C / 2 level edges, edge e from corner 2e on its left to 2e + 1; R rings
 
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import cv2
 import numpy as np
 
+from brim.segmentation.rings import Rings
+
 _BAND_PIXELS = 2**21  # looked at together: what is as large as the mask is a band only, and fits the cache
-
-
-class Rings(NamedTuple):
-    """Rings in the order of their first points, from top to bottom; an outline starts at its upper left."""
-
-    points: np.ndarray  # (C, 2) int32, x and y; outlines run downwards first, holes the other way
-    first: np.ndarray  # (R + 1,) where each ring starts in points, and where the last one ends
-    area: np.ndarray  # (R,) float64, pixels that the ring encloses; negative for a hole
-    mass: np.ndarray  # (R,) float64, sum of their probabilities, signed like the area; exact
-    owner: np.ndarray  # (R,) the outline that the ring belongs to; -1: it belongs to none
-
-    def between(self, start: int, end: int, top: int) -> "Rings":
-        """The rings from start to end, of the mask that begins in row top of the stack; the points are copied."""
-        first, own = self.first[start : end + 1], slice(start, end)
-        points = self.points[first[0] : first[-1]] - np.array([0, top], np.int32)
-        owner = np.maximum(self.owner[own] - start, -1)
-        return Rings(points, first - first[0], self.area[own], self.mass[own], owner)
-
-    @property
-    def num_outlines(self) -> int:
-        """Objects."""
-        return int((self.owner == np.arange(len(self.owner))).sum())
-
-    def to_bytes(self) -> bytes:
-        """For another process of this machine, in a few copies."""
-        head = np.array([len(self.points), len(self.owner)], np.int64)
-        return b"".join(
-            (head.tobytes(), *(a.astype(t, copy=False).tobytes() for a, t in zip(self, _DTYPES, strict=True)))
-        )
-
-    @classmethod
-    def from_bytes(cls, data: bytes) -> "Rings":
-        """What to_bytes wrote; the arrays are views of it."""
-        num_points, num_rings = np.frombuffer(data, np.int64, 2).tolist()
-        sizes, at, arrays = (2 * num_points, num_rings + 1, num_rings, num_rings, num_rings), 16, []
-        for size, dtype in zip(sizes, _DTYPES, strict=True):
-            arrays.append(np.frombuffer(data, dtype, size, at))
-            at += size * dtype.itemsize
-        return cls(arrays[0].reshape(-1, 2), *arrays[1:])
-
-
-_DTYPES: tuple[Any, ...] = tuple(map(np.dtype, (np.int32, np.int64, np.float64, np.float64, np.int64)))  # of Rings
 
 
 class _Corners(NamedTuple):

@@ -14,7 +14,8 @@ from itertools import pairwise
 import numpy as np
 
 from brim.errors import ConfigError
-from brim.segmentation.objects.outlines import Rings, find_rings, stack
+from brim.segmentation.objects.outlines import find_rings, stack
+from brim.segmentation.rings import Rings, measures
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,15 +70,6 @@ def to_polygons(rings: Rings) -> list[Polygon]:
     chosen = outlines.tolist()
     within = [tuple(holes[ring]) if ring in holes else () for ring in chosen]
     return list(map(Polygon, [parts[ring] for ring in chosen], within, area.tolist(), confidence.tolist()))
-
-
-def measures(rings: Rings) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Of each polygon: the ring that is its outline, its area in pixels, its confidence."""
-    outlines = np.flatnonzero(rings.owner == np.arange(len(rings.owner)))
-    belongs = np.flatnonzero(rings.owner >= 0)
-    owner, num = rings.owner[belongs], len(rings.owner)
-    area, mass = (np.bincount(owner, values[belongs], num)[outlines] for values in (rings.area, rings.mass))
-    return outlines, area, np.clip(mass / area, 0, 1)
 
 
 def fill(polygons: Iterable[Polygon], height: int, width: int) -> np.ndarray:

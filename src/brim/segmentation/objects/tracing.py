@@ -17,9 +17,9 @@ from brim.engine.device.memory import check_injected, guard
 from brim.engine.pipeline import HostCopy, Pending
 from brim.errors import OutOfMemory
 from brim.segmentation.objects import device_rings
-from brim.segmentation.objects.outlines import Rings
 from brim.segmentation.prediction.batching import Frame
 from brim.segmentation.prediction.scoring import Done, Scores
+from brim.segmentation.rings import Rings
 
 TRACING_DEVICES = ("cuda",)  # where device_rings is faster than outlines
 LEAST_PIXELS = 2**19  # traced together: 250 kernels take 2 ms to launch, for which the host traces 700 000 pixels

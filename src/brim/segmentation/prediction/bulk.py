@@ -29,7 +29,6 @@ from brim.segmentation.images.reading import ImageInput, image_bytes, read_image
 from brim.segmentation.networks.network import Network
 from brim.segmentation.networks.registry import create_model
 from brim.segmentation.networks.weights import load_weights
-from brim.segmentation.objects.outlines import Rings
 from brim.segmentation.objects.polygons import to_polygons
 from brim.segmentation.objects.prediction import Prediction
 from brim.segmentation.objects.tracing import Traced
@@ -39,6 +38,7 @@ from brim.segmentation.prediction.loader import ModelLoader
 from brim.segmentation.prediction.records import Record, Records
 from brim.segmentation.prediction.stream import CEILING_S, Lock, PredictRun
 from brim.segmentation.prediction.tiles import DEFAULT_TILE
+from brim.segmentation.rings import Rings
 from brim.segmentation.tuning.batch_sizes import FILE_NAME
 
 PARCEL_IMAGES = 32  # at least, rounded up to whole batches: 80 ms of an H200, a second of a core that decodes

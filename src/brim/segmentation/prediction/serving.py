@@ -23,25 +23,23 @@ from torch import Tensor
 from brim.engine.batching.servable import Answer, Item, Payload, Shape
 from brim.engine.batching.warm_up import ladder
 from brim.errors import ConfigError, ImageError, OutOfMemory, TooLarge
-from brim.segmentation.images import geojson
 from brim.segmentation.images.formats import FORMATS, encoded
 from brim.segmentation.images.reading import image_size, read_image
 from brim.segmentation.networks.network import DTYPES, Network
 from brim.segmentation.networks.registry import create_model, find_model
 from brim.segmentation.networks.weights import load_weights
-from brim.segmentation.objects.outlines import Rings
 from brim.segmentation.objects.tracing import Traced
 from brim.segmentation.prediction.batching import Batch, Frame, Patch, cut
 from brim.segmentation.prediction.config import PredictConfig, check_threshold
 from brim.segmentation.prediction.scoring import Done
 from brim.segmentation.prediction.stream import DECODED_BYTES, PredictRun
 from brim.segmentation.prediction.tiles import DEFAULT_TILE, Grid, padded, usable_tile
+from brim.segmentation.rings import RINGS
 from brim.segmentation.tuning.batch_sizes import Entry
 from brim.segmentation.tuning.known_sizes import KnownSizes
 from brim.segmentation.tuning.tune import QUICK_SECONDS
 
 MAX_PIXELS = 2**26  # of one image, unless the options say otherwise
-RINGS = "application/x-brim-rings"  # instead of GeoJSON, for a caller that makes the text itself
 MEDIA_TYPES = {
     "geojson": "application/geo+json",
     "coco": "application/json",
@@ -342,11 +340,6 @@ class _Options:
         check_threshold(self.threshold)
         if self.format not in FORMATS:
             raise ConfigError(f"format={self.format} is unknown; choose one of {', '.join(FORMATS)}")
-
-
-def geojson_of(rings: bytes) -> bytes:
-    """The text of an answer that is RINGS."""
-    return geojson.geojson_of(Rings.from_bytes(rings))
 
 
 def _ramps(side: int) -> np.ndarray:

@@ -29,7 +29,7 @@ from brim.errors import ImageError, OutOfMemory
 from brim.segmentation.images.reading import ImageInput, read_image
 from brim.segmentation.images.stored import StoredImage
 from brim.segmentation.networks.network import Network
-from brim.segmentation.objects.outlines import Rings, find_rings, stack
+from brim.segmentation.objects.outlines import find_rings, stack
 from brim.segmentation.objects.polygons import Polygon, to_polygons, trace_all
 from brim.segmentation.objects.prediction import Prediction
 from brim.segmentation.objects.tracing import Traced, Tracer
@@ -37,6 +37,7 @@ from brim.segmentation.prediction.batching import Batch, Frame, cut, group
 from brim.segmentation.prediction.config import PredictConfig
 from brim.segmentation.prediction.scoring import Done, Scorer
 from brim.segmentation.prediction.tiles import usable_tile
+from brim.segmentation.rings import Rings
 
 TRACER_SHARE = 0.375  # of the threads that decode: an image takes 9 ms to trace, and as a PNG 33 ms to decode
 MAKER_SHARE = 0.125  # likewise where the device traces: what is left takes 1 ms, under the interpreter's lock

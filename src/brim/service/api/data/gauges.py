@@ -4,7 +4,7 @@ from pathlib import Path
 from types import ModuleType, TracebackType
 from typing import Any, NamedTuple, Self
 
-from brim.engine.device.nvml import close_nvml, find_gpu, open_nvml, quietly
+from brim.engine.nvml import close_nvml, find_gpu, open_nvml, quietly
 
 PROC = Path("/proc")
 _IDLE = (3, 4)  # of the numbers in /proc/stat: idle, and idle while a disk is busy

@@ -295,11 +295,11 @@ async def _segment(asked: Asked, file: File, form: Form) -> Answer:
         max_pixels=asked.here.settings.max_predict_pixels,
         as_rings=True,
     )
-    from brim.segmentation.prediction.serving import MEDIA_TYPES, RINGS, geojson_of  # torch: too slow for the start
+    from brim.segmentation.rings import RINGS, Rings, geojson_of  # NumPy: too slow for the start
 
     if answer.media_type != RINGS:
         return answer
-    return Answer(geojson_of(answer.body), MEDIA_TYPES["geojson"], answer.facts)
+    return Answer(geojson_of(Rings.from_bytes(answer.body)), "application/geo+json", answer.facts)
 
 
 async def _one(asked: Asked, file: File, form: Form) -> Answer | Exception:
