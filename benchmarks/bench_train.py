@@ -32,13 +32,14 @@ from torch import Tensor, nn
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler
 from torch.utils.data import Dataset as TorchDataset
 
+from brim.engine.config import Tier, TrainConfig
 from brim.engine.device.devices import resolve_device, worker_count
 from brim.engine.device.memory import format_size
 from brim.engine.rows.files import DatasetSource, SqlSource
-from brim.engine.rows.resident import Resident, Tier
+from brim.engine.rows.resident import Resident
 from brim.engine.storage.dataset import Dataset
 from brim.engine.storage.writer import ShardWriter
-from brim.engine.training.config import TrainConfig, resolve_precision
+from brim.engine.training.step import resolve_precision
 from brim.engine.training.trainer import train
 from brim.rf import generate, preset
 from brim.rf.location.model import PREPARED, Locator, LocatorConfig, flip, loss, prepare

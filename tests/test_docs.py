@@ -20,7 +20,7 @@ import torch
 from brim.cli.rf import generate as generate_command
 from brim.cli.segment import predict, train, tune
 from brim.cli.sequence import sequence
-from brim.engine.training.config import TrainConfig
+from brim.engine.config import TrainConfig
 from brim.rf import FEATURES, TRUTH, GenerateConfig
 from brim.rf.location.train import LocatorTraining
 from brim.segmentation import model_names

@@ -241,6 +241,14 @@ def test_the_engine_trains_without_what_only_databases_or_logs_need():
     assert done.stdout.split() == []
 
 
+def test_settings_load_without_torch():
+    code = "import sys, brim.engine.config, brim.rf.config\nprint(*{'torch', 'triton', 'cv2'} & set(sys.modules))"
+
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+
+    assert done.stdout.split() == []
+
+
 # The rule itself
 
 

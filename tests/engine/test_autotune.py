@@ -6,7 +6,8 @@ from collections.abc import Callable
 
 import pytest
 
-from brim.engine.tuning.search import Sweep, SweepConfig, Trial, sweep
+from brim.engine.config import SweepConfig
+from brim.engine.tuning.search import Sweep, Trial, sweep
 from brim.engine.tuning.trial_book import TrialBook, merge
 from brim.errors import ConfigError, OutOfMemory
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from brim.engine.config import BucketConfig, TrainConfig
 from brim.engine.rows import buckets as module
-from brim.engine.rows.buckets import BucketConfig, Buckets
-from brim.engine.training.config import TrainConfig
+from brim.engine.rows.buckets import Buckets
 from brim.errors import ConfigError, DatasetError
 
 COUNT = BucketConfig(batch_size=64)

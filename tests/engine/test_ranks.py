@@ -10,11 +10,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from brim.cli import main
+from brim.engine.config import BucketConfig, Tier, TrainConfig
 from brim.engine.rows.order import Blocks, epoch_order
-from brim.engine.rows.ragged import BucketConfig, RaggedResident, RaggedTensors
-from brim.engine.rows.resident import Resident, Shuffle, Tier
+from brim.engine.rows.ragged import RaggedResident, RaggedTensors
+from brim.engine.rows.resident import Resident, Shuffle
 from brim.engine.rows.source import TensorSource
-from brim.engine.training.config import TrainConfig
 from brim.engine.training.rank_share import Dropout, Share, SharedNorm, computing, cut, drawn, share_norms
 from brim.engine.training.ranks import Pace, Ranks, joined
 from brim.engine.training.trainer import train

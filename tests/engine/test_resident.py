@@ -8,11 +8,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from brim.engine.config import TIERS
 from brim.engine.device.memory import inject_oom
 from brim.engine.rows import held, loading, tiers
 from brim.engine.rows import resident as module
 from brim.engine.rows.files import DatasetSource, TensorSource
-from brim.engine.rows.resident import TIERS, Resident, as_dataloader, choose_tier, epoch_order
+from brim.engine.rows.resident import Resident, as_dataloader, choose_tier, epoch_order
 from brim.engine.storage.writer import ShardWriter
 from brim.errors import ConfigError, OutOfMemory, StorageError
 

@@ -5,7 +5,8 @@ from typing import Any
 import pytest
 import torch
 
-from brim.engine.training.config import TrainConfig, learning_rate_at, recipe_of, resolve_precision
+from brim.engine.config import TrainConfig, learning_rate_at, recipe_of
+from brim.engine.training.step import resolve_precision
 from brim.errors import ConfigError
 
 

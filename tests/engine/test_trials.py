@@ -8,8 +8,9 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from brim.engine.config import SweepConfig
 from brim.engine.device.memory import INJECT_VARIABLE, inject_oom
-from brim.engine.tuning.search import SweepConfig, Trial, merge
+from brim.engine.tuning.search import Trial, merge
 from brim.engine.tuning.trials import ProbeConfig, Prober, budget_bytes, tune
 from brim.errors import ConfigError, OutOfMemory
 

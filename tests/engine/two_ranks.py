@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from brim.engine.config import TrainConfig
 from brim.engine.rows.resident import Resident
 from brim.engine.rows.source import TensorSource
-from brim.engine.training.config import TrainConfig
 from brim.engine.training.rank_share import Dropout, Share, computing, drawn, gathered, own_rows, share_norms
 from brim.engine.training.ranks import Ranks, joined
 from brim.engine.training.trainer import train

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from brim.engine.tuning.search import SweepConfig
+from brim.engine.config import SweepConfig
 from brim.engine.tuning.trials import Prober, budget_bytes, tune
 from brim.errors import OutOfMemory
 

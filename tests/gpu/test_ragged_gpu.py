@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from brim.engine.config import TIERS, BucketConfig
 from brim.engine.device.memory import inject_oom
-from brim.engine.rows.order import TIERS
-from brim.engine.rows.ragged import BucketConfig, RaggedResident, RaggedTensors
+from brim.engine.rows.ragged import RaggedResident, RaggedTensors
 from brim.engine.training import step as module
 from brim.engine.training.trainer import TrainConfig, train
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
+from brim.engine.config import TrainConfig
 from brim.engine.device.devices import stream
-from brim.engine.training.config import TrainConfig
 from brim.engine.training.trainer import train
 from brim.sequences.evaluation.scores import adjusted_rand_index
 from brim.sequences.model.lstm import BiLstm

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from brim.engine.rows.buckets import BucketConfig
+from brim.engine.config import BucketConfig
 from brim.engine.rows.ragged import RaggedResident
 from brim.engine.storage.writer import ShardWriter
 from brim.errors import ConfigError, DatasetError, ShardCorrupt, StorageError

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from brim.engine.rows.buckets import BucketConfig
+from brim.engine.config import BucketConfig
 from brim.engine.training.trainer import TrainConfig, train
 from brim.errors import ConfigError, DatasetError
 from brim.sequences.corpus.packing import pack

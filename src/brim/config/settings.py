@@ -26,7 +26,7 @@ class Range:
         if value == self.also:
             return True
         if (
-            math.isnan(value)
+            not math.isfinite(value)
             or (self.low is not None and value < self.low)
             or (self.high is not None and value > self.high)
         ):

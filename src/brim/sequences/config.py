@@ -4,9 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
-from brim.engine.rows.buckets import BucketConfig
-from brim.engine.rows.order import TIERS, Tier
-from brim.engine.training.config import Compile, Precision, TrainConfig, recipe_of
+from brim.engine.config import TIERS, BucketConfig, Compile, Precision, Tier, TrainConfig, recipe_of
 from brim.errors import ConfigError
 from brim.sequences.model.network import SequenceConfig
 from brim.sequences.training.augment import Augmentation

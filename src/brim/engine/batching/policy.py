@@ -10,11 +10,13 @@ start if the plan of what it leaves behind does. So a promise made at the door i
 import math
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
+from typing import Annotated
 
+from brim.config import Range, check
 from brim.engine.batching.plan import Entry, Request, make_plan, work_s
 from brim.engine.batching.queue import Lane, Waiting
 from brim.engine.batching.service_times import GAIN, MAX_KEYS, QUANTILE, Ladder, ServiceTimes, Windows
-from brim.errors import ConfigError, Overloaded
+from brim.errors import Overloaded
 
 RATE_WINDOW_S = 0.25  # over which arrivals are counted: long beside a batch, short beside a change of load
 IN_FLIGHT = 2  # batches on a device: one that runs and one behind it
@@ -51,27 +53,21 @@ class Wait:
 class BatcherConfig:
     """When a batch starts and what may be promised."""
 
-    max_queue_delay_ms: float = 5.0  # longest an idle device waits for a fuller batch, and only where that pays
-    # The next batch is formed this long before the running one should end, or as long as queueing one takes where that
-    # is known to be longer: no gap on a device.
-    lead_ms: float = 2.0
-    margin: float = 0.05  # of an estimate, kept back when promising
-    grace: float = 0.05  # of a request's limit: expected to be later than that, it is given up before it runs
-    max_waiting: int = 4096  # parts
-    # Least time between requests that an idle device tries though they should be late: only what runs corrects a
-    # guess, and one above a deadline would refuse for ever what it is of.
+    # How long an idle device waits at most for a fuller batch, and only if waiting pays.
+    max_queue_delay_ms: Annotated[float, Range(0)] = 5.0
+    # The next batch is formed this long before the running one is expected to end (or as long as launching one takes,
+    # if that is longer), so that the device has no gap.
+    lead_ms: Annotated[float, Range(0)] = 2.0
+    margin: Annotated[float, Range(0, below=1)] = 0.05  # added to an estimate before a deadline is promised
+    # Share of a request's time limit: a request expected to be later than that is dropped before it runs.
+    grace: Annotated[float, Range(0, below=1)] = 0.05
+    max_waiting: Annotated[int, Range(1)] = 4096  # parts in the queue
+    # Least time between requests that an idle device tries although they should be late: only running a batch
+    # corrects an estimate, and one above a deadline would otherwise reject its requests forever.
     probe_s: float = 1.0
 
     def __post_init__(self) -> None:
-        if self.max_queue_delay_ms < 0 or self.lead_ms < 0:
-            raise ConfigError(
-                f"max_queue_delay_ms={self.max_queue_delay_ms} and lead_ms={self.lead_ms} must not be negative; "
-                "0 turns each of them off"
-            )
-        if not (0 <= self.margin < 1 and 0 <= self.grace < 1):
-            raise ConfigError(f"margin={self.margin} and grace={self.grace} must be in [0, 1); 0.05 is 5 %")
-        if self.max_waiting < 1:
-            raise ConfigError(f"max_waiting={self.max_waiting} must be at least 1 part")
+        check(self)
 
 
 @dataclass(slots=True)

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from brim.engine.config import BucketConfig
 from brim.engine.device.devices import stream
 from brim.engine.rows.order import HOST
 from brim.errors import ConfigError, DatasetError
@@ -28,34 +29,6 @@ _MULTIPLES = (8, 4, 2, 1)  # the larger, the fewer lengths there are, and the be
 _MORE_WASTE = 0.01  # that a larger multiple may add where none pads little enough
 
 Array = np.ndarray[Any, np.dtype[np.int64]]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BucketConfig:
-    """How large batches are, and how much of them may be padding."""
-
-    batch_size: int | None = 64  # items of a batch; or
-    max_frames: int | None = None  # frames of a batch, padding included; exactly one of the two
-    max_waste: float = 0.05  # padding of an epoch, share of its frames, where max_buckets allow it
-    max_buckets: int = 31  # with the short last batch as many shapes as TrainConfig.max_graphs lets a GPU capture
-    multiple: int | None = None  # of padded lengths; None: the largest of 8, 4, 2, 1 to keep max_waste and mix
-    max_stretch: float = 4.0  # with batch_size: padded frames of a batch over those of one of mean length, without the
-    # longest twentieth; longer items come in smaller batches, down to one
-
-    def __post_init__(self) -> None:
-        """Check every value."""
-        if (self.batch_size is None) == (self.max_frames is None):
-            raise ConfigError(
-                f"batch_size={self.batch_size} and max_frames={self.max_frames}: give one of them, the other as None"
-            )
-        for name in ("batch_size", "max_frames", "max_buckets", "multiple"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ConfigError(f"{name}={value} must be at least 1")
-        if not 0 <= self.max_waste < 1:
-            raise ConfigError(f"max_waste={self.max_waste} must be a share in [0, 1), such as 0.05")
-        if not self.max_stretch >= 1:
-            raise ConfigError(f"max_stretch={self.max_stretch} must be at least 1, such as 4")
 
 
 @dataclass(frozen=True, slots=True)

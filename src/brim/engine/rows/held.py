@@ -8,11 +8,12 @@ from typing import Generic, Literal, Self
 
 import torch
 
+from brim.engine.config import Tier
 from brim.engine.device.devices import describe, with_index
 from brim.engine.device.memory import format_size, free_bytes
 from brim.engine.rows.epoch import OpenEpochs
 from brim.engine.rows.loading import Kept, first_that_fits
-from brim.engine.rows.order import HOST, Choice, Tier, choose_tier
+from brim.engine.rows.order import HOST, Choice, choose_tier
 from brim.engine.training.ranks import Ranks
 
 log = logging.getLogger("brim")

@@ -9,11 +9,12 @@ from typing import Protocol, TypeVar
 
 import torch
 
+from brim.engine.config import TIERS, Tier
 from brim.engine.device.devices import worker_count
 from brim.engine.device.memory import format_size, free_bytes, guard
 from brim.engine.rows.files import TensorSource, row_bytes
 from brim.engine.rows.layout import Batch, Layout
-from brim.engine.rows.order import HOST, TIERS, Choice, Tier
+from brim.engine.rows.order import HOST, Choice
 from brim.engine.rows.split import Rows
 from brim.engine.rows.tiers import Memory, mark, pinned
 from brim.engine.storage.dataset import Fields

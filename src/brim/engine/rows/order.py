@@ -6,14 +6,13 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from brim.engine.config import TIERS, Tier
 from brim.engine.device.devices import stream
 from brim.engine.device.memory import format_size
 from brim.errors import ConfigError
 
-Tier = Literal["vram", "ram", "window"]
 Shuffle = bool | Literal["blocks"]
 
-TIERS: tuple[Tier, ...] = ("vram", "ram", "window")
 HOST = torch.device("cpu")
 
 _BLOCK_BYTES = 32 * 2**20  # of a block, at most: the first one of an epoch is waited for

@@ -19,12 +19,13 @@ from typing import Any, Literal, cast
 import torch
 from torch import Tensor
 
+from brim.engine.config import BucketConfig, Tier
 from brim.engine.device.memory import check_injected
-from brim.engine.rows.buckets import BucketConfig, Bucketed, Buckets
+from brim.engine.rows.buckets import Bucketed, Buckets
 from brim.engine.rows.epoch import Epoch
 from brim.engine.rows.held import Held
 from brim.engine.rows.layout import Batch
-from brim.engine.rows.order import Tier, check_tier
+from brim.engine.rows.order import check_tier
 from brim.engine.rows.ragged_source import RaggedSource, RaggedTensors, Runs, check_columns, check_source
 from brim.engine.rows.ragged_tiers import DeviceFrames, FrameStore, HostFrames, Items, Place, SourceFrames
 from brim.engine.rows.split import Rows

@@ -17,12 +17,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from brim.engine.config import Tier
 from brim.engine.device.devices import worker_count
 from brim.engine.device.memory import format_size, free_bytes
 from brim.engine.pipeline import Pipeline, Stage
 from brim.engine.rows.buckets import Bucketed
 from brim.engine.rows.layout import Batch, Layout, gather
-from brim.engine.rows.order import HOST, Tier
+from brim.engine.rows.order import HOST
 from brim.engine.rows.ragged_source import RaggedSource, Runs, batch_fields
 from brim.engine.rows.tiers import mark, pinned, to_device
 from brim.errors import OutOfMemory

@@ -20,24 +20,14 @@ from typing import Literal, cast
 import torch
 from torch import Tensor
 
+from brim.engine.config import TIERS, Tier
 from brim.engine.device.memory import check_injected, free_bytes
 from brim.engine.rows.epoch import Epoch, ResidentLoader, as_dataloader
 from brim.engine.rows.files import Source, row_bytes
 from brim.engine.rows.held import Held
 from brim.engine.rows.layout import Batch, Layout, Target, check_out, gather
 from brim.engine.rows.loading import fill_memory
-from brim.engine.rows.order import (
-    HOST,
-    TIERS,
-    Blocks,
-    Choice,
-    Shuffle,
-    Tier,
-    check_options,
-    choose_tier,
-    default_block,
-    epoch_order,
-)
+from brim.engine.rows.order import HOST, Blocks, Choice, Shuffle, check_options, choose_tier, default_block, epoch_order
 from brim.engine.rows.split import Rows, chosen_fields
 from brim.engine.rows.tiers import DeviceStore, HostStore, Plan, Store
 from brim.engine.rows.window import WindowStore, num_slots

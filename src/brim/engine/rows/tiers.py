@@ -13,10 +13,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from brim.engine.config import Tier
 from brim.engine.device.devices import worker_count
 from brim.engine.pipeline import Pipeline, Stage
 from brim.engine.rows.layout import Batch, Layout, gather
-from brim.engine.rows.order import Tier
 
 log = logging.getLogger("brim")
 

@@ -6,10 +6,11 @@ from typing import Any, Self
 
 import torch
 
+from brim.engine.config import Tier
 from brim.engine.device.devices import worker_count
 from brim.engine.pipeline import Pipeline, Stage
 from brim.engine.rows.layout import Batch, Layout, gather
-from brim.engine.rows.order import Blocks, Tier, Turns
+from brim.engine.rows.order import Blocks, Turns
 from brim.engine.rows.split import Rows
 from brim.engine.rows.tiers import Plan, mark, pinned, to_device
 

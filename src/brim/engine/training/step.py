@@ -9,15 +9,15 @@ import logging
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
+from brim.engine.config import Precision, TrainConfig
 from brim.engine.device.devices import stream
 from brim.engine.device.memory import check_injected, guard
 from brim.engine.meter.stalls import find_syncs
-from brim.engine.training.config import TrainConfig, resolve_precision
 from brim.engine.training.rank_share import Share, computing
 from brim.engine.training.ranks import Ranks
 from brim.errors import ConfigError, OutOfMemory
@@ -402,3 +402,20 @@ def _checked(loss: Tensor) -> Tensor:
 
 def _first_line(failure: BaseException) -> str:
     return (str(failure).strip() or type(failure).__name__).splitlines()[0]
+
+
+def resolve_precision(name: Precision, device: torch.device) -> Literal["fp32", "bf16", "fp16"]:
+    """The precision of the forward pass on a device, or a ConfigError if the device does not support it."""
+    if device.type == "cpu":
+        if name == "fp16":
+            raise ConfigError(
+                "needs a GPU", field="precision", value=name, code="unsupported", hint="use bf16 or fp32 on a CPU"
+            )
+        return "fp32" if name == "auto" else name
+    has_bf16 = torch.cuda.get_device_capability(device) >= (8, 0)
+    if name == "bf16" and not has_bf16:
+        gpu = torch.cuda.get_device_name(device)
+        raise ConfigError(
+            f"is not supported by {gpu}", field="precision", value=name, code="unsupported", hint="use fp16 or fp32"
+        )
+    return ("bf16" if has_bf16 else "fp16") if name == "auto" else name

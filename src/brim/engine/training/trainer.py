@@ -23,12 +23,12 @@ from typing import Any, NoReturn, Protocol
 import torch
 from torch import Tensor, nn
 
+from brim.engine.config import TrainConfig, learning_rate_at
 from brim.engine.device.devices import resolve_device
 from brim.engine.device.memory import PeakMemory
 from brim.engine.meter.stalls import StepTimes, mean_times, time_step
 from brim.engine.meter.throughput import GpuSampler
 from brim.engine.training.checkpoint import locked
-from brim.engine.training.config import TrainConfig, learning_rate_at
 from brim.engine.training.losses import BAD_ITEMS, all_finite, likely_cause
 from brim.engine.training.rank_share import Share, computing
 from brim.engine.training.ranks import Pace, Ranks

@@ -14,11 +14,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
+from brim.engine.config import SweepConfig
 from brim.engine.tuning.trial_book import Status, Trial, TrialBook, merge
 from brim.engine.tuning.verdict import verdict
-from brim.errors import ConfigError, OutOfMemory
+from brim.errors import OutOfMemory
 
-__all__ = ["Probe", "Prove", "Status", "Sweep", "SweepConfig", "Trial", "merge", "sweep"]
+__all__ = ["Probe", "Prove", "Status", "Sweep", "Trial", "merge", "sweep"]
 
 Probe = Callable[[int], Trial]  # batch → one short measurement; OutOfMemory when it does not fit
 Prove = Callable[[int, int], Trial]  # batch, steps → that many steps at least, with the peak memory of all
@@ -31,44 +32,6 @@ AIM = 0.97  # of the allowed memory: the first guess at the largest batch should
 LEAP = 8  # times the largest size that ran: as far as one proof goes
 WORTH = 0.03  # a larger safe batch than this is worth another try
 FAILURES = 5  # tries above the proven size that may fail
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SweepConfig:
-    """How far, how long and how precisely to search."""
-
-    limit: int = 4096  # largest batch tried, items
-    headroom: float = 0.10  # share of the memory budget kept free; fragmentation needs some
-    seconds: float = 60.0  # for the whole search; warm-up of the first call of a size counts apart
-    warmup_seconds: float = 600.0  # of such warm-up that counts apart; what is above counts
-    tolerance: float = 0.02  # throughput given up at most for a smaller batch
-    p95_ms: float | None = None  # a step may take this long
-    budget_bytes: int | None = None  # memory there is; None: only out-of-memory tells
-    prove_steps: int = 5  # steps that a batch must survive to count as safe
-    full: int = 25  # probes of a full measurement; only a close race comes near it
-    refine: int = 8  # sizes tried around the knee beside the bisection
-
-    def __post_init__(self) -> None:
-        checks = (
-            ("limit", self.limit >= 1, "at least 1; 4096 is the default"),
-            ("headroom", 0 <= self.headroom < 1, "in [0, 1); 0.1 keeps 10 % of the memory free"),
-            ("seconds", self.seconds > 0, "above 0; 60 is the default"),
-            ("warmup_seconds", self.warmup_seconds >= 0, "at least 0; 600 is the default"),
-            ("tolerance", 0 < self.tolerance < 0.5, "in (0, 0.5); 0.02 gives up 2 % for a smaller batch"),
-            ("p95_ms", self.p95_ms is None or self.p95_ms > 0, "above 0, or not set"),
-            ("budget_bytes", self.budget_bytes is None or self.budget_bytes > 0, "above 0, or not set"),
-            ("prove_steps", self.prove_steps >= 1, "at least 1; 5 is the default"),
-            ("full", self.full >= 2, "at least 2; 25 is the default"),
-            ("refine", self.refine >= 0, "at least 0; 8 is the default"),
-        )
-        for name, good, expected in checks:
-            if not good:
-                raise ConfigError(f"{name}={getattr(self, name)} must be {expected}")
-
-    @property
-    def allowed_bytes(self) -> float | None:
-        """What a step may take: the budget less its headroom."""
-        return None if self.budget_bytes is None else self.budget_bytes * (1 - self.headroom)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,12 +10,15 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from typing import Annotated
 
 import torch
 
+from brim.config import Range, check
+from brim.engine.config import SweepConfig
 from brim.engine.device.memory import PeakMemory, check_injected, free_bytes, guard
-from brim.engine.tuning.search import Sweep, SweepConfig, Trial, sweep
-from brim.errors import ConfigError, OutOfMemory
+from brim.engine.tuning.search import Sweep, Trial, sweep
+from brim.errors import OutOfMemory
 
 Step = Callable[[], object]  # runs one step; what it returns is dropped
 MakeStep = Callable[[int], Step]  # batch → its step, inputs allocated
@@ -30,19 +33,14 @@ SLEEP_HZ = 2e9  # cycles of a device's sleep per second, at the clock of recent 
 class ProbeConfig:
     """How long one probe measures."""
 
-    blocks: int = 3  # timed blocks of steps: their median counts, their spread is reported
-    block_s: float = 0.04  # least length of a block, unless one step is longer
-    enough_s: float = 1.5  # no further block after this: long steps are precise enough
-    latencies: int = 3  # single steps, each waited for, per probe
-    settle_s: float = 0.5  # of steps before the first probe of all: clocks and caches come up
+    blocks: Annotated[int, Range(1)] = 3  # timed blocks of steps: their median counts, their spread is reported
+    block_s: Annotated[float, Range(above=0)] = 0.04  # least length of a block, unless one step is longer
+    enough_s: Annotated[float, Range(above=0)] = 1.5  # no further block after this: long steps are precise enough
+    latencies: Annotated[int, Range(1)] = 3  # single steps per probe, each synchronised
+    settle_s: float = 0.5  # seconds of steps before the very first probe, while clocks and caches come up
 
     def __post_init__(self) -> None:
-        for name in ("blocks", "latencies"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name}={getattr(self, name)} must be at least 1; 3 is the default")
-        for name in ("block_s", "enough_s"):
-            if getattr(self, name) <= 0:
-                raise ConfigError(f"{name}={getattr(self, name)} must be above 0")
+        check(self)
 
 
 def tune(

@@ -17,12 +17,12 @@ import torch
 from torch import Tensor
 
 import brim
+from brim.engine.config import Precision, Tier, recipe_of
 from brim.engine.device.devices import stream
 from brim.engine.rows.files import DatasetSource, TensorSource, read_rows
 from brim.engine.rows.order import check_tier
-from brim.engine.rows.resident import Resident, Tier
+from brim.engine.rows.resident import Resident
 from brim.engine.storage.dataset import allocate
-from brim.engine.training.config import Precision, recipe_of
 from brim.engine.training.rank_share import check_enough
 from brim.engine.training.ranks import Ranks, joined
 from brim.engine.training.report import TrainProgress, TrainReport

@@ -15,9 +15,10 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
+from brim.engine.config import SweepConfig
 from brim.engine.device.devices import resolve_device, stream
 from brim.engine.device.memory import guard
-from brim.engine.tuning.search import Sweep, SweepConfig, Trial, merge, sweep
+from brim.engine.tuning.search import Sweep, Trial, merge, sweep
 from brim.engine.tuning.trials import ProbeConfig, Prober, budget_bytes
 from brim.errors import BrimError, ConfigError, OutOfMemory
 from brim.segmentation.networks.network import CAPTURE_AFTER, Network, Setting, default_setting

@@ -13,9 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
-from brim.engine.rows.buckets import BucketConfig
+from brim.engine.config import BucketConfig, TrainConfig
 from brim.engine.rows.ragged import RaggedResident
-from brim.engine.training.config import TrainConfig
 from brim.engine.training.step import Batch, Stepper
 from brim.sequences.corpus.packed import Corpus
 from brim.sequences.corpus.reading import PackedSequences, SequenceFolder

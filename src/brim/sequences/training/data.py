@@ -21,8 +21,8 @@ from brim.engine.device.devices import worker_count
 from brim.engine.rows.buckets import Buckets
 from brim.engine.rows.ragged import RaggedResident
 from brim.engine.storage.dataset import MANIFEST
-from brim.engine.training.config import resolve_precision
 from brim.engine.training.ranks import Ranks
+from brim.engine.training.step import resolve_precision
 from brim.engine.training.trainer import BatchSource
 from brim.errors import DatasetError
 from brim.sequences.config import SequenceTraining

@@ -25,8 +25,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from brim.engine.config import BucketConfig
 from brim.engine.device.devices import stream, worker_count
-from brim.engine.rows.buckets import BucketConfig, Bucketed, Buckets
+from brim.engine.rows.buckets import Bucketed, Buckets
 from brim.engine.rows.epoch import Epoch, OpenEpochs
 from brim.engine.rows.order import HOST
 from brim.engine.rows.ragged import part_of
