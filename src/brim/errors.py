@@ -2,31 +2,28 @@
 
     BrimError                  something the user can act on; the command line prints it and exits with 2
     ├── ConfigError            a value, option or combination that cannot work
-    │   ├── NothingAccepted    a configuration whose gates refuse every sample
-    │   └── FieldError         the same, of a request, with the field's name
-    │       ├── FieldConflict  the same, right by itself but not with the other fields or what is there; a Conflict too
-    │       └── FieldNotFound  the same, an id that names nothing; a NotFound too
+    │   └── NothingAccepted    a configuration whose gates reject every sample
     ├── DatasetError           a dataset directory that is missing, foreign, occupied or inconsistent
     │   └── ShardCorrupt       a shard whose bytes differ from the manifest
     ├── ImageError             an image or mask that cannot be read or used
-    ├── TooLarge               a request whose body, or what it unpacks to, is above a limit
-    ├── UnsupportedType        a request whose file is of no kind that is read there
+    ├── TooLarge               a request whose body, or its unpacked content, is above a limit
+    ├── UnsupportedType        a request with a file of a type that is not supported
     ├── CheckpointError        a checkpoint that is missing, damaged, or of another model or run
     ├── TrainingDiverged       a loss or weight that is no longer a finite number
-    ├── StorageError           the file system or an object store refused: full, no permission, no answer
+    ├── StorageError           the file system or object store failed: full, read-only, no permission, no answer
     ├── ClusterError           a cluster that does not answer, whose nodes differ, or that lost its workers
-    ├── DeviceError            a device that is not there or cannot be used
-    │   └── RankLost           another rank of a training, which failed or is gone
-    ├── NotFound               an id that names nothing
-    ├── Conflict               what the state of a thing does not allow now, such as deleting what is in use
+    ├── DeviceError            a device that is missing or cannot be used
+    │   └── RankLost           another rank of a training that failed or is gone
+    ├── NotFound               an id that does not exist
+    ├── Conflict               the current state does not allow this, such as deleting a dataset that is in use
     ├── TooMany                more than a limit allows at once
-    ├── Unavailable            a database, or the service itself, that does not answer for now
-    ├── Overloaded             a request that could not be answered by its deadline; says when to come again
+    ├── Unavailable            a database, or the service itself, does not answer for now
+    ├── Overloaded             a request that would miss its deadline; says when to retry
     ├── DeadlinePassed         a request that was accepted, but whose deadline passed before it ran
     └── OutOfMemory            a batch that does not fit; halved and retried wherever a batch can be halved
 
-An error is data: a message, the field it is about and the value that field had, a code that programs can compare, and
-a hint for the next step. No code reads a message. With a value the message continues "field=value …":
+An error is data: a message, the field it is about and that field's value, a code that programs can compare, and a hint
+for the next step. No code parses a message. With a value the message continues "field=value …":
 
     ConfigError("must be a multiple of 0.2 s", field="duration_s", value=0.3, hint="{duration_s} of 1.0 is usual")
 
@@ -37,7 +34,7 @@ kind of job.
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Final, Self
 
 _NAMED = re.compile(r"\{([a-z_. ]+)\}")
@@ -56,24 +53,46 @@ class BrimError(Exception):
         super().__init__(message)
         self.message, self.field, self.hint = message, field, hint
         self.code = code or self.default_code
-        self._shown = (
-            None if value is _ABSENT else shown(value)
-        )  # as text: a value may be large, or not survive pickling
+        # Kept as text: a value may be large, or not survive pickling.
+        self._shown = None if value is _ABSENT else shown(value)
 
     def __str__(self) -> str:
         return self.phrase(lambda name: name)
 
     def phrase(self, name: Callable[[str], str]) -> str:
-        """The whole sentence; name says how this surface writes a setting or a command."""
+        """The whole sentence; `name` says how this surface writes a setting or a command."""
         subject = f"{name(self.field)}={self._shown} " if self.field is not None and self._shown is not None else ""
-        hint = _NAMED.sub(lambda match: name(match[1]), self.hint)
+        hint = self.phrase_hint(name)
         return f"{subject}{self.message}; {hint}" if hint else f"{subject}{self.message}"
+
+    def phrase_hint(self, name: Callable[[str], str]) -> str:
+        return _NAMED.sub(lambda match: name(match[1]), self.hint)
 
     def within(self, path: str) -> Self:
         """The same error, of a configuration that stands at that path of a larger one."""
         if self.field is not None and path:
             self.field = f"{path}.{self.field}"
         return self
+
+    def as_dict(self) -> dict[str, Any]:
+        """The error as JSON-able values, for another process; `from_dict` reads them back."""
+        return {
+            "type": type(self).__name__,
+            "message": self.message,
+            "field": self.field,
+            "shown": self._shown,
+            "code": self.code,
+            "hint": self.hint,
+        }
+
+
+def from_dict(values: Mapping[str, Any]) -> BrimError:
+    """The error that another process described with `as_dict`."""
+    kind = globals().get(values["type"], BrimError)
+    error: BrimError = kind(values["message"])
+    error.field, error.hint, error._shown = values["field"], values["hint"], values["shown"]
+    error.code = values["code"]
+    return error
 
 
 def shown(value: Any) -> str:
@@ -93,20 +112,11 @@ def printable(text: str, limit: int = 500) -> str:
 
 
 class ConfigError(BrimError):
-    """A configuration value, option or combination that cannot work."""
+    """A value or option that cannot work; with code "conflict" a combination of values that are right by themselves."""
 
 
 class NothingAccepted(ConfigError):
-    """The gates refused every sample within the bounded number of tries."""
-
-
-class FieldError(ConfigError):
-    """A value of a request that cannot work; field is its name, such as config.batch_size."""
-
-    field: str
-
-    def __init__(self, field: str, message: str) -> None:
-        super().__init__(message, field=field)
+    """The gates rejected every sample within the bounded number of tries."""
 
 
 class DatasetError(BrimError):
@@ -122,11 +132,11 @@ class CheckpointError(BrimError):
 
 
 class TrainingDiverged(BrimError):
-    """A loss or weight that is no longer a finite number; the checkpoint before it stays."""
+    """A loss or weight that is no longer a finite number; the checkpoint before it is kept."""
 
 
 class StorageError(BrimError):
-    """The file system or an object store refused: full, read-only, no permission, no answer."""
+    """The file system or object store failed: full, read-only, no permission, no answer."""
 
 
 class ClusterError(BrimError):
@@ -134,11 +144,11 @@ class ClusterError(BrimError):
 
 
 class DeviceError(BrimError):
-    """A device that is not there or cannot be used."""
+    """A device that is missing or cannot be used."""
 
 
 class RankLost(DeviceError):
-    """Another rank of a training failed or is gone, and this one cannot go on without it."""
+    """Another rank of a training failed or is gone, and this one cannot continue without it."""
 
 
 class OutOfMemory(BrimError):
@@ -150,19 +160,23 @@ class ImageError(BrimError):
 
 
 class TooLarge(BrimError):
-    """A request whose body, or what it unpacks to, is above a limit."""
+    """A request whose body, or its unpacked content, is above a limit."""
 
 
 class UnsupportedType(BrimError):
-    """A request whose file is of no kind that is read there."""
+    """A request with a file of a type that is not supported."""
 
 
 class NotFound(BrimError):
-    """An id that names nothing."""
+    """An id that does not exist."""
+
+    default_code = "not_found"
 
 
 class Conflict(BrimError):
-    """What the state of a thing does not allow now."""
+    """The current state does not allow this."""
+
+    default_code = "conflict"
 
 
 class TooMany(BrimError):
@@ -170,24 +184,16 @@ class TooMany(BrimError):
 
 
 class Unavailable(BrimError):
-    """A database, or the service itself, that does not answer for now."""
+    """A database, or the service itself, does not answer for now."""
 
 
 class Overloaded(BrimError):
-    """A request refused at once, because it could not be answered by its deadline beside those accepted before."""
+    """A request rejected at once, because it would miss its deadline behind those accepted before it."""
 
-    def __init__(self, message: str, retry_after_s: float) -> None:
+    def __init__(self, message: str, retry_after_s: float = 1.0) -> None:
         super().__init__(message)
         self.retry_after_s = retry_after_s
 
 
 class DeadlinePassed(BrimError):
-    """A request that was accepted, but that could no longer be answered in time when its turn came."""
-
-
-class FieldConflict(FieldError, Conflict):
-    """A value of a request that is right by itself, but not with another one or with what is there now."""
-
-
-class FieldNotFound(FieldError, NotFound):
-    """An id in a request that names nothing."""
+    """A request that was accepted, but whose deadline passed before it ran."""

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from pydantic import TypeAdapter, ValidationError
 
-from brim.errors import ConfigError, FieldConflict, FieldError
+from brim.errors import BrimError, ConfigError, Conflict
 from brim.jobs.kinds.alone import Alone, alone
 from brim.jobs.kinds.fields import Count, read
 from brim.jobs.kinds.registry import KINDS
@@ -119,7 +119,7 @@ def test_the_ends_in_the_document_are_where_requests_begin_to_be_refused(kind):
         for value in taken:
             take(place, value)
         for value in refused:
-            with pytest.raises(FieldError) as caught:
+            with pytest.raises(BrimError) as caught:
                 take(place, value)
             assert caught.value.field == ".".join(("config", *place))
-            assert not isinstance(caught.value, FieldConflict)
+            assert not isinstance(caught.value, Conflict)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from brim.errors import Conflict, FieldError, TooMany
+from brim.errors import BrimError, Conflict, TooMany
 from brim.jobs.kinds.status import RESUMABLE, UNFINISHED, Progress
 from brim.jobs.store import Output
 
@@ -107,10 +107,10 @@ def test_inputs_that_cannot_be_used_are_refused_by_their_field(catalogue):
             submit(catalogue, "rf.train", "run", inputs={"dataset_ids": list(ids)}, reads="rf", **options)
         return caught.value
 
-    assert refused(FieldError, rf.id, "0" * 32).field == "config.dataset_ids[1]"
-    assert refused(FieldError, "../../etc\0").field == "config.dataset_ids[0]"
-    assert "of kind images, expected rf" in str(refused(FieldError, images.id))
-    assert "empty" in str(refused(FieldError, empty.id))
+    assert refused(BrimError, rf.id, "0" * 32).field == "config.dataset_ids[1]"
+    assert refused(BrimError, "../../etc\0").field == "config.dataset_ids[0]"
+    assert "of kind images, expected rf" in str(refused(BrimError, images.id))
+    assert "empty" in str(refused(BrimError, empty.id))
     assert "still being written" in str(refused(Conflict, writing.output_id))
     assert catalogue.jobs.page(kind="rf.train").total == 0
 
@@ -121,13 +121,13 @@ def test_a_run_must_be_there_trained_and_of_the_right_kind(catalogue):
     def evaluate(run_id, reads_run="rf.train"):
         return submit(catalogue, "rf.evaluate", "result", inputs={"run_id": run_id}, reads_run=reads_run)
 
-    with pytest.raises(FieldError, match="names no run"):
+    with pytest.raises(BrimError, match="names no run"):
         evaluate("f" * 32)
     with pytest.raises(Conflict, match="still training"):
         evaluate(job.output_id)
     start(catalogue, job)
     catalogue.jobs.move(job.id, "completed", of={"running"}, output=Output(items=1, about={"loss": 1.0}))
-    with pytest.raises(FieldError, match=r"made by rf\.train, expected segment\.train"):
+    with pytest.raises(BrimError, match=r"made by rf\.train, expected segment\.train"):
         evaluate(job.output_id, "segment.train")
 
     assert evaluate(job.output_id).inputs == {"run_id": job.output_id}
@@ -175,7 +175,7 @@ def test_a_dataset_is_never_both_deleted_and_given_to_a_job(catalogue):
     def try_submit(id):
         try:
             submit(catalogue, "rf.train", "run", inputs={"dataset_ids": [id]}, reads="rf")
-        except FieldError:
+        except BrimError:
             return False
         return True
 

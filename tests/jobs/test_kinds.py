@@ -8,7 +8,7 @@ import time
 import pytest
 from kind_inputs import Watched
 
-from brim.errors import CheckpointError, DatasetError, FieldError, StorageError
+from brim.errors import BrimError, CheckpointError, ConfigError, DatasetError, StorageError
 from brim.jobs.kinds import task as tasks
 from brim.jobs.kinds.registry import KINDS, Inputs, Stopped, Task
 from brim.jobs.kinds.specs import Spec
@@ -155,9 +155,9 @@ def test_an_error_keeps_its_family(said):
 
 def test_a_field_keeps_its_name(said):
     def run(task, voice):
-        raise FieldError("config.model", "no")
+        raise ConfigError("no", field="config.model")
 
-    with pytest.raises(FieldError) as caught:
+    with pytest.raises(BrimError) as caught:
         attempt(run)(said.task)
     assert caught.value.field == "config.model"
 

@@ -8,7 +8,7 @@ import torch
 from kind_inputs import SECOND, Watched, digests
 
 from brim.engine.storage.dataset import Dataset
-from brim.errors import CheckpointError, FieldError
+from brim.errors import BrimError, CheckpointError
 from brim.jobs.kinds.registry import KINDS, Inputs
 from brim.jobs.kinds.specs import read_body
 from brim.rf.config import GenerateConfig
@@ -137,7 +137,7 @@ def test_datasets_that_do_not_fit_together_are_refused_before_a_job_is_queued(da
     generate(other, tmp_path / "other", 3, device="cpu")
     spec = read_body({"job_name": "a", "config": {"dataset_ids": ["a", "b"]}})
 
-    with pytest.raises(FieldError, match="has fading=none") as caught:
+    with pytest.raises(BrimError, match="has fading=none") as caught:
         KINDS["rf.train"].check(spec, Inputs(datasets=(dataset.path, tmp_path / "other")))
     assert caught.value.field == "config.dataset_ids[1]"
 
@@ -146,7 +146,7 @@ def test_too_few_samples_are_refused_before_a_job_is_queued(tmp_path):
     generate(GenerateConfig(duration_s=0.2), tmp_path / "one", 1, device="cpu")
     spec = read_body({"job_name": "a", "config": {"dataset_ids": ["a"]}})
 
-    with pytest.raises(FieldError, match="leaves nothing to train on"):
+    with pytest.raises(BrimError, match="leaves nothing to train on"):
         KINDS["rf.train"].check(spec, Inputs(datasets=(tmp_path / "one",)))
 
 
@@ -201,6 +201,6 @@ def test_a_run_without_weights_is_refused_before_a_job_is_queued(dataset, tmp_pa
     (tmp_path / "run").mkdir()
     job = Watched("rf.evaluate", tmp_path / "job", {}, datasets=[dataset.path], run=tmp_path / "run")
 
-    with pytest.raises(FieldError, match=r"config\.run_id cannot be used: it has no run\.json") as caught:
+    with pytest.raises(BrimError, match=r"config\.run_id cannot be used: it has no run\.json") as caught:
         KINDS["rf.evaluate"].check(job.spec, job.inputs)
     assert caught.value.field == "config.run_id"

@@ -9,7 +9,7 @@ import pytest
 import torch
 from kind_inputs import SECOND, Watched, digests
 
-from brim.errors import FieldError
+from brim.errors import BrimError
 from brim.jobs.kinds.predict import files_in
 from brim.jobs.kinds.registry import KINDS, Inputs
 from brim.segmentation.prediction.loader import ModelLoader
@@ -104,7 +104,7 @@ def test_training_begins_from_a_run(trained, dataset, tmp_path):
 
 
 def test_images_without_masks_are_refused_before_a_job_is_queued(trained, dataset):
-    with pytest.raises(FieldError, match="has no masks") as caught:
+    with pytest.raises(BrimError, match="has no masks") as caught:
         KINDS["segment.train"].check(trained.spec, Inputs(datasets=(dataset / "images",)))
     assert caught.value.field == "config.dataset_ids[0]"
 
@@ -113,7 +113,7 @@ def test_an_image_without_its_mask_is_refused_before_a_job_is_queued(trained, da
     shutil.copytree(dataset, tmp_path / "cells")
     (tmp_path / "cells/masks/03.png").unlink()
 
-    with pytest.raises(FieldError, match=r"images/03\.png has no mask") as caught:
+    with pytest.raises(BrimError, match=r"images/03\.png has no mask") as caught:
         KINDS["segment.train"].check(trained.spec, Inputs(datasets=(tmp_path / "cells",)))
     assert str(tmp_path) not in str(caught.value)
 
@@ -242,7 +242,7 @@ def test_an_image_that_cannot_be_read_is_named_without_its_path(trained, dataset
 def test_another_network_than_the_runs_is_refused_before_a_job_is_queued(trained, dataset, tmp_path):
     job = Watched("segment.predict", tmp_path / "job", {"model": "hrnet"}, datasets=[dataset], run=trained.path)
 
-    with pytest.raises(FieldError, match="is of 'unet_tiny'"):
+    with pytest.raises(BrimError, match="is of 'unet_tiny'"):
         KINDS["segment.predict"].check(job.spec, job.inputs)
 
 
@@ -250,7 +250,7 @@ def test_a_run_without_weights_is_refused_before_a_job_is_queued(dataset, tmp_pa
     (tmp_path / "run").mkdir()
     job = Watched("segment.predict", tmp_path / "job", {}, datasets=[dataset], run=tmp_path / "run")
 
-    with pytest.raises(FieldError, match="has no weights yet"):
+    with pytest.raises(BrimError, match="has no weights yet"):
         KINDS["segment.predict"].check(job.spec, job.inputs)
     assert KINDS["segment.predict"].estimate_bytes(job.spec, job.inputs) > 0
 

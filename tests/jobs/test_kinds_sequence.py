@@ -6,7 +6,7 @@ import pytest
 import torch
 from kind_inputs import SECOND, Watched, digests
 
-from brim.errors import FieldError
+from brim.errors import BrimError
 from brim.jobs.kinds.registry import KINDS, Inputs
 from brim.sequences.config import SequenceTraining
 from brim.sequences.corpus.packing import pack
@@ -99,7 +99,7 @@ def test_a_corpus_without_labels_is_refused_before_a_job_is_queued(tmp_path):
     pack(folder / "class_0", tmp_path / "plain")
     job = Watched("sequence.train", tmp_path / "run", SUPERVISED, datasets=[tmp_path / "plain"])
 
-    with pytest.raises(FieldError) as caught:
+    with pytest.raises(BrimError) as caught:
         KINDS["sequence.train"].check(job.spec, job.inputs)
     assert caught.value.field == "config.dataset_ids[0]"
     assert "has no labels" in str(caught.value)
@@ -109,7 +109,7 @@ def test_a_corpus_without_labels_is_refused_before_a_job_is_queued(tmp_path):
 def test_a_folder_that_is_not_packed_is_refused_before_a_job_is_queued(tmp_path, runs):
     folder = make_sequences(tmp_path / "npy", 6, dim=8, classes=2, mean_length=12)
 
-    with pytest.raises(FieldError, match="not packed"):
+    with pytest.raises(BrimError, match="not packed"):
         KINDS["sequence.train"].check(runs["self"].spec, Inputs(datasets=(folder,)))
 
 
@@ -149,7 +149,7 @@ def test_a_run_that_is_not_done_is_refused_before_a_job_is_queued(runs, corpus, 
     (tmp_path / "run/weights.safetensors").unlink()
     job = Watched("sequence.evaluate", tmp_path / "job", {}, datasets=[corpus], run=tmp_path / "run")
 
-    with pytest.raises(FieldError, match="not trained to its end") as caught:
+    with pytest.raises(BrimError, match="not trained to its end") as caught:
         KINDS["sequence.evaluate"].check(job.spec, job.inputs)
     assert caught.value.field == "config.run_id"
 
@@ -160,6 +160,6 @@ def test_a_corpus_that_cannot_be_scored_is_refused_before_a_job_is_queued(runs, 
     pack(folder / "class_0" if classes == 1 else folder, tmp_path / "other")
     job = Watched("sequence.evaluate", tmp_path / "job", {}, datasets=[tmp_path / "other"], run=runs["self"].path)
 
-    with pytest.raises(FieldError, match=words) as caught:
+    with pytest.raises(BrimError, match=words) as caught:
         KINDS["sequence.evaluate"].check(job.spec, job.inputs)
     assert caught.value.field == "config.dataset_ids[0]"

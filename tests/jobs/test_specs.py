@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from brim.errors import FieldError
+from brim.errors import BrimError
 from brim.jobs.kinds.registry import KINDS
 from brim.jobs.kinds.specs import Spec, body_schema, read_body
 
@@ -56,7 +56,7 @@ def training(**config):
 
 
 def refused(body):
-    with pytest.raises(FieldError) as caught:
+    with pytest.raises(BrimError) as caught:
         read_body(body)
     str(caught.value).encode(), caught.value.field.encode()  # an answer must hold them
     return caught.value
@@ -319,7 +319,7 @@ def test_whatever_a_field_holds_it_is_taken_or_refused_by_name(kind, value, data
     spec, said = None, ("config", "")
     try:
         spec = read_body(explicit(kind, **{field: value}))
-    except FieldError as failure:
+    except BrimError as failure:
         said = (failure.field, str(failure))
 
     assert said[0].startswith("config")

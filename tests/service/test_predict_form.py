@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from brim.errors import FieldError, TooLarge
+from brim.errors import BrimError, TooLarge
 from brim.service.api.body import Unreadable
 from brim.service.prediction.form import Form, Takes, choice, read_deadline_ms, read_flag, read_model, read_threshold
 
@@ -82,7 +82,7 @@ def test_a_file_may_be_as_large_as_the_limit_and_no_larger():
     ],
 )  # fmt: skip
 def test_a_value_that_cannot_be_is_refused_by_its_name(field, text):
-    with pytest.raises(FieldError) as caught:
+    with pytest.raises(BrimError) as caught:
         read(part("file", b"x", "a") + part(field, text.encode()) + b"--a-boundary--\r\n", [])
 
     assert caught.value.field == field

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from predicting import Predicting, until
 
 from brim import errors
-from brim.errors import BrimError, ConfigError, FieldNotFound, ImageError, Overloaded
+from brim.errors import BrimError, ConfigError, ImageError, NotFound, Overloaded
 from brim.service.prediction.process.arena import KEPT_BYTES, Arena, Shared
 from brim.service.prediction.process.protocol import Frames, Page, error_of, failure, frame
 
@@ -92,7 +92,7 @@ def test_a_stream_of_something_else_is_refused():
 
 @pytest.mark.parametrize(
     "error",
-    [Overloaded("later", 2.5), ImageError("no image"), FieldNotFound("model", "no such model"), BrimError("so")],
+    [Overloaded("later", 2.5), ImageError("no image"), NotFound("no such model", field="model"), BrimError("so")],
 )
 def test_errors_cross_as_they_are(error):
     found = error_of(failure(7, error))

@@ -2,8 +2,8 @@
 
 A model has the fields of a frozen dataclass with its types and defaults, and refuses what it does not know and what the
 dataclass refuses of a single value; ranges stay where they are, in the dataclass itself. Whatever is refused becomes a
-FieldError: one sentence and the field's name. What the dataclass still refuses afterwards is values that are right by
-themselves but not together: a FieldConflict.
+ConfigError: one sentence and the field's name. What the dataclass still refuses afterwards is values that are right by
+themselves but not together: a Conflict.
 """
 
 import difflib
@@ -17,7 +17,7 @@ from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 import pydantic
 from pydantic import BaseModel, ConfigDict, create_model
 
-from brim.errors import ConfigError, FieldConflict, FieldError
+from brim.errors import ConfigError, Conflict
 from brim.jobs.kinds.alone import RefusedAlone, alone
 from brim.jobs.kinds.task import in_words
 
@@ -89,9 +89,9 @@ def one_place(values: Mapping[str, Any]) -> dict[str, Any]:
     """On how many devices of this machine, or on the cluster; not both."""
     devices, cluster = values.get("devices", 1), values.get("cluster", False)
     if cluster and devices != 1:
-        raise FieldConflict(
-            "config.devices",
+        raise Conflict(
             f"config.devices={_show(devices)} is of this machine, config.cluster=true is elsewhere; give one of them",
+            field="config.devices",
         )
     return {"devices": devices, "cluster": cluster}
 
@@ -100,9 +100,9 @@ def tier_of(values: Mapping[str, Any]) -> dict[str, str]:
     """The tier that preload_to_gpu means, where it means one: off is the host's memory."""
     tier, preload = values.get("tier", "auto"), values.get("preload_to_gpu")
     if tier != "auto" and preload is not None and preload != (tier == "vram"):
-        raise FieldConflict(
-            "config.preload_to_gpu",
+        raise Conflict(
             f"config.preload_to_gpu={str(preload).lower()} contradicts config.tier={tier!r}; give one of them",
+            field="config.preload_to_gpu",
         )
     return {"tier": "ram"} if tier == "auto" and preload is False else {}
 
@@ -191,7 +191,7 @@ def _default(field: Field[Any]) -> Any:
 
 
 def read(model: type[Fields], values: Mapping[str, Any], path: str = "") -> Fields:
-    """The values as the model has them; the first fault is a FieldError."""
+    """The values as the model has them; the first fault is a ConfigError."""
     try:
         return model.model_validate(dict(values))
     except pydantic.ValidationError as failure:
@@ -207,7 +207,7 @@ def given(values: Fields) -> dict[str, Any]:
 
 
 def build(config: type[_T], values: Mapping[str, Any], path: str = "config") -> _T:
-    """The dataclass from plain values, nested ones too; what it refuses is a FieldError."""
+    """The dataclass from plain values, nested ones too; what it refuses is a ConfigError."""
     hints = get_type_hints(config)
     ready = {name: _built(hints[name], value, f"{path}.{name}") for name, value in values.items()}
     return settle(lambda: config(**ready), path, tuple(hints))
@@ -233,15 +233,15 @@ def settle(make: Callable[[], _T], path: str, names: Sequence[str], *, other: st
     """
     try:
         return make()
-    except FieldError:
-        raise
     except ConfigError as failure:
+        if (failure.field or "").startswith(path):
+            raise
         text = _in_json(failure)
         word = re.match(r"\w*", text)[0]  # type: ignore[index]  # matches everywhere
         if word in names:
-            raise FieldConflict(f"{path}.{word}", plain_text(f"{path}.{text}")) from failure
+            raise Conflict(plain_text(f"{path}.{text}"), field=f"{path}.{word}") from failure
         field = other or path
-        raise FieldConflict(field, plain_text(text if text.startswith(field) else f"{field}: {text}")) from failure
+        raise Conflict(plain_text(text if text.startswith(field) else f"{field}: {text}"), field=field) from failure
 
 
 def _in_json(failure: Exception) -> str:
@@ -278,27 +278,27 @@ _EXPECTED = {
 }
 
 
-def _refusal(model: type[Fields], fault: Any, path: str) -> FieldError:
+def _refusal(model: type[Fields], fault: Any, path: str) -> ConfigError:
     place = [*([path] if path else []), *fault["loc"]]
     field = dotted(place)
     if fault["type"] == "extra_forbidden":
-        return FieldError(field, unknown(field, str(fault["loc"][-1]), _known(model, fault["loc"][:-1])))
+        return ConfigError(unknown(field, str(fault["loc"][-1]), _known(model, fault["loc"][:-1])), field=field)
     if fault["type"] == "missing":
-        return FieldError(field, plain_text(f"{field} is missing"))
+        return ConfigError(plain_text(f"{field} is missing"), field=field)
     if isinstance(said := fault.get("ctx", {}).get("error"), RefusedAlone):
         text, within = _in_json(said), field.rpartition(".")[0]
         own = re.match(r"\w*", text)[0] == fault["loc"][-1]  # type: ignore[index]  # matches everywhere
-        return FieldError(field, plain_text(f"{within}.{text}" if own else f"{field}: {text}"))
+        return ConfigError(plain_text(f"{within}.{text}" if own else f"{field}: {text}"), field=field)
     expected = _EXPECTED.get(fault["type"])
     if expected is None:
-        return FieldError(field, plain_text(f"{field} {fault['msg'].removeprefix('Value error, ')}"))
+        return ConfigError(plain_text(f"{field} {fault['msg'].removeprefix('Value error, ')}"), field=field)
     context = {name: str(value).replace("'", "") for name, value in fault.get("ctx", {}).items()}
     shown = (
         ""
         if isinstance(fault["input"], list | dict) or fault["type"] == "string_unicode"
         else f"={_show(fault['input'])}"
     )
-    return FieldError(field, plain_text(f"{field}{shown} must be {expected.format(**context)}"))
+    return ConfigError(plain_text(f"{field}{shown} must be {expected.format(**context)}"), field=field)
 
 
 def unknown(field: str, name: str, known: Sequence[str]) -> str:

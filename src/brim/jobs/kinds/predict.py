@@ -5,7 +5,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from brim.errors import FieldConflict
+from brim.errors import Conflict
 from brim.jobs.kinds.alone import alone
 from brim.jobs.kinds.fields import (
     MAX_COUNT,
@@ -86,8 +86,8 @@ def run_predict(task: Task, voice: Voice) -> dict[str, Any]:
     assert run is not None
     model = config["model"] or trained_model(run)
     if model is None:
-        raise FieldConflict(
-            "config.model", "config.model is missing, and the weights do not say whose they are; name it"
+        raise Conflict(
+            "config.model is missing, and the weights do not say whose they are; name it", field="config.model"
         )
     files = build(FilesConfig, {**own(FilesConfig, config), "model": model})
     voice.say("loading the network")

@@ -45,7 +45,7 @@ class Kind:
     resolve: Callable[[Mapping[str, Any]], dict[str, Any]]  # what a request gave → all of its config, checked
     run: Callable[[Task], dict[str, Any]]  # the result, as JSON-able values
     estimate_bytes: Callable[["Spec", Inputs], int]  # on disk when it is done; from above
-    check: Callable[["Spec", Inputs], None] = _nothing_to_check  # FieldError where inputs and config do not fit
+    check: Callable[["Spec", Inputs], None] = _nothing_to_check  # an error where inputs and config do not fit
     presets: Callable[[], Mapping[str, Mapping[str, Any]]] = _no_presets  # by name, values of fields to begin with
 
     @property

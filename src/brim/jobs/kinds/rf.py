@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field
 
-from brim.errors import BrimError, DatasetError, FieldConflict
+from brim.errors import BrimError, Conflict, DatasetError
 from brim.jobs.kinds.fields import (
     CHECKPOINT_S,
     Accelerator,
@@ -91,10 +91,10 @@ def resolve_generate(values: Mapping[str, Any]) -> dict[str, Any]:
     config = build(GenerateConfig, {**under, **own(GenerateConfig, values)})
     samples = values["num_samples"]
     if samples > _SHARDS * config.shard_items:
-        raise FieldConflict(
-            "config.num_samples",
+        raise Conflict(
             f"config.num_samples={samples} at {config.shard_items} samples a shard makes over a million shards; "
             "give a greater config.samples_per_shard, or make several datasets",
+            field="config.num_samples",
         )
     more = {"batch_size": values.get("batch_size"), "accelerator": values.get("accelerator", "auto")}
     return {"num_samples": samples, **config.as_dict(), **more, **one_place(values)}
@@ -198,10 +198,10 @@ def check_train(spec: "Spec", inputs: Inputs) -> None:
             raise refused(field, path, failure) from failure
         items += len(dataset)
         for name, (ours, theirs) in differences(found[-1], found[0]).items():
-            raise FieldConflict(
-                field,
+            raise Conflict(
                 f"{field} has {name}={ours}, config.dataset_ids[0] has {theirs}; the solver needs one value: "
                 "train on them apart or make them again with equal settings",
+                field=field,
             )
     recipe = build(LocatorTraining, own(LocatorTraining, spec.config))
     settle(lambda: split(items, recipe), "config", ("val_share",))

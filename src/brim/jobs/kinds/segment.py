@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field, create_model
 
-from brim.errors import BrimError, DatasetError, FieldConflict
+from brim.errors import BrimError, Conflict, DatasetError
 from brim.jobs.kinds.alone import alone
 from brim.jobs.kinds.fields import (
     CHECKPOINT_S,
@@ -83,11 +83,11 @@ def resolve_tune(values: Mapping[str, Any]) -> dict[str, Any]:
     from brim.segmentation.networks.registry import BUILT_IN
 
     if values.get("model") is not None and values.get("models") is not None:
-        raise FieldConflict("config.model", "config.model and config.models are both given; give one of them")
+        raise Conflict("config.model and config.models are both given; give one of them", field="config.model")
     one = values.get("model")
     models = [one] if one is not None else list(dict.fromkeys(values.get("models") or BUILT_IN))
     if values.get("run_id") is not None and len(models) > 1:
-        raise FieldConflict("config.run_id", "config.run_id has the weights of one model; name it in config.model")
+        raise Conflict("config.run_id has the weights of one model; name it in config.model", field="config.run_id")
     defaults = {name: info.get_default() for name, info in tune_model().model_fields.items()}
     return {**defaults, **values, "models": models, "model": None, "search": sorted(set(values.get("search", [])))}
 
@@ -194,7 +194,7 @@ def check_train(spec: "Spec", inputs: Inputs) -> None:
     (dataset,), field = inputs.datasets, "config.dataset_ids[0]"
     images, masks = image_folders(dataset)
     if masks is None:
-        raise FieldConflict(field, f"{field} has no masks; add a dataset with a mask for every image")
+        raise Conflict(f"{field} has no masks; add a dataset with a mask for every image", field=field)
     try:
         pairs = pair_files(images, masks)
     except DatasetError as failure:
@@ -267,9 +267,9 @@ def check_weights(spec: "Spec", inputs: Inputs) -> None:
     try:
         trained = trained_model(inputs.run)
     except BrimError as failure:
-        raise FieldConflict("config.run_id", "config.run_id has no weights yet; let its job go on first") from failure
+        raise Conflict("config.run_id has no weights yet; let its job go on first", field="config.run_id") from failure
     if named is not None and trained is not None and named != trained:
-        raise FieldConflict("config.model", f"config.model={named!r} but the run of config.run_id is of {trained!r}")
+        raise Conflict(f"config.model={named!r} but the run of config.run_id is of {trained!r}", field="config.model")
 
 
 def trained_model(run: Path) -> str | None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field
 
-from brim.errors import BrimError, DatasetError, FieldConflict
+from brim.errors import BrimError, Conflict, DatasetError
 from brim.jobs.kinds.fields import (
     CHECKPOINT_S,
     Accelerator,
@@ -199,9 +199,9 @@ def check_evaluate(spec: "Spec", inputs: Inputs) -> None:
     except BrimError as failure:
         raise refused(field, path, failure) from failure
     if data.dim != dim:
-        raise FieldConflict(field, f"{field} has {data.dim} features, the run of config.run_id was trained on {dim}")
+        raise Conflict(f"{field} has {data.dim} features, the run of config.run_id was trained on {dim}", field=field)
     if not bool((data.labels >= 0).any()):
-        raise FieldConflict(field, f"{field} has no labels to score against; give a corpus with some")
+        raise Conflict(f"{field} has no labels to score against; give a corpus with some", field=field)
 
 
 def evaluate_bytes(spec: "Spec", inputs: Inputs) -> int:

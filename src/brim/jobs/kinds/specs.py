@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from pydantic import TypeAdapter, create_model
 
-from brim.errors import FieldConflict, FieldError
+from brim.errors import ConfigError, Conflict
 from brim.jobs.kinds.fields import Fields, Text, dotted, given, read, unknown
 from brim.jobs.kinds.meanings import explained
 from brim.jobs.kinds.registry import KINDS, Kind
@@ -49,9 +49,9 @@ class Spec:
 
 
 def read_body(body: Mapping[str, Any]) -> Spec:
-    """The job that a request asks for; what cannot be is a FieldError with the field's name as the request has it."""
+    """The job that a request asks for; what cannot be is a ConfigError with the field's name as the request has it."""
     if not isinstance(body, Mapping):
-        raise FieldError("", f"the body must be an object; {_TOLD_APART}")
+        raise ConfigError(f"the body must be an object; {_TOLD_APART}", field="")
     if "kind" in body:
         return _read_explicit(body)
     if "dataset_name" in body or "num_samples" in body:
@@ -63,8 +63,8 @@ def read_body(body: Mapping[str, Any]) -> Spec:
     known = sorted({*_generation_form().model_fields, *_training_form().model_fields, "kind", "name"})
     for name in body:
         if name not in known:
-            raise FieldError(dotted([str(name)]), unknown(str(name), str(name), known))
-    raise FieldError("kind", f"kind is missing; {_TOLD_APART}")
+            raise ConfigError(unknown(str(name), str(name), known), field=dotted([str(name)]))
+    raise ConfigError(f"kind is missing; {_TOLD_APART}", field="kind")
 
 
 def body_schema() -> dict[str, Any]:
@@ -140,7 +140,7 @@ def _beside(model: type[Fields]) -> dict[str, Any]:
 def _read_explicit(body: Mapping[str, Any]) -> Spec:
     name = body["kind"]
     if not isinstance(name, str) or name not in KINDS:
-        raise FieldError("kind", unknown(f"kind={name!r}", str(name), list(KINDS)))
+        raise ConfigError(unknown(f"kind={name!r}", str(name), list(KINDS)), field="kind")
     values = given(read(_explicit_form(name), body))
     return _resolved(KINDS[name], values["name"], _config(values))
 
@@ -150,8 +150,8 @@ def _config(values: Mapping[str, Any]) -> dict[str, Any]:
     config = dict(values.get("config", {}))
     for name in _EITHER:
         if name in values and config.setdefault(name, values[name]) != values[name]:
-            raise FieldConflict(
-                name, f"{name}={values[name]!r} and config.{name}={config[name]!r} differ; give one of them"
+            raise Conflict(
+                f"{name}={values[name]!r} and config.{name}={config[name]!r} differ; give one of them", field=name
             )
     return config
 
@@ -161,25 +161,27 @@ def _read_generation(body: Mapping[str, Any]) -> Spec:
     config = _config(values)
     outer = {name: values[name] for name in _MOVED if name in values}
     if config.get("dataset_type", outer.get("dataset_type")) != outer.get("dataset_type", config.get("dataset_type")):
-        raise FieldConflict(
-            "dataset_type",
+        raise Conflict(
             f"dataset_type={outer['dataset_type']!r} and config.dataset_type={config['dataset_type']!r} differ; "
             "give one of them",
+            field="dataset_type",
         )
     try:
         return _resolved(KINDS["rf.generate"], values["dataset_name"], {**config, **outer})
-    except FieldError as failure:
-        name = failure.field.removeprefix("config.")
+    except (ConfigError, Conflict) as failure:
+        name = (failure.field or "").removeprefix("config.")
         if name not in outer or name in config:
             raise
-        raise type(failure)(name, str(failure).replace(failure.field, name, 1)) from failure
+        raise type(failure)(str(failure).replace(failure.field or "", name, 1), field=name) from failure
 
 
 def _resolved(kind: Kind, name: str, values: Mapping[str, Any]) -> Spec:
     ids = values.get("dataset_ids", [])
     for at, one in enumerate(ids):
         if one in ids[:at]:
-            raise FieldError(f"config.dataset_ids[{at}]", f"config.dataset_ids[{at}] repeats {one}; give it once")
+            raise ConfigError(
+                f"config.dataset_ids[{at}] repeats {one}; give it once", field=f"config.dataset_ids[{at}]"
+            )
     return Spec(kind.name, name.strip(), kind.resolve(values))
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol, Self
 
-from brim.errors import BrimError, CheckpointError, DatasetError, FieldConflict, FieldError
+from brim.errors import BrimError, CheckpointError, Conflict, DatasetError
 from brim.jobs.kinds.status import Flow, Progress
 
 if TYPE_CHECKING:
@@ -138,9 +138,9 @@ def attempt(run: Callable[[Task, Voice], dict[str, Any]]) -> Callable[[Task], di
         try:
             with Voice(task) as voice:
                 return dict(_plain(_patiently(run, task, voice)))
-        except FieldError:
-            raise
         except BrimError as failure:
+            if failure.field is not None:
+                raise
             raise _reworded(failure) from failure
 
     return attempted
@@ -219,10 +219,10 @@ def in_words(text: str) -> str:
     return text
 
 
-def refused(field: str, path: Path, failure: BrimError) -> FieldConflict:
+def refused(field: str, path: Path, failure: BrimError) -> Conflict:
     """An input that cannot be used, in the library's words but without its path."""
     text = in_words(str(failure)).replace(f"{path}/", "").replace(str(path), "it")
-    return FieldConflict(field, f"{field} cannot be used: {text}")
+    return Conflict(f"{field} cannot be used: {text}", field=field)
 
 
 def _reworded(failure: BrimError) -> BrimError:

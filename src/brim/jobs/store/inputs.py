@@ -5,7 +5,7 @@ from typing import Any
 
 import sqlalchemy as sa
 
-from brim.errors import Conflict, FieldConflict, FieldNotFound
+from brim.errors import Conflict, NotFound
 from brim.jobs.kinds.status import UNFINISHED
 from brim.jobs.store.rows import DatasetRow, is_id, row_of
 from brim.jobs.store.tables import datasets, jobs, runs, uses
@@ -55,16 +55,18 @@ def _check_dataset(connection: sa.Connection, id: str, field: str, reads: str | 
         query = sa.select(datasets).where(datasets.c.id == id).with_for_update(read=True)
         found = connection.execute(query).one_or_none()
     if found is None or found.state == "deleting":
-        raise FieldNotFound(field, f'{field} names no dataset; "GET /api/datasets" lists those there are')
+        raise NotFound(f'{field} names no dataset; "GET /api/datasets" lists those there are', field=field)
     dataset = row_of(DatasetRow, found)
     if dataset.state == "writing":
-        raise FieldConflict(
-            field, f'{field}: the dataset "{dataset.name}" is still being written; wait for its job, or cancel it'
+        raise Conflict(
+            f'{field}: the dataset "{dataset.name}" is still being written; wait for its job, or cancel it', field=field
         )
     if reads is not None and dataset.kind != reads:
-        raise FieldConflict(field, f'{field}: the dataset "{dataset.name}" is of kind {dataset.kind}, expected {reads}')
+        raise Conflict(
+            f'{field}: the dataset "{dataset.name}" is of kind {dataset.kind}, expected {reads}', field=field
+        )
     if dataset.items == 0:
-        raise FieldConflict(field, f'{field}: the dataset "{dataset.name}" is empty; choose one with items')
+        raise Conflict(f'{field}: the dataset "{dataset.name}" is empty; choose one with items', field=field)
 
 
 def _check_run(connection: sa.Connection, id: str, reads_run: str | None) -> None:
@@ -73,8 +75,10 @@ def _check_run(connection: sa.Connection, id: str, reads_run: str | None) -> Non
     if is_id(id):
         found = connection.execute(sa.select(runs).where(runs.c.id == id).with_for_update(read=True)).one_or_none()
     if found is None:
-        raise FieldNotFound(field, f'{field} names no run; "GET /api/runs" lists those there are')
+        raise NotFound(f'{field} names no run; "GET /api/runs" lists those there are', field=field)
     if found.state == "training":
-        raise FieldConflict(field, f'{field}: the run "{found.name}" is still training; wait for its job, or cancel it')
+        raise Conflict(
+            f'{field}: the run "{found.name}" is still training; wait for its job, or cancel it', field=field
+        )
     if reads_run is not None and found.kind != reads_run:
-        raise FieldConflict(field, f'{field}: the run "{found.name}" was made by {found.kind}, expected {reads_run}')
+        raise Conflict(f'{field}: the run "{found.name}" was made by {found.kind}, expected {reads_run}', field=field)

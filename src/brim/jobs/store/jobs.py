@@ -11,7 +11,7 @@ from typing import Any, Final, TypedDict, Unpack
 
 import sqlalchemy as sa
 
-from brim.errors import Conflict, FieldError, TooMany
+from brim.errors import ConfigError, Conflict, NotFound, TooMany
 from brim.jobs.kinds.status import FINISHED, RESUMABLE, UNFINISHED, Progress, Status, Wanted
 from brim.jobs.store import outputs
 from brim.jobs.store.engine import clean, reading, writing
@@ -299,7 +299,7 @@ def _check_again(connection: sa.Connection, job: JobRow) -> None:
     """What was checked at submission may have changed while the job did not run."""
     try:
         check_inputs(connection, job.inputs, None, None)
-    except FieldError as failure:
+    except (ConfigError, Conflict, NotFound) as failure:
         raise Conflict(f"the job cannot go on: {failure}") from failure
     if job.makes == "dataset":
         check_unread(connection, job.output_id)

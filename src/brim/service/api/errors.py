@@ -54,6 +54,8 @@ _SENTENCES = {
 
 def status_of(failure: errors.BrimError) -> int:
     """The status code of one of our own errors."""
+    if failure.code == "conflict":  # also of a ConfigError: values that are right by themselves but not together
+        return 409
     return next(status for family, status in STATUS if isinstance(failure, family))
 
 

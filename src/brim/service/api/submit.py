@@ -8,7 +8,7 @@ import os
 import signal
 from typing import TYPE_CHECKING, Any
 
-from brim.errors import CheckpointError, Conflict, DatasetError, FieldConflict, ImageError, NotFound, Unavailable
+from brim.errors import CheckpointError, Conflict, DatasetError, ImageError, NotFound, Unavailable
 from brim.jobs.store.rows import JobRow
 from brim.jobs.worker import disk
 from brim.jobs.worker.process import cores
@@ -71,8 +71,8 @@ def check(here: Context, spec: "Spec") -> int:
     kind = KINDS[spec.kind]
     accelerator = spec.config.get("accelerator", "auto")
     if accelerator in ("gpu", "cuda") and not _has_gpu(here):
-        raise FieldConflict(
-            "config.accelerator", f'config.accelerator="{accelerator}": no worker has a GPU; use "auto"'
+        raise Conflict(
+            f'config.accelerator="{accelerator}": no worker has a GPU; use "auto"', field="config.accelerator"
         )
     _check_place(here, spec)
     here.catalogue.jobs.check(_named(spec), kind.reads, kind.reads_run)
@@ -81,9 +81,9 @@ def check(here: Context, spec: "Spec") -> int:
         kind.check(spec, inputs)
         need = kind.estimate_bytes(spec, inputs)
     except (DatasetError, ImageError) as failure:  # its files are gone, or changed since it was listed
-        raise FieldConflict("config.dataset_ids", f"config.dataset_ids: {failure}") from failure
+        raise Conflict(f"config.dataset_ids: {failure}", field="config.dataset_ids") from failure
     except CheckpointError as failure:
-        raise FieldConflict("config.run_id", f"config.run_id: {failure}") from failure
+        raise Conflict(f"config.run_id: {failure}", field="config.run_id") from failure
     free = disk.free_bytes(here.settings.data)
     if need + here.settings.min_free_bytes > free:
         raise Conflict(
@@ -116,19 +116,19 @@ def _check_place(here: Context, spec: "Spec") -> None:
     """Refuse more devices than this machine has, and a cluster where the service has none."""
     config, gpus = spec.config, here.settings.gpus
     if config.get("cluster") and here.settings.cluster is None:
-        raise FieldConflict(
-            "config.cluster",
+        raise Conflict(
             "config.cluster=true: this service has no cluster; leave it out, or have the service started with "
             '"brim serve --cluster ADDRESS"',
+            field="config.cluster",
         )
     wanted = config.get("devices", 1)
     on_cpu = not gpus or config.get("accelerator") == "cpu"
     have = cores() if on_cpu else len(gpus)
     if isinstance(wanted, int) and wanted > have:
         what = f"{have} {'core' if on_cpu else 'GPU'}{'s' * (have > 1)}"
-        raise FieldConflict(
-            "config.devices",
+        raise Conflict(
             f'config.devices={wanted} is more than the {what} of this machine; give at most {have}, or "all"',
+            field="config.devices",
         )
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from brim.errors import FieldError, TooLarge
+from brim.errors import ConfigError, TooLarge
 from brim.service.api.data.multipart import Multipart, text_of
 
 MAX_NAME: Final = 200  # characters of a file's name
@@ -63,7 +63,7 @@ class Form:
         self._body.finish()
         if not self.files:
             name = self._takes.files[0]
-            raise FieldError(name, f"{name} is missing; send one as multipart/form-data")
+            raise ConfigError(f"{name} is missing; send one as multipart/form-data", field=name)
 
     def open(self, field: str, name: str | None) -> None:
         """Begin a part."""
@@ -71,14 +71,14 @@ class Form:
         self._pieces = []
         if self._is_file:
             if name is None:
-                raise FieldError(field, f"{field} is a text; send a file, with a filename")
+                raise ConfigError(f"{field} is a text; send a file, with a filename", field=field)
             self._check_count()
             self.files.append(File(_shown(name) or "the file"))
         elif field in self.values:
-            raise FieldError(field, f"{field} is given twice; give it once")
+            raise ConfigError(f"{field} is given twice; give it once", field=field)
         elif field not in self._takes.fields:
             known = ", ".join((*self._takes.files, *self._takes.fields))
-            raise FieldError(_shown(field)[:60], f"{_shown(field)[:60]} is unknown; known: {known}")
+            raise ConfigError(f"{_shown(field)[:60]} is unknown; known: {known}", field=_shown(field)[:60])
 
     def write(self, data: bytes, start: int, end: int) -> None:
         """Keep some of it."""
@@ -86,7 +86,7 @@ class Form:
         limit = self._takes.max_file_bytes if self._is_file else _MAX_TEXT
         if self._length > limit:
             said = f"{self._field} is larger than {limit} bytes, the most that is taken"
-            raise TooLarge(f"{said}; send a smaller one") if self._is_file else FieldError(self._field, said)
+            raise TooLarge(f"{said}; send a smaller one") if self._is_file else ConfigError(said, field=self._field)
         self._pieces.append(memoryview(data)[start:end])
 
     def end(self) -> None:
@@ -102,7 +102,9 @@ class Form:
         if len(self.files) < most:
             return
         if most == 1:
-            raise FieldError(self._field, f'{self._field} is given twice; send many to "POST /api/batch-segment"')
+            raise ConfigError(
+                f'{self._field} is given twice; send many to "POST /api/batch-segment"', field=self._field
+            )
         raise TooLarge(f"{self._field}: more than {most} files at once; send them in several requests")
 
 
@@ -112,7 +114,9 @@ class Form:
 def read_model(name: str, text: str) -> str:
     """A model's name; an empty one is none."""
     if not re.fullmatch(MODEL_PATTERN, text):
-        raise FieldError(name, f'{name} must be 1 to 100 letters, digits, . _ or -; "GET /api/models" lists them')
+        raise ConfigError(
+            f'{name} must be 1 to 100 letters, digits, . _ or -; "GET /api/models" lists them', field=name
+        )
     return text
 
 
@@ -120,7 +124,9 @@ def read_threshold(name: str, text: str) -> float:
     """A probability, neither 0 nor 1."""
     value = float(text) if _NUMBER.fullmatch(text) else 0.0
     if not 0 < value < 1:
-        raise FieldError(name, f"{name}={_shown(text)[:60]} must be a number above 0 and below 1; 0.5 is the default")
+        raise ConfigError(
+            f"{name}={_shown(text)[:60]} must be a number above 0 and below 1; 0.5 is the default", field=name
+        )
     return value
 
 
@@ -128,7 +134,7 @@ def read_flag(name: str, text: str) -> bool:
     """Yes or no."""
     value = _WORDS.get(text.lower())
     if value is None:
-        raise FieldError(name, f"{name}={_shown(text)[:60]} must be true or false")
+        raise ConfigError(f"{name}={_shown(text)[:60]} must be true or false", field=name)
     return value
 
 
@@ -136,7 +142,7 @@ def read_deadline_ms(name: str, text: str) -> int:
     """Milliseconds from a request's first byte."""
     value = int(text) if text.isascii() and text.isdigit() and len(text) <= 9 else 0
     if not 1 <= value <= MAX_DEADLINE_MS:
-        raise FieldError(name, f"{name}={_shown(text)[:60]} must be a whole number from 1 to {MAX_DEADLINE_MS}")
+        raise ConfigError(f"{name}={_shown(text)[:60]} must be a whole number from 1 to {MAX_DEADLINE_MS}", field=name)
     return value
 
 
@@ -145,7 +151,7 @@ def choice(*choices: str) -> Callable[[str, str], str]:
 
     def read(name: str, text: str) -> str:
         if text not in choices:
-            raise FieldError(name, f"{name}={_shown(text)[:60]} must be one of {', '.join(choices)}")
+            raise ConfigError(f"{name}={_shown(text)[:60]} must be one of {', '.join(choices)}", field=name)
         return text
 
     return read

@@ -12,7 +12,7 @@ from typing import Any, Final, Protocol, TypeVar
 
 from starlette.concurrency import run_in_threadpool
 
-from brim.errors import FieldError, FieldNotFound, Unavailable
+from brim.errors import ConfigError, NotFound, Unavailable
 from brim.jobs.store.rows import ModelKind, ModelRow
 from brim.service.prediction.process.client import Predictions
 
@@ -68,14 +68,14 @@ class KnownModels:
         await self._first.wait()
         try:
             return find()
-        except (FieldNotFound, Unavailable):
+        except (NotFound, Unavailable):
             await self._look_again()
         return find()
 
     def _of_kind(self, kind: ModelKind) -> list[str]:
         found = [name for name, row in self._known().items() if row.kind == kind]
         if not found:
-            raise FieldNotFound("model", f'no model is there to {kind}; add one with "brim models add NAME RUN"')
+            raise NotFound(f'no model is there to {kind}; add one with "brim models add NAME RUN"', field="model")
         return found
 
     def _find(self, name: str, kind: ModelKind) -> ModelRow:
@@ -84,12 +84,14 @@ class KnownModels:
             found = self._of_kind(kind)
             if len(found) > 1:
                 could = f"{len(found)} could be meant: {', '.join(found)}"
-                raise FieldError("model", f"model is missing and {could}; name one")
+                raise ConfigError(f"model is missing and {could}; name one", field="model")
             return rows[found[0]]
         if name not in rows:
-            raise FieldNotFound("model", f'no model is named "{name}"; "GET /api/models" lists those there are')
+            raise NotFound(f'no model is named "{name}"; "GET /api/models" lists those there are', field="model")
         if rows[name].kind != kind:
-            raise FieldError("model", f'model="{name}" is there to {rows[name].kind}, not to {kind}; name another')
+            raise ConfigError(
+                f'model="{name}" is there to {rows[name].kind}, not to {kind}; name another', field="model"
+            )
         return rows[name]
 
     def _known(self) -> dict[str, ModelRow]:

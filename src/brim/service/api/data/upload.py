@@ -9,7 +9,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Final, Self
 
-from brim.errors import FieldConflict, FieldError, StorageError
+from brim.errors import ConfigError, Conflict, StorageError
 from brim.jobs.worker import disk
 from brim.service.api.data.multipart import Multipart, text_of
 
@@ -71,20 +71,20 @@ class Upload:
             self.labels = self._folder / "labels.csv"
             self._field, self._file = field, self.labels.open("xb")
         elif field in (*TEXTS, LABELS):
-            raise FieldError(field, f"{field} is given twice; give it once")
+            raise ConfigError(f"{field} is given twice; give it once", field=field)
         else:
             known = ", ".join((*TEXTS, *FILES, LABELS))
-            raise FieldError(field[:60], f"{field[:60]} is unknown; known: {known}")
+            raise ConfigError(f"{field[:60]} is unknown; known: {known}", field=field[:60])
 
     def _create(self, field: str, name: str) -> IO[bytes]:
         if not NAME.fullmatch(name) or name.endswith((".", " ")):
             expected = "1 to 200 letters, digits, spaces, dots, - or _, without a folder and not beginning with a dot"
-            raise FieldError(field, f"{field}: a file's name must be {expected}")
+            raise ConfigError(f"{field}: a file's name must be {expected}", field=field)
         if (field, name.casefold()) in self._names:
-            raise FieldConflict(field, f'{field}: "{name}" comes twice; give each file a name of its own')
+            raise Conflict(f'{field}: "{name}" comes twice; give each file a name of its own', field=field)
         if len(self._names) >= self._max_files:
-            raise FieldError(
-                field, f"{field}: more than {self._max_files} files at once; send fewer, as several datasets"
+            raise ConfigError(
+                f"{field}: more than {self._max_files} files at once; send fewer, as several datasets", field=field
             )
         self._names.add((field, name.casefold()))
         self.num_files[field] += 1
@@ -98,7 +98,7 @@ class Upload:
             return
         self._text.extend(data[start:end])
         if len(self._text) > _MAX_TEXT:
-            raise FieldError(self._field, f"{self._field} is longer than {_MAX_TEXT} bytes")
+            raise ConfigError(f"{self._field} is longer than {_MAX_TEXT} bytes", field=self._field)
 
     def end(self) -> None:
         """Close it."""

@@ -10,7 +10,7 @@ from fastapi import APIRouter, Query, Request, Response
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import ClientDisconnect
 
-from brim.errors import BrimError, Conflict, DatasetError, FieldConflict, FieldError, ImageError
+from brim.errors import BrimError, ConfigError, Conflict, DatasetError, ImageError
 from brim.jobs.kinds.fields import MAX_TEXT, PATTERN
 from brim.jobs.registry import datasets as sources
 from brim.jobs.store import DatasetRow, new_id
@@ -157,7 +157,7 @@ def _keep(here: Context, id: str, folder: Path, upload: Upload) -> DatasetRow:
     kind = upload.texts.get("kind", "")
     if kind not in ("images", "sequences"):
         shown = f'kind="{kind[:60]}" must be' if "kind" in upload.texts else "kind is missing; it must be"
-        raise FieldError("kind", f"{shown} images or sequences")
+        raise ConfigError(f"{shown} images or sequences", field="kind")
     _check_parts(kind, upload)
     data = here.settings.data
     try:
@@ -166,7 +166,7 @@ def _keep(here: Context, id: str, folder: Path, upload: Upload) -> DatasetRow:
         text = (
             str(failure).replace(f"{folder / kind}/", "").replace(f"{folder}/", "").replace(str(folder), "the upload")
         )
-        raise FieldConflict(kind, f"{kind}: {text}") from failure  # the files are not what kind says
+        raise Conflict(f"{kind}: {text}", field=kind) from failure  # the files are not what kind says
     try:
         return here.catalogue.datasets.add(
             name=name,
@@ -186,22 +186,22 @@ def _keep(here: Context, id: str, folder: Path, upload: Upload) -> DatasetRow:
 
 def _name(text: str | None) -> str:
     if text is None:
-        raise FieldError("name", "name is missing; give the dataset one")
+        raise ConfigError("name is missing; give the dataset one", field="name")
     if len(text) > MAX_TEXT or not re.search(PATTERN, text):
-        raise FieldError("name", f"name must be 1 to {MAX_TEXT} characters that can be printed")
+        raise ConfigError(f"name must be 1 to {MAX_TEXT} characters that can be printed", field="name")
     return text.strip()
 
 
 def _check_parts(kind: str, upload: Upload) -> None:
     """The files of the kind, and no others."""
     if not upload.num_files[kind]:
-        raise FieldConflict(kind, f"{kind} is missing; send at least one file")
+        raise Conflict(f"{kind} is missing; send at least one file", field=kind)
     taken = {"images": ("images", "masks"), "sequences": ("sequences",)}[kind]
     for field in FILES:
         if upload.num_files[field] and field not in taken:
-            raise FieldConflict(field, f"{field} does not belong to a dataset of kind {kind}; leave it out")
+            raise Conflict(f"{field} does not belong to a dataset of kind {kind}; leave it out", field=field)
     if upload.labels is not None and kind != "sequences":
-        raise FieldConflict("labels", f"labels do not belong to a dataset of kind {kind}; leave them out")
+        raise Conflict(f"labels do not belong to a dataset of kind {kind}; leave them out", field="labels")
 
 
 def _keep_images(data: Path, id: str, folder: Path) -> sources.Found:

@@ -11,7 +11,7 @@ from fastapi import APIRouter, Header, Query, Request, Response
 from fastapi.responses import FileResponse
 from starlette.concurrency import run_in_threadpool
 
-from brim.errors import Conflict, FieldError, NotFound, TooMany, Unavailable
+from brim.errors import ConfigError, Conflict, NotFound, TooMany, Unavailable
 from brim.jobs.kinds.fields import MAX_TEXT
 from brim.jobs.kinds.status import FINISHED, RESUMABLE, UNFINISHED, Status
 from brim.jobs.registry.outputs import made
@@ -85,7 +85,7 @@ def list_jobs(
 ) -> shapes.JobPage:
     """50 a page; an empty status, kind or name means any."""
     if kind and kind not in KIND_NAMES:
-        raise FieldError("kind", f'kind="{kind[:60]}" is unknown; choose one of {", ".join(KIND_NAMES)}')
+        raise ConfigError(f'kind="{kind[:60]}" is unknown; choose one of {", ".join(KIND_NAMES)}', field="kind")
     found = here.catalogue.jobs.page(status=status or None, kind=kind or None, name=name or None, page=page or 1)
     jobs = [shapes.job(row, here.redact) for row in found.rows]
     return shapes.JobPage(jobs=jobs, page=found.page, pages=found.pages, total=found.total)
@@ -260,7 +260,7 @@ def _number(text: str, name: str) -> int | None:
     if not text:
         return None
     if not (text.isascii() and text.isdigit() and len(text) <= 18):
-        raise FieldError(name, f"{name} must be the number of an event, as its id says")
+        raise ConfigError(f"{name} must be the number of an event, as its id says", field=name)
     return int(text)
 
 

@@ -11,7 +11,7 @@ from typing import Any, Final
 from fastapi import APIRouter, Request, Response
 
 from brim.engine.batching.servable import Answer
-from brim.errors import BrimError, FieldError
+from brim.errors import BrimError, ConfigError
 from brim.service.api.body import check_type, parse
 from brim.service.api.context import Here
 from brim.service.api.data.multipart import boundary_of
@@ -342,15 +342,15 @@ def _observations(value: Any) -> dict[str, Any]:
     """The fields of a body, by name."""
     known = ("observations", "model", "deadline_ms")
     if not isinstance(value, dict):
-        raise FieldError("observations", "the body must be a JSON object with observations")
+        raise ConfigError("the body must be a JSON object with observations", field="observations")
     for name in value:
         if name not in known:
-            raise FieldError(name[:60], f"{name[:60]} is unknown; known: {', '.join(known)}")
+            raise ConfigError(f"{name[:60]} is unknown; known: {', '.join(known)}", field=name[:60])
     found = value.get("observations")
     if not isinstance(found, list) or not found or not all(isinstance(one, dict) for one in found):
-        raise FieldError("observations", "observations must be a list of at least one object with stations")
+        raise ConfigError("observations must be a list of at least one object with stations", field="observations")
     if not isinstance(value.get("model", ""), str):
-        raise FieldError("model", "model must be a text")
+        raise ConfigError("model must be a text", field="model")
     out: dict[str, Any] = {"observations": found, "model": read_model("model", value.get("model", ""))}
     if "deadline_ms" in value:
         given = value["deadline_ms"]

@@ -171,7 +171,5 @@ def error_of(message: Message) -> Exception:
     """The error that was told."""
     if message["type"] == "refused":
         return errors.Overloaded(message["detail"], message["retry_after_s"])
-    kind = getattr(errors, message["error"], RuntimeError)
-    with_field = issubclass(kind, errors.FieldError)
-    found: Exception = kind(message["field"], message["detail"]) if with_field else kind(message["detail"])
-    return found
+    kind = getattr(errors, message["error"], None)
+    return RuntimeError(message["detail"]) if kind is None else kind(message["detail"], field=message["field"])
