@@ -22,7 +22,7 @@ from brim.cli.segment import predict, train, tune
 from brim.cli.sequence import sequence
 from brim.engine.config import TrainConfig
 from brim.rf import FEATURES, TRUTH, GenerateConfig
-from brim.rf.location.train import LocatorTraining
+from brim.rf.config import LocatorTraining
 from brim.segmentation import model_names
 from brim.segmentation.images.formats import FORMATS
 from brim.segmentation.training.augment import Augmentation as SegmentAugmentation

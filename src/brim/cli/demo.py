@@ -168,7 +168,7 @@ def _generate(demo: Demo) -> None:
 
 
 def _train(demo: Demo) -> None:
-    from brim.rf.location.train import LocatorTraining
+    from brim.rf.config import LocatorTraining
 
     trained = run_train([demo.out / "dataset"], demo.run, LocatorTraining(**demo.locator), demo.stop)
     demo.found["train"] = trained.as_dict()

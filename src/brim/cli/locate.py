@@ -25,8 +25,8 @@ from brim.cli.terminal import Display, Stop, end_stopped, print_facts, print_jso
 
 if TYPE_CHECKING:
     from brim.engine.training.report import TrainReport
+    from brim.rf.config import LocatorTraining
     from brim.rf.location.run import Evaluation
-    from brim.rf.location.train import LocatorTraining
 
 Counted = Callable[[int, int], None]  # how many are done, of how many
 Run = Annotated[Path, typer.Argument(metavar="RUN", help='Directory of a run made by "brim rf train".')]
@@ -83,7 +83,7 @@ def train(
     check_positive("--epochs", epochs)
     check_positive("--batch-size", batch_size)
     with Stop() as stop:
-        from brim.rf.location.train import LocatorTraining
+        from brim.rf.config import LocatorTraining
 
         config = LocatorTraining(
             epochs=epochs,

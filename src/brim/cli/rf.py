@@ -235,10 +235,10 @@ def export(
 def _resolve(preset: str | None, file: Path | None, stations: Path | None, flags: dict[str, Any]) -> "GenerateConfig":
     """The configuration: defaults, under the preset, under the file, under the flags."""
     from brim.rf import PRESETS, from_mapping, read_stations, read_toml
-    from brim.rf.config import DatasetType, Loss, Waveform
+    from brim.rf.config import DatasetType, PathLoss, Waveform
 
     check_choice("--preset", preset, PRESETS)
-    for name, choices in {"waveform": Waveform, "loss": Loss, "dataset_type": DatasetType}.items():
+    for name, choices in {"waveform": Waveform, "loss": PathLoss, "dataset_type": DatasetType}.items():
         check_choice(f"--{name.replace('_', '-')}", flags.get(name), get_args(choices))
     values = read_toml(file) if file is not None else {}
     if stations is not None:
@@ -246,7 +246,7 @@ def _resolve(preset: str | None, file: Path | None, stations: Path | None, flags
             raise ConfigError("--stations and --random-receivers exclude each other; give one of them")
         # a preset's random receivers give way: stations that are read and then ignored help nobody
         flags = {**flags, "stations": read_stations(stations), "use_random_receivers": False}
-    return from_mapping({**values, **flags}, preset=preset, source=f"config file {file}" if file else "options")
+    return from_mapping({**values, **flags}, preset=preset)
 
 
 def _check_where(device: str, devices: str | None, cluster: str | None, allow_mixed: bool) -> None:

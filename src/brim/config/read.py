@@ -116,8 +116,8 @@ def _bounded(setting: Setting, value: Any, path: str) -> Any:
             raise ConfigError(f"{path} has {len(value)} {what}; expected {size}", field=path, code="wrong_length")
     if setting.names is not None and value not in setting.names.names():
         raise _error(path, value, f"is unknown; {nearest(value, setting.names.names())}", "unknown_choice")
-    if isinstance(value, float) and math.isnan(value):
-        raise _error(path, value, "must be a number", "wrong_type")
+    if isinstance(value, float) and not math.isfinite(value):
+        raise _error(path, value, "must be a finite number", "out_of_range")
     return value
 
 

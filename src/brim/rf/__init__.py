@@ -7,6 +7,7 @@ from brim.lazy import lazy
 if TYPE_CHECKING:
     from brim.rf.config import PRESETS as PRESETS
     from brim.rf.config import GenerateConfig as GenerateConfig
+    from brim.rf.config import LocatorTraining as LocatorTraining
     from brim.rf.config import Station as Station
     from brim.rf.config import from_mapping as from_mapping
     from brim.rf.config import preset as preset

@@ -53,7 +53,7 @@ def recordings(data: Dataset, row: int, receivers: Sequence[int]) -> Iterator[IQ
         yield from (stored[receiver] for receiver in receivers)
         return
     index = int(data.rows(row, row + 1, ("index",))["index"][0])
-    config = from_mapping(data.manifest.get("config") or {}, source="the manifest's config")
+    config = from_mapping(data.manifest.get("config") or {})
     work = make_work(config, make_scenes(config, np.array([index], np.int64)))
     places = {int(receiver): place for place, receiver in enumerate(work.links.receiver)}
     if not places.keys() >= set(receivers):

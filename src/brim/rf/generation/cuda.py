@@ -15,14 +15,14 @@ import triton
 from numpy.typing import NDArray
 from torch import Tensor
 
-from brim.rf.config import NUM_CHUNKS, GenerateConfig
+from brim.rf.config import NUM_CHUNKS, PATH_STRIDE, GenerateConfig
 from brim.rf.features import estimators as ft
 from brim.rf.generation import kernels
 from brim.rf.generation.batch import STREAM_STRIDE, Measured, Work, feature_chunks, record_power
 from brim.rf.physics.channel import FADING_HZ, NUM_SINUSOIDS, TAPS, fading_points
 from brim.rf.physics.geometry import SPEED_OF_LIGHT, ecef
 from brim.rf.physics.link import noise_dbm
-from brim.rf.physics.philox import PATH_STRIDE, Purpose
+from brim.rf.physics.philox import Purpose
 from brim.rf.physics.receiver import (
     FILTER_TAPS,
     NOISE_POWER,

@@ -92,7 +92,7 @@ def load_run(run: Path | str) -> LocatorRun:
     about = read_about(path)
     try:
         noise, model = NoiseModel(**about["noise"]), LocatorConfig(**about["model"])
-        generation = from_mapping(about["generation"], source=str(path / RUN))
+        generation = from_mapping(about["generation"])
         before = about["untrained_val_loss"]
     except (KeyError, TypeError, ValueError, ConfigError) as failure:
         raise CheckpointError(
@@ -287,7 +287,7 @@ def write_about(path: Path, about: Mapping[str, Any]) -> None:
 def read_generation(manifest: Mapping[str, Any], path: Path | str) -> GenerateConfig:
     """The configuration a dataset was made with."""
     try:
-        return from_mapping(manifest["config"], source=str(path))
+        return from_mapping(manifest["config"])
     except (KeyError, TypeError, ValueError, ConfigError) as failure:
         raise DatasetError(
             f"{path}: the manifest's config cannot be read ({failure}); use the brim that made it"

@@ -9,18 +9,17 @@ import math
 import platform
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 import brim
-from brim.engine.config import Precision, Tier, recipe_of
+from brim.engine.config import recipe_of
 from brim.engine.device.devices import stream
 from brim.engine.rows.files import DatasetSource, TensorSource, read_rows
-from brim.engine.rows.order import check_tier
 from brim.engine.rows.resident import Resident
 from brim.engine.storage.dataset import allocate
 from brim.engine.training.rank_share import check_enough
@@ -28,7 +27,7 @@ from brim.engine.training.ranks import Ranks, joined
 from brim.engine.training.report import TrainProgress, TrainReport
 from brim.engine.training.trainer import train as run_trainer
 from brim.errors import CheckpointError, ConfigError, DatasetError
-from brim.rf.config import GenerateConfig
+from brim.rf.config import GenerateConfig, LocatorTraining
 from brim.rf.datasets.inspect import named_columns, open_dataset
 from brim.rf.features.estimators import FEATURES
 from brim.rf.location.model import Estimate, Locator, LocatorConfig, flip, gaussian_nll, loss, prepare
@@ -62,36 +61,6 @@ _CHUNK = {"cpu": 256, "cuda": 8192}  # rows solved between two reports of progre
 _FREE = ("epochs", "tier", "preload_to_gpu", "num_workers", "checkpoint_every_s", "early_stopping_patience")
 
 Told = Callable[[TrainProgress], None]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LocatorTraining:
-    """How a locator is trained."""
-
-    epochs: int = 30
-    batch_size: int = 256
-    learning_rate: float = 0.001
-    tier: Tier | Literal["auto"] = "auto"  # where the data is held: vram, ram, window
-    preload_to_gpu: bool | None = None  # in tier auto: True takes vram whenever it fits, False never
-    precision: Precision = "auto"
-    seed: int = 0  # of the split, the first weights, the order and the dropout
-    val_share: float = 0.1  # of the samples, never trained on
-    hybrid: bool = True  # start from the solver's answer; False: the network alone
-    early_stopping_patience: int | None = None  # epochs without a better val_loss
-    checkpoint_every_s: float = 10.0  # most training that a killed run loses
-    num_workers: int = 0  # accepted because loaders have it; nothing here needs worker processes
-
-    def __post_init__(self) -> None:
-        for name in ("batch_size", "epochs"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name}={getattr(self, name)} must be at least 1")
-        for name in ("seed", "num_workers"):
-            if getattr(self, name) < 0:
-                raise ConfigError(f"{name}={getattr(self, name)} must not be negative")
-        if not 0 < self.val_share < 1:
-            raise ConfigError(f"val_share={self.val_share} must be between 0 and 1, such as 0.1")
-        check_tier(self.tier)
-        recipe_of(self, self.epochs)  # checks the rest
 
 
 def train(

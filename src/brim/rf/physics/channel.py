@@ -12,8 +12,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from brim.rf.config import GenerateConfig
-from brim.rf.physics.philox import PATH_STRIDE, Purpose, words
+from brim.rf.config import PATH_STRIDE, GenerateConfig
+from brim.rf.physics.philox import Purpose, words
 from brim.rf.physics.scene import NUM_PATHS, Scenes
 from brim.rf.physics.waveform import MARGIN, TABLE_HZ, channel_points, guard_points
 

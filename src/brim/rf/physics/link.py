@@ -6,7 +6,7 @@ import math
 import numpy as np
 from numpy.typing import NDArray
 
-from brim.rf.config import CHANNEL_HZ, Environment, GenerateConfig
+from brim.rf.config import CHANNEL_HZ, AreaType, GenerateConfig
 from brim.rf.physics.geometry import SPEED_OF_LIGHT
 
 F64 = NDArray[np.float64]
@@ -16,7 +16,7 @@ _T0_K = 290.0
 _MIN_DISTANCE_M = 10.0  # closer than this the far-field formulas mean nothing
 _BREAK_M = 1_000.0  # log_distance is free space up to here
 # ITU-R P.372, median man-made noise figure F_am = c − d·log10(f_MHz): (c, d) per environment.
-_MAN_MADE: dict[Environment, tuple[float, float]] = {
+_MAN_MADE: dict[AreaType, tuple[float, float]] = {
     "city": (76.8, 27.7),
     "residential": (72.5, 27.7),
     "rural": (67.2, 27.7),
@@ -57,7 +57,7 @@ def free_space_db(frequency_mhz: float, distance_m: F64) -> F64:
     return np.asarray(20 * np.log10(4 * np.pi * distance_m * frequency_mhz * 1e6 / SPEED_OF_LIGHT))
 
 
-def hata_db(frequency_mhz: float, distance_m: F64, base_m: float, mobile_m: float, environment: Environment) -> F64:
+def hata_db(frequency_mhz: float, distance_m: F64, base_m: float, mobile_m: float, environment: AreaType) -> F64:
     """Okumura-Hata loss (Hata, IEEE Trans. VT-29, 1980): city = urban, residential = suburban, rural = open."""
     f = math.log10(frequency_mhz)
     base = math.log10(max(base_m, 1.0))

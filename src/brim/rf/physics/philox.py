@@ -18,7 +18,6 @@ _LOW = np.uint64(0xFFFFFFFF)
 _SHIFT = np.uint64(32)
 _ROUNDS = 10
 PURPOSE_SHIFT = 16  # counter word 1 is purpose << 16 | receiver
-PATH_STRIDE = 4_096  # a path's numbers are those of receiver + path · this: so many receivers at most
 
 
 class Purpose(IntEnum):
