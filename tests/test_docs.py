@@ -3,6 +3,7 @@
 import inspect
 import os
 import re
+import runpy
 import shutil
 import signal
 import socket
@@ -20,7 +21,6 @@ import torch
 from brim.cli.rf import generate as generate_command
 from brim.cli.segment import predict, train, tune
 from brim.cli.sequence import sequence
-from brim.engine.config import TrainConfig
 from brim.rf import FEATURES, TRUTH, GenerateConfig
 from brim.rf.config import LocatorTraining
 from brim.segmentation import model_names
@@ -81,7 +81,8 @@ def documents() -> list[Path]:
 
 def run(command: list[str], where: Path) -> subprocess.CompletedProcess[str]:
     bin_first = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
-    return subprocess.run(command, cwd=where, env={**os.environ, "PATH": bin_first}, capture_output=True, text=True)
+    env = {**os.environ, "PATH": bin_first, "XDG_CACHE_HOME": str(where / ".cache")}
+    return subprocess.run(command, cwd=where, env=env, capture_output=True, text=True)
 
 
 def anchors(text: str) -> set[str]:
@@ -131,7 +132,7 @@ class Service:
         self.folder, self.groups = folder, list[int]()
         (folder / ".curlrc").write_text("fail-with-body\n")  # a refusal ends the block
         self.env = {**os.environ, "CURL_HOME": str(folder), "BRIM_URL": f"http://127.0.0.1:{self.port}"}
-        self.env |= {"BRIM_LOG_LEVEL": "WARNING", "CUDA_VISIBLE_DEVICES": ""}
+        self.env |= {"BRIM_LOG_LEVEL": "WARNING", "CUDA_VISIBLE_DEVICES": "", "XDG_CACHE_HOME": str(folder / ".cache")}
         self.env["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
 
     def run(self, code: str) -> subprocess.CompletedProcess[str]:
@@ -214,6 +215,14 @@ def test_relative_links_resolve(document):
 # Completeness
 
 
+@pytest.mark.parametrize("page", sorted(ROOT.glob("docs/*.md")), ids=lambda path: path.name)
+def test_the_tables_of_settings_are_up_to_date(page):
+    refreshed = runpy.run_path(str(ROOT / "docs" / "hooks" / "settings.py"))["refreshed"]
+    text = page.read_text()
+
+    assert text == refreshed(text), "run .venv/bin/python docs/hooks/settings.py"
+
+
 @pytest.mark.parametrize("field", fields(GenerateConfig), ids=lambda field: field.name)
 def test_every_config_field_is_in_the_table_with_its_default(field):
     row = re.search(rf"^\| `{field.name}` \| ([^|]*) \|", RADIO.read_text(), re.MULTILINE)
@@ -271,7 +280,6 @@ def test_no_network_is_left_out():
 SETTINGS = [
     (document, owner, field)
     for document, owner in (
-        (TRAINING, TrainConfig),
         (TRAINING, LocatorTraining),
         (SEGMENTATION, SegmentTrainConfig),
         (SEGMENTATION, SegmentAugmentation),

@@ -91,6 +91,8 @@ def _shown_default(setting: Setting) -> str:
     value = setting.default
     if value is None:
         return "none"
+    if isinstance(value, bool):
+        return f"`{str(value).lower()}`"
     return "" if isinstance(value, tuple) or is_dataclass(value) else f"`{value}`"
 
 
