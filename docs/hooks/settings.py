@@ -30,7 +30,4 @@ def _table(name: str) -> str:
 
 if __name__ == "__main__":
     for page in sorted(DOCS.rglob("*.md")):
-        before = page.read_text(encoding="utf-8")
-        if (after := refreshed(before)) != before:
-            page.write_text(after, encoding="utf-8")
-            print(page.relative_to(DOCS.parent))
+        page.write_text(refreshed(page.read_text(encoding="utf-8")), encoding="utf-8")
