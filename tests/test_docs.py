@@ -21,8 +21,7 @@ import torch
 from brim.cli.rf import generate as generate_command
 from brim.cli.segment import predict, train, tune
 from brim.cli.sequence import sequence
-from brim.rf import FEATURES, TRUTH, GenerateConfig
-from brim.rf.config import LocatorTraining
+from brim.rf import FEATURES, TRUTH
 from brim.segmentation import model_names
 from brim.segmentation.images.formats import FORMATS
 from brim.segmentation.training.augment import Augmentation as SegmentAugmentation
@@ -223,19 +222,6 @@ def test_the_tables_of_settings_are_up_to_date(page):
     assert text == refreshed(text), "run .venv/bin/python docs/hooks/settings.py"
 
 
-@pytest.mark.parametrize("field", fields(GenerateConfig), ids=lambda field: field.name)
-def test_every_config_field_is_in_the_table_with_its_default(field):
-    row = re.search(rf"^\| `{field.name}` \| ([^|]*) \|", RADIO.read_text(), re.MULTILINE)
-
-    assert row is not None
-    if isinstance(field.default, str):
-        assert f"`{field.default}`" in row[1]
-    elif isinstance(field.default, bool):
-        assert row[1] == str(field.default).lower()
-    elif isinstance(field.default, int | float):
-        assert float(row[1]) == field.default
-
-
 @pytest.mark.parametrize("name_and_unit", [*FEATURES, *TRUTH], ids=lambda pair: pair[0])
 def test_every_feature_and_truth_is_in_a_table_with_its_unit(name_and_unit):
     name, unit = name_and_unit
@@ -280,7 +266,6 @@ def test_no_network_is_left_out():
 SETTINGS = [
     (document, owner, field)
     for document, owner in (
-        (TRAINING, LocatorTraining),
         (SEGMENTATION, SegmentTrainConfig),
         (SEGMENTATION, SegmentAugmentation),
     )

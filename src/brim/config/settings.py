@@ -42,8 +42,8 @@ class Range:
 
     def __str__(self) -> str:
         """As a sentence continues after "must be": "between 30 and 3000", "at least 1", "above 0"."""
-        low = None if self.low is None else f"{self.low:,g}".replace(",", "")
-        high = None if self.high is None else f"{self.high:,g}".replace(",", "")
+        low = None if self.low is None else _digits(self.low)
+        high = None if self.high is None else _digits(self.high)
         parts = []
         if low is not None and high is not None:
             parts.append(f"between {low} and {high}")
@@ -59,6 +59,10 @@ class Range:
         if self.step is not None and self.step != 1:
             text += f", in steps of {self.step:g}"
         return text if self.also is None else f"{self.also:g}, or {text}"
+
+
+def _digits(number: float) -> str:
+    return str(int(number)) if float(number).is_integer() else f"{number:g}"
 
 
 @dataclass(frozen=True, slots=True)
