@@ -37,11 +37,12 @@ from brim.engine.storage.writer import ShardWriter
 from brim.engine.training.step import Stepper, resolve_precision
 from brim.engine.training.trainer import train
 from brim.sequences.ablation.loop import Fed, HandStep, Setup, autotuner, make_module
+from brim.sequences.config import LoaderConfig, SequenceConfig
 from brim.sequences.corpus.items import write_items
 from brim.sequences.corpus.packed import FRAMES, KIND, Corpus
 from brim.sequences.corpus.reading import SequenceFolder
-from brim.sequences.model.network import Classifier, Encoder, SequenceConfig, num_parameters
-from brim.sequences.training.dataloader import LoaderConfig, SequenceLoader
+from brim.sequences.model.network import Classifier, Encoder, num_parameters
+from brim.sequences.training.dataloader import SequenceLoader
 from brim.sequences.training.objectives import classification_loss
 from page import Json, facts_of, machine, markdown, number, ranged, spread, table, tell
 

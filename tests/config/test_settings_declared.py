@@ -45,6 +45,7 @@ class Config:
     [
         ({"rate": 0}, "rate", "out_of_range"),
         ({"rate": float("nan")}, "rate", "out_of_range"),
+        ({"rate": float("inf")}, "rate", "out_of_range"),
         ({"rate": "fast"}, "rate", "wrong_type"),
         ({"rate": True}, "rate", "wrong_type"),
         ({"epochs": 0}, "epochs", "out_of_range"),

@@ -35,14 +35,14 @@ EVERY = [*SHORT, "--batch-size", "16", "--tier", "ram", "--precision", "fp32", "
 def _small(monkeypatch: pytest.MonkeyPatch) -> None:
     """A small network, which is not the command's business, and a short look at the ceiling."""
     from brim.engine.training import trainer
-    from brim.sequences.model import network as model
+    from brim.sequences.config import EncoderShape, SequenceConfig
 
     slow = trainer.time_step
     monkeypatch.setattr(trainer, "time_step", lambda *a, **k: slow(*a, **{**k, "budget_s": 0.01}))
     small = {"channels": 16, "hidden": 8, "attention": 8, "embedding": 16}
-    defaults = model.SequenceConfig.__init__.__kwdefaults__
     for name, value in small.items():
-        monkeypatch.setitem(defaults, name, value)
+        monkeypatch.setitem(EncoderShape.__init__.__kwdefaults__, name, value)
+        monkeypatch.setitem(SequenceConfig.__init__.__kwdefaults__, name, value)
 
 
 @pytest.fixture(scope="module")

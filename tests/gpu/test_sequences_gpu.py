@@ -12,11 +12,12 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from brim.engine.config import TrainConfig
 from brim.engine.device.devices import stream
 from brim.engine.training.trainer import train
+from brim.sequences.config import Augmentation, KmeansConfig, SequenceConfig
 from brim.sequences.evaluation.scores import adjusted_rand_index
 from brim.sequences.model.lstm import BiLstm
-from brim.sequences.model.network import Classifier, Encoder, SequenceConfig, frame_mask
-from brim.sequences.training.augment import Augmentation, augment, two_views
-from brim.sequences.training.kmeans import KmeansConfig, kmeans
+from brim.sequences.model.network import Classifier, Encoder, frame_mask
+from brim.sequences.training.augment import augment, two_views
+from brim.sequences.training.kmeans import kmeans
 from brim.sequences.training.objectives import SelfSupervised, classification_loss, self_supervised_loss
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU here")]

@@ -4,9 +4,10 @@ from torch import Tensor
 
 from brim.engine.device.devices import stream
 from brim.errors import ConfigError
+from brim.sequences.config import KmeansConfig
 from brim.sequences.evaluation.scores import adjusted_rand_index
 from brim.sequences.training import kmeans as module
-from brim.sequences.training.kmeans import KmeansConfig, assign, kmeans
+from brim.sequences.training.kmeans import assign, kmeans
 
 CPU = torch.device("cpu")
 

@@ -5,10 +5,10 @@ import torch
 
 from brim.engine.device.devices import stream
 from brim.errors import ConfigError
-from brim.sequences.model.network import Classifier, Encoder, SequenceConfig, frame_mask
-from brim.sequences.training.augment import Augmentation, two_views
+from brim.sequences.config import Augmentation, SelfConfig, SequenceConfig
+from brim.sequences.model.network import Classifier, Encoder, frame_mask
+from brim.sequences.training.augment import two_views
 from brim.sequences.training.objectives import (
-    SelfConfig,
     SelfSupervised,
     classification_loss,
     cross_entropy,

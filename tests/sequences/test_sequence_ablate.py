@@ -14,12 +14,12 @@ from brim.sequences.ablation.loop import Data, Feed, HandStep, PackedLstm, Setup
 from brim.sequences.ablation.plot import plot
 from brim.sequences.ablation.report import Ablation, AblationStep, judge, relative_noise
 from brim.sequences.ablation.run import START, ablate
+from brim.sequences.config import SequenceConfig
 from brim.sequences.corpus.packed import Corpus
 from brim.sequences.corpus.packing import pack
 from brim.sequences.corpus.reading import SequenceFolder
 from brim.sequences.corpus.synthetic import make_sequences
 from brim.sequences.model.lstm import BiLstm
-from brim.sequences.model.network import SequenceConfig
 
 torch.set_num_threads(1)
 CPU = torch.device("cpu")

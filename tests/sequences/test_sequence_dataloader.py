@@ -14,13 +14,13 @@ import torch
 from brim.engine.config import BucketConfig
 from brim.engine.training.trainer import TrainConfig, train
 from brim.errors import ConfigError, DatasetError
+from brim.sequences.config import Augmentation, LoaderConfig, SequenceConfig
 from brim.sequences.corpus.packing import pack
 from brim.sequences.corpus.reading import PackedSequences, SequenceFolder, open_sequences
 from brim.sequences.corpus.synthetic import make_sequences
-from brim.sequences.model.network import Classifier, Encoder, SequenceConfig
+from brim.sequences.model.network import Classifier, Encoder
 from brim.sequences.training import dataloader
-from brim.sequences.training.augment import Augmentation
-from brim.sequences.training.dataloader import LoaderConfig, SequenceLoader
+from brim.sequences.training.dataloader import SequenceLoader
 from brim.sequences.training.objectives import classification_loss
 
 torch.set_num_threads(1)
@@ -183,7 +183,8 @@ def test_a_killed_worker_is_an_error_not_a_short_epoch(folder):
 KILLED = """
 import multiprocessing, sys, time
 import torch
-from brim.sequences.training.dataloader import LoaderConfig, SequenceLoader
+from brim.sequences.config import LoaderConfig
+from brim.sequences.training.dataloader import SequenceLoader
 from brim.sequences.corpus.reading import SequenceFolder
 
 if __name__ == "__main__":

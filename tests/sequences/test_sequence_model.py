@@ -5,14 +5,8 @@ import torch
 from torch import Tensor
 
 from brim.errors import ConfigError
-from brim.sequences.model.network import (
-    AttentionPool,
-    Classifier,
-    Encoder,
-    SequenceConfig,
-    frame_mask,
-    num_parameters,
-)
+from brim.sequences.config import SequenceConfig
+from brim.sequences.model.network import AttentionPool, Classifier, Encoder, frame_mask, num_parameters
 
 SMALL = SequenceConfig(dim=12, channels=16, hidden=8, attention=8, embedding=10, dropout=0.0)
 LENGTHS = torch.tensor([19, 1, 7, 20, 2])

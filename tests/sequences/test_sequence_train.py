@@ -409,6 +409,16 @@ def test_a_killed_run_ends_with_the_same_bits(runs, corpus, tmp_path, mode, sign
     assert weights(out) == weights(runs[mode][1])
 
 
+def test_a_run_whose_file_lists_only_what_differs_from_the_default_network_goes_on(corpus, tmp_path):
+    report = train(corpus, tmp_path / "run", SUPERVISED, device="cpu")
+    file = tmp_path / "run/run.json"
+    about = json.loads(file.read_text())
+    about["training"]["model"] = TINY
+    file.write_text(json.dumps(about))
+
+    assert train(corpus, tmp_path / "run", SUPERVISED, device="cpu", resume=True) == report
+
+
 def test_a_finished_run_resumed_says_again_what_it_said(runs, corpus):
     report, out = runs["supervised"]
 

@@ -5,6 +5,9 @@ from typing import TYPE_CHECKING
 from brim.lazy import lazy
 
 if TYPE_CHECKING:
+    from brim.sequences.config import Augmentation as Augmentation
+    from brim.sequences.config import EncoderShape as EncoderShape
+    from brim.sequences.config import SequenceConfig as SequenceConfig
     from brim.sequences.config import SequenceTraining as SequenceTraining
     from brim.sequences.corpus.pack_report import PackReport as PackReport
     from brim.sequences.corpus.packed import Corpus as Corpus
@@ -16,8 +19,6 @@ if TYPE_CHECKING:
     from brim.sequences.evaluation.run import evaluate as evaluate
     from brim.sequences.model.network import Classifier as Classifier
     from brim.sequences.model.network import Encoder as Encoder
-    from brim.sequences.model.network import SequenceConfig as SequenceConfig
-    from brim.sequences.training.augment import Augmentation as Augmentation
     from brim.sequences.training.run import SequenceReport as SequenceReport
     from brim.sequences.training.run import train as train
 

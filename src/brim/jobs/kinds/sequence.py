@@ -47,8 +47,7 @@ _PATHS = ("encoder",)  # of the recipe, which no request may give
 
 def train_model() -> type[Fields]:
     """SequenceTraining and what to train on; epochs are those of every phase."""
-    from brim.sequences.config import SequenceTraining
-    from brim.sequences.model.network import SequenceConfig
+    from brim.sequences.config import SequenceConfig, SequenceTraining
 
     shape = model_of(
         SequenceConfig, leave=("dim",), most=_MOST_SHAPE, name="EncoderShape", others=({"dim": 1},),
@@ -71,8 +70,7 @@ def train_model() -> type[Fields]:
 
 def resolve_train(values: Mapping[str, Any]) -> dict[str, Any]:
     """The recipe; epochs stand in for those of the phases that are not named."""
-    from brim.sequences.config import SequenceTraining
-    from brim.sequences.model.network import SequenceConfig
+    from brim.sequences.config import SequenceConfig, SequenceTraining
 
     usual: dict[str, Any] = {"checkpoint_every_s": CHECKPOINT_S, **tier_of(values)}
     if values.get("epochs") is not None:

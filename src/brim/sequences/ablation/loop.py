@@ -16,12 +16,13 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from brim.engine.config import BucketConfig, TrainConfig
 from brim.engine.rows.ragged import RaggedResident
 from brim.engine.training.step import Batch, Stepper
+from brim.sequences.config import Augmentation, LoaderConfig, SequenceConfig
 from brim.sequences.corpus.packed import Corpus
 from brim.sequences.corpus.reading import PackedSequences, SequenceFolder
 from brim.sequences.model.lstm import BiLstm
-from brim.sequences.model.network import Classifier, Encoder, SequenceConfig
-from brim.sequences.training.augment import Augmentation, augment
-from brim.sequences.training.dataloader import LoaderConfig, SequenceLoader
+from brim.sequences.model.network import Classifier, Encoder
+from brim.sequences.training.augment import augment
+from brim.sequences.training.dataloader import SequenceLoader
 from brim.sequences.training.objectives import classification_loss
 
 AUGMENTATION = Augmentation()

@@ -31,9 +31,9 @@ from brim.engine.rows.order import HOST
 from brim.errors import ConfigError, OutOfMemory, StorageError
 from brim.sequences.ablation.loop import Data, Fed, Feed, Setup, Step, autotuner, make_module, make_step
 from brim.sequences.ablation.report import Ablation, AblationProgress, AblationStep, judge, relative_noise, unfitting
+from brim.sequences.config import SequenceConfig
 from brim.sequences.corpus.packed import Corpus
 from brim.sequences.corpus.reading import SequenceFolder
-from brim.sequences.model.network import SequenceConfig
 
 __all__ = ["Ablation", "AblationProgress", "AblationStep", "ablate"]
 

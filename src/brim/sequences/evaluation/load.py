@@ -25,8 +25,8 @@ from torch import Tensor
 import brim
 from brim.engine.training.checkpoint import copy_in
 from brim.errors import CheckpointError, ConfigError, StorageError
-from brim.sequences.config import SequenceTraining
-from brim.sequences.model.network import Classifier, Committee, Encoder, Network, SequenceConfig
+from brim.sequences.config import EncoderShape, SequenceConfig, SequenceTraining
+from brim.sequences.model.network import Classifier, Committee, Encoder, Network
 from brim.sequences.training.data import SequenceData
 from brim.sequences.training.splits import Split
 
@@ -113,7 +113,7 @@ def _check_same(out: Path, known: Mapping[str, Any], about: Mapping[str, Any]) -
         raise CheckpointError(f"{out} was begun with another corpus; resume with the same, or choose another --out")
     if _digest(known) != _digest(about):
         raise CheckpointError(f"{out} began with another encoder; resume with the same, or choose another --out")
-    old, new = known.get("training"), about["training"]
+    old, new = _full(known.get("training"), out), about["training"]
     for name in dict.fromkeys((*(old or {}), *new)):
         was, now = ((side or {}).get(name) for side in (old, new))
         if was != now and name not in _FREE:
@@ -123,6 +123,16 @@ def _check_same(out: Path, known: Mapping[str, Any], about: Mapping[str, Any]) -
     for name in ("model", "outputs", "held_out", "validation"):
         if known.get(name) != about[name]:
             raise CheckpointError(f"{out}: {RUN} names another {name}; it was altered: choose another --out")
+
+
+def _full(training: Any, out: Path) -> Any:
+    """Settings as stored, with the whole shape of the network: older runs list only what differs from the defaults."""
+    try:
+        return {**training, "model": asdict(EncoderShape(**training["model"]))}
+    except (KeyError, TypeError, ConfigError) as failure:
+        raise CheckpointError(
+            f"{out / RUN} does not describe the network ({failure}); restore it from a copy, or train again"
+        ) from failure
 
 
 def _digest(about: Mapping[str, Any]) -> Any:

@@ -18,7 +18,7 @@ are lifted into fp16's range on their way in and brought back on their way out, 
 """
 
 from functools import cache, partial
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 import torch
 from torch import Tensor, nn
@@ -26,8 +26,7 @@ from torch.nn import functional
 
 from brim.engine.training.rank_share import dropout
 from brim.errors import ConfigError
-
-Reverse = Literal["gate", "gather"]
+from brim.sequences.config import Reverse
 
 _NAMES = ("weight_ih", "weight_hh", "bias_ih", "bias_hh")
 _SIDES = ("", "_reverse")

@@ -8,9 +8,8 @@ depends on a value there, so a captured step can hold it.
 
 import math
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
 from itertools import pairwise
-from typing import Any, NamedTuple, Self, get_args
+from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
@@ -18,41 +17,8 @@ from torch.nn import functional
 
 from brim.engine.training.rank_share import Dropout
 from brim.errors import ConfigError
-from brim.sequences.model.lstm import BiLstm, Reverse
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SequenceConfig:
-    """The encoder's shape; saved with every run. The defaults have 3.7 million parameters at 1024 features."""
-
-    dim: int  # features of a frame
-    channels: int = 384
-    kernel: int = 5  # frames a convolution sees, odd
-    convolutions: int = 2
-    hidden: int = 128  # of a direction; up to 128, cuDNN keeps the whole recurrence in one kernel, both ways
-    layers: int = 2  # of the LSTM
-    attention: int = 128  # width of the scores' hidden layer
-    embedding: int = 256
-    dropout: float = 0.1  # after each convolution, between LSTM layers and before the embedding
-    normalise: bool = True  # frames by the mean and spread that set_statistics was given
-    reverse: Reverse = "gate"  # how the reverse direction finds each end; see lstm.py
-    concurrent: bool = False  # "gather" only: both directions at once, on two streams
-
-    def __post_init__(self) -> None:
-        """Check every value."""
-        for name in ("dim", "channels", "kernel", "convolutions", "hidden", "layers", "attention", "embedding"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name}={getattr(self, name)} must be at least 1")
-        if self.kernel % 2 == 0:
-            raise ConfigError(f"kernel={self.kernel} must be odd, such as 5, so that a frame is in its middle")
-        if not 0 <= self.dropout < 1:
-            raise ConfigError(f"dropout={self.dropout} must be in [0, 1); 0.1 is usual")
-        if self.reverse not in get_args(Reverse):
-            raise ConfigError(f"reverse={self.reverse} is unknown; choose one of {', '.join(get_args(Reverse))}")
-
-    def as_dict(self) -> dict[str, Any]:
-        """JSON-able values; SequenceConfig(**values) reads them back."""
-        return asdict(self)
+from brim.sequences.config import SequenceConfig
+from brim.sequences.model.lstm import BiLstm
 
 
 class Encoded(NamedTuple):

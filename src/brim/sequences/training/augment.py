@@ -5,38 +5,15 @@ length, and all go through the same kernels; nothing depends on a value on the d
 Frames behind a sequence's end stay 0.
 """
 
-from dataclasses import dataclass, fields
-
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from brim.engine.training.rank_share import drawn
-from brim.errors import ConfigError
+from brim.sequences.config import Augmentation
 from brim.sequences.model.network import frame_mask
 
 Batch = dict[str, Tensor]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Augmentation:
-    """The greatest changes; what a sequence gets is drawn between none and these. 0 switches a change off."""
-
-    crop: float = 0.2  # share of a sequence that is cut away at its ends
-    noise: float = 0.1  # standard deviation, in units of the features' own
-    time_masks: int = 2
-    time_width: float = 0.1  # of a mask, share of the sequence
-    feature_masks: int = 2
-    feature_width: float = 0.1  # of a mask, share of the features
-
-    def __post_init__(self) -> None:
-        """Check every value."""
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if value < 0:
-                raise ConfigError(f"{field.name}={value} must not be negative; 0 switches it off")
-            if field.name in ("crop", "time_width", "feature_width") and value > 1:
-                raise ConfigError(f"{field.name}={value} is a share and must be at most 1, such as 0.1")
 
 
 def augment(

@@ -25,10 +25,10 @@ from brim.engine.training.ranks import Ranks
 from brim.engine.training.step import resolve_precision
 from brim.engine.training.trainer import BatchSource
 from brim.errors import DatasetError
-from brim.sequences.config import SequenceTraining
+from brim.sequences.config import LoaderConfig, SequenceTraining
 from brim.sequences.corpus.packed import Corpus
 from brim.sequences.corpus.reading import SequenceFolder
-from brim.sequences.training.dataloader import LoaderConfig, SequenceLoader
+from brim.sequences.training.dataloader import SequenceLoader
 
 log = logging.getLogger("brim")
 

@@ -17,7 +17,7 @@ import os
 import time
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from types import TracebackType
 from typing import Any, Self
 
@@ -25,7 +25,6 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from brim.engine.config import BucketConfig
 from brim.engine.device.devices import stream, worker_count
 from brim.engine.rows.buckets import Bucketed, Buckets
 from brim.engine.rows.epoch import Epoch, OpenEpochs
@@ -35,8 +34,8 @@ from brim.engine.rows.ragged_source import check_columns
 from brim.engine.training.rank_share import Share
 from brim.engine.training.ranks import Ranks
 from brim.errors import ConfigError, DatasetError
+from brim.sequences.config import LoaderConfig
 from brim.sequences.corpus.reading import Readable
-from brim.sequences.training.augment import Augmentation
 from brim.sequences.training.loader_workers import (
     Batch,
     Batches,
@@ -52,26 +51,6 @@ log = logging.getLogger("brim")
 
 _SHARED = "/dev/shm"
 _SHARED_SHARE = 0.8  # of shared memory that batches on their way may fill
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LoaderConfig:
-    """The settings of a DataLoader, by its own names."""
-
-    batch_size: int = 64
-    num_workers: int = 8  # processes that read; at most the cores; 0: the training process reads
-    prefetch_factor: int = 6  # batches that each worker makes ahead
-    persistent_workers: bool = True  # from epoch to epoch
-    pin_memory: bool = True  # of batches for a GPU
-    non_blocking: bool = True  # copies to a GPU, from pinned memory
-    augmentation: Augmentation | None = None  # on the CPU, while reading; None: as read
-    buckets: BucketConfig | None = None  # batches of similar lengths, whose size replaces batch_size; None: at random
-
-    def __post_init__(self) -> None:
-        """Check every value."""
-        for name, least in (("batch_size", 1), ("num_workers", 0), ("prefetch_factor", 1)):
-            if getattr(self, name) < least:
-                raise ConfigError(f"{name}={getattr(self, name)} must be at least {least}")
 
 
 class SequenceLoader:

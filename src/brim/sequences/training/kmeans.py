@@ -6,7 +6,6 @@ every time on one device.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -14,28 +13,10 @@ from torch import Tensor
 
 from brim.engine.device.devices import stream
 from brim.errors import ConfigError
+from brim.sequences.config import KmeansConfig
 
 _CHUNK_NUMBERS = {"cpu": 1 << 21, "cuda": 1 << 25}  # distances held at once
 _LEAST = 1e-30  # squared distance: copies of a centre are never drawn while there are others
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class KmeansConfig:
-    """How clusters are looked for."""
-
-    clusters: int
-    restarts: int = 8  # different starts; the one with the least inertia wins
-    steps: int = 100  # of Lloyd, at most
-    tolerance: float = 1e-4  # squared movement of all centres at which to stop, in units of the points' variance
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        """Check every value."""
-        for name in ("clusters", "restarts", "steps"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name}={getattr(self, name)} must be at least 1")
-        if self.tolerance < 0:
-            raise ConfigError(f"tolerance={self.tolerance} must not be negative; 1e-4 is usual")
 
 
 class Clusters(NamedTuple):

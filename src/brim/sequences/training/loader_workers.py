@@ -21,8 +21,9 @@ from torch.utils.data import Dataset
 from brim.engine.device.devices import stream
 from brim.engine.rows.order import HOST
 from brim.errors import BrimError, DatasetError
+from brim.sequences.config import Augmentation
 from brim.sequences.corpus.reading import Readable
-from brim.sequences.training.augment import Augmentation, augment
+from brim.sequences.training.augment import augment
 
 Batch = dict[str, Tensor]
 

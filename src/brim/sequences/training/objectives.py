@@ -4,37 +4,14 @@ Axes: B sequences, T frames, D features, E embedding, K classes. Every loss is t
 as engine.trainer wants it, and is computed in float32 under any autocast.
 """
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from brim.engine.training.rank_share import current, gathered, own_rows
-from brim.errors import ConfigError
+from brim.sequences.config import SelfConfig
 from brim.sequences.model.network import Encoder, FrameNorm, frame_mask
 from brim.sequences.training.augment import Batch
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SelfConfig:
-    """How an encoder learns without labels."""
-
-    temperature: float = 0.2  # of the contrast: smaller looks harder at the nearest others
-    contrast: float = 1.0  # weight of the contrastive loss
-    reconstruction: float = 1.0  # weight of the hidden frames
-    projection: int = 128  # width in which views are compared, thrown away afterwards
-
-    def __post_init__(self) -> None:
-        """Check every value."""
-        if self.temperature <= 0:
-            raise ConfigError(f"temperature={self.temperature} must be above 0, such as 0.2")
-        if self.projection < 1:
-            raise ConfigError(f"projection={self.projection} must be at least 1")
-        if min(self.contrast, self.reconstruction) < 0 or self.contrast + self.reconstruction == 0:
-            raise ConfigError(
-                f"contrast={self.contrast} and reconstruction={self.reconstruction} must not be negative, nor both 0"
-            )
 
 
 class SelfSupervised(nn.Module):

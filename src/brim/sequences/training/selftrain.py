@@ -21,12 +21,13 @@ from torch.nn import functional
 
 from brim.engine.training.step import Batch, Transform
 from brim.errors import CheckpointError
+from brim.sequences.config import Augmentation, KmeansConfig
 from brim.sequences.evaluation.encode import embed, predict
 from brim.sequences.evaluation.load import read_tensors, write_tensors
 from brim.sequences.evaluation.scores import accuracy
 from brim.sequences.model.network import Classifier, Encoder
-from brim.sequences.training.augment import Augmentation, augment, two_views
-from brim.sequences.training.kmeans import KmeansConfig, kmeans
+from brim.sequences.training.augment import augment, two_views
+from brim.sequences.training.kmeans import kmeans
 from brim.sequences.training.objectives import SelfSupervised, cross_entropy, self_supervised_loss
 from brim.sequences.training.phases import Job, PhaseReport, run_phase
 
