@@ -28,7 +28,17 @@ from typing import Any
 import numpy as np
 import torch
 
-from brim.sequences import Augmentation, Corpus, SequenceReport, SequenceTraining, evaluate, load_run, pack, train
+from brim.sequences import (
+    Augmentation,
+    Corpus,
+    EncoderShape,
+    SequenceReport,
+    SequenceTraining,
+    evaluate,
+    load_run,
+    pack,
+    train,
+)
 from page import machine, table, tell
 
 FOLDS = 5
@@ -181,12 +191,11 @@ class Candidate:
         """The same network without labels; all else as brim does it by default."""
         return SequenceTraining(mode="self", batch_size=64, seed=seed, model=self.model())
 
-    def model(self) -> Json:
-        """Fields of SequenceConfig."""
-        return {
-            "channels": self.width, "hidden": self.width, "embedding": self.width, "attention": 32, "layers": 1,
-            "kernel": self.kernel, "dropout": self.dropout,
-        }  # fmt: skip
+    def model(self) -> EncoderShape:
+        return EncoderShape(
+            channels=self.width, hidden=self.width, embedding=self.width, attention=32, layers=1,
+            kernel=self.kernel, dropout=self.dropout,
+        )  # fmt: skip
 
 
 UNCHANGED: Json = {

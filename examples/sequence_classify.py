@@ -11,9 +11,9 @@ from pathlib import Path
 import torch
 from safetensors import safe_open
 
-from brim.sequences import SequenceTraining, embed, evaluate, make_sequences, pack, train
+from brim.sequences import EncoderShape, SequenceTraining, embed, evaluate, make_sequences, pack, train
 
-SMALL = {"channels": 64, "hidden": 32, "attention": 32, "embedding": 32}  # of the network; the defaults suit a GPU
+SMALL = EncoderShape(channels=64, hidden=32, attention=32, embedding=32)  # the defaults suit a GPU
 
 
 def main(out: Path) -> None:
