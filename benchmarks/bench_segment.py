@@ -33,8 +33,8 @@ from brim.engine.device.memory import format_size, total_bytes
 from brim.engine.tuning.search import sweep
 from brim.engine.tuning.trials import ProbeConfig, Prober, budget_bytes
 from brim.segmentation import ModelLoader, SegmentTrainConfig, create_model, train
+from brim.segmentation.config import TuneConfig
 from brim.segmentation.networks.network import CAPTURE_AFTER, Network, Setting, default_setting, normalise
-from brim.segmentation.networks.registry import BUILT_IN
 from brim.segmentation.networks.weights import load_weights
 from brim.segmentation.prediction.stream import PredictReport
 from brim.segmentation.scenes.cells import make_cells, write_cells
@@ -82,7 +82,7 @@ def parse_options() -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--device", default="auto")
-    parser.add_argument("--models", default=",".join(BUILT_IN))
+    parser.add_argument("--models", default=",".join(TuneConfig().models))
     parser.add_argument("--size", type=int, default=1024, help="side of the images in pixels")
     parser.add_argument("--sweep-size", type=int, default=512, help="side for the exhaustive sweep")
     parser.add_argument("--sweep-model", default="", help="network of the exhaustive sweep; the second of --models")
@@ -108,7 +108,7 @@ def measure(results: Json, device: torch.device, options: argparse.Namespace, fo
     tuned: dict[str, Tuned] = {}
     for name, module in modules.items():
         tell(f"tuning {name}")
-        tuned[name] = tune_model(name, module, device, size=options.size, seconds=options.seconds)
+        tuned[name] = tune_model(name, module, device, TuneConfig(size=options.size, seconds=options.seconds))
         results.setdefault("tuned", {})[name] = tuned_json(tuned[name])
         sizes = BatchSizes().with_entry(
             device_key(device), device_info(device), name, tuned[name].entry, tuned[name].trials
@@ -271,7 +271,7 @@ def safe(name: str, module: nn.Module, device: torch.device, options: argparse.N
     held = int(HELD_SHARE * total_bytes(device))
     torch.cuda.empty_cache()
     with holder(held):
-        tuned = tune_model(name, module, device, size=options.size, seconds=options.seconds)
+        tuned = tune_model(name, module, device, TuneConfig(size=options.size, seconds=options.seconds))
         batch, network = tuned.entry.max_safe_batch_size, Network(module, device, tuned.setting)
         step = Step(network, batch, options.size)
         began_s = time.perf_counter()

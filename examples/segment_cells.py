@@ -9,7 +9,7 @@ from pathlib import Path
 from torch import Tensor, nn
 
 from brim.engine.device.devices import resolve_device
-from brim.segmentation import ModelLoader, SegmentTrainConfig, register_model, train, tune
+from brim.segmentation import ModelLoader, SegmentTrainConfig, TuneConfig, register_model, train, tune
 from brim.segmentation.scenes.cells import make_cells, write_cells
 
 
@@ -40,7 +40,7 @@ def main(out: Path) -> None:
     register_model("two_scales", TwoScales)
     sizes, device = out / "batch_sizes.json", resolve_device("auto")
     if not (out / "run").exists():
-        entry = tune(["two_scales"], device, out=sizes, size=128, seconds=4)["two_scales"].entry
+        entry = tune(TuneConfig(models=("two_scales",), size=128, seconds=4), device, out=sizes)["two_scales"].entry
         print(f"batch {entry.optimal_batch_size}, up to {entry.max_safe_batch_size} is safe on {device}")
         write_cells(out / "images", out / "masks", count=16, seed=1, height=128, width=128)
 

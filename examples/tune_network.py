@@ -9,7 +9,7 @@ from pathlib import Path
 from torch import Tensor, nn
 
 from brim.engine.device.devices import resolve_device
-from brim.segmentation import register_model, tune
+from brim.segmentation import TuneConfig, register_model, tune
 
 
 class Shallow(nn.Module):
@@ -33,7 +33,7 @@ def main(file: Path) -> None:
     """Tune both networks for images of 128 × 128 pixels and print what each batch size gave."""
     register_model("shallow", Shallow)
     device = resolve_device("auto")
-    for name, found in tune(["shallow", "unet_tiny"], device, out=file, size=128, seconds=3).items():
+    for name, found in tune(TuneConfig(models=("shallow", "unet_tiny"), size=128, seconds=3), device, out=file).items():
         entry = found.entry
         print(
             f"{name} on {device}: batch {entry.optimal_batch_size}, up to {entry.max_safe_batch_size} is safe, "

@@ -23,9 +23,8 @@ from brim.cli.segment import predict, train, tune
 from brim.cli.sequence import sequence
 from brim.rf import FEATURES, TRUTH
 from brim.segmentation import model_names
-from brim.segmentation.images.formats import FORMATS
-from brim.segmentation.training.augment import Augmentation as SegmentAugmentation
-from brim.segmentation.training.run import SegmentTrainConfig
+from brim.segmentation.config import FORMATS, SegmentTrainConfig
+from brim.segmentation.config import Augmentation as SegmentAugmentation
 from brim.segmentation.tuning.batch_sizes import Entry
 from brim.sequences import Augmentation, SequenceConfig, SequenceTraining
 from brim.sequences.ablation.run import _plan

@@ -5,12 +5,13 @@ import pytest
 import torch
 
 from brim.engine.device.devices import stream
+from brim.segmentation.config import Augmentation, SegmentTrainConfig
 from brim.segmentation.networks.network import Network, default_setting
 from brim.segmentation.networks.registry import create_model
 from brim.segmentation.networks.weights import load_weights
 from brim.segmentation.scenes.cells import make_cells, write_cells
-from brim.segmentation.training.augment import Augmentation, augment
-from brim.segmentation.training.run import SegmentTrainConfig, train
+from brim.segmentation.training.augment import augment
+from brim.segmentation.training.run import train
 from brim.segmentation.training.scores import agreement
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU here")]

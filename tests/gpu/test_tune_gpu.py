@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 from brim.engine.device.memory import free_bytes
+from brim.segmentation.config import TuneConfig
 from brim.segmentation.networks.network import Network, Setting
 from brim.segmentation.networks.registry import create_model
 from brim.segmentation.tuning.batch_sizes import device_key
@@ -34,7 +35,7 @@ def clean():
 
 def test_a_network_is_tuned_and_the_safe_size_holds():
     module = create_model("hrnet")
-    tuned = tune_model("hrnet", module, GPU, size=512, seconds=15.0)
+    tuned = tune_model("hrnet", module, GPU, TuneConfig(size=512, seconds=15.0))
     entry = tuned.entry
     swept = [trial for trial in tuned.trials if trial["kind"] == "sweep"]
 
@@ -48,7 +49,7 @@ def test_a_network_is_tuned_and_the_safe_size_holds():
 
 
 def test_the_peak_counts_what_a_captured_graph_holds():
-    tuned = tune_model("tiny", create_model("unet_tiny"), GPU, size=256, seconds=5.0)
+    tuned = tune_model("tiny", create_model("unet_tiny"), GPU, TuneConfig(size=256, seconds=5.0))
     peaks = {trial["batch"]: trial["peak_bytes"] for trial in tuned.trials if trial.get("peak_bytes")}
     largest = max(peaks)
     activations = largest * 16 * 256 * 256 * 2  # one 16-bit tensor of the first level
@@ -60,7 +61,7 @@ def test_the_peak_counts_what_a_captured_graph_holds():
 def test_memory_that_others_hold_is_left_alone():
     module = create_model("resunet_small")
     held = torch.empty(int(0.8 * free_bytes(GPU)), dtype=torch.uint8, device=GPU)
-    tuned = tune_model("resunet_small", module, GPU, size=512, seconds=15.0)
+    tuned = tune_model("resunet_small", module, GPU, TuneConfig(size=512, seconds=15.0))
 
     run_steps(module, tuned, 20)
     del held
@@ -69,8 +70,8 @@ def test_memory_that_others_hold_is_left_alone():
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch, when the compiler is first imported
 def test_a_search_with_compilation_counts_it_apart():
     module = nn.Sequential(nn.Conv2d(3, 16, 3, padding=1), nn.GELU(), nn.Conv2d(16, 1, 3, padding=1))
-    options = {"size": 256, "seconds": 3.0, "trained": False}
-    tuned = tune_model("plain", module, GPU, search=frozenset({"layout", "compile"}), **options)
+    config = TuneConfig(search=("layout", "compile"), size=256, seconds=3.0)
+    tuned = tune_model("plain", module, GPU, config, trained=False)
     compared = [trial for trial in tuned.trials if trial["kind"] == "search"]
 
     assert len(compared) == 4, tuned.messages
@@ -90,7 +91,7 @@ def test_what_overflows_in_fp16_runs_in_bf16():
         def forward(self, images):
             return self.conv(images * 2.0**17) * 2.0**-17
 
-    tuned = tune_model("large", Large(), GPU, size=128, seconds=3.0)
+    tuned = tune_model("large", Large(), GPU, TuneConfig(size=128, seconds=3.0))
 
     assert tuned.setting == Setting(precision="bf16", layout="channels_last")
     assert any("refused fp16/channels_last: its logits are not finite" in text for text in tuned.messages)
@@ -106,7 +107,7 @@ def test_half_precision_that_differs_falls_back_to_fp32():
             logits = self.conv(images)
             return logits if images.dtype == torch.float32 else -logits
 
-    tuned = tune_model("wrong", Wrong(), GPU, size=128, seconds=3.0)
+    tuned = tune_model("wrong", Wrong(), GPU, TuneConfig(size=128, seconds=3.0))
 
     assert tuned.setting == Setting()
     assert all(any(f"refused {name}/" in text for text in tuned.messages) for name in ("fp16", "bf16"))

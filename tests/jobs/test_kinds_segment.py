@@ -12,9 +12,10 @@ from kind_inputs import SECOND, Watched, digests
 from brim.errors import BrimError
 from brim.jobs.kinds.predict import files_in
 from brim.jobs.kinds.registry import KINDS, Inputs
+from brim.segmentation.config import SegmentTrainConfig
 from brim.segmentation.prediction.loader import ModelLoader
 from brim.segmentation.scenes.cells import make_cells
-from brim.segmentation.training.run import SegmentTrainConfig, train
+from brim.segmentation.training.run import train
 from brim.segmentation.tuning.batch_sizes import BatchSizes, Entry, device_key
 
 torch.set_num_threads(1)

@@ -6,7 +6,8 @@ from torch.nn import functional as F
 
 from brim.engine.device.devices import stream
 from brim.errors import ConfigError
-from brim.segmentation.training.augment import Augmentation, augment
+from brim.segmentation.config import Augmentation
+from brim.segmentation.training.augment import augment
 
 CPU = torch.device("cpu")
 STILL = Augmentation(turn=False, affine=0, brightness=0, contrast=0, gamma=0, noise=0)

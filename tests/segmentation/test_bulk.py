@@ -9,12 +9,13 @@ import torch
 
 from brim.engine.storage.places import place_of
 from brim.errors import CheckpointError
-from brim.segmentation.images.formats import FORMATS, Writer
+from brim.segmentation.config import FORMATS, FilesConfig
+from brim.segmentation.images.formats import Writer
 from brim.segmentation.networks.registry import create_model
 from brim.segmentation.networks.weights import save_weights
 from brim.segmentation.prediction import bulk
 from brim.segmentation.prediction.bulk import BulkScorer, Recipe, Task, pack_weights, parcels, read, write
-from brim.segmentation.prediction.files import FilesConfig, predict_files
+from brim.segmentation.prediction.files import predict_files
 from brim.segmentation.prediction.loader import ModelLoader
 from brim.segmentation.prediction.records import Record, Records, recipe_of
 from brim.segmentation.scenes.cells import make_cells
@@ -26,8 +27,8 @@ torch.set_num_threads(1)
 
 @pytest.fixture(autouse=True)
 def _short_ceiling(monkeypatch):
-    for module in ("predict", "bulk"):
-        monkeypatch.setattr(f"brim.segmentation.{module}.CEILING_S", 0.02)
+    for module in ("stream", "bulk"):
+        monkeypatch.setattr(f"brim.segmentation.prediction.{module}.CEILING_S", 0.02)
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +51,7 @@ def images(tmp_path) -> list[Path]:
 
 
 def recipe(**changes) -> Recipe:
-    return Recipe(files=FilesConfig(**{"model": "unet_tiny", "strict": True, **changes}), device="cpu", tile=64)
+    return Recipe(files=FilesConfig(**{"model": "unet_tiny", "strict": True, "tile": 64, **changes}), device="cpu")
 
 
 def tasks_of(images, done=None) -> list[Task]:

@@ -17,7 +17,8 @@ from PIL import Image
 from pycocotools.coco import COCO
 
 from brim.errors import ConfigError, StorageError
-from brim.segmentation.images.formats import FORMATS, Writer, encoded, output_stems, overlay
+from brim.segmentation.config import FORMATS
+from brim.segmentation.images.formats import Writer, encoded, output_stems, overlay
 from brim.segmentation.images.geojson import geojson
 from brim.segmentation.images.imagej import roi_bytes
 from brim.segmentation.objects.outlines import find_rings, stack

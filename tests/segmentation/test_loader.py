@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from brim.engine.device.memory import inject_oom
 from brim.errors import CheckpointError, ConfigError, ImageError
-from brim.segmentation.networks import registry
+from brim.segmentation.config import REGISTERED, TuneConfig
 from brim.segmentation.networks.network import Setting
 from brim.segmentation.networks.weights import save_weights
 from brim.segmentation.prediction.loader import ModelLoader
@@ -45,7 +45,8 @@ class Other(Tiny):
 
 @pytest.fixture(autouse=True)
 def _registered(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(registry, "_factories", {**registry._factories, "tiny": Tiny, "other": Other})
+    monkeypatch.setitem(REGISTERED, "tiny", Tiny)
+    monkeypatch.setitem(REGISTERED, "other", Other)
     monkeypatch.chdir(tmp_path)  # the default batch_sizes.json is in the current directory
 
 
@@ -67,9 +68,9 @@ def tunings(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Sides that were tuned for; tuning takes no time."""
     sides: list[int] = []
 
-    def tune(name: str, network: nn.Module, device: torch.device, *, size: int, setting: Setting, **_: Any) -> Tuned:
-        sides.append(size)
-        entry = entry_of(image_size=size, precision=setting.precision)
+    def tune(name: str, network: nn.Module, device: torch.device, config: TuneConfig, *, setting: Setting) -> Tuned:
+        sides.append(config.size)
+        entry = entry_of(image_size=config.size, precision=setting.precision)
         return Tuned(entry=entry, trials=[], messages=[], setting=setting, compile_s=0.0, seconds=0.0)
 
     monkeypatch.setattr(module, "tune_model", tune)

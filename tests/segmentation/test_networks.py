@@ -185,7 +185,7 @@ def test_self_attention_looks_at_every_pixel():
 
 
 def test_an_unknown_name_lists_the_known():
-    with pytest.raises(ConfigError, match='model "unet" is not known; choose one of hrnet, resunet_small'):
+    with pytest.raises(ConfigError, match='model="unet" is unknown; choose one of hrnet, resunet_small'):
         create_model("unet")
 
 

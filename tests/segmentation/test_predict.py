@@ -16,11 +16,11 @@ from torch import Tensor, nn
 
 from brim.engine.device.memory import inject_oom
 from brim.errors import ConfigError, ImageError, OutOfMemory
+from brim.segmentation.config import PredictConfig
 from brim.segmentation.networks.network import Network, Setting
 from brim.segmentation.objects.prediction import Prediction
 from brim.segmentation.prediction import stream as module
 from brim.segmentation.prediction.batching import Batch, Frame, Patch, cut, group
-from brim.segmentation.prediction.config import PredictConfig
 from brim.segmentation.prediction.scoring import Scorer
 from brim.segmentation.prediction.stream import PredictProgress, PredictReport, predict_one, predict_stream
 

@@ -16,13 +16,13 @@ import torch
 from torch import Tensor, nn
 
 from brim.errors import ConfigError, StorageError
-from brim.segmentation.networks import registry
+from brim.segmentation.config import REGISTERED, FilesConfig, SegmentTrainConfig
 from brim.segmentation.networks.weights import save_weights
-from brim.segmentation.prediction.files import FilesConfig, FilesReport, predict_files
+from brim.segmentation.prediction.files import FilesReport, predict_files
 from brim.segmentation.prediction.loader import ModelLoader
 from brim.segmentation.prediction.stream import PredictProgress
 from brim.segmentation.scenes.cells import make_cells
-from brim.segmentation.training.run import SegmentTrainConfig, train
+from brim.segmentation.training.run import train
 from brim.segmentation.tuning.batch_sizes import BatchSizes, Entry, device_key
 
 CPU = torch.device("cpu")
@@ -245,7 +245,7 @@ class Slow(nn.Module):
 
 
 def test_stopping_does_not_wait_for_the_end_of_a_large_image(tmp_path, monkeypatch):
-    monkeypatch.setattr(registry, "_factories", {**registry._factories, "slow": Slow})
+    monkeypatch.setitem(REGISTERED, "slow", Slow)
     save_weights(Slow(), tmp_path / "slow.safetensors", {})
     cv2.imwrite(str(tmp_path / "large.png"), np.zeros((640, 640, 3), np.uint8))
     loader = ModelLoader(

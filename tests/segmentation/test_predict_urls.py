@@ -9,10 +9,10 @@ import s3fs
 import torch
 
 from brim.errors import ConfigError, ImageError, StorageError
-from brim.segmentation.images.formats import FORMATS
+from brim.segmentation.config import FORMATS, FilesConfig
 from brim.segmentation.networks.registry import create_model
 from brim.segmentation.networks.weights import save_weights
-from brim.segmentation.prediction.files import FilesConfig, find_inputs, predict_files
+from brim.segmentation.prediction.files import find_inputs, predict_files
 from brim.segmentation.prediction.loader import ModelLoader
 from brim.segmentation.scenes.cells import make_cells
 from s3_store import FailingProxy, serve_s3

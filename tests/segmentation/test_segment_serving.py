@@ -19,10 +19,10 @@ from brim.engine.batching.servable import Answer, Item, Payload
 from brim.engine.batching.warm_up import warm_up
 from brim.engine.device.memory import inject_oom
 from brim.errors import ConfigError, ImageError, TooLarge, UnsupportedType
+from brim.segmentation.config import REGISTERED
 from brim.segmentation.images.formats import encoded
 from brim.segmentation.images.geojson import geojson
 from brim.segmentation.images.reading import read_image
-from brim.segmentation.networks import registry
 from brim.segmentation.networks.weights import save_weights
 from brim.segmentation.objects.prediction import Prediction
 from brim.segmentation.prediction import serving as module
@@ -48,7 +48,7 @@ class Tiny(nn.Module):
 
 @pytest.fixture(autouse=True)
 def _registered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registry, "_factories", {**registry._factories, "tiny": Tiny})
+    monkeypatch.setitem(REGISTERED, "tiny", Tiny)
 
 
 @pytest.fixture

@@ -18,13 +18,14 @@ from torch import nn
 
 from brim.engine.device.memory import inject_oom
 from brim.errors import CheckpointError, ConfigError, DatasetError, ImageError
+from brim.segmentation.config import SegmentTrainConfig
 from brim.segmentation.networks.network import Network, Setting
 from brim.segmentation.networks.registry import create_model, register_model
 from brim.segmentation.networks.weights import load_weights, read_metadata
 from brim.segmentation.scenes.cells import make_cells, write_cells
 from brim.segmentation.training.crops import COUNTED, FOREGROUND, cut, pair_files, windows
 from brim.segmentation.training.objective import item_losses, settle_norms, step_bytes
-from brim.segmentation.training.run import SegmentTrainConfig, split, train
+from brim.segmentation.training.run import split, train
 from brim.segmentation.training.scores import agreement
 
 

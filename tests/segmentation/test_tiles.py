@@ -5,6 +5,7 @@ import torch
 from torch import Tensor
 
 from brim.errors import ConfigError
+from brim.segmentation.config import PredictConfig
 from brim.segmentation.prediction.tiles import Axis, Blend, Grid, padded, usable_tile
 
 
@@ -82,4 +83,4 @@ def test_sides_are_padded_to_multiples_of_32() -> None:
 @pytest.mark.parametrize(("tile", "overlap"), [(0, None), (31, None), (64.0, None), (True, None), (64, -1), (64, 33)])
 def test_impossible_tiles_are_refused(tile: int, overlap: int | None) -> None:
     with pytest.raises(ConfigError, match="must be"):
-        Grid(100, 100, tile, overlap)
+        PredictConfig(tile=tile, overlap=overlap)

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor, nn
 
 from brim.engine.device.memory import inject_oom
+from brim.segmentation.config import PredictConfig
 from brim.segmentation.networks.network import Network, Setting
 from brim.segmentation.objects import device_rings, tracing
 from brim.segmentation.objects.prediction import Prediction
 from brim.segmentation.prediction import stream as predict
-from brim.segmentation.prediction.config import PredictConfig
 from brim.segmentation.prediction.stream import predict_one, predict_stream
 
 SIZES = [(64, 64), (50, 64), (64, 40), (64, 64), (33, 97), (150, 64), (1, 1), (64, 64), (128, 128), (60, 60)]

@@ -12,7 +12,7 @@ from torch import nn
 from brim.engine.device.memory import inject_oom
 from brim.engine.tuning.search import Sweep, Trial, merge
 from brim.errors import ConfigError, OutOfMemory, StorageError
-from brim.segmentation.networks import registry
+from brim.segmentation.config import REGISTERED, TuneConfig
 from brim.segmentation.networks.network import Network, Setting
 from brim.segmentation.tuning.batch_sizes import BatchSizes, device_key
 from brim.segmentation.tuning.settings import Reference, is_trained, label, sample_images, settings
@@ -50,8 +50,7 @@ def one_thread():
 @pytest.fixture
 def known(monkeypatch):
     """Names that only this test knows."""
-    monkeypatch.setattr(registry, "_factories", dict(registry._factories))
-    return registry.register_model
+    return lambda name, factory: monkeypatch.setitem(REGISTERED, name, factory)
 
 
 def swept(tuned: Tuned) -> list[dict]:
@@ -66,7 +65,7 @@ def said(tuned: Tuned) -> str:
 
 
 def test_a_network_is_tuned_on_the_cpu():
-    tuned = tune_model("tiny", Blobs(), CPU, **QUICK)
+    tuned = tune_model("tiny", Blobs(), CPU, TuneConfig(**QUICK))
     entry = tuned.entry
 
     assert 1 <= entry.optimal_batch_size <= entry.max_safe_batch_size
@@ -78,7 +77,7 @@ def test_a_network_is_tuned_on_the_cpu():
 
 
 def test_the_tuned_batch_is_never_slower_than_a_batch_of_one():
-    tuned = tune_model("tiny", Blobs(), CPU, **QUICK)
+    tuned = tune_model("tiny", Blobs(), CPU, TuneConfig(**QUICK))
     seconds = [trial["seconds"] for trial in swept(tuned) if trial["batch"] == 1]
 
     assert tuned.entry.expected_throughput >= 1 / statistics.median(seconds)
@@ -93,7 +92,7 @@ def test_a_choice_that_its_proof_shows_to_be_slow_is_taken_back():
 
 
 def test_the_safe_batch_was_proven_by_repeated_steps():
-    tuned = tune_model("tiny", Blobs(), CPU, **QUICK)
+    tuned = tune_model("tiny", Blobs(), CPU, TuneConfig(**QUICK))
     safe = [trial for trial in swept(tuned) if trial["batch"] == tuned.entry.max_safe_batch_size]
 
     assert sum(trial["steps"] for trial in safe) >= 5
@@ -102,7 +101,7 @@ def test_the_safe_batch_was_proven_by_repeated_steps():
 
 def test_out_of_memory_ends_the_growth_not_the_tuning():
     with inject_oom(above=3):
-        tuned = tune_model("tiny", Blobs(), CPU, **QUICK)
+        tuned = tune_model("tiny", Blobs(), CPU, TuneConfig(**QUICK))
 
     assert tuned.entry.max_safe_batch_size <= 3
     assert all(trial["batch"] <= 3 for trial in swept(tuned) if trial["status"] == "ok")
@@ -110,11 +109,11 @@ def test_out_of_memory_ends_the_growth_not_the_tuning():
 
 def test_one_image_that_does_not_fit_is_an_error():
     with inject_oom(above=0), pytest.raises(OutOfMemory, match="batch of 1 does not fit"):
-        tune_model("tiny", Blobs(), CPU, **QUICK)
+        tune_model("tiny", Blobs(), CPU, TuneConfig(**QUICK))
 
 
 def test_a_latency_that_no_batch_keeps_is_said():
-    tuned = tune_model("tiny", Blobs(), CPU, p95_ms=1e-4, **QUICK)
+    tuned = tune_model("tiny", Blobs(), CPU, TuneConfig(p95_ms=1e-4, **QUICK))
 
     assert tuned.entry.optimal_batch_size == 1
     assert "even batch 1 is slow" in said(tuned)
@@ -122,12 +121,12 @@ def test_a_latency_that_no_batch_keeps_is_said():
 
 def test_a_memory_that_holds_not_one_image_is_an_error():
     with pytest.raises(OutOfMemory, match="one image of 64 x 64 does not fit"):
-        tune_model("tiny", Blobs(), CPU, reserve=0.9999, **QUICK)
+        tune_model("tiny", Blobs(), CPU, TuneConfig(reserve=0.9999, **QUICK))
 
 
 def test_trials_are_json_and_messages_are_told_as_they_come():
     told: list[str] = []
-    tuned = tune_model("tiny", Blobs(), CPU, progress=told.append, **QUICK)
+    tuned = tune_model("tiny", Blobs(), CPU, TuneConfig(**QUICK), progress=told.append)
 
     json.dumps(tuned.trials, allow_nan=False)
     assert {"batch", "throughput", "spread", "p50_ms", "p95_ms", "peak_bytes", "status"} <= set(swept(tuned)[0])
@@ -138,7 +137,7 @@ def test_trials_are_json_and_messages_are_told_as_they_come():
 def test_the_module_stays_as_it_was():
     module = Blobs(norm=True).train()
     before = {name: value.clone() for name, value in module.state_dict().items()}
-    tune_model("tiny", module, CPU, setting=Setting(precision="bf16"), **QUICK)
+    tune_model("tiny", module, CPU, TuneConfig(**QUICK), setting=Setting(precision="bf16"))
 
     assert module.training
     assert module.blur.weight.dtype == torch.float32
@@ -149,7 +148,7 @@ def test_the_module_stays_as_it_was():
 
 
 def test_a_setting_whose_masks_differ_is_refused():
-    tuned = tune_model("tiny", Blobs(wrong=5.0), CPU, search=frozenset({"precision"}), **QUICK)
+    tuned = tune_model("tiny", Blobs(wrong=5.0), CPU, TuneConfig(search=("precision",), **QUICK))
 
     assert tuned.entry.precision == "fp32"
     assert "refused bf16/contiguous: " in said(tuned)
@@ -160,7 +159,7 @@ def test_a_setting_whose_masks_differ_is_refused():
 
 
 def test_a_default_that_differs_falls_back_to_fp32():
-    tuned = tune_model("tiny", Blobs(wrong=5.0), CPU, setting=Setting(precision="bf16"), **QUICK)
+    tuned = tune_model("tiny", Blobs(wrong=5.0), CPU, TuneConfig(**QUICK), setting=Setting(precision="bf16"))
 
     assert tuned.setting == Setting()
     assert "refused bf16/contiguous" in said(tuned)
@@ -168,34 +167,38 @@ def test_a_default_that_differs_falls_back_to_fp32():
 
 
 def test_a_default_that_agrees_is_kept():
-    tuned = tune_model("tiny", Blobs(), CPU, setting=Setting(precision="bf16"), **QUICK)
+    tuned = tune_model("tiny", Blobs(), CPU, TuneConfig(**QUICK), setting=Setting(precision="bf16"))
 
     assert (tuned.entry.precision, tuned.setting.precision) == ("bf16", "bf16")
     assert "refused" not in said(tuned)
 
 
 def test_logits_that_are_no_numbers_are_refused():
-    tuned = tune_model("tiny", Blobs(wrong=math.nan), CPU, setting=Setting(precision="bf16"), **QUICK)
+    tuned = tune_model("tiny", Blobs(wrong=math.nan), CPU, TuneConfig(**QUICK), setting=Setting(precision="bf16"))
 
     assert tuned.setting.precision == "fp32"
     assert "not finite" in said(tuned)
 
 
 def test_the_tolerance_is_the_callers():
-    tuned = tune_model("tiny", Blobs(wrong=5.0), CPU, setting=Setting(precision="bf16"), tolerance=0.99, **QUICK)
+    tuned = tune_model(
+        "tiny", Blobs(wrong=5.0), CPU, TuneConfig(tolerance=0.99, **QUICK), setting=Setting(precision="bf16")
+    )
 
     assert tuned.setting.precision == "bf16"
 
 
 def test_random_weights_are_judged_by_probabilities_and_it_is_said():
     module = Blobs(wrong=0.1, norm=True)  # moves a probability by 0.025 at most
-    tuned = tune_model("tiny", module, CPU, setting=Setting(precision="bf16"), **QUICK)
+    tuned = tune_model("tiny", module, CPU, TuneConfig(**QUICK), setting=Setting(precision="bf16"))
 
     assert tuned.setting.precision == "bf16"
     assert "weights look random" in said(tuned)
     assert tuned.trials[0]["judged_by"] == "probabilities"
 
-    refused = tune_model("tiny", Blobs(wrong=1.0, norm=True), CPU, setting=Setting(precision="bf16"), **QUICK)
+    refused = tune_model(
+        "tiny", Blobs(wrong=1.0, norm=True), CPU, TuneConfig(**QUICK), setting=Setting(precision="bf16")
+    )
 
     assert refused.setting.precision == "fp32"
     assert "probabilities differ from fp32 by up to 0.2" in said(refused)
@@ -203,7 +206,9 @@ def test_random_weights_are_judged_by_probabilities_and_it_is_said():
 
 def test_images_of_the_user_are_compared_on():
     black = torch.zeros(1, 3, 48, 40, dtype=torch.uint8)  # all foreground, however wrong
-    tuned = tune_model("tiny", Blobs(wrong=5.0), CPU, setting=Setting(precision="bf16"), images=black, **QUICK)
+    tuned = tune_model(
+        "tiny", Blobs(wrong=5.0), CPU, TuneConfig(**QUICK), setting=Setting(precision="bf16"), images=black
+    )
 
     assert tuned.setting.precision == "bf16"
 
@@ -212,7 +217,7 @@ def test_masks_that_show_nothing_are_not_judged_by():
     module = Blobs(wrong=2.5)
     nn.init.zeros_(module.blur.weight)
     nn.init.constant_(module.blur.bias, -3.0)  # background everywhere, wrong or not
-    tuned = tune_model("tiny", module, CPU, setting=Setting(precision="bf16"), **QUICK)
+    tuned = tune_model("tiny", module, CPU, TuneConfig(**QUICK), setting=Setting(precision="bf16"))
 
     assert tuned.setting.precision == "fp32"
     assert "0 % of the pixels are foreground in fp32: settings are judged by probabilities" in said(tuned)
@@ -221,11 +226,11 @@ def test_masks_that_show_nothing_are_not_judged_by():
 @pytest.mark.parametrize("images", [torch.zeros(1, 3, 64, 64), torch.zeros(0, 3, 64, 64, dtype=torch.uint8)])
 def test_images_that_cannot_be_compared_on_are_refused(images):
     with pytest.raises(ConfigError, match="expected uint8 of shape"):
-        tune_model("tiny", Blobs(), CPU, setting=Setting(precision="bf16"), images=images, **QUICK)
+        tune_model("tiny", Blobs(), CPU, TuneConfig(**QUICK), setting=Setting(precision="bf16"), images=images)
 
 
 def test_a_search_compares_only_what_was_asked():
-    tuned = tune_model("tiny", Blobs(), CPU, search=frozenset({"layout"}), **QUICK)
+    tuned = tune_model("tiny", Blobs(), CPU, TuneConfig(search=("layout",), **QUICK))
     compared = [trial for trial in tuned.trials if trial["kind"] == "search"]
 
     assert [trial["layout"] for trial in compared] == ["contiguous", "channels_last"]
@@ -240,13 +245,13 @@ def test_a_setting_that_cannot_run_is_skipped():
                 raise RuntimeError("no kernel for half\nand more")
             return super().forward(images)
 
-    tuned = tune_model("tiny", Picky(), CPU, search=frozenset({"precision"}), **QUICK)
+    tuned = tune_model("tiny", Picky(), CPU, TuneConfig(search=("precision",), **QUICK))
 
     assert "skipped fp16/contiguous: no kernel for half" in tuned.messages
 
 
 def test_a_search_says_by_how_much_it_took_longer():
-    tuned = tune_model("tiny", Blobs(), CPU, search=frozenset({"precision"}), size=SIZE, seconds=0.05)
+    tuned = tune_model("tiny", Blobs(), CPU, TuneConfig(search=("precision",), size=SIZE, seconds=0.05))
 
     assert "more than the 0.05 s allowed, since settings were searched" in said(tuned)
 
@@ -260,8 +265,6 @@ def test_settings_vary_in_the_asked_dimensions_alone():
         "bf16/channels_last",
         "bf16/channels_last/compiled",
     ]
-    with pytest.raises(ConfigError, match='search="speed" is not known; choose from precision, layout, compile'):
-        settings(frozenset({"speed", "layout"}), default)
 
 
 def test_batch_norms_tell_whether_weights_are_trained():
@@ -287,20 +290,23 @@ def test_the_reference_agrees_with_itself():
 
 
 @pytest.mark.parametrize(
-    ("option", "message"),
+    "option",
     [
-        ({"size": 31}, "size=31 must be at least 32"),
-        ({"seconds": 0}, "seconds=0 must be above 0"),
-        ({"seconds": math.nan}, "seconds=nan"),
-        ({"p95_ms": -1.0}, "p95_ms=-1.0"),
-        ({"reserve": 1.0}, "reserve=1.0 must be in"),
-        ({"tolerance": 1.5}, "tolerance=1.5"),
-        ({"search": frozenset({"x"})}, 'search="x" is not known'),
+        {"size": 31},
+        {"seconds": 0},
+        {"seconds": math.nan},
+        {"p95_ms": -1.0},
+        {"reserve": 1.0},
+        {"tolerance": 1.5},
+        {"search": ("x",)},
+        {"models": ()},
     ],
 )
-def test_options_that_cannot_work_are_refused(option, message):
-    with pytest.raises(ConfigError, match=message):
-        tune_model("tiny", Blobs(), CPU, **option)
+def test_options_that_cannot_work_are_rejected(option):
+    with pytest.raises(ConfigError) as caught:
+        TuneConfig(**option)
+
+    assert caught.value.field == next(iter(option))
 
 
 # Several models and the file
@@ -316,7 +322,7 @@ def test_every_model_is_saved_when_it_is_found(known, tmp_path):
         if text.startswith("two: batch 1,"):
             seen.append(BatchSizes.read(file).models(device_key(CPU)))
 
-    found = tune(["one", "two"], CPU, out=file, progress=progress, **QUICK)
+    found = tune(TuneConfig(models=("one", "two"), **QUICK), CPU, out=file, progress=progress)
 
     sizes = BatchSizes.read(file)
     assert list(found) == ["one", "two"]
@@ -336,15 +342,14 @@ def test_a_model_that_cannot_be_tuned_does_not_stop_the_others(known, tmp_path):
     file = tmp_path / "sizes.json"
 
     with pytest.raises(OutOfMemory, match=r'model "broken" could not be tuned: .+; tuned and saved: good'):
-        tune(["broken", "good"], CPU, out=file, **QUICK)
+        tune(TuneConfig(models=("broken", "good"), **QUICK), CPU, out=file)
 
     assert BatchSizes.read(file).models(device_key(CPU)) == ("good",)
 
 
-def test_an_unknown_model_is_known_before_anything_runs(tmp_path):
-    with pytest.raises(ConfigError, match='model "unet" is not known; choose one of hrnet'):
-        tune(["unet"], CPU, out=tmp_path / "sizes.json")
-    assert list(tmp_path.iterdir()) == []
+def test_an_unknown_model_is_rejected():
+    with pytest.raises(ConfigError, match=r'models="unet" is unknown; did you mean'):
+        TuneConfig(models=("unet",))
 
 
 def test_a_file_that_cannot_be_used_is_known_before_anything_runs(tmp_path):
@@ -355,6 +360,6 @@ def test_a_file_that_cannot_be_used_is_known_before_anything_runs(tmp_path):
         raise AssertionError(name)
 
     with pytest.raises(ConfigError, match="not valid JSON"):
-        tune(["unet_tiny"], CPU, out=bad, make=never)
+        tune(TuneConfig(models=("unet_tiny",)), CPU, out=bad, make=never)
     with pytest.raises(StorageError, match="cannot"):
-        tune(["unet_tiny"], CPU, out=bad / "sizes.json", make=never)
+        tune(TuneConfig(models=("unet_tiny",)), CPU, out=bad / "sizes.json", make=never)

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from brim.engine.batching.servable import Answer, Payload
 from brim.errors import BrimError, CheckpointError, NotFound, OutOfMemory, Unavailable
-from brim.segmentation.networks import registry
+from brim.segmentation.config import REGISTERED
 from brim.segmentation.networks.weights import save_weights
 from brim.service.prediction.process import models as module
 from brim.service.prediction.process.models import Models, Registered
@@ -442,7 +442,7 @@ class Tiny(nn.Module):
 
 
 def test_a_registered_network_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(registry, "_factories", {**registry._factories, "tiny": Tiny})
+    monkeypatch.setitem(REGISTERED, "tiny", Tiny)
     monkeypatch.setattr("brim.segmentation.prediction.serving.QUICK_SECONDS", 0.3)
     save_weights(Tiny(), tmp_path / "tiny.safetensors", {})
     models = Models("cpu", share=0.5, batch_sizes=tmp_path / "batch_sizes.json")

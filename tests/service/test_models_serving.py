@@ -19,7 +19,7 @@ from brim.engine.batching.runner import BatchRunner
 from brim.engine.batching.servable import Answer, Payload
 from brim.engine.device.memory import inject_oom
 from brim.errors import ImageError, NotFound, TooLarge, UnsupportedType
-from brim.segmentation.networks import registry
+from brim.segmentation.config import REGISTERED
 from brim.segmentation.networks.weights import save_weights
 from brim.segmentation.prediction.loader import ModelLoader
 from brim.segmentation.prediction.serving import SegmentServable
@@ -43,7 +43,7 @@ class Tiny(nn.Module):
 
 @pytest.fixture
 def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(registry, "_factories", {**registry._factories, "tiny": Tiny})
+    monkeypatch.setitem(REGISTERED, "tiny", Tiny)
     for version in ("1", "2"):
         torch.manual_seed(int(version))
         save_weights(Tiny(), tmp_path / f"{version}.safetensors", {})

@@ -194,6 +194,7 @@ def _evaluate(demo: Demo) -> None:
 
 def _tune(demo: Demo) -> None:
     from brim.engine.device.devices import resolve_device
+    from brim.segmentation.config import TuneConfig
     from brim.segmentation.tuning.batch_sizes import BatchSizes, device_key
     from brim.segmentation.tuning.tune import tune
 
@@ -202,7 +203,9 @@ def _tune(demo: Demo) -> None:
     if known is None or known.image_size < size:
         with Display(demo.stop) as display:
             tell = demo.watched(display.message)
-            tuned = tune([NETWORK], device, out=demo.batch_sizes, progress=tell, size=size, seconds=TUNE_S)
+            tuned = tune(
+                TuneConfig(models=(NETWORK,), size=size, seconds=TUNE_S), device, out=demo.batch_sizes, progress=tell
+            )
         known = tuned[NETWORK].entry
     demo.found["tune"] = {NETWORK: asdict(known), "batch_sizes": str(demo.batch_sizes)}
     demo.tell(
@@ -212,8 +215,9 @@ def _tune(demo: Demo) -> None:
 
 
 def _segment(demo: Demo) -> None:
+    from brim.segmentation.config import SegmentTrainConfig
     from brim.segmentation.prediction.loader import ModelLoader
-    from brim.segmentation.training.run import SegmentTrainConfig, train
+    from brim.segmentation.training.run import train
 
     for name, made in (("cells", CELLS), ("new-cells", NEW_CELLS)):
         _once(demo.out / name, partial(_cells, made))
@@ -240,12 +244,14 @@ def _cells(made: dict[str, int], folder: Path) -> None:
 
 
 def _predict(demo: Demo, loader: "ModelLoader", form: str) -> dict[str, Any]:
-    from brim.segmentation.prediction.files import FilesConfig, predict_files
+    from brim.config import read
+    from brim.segmentation.config import FilesConfig
+    from brim.segmentation.prediction.files import predict_files
 
     place = demo.out / ("polygons" if form == "geojson" else "overlays")
     with Display(demo.stop) as display:
         found = predict_files(
-            [demo.out / "new-cells" / "images"], loader, place, FilesConfig(model=NETWORK, format=form),
+            [demo.out / "new-cells" / "images"], loader, place, read(FilesConfig, {"model": NETWORK, "format": form}),
             progress=display.images("predicting"), stop=demo.stop, resume=True,
         )  # fmt: skip
     if found.stopped:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
@@ -65,6 +65,7 @@ def tune(
     with Stop() as stop:  # an import must not be left halfway
         from brim.engine.device.devices import resolve_device
         from brim.report.plot_file import check_plot
+        from brim.segmentation.config import TuneConfig
         from brim.segmentation.tuning.batch_sizes import device_key
         from brim.segmentation.tuning.plot import plot as draw
         from brim.segmentation.tuning.tune import tune as run_tune
@@ -74,13 +75,11 @@ def tune(
         _check_network("--models", name)
     if plot is not None:
         check_plot(plot)
+    config = TuneConfig(models=tuple(names), size=size, seconds=seconds, p95_ms=p95_ms, search=tuple(wanted))
     where = resolve_device(device)
     try:
         with Display() as display:
-            found = run_tune(
-                names, where, out=out, make=lambda name: _module(name, weights), progress=display.message, size=size,
-                seconds=seconds, p95_ms=p95_ms, search=frozenset(wanted),
-            )  # fmt: skip
+            found = run_tune(config, where, out=out, make=lambda name: _module(name, weights), progress=display.message)
     except KeyboardInterrupt:
         say(f"stopped; models tuned before are in {out}")
         raise typer.Exit(128 + signal.SIGINT) from None
@@ -163,15 +162,16 @@ def predict(
     if allow_mixed and cluster is None:
         raise ConfigError("--allow-mixed is for --cluster; leave it out for one device")
     with Stop() as stop:
-        from brim.segmentation.images.formats import FORMATS
-        from brim.segmentation.prediction.files import FilesConfig, predict_files
+        from brim.segmentation.config import FORMATS, FilesConfig
+        from brim.segmentation.prediction.files import predict_files
         from brim.segmentation.prediction.loader import ModelLoader
 
         check_choice("--format", format, FORMATS)
         _check_network("--model", model)
         config = FilesConfig(
-            model=model, format=format, batch_size=batch_size, threshold=threshold, detect_holes=holes, strict=strict
-        )
+            model=model, format=cast(Any, format), batch_size=batch_size, threshold=threshold, detect_holes=holes,
+            strict=strict, tile=tile, resize=resize, precision=cast(Any, precision),
+        )  # fmt: skip
         with _plain_warnings(), Display(stop) as display:
             tell = display.images("predicting")
             if cluster is None:
@@ -181,7 +181,7 @@ def predict(
                 from brim.cluster.predict import predict_many
                 from brim.segmentation.prediction.bulk import Recipe
 
-                recipe = Recipe(files=config, device=device, precision=precision, tile=tile, resize=resize)
+                recipe = Recipe(files=config, device=device)
                 found = predict_many(
                     images, out, recipe, weights, cluster, batch_sizes=batch_sizes, allow_mixed=allow_mixed,
                     progress=tell, stop=stop,
@@ -235,7 +235,7 @@ def train(
     check_positive("--epochs", epochs)
     check_positive("--batch-size", batch_size)
     with Stop() as stop:
-        from brim.segmentation.training.run import SegmentTrainConfig
+        from brim.segmentation.config import SegmentTrainConfig
         from brim.segmentation.training.run import train as run_train
 
         _check_network("--model", model)

@@ -57,7 +57,7 @@ def predict_many(
     if recipe.device not in ("auto", "cpu"):
         raise ConfigError(f"device={recipe.device} names one device; on a cluster use auto or cpu")
     images = {str(image): image for image in find_inputs(inputs, out)}
-    packed = pack_weights(recipe.files.model, weights)
+    packed = pack_weights(recipe.model, weights)
     sizes = BatchSizes.read(batch_sizes).as_json() if batch_sizes is not None else None  # a broken file is named now
     place = place_of(out)
     with connect(address) as cluster:
@@ -78,8 +78,10 @@ def predict_many(
 
 def _recipe_name(recipe: Recipe, weights: bytes) -> str:
     """All that results depend on; not the batch size, by which none may differ but in the last bit."""
-    facts = asdict(recipe)
-    facts["files"].pop("batch_size")
+    files = asdict(recipe.files)
+    shared = {name: files.pop(name) for name in ("precision", "tile", "resize", "overlap")}
+    del files["batch_size"]
+    facts = {"files": files, "device": recipe.device, **shared}  # in this form since the first version
     return recipe_of({**facts, "weights": hashlib.sha256(weights).hexdigest()})
 
 

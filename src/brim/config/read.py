@@ -114,8 +114,10 @@ def _bounded(setting: Setting, value: Any, path: str) -> Any:
             what = "characters" if isinstance(value, str) else "items"
             size = f"{low} to {high}" if high is not None else f"at least {low}"
             raise ConfigError(f"{path} has {len(value)} {what}; expected {size}", field=path, code="wrong_length")
-    if setting.names is not None and value not in setting.names.names():
-        raise _error(path, value, f"is unknown; {nearest(value, setting.names.names())}", "unknown_choice")
+    if setting.names is not None:
+        for name in value if isinstance(value, tuple) else (value,):
+            if name not in setting.names.names():
+                raise _error(path, name, f"is unknown; {nearest(name, setting.names.names())}", "unknown_choice")
     if isinstance(value, float) and not math.isfinite(value):
         raise _error(path, value, "must be a finite number", "out_of_range")
     return value

@@ -5,6 +5,11 @@ from typing import TYPE_CHECKING
 from brim.lazy import lazy
 
 if TYPE_CHECKING:
+    from brim.segmentation.config import Augmentation as Augmentation
+    from brim.segmentation.config import FilesConfig as FilesConfig
+    from brim.segmentation.config import PredictConfig as PredictConfig
+    from brim.segmentation.config import SegmentTrainConfig as SegmentTrainConfig
+    from brim.segmentation.config import TuneConfig as TuneConfig
     from brim.segmentation.networks.registry import create_model as create_model
     from brim.segmentation.networks.registry import model_names as model_names
     from brim.segmentation.networks.registry import register_model as register_model
@@ -12,7 +17,6 @@ if TYPE_CHECKING:
     from brim.segmentation.objects.prediction import Prediction as Prediction
     from brim.segmentation.prediction.loader import ModelLoader as ModelLoader
     from brim.segmentation.scenes.cells import write_cells as write_cells
-    from brim.segmentation.training.run import SegmentTrainConfig as SegmentTrainConfig
     from brim.segmentation.training.run import SegmentTrainReport as SegmentTrainReport
     from brim.segmentation.training.run import train as train
     from brim.segmentation.tuning.tune import Tuned as Tuned

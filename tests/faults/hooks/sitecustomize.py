@@ -130,7 +130,7 @@ class Finder:
         "brim.jobs.worker.attempt": patch_attempt,
         "brim.jobs.worker.session": patch_session,
         "brim.segmentation.networks.network": patch_network,
-        "brim.segmentation.prediction.tiles": patch_tiles,
+        "brim.segmentation.config": patch_tiles,
     }
 
     def find_spec(self, name, path=None, target=None):

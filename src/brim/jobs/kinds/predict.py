@@ -26,7 +26,8 @@ from brim.jobs.worker.group import by_leader, service_cluster
 
 if TYPE_CHECKING:
     from brim.jobs.kinds.specs import Spec
-    from brim.segmentation.prediction.files import FilesConfig, FilesReport
+    from brim.segmentation.config import FilesConfig
+    from brim.segmentation.prediction.files import FilesReport
     from brim.segmentation.prediction.stream import PredictProgress
 
 LISTED = 1000  # files that a result names; the folder has the rest
@@ -36,35 +37,25 @@ Precision = Literal["auto", "fp32", "bf16", "fp16"]
 
 def predict_model() -> type[Fields]:
     """FilesConfig and how images are cut; the model is the run's own where it is not named."""
-    from brim.segmentation.images.formats import Format
-    from brim.segmentation.prediction.config import PredictConfig
-    from brim.segmentation.prediction.files import FilesConfig
-    from brim.segmentation.prediction.tiles import DEFAULT_TILE
+    from brim.segmentation.config import DEFAULT_TILE, FilesConfig, Format, PredictConfig
 
     def cut(kind: Any, name: str) -> Any:
         return alone(kind, name, PredictConfig, ({}, {"tile": MAX_COUNT}))
 
     return model_of(
-        FilesConfig, others=({"model": ""},), dataset_ids=(DatasetIds, ...), run_id=(Text, ...),
+        FilesConfig, dataset_ids=(DatasetIds, ...), run_id=(Text, ...),
         model=(model_name() | None, None), format=(Format, "geojson"), tile=(cut(Count, "tile"), DEFAULT_TILE),
         resize=(cut(Count | None, "resize"), None), overlap=(cut(Count | None, "overlap"), None),
         precision=(Precision, "auto"), accelerator=(Accelerator, "auto"), cluster=(Cluster, False),
     )  # fmt: skip
 
 
-_CUT = ("tile", "resize", "overlap")
-
-
 def resolve_predict(values: Mapping[str, Any]) -> dict[str, Any]:
     """What to write, and how."""
-    from brim.segmentation.prediction.config import PredictConfig
-    from brim.segmentation.prediction.files import FilesConfig
+    from brim.segmentation.config import FilesConfig
 
-    files = build(FilesConfig, {**own(FilesConfig, values), "model": values.get("model")})
-    cut = build(PredictConfig, {name: values[name] for name in _CUT if name in values})
-    rest = {name: getattr(cut, name) for name in _CUT}
-    usual = {"precision": "auto", "accelerator": "auto", "cluster": False}
-    return {**usual, **values, **asdict(files), **rest}
+    files = build(FilesConfig, own(FilesConfig, values))
+    return {"accelerator": "auto", "cluster": False, **values, **asdict(files)}
 
 
 def predict_bytes(spec: "Spec", inputs: Inputs) -> int:
@@ -78,7 +69,7 @@ def predict_bytes(spec: "Spec", inputs: Inputs) -> int:
 @attempt
 def run_predict(task: Task, voice: Voice) -> dict[str, Any]:
     """Predict every image that has no file yet; of several datasets each has a folder of its own, named by its id."""
-    from brim.segmentation.prediction.files import FilesConfig
+    from brim.segmentation.config import FilesConfig
 
     if (result := by_leader(task, voice)) is not None:
         return result
@@ -113,10 +104,9 @@ def _here(task: Task, run: Path, files: "FilesConfig") -> "Callable[..., FilesRe
     from brim.segmentation.prediction.files import predict_files
     from brim.segmentation.prediction.loader import ModelLoader
 
-    config = task.spec.config
     loader = ModelLoader(
-        {files.model: run}, device_of(task), task.batch_sizes, config["precision"], config["tile"], config["resize"],
-        overlap=config["overlap"],
+        {str(files.model): run}, device_of(task), task.batch_sizes, files.precision, files.tile, files.resize,
+        overlap=files.overlap,
     )  # fmt: skip
 
     def predict(images: Sequence[Path], out: Path, **hooks: Any) -> "FilesReport":
@@ -130,8 +120,7 @@ def _by_cluster(task: Task, run: Path, files: "FilesConfig") -> "Callable[..., F
     from brim.cluster.predict import predict_many
     from brim.segmentation.prediction.bulk import Recipe
 
-    cut = {name: task.spec.config[name] for name in ("precision", *_CUT)}
-    recipe = Recipe(files=files, device="cpu" if task.spec.config["accelerator"] == "cpu" else "auto", **cut)
+    recipe = Recipe(files=files, device="cpu" if task.spec.config["accelerator"] == "cpu" else "auto")
 
     def predict(images: Sequence[Path], out: Path, **hooks: Any) -> "FilesReport":
         return predict_many(images, out, recipe, run, service_cluster(task), batch_sizes=task.batch_sizes, **hooks)

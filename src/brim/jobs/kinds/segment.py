@@ -44,12 +44,9 @@ _PROBED = 64  # images whose headers are read to estimate the rest
 
 def model_name() -> Any:
     """The type of a network's name."""
-    from brim.segmentation.networks.registry import find_model, model_names
+    from brim.segmentation.config import SegmentTrainConfig, network_names
 
-    def find(*, model: str) -> None:
-        find_model(model)
-
-    return alone(Text, "model", find, hint={"enum": list(model_names())})
+    return alone(Text, "model", SegmentTrainConfig, hint={"enum": list(network_names())})
 
 
 # segment.tune
@@ -57,20 +54,21 @@ def model_name() -> Any:
 
 def tune_model() -> type[Fields]:
     """Models by name, and tune_model's own options."""
-    from brim.segmentation.tuning.settings import MASK_TOLERANCE
-    from brim.segmentation.tuning.tune import RESERVE, SECONDS, check_options
+    from brim.segmentation.config import TuneConfig
+
+    usual = TuneConfig()
 
     def option(kind: Any, name: str) -> Any:
-        return alone(kind, name, check_options)
+        return alone(kind, name, TuneConfig)
 
     search = list[Literal["precision", "layout", "compile"]]
     models: Any = Annotated[list[model_name()], Field(min_length=1, max_length=100)]  # type: ignore[misc]
     return create_model(
         "Tuning", __base__=Fields,
         models=(models | None, None), model=(model_name() | None, None), run_id=(Text | None, None),
-        size=(option(Count, "size"), 1024), seconds=(option(float, "seconds"), SECONDS),
+        size=(option(Count, "size"), usual.size), seconds=(option(float, "seconds"), usual.seconds),
         p95_ms=(option(float | None, "p95_ms"), None), search=(search, []),
-        reserve=(option(float, "reserve"), RESERVE), tolerance=(option(float, "tolerance"), MASK_TOLERANCE),
+        reserve=(option(float, "reserve"), usual.reserve), tolerance=(option(float, "tolerance"), usual.tolerance),
         accelerator=(Accelerator, "auto"),
     )  # fmt: skip
 
@@ -80,12 +78,12 @@ _TUNED = ("size", "seconds", "p95_ms", "reserve", "tolerance")
 
 def resolve_tune(values: Mapping[str, Any]) -> dict[str, Any]:
     """Which models, and how; weights fit one of them."""
-    from brim.segmentation.networks.registry import BUILT_IN
+    from brim.segmentation.config import TuneConfig
 
     if values.get("model") is not None and values.get("models") is not None:
         raise Conflict("config.model and config.models are both given; give one of them", field="config.model")
     one = values.get("model")
-    models = [one] if one is not None else list(dict.fromkeys(values.get("models") or BUILT_IN))
+    models = [one] if one is not None else list(dict.fromkeys(values.get("models") or TuneConfig().models))
     if values.get("run_id") is not None and len(models) > 1:
         raise Conflict("config.run_id has the weights of one model; name it in config.model", field="config.run_id")
     defaults = {name: info.get_default() for name, info in tune_model().model_fields.items()}
@@ -110,6 +108,7 @@ def run_tune(task: Task, voice: Voice) -> dict[str, Any]:
 
 
 def _tune_one(task: Task, name: str, voice: Voice) -> dict[str, Any]:
+    from brim.segmentation.config import TuneConfig
     from brim.segmentation.tuning.tune import tune
 
     config, place = task.spec.config, voice.last
@@ -117,11 +116,12 @@ def _tune_one(task: Task, name: str, voice: Voice) -> dict[str, Any]:
     def tell(text: str) -> None:
         voice.or_stop(Progress(current=place.current, total=place.total, message=text))
 
-    options = {option: config[option] for option in _TUNED}
+    options = TuneConfig(
+        models=(name,), search=tuple(config["search"]), **{option: config[option] for option in _TUNED}
+    )
     tuned = tune(
-        [name], device_of(task), out=task.batch_sizes, make=lambda _: _module(name, task.inputs.run), progress=tell,
-        search=frozenset(config["search"]), **options,
-    )[name]  # fmt: skip
+        options, device_of(task), out=task.batch_sizes, make=lambda _: _module(name, task.inputs.run), progress=tell
+    )[name]
     entry = {**asdict(tuned.entry), "messages": tuned.messages}
     _write_json(task.out / f"{name}.json", {**entry, "trials": tuned.trials})
     return entry
@@ -159,8 +159,8 @@ def _write_json(file: Path, values: Mapping[str, Any]) -> None:
 
 def train_model() -> type[Fields]:
     """SegmentTrainConfig and what to train on."""
-    from brim.segmentation.networks.registry import model_names
-    from brim.segmentation.training.run import SegmentTrainConfig
+    from brim.segmentation.config import SegmentTrainConfig
+    from brim.segmentation.config import network_names as model_names
 
     return model_of(
         SegmentTrainConfig,
@@ -178,7 +178,7 @@ def train_model() -> type[Fields]:
 
 def resolve_train(values: Mapping[str, Any]) -> dict[str, Any]:
     """The recipe."""
-    from brim.segmentation.training.run import SegmentTrainConfig
+    from brim.segmentation.config import SegmentTrainConfig
 
     usual = {"checkpoint_every_s": CHECKPOINT_S, **tier_of(values)}
     recipe = build(SegmentTrainConfig, usual | own(SegmentTrainConfig, values))
@@ -188,8 +188,9 @@ def resolve_train(values: Mapping[str, Any]) -> dict[str, Any]:
 
 def check_train(spec: "Spec", inputs: Inputs) -> None:
     """Refuse images without masks, pairs that are none, and too few to hold one out."""
+    from brim.segmentation.config import SegmentTrainConfig
     from brim.segmentation.training.crops import pair_files
-    from brim.segmentation.training.run import SegmentTrainConfig, split
+    from brim.segmentation.training.run import split
 
     (dataset,), field = inputs.datasets, "config.dataset_ids[0]"
     images, masks = image_folders(dataset)
@@ -235,7 +236,8 @@ def run_train(task: Task, voice: Voice) -> dict[str, Any]:
     if (found := by_ranks(task, voice)) is not None:
         return found
     from brim.engine.training.report import TrainProgress
-    from brim.segmentation.training.run import SegmentTrainConfig, train
+    from brim.segmentation.config import SegmentTrainConfig
+    from brim.segmentation.training.run import train
 
     images, masks = image_folders(task.inputs.datasets[0])
     if masks is None:

@@ -10,21 +10,19 @@ from contextlib import closing, suppress
 from functools import cached_property
 from pathlib import Path
 from types import TracebackType
-from typing import Literal, Self, get_args
+from typing import Self
 
 import cv2
 import numpy as np
 
 from brim.engine.storage.places import is_url, place_of
 from brim.errors import ConfigError, StorageError
+from brim.segmentation.config import FORMATS
 from brim.segmentation.images.coco import CocoFile, annotation_lines
 from brim.segmentation.images.geojson import geojson
 from brim.segmentation.images.imagej import roi_zip
 from brim.segmentation.objects.polygons import Polygon, fill
 from brim.segmentation.objects.prediction import Prediction
-
-Format = Literal["geojson", "coco", "roi", "mask", "overlay"]
-FORMATS: tuple[str, ...] = get_args(Format)
 
 _ENDINGS = {"geojson": ".geojson", "roi": ".zip", "mask": ".png", "overlay": "_overlay.png"}
 _COCO = "annotations.json"

@@ -5,14 +5,13 @@ from collections.abc import Callable
 from torch import nn
 
 from brim.errors import ConfigError
+from brim.segmentation.config import REGISTERED, check_network, network_names
 from brim.segmentation.networks.hrnet import HRNet
 from brim.segmentation.networks.resunet import ResUNetAdvanced, ResUNetSmall, UNetTiny
 
 Factory = Callable[[], nn.Module]
 
-BUILT_IN = ("hrnet", "resunet_small", "resunet_advanced")  # what is tuned when nobody says which
-
-_factories: dict[str, Factory] = {
+_BUILT_IN: dict[str, Factory] = {
     "hrnet": HRNet,
     "resunet_small": ResUNetSmall,
     "resunet_advanced": ResUNetAdvanced,
@@ -32,20 +31,19 @@ def register_model(name: str, factory: Factory, *, replace: bool = False) -> Non
     """
     if not name or not name.replace("_", "").replace("-", "").replace(".", "").isalnum():
         raise ConfigError(f'model name "{name}" must be letters, digits, "_", "-" or "."')
-    if name in _factories and not replace:
+    if name in network_names() and not replace:
         raise ConfigError(f'model "{name}" is registered already; choose another name or pass replace=True')
     if not callable(factory):
         raise ConfigError(f'model "{name}": factory is a {type(factory).__name__}, expected a function that makes one')
-    _factories[name] = factory
+    REGISTERED[name] = factory
 
 
 def model_names() -> tuple[str, ...]:
     """Every name create_model knows."""
-    return tuple(_factories)
+    return network_names()
 
 
 def find_model(name: str) -> Factory:
-    """What makes the network of that name."""
-    if name not in _factories:
-        raise ConfigError(f'model "{name}" is not known; choose one of {", ".join(_factories)}')
-    return _factories[name]
+    """The function that makes the network of that name."""
+    check_network(name)
+    return REGISTERED.get(name) or _BUILT_IN[name]

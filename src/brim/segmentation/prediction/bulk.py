@@ -22,7 +22,8 @@ import safetensors.torch
 from brim.engine.device.memory import guard
 from brim.engine.pipeline import Pipeline, Stage
 from brim.engine.storage.places import Place
-from brim.errors import ImageError, OutOfMemory
+from brim.errors import ConfigError, ImageError, OutOfMemory
+from brim.segmentation.config import FilesConfig, PredictConfig
 from brim.segmentation.images.coco import annotation_lines
 from brim.segmentation.images.formats import encoded
 from brim.segmentation.images.reading import ImageInput, image_bytes, read_image
@@ -32,12 +33,10 @@ from brim.segmentation.networks.weights import load_weights
 from brim.segmentation.objects.polygons import to_polygons
 from brim.segmentation.objects.prediction import Prediction
 from brim.segmentation.objects.tracing import Traced
-from brim.segmentation.prediction.config import PredictConfig
-from brim.segmentation.prediction.files import FilesConfig, Found
+from brim.segmentation.prediction.files import Found
 from brim.segmentation.prediction.loader import ModelLoader
 from brim.segmentation.prediction.records import Record, Records
 from brim.segmentation.prediction.stream import CEILING_S, Lock, PredictRun
-from brim.segmentation.prediction.tiles import DEFAULT_TILE
 from brim.segmentation.rings import Rings
 from brim.segmentation.tuning.batch_sizes import FILE_NAME
 
@@ -52,10 +51,12 @@ class Recipe:
 
     files: FilesConfig
     device: str = "auto"
-    precision: str = "auto"
-    tile: int = DEFAULT_TILE
-    resize: int | None = None
-    overlap: int | None = None
+
+    @property
+    def model(self) -> str:
+        if self.files.model is None:
+            raise ConfigError("is missing", field="model", code="missing", hint="name the network of the weights")
+        return self.files.model
 
     @property
     def needs_tuning(self) -> bool:
@@ -191,11 +192,11 @@ class BulkScorer:
                 sizes.write_text(batch_sizes)
             files = recipe.files
             loader = ModelLoader(
-                {files.model: file}, recipe.device, sizes, recipe.precision, recipe.tile, recipe.resize,
-                overlap=recipe.overlap,
+                {recipe.model: file}, recipe.device, sizes, files.precision, files.tile, files.resize,
+                overlap=files.overlap,
             )  # fmt: skip
             self._network, self._config = loader.prepare(
-                iter(()), files.model, files.batch_size, files.threshold, files.detect_holes, files.strict
+                iter(()), recipe.model, files.batch_size, files.threshold, files.detect_holes, files.strict
             )
             self.batch_sizes = sizes.read_text() if sizes.exists() else None
         self._lock = loader.lock
@@ -204,7 +205,7 @@ class BulkScorer:
     @property
     def batch_size(self) -> int:
         """Patches that the network sees at once."""
-        return self._config.batch_size
+        return self._config.batch_size or 1
 
     def __call__(self, parcel: Parcel) -> Parcel:
         """Outlines of the images that have pixels; the pixels stay only where something is drawn on them."""

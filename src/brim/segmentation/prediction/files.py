@@ -11,35 +11,15 @@ from typing import Any, cast
 
 from brim.engine.storage.places import is_url, place_of
 from brim.errors import ConfigError, ImageError
-from brim.segmentation.images.formats import FORMATS, Writer
+from brim.segmentation.config import FilesConfig
+from brim.segmentation.images.formats import Writer
 from brim.segmentation.images.reading import find_images, is_image_name, read_image
 from brim.segmentation.images.stored import StoredImage
 from brim.segmentation.objects.prediction import Prediction
-from brim.segmentation.prediction.config import check_batch_size, check_threshold
 from brim.segmentation.prediction.loader import ModelLoader
 from brim.segmentation.prediction.stream import PredictProgress, PredictReport
 
 Found = Path | StoredImage
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FilesConfig:
-    """What to predict with and what to write."""
-
-    model: str  # a name of the registry
-    format: str = "geojson"
-    batch_size: int | None = None  # None: the tuned optimum
-    threshold: float = 0.5
-    detect_holes: bool = True
-    strict: bool = False
-
-    def __post_init__(self) -> None:
-        """Check every value but the model, which the loader knows."""
-        if self.format not in FORMATS:
-            raise ConfigError(f"format={self.format} is unknown; choose one of {', '.join(FORMATS)}")
-        check_threshold(self.threshold)
-        if self.batch_size is not None:
-            check_batch_size(self.batch_size)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,8 +65,8 @@ def predict_files(
         left = [name for name in names if not (resume and config.format != "coco" and writer.has(name))]
         kept, kept_polygons = len(names) - len(left), _count(writer, set(names).difference(left))
         stream = loader.predict_stream(
-            [images[name] for name in left], config.model, config.batch_size, config.threshold, config.detect_holes,
-            config.strict, progress=_watched(progress, stop, kept), on_report=reports.append,
+            [images[name] for name in left], config.model or loader.only_model, config.batch_size, config.threshold,
+            config.detect_holes, config.strict, progress=_watched(progress, stop, kept), on_report=reports.append,
         )  # fmt: skip
         with closing(cast("Generator[Prediction]", stream)), suppress(_Stopped):
             for prediction in stream:

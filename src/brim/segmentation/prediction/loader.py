@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from brim.engine.device.devices import resolve_device, worker_count
 from brim.errors import ConfigError, ImageError
+from brim.segmentation.config import DEFAULT_TILE, QUICK_SECONDS, PredictConfig
 from brim.segmentation.images.reading import ImageInput, read_image
 from brim.segmentation.images.stored import StoredImage
 from brim.segmentation.networks.network import Network
@@ -31,13 +32,11 @@ from brim.segmentation.networks.weights import load_weights
 from brim.segmentation.objects.polygons import Polygon, trace
 from brim.segmentation.objects.prediction import Prediction
 from brim.segmentation.prediction.batching import pad
-from brim.segmentation.prediction.config import PredictConfig, check_batch_size, check_threshold
 from brim.segmentation.prediction.scoring import resized
 from brim.segmentation.prediction.stream import PredictProgress, PredictReport, predict_one, predict_stream
-from brim.segmentation.prediction.tiles import DEFAULT_TILE, padded, usable_tile
+from brim.segmentation.prediction.tiles import padded, usable_tile
 from brim.segmentation.tuning.batch_sizes import FILE_NAME, Entry, device_key
 from brim.segmentation.tuning.known_sizes import KnownSizes
-from brim.segmentation.tuning.tune import QUICK_SECONDS
 
 PROBED = 1000  # images of a list whose headers are read to learn the side to tune for
 
@@ -83,6 +82,15 @@ class ModelLoader:
     def models(self) -> tuple[str, ...]:
         """Names of the models that have weights."""
         return tuple(self._weights)
+
+    @property
+    def only_model(self) -> str:
+        """The model that has weights, if there is one and no other."""
+        if len(self._weights) != 1:
+            raise ConfigError(
+                "is missing, and there are several", field="model", code="missing", hint="name one of them"
+            )
+        return self.models[0]
 
     # Predicting
 
@@ -161,10 +169,7 @@ class ModelLoader:
         self, model_name: str, batch_size: int | None, threshold: float, detect_holes: bool, strict: bool
     ) -> PredictConfig:
         find_model(model_name)
-        config = self._configured(threshold, detect_holes, strict)
-        if batch_size is not None:
-            check_batch_size(batch_size)
-        return config
+        return replace(self._configured(threshold, detect_holes, strict), batch_size=batch_size)
 
     def load(self, model_name: str) -> Network:
         """The network with its weights on the device; loaded once."""
@@ -257,7 +262,7 @@ class ModelLoader:
 
         masks  (B, H, W) or (B, 1, H, W)  float probabilities, or bool or whole numbers where non-zero is foreground
         """
-        check_threshold(threshold)
+        self._configured(threshold, detect_holes, False)
         probabilities, inside = _as_masks(masks, threshold)
 
         def work(row: int) -> list[Polygon]:

@@ -11,7 +11,7 @@ import weakref
 from collections import OrderedDict, deque
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,24 +22,22 @@ from torch import Tensor
 
 from brim.engine.batching.servable import Answer, Item, Payload, Shape
 from brim.engine.batching.warm_up import ladder
-from brim.errors import ConfigError, ImageError, OutOfMemory, TooLarge
-from brim.segmentation.images.formats import FORMATS, encoded
+from brim.errors import ImageError, OutOfMemory, TooLarge
+from brim.segmentation.config import DEFAULT_TILE, QUICK_SECONDS, PredictConfig, RequestConfig
+from brim.segmentation.images.formats import encoded
 from brim.segmentation.images.reading import image_size, read_image
 from brim.segmentation.networks.network import DTYPES, Network
 from brim.segmentation.networks.registry import create_model, find_model
 from brim.segmentation.networks.weights import load_weights
 from brim.segmentation.objects.tracing import Traced
 from brim.segmentation.prediction.batching import Batch, Frame, Patch, cut
-from brim.segmentation.prediction.config import PredictConfig, check_threshold
 from brim.segmentation.prediction.scoring import Done
 from brim.segmentation.prediction.stream import DECODED_BYTES, PredictRun
-from brim.segmentation.prediction.tiles import DEFAULT_TILE, Grid, padded, usable_tile
+from brim.segmentation.prediction.tiles import Grid, padded, usable_tile
 from brim.segmentation.rings import RINGS
 from brim.segmentation.tuning.batch_sizes import Entry
 from brim.segmentation.tuning.known_sizes import KnownSizes
-from brim.segmentation.tuning.tune import QUICK_SECONDS
 
-MAX_PIXELS = 2**26  # of one image, unless the options say otherwise
 MEDIA_TYPES = {
     "geojson": "application/geo+json",
     "coco": "application/json",
@@ -79,7 +77,11 @@ class SegmentServable:
         """
         find_model(network)
         cv2.setNumThreads(1)  # requests are decoded side by side: OpenCV's own threads would only compete
-        self._lock, self._tile, self._device = lock or threading.RLock(), usable_tile(tile), device
+        self._lock, self._tile, self._device = (
+            lock or threading.RLock(),
+            usable_tile(PredictConfig(tile=tile).tile),
+            device,
+        )
         module = create_model(network)
         load_weights(module, weights)
         known = KnownSizes(device, batch_sizes, "auto", QUICK_SECONDS)
@@ -108,7 +110,7 @@ class SegmentServable:
 
     def inspect(self, payload: Payload) -> Shape:
         """Key and patches from the image's header."""
-        options = _Options.of(payload.options)
+        options = _options(payload)
         width, height = image_size(payload.data, payload.name)
         # a thin strip is small as a file and large as windows
         whole = padded(width) * padded(height)
@@ -128,7 +130,7 @@ class SegmentServable:
 
     def decode(self, payload: Payload) -> Item:
         """Pixels, cut into patches; in pinned memory for a GPU."""
-        options = _Options.of(payload.options)
+        options = _options(payload)
         _room.wait()
         image = read_image(bytes(payload.data), max_pixels=options.max_pixels, name=payload.name)
         frame = cut(Frame(0, payload.name), image, **self._cutting())
@@ -205,7 +207,7 @@ class SegmentServable:
         grid = Grid(*shape, self._tile)
         return (grid.rows.size, grid.columns.size), len(grid)
 
-    def _key(self, shape: tuple[int, int], options: "_Options") -> tuple[Any, ...]:
+    def _key(self, shape: tuple[int, int], options: RequestConfig) -> tuple[Any, ...]:
         return (self._number, shape, options.threshold, options.detect_holes)
 
     def _sizes_at(self, scale: float) -> Sequence[int]:
@@ -222,7 +224,7 @@ class SegmentServable:
         between = float(np.interp(tiles, sizes, seconds))
         return between * share
 
-    def _run_of(self, options: "_Options") -> PredictRun:
+    def _run_of(self, options: RequestConfig) -> PredictRun:
         key = (options.threshold, options.detect_holes)
         with self._runs_lock:
             run = self._runs.get(key)
@@ -321,25 +323,10 @@ class _Context(NamedTuple):
     as_rings: bool  # instead of text
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Options:
-    """What a request may choose."""
-
-    threshold: float = 0.5
-    detect_holes: bool = True
-    format: str = "geojson"
-    max_pixels: int = MAX_PIXELS
-    as_rings: bool = False  # GeoJSON takes a core 2 ms to write, under the interpreter's lock: APIs have their own
-
-    @classmethod
-    def of(cls, values: Mapping[str, Any]) -> "_Options":
-        """Options of a payload; those of others are left out."""
-        return cls(**{name: values[name] for name in cls.__slots__ if name in values})
-
-    def __post_init__(self) -> None:
-        check_threshold(self.threshold)
-        if self.format not in FORMATS:
-            raise ConfigError(f"format={self.format} is unknown; choose one of {', '.join(FORMATS)}")
+def _options(payload: Payload) -> RequestConfig:
+    """Options of a payload; those that are meant for others are left out."""
+    known = {field.name for field in fields(RequestConfig)}
+    return RequestConfig(**{name: value for name, value in payload.options.items() if name in known})
 
 
 def _ramps(side: int) -> np.ndarray:

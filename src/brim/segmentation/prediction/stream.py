@@ -26,6 +26,7 @@ from brim.engine.device.memory import guard
 from brim.engine.meter.throughput import BUSY, INPUT, ROOM, GpuSampler, Meter, ceiling_share
 from brim.engine.pipeline import Pending, Pipeline, Stage
 from brim.errors import ImageError, OutOfMemory
+from brim.segmentation.config import PredictConfig
 from brim.segmentation.images.reading import ImageInput, read_image
 from brim.segmentation.images.stored import StoredImage
 from brim.segmentation.networks.network import Network
@@ -34,7 +35,6 @@ from brim.segmentation.objects.polygons import Polygon, to_polygons, trace_all
 from brim.segmentation.objects.prediction import Prediction
 from brim.segmentation.objects.tracing import Traced, Tracer
 from brim.segmentation.prediction.batching import Batch, Frame, cut, group
-from brim.segmentation.prediction.config import PredictConfig
 from brim.segmentation.prediction.scoring import Done, Scorer
 from brim.segmentation.prediction.tiles import usable_tile
 from brim.segmentation.rings import Rings
@@ -123,7 +123,7 @@ class PredictRun:
         self.scorer = Scorer(
             network,
             lock if lock is not None else threading.Lock(),
-            batch_size=1 if config.strict else config.batch_size,
+            batch_size=1 if config.strict else config.batch_size or 1,
             threshold=config.threshold,
             resize=config.resize,
         )

@@ -13,11 +13,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from brim.errors import ConfigError
+from brim.segmentation.config import DEFAULT_TILE, MIN_SIDE
 
 STEP = 32  # sides are padded up to a multiple of this, so that images of like size share a batch
-MIN_SIDE = 32  # the smallest side the networks take
-DEFAULT_TILE = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +53,6 @@ class Grid:
 
     def __init__(self, height: int, width: int, tile: int = DEFAULT_TILE, overlap: int | None = None) -> None:
         """Cut an image of height × width; the overlap is an eighth of the tile where it is not given."""
-        check_tile(tile, overlap)
         shared = tile // 8 if overlap is None else overlap
         self.rows, self.columns = Axis(height, tile, shared), Axis(width, tile, shared)
         self.height, self.width = height, width
@@ -97,20 +94,7 @@ def padded(side: int) -> int:
 
 def usable_tile(tile: int) -> int:
     """The tile as it is used: rounded down to a multiple of STEP, so that no padded image is larger than a window."""
-    check_tile(tile, None)
     return tile // STEP * STEP
-
-
-def check_tile(tile: int, overlap: int | None) -> None:
-    """Refuse a window the networks cannot take, and an overlap that leaves nothing between two windows."""
-    if isinstance(tile, bool) or not isinstance(tile, int) or tile < MIN_SIDE:
-        raise ConfigError(
-            f"tile={tile} must be a whole number of at least {MIN_SIDE} pixels; {DEFAULT_TILE} is the default"
-        )
-    if overlap is not None and not 0 <= overlap <= tile // 2:
-        raise ConfigError(
-            f"overlap={overlap} must be from 0 to {tile // 2} pixels, half the tile; omit it for an eighth"
-        )
 
 
 def _ramp(size: int, overlap: int) -> Tensor:

@@ -6,38 +6,13 @@ shift are one sampling of the crop, the same for image and mask; a quarter turn 
 """
 
 import math
-from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from brim.engine.training.rank_share import drawn
-from brim.errors import ConfigError
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Augmentation:
-    """How much crops are changed; every range is symmetric about no change."""
-
-    turn: bool = True  # mirror and quarter turns
-    affine: float = 0.5  # share of crops that are scaled, rotated and shifted; the others keep their pixels
-    scale: float = 0.15  # up to 1 ± this
-    rotation_deg: float = 20.0
-    shift: float = 0.06  # of a side
-    brightness: float = 0.1  # of full scale, added
-    contrast: float = 0.2  # factor 1 ± this about the crop's mean
-    gamma: float = 0.2  # exponent, e to the ± this
-    noise: float = 0.02  # of full scale, greatest standard deviation
-
-    def __post_init__(self) -> None:
-        """Check every value."""
-        for field in fields(self):
-            value, limit = getattr(self, field.name), {"rotation_deg": 180.0}.get(field.name, 1.0)
-            if field.name != "turn" and not 0 <= value <= limit:
-                raise ConfigError(f"{field.name}={value} must be from 0 to {limit:g}")
-        if self.scale == 1:
-            raise ConfigError("scale=1.0 would shrink a crop to nothing; use less, such as 0.15")
+from brim.segmentation.config import Augmentation
 
 
 def augment(images: Tensor, masks: Tensor, rng: torch.Generator, config: Augmentation) -> tuple[Tensor, Tensor]:

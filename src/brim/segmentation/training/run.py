@@ -13,19 +13,18 @@ Images, not crops, are split: crops of one image overlap, and would show the val
 import logging
 from collections.abc import Callable
 from contextlib import ExitStack, closing, nullcontext
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from brim.engine.config import Precision, Tier, recipe_of
+from brim.engine.config import recipe_of
 from brim.engine.device.devices import stream
 from brim.engine.device.memory import Halving
 from brim.engine.rows.files import DatasetSource
-from brim.engine.rows.order import check_tier
 from brim.engine.rows.resident import Resident
 from brim.engine.storage.dataset import Dataset
 from brim.engine.training.checkpoint import has_checkpoint, locked
@@ -36,53 +35,19 @@ from brim.engine.training.report import TrainReport
 from brim.engine.training.step import Batch, Transform, resolve_precision
 from brim.engine.training.trainer import train as run_trainer
 from brim.errors import CheckpointError, ConfigError, DatasetError
+from brim.segmentation.config import SegmentTrainConfig
 from brim.segmentation.networks.network import DTYPES, normalise
-from brim.segmentation.networks.registry import create_model, find_model
+from brim.segmentation.networks.registry import create_model
 from brim.segmentation.networks.weights import WEIGHTS, load_weights, save_weights
 from brim.segmentation.training.about import FORMAT_VERSION, check_free, describe, write_config
-from brim.segmentation.training.augment import Augmentation, augment
+from brim.segmentation.training.augment import augment
 from brim.segmentation.training.crops import COUNTED, FOREGROUND, Pair, Told, pack, pair_files
 from brim.segmentation.training.objective import item_losses, settle_norms, step_bytes
 from brim.segmentation.training.scores import Scores
 
-__all__ = ["SegmentTrainConfig", "SegmentTrainReport", "split", "train"]
-
 log = logging.getLogger("brim")
 
-MIN_SIZE, MAX_SIZE = 32, 4096  # pixels: what every network takes; a crop above that fits no device with its gradients
 _KEYS = ("run", "weights", "epochs", "dice", "iou", "images_per_s", "ceiling_share", "peak_bytes")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SegmentTrainConfig:
-    """How a network is trained to segment."""
-
-    model: str  # a name of the registry
-    size: int = 512  # pixels of a crop's side, at the images' own scale
-    epochs: int = 30
-    batch_size: int = 8  # crops; a batch that does not fit is worked off in parts
-    learning_rate: float = 1e-3  # AdamW's highest, after a warm-up; a cosine to 0 follows
-    seed: int = 0  # of the split, the first weights, the order and the augmentation
-    precision: Precision = "auto"  # bf16 or fp16 on a GPU, fp32 on a CPU
-    val_fraction: float = 0.1  # of the images, at least one, never trained on
-    augment: bool = True
-    augmentation: Augmentation = field(default_factory=Augmentation)
-    tier: Tier | Literal["auto"] = "auto"  # where the crops are held: vram, ram, window
-    early_stopping_patience: int | None = None  # epochs without a better val_loss
-    checkpoint_every_s: float = 60.0  # most training that a killed run loses
-
-    def __post_init__(self) -> None:
-        """Check every value."""
-        find_model(self.model)
-        if not MIN_SIZE <= self.size <= MAX_SIZE:
-            raise ConfigError(f"size={self.size} must be from {MIN_SIZE} to {MAX_SIZE} pixels, such as 512")
-        for name, least in (("epochs", 1), ("batch_size", 1), ("seed", 0)):
-            if getattr(self, name) < least:
-                raise ConfigError(f"{name}={getattr(self, name)} must be at least {least}")
-        if not 0 < self.val_fraction < 1:
-            raise ConfigError(f"val_fraction={self.val_fraction} must be between 0 and 1, such as 0.1")
-        check_tier(self.tier)
-        recipe_of(self, self.epochs)  # checks the rest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

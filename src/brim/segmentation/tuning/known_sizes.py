@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from brim.errors import ConfigError, StorageError
+from brim.segmentation.config import TuneConfig
 from brim.segmentation.networks.network import Precision, Setting, default_setting
 from brim.segmentation.tuning.batch_sizes import BatchSizes, Entry, device_info, device_key
 from brim.segmentation.tuning.tune import tune_model
@@ -53,7 +54,7 @@ class KnownSizes:
     def _tune(self, name: str, side: int, known: Entry | None, module: nn.Module) -> Entry:
         setting = self.setting(known)
         _log.warning("%s; tuning it now for about %g s", self._what_is_missing(name, side, known), self._seconds)
-        tuned = tune_model(name, module, self._device, size=side, seconds=self._seconds, setting=setting)
+        tuned = tune_model(name, module, self._device, TuneConfig(size=side, seconds=self._seconds), setting=setting)
         self._tuned[name] = tuned.entry
         # A precision asked for here and now is not for everybody who reads the file.
         if self._file is not None and self._precision in ("auto", default_setting(self._device).precision):

@@ -7,10 +7,10 @@ random, since no network here is faster for some images than for others.
 import math
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,12 +20,12 @@ from brim.engine.device.devices import resolve_device, stream
 from brim.engine.device.memory import guard
 from brim.engine.tuning.search import Sweep, Trial, merge, sweep
 from brim.engine.tuning.trials import ProbeConfig, Prober, budget_bytes
-from brim.errors import BrimError, ConfigError, OutOfMemory
+from brim.errors import BrimError, OutOfMemory
+from brim.segmentation.config import TuneConfig
 from brim.segmentation.networks.network import CAPTURE_AFTER, Network, Setting, default_setting
-from brim.segmentation.networks.registry import create_model, find_model
+from brim.segmentation.networks.registry import create_model
 from brim.segmentation.tuning.batch_sizes import FILE_NAME, BatchSizes, Entry, device_info, device_key
 from brim.segmentation.tuning.settings import (
-    MASK_TOLERANCE,
     PROBABILITY_TOLERANCE,
     THRESHOLD,
     TRUTH,
@@ -37,11 +37,6 @@ from brim.segmentation.tuning.settings import (
     sample_images,
     settings,
 )
-
-SECONDS: Final = 60.0  # per model, compilation apart
-QUICK_SECONDS: Final = 10.0  # on first use, while somebody waits for a prediction
-RESERVE: Final = 0.10  # share of the memory left alone
-MIN_SIZE: Final = 32  # pixels: the networks' least
 
 _COMPARE_IMAGES = {"cuda": 4, "cpu": 2}  # a fixed small batch, at which settings are compared
 _LIMITS = {"cuda": 4096, "cpu": 256}  # largest batch tried; a CPU is full long before
@@ -67,39 +62,33 @@ def tune_model(
     name: str,
     module: nn.Module,
     device: torch.device | str,
+    config: TuneConfig,
     *,
-    size: int = 1024,
-    seconds: float = SECONDS,
-    p95_ms: float | None = None,
-    search: frozenset[str] = frozenset(),
-    reserve: float = RESERVE,
-    tolerance: float = MASK_TOLERANCE,
     setting: Setting | None = None,
     images: Tensor | None = None,
     trained: bool | None = None,
     progress: Progress | None = None,
 ) -> Tuned:
-    """Find setting and batch size of a network for images of size × size pixels.
+    """Find setting and batch size of a network for images of config.size × config.size pixels.
 
-    `setting` replaces the device's default; the dimensions named in `search` vary around it. Where the weights are
-    trained (None: as its batch norms tell), a setting's masks are compared with those of fp32 on `images`, (B, 3, H, W)
-    uint8, or on generated ones.
+    `setting` replaces the device's default; the dimensions named in config.search vary around it. If the weights are
+    trained (None: as its batch norms suggest), a setting's masks are compared with those of fp32 on `images`,
+    (B, 3, H, W) uint8, or on generated ones.
     """
-    device = resolve_device(str(device))
-    check_options(size=size, seconds=seconds, p95_ms=p95_ms, reserve=reserve, tolerance=tolerance)
-    candidates = settings(search, setting or default_setting(device))
-    tuning = _Tuning(name, module, device, size, _probe_config(seconds), progress or (lambda text: None))
+    device, seconds = resolve_device(str(device)), config.seconds
+    candidates = settings(config.search, setting or default_setting(device))
+    tuning = _Tuning(name, module, device, config.size, _probe_config(seconds), progress or (lambda text: None))
     began_s = time.perf_counter()
-    chosen = tuning.choose(candidates, images, tolerance, is_trained(module) if trained is None else trained)
+    chosen = tuning.choose(candidates, images, config.tolerance, is_trained(module) if trained is None else trained)
     spent_s = time.perf_counter() - began_s - tuning.compile_s
-    left_s = seconds if search else max(seconds / 2, seconds - spent_s)
-    config = _sweep_config(device, left_s, reserve, p95_ms)
-    found = tuning.sweep(chosen, config)
+    left_s = seconds if config.search else max(seconds / 2, seconds - spent_s)
+    sweep_config = _sweep_config(device, left_s, config)
+    found = tuning.sweep(chosen, sweep_config)
     best = no_slower_than_one(found)
     total_s = spent_s + found.seconds - found.warmup_s
-    tuning.say_time(total_s, seconds, searched=bool(search))
+    tuning.say_time(total_s, seconds, searched=bool(config.search))
     return Tuned(
-        entry=_entry(found.max_safe, best, chosen, size, config),
+        entry=_entry(found.max_safe, best, chosen, config.size, sweep_config),
         trials=tuning.trials,
         messages=tuning.messages,
         setting=chosen,
@@ -109,29 +98,25 @@ def tune_model(
 
 
 def tune(
-    models: Sequence[str],
+    config: TuneConfig,
     device: torch.device | str,
     *,
     out: Path | str = FILE_NAME,
     make: Callable[[str], nn.Module] = create_model,
     progress: Progress | None = None,
-    **options: Any,
 ) -> dict[str, Tuned]:
-    """Tune several models, each saved to the file as soon as it is found; options are tune_model's.
+    """Tune several models, each saved to the file as soon as it is found.
 
     A model that cannot be tuned does not stop the others; its error is raised when they are done.
     """
-    check_options(**options)
     device = resolve_device(str(device))
-    for name in models:
-        find_model(name)
     BatchSizes.read(out).write(out)  # a file that cannot be read or written is known now, not after a minute
     key, info = device_key(device), device_info(device)
     found: dict[str, Tuned] = {}
     failures: dict[str, BrimError] = {}
-    for name in models:
+    for name in dict.fromkeys(config.models):
         try:
-            found[name] = tune_model(name, make(name), device, progress=progress, **options)
+            found[name] = tune_model(name, make(name), device, config, progress=progress)
         except BrimError as failure:
             failures[name] = failure
             continue
@@ -295,34 +280,12 @@ class _Step:
         return torch.sigmoid(self._network(self._images)) > THRESHOLD
 
 
-def check_options(
-    *,
-    size: int = MIN_SIZE,
-    seconds: float = SECONDS,
-    p95_ms: float | None = None,
-    reserve: float = RESERVE,
-    tolerance: float = MASK_TOLERANCE,
-    **_: Any,
-) -> None:
-    """Refuse options of tune_model that cannot work; those it does not look at are the caller's."""
-    if size < MIN_SIZE:
-        raise ConfigError(f"size={size} must be at least {MIN_SIZE} pixels")
-    if not (seconds > 0 and math.isfinite(seconds)):
-        raise ConfigError(f"seconds={seconds} must be above 0; {SECONDS:g} is the default")
-    if p95_ms is not None and not (p95_ms > 0 and math.isfinite(p95_ms)):
-        raise ConfigError(f"p95_ms={p95_ms} must be a number of milliseconds above 0")
-    if not 0 <= reserve < 1:
-        raise ConfigError(f"reserve={reserve} must be in [0, 1); {RESERVE} leaves a tenth of the memory free")
-    if not 0 <= tolerance < 1:
-        raise ConfigError(f"tolerance={tolerance} must be a share of mask pixels in [0, 1), such as {MASK_TOLERANCE}")
-
-
-def _sweep_config(device: torch.device, seconds: float, reserve: float, p95_ms: float | None) -> SweepConfig:
+def _sweep_config(device: torch.device, seconds: float, tuning: TuneConfig) -> SweepConfig:
     config = SweepConfig(
         limit=_LIMITS[device.type],
-        headroom=reserve,
+        headroom=tuning.reserve,
         seconds=seconds,
-        p95_ms=p95_ms,
+        p95_ms=tuning.p95_ms,
         budget_bytes=budget_bytes(device),
     )
     return replace(config, full=8, refine=4) if seconds < _QUICK_BELOW_S else config

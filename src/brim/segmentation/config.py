@@ -1,0 +1,190 @@
+"""Settings of segmentation: networks by name, training, prediction and tuning. Nothing here imports torch."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Final, Literal, get_args
+
+from brim.config import Doc, Length, OneOf, Range, Unit, check
+from brim.engine.config import (
+    CheckpointEveryS,
+    EarlyStoppingPatience,
+    Epochs,
+    LearningRate,
+    Precision,
+    PrecisionChoice,
+    TierChoice,
+)
+from brim.errors import ConfigError
+
+NETWORKS: Final = ("hrnet", "resunet_small", "resunet_advanced", "unet_tiny")  # built in
+REGISTERED: Final[dict[str, Callable[[], Any]]] = {}  # added by register_model: name → what makes a new module
+
+Format = Literal["geojson", "coco", "roi", "mask", "overlay"]
+FORMATS: Final[tuple[Format, ...]] = get_args(Format)
+SEARCHES: Final = ("precision", "layout", "compile")
+
+MIN_SIDE: Final = 32  # pixels; the smallest input the networks take
+MAX_CROP: Final = 4096  # pixels; a larger crop fits no device together with its gradients
+DEFAULT_TILE: Final = 1024  # pixels
+QUICK_SECONDS: Final = 10.0  # for tuning on first use, while a caller waits for a prediction
+
+
+def network_names() -> tuple[str, ...]:
+    """The built-in networks and the registered ones."""
+    return tuple(dict.fromkeys((*NETWORKS, *REGISTERED)))
+
+
+def _searches() -> tuple[str, ...]:
+    return SEARCHES
+
+
+def check_network(name: str) -> None:
+    """Raise a ConfigError if no network has this name."""
+    if name not in network_names():
+        known = ", ".join(network_names())
+        raise ConfigError(f"is unknown; choose one of {known}", field="model", value=name, code="unknown_choice")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Augmentation:
+    """How strongly training crops are changed at random; every range is symmetric about no change."""
+
+    turn: Annotated[bool, Doc("Mirror crops and turn them by multiples of 90°.")] = True
+    affine: Annotated[
+        float, Range(0, 1), Doc("Share of crops that are scaled, rotated and shifted; the others keep their pixels.")
+    ] = 0.5
+    scale: Annotated[float, Range(0, below=1), Doc("Scale by a factor of up to 1 ± this.")] = 0.15
+    rotation_deg: Annotated[float, Range(0, 180), Unit("°"), Doc("Rotate by up to ± this.")] = 20.0
+    shift: Annotated[float, Range(0, 1), Doc("Shift by up to ± this share of a side.")] = 0.06
+    brightness: Annotated[float, Range(0, 1), Doc("Add up to ± this share of full scale.")] = 0.1
+    contrast: Annotated[float, Range(0, 1), Doc("Multiply by up to 1 ± this, relative to the mean of the crop.")] = 0.2
+    gamma: Annotated[float, Range(0, 1), Doc("Gamma correction: exponent between e^-this and e^this.")] = 0.2
+    noise: Annotated[
+        float, Range(0, 1), Doc("Largest standard deviation of added noise, as a share of full scale.")
+    ] = 0.02
+
+    def __post_init__(self) -> None:
+        check(self)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SegmentTrainConfig:
+    """How a network is trained to segment."""
+
+    model: Annotated[str, OneOf(network_names), Doc("Network to train.")]
+    size: Annotated[
+        int,
+        Range(MIN_SIDE, MAX_CROP, note="512 is usual"),
+        Unit("px"),
+        Doc("Side of a crop, at the images' own scale."),
+    ] = 512
+    epochs: Epochs = 30
+    batch_size: Annotated[int, Range(1), Doc("Crops per step; a batch that does not fit is split.")] = 8
+    learning_rate: LearningRate = 1e-3
+    seed: Annotated[int, Range(0), Doc("Seed of the split, the initial weights, the order and the augmentation.")] = 0
+    precision: PrecisionChoice = "auto"
+    val_fraction: Annotated[
+        float,
+        Range(above=0, below=1, note="0.1 is usual"),
+        Doc("Share of the images held out for validation, at least one."),
+    ] = 0.1
+    augment: Annotated[bool, Doc("Augment the crops at random.")] = True
+    augmentation: Annotated[Augmentation, Doc("How strongly crops are changed.")] = field(default_factory=Augmentation)
+    tier: TierChoice = "auto"
+    early_stopping_patience: EarlyStoppingPatience = None
+    checkpoint_every_s: CheckpointEveryS = 60.0
+
+    def __post_init__(self) -> None:
+        check(self)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PredictConfig:
+    """How images become polygons."""
+
+    batch_size: Annotated[int | None, Range(1), Doc("Patches the network sees at once; none: the tuned optimum.")] = (
+        None
+    )
+    threshold: Annotated[
+        float, Range(above=0, below=1, note="0.5 is usual"), Doc("A pixel above this probability is foreground.")
+    ] = 0.5
+    detect_holes: Annotated[bool, Doc("Polygons may have holes.")] = True
+    strict: Annotated[bool, Doc("Run every patch alone: the same bits whatever else is predicted, but slower.")] = False
+    tile: Annotated[
+        int, Range(MIN_SIDE), Unit("px"), Doc("Larger images are cut into windows of this side and blended.")
+    ] = DEFAULT_TILE
+    resize: Annotated[
+        int | None,
+        Range(MIN_SIDE),
+        Unit("px"),
+        Doc("Show the network every image at this side instead of cutting windows; none: cut windows."),
+    ] = None
+    overlap: Annotated[
+        int | None, Range(0), Unit("px"), Doc("Overlap of neighbouring windows; none: an eighth of the tile.")
+    ] = None
+
+    def __post_init__(self) -> None:
+        check(self)
+        if self.overlap is not None and self.overlap > self.tile // 2:
+            raise ConfigError(
+                f"must be at most {self.tile // 2} px, half the tile",
+                field="overlap",
+                value=self.overlap,
+                code="conflict",
+                hint="lower {overlap} or raise {tile}",
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FilesConfig(PredictConfig):
+    """What to predict images with, and what to write."""
+
+    model: Annotated[
+        str | None, OneOf(network_names), Doc("Network the weights belong to; none: the one they were trained as.")
+    ] = None
+    format: Annotated[Format, Doc("Format of the results.")] = "geojson"
+    precision: Annotated[
+        Precision, Doc("Precision of the network; auto: the tuned one, else fp16 on a GPU and fp32 on a CPU.")
+    ] = "auto"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestConfig:
+    """What one request to a served network may choose."""
+
+    threshold: Annotated[float, Range(above=0, below=1), Doc("A pixel above this probability is foreground.")] = 0.5
+    detect_holes: Annotated[bool, Doc("Polygons may have holes.")] = True
+    format: Annotated[Format, Doc("Format of the answer.")] = "geojson"
+    max_pixels: Annotated[int, Range(1), Doc("Largest image accepted, width times height.")] = 2**26
+    as_rings: Annotated[bool, Doc("Answer GeoJSON requests with packed rings, to be written as text elsewhere.")] = (
+        False
+    )
+
+    def __post_init__(self) -> None:
+        check(self)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TuneConfig:
+    """How the fastest safe batch size of networks is found."""
+
+    models: Annotated[tuple[str, ...], Length(1, 100), OneOf(network_names), Doc("Networks to tune.")] = NETWORKS[:3]
+    size: Annotated[int, Range(MIN_SIDE), Unit("px"), Doc("Side of the images.")] = 1024
+    seconds: Annotated[
+        float, Range(above=0, note="60 is the default"), Unit("s"), Doc("Time for each network, without compilation.")
+    ] = 60.0
+    p95_ms: Annotated[
+        float | None, Range(above=0), Unit("ms"), Doc("Longest step allowed, as a 95th percentile; none: any.")
+    ] = None
+    search: Annotated[
+        tuple[str, ...], OneOf(_searches), Doc("What to search besides the batch size: precision, layout, compile.")
+    ] = ()
+    reserve: Annotated[float, Range(0, below=1, note="0.1 is usual"), Doc("Share of the memory left free.")] = 0.1
+    tolerance: Annotated[
+        float,
+        Range(0, below=1, note="0.005 is usual"),
+        Doc("Share of mask pixels in which a faster setting may differ from fp32."),
+    ] = 0.005
+
+    def __post_init__(self) -> None:
+        check(self)
