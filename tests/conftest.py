@@ -1,42 +1,37 @@
-"""Before anything imports torch: threads that wait soon sleep, as on the command line; Ctrl-C is heard.
+"""Before anything imports torch: waiting threads soon sleep, as on the command line, and Ctrl-C is delivered.
 
-Tests that read the clock or the process's memory are tried again: whoever shares the machine disturbs them.
-Files with slow tests go first, so that workers end at about the same time.
+No test may fail and pass. The few that depend on what else the machine is doing are named in RETRIED, each with its
+reason. Slow tests start first, so that workers finish at about the same time.
 """
 
 import gc
 import os
 import signal
-from pathlib import Path
+import tempfile
 
 import pytest
 
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(
+    prefix="brim-tests-cache-"
+)  # nothing of the user's own is read or written
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell's background job; what tests start would inherit it
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# directories of real processes under real deadlines, and modules that assert on seconds or on resident bytes
-MEASURED = {"cluster", "contract", "faults", "jobs", "service", "browser"}
-MEASURED_MODULES = {"test_memory", "test_pipeline", "test_trials", "test_warm_up", "test_batch_runner", "test_stalls"}
-MEASURED_MODULES |= {"test_cells", "test_segment_train", "test_trainer", "test_predict_files", "test_docs", "test_cli"}
-MEASURED_MODULES |= {"test_ranks", "test_storage", "test_predict_urls", "test_doctor_cluster", "test_resident"}
-RERUNS = 2
-LONGEST = "test_docs"  # minutes of commands, one after another: begins first
+RETRIED: dict[str, str] = {}  # file::test → why a second try is allowed; at most ten
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the tests that another process's load can fail."""
-    here = Path(__file__).parent
     for item in items:
-        place = item.path.relative_to(here)
-        if MEASURED.intersection(place.parts) or item.path.stem in MEASURED_MODULES:
-            item.add_marker(pytest.mark.flaky(reruns=RERUNS))
+        name = f"{item.path.name}::{getattr(item, 'originalname', item.name)}"
+        if name in RETRIED:
+            item.add_marker(pytest.mark.flaky(reruns=1))
     slow = {item.path for item in items if item.get_closest_marker("slow")}
-    # Stable: a file stays together. Those with a browser go last: it keeps an event loop in the thread of the tests.
-    items.sort(key=lambda item: (item.path.parent.name == "browser", item.path.stem != LONGEST, item.path not in slow))
+    # Stable: a file stays together. Browser tests run last: they keep an event loop in the tests' thread.
+    items.sort(key=lambda item: (item.path.parent.name == "browser", item.path not in slow))
 
 
 def pytest_collection_finish() -> None:
-    """Let collections pass over what is imported by now, torch above all: brim collects at each out of memory."""
+    """Exclude what is imported by now from garbage collection, torch above all: brim collects at each out-of-memory."""
     gc.collect()
     gc.freeze()
