@@ -1,11 +1,11 @@
-"""Your own stations: make a small dataset, read it back, compare arrival differences with the truth.
+"""Generate a small dataset for your own stations, read it back, and compare arrival differences with the truth.
 
-python examples/radio_generate.py [DIR]     about ten seconds on two CPU cores; run again, it continues what is there
+python examples/radio_generate.py [DIR]     about ten seconds on two CPU cores; a second run continues the dataset
 """
 
 import sys
 
-from brim.engine.storage.dataset import Dataset
+from brim import Dataset
 from brim.rf import GenerateConfig, Station, generate
 
 STATIONS = (
@@ -17,10 +17,10 @@ STATIONS = (
 
 
 def main(out: str) -> None:
-    """Generate into `out` and print how far the measured arrival differences are from the true ones."""
+    """Generate into `out` and print the errors of the measured arrival differences by SNR."""
     config = GenerateConfig(stations=STATIONS, tx_power_dbm=37.0, seed=3)
     report = generate(config, out, 60)
-    print(f"{report.accepted} samples of {report.attempted} tried, in {report.dataset}")
+    print(f"{report.accepted} of {report.attempted} attempts accepted, in {report.dataset}")
 
     data = Dataset(out)
     rows = data.load(["features", "truth", "present", "reference"])

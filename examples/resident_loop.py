@@ -1,6 +1,6 @@
 """Your own training loop with the resident dataset: rows held where the device can index them, no DataLoader.
 
-python examples/resident_loop.py     some seconds on one CPU core; on a GPU the same code takes the data into VRAM
+python examples/resident_loop.py     a few seconds on one CPU core; on a GPU the same code holds the data in VRAM
 """
 
 import time
@@ -16,7 +16,7 @@ EPOCHS = 5
 
 
 def main() -> None:
-    """Fit a small network to a made-up function, then show that the order of rows is the data's own."""
+    """Fit a small network to a synthetic function, then show that the order of rows depends only on seed and epoch."""
     device = resolve_device("auto")
     source = TensorSource(make_rows(20_000))  # or DatasetSource("data"), a folder of .npy, a SQL query
     torch.manual_seed(0)
@@ -27,7 +27,7 @@ def main() -> None:
         print(f"{data.num_items} rows in tier {data.tier}, {data.num_batches} batches")
         for epoch in range(EPOCHS):
             began_s, total = time.perf_counter(), torch.zeros((), device=device)
-            for batch in data.epoch(epoch):  # dicts of tensors, on the device already
+            for batch in data.epoch(epoch):  # dicts of tensors that are already on the device
                 loss = nn.functional.mse_loss(module(batch["x"]).squeeze(-1), batch["y"])
                 optimiser.zero_grad(set_to_none=True)
                 loss.backward()  # type: ignore[no-untyped-call]
@@ -36,15 +36,15 @@ def main() -> None:
             mean = float(total) / data.num_batches
             print(f"epoch {epoch}: loss {mean:.4f}, {data.num_items / (time.perf_counter() - began_s):,.0f} rows/s")
 
-        rest = list(data.epoch(2, start_batch=data.num_batches - 1))  # an epoch can begin anywhere: that is a resume
+        rest = list(data.epoch(2, start_batch=data.num_batches - 1))  # start in the middle, as a resumed run does
         whole = list(data.epoch(2))
         assert torch.equal(rest[0]["x"], whole[-1]["x"])
-        print(f"the last batch of epoch 2 has {len(rest[0]['y'])} rows, alone or after all others")
-        print(f"as a DataLoader for other loops: {sum(len(batch['y']) for batch in as_dataloader(data))} rows")
+        print(f"the last batch of epoch 2 has the same {len(rest[0]['y'])} rows when the epoch starts there")
+        print(f"rows from as_dataloader: {sum(len(batch['y']) for batch in as_dataloader(data))}")
 
 
 def make_rows(count: int) -> dict[str, Tensor]:
-    """Inputs and what is to be learned of them.
+    """Random inputs and the targets to learn.
 
     x  (N, 8)  float32
     y  (N,)    float32

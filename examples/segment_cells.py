@@ -1,6 +1,6 @@
-"""Your own network: registered, tuned for this device, trained on generated cells, and asked for polygons.
+"""Register your own network, tune it for this device, train it on generated cells, and predict polygons.
 
-python examples/segment_cells.py [DIR]     about fifteen seconds on two CPU cores; run again, it only predicts
+python examples/segment_cells.py [DIR]     about fifteen seconds on two CPU cores; a second run only predicts
 """
 
 import sys
@@ -17,14 +17,13 @@ class TwoScales(nn.Module):
     """Four convolutions, two of them at half the resolution: images (B, 3, H, W) to logits (B, 1, H, W)."""
 
     def __init__(self, width: int = 16) -> None:
-        """As many channels everywhere."""
         super().__init__()
         self.enter = _conv(3, width)
         self.coarse = nn.Sequential(nn.MaxPool2d(2), _conv(width, width), _conv(width, width))
         self.score = nn.Conv2d(width, 1, 3, padding=1)
 
     def forward(self, images: Tensor) -> Tensor:
-        """Any height and width: the coarse map is brought to the size of the fine one."""
+        """Accept any height and width: the coarse map is resized to the fine one."""
         fine = self.enter(images)
         coarse = nn.functional.interpolate(self.coarse(fine), size=fine.shape[2:], mode="bilinear")
         logits: Tensor = self.score(fine + coarse)
@@ -36,7 +35,7 @@ def _conv(inputs: int, outputs: int) -> nn.Sequential:
 
 
 def main(out: Path) -> None:
-    """Work in `out` and print what the trained network finds in an image it has not seen."""
+    """Work in `out` and print the polygons of an unseen image."""
     register_model("two_scales", TwoScales)
     sizes, device = out / "batch_sizes.json", resolve_device("auto")
     if not (out / "run").exists():
@@ -45,15 +44,15 @@ def main(out: Path) -> None:
         write_cells(out / "images", out / "masks", count=16, seed=1, height=128, width=128)
 
     config = SegmentTrainConfig(model="two_scales", size=64, epochs=10, learning_rate=0.005)
-    report = train(out / "images", out / "masks", config, out / "run")  # continues what is there
+    report = train(out / "images", out / "masks", config, out / "run")  # continues an existing run
     print(f"{report.epochs} epochs, Dice {report.dice:.3f} on held-out images")
 
     loader = ModelLoader(weights={"two_scales": out / "run"}, batch_sizes=sizes, tile=128)
     image, truth = make_cells(seed=2, index=5, height=128, width=128)
     prediction = loader.predict(image, "two_scales")
     covered = sum(polygon.area for polygon in prediction.polygons) / truth.size
-    print(f"{len(prediction.polygons)} polygons cover {covered:.0%} of an unseen image, cells {truth.mean():.0%}")
-    for polygon in sorted(prediction.polygons, key=lambda found: -found.area)[:5]:
+    print(f"{len(prediction.polygons)} polygons cover {covered:.0%} of an unseen image; cells cover {truth.mean():.0%}")
+    for polygon in sorted(prediction.polygons, key=lambda polygon: -polygon.area)[:5]:
         x, y = polygon.points.mean(0).round().astype(int).tolist()
         print(f"  near ({x}, {y}): {polygon.area:.0f} pixels, confidence {polygon.confidence:.2f}")
 

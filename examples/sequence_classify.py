@@ -1,6 +1,6 @@
-"""From a folder of .npy sequences to a scored classifier and a vector for each sequence.
+"""From a folder of .npy sequences to a scored classifier and an embedding for each sequence.
 
-python examples/sequence_classify.py [DIR]     about ten seconds on one CPU core; run again, it trains nothing anew
+python examples/sequence_classify.py [DIR]     about ten seconds on one CPU core; a second run does not train again
 """
 
 import csv
@@ -17,12 +17,12 @@ SMALL = EncoderShape(channels=64, hidden=32, attention=32, embedding=32)  # the 
 
 
 def main(out: Path) -> None:
-    """Work in `out`: pack, train on the labels, score on the sequences held out, look for neighbours."""
+    """Work in `out`: pack, train on the labels, score the held-out sequences, compare nearest neighbours."""
     folder, corpus, run = out / "features", out / "corpus", out / "run"
     if not folder.exists():
         write_features(folder)
 
-    packed = pack(folder, corpus, resume=True)  # continues what is there
+    packed = pack(folder, corpus, resume=True)  # continues an existing corpus
     print(f"{packed.items} sequences, {packed.frames} frames of {packed.dim} features, labels from labels.csv")
 
     config = SequenceTraining(
@@ -32,14 +32,14 @@ def main(out: Path) -> None:
     print(f"trained at {report.samples_per_s:.0f} samples/s, {report.padding_share or 0:.0%} of the frames padding")
 
     scored = evaluate(run, corpus)
-    print(f"accuracy {scored.accuracy:.3f} on {scored.items} sequences that were held out")
+    print(f"accuracy {scored.accuracy:.3f} on {scored.items} held-out sequences")
 
     embed(run, corpus, out / "vectors.safetensors")
-    print(f"nearest neighbours agree on {neighbours(out / 'vectors.safetensors', run):.0%} of them")
+    print(f"nearest neighbours have the right label for {neighbours(out / 'vectors.safetensors', run):.0%} of them")
 
 
 def write_features(folder: Path) -> None:
-    """Stand in for your own features: (T, 12) each, T different, and a labels.csv that says which fifth is the test."""
+    """Write example features, (T, 12) each with varying T, and a labels.csv that marks every fifth file as test."""
     make_sequences(folder, count=150, dim=12, classes=3, seed=3, mean_length=30)
     files = sorted(folder.rglob("*.npy"))
     rows = [(str(file.relative_to(folder)), file.parent.name, "test" if k % 5 == 0 else "train")
@@ -49,7 +49,7 @@ def write_features(folder: Path) -> None:
 
 
 def neighbours(vectors: Path, run: Path) -> float:
-    """Share of the held-out sequences whose nearest other sequence, of those trained on, has their label."""
+    """Share of the held-out sequences whose nearest training sequence has the same label."""
     with safe_open(vectors, "pt") as file:
         embedding, label = file.get_tensor("embedding"), file.get_tensor("label")
         ids = json.loads(file.metadata()["ids"])

@@ -1,7 +1,7 @@
-"""Jobs of a service from Python, with the standard library alone: generate a dataset, train on it, evaluate the run.
+"""Submit jobs to a service using only the standard library: generate a dataset, train on it, evaluate the run.
 
-python examples/submit_jobs.py [DIR]     starts a `brim serve` of its own on DIR for half a minute, and stops it
-BRIM_URL=http://host:8000 BRIM_TOKEN=… python examples/submit_jobs.py     takes one that runs
+python examples/submit_jobs.py [DIR]     starts its own `brim serve` on DIR for half a minute, then stops it
+BRIM_URL=http://host:8000 BRIM_TOKEN=… python examples/submit_jobs.py     uses a running service
 """
 
 import json
@@ -19,18 +19,18 @@ from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 JOBS = "/api/training/jobs"
-SETTINGS = {"duration_s": 0.2, "tx_power_dbm": 37.0}  # short records: this is to be quick
+SETTINGS = {"duration_s": 0.2, "tx_power_dbm": 37.0}  # short records keep the example fast
 
 
 @dataclass(frozen=True)
 class Service:
-    """One service and the token that opens it."""
+    """A service and its token."""
 
     url: str
     token: str
 
     def ask(self, method: str, path: str, body: object = None) -> Any:
-        """What the service answers; its refusals are sentences."""
+        """Send a request and return the JSON response; errors end the program with their message."""
         request = urllib.request.Request(
             self.url + path,
             method=method,
@@ -38,28 +38,26 @@ class Service:
             headers={"Authorization": f"Bearer {self.token}", "Content-Type": "application/json"},
         )
         try:
-            with urllib.request.urlopen(request, timeout=60) as answer:
-                return json.load(answer)
-        except urllib.error.HTTPError as refusal:
-            raise SystemExit(f"{method} {path}: {json.load(refusal)['detail']}") from refusal
+            with urllib.request.urlopen(request, timeout=60) as response:
+                return json.load(response)
+        except urllib.error.HTTPError as error:
+            raise SystemExit(f"{method} {path}: {json.load(error)['detail']}") from error
 
-    def run(self, job: dict[str, Any]) -> dict[str, Any]:
-        """Submit a job, wait for it, and give its result; killed workers go on, so there is nothing to retry."""
-        submitted = self.ask("POST", JOBS, job)
-        while True:
-            found = self.ask("GET", f"{JOBS}/{submitted['id']}")
-            if found["status"] in ("completed", "failed", "cancelled", "paused"):
-                break
+    def run(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Submit a job, wait for it and return its result; jobs survive killed workers, so nothing needs a retry."""
+        job = self.ask("POST", JOBS, request)
+        while job["status"] not in ("completed", "failed", "cancelled", "paused"):
             time.sleep(0.5)
-        if found["status"] != "completed":
-            raise SystemExit(f"{found['name']}: {found['status']}, {found['error']}")
-        print(f"{found['kind']} completed in attempt {found['attempts']}: {found['name']}")
-        result: dict[str, Any] = found["result"]
+            job = self.ask("GET", f"{JOBS}/{job['id']}")
+        if job["status"] != "completed":
+            raise SystemExit(f"{job['name']}: {job['status']}, {job['error']}")
+        print(f"{job['kind']} completed in attempt {job['attempts']}: {job['name']}")
+        result: dict[str, Any] = job["result"]
         return result
 
 
 def main(data: str) -> None:
-    """Three jobs, each on what the one before made."""
+    """Generate two datasets, train on one and evaluate on the other."""
     with running(data) as service:
         generation = {"num_samples": 40, "config": SETTINGS}
         train_id = service.run({"dataset_name": "to train on", **generation})["dataset_id"]
@@ -69,14 +67,14 @@ def main(data: str) -> None:
         training = {"dataset_ids": [train_id], "epochs": 3, "batch_size": 16}
         run_id = service.run({"job_name": "locator", "config": training})["run_id"]
 
-        asked = {"run_id": run_id, "dataset_ids": [test_id]}
-        scores = service.run({"kind": "rf.evaluate", "name": "how good it is", "config": asked})["metrics"]
+        evaluation = {"run_id": run_id, "dataset_ids": [test_id]}
+        scores = service.run({"kind": "rf.evaluate", "name": "evaluation", "config": evaluation})["metrics"]
         print(f"median error {scores['median_error_m']:.0f} m, {scores['crlb_ratio']:.2f} times the bound")
 
 
 @contextmanager
 def running(data: str) -> Iterator[Service]:
-    """The service that BRIM_URL names, or one of our own that ends with the block."""
+    """The service at BRIM_URL, or a new one that stops at the end of the block."""
     if url := os.environ.get("BRIM_URL"):
         yield Service(url.rstrip("/"), os.environ["BRIM_TOKEN"])
         return
@@ -85,10 +83,12 @@ def running(data: str) -> Iterator[Service]:
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=quiet) as process:
         try:
             assert process.stdout is not None
-            address = urlsplit(process.stdout.readline().strip())  # the one line it prints: the address, and the token
+            address = urlsplit(process.stdout.readline().strip())  # it prints one line: the address with the token
             yield Service(f"http://{address.netloc}", parse_qs(address.query)["token"][0])
         finally:
-            process.send_signal(signal.SIGINT)  # jobs that run would stop at their next batch, and go on next time
+            process.send_signal(
+                signal.SIGINT
+            )  # running jobs would stop at their next batch and continue at the next start
 
 
 if __name__ == "__main__":
