@@ -28,10 +28,8 @@ from brim.segmentation import model_names
 from brim.segmentation.config import FORMATS, SegmentTrainConfig
 from brim.segmentation.config import Augmentation as SegmentAugmentation
 from brim.segmentation.tuning.batch_sizes import Entry
-from brim.sequences import Augmentation, SequenceConfig, SequenceTraining
+from brim.sequences import Evaluation, PackReport
 from brim.sequences.ablation.run import _plan
-from brim.sequences.corpus.pack_report import PackReport
-from brim.sequences.evaluation.run import Evaluation
 from brim.sequences.training.run import _KEYS
 
 ROOT = Path(__file__).parents[1]
@@ -323,11 +321,6 @@ def test_every_setting_of_training_has_a_row_with_its_default(document, owner, f
 # Sequences
 
 COMMANDS = {command.callback.__name__: command.callback for command in sequence.registered_commands}
-SEQUENCE_FIELDS = [
-    field
-    for field in (*fields(SequenceTraining), *fields(SequenceConfig), *fields(Augmentation))
-    if field.name not in ("dim", *inspect.signature(COMMANDS["train"]).parameters)
-]  # what is neither in the corpus nor an option
 
 
 def sequence_table(command: str) -> str:
@@ -364,18 +357,6 @@ def test_every_key_of_a_sequence_command_s_json_is_named(command, keys):
     row = next(line for line in sequence_table(command).splitlines() if line.startswith("| `--json`"))
 
     assert [key for key in keys if f"`{key}`" not in row] == []
-
-
-@pytest.mark.parametrize("field", SEQUENCE_FIELDS, ids=lambda field: field.name)
-def test_every_setting_of_sequences_has_a_row_with_its_default(field):
-    rows = re.findall(rf"^\| `{field.name}` \| `?([^|`]*)`? \|", SEQUENCES.read_text(), re.MULTILINE)
-
-    if isinstance(field.default, bool | str):
-        assert str(field.default).lower() in rows
-    elif isinstance(field.default, int | float):
-        assert f"{field.default:g}" in rows
-    else:
-        assert rows
 
 
 @pytest.mark.parametrize("name", [name for name, *_ in _plan(torch.device("cpu"))])
