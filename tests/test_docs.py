@@ -25,8 +25,7 @@ from brim.cli.segment import predict, train, tune
 from brim.cli.sequence import sequence
 from brim.rf import FEATURES, TRUTH
 from brim.segmentation import model_names
-from brim.segmentation.config import FORMATS, SegmentTrainConfig
-from brim.segmentation.config import Augmentation as SegmentAugmentation
+from brim.segmentation.config import FORMATS
 from brim.segmentation.tuning.batch_sizes import Entry
 from brim.sequences import Evaluation, PackReport
 from brim.sequences.ablation.run import _plan
@@ -290,32 +289,6 @@ def test_no_network_is_left_out():
     ]  # tests register others
 
     assert [name for name in built_in if f"| `{name}` |" not in SEGMENTATION.read_text()] == []
-
-
-SETTINGS = [
-    (document, owner, field)
-    for document, owner in (
-        (SEGMENTATION, SegmentTrainConfig),
-        (SEGMENTATION, SegmentAugmentation),
-    )
-    for field in fields(owner)
-]
-
-
-@pytest.mark.parametrize(
-    ("document", "owner", "field"), SETTINGS, ids=lambda value: getattr(value, "__name__", getattr(value, "name", ""))
-)
-def test_every_setting_of_training_has_a_row_with_its_default(document, owner, field):
-    rows = re.findall(rf"^\| `{field.name}` \| `?([^|`]*)`? \|", document.read_text(), re.MULTILINE)
-
-    if isinstance(field.default, bool):
-        assert str(field.default).lower() in rows
-    elif isinstance(field.default, int | float):
-        assert f"{field.default:g}" in rows
-    elif isinstance(field.default, str | None):
-        assert str(field.default) in rows
-    else:
-        assert rows
 
 
 # Sequences

@@ -93,6 +93,8 @@ def _shown_default(setting: Setting) -> str:
         return "none"
     if isinstance(value, bool):
         return f"`{str(value).lower()}`"
+    if isinstance(value, tuple) and all(isinstance(item, str) for item in value):
+        return ", ".join(f"`{item}`" for item in value) or "none"
     return "" if isinstance(value, tuple) or is_dataclass(value) else f"`{value}`"
 
 
