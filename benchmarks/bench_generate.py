@@ -24,8 +24,7 @@ from typing import Self
 import numpy as np
 import torch
 
-from brim.engine.device.devices import resolve_device, worker_count
-from brim.engine.device.memory import format_size, parse_size
+from brim.engine.device import format_size, parse_size, resolve_device, worker_count
 from brim.rf import GenerateConfig, generate, preset
 from brim.rf.config import CHANNEL_HZ, NUM_CHUNKS, SAMPLE_RATE_HZ
 from brim.rf.features.estimators import Grid

@@ -11,7 +11,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from brim.engine.device.devices import resolve_device
+from brim.engine.device import resolve_device
 from brim.rf import generate, preset
 from brim.rf.location.page import write_evaluation
 from brim.rf.location.run import Evaluation, evaluate_run

@@ -27,9 +27,7 @@ from brim.cluster.generate import generate_many
 from brim.cluster.pool import Done, Pool, Ready
 from brim.cluster.processes import ProcessPool
 from brim.cluster.worker import Make
-from brim.engine.storage.places import LocalPlace, place_of
-from brim.engine.storage.shard_file import ShardEntry, shard_name
-from brim.engine.storage.writer import COMMIT_S
+from brim.engine.storage import COMMIT_S, LocalPlace, ShardEntry, place_of, shard_name
 from brim.rf.config import GenerateConfig
 from brim.rf.generation.dataset import generate, open_writer
 from brim.rf.generation.ranges import LAST_BLOCK, Block, Range, gate_block

@@ -28,10 +28,8 @@ import torch
 from torch import Tensor, nn
 
 from brim.engine.config import SweepConfig
-from brim.engine.device.devices import resolve_device
-from brim.engine.device.memory import format_size, total_bytes
-from brim.engine.tuning.search import sweep
-from brim.engine.tuning.trials import ProbeConfig, Prober, budget_bytes
+from brim.engine.device import format_size, resolve_device, total_bytes
+from brim.engine.tuning import ProbeConfig, Prober, budget_bytes, sweep
 from brim.segmentation import ModelLoader, SegmentTrainConfig, create_model, train
 from brim.segmentation.config import TuneConfig
 from brim.segmentation.networks.network import CAPTURE_AFTER, Network, Setting, default_setting, normalise

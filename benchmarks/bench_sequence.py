@@ -30,12 +30,10 @@ import torch
 from torch import Tensor
 
 from brim.engine.config import BucketConfig, Precision, TrainConfig
-from brim.engine.device.devices import resolve_device, worker_count
-from brim.engine.device.memory import format_size
-from brim.engine.rows.ragged import RaggedResident, RaggedView
-from brim.engine.storage.writer import ShardWriter
-from brim.engine.training.step import Stepper, resolve_precision
-from brim.engine.training.trainer import train
+from brim.engine.device import format_size, resolve_device, worker_count
+from brim.engine.rows import RaggedResident, RaggedView
+from brim.engine.storage import ShardWriter
+from brim.engine.training import Stepper, resolve_precision, train
 from brim.sequences.ablation.loop import Fed, HandStep, Setup, autotuner, make_module
 from brim.sequences.config import LoaderConfig, SequenceConfig
 from brim.sequences.corpus.items import write_items

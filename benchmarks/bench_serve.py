@@ -30,7 +30,7 @@ import cv2
 import torch
 
 from brim.cli.serve import default_api_processes
-from brim.engine.device.devices import resolve_device
+from brim.engine.device import resolve_device
 from brim.segmentation import SegmentTrainConfig, create_model, train
 from brim.segmentation.networks.weights import save_weights
 from brim.segmentation.scenes.cells import make_cells, write_cells

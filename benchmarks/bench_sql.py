@@ -14,8 +14,7 @@ from typing import Any
 
 import torch
 
-from brim.engine.rows.files import SqlSource
-from brim.engine.rows.resident import Resident
+from brim.engine.rows import Resident, SqlSource
 from page import machine, number, table, tell
 
 BATCH = 256

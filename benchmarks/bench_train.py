@@ -33,14 +33,10 @@ from torch.utils.data import BatchSampler, DataLoader, RandomSampler
 from torch.utils.data import Dataset as TorchDataset
 
 from brim.engine.config import Tier, TrainConfig
-from brim.engine.device.devices import resolve_device, worker_count
-from brim.engine.device.memory import format_size
-from brim.engine.rows.files import DatasetSource, SqlSource
-from brim.engine.rows.resident import Resident
-from brim.engine.storage.dataset import Dataset
-from brim.engine.storage.writer import ShardWriter
-from brim.engine.training.step import resolve_precision
-from brim.engine.training.trainer import train
+from brim.engine.device import format_size, resolve_device, worker_count
+from brim.engine.rows import DatasetSource, Resident, SqlSource
+from brim.engine.storage import Dataset, ShardWriter
+from brim.engine.training import resolve_precision, train
 from brim.rf import generate, preset
 from brim.rf.location.model import PREPARED, Locator, LocatorConfig, flip, loss, prepare
 from page import Json, facts_of, installed, machine, markdown, number, ranged, spread, table, tell

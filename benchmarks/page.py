@@ -14,8 +14,7 @@ from typing import Any
 import torch
 
 from brim import __version__
-from brim.engine.device.devices import describe
-from brim.engine.device.memory import format_size, total_bytes
+from brim.engine.device import describe, format_size, total_bytes
 
 Json = dict[str, Any]
 

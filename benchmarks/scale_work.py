@@ -10,7 +10,7 @@ from typing import Any
 
 from brim.cluster.pool import Done, Event, Facts, Ready, Work
 from brim.cluster.worker import Account, Accounts, Gate, Made, MadeShard, Make
-from brim.engine.storage.shard_file import ShardEntry, shard_name
+from brim.engine.storage import ShardEntry, shard_name
 from brim.rf.config import GenerateConfig
 from brim.rf.generation.ranges import Range, gate_block
 

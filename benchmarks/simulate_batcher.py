@@ -1,6 +1,6 @@
 """What share of a device's capacity does the batch policy serve in time, from half to three times that load?
 
-No device and no clock: the policy that serves runs in a simulation (brim.engine.batching.simulation), beside two that
+No device and no clock: the policy that serves runs in a simulation (batch_simulation.py), beside two that
 most servers do: let everything in and run what waits, and the same with a window in which a batch fills. The limit is
 three times the latency of a single request; goodput counts the answers within it; refusals do not count.
 """
@@ -8,7 +8,7 @@ three times the latency of a single request; goodput counts the answers within i
 import argparse
 import json
 
-from brim.engine.batching.simulation import CPU, H200, Bench, Greedy, Outcome, Policy, brim_policy, simulate
+from batch_simulation import CPU, H200, Bench, Greedy, Outcome, Policy, brim_policy, simulate
 
 BENCHES = {"h200": H200, "cpu": CPU}
 LOADS = (0.05, 0.5, 0.8, 0.9, 1.0, 1.1, 1.2, 1.5, 2.0, 3.0)

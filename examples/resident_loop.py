@@ -8,9 +8,8 @@ import time
 import torch
 from torch import Tensor, nn
 
-from brim.engine.device.devices import resolve_device, stream
-from brim.engine.rows.files import TensorSource
-from brim.engine.rows.resident import Resident, as_dataloader
+from brim.engine.device import resolve_device, stream
+from brim.engine.rows import Resident, TensorSource, as_dataloader
 
 EPOCHS = 5
 

@@ -5,8 +5,8 @@ from typing import TYPE_CHECKING
 from brim.lazy import lazy
 
 if TYPE_CHECKING:
-    from brim.engine.rows.resident import Resident as Resident
-    from brim.engine.storage.dataset import Dataset as Dataset
+    from brim.engine.rows import Resident as Resident
+    from brim.engine.storage import Dataset as Dataset
 
 __version__ = "0.1.0"
 

@@ -151,7 +151,7 @@ def _version(package: str) -> str | None:
 def _cpu() -> dict[str, Any]:
     import torch
 
-    from brim.engine.device.devices import describe
+    from brim.engine.device import describe
 
     facts = describe(torch.device("cpu"))
     return {name: facts[name] for name in ("name", "cores", "total_bytes", "free_bytes")}
@@ -163,7 +163,7 @@ def _cuda() -> dict[str, Any]:
     try:
         import torch
 
-        from brim.engine.device.devices import describe
+        from brim.engine.device import describe
     except Exception as failure:
         return {**none, "reason": f"PyTorch cannot be imported: {failure}"}
     version = torch.version.cuda
@@ -231,7 +231,7 @@ def _shared_memory() -> dict[str, Any]:
 
 
 def _uses() -> dict[str, Any]:
-    from brim.engine.device.devices import resolve_device, worker_count
+    from brim.engine.device import resolve_device, worker_count
 
     device = resolve_device("auto")
     if device.type == "cuda":

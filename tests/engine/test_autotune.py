@@ -8,7 +8,7 @@ import pytest
 
 from brim.engine.config import SweepConfig
 from brim.engine.tuning.search import Sweep, Trial, sweep
-from brim.engine.tuning.trial_book import TrialBook, merge
+from brim.engine.tuning.trials import TrialBook, merge
 from brim.errors import ConfigError, OutOfMemory
 
 StepTime = Callable[[int], float]  # batch → seconds of a step

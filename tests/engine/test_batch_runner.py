@@ -13,7 +13,7 @@ from contextlib import contextmanager
 import pytest
 
 from brim.engine.batching.policy import BatcherConfig
-from brim.engine.batching.runner import Answer, BatchRunner, Item, Payload, Reply, Servable, Shape
+from brim.engine.batching.runner import Answer, BatchRunner, DecodedRequest, Payload, Reply, RequestShape, Servable
 from brim.errors import BrimError, DeadlinePassed, ImageError, OutOfMemory, Overloaded
 
 
@@ -25,18 +25,18 @@ class Sleeper:
         self.batches: list[list[str]] = []
         self.closed = False
 
-    def inspect(self, payload: Payload) -> Shape:
+    def inspect(self, payload: Payload) -> RequestShape:
         words = bytes(payload.data).decode().split()
         if "refused" in words:
             raise ImageError("refused at the door")
-        return Shape(payload.options.get("key", "one"), int(words[0]))
+        return RequestShape(payload.options.get("key", "one"), int(words[0]))
 
-    def decode(self, payload: Payload) -> Item:
+    def decode(self, payload: Payload) -> DecodedRequest:
         words = bytes(payload.data).decode().split()
         if "undecodable" in words:
             raise ImageError("cannot be decoded")
         parts = [f"{payload.name}/{number} {' '.join(words[1:])}" for number in range(int(words[0]))]
-        return Item(payload.options.get("key", "one"), parts, payload.name)
+        return DecodedRequest(payload.options.get("key", "one"), parts, payload.name)
 
     def forward(self, parts: list[str]) -> list[str]:
         self.batches.append(list(parts))
@@ -52,7 +52,7 @@ class Sleeper:
             raise RuntimeError("found when the device was waited for")
         return [ValueError("bad place") if "bad" in part else part.upper() for part in running]
 
-    def finish(self, item: Item, outputs: list[str]) -> Answer:
+    def finish(self, item: DecodedRequest, outputs: list[str]) -> Answer:
         if any("UNFINISHABLE" in output for output in outputs):
             raise RuntimeError("cannot be finished")
         return Answer(" ".join(output.split()[0] for output in outputs).encode(), facts={"name": item.context})
@@ -183,7 +183,7 @@ def test_a_deadline_that_passes_while_the_device_hangs_is_told():
 
 def test_an_answer_that_comes_too_late_to_be_of_use_is_not_given():
     class Slow(Sleeper):
-        def finish(self, item: Item, outputs: list[str]) -> Answer:
+        def finish(self, item: DecodedRequest, outputs: list[str]) -> Answer:
             time.sleep(0.2)
             return super().finish(item, outputs)
 
@@ -271,8 +271,8 @@ def test_how_long_a_forward_runs_can_be_watched():
 
 def test_a_key_not_seen_before_is_guessed_from_one_that_was():
     class Scaled(Sleeper):
-        def inspect(self, payload: Payload) -> Shape:
-            return Shape(payload.options["key"], 1, cost=float(payload.options["key"]))
+        def inspect(self, payload: Payload) -> RequestShape:
+            return RequestShape(payload.options["key"], 1, cost=float(payload.options["key"]))
 
     with serving(Scaled(0.02), config=BatcherConfig(probe_s=math.inf)) as (runner, _):
         for _ in range(5):
@@ -301,7 +301,7 @@ class Chaos(Sleeper):
         if self.chance.random() < 0.05:
             raise self.chance.choice([RuntimeError(where), OutOfMemory(where), KeyboardInterrupt(where)])
 
-    def decode(self, payload: Payload) -> Item:
+    def decode(self, payload: Payload) -> DecodedRequest:
         self.maybe("decode")
         return super().decode(payload)
 
@@ -314,7 +314,7 @@ class Chaos(Sleeper):
         outputs = super().collect(running)
         return outputs[:-1] if self.chance.random() < 0.02 else outputs
 
-    def finish(self, item: Item, outputs: list[str]) -> Answer:
+    def finish(self, item: DecodedRequest, outputs: list[str]) -> Answer:
         self.maybe("finish")
         return super().finish(item, outputs)
 
@@ -376,11 +376,11 @@ def test_a_real_network_gives_the_answers_of_one_at_a_time():
     net = torch.nn.Sequential(torch.nn.Linear(16, 64), torch.nn.ReLU(), torch.nn.Linear(64, 4)).eval()
 
     class Network(Sleeper):
-        def inspect(self, payload: Payload) -> Shape:
-            return Shape("row")
+        def inspect(self, payload: Payload) -> RequestShape:
+            return RequestShape("row")
 
-        def decode(self, payload: Payload) -> Item:
-            return Item("row", [torch.frombuffer(bytearray(payload.data), dtype=torch.float32)])
+        def decode(self, payload: Payload) -> DecodedRequest:
+            return DecodedRequest("row", [torch.frombuffer(bytearray(payload.data), dtype=torch.float32)])
 
         def forward(self, parts):
             with torch.inference_mode():

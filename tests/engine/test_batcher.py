@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from brim.engine.batching.policy import BatcherConfig, BatchPolicy, Part, Start, Wait
+from brim.engine.batching.policy import BatcherConfig, BatchPolicy, RequestPart, StartBatch, Wait
 from brim.errors import ConfigError, Overloaded
 
 SECONDS = {1: 0.005, 2: 0.008, 4: 0.012, 8: 0.020}  # a device on which batching pays
@@ -70,7 +70,7 @@ class Paper:
             self.policy.expect(key, size, took_s)
         self.told: list[Told] = [Told(ask) for ask in asks]
         self.by_request: dict[int, Told] = {}
-        self.batches: list[tuple[float, float, list[Part]]] = []  # start, end on the device
+        self.batches: list[tuple[float, float, list[RequestPart]]] = []  # start, end on the device
         self.idle_waits: list[tuple[float, float]] = []
         self.free_s = 0.0
         self.events: list[tuple[float, int, Callable[[], None]]] = []
@@ -115,13 +115,13 @@ class Paper:
         for request in self.policy.expire(self.now_s):
             assert not self.by_request[request].expired
             self.by_request[request].expired = True
-        while isinstance(said := self.policy.next(self.now_s), Start):
+        while isinstance(said := self.policy.next(self.now_s), StartBatch):
             self.start(said.batch)
         if said.until_s is not None:
             assert said.until_s > self.now_s
             self.at(said.until_s, lambda: None)
 
-    def start(self, batch: list[Part]) -> None:
+    def start(self, batch: list[RequestPart]) -> None:
         self.policy.started(batch, self.now_s)
         begin_s = max(self.now_s, self.free_s)
         self.free_s = begin_s + self.seconds[len(batch)] * self.noise()
@@ -133,7 +133,7 @@ class Paper:
             told.ran.append(part.number)
         self.at(self.free_s, lambda: self.finish(batch))
 
-    def finish(self, batch: list[Part]) -> None:
+    def finish(self, batch: list[RequestPart]) -> None:
         self.policy.finished(batch, self.now_s)
         for part in batch:
             told = self.by_request[part.request]
@@ -222,7 +222,7 @@ def test_the_device_never_idles_while_something_is_decoded_but_for_the_queue_del
         assert gap_end - min(waited) <= delay_s + 1e-6
 
 
-def _holds(batch: list[Part], told: Told) -> bool:
+def _holds(batch: list[RequestPart], told: Told) -> bool:
     return any(part.request == told.request for part in batch)
 
 
@@ -324,7 +324,7 @@ def test_times_are_learned_and_slower_ones_shut_the_door():
     for n in range(40):
         policy.ready(policy.admit("a", 1, n + 0.9, float(n)), float(n))
         told = policy.next(float(n))
-        assert isinstance(told, Start)
+        assert isinstance(told, StartBatch)
         policy.started(told.batch, float(n))
         policy.finished(told.batch, n + 0.5)
 
@@ -338,7 +338,7 @@ def test_the_header_may_be_wrong_of_key_and_parts():
     policy.ready(request, 0.0, key="b", parts=3)
     told = policy.next(0.0)
 
-    assert isinstance(told, Start)
+    assert isinstance(told, StartBatch)
     assert {part.key for part in told.batch} == {"b"}
     assert policy.depth == 3
 
@@ -349,12 +349,12 @@ def test_the_next_batch_is_queued_shortly_before_the_running_one_should_end():
     for _ in range(3):
         policy.ready(policy.admit("a", 1, 10.0, 0.0), 0.0)
     first = policy.next(0.0)
-    assert isinstance(first, Start)
+    assert isinstance(first, StartBatch)
     policy.started(first.batch, 0.0)
 
     assert policy.next(0.001) == Wait(pytest.approx(0.008))
     second = policy.next(0.008)
-    assert isinstance(second, Start)
+    assert isinstance(second, StartBatch)
     policy.started(second.batch, 0.008)
     assert policy.next(0.0085) == Wait(None)
 
@@ -365,12 +365,12 @@ def test_where_queueing_takes_longer_than_the_lead_the_next_batch_is_formed_that
         began_s = float(number)
         policy.ready(policy.admit("a", 1, began_s + 1.0, began_s), began_s)
         told = policy.next(began_s)
-        assert isinstance(told, Start)
+        assert isinstance(told, StartBatch)
         policy.started(told.batch, began_s)
         policy.finished(told.batch, began_s + 0.02, launch_s=0.006)
     policy.ready(policy.admit("a", 1, 101.0, 100.0), 100.0)
     told = policy.next(100.0)
-    assert isinstance(told, Start)
+    assert isinstance(told, StartBatch)
     policy.started(told.batch, 100.0)
     policy.ready(policy.admit("a", 1, 101.0, 100.0), 100.0)
 
@@ -385,7 +385,7 @@ def test_a_forward_that_computes_in_the_call_has_no_lead_to_learn():
     for at_s in (0.0, 1.0):
         policy.ready(policy.admit("a", 1, at_s + 1.0, at_s), at_s)
         told = policy.next(at_s)
-        assert isinstance(told, Start)
+        assert isinstance(told, StartBatch)
         policy.started(told.batch, at_s)
         if not at_s:
             policy.finished(told.batch, 0.02, launch_s=0.0199)
@@ -440,7 +440,7 @@ def test_an_idle_device_tries_what_its_guess_would_refuse_and_learns():
         policy.admit("key", 1, 10.1, 10.0)  # one at a time
     policy.ready(tried, 10.0)
     start = policy.next(10.0)
-    assert isinstance(start, Start)
+    assert isinstance(start, StartBatch)
     assert not policy.expire(10.0)
     policy.started(start.batch, 10.0)
     policy.finished(start.batch, 10.02)
@@ -451,7 +451,7 @@ def test_an_idle_device_tries_what_its_guess_would_refuse_and_learns():
         tried = policy.admit("key", 1, second + 0.1, second)
         policy.ready(tried, second)
         start = policy.next(second)
-        assert isinstance(start, Start)
+        assert isinstance(start, StartBatch)
         policy.started(start.batch, second)
         policy.finished(start.batch, second + 0.02)
     policy.admit("key", 1, 16.6, 16.5)

@@ -15,9 +15,10 @@ from torch import Tensor, nn
 
 from brim.engine.config import TIERS, BucketConfig
 from brim.engine.device.memory import inject_oom
-from brim.engine.rows import held as module
 from brim.engine.rows import ragged_tiers as stores
-from brim.engine.rows.ragged import RaggedResident, RaggedTensors
+from brim.engine.rows import resident as module
+from brim.engine.rows.ragged import RaggedResident
+from brim.engine.rows.ragged_tiers import RaggedTensors
 from brim.engine.training.trainer import TrainConfig, train
 from brim.errors import ConfigError, DatasetError, OutOfMemory, StorageError
 

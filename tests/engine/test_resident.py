@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from brim.engine.config import TIERS
 from brim.engine.device.memory import inject_oom
-from brim.engine.rows import held, loading, tiers
 from brim.engine.rows import resident as module
+from brim.engine.rows import tiers
 from brim.engine.rows.files import DatasetSource, TensorSource
 from brim.engine.rows.resident import Resident, as_dataloader, choose_tier, epoch_order
 from brim.engine.storage.writer import ShardWriter
@@ -196,7 +196,7 @@ def test_a_bad_split_is_refused(rows, message):
 
 @pytest.mark.parametrize("tier", TIERS)
 def test_shards_are_loaded_and_some_fields_of_them(tmp_path, tier, monkeypatch):
-    monkeypatch.setattr(loading, "_PIECE_BYTES", 500)  # several pieces, that do not end where shards do
+    monkeypatch.setattr(tiers, "_PIECE_BYTES", 500)  # several pieces, that do not end where shards do
     with ShardWriter(tmp_path / "d", {}, items_per_shard=30) as out:
         out.append({name: tensor for name, tensor in rows_of(200).items() if name != "wide"}, {"t": torch.arange(200)})
         out.finish()
@@ -268,7 +268,7 @@ def test_changing_a_batch_does_not_change_the_data():
 
 @pytest.mark.parametrize("tier", ["vram", "ram"])
 def test_a_failure_while_loading_reaches_the_caller(tier, monkeypatch):
-    monkeypatch.setattr(loading, "_PIECE_BYTES", 100)
+    monkeypatch.setattr(tiers, "_PIECE_BYTES", 100)
     source = Slow(rows_of(100))
     source.fail_from = 60
 
@@ -379,8 +379,7 @@ def test_auto_says_its_tier_in_one_line(caplog):
 
 
 def test_auto_takes_a_window_and_says_how_it_shuffles(caplog, monkeypatch):
-    for part in (held, module):
-        monkeypatch.setattr(part, "free_bytes", lambda _: 100)
+    monkeypatch.setattr(module, "free_bytes", lambda _: 100)
     caplog.set_level(logging.INFO, "brim")
     with make(tier="auto", rows=torch.randperm(100)) as resident:
         assert (resident.tier, resident.shuffle) == ("window", "blocks")
@@ -407,7 +406,7 @@ def test_memory_taken_while_loading_falls_down_to_the_window(caplog, monkeypatch
         next(calls)
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
 
-    monkeypatch.setattr(loading, "load_rows", fail)
+    monkeypatch.setattr(tiers, "load_rows", fail)
     with make(100, 10, tier="vram", rows=slice(0, 90)) as resident:
         assert (resident.tier, resident.shuffle) == ("window", "blocks")
         assert sorted(itertools.chain(*indices(resident.epoch(0)))) == list(range(90))

@@ -20,7 +20,7 @@ import torch
 from test_shards import HEADER, fill, fill_limited, rows_of, totals_of, writer
 
 from brim.engine.rows.files import DatasetSource, open_source, read_rows
-from brim.engine.storage import lease
+from brim.engine.storage import destination
 from brim.engine.storage import places as storage
 from brim.engine.storage import writer as shard_writer
 from brim.engine.storage.dataset import Dataset
@@ -301,7 +301,7 @@ def test_what_was_made_before_an_interrupt_is_usable(url):
         raise KeyboardInterrupt
     Dataset(url).verify()
     assert len(Dataset(url)) == 23
-    assert not place_of(url).exists(lease.NAME)
+    assert not place_of(url).exists(destination.LEASE_FILE)
 
 
 def test_a_full_disk_for_temporary_files_is_named(url):
@@ -493,7 +493,7 @@ def test_a_store_that_is_down_for_a_while_is_waited_for_and_said_once(url, proxy
 
 def test_a_store_that_stays_down_ends_the_run_which_resumes(url, proxy, server, clean, monkeypatch):
     monkeypatch.setenv("BRIM_STORAGE_RETRY_S", "1.5")
-    monkeypatch.setattr(lease, "LEASE_S", 1.0)
+    monkeypatch.setattr(destination, "LEASE_S", 1.0)
     began_s = time.monotonic()
     told = pytest.raises(StorageError, match=r"does not answer, tried for 1.5 s .*go on with --resume")
     with told, writer(url) as out:
@@ -570,7 +570,7 @@ def test_bad_credentials_are_refused_at_once(url, proxy, server, refused):
 
 
 def test_a_second_writer_is_kept_out_while_the_first_lives(url, monkeypatch):
-    monkeypatch.setattr(lease, "LEASE_S", 0.9)
+    monkeypatch.setattr(destination, "LEASE_S", 0.9)
     with writer(url) as out:
         out.append(rows_of(0, 3), totals_of(0, 3))
         for _ in range(3):
@@ -585,19 +585,19 @@ def test_who_lost_the_lease_writes_no_manifest(url, monkeypatch):
     with told, writer(url) as out:
         out.append(rows_of(0, 5), totals_of(0, 5))
         place_of(url).put_bytes(
-            json.dumps({"writer": "another", "token": "t", "until": time.time() + 60}).encode(), lease.NAME
+            json.dumps({"writer": "another", "token": "t", "until": time.time() + 60}).encode(), destination.LEASE_FILE
         )
         before = place_of(url).read_bytes("manifest.json")
         out.finish(report="done")
     assert place_of(url).read_bytes("manifest.json") == before
-    assert json.loads(place_of(url).read_bytes(lease.NAME))["writer"] == "another"
+    assert json.loads(place_of(url).read_bytes(destination.LEASE_FILE))["writer"] == "another"
 
 
 @pytest.mark.parametrize("left", [b"", b"null", b'{"until": "x"}', b'{"until": 5}'])
 def test_a_lease_that_ran_out_or_says_nothing_is_taken(url, left):
-    place_of(url).put_bytes(left, lease.NAME)
+    place_of(url).put_bytes(left, destination.LEASE_FILE)
     assert len(Dataset(fill(url, 5))) == 5
-    assert not place_of(url).exists(lease.NAME)
+    assert not place_of(url).exists(destination.LEASE_FILE)
 
 
 CHILD = """

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from brim.engine.config import SweepConfig
-from brim.engine.tuning.trials import Prober, budget_bytes, tune
+from brim.engine.tuning.prober import Prober, budget_bytes, tune
 from brim.errors import OutOfMemory
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU here")]

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from brim.engine.config import TIERS, BucketConfig
 from brim.engine.device.memory import inject_oom
-from brim.engine.rows.ragged import RaggedResident, RaggedTensors
+from brim.engine.rows.ragged import RaggedResident
+from brim.engine.rows.ragged_tiers import RaggedTensors
 from brim.engine.training import step as module
 from brim.engine.training.trainer import TrainConfig, train
 

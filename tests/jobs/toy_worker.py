@@ -78,15 +78,15 @@ TOY = kinds.Kind(
 
 
 def do_without_torch() -> None:
-    """Put what a worker asks of its device in the place of the modules that bring torch."""
-    device, memory = ModuleType("brim.engine.device.devices"), ModuleType("brim.engine.device.memory")
+    """Put what a worker asks of its device in the place of the room that brings torch."""
+    device = ModuleType("brim.engine.device")
     vars(device).update(
         resolve_device=lambda name: SimpleNamespace(type="cpu"),
         describe=lambda device: {"device": "cpu"},
         gpu_uuid=lambda device: None,
+        keep_to_share=lambda device: None,
     )
-    vars(memory).update(keep_to_share=lambda device: None)
-    sys.modules.update({each.__name__: each for each in (device, memory)})
+    sys.modules[device.__name__] = device
 
 
 if __name__ == "__main__":

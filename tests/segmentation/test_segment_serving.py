@@ -15,7 +15,7 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
-from brim.engine.batching.servable import Answer, Item, Payload
+from brim.engine.batching.servable import Answer, DecodedRequest, Payload
 from brim.engine.batching.warm_up import warm_up
 from brim.engine.device.memory import inject_oom
 from brim.errors import ConfigError, ImageError, TooLarge, UnsupportedType
@@ -105,7 +105,7 @@ def run(servable: SegmentServable, payloads: list[Payload], size: int = 4) -> li
     return [finish(servable, item, outputs[id(item)]) for item in items]
 
 
-def finish(servable: SegmentServable, item: Item, outputs: dict[int, object]) -> Answer | BaseException:
+def finish(servable: SegmentServable, item: DecodedRequest, outputs: dict[int, object]) -> Answer | BaseException:
     ordered = [outputs[number] for number in range(len(item.parts))]
     failure = next((each for each in ordered if isinstance(each, BaseException)), None)
     if failure is not None:

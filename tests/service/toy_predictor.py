@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from brim.engine.batching.servable import Answer, Item, Payload, Shape
+from brim.engine.batching.servable import Answer, DecodedRequest, Payload, RequestShape
 from brim.errors import ImageError
 from brim.jobs.worker.process import Heartbeat, die_with_supervisor, read_settings
 from brim.service.prediction.process.main import serve
@@ -40,12 +40,12 @@ class Toy:
     def example(self, num: int) -> list[Any]:
         return [({"seconds": 0.001}, b"")] * num
 
-    def inspect(self, payload: Payload) -> Shape:
-        return Shape(key="toy", sizes=self.sizes)
+    def inspect(self, payload: Payload) -> RequestShape:
+        return RequestShape(key="toy", sizes=self.sizes)
 
-    def decode(self, payload: Payload) -> Item:
+    def decode(self, payload: Payload) -> DecodedRequest:
         act("decode", payload.options)
-        return Item("toy", [(payload.options, bytes(payload.data))])
+        return DecodedRequest("toy", [(payload.options, bytes(payload.data))])
 
     def forward(self, parts: list[Any]) -> list[Any]:
         for options, _ in parts:
@@ -56,7 +56,7 @@ class Toy:
     def collect(self, running: list[Any]) -> list[Any]:
         return [(options, data, len(running)) for options, data in running]
 
-    def finish(self, item: Item, outputs: list[Any]) -> Answer:
+    def finish(self, item: DecodedRequest, outputs: list[Any]) -> Answer:
         options, data, num = outputs[0]
         act("finish", options)
         body = data if options.get("bytes") is None else data[:1] * options["bytes"]

@@ -24,7 +24,7 @@ from brim.cli.rf import rf
 from brim.cli.terminal import Display, Stop, end_stopped, print_facts, print_json, quote, remarks, show
 
 if TYPE_CHECKING:
-    from brim.engine.training.report import TrainReport
+    from brim.engine.training import TrainReport
     from brim.rf.config import LocatorTraining
     from brim.rf.location.run import Evaluation
 
@@ -216,7 +216,7 @@ def end_training(report: "TrainReport", epochs: int, stop: Stop, *, resume: bool
 
 def print_trained(report: "TrainReport") -> None:
     """What a finished run came to, and as its last line how fast it was and what it waited for."""
-    from brim.engine.training.report import summary_line
+    from brim.engine.training import summary_line
 
     best = "not measured" if report.best_val_loss is None else f"{report.best_val_loss:.3f}"
     early = ", stopped early" if report.stopped_early else ""

@@ -75,7 +75,7 @@ def one_of(*choices: str) -> Callable[[str], list[str]]:
 
 def place(text: str) -> str:
     """Where a dataset is, as typed: a URL as it is, anything else as a path; Path itself would eat a slash of s3://."""
-    from brim.engine.storage.places import place_of
+    from brim.engine.storage import place_of
 
     return str(place_of(text))
 

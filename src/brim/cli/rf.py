@@ -149,7 +149,7 @@ def generate(
         "seed": seed,
     }
     with Stop() as stop:
-        from brim.engine.device.memory import parse_size
+        from brim.engine.device import parse_size
 
         resolved = _resolve(preset, config, stations, {k: v for k, v in flags.items() if v is not None})
         budget = None if memory is None else parse_size(memory)
@@ -292,7 +292,7 @@ def run_generate(
     resume: bool = True,
 ) -> "Report":
     """Generate with progress on the terminal, until done or stopped; with all workers of a pool where there is one."""
-    from brim.engine.storage.places import is_url
+    from brim.engine.storage import is_url
     from brim.rf import generate
 
     with Display(stop) as display:

@@ -63,7 +63,7 @@ def tune(
     if weights is not None and len(names) > 1:
         raise ConfigError(f"--weights {weights} fit one network, --models names {len(names)}; tune one at a time")
     with Stop() as stop:  # an import must not be left halfway
-        from brim.engine.device.devices import resolve_device
+        from brim.engine.device import resolve_device
         from brim.report.plot_file import check_plot
         from brim.segmentation.config import TuneConfig
         from brim.segmentation.tuning.batch_sizes import device_key
@@ -325,7 +325,7 @@ def _print_predicted(found: "FilesReport", out: str) -> None:
 
 
 def _print_trained(report: "SegmentTrainReport", model: str, out: Path) -> None:
-    from brim.engine.training.report import summary_line
+    from brim.engine.training import summary_line
 
     assert report.training is not None
     show(f"run:  {out}\nnext: brim segment predict IMAGES --model {model} --weights {quote(out)} --out polygons")

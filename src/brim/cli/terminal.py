@@ -22,7 +22,7 @@ from brim.errors import StorageError
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from brim.engine.training.report import TrainProgress
+    from brim.engine.training import TrainProgress
     from brim.rf import Progress
     from brim.segmentation.prediction.stream import PredictProgress
 

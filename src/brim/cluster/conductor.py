@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from brim import errors
-from brim.engine.storage.places import Place
+from brim.engine.storage import Place
 from brim.errors import BrimError, ClusterError
 from brim.segmentation.prediction.bulk import BulkScorer, Parcel, Recipe, Sheet, Task, read, write
 from brim.segmentation.prediction.records import Records

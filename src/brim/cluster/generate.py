@@ -20,10 +20,8 @@ from typing import Any
 
 from brim.cluster.pool import Done, Event, Facts, Failed, Lost, Pool, Ready
 from brim.cluster.worker import Account, Accounts, Gate, Made, MadeShard, Make, RangeWork
-from brim.engine.meter.throughput import ceiling_share
-from brim.engine.storage.dataset import MANIFEST
-from brim.engine.storage.places import LocalPlace, Place, place_of
-from brim.engine.storage.writer import ShardWriter, Verify, verify
+from brim.engine.meter import ceiling_share
+from brim.engine.storage import MANIFEST, LocalPlace, Place, ShardWriter, Verify, place_of, verify
 from brim.errors import BrimError, ClusterError, DatasetError, OutOfMemory
 from brim.rf.config import GenerateConfig
 from brim.rf.generation.dataset import (

@@ -20,9 +20,9 @@ from typing import Any
 
 from brim.cluster.conductor import Plan, Resources, Told, conducted, raise_if_told
 from brim.cluster.ray_connect import Cluster, Node, connect, import_ray
-from brim.engine.device.memory import format_size
-from brim.engine.meter.throughput import ceiling_share
-from brim.engine.storage.places import Place, place_of
+from brim.engine.device import format_size
+from brim.engine.meter import ceiling_share
+from brim.engine.storage import Place, place_of
 from brim.errors import BrimError, ClusterError, ConfigError
 from brim.segmentation.images.formats import Writer
 from brim.segmentation.prediction.bulk import BulkScorer, Parcel, Recipe, Sheet, Task, pack_weights, parcels

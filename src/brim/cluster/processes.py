@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from brim.cluster.pool import Done, Event, Failed, Lost, Ready, Work, pack, unpack
-from brim.engine.device.devices import resolve_device, worker_count
+from brim.engine.device import resolve_device, worker_count
 from brim.errors import BrimError, ClusterError, ConfigError, DeviceError
 
 RESTARTS = 3  # of one device's worker: what dies more often dies of something that stays

@@ -21,7 +21,7 @@ from types import ModuleType
 from typing import Any
 
 from brim import __version__
-from brim.engine.device.devices import worker_count
+from brim.engine.device import worker_count
 from brim.errors import ClusterError, ConfigError
 
 ANSWER_S = 5.0  # for an address to accept a connection

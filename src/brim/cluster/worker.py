@@ -22,11 +22,9 @@ from typing import Any
 import torch
 
 from brim.cluster.pool import Facts
-from brim.engine.device.devices import resolve_device
-from brim.engine.device.memory import PeakMemory, format_size, free_bytes
-from brim.engine.meter.throughput import BUSY, INPUT, GpuSampler
-from brim.engine.storage.places import LocalPlace, Place
-from brim.engine.storage.shard_file import ShardEntry, shard_name, write_shard
+from brim.engine.device import PeakMemory, format_size, free_bytes, resolve_device
+from brim.engine.meter import BUSY, INPUT, GpuSampler
+from brim.engine.storage import LocalPlace, Place, ShardEntry, shard_name, write_shard
 from brim.errors import OutOfMemory
 from brim.rf.config import GenerateConfig
 from brim.rf.generation.gates import first_accepted

@@ -20,7 +20,7 @@ from typing import Any, Generic, Self, TypeVar
 import torch
 from torch import Tensor
 
-from brim.engine.meter.throughput import BUSY, INPUT, ROOM, Meter
+from brim.engine.meter import BUSY, INPUT, ROOM, Meter
 from brim.errors import ConfigError
 
 In = TypeVar("In")

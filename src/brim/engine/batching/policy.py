@@ -13,8 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Annotated
 
 from brim.config import Range, check
-from brim.engine.batching.plan import Entry, Request, make_plan, work_s
-from brim.engine.batching.queue import Lane, Waiting
+from brim.engine.batching.queue import Entry, Lane, Request, Waiting, make_plan, work_s
 from brim.engine.batching.service_times import GAIN, MAX_KEYS, QUANTILE, Ladder, ServiceTimes, Windows
 from brim.errors import Overloaded
 
@@ -25,7 +24,7 @@ MAX_LEAD_S = 0.01
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class RequestPart:
     """What runs in one place of a batch."""
 
     request: int
@@ -36,10 +35,10 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True)
-class Start:
+class StartBatch:
     """Run these now, as one batch."""
 
-    batch: list[Part]
+    batch: list[RequestPart]
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +71,7 @@ class BatcherConfig:
 
 @dataclass(slots=True)
 class _Running:
-    batch: Sequence[Part]
+    batch: Sequence[RequestPart]
     started_s: float
     seconds: float  # expected
 
@@ -199,7 +198,7 @@ class BatchPolicy:
 
     # Batches
 
-    def next(self, now_s: float) -> Start | Wait:
+    def next(self, now_s: float) -> StartBatch | Wait:
         """What to do now; a Start counts as waiting until `started`."""
         if len(self._running) >= IN_FLIGHT:
             return Wait(None)
@@ -216,9 +215,11 @@ class BatchPolicy:
         until_s = self._better_later(lane, len(chosen), late, ladder, now_s, free_s)
         if until_s is not None:
             return Wait(until_s)
-        return Start([Part(number, part, lane.key, of.deadline_s, of.alone) for _, number, part, of in chosen])
+        return StartBatch(
+            [RequestPart(number, part, lane.key, of.deadline_s, of.alone) for _, number, part, of in chosen]
+        )
 
-    def started(self, batch: Sequence[Part], now_s: float) -> None:
+    def started(self, batch: Sequence[RequestPart], now_s: float) -> None:
         """The batch was handed to the device."""
         for part in batch:
             request = self._requests[part.request]
@@ -227,7 +228,7 @@ class BatchPolicy:
         self._running.append(_Running(batch, now_s, self.seconds(batch[0].key, len(batch))))
 
     def finished(
-        self, batch: Sequence[Part], now_s: float, *, learn: bool = True, launch_s: float | None = None
+        self, batch: Sequence[RequestPart], now_s: float, *, learn: bool = True, launch_s: float | None = None
     ) -> None:
         """The batch left the device; learn=False: it failed, its time says nothing.
 

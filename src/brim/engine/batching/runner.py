@@ -24,14 +24,23 @@ from dataclasses import replace
 from types import TracebackType
 from typing import Any, Self
 
-from brim.engine.batching.policy import BatcherConfig, BatchPolicy, Start
-from brim.engine.batching.servable import Answer, Item, Payload, Servable, Shape
+from brim.engine.batching.policy import BatcherConfig, BatchPolicy, StartBatch
+from brim.engine.batching.servable import Answer, DecodedRequest, Payload, RequestShape, Servable
 from brim.engine.batching.service_times import MAX_KEYS, PoolTimes
-from brim.engine.batching.stats import BatchStats
-from brim.engine.batching.work import Batch, Failed, Job, Piece, Reply, forward, halves, too_late
+from brim.engine.batching.work import (
+    BatchStats,
+    DeviceBatch,
+    Failed,
+    OpenRequest,
+    Piece,
+    Reply,
+    forward,
+    halves,
+    too_late,
+)
 from brim.errors import BrimError, DeadlinePassed, Overloaded
 
-__all__ = ["Answer", "BatchRunner", "Item", "Payload", "Reply", "Servable", "Shape"]
+__all__ = ["Answer", "BatchRunner", "DecodedRequest", "Payload", "Reply", "RequestShape", "Servable"]
 
 log = logging.getLogger("brim")
 
@@ -67,9 +76,9 @@ class BatchRunner:
         self._for_decoders = threading.Condition(self._lock)
         self._for_finishers = threading.Condition(self._lock)
         self._empty = threading.Condition(self._lock)
-        self._jobs: dict[int, Job] = {}
-        self._to_decode: list[tuple[float, int, Job]] = []
-        self._to_finish: list[tuple[float, int, Job]] = []
+        self._jobs: dict[int, OpenRequest] = {}
+        self._to_decode: list[tuple[float, int, OpenRequest]] = []
+        self._to_finish: list[tuple[float, int, OpenRequest]] = []
         self._again: deque[Piece] = deque()  # halves of batches that failed
         self._to_collect: queue.SimpleQueue[tuple[Piece, Any] | None] = queue.SimpleQueue()
         self._on_device: list[Piece] = []
@@ -122,7 +131,7 @@ class BatchRunner:
             except Overloaded:
                 self._stats.reject("overloaded")
                 raise
-            job = Job(Reply(number), servable, token, key, payload, deadline_s, now_s)
+            job = OpenRequest(Reply(number), servable, token, key, payload, deadline_s, now_s)
             self._jobs[number] = job
             self._decode_times.enter()
             heapq.heappush(self._to_decode, (deadline_s, number, job))
@@ -226,7 +235,7 @@ class BatchRunner:
                 self._to_finisher(job)
             del job  # its model may be closed, and its memory wanted, while this thread waits
 
-    def _decoded(self, job: Job, item: Item) -> None:
+    def _decoded(self, job: OpenRequest, item: DecodedRequest) -> None:
         job.item, job.left = item, len(item.parts)
         job.outputs = [None] * job.left
         key = (job.token, item.key)
@@ -257,7 +266,7 @@ class BatchRunner:
                 self._tell_start(piece)
                 return piece
 
-    def _look(self) -> tuple[Piece | None, list[Job]]:
+    def _look(self) -> tuple[Piece | None, list[OpenRequest]]:
         """Wait until there is something to run, or something too late."""
         with self._lock:
             while not self._closed:
@@ -268,9 +277,9 @@ class BatchRunner:
                 if self._again:
                     return self._hand_over(self._again.popleft(), now_s), []
                 told = self._policy.next(now_s)
-                if isinstance(told, Start):
+                if isinstance(told, StartBatch):
                     self._policy.started(told.batch, now_s)
-                    batch = Batch(told.batch, now_s)
+                    batch = DeviceBatch(told.batch, now_s)
                     places = [(self._jobs[part.request], part.number) for part in told.batch]
                     self._stats.start(len(places), now_s)
                     return self._hand_over(Piece(batch, places), now_s), []
@@ -361,7 +370,7 @@ class BatchRunner:
             self._stats.end(now_s)
         self._for_device.notify()
 
-    def _to_finisher(self, job: Job) -> None:
+    def _to_finisher(self, job: OpenRequest) -> None:
         with self._lock:
             if not job.done:
                 self._finish_times.enter()
@@ -380,7 +389,7 @@ class BatchRunner:
                 self._finish_times.leave(job.key, took_s, job.token, stay_s=stay_s)
             del job
 
-    def _finish(self, job: Job) -> float | None:
+    def _finish(self, job: OpenRequest) -> float | None:
         """Make and give the answer, unless it comes too late to be of use; how long that took."""
         began_s = self._clock()
         if job.done or job.item is None:
@@ -406,7 +415,7 @@ class BatchRunner:
             self._stats.answer(seconds)
         return now_s - began_s
 
-    def _pop(self, heap: list[tuple[float, int, Job]], condition: threading.Condition) -> Job | None:
+    def _pop(self, heap: list[tuple[float, int, OpenRequest]], condition: threading.Condition) -> OpenRequest | None:
         """The request that is due first; None when the runner is closed."""
         with self._lock:
             condition.wait_for(lambda: bool(heap) or self._closed)
@@ -414,15 +423,15 @@ class BatchRunner:
 
     # Ends of a request
 
-    def _fail(self, job: Job, failure: BaseException) -> None:
+    def _fail(self, job: OpenRequest, failure: BaseException) -> None:
         if self._resolve(job, failure):
             self._stats.fail()
 
-    def _give_up(self, job: Job) -> None:
+    def _give_up(self, job: OpenRequest) -> None:
         if self._resolve(job, DeadlinePassed(too_late(job, self._clock()))):
             self._stats.reject("deadline")
 
-    def _resolve(self, job: Job, result: Answer | BaseException) -> bool:
+    def _resolve(self, job: OpenRequest, result: Answer | BaseException) -> bool:
         """Give a request its answer or error, the first that comes; whether this one was."""
         if not self._forget(job):
             return False
@@ -440,7 +449,7 @@ class BatchRunner:
             if job is not None and self._forget(job):
                 self._stats.cancel()
 
-    def _forget(self, job: Job) -> bool:
+    def _forget(self, job: OpenRequest) -> bool:
         """Take a request out of everything; False when it was out already."""
         with self._lock:
             if job.done:
@@ -470,7 +479,7 @@ class BatchRunner:
             self._served[model] = (_weak(servable), token)
         return token
 
-    def _introduce(self, key: Hashable, token: int, shape: Shape, sizes: Sequence[int]) -> None:
+    def _introduce(self, key: Hashable, token: int, shape: RequestShape, sizes: Sequence[int]) -> None:
         """Tell the policy what is known of a key: its sizes, and what its batches should take."""
         if key not in self._sizes:
             self._sizes[key] = tuple(shape.sizes or sizes)

@@ -21,7 +21,7 @@ class Payload:
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class RequestShape:
     """What a payload's header tells before it is decoded."""
 
     key: Hashable  # only parts of like key share a batch: shape, dtype, options that change the forward
@@ -32,7 +32,7 @@ class Shape:
 
 
 @dataclass(slots=True)
-class Item:
+class DecodedRequest:
     """A decoded request; a model may keep more in a subclass, or in context."""
 
     key: Hashable  # as in Shape; where the header was wrong, this one holds
@@ -57,11 +57,11 @@ class Servable(Protocol):
         """Batch sizes that may run, ascending from 1 up to the tuned one."""
         ...
 
-    def inspect(self, payload: Payload) -> Shape:
+    def inspect(self, payload: Payload) -> RequestShape:
         """Tell key and number of parts from the header, cheaply; refuse here what can be refused now."""
         ...
 
-    def decode(self, payload: Payload) -> Item:
+    def decode(self, payload: Payload) -> DecodedRequest:
         """Bytes → parts, in a decode thread; the payload's memory may be reused after it returns."""
         ...
 
@@ -73,7 +73,7 @@ class Servable(Protocol):
         """Wait for what forward queued, in the collect thread; an output or an exception per part, in order."""
         ...
 
-    def finish(self, item: Item, outputs: list[Any]) -> Answer:
+    def finish(self, item: DecodedRequest, outputs: list[Any]) -> Answer:
         """All outputs of a request, in the order of its parts → its answer, in a finish thread."""
         ...
 

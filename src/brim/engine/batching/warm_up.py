@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 import torch
 
-from brim.engine.device.memory import PeakMemory, format_size, guard
+from brim.engine.device import PeakMemory, format_size, guard
 from brim.errors import OutOfMemory
 
 RUNS = {"cuda": 2, "cpu": 1}  # of each size: on a GPU the next one captures a graph

@@ -1,15 +1,15 @@
-"""What a request is while it is under way: decoded, in a batch or a piece of one, answered.
+"""Requests and batches while they are being processed, and the counters the runner keeps for metrics."""
 
-Without threads or a lock: whoever changes one holds the runner's.
-"""
-
+import threading
+from bisect import bisect_left
+from collections import Counter
 from collections.abc import Hashable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
-from brim.engine.batching.policy import Part
-from brim.engine.batching.servable import Answer, Item, Payload, Servable
+from brim.engine.batching.policy import RequestPart
+from brim.engine.batching.servable import Answer, DecodedRequest, Payload, Servable
 
 
 class Reply(Future[Answer]):
@@ -21,7 +21,7 @@ class Reply(Future[Answer]):
 
 
 @dataclass(slots=True, eq=False)
-class Job:
+class OpenRequest:
     """A request under way."""
 
     reply: Reply
@@ -31,7 +31,7 @@ class Job:
     payload: Payload | None
     deadline_s: float
     submitted_s: float
-    item: Item | None = None
+    item: DecodedRequest | None = None
     outputs: list[Any] = field(default_factory=list)
     left: int = 0  # parts without an output
     done: bool = False
@@ -42,10 +42,10 @@ class Job:
 
 
 @dataclass(slots=True, eq=False)
-class Batch:
+class DeviceBatch:
     """What the policy started; it may run in pieces once it has failed as a whole."""
 
-    parts: list[Part]
+    parts: list[RequestPart]
     started_s: float
     pieces: int = 1
     failed: bool = False
@@ -55,8 +55,8 @@ class Batch:
 class Piece:
     """A batch, or a part of one that failed as a whole."""
 
-    batch: Batch
-    places: list[tuple[Job, int]]  # a request and the number of its part
+    batch: DeviceBatch
+    places: list[tuple[OpenRequest, int]]  # a request and the number of its part
     since_s: float = 0.0
     launch_s: float | None = None  # what queueing it took
 
@@ -77,7 +77,7 @@ def forward(piece: Piece) -> Any:
         return Failed(failure)
 
 
-def halves(places: list[tuple[Job, int]], sizes: Sequence[int]) -> list[list[tuple[Job, int]]]:
+def halves(places: list[tuple[OpenRequest, int]], sizes: Sequence[int]) -> list[list[tuple[OpenRequest, int]]]:
     """A batch in two, or more where half of it is no batch size."""
     if len(places) < 2:
         return []
@@ -85,10 +85,96 @@ def halves(places: list[tuple[Job, int]], sizes: Sequence[int]) -> list[list[tup
     return [places[start : start + size] for start in range(0, len(places), size)]
 
 
-def too_late(job: Job, now_s: float) -> str:
+def too_late(job: OpenRequest, now_s: float) -> str:
     """What a request is told that was accepted and then could not be answered in time."""
     limit_s = job.deadline_s - job.submitted_s
     return (
         f"accepted with {limit_s * 1e3:.0f} ms to its deadline, but {(now_s - job.submitted_s) * 1e3:.0f} ms later it "
         "could no longer be answered in time; send it again, or give it more time"
     )
+
+
+STAGES = ("wait", "decode", "forward", "finish", "total")
+BOUNDS_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
+
+
+@dataclass(slots=True)
+class TimeHistogram:
+    """Times by bucket; counts[i] holds those up to BOUNDS_S[i], the last one those beyond."""
+
+    counts: list[int] = field(default_factory=lambda: [0] * (len(BOUNDS_S) + 1))
+    sum_s: float = 0.0
+
+    def add(self, seconds: float) -> None:
+        """One more."""
+        self.counts[bisect_left(BOUNDS_S, seconds)] += 1
+        self.sum_s += seconds
+
+
+class BatchStats:
+    """Counters with a lock of their own: metrics are read while everything runs."""
+
+    def __init__(self, now_s: float) -> None:
+        self._lock = threading.Lock()
+        self._stages = {stage: TimeHistogram() for stage in STAGES}
+        self._sizes: Counter[int] = Counter()
+        self._rejected: Counter[str] = Counter()
+        self._answered = self._failed = self._cancelled = 0
+        self._began_s = now_s
+        self._busy_s = 0.0
+        self._on_device = 0
+        self._since_s = now_s
+
+    def reject(self, reason: str) -> None:
+        """A request was not taken, or given up: overloaded, deadline, ending."""
+        with self._lock:
+            self._rejected[reason] += 1
+
+    def answer(self, seconds: dict[str, float]) -> None:
+        """A request was answered, after so long in each stage."""
+        with self._lock:
+            self._answered += 1
+            for stage, took_s in seconds.items():
+                self._stages[stage].add(took_s)
+
+    def fail(self) -> None:
+        """A request got an error of its own."""
+        with self._lock:
+            self._failed += 1
+
+    def cancel(self) -> None:
+        """A client left."""
+        with self._lock:
+            self._cancelled += 1
+
+    def start(self, size: int, now_s: float) -> None:
+        """A batch was handed to the device."""
+        with self._lock:
+            self._sizes[size] += 1
+            if not self._on_device:
+                self._since_s = now_s
+            self._on_device += 1
+
+    def end(self, now_s: float) -> None:
+        """A batch left the device."""
+        with self._lock:
+            self._on_device -= 1
+            if not self._on_device:
+                self._busy_s += now_s - self._since_s
+
+    def snapshot(self, now_s: float) -> dict[str, Any]:
+        """All of it, as plain values that fit in JSON."""
+        with self._lock:
+            return {
+                "batch_sizes": {str(size): count for size, count in sorted(self._sizes.items())},
+                "bounds_s": list(BOUNDS_S),
+                "seconds": {
+                    stage: {"counts": list(times.counts), "sum_s": times.sum_s} for stage, times in self._stages.items()
+                },
+                "rejected": dict(self._rejected),
+                "answered": self._answered,
+                "failed": self._failed,
+                "cancelled": self._cancelled,
+                "busy_s": self._busy_s + (now_s - self._since_s if self._on_device else 0.0),
+                "up_s": now_s - self._began_s,
+            }

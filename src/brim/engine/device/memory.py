@@ -229,8 +229,8 @@ class Sliceable(Protocol):
     def __getitem__(self, key: slice, /) -> Any: ...
 
 
-Items = TypeVar("Items", bound=Sliceable)
-Result = TypeVar("Result")
+_Items = TypeVar("_Items", bound=Sliceable)
+_Result = TypeVar("_Result")
 
 
 class Halving:
@@ -243,9 +243,9 @@ class Halving:
         self._warned = False
         self._lock = threading.Lock()  # several workers may share one batch size
 
-    def run(self, fn: Callable[[Items], Result], items: Items) -> list[Result]:
+    def run(self, fn: Callable[[_Items], _Result], items: _Items) -> list[_Result]:
         """Results of fn over items in order: one when they fit at once, else one for each part."""
-        results: list[Result] = []
+        results: list[_Result] = []
         waiting = [items]
         while waiting:
             part = waiting.pop()
@@ -256,10 +256,10 @@ class Halving:
                 # Only now, outside the except block, is the traceback gone that kept fn's tensors alive.
                 self._shrink(len(part))
             middle = (len(part) + 1) // 2
-            waiting += [cast(Items, part[middle:]), cast(Items, part[:middle])]
+            waiting += [cast(_Items, part[middle:]), cast(_Items, part[:middle])]
         return results
 
-    def _fits(self, fn: Callable[[Items], Result], part: Items, results: list[Result]) -> bool:
+    def _fits(self, fn: Callable[[_Items], _Result], part: _Items, results: list[_Result]) -> bool:
         try:
             check_injected(len(part))
             with guard():

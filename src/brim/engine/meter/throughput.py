@@ -14,7 +14,7 @@ from typing import Any, Self
 
 import torch
 
-from brim.engine.device.devices import gpu_uuid
+from brim.engine.device import gpu_uuid
 from brim.engine.nvml import close_nvml, find_gpu, open_nvml, quietly
 from brim.errors import ConfigError
 

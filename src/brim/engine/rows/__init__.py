@@ -1,1 +1,30 @@
-"""From a source of rows to batches on the device: sources, order, tiers, ragged rows."""
+"""From a source of rows to batches on the device: sources, order, tiers, ragged rows and buckets."""
+
+from brim.engine.rows.buckets import Bucketed, Buckets
+from brim.engine.rows.files import DatasetSource
+from brim.engine.rows.order import HOST, check_tier
+from brim.engine.rows.ragged import RaggedResident, RaggedView, part_of
+from brim.engine.rows.ragged_tiers import RaggedTensors, check_columns
+from brim.engine.rows.resident import Epoch, OpenEpochs, Resident, as_dataloader
+from brim.engine.rows.source import TensorSource, read_rows
+from brim.engine.rows.sql import SqlSource
+
+__all__ = [
+    "HOST",
+    "Bucketed",
+    "Buckets",
+    "DatasetSource",
+    "Epoch",
+    "OpenEpochs",
+    "RaggedResident",
+    "RaggedTensors",
+    "RaggedView",
+    "Resident",
+    "SqlSource",
+    "TensorSource",
+    "as_dataloader",
+    "check_columns",
+    "check_tier",
+    "part_of",
+    "read_rows",
+]

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from brim.engine.config import BucketConfig
-from brim.engine.device.devices import stream
+from brim.engine.device import stream
 from brim.engine.rows.order import HOST
 from brim.errors import ConfigError, DatasetError
 

@@ -21,9 +21,7 @@ from torch import Tensor
 
 from brim.engine.rows.source import Source, TensorSource, check_some, choose, read_rows, row_bytes
 from brim.engine.rows.sql import SqlSource, without_password
-from brim.engine.storage.dataset import MANIFEST, Dataset, Fields
-from brim.engine.storage.places import is_url, place_of
-from brim.engine.storage.shard_file import ShardPath, Stored
+from brim.engine.storage import MANIFEST, Dataset, RowFields, ShardPath, Stored, is_url, place_of
 from brim.errors import ConfigError, DatasetError, ShardCorrupt, StorageError
 
 __all__ = [
@@ -83,7 +81,7 @@ class DatasetSource:
         for dataset in self.datasets:
             check_some(len(dataset), dataset.fields, str(dataset.place))
             _check_alike(dataset, self.datasets[0])
-        self.fields: Fields = choose(self.datasets[0].fields, names, str(self.datasets[0].place))
+        self.fields: RowFields = choose(self.datasets[0].fields, names, str(self.datasets[0].place))
         self._shards = [(dataset, index) for dataset in self.datasets for index in range(len(dataset.shards))]
         items = (dataset.shards[index].items for dataset, index in self._shards)
         self.blocks: Sequence[int] = [0, *accumulate(items)]
@@ -232,7 +230,7 @@ class NpyFolderSource:
             _check_fields(found)
             fields = {npy.file.stem: (_torch_dtype(npy), npy.shape[1:]) for npy in found}
             self._files = {npy.file.stem: [npy] for npy in found}
-        self.fields: Fields = choose(fields, names, str(self.path))
+        self.fields: RowFields = choose(fields, names, str(self.path))
         self.num_items = len(found) if self.layout == "items" else found[0].shape[0]
         self.nbytes = self.num_items * row_bytes(self.fields)
         self.blocks: Sequence[int] = (0, self.num_items)

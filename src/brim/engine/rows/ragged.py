@@ -20,20 +20,25 @@ import torch
 from torch import Tensor
 
 from brim.engine.config import BucketConfig, Tier
-from brim.engine.device.memory import check_injected
+from brim.engine.device import check_injected
 from brim.engine.rows.buckets import Bucketed, Buckets
-from brim.engine.rows.epoch import Epoch
-from brim.engine.rows.held import Held
-from brim.engine.rows.layout import Batch
-from brim.engine.rows.order import check_tier
-from brim.engine.rows.ragged_source import RaggedSource, RaggedTensors, Runs, check_columns, check_source
-from brim.engine.rows.ragged_tiers import DeviceFrames, FrameStore, HostFrames, Items, Place, SourceFrames
-from brim.engine.rows.split import Rows
-from brim.engine.training.rank_share import Share
-from brim.engine.training.ranks import Ranks
+from brim.engine.rows.order import Batch, check_tier
+from brim.engine.rows.ragged_tiers import (
+    DeviceFrames,
+    FrameRuns,
+    FrameStore,
+    HostFrames,
+    InputsFor,
+    RaggedItems,
+    RaggedSource,
+    SourceFrames,
+    check_columns,
+    check_source,
+)
+from brim.engine.rows.resident import Epoch, Held
+from brim.engine.rows.source import Split
+from brim.engine.training import Ranks, Share
 from brim.errors import ConfigError
-
-__all__ = ["BucketConfig", "Buckets", "RaggedResident", "RaggedSource", "RaggedTensors", "RaggedView"]
 
 RowChoice = slice | range | Sequence[int] | Tensor | None
 
@@ -61,7 +66,7 @@ class RaggedView:
         self._mine = None if resident.own is None else resident.own[rows]  # (n,) bool
         self._planned: tuple[int, list[Bucketed]] | None = None  # of the epoch last asked for
         self._resident = weakref.ref(resident)
-        self._items: tuple[weakref.ref[FrameStore], Items] | None = None
+        self._items: tuple[weakref.ref[FrameStore], RaggedItems] | None = None
 
     def __len__(self) -> int:
         """Items of an epoch."""
@@ -72,7 +77,7 @@ class RaggedView:
         """Where the frames are; known inside the with block."""
         return self._store()[0].tier
 
-    def epoch(self, number: int, start_batch: int = 0, place: Place | None = None) -> Epoch:
+    def epoch(self, number: int, start_batch: int = 0, place: InputsFor | None = None) -> Epoch:
         """Batches of an epoch from start_batch on, each a dict of tensors on the device.
 
         A batch that is gathered on the device is written into what place("frames", shape) returns, where that is not
@@ -98,7 +103,7 @@ class RaggedView:
         """The batches of an epoch: how long they are padded, and the rows of the source in them."""
         return [Bucketed(batch.length, self.rows[batch.items]) for batch in self.buckets.epoch(epoch)]
 
-    def _batches(self, number: int, start_batch: int, place: Place | None) -> Generator[Batch]:
+    def _batches(self, number: int, start_batch: int, place: InputsFor | None) -> Generator[Batch]:
         store, items = self._store()
         plan = self._plan(number)[start_batch:]
         if self._mine is not None:
@@ -117,7 +122,7 @@ class RaggedView:
             raise RuntimeError("the RaggedResident of this view is gone; keep it while its views are used")
         return resident
 
-    def _store(self) -> tuple[FrameStore, Items]:
+    def _store(self) -> tuple[FrameStore, RaggedItems]:
         resident = self._owner()
         store = resident.loaded()
         if self._items is None or self._items[0]() is not store:
@@ -126,7 +131,7 @@ class RaggedView:
                 starts = torch.zeros(len(self.rows), dtype=torch.int64).masked_scatter_(self._mine, starts)
             columns = {name: column[self.rows].contiguous() for name, column in self.columns.items()}
             lengths = resident.source.lengths[self.rows]
-            self._items = (weakref.ref(store), Items(starts, lengths, self.rows, columns))
+            self._items = (weakref.ref(store), RaggedItems(starts, lengths, self.rows, columns))
         return store, self._items[1]
 
 
@@ -241,7 +246,7 @@ class RaggedResident(RaggedView, Held[FrameStore]):
         check_injected(self.num_items if tier == "vram" else self.batch_size)
         if tier == "window":
             return SourceFrames(self.source, self._held_rows, self.dtype, self.device)
-        runs = Runs(self.source, self._held_rows)
+        runs = FrameRuns(self.source, self._held_rows)
         if tier == "vram":
             return DeviceFrames(runs, self.dtype, self.device)
         return HostFrames(runs, self._held_rows, self.dtype, self.device)
@@ -262,5 +267,5 @@ def part_of(batch: Bucketed, mine: Tensor, lengths: Tensor) -> Bucketed:
 
 
 def _chosen(source: RaggedSource, rows: RowChoice) -> Tensor:
-    split = Rows(cast(Any, source), rows, sort=False)  # it asks for no more than the number of items
+    split = Split(cast(Any, source), rows, sort=False)  # it asks for no more than the number of items
     return split.index(torch.arange(len(split)))

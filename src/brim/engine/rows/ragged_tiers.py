@@ -7,8 +7,9 @@
 Axes: B sequences of a batch, T frames they are padded to, D features, n items, N frames held.
 """
 
+from bisect import bisect_right
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -18,26 +19,155 @@ import torch
 from torch import Tensor
 
 from brim.engine.config import Tier
-from brim.engine.device.devices import worker_count
-from brim.engine.device.memory import format_size, free_bytes
+from brim.engine.device import format_size, free_bytes, worker_count
 from brim.engine.pipeline import Pipeline, Stage
 from brim.engine.rows.buckets import Bucketed
-from brim.engine.rows.layout import Batch, Layout, gather
-from brim.engine.rows.order import HOST
-from brim.engine.rows.ragged_source import RaggedSource, Runs, batch_fields
+from brim.engine.rows.order import HOST, Batch, RowLayout, gather
 from brim.engine.rows.tiers import mark, pinned, to_device
-from brim.errors import OutOfMemory
+from brim.engine.storage import RowFields
+from brim.errors import DatasetError, OutOfMemory
+
+OWN_FIELDS = ("frames", "length", "item")  # what a batch holds besides the columns of its source
+
+
+class RaggedSource(Protocol):
+    """Sequences of frames that can be read by their place; any thread may read."""
+
+    @property
+    def num_items(self) -> int:
+        """Sequences."""
+
+    @property
+    def lengths(self) -> Tensor:
+        """(n,) int64, frames of each item."""
+
+    @property
+    def starts(self) -> Tensor:
+        """(n,) int64, first frame of each item; in any order, with gaps where frames belong to no item."""
+
+    @property
+    def num_frames(self) -> int:
+        """Frames that can be read, those of no item included."""
+
+    @property
+    def dim(self) -> int:
+        """Features of a frame."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the features."""
+
+    @property
+    def fields(self) -> Mapping[str, Tensor]:
+        """Further columns, (n, …) each: a label, for instance."""
+
+    @property
+    def description(self) -> str:
+        """What it is, for a person."""
+
+    def read(self, start: int, stop: int, out: Tensor) -> None:
+        """Read the frames from start to stop into out, (stop - start, D), contiguous, of the source's dtype."""
+
+
+class RaggedTensors:
+    """Sequences in memory."""
+
+    def __init__(self, sequences: Sequence[Tensor], fields: Mapping[str, Tensor] | None = None) -> None:
+        """Join the sequences, (T, D) each, all of one D and dtype; fields are (n, …) each."""
+        if not sequences or any(one.ndim != 2 or one.shape[1] != sequences[0].shape[1] for one in sequences):
+            found = sorted({str(list(one.shape)) for one in sequences})[:4]
+            raise DatasetError(f"sequences are {', '.join(found) or 'none'}, expected (frames, features), equally wide")
+        self.frames = torch.cat(list(sequences)).contiguous()
+        self.lengths = torch.tensor([len(one) for one in sequences])
+        self.starts = self.lengths.cumsum(0) - self.lengths
+        self.fields = dict(fields or {})
+        self.num_items, (self.num_frames, self.dim) = len(sequences), self.frames.shape
+        self.dtype = self.frames.dtype
+        self.description = f"{self.num_items} sequences in memory"
+
+    def read(self, start: int, stop: int, out: Tensor) -> None:
+        """Copy the frames."""
+        out.copy_(self.frames[start:stop])
+
+
+class FrameRuns:
+    """The frames of some items behind each other, without gaps, read with few calls: neighbours go together."""
+
+    def __init__(self, source: RaggedSource, rows: Tensor) -> None:
+        """Lay the items out in the order of the source.
+
+        rows   (n,)  int64  items of the source
+        start  (n,)  int64  where each of them begins here
+        """
+        self.source = source
+        starts, lengths = source.starts[rows], source.lengths[rows]
+        order = torch.argsort(starts, stable=True)
+        ends = lengths[order].cumsum(0)
+        self.num_frames = int(ends[-1])
+        self.start = torch.empty_like(starts)
+        self.start[order] = ends - lengths[order]
+        begins = torch.ones(len(rows), dtype=torch.bool)  # where an item does not follow the one before
+        begins[1:] = starts[order][1:] != (starts + lengths)[order][:-1]
+        self._there: list[int] = starts[order][begins].tolist()
+        self._here: list[int] = [*self.start[order][begins].tolist(), self.num_frames]
+
+    def read(self, start: int, stop: int, out: Tensor) -> None:
+        """Read frames from start to stop, as they are numbered here."""
+        run = bisect_right(self._here, start) - 1
+        first = start
+        while start < stop:
+            end, shift = min(stop, self._here[run + 1]), self._there[run] - self._here[run]
+            self.source.read(start + shift, end + shift, out[start - first : end - first])
+            start, run = end, run + 1
+
+
+def check_source(source: RaggedSource) -> None:
+    """Raise DatasetError when what a source says of its items cannot be so."""
+    num, where = source.num_items, source.description
+    for name in ("lengths", "starts"):
+        tensor = getattr(source, name)
+        if tensor.dtype != torch.int64 or tuple(tensor.shape) != (num,):
+            raise DatasetError(f"{where}: {name} is {tensor.dtype} {list(tensor.shape)}, expected int64 [{num}]")
+    outside = (source.lengths < 1) | (source.starts < 0) | (source.starts + source.lengths > source.num_frames)
+    if outside.any():
+        item = int(outside.nonzero()[0])
+        raise DatasetError(
+            f"{where}: item {item} has {int(source.lengths[item])} frames from {int(source.starts[item])} on, expected "
+            f"at least 1 among {source.num_frames}; pack it again"
+        )
+
+
+def check_columns(columns: Mapping[str, Tensor], num_items: int) -> Batch:
+    """The columns on the host, contiguous; DatasetError unless they have a row for every item of the source."""
+    for name, column in columns.items():
+        if name in OWN_FIELDS:
+            raise DatasetError(f'field "{name}" is the name of what every batch holds; call it otherwise')
+        if column.ndim < 1 or len(column) != num_items:
+            raise DatasetError(f'field "{name}" is {list(column.shape)}, expected a row for each of {num_items} items')
+    return {name: column.to(HOST).contiguous() for name, column in columns.items()}
+
+
+def batch_fields(length: int, dim: int, dtype: torch.dtype, columns: Batch) -> RowFields:
+    """What an item of a batch holds when it is padded to this length."""
+    return {
+        "frames": (dtype, (length, dim)),
+        "length": (torch.int64, ()),
+        "item": (torch.int64, ()),
+        **{name: (column.dtype, tuple(column.shape[1:])) for name, column in columns.items()},
+    }
+
 
 _PIECE_BYTES = 4 * 2**20  # read by one thread at once while loading, as in loading.py
 _SHARED_BYTES = 2**20  # a smaller batch is copied by one thread: waking others takes longer
 _IN_FLIGHT_BYTES = 2**30  # of batches made ahead, unless the fewest are more
 
 
-Place = Callable[[str, tuple[int, ...]], Batch | None]  # name and shape of a field → tensors to write its batch into
+# (field, shape) → tensors to write the batch into, or None
+InputsFor = Callable[[str, tuple[int, ...]], Batch | None]
 
 
 @dataclass(frozen=True, slots=True)
-class Items:
+class RaggedItems:
     """What is known of each item besides its frames.
 
     start, length, row  (n,)  int64  first frame in the store; frames; item of the source
@@ -48,12 +178,12 @@ class Items:
     length: Tensor
     row: Tensor
     columns: Batch
-    _there: dict[torch.device, tuple[Tensor, Layout, Batch]] = field(default_factory=dict, compare=False)
+    _there: dict[torch.device, tuple[Tensor, RowLayout, Batch]] = field(default_factory=dict, compare=False)
 
-    def on(self, device: torch.device) -> tuple[Tensor, Layout, Batch]:
+    def on(self, device: torch.device) -> tuple[Tensor, RowLayout, Batch]:
         """(3, n) start, length and row, and the columns as matrices, on the device, copied there once."""
         if device not in self._there:
-            layout = Layout({name: (column.dtype, tuple(column.shape[1:])) for name, column in self.columns.items()})
+            layout = RowLayout({name: (column.dtype, tuple(column.shape[1:])) for name, column in self.columns.items()})
             table = torch.stack([self.start, self.length, self.row]).to(device)
             columns = {name: matrix.to(device) for name, matrix in layout.pack(self.columns).items()}
             self._there[device] = (table, layout, columns)
@@ -67,7 +197,7 @@ class FrameStore(Protocol):
     start: Tensor  # (n,) int64, where each item begins
     held_bytes: int
 
-    def batches(self, items: Items, plan: list[Bucketed], place: Place | None = None) -> Iterator[Batch]:
+    def batches(self, items: RaggedItems, plan: list[Bucketed], place: InputsFor | None = None) -> Iterator[Batch]:
         """The batches of a plan, padded with zeros, on the device; in their place where the store can write there."""
 
     def close(self) -> None:
@@ -79,16 +209,16 @@ class DeviceFrames:
 
     tier: Tier = "vram"
 
-    def __init__(self, runs: Runs, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, runs: FrameRuns, dtype: torch.dtype, device: torch.device) -> None:
         """Load all frames."""
         self.start, self.device = runs.start, device
-        self._layout = Layout({"frames": (dtype, (runs.source.dim,))})
+        self._layout = RowLayout({"frames": (dtype, (runs.source.dim,))})
         self._frames = _load(runs, dtype, device, extra=1)
         self._frames["frames"][-1].zero_()
         self._zeros = runs.num_frames
         self.held_bytes = self._frames["frames"].nbytes
 
-    def batches(self, items: Items, plan: list[Bucketed], place: Place | None = None) -> Iterator[Batch]:
+    def batches(self, items: RaggedItems, plan: list[Bucketed], place: InputsFor | None = None) -> Iterator[Batch]:
         """A few kernels each, queued without waiting; the order of the epoch is copied to the device at once."""
         if not plan:
             return
@@ -102,7 +232,7 @@ class DeviceFrames:
             yield self._batch(items, order[start:stop], ramp[: batch.length], out)
             start = stop
 
-    def _batch(self, items: Items, chosen: Tensor, ramp: Tensor, out: Batch | None) -> Batch:
+    def _batch(self, items: RaggedItems, chosen: Tensor, ramp: Tensor, out: Batch | None) -> Batch:
         table, layout, columns = items.on(self.device)
         start, length, row = table.index_select(1, chosen).unbind()
         index = (start[:, None] + ramp).masked_fill_(ramp >= length[:, None], self._zeros)  # (B, T)
@@ -133,7 +263,7 @@ class SourceFrames:
         self._copiers = max(1, min(8, worker_count() - 1))  # the caller's thread launches kernels meanwhile
         self._side = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
-    def batches(self, items: Items, plan: list[Bucketed], place: Place | None = None) -> Iterator[Batch]:
+    def batches(self, items: RaggedItems, plan: list[Bucketed], place: InputsFor | None = None) -> Iterator[Batch]:
         """Padded ahead by threads, copied on a side stream, handed on in order."""
         largest = max((len(batch.items) * batch.length for batch in plan), default=0)
         few = 8 * largest * self._dim * self._dtype.itemsize > _IN_FLIGHT_BYTES
@@ -164,8 +294,8 @@ class SourceFrames:
             made.flat.record_stream(current)
         return made.batch
 
-    def _make(self, items: Items, batch: Bucketed, pool: Executor) -> "_Made":
-        layout = Layout(batch_fields(batch.length, self._dim, self._dtype, items.columns))
+    def _make(self, items: RaggedItems, batch: Bucketed, pool: Executor) -> "_Made":
+        layout = RowLayout(batch_fields(batch.length, self._dim, self._dtype, items.columns))
         num = len(batch.items)
         flat = (pinned if self._side is not None else _pageable)(layout.flat_bytes(num))
         out = layout.unpack(layout.carve(flat, num))
@@ -209,10 +339,10 @@ class HostFrames(SourceFrames):
 
     tier: Tier = "ram"
 
-    def __init__(self, runs: Runs, rows: Tensor, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, runs: FrameRuns, rows: Tensor, dtype: torch.dtype, device: torch.device) -> None:
         """Load all frames."""
         super().__init__(runs.source, rows, dtype, device)
-        layout = Layout({"frames": (dtype, (runs.source.dim,))})
+        layout = RowLayout({"frames": (dtype, (runs.source.dim,))})
         self._frames = _bytes(layout.unpack(_load(runs, dtype, HOST))["frames"])
         self.start, self.held_bytes = runs.start, self._frames.nbytes
 
@@ -233,10 +363,10 @@ class _Made:
     copied: Any
 
 
-def _load(runs: Runs, dtype: torch.dtype, where: torch.device, extra: int = 0) -> Batch:
+def _load(runs: FrameRuns, dtype: torch.dtype, where: torch.device, extra: int = 0) -> Batch:
     """All frames there, as a matrix of integers, read and converted by several threads; `extra` rows at its end."""
     source = runs.source
-    layout = Layout({"frames": (dtype, (source.dim,))})
+    layout = RowLayout({"frames": (dtype, (source.dim,))})
     row_bytes = source.dim * dtype.itemsize
     size = (runs.num_frames + extra) * row_bytes
     if where.type == "cpu" and size > free_bytes(HOST):  # Linux would promise it, and kill us later
@@ -265,7 +395,7 @@ def _load(runs: Runs, dtype: torch.dtype, where: torch.device, extra: int = 0) -
     return matrix
 
 
-def _reader(runs: Runs, dtype: torch.dtype) -> Callable[[int, int, Tensor], None]:
+def _reader(runs: FrameRuns, dtype: torch.dtype) -> Callable[[int, int, Tensor], None]:
     if dtype == runs.source.dtype:
         return runs.read
     return lambda start, stop, out: _read_as(runs.read, start, stop, out, runs.source.dtype)

@@ -14,40 +14,215 @@ Threads of "ram" and "window" allocate pinned memory and wait for events while a
 before the epoch, or with capture_error_mode="thread_local".
 """
 
-from collections.abc import Generator, Sequence
-from typing import Literal, cast
+import itertools
+import logging
+import time
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Generator, Iterator, Sequence
+from types import TracebackType
+from typing import Generic, Literal, Self, cast
 
 import torch
 from torch import Tensor
 
-from brim.engine.config import TIERS, Tier
-from brim.engine.device.memory import check_injected, free_bytes
-from brim.engine.rows.epoch import Epoch, ResidentLoader, as_dataloader
-from brim.engine.rows.files import Source, row_bytes
-from brim.engine.rows.held import Held
-from brim.engine.rows.layout import Batch, Layout, Target, check_out, gather
-from brim.engine.rows.loading import fill_memory
-from brim.engine.rows.order import HOST, Blocks, Choice, Shuffle, check_options, choose_tier, default_block, epoch_order
-from brim.engine.rows.split import Rows, chosen_fields
-from brim.engine.rows.tiers import DeviceStore, HostStore, Plan, Store
-from brim.engine.rows.window import WindowStore, num_slots
-from brim.engine.training.rank_share import Cut, Share, check_enough, cut
-from brim.engine.training.ranks import Ranks
+from brim.engine.config import Tier
+from brim.engine.device import check_injected, describe, format_size, free_bytes, with_index
+from brim.engine.rows.order import (
+    HOST,
+    Batch,
+    Blocks,
+    Choice,
+    RowLayout,
+    Shuffle,
+    Target,
+    check_options,
+    check_out,
+    choose_tier,
+    default_block,
+    epoch_order,
+    gather,
+)
+from brim.engine.rows.source import Source, Split, chosen_fields, row_bytes
+from brim.engine.rows.tiers import (
+    DeviceStore,
+    EpochPlan,
+    HostStore,
+    Kept,
+    Store,
+    WindowStore,
+    fill_memory,
+    first_that_fits,
+    num_slots,
+)
+from brim.engine.training import Cut, Ranks, Share, check_enough, cut
 from brim.errors import ConfigError
 
-__all__ = [
-    "TIERS",
-    "Batch",
-    "Choice",
-    "Epoch",
-    "Resident",
-    "ResidentLoader",
-    "Shuffle",
-    "Tier",
-    "as_dataloader",
-    "choose_tier",
-    "epoch_order",
-]
+
+class Epoch(Iterator[Batch]):
+    """Batches of one epoch; ends after the number it promised or with an exception, never silently early."""
+
+    def __init__(self, batches: Generator[Batch], num_batches: int) -> None:
+        """Store; nothing is gathered before the first batch is asked for."""
+        self._batches = batches
+        self._left = num_batches
+        self._cut = ""
+
+    def __next__(self) -> Batch:
+        """Next batch; its tensors stay as they are for as long as the caller keeps them, unless out was given."""
+        if self._cut and self._left:
+            raise RuntimeError(f"epoch ended {self._left} batches early: {self._cut}")
+        try:
+            batch = next(self._batches)
+        except StopIteration:
+            if self._left:
+                self._cut = "no more batches came"
+                raise RuntimeError(f"epoch ended {self._left} batches early; results are missing") from None
+            raise
+        except BaseException as failure:
+            self._cut = f"{type(failure).__name__}: {failure}"
+            raise
+        self._left -= 1
+        return batch
+
+    def __len__(self) -> int:
+        """Batches left."""
+        return self._left
+
+    def cut(self, why: str) -> None:
+        """Stop the threads of this epoch; asking it for more batches raises."""
+        self._cut = self._cut or why
+        self._batches.close()
+
+    def close(self) -> None:
+        """Stop the threads of this epoch."""
+        self.cut("it was closed")
+
+
+class OpenEpochs:
+    """The epochs of one source that someone still holds."""
+
+    def __init__(self) -> None:
+        """None yet."""
+        self._all: weakref.WeakSet[Epoch] = weakref.WeakSet()
+
+    def begin(self, batches: Generator[Batch], start_batch: int, num_batches: int, *, alone: str = "") -> Epoch:
+        """An epoch of num_batches from start_batch on; alone is why no other can go on beside it."""
+        if not 0 <= start_batch <= num_batches:
+            raise ConfigError(f"start_batch={start_batch} must be from 0 to {num_batches}, the batches of an epoch")
+        if alone:
+            self.cut(alone)
+        epoch = Epoch(batches, num_batches - start_batch)
+        self._all.add(epoch)
+        return epoch
+
+    def cut(self, why: str) -> None:
+        """End all of them."""
+        for epoch in list(self._all):
+            epoch.cut(why)
+
+
+class ResidentLoader:
+    """A Resident where a PyTorch or Lightning loop expects a DataLoader: every iteration is the next epoch."""
+
+    def __init__(self, resident: "Resident", epochs: Iterator[int]) -> None:
+        """Store; epochs gives the number of each epoch."""
+        self.dataset = resident
+        self.batch_size = resident.batch_size
+        self.drop_last = resident.drop_last
+        self._epochs = epochs
+
+    def __iter__(self) -> Iterator[Batch]:
+        """Batches of the next epoch."""
+        return self.dataset.epoch(next(self._epochs))
+
+    def __len__(self) -> int:
+        """Batches of an epoch."""
+        return self.dataset.num_batches
+
+
+def as_dataloader(resident: "Resident", epoch_counter: Iterator[int] | int = 0) -> ResidentLoader:
+    """Adapter for loops that want a DataLoader; epoch_counter is the first epoch, or an iterator of their numbers."""
+    counter = itertools.count(epoch_counter) if isinstance(epoch_counter, int) else epoch_counter
+    return ResidentLoader(resident, counter)
+
+
+log = logging.getLogger("brim")
+
+
+class Held(ABC, Generic[Kept]):
+    """What Resident and RaggedResident have in common; they say how a tier is made."""
+
+    def __init__(
+        self,
+        device: torch.device,
+        tier: Tier | Literal["auto"],
+        data_bytes: int,
+        beside_bytes: int,
+        reserve_bytes: int,
+        ranks: Ranks | None = None,
+    ) -> None:
+        """Store; beside_bytes lie beside the data in its tier, reserve_bytes are left free on the device."""
+        self._ranks = ranks
+        self.device, self.bytes, self.load_s = with_index(device), data_bytes, 0.0
+        self.opened = OpenEpochs()
+        self._asked, self._beside_bytes, self._reserve_bytes = tier, beside_bytes, reserve_bytes
+        self._preload_to_gpu: bool | None = None  # in tier "auto": True takes vram whenever it fits, False never
+        self._held: tuple[Choice, Kept] | None = None
+
+    def __enter__(self) -> Self:
+        """Choose the tier and load."""
+        if self._held is None:
+            choice = self._choose()
+            log.info("tier %s: %s%s%s", choice.tier, choice.why, self._say_order(choice.tier), self._say_more())
+            began_s = time.perf_counter()
+            self._held = first_that_fits(choice, self._make, self._say_order, self.device, self._ranks)
+            self.load_s = time.perf_counter() - began_s
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Stop what is under way and give the memory back."""
+        self.opened.cut(f"its {type(self).__name__} was closed")
+        held, self._held = self._held, None
+        if held is not None:
+            held[1].close()
+
+    def loaded(self) -> Kept:
+        """The data in its tier; an error outside the with block."""
+        return self._entered()[1]
+
+    def _entered(self) -> tuple[Choice, Kept]:
+        if self._held is None:
+            raise RuntimeError(f"{type(self).__name__} holds its data inside its with block only")
+        return self._held
+
+    def _choose(self) -> Choice:
+        if self._asked != "auto":
+            return Choice(self._asked, f"{format_size(self.bytes)} of data, as asked for")
+        return choose_tier(
+            self.device,
+            data_bytes=self.bytes + self._beside_bytes,
+            reserve_bytes=self._reserve_bytes,
+            device_free_bytes=free_bytes(self.device),
+            host_free_bytes=free_bytes(HOST),
+            preload_to_gpu=self._preload_to_gpu,
+            device_name=str(describe(self.device)["name"]),
+        )
+
+    @abstractmethod
+    def _make(self, tier: Tier) -> Kept:
+        """The data in this tier, or OutOfMemory."""
+
+    def _say_order(self, tier: Tier) -> str:
+        """What this tier changes."""
+        return ""
+
+    def _say_more(self) -> str:
+        """What else there is to say when loading begins."""
+        return ""
+
 
 # Several batches are gathered at once and cut afterwards: on a GPU a launch costs as much as a small batch.
 _CHUNK_BYTES = {"cuda": 8 * 2**20, "cpu": 2**20}
@@ -95,7 +270,7 @@ class Resident(Held[Store]):
         self.drop_last = drop_last
         self.fields = chosen_fields(source.fields, names)
         several = ranks if ranks is not None and not ranks.alone else None
-        self._all_rows = Rows(source, rows, sort=shuffle == "blocks")
+        self._all_rows = Split(source, rows, sort=shuffle == "blocks")
         self.num_items = len(self._all_rows) if total is None else total
         if several is not None:
             check_enough(self.num_items, several)
@@ -109,7 +284,7 @@ class Resident(Held[Store]):
         super().__init__(device, tier, data_bytes, order_bytes, reserve_bytes, several)
         self._preload_to_gpu = preload_to_gpu
         self.block_items = block_items or default_block(self.num_items, self.bytes // len(self.rows))
-        self._layout = Layout(self.fields)
+        self._layout = RowLayout(self.fields)
         self._window_bytes = window_bytes if window_bytes is not None else int(window_share * self.bytes)
         self._cut: tuple[int, Cut] | None = None  # of the epoch last asked for
 
@@ -226,7 +401,7 @@ class Resident(Held[Store]):
         stop = min(self.num_items, self.num_batches * self.batch_size)
         return [min(end, stop) for end in range(self.batch_size, stop + self.batch_size, self.batch_size)]
 
-    def _own(self) -> Rows:
+    def _own(self) -> Split:
         if self._part is None or self._is_cut:
             return self._all_rows
         return self._all_rows.every(self._part.size, self._part.rank)
@@ -243,7 +418,7 @@ class Resident(Held[Store]):
         spans = [(ends[first], ends[last]) for first, last in zip(firsts, lasts, strict=True)]
         target = Target(self._layout, out) if out is not None else None
         in_order = self.shuffle is False and self._part is None
-        chunks = store.chunks(Plan(number, self._positions, in_order, spans))
+        chunks = store.chunks(EpochPlan(number, self._positions, in_order, spans))
         for first, last, chunk in zip(firsts, lasts, chunks, strict=False):
             fields = self._layout.unpack(chunk)
             for batch in range(first, last):

@@ -1,6 +1,6 @@
-"""What a source of rows is, how rows are picked from one, and the plainest one: tensors in memory.
+"""The contract of a row source, tensors in memory as the simplest one, and splits: which rows of a source are used.
 
-A source says what a row holds and reads any range of rows in bulk into memory that its caller owns, from several
+A source describes its fields and reads any range of rows in bulk into memory that its caller owns, from several
 threads at once. It keeps nothing on a device and chooses no order.
 """
 
@@ -12,9 +12,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from brim.engine.device.memory import guard
-from brim.engine.storage.dataset import Fields, allocate
-from brim.errors import DatasetError
+from brim.engine.device import guard
+from brim.engine.rows.order import HOST
+from brim.engine.storage import RowFields, allocate
+from brim.errors import ConfigError, DatasetError
 
 _SPAN_BYTES = 64 * 1024  # skipping less than this costs more than reading it
 
@@ -27,7 +28,7 @@ class Source(Protocol):
         """Rows in all."""
 
     @property
-    def fields(self) -> Fields:
+    def fields(self) -> RowFields:
         """Name → (dtype, shape of one row)."""
 
     @property
@@ -46,7 +47,7 @@ class Source(Protocol):
         """Read the rows from start to stop of the fields in out, whose tensors hold just so many rows."""
 
 
-def row_bytes(fields: Fields) -> int:
+def row_bytes(fields: RowFields) -> int:
     """Bytes of one row."""
     return sum(dtype.itemsize * prod(shape) for dtype, shape in fields.values())
 
@@ -94,7 +95,9 @@ class TensorSource:
                     "the first axis is the items and must be equally long"
                 )
         self.tensors = {name: tensor.detach().contiguous() for name, tensor in chosen.items()}
-        self.fields: Fields = {name: (tensor.dtype, tuple(tensor.shape[1:])) for name, tensor in self.tensors.items()}
+        self.fields: RowFields = {
+            name: (tensor.dtype, tuple(tensor.shape[1:])) for name, tensor in self.tensors.items()
+        }
         self.num_items = len(next(iter(self.tensors.values())))
         self.nbytes = self.num_items * row_bytes(self.fields)
         self.blocks: Sequence[int] = (0, self.num_items)
@@ -118,10 +121,81 @@ def choose(known: Mapping[str, Any], names: Iterable[str] | None, where: str) ->
     return {name: known[name] for name in wanted}
 
 
-def check_some(num_items: int, fields: Fields, where: str) -> None:
+def check_some(num_items: int, fields: RowFields, where: str) -> None:
     """Raise DatasetError when there are no rows, or a row has no values."""
     if num_items < 1:
         raise DatasetError(f"{where}: no items; nothing to train on")
     for name, (_, shape) in fields.items():
         if not prod(shape):
             raise DatasetError(f'{where}: a row of "{name}" has shape {list(shape)} and so no values; leave it out')
+
+
+class Split:
+    """Which rows of the source are used; position 0 … N-1 → row."""
+
+    def __init__(self, source: Source, rows: slice | range | Sequence[int] | Tensor | None, *, sort: bool) -> None:
+        """Check that all rows exist and there is at least one; sort them when asked to."""
+        self.source = source
+        num = source.num_items
+        if rows is None:
+            rows = slice(None)
+        if isinstance(rows, slice):
+            rows = range(*rows.indices(num))
+        self._first = rows.start if isinstance(rows, range) and rows.step == 1 else None
+        self._index = _as_index(rows, num)
+        if not len(self._index):
+            raise ConfigError(f"the split is empty: no rows chosen of {num}; make the split or the dataset larger")
+        low, high = int(self._index.min()), int(self._index.max())
+        if low < 0 or high >= num:
+            raise ConfigError(f"rows={low if low < 0 else high} is not in the source, which has rows 0 to {num - 1}")
+        if sort and self._first is None:
+            self._index = self._index.sort().values
+
+    @property
+    def all(self) -> bool:
+        """Whether it is the whole source, in order."""
+        return self._first == 0 and len(self) == self.source.num_items
+
+    def __len__(self) -> int:
+        """Rows in the split."""
+        return len(self._index)
+
+    def index(self, positions: Tensor) -> Tensor:
+        """Rows of the source at these positions."""
+        return self._index[positions]
+
+    def sorted(self) -> "Split":
+        """The same rows in the order of the source."""
+        return Split(self.source, self._index, sort=True) if self._first is None else self
+
+    def every(self, step: int, first: int) -> "Split":
+        """Every step-th of them, from one of the first on."""
+        return self if step == 1 else Split(self.source, self._index[first::step], sort=False)
+
+    def read(self, start: int, stop: int, out: dict[str, Tensor]) -> None:
+        """Read the rows at positions start to stop."""
+        if self._first is not None:
+            self.source.read(self._first + start, self._first + stop, out)
+        else:
+            read_rows(self.source, self._index[start:stop], out)
+
+
+def _as_index(rows: range | Sequence[int] | Tensor, num: int) -> Tensor:
+    if isinstance(rows, range):
+        return torch.arange(rows.start, rows.stop, rows.step)
+    index = torch.as_tensor(rows, device=HOST)
+    if index.dtype == torch.bool and tuple(index.shape) == (num,):
+        return torch.nonzero(index).flatten()
+    if index.ndim != 1 or index.dtype.is_floating_point or index.dtype.is_complex or index.dtype == torch.bool:
+        if index.numel() == 0:
+            return torch.empty(0, dtype=torch.int64)
+        raise ConfigError(f"rows has {index.dtype} {list(index.shape)}, expected row numbers or a mask of {num}")
+    return index.to(torch.int64)
+
+
+def chosen_fields(fields: RowFields, names: Sequence[str] | None) -> RowFields:
+    """The named fields, by default all."""
+    for name in names or ():
+        if name not in fields:
+            raise ConfigError(f'the source has no field "{name}"; it has {", ".join(fields)}')
+    return {name: fields[name] for name in (fields if names is None else names)}

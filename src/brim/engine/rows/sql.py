@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from brim.engine.device.memory import guard
+from brim.engine.device import guard
 from brim.engine.rows.source import TensorSource, choose
 from brim.errors import ConfigError, DatasetError, StorageError
 

@@ -1,22 +1,29 @@
-"""What a tier is, and the two that hold all rows: in VRAM and in pinned RAM. window.py is the third.
+"""The three tiers that feed rows to a device (VRAM, pinned RAM, a rotating window) and how each is filled.
 
-A store feeds chunks, several batches each, in the order of a plan. What a row means is not known here.
+A store yields chunks of several batches each, in the order of an epoch. It does not know what a row means.
 """
 
+import gc
 import logging
+import threading
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, Self, TypeVar
 
 import torch
 from torch import Tensor
 
-from brim.engine.config import Tier
-from brim.engine.device.devices import worker_count
+from brim.engine.config import TIERS, Tier
+from brim.engine.device import format_size, free_bytes, guard, worker_count
 from brim.engine.pipeline import Pipeline, Stage
-from brim.engine.rows.layout import Batch, Layout, gather
+from brim.engine.rows.order import HOST, Batch, Blocks, Choice, RowLayout, Turns, gather
+from brim.engine.rows.source import Split, TensorSource, row_bytes
+from brim.engine.storage import RowFields
+from brim.engine.training import Ranks
+from brim.errors import OutOfMemory
 
 log = logging.getLogger("brim")
 
@@ -25,7 +32,7 @@ _AHEAD = 4  # chunks a GPU may lag behind the host, which bounds what is in flig
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class EpochPlan:
     """What an epoch asks of a store."""
 
     epoch: int
@@ -45,7 +52,7 @@ class Store(Protocol):
     def chunk_items(self, chunk_batches: int, batch_size: int) -> int:
         """Rows of a chunk, given how many batches it would best have."""
 
-    def chunks(self, plan: Plan) -> Iterator[Batch]:
+    def chunks(self, plan: EpochPlan) -> Iterator[Batch]:
         """The chunks of a plan, one for each span."""
 
     def close(self) -> None:
@@ -83,7 +90,7 @@ class DeviceStore:
             self._order = (epoch, to_device(positions(epoch), self.device))
         return self._order[1]
 
-    def chunks(self, plan: Plan) -> Iterator[Batch]:
+    def chunks(self, plan: EpochPlan) -> Iterator[Batch]:
         """One gather on the device for each span."""
         index = self.order(plan.epoch, plan.positions)
         for start, stop in plan.spans:
@@ -100,7 +107,7 @@ class HostStore:
     tier: Tier = "ram"
     exclusive = False
 
-    def __init__(self, memory: Memory, layout: Layout, device: torch.device) -> None:
+    def __init__(self, memory: Memory, layout: RowLayout, device: torch.device) -> None:
         self.rows = memory.rows
         self.device = device
         self.held_items = len(next(iter(memory.rows.values())))
@@ -113,7 +120,7 @@ class HostStore:
         """As many as wanted: any rows can be gathered."""
         return chunk_batches * batch_size
 
-    def chunks(self, plan: Plan) -> Iterator[Batch]:
+    def chunks(self, plan: EpochPlan) -> Iterator[Batch]:
         """Gathered ahead by threads, copied on a side stream, handed on in order."""
         order = plan.positions(plan.epoch)
 
@@ -214,3 +221,238 @@ def mark(device: torch.device) -> Any:
     event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
     event.record(torch.cuda.current_stream(device))
     return event
+
+
+class WindowStore:
+    """Tier window: block k of an epoch lies in slot k modulo the number of slots, so any batch is one gather."""
+
+    tier: Tier = "window"
+    exclusive = True
+
+    def __init__(self, layout: RowLayout, rows: Split, device: torch.device, blocks: Blocks, held_items: int) -> None:
+        self.device = device
+        self.pinned = device.type == "cuda"
+        self.held_items = held_items
+        self._rows = rows
+        self._layout = layout
+        self._blocks = blocks
+        self._num_slots = held_items // blocks.items
+        self._ring = layout.allocate(held_items, device)
+        self._last_read: Any = None  # event after the latest gather from the ring
+        self._side = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        if self._side is not None:
+            self._side.wait_stream(torch.cuda.current_stream(device))  # the ring's memory may be in use until now
+
+    def chunk_items(self, chunk_batches: int, batch_size: int) -> int:
+        """At most a block, so that a chunk touches two of them; a batch that is longer touches what was planned for."""
+        return max(1, min(chunk_batches, self._blocks.items // batch_size)) * batch_size
+
+    def chunks(self, plan: EpochPlan) -> Iterator[Batch]:
+        """Gathered from the ring, while threads bring the next blocks into slots that are used up."""
+        if not plan.spans:
+            return
+        turns = Turns(plan.positions(plan.epoch), self._blocks, self._num_slots)
+        first, last = turns.block_at(plan.spans[0][0]), turns.block_at(plan.spans[-1][1] - 1)
+        index = to_device(turns.ring_index, self.device)
+        # the device may still be reading for the epoch before
+        slots = _Slots(first, self._num_slots, self._last_read)
+
+        def work(turn: int) -> Any:
+            return self._bring(turn, turns.blocks[turn], slots)
+
+        workers = max(1, min(4, worker_count() // 2))
+        stage: Stage[Any, Any] = Stage(name="load", work=work, workers=workers, depth=self._num_slots)
+        with Pipeline(range(first, last + 1), [stage], source_name="blocks") as ready, slots:
+            here = first
+            for start, stop in plan.spans:
+                for _ in range(here, turns.block_at(stop - 1) + 1):
+                    event = next(ready)
+                    if event is not None:
+                        torch.cuda.current_stream(self.device).wait_event(event)
+                here = max(here, turns.block_at(stop - 1) + 1)
+                chunk = gather(self._ring, index[start:stop])
+                self._last_read = mark(self.device) if self._side is not None else None
+                slots.free(turns.block_at(stop), self._last_read)
+                yield chunk
+                del chunk
+
+    def _bring(self, turn: int, block: int, slots: "_Slots") -> Any:
+        """Read a block into its slot; the event says when it is there."""
+        start = self._blocks.start(block)
+        num = min(self._blocks.start(block + 1), len(self._rows)) - start
+        at = (turn % self._num_slots) * self._blocks.items
+        slot = {name: matrix[at : at + num] for name, matrix in self._ring.items()}
+        if self._side is None:
+            slots.wait(turn)
+            self._rows.read(start, start + num, self._layout.unpack(slot))
+            return None
+        host = self._layout.carve(pinned(self._layout.flat_bytes(num)), num)
+        self._rows.read(start, start + num, self._layout.unpack(host))
+        last_read = slots.wait(turn)
+        if last_read is not None:
+            last_read.synchronize()  # in this thread, so that each keeps one block waiting in pinned memory
+        with torch.cuda.stream(self._side):
+            for name, matrix in host.items():
+                slot[name].copy_(matrix, non_blocking=True)
+            return mark(self.device)
+
+    def close(self) -> None:
+        """Wait for copies under way and let go of the ring."""
+        if self._side is not None:
+            self._side.synchronize()
+        self._ring = {}
+
+
+def num_slots(
+    *, num_items: int, batch_size: int, block_items: int, item_bytes: int, window_bytes: int, room_bytes: int
+) -> int:
+    """Blocks the window holds: what it may, but at least those that one batch or chunk can touch."""
+    touched = -(-(batch_size - 1) // block_items) + 1
+    # one more than touched: the last block of the data is short and may lie between two others
+    slots = max(3, touched + 1, min(window_bytes, room_bytes) // (block_items * item_bytes))
+    return int(min(slots, -(-num_items // block_items)))
+
+
+class _Slots:
+    """Which turns have their slot free: a thread waits for its turn, the consumer gives back."""
+
+    def __init__(self, first: int, num_slots: int, event: Any) -> None:
+        self._num_slots = num_slots
+        self._below = first  # turns before this one are used up
+        self._event = event  # after it the device no longer reads them
+        self._stopped = False
+        self._changed = threading.Condition()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with self._changed:
+            self._stopped = True
+            self._changed.notify_all()
+
+    def wait(self, turn: int) -> Any:
+        with self._changed:
+            self._changed.wait_for(lambda: self._stopped or turn < self._below + self._num_slots)
+            if self._stopped:
+                raise RuntimeError("window was left")
+            return self._event
+
+    def free(self, below: int, event: Any) -> None:
+        with self._changed:
+            self._below, self._event = below, event
+            self._changed.notify_all()
+
+
+_PIECE_BYTES = 4 * 2**20  # read by one thread at once while loading; pinning more takes longer than it saves
+
+
+class Closable(Protocol):
+    """Something held in a tier."""
+
+    def close(self) -> None:
+        """Give the memory back."""
+
+
+Kept = TypeVar("Kept", bound=Closable)
+
+
+def first_that_fits(
+    choice: Choice,
+    make: Callable[[Tier], Kept],
+    say_order: Callable[[Tier], str],
+    device: torch.device,
+    ranks: Ranks | None = None,
+) -> tuple[Choice, Kept]:
+    """The chosen tier loaded, or the next one below that has room; say_order tells what it changes.
+
+    Several ranks take the same tier, the highest that has room on all of them: the order of rows may depend on it.
+    """
+    if ranks is not None:
+        choice = _agreed(choice, ranks)
+    for tier in TIERS[TIERS.index(choice.tier) :]:
+        made = _try(make, tier)
+        # only now, outside the except block, is the traceback gone that kept the tensors alive
+        if ranks is not None and ranks.greatest(int(isinstance(made, str)))[0] and not isinstance(made, str):
+            made.close()
+            made = "no room on another rank"
+        if not isinstance(made, str):
+            return choice, made
+        gc.collect()
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+        if tier == TIERS[-1]:
+            raise OutOfMemory(f"not even a window of the data fits on {device} ({made}); lower window_bytes")
+        below = TIERS[TIERS.index(tier) + 1]
+        log.warning("tier %s did not fit (%s); using tier %s%s", tier, made, below, say_order(below))
+        choice = Choice(below, f"tier {tier} did not fit")
+    raise AssertionError("the last tier was made or raised")
+
+
+def _agreed(choice: Choice, ranks: Ranks) -> Choice:
+    lowest = TIERS[ranks.greatest(TIERS.index(choice.tier))[0]]
+    return choice if lowest == choice.tier else Choice(lowest, "another rank has no room for more")
+
+
+def _try(make: Callable[[Tier], Kept], tier: Tier) -> Kept | str:
+    """The tier, or why it did not fit."""
+    try:
+        with guard():
+            return make(tier)
+    except OutOfMemory as failure:
+        return str(failure)
+
+
+def fill_memory(rows: Split, layout: RowLayout, where: torch.device) -> Memory:
+    """All rows there; tensors that are already there are used as they are."""
+    source = rows.source
+    if isinstance(source, TensorSource) and rows.all and _adoptable(source, layout.fields, where):
+        return Memory(layout.pack({name: source.tensors[name] for name in layout.fields}), owned=False)
+    data_bytes = len(rows) * row_bytes(layout.fields)
+    if where.type == "cpu" and data_bytes > free_bytes(HOST):  # Linux would promise it, and kill us later
+        raise OutOfMemory(f"{format_size(data_bytes)} of data, {format_size(free_bytes(HOST))} free on the host")
+    matrices = layout.allocate(len(rows), where)
+    load_rows(rows, layout, matrices, where)
+    return Memory(matrices, owned=True)
+
+
+def _adoptable(source: TensorSource, fields: RowFields, where: torch.device) -> bool:
+    """Whether the tensors can be used where they are."""
+    tensors = [source.tensors[name] for name in fields]
+    return all(tensor.device == where and tensor.storage_offset() == 0 for tensor in tensors)
+
+
+def load_rows(rows: Split, layout: RowLayout, into: Batch, device: torch.device) -> None:
+    """Read all rows with several threads, straight into place or through pinned memory."""
+    piece_items = max(1, _PIECE_BYTES // max(1, row_bytes(layout.fields)))
+    side = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+
+    def load(start: int) -> None:
+        num = min(piece_items, len(rows) - start)
+        place = {name: matrix[start : start + num] for name, matrix in into.items()}
+        if side is None:
+            rows.read(start, start + num, layout.unpack(place))
+            return
+        host = layout.carve(pinned(layout.flat_bytes(num)), num)
+        rows.read(start, start + num, layout.unpack(host))
+        with torch.cuda.stream(side):
+            for name, matrix in host.items():
+                place[name].copy_(matrix, non_blocking=True)
+            copied = mark(device)
+        copied.synchronize()
+
+    if side is not None:
+        side.wait_stream(torch.cuda.current_stream(device))  # the memory may be in use there until now
+    with _pool(min(8, worker_count())) as pool:
+        for done in [pool.submit(load, start) for start in range(0, len(rows), piece_items)]:
+            done.result()
+
+
+@contextmanager
+def _pool(workers: int) -> Iterator[ThreadPoolExecutor]:
+    """A pool whose waiting work is dropped when one piece fails."""
+    pool = ThreadPoolExecutor(workers, thread_name_prefix="brim-load")
+    try:
+        yield pool
+    finally:
+        pool.shutdown(cancel_futures=True)

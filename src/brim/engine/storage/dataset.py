@@ -15,12 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from brim.engine.device.devices import worker_count
-from brim.engine.device.memory import guard
+from brim.engine.device import guard, worker_count
 from brim.engine.storage.places import Place, place_of
 from brim.engine.storage.shard_file import (
     REMAKE,
-    Fields,
+    RowFields,
     ShardEntry,
     ShardPath,
     Stored,
@@ -34,7 +33,7 @@ from brim.engine.storage.shard_file import (
 )
 from brim.errors import ConfigError, DatasetError
 
-__all__ = ["FORMAT_VERSION", "MANIFEST", "Dataset", "Fields", "ShardEntry", "allocate", "check_bytes"]
+__all__ = ["FORMAT_VERSION", "MANIFEST", "Dataset", "RowFields", "ShardEntry", "allocate", "check_bytes"]
 
 FORMAT_VERSION = 1
 MANIFEST = "manifest.json"
@@ -64,7 +63,7 @@ class Dataset:
         return (self.shard(index) for index in range(len(self.shards)))
 
     @property
-    def fields(self) -> Fields:
+    def fields(self) -> RowFields:
         """Name → (dtype, shape of one row); empty while there is no shard."""
         if not self.shards:
             return {}
@@ -185,6 +184,6 @@ def _check_types(found: Any, types: dict[str, type], file: str, what: str) -> No
             raise DatasetError(f"{file}: {what} has {key}={value!r}, expected {kind.__name__}; {REMAKE}")
 
 
-def allocate(fields: Fields, num_rows: int) -> dict[str, Tensor]:
+def allocate(fields: RowFields, num_rows: int) -> dict[str, Tensor]:
     """Room for rows of these fields."""
     return {name: torch.empty((num_rows, *shape), dtype=dtype) for name, (dtype, shape) in fields.items()}

@@ -24,7 +24,7 @@ from torch import Tensor
 from brim.engine.storage.places import Place, sync
 from brim.errors import ConfigError, DatasetError, ShardCorrupt, StorageError
 
-Fields = dict[str, tuple[torch.dtype, tuple[int, ...]]]  # name → (dtype, shape of one row)
+RowFields = dict[str, tuple[torch.dtype, tuple[int, ...]]]  # name → (dtype, shape of one row)
 
 REMAKE = "restore it from a copy, or make the dataset again in another --out"
 

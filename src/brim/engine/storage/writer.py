@@ -17,11 +17,11 @@ from typing import Any, Literal, Self
 
 from torch import Tensor
 
-from brim.engine.device.memory import guard
-from brim.engine.storage.dataset import FORMAT_VERSION, MANIFEST, Dataset, Fields, ShardEntry, allocate, check_bytes
+from brim.engine.device import guard
+from brim.engine.storage.dataset import FORMAT_VERSION, MANIFEST, Dataset, RowFields, ShardEntry, allocate, check_bytes
+from brim.engine.storage.destination import home_of
 from brim.engine.storage.places import Place, place_of
 from brim.engine.storage.shard_file import DTYPES, refusals, shard_name, write_shard
-from brim.engine.storage.shard_home import home_of
 from brim.errors import ConfigError, DatasetError, ShardCorrupt, StorageError
 
 __all__ = ["COMMIT_S", "ShardWriter", "Verify", "verify", "write_shard"]
@@ -84,7 +84,7 @@ class ShardWriter:
         self._partial: ShardEntry | None = None  # listed last; goes once a longer shard takes its place
         self._created = datetime.now(UTC).isoformat(timespec="seconds")
         self._complete = False
-        self._fields: Fields = {}
+        self._fields: RowFields = {}
         self._buffer: dict[str, Tensor] = {}
         self._rows = 0  # rows accepted; those beyond the full shards are in the buffer
         self._row_totals: dict[str, int] = {}  # after the last accepted row

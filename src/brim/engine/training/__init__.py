@@ -1,1 +1,51 @@
-"""The training loop: step, checkpoint, ranks, report."""
+"""The training loop: step, trainer, checkpoint, ranks and report."""
+
+from brim.engine.training.checkpoint import copy_in, has_checkpoint, load_weights, locked
+from brim.engine.training.rank_share import (
+    Cut,
+    Dropout,
+    Share,
+    check_enough,
+    current,
+    cut,
+    drawn,
+    dropout,
+    gathered,
+    own_rows,
+    share_norms,
+)
+from brim.engine.training.ranks import Ranks, joined
+from brim.engine.training.report import TrainProgress, TrainReport, summary_line
+from brim.engine.training.step import Batch, LossFn, Stepper, Transform, resolve_precision
+from brim.engine.training.trainer import BatchSource, Evaluate, train
+
+__all__ = [
+    "Batch",
+    "BatchSource",
+    "Cut",
+    "Dropout",
+    "Evaluate",
+    "LossFn",
+    "Ranks",
+    "Share",
+    "Stepper",
+    "TrainProgress",
+    "TrainReport",
+    "Transform",
+    "check_enough",
+    "copy_in",
+    "current",
+    "cut",
+    "drawn",
+    "dropout",
+    "gathered",
+    "has_checkpoint",
+    "joined",
+    "load_weights",
+    "locked",
+    "own_rows",
+    "resolve_precision",
+    "share_norms",
+    "summary_line",
+    "train",
+]

@@ -7,10 +7,14 @@ crash at any moment one of the two is complete. Nothing is pickled: loading runs
 import fcntl
 import hashlib
 import json
+import logging
+import math
 import os
 import shutil
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,6 +23,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor, nn
 
+from brim.engine.meter import RunClock
+from brim.engine.training.step import Stepper
 from brim.errors import CheckpointError, StorageError
 
 FORMAT_VERSION = 1
@@ -186,3 +192,174 @@ def _refusals(directory: Path) -> Iterator[None]:
             f"{directory}: cannot write, {reason}; the checkpoint before it stays: free space or change the "
             "permissions, then resume"
         ) from failure
+
+
+log = logging.getLogger("brim")
+
+# Changing one of these in mid-run would make another run of it; the others only change what is written when.
+_IDENTITY = ("learning_rate", "weight_decay", "warmup", "clip_norm", "precision", "seed")
+_SOURCE = ("num_items", "num_batches", "batch_size")
+
+
+class LossWindow:
+    """Losses of the steps since the last log point; reading them waits for the device, adding one does not."""
+
+    def __init__(self, size: int, device: torch.device) -> None:
+        """Make room for so many steps."""
+        self._losses = torch.zeros(size, dtype=torch.float32, device=device)
+        self.sizes: list[int] = []  # items of each step
+
+    def add(self, loss: Tensor, num_items: int) -> None:
+        """Keep the loss of one more step."""
+        self._losses[len(self.sizes)].copy_(loss)
+        self.sizes.append(num_items)
+
+    def values(self, start: int = 0) -> list[float]:
+        """Losses from one of them on."""
+        return list(self._losses[start : len(self.sizes)].tolist())
+
+    def first_bad(self, *, newest_only: bool = False) -> tuple[int, float] | None:
+        """Place and value of the first loss that is not finite."""
+        start = max(0, len(self.sizes) - 1) if newest_only else 0
+        return next(((at, loss) for at, loss in enumerate(self.values(start), start) if not math.isfinite(loss)), None)
+
+    def mean(self) -> float:
+        """Mean over the items of all steps."""
+        total = sum(loss * num for loss, num in zip(self.values(), self.sizes, strict=True))
+        return total / sum(self.sizes)
+
+    def clear(self) -> None:
+        """Begin again."""
+        self.sizes = []
+
+    def as_state(self) -> dict[str, Any]:
+        """For a checkpoint; float32 survives JSON exactly."""
+        return {"losses": self.values(), "sizes": self.sizes}
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Go on from a checkpoint's; one with another log_every may hold more, and its newest are kept."""
+        room = len(self._losses) - 1
+        losses, self.sizes = state["losses"][-room:] if room else [], list(state["sizes"][-room:]) if room else []
+        self._losses[: len(losses)] = torch.tensor(losses, dtype=torch.float32)
+
+
+class PhaseState:
+    """Position, best and losses of a phase; its weights are the stepper's."""
+
+    def __init__(self, stepper: Stepper, source: Any, folder: Path) -> None:
+        """Stand at the beginning."""
+        self._stepper, self._folder = stepper, folder
+        self._source = {name: int(getattr(source, name)) for name in _SOURCE}
+        self.num_steps = stepper.config.epochs * self._source["num_batches"]
+        self.step, self.epoch, self.batch = 0, 0, 0  # steps done; the next batch to train
+        self.best: dict[str, Any] | None = None  # val_loss, epoch, step
+        self._best_weights: dict[str, Tensor] | None = None  # on the device until the next checkpoint
+        self.stale = 0  # evaluations since the best
+        self.losses = LossWindow(stepper.config.log_every, stepper.device)
+        self.clock = RunClock(stepper.device, source)
+        self.log_bytes = 0
+        self.saved_step: int | None = None
+        self.saved_at = time.perf_counter()
+        self._saved: tuple[int, int, int] | None = None
+
+    @property
+    def is_saved(self) -> bool:
+        """Whether the checkpoint on disk is of this moment."""
+        return self._saved == (self.step, self.epoch, self.batch)
+
+    def note(self, val_loss: float) -> None:
+        """Keep these weights if they are the best so far."""
+        if self.best is not None and val_loss >= self.best["val_loss"]:
+            return
+        self.best = {"val_loss": val_loss, "epoch": self.epoch, "step": self.step}
+        weights = self._stepper.module.state_dict()
+        self._best_weights = {name: value.detach().clone() for name, value in weights.items()}
+        self.stale = 0
+
+    def save(self, log_bytes: int) -> None:
+        """Write best, if it is new, and last; the caller has checked that they are finite. Rank 0 writes."""
+        if self._stepper.ranks.main:
+            self._write(log_bytes)
+        self._best_weights = None
+        self.saved_step, self._saved = self.step, (self.step, self.epoch, self.batch)
+        self.saved_at = time.perf_counter()
+
+    def _write(self, log_bytes: int) -> None:
+        if self._best_weights is not None:  # first: last must not name a best that is not there
+            best = {**self._identity(), **(self.best or {})}
+            save_checkpoint(self._folder / "best", {"model": self._best_weights}, best)
+        weights, moments = self._stepper.module.state_dict(), self._stepper.optimizer_tensors()
+        save_checkpoint(self._folder / "last", {"model": weights, "optimizer": moments}, self._as_json(log_bytes))
+
+    def open(self, resume: bool) -> None:
+        """Go on from the last checkpoint, if there is one; rank 0 reads it for all."""
+        last = self._folder / "last"
+        found = self._stepper.ranks.from_main(lambda: self._find(last, resume))
+        if found is None:
+            return
+        groups, state = found
+        copy_in(groups.get("model", {}), self._stepper.module.state_dict(), last)
+        copy_in(groups.get("optimizer", {}), self._stepper.optimizer_tensors(), last)
+        try:
+            self._load(state)
+        except (KeyError, TypeError, ValueError, AttributeError) as failure:
+            raise CheckpointError(f"{last}/state.json lacks a value ({failure!r}); choose another --out") from failure
+        log.info("%s: going on from step %d of %d", self._folder, self.step, self.num_steps)
+
+    def _find(self, last: Path, resume: bool) -> tuple[Groups, dict[str, Any]] | None:
+        if not has_checkpoint(last):
+            return None
+        if not resume:
+            raise CheckpointError(f"{last} holds a checkpoint; resume it or choose another --out")
+        groups, state = load_checkpoint(last)
+        self._check_identity(state, last)
+        return groups, state
+
+    def _identity(self) -> dict[str, Any]:
+        config = asdict(self._stepper.config)
+        return {
+            "phase": self._stepper.phase,
+            "config": config,
+            "source": self._source,
+            "torch": torch.__version__,
+        }
+
+    def _as_json(self, log_bytes: int) -> dict[str, Any]:
+        return {
+            **self._identity(),
+            "step": self.step,
+            "epoch": self.epoch,
+            "batch": self.batch,
+            "best": self.best,
+            "stale": self.stale,
+            "rng": {"seed": self._stepper.config.seed, "stream": [self._stepper.phase, self.step]},  # of the next step
+            "scaler": self._stepper.scaler.state_dict(),
+            "micro_batch": self._stepper.micro,
+            "window": self.losses.as_state(),
+            "log_bytes": log_bytes,
+            "clock": self.clock.as_state(),
+        }
+
+    def _load(self, state: dict[str, Any]) -> None:
+        self.step, self.epoch, self.batch = (int(state[name]) for name in ("step", "epoch", "batch"))
+        self.best, self.stale, self.log_bytes = state["best"], int(state["stale"]), int(state["log_bytes"])
+        if state["scaler"]:
+            self._stepper.scaler.load_state_dict(state["scaler"])
+        self._stepper.micro = state["micro_batch"]
+        self.losses.load(state["window"])
+        self.clock.load(state["clock"])
+        self.saved_step, self._saved = self.step, (self.step, self.epoch, self.batch)
+
+    def _check_identity(self, state: dict[str, Any], last: Path) -> None:
+        mine = self._identity()
+        for part, names in (("source", _SOURCE), ("config", _IDENTITY)):
+            found = state.get(part) if isinstance(state.get(part), dict) else {}
+            for name in names:
+                old, new = (found or {}).get(name), mine[part][name]
+                if old != new:
+                    raise CheckpointError(
+                        f"{last}: {name} was {old} and is {new} now; resume with the same, or choose another --out"
+                    )
+        old, new = state["config"].get("epochs"), self._stepper.config.epochs
+        if old != new:
+            log.warning("epochs was %s and is %d now: the learning rate follows the new length", old, new)

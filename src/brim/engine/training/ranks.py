@@ -23,7 +23,7 @@ from torch import Tensor, distributed, nn
 from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
-from brim.engine.device.devices import gpu_uuid, resolve_device
+from brim.engine.device import gpu_uuid, resolve_device
 from brim.errors import BrimError, ConfigError, RankLost
 
 log = logging.getLogger("brim")
@@ -36,7 +36,7 @@ _DRAIN_S = 0.1
 _FAILURE = "brim-failure"
 _BROKEN = ("gloo", "connection closed", "connection reset", "broken pipe", "nccl", "socket")  # in torch's messages
 
-Made = TypeVar("Made")
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -63,7 +63,7 @@ class Ranks:
 
     # Words, on the host
 
-    def from_main(self, make: Callable[[], Made]) -> Made:
+    def from_main(self, make: Callable[[], T]) -> T:
         """What rank 0 makes, on every rank; the others wait for it, and its error ends them too."""
         if self.alone:
             return make()
@@ -78,10 +78,10 @@ class Ranks:
         distributed.broadcast_object_list(box, 0, self._control)
         if box[1] is not None:
             raise RankLost(f"rank 0 failed: {box[1]}")
-        made: Made = box[0]
+        made: T = box[0]
         return made
 
-    def all_of(self, mine: Made) -> list[Made]:
+    def all_of(self, mine: T) -> list[T]:
         """What each rank has, on every rank, in their order."""
         if self.alone:
             return [mine]

@@ -9,9 +9,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from brim.engine.device.memory import format_size
-from brim.engine.meter.stalls import StepTimes, Times, diagnose
-from brim.engine.training.run_state import RunState
+from brim.engine.device import format_size
+from brim.engine.meter import StepTimes, Times, diagnose
+from brim.engine.training.checkpoint import PhaseState
 from brim.engine.training.step import Stepper
 
 log = logging.getLogger("brim")
@@ -88,7 +88,7 @@ def make_report(
     stepper: Stepper,
     num_items: int,
     tier: str,
-    state: RunState,
+    state: PhaseState,
     static: StepTimes | None,
     peak_bytes: int,
     energy_j: float | None,
@@ -121,7 +121,7 @@ def make_report(
     )
 
 
-def _times(stepper: Stepper, state: RunState, static: StepTimes | None) -> Times:
+def _times(stepper: Stepper, state: PhaseState, static: StepTimes | None) -> Times:
     waiting = state.clock.waiting
     static = static or StepTimes(step_s=None)
     if static.syncs and static.step_s is not None and static.device_s is not None:

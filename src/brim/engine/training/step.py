@@ -15,9 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from brim.engine.config import Precision, TrainConfig
-from brim.engine.device.devices import stream
-from brim.engine.device.memory import check_injected, guard
-from brim.engine.meter.stalls import find_syncs
+from brim.engine.device import check_injected, guard, stream
+from brim.engine.meter import find_syncs
 from brim.engine.training.rank_share import Share, computing
 from brim.engine.training.ranks import Ranks
 from brim.errors import ConfigError, OutOfMemory

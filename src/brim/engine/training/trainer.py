@@ -13,7 +13,7 @@ Between log points nothing waits for the device: losses stay there in a window t
 import logging
 import math
 import time
-from collections.abc import Callable, Generator, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import replace
 from inspect import signature
@@ -24,20 +24,42 @@ import torch
 from torch import Tensor, nn
 
 from brim.engine.config import TrainConfig, learning_rate_at
-from brim.engine.device.devices import resolve_device
-from brim.engine.device.memory import PeakMemory
-from brim.engine.meter.stalls import StepTimes, mean_times, time_step
-from brim.engine.meter.throughput import GpuSampler
-from brim.engine.training.checkpoint import locked
-from brim.engine.training.losses import BAD_ITEMS, all_finite, likely_cause
+from brim.engine.device import PeakMemory, resolve_device
+from brim.engine.meter import GpuSampler, StepTimes, mean_times, time_step
+from brim.engine.training.checkpoint import PhaseState, locked
 from brim.engine.training.rank_share import Share, computing
 from brim.engine.training.ranks import Pace, Ranks
-from brim.engine.training.report import NoLog, RunLog, TrainProgress, TrainReport, make_report, summary_line
-from brim.engine.training.run_state import RunState
+from brim.engine.training.report import NoLog, RunLog, TrainProgress, TrainReport, make_report
 from brim.engine.training.step import Batch, LossFn, Snapshot, Stepper, Transform, batch_items, shape_of
 from brim.errors import ConfigError, DatasetError, TrainingDiverged
 
-__all__ = ["BatchSource", "TrainConfig", "TrainProgress", "TrainReport", "summary_line", "train"]
+BAD_ITEMS = ("field", "the transform")  # how a cause begins that lies in the items of a batch
+
+
+def all_finite(tensors: Iterable[Tensor]) -> bool:
+    """Whether every number is finite; waits for the device once."""
+    flags = [tensor.isfinite().all() for tensor in tensors if tensor.is_floating_point() or tensor.is_complex()]
+    return bool(torch.stack(flags).all()) if flags else True
+
+
+def likely_cause(stepper: Stepper, batch: Batch, step: int, learning_rate: float) -> str:
+    """Why the loss of a batch is not finite; looks at it again, so that nothing is checked while all is well."""
+    if name := _first_bad_field(batch):
+        return f'field "{name}" of that batch holds NaN or Inf; clean the data'
+    stepper.seed(step)
+    if name := _first_bad_field(stepper.transformed({key: value.clone() for key, value in batch.items()})):
+        return f'the transform makes NaN or Inf of field "{name}"; correct it'
+    if stepper.precision == "fp16":
+        return "fp16 has likely overflowed; use precision bf16 or fp32, or a lower learning rate"
+    return (
+        f"its inputs are finite, so the learning rate ({learning_rate:.3g}, clip_norm {stepper.config.clip_norm}) "
+        "is likely too high; lower it"
+    )
+
+
+def _first_bad_field(batch: Batch) -> str:
+    return next((name for name, tensor in batch.items() if not all_finite([tensor])), "")
+
 
 log = logging.getLogger("brim")
 
@@ -109,7 +131,7 @@ def train(
         stack.enter_context(torch.random.fork_rng([where.index] if where.type == "cuda" else []))
         peak, power = stack.enter_context(PeakMemory(where)), GpuSampler(where)
         stepper = Stepper(module, loss_fn, config=config, device=where, transform=transform, phase=phase, ranks=ranks)
-        state = RunState(stepper, source, folder)
+        state = PhaseState(stepper, source, folder)
         state.open(resume)
         opened = RunLog(folder, tensorboard=config.tensorboard, log_bytes=state.log_bytes, step=state.step)
         with power, opened if ranks.main else NoLog() as logs:
@@ -146,7 +168,7 @@ class _Run:
         self,
         stepper: Stepper,
         source: BatchSource,
-        state: RunState,
+        state: PhaseState,
         logs: "RunLog | NoLog",
         evaluate: Evaluate | None,
         progress: Callable[[TrainProgress], None] | None,

@@ -15,11 +15,10 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
 from brim.engine.config import SweepConfig
-from brim.engine.tuning.trial_book import Status, Trial, TrialBook, merge
-from brim.engine.tuning.verdict import verdict
+from brim.engine.tuning.trials import Trial, TrialBook, TrialStatus, merge, verdict
 from brim.errors import OutOfMemory
 
-__all__ = ["Probe", "Prove", "Status", "Sweep", "Trial", "merge", "sweep"]
+__all__ = ["Probe", "Prove", "Sweep", "Trial", "TrialStatus", "merge", "sweep"]
 
 Probe = Callable[[int], Trial]  # batch → one short measurement; OutOfMemory when it does not fit
 Prove = Callable[[int, int], Trial]  # batch, steps → that many steps at least, with the peak memory of all

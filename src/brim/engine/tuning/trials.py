@@ -1,273 +1,198 @@
-"""Measures steps of any callable at any batch size, on any device: time, spread, latency, true peak memory.
+"""Measurements of a batch size search: trials, their noise, memory per item, and a summary in words.
 
-The search that decides which sizes to measure is `autotune.py`; this module only knows how.
+Pure arithmetic: no device, no clock, no search.
 """
 
-import ctypes
-import gc
+import math
 import statistics
-import time
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Annotated
+from typing import Literal
 
-import torch
+TrialStatus = Literal["ok", "oom", "over budget", "failed", "slow"]
 
-from brim.config import Range, check
-from brim.engine.config import SweepConfig
-from brim.engine.device.memory import PeakMemory, check_injected, free_bytes, guard
-from brim.engine.tuning.search import Sweep, Trial, sweep
-from brim.errors import OutOfMemory
-
-Step = Callable[[], object]  # runs one step; what it returns is dropped
-MakeStep = Callable[[int], Step]  # batch → its step, inputs allocated
-
-MAX_WARMUP = 6  # calls: compilers and graph captures settle after the second or third
-SETTLED = 0.9  # a call that takes more of the time of the one before than this is no longer warming up
-MAX_SLEEP_S = 0.5  # longest head start given to the host when the device's own time is measured
-SLEEP_HZ = 2e9  # cycles of a device's sleep per second, at the clock of recent GPUs
+PRIOR_NOISE = 0.005  # relative noise of a trial until repeats tell: what a quiet GPU shows
+PRIOR_WEIGHT = 2  # as many repeats as the prior counts for
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ProbeConfig:
-    """How long one probe measures."""
+class Trial:
+    """One measurement of one batch size."""
 
-    blocks: Annotated[int, Range(1)] = 3  # timed blocks of steps: their median counts, their spread is reported
-    block_s: Annotated[float, Range(above=0)] = 0.04  # least length of a block, unless one step is longer
-    enough_s: Annotated[float, Range(above=0)] = 1.5  # no further block after this: long steps are precise enough
-    latencies: Annotated[int, Range(1)] = 3  # single steps per probe, each synchronised
-    settle_s: float = 0.5  # seconds of steps before the very first probe, while clocks and caches come up
-
-    def __post_init__(self) -> None:
-        check(self)
-
-
-def tune(
-    make_step: MakeStep,
-    device: torch.device,
-    config: SweepConfig | None = None,
-    *,
-    progress: Callable[[Trial], None] | None = None,
-) -> Sweep:
-    """The fastest batch and the largest safe one of a step, inference or training, on this device.
-
-    The memory budget is what is free now, unless the config has one.
-    """
-    prober = Prober(make_step, device)
-    config = config or SweepConfig()
-    if config.budget_bytes is None:
-        config = replace(config, budget_bytes=prober.budget_bytes)
-    return sweep(prober, config, prove=prober.prove, progress=progress)
-
-
-class Prober:
-    """Measures the steps that make_step makes; call it with a batch for a short trial.
-
-    Every trial makes its step anew and drops it at the end, so that sizes do not share memory.
-    """
-
-    def __init__(
-        self,
-        make_step: MakeStep,
-        device: torch.device,
-        config: ProbeConfig | None = None,
-        *,
-        stages: Callable[[], Mapping[str, float]] | None = None,
-    ) -> None:
-        """Take the step's maker; stages tells the seconds of a step per stage after a trial, for the verdict."""
-        self.make_step, self.device, self.stages = make_step, device, stages
-        self.config = config or ProbeConfig()
-        self.warmup_s = 0.0  # in first calls of a size so far: compilation, plan search, capture
-        self._latencies_ms: dict[int, list[float]] = {}
-        self._device_s: dict[int, float | None] = {}
-        self._fresh = True
-        self._clean()
-        self.budget_bytes = budget_bytes(device)
-
-    def __call__(self, batch: int) -> Trial:
-        """A short measurement of a size; OutOfMemory when it does not fit."""
-        return self._guarded(batch, lambda step: self._measure(batch, step))
-
-    def prove(self, batch: int, steps: int) -> Trial:
-        """At least so many steps of a size, and the peak memory of all of them."""
-        return self._guarded(batch, lambda step: self._repeat(batch, step, steps))
-
-    # One trial
-
-    def _guarded(self, batch: int, measure: Callable[[Step], Trial]) -> Trial:
-        """Run a measurement on a new step, with the allocator clean before it and after it."""
-        check_injected(batch)
-        self._clean()
-        outcome = self._attempt(batch, measure)
-        # Only now is the traceback gone that kept the step's tensors alive.
-        self._clean()
-        if isinstance(outcome, Trial):
-            return outcome
-        raise outcome
-
-    def _attempt(self, batch: int, measure: Callable[[Step], Trial]) -> Trial | Exception:
-        try:
-            with guard(), _Peak(self.device) as peak:
-                trial = measure(self.make_step(batch))
-                self._wait()
-            return replace(trial, peak_bytes=peak.bytes, stages=dict(self.stages()) if self.stages else None)
-        except OutOfMemory as failure:
-            return OutOfMemory(str(failure))
-        except RuntimeError as failure:
-            failure.__context__ = failure.__cause__ = None
-            return failure.with_traceback(None)
-
-    def _measure(self, batch: int, step: Step) -> Trial:
-        num_warmup, first_s, step_s = self._warm_up(batch, step)
-        rates, num_timed = self._time_blocks(batch, step, step_s)
-        seconds = batch / statistics.median(rates)
-        latencies_ms = self._time_singles(batch, step, seconds)
-        warmup_s = max(0.0, first_s - seconds)
-        self.warmup_s += warmup_s
-        return Trial(
-            batch=batch,
-            seconds=seconds,
-            spread=(max(rates) - min(rates)) / 2 / statistics.median(rates),
-            p50_ms=statistics.median(latencies_ms),
-            p95_ms=_quantile(latencies_ms, 0.95),
-            steps=num_warmup + num_timed,
-            device_share=self._device_share(batch, step, seconds),
-            warmup_s=warmup_s,
-        )
-
-    def _repeat(self, batch: int, step: Step, steps: int) -> Trial:
-        took_s = [self._timed(step) for _ in range(max(2, steps))]
-        seconds = statistics.median(took_s[1:])
-        warmup_s = max(0.0, took_s[0] - seconds)
-        self.warmup_s += warmup_s
-        self._latencies_ms.setdefault(batch, []).extend(second * 1e3 for second in took_s[1:])
-        latencies_ms = self._latencies_ms[batch]
-        return Trial(
-            batch=batch,
-            seconds=seconds,
-            p50_ms=statistics.median(latencies_ms),
-            p95_ms=_quantile(latencies_ms, 0.95),
-            steps=len(took_s),
-            warmup_s=warmup_s,
-        )
-
-    # Its parts
-
-    def _warm_up(self, batch: int, step: Step) -> tuple[int, float, float]:
-        """Steps until their time settles: how many, seconds of the first, seconds of the last."""
-        first_s = last_s = self._timed(step)
-        known, num, began_s = batch in self._latencies_ms, 1, time.perf_counter()
-        least_s = self.config.settle_s if self._fresh else 0.0
-        # A size that ran before has its plans and kernels; its step needs one call to touch its inputs.
-        while not known and (num < MAX_WARMUP or time.perf_counter() - began_s < least_s):
-            before_s, last_s = last_s, self._timed(step)
-            num += 1
-            settled = last_s > SETTLED * before_s or last_s > self.config.enough_s
-            if settled and time.perf_counter() - began_s >= least_s:
-                break
-        self._fresh = False
-        return num, first_s, last_s
-
-    def _time_blocks(self, batch: int, step: Step, step_s: float) -> tuple[list[float], int]:
-        """Items per second of each block, whose steps are not waited for one by one; and the steps in all."""
-        rates: list[float] = []
-        each = max(1, round(self.config.block_s / max(1e-7, step_s)))
-        began_s = time.perf_counter()
-        while len(rates) < self.config.blocks:
-            block_began_s = time.perf_counter()
-            for _ in range(each):
-                step()
-            self._wait()
-            now_s = time.perf_counter()
-            rates.append(batch * each / (now_s - block_began_s))
-            if now_s - began_s > self.config.enough_s:
-                break
-        return rates, each * len(rates)
-
-    def _time_singles(self, batch: int, step: Step, seconds: float) -> list[float]:
-        """Milliseconds of single steps of this size, earlier probes included."""
-        latencies_ms = self._latencies_ms.setdefault(batch, [])
-        if latencies_ms and seconds * self.config.latencies > self.config.enough_s:
-            return latencies_ms
-        num = 1 if seconds * self.config.latencies > self.config.enough_s else self.config.latencies
-        latencies_ms.extend(self._timed(step) * 1e3 for _ in range(num))
-        return latencies_ms
-
-    def _device_share(self, batch: int, step: Step, seconds: float) -> float | None:
-        """Share of a step's time in which the device works; measured once, for sizes that come twice."""
-        if self.device.type != "cuda" or len(self._latencies_ms[batch]) <= self.config.latencies:
-            return None
-        if batch not in self._device_s:
-            self._device_s[batch] = self._device_seconds(step, seconds)
-        device_s = self._device_s[batch]
-        return None if device_s is None else min(1.0, device_s / seconds)
-
-    def _device_seconds(self, step: Step, seconds: float) -> float | None:
-        """Device time of one step without the gaps in which the device waits for the host.
-
-        The device sleeps while the host issues the whole step behind it; what follows has no gaps.
-        """
-        if seconds > MAX_SLEEP_S:
-            return None
-        started, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-        with torch.cuda.device(self.device):
-            torch.cuda._sleep(int(1.5 * seconds * SLEEP_HZ))  # type: ignore[no-untyped-call]
-            started.record()
-            step()
-            ended.record()
-        self._wait()
-        return float(started.elapsed_time(ended)) / 1e3
-
-    def _timed(self, step: Step) -> float:
-        began_s = time.perf_counter()
-        step()
-        self._wait()
-        return time.perf_counter() - began_s
-
-    def _wait(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-
-    def _clean(self) -> None:
-        gc.collect()
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-            torch.cuda.empty_cache()
-        else:
-            _trim_heap()
-
-
-def budget_bytes(device: torch.device) -> int:
-    """Memory this process could hold on the device: what is free, and what it holds already."""
-    if device.type == "cuda":
-        # Other processes' memory is not free, nor what is beyond our share; torch's cache and our tensors are ours.
-        return free_bytes(device) + torch.cuda.memory_allocated(device)
-    with PeakMemory(device) as now:
-        return free_bytes(device) + now.start_bytes
-
-
-class _Peak(PeakMemory):
-    """The most memory that a trial took from the device.
-
-    On CUDA what the allocator reserved, not what tensors held: fragments and workspaces must fit too.
-    """
+    batch: int  # items in a step
+    seconds: float  # median of one step
+    spread: float = 0.0  # half-width of the spread of block rates, relative to their median
+    p50_ms: float | None = None  # of single steps, each waited for
+    p95_ms: float | None = None
+    peak_bytes: int | None = None  # most memory in use at any moment, weights included
+    steps: int = 1  # steps that ran, warm-up included: they prove that the batch fits
+    device_share: float | None = None  # of the wall time, the device was busy; None: not measured
+    stages: Mapping[str, float] | None = None  # seconds of a step per named stage; the device's own is "device"
+    warmup_s: float = 0.0  # what the first call took above a normal one: compilation, plan search, capture
+    status: TrialStatus = "ok"  # "slow": above the latency limit; "over budget": ran, but took too much memory
+    detail: str = ""  # why, when not ok
 
     @property
-    def bytes(self) -> int:
-        """Peak so far."""
-        if self.device.type == "cuda":
-            return int(torch.cuda.max_memory_reserved(self.device))
-        return super().bytes
+    def throughput(self) -> float:
+        """Items per second; 0 for a step that did not run."""
+        return self.batch / self.seconds if self.seconds > 0 else 0.0
+
+    @property
+    def latency_ms(self) -> float:
+        """What the latency limit is held against: p95, or the median step where that is not known."""
+        return self.seconds * 1e3 if self.p95_ms is None else self.p95_ms
 
 
-def _trim_heap() -> None:
-    """Give freed memory back to the system, where libc can: what one trial left would count for the next."""
-    with suppress(OSError, AttributeError):
-        ctypes.CDLL(None).malloc_trim(0)
+def merge(trials: Sequence[Trial]) -> Trial:
+    """One trial out of repeated ones of a size: the median step, the highest peak, the last latencies."""
+    last = trials[-1]
+    seconds = [trial.seconds for trial in trials]
+    peaks = [trial.peak_bytes for trial in trials if trial.peak_bytes is not None]
+    shares = [trial.device_share for trial in trials if trial.device_share is not None]
+    middle = statistics.median(seconds)
+    half_width = (max(seconds) - min(seconds)) / 2 / middle if middle > 0 else 0.0
+    return replace(
+        last,
+        seconds=middle,
+        spread=max(half_width, statistics.median(trial.spread for trial in trials)),
+        peak_bytes=max(peaks, default=None),
+        steps=sum(trial.steps for trial in trials),
+        device_share=statistics.median(shares) if shares else None,
+        warmup_s=sum(trial.warmup_s for trial in trials),
+    )
 
 
-def _quantile(values: list[float], share: float) -> float:
-    """The value below which this share of them is."""
-    ordered = sorted(values)
-    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
+class TrialBook:
+    """Every trial in order, and what follows from them per batch size."""
+
+    def __init__(self, top: int) -> None:
+        """Start empty; top is the largest size not known to be too large for the device."""
+        self.top = top
+        self.trials: list[Trial] = []
+        self._ran: dict[int, list[Trial]] = {}
+        self._merged: dict[int, Trial] = {}
+        self._noise: float | None = None
+
+    def add(self, trial: Trial) -> None:
+        """Note a trial; one that did not run takes its size out again, whatever ran before."""
+        self.trials.append(trial)
+        self._merged.pop(trial.batch, None)
+        self._noise = None
+        if trial.status in ("oom", "failed", "over budget"):
+            self.top = min(self.top, max(1, trial.batch - 1))
+        if trial.status in ("oom", "failed"):
+            self._ran.pop(trial.batch, None)
+        else:
+            self._ran.setdefault(trial.batch, []).append(trial)
+
+    def sizes(self) -> list[int]:
+        """Sizes that may be chosen: they ran, within memory and latency, and no smaller one failed."""
+        return sorted(size for size in self._ran if size <= self.top and self.merged(size).status == "ok")
+
+    def merged(self, batch: int) -> Trial:
+        """All trials of a size as one; the last one's status holds."""
+        if batch not in self._merged:
+            self._merged[batch] = merge(self._ran[batch])
+        return self._merged[batch]
+
+    def ran(self, batch: int) -> bool:
+        """Whether a size ran at least once."""
+        return batch in self._ran
+
+    def count(self, batch: int) -> int:
+        """How often a size was measured."""
+        return len(self._ran.get(batch, ()))
+
+    def rate(self, batch: int) -> float:
+        """Items per second of a size: from its median step."""
+        return self.merged(batch).throughput
+
+    def best(self) -> int:
+        """The size with the highest rate among those that may be chosen, the smallest of equals; 0 without any."""
+        return max(self.sizes(), key=lambda size: (self.rate(size), -size), default=0)
+
+    def noise(self) -> float:
+        """Relative noise of one trial, pooled over the sizes that were repeated."""
+        if self._noise is None:
+            self._noise = self._pooled_noise()
+        return self._noise
+
+    def _pooled_noise(self) -> float:
+        spreads = [trial.spread for trials in self._ran.values() for trial in trials]
+        prior = max(PRIOR_NOISE, statistics.median(spreads)) if spreads else PRIOR_NOISE
+        squares, degrees = PRIOR_WEIGHT * prior**2, PRIOR_WEIGHT
+        for trials in self._ran.values():
+            # Around the median, and each deviation capped: one stall of the machine is no noise.
+            middle = statistics.median(trial.seconds for trial in trials)
+            if len(trials) > 1 and middle > 0:
+                squares += sum(min(0.1, abs(trial.seconds / middle - 1)) ** 2 for trial in trials)
+                degrees += len(trials) - 1
+        return math.sqrt(squares / degrees)
+
+    def error(self, batch: int) -> float:
+        """Relative standard error of a size's rate."""
+        return 1.25 * self.noise() / math.sqrt(max(1, self.count(batch)))  # 1.25: a median, not a mean
+
+    # Memory
+
+    def predict_bytes(self, batch: int) -> float | None:
+        """Peak memory expected of a size; None before two sizes ran with their memory known."""
+        fit = self._memory_fit()
+        if fit is None:
+            return None
+        largest, peak, slope = fit
+        return peak + slope * (batch - largest)
+
+    def largest_within(self, limit_bytes: float) -> int | None:
+        """The largest size expected to stay within a limit; None when memory tells no limit."""
+        fit = self._memory_fit()
+        if fit is None or fit[2] <= 0:
+            return None
+        largest, peak, slope = fit
+        return max(1, largest + math.floor((limit_bytes - peak) / slope))
+
+    def _memory_fit(self) -> tuple[int, float, float] | None:
+        """Largest size, its peak, bytes per item: a line through it with the slope of them all."""
+        points = [(size, self.merged(size).peak_bytes) for size in sorted(self._ran)]
+        known = [(size, float(peak)) for size, peak in points if peak is not None]
+        if len(known) < 2:
+            return None
+        # Weighted by size: at small ones the allocator's rounding hides what an item takes.
+        weight = sum(size for size, _ in known)
+        mean_size = sum(size * size for size, _ in known) / weight
+        mean_peak = sum(size * peak for size, peak in known) / weight
+        across = sum(size * (size - mean_size) * (peak - mean_peak) for size, peak in known)
+        along = sum(size * (size - mean_size) ** 2 for size, _ in known)
+        return known[-1][0], known[-1][1], max(0.0, across / along)
+
+
+STALLED = 0.8  # a device busy for less of the time is not what limits the step
+
+
+def verdict(book: TrialBook, chosen: int) -> str:
+    """What batching is worth here and what limits the step, in a sentence or two."""
+    trial, best = book.merged(chosen), book.merged(book.best() or chosen)
+    if trial.status != "ok":
+        return f"no batch keeps the limits: even batch {chosen} is {trial.status}, {trial.detail}"
+    host = _not_the_device(trial)
+    if book.sizes() == [1]:
+        return f"only batch 1 was measured: {trial.throughput:.4g}/s" + f"; {host}" * bool(host)
+    single = book.rate(1)
+    share = single / best.throughput
+    if chosen == 1:
+        why = host or "one item keeps the device as busy as many"
+        return f"batching does not matter: batch 1 reaches {min(1.0, share):.0%} of the best; {why}"
+    gain = f"batch {chosen} gives {trial.throughput:.4g}/s, {trial.throughput / single:.3g} times batch 1"
+    return f"{gain}; {host}" if host else gain
+
+
+def _not_the_device(trial: Trial) -> str:
+    """Says so when the step waits for something else than the device."""
+    stages = trial.stages or {}
+    total_s = sum(stages.values())
+    name = max(stages, key=lambda stage: stages[stage], default="device")
+    if name != "device" and stages[name] > 0.5 * total_s:
+        return f"not limited by the device: {stages[name] / total_s:.0%} of the time in {name}"
+    if trial.device_share is not None and trial.device_share < STALLED:
+        return f"not limited by the device: it is busy for {trial.device_share:.0%} of the time and waits for the host"
+    return ""

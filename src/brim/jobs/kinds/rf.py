@@ -109,7 +109,7 @@ def run_generate(task: Task, voice: Voice) -> dict[str, Any]:
     """Make the dataset, or the rest of it."""
     if (found := by_leader(task, voice)) is not None:
         return found
-    from brim.engine.storage.dataset import Dataset
+    from brim.engine.storage import Dataset
     from brim.rf.config import GenerateConfig
     from brim.rf.generation.dataset import Progress as Made
     from brim.rf.generation.dataset import generate
@@ -213,7 +213,7 @@ def run_train(task: Task, voice: Voice) -> dict[str, Any]:
     """Train the locator, or go on with it."""
     if (found := by_ranks(task, voice)) is not None:
         return found
-    from brim.engine.training.report import TrainProgress
+    from brim.engine.training import TrainProgress
     from brim.rf.config import LocatorTraining
     from brim.rf.location.train import train
 

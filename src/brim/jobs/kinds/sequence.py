@@ -29,7 +29,7 @@ from brim.jobs.registry.result_files import EMBEDDING, write_json
 from brim.jobs.worker.group import by_ranks
 
 if TYPE_CHECKING:
-    from brim.engine.training.report import TrainProgress
+    from brim.engine.training import TrainProgress
     from brim.jobs.kinds.specs import Spec
     from brim.sequences.config import SequenceTraining
 
@@ -84,7 +84,7 @@ def resolve_train(values: Mapping[str, Any]) -> dict[str, Any]:
 
 def check_train(spec: "Spec", inputs: Inputs) -> None:
     """Refuse a corpus that the recipe does not fit: no labels, too few sequences, batches too small."""
-    from brim.engine.rows.buckets import Buckets
+    from brim.engine.rows import Buckets
     from brim.sequences.training.data import open_data
     from brim.sequences.training.splits import check_labels, split
 

@@ -19,7 +19,7 @@ from brim.errors import BrimError, CheckpointError, Conflict, DatasetError
 from brim.jobs.kinds.status import Flow, Progress
 
 if TYPE_CHECKING:
-    from brim.engine.training.report import TrainProgress
+    from brim.engine.training import TrainProgress
     from brim.jobs.kinds.specs import Spec
 
 QUIET_S = 0.4  # without a word from the library, after which its last one is repeated

@@ -151,7 +151,7 @@ _EXPECTED: Final = {
 
 
 def _look_at_rf(path: Path) -> Found:
-    from brim.engine.storage.dataset import check_bytes
+    from brim.engine.storage import check_bytes
     from brim.rf.datasets.inspect import open_dataset
 
     found = open_dataset(path)

@@ -175,8 +175,12 @@ def _run(name: str, settings: dict[str, Any], beat: Heartbeat) -> None:
     with closing(Queue(jobs_url)) as queue:
         settle_stopped(catalogue, queue, name, data)  # first: people wait for it
 
-    from brim.engine.device.devices import describe, gpu_uuid, resolve_device  # brings torch, which takes seconds
-    from brim.engine.device.memory import keep_to_share
+    from brim.engine.device import (  # brings torch, which takes seconds
+        describe,
+        gpu_uuid,
+        keep_to_share,
+        resolve_device,
+    )
 
     device, min_free = resolve_device("auto"), settings.get("min_free_bytes")
     keep_to_share(device)

@@ -107,7 +107,7 @@ def _keep_to_share(task: Task) -> None:
     if task.device != "cpu" and task.gpus:
         import torch
 
-        from brim.engine.device.memory import keep_to_share
+        from brim.engine.device import keep_to_share
 
         for number in range(torch.cuda.device_count()):
             keep_to_share(torch.device("cuda", number))

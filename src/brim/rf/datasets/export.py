@@ -22,7 +22,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from brim.engine.storage.dataset import Dataset
+from brim.engine.storage import Dataset
 from brim.errors import BrimError, ConfigError, DatasetError, StorageError
 from brim.rf.config import CHANNEL_HZ, SAMPLE_RATE_HZ
 from brim.rf.datasets.inspect import Progress, named_columns, open_dataset

@@ -16,8 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from brim.engine.device.devices import worker_count
-from brim.engine.storage.dataset import MANIFEST, Dataset
+from brim.engine.device import worker_count
+from brim.engine.storage import MANIFEST, Dataset
 from brim.errors import DatasetError
 from brim.rf.features.estimators import FEATURES, UNKNOWN_SIGMA_US
 from brim.rf.generation.rows import TRUTH

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from brim.engine.storage.dataset import Dataset
+from brim.engine.storage import Dataset
 from brim.errors import ConfigError
 from brim.report.page import (
     card,

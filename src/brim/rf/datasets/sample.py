@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 
-from brim.engine.storage.dataset import Dataset
+from brim.engine.storage import Dataset
 from brim.errors import ConfigError
 from brim.rf.config import CHANNEL_HZ
 from brim.rf.datasets.inspect import fixed_receivers, named_columns

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from brim.engine.storage.dataset import Dataset
+from brim.engine.storage import Dataset
 from brim.errors import ConfigError
 from brim.rf.config import SAMPLE_RATE_HZ, from_mapping
 from brim.rf.features.estimators import milliwatt_units

@@ -8,7 +8,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from brim.engine.device.devices import resolve_device
+from brim.engine.device import resolve_device
 from brim.rf.config import NUM_CHUNKS, GenerateConfig
 from brim.rf.features import estimators as ft
 from brim.rf.generation.batch import Backend, Measured, make_work

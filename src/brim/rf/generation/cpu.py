@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from brim.engine.device.devices import worker_count
+from brim.engine.device import worker_count
 from brim.rf.config import NUM_CHUNKS, GenerateConfig
 from brim.rf.features import estimators as ft
 from brim.rf.generation.batch import STREAM_STRIDE, Measured, Work, feature_chunks, record_power

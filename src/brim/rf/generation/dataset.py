@@ -16,12 +16,9 @@ import torch
 from torch import Tensor
 
 from brim import __version__
-from brim.engine.device.devices import resolve_device
-from brim.engine.device.memory import PeakMemory
-from brim.engine.meter.throughput import GpuSampler, ceiling_share
-from brim.engine.storage.dataset import MANIFEST, Dataset
-from brim.engine.storage.places import Place, place_of
-from brim.engine.storage.writer import ShardWriter, Verify, verify
+from brim.engine.device import PeakMemory, resolve_device
+from brim.engine.meter import GpuSampler, ceiling_share
+from brim.engine.storage import MANIFEST, Dataset, Place, ShardWriter, Verify, place_of, verify
 from brim.errors import ConfigError, DatasetError
 from brim.rf.config import SAMPLE_RATE_HZ, GenerateConfig
 from brim.rf.features.estimators import FEATURES, STATISTICS

@@ -14,9 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from brim.engine.device.devices import worker_count
-from brim.engine.device.memory import Halving, PeakMemory, batch_for, free_bytes
-from brim.engine.meter.throughput import Meter, ceiling_rate
+from brim.engine.device import Halving, PeakMemory, batch_for, free_bytes, worker_count
+from brim.engine.meter import Meter, ceiling_rate
 from brim.engine.pipeline import HostCopy, Pending, Pipeline, Stage
 from brim.rf.config import GenerateConfig
 from brim.rf.generation.batch import Backend, Measured, Work, make_work

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from brim.engine.training.rank_share import Dropout, drawn
+from brim.engine.training import Dropout, drawn
 from brim.errors import ConfigError
 from brim.rf.config import GenerateConfig
 from brim.rf.features.estimators import FEATURES, STATISTICS, F

@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from brim.engine.device.devices import resolve_device, stream
-from brim.engine.training.checkpoint import load_weights
+from brim.engine.device import resolve_device, stream
+from brim.engine.training import load_weights
 from brim.errors import BrimError, CheckpointError, ConfigError, DatasetError, StorageError
 from brim.rf.config import GenerateConfig, from_mapping
 from brim.rf.datasets.inspect import named_columns, open_dataset

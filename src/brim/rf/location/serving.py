@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from brim.engine.batching.servable import Answer, Item, Payload, Shape
+from brim.engine.batching import Answer, DecodedRequest, Payload, RequestShape
 from brim.engine.batching.warm_up import ladder
 from brim.errors import ConfigError, TooLarge
 from brim.rf.location.evaluate import MIN_STATIONS, geojson, parse_observations
@@ -49,7 +49,7 @@ class LocateServable:
 
     # Requests
 
-    def inspect(self, payload: Payload) -> Shape:
+    def inspect(self, payload: Payload) -> RequestShape:
         """Key and observations from how many stations there are."""
         listed = _listed(_read(payload))
         num = max(map(_num_stations, listed))
@@ -58,15 +58,15 @@ class LocateServable:
         most = padded(num)
         scale = most / _EXAMPLE_STATIONS
         expected_s = {size: seconds * scale for size, seconds in self.expected_s.items()}
-        return Shape((self._number, most), len(listed), cost=float(most), expected_s=expected_s)
+        return RequestShape((self._number, most), len(listed), cost=float(most), expected_s=expected_s)
 
-    def decode(self, payload: Payload) -> Item:
+    def decode(self, payload: Payload) -> DecodedRequest:
         """Rows as a dataset has them."""
         names, rows = parse_observations(_read(payload), self._run.generation, payload.name or "observations")
         most = padded(rows["present"].shape[1])
         rows = {name: _grown(tensor, most) if tensor.ndim > 1 else tensor for name, tensor in rows.items()}
         parts = [{name: tensor[n] for name, tensor in rows.items()} for n in range(len(names))]
-        return Item((self._number, most), parts, names)
+        return DecodedRequest((self._number, most), parts, names)
 
     def forward(self, parts: list[Rows]) -> Estimate:
         """Queue observations of one number of receivers."""
@@ -79,7 +79,7 @@ class LocateServable:
         found = (part.cpu() for part in (running.position_en, running.covariance, running.origin))
         return [_Found(*row) for row in zip(*found, strict=True)]
 
-    def finish(self, item: Item, outputs: list[Any]) -> Answer:
+    def finish(self, item: DecodedRequest, outputs: list[Any]) -> Answer:
         """GeoJSON of all observations of a request."""
         for name, found in zip(item.context, outputs, strict=True):
             if not all(bool(part.isfinite().all()) for part in found):

@@ -18,14 +18,11 @@ from torch import Tensor
 
 import brim
 from brim.engine.config import recipe_of
-from brim.engine.device.devices import stream
-from brim.engine.rows.files import DatasetSource, TensorSource, read_rows
-from brim.engine.rows.resident import Resident
-from brim.engine.storage.dataset import allocate
-from brim.engine.training.rank_share import check_enough
-from brim.engine.training.ranks import Ranks, joined
-from brim.engine.training.report import TrainProgress, TrainReport
-from brim.engine.training.trainer import train as run_trainer
+from brim.engine.device import stream
+from brim.engine.rows import DatasetSource, Resident, TensorSource, read_rows
+from brim.engine.storage import allocate
+from brim.engine.training import Ranks, TrainProgress, TrainReport, check_enough, joined
+from brim.engine.training import train as run_trainer
 from brim.errors import CheckpointError, ConfigError, DatasetError
 from brim.rf.config import GenerateConfig, LocatorTraining
 from brim.rf.datasets.inspect import named_columns, open_dataset

@@ -15,7 +15,7 @@ from typing import Self
 import cv2
 import numpy as np
 
-from brim.engine.storage.places import is_url, place_of
+from brim.engine.storage import is_url, place_of
 from brim.errors import ConfigError, StorageError
 from brim.segmentation.config import FORMATS
 from brim.segmentation.images.coco import CocoFile, annotation_lines

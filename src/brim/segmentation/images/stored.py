@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from brim.engine.storage.places import Place
+from brim.engine.storage import Place
 from brim.errors import ImageError
 
 FIRST_BYTES = 2**23  # asked for at once: few images have more

@@ -16,7 +16,7 @@ from typing import Any, Literal, Protocol, cast, get_args, runtime_checkable
 import torch
 from torch import Tensor, nn
 
-from brim.engine.meter.stalls import find_syncs
+from brim.engine.meter import find_syncs
 from brim.errors import ConfigError
 
 log = logging.getLogger("brim")

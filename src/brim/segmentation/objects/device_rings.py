@@ -26,7 +26,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from brim.engine.device.memory import total_bytes
+from brim.engine.device import total_bytes
 from brim.errors import OutOfMemory
 
 UNIT = 2.0**23  # a probability is a whole number of parts of this, as in outlines.py

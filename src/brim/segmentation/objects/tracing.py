@@ -13,7 +13,7 @@ from functools import cache
 
 import torch
 
-from brim.engine.device.memory import check_injected, guard
+from brim.engine.device import check_injected, guard
 from brim.engine.pipeline import HostCopy, Pending
 from brim.errors import OutOfMemory
 from brim.segmentation.objects import device_rings

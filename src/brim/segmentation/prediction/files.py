@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
-from brim.engine.storage.places import is_url, place_of
+from brim.engine.storage import is_url, place_of
 from brim.errors import ConfigError, ImageError
 from brim.segmentation.config import FilesConfig
 from brim.segmentation.images.formats import Writer

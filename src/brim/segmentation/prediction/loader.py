@@ -21,7 +21,7 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
-from brim.engine.device.devices import resolve_device, worker_count
+from brim.engine.device import resolve_device, worker_count
 from brim.errors import ConfigError, ImageError
 from brim.segmentation.config import DEFAULT_TILE, QUICK_SECONDS, PredictConfig
 from brim.segmentation.images.reading import ImageInput, read_image

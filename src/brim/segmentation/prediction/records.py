@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from brim.engine.storage.places import Place
+from brim.engine.storage import Place
 
 FOLDER = ".brim"
 _RECORDS = f"{FOLDER}/records"

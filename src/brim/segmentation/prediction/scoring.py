@@ -14,8 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from brim.engine.device.memory import Halving, guard
-from brim.engine.meter.throughput import ceiling_rate
+from brim.engine.device import Halving, guard
+from brim.engine.meter import ceiling_rate
 from brim.engine.pipeline import HostCopy, Pending
 from brim.errors import OutOfMemory
 from brim.segmentation.networks.network import Network

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from brim.engine.batching.servable import Answer, Item, Payload, Shape
+from brim.engine.batching import Answer, DecodedRequest, Payload, RequestShape
 from brim.engine.batching.warm_up import ladder
 from brim.errors import ImageError, OutOfMemory, TooLarge
 from brim.segmentation.config import DEFAULT_TILE, QUICK_SECONDS, PredictConfig, RequestConfig
@@ -108,7 +108,7 @@ class SegmentServable:
 
     # Requests
 
-    def inspect(self, payload: Payload) -> Shape:
+    def inspect(self, payload: Payload) -> RequestShape:
         """Key and patches from the image's header."""
         options = _options(payload)
         width, height = image_size(payload.data, payload.name)
@@ -123,12 +123,12 @@ class SegmentServable:
         shape, num = self._patches(height, width)
         scale = shape[0] * shape[1] / self._tile**2
         sizes = self._sizes_at(scale)
-        return Shape(
+        return RequestShape(
             self._key(shape, options), num, cost=float(shape[0] * shape[1]), sizes=sizes,
             expected_s={size: self._expected(size, scale) for size in sizes} if self.expected_s else {},
         )  # fmt: skip
 
-    def decode(self, payload: Payload) -> Item:
+    def decode(self, payload: Payload) -> DecodedRequest:
         """Pixels, cut into patches; in pinned memory for a GPU."""
         options = _options(payload)
         _room.wait()
@@ -140,7 +140,7 @@ class SegmentServable:
             _room.take(patch.pixels)
         overlaid = image if options.format == "overlay" else None
         context = _Context(run, frame, options.format, overlaid, options.as_rings and options.format == "geojson")
-        return Item(self._key(patches[0].shape, options), [_Part(run, patch) for patch in patches], context)
+        return DecodedRequest(self._key(patches[0].shape, options), [_Part(run, patch) for patch in patches], context)
 
     def forward(self, parts: list["_Part"]) -> "_Running":
         """Queue patches of one shape and threshold."""
@@ -165,7 +165,7 @@ class SegmentServable:
             for number, patch in enumerate(running.patches)
         ]
 
-    def finish(self, item: Item, outputs: list[Any]) -> Answer:
+    def finish(self, item: DecodedRequest, outputs: list[Any]) -> Answer:
         """Polygons, and the answer in the format asked for."""
         context: _Context = item.context
         (scored,) = [output for output in outputs if isinstance(output, _Scored)]

@@ -21,9 +21,8 @@ import cv2
 import numpy as np
 from torch import Tensor
 
-from brim.engine.device.devices import worker_count
-from brim.engine.device.memory import guard
-from brim.engine.meter.throughput import BUSY, INPUT, ROOM, GpuSampler, Meter, ceiling_share
+from brim.engine.device import guard, worker_count
+from brim.engine.meter import BUSY, INPUT, ROOM, GpuSampler, Meter, ceiling_share
 from brim.engine.pipeline import Pending, Pipeline, Stage
 from brim.errors import ImageError, OutOfMemory
 from brim.segmentation.config import PredictConfig

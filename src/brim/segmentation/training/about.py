@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 import brim
-from brim.engine.training.checkpoint import has_checkpoint
+from brim.engine.training import has_checkpoint
 from brim.errors import CheckpointError, DatasetError, StorageError
 from brim.segmentation.networks.weights import find_weights
 from brim.segmentation.training.crops import Pair, find_change

@@ -23,11 +23,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from brim.engine.device.devices import worker_count
+from brim.engine.device import worker_count
 from brim.engine.pipeline import Pipeline, Stage
-from brim.engine.storage.dataset import Dataset
-from brim.engine.storage.writer import ShardWriter
-from brim.engine.training.report import TrainProgress
+from brim.engine.storage import Dataset, ShardWriter
+from brim.engine.training import TrainProgress
 from brim.errors import BrimError, DatasetError, ImageError, StorageError
 from brim.segmentation.images.reading import find_images, read_image, read_mask
 

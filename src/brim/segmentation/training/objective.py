@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from brim.engine.training.rank_share import current
+from brim.engine.training import current
 from brim.errors import ConfigError
 
 log = logging.getLogger("brim")

@@ -23,8 +23,7 @@ from typing import Any, Final
 
 import torch
 
-from brim.engine.device.devices import describe, worker_count
-from brim.engine.device.memory import total_bytes
+from brim.engine.device import describe, total_bytes, worker_count
 from brim.errors import ConfigError, StorageError
 
 FORMAT_VERSION: Final = 1

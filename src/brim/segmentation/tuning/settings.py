@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from brim.engine.device.memory import Halving
+from brim.engine.device import Halving
 from brim.errors import ConfigError
 from brim.segmentation.networks.network import Network, Setting
 from brim.segmentation.scenes.cells import make_cells

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from brim.engine.device.memory import format_size
+from brim.engine.device import format_size
 
 LEAST_DIFFERENCE = 0.02  # share; less is not worth a word, whatever the noise
 

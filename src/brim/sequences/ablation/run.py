@@ -24,10 +24,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from brim.engine.device.devices import describe, resolve_device, stream, worker_count
-from brim.engine.device.memory import PeakMemory, guard
-from brim.engine.meter.stalls import time_step
-from brim.engine.rows.order import HOST
+from brim.engine.device import PeakMemory, describe, guard, resolve_device, stream, worker_count
+from brim.engine.meter import time_step
+from brim.engine.rows import HOST
 from brim.errors import ConfigError, OutOfMemory, StorageError
 from brim.sequences.ablation.loop import Data, Fed, Feed, Setup, Step, autotuner, make_module, make_step
 from brim.sequences.ablation.report import Ablation, AblationProgress, AblationStep, judge, relative_noise, unfitting

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from brim.engine.device.memory import guard
+from brim.engine.device import guard
 from brim.sequences.corpus.folder import Skipped
 from brim.sequences.corpus.npy import FrameReader, NpyFile
 

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from brim.engine.storage.dataset import Dataset, check_bytes
+from brim.engine.storage import Dataset, check_bytes
 from brim.errors import ConfigError, DatasetError, ShardCorrupt
 from brim.sequences.corpus.folder import Skipped
 from brim.sequences.corpus.items import Items, read_items

@@ -18,10 +18,9 @@ from typing import Any, Literal, TypeVar
 
 from torch import Tensor
 
-from brim.engine.device.devices import worker_count
+from brim.engine.device import worker_count
 from brim.engine.pipeline import Pipeline, Stage
-from brim.engine.storage.dataset import MANIFEST, Dataset
-from brim.engine.storage.writer import ShardWriter
+from brim.engine.storage import MANIFEST, Dataset, ShardWriter
 from brim.errors import ConfigError, DatasetError
 from brim.sequences.corpus.folder import Folder, Skipped, refusal, survey
 from brim.sequences.corpus.items import TABLE, write_items

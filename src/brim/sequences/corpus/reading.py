@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from brim.engine.storage.dataset import MANIFEST
+from brim.engine.storage import MANIFEST
 from brim.errors import DatasetError
 from brim.sequences.corpus.folder import survey
 from brim.sequences.corpus.labels import number_classes

@@ -11,8 +11,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from brim.engine.device.memory import Halving
-from brim.engine.training.ranks import Ranks
+from brim.engine.device import Halving
+from brim.engine.training import Ranks
 from brim.sequences.model.network import Encoder, Network, frame_mask
 from brim.sequences.training.data import Counted, Source
 

@@ -23,7 +23,7 @@ from safetensors.torch import load_file, save
 from torch import Tensor
 
 import brim
-from brim.engine.training.checkpoint import copy_in
+from brim.engine.training import copy_in
 from brim.errors import CheckpointError, ConfigError, StorageError
 from brim.sequences.config import EncoderShape, SequenceConfig, SequenceTraining
 from brim.sequences.model.network import Classifier, Committee, Encoder, Network

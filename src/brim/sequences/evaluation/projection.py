@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from brim.engine.device.devices import resolve_device
+from brim.engine.device import resolve_device
 from brim.sequences.evaluation.encode import embed_and_predict
 from brim.sequences.evaluation.load import load_run
 from brim.sequences.evaluation.run import reading_settings, scored_rows

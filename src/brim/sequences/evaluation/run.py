@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from brim.engine.device.devices import resolve_device
-from brim.engine.training.ranks import Ranks
+from brim.engine.device import resolve_device
+from brim.engine.training import Ranks
 from brim.errors import CheckpointError, ConfigError, DatasetError, StorageError
 from brim.sequences.config import SequenceTraining
 from brim.sequences.evaluation.encode import Answers, embed_and_predict, predict

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from brim.engine.batching.servable import Answer, Item, Payload, Shape
+from brim.engine.batching import Answer, DecodedRequest, Payload, RequestShape
 from brim.engine.batching.warm_up import ladder
 from brim.errors import DatasetError, UnsupportedType
 from brim.sequences.corpus.npy import parse, parse_header
@@ -52,7 +52,7 @@ class ClassifyServable:
 
     # Requests
 
-    def inspect(self, payload: Payload) -> Shape:
+    def inspect(self, payload: Payload) -> RequestShape:
         """Key from the file's header."""
         name = payload.name or "the sequence"
         if bytes(payload.data[:6]) != b"\x93NUMPY":
@@ -64,12 +64,12 @@ class ClassifyServable:
         self._check_dim(name, dim)
         frames = padded(length)
         scale = frames / _EXAMPLE_FRAMES
-        return Shape(
+        return RequestShape(
             (self._number, frames), cost=float(frames), sizes=self._sizes_at(frames),
             expected_s={size: seconds * scale for size, seconds in self.expected_s.items()},
         )  # fmt: skip
 
-    def decode(self, payload: Payload) -> Item:
+    def decode(self, payload: Payload) -> DecodedRequest:
         """Frames, padded with zeros; in pinned memory for a GPU."""
         name = payload.name or "the sequence"
         found = parse(payload.data)
@@ -77,7 +77,7 @@ class ClassifyServable:
             raise DatasetError(f"{name} {found}")
         self._check_dim(name, found.shape[1])
         length = padded(len(found))
-        return Item((self._number, length), [self._padded(found, length)], name)
+        return DecodedRequest((self._number, length), [self._padded(found, length)], name)
 
     def forward(self, parts: list["_Part"]) -> Tensor:
         """Queue sequences of one padded length; probabilities (B, K) on the device."""
@@ -91,7 +91,7 @@ class ClassifyServable:
         """Probabilities (K,) of each, on the host."""
         return list(running.cpu())
 
-    def finish(self, item: Item, outputs: list[Any]) -> Answer:
+    def finish(self, item: DecodedRequest, outputs: list[Any]) -> Answer:
         """The likeliest class, and the probability of each."""
         (probability,) = outputs
         if not bool(probability.isfinite().all()):

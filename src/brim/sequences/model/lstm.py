@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from brim.engine.training.rank_share import dropout
+from brim.engine.training import dropout
 from brim.errors import ConfigError
 from brim.sequences.config import Reverse
 

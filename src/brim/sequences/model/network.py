@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from brim.engine.training.rank_share import Dropout
+from brim.engine.training import Dropout
 from brim.errors import ConfigError
 from brim.sequences.config import SequenceConfig
 from brim.sequences.model.lstm import BiLstm

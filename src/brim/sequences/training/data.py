@@ -17,13 +17,10 @@ from typing import Any, Protocol, Self
 import torch
 from torch import Tensor
 
-from brim.engine.device.devices import worker_count
-from brim.engine.rows.buckets import Buckets
-from brim.engine.rows.ragged import RaggedResident
-from brim.engine.storage.dataset import MANIFEST
-from brim.engine.training.ranks import Ranks
-from brim.engine.training.step import resolve_precision
-from brim.engine.training.trainer import BatchSource
+from brim.engine.device import worker_count
+from brim.engine.rows import Buckets, RaggedResident
+from brim.engine.storage import MANIFEST
+from brim.engine.training import BatchSource, Ranks, resolve_precision
 from brim.errors import DatasetError
 from brim.sequences.config import LoaderConfig, SequenceTraining
 from brim.sequences.corpus.packed import Corpus

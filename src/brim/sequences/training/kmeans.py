@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from brim.engine.device.devices import stream
+from brim.engine.device import stream
 from brim.errors import ConfigError
 from brim.sequences.config import KmeansConfig
 

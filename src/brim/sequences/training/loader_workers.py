@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from brim.engine.device.devices import stream
-from brim.engine.rows.order import HOST
+from brim.engine.device import stream
+from brim.engine.rows import HOST
 from brim.errors import BrimError, DatasetError
 from brim.sequences.config import Augmentation
 from brim.sequences.corpus.reading import Readable

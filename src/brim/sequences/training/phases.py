@@ -10,13 +10,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from brim.engine.device.devices import stream
-from brim.engine.training.checkpoint import load_weights
-from brim.engine.training.ranks import Ranks
-from brim.engine.training.report import TrainProgress
-from brim.engine.training.step import LossFn, Transform
-from brim.engine.training.trainer import Evaluate
-from brim.engine.training.trainer import train as run_trainer
+from brim.engine.device import stream
+from brim.engine.training import Evaluate, LossFn, Ranks, TrainProgress, Transform, load_weights
+from brim.engine.training import train as run_trainer
 from brim.errors import CheckpointError
 from brim.sequences.config import SequenceTraining
 from brim.sequences.evaluation.encode import Statistics

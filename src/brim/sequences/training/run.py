@@ -16,13 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from brim.engine.rows.buckets import Buckets
-from brim.engine.training.checkpoint import locked
-from brim.engine.training.rank_share import check_enough
-from brim.engine.training.ranks import Ranks, joined
-from brim.engine.training.report import TrainProgress
-from brim.engine.training.step import resolve_precision
-from brim.engine.training.trainer import Evaluate
+from brim.engine.rows import Buckets
+from brim.engine.training import Evaluate, Ranks, TrainProgress, check_enough, joined, locked, resolve_precision
 from brim.errors import CheckpointError, ConfigError
 from brim.sequences.config import SequenceTraining
 from brim.sequences.evaluation.encode import Statistics, measure

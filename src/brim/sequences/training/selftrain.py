@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from brim.engine.training.step import Batch, Transform
+from brim.engine.training import Batch, Transform
 from brim.errors import CheckpointError
 from brim.sequences.config import Augmentation, KmeansConfig
 from brim.sequences.evaluation.encode import embed, predict

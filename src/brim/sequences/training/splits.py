@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from brim.engine.device.devices import stream
+from brim.engine.device import stream
 from brim.errors import ConfigError, DatasetError
 from brim.sequences.config import SequenceTraining
 

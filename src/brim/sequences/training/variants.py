@@ -11,10 +11,9 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from brim.engine.device.devices import stream
-from brim.engine.rows.epoch import Epoch
-from brim.engine.rows.ragged import RaggedResident, RaggedTensors
-from brim.engine.training.step import Transform
+from brim.engine.device import stream
+from brim.engine.rows import Epoch, RaggedResident, RaggedTensors
+from brim.engine.training import Transform
 from brim.sequences.training.data import Source
 from brim.sequences.training.phases import Job
 

@@ -11,7 +11,7 @@ from fastapi import Request, Response
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
-from brim.engine.batching.servable import Answer
+from brim.engine.batching import Answer
 from brim.errors import (
     BrimError,
     CheckpointError,

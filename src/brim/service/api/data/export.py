@@ -140,7 +140,7 @@ def _images(place: Path) -> list[Entry]:
 
 def _shards(place: Path, redact: Callable[[Any], Any]) -> list[Entry]:
     """Manifest, table and what the manifest lists, so that the zip holds a dataset that can be read again."""
-    from brim.engine.storage.dataset import Dataset
+    from brim.engine.storage import Dataset
 
     data = Dataset(place)
     text = json.dumps(redact(data.manifest), indent=1, ensure_ascii=False)

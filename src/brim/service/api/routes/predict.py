@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from fastapi import APIRouter, Request, Response
 
-from brim.engine.batching.servable import Answer
+from brim.engine.batching import Answer
 from brim.errors import BrimError, ConfigError
 from brim.service.api.body import check_type, parse
 from brim.service.api.context import Here

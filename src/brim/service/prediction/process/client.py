@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Self
 
-from brim.engine.batching.servable import Answer
+from brim.engine.batching import Answer
 from brim.errors import DeadlinePassed, TooMany, Unavailable
 from brim.service.prediction.process.arena import Arena, Shared
 from brim.service.prediction.process.link import Link

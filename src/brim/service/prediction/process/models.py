@@ -27,7 +27,7 @@ from brim.errors import BrimError, ConfigError, NotFound, OutOfMemory, Unavailab
 if TYPE_CHECKING:
     import torch
 
-    from brim.engine.batching.servable import Servable
+    from brim.engine.batching import Servable
 
 log = logging.getLogger("brim")
 
@@ -348,8 +348,7 @@ class Models:
     # Memory
 
     def _budget(self) -> int:
-        from brim.engine.device.devices import resolve_device
-        from brim.engine.device.memory import keep_to_share, total_bytes
+        from brim.engine.device import keep_to_share, resolve_device, total_bytes
 
         if self._device is None:
             self._device = resolve_device(self._device_name)

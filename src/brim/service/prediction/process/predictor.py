@@ -24,8 +24,7 @@ from brim.service.prediction.process.work import Incoming, Started, Work
 from brim.service.run.unix_socket import listen
 
 if TYPE_CHECKING:
-    from brim.engine.batching.runner import BatchRunner
-    from brim.engine.batching.servable import Servable
+    from brim.engine.batching import BatchRunner, Servable
 
 log = logging.getLogger("brim.prediction")
 
@@ -210,7 +209,7 @@ class Predictor:
     def _begun(self) -> "BatchRunner":
         """The runner, made with the first model that is loaded."""
         if self._runner is None:
-            from brim.engine.batching.runner import BatchRunner
+            from brim.engine.batching import BatchRunner
 
             self._runner = BatchRunner(
                 self._find, decoders=self._decoders, finishers=self._finishers, on_start=self._started.mark

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
-from brim.engine.batching.servable import Answer, Item, Payload, Servable, Shape
+from brim.engine.batching import Answer, DecodedRequest, Payload, RequestShape, Servable
 from brim.errors import Unavailable
 from brim.service.prediction.process.protocol import Message, Page
 
@@ -111,11 +111,11 @@ class Watched:
         """Of the model."""
         return self.inner.sizes
 
-    def inspect(self, payload: Payload) -> Shape:
+    def inspect(self, payload: Payload) -> RequestShape:
         """Of the model."""
         return self.inner.inspect(payload)
 
-    def decode(self, payload: Payload) -> Item:
+    def decode(self, payload: Payload) -> DecodedRequest:
         """Decode, marked."""
         work = payload.work if isinstance(payload, Incoming) else None
         if work is None:
@@ -133,7 +133,7 @@ class Watched:
         """Of the model."""
         return self.inner.collect(running)
 
-    def finish(self, item: Item, outputs: list[Any]) -> Answer:
+    def finish(self, item: DecodedRequest, outputs: list[Any]) -> Answer:
         """Finish, marked."""
         noted = item.context
         if not isinstance(noted, _Noted):

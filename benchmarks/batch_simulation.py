@@ -13,8 +13,7 @@ from dataclasses import dataclass, field
 from statistics import quantiles
 from typing import Any, Protocol
 
-from brim.engine.batching.policy import BatcherConfig, BatchPolicy, Part, Start, Wait
-from brim.engine.batching.service_times import PoolTimes
+from brim.engine.batching import BatcherConfig, BatchPolicy, PoolTimes, RequestPart, StartBatch, Wait
 from brim.errors import Overloaded
 
 
@@ -67,9 +66,9 @@ class Policy(Protocol):
         self, key: Hashable, parts: int, deadline_s: float, now_s: float, *, before_s: float = ..., after_s: float = ...
     ) -> int: ...
     def ready(self, request: int, now_s: float) -> None: ...
-    def next(self, now_s: float) -> Start | Wait: ...
-    def started(self, batch: Sequence[Part], now_s: float) -> None: ...
-    def finished(self, batch: Sequence[Part], now_s: float) -> None: ...
+    def next(self, now_s: float) -> StartBatch | Wait: ...
+    def started(self, batch: Sequence[RequestPart], now_s: float) -> None: ...
+    def finished(self, batch: Sequence[RequestPart], now_s: float) -> None: ...
     def expire(self, now_s: float) -> list[int]: ...
 
 
@@ -81,8 +80,8 @@ class Greedy:
 
     def __init__(self, largest: int, window_s: float = 0.0) -> None:
         self._largest, self._window_s = largest, window_s
-        self._ready: deque[tuple[float, Part]] = deque()
-        self._parts: dict[int, Part] = {}
+        self._ready: deque[tuple[float, RequestPart]] = deque()
+        self._parts: dict[int, RequestPart] = {}
         self._busy = False
 
     def admit(
@@ -90,29 +89,29 @@ class Greedy:
     ) -> int:
         """Always."""
         number = len(self._parts)
-        self._parts[number] = Part(number, 0, key, deadline_s)
+        self._parts[number] = RequestPart(number, 0, key, deadline_s)
         return number
 
     def ready(self, request: int, now_s: float) -> None:
         """It joins the end of the queue."""
         self._ready.append((now_s, self._parts[request]))
 
-    def next(self, now_s: float) -> Start | Wait:
+    def next(self, now_s: float) -> StartBatch | Wait:
         """The queue's first ones, once the device is free and the window is over or the batch full."""
         if self._busy or not self._ready:
             return Wait(None)
         until_s = self._ready[0][0] + self._window_s
         if len(self._ready) < self._largest and now_s < until_s:
             return Wait(until_s)
-        return Start([part for _, part in list(self._ready)[: self._largest]])
+        return StartBatch([part for _, part in list(self._ready)[: self._largest]])
 
-    def started(self, batch: Sequence[Part], now_s: float) -> None:
+    def started(self, batch: Sequence[RequestPart], now_s: float) -> None:
         """They leave the queue."""
         for _ in batch:
             self._ready.popleft()
         self._busy = True
 
-    def finished(self, batch: Sequence[Part], now_s: float) -> None:
+    def finished(self, batch: Sequence[RequestPart], now_s: float) -> None:
         """The device is free."""
         self._busy = False
 
@@ -235,7 +234,7 @@ class _Run:
     def pump(self) -> None:
         for request in self.policy.expire(self.now_s):
             self.outcome.expired += self.counts(self.arrived.pop(request))
-        while isinstance(told := self.policy.next(self.now_s), Start):
+        while isinstance(told := self.policy.next(self.now_s), StartBatch):
             if not self.bench.overlap and self.device_free_s > self.now_s:
                 return  # its thread computes: nobody can hand it a batch
             self.policy.started(told.batch, self.now_s)
@@ -244,7 +243,7 @@ class _Run:
             self.wake_s = max(told.until_s, self.now_s + 1e-6)
             self.at(self.wake_s, lambda: None)
 
-    def start(self, batch: list[Part]) -> None:
+    def start(self, batch: list[RequestPart]) -> None:
         spike = 1.5 if self.chance.random() < self.bench.spikes else 1.0
         took_s = self.noisy(_between(self.bench.seconds, len(batch))) * spike
         self.device_free_s = max(self.device_free_s, self.now_s) + took_s
@@ -252,7 +251,7 @@ class _Run:
         self.outcome.busy_s += took_s
         self.at(self.device_free_s, self.ran, batch)
 
-    def ran(self, batch: list[Part]) -> None:
+    def ran(self, batch: list[RequestPart]) -> None:
         self.policy.finished(batch, self.now_s)
         for part in batch:
             self.finishing.join(self.answered, part.request)

@@ -1,0 +1,273 @@
+"""Measures steps of any callable at any batch size, on any device: time, spread, latency, true peak memory.
+
+The search that decides which sizes to measure is `autotune.py`; this module only knows how.
+"""
+
+import ctypes
+import gc
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import Annotated
+
+import torch
+
+from brim.config import Range, check
+from brim.engine.config import SweepConfig
+from brim.engine.device import PeakMemory, check_injected, free_bytes, guard
+from brim.engine.tuning.search import Sweep, Trial, sweep
+from brim.errors import OutOfMemory
+
+StepFn = Callable[[], object]  # runs one step; what it returns is dropped
+MakeStep = Callable[[int], StepFn]  # batch → its step, inputs allocated
+
+MAX_WARMUP = 6  # calls: compilers and graph captures settle after the second or third
+SETTLED = 0.9  # a call that takes more of the time of the one before than this is no longer warming up
+MAX_SLEEP_S = 0.5  # longest head start given to the host when the device's own time is measured
+SLEEP_HZ = 2e9  # cycles of a device's sleep per second, at the clock of recent GPUs
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProbeConfig:
+    """How long one probe measures."""
+
+    blocks: Annotated[int, Range(1)] = 3  # timed blocks of steps: their median counts, their spread is reported
+    block_s: Annotated[float, Range(above=0)] = 0.04  # least length of a block, unless one step is longer
+    enough_s: Annotated[float, Range(above=0)] = 1.5  # no further block after this: long steps are precise enough
+    latencies: Annotated[int, Range(1)] = 3  # single steps per probe, each synchronised
+    settle_s: float = 0.5  # seconds of steps before the very first probe, while clocks and caches come up
+
+    def __post_init__(self) -> None:
+        check(self)
+
+
+def tune(
+    make_step: MakeStep,
+    device: torch.device,
+    config: SweepConfig | None = None,
+    *,
+    progress: Callable[[Trial], None] | None = None,
+) -> Sweep:
+    """The fastest batch and the largest safe one of a step, inference or training, on this device.
+
+    The memory budget is what is free now, unless the config has one.
+    """
+    prober = Prober(make_step, device)
+    config = config or SweepConfig()
+    if config.budget_bytes is None:
+        config = replace(config, budget_bytes=prober.budget_bytes)
+    return sweep(prober, config, prove=prober.prove, progress=progress)
+
+
+class Prober:
+    """Measures the steps that make_step makes; call it with a batch for a short trial.
+
+    Every trial makes its step anew and drops it at the end, so that sizes do not share memory.
+    """
+
+    def __init__(
+        self,
+        make_step: MakeStep,
+        device: torch.device,
+        config: ProbeConfig | None = None,
+        *,
+        stages: Callable[[], Mapping[str, float]] | None = None,
+    ) -> None:
+        """Take the step's maker; stages tells the seconds of a step per stage after a trial, for the verdict."""
+        self.make_step, self.device, self.stages = make_step, device, stages
+        self.config = config or ProbeConfig()
+        self.warmup_s = 0.0  # in first calls of a size so far: compilation, plan search, capture
+        self._latencies_ms: dict[int, list[float]] = {}
+        self._device_s: dict[int, float | None] = {}
+        self._fresh = True
+        self._clean()
+        self.budget_bytes = budget_bytes(device)
+
+    def __call__(self, batch: int) -> Trial:
+        """A short measurement of a size; OutOfMemory when it does not fit."""
+        return self._guarded(batch, lambda step: self._measure(batch, step))
+
+    def prove(self, batch: int, steps: int) -> Trial:
+        """At least so many steps of a size, and the peak memory of all of them."""
+        return self._guarded(batch, lambda step: self._repeat(batch, step, steps))
+
+    # One trial
+
+    def _guarded(self, batch: int, measure: Callable[[StepFn], Trial]) -> Trial:
+        """Run a measurement on a new step, with the allocator clean before it and after it."""
+        check_injected(batch)
+        self._clean()
+        outcome = self._attempt(batch, measure)
+        # Only now is the traceback gone that kept the step's tensors alive.
+        self._clean()
+        if isinstance(outcome, Trial):
+            return outcome
+        raise outcome
+
+    def _attempt(self, batch: int, measure: Callable[[StepFn], Trial]) -> Trial | Exception:
+        try:
+            with guard(), _Peak(self.device) as peak:
+                trial = measure(self.make_step(batch))
+                self._wait()
+            return replace(trial, peak_bytes=peak.bytes, stages=dict(self.stages()) if self.stages else None)
+        except OutOfMemory as failure:
+            return OutOfMemory(str(failure))
+        except RuntimeError as failure:
+            failure.__context__ = failure.__cause__ = None
+            return failure.with_traceback(None)
+
+    def _measure(self, batch: int, step: StepFn) -> Trial:
+        num_warmup, first_s, step_s = self._warm_up(batch, step)
+        rates, num_timed = self._time_blocks(batch, step, step_s)
+        seconds = batch / statistics.median(rates)
+        latencies_ms = self._time_singles(batch, step, seconds)
+        warmup_s = max(0.0, first_s - seconds)
+        self.warmup_s += warmup_s
+        return Trial(
+            batch=batch,
+            seconds=seconds,
+            spread=(max(rates) - min(rates)) / 2 / statistics.median(rates),
+            p50_ms=statistics.median(latencies_ms),
+            p95_ms=_quantile(latencies_ms, 0.95),
+            steps=num_warmup + num_timed,
+            device_share=self._device_share(batch, step, seconds),
+            warmup_s=warmup_s,
+        )
+
+    def _repeat(self, batch: int, step: StepFn, steps: int) -> Trial:
+        took_s = [self._timed(step) for _ in range(max(2, steps))]
+        seconds = statistics.median(took_s[1:])
+        warmup_s = max(0.0, took_s[0] - seconds)
+        self.warmup_s += warmup_s
+        self._latencies_ms.setdefault(batch, []).extend(second * 1e3 for second in took_s[1:])
+        latencies_ms = self._latencies_ms[batch]
+        return Trial(
+            batch=batch,
+            seconds=seconds,
+            p50_ms=statistics.median(latencies_ms),
+            p95_ms=_quantile(latencies_ms, 0.95),
+            steps=len(took_s),
+            warmup_s=warmup_s,
+        )
+
+    # Its parts
+
+    def _warm_up(self, batch: int, step: StepFn) -> tuple[int, float, float]:
+        """Steps until their time settles: how many, seconds of the first, seconds of the last."""
+        first_s = last_s = self._timed(step)
+        known, num, began_s = batch in self._latencies_ms, 1, time.perf_counter()
+        least_s = self.config.settle_s if self._fresh else 0.0
+        # A size that ran before has its plans and kernels; its step needs one call to touch its inputs.
+        while not known and (num < MAX_WARMUP or time.perf_counter() - began_s < least_s):
+            before_s, last_s = last_s, self._timed(step)
+            num += 1
+            settled = last_s > SETTLED * before_s or last_s > self.config.enough_s
+            if settled and time.perf_counter() - began_s >= least_s:
+                break
+        self._fresh = False
+        return num, first_s, last_s
+
+    def _time_blocks(self, batch: int, step: StepFn, step_s: float) -> tuple[list[float], int]:
+        """Items per second of each block, whose steps are not waited for one by one; and the steps in all."""
+        rates: list[float] = []
+        each = max(1, round(self.config.block_s / max(1e-7, step_s)))
+        began_s = time.perf_counter()
+        while len(rates) < self.config.blocks:
+            block_began_s = time.perf_counter()
+            for _ in range(each):
+                step()
+            self._wait()
+            now_s = time.perf_counter()
+            rates.append(batch * each / (now_s - block_began_s))
+            if now_s - began_s > self.config.enough_s:
+                break
+        return rates, each * len(rates)
+
+    def _time_singles(self, batch: int, step: StepFn, seconds: float) -> list[float]:
+        """Milliseconds of single steps of this size, earlier probes included."""
+        latencies_ms = self._latencies_ms.setdefault(batch, [])
+        if latencies_ms and seconds * self.config.latencies > self.config.enough_s:
+            return latencies_ms
+        num = 1 if seconds * self.config.latencies > self.config.enough_s else self.config.latencies
+        latencies_ms.extend(self._timed(step) * 1e3 for _ in range(num))
+        return latencies_ms
+
+    def _device_share(self, batch: int, step: StepFn, seconds: float) -> float | None:
+        """Share of a step's time in which the device works; measured once, for sizes that come twice."""
+        if self.device.type != "cuda" or len(self._latencies_ms[batch]) <= self.config.latencies:
+            return None
+        if batch not in self._device_s:
+            self._device_s[batch] = self._device_seconds(step, seconds)
+        device_s = self._device_s[batch]
+        return None if device_s is None else min(1.0, device_s / seconds)
+
+    def _device_seconds(self, step: StepFn, seconds: float) -> float | None:
+        """Device time of one step without the gaps in which the device waits for the host.
+
+        The device sleeps while the host issues the whole step behind it; what follows has no gaps.
+        """
+        if seconds > MAX_SLEEP_S:
+            return None
+        started, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        with torch.cuda.device(self.device):
+            torch.cuda._sleep(int(1.5 * seconds * SLEEP_HZ))  # type: ignore[no-untyped-call]
+            started.record()
+            step()
+            ended.record()
+        self._wait()
+        return float(started.elapsed_time(ended)) / 1e3
+
+    def _timed(self, step: StepFn) -> float:
+        began_s = time.perf_counter()
+        step()
+        self._wait()
+        return time.perf_counter() - began_s
+
+    def _wait(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def _clean(self) -> None:
+        gc.collect()
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+            torch.cuda.empty_cache()
+        else:
+            _trim_heap()
+
+
+def budget_bytes(device: torch.device) -> int:
+    """Memory this process could hold on the device: what is free, and what it holds already."""
+    if device.type == "cuda":
+        # Other processes' memory is not free, nor what is beyond our share; torch's cache and our tensors are ours.
+        return free_bytes(device) + torch.cuda.memory_allocated(device)
+    with PeakMemory(device) as now:
+        return free_bytes(device) + now.start_bytes
+
+
+class _Peak(PeakMemory):
+    """The most memory that a trial took from the device.
+
+    On CUDA what the allocator reserved, not what tensors held: fragments and workspaces must fit too.
+    """
+
+    @property
+    def bytes(self) -> int:
+        """Peak so far."""
+        if self.device.type == "cuda":
+            return int(torch.cuda.max_memory_reserved(self.device))
+        return super().bytes
+
+
+def _trim_heap() -> None:
+    """Give freed memory back to the system, where libc can: what one trial left would count for the next."""
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)
+
+
+def _quantile(values: list[float], share: float) -> float:
+    """The value below which this share of them is."""
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
