@@ -9,7 +9,7 @@ import sys
 from typing import Any
 
 from brim.cli import main
-from brim.engine.training import config as train_config
+from brim.engine import config as train_config
 from brim.engine.training import step
 
 _init = train_config.TrainConfig.__init__

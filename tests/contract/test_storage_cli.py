@@ -15,7 +15,7 @@ import torch
 
 from brim.cli import main
 from brim.engine.storage.dataset import Dataset
-from brim.engine.storage.destination import NAME as LEASE
+from brim.engine.storage.destination import LEASE_FILE as LEASE
 from brim.engine.storage.places import place_of
 from s3_store import SECRET, serve_s3
 

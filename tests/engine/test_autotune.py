@@ -7,8 +7,8 @@ from collections.abc import Callable
 import pytest
 
 from brim.engine.config import SweepConfig
-from brim.engine.tuning.search import Sweep, Trial, sweep
-from brim.engine.tuning.trials import TrialBook, merge
+from brim.engine.tuning.search import Sweep, sweep
+from brim.engine.tuning.trials import Trial, TrialBook, merge
 from brim.errors import ConfigError, OutOfMemory
 
 StepTime = Callable[[int], float]  # batch → seconds of a step

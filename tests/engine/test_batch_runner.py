@@ -1,7 +1,6 @@
 """The batch runner: threads around the policy, with a device that sleeps and with a real small network."""
 
 import gc
-import math
 import random
 import threading
 import time
@@ -13,7 +12,9 @@ from contextlib import contextmanager
 import pytest
 
 from brim.engine.batching.policy import BatcherConfig
-from brim.engine.batching.runner import Answer, BatchRunner, DecodedRequest, Payload, Reply, RequestShape, Servable
+from brim.engine.batching.runner import BatchRunner
+from brim.engine.batching.servable import Answer, DecodedRequest, Payload, RequestShape, Servable
+from brim.engine.batching.work import Reply
 from brim.errors import BrimError, DeadlinePassed, ImageError, OutOfMemory, Overloaded
 
 
@@ -274,7 +275,7 @@ def test_a_key_not_seen_before_is_guessed_from_one_that_was():
         def inspect(self, payload: Payload) -> RequestShape:
             return RequestShape(payload.options["key"], 1, cost=float(payload.options["key"]))
 
-    with serving(Scaled(0.02), config=BatcherConfig(probe_s=math.inf)) as (runner, _):
+    with serving(Scaled(0.02), config=BatcherConfig(probe_s=None)) as (runner, _):
         for _ in range(5):
             send(runner, "a", key=1).result(5)
         with pytest.raises(Overloaded, match="shorter"):

@@ -2,7 +2,6 @@
 
 import heapq
 import itertools
-import math
 import random
 import time
 from collections.abc import Callable
@@ -50,7 +49,7 @@ class Told:
         return self.ended_s - self.ask.at_s - self.ask.limit_s
 
 
-NO_TRIES = BatcherConfig(probe_s=math.inf)  # a try is a promise that may be broken
+NO_TRIES = BatcherConfig(probe_s=None)  # a try is a promise that may be broken
 
 
 class Paper:

@@ -13,13 +13,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from brim.engine.config import TIERS, BucketConfig
+from brim.engine.config import TIERS, BucketConfig, TrainConfig
 from brim.engine.device.memory import inject_oom
 from brim.engine.rows import ragged_tiers as stores
 from brim.engine.rows import resident as module
 from brim.engine.rows.ragged import RaggedResident
 from brim.engine.rows.ragged_tiers import RaggedTensors
-from brim.engine.training.trainer import TrainConfig, train
+from brim.engine.training.trainer import train
 from brim.errors import ConfigError, DatasetError, OutOfMemory, StorageError
 
 CPU = torch.device("cpu")

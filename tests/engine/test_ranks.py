@@ -11,10 +11,10 @@ from torch.nn import functional
 
 from brim.cli import main
 from brim.engine.config import BucketConfig, Tier, TrainConfig
-from brim.engine.rows.order import Blocks, epoch_order
+from brim.engine.rows.order import Blocks, Shuffle, epoch_order
 from brim.engine.rows.ragged import RaggedResident
 from brim.engine.rows.ragged_tiers import RaggedTensors
-from brim.engine.rows.resident import Resident, Shuffle
+from brim.engine.rows.resident import Resident
 from brim.engine.rows.source import TensorSource
 from brim.engine.training.rank_share import Dropout, Share, SharedNorm, computing, cut, drawn, share_norms
 from brim.engine.training.ranks import Pace, Ranks, joined

@@ -14,7 +14,9 @@ import pytest
 import torch
 
 from brim.engine.rows import sql
-from brim.engine.rows.files import DatasetSource, NpyFolderSource, SqlSource, TensorSource, open_source, read_rows
+from brim.engine.rows.files import DatasetSource, NpyFolderSource, open_source
+from brim.engine.rows.source import TensorSource, read_rows
+from brim.engine.rows.sql import SqlSource
 from brim.engine.storage.dataset import allocate
 from brim.engine.storage.writer import ShardWriter
 from brim.errors import ConfigError, DatasetError, ShardCorrupt, StorageError

@@ -19,13 +19,14 @@ import s3fs
 import torch
 from test_shards import HEADER, fill, fill_limited, rows_of, totals_of, writer
 
-from brim.engine.rows.files import DatasetSource, open_source, read_rows
+from brim.engine.rows.files import DatasetSource, open_source
+from brim.engine.rows.source import read_rows
 from brim.engine.storage import destination
 from brim.engine.storage import places as storage
 from brim.engine.storage import writer as shard_writer
 from brim.engine.storage.dataset import Dataset
 from brim.engine.storage.places import LocalPlace, ObjectPlace, is_url, place_of
-from brim.engine.storage.writer import write_shard
+from brim.engine.storage.shard_file import write_shard
 from brim.errors import ConfigError, DatasetError, ShardCorrupt, StorageError
 from s3_store import SECRET, FailingProxy, serve_s3
 

@@ -14,11 +14,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from brim.engine.config import TrainConfig
 from brim.engine.device.devices import stream
 from brim.engine.device.memory import inject_oom
 from brim.engine.training.checkpoint import load_checkpoint, load_weights
+from brim.engine.training.report import TrainProgress, summary_line
 from brim.engine.training.step import Stepper
-from brim.engine.training.trainer import TrainConfig, TrainProgress, summary_line, train
+from brim.engine.training.trainer import train
 from brim.errors import CheckpointError, ConfigError, DatasetError, OutOfMemory, TrainingDiverged
 
 CPU = torch.device("cpu")

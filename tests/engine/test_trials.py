@@ -11,7 +11,7 @@ import torch
 from brim.engine.config import SweepConfig
 from brim.engine.device.memory import INJECT_VARIABLE, inject_oom
 from brim.engine.tuning.prober import ProbeConfig, Prober, budget_bytes, tune
-from brim.engine.tuning.search import Trial, merge
+from brim.engine.tuning.trials import Trial, merge
 from brim.errors import ConfigError, OutOfMemory
 
 CPU = torch.device("cpu")

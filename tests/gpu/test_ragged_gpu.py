@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from brim.engine.config import TIERS, BucketConfig
+from brim.engine.config import TIERS, BucketConfig, TrainConfig
 from brim.engine.device.memory import inject_oom
 from brim.engine.rows.ragged import RaggedResident
 from brim.engine.rows.ragged_tiers import RaggedTensors
 from brim.engine.training import step as module
-from brim.engine.training.trainer import TrainConfig, train
+from brim.engine.training.trainer import train
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU here")]
 

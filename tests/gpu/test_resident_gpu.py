@@ -8,8 +8,9 @@ import torch
 from brim.engine.config import TIERS
 from brim.engine.device.memory import inject_oom
 from brim.engine.rows import resident as module
-from brim.engine.rows.files import DatasetSource, TensorSource
+from brim.engine.rows.files import DatasetSource
 from brim.engine.rows.resident import Resident, as_dataloader
+from brim.engine.rows.source import TensorSource
 from brim.engine.storage.writer import ShardWriter
 from brim.errors import StorageError
 

@@ -11,10 +11,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from brim.engine.config import TrainConfig
 from brim.engine.device.devices import stream
 from brim.engine.device.memory import inject_oom
 from brim.engine.training.checkpoint import load_checkpoint
-from brim.engine.training.trainer import TrainConfig, TrainReport, train
+from brim.engine.training.report import TrainReport
+from brim.engine.training.trainer import train
 from brim.errors import TrainingDiverged
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU here")]

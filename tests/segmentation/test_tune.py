@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from brim.engine.device.memory import inject_oom
-from brim.engine.tuning.search import Sweep, Trial, merge
+from brim.engine.tuning.search import Sweep
+from brim.engine.tuning.trials import Trial, merge
 from brim.errors import ConfigError, OutOfMemory, StorageError
 from brim.segmentation.config import REGISTERED, TuneConfig
 from brim.segmentation.networks.network import Network, Setting

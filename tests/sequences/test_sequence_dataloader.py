@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from brim.engine.config import BucketConfig
-from brim.engine.training.trainer import TrainConfig, train
+from brim.engine.config import BucketConfig, TrainConfig
+from brim.engine.training.trainer import train
 from brim.errors import ConfigError, DatasetError
 from brim.sequences.config import Augmentation, LoaderConfig, SequenceConfig
 from brim.sequences.corpus.packing import pack

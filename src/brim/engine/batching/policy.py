@@ -62,8 +62,8 @@ class BatcherConfig:
     grace: Annotated[float, Range(0, below=1)] = 0.05
     max_waiting: Annotated[int, Range(1)] = 4096  # parts in the queue
     # Least time between requests that an idle device tries although they should be late: only running a batch
-    # corrects an estimate, and one above a deadline would otherwise reject its requests forever.
-    probe_s: float = 1.0
+    # corrects an estimate, and one above a deadline would otherwise reject its requests forever. None: it never tries.
+    probe_s: Annotated[float | None, Range(0)] = 1.0
 
     def __post_init__(self) -> None:
         check(self)
@@ -274,7 +274,8 @@ class BatchPolicy:
     def _may_try(self, now_s: float, *, besides: int = 0) -> bool:
         """Whether a request is let in that will be late by all that is known: nobody else suffers if it is."""
         is_idle = not self._running and self._waiting.parts == besides
-        return is_idle and now_s - self._tried_s > self.config.probe_s
+        probe_s = self.config.probe_s
+        return is_idle and probe_s is not None and now_s - self._tried_s > probe_s
 
     def _rate(self, key: Hashable, now_s: float) -> float:
         return self._rates[key].per_s(now_s) if key in self._rates else 0.0
