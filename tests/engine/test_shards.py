@@ -209,7 +209,7 @@ import sys, time
 sys.path.insert(0, {tests!r})
 import torch
 torch.set_num_threads(1)
-from brim.engine import shard_file, shard_writer
+from brim.engine.storage import shard_file, writer as shard_writer
 from test_shards import rows_of, totals_of, writer
 shard_writer.COMMIT_S = {commit_s}
 with writer(sys.argv[1]) as out:

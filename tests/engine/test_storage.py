@@ -606,9 +606,9 @@ import sys, time
 sys.path[:0] = {paths!r}
 import torch
 torch.set_num_threads(1)
-from brim.engine import lease, shard_writer
+from brim.engine.storage import destination, writer as shard_writer
 from test_shards import rows_of, totals_of, writer
-lease.LEASE_S, shard_writer.COMMIT_S = {lease_s}, 0.0
+destination.LEASE_S, shard_writer.COMMIT_S = {lease_s}, 0.0
 with writer(sys.argv[1]) as out:
     for start in range(0, 1000, 3):
         out.append(rows_of(start, start + 3), totals_of(start, start + 3))

@@ -256,11 +256,11 @@ def test_stop_leaves_something_to_resume(tmp_path, monkeypatch):
 DRIVER = """
 import os, signal, sys, time
 from pathlib import Path
-from brim.engine import shard_home, shard_writer
+from brim.engine.storage import destination, writer as shard_writer
 from brim.sequences import pack_jobs, packing
 
-POINTS = {"write": (shard_home, "write_safetensors", False), "written": (shard_home, "write_safetensors", True),
-          "sync": (shard_home, "sync", False), "table": (packing, "write_items", False),
+POINTS = {"write": (destination, "write_safetensors", False), "written": (destination, "write_safetensors", True),
+          "sync": (destination, "sync", False), "table": (packing, "write_items", False),
           "tabled": (packing, "write_items", True)}
 
 def die_in(module, name, after, number):

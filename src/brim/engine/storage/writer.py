@@ -1,7 +1,7 @@
 """Tensors on disk, the writing half: rows in, whole shards and a manifest that lists them out.
 
 Shards appear at once, the manifest after them: whatever is killed, a reader sees all of a shard or nothing of it. How
-they are put into a directory or an object store is in `shard_home`.
+they are put into a directory or an object store is in `destination.py`.
 """
 
 import json
