@@ -8,7 +8,7 @@ from pathlib import Path
 
 from torch import Tensor, nn
 
-from brim.engine.device.devices import resolve_device
+from brim.engine.device import resolve_device
 from brim.segmentation import ModelLoader, SegmentTrainConfig, TuneConfig, register_model, train, tune
 from brim.segmentation.scenes.cells import make_cells, write_cells
 

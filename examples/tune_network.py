@@ -8,7 +8,7 @@ from pathlib import Path
 
 from torch import Tensor, nn
 
-from brim.engine.device.devices import resolve_device
+from brim.engine.device import resolve_device
 from brim.segmentation import TuneConfig, register_model, tune
 
 

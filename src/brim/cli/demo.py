@@ -77,7 +77,7 @@ def demo(
     check_positive("--samples", samples)
     began_s = time.perf_counter()
     with Stop() as stop:
-        from brim.engine.device.devices import resolve_device
+        from brim.engine.device import resolve_device
 
         on_gpu = resolve_device("auto").type == "cuda"
         done = Demo(out, samples or (SAMPLES_GPU if on_gpu else SAMPLES_CPU), on_gpu, stop, quiet=as_json)
@@ -193,7 +193,7 @@ def _evaluate(demo: Demo) -> None:
 
 
 def _tune(demo: Demo) -> None:
-    from brim.engine.device.devices import resolve_device
+    from brim.engine.device import resolve_device
     from brim.segmentation.config import TuneConfig
     from brim.segmentation.tuning.batch_sizes import BatchSizes, device_key
     from brim.segmentation.tuning.tune import tune

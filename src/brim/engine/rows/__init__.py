@@ -2,7 +2,7 @@
 
 from brim.engine.rows.buckets import Bucketed, Buckets
 from brim.engine.rows.files import DatasetSource
-from brim.engine.rows.order import HOST, check_tier
+from brim.engine.rows.order import HOST
 from brim.engine.rows.ragged import RaggedResident, RaggedView, part_of
 from brim.engine.rows.ragged_tiers import RaggedTensors, check_columns
 from brim.engine.rows.resident import Epoch, OpenEpochs, Resident, as_dataloader
@@ -24,7 +24,6 @@ __all__ = [
     "TensorSource",
     "as_dataloader",
     "check_columns",
-    "check_tier",
     "part_of",
     "read_rows",
 ]

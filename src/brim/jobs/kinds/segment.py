@@ -235,7 +235,7 @@ def run_train(task: Task, voice: Voice) -> dict[str, Any]:
     """Train the network, or go on with it."""
     if (found := by_ranks(task, voice)) is not None:
         return found
-    from brim.engine.training.report import TrainProgress
+    from brim.engine.training import TrainProgress
     from brim.segmentation.config import SegmentTrainConfig
     from brim.segmentation.training.run import train
 

@@ -19,9 +19,9 @@ from typing import Any
 import numpy as np
 import safetensors.torch
 
-from brim.engine.device.memory import guard
+from brim.engine.device import guard
 from brim.engine.pipeline import Pipeline, Stage
-from brim.engine.storage.places import Place
+from brim.engine.storage import Place
 from brim.errors import ConfigError, ImageError, OutOfMemory
 from brim.segmentation.config import FilesConfig, PredictConfig
 from brim.segmentation.images.coco import annotation_lines

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from brim.engine.training.rank_share import drawn
+from brim.engine.training import drawn
 from brim.segmentation.config import Augmentation
 
 

@@ -22,18 +22,22 @@ import torch
 from torch import Tensor, nn
 
 from brim.engine.config import recipe_of
-from brim.engine.device.devices import stream
-from brim.engine.device.memory import Halving
-from brim.engine.rows.files import DatasetSource
-from brim.engine.rows.resident import Resident
-from brim.engine.storage.dataset import Dataset
-from brim.engine.training.checkpoint import has_checkpoint, locked
-from brim.engine.training.checkpoint import load_weights as load_run_weights
-from brim.engine.training.rank_share import share_norms
-from brim.engine.training.ranks import Ranks, joined
-from brim.engine.training.report import TrainReport
-from brim.engine.training.step import Batch, Transform, resolve_precision
-from brim.engine.training.trainer import train as run_trainer
+from brim.engine.device import Halving, stream
+from brim.engine.rows import DatasetSource, Resident
+from brim.engine.storage import Dataset
+from brim.engine.training import (
+    Batch,
+    Ranks,
+    TrainReport,
+    Transform,
+    has_checkpoint,
+    joined,
+    locked,
+    resolve_precision,
+    share_norms,
+)
+from brim.engine.training import load_weights as load_run_weights
+from brim.engine.training import train as run_trainer
 from brim.errors import CheckpointError, ConfigError, DatasetError
 from brim.segmentation.config import SegmentTrainConfig
 from brim.segmentation.networks.network import DTYPES, normalise

@@ -16,10 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from brim.engine.config import SweepConfig
-from brim.engine.device.devices import resolve_device, stream
-from brim.engine.device.memory import guard
-from brim.engine.tuning.search import Sweep, Trial, merge, sweep
-from brim.engine.tuning.trials import ProbeConfig, Prober, budget_bytes
+from brim.engine.device import guard, resolve_device, stream
+from brim.engine.tuning import ProbeConfig, Prober, Sweep, Trial, budget_bytes, merge, sweep
 from brim.errors import BrimError, OutOfMemory
 from brim.segmentation.config import TuneConfig
 from brim.segmentation.networks.network import CAPTURE_AFTER, Network, Setting, default_setting

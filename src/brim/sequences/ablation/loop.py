@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from brim.engine.config import BucketConfig, TrainConfig
-from brim.engine.rows.ragged import RaggedResident
-from brim.engine.training.step import Batch, Stepper
+from brim.engine.rows import RaggedResident
+from brim.engine.training import Batch, Stepper
 from brim.sequences.config import Augmentation, LoaderConfig, SequenceConfig
 from brim.sequences.corpus.packed import Corpus
 from brim.sequences.corpus.reading import PackedSequences, SequenceFolder

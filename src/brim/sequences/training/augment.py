@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from brim.engine.training.rank_share import drawn
+from brim.engine.training import drawn
 from brim.sequences.config import Augmentation
 from brim.sequences.model.network import frame_mask
 

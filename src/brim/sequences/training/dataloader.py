@@ -25,14 +25,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from brim.engine.device.devices import stream, worker_count
-from brim.engine.rows.buckets import Bucketed, Buckets
-from brim.engine.rows.epoch import Epoch, OpenEpochs
-from brim.engine.rows.order import HOST
-from brim.engine.rows.ragged import part_of
-from brim.engine.rows.ragged_source import check_columns
-from brim.engine.training.rank_share import Share
-from brim.engine.training.ranks import Ranks
+from brim.engine.device import stream, worker_count
+from brim.engine.rows import HOST, Bucketed, Buckets, Epoch, OpenEpochs, check_columns, part_of
+from brim.engine.training import Ranks, Share
 from brim.errors import ConfigError, DatasetError
 from brim.sequences.config import LoaderConfig
 from brim.sequences.corpus.reading import Readable

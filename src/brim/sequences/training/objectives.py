@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from brim.engine.training.rank_share import current, gathered, own_rows
+from brim.engine.training import current, gathered, own_rows
 from brim.sequences.config import SelfConfig
 from brim.sequences.model.network import Encoder, FrameNorm, frame_mask
 from brim.sequences.training.augment import Batch
