@@ -13,6 +13,8 @@ import pytest
 import brim.rf
 import brim.segmentation
 import brim.sequences
+from brim.config import settings
+from brim.rf.config import GenerateConfig
 
 ROOT = Path(__file__).parents[1]
 
@@ -79,8 +81,9 @@ def test_every_public_class_and_function_is_in_the_reference(built, package):
     assert [name for name in named if f'id="{name}"' not in text] == []
 
 
-def test_a_field_is_shown_with_the_comment_that_gives_its_unit(built):
+def test_a_setting_is_shown_with_its_description(built):
     text = (built[0] / "api" / "rf.html").read_text()
+    setting = settings(GenerateConfig)["min_snr_db"]
 
     assert 'id="brim.rf.config.GenerateConfig.min_snr_db"' in text
-    assert "A receiver is present when its link SNR in 12.5 kHz reaches this." in text
+    assert setting.doc in text

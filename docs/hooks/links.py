@@ -1,7 +1,7 @@
-"""Makes one site of files that lie all over the repository, without a second copy of any.
+"""Builds one site from files all over the repository, without second copies.
 
-README.md is the first page; documents outside docs/ that others link to become pages, other files are copied. Links are
-written for the repository, so that they work on a code host, and changed to where things are in the site.
+README.md is the first page. Markdown files outside docs/ that are linked become pages; other linked files are copied.
+Links are written for the repository, so that they work on a code host, and rewritten for the site.
 """
 
 import os
@@ -17,12 +17,12 @@ _LINK = re.compile(r"(?<=\]\()([^)\s]+)(?=\))")
 
 
 def on_files(files: Files, config: Any) -> Files:
-    """Add what lies outside docs/: the first page, and whatever is linked, from page to page."""
-    first = [ROOT / "README.md", ROOT / "benchmarks" / "README.md"]  # the second is in the navigation alone
-    waiting = [*first, *(Path(config["docs_dir"]) / file.src_uri for file in files.documentation_pages())]
-    seen = set(waiting)
-    while waiting:
-        document = waiting.pop()
+    """Add the first page and all linked files outside docs/, recursively."""
+    first = [ROOT / "README.md", ROOT / "benchmarks" / "README.md"]  # the second is only in the navigation
+    queue = [*first, *(Path(config["docs_dir"]) / file.src_uri for file in files.documentation_pages())]
+    seen = set(queue)
+    while queue:
+        document = queue.pop()
         if (uri := site_uri(document)) not in files.src_uris:
             files.append(_file(document, uri, config))
         if document.suffix != ".md":
@@ -30,19 +30,19 @@ def on_files(files: Files, config: Any) -> Files:
         for target in targets(document):
             if target not in seen and target.is_file():
                 seen.add(target)
-                waiting.append(target)
+                queue.append(target)
     return files
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Point links to where things are in the site."""
+    """Rewrite links for the site."""
     document = source(page.file.src_uri)
-    fences = [found.span() for found in _FENCE.finditer(markdown)]
+    fences = [match.span() for match in _FENCE.finditer(markdown)]
 
-    def moved(found: re.Match[str]) -> str:
-        path, mark, fragment = found[1].partition("#")
-        if not path or re.match(r"[a-z]+:", path) or any(a <= found.start() < b for a, b in fences):
-            return found[1]
+    def moved(match: re.Match[str]) -> str:
+        path, mark, fragment = match[1].partition("#")
+        if not path or re.match(r"[a-z]+:", path) or any(a <= match.start() < b for a, b in fences):
+            return match[1]
         start = PurePosixPath(page.file.src_uri).parent
         return os.path.relpath(site_uri((document.parent / path).resolve()), start) + mark + fragment
 
@@ -50,20 +50,20 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
 
 
 def targets(document: Path) -> list[Path]:
-    """Files of the repository that a document links to."""
+    """The repository files that a document links to."""
     links = _LINK.findall(_FENCE.sub("", document.read_text(encoding="utf-8")))
     paths = [link.partition("#")[0] for link in links if not re.match(r"[a-z]+:", link)]
     return [(document.parent / path).resolve() for path in paths if path]
 
 
 def site_uri(path: Path) -> str:
-    """Where a file of the repository is in the site: docs/ is its root, and the README its first page."""
+    """The path of a repository file in the site: docs/ is the root, and the README the first page."""
     inside = path.relative_to(ROOT).as_posix()
     return "index.md" if inside == "README.md" else inside.removeprefix("docs/")
 
 
 def source(uri: str) -> Path:
-    """The file of the repository that a page is made of."""
+    """The repository file behind a page."""
     if uri == "index.md":
         return ROOT / "README.md"
     inside = ROOT / "docs" / uri
