@@ -27,9 +27,8 @@ import torch
 from brim.engine.device import format_size, parse_size, resolve_device, worker_count
 from brim.rf import GenerateConfig, generate, preset
 from brim.rf.config import CHANNEL_HZ, NUM_CHUNKS, SAMPLE_RATE_HZ
-from brim.rf.features.estimators import Grid
-from brim.rf.generation.batch import Backend, Work, make_work
-from brim.rf.generation.compute import open_backend
+from brim.rf.features import Grid
+from brim.rf.generation.backend import Backend, Transmissions, make_transmissions, open_backend
 from brim.rf.physics.channel import fading_points
 from brim.rf.physics.geometry import SPEED_OF_LIGHT
 from brim.rf.physics.scene import (
@@ -179,10 +178,10 @@ def compute_alone(config: GenerateConfig, batch: int, device: torch.device, repe
     }
 
 
-def make_batch(config: GenerateConfig, size: int) -> Work:
+def make_batch(config: GenerateConfig, size: int) -> Transmissions:
     """The first accepted samples, as many as there are among twice as many attempts."""
     scenes = make_scenes(config, np.arange(2 * size))
-    return make_work(config, scenes[scenes.accepted][:size])
+    return make_transmissions(config, scenes[scenes.accepted][:size])
 
 
 def time_calls(call: Callable[[], object], device: torch.device) -> float:
@@ -239,7 +238,9 @@ def copy_bandwidth(device: torch.device) -> float:
     return 2 * COPY_BYTES / seconds
 
 
-def kernel_times(config: GenerateConfig, work: Work, device: torch.device, names: list[str]) -> dict[str, float]:
+def kernel_times(
+    config: GenerateConfig, work: Transmissions, device: torch.device, names: list[str]
+) -> dict[str, float]:
     """Microseconds of device time per record by kernel; empty where the profiler may not look."""
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
     with open_backend(config, device) as backend:
@@ -317,7 +318,7 @@ def rates(clocks: list[Clock], num_records: int) -> Json:
     }
 
 
-def single_records(config: GenerateConfig, num: int) -> list[Work]:
+def single_records(config: GenerateConfig, num: int) -> list[Transmissions]:
     """Works of one sample with one present receiver each."""
     scenes = make_scenes(config, np.arange(num))
     scenes = scenes[scenes.accepted]
@@ -325,7 +326,7 @@ def single_records(config: GenerateConfig, num: int) -> list[Work]:
     for row, receiver in np.argwhere(scenes.present)[:num].tolist():
         present = np.zeros((1, scenes.present.shape[1]), bool)
         present[0, receiver] = True
-        works.append(make_work(config, replace(scenes[row : row + 1], present=present)))
+        works.append(make_transmissions(config, replace(scenes[row : row + 1], present=present)))
     return works
 
 

@@ -23,14 +23,14 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from brim.cluster.generate import generate_many
-from brim.cluster.pool import Done, Pool, Ready
 from brim.cluster.processes import ProcessPool
-from brim.cluster.worker import Make
 from brim.engine.storage import COMMIT_S, LocalPlace, ShardEntry, place_of, shard_name
+from brim.rf import generate
 from brim.rf.config import GenerateConfig
-from brim.rf.generation.dataset import generate, open_writer
-from brim.rf.generation.ranges import LAST_BLOCK, Block, Range, gate_block
+from brim.rf.generation.attempts import LAST_BLOCK, Block, ShardRange, gate_block
+from brim.rf.generation.dataset import open_writer
+from brim.rf.generation.pool import Pool, TaskDone, WorkerReady
+from brim.rf.generation.worker import MakeShards
 from page import Json, facts_of, installed, machine, markdown, number, ranged, spread, table, tell
 from scale_work import EchoWork, PaperPool, answer
 
@@ -131,7 +131,7 @@ def whole(kind: str, workers: int, samples: int) -> Json:
         if kind == "none":
             return figures(generate(config, out, samples, device="cpu").as_dict())
         with pool_of(kind, workers) as pool:
-            return figures(generate_many(config, out, samples, pool=pool).as_dict())
+            return figures(generate(config, out, samples, pool=pool).as_dict())
 
 
 def figures(report: Json) -> Json:
@@ -184,12 +184,12 @@ def ready(pool: Pool) -> int:
     """The first worker."""
     while True:
         for event in pool.wait(0.2):
-            if isinstance(event, Ready):
+            if isinstance(event, WorkerReady):
                 return event.worker
             raise SystemExit(f"no worker: {event}")
 
 
-def echo(pool: Pool, worker: int, task: Make) -> Json:
+def echo(pool: Pool, worker: int, task: MakeShards) -> Json:
     """Tasks one after the other: their round trip, and what the head's process computes meanwhile."""
     trips = []
     for turn in range(TASKS + 20):
@@ -197,7 +197,7 @@ def echo(pool: Pool, worker: int, task: Make) -> Json:
             cpu_s, began_s = time.process_time(), time.perf_counter()
         sent_s = time.perf_counter()
         pool.submit(worker, task)
-        while not any(isinstance(event, Done) for event in pool.wait(1.0)):
+        while not any(isinstance(event, TaskDone) for event in pool.wait(1.0)):
             pass
         trips.append(time.perf_counter() - sent_s)
     return {
@@ -208,13 +208,13 @@ def echo(pool: Pool, worker: int, task: Make) -> Json:
     }
 
 
-def task_of(count: int, items: int = 512) -> Make:
+def task_of(count: int, items: int = 512) -> MakeShards:
     """As the head hands out."""
     totals = {"attempted": 10**6, "receivers": 0, "gdop": 300}
     ranges = tuple(
-        Range(number=k, index=np.arange(k * items, (k + 1) * items), totals=totals) for k in range(count)
+        ShardRange(number=k, index=np.arange(k * items, (k + 1) * items), totals=totals) for k in range(count)
     )  # fmt: skip
-    return Make(ranges=ranges, place=LocalPlace(Path("/data/night-run")), token="shards/.999999.00000000.tmp")
+    return MakeShards(ranges=ranges, place=LocalPlace(Path("/data/night-run")), token="shards/.999999.00000000.tmp")
 
 
 # The head alone
@@ -231,7 +231,7 @@ def paper(config: GenerateConfig, *, workers: int, ranges: int) -> Json:
     """Hand out so many ranges to workers that are not there."""
     pool = PaperPool(workers, config)
     began_s, cpu_s = time.perf_counter(), time.thread_time()
-    generate_many(config, f"memory://bench/{workers}", ranges * config.shard_items, pool=pool)
+    generate(config, f"memory://bench/{workers}", ranges * config.shard_items, pool=pool)
     spent_s = time.thread_time() - cpu_s - pool.own_s
     return {"tasks": pool.tasks, "ranges": pool.ranges, "cpu_s": spent_s, "seconds": time.perf_counter() - began_s}
 

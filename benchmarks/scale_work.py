@@ -8,28 +8,29 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from brim.cluster.pool import Done, Event, Facts, Ready, Work
-from brim.cluster.worker import Account, Accounts, Gate, Made, MadeShard, Make
 from brim.engine.storage import ShardEntry, shard_name
 from brim.rf.config import GenerateConfig
-from brim.rf.generation.ranges import Range, gate_block
+from brim.rf.generation.accounting import DeviceAccount
+from brim.rf.generation.attempts import ShardRange, gate_block
+from brim.rf.generation.pool import Assignment, PoolEvent, TaskDone, WorkerFacts, WorkerReady
+from brim.rf.generation.worker import CloseAccount, GateBlock, MadeShard, MakeShards, ShardsMade
 
-FACTS = Facts(device="cpu", device_name="paper", kind="paper", batch_size=1)
+FACTS = WorkerFacts(device="cpu", device_name="paper", kind="paper", batch_size=1)
 BYTES_PER_SAMPLE = 3_032
 
 
 def answer(task: Any, config: GenerateConfig | None = None) -> Any:
     """What a worker would say, without its work."""
-    if isinstance(task, Make):
-        return Made(shards=tuple(_shard(one) for one in task.ranges), remarks=())
-    if isinstance(task, Gate):
+    if isinstance(task, MakeShards):
+        return ShardsMade(shards=tuple(_shard(one) for one in task.ranges), warnings=())
+    if isinstance(task, GateBlock):
         assert config is not None
         return gate_block(config, task.block)
-    assert isinstance(task, Account)
-    return Accounts(ceiling=None, stages={}, batch_size=1, peak_bytes=0)
+    assert isinstance(task, CloseAccount)
+    return DeviceAccount(ceiling=None, stages={}, batch_size=1, peak_bytes=0)
 
 
-def _shard(one: Range) -> MadeShard:
+def _shard(one: ShardRange) -> MadeShard:
     entry = ShardEntry(
         name=shard_name(one.number), items=len(one), bytes=BYTES_PER_SAMPLE * len(one), sha256=f"{one.number:064x}",
         totals=one.totals,
@@ -65,27 +66,27 @@ class PaperPool:
     def __init__(self, workers: int, config: GenerateConfig) -> None:
         """Store."""
         self._workers, self._config = workers, config
-        self._events: deque[Event] = deque()
+        self._events: deque[PoolEvent] = deque()
         self._ticket = 0
         self.tasks = self.ranges = 0
         self.own_s = 0.0  # CPU time spent here, which is not the head's
 
-    def start(self, work: Work) -> int:
+    def start(self, work: Assignment) -> int:
         """All are ready."""
-        self._events.extend(Ready(number, f"paper#{number}", FACTS) for number in range(self._workers))
+        self._events.extend(WorkerReady(number, f"paper#{number}", FACTS) for number in range(self._workers))
         return self._workers
 
     def submit(self, worker: int, task: Any) -> int:
         """Done."""
         began_s = time.thread_time()
         self._ticket += 1
-        self._events.append(Done(worker, self._ticket, answer(task, self._config)))
-        if isinstance(task, Make):
+        self._events.append(TaskDone(worker, self._ticket, answer(task, self._config)))
+        if isinstance(task, MakeShards):
             self.tasks, self.ranges = self.tasks + 1, self.ranges + len(task.ranges)
         self.own_s += time.thread_time() - began_s
         return self._ticket
 
-    def wait(self, timeout_s: float) -> list[Event]:
+    def wait(self, timeout_s: float) -> list[PoolEvent]:
         """Everything that was submitted."""
         if not self._events:
             time.sleep(min(timeout_s, 0.001))

@@ -1,6 +1,6 @@
 """What limits 8 GPUs, 64 nodes and a hundred million samples: a model of `brim rf generate --cluster`, and its check.
 
-No device and no clock: the head of brim.cluster.generate runs on paper, event by event, with its own rules (tasks of
+No device and no clock: the head of brim.rf.generation.head runs on paper, event by event, with its own rules (tasks of
 about a second, two in a worker's hands, gates by the head and then by workers, copies of stragglers, a manifest that is
 written again and again). Beside each simulated time stands what a closed formula says of the same; where both agree,
 the formula says why. What a device, a head and a store take is measured or given: see Machine.
@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-# As in brim.cluster.generate and brim.rf.generation.ranges
+# As in brim.rf.generation.head and brim.rf.generation.attempts
 TASK_S = 1.0
 TASKS_EACH = 2
 MAX_RANGES = 64

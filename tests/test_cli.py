@@ -15,7 +15,7 @@ from brim import __version__
 from brim.cli import main
 from brim.cli.terminal import Display, Stop
 from brim.errors import ConfigError
-from brim.rf import PRESETS, GenerateConfig, Progress, Report
+from brim.rf import PRESETS, GenerateConfig, GenerateProgress, GenerateReport
 
 STATIONS = "name,lat,lon,alt\nA,45.0,7.0,100\nB,45.2,7.5,200\nC,44.8,7.3,150\nD,45.1,7.9,300\n"
 
@@ -33,7 +33,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[dict]:
     return made
 
 
-def report(**changes) -> Report:
+def report(**changes) -> GenerateReport:
     values = {
         "dataset": "data",
         "accepted": 10,
@@ -48,7 +48,7 @@ def report(**changes) -> Report:
         "stages": {},
         "peak_bytes": 1,
     }
-    return Report(**{**values, **changes})
+    return GenerateReport(**{**values, **changes})
 
 
 def config_of(calls: list[dict], *argv: str) -> GenerateConfig:
@@ -119,6 +119,8 @@ def test_flags_left_out_change_nothing(calls):
         "out": "data",
         "samples": 1000,
         "device": "auto",
+        "pool": None,
+        "allow_mixed": False,
         "batch_size": None,
         "memory": None,
         "resume": False,
@@ -285,8 +287,8 @@ def test_a_full_disk_behind_standard_output_is_an_error_message():
 def test_progress_without_a_terminal_is_a_line_now_and_then(monkeypatch, capsys):
     monkeypatch.setattr("brim.cli.terminal.LINE_S", 0.0)
     with Display() as display:
-        display(Progress(done=5, total=10, attempted=8, rate=2.5, eta_s=2.0, message="generating"))
-        display(Progress(done=0, total=10, attempted=0, rate=0.0, eta_s=float("inf"), message="starting"))
+        display(GenerateProgress(done=5, total=10, attempted=8, rate=2.5, eta_s=2.0, message="generating"))
+        display(GenerateProgress(done=0, total=10, attempted=0, rate=0.0, eta_s=float("inf"), message="starting"))
 
     lines = capsys.readouterr().err.splitlines()
     assert lines == [

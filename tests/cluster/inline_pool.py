@@ -3,9 +3,9 @@
 import random
 from typing import Any
 
-from brim.cluster.pool import Done, Event, Failed, Lost, Ready, Work
-from brim.cluster.worker import Make
 from brim.errors import BrimError, ClusterError
+from brim.rf.generation.pool import Assignment, PoolEvent, TaskDone, TaskFailed, WorkerLost, WorkerReady
+from brim.rf.generation.worker import MakeShards
 
 
 class InlinePool:
@@ -25,12 +25,12 @@ class InlinePool:
         self.num, self.rng, self.losses, self.poison, self.fail = num, random.Random(seed), losses, poison, fail
         self.replaces, self.kinds = replaces, kinds
         self.alive: dict[int, list[tuple[int, Any]]] = {}
-        self.waiting: list[Event] = []
+        self.waiting: list[PoolEvent] = []
         self.tickets = self.workers = self.made = 0
         self.given: list[tuple[int, Any]] = []
         self.opened: Any = None
 
-    def start(self, work: Work) -> int:
+    def start(self, work: Assignment) -> int:
         self.opened = work.open("cpu", 1)
         self.server = self.opened.__enter__()
         for _ in range(self.num):
@@ -44,7 +44,7 @@ class InlinePool:
                 device="cpu", device_name="cpu", kind=self.kinds[self.workers % len(self.kinds)], batch_size=1
             )
         self.alive[self.workers] = []
-        self.waiting.append(Ready(self.workers, f"w{self.workers}", facts))
+        self.waiting.append(WorkerReady(self.workers, f"w{self.workers}", facts))
         self.workers += 1
 
     def submit(self, worker: int, task: Any) -> int:
@@ -54,7 +54,7 @@ class InlinePool:
             self.given.append((worker, task))
         return self.tickets
 
-    def wait(self, timeout_s: float) -> list[Event]:
+    def wait(self, timeout_s: float) -> list[PoolEvent]:
         busy = [worker for worker, tasks in self.alive.items() if tasks]
         if busy and not self.waiting:
             self.step(self.rng.choice(busy))
@@ -63,22 +63,24 @@ class InlinePool:
 
     def step(self, worker: int) -> None:
         ticket, task = self.alive[worker][0]
-        numbers = [one.number for one in task.ranges] if isinstance(task, Make) else []
+        numbers = [one.number for one in task.ranges] if isinstance(task, MakeShards) else []
         done_first = self.rng.random() < 0.5  # it may die with its shards written and nobody told
         if self.rng.random() < self.losses or self.poison in numbers:
             if done_first and self.poison is None:
                 self.server.submit(task).result()
             del self.alive[worker]
-            self.waiting.append(Lost(worker, f"w{worker}", ClusterError(f"worker w{worker} died: of chance"), True))
+            self.waiting.append(
+                WorkerLost(worker, f"w{worker}", ClusterError(f"worker w{worker} died: of chance"), True)
+            )
             if self.replaces:
                 self.join()
             return
         self.alive[worker].pop(0)
         if self.fail is not None and numbers:
-            self.waiting.append(Failed(worker, ticket, self.fail))
+            self.waiting.append(TaskFailed(worker, ticket, self.fail))
             return
         self.made += len(numbers)
-        self.waiting.append(Done(worker, ticket, self.server.submit(task).result()))
+        self.waiting.append(TaskDone(worker, ticket, self.server.submit(task).result()))
 
     def expects(self) -> int:
         return 0

@@ -14,11 +14,10 @@ import pytest
 from cluster_nodes import wait_until
 
 from brim.cli import main
-from brim.cluster.generate import generate_many
 from brim.cluster.processes import ProcessPool
-from brim.engine.storage.dataset import Dataset
+from brim.engine.storage import Dataset
 from brim.errors import ClusterError, OutOfMemory
-from brim.rf.generation.dataset import generate
+from brim.rf import generate
 from s3_store import serve_s3
 
 pytestmark = pytest.mark.slow
@@ -93,7 +92,7 @@ class Once:
 
 
 def test_processes_make_the_bytes_of_one_device(config, reference, tmp_path):
-    report = generate_many(config, tmp_path / "many", SAMPLES, pool=ProcessPool(["cpu", "cpu", "cpu"]))
+    report = generate(config, tmp_path / "many", SAMPLES, pool=ProcessPool(["cpu", "cpu", "cpu"]))
 
     assert shards(tmp_path / "many") == first(reference, SAMPLES)
     assert (report.accepted, report.workers, report.device) == (SAMPLES, 3, "3 × cpu")
@@ -110,7 +109,7 @@ def test_a_killed_and_a_frozen_process_change_nothing(config, reference, tmp_pat
         os.kill(pool._slots[1].process.pid, signal.SIGSTOP)  # never ends what it has, and does not die
 
     hurting = Once(hurt, lambda now: now.done >= 16)
-    report = generate_many(config, tmp_path / "many", SAMPLES, pool=pool, progress=hurting)
+    report = generate(config, tmp_path / "many", SAMPLES, pool=pool, progress=hurting)
 
     assert hurting.acted
     assert shards(tmp_path / "many") == first(reference, SAMPLES)
@@ -122,7 +121,7 @@ def test_iq_records_are_the_same_bytes_too(config, tmp_path):
     records = replace(config, dataset_type="iq_raw", samples_per_shard=3)
     generate(records, tmp_path / "one", 10, device="cpu")
 
-    generate_many(records, tmp_path / "many", 10, pool=ProcessPool(["cpu", "cpu"]))
+    generate(records, tmp_path / "many", 10, pool=ProcessPool(["cpu", "cpu"]))
 
     assert shards(tmp_path / "many") == shards(tmp_path / "one")
 
@@ -132,7 +131,7 @@ def test_a_store_holds_the_bytes_of_one_device(config, reference, monkeypatch):
         store.s3.create_bucket(Bucket="data")
         for name, value in store.env.items():
             monkeypatch.setenv(name, value)
-        report = generate_many(config, "s3://data/set", SAMPLES, pool=ProcessPool(["cpu", "cpu"]))
+        report = generate(config, "s3://data/set", SAMPLES, pool=ProcessPool(["cpu", "cpu"]))
         found = store.files("data", "set/shards")
 
     assert found == first(reference, SAMPLES)
@@ -143,7 +142,7 @@ def test_a_machine_without_the_memory_is_refused_before_anything_is_written(conf
     monkeypatch.setenv("BRIM_MEMORY_SHARE", "0.00001")
 
     with pytest.raises(OutOfMemory, match=r"worker cpu.*memory free.*shards"):
-        generate_many(config, tmp_path / "many", SAMPLES, pool=ProcessPool(["cpu", "cpu"]))
+        generate(config, tmp_path / "many", SAMPLES, pool=ProcessPool(["cpu", "cpu"]))
 
     assert not (tmp_path / "many").exists()
 
@@ -224,7 +223,7 @@ def test_three_nodes_of_which_one_dies_make_the_bytes_of_one_device(config, refe
     killer = threading.Thread(target=ray_cluster.kill, args=(node,))
     with connect("auto") as cluster:
         killing = Once(killer.start, lambda now: now.done >= 24)
-        report = generate_many(config, tmp_path / "many", LONG, pool=RayPool(cluster), progress=killing)
+        report = generate(config, tmp_path / "many", LONG, pool=RayPool(cluster), progress=killing)
     killer.join()
 
     assert len(cluster.nodes) == report.workers == 3
@@ -252,7 +251,7 @@ def test_nodes_that_differ_are_refused_before_anything_is_written(config, tmp_pa
     node = ray_cluster.add(env_vars={"ATEN_CPU_CAPABILITY": "default"})
     try:
         with connect("auto") as cluster, pytest.raises(ClusterError, match="2 types"):
-            generate_many(config, tmp_path / "many", SAMPLES, pool=RayPool(cluster))
+            generate(config, tmp_path / "many", SAMPLES, pool=RayPool(cluster))
     finally:
         ray_cluster.leave(node)
     assert not (tmp_path / "many").exists()

@@ -8,9 +8,9 @@ import toy_work
 from cluster_nodes import wait_until
 from toy_work import ToyWork
 
-from brim.cluster.pool import Done, Failed, Lost, Ready
 from brim.cluster.processes import ProcessPool, device_names
 from brim.errors import ClusterError, ConfigError, DeviceError
+from brim.rf.generation.pool import TaskDone, TaskFailed, WorkerLost, WorkerReady
 
 PATIENCE_S = 60.0
 
@@ -53,7 +53,7 @@ def test_workers_say_what_they_are_and_end_what_they_are_given(make_pool):
     pool = make_pool()
     assert pool.start(ToyWork()) == 2
     assert pool.expects() == 2
-    ready = until(pool, Ready, 2)
+    ready = until(pool, WorkerReady, 2)
     assert {event.worker for event in ready} == {0, 1}
     assert len({event.name for event in ready}) == 2
     assert {event.facts.kind for event in ready} == {"cpu 1"}
@@ -61,38 +61,38 @@ def test_workers_say_what_they_are_and_end_what_they_are_given(make_pool):
 
     began_s = time.monotonic()
     tickets = {pool.submit(worker, ("sleep", 1.0)): worker for worker in (0, 1, 0, 1)}
-    done = until(pool, Done, 4)
+    done = until(pool, TaskDone, 4)
     assert {event.ticket: event.worker for event in done} == tickets
     assert len({event.value for event in done}) == 2  # processes
     assert time.monotonic() - began_s < 1.9  # one after another on each they would take 2 s
 
     wrong, bug = pool.submit(0, ("wrong", "x=3")), pool.submit(1, ("bug", "y"))
-    failed = {event.ticket: event.error for event in until(pool, Failed, 2)}
+    failed = {event.ticket: event.error for event in until(pool, TaskFailed, 2)}
     assert type(failed[wrong]) is ConfigError
     assert "x=3 is wrong" in str(failed[wrong])
     assert type(failed[bug]) is ClusterError
     assert "KeyError" in str(failed[bug])
     pool.submit(0, ("pid",))
-    assert until(pool, Done)[0].worker == 0  # it goes on
+    assert until(pool, TaskDone)[0].worker == 0  # it goes on
     pool.close()
 
 
 def test_a_worker_that_dies_is_told_once_and_replaced_and_closing_ends_all(make_pool):
     pool = make_pool()
     pool.start(ToyWork())
-    until(pool, Ready, 2)
+    until(pool, WorkerReady, 2)
     pool.submit(0, ("sleep", 30))
     pool.submit(0, ("die",))
 
-    events = until(pool, Lost)
-    events += until(pool, Ready)
+    events = until(pool, WorkerLost)
+    events += until(pool, WorkerReady)
 
-    assert [(event.worker, event.was_ready) for event in events if isinstance(event, Lost)] == [(0, True)]
+    assert [(event.worker, event.was_ready) for event in events if isinstance(event, WorkerLost)] == [(0, True)]
     assert "died" in str(events[0].error)
-    assert [event.worker for event in events if isinstance(event, Ready)] == [2]
+    assert [event.worker for event in events if isinstance(event, WorkerReady)] == [2]
     pool.submit(0, ("pid",))  # nobody is there any more
     tickets = {pool.submit(1, ("pid",)), pool.submit(2, ("pid",))}
-    done = until(pool, Done, 2)
+    done = until(pool, TaskDone, 2)
     assert {event.ticket for event in done} == tickets
     assert pool.wait(0.3) == []
 
@@ -107,7 +107,7 @@ def test_work_that_cannot_be_opened_is_told_with_its_reason(make_pool):
     pool = make_pool()
     pool.start(ToyWork(refuse="no such thing"))
 
-    lost = until(pool, Lost, 2)
+    lost = until(pool, WorkerLost, 2)
 
     assert all(type(event.error) is ConfigError and not event.was_ready for event in lost)
     assert "no such thing" in str(lost[0].error)

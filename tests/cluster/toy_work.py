@@ -9,8 +9,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from brim.cluster.pool import Facts
 from brim.errors import ConfigError
+from brim.rf.generation.pool import WorkerFacts
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class ToyServer:
     """Answers, sleeps, fails or dies."""
 
     def __init__(self, device: str, threads: int | None) -> None:
-        self.facts = Facts(device=device, device_name=device, kind=f"{device} {threads}", batch_size=1)
+        self.facts = WorkerFacts(device=device, device_name=device, kind=f"{device} {threads}", batch_size=1)
         self.pool = ThreadPoolExecutor(4)
 
     def submit(self, task: tuple[Any, ...]) -> "Future[Any]":

@@ -7,11 +7,10 @@ import pytest
 import torch
 
 from brim.rf.config import GenerateConfig, preset
-from brim.rf.features.estimators import FEATURES, F
-from brim.rf.generation.batch import Measured, make_work
-from brim.rf.generation.compute import generate_batch
-from brim.rf.generation.cpu import CpuBackend
+from brim.rf.features import FEATURES, F
+from brim.rf.generation.backend import CpuBackend, Measured, make_transmissions
 from brim.rf.generation.dataset import generate
+from brim.rf.generation.stages import generate_batch
 from brim.rf.physics.scene import make_scenes
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU here")]
@@ -37,7 +36,7 @@ def both(config: GenerateConfig, num: int = 4, first: int = 0) -> tuple[Measured
     from brim.rf.generation.cuda import CudaBackend
 
     scenes = make_scenes(config, np.arange(first, first + num))
-    work = make_work(config, scenes[np.nonzero(scenes.accepted)[0]])
+    work = make_transmissions(config, scenes[np.nonzero(scenes.accepted)[0]])
     with CpuBackend(config) as cpu:
         reference = cpu.measure(work, iq=True)
     return CudaBackend(config, torch.device("cuda:0")).measure(work, iq=True).to("cpu"), reference

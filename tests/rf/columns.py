@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from brim.rf.features.estimators import FEATURES, STATISTICS
+from brim.rf.features import FEATURES, STATISTICS
 from brim.rf.generation.rows import TRUTH, TRUTH_CHUNKS
 
 Rows = dict[str, Tensor]

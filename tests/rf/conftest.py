@@ -9,7 +9,7 @@ import torch
 from columns import Rows
 
 from brim.rf.config import GenerateConfig
-from brim.rf.generation.compute import generate_batch
+from brim.rf.generation.stages import generate_batch
 
 torch.set_num_threads(1)  # the backend has its own threads; torch's would only compete with them
 

@@ -4,9 +4,9 @@ import numpy as np
 import torch
 
 from brim.rf.config import GenerateConfig, preset
-from brim.rf.features.estimators import FEATURES, F
+from brim.rf.features import FEATURES, F
+from brim.rf.generation.rows import crlb_m
 from brim.rf.location.solver import TX_HEIGHT_M, NoiseModel
-from brim.rf.physics.bound import crlb_m
 from brim.rf.physics.geometry import SPEED_OF_LIGHT, ecef
 from brim.rf.physics.link import noise_dbm, path_loss_db
 from brim.rf.physics.scene import make_scenes

@@ -3,11 +3,11 @@
 import torch
 
 import brim
-from brim.engine.storage.writer import ShardWriter
+from brim.engine.storage import ShardWriter
 from brim.rf.config import SAMPLE_RATE_HZ, GenerateConfig
-from brim.rf.features.estimators import FEATURES, STATISTICS
-from brim.rf.generation.compute import generate_batch
+from brim.rf.features import FEATURES, STATISTICS
 from brim.rf.generation.rows import TRUTH
+from brim.rf.generation.stages import generate_batch
 from brim.rf.physics.link import noise_dbm
 from brim.rf.physics.scene import make_scenes
 from brim.rf.physics.waveform import PARAMETERS

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from brim.rf.config import GenerateConfig
-from brim.rf.physics.bound import crlb_m, time_sigma_s
+from brim.rf.generation.rows import crlb_m, time_sigma_s
 from brim.rf.physics.scene import make_scenes
 
 LIGHT = 299_792_458.0

@@ -8,10 +8,9 @@ import torch
 from columns import feature, truth, truth_chunks
 
 from brim.rf.config import GenerateConfig, Station, preset
-from brim.rf.generation.batch import make_work
-from brim.rf.generation.compute import generate_batch
-from brim.rf.generation.cpu import CpuBackend
+from brim.rf.generation.backend import CpuBackend, make_transmissions
 from brim.rf.generation.rows import TRUTH
+from brim.rf.generation.stages import generate_batch
 from brim.rf.physics.geometry import ecef
 from brim.rf.physics.scene import make_scenes
 
@@ -183,7 +182,7 @@ def test_without_fading_and_echoes_the_snr_is_the_requested_one(waveform):
     scenes = make_scenes(config, np.arange(1))
     direct = np.zeros_like(scenes.path_power)
     direct[..., 0] = 1
-    work = make_work(config, replace(scenes, path_power=direct))
+    work = make_transmissions(config, replace(scenes, path_power=direct))
     with CpuBackend(config) as backend:
         iq = backend.measure(work, iq=True).iq
     noise = in_band_mw(iq, 25_000, 100_000).mean(-1) / 150_000 * 12_500
@@ -326,7 +325,7 @@ def test_order_does_not_matter():
 def test_the_number_of_threads_does_not_matter(workers):
     config = GenerateConfig(**SHORT)
     scenes = make_scenes(config, np.arange(6))
-    work = make_work(config, scenes[np.nonzero(scenes.accepted)[0]])
+    work = make_transmissions(config, scenes[np.nonzero(scenes.accepted)[0]])
     expected = generate_batch(config, range(6), chunks=True)
     with CpuBackend(config, workers=workers) as backend:
         measured = backend.measure(work, iq=True)

@@ -20,11 +20,11 @@ import sys
 import numpy as np
 import torch
 from dataclasses import replace
-from brim.rf.generation.batch import make_work
-from brim.rf.generation.cpu import CpuBackend
+from brim.rf.generation.backend import make_transmissions
+from brim.rf.generation.backend import CpuBackend
 from brim.rf.config import GenerateConfig
 from brim.rf.generation.cuda import CudaBackend
-from brim.rf.features.estimators import FEATURES
+from brim.rf.features import FEATURES
 from brim.rf.physics.scene import make_scenes
 
 waveform, fading = sys.argv[1:]
@@ -33,7 +33,7 @@ common = {"duration_s": 0.2, "tx_power_dbm": 35.0, "seed": 2**40 + 3, "max_gdop"
 config = GenerateConfig(waveform=waveform, fading=fading, **common)
 scenes = make_scenes(config, np.array([2**33 + 1]))
 keep = np.isin(np.arange(7), np.nonzero(scenes.present[0])[0][-3:])
-work = make_work(config, replace(scenes, present=keep[None]))
+work = make_transmissions(config, replace(scenes, present=keep[None]))
 assert len(work.links) == 3
 with CpuBackend(config) as cpu:
     expected = cpu.measure(work, iq=True)
@@ -61,7 +61,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 from brim.rf import kernels
-from brim.rf.generation.batch import make_work
+from brim.rf.generation.backend import make_transmissions
 from brim.rf.config import GenerateConfig
 from brim.rf.generation.cuda import CudaBackend
 from brim.rf.physics.scene import make_scenes
@@ -91,7 +91,7 @@ def compile_only(self, *args, grid, warmup, **kwargs):
 JITFunction.run = compile_only
 for waveform in ("nbfm", "am"):
     config = GenerateConfig(waveform=waveform, duration_s=float(sys.argv[1]), seed=2**40, max_gdop=1e6)
-    work = make_work(config, make_scenes(config, np.arange(1)))
+    work = make_transmissions(config, make_scenes(config, np.arange(1)))
     CudaBackend(config, torch.device("cpu")).measure(work, iq=True)
 every = {name for name, value in vars(kernels).items() if name.endswith("_kernel") and isinstance(value, JITFunction)}
 assert every and every == compiled, every - compiled

@@ -12,7 +12,7 @@ from geographiclib.geodesic import Geodesic
 
 from brim.errors import ConfigError
 from brim.rf.config import preset
-from brim.rf.features.estimators import F
+from brim.rf.features import F
 from brim.rf.location.evaluate import (
     baselines,
     breakdown,

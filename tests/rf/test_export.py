@@ -14,12 +14,11 @@ import sigmf.validate
 from sigmf.sigmffile import fromfile
 from small_dataset import write_dataset
 
-from brim.engine.storage.dataset import Dataset
-from brim.engine.storage.writer import ShardWriter
+from brim.engine.storage import Dataset, ShardWriter
 from brim.errors import ConfigError, DatasetError, ShardCorrupt, StorageError
 from brim.rf.config import BUILTIN_STATIONS, GenerateConfig
 from brim.rf.datasets.export import FORMATS, export
-from brim.rf.features.estimators import FEATURES, STATISTICS
+from brim.rf.features import FEATURES, STATISTICS
 from brim.rf.generation.rows import TRUTH
 
 CONFIG = GenerateConfig(duration_s=0.2, use_random_receivers=True, min_snr_db=15.0)

@@ -5,8 +5,8 @@ import torch
 from columns import feature, feature_chunks, truth, truth_chunks
 
 from brim.rf.config import GenerateConfig
-from brim.rf.features.estimators import FEATURES, aggregate
-from brim.rf.generation.compute import generate_batch
+from brim.rf.features import FEATURES, aggregate
+from brim.rf.generation.stages import generate_batch
 
 NAMES = [name for name, _ in FEATURES]
 PROMISED = [

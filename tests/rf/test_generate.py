@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 import torch
 
-from brim.engine.device.memory import inject_oom
-from brim.engine.storage.dataset import Dataset
+from brim.engine.device import inject_oom
+from brim.engine.storage import Dataset
 from brim.errors import ConfigError, DatasetError, NothingAccepted, ShardCorrupt
 from brim.rf.config import BUILTIN_STATIONS, GenerateConfig, preset
-from brim.rf.features.estimators import FEATURES
-from brim.rf.generation.compute import generate_batch
+from brim.rf.features import FEATURES
 from brim.rf.generation.dataset import generate
 from brim.rf.generation.rows import TRUTH, dataset_bytes
+from brim.rf.generation.stages import generate_batch
 from brim.rf.physics.scene import make_scenes
 
 SAMPLES = 20
@@ -45,8 +45,8 @@ def test_shards_do_not_depend_on_batch_size_or_memory(dataset, gated_config, tmp
 
 @pytest.mark.parametrize("workers", [1, 3])
 def test_shards_do_not_depend_on_the_number_of_threads(dataset, gated_config, tmp_path, monkeypatch, workers):
-    for name in ("cpu", "stages"):
-        monkeypatch.setattr(sys.modules[f"brim.rf.{name}"], "worker_count", lambda: workers)
+    for name in ("backend", "stages"):
+        monkeypatch.setattr(sys.modules[f"brim.rf.generation.{name}"], "worker_count", lambda: workers)
     generate(gated_config, tmp_path / "again", SAMPLES, device="cpu")
     assert shards(tmp_path / "again") == shards(dataset[0])
 

@@ -9,7 +9,7 @@ from gaussian_rows import EXACT, PRODUCTION, gaussian_rows, padded, permuted
 
 from brim.errors import ConfigError
 from brim.rf.config import GenerateConfig
-from brim.rf.features.estimators import F
+from brim.rf.features import F
 from brim.rf.location.evaluate import coverage, mahalanobis
 from brim.rf.location.solver import (
     Loss,

@@ -7,7 +7,7 @@ import torch
 from gaussian_rows import EXACT, PRODUCTION, gaussian_rows, padded, permuted
 
 from brim.errors import ConfigError
-from brim.rf.features.estimators import F
+from brim.rf.features import F
 from brim.rf.location.model import (
     Locator,
     LocatorConfig,

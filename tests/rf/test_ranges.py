@@ -7,13 +7,13 @@ import numpy as np
 import pytest
 import torch
 
-from brim.engine.storage.dataset import Dataset
+from brim.engine.storage import Dataset
 from brim.errors import NothingAccepted
-from brim.rf.generation import ranges as module
+from brim.rf.generation import attempts as module
+from brim.rf.generation.attempts import Block, RangeBook, accepted_batches, gate_block
 from brim.rf.generation.dataset import generate
-from brim.rf.generation.gates import accepted_batches
-from brim.rf.generation.ranges import Block, RangeBook, gate_block, make_ranges
 from brim.rf.generation.stages import Stages
+from brim.rf.generation.worker import make_ranges
 
 
 def drain(book, config, rng=None, ahead=4):

@@ -9,8 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from small_dataset import write_dataset
 
-from brim.engine.storage.dataset import Dataset
-from brim.engine.storage.writer import ShardWriter
+from brim.engine.storage import Dataset, ShardWriter
 from brim.errors import DatasetError, ShardCorrupt, StorageError
 from brim.report.page import metres, number, percent, plain, size
 from brim.report.svg import Axis, Frame

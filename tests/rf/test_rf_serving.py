@@ -14,7 +14,7 @@ from brim.engine.batching.servable import Answer, Payload
 from brim.engine.batching.warm_up import warm_up
 from brim.errors import CheckpointError, ConfigError, TooLarge
 from brim.rf.config import GenerateConfig
-from brim.rf.features.estimators import FEATURES, STATISTICS
+from brim.rf.features import FEATURES, STATISTICS
 from brim.rf.location.model import Locator
 from brim.rf.location.run import locate
 from brim.rf.location.serving import LocateServable, padded

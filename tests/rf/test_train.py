@@ -13,7 +13,7 @@ import pytest
 import torch
 from small_dataset import write_dataset
 
-from brim.engine.storage.dataset import Dataset
+from brim.engine.storage import Dataset
 from brim.engine.training.checkpoint import load_checkpoint, save_checkpoint
 from brim.errors import CheckpointError, ConfigError, DatasetError
 from brim.rf.config import GenerateConfig

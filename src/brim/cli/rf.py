@@ -23,8 +23,8 @@ from brim.cli.terminal import Display, Stop, end_stopped, print_facts, print_jso
 from brim.errors import ConfigError
 
 if TYPE_CHECKING:
-    from brim.cluster.pool import Pool
-    from brim.rf import GenerateConfig, Report
+    from brim.rf import GenerateConfig, GenerateReport
+    from brim.rf.generation import Pool
 
 Dataset = Annotated[
     str,
@@ -261,18 +261,13 @@ def _check_where(device: str, devices: str | None, cluster: str | None, allow_mi
 @contextmanager
 def _pool(devices: str | None, cluster: str | None) -> "Iterator[Pool | None]":
     """The workers that are asked for; None: this process does the work itself."""
-    if devices is not None:
-        from brim.cluster.processes import ProcessPool, device_names
-
-        yield ProcessPool(device_names(devices))
-    elif cluster is not None:
-        from brim.cluster.ray_connect import connect
-        from brim.cluster.ray_pool import RayPool
-
-        with connect(cluster) as connected:
-            yield RayPool(connected)
-    else:
+    if devices is None and cluster is None:
         yield None
+        return
+    from brim.cluster import open_pool
+
+    with open_pool(devices=devices, cluster=cluster) as pool:
+        yield pool
 
 
 # Running
@@ -290,35 +285,36 @@ def run_generate(
     batch_size: int | None = None,
     memory: int | None = None,
     resume: bool = True,
-) -> "Report":
+) -> "GenerateReport":
     """Generate with progress on the terminal, until done or stopped; with all workers of a pool where there is one."""
     from brim.engine.storage import is_url
     from brim.rf import generate
 
     with Display(stop) as display:
-        options: dict[str, Any] = {
-            "batch_size": batch_size,
-            "memory": memory,
-            "resume": resume,
-            "verify": "sizes" if is_url(out) else "all",  # a store checks its own bytes, and all of them would travel
-            "progress": display,
-            "stop": stop,
-        }
-        if pool is None:
-            return generate(config, out, samples, device=device, **options)
-        from brim.cluster.generate import generate_many
+        return generate(
+            config,
+            out,
+            samples,
+            device=device,
+            pool=pool,
+            allow_mixed=allow_mixed,
+            batch_size=batch_size,
+            memory=memory,
+            resume=resume,
+            verify="sizes" if is_url(out) else "all",  # a store checks its own bytes, and all of them would travel
+            progress=display,
+            stop=stop,
+        )
 
-        return generate_many(config, out, samples, pool=pool, allow_mixed=allow_mixed, **options)
 
-
-def end_generation(report: "Report", samples: int, stop: Stop, *, resume: bool, as_json: bool) -> NoReturn:
+def end_generation(report: "GenerateReport", samples: int, stop: Stop, *, resume: bool, as_json: bool) -> NoReturn:
     """The end of a generation that was stopped."""
     if as_json:
         print_json(report.as_dict())
     end_stopped(f"at {report.accepted} of {samples} samples; {report.dataset} is usable as it is", stop, resume=resume)
 
 
-def print_made(report: "Report") -> None:
+def print_made(report: "GenerateReport") -> None:
     """One line on what a finished run made."""
     share = report.accepted / max(1, report.attempted)
     line = f"{report.accepted} samples accepted of {report.attempted} tried ({share:.1%})"

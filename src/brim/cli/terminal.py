@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from brim.engine.training import TrainProgress
-    from brim.rf import Progress
+    from brim.rf import GenerateProgress
     from brim.segmentation.prediction.stream import PredictProgress
 
 LINE_S = 3.0  # between progress lines where there is no terminal to draw a bar on
@@ -98,7 +98,7 @@ class Display:
         if self._bar is not None:
             self._bar.stop()
 
-    def __call__(self, progress: "Progress") -> None:
+    def __call__(self, progress: "GenerateProgress") -> None:
         """Show where a generation is."""
         self._say_stop()
         self._show(progress.message, progress.done, progress.total, _progress_text(progress))
@@ -163,7 +163,7 @@ class Display:
             say(f"{message}: {text}" if text else message)
 
 
-def _progress_text(progress: "Progress") -> str:
+def _progress_text(progress: "GenerateProgress") -> str:
     parts = [f"{progress.done}/{progress.total} samples"]
     if progress.rate > 0:
         parts.append(f"{progress.rate:.1f}/s")

@@ -1,8 +1,23 @@
-"""The same work on many devices: worker processes of this machine, or Ray's of many.
+"""Workers on several devices: processes of this machine, or actors and Ray Data on a Ray cluster."""
 
-generate.generate_many   a dataset by all workers of a pool
-pool.Pool                what a pool of workers is; processes.ProcessPool and ray_pool.RayPool are two
-ray_connect.connect      Ray, or a clear error in seconds
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
-Nothing is imported here: Ray and torch load only where they are needed.
-"""
+if TYPE_CHECKING:
+    from brim.rf.generation import Pool
+
+
+@contextmanager
+def open_pool(*, devices: str | int | None = None, cluster: str | None = None) -> "Iterator[Pool]":
+    """One worker for each of these devices of this machine, or for each GPU of the cluster at an address."""
+    if cluster is None:
+        from brim.cluster.processes import ProcessPool, device_names
+
+        yield ProcessPool(device_names("all" if devices is None else devices))
+        return
+    from brim.cluster.ray_connect import connect
+    from brim.cluster.ray_pool import RayPool
+
+    with connect(cluster) as connected:
+        yield RayPool(connected)

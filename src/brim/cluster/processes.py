@@ -20,9 +20,9 @@ from typing import Any
 
 import torch
 
-from brim.cluster.pool import Done, Event, Failed, Lost, Ready, Work, pack, unpack
 from brim.engine.device import resolve_device, worker_count
 from brim.errors import BrimError, ClusterError, ConfigError, DeviceError
+from brim.rf.generation import Assignment, PackedError, PoolEvent, TaskDone, TaskFailed, WorkerLost, WorkerReady
 
 RESTARTS = 3  # of one device's worker: what dies more often dies of something that stays
 LEAVE_S = 3.0  # for a worker to end by itself
@@ -78,14 +78,14 @@ class ProcessPool:
         num_cpu = sum(name == "cpu" for name in devices)
         threads = max(1, worker_count() // max(1, num_cpu))
         self._slots = [_Slot(name, threads if name == "cpu" else None) for name in devices]
-        self._work: Work | None = None
+        self._assignment: Assignment | None = None
         self._workers = 0
         self._ticket = 0
-        self._events: list[Event] = []
+        self._events: list[PoolEvent] = []
 
-    def start(self, work: Work) -> int:
+    def start(self, assignment: Assignment) -> int:
         """Start a process for each device."""
-        self._work = work
+        self._assignment = assignment
         for slot in self._slots:
             self._launch(slot)
         return len(self._slots)
@@ -100,7 +100,7 @@ class ProcessPool:
                 slot.here.send((self._ticket, task))
         return self._ticket
 
-    def wait(self, timeout_s: float) -> list[Event]:
+    def wait(self, timeout_s: float) -> list[PoolEvent]:
         """Read what the workers sent."""
         open_slots = {slot.here: slot for slot in self._slots if slot.here is not None}
         if not self._events and open_slots:
@@ -154,7 +154,7 @@ class ProcessPool:
         device = "cuda:0" if slot.device.startswith("cuda") else slot.device  # it sees its own alone
         with suppress(OSError):  # it died: wait() says so
             slot.here.send(sys.path)
-            slot.here.send((self._work, device, slot.threads))
+            slot.here.send((self._assignment, device, slot.threads))
 
     def _read(self, slot: _Slot) -> None:
         assert slot.here is not None
@@ -167,13 +167,13 @@ class ProcessPool:
         name = self._name(slot)
         if kind == "ready":
             slot.is_ready = True
-            self._events.append(Ready(slot.worker, name, value))
+            self._events.append(WorkerReady(slot.worker, name, value))
         elif kind == "refused":
-            self._lose(slot, unpack(value, name))
+            self._lose(slot, value.error(name))
         elif kind == "done":
-            self._events.append(Done(slot.worker, ticket, value))
+            self._events.append(TaskDone(slot.worker, ticket, value))
         else:
-            self._events.append(Failed(slot.worker, ticket, unpack(value, name)))
+            self._events.append(TaskFailed(slot.worker, ticket, value.error(name)))
 
     def _lose(self, slot: _Slot, error: BrimError | None) -> None:
         assert slot.here is not None
@@ -185,7 +185,7 @@ class ProcessPool:
             slot.process.kill()
             code = slot.process.wait()
         error = error or ClusterError(f"worker {self._name(slot)} died: {_in_words(code)}")
-        self._events.append(Lost(slot.worker, self._name(slot), error, slot.is_ready))
+        self._events.append(WorkerLost(slot.worker, self._name(slot), error, slot.is_ready))
         was_ready, slot.here, slot.process, slot.is_ready = slot.is_ready, None, None, False
         if was_ready and slot.restarts < RESTARTS:
             slot.restarts += 1
@@ -234,7 +234,7 @@ def serve(here: "mp.Connection[Any, Any]") -> None:
         if failure is None:
             send("done", ticket, future.result())
         else:
-            send("failed", ticket, pack(failure))
+            send("failed", ticket, PackedError.of(failure))
 
     with suppress(EOFError, OSError):
         work, device, threads = here.recv()
@@ -242,7 +242,7 @@ def serve(here: "mp.Connection[Any, Any]") -> None:
             opened = work.open(device, threads)
             server = opened.__enter__()
         except Exception as failure:  # whatever it is, the head must hear it
-            send("refused", 0, pack(failure))
+            send("refused", 0, PackedError.of(failure))
             os._exit(1)
         send("ready", 0, server.facts)
         with suppress(EOFError, OSError):

@@ -4,9 +4,9 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
-from brim.cluster.pool import Done, Event, Failed, Lost, Ready, Work, pack, unpack
 from brim.cluster.ray_connect import Cluster, first_line, import_ray
 from brim.errors import BrimError, ClusterError
+from brim.rf.generation import Assignment, PackedError, PoolEvent, TaskDone, TaskFailed, WorkerLost, WorkerReady
 
 RESTARTS = 3  # for each worker there was at the start, all together: what dies more often dies of something that stays
 LEAVE_S = 3.0  # for the workers to end what they write
@@ -34,14 +34,14 @@ class RayPool:
         self._cluster = cluster
         self._ray = import_ray()
         self._actors: dict[int, _Actor] = {}
-        self._work: Any = None  # a reference: it travels to each node once
+        self._assignment: Any = None  # a reference: it travels to each node once
         self._workers = 0
         self._ticket = 0
         self._restarts = 0
 
-    def start(self, work: Work) -> int:
+    def start(self, assignment: Assignment) -> int:
         """Start an actor for each GPU; without GPUs one for each node, with all its cores."""
-        self._work = self._ray.put(work)
+        self._assignment = self._ray.put(assignment)
         nodes = [node for node in self._cluster.nodes if node.gpus >= 1]
         if nodes:
             for node in nodes:
@@ -66,7 +66,7 @@ class RayPool:
             actor.tickets[actor.handle.call.remote(task)] = self._ticket
         return self._ticket
 
-    def wait(self, timeout_s: float) -> list[Event]:
+    def wait(self, timeout_s: float) -> list[PoolEvent]:
         """Ask Ray what ended."""
         waiting = [ref for actor in self._actors.values() for ref in (*self._opening(actor), *actor.tickets)]
         if not waiting:
@@ -75,7 +75,7 @@ class RayPool:
         if not self._ray.wait(waiting, num_returns=1, timeout=timeout_s)[0]:
             return []
         ended, _ = self._ray.wait(waiting, num_returns=len(waiting), timeout=0)
-        events: list[Event] = []
+        events: list[PoolEvent] = []
         for ref in ended:
             events += self._read(ref)
         return events
@@ -110,7 +110,7 @@ class RayPool:
             scheduling_strategy=where,
         )
         handle = remote.remote()
-        opening = handle.open.remote([self._work], "cuda:0" if has_gpu else "cpu", threads)
+        opening = handle.open.remote([self._assignment], "cuda:0" if has_gpu else "cpu", threads)
         name = f"{host} {'gpu' if has_gpu else 'cpu'}#{self._workers}"
         self._actors[self._workers] = _Actor(handle, name, has_gpu, threads, opening)
         self._workers += 1
@@ -119,7 +119,7 @@ class RayPool:
     def _opening(actor: _Actor) -> list[Any]:
         return [] if actor.is_ready else [actor.opening]
 
-    def _read(self, ref: Any) -> list[Event]:
+    def _read(self, ref: Any) -> list[PoolEvent]:
         found = [
             (worker, actor)
             for worker, actor in self._actors.items()
@@ -135,21 +135,21 @@ class RayPool:
             return [self._lose(worker, actor, ClusterError(f"worker {actor.name} died: {reason}"))]
         ticket = actor.tickets.pop(ref, 0)
         if kind == "refused":
-            return [self._lose(worker, actor, unpack(value, actor.name))]
+            return [self._lose(worker, actor, value.error(actor.name))]
         if kind == "ready":
             actor.is_ready = True
-            return [Ready(worker, actor.name, value)]
+            return [WorkerReady(worker, actor.name, value)]
         if kind == "done":
-            return [Done(worker, ticket, value)]
-        return [Failed(worker, ticket, unpack(value, actor.name))]
+            return [TaskDone(worker, ticket, value)]
+        return [TaskFailed(worker, ticket, value.error(actor.name))]
 
-    def _lose(self, worker: int, actor: _Actor, error: BrimError) -> Lost:
+    def _lose(self, worker: int, actor: _Actor, error: BrimError) -> WorkerLost:
         del self._actors[worker]
         self._ray.kill(actor.handle)
         if actor.is_ready and self._restarts:
             self._restarts -= 1
             self._launch("another node", None, has_gpu=actor.has_gpu, threads=actor.threads)
-        return Lost(worker, actor.name, error, actor.is_ready)
+        return WorkerLost(worker, actor.name, error, actor.is_ready)
 
 
 def _reason(failure: BaseException) -> str:
@@ -172,7 +172,7 @@ class _Host:
             self._opened = import_ray().get(work[0]).open(device, threads)
             self._server = self._opened.__enter__()
         except Exception as failure:  # whatever it is, the head must hear it
-            return "refused", pack(failure)
+            return "refused", PackedError.of(failure)
         return "ready", self._server.facts
 
     def call(self, task: Any) -> tuple[str, Any]:
@@ -180,7 +180,7 @@ class _Host:
         try:
             return "done", self._server.submit(task).result()
         except Exception as failure:  # whatever it is, the head must hear it
-            return "failed", pack(failure)
+            return "failed", PackedError.of(failure)
 
     def leave(self) -> None:
         """End what is being written."""

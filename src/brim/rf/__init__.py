@@ -13,11 +13,11 @@ if TYPE_CHECKING:
     from brim.rf.config import preset as preset
     from brim.rf.config import read_stations as read_stations
     from brim.rf.config import read_toml as read_toml
-    from brim.rf.features.estimators import FEATURES as FEATURES
-    from brim.rf.generation.compute import generate_batch as generate_batch
-    from brim.rf.generation.dataset import Progress as Progress
-    from brim.rf.generation.dataset import Report as Report
+    from brim.rf.features import FEATURES as FEATURES
+    from brim.rf.generation.accounting import GenerateProgress as GenerateProgress
+    from brim.rf.generation.accounting import GenerateReport as GenerateReport
     from brim.rf.generation.dataset import generate as generate
     from brim.rf.generation.rows import TRUTH as TRUTH
+    from brim.rf.generation.stages import generate_batch as generate_batch
 
 __getattr__, __all__ = lazy(__name__, __file__)

@@ -1,8 +1,8 @@
 """Radio: rf.generate, rf.train and rf.evaluate, by the functions of the command line."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict
-from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field
@@ -41,7 +41,6 @@ from brim.jobs.worker.group import by_leader, by_ranks, num_devices, service_clu
 
 if TYPE_CHECKING:
     from brim.jobs.kinds.specs import Spec
-    from brim.rf.generation.dataset import Report
 
 REPORT = "evaluation.html"
 _SHARDS = 1_000_000  # of a dataset: their names have six digits
@@ -110,41 +109,43 @@ def run_generate(task: Task, voice: Voice) -> dict[str, Any]:
     if (found := by_leader(task, voice)) is not None:
         return found
     from brim.engine.storage import Dataset
+    from brim.rf import GenerateProgress, generate
     from brim.rf.config import GenerateConfig
-    from brim.rf.generation.dataset import Progress as Made
-    from brim.rf.generation.dataset import generate
 
     config = task.spec.config
 
-    def tell(where: Made) -> None:
+    def tell(where: GenerateProgress) -> None:
         voice(counted(where.done, where.total, where.message, where.rate, flow_of(where)))
 
-    asked = (build(GenerateConfig, own(GenerateConfig, config)), task.out, config["num_samples"])
-    make = _by_many(task) if task.is_member else partial(generate, device=device_of(task))
-    report = make(
-        *asked, batch_size=config.get("batch_size"), resume=True, verify="sizes", progress=tell, stop=task.stop
-    )
+    with _devices(task) as where:
+        report = generate(
+            build(GenerateConfig, own(GenerateConfig, config)),
+            task.out,
+            config["num_samples"],
+            **where,
+            batch_size=config.get("batch_size"),
+            resume=True,
+            verify="sizes",
+            progress=tell,
+            stop=task.stop,
+        )
     if report.stopped:
         raise Stopped
     made = Dataset(task.out).manifest["report"]  # not ours: that of an attempt which only found it finished is empty
     return {name: value for name, value in made.items() if name != "dataset"} | {"dataset_id": task.out.name}
 
 
-def _by_many(task: Task) -> "Callable[..., Report]":
-    """What generates on the devices of the job, or on the cluster."""
-    from brim.cluster.generate import generate_many
-    from brim.cluster.processes import ProcessPool, device_names
+@contextmanager
+def _devices(task: Task) -> Iterator[dict[str, Any]]:
+    """The job's device, or a pool of its devices or of the cluster."""
+    if not task.is_member:
+        yield {"device": device_of(task)}
+        return
+    from brim.cluster import open_pool
 
-    def make(*asked: Any, **options: Any) -> "Report":
-        if not task.spec.config.get("cluster"):
-            return generate_many(*asked, pool=ProcessPool(device_names(num_devices(task))), **options)
-        from brim.cluster.ray_connect import connect
-        from brim.cluster.ray_pool import RayPool
-
-        with connect(service_cluster(task)) as cluster:
-            return generate_many(*asked, pool=RayPool(cluster), **options)
-
-    return make
+    on_cluster = task.spec.config.get("cluster")
+    with open_pool(**{"cluster": service_cluster(task)} if on_cluster else {"devices": num_devices(task)}) as pool:
+        yield {"pool": pool}
 
 
 # rf.train

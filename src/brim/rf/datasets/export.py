@@ -26,7 +26,7 @@ from brim.engine.storage import Dataset
 from brim.errors import BrimError, ConfigError, DatasetError, StorageError
 from brim.rf.config import CHANNEL_HZ, SAMPLE_RATE_HZ
 from brim.rf.datasets.inspect import Progress, named_columns, open_dataset
-from brim.rf.features.estimators import STATISTICS
+from brim.rf.features import STATISTICS
 
 FORMATS = ("sigmf", "parquet", "hdf5")
 SIGMF_VERSION = "1.2.0"  # of the specification

@@ -19,7 +19,7 @@ from torch import Tensor
 from brim.engine.device import worker_count
 from brim.engine.storage import MANIFEST, Dataset
 from brim.errors import DatasetError
-from brim.rf.features.estimators import FEATURES, UNKNOWN_SIGMA_US
+from brim.rf.features import FEATURES, UNKNOWN_SIGMA_US
 from brim.rf.generation.rows import TRUTH
 
 F32 = NDArray[np.float32]

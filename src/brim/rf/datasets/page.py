@@ -30,7 +30,7 @@ from brim.report.page import (
 from brim.report.svg import Axis, Frame, Plot, Values, num_bins, stacked_bars
 from brim.rf.config import CHANNEL_HZ, SAMPLE_RATE_HZ
 from brim.rf.datasets.inspect import SITE, Progress, Summary, Survey, fixed_receivers, survey
-from brim.rf.features.recording import IQ, recordings, welch
+from brim.rf.datasets.recording import IQ, recordings, welch
 from brim.rf.physics.geometry import SPEED_OF_LIGHT
 
 MAX_POINTS = 3_000  # drawn on the map

@@ -8,7 +8,7 @@ from brim.engine.storage import Dataset
 from brim.errors import ConfigError
 from brim.rf.config import CHANNEL_HZ
 from brim.rf.datasets.inspect import fixed_receivers, named_columns
-from brim.rf.features.recording import recordings, welch
+from brim.rf.datasets.recording import recordings, welch
 
 SPECTRUM_HALF_HZ = 25_000.0  # shown around the carrier: the 12.5 kHz channel and as much noise again on either side
 SPECTRUM_POINTS = 2_048  # of a window: 97.7 Hz a bin, of which 511 lie within

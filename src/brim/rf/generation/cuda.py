@@ -15,10 +15,10 @@ import triton
 from numpy.typing import NDArray
 from torch import Tensor
 
+from brim.rf import features as ft
 from brim.rf.config import NUM_CHUNKS, PATH_STRIDE, GenerateConfig
-from brim.rf.features import estimators as ft
 from brim.rf.generation import kernels
-from brim.rf.generation.batch import STREAM_STRIDE, Measured, Work, feature_chunks, record_power
+from brim.rf.generation.backend import STREAM_STRIDE, Measured, Transmissions, feature_chunks, record_power
 from brim.rf.physics.channel import FADING_HZ, NUM_SINUSOIDS, TAPS, fading_points
 from brim.rf.physics.geometry import SPEED_OF_LIGHT, ecef
 from brim.rf.physics.link import noise_dbm
@@ -62,11 +62,11 @@ class CudaBackend:
         self.filters = torch.from_numpy(filter_matrix()).to(device)
         self.upsampling = torch.from_numpy(upsampling_weights()).to(device)
 
-    def measure(self, work: Work, *, iq: bool) -> Measured:
+    def measure(self, batch: Transmissions, *, iq: bool) -> Measured:
         """Signals, noise and features of a batch, queued on the current stream."""
         with torch.cuda.device(self.device if self.device.type == "cuda" else -1):
-            links = self._upload(work)
-            table, peak = self._tables(work)
+            links = self._upload(batch)
+            table, peak = self._tables(batch)
             signal, clean = self._channel(links, table, scale(self.config, peak))
             record = self._record(links, signal)
             truth = self._truth(clean, len(record))
@@ -75,7 +75,7 @@ class CudaBackend:
             spectrum = self._spectrum(stream, floor)
             envelope, demodulated = self._envelope(stream, len(record))
             scales, heard = ft.timing_scale(envelope, self.grid), ft.timing_heard(spectrum, floor)
-            arrival = self._arrival(work, links, truth, demodulated, scales, heard)
+            arrival = self._arrival(batch, links, truth, demodulated, scales, heard)
             chunks = feature_chunks(self.config, self.grid, spectrum, envelope, floor, *arrival)
             return Measured(
                 peak=peak,
@@ -104,8 +104,8 @@ class CudaBackend:
         rows = triton.cdiv(shape[0], ROUND_ROWS) * ROUND_ROWS if self.device.type == "cuda" else shape[0]
         return torch.empty((rows, *shape[1:]), dtype=torch.float32, device=self.device)[: shape[0]]
 
-    def _upload(self, work: Work) -> dict[str, Tensor]:
-        links = work.links
+    def _upload(self, batch: Transmissions) -> dict[str, Tensor]:
+        links = batch.links
         arrays: dict[str, NDArray[Any]] = {
             "sample": links.sample.astype(np.int32),
             "receiver": links.receiver.astype(np.int32),
@@ -119,9 +119,9 @@ class CudaBackend:
         }
         return {name: self._put(array) for name, array in arrays.items()}
 
-    def _tables(self, work: Work) -> tuple[Tensor, Tensor]:
+    def _tables(self, batch: Transmissions) -> tuple[Tensor, Tensor]:
         """(B, T) tables and (B,) peaks."""
-        config, messages, num = self.config, work.messages, len(work)
+        config, messages, num = self.config, batch.messages, len(batch)
         points = table_points(config)
         if config.waveform == "cw":
             return torch.zeros(num, points, device=self.device), torch.ones(num, device=self.device)
@@ -317,7 +317,7 @@ class CudaBackend:
 
     def _arrival(
         self,
-        work: Work,
+        batch: Transmissions,
         links: dict[str, Tensor],
         truth: Tensor,
         demodulated: Tensor,
@@ -329,8 +329,8 @@ class CudaBackend:
         if self.config.waveform == "cw":
             return ft.unknown_arrival(num, self.device)
         arrival = self._empty(num, NUM_CHUNKS, 2)
-        reference = self._reference(work, links, truth)
-        place = self._put(_antennas(work, self.config))
+        reference = self._reference(batch, links, truth)
+        place = self._put(_antennas(batch, self.config))
         baseline = (place - place[reference.long()]).square().unbind(-1)
         limit = (baseline[0] + baseline[1] + baseline[2]).sqrt() / SPEED_OF_LIGHT + ft.lag_slack_s(self.config)
         first, last = grid.timing
@@ -361,11 +361,11 @@ class CudaBackend:
         )
         return ft.only_heard(arrival[..., 0], arrival[..., 1], heard & heard[reference.long()])
 
-    def _reference(self, work: Work, links: dict[str, Tensor], truth: Tensor) -> Tensor:
+    def _reference(self, batch: Transmissions, links: dict[str, Tensor], truth: Tensor) -> Tensor:
         """(M,) int32: the record of the same sample with the greatest power."""
-        shape = work.scenes.present.shape
+        shape = batch.scenes.present.shape
         number = np.zeros(shape, np.int32)
-        number[work.links.sample, work.links.receiver] = np.arange(len(work.links))
+        number[batch.links.sample, batch.links.receiver] = np.arange(len(batch.links))
         sample, receiver = links["sample"].long(), links["receiver"].long()
         power = torch.full(shape, -1.0, device=self.device)
         power[sample, receiver] = record_power(truth)
@@ -373,18 +373,18 @@ class CudaBackend:
         return strongest[sample]
 
 
-def _antennas(work: Work, config: GenerateConfig) -> NDArray[np.float32]:
+def _antennas(batch: Transmissions, config: GenerateConfig) -> NDArray[np.float32]:
     """(M, 3) antenna positions in metres from the first receiver of the sample."""
     at = np.stack(
         ecef(
-            work.scenes.receivers[..., 0].copy(),
-            work.scenes.receivers[..., 1].copy(),
-            work.scenes.receivers[..., 2] + config.rx_antenna_m,
+            batch.scenes.receivers[..., 0].copy(),
+            batch.scenes.receivers[..., 1].copy(),
+            batch.scenes.receivers[..., 2] + config.rx_antenna_m,
         ),
         -1,
     )
     relative = at - at[:, :1]
-    return relative[work.links.sample, work.links.receiver].astype(np.float32)
+    return relative[batch.links.sample, batch.links.receiver].astype(np.float32)
 
 
 def _fft(rows: Tensor) -> Tensor:

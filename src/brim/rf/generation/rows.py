@@ -8,11 +8,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from brim.rf.config import NUM_CHUNKS, GenerateConfig
-from brim.rf.features.estimators import FEATURES, STATISTICS
-from brim.rf.generation.batch import Measured, Work, record_power
-from brim.rf.physics.bound import crlb_m
-from brim.rf.physics.link import noise_dbm
+from brim.rf.config import CHANNEL_HZ, NUM_CHUNKS, GenerateConfig
+from brim.rf.features import FEATURES, STATISTICS
+from brim.rf.generation.backend import Measured, Transmissions, record_power
+from brim.rf.physics.geometry import SPEED_OF_LIGHT
+from brim.rf.physics.link import loss_exponent, noise_dbm
 from brim.rf.physics.scene import Scenes
 from brim.rf.physics.waveform import rms_frequency_hz
 
@@ -44,19 +44,22 @@ TRUTH_CHUNKS: tuple[tuple[str, str], ...] = (
     ("rssi_dbm", "dBm"),
     ("bandwidth_hz", "Hz"),
 )
+_MIN_SHADOWING_DB = 0.1  # strength is never known better: the estimator's own error
 _PER_SAMPLE = 3 * 8 + 8 + 8 + 4 + 4  # transmitter, reference and index, gdop and crlb_m
 _PER_SHARD = 2_048  # of its header and its entry in the manifest; measured 1.3 kB
 _MANIFEST = 16_384  # of the rest of the manifest; measured 6 kB with seven stations
 
 
-def assemble(config: GenerateConfig, work: Work, measured: Measured, *, chunks: bool = False) -> dict[str, Tensor]:
+def assemble(
+    config: GenerateConfig, batch: Transmissions, measured: Measured, *, chunks: bool = False
+) -> dict[str, Tensor]:
     """Rows of the dataset: packed measurements laid out over the padded receiver axis, with truth and bounds."""
-    scenes, pick = work.scenes, (work.links.sample, work.links.receiver)
+    scenes, pick = batch.scenes, (batch.links.sample, batch.links.receiver)
     shape = scenes.valid.shape
     power = np.zeros((*shape, NUM_CHUNKS))
     bandwidth = np.zeros((*shape, NUM_CHUNKS))
     power[pick], bandwidth[pick] = (measured.truth[..., k].double().numpy() for k in range(2))
-    beta = rms_frequency_hz(config, work.messages, measured.peak.double().numpy())
+    beta = rms_frequency_hz(config, batch.messages, measured.peak.double().numpy())
     whole = np.zeros(shape)
     whole[pick] = record_power(measured.truth).double().numpy()
     reference = whole.argmax(-1)
@@ -138,3 +141,55 @@ def _truth(
     stacked = np.stack([columns[name] for name, _ in TRUTH], -1)
     stacked[~scenes.valid] = 0
     return torch.from_numpy(stacked.astype(np.float32)), torch.from_numpy(per_chunk.astype(np.float32))
+
+
+# The Cramér-Rao bound: how well a position can be known from strengths and arrival times
+
+
+def time_sigma_s(
+    config: GenerateConfig, snr_db: NDArray[np.float64], rms_frequency_hz: NDArray[np.float64]
+) -> NDArray[np.float64]:
+    """Standard deviation of an arrival time, clock error included; infinite for a carrier without modulation.
+
+    snr_db            (B, R)  of the link, in the channel
+    rms_frequency_hz  (B,)    β, rms instantaneous frequency of the waveform
+    """
+    slope = (2 * np.pi * rms_frequency_hz[:, None]) ** 2
+    energy = 2 * CHANNEL_HZ * config.duration_s * 10 ** (snr_db / 10)
+    with np.errstate(divide="ignore"):
+        return np.sqrt(config.clock_sigma_s**2 + 1 / (slope * energy))
+
+
+def information(
+    config: GenerateConfig, scenes: Scenes, rms_frequency_hz: NDArray[np.float64]
+) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.float64]]:
+    """Fisher information on the horizontal position (east-east, east-north, north-north), each (B,), in 1/m².
+
+    Transmitter height and power are known, the emission time is not; present receivers only.
+    """
+    here = scenes.present
+    # Derivative of the range by the transmitter's position: minus the horizontal part of the line of sight.
+    range_m = np.maximum(scenes.range_m, 1.0)
+    ue, un = -scenes.east / range_m, -scenes.north / range_m
+
+    sigma_db = max(config.shadowing_db, _MIN_SHADOWING_DB)
+    per_metre = 10 * loss_exponent(config, scenes.range_m) / (np.log(10) * range_m)  # dB/m
+    strength = np.where(here, (per_metre / sigma_db) ** 2, 0.0)
+
+    sigma_m = SPEED_OF_LIGHT * time_sigma_s(config, scenes.snr_db, rms_frequency_hz)
+    weight = np.where(here, 1 / sigma_m**2, 0.0)
+    total = np.maximum(weight.sum(-1), 1e-300)
+    me, mn = (weight * ue).sum(-1), (weight * un).sum(-1)  # the unknown emission time takes the mean out
+    both = strength + weight
+    return (
+        (both * ue * ue).sum(-1) - me * me / total,
+        (both * ue * un).sum(-1) - me * mn / total,
+        (both * un * un).sum(-1) - mn * mn / total,
+    )
+
+
+def crlb_m(config: GenerateConfig, scenes: Scenes, rms_frequency_hz: NDArray[np.float64]) -> NDArray[np.float64]:
+    """sqrt(trace(J⁻¹)) in metres, (B,): no unbiased estimator has a smaller rms horizontal error."""
+    jee, jen, jnn = information(config, scenes, rms_frequency_hz)
+    det = jee * jnn - jen * jen
+    return np.sqrt((jee + jnn) / np.maximum(det, 1e-300))

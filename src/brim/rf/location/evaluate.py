@@ -15,7 +15,7 @@ from torch import Tensor
 
 from brim.errors import ConfigError
 from brim.rf.config import GenerateConfig
-from brim.rf.features.estimators import FEATURES, MIN_SNR, STATISTICS, UNKNOWN_SIGMA_US, F
+from brim.rf.features import FEATURES, MIN_SNR, STATISTICS, UNKNOWN_SIGMA_US, F
 from brim.rf.location.model import Estimate
 from brim.rf.location.solver import (
     TX_HEIGHT_M,

@@ -22,7 +22,7 @@ from torch.nn import functional
 from brim.engine.training import Dropout, drawn
 from brim.errors import ConfigError
 from brim.rf.config import GenerateConfig
-from brim.rf.features.estimators import FEATURES, STATISTICS, F
+from brim.rf.features import FEATURES, STATISTICS, F
 from brim.rf.location.solver import (
     METRES_PER_US,
     NoiseModel,

@@ -19,7 +19,7 @@ from torch import Tensor
 from brim.errors import ConfigError
 from brim.report.page import card, count, document, legend, metres, number, percent, table, tiles, write_page
 from brim.report.svg import Axis, Frame, Plot, stacked_bars
-from brim.rf.features.estimators import F
+from brim.rf.features import F
 from brim.rf.location import evaluate
 from brim.rf.location.evaluate import LEVELS, ellipse_scale
 from brim.rf.location.model import Estimate

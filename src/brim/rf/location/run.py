@@ -21,7 +21,7 @@ from brim.engine.training import load_weights
 from brim.errors import BrimError, CheckpointError, ConfigError, DatasetError, StorageError
 from brim.rf.config import GenerateConfig, from_mapping
 from brim.rf.datasets.inspect import named_columns, open_dataset
-from brim.rf.features.estimators import FEATURES, STATISTICS
+from brim.rf.features import FEATURES, STATISTICS
 from brim.rf.location.evaluate import baselines, breakdown, geojson, metrics, read_observations
 from brim.rf.location.model import Estimate, Locator, LocatorConfig, LocatorGraph, graph_inputs, prepare
 from brim.rf.location.solver import NoiseModel, Rows, solver_batch, target

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from brim.errors import ConfigError
 from brim.rf.config import NUM_CHUNKS, GenerateConfig
-from brim.rf.features.estimators import UNKNOWN_SIGMA_US, F
+from brim.rf.features import UNKNOWN_SIGMA_US, F
 from brim.rf.physics.geometry import SPEED_OF_LIGHT, from_local, to_local
 from brim.rf.physics.link import loss_exponent, path_loss_db
 

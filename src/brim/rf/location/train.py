@@ -26,7 +26,7 @@ from brim.engine.training import train as run_trainer
 from brim.errors import CheckpointError, ConfigError, DatasetError
 from brim.rf.config import GenerateConfig, LocatorTraining
 from brim.rf.datasets.inspect import named_columns, open_dataset
-from brim.rf.features.estimators import FEATURES
+from brim.rf.features import FEATURES
 from brim.rf.location.model import Estimate, Locator, LocatorConfig, flip, gaussian_nll, loss, prepare
 from brim.rf.location.run import (
     FORMAT_VERSION,

@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 from brim.engine.storage import Dataset
 from brim.errors import ConfigError
 from brim.rf.config import SAMPLE_RATE_HZ, from_mapping
-from brim.rf.features.estimators import milliwatt_units
-from brim.rf.generation.batch import make_work
+from brim.rf.features import milliwatt_units
+from brim.rf.generation.backend import make_transmissions
 from brim.rf.physics.channel import receive
 from brim.rf.physics.link import noise_dbm
 from brim.rf.physics.receiver import record
@@ -54,7 +54,7 @@ def recordings(data: Dataset, row: int, receivers: Sequence[int]) -> Iterator[IQ
         return
     index = int(data.rows(row, row + 1, ("index",))["index"][0])
     config = from_mapping(data.manifest.get("config") or {})
-    work = make_work(config, make_scenes(config, np.array([index], np.int64)))
+    work = make_transmissions(config, make_scenes(config, np.array([index], np.int64)))
     places = {int(receiver): place for place, receiver in enumerate(work.links.receiver)}
     if not places.keys() >= set(receivers):
         raise ConfigError(f"sample {index} is another one with this brim; use the one that made the dataset")

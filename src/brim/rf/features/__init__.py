@@ -1,1 +1,0 @@
-"""What a receiver measures of a recording."""
