@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from brim.engine.device import inject_oom
+from brim.engine.device.memory import inject_oom
 from brim.engine.storage import Dataset
 from brim.errors import ConfigError, DatasetError, NothingAccepted, ShardCorrupt
 from brim.rf.config import BUILTIN_STATIONS, GenerateConfig, preset
