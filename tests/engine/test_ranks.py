@@ -18,6 +18,7 @@ from brim.engine.rows.resident import Resident
 from brim.engine.rows.source import TensorSource
 from brim.engine.training.rank_share import Dropout, Share, SharedNorm, computing, cut, drawn, share_norms
 from brim.engine.training.ranks import Pace, Ranks, joined
+from brim.engine.training.source import BatchSource
 from brim.engine.training.trainer import train
 from brim.errors import ConfigError
 from torchruns import alone, differences, torchrun
@@ -152,7 +153,7 @@ def test_a_window_whose_blocks_are_smaller_than_the_ranks_is_refused() -> None:
 
 
 def test_a_source_that_cannot_be_divided_is_refused(tmp_path: Path) -> None:
-    class Plain:
+    class Plain(BatchSource):
         num_items, num_batches, batch_size = 4, 1, 4
 
         def epoch(self, number: int, start_batch: int = 0) -> Any:

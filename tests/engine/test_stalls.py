@@ -1,4 +1,5 @@
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -66,7 +67,7 @@ def test_waiting_is_split_by_what_the_device_saw(
 
 
 def test_clock_counts_training_alone_and_goes_on_after_a_resume() -> None:
-    clock = RunClock(torch.device("cpu"), object())
+    clock = RunClock(torch.device("cpu"), SimpleNamespace(copy_s=0.0))
     clock.go()
     with clock.stepping(8):
         time.sleep(0.02)
@@ -75,7 +76,7 @@ def test_clock_counts_training_alone_and_goes_on_after_a_resume() -> None:
     clock.pause()
     time.sleep(0.05)
     assert 0.03 <= clock.seconds < 0.05
-    again = RunClock(torch.device("cpu"), object())
+    again = RunClock(torch.device("cpu"), SimpleNamespace(copy_s=0.0))
     again.load(clock.as_state())
     assert (again.samples, again.steps, again.seconds) == (8, 1, clock.seconds)
     assert again.waiting == clock.waiting

@@ -19,6 +19,7 @@ from brim.engine.device.devices import stream
 from brim.engine.device.memory import inject_oom
 from brim.engine.training.checkpoint import load_checkpoint, load_weights
 from brim.engine.training.report import TrainProgress, summary_line
+from brim.engine.training.source import BatchSource
 from brim.engine.training.step import Stepper
 from brim.engine.training.trainer import train
 from brim.errors import CheckpointError, ConfigError, DatasetError, OutOfMemory, TrainingDiverged
@@ -31,7 +32,7 @@ KEYS = {
 }  # fmt: skip
 
 
-class Lines:
+class Lines(BatchSource):
     """A source of points on a plane, in an order of (seed, epoch)."""
 
     def __init__(self, num_items: int = 100, batch_size: int = 16, wait_s: float = 0.0) -> None:

@@ -11,6 +11,7 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from brim.engine.config import TrainConfig
 from brim.engine.device.devices import stream
+from brim.engine.training.source import BatchSource
 from brim.engine.training.trainer import train
 from brim.sequences.config import Augmentation, KmeansConfig, SequenceConfig
 from brim.sequences.evaluation.scores import adjusted_rand_index
@@ -107,7 +108,7 @@ def test_gradients_that_fp16_could_not_hold_survive_under_bf16(reverse, concurre
         assert (found - expected).norm() < 0.03 * expected.norm(), name
 
 
-class Ramps:
+class Ramps(BatchSource):
     """Rising and falling sequences in two lengths of batches, on the device."""
 
     tier = "vram"

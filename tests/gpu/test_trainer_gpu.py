@@ -16,6 +16,7 @@ from brim.engine.device.devices import stream
 from brim.engine.device.memory import inject_oom
 from brim.engine.training.checkpoint import load_checkpoint
 from brim.engine.training.report import TrainReport
+from brim.engine.training.source import BatchSource, StepInputs
 from brim.engine.training.trainer import train
 from brim.errors import TrainingDiverged
 
@@ -24,7 +25,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 GPU = torch.device("cuda:0")
 
 
-class Rows:
+class Rows(BatchSource):
     """A source on the device; the last batch of an epoch is short."""
 
     tier = "vram"
@@ -46,10 +47,9 @@ class FilledRows(Rows):
 
     filled = 0
 
-    def epoch(
-        self, number: int, start_batch: int = 0, *, out: dict[str, Tensor] | None = None
-    ) -> Iterator[dict[str, Tensor]]:
-        for batch in super().epoch(number, start_batch):
+    def epoch_into(self, number: int, start_batch: int, step: StepInputs) -> Iterator[dict[str, Tensor]]:
+        for batch in self.epoch(number, start_batch):
+            out = step.inputs(self.batch_size)
             if out is None or len(batch["x"]) < self.batch_size:
                 yield batch
                 continue

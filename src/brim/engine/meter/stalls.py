@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -72,14 +72,19 @@ def split_wait(host_s: float, copy_s: float, device_s: float | None) -> tuple[fl
     return data_s, device_s - data_s
 
 
+class Copies(Protocol):
+    """A source of batches that counts the seconds it waited for copies."""
+
+    copy_s: float
+
+
 class FeedTimer:
     """Splits the time between steps into waiting for data and for copies.
 
-    A source that waits for copies on the host may add their seconds to an attribute `copy_s`.
+    The source counts in `copy_s` the seconds it waited for copies on the host.
     """
 
-    def __init__(self, device: torch.device, source: object) -> None:
-        """Store; nothing is timed yet."""
+    def __init__(self, device: torch.device, source: Copies) -> None:
         self._cuda = device.type == "cuda"
         self._source = source
         self._calls = 0
@@ -91,12 +96,12 @@ class FeedTimer:
     def begin(self) -> None:
         """Before the source is asked for a batch."""
         event = self._record() if self._cuda and self._calls % SAMPLE_EVERY == 0 else None
-        self._before = (time.perf_counter(), self._copy_s(), event)
+        self._before = (time.perf_counter(), self._source.copy_s, event)
 
     def end(self) -> None:
         """When the batch is there, or its copy is queued."""
         began_s, copied_s, event = self._before
-        host_s, copy_s = time.perf_counter() - began_s, self._copy_s() - copied_s
+        host_s, copy_s = time.perf_counter() - began_s, self._source.copy_s - copied_s
         self._calls += 1
         if event is not None:
             self._pending.append((event, self._record(), host_s, copy_s))
@@ -124,9 +129,6 @@ class FeedTimer:
         self._sums[0] += data_s
         self._sums[1] += copy_s
 
-    def _copy_s(self) -> float:
-        return float(getattr(self._source, "copy_s", 0.0))
-
     def _record(self) -> Any:
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record()
@@ -136,7 +138,7 @@ class FeedTimer:
 class RunClock:
     """Seconds, steps and samples of training, and what of the time was lost; continued after a resume."""
 
-    def __init__(self, device: torch.device, source: object) -> None:
+    def __init__(self, device: torch.device, source: Copies) -> None:
         """Stand still at zero."""
         self._device = device
         self._feed = FeedTimer(device, source)

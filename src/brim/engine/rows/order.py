@@ -14,6 +14,7 @@ from torch import Tensor
 from brim.engine.config import TIERS, Tier
 from brim.engine.device import format_size, stream
 from brim.engine.storage import RowFields
+from brim.engine.training import Batch
 from brim.errors import ConfigError
 
 Shuffle = bool | Literal["blocks"]
@@ -149,8 +150,6 @@ def check_options(
     if not 0 < window_share <= 1:
         raise ConfigError(f"window_share={window_share} must be above 0 and at most 1; 0.25 holds a quarter")
 
-
-Batch = dict[str, Tensor]
 
 _CARRIERS = ((8, torch.int64), (4, torch.int32), (2, torch.int16), (1, torch.uint8))
 _ALIGN = 256  # bytes, between fields in one buffer: what a GPU's own allocator gives

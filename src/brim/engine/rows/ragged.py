@@ -22,7 +22,7 @@ from torch import Tensor
 from brim.engine.config import BucketConfig, Tier
 from brim.engine.device import check_injected
 from brim.engine.rows.buckets import Bucketed, Buckets
-from brim.engine.rows.order import Batch, check_tier
+from brim.engine.rows.order import check_tier
 from brim.engine.rows.ragged_tiers import (
     DeviceFrames,
     FrameRuns,
@@ -37,14 +37,16 @@ from brim.engine.rows.ragged_tiers import (
 )
 from brim.engine.rows.resident import Epoch, Held
 from brim.engine.rows.source import Split
-from brim.engine.training import Ranks, Share
+from brim.engine.training import Batch, BatchSource, Ranks, Share, StepInputs
 from brim.errors import ConfigError
 
 RowChoice = slice | range | Sequence[int] | Tensor | None
 
 
-class RaggedView:
-    """An order of batches over frames that a RaggedResident holds; a batch source of engine.trainer."""
+class RaggedView(BatchSource):
+    """An order of batches over frames that a RaggedResident holds."""
+
+    divides_batches = True
 
     def __init__(
         self,
@@ -90,6 +92,9 @@ class RaggedView:
         """
         self._store()
         return self._owner().opened.begin(self._batches(number, start_batch, place), start_batch, self.num_batches)
+
+    def epoch_into(self, number: int, start_batch: int, step: StepInputs) -> Generator[Batch]:
+        yield from self.epoch(number, start_batch, step.inputs_with)
 
     def share(self, epoch: int, batch: int) -> Share | None:
         """Which items of a batch are here; None: all of them."""

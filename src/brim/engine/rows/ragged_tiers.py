@@ -22,9 +22,10 @@ from brim.engine.config import Tier
 from brim.engine.device import format_size, free_bytes, worker_count
 from brim.engine.pipeline import Pipeline, Stage
 from brim.engine.rows.buckets import Bucketed
-from brim.engine.rows.order import HOST, Batch, RowLayout, gather
+from brim.engine.rows.order import HOST, RowLayout, gather
 from brim.engine.rows.tiers import mark, pinned, to_device
 from brim.engine.storage import RowFields
+from brim.engine.training import Batch
 from brim.errors import DatasetError, OutOfMemory
 
 OWN_FIELDS = ("frames", "length", "item")  # what a batch holds besides the columns of its source

@@ -30,7 +30,6 @@ from brim.engine.config import Tier
 from brim.engine.device import check_injected, describe, format_size, free_bytes, with_index
 from brim.engine.rows.order import (
     HOST,
-    Batch,
     Blocks,
     Choice,
     RowLayout,
@@ -55,7 +54,7 @@ from brim.engine.rows.tiers import (
     first_that_fits,
     num_slots,
 )
-from brim.engine.training import Cut, Ranks, Share, check_enough, cut
+from brim.engine.training import Batch, BatchSource, Cut, Ranks, Share, StepInputs, check_enough, cut
 from brim.errors import ConfigError
 
 
@@ -229,8 +228,10 @@ _CHUNK_BYTES = {"cuda": 8 * 2**20, "cpu": 2**20}
 _CHUNK_BATCHES = 32
 
 
-class Resident(Held[Store]):
+class Resident(Held[Store], BatchSource):
     """Rows of a source where a device can index them; inside its with block epoch() gives batches."""
+
+    divides_batches = True
 
     def __init__(
         self,
@@ -322,6 +323,22 @@ class Resident(Held[Store]):
         alone = "another epoch was begun on the same window" if store.exclusive else ""
         batches = self._batches(store, number, start_batch, out)
         return self.opened.begin(batches, start_batch, self.num_batches, alone=alone)
+
+    def epoch_into(self, number: int, start_batch: int, step: StepInputs) -> Generator[Batch]:
+        """As epoch; from the batch on after which a step for full batches is captured, it writes into its inputs."""
+        opened: Epoch | None = None
+        filled: Batch | None = None
+        try:
+            for batch in range(start_batch, self.num_batches):
+                inputs = step.inputs(self.batch_size)
+                if opened is None or inputs is not filled:
+                    if opened is not None:
+                        opened.close()
+                    opened, filled = self.epoch(number, batch, out=inputs), inputs
+                yield next(opened)
+        finally:
+            if opened is not None:
+                opened.close()
 
     def share(self, epoch: int, batch: int) -> Share | None:
         """Which items of a batch are here; None: all of them."""

@@ -19,10 +19,10 @@ from torch import Tensor
 from brim.engine.config import TIERS, Tier
 from brim.engine.device import format_size, free_bytes, guard, worker_count
 from brim.engine.pipeline import Pipeline, Stage
-from brim.engine.rows.order import HOST, Batch, Blocks, Choice, RowLayout, Turns, gather
+from brim.engine.rows.order import HOST, Blocks, Choice, RowLayout, Turns, gather
 from brim.engine.rows.source import Split, TensorSource, row_bytes
 from brim.engine.storage import RowFields
-from brim.engine.training import Ranks
+from brim.engine.training import Batch, Ranks
 from brim.errors import OutOfMemory
 
 log = logging.getLogger("brim")

@@ -16,8 +16,9 @@ from brim.engine.training.rank_share import (
 )
 from brim.engine.training.ranks import Ranks, joined
 from brim.engine.training.report import TrainProgress, TrainReport, summary_line
-from brim.engine.training.step import Batch, LossFn, Stepper, Transform, resolve_precision
-from brim.engine.training.trainer import BatchSource, Evaluate, train
+from brim.engine.training.source import Batch, BatchSource, StepInputs
+from brim.engine.training.step import LossFn, Stepper, Transform, resolve_precision
+from brim.engine.training.trainer import Evaluate, train
 
 __all__ = [
     "Batch",
@@ -28,6 +29,7 @@ __all__ = [
     "LossFn",
     "Ranks",
     "Share",
+    "StepInputs",
     "Stepper",
     "TrainProgress",
     "TrainReport",

@@ -19,11 +19,11 @@ from brim.engine.device import check_injected, guard, stream
 from brim.engine.meter import find_syncs
 from brim.engine.training.rank_share import Share, computing
 from brim.engine.training.ranks import Ranks
+from brim.engine.training.source import Batch
 from brim.errors import ConfigError, OutOfMemory
 
 log = logging.getLogger("brim")
 
-Batch = dict[str, Tensor]
 LossFn = Callable[[nn.Module, Batch], Tensor]  # mean over the items of the batch
 Transform = Callable[[Batch, torch.Generator], Batch | None]  # in place, or returns another batch
 

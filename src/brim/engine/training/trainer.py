@@ -16,9 +16,8 @@ import time
 from collections.abc import Callable, Generator, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import replace
-from inspect import signature
 from pathlib import Path
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -27,10 +26,11 @@ from brim.engine.config import TrainConfig, learning_rate_at
 from brim.engine.device import PeakMemory, resolve_device
 from brim.engine.meter import GpuSampler, StepTimes, mean_times, time_step
 from brim.engine.training.checkpoint import PhaseState, locked
-from brim.engine.training.rank_share import Share, computing
+from brim.engine.training.rank_share import computing
 from brim.engine.training.ranks import Pace, Ranks
 from brim.engine.training.report import NoLog, RunLog, TrainProgress, TrainReport, make_report
-from brim.engine.training.step import Batch, LossFn, Snapshot, Stepper, Transform, batch_items, shape_of
+from brim.engine.training.source import Batch, BatchSource
+from brim.engine.training.step import LossFn, Snapshot, Stepper, Transform, batch_items, shape_of
 from brim.errors import ConfigError, DatasetError, TrainingDiverged
 
 BAD_ITEMS = ("field", "the transform")  # how a cause begins that lies in the items of a batch
@@ -67,25 +67,6 @@ Evaluate = Callable[[nn.Module], Mapping[str, float]]
 CEILING_S = 0.3  # of measuring the step on fixed batches, all told
 RARE = 0.05  # of the steps: shapes that came less often are left out of that
 PROGRESS_S = 0.5  # half of what is promised: a step may take as long again
-
-
-class BatchSource(Protocol):
-    """Batches on the device, in an order that (seed, epoch) fixes.
-
-    May also have `tier`, its name in the report, and `copy_s`, seconds it waited for copies. If epoch takes `out`, full
-    batches are written into those tensors, the inputs of a captured step, and yielded as that dict. If it takes
-    `place`, so are batches of every shape for which that finds inputs.
-
-    With several ranks it gives each its part of every batch, and `share(epoch, batch)` says which that is.
-    """
-
-    num_items: int
-    num_batches: int
-    batch_size: int
-
-    def epoch(self, number: int, start_batch: int = 0) -> Iterator[dict[str, Tensor]]:
-        """Batches of an epoch, from one of them on."""
-        ...
 
 
 def train(
@@ -138,10 +119,9 @@ def train(
             run = _Run(stepper, source, state, logs, evaluate, progress if ranks.main else None)
             run.execute(stop)
         static = run.time_fixed_batches()
-        tier = str(getattr(source, "tier", "custom"))
         used = ranks.all_of((peak.bytes, power.summary()))
         return make_report(
-            Path(out), run.stopped, stepper, source.num_items, tier, state, static,
+            Path(out), run.stopped, stepper, source.num_items, source.tier, state, static,
             max(peak_bytes for peak_bytes, _ in used), _energy_j([summary for _, summary in used]),
         )  # fmt: skip
 
@@ -149,7 +129,7 @@ def train(
 def _check_source(source: BatchSource, ranks: Ranks) -> None:
     if source.num_items < 1 or source.num_batches < 1:
         raise DatasetError(f"the source has {source.num_items} items; training needs at least one")
-    if not ranks.alone and not hasattr(source, "share"):
+    if not ranks.alone and not source.divides_batches:
         raise ConfigError(
             f"{type(source).__name__} does not divide its batches among {ranks.size} ranks; train with one process"
         )
@@ -207,21 +187,9 @@ class _Run:
                 self.pace.go_on(self.state.step)
 
     def _batches(self) -> Generator[Batch]:
-        takes = signature(self.source.epoch).parameters
-        takes_out, always = "out" in takes, {"place": self.stepper.inputs_with} if "place" in takes else {}
-        full = min(self.source.batch_size, self.source.num_items)
-        with ExitStack() as opened:
-            iterator: Iterator[Batch] | None = None
-            filled: Batch | None = None
+        with closing(self.source.epoch_into(self.state.epoch, self.state.batch, self.stepper)) as batches:
             for index in range(self.state.batch, self.source.num_batches):
-                inputs = self.stepper.inputs(full) if takes_out else None
-                if iterator is None or inputs is not filled:  # the graph was captured on the batch before
-                    opened.close()
-                    options = always if inputs is None else {"out": inputs}
-                    iterator, filled = self.source.epoch(self.state.epoch, index, **options), inputs
-                    if hasattr(iterator, "close"):
-                        opened.callback(iterator.close)
-                yield self._next(iterator, index)
+                yield self._next(batches, index)
 
     def _next(self, iterator: Iterator[Batch], index: int) -> Batch:
         batch = next(iterator, None)
@@ -236,7 +204,7 @@ class _Run:
         return batch
 
     def _step(self, batch: Batch) -> None:
-        share = self._share(self.state.epoch, self.state.batch)
+        share = None if self.ranks.alone else self.source.share(self.state.epoch, self.state.batch)
         num_items = batch_items(batch) if share is None else share.count
         if share is None:  # shares have as many shapes as sizes, and are not timed
             shape = shape_of(batch)
@@ -251,10 +219,6 @@ class _Run:
             self.state.losses.add(loss, num_items)
         self.state.step += 1
         self.state.batch += 1
-
-    def _share(self, epoch: int, batch: int) -> Share | None:
-        found: Share | None = None if self.ranks.alone else self.source.share(epoch, batch)  # type: ignore[attr-defined]
-        return found
 
     def _after_step(self) -> None:
         if self.device.type == "cpu":
@@ -344,7 +308,7 @@ class _Run:
         epoch, index = divmod(step, self.source.num_batches)
         batch = next(iter(self.source.epoch(epoch, index)), {})
         rate = learning_rate_at(self.config, step, self.state.num_steps)
-        with computing(self._share(epoch, index)):
+        with computing(None if self.ranks.alone else self.source.share(epoch, index)):
             causes = self.ranks.all_of(likely_cause(self.stepper, batch, step, rate))
         cause = max(causes, key=lambda said: said.startswith(BAD_ITEMS))  # one rank alone has the items at fault
         saved = self.state.saved_step

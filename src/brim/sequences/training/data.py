@@ -137,12 +137,7 @@ def _check_files(folder: SequenceFolder, progress: Counted | None) -> None:
 # Batches
 
 
-class Source(BatchSource, Protocol):
-    """Batches with "frames", "length", "item" (the row of the data) and "label"."""
-
-    @property
-    def padding_share(self) -> float:
-        """Of the frames of an epoch."""
+Source = BatchSource  # batches with "frames", "length", "item" (the row of the data) and "label"
 
 
 class Batches(Protocol):

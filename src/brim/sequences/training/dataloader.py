@@ -27,7 +27,7 @@ from torch.utils.data import DataLoader
 
 from brim.engine.device import stream, worker_count
 from brim.engine.rows import HOST, Bucketed, Buckets, Epoch, OpenEpochs, check_columns, part_of
-from brim.engine.training import Ranks, Share
+from brim.engine.training import BatchSource, Ranks, Share
 from brim.errors import ConfigError, DatasetError
 from brim.sequences.config import LoaderConfig
 from brim.sequences.corpus.reading import Readable
@@ -48,9 +48,10 @@ _SHARED = "/dev/shm"
 _SHARED_SHARE = 0.8  # of shared memory that batches on their way may fill
 
 
-class SequenceLoader:
+class SequenceLoader(BatchSource):
     """A batch source of engine.trainer; inside its with block epoch() gives batches on the device."""
 
+    divides_batches = True
     tier = "loader"  # as the trainer reports it
 
     def __init__(
@@ -94,6 +95,7 @@ class SequenceLoader:
         self._loader: DataLoader[Any] | None = None
         self._iterator: Any = None
         self._opened = OpenEpochs()
+        self.padding_share = self._buckets.padding_share if self._buckets else self._unsorted_padding()
 
     def __enter__(self) -> Self:
         """Make the DataLoader."""
@@ -109,14 +111,6 @@ class SequenceLoader:
         self._end_workers()
         self._loader = None
 
-    @property
-    def padding_share(self) -> float:
-        """Of the frames of an epoch's batches, the share that is padding; without buckets that of epoch 0."""
-        if self._buckets:
-            return self._buckets.padding_share
-        padded = sum(task.length * len(task.rows) for task in self.order(0))
-        return 1 - int(self.lengths.sum()) / padded
-
     def order(self, epoch: int) -> list[Task]:
         """The batches of an epoch: how long they are padded, and the rows of the sequences in them."""
         if self._buckets:
@@ -124,11 +118,19 @@ class SequenceLoader:
                 Task(epoch, batch.length, tuple(self.rows[batch.items].tolist()))
                 for batch in self._buckets.epoch(epoch)
             ]
+        parts = self._unsorted_batches(epoch)
+        return [Task(epoch, int(self.lengths[part].max()), tuple(self.rows[part].tolist())) for part in parts]
+
+    def _unsorted_batches(self, epoch: int) -> Sequence[Tensor]:
         line = torch.arange(self.num_items)
         if self.shuffle:
             line = torch.randperm(self.num_items, generator=stream(self.seed, "loader", epoch, device=HOST))
-        parts = torch.split(line, self.config.batch_size)
-        return [Task(epoch, int(self.lengths[part].max()), tuple(self.rows[part].tolist())) for part in parts]
+        return torch.split(line, self.config.batch_size)
+
+    def _unsorted_padding(self) -> float:
+        """Share of padding in epoch 0 without buckets."""
+        padded = sum(int(self.lengths[part].max()) * len(part) for part in self._unsorted_batches(0))
+        return 1 - int(self.lengths.sum()) / padded
 
     def share(self, epoch: int, batch: int) -> Share | None:
         """Which items of a batch are this rank's; None: all of them."""

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from brim.engine.device import stream
 from brim.engine.rows import Epoch, RaggedResident, RaggedTensors
-from brim.engine.training import Transform
+from brim.engine.training import BatchSource, Transform
 from brim.sequences.training.data import Source
 from brim.sequences.training.phases import Job
 
@@ -29,7 +29,7 @@ def with_variants(job: Job, source: Source, change: Transform | None) -> Iterato
         yield Variants([stack.enter_context(copy) for copy in made]), None
 
 
-class Variants:
+class Variants(BatchSource):
     """Copies of the same items as one source: epoch e has the batches of copy e mod K."""
 
     def __init__(self, copies: list[RaggedResident]) -> None:
@@ -37,12 +37,11 @@ class Variants:
         self._copies = copies
         first = copies[0]
         self.num_items, self.num_batches, self.batch_size = first.num_items, first.num_batches, first.batch_size
-        self.tier = first.tier
+        self.padding_share = sum(copy.padding_share for copy in copies) / len(copies)
 
     @property
-    def padding_share(self) -> float:
-        """Mean over the copies."""
-        return sum(copy.padding_share for copy in self._copies) / len(self._copies)
+    def tier(self) -> str:
+        return self._copies[0].tier
 
     def epoch(self, number: int, start_batch: int = 0) -> Epoch:
         """Batches of an epoch, from one of them on; "item" counts the training items."""
