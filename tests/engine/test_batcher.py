@@ -191,7 +191,7 @@ def test_nobody_starves_and_every_part_runs_once(asked, chance):
     assert ran.policy.depth == 0
     assert ran.policy.running == 0
     assert not ran.policy._requests
-    assert not ran.policy._waiting.lanes
+    assert not ran.policy._queue.lanes
 
 
 @settings(max_examples=100, deadline=None)
