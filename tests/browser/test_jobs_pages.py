@@ -14,7 +14,7 @@ from fault_service import JOBS, Serve
 from visits import Visit
 
 import brim
-from brim.jobs.kinds.specs import Spec
+from brim.jobs.kinds import Spec
 from brim.jobs.store import Catalogue
 
 pytestmark = pytest.mark.slow

@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 
 import pytest
 
-from brim.config import Doc, Length, OneOf, Range, Unit, check, read, schema, settings, table
+from brim.config import Doc, Length, OneOf, Range, Unit, check, part, plain, read, schema, settings, table
 from brim.errors import ConfigError
 
 
@@ -109,3 +109,48 @@ def test_the_schema_has_ranges_choices_defaults_and_sentences():
 
 def test_the_table_has_a_row_for_each_setting():
     assert len(table(Config).splitlines()) == 2 + len(settings(Config))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job(Config):
+    """A larger configuration: more settings, and one that cannot be given."""
+
+    network: str = field(init=False, default="unet")
+    ids: Annotated[tuple[Annotated[str, Length(1, 5)], ...], Length(1, 3, unique=True), Doc("Ids.")]
+
+
+def test_a_subclass_adds_settings_and_fixes_others():
+    job = read(Job, {"ids": ["a", "b"], "epochs": 3})
+
+    assert part(Config, job) == Config(epochs=3)
+    assert "network" not in plain(job)
+    assert read(Job, plain(job)) == job
+    with pytest.raises(ConfigError, match="unknown"):
+        read(Job, {"ids": ["a"], "network": "hrnet"})
+
+
+@pytest.mark.parametrize(
+    ("ids", "name", "code"),
+    [
+        (["a", "b", "a"], "ids[2]", "repeated"),
+        ([], "ids", "wrong_length"),
+        (["a", ""], "ids[1]", "wrong_length"),
+        (["a", "toolong"], "ids[1]", "wrong_length"),
+        (["a", " "], "ids[1]", "unprintable"),
+        (["a", "\x00"], "ids[1]", "unprintable"),
+        (["\ud800"], "ids[0]", "unprintable"),
+        ([5], "ids[0]", "wrong_type"),
+    ],
+)
+def test_items_are_checked_one_by_one(ids: list[Any], name: str, code: str):
+    with pytest.raises(ConfigError) as caught:
+        read(Job, {"ids": ids})
+
+    assert (caught.value.field, caught.value.code) == (f"config.{name}", code)
+
+
+def test_the_schema_of_a_list_says_what_its_items_are():
+    ids = schema(Job)["properties"]["ids"]
+
+    assert (ids["minItems"], ids["maxItems"], ids["uniqueItems"]) == (1, 3, True)
+    assert ids["items"].items() >= {"type": "string", "minLength": 1, "maxLength": 5}.items()

@@ -7,9 +7,8 @@ from collections.abc import Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
 
-from brim.jobs.kinds.registry import KINDS, Inputs, Stopped, Task
-from brim.jobs.kinds.specs import read_body
-from brim.jobs.kinds.status import Progress
+from brim.jobs.kinds import KINDS, Inputs, Stopped, Task, read_body
+from brim.jobs.status import JobProgress
 
 SECOND = 1.5  # that a job may be silent for, on a machine that is busy with other things
 
@@ -25,14 +24,14 @@ class Watched:
         *,
         datasets: Sequence[Path] = (),
         run: Path | None = None,
-        stop_when: Callable[[Progress], bool] | None = None,
+        stop_when: Callable[[JobProgress], bool] | None = None,
         cluster: str | None = None,
     ) -> None:
         ids = {"dataset_ids": [path.name for path in datasets]} if datasets else {}
         ids |= {"run_id": run.name} if run is not None else {}
         self.spec = read_body({"kind": kind, "name": "a test", "config": ids | config})
         self.inputs = Inputs(datasets=tuple(datasets), run=run)
-        self.told: list[tuple[float, Progress]] = []
+        self.told: list[tuple[float, JobProgress]] = []
         self.stopped_s: float | None = None
         self._stop_when = stop_when
         self._task = Task(
@@ -40,14 +39,14 @@ class Watched:
             tell=self._tell, stop=lambda: self.stopped_s is not None, cluster=cluster,
         )  # fmt: skip
 
-    def _tell(self, progress: Progress) -> None:
+    def _tell(self, progress: JobProgress) -> None:
         self.told.append((time.monotonic(), progress))
         if self._stop_when is not None and self.stopped_s is None and self._stop_when(progress):
             self.stopped_s = time.monotonic()
 
     def run(self) -> dict | None:
         """The result; None when it was stopped."""
-        self.told.append((time.monotonic(), Progress()))
+        self.told.append((time.monotonic(), JobProgress()))
         try:
             result = KINDS[self.spec.kind].run(self._task)
         except Stopped:

@@ -14,8 +14,7 @@ import sqlalchemy as sa
 import brim.jobs.store
 from brim.errors import ConfigError, Conflict, NotFound, Unavailable
 from brim.jobs.store import Catalogue, upgrade
-from brim.jobs.store.engine import open_engine, reading, writing
-from brim.jobs.store.migrate import VERSION_TABLE
+from brim.jobs.store.engine import VERSION_TABLE, open_engine, reading, writing
 from brim.jobs.store.tables import metadata
 
 ASKED = SimpleNamespace(kind="rf.evaluate", name="e", config={})
@@ -98,7 +97,11 @@ def test_migrations_are_part_of_the_package():
     folder = Path(brim.jobs.store.__file__).parent / "migrations"
 
     assert (folder / "env.py").is_file()
-    assert [file.name for file in sorted((folder / "versions").glob("*.py"))] == ["0001_first.py", "0002_models.py"]
+    assert [file.name for file in sorted((folder / "versions").glob("*.py"))] == [
+        "0001_first.py",
+        "0002_models.py",
+        "0003_failure.py",
+    ]
 
 
 # A database that is not there, or not for now

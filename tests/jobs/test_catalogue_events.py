@@ -5,8 +5,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from brim.jobs.kinds.status import Progress
-from brim.jobs.store import events as module
+from brim.jobs.status import JobProgress
+from brim.jobs.store import jobs as module
 
 ASKED = SimpleNamespace(kind="rf.evaluate", name="e", config={})
 
@@ -22,7 +22,7 @@ def test_several_writers_leave_no_gap(catalogue, job):
     def write(writer):
         for step in range(15):
             if writer % 2:
-                catalogue.jobs.tell(job.id, Progress(current=step))
+                catalogue.jobs.tell(job.id, JobProgress(current=step))
             else:
                 catalogue.events.post(job.id, "log", {"text": f"{writer} {step}"})
 
@@ -39,7 +39,8 @@ def test_a_watcher_never_misses_an_event_while_others_write(catalogue, job):
     seen = []
     with ThreadPoolExecutor(3) as pool:
         writers = [
-            pool.submit(lambda: [catalogue.jobs.tell(job.id, Progress(current=n)) for n in range(20)]) for _ in range(3)
+            pool.submit(lambda: [catalogue.jobs.tell(job.id, JobProgress(current=n)) for n in range(20)])
+            for _ in range(3)
         ]
         while not (all(writer.done() for writer in writers) and len(seen) == catalogue.events.heads([job.id])[job.id]):
             seen += [event.seq for event in catalogue.events.after(job.id, seen[-1] if seen else 0, limit=7)]
@@ -49,7 +50,7 @@ def test_a_watcher_never_misses_an_event_while_others_write(catalogue, job):
 
 def test_events_replay_from_any_number(catalogue, job):
     for step in range(5):
-        catalogue.jobs.tell(job.id, Progress(current=step))
+        catalogue.jobs.tell(job.id, JobProgress(current=step))
 
     assert [event.data["current"] for event in catalogue.events.after(job.id, 4, limit=2)] == [2, 3]
     assert [event.seq for event in catalogue.events.after(job.id, -(10**30), limit=2)] == [1, 2]
@@ -68,7 +69,7 @@ def test_old_progress_is_forgotten_and_old_statuses_are_not(catalogue, job, monk
     monkeypatch.setattr(module, "KEEP", 30)
 
     for step in range(198):
-        catalogue.jobs.tell(job.id, Progress(current=step))
+        catalogue.jobs.tell(job.id, JobProgress(current=step))
 
     found = catalogue.events.after(job.id, 0)
     assert [event.seq for event in found] == [1, 2, *range(171, 201)]  # pruned when number 200 was added

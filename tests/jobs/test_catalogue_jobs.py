@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from brim.errors import BrimError, Conflict, TooMany
-from brim.jobs.kinds.status import RESUMABLE, UNFINISHED, Progress
+from brim.jobs.status import RESUMABLE, UNFINISHED, JobProgress
 from brim.jobs.store import Output
 
 
@@ -300,17 +300,17 @@ def test_a_paused_job_is_not_finished_and_goes_on(catalogue):
     assert catalogue.jobs.move(job.id, "queued", of=RESUMABLE)
 
 
-# Progress and deaths
+# JobProgress and deaths
 
 
 def test_progress_is_shown_and_numbered(catalogue):
     job = submit(catalogue)
     start(catalogue, job)
 
-    catalogue.jobs.tell(job.id, Progress(current=3, total=4, rate=2.0, eta_s=0.5, message="making"))
+    catalogue.jobs.tell(job.id, JobProgress(current=3, total=4, rate=2.0, eta_s=0.5, message="making"))
 
     shown = catalogue.jobs.get(job.id).progress
-    assert shown == Progress(current=3, total=4, rate=2.0, eta_s=0.5, message="making")
+    assert shown == JobProgress(current=3, total=4, rate=2.0, eta_s=0.5, message="making")
     last = catalogue.events.after(job.id, 0)[-1]
     assert (last.kind, last.data) == ("progress", shown.as_dict())
 
@@ -321,7 +321,7 @@ def test_progress_after_the_end_changes_nothing(catalogue):
     catalogue.jobs.move(job.id, "failed", of={"running"}, error="x")
     before = catalogue.jobs.get(job.id)
 
-    catalogue.jobs.tell(job.id, Progress(current=9))
+    catalogue.jobs.tell(job.id, JobProgress(current=9))
 
     assert catalogue.jobs.get(job.id) == before
 
@@ -329,7 +329,7 @@ def test_progress_after_the_end_changes_nothing(catalogue):
 def test_deaths_count_until_the_job_gets_on(catalogue):
     job = submit(catalogue)
     start(catalogue, job)
-    tell = lambda current: catalogue.jobs.tell(job.id, Progress(current=current, total=100))  # noqa: E731
+    tell = lambda current: catalogue.jobs.tell(job.id, JobProgress(current=current, total=100))  # noqa: E731
 
     assert [catalogue.jobs.died(job.id) for _ in range(3)] == [1, 2, 3]
     tell(0)

@@ -13,11 +13,8 @@ from desk import Desk
 from kind_inputs import SECOND, Watched, digests
 
 from brim.errors import CheckpointError, ClusterError, ConfigError, RankLost
-from brim.jobs.kinds.registry import KINDS
-from brim.jobs.kinds.specs import read_body
-from brim.jobs.kinds.task import Stopped
-from brim.jobs.worker import group as crew
-from brim.jobs.worker import leases
+from brim.jobs.kinds import KINDS, Stopped, read_body
+from brim.jobs.worker import devices
 from brim.jobs.worker.process import FileLock, cores
 
 torch.set_num_threads(1)
@@ -145,7 +142,7 @@ def test_a_process_that_always_dies_fails_the_job_with_words(dataset, tmp_path):
     finally:
         ended.set()
         thread.join()
-    assert len(deaths) >= crew.RESTARTS + 1
+    assert len(deaths) >= devices.RESTARTS + 1
 
 
 def test_more_devices_than_there_are_fail_a_job_that_comes_from_elsewhere(dataset, tmp_path):
@@ -158,7 +155,7 @@ def test_more_devices_than_there_are_fail_a_job_that_comes_from_elsewhere(datase
 def test_all_of_a_cpu_is_one_device(dataset, tmp_path):
     job = training(dataset, tmp_path / "run", recipe={"devices": "all", "epochs": 1})
 
-    assert crew.num_devices(job._task) == 1
+    assert devices.num_devices(job._task) == 1
 
 
 # By a worker that is killed
@@ -208,11 +205,11 @@ def is_alive(pid: int) -> bool:
 def test_a_job_has_its_workers_gpu_then_free_ones_in_their_order():
     gpus = ("0", "1", "2", "3")
 
-    assert leases.choose(gpus, "2", 1, lambda name: True) == ("2",)
-    assert leases.choose(gpus, "2", 2, lambda name: name != "0") == ("1", "2")
-    assert leases.choose(gpus, "2", 3, lambda name: name == "3") == ("0", "2", "3")
-    assert leases.choose(gpus, "2", "all", lambda name: False) == gpus
-    assert leases.choose(gpus, "2", 9, lambda name: True) == gpus
+    assert devices.choose(gpus, "2", 1, lambda name: True) == ("2",)
+    assert devices.choose(gpus, "2", 2, lambda name: name != "0") == ("1", "2")
+    assert devices.choose(gpus, "2", 3, lambda name: name == "3") == ("0", "2", "3")
+    assert devices.choose(gpus, "2", "all", lambda name: False) == gpus
+    assert devices.choose(gpus, "2", 9, lambda name: True) == gpus
 
 
 def test_jobs_that_want_the_same_gpus_take_turns(tmp_path):
@@ -220,7 +217,7 @@ def test_jobs_that_want_the_same_gpus_take_turns(tmp_path):
 
     def job(own: str, wanted: int) -> None:
         for _ in range(5):
-            with leases.leased(tmp_path, gpus, own, wanted, told.append, lambda: False) as names:
+            with devices.leased(tmp_path, gpus, own, wanted, told.append, lambda: False) as names:
                 assert own in names
                 assert not running & set(names)
                 running.update(names)
@@ -240,11 +237,11 @@ def test_jobs_that_want_the_same_gpus_take_turns(tmp_path):
 
 
 def test_a_job_that_waits_for_a_gpu_can_be_stopped(tmp_path):
-    with leases.leased(tmp_path, ("0", "1"), "0", 1, print, lambda: False):
-        with pytest.raises(Stopped), leases.leased(tmp_path, ("0", "1"), "1", 2, lambda text: None, lambda: True):
+    with devices.leased(tmp_path, ("0", "1"), "0", 1, print, lambda: False):
+        with pytest.raises(Stopped), devices.leased(tmp_path, ("0", "1"), "1", 2, lambda text: None, lambda: True):
             pass
-        assert leases._is_free(tmp_path, "1")
-    lock = FileLock(leases._file(tmp_path, "0"))
+        assert devices._is_free(tmp_path, "1")
+    lock = FileLock(devices._file(tmp_path, "0"))
     assert lock.take()
     lock.release()
 

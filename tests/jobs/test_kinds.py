@@ -8,17 +8,12 @@ import time
 import pytest
 from kind_inputs import Watched
 
-from brim.errors import BrimError, CheckpointError, ConfigError, DatasetError, StorageError
+from brim.config import settings
+from brim.errors import ConfigError, Conflict, DatasetError, StorageError
+from brim.jobs.kinds import KINDS, Inputs, Spec, Stopped, Task
 from brim.jobs.kinds import task as tasks
-from brim.jobs.kinds.registry import KINDS, Inputs, Stopped, Task
-from brim.jobs.kinds.specs import Spec
-from brim.jobs.kinds.status import Progress
-from brim.jobs.kinds.task import attempt, device_of, in_words, refused
-
-ALL = {
-    "rf.generate", "rf.train", "rf.evaluate", "segment.tune", "segment.predict", "segment.train", "sequence.train",
-    "sequence.evaluate",
-}  # fmt: skip
+from brim.jobs.kinds.task import checking, job_phrase, with_progress
+from brim.jobs.status import KIND_NAMES, JobProgress
 
 
 class Said(list):
@@ -39,7 +34,7 @@ def said(tmp_path):
 
 
 def test_all_kinds_are_there():
-    assert KINDS.keys() == ALL
+    assert KINDS.keys() == set(KIND_NAMES)
     assert {kind.name for kind in KINDS.values() if kind.makes == "run"} == {
         "rf.train", "segment.train", "sequence.train",
     }  # fmt: skip
@@ -47,26 +42,25 @@ def test_all_kinds_are_there():
 
 @pytest.mark.parametrize("kind", KINDS.values(), ids=list(KINDS))
 def test_a_kind_names_what_it_reads_in_its_config(kind):
-    assert ("dataset_ids" in kind.model.model_fields) == (kind.reads is not None)
-    assert ("run_id" in kind.model.model_fields) == (kind.reads_run is not None)
+    assert ("dataset_ids" in settings(kind.config)) == (kind.reads is not None)
+    assert ("run_id" in settings(kind.config)) == (kind.reads_run is not None)
     assert kind.reads_run is None or KINDS[kind.reads_run].makes == "run"
-    assert kind.model is kind.model
 
 
 @pytest.mark.parametrize(
     ("accelerator", "device"), [("auto", "cuda"), ("cpu", "cpu"), ("gpu", "cuda"), ("cuda", "cuda")]
 )
 def test_an_accelerator_is_a_device(tmp_path, accelerator, device):
-    assert device_of(Said(tmp_path, accelerator=accelerator).task) == device
+    assert Said(tmp_path, accelerator=accelerator).task.torch_device == device
 
 
 # Words
 
 
 def test_a_silent_library_is_spoken_for(said):
-    @attempt
-    def run(task, voice):
-        voice(Progress(current=3, total=9, message="thinking"))
+    @with_progress
+    def run(task):
+        task.report(JobProgress(current=3, total=9, message="thinking"))
         time.sleep(1.5)
         return {}
 
@@ -80,8 +74,8 @@ def test_a_silent_library_is_spoken_for(said):
 def test_who_is_silent_for_too_long_is_not_spoken_for(said, monkeypatch):
     monkeypatch.setattr(tasks, "SILENCE_S", 0.6)
 
-    @attempt
-    def run(task, voice):
+    @with_progress
+    def run(task):
         time.sleep(1.8)
         return {}
 
@@ -92,19 +86,19 @@ def test_who_is_silent_for_too_long_is_not_spoken_for(said, monkeypatch):
 
 def test_no_thread_stays(said):
     before = threading.active_count()
-    attempt(lambda task, voice: {})(said.task)
+    with_progress(lambda task: {})(said.task)
 
     with pytest.raises(StorageError):
-        attempt(lambda task, voice: (_ for _ in ()).throw(StorageError("full")))(said.task)
+        with_progress(lambda task: (_ for _ in ()).throw(StorageError("full")))(said.task)
     assert threading.active_count() == before
 
 
 def test_a_wish_to_stop_leaves_a_library_that_cannot_be_asked(said):
-    @attempt
-    def run(task, voice):
+    @with_progress
+    def run(task):
         said.stop = True
         try:
-            voice.or_stop(Progress(message="on"))
+            task.report_or_stop(JobProgress(message="on"))
         except Exception:  # as libraries do
             return {"wrong": True}
 
@@ -116,53 +110,42 @@ def test_a_wish_to_stop_leaves_a_library_that_cannot_be_asked(said):
 
 
 def test_a_result_is_what_json_can_hold(said, tmp_path):
-    result = attempt(lambda task, voice: {"a": float("nan"), "b": (1, {"c": float("inf")}), 5: tmp_path})(said.task)
+    result = with_progress(lambda task: {"a": float("nan"), "b": (1, {"c": float("inf")}), 5: tmp_path})(said.task)
 
     assert result == {"a": None, "b": [1, {"c": None}], "5": tmp_path.name}
 
 
-@pytest.mark.parametrize(
-    ("before", "after"),
-    [
-        ("d is not empty; add --resume to continue it or choose another --out", "resume its job, or submit another"),
-        ("d: cannot write, No space left; make room or choose another --out", "free some space, then resume the job"),
-        ("seed was 1 and is 2 now; resume with the same, or choose another --out", "or submit another job"),
-        ("use a smaller --size or free memory", "use a smaller size or free memory"),
-        ('d is not a run made by "brim rf train"', "d is not a run made by a job of kind rf.train"),
-        ('it is not done; go on with "brim sequence train --resume"', "go on with a job of kind sequence.train"),
-    ],
-)
-def test_the_next_step_is_a_jobs(before, after):
-    text = in_words(before)
+def test_the_next_step_is_a_jobs():
+    failure = DatasetError("is occupied", hint="continue with {resume}, choose another {out}, or run {rf train}")
 
-    assert after in text
-    assert "--" not in text
+    text, data = job_phrase(failure)
+
+    assert text.endswith("continue with a resume of the job, choose another job, or run a job of kind rf.train")
+    assert data["code"] == failure.code
 
 
-def test_an_input_is_refused_without_its_path(tmp_path):
-    failure = refused("config.dataset_ids[0]", tmp_path, DatasetError(f"{tmp_path} has no manifest.json"))
+def test_settings_are_those_of_the_config():
+    failure = ConfigError("is too large", field="size", value=9, hint="lower {size} or {memory}")
 
-    assert str(failure) == "config.dataset_ids[0] cannot be used: it has no manifest.json"
-
-
-def test_an_error_keeps_its_family(said):
-    def run(task, voice):
-        raise CheckpointError("choose another --out")
-
-    with pytest.raises(CheckpointError, match="submit another job"):
-        attempt(run)(said.task)
+    assert job_phrase(failure, {"size": 9})[0] == "config.size=9 is too large; lower config.size or memory"
 
 
-def test_a_field_keeps_its_name(said):
-    def run(task, voice):
-        raise ConfigError("no", field="config.model")
+def test_an_input_is_rejected_without_its_path(tmp_path):
+    with pytest.raises(Conflict) as caught, checking("config.dataset_ids[0]", tmp_path):
+        raise DatasetError(f"{tmp_path} has no manifest.json")
 
-    with pytest.raises(BrimError) as caught:
-        attempt(run)(said.task)
-    assert caught.value.field == "config.model"
+    assert str(caught.value) == "config.dataset_ids[0] cannot be used: it has no manifest.json"
+    assert caught.value.field == "config.dataset_ids[0]"
 
 
-# Whoever wrote before
+def test_a_setting_that_does_not_fit_the_input_is_the_field(tmp_path):
+    with pytest.raises(Conflict) as caught, checking("config.dataset_ids[0]", tmp_path, {"val_share": 0.1}):
+        raise ConfigError("leaves nothing to train on", field="val_share", value=0.1)
+
+    assert caught.value.field == "config.val_share"
+
+
+# The process before
 
 
 @pytest.fixture
@@ -180,7 +163,7 @@ def test_the_process_before_is_waited_for(locked, tmp_path):
     threading.Timer(1.5, fcntl.flock, (locked, fcntl.LOCK_UN)).start()
 
     assert job.run()["accepted"] == 2
-    assert any("waiting for the process before" in progress.message for _, progress in job.told)
+    assert any("waiting for the previous process" in progress.message for _, progress in job.told)
 
 
 def test_who_waits_can_be_stopped(locked, tmp_path):
@@ -196,5 +179,6 @@ def test_patience_ends(locked, tmp_path, monkeypatch):
     monkeypatch.setattr(tasks, "PATIENCE_S", 0.1)
     job = Watched("rf.generate", tmp_path / "made", {"num_samples": 2, "duration_s": 0.2})
 
-    with pytest.raises(DatasetError, match="being written by another process"):
+    with pytest.raises(DatasetError) as caught:
         job.run()
+    assert caught.value.code == "in_use"

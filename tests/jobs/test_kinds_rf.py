@@ -9,8 +9,7 @@ from kind_inputs import SECOND, Watched, digests
 
 from brim.engine.storage.dataset import Dataset
 from brim.errors import BrimError, CheckpointError
-from brim.jobs.kinds.registry import KINDS, Inputs
-from brim.jobs.kinds.specs import read_body
+from brim.jobs.kinds import KINDS, Inputs, read_body
 from brim.rf.config import GenerateConfig
 from brim.rf.generation.dataset import generate
 
@@ -154,14 +153,12 @@ def test_good_datasets_are_not_refused(dataset, trained):
     KINDS["rf.train"].check(trained.spec, trained.inputs)
 
 
-def test_an_error_speaks_of_jobs_and_not_of_options(dataset, trained, tmp_path):
+def test_a_run_with_other_settings_is_not_continued(dataset, trained, tmp_path):
     shutil.copytree(trained.path, tmp_path / "run")
     changed = Watched("rf.train", tmp_path / "run", RECIPE | {"seed": 3}, datasets=[dataset.path])
 
-    with pytest.raises(CheckpointError) as caught:
+    with pytest.raises(CheckpointError):
         changed.run()
-    assert "--" not in str(caught.value)
-    assert "submit another job" in str(caught.value)
 
 
 # rf.evaluate

@@ -10,8 +10,8 @@ import torch
 from kind_inputs import SECOND, Watched, digests
 
 from brim.errors import BrimError
-from brim.jobs.kinds.predict import files_in
-from brim.jobs.kinds.registry import KINDS, Inputs
+from brim.jobs.kinds import KINDS, Inputs
+from brim.jobs.kinds.segment import files_in
 from brim.segmentation.config import SegmentTrainConfig
 from brim.segmentation.prediction.loader import ModelLoader
 from brim.segmentation.scenes.cells import make_cells
@@ -243,7 +243,7 @@ def test_an_image_that_cannot_be_read_is_named_without_its_path(trained, dataset
 def test_another_network_than_the_runs_is_refused_before_a_job_is_queued(trained, dataset, tmp_path):
     job = Watched("segment.predict", tmp_path / "job", {"model": "hrnet"}, datasets=[dataset], run=trained.path)
 
-    with pytest.raises(BrimError, match="is of 'unet_tiny'"):
+    with pytest.raises(BrimError, match='is of "unet_tiny"'):
         KINDS["segment.predict"].check(job.spec, job.inputs)
 
 

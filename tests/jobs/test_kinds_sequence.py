@@ -7,7 +7,7 @@ import torch
 from kind_inputs import SECOND, Watched, digests
 
 from brim.errors import BrimError
-from brim.jobs.kinds.registry import KINDS, Inputs
+from brim.jobs.kinds import KINDS, Inputs
 from brim.sequences.config import SequenceTraining
 from brim.sequences.corpus.packing import pack
 from brim.sequences.corpus.synthetic import make_sequences
@@ -103,7 +103,6 @@ def test_a_corpus_without_labels_is_refused_before_a_job_is_queued(tmp_path):
         KINDS["sequence.train"].check(job.spec, job.inputs)
     assert caught.value.field == "config.dataset_ids[0]"
     assert "has no labels" in str(caught.value)
-    assert "--" not in str(caught.value)
 
 
 def test_a_folder_that_is_not_packed_is_refused_before_a_job_is_queued(tmp_path, runs):

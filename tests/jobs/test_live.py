@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from brim.jobs.kinds.status import Flow
+from brim.jobs.status import Flow
 from brim.jobs.worker.live import WINDOW, Live, Shares, Word, read_live
 
 JOB = "a" * 32

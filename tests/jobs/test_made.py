@@ -6,14 +6,14 @@ from types import SimpleNamespace
 
 import pytest
 
-from brim.jobs.registry.outputs import made
+from brim.jobs.registry.outputs import output_of
 from brim.jobs.store import Output
 
 
 @pytest.fixture
 def look(tmp_path):
     def at(makes) -> Output:
-        return made(tmp_path, SimpleNamespace(makes=makes, out="out"))
+        return output_of(tmp_path, SimpleNamespace(makes=makes, out="out"))
 
     return at
 

@@ -7,7 +7,7 @@ from desk import Asked
 
 from brim.errors import Unavailable
 from brim.jobs.durable import DbosState, Queue, migrate
-from brim.jobs.kinds.status import Progress
+from brim.jobs.status import JobProgress
 from brim.jobs.store import JobRow
 from brim.jobs.worker import reconcile
 from brim.jobs.worker.reconcile import decide, is_leftover
@@ -200,7 +200,7 @@ def test_a_job_that_ends_ten_workers_in_a_row_fails(die, queue):
 def test_a_job_that_gets_on_between_deaths_may_go_on(die, catalogue):
     for current in range(30):
         going = die(1, "signal 11")
-        catalogue.jobs.tell(going.id, Progress(current=current + 1, total=30))
+        catalogue.jobs.tell(going.id, JobProgress(current=current + 1, total=30))
 
     assert going.status == "running"
 

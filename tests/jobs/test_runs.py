@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from brim.errors import CheckpointError, ConfigError
-from brim.jobs.registry import runs
+from brim.jobs.registry import models
 
 
 @pytest.fixture
@@ -20,7 +20,7 @@ def run(tmp_path: Path) -> Path:
 
 
 def test_a_run_is_listed_where_it_lies_with_all_of_its_config(catalogue, run):
-    row = runs.add(catalogue, name="mine", path=run, kind="rf.train", config={"dataset_ids": ["d"], "epochs": 3})
+    row = models.add_run(catalogue, name="mine", path=run, kind="rf.train", config={"dataset_ids": ["d"], "epochs": 3})
 
     assert catalogue.runs.get(row.id) == row
     assert (row.name, row.kind, row.state, row.path, row.job_id) == ("mine", "rf.train", "ready", str(run), None)
@@ -29,8 +29,10 @@ def test_a_run_is_listed_where_it_lies_with_all_of_its_config(catalogue, run):
 
 
 def test_a_run_that_is_listed_already_is_not_listed_twice(catalogue, run):
-    first = runs.add(catalogue, name="mine", path=run, kind="rf.train", config={"dataset_ids": ["d"]})
-    again = runs.add(catalogue, name="mine", path=run / ".." / run.name, kind="rf.train", config={"dataset_ids": ["d"]})
+    first = models.add_run(catalogue, name="mine", path=run, kind="rf.train", config={"dataset_ids": ["d"]})
+    again = models.add_run(
+        catalogue, name="mine", path=run / ".." / run.name, kind="rf.train", config={"dataset_ids": ["d"]}
+    )
 
     assert again == first
     assert catalogue.runs.page().total == 1
@@ -38,8 +40,8 @@ def test_a_run_that_is_listed_already_is_not_listed_twice(catalogue, run):
 
 def test_what_holds_no_checkpoint_or_no_config_is_refused(catalogue, run, tmp_path):
     with pytest.raises(CheckpointError, match="holds no checkpoint; give the directory of a run"):
-        runs.add(catalogue, name="n", path=tmp_path / "nowhere", kind="rf.train", config={"dataset_ids": ["d"]})
+        models.add_run(catalogue, name="n", path=tmp_path / "nowhere", kind="rf.train", config={"dataset_ids": ["d"]})
     with pytest.raises(ConfigError, match="epochs"):
-        runs.add(catalogue, name="n", path=run, kind="rf.train", config={"dataset_ids": ["d"], "epochs": 0})
+        models.add_run(catalogue, name="n", path=run, kind="rf.train", config={"dataset_ids": ["d"], "epochs": 0})
 
     assert catalogue.runs.page().total == 0

@@ -2,7 +2,7 @@
 
 import pytest
 
-from brim.jobs.worker.session import slice_s
+from brim.jobs.worker.run import slice_s
 
 
 def num_slices(hours: float) -> int:

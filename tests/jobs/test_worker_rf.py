@@ -9,8 +9,7 @@ import pytest
 from desk import Desk
 
 from brim.engine.storage.dataset import Dataset
-from brim.jobs.kinds.registry import KINDS
-from brim.jobs.kinds.specs import read_body
+from brim.jobs.kinds import KINDS, read_body
 
 pytestmark = pytest.mark.slow
 

@@ -13,9 +13,8 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 from brim.errors import ConfigError
-from brim.jobs.kinds import registry as kinds
-from brim.jobs.kinds.status import Flow, Progress
-from brim.jobs.kinds.task import Stopped, Task
+from brim.jobs.kinds import KINDS, JobConfig, Kind, Stopped, Task
+from brim.jobs.status import Flow, JobProgress
 from brim.jobs.worker.main import main as worker
 
 
@@ -54,7 +53,7 @@ def count(task: Task, config: dict[str, Any], out: Path) -> dict[str, object]:
         new.write_text(json.dumps({"items": done, "complete": done == config["items"]}))
         new.replace(manifest)
         flow = Flow(seconds=done / 10, waiting={"data": done / 40})  # a quarter of the time
-        task.tell(Progress(current=done, total=config["items"], message="counting", flow=flow))
+        task.tell(JobProgress(current=done, total=config["items"], message="counting", flow=flow))
     mark(out, "end", done)
     return {"counted": done, "dataset_id": out.name, "where": str(out)}
 
@@ -64,14 +63,13 @@ def mark(out: Path, what: str, done: int) -> None:
         file.write(f"{what} {done} {os.getpid()}\n")
 
 
-TOY = kinds.Kind(
+TOY = Kind(
     name="toy.count",
     title="Count",
     description="Count items.",
     makes="dataset",
     reads=None,
-    make_model=dict,
-    resolve=dict,
+    config=JobConfig,
     run=run,
     estimate_bytes=lambda spec, inputs: spec.config.get("bytes", 0),
 )
@@ -91,5 +89,5 @@ def do_without_torch() -> None:
 
 if __name__ == "__main__":
     do_without_torch()
-    kinds.KINDS["toy.count"] = TOY
-    sys.exit(worker.main())
+    KINDS["toy.count"] = TOY
+    sys.exit(worker())

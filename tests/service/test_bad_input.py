@@ -243,8 +243,7 @@ def test_empty_and_foreign_datasets_are_refused(api):
 
 @pytest.mark.parametrize("kind", ["rf.train", "segment.train", "sequence.train", "rf.evaluate", "segment.predict"])
 def test_inputs_whose_files_are_gone_or_foreign_are_refused_by_the_fields_name(api, tmp_path, kind):
-    from brim.jobs.kinds.registry import KINDS
-    from brim.jobs.kinds.specs import Spec
+    from brim.jobs.kinds import KINDS, Spec
     from brim.jobs.store import Output
 
     (tmp_path / "foreign").mkdir()
@@ -264,7 +263,7 @@ def test_inputs_whose_files_are_gone_or_foreign_are_refused_by_the_fields_name(a
 
 
 def test_a_run_of_another_kind_is_refused(api):
-    from brim.jobs.kinds.specs import Spec
+    from brim.jobs.kinds import Spec
     from brim.jobs.store import Output
 
     run, _ = api.catalogue.jobs.submit(Spec("sequence.train", "s", {}), makes="run")

@@ -35,7 +35,6 @@ def test_what_is_no_number_of_devices_is_refused(shared, devices):
     answer = shared.post(VALIDATE, generation(devices=devices))
 
     assert (answer.status, answer.json["field"]) == (422, "config.devices")
-    assert 'must be "all" or a whole number from 1 to 64' in answer.json["detail"]
 
 
 @pytest.mark.parametrize("name", ["address", "ray", "ray_address", "cluster_address", "out", "url"])

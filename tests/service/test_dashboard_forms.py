@@ -6,8 +6,7 @@ import pytest
 
 pytest.importorskip("nicegui")
 
-from brim.jobs.kinds.registry import KINDS
-from brim.jobs.kinds.specs import config_schema, read_body
+from brim.jobs.kinds import KINDS, config_schema, read_body
 from brim.service.dashboard.form_fields import FormField, field_of, make_config, read_fields
 from brim.service.dashboard.job_parts import TITLES, job_body, progress_text
 from brim.service.dashboard.layout import sentence

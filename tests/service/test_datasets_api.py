@@ -246,7 +246,7 @@ def test_a_dataset_whose_files_are_gone_says_so_without_saying_where(api, tmp_pa
 
 
 def test_a_run_shows_the_end_of_its_metrics(api):
-    from brim.jobs.kinds.specs import Spec
+    from brim.jobs.kinds import Spec
 
     row, _ = api.catalogue.jobs.submit(Spec("rf.train", "a run", {"epochs": 3}), makes="run")
     phase = api.settings.data / "runs" / row.output_id / "train"

@@ -11,8 +11,8 @@ import pytest
 from live_api import Api
 
 from brim.errors import Unavailable
-from brim.jobs.kinds.status import Flow
-from brim.jobs.store.rows import DeviceRow
+from brim.jobs.status import Flow
+from brim.jobs.store import DeviceRow
 from brim.jobs.worker.live import STALE_S, Live
 from brim.service.api.data.device_history import MAX_SAMPLES, DeviceHistory, Sample
 from brim.service.api.data.gauges import Cpu, Gauges

@@ -11,8 +11,7 @@ import pytest
 import torch
 from live_api import Api, running
 
-from brim.jobs.kinds.registry import KINDS, Inputs, Task
-from brim.jobs.kinds.specs import read_body
+from brim.jobs.kinds import KINDS, Inputs, Task, read_body
 from brim.jobs.store import JobRow, Output
 from brim.rf.location.error_points import ellipses
 from brim.rf.location.solver import TX_HEIGHT_M

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from live_api import JOBS, TOKEN, Api
 
 from brim.errors import Unavailable
-from brim.jobs.kinds.status import Progress
+from brim.jobs.status import JobProgress
 from brim.jobs.store import Output
 
 
@@ -66,7 +66,7 @@ def running(api: Api) -> str:
 
 def tell(api: Api, job_id: str, first: int, num: int) -> None:
     for current in range(first, first + num):
-        api.catalogue.jobs.tell(job_id, Progress(current=current, total=1000, message="making"))
+        api.catalogue.jobs.tell(job_id, JobProgress(current=current, total=1000, message="making"))
 
 
 def complete(api: Api, job_id: str) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 from live_api import GENERATION, JOBS, TRAINING, Api
 
 from brim.errors import Conflict, Unavailable
-from brim.jobs.kinds.status import Progress
+from brim.jobs.status import JobProgress
 from brim.jobs.store import Output
 
 KEYS = {
@@ -298,7 +298,7 @@ def test_a_jobs_files_are_fetched_by_the_names_it_lists(api):
 def test_progress_is_shown_with_percent(api):
     job = api.submit()
     start(api, job["id"])
-    api.catalogue.jobs.tell(job["id"], Progress(current=25, total=100, rate=5.0, eta_s=15.0, message="making"))
+    api.catalogue.jobs.tell(job["id"], JobProgress(current=25, total=100, rate=5.0, eta_s=15.0, message="making"))
 
     shown = api.get(f"{JOBS}/{job['id']}").json
 

@@ -7,7 +7,7 @@ import jsonschema_rs
 import pytest
 from live_api import GENERATION, JOBS, TRAINING, Api
 
-from brim.jobs.kinds.registry import KINDS
+from brim.jobs.kinds import KINDS
 
 VALIDATE = f"{JOBS}/validate"
 KINDS_PATH = "/api/training/kinds"

@@ -7,13 +7,12 @@ from brim.cli.demo import CLASSIFYING, SEGMENTING, Demo
 from brim.errors import Conflict
 
 if TYPE_CHECKING:
-    from brim.jobs.store import Catalogue
-    from brim.jobs.store.rows import DatasetKind
+    from brim.jobs.store import Catalogue, DatasetKind
 
 
 def list_made(demo: Demo, catalogue: "Catalogue", data: Path) -> None:
     """List datasets, runs, models and batch sizes, each once; all stay where they are."""
-    from brim.jobs.registry import models, runs
+    from brim.jobs.registry import models
     from brim.segmentation.tuning.batch_sizes import BatchSizes
 
     BatchSizes.read(demo.batch_sizes).write(data / "batch_sizes.json")
@@ -28,7 +27,9 @@ def list_made(demo: Demo, catalogue: "Catalogue", data: Path) -> None:
         ("classes", demo.out / "sequences-run", "sequence.train", corpus, CLASSIFYING),
     )
     for name, path, kind, dataset, config in trained:
-        runs.add(catalogue, name=f"demo {name}", path=path, kind=kind, config={"dataset_ids": [dataset], **config})
+        models.add_run(
+            catalogue, name=f"demo {name}", path=path, kind=kind, config={"dataset_ids": [dataset], **config}
+        )
         known = catalogue.models.get(name)
         if known is None or known.path != str(path.resolve()):
             models.add(catalogue, name=name, path=path, stop=demo.stop)

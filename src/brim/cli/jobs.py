@@ -13,7 +13,7 @@ from brim.cli.http import DEFAULT_URL, Client, find_token
 from brim.cli.options import Json, check_choice, check_positive, one_of, whole
 from brim.cli.terminal import Display, print_facts, print_json, say, show
 from brim.errors import ConfigError, StorageError
-from brim.jobs.kinds.status import FINISHED, STATUSES
+from brim.jobs.status import FINISHED, STATUSES
 
 JOBS = "/api/training/jobs"
 ENDED = FINISHED | {"paused"}  # where a watcher has nothing more to see

@@ -4,16 +4,18 @@ A setting is a field of a frozen dataclass:
 
     frequency_mhz: Annotated[float, Range(30, 3000), Unit("MHz"), Doc("Carrier frequency.")] = 145.0
 
-`check` validates an instance (call it first in `__post_init__`), `read` makes one from plain JSON or TOML values,
-`settings` lists its fields, `schema` describes it as JSON schema and `table` as Markdown. Command-line options, request
-bodies, form fields and the tables in the documentation all come from here. Nothing in this package imports torch.
+`check` validates an instance (call it first in `__post_init__`), `read` makes one from plain JSON or TOML values and
+`plain` turns it back; `part` takes the settings of a base class out of a larger configuration. `settings` lists the
+fields, `schema` describes them as JSON schema and `table` as Markdown. Command-line options, request bodies, form
+fields and the tables in the documentation all come from here. Nothing in this package imports torch.
 """
 
-from brim.config.read import check, read
+from brim.config.read import check, part, plain, read
 from brim.config.schema import schema, table
-from brim.config.settings import Doc, Length, OneOf, Range, Setting, Unit, nearest, settings
+from brim.config.settings import PRINTABLE, Doc, Length, OneOf, Range, Setting, Unit, nearest, settings
 
 __all__ = [
+    "PRINTABLE",
     "Doc",
     "Length",
     "OneOf",
@@ -22,6 +24,8 @@ __all__ = [
     "Unit",
     "check",
     "nearest",
+    "part",
+    "plain",
     "read",
     "schema",
     "settings",

@@ -1,20 +1,22 @@
 """Values into configurations: each value against its declaration, and plain JSON or TOML into nested dataclasses.
 
-What is wrong is a ConfigError whose field is the dotted path, such as `config.stations[2].lat`, and whose code is
-`unknown_field`, `missing`, `wrong_type`, `out_of_range`, `wrong_length` or `unknown_choice`. A configuration's own
-`__post_init__` raises with code `conflict` where values are right by themselves but not together.
+A wrong value raises a ConfigError whose field is the dotted path, such as `config.stations[2].lat`, and whose code is
+`unknown_field`, `missing`, `wrong_type`, `out_of_range`, `wrong_length`, `unprintable`, `repeated` or `unknown_choice`.
+A configuration's own `__post_init__` raises with code `conflict` where values are right by themselves but not together.
 """
 
 import json
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import is_dataclass
-from typing import Any, TypeVar, get_args, get_origin
+from typing import Any, TypeVar, get_origin
 
-from brim.config.settings import Setting, nearest, settings
+from brim.config.settings import PRINTABLE, Length, Setting, nearest, settings
 from brim.errors import ConfigError, printable
 
 _T = TypeVar("_T")
+_SURROGATE = re.compile("[\ud800-\udfff]")  # half a character; most schema validators do not know them
 _NAMES = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
 
 
@@ -45,7 +47,21 @@ def read(config: type[_T], values: Mapping[str, Any], path: str = "config") -> _
     try:
         return config(**ready)
     except ConfigError as failure:
+        if failure.code == ConfigError.default_code:  # every value was accepted by itself
+            failure.code = "conflict"
         raise failure.within(path) from failure
+
+
+def part(config: type[_T], whole: object) -> _T:
+    """The configuration of a base class out of one of its subclass: what belongs to the base alone."""
+    return config(**{name: getattr(whole, name) for name in settings(config)})
+
+
+def plain(value: Any) -> Any:
+    """A configuration, or a value of one, as JSON-able values, which `read` accepts again."""
+    if is_dataclass(value) and not isinstance(value, type):
+        return {name: plain(getattr(value, name)) for name in settings(type(value))}
+    return [plain(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 def _accept(setting: Setting, value: Any, path: str) -> Any:
@@ -55,22 +71,28 @@ def _accept(setting: Setting, value: Any, path: str) -> Any:
     if not isinstance(value, bool) and value in _hashable(setting.choices, value):
         return value
     for kind in setting.types:
-        converted = _convert(kind, value, path)
+        converted = _convert(setting, kind, value, path)
         if converted is not _NO:
             return _bounded(setting, converted, path)
     if setting.choices and not (setting.types and not isinstance(value, str)):
         raise _error(
             path, value, f"is unknown; {nearest(str(value), [str(c) for c in setting.choices])}", "unknown_choice"
         )
+    if setting.types == (bool,):  # the value says nothing, and may be an address or worse
+        raise ConfigError(f"{path} must be true or false", field=path, code="wrong_type")
     raise _error(path, value, f"must be {_expected(setting)}", "wrong_type")
 
 
 _NO = object()
 
 
-def _convert(kind: Any, value: Any, path: str) -> Any:
+def _convert(setting: Setting, kind: Any, value: Any, path: str) -> Any:
     if get_origin(kind) is tuple:
-        return _convert_items(kind, value, path) if isinstance(value, list | tuple) else _NO
+        if not isinstance(value, list | tuple):
+            return _NO
+        item = setting.item
+        assert item is not None
+        return tuple(_accept(item, one, f"{path}[{index}]") for index, one in enumerate(value))
     if isinstance(kind, type) and is_dataclass(kind):
         if isinstance(value, kind):
             return value
@@ -91,36 +113,32 @@ def _float(value: int | float) -> float:
         return math.inf
 
 
-def _convert_items(kind: Any, value: Any, path: str) -> Any:
-    item = get_args(kind)[0]
-    items = []
-    for index, one in enumerate(value):
-        where = f"{path}[{index}]"
-        converted = _convert(item, one, where)
-        if converted is _NO:
-            raise _error(where, one, f"must be {_NAMES.get(item, 'an object')}", "wrong_type")
-        items.append(converted)
-    return tuple(items)
-
-
 def _bounded(setting: Setting, value: Any, path: str) -> Any:
     if setting.range is not None and isinstance(value, int | float) and value not in setting.range:
         note = f": {setting.range.note}" if setting.range.note else ""
         unit = f" {setting.unit}" if setting.unit else ""
         raise _error(path, value, f"must be {setting.range}{unit}{note}", "out_of_range")
     if setting.length is not None and isinstance(value, str | tuple):
-        low, high = setting.length.low, setting.length.high
-        if len(value) < low or (high is not None and len(value) > high):
-            what = "characters" if isinstance(value, str) else "items"
-            size = f"{low} to {high}" if high is not None else f"at least {low}"
-            raise ConfigError(f"{path} has {len(value)} {what}; expected {size}", field=path, code="wrong_length")
-    if setting.names is not None:
-        for name in value if isinstance(value, tuple) else (value,):
-            if name not in setting.names.names():
-                raise _error(path, name, f"is unknown; {nearest(name, setting.names.names())}", "unknown_choice")
+        _check_length(setting.length, value, path)
+    if setting.names is not None and isinstance(value, str) and value not in setting.names.names():
+        raise _error(path, value, f"is unknown; {nearest(value, setting.names.names())}", "unknown_choice")
     if isinstance(value, float) and not math.isfinite(value):
         raise _error(path, value, "must be a finite number", "out_of_range")
     return value
+
+
+def _check_length(length: Length, value: str | tuple[Any, ...], path: str) -> None:
+    low, high = length.low, length.high
+    if len(value) < low or (high is not None and len(value) > high):
+        units = "characters" if isinstance(value, str) else "items"
+        size = f"{low} to {high}" if high is not None else f"at least {low}"
+        raise ConfigError(f"{path} has {len(value)} {units}; expected {size}", field=path, code="wrong_length")
+    if isinstance(value, str) and (not re.fullmatch(PRINTABLE, value) or _SURROGATE.search(value)):
+        raise _error(path, value, "must be printable and not blank", "unprintable")
+    if length.unique and isinstance(value, tuple):
+        for index, item in enumerate(value):
+            if item in value[:index]:
+                raise _error(f"{path}[{index}]", item, "is given twice", "repeated")
 
 
 def _expected(setting: Setting) -> str:

@@ -1,9 +1,10 @@
 """A configuration class described for others: as JSON schema for the API and its forms, as Markdown for the docs."""
 
-from dataclasses import asdict, is_dataclass
-from typing import Any, get_args, get_origin
+from dataclasses import is_dataclass
+from typing import Any, get_origin
 
-from brim.config.settings import Setting, settings
+from brim.config.read import plain
+from brim.config.settings import PRINTABLE, Setting, settings
 
 _TYPES = {bool: "boolean", int: "integer", float: "number", str: "string"}
 
@@ -30,33 +31,40 @@ def table(config: type) -> str:
 
 
 def _property(setting: Setting) -> dict[str, Any]:
+    out = _shape(setting)
+    out["title"] = setting.name
+    if setting.doc:
+        out["description"] = setting.doc if not setting.unit else f"{setting.doc.rstrip('.')} ({setting.unit})."
+    if not setting.required:
+        out["default"] = plain(setting.default)
+    return out
+
+
+def _shape(setting: Setting) -> dict[str, Any]:
     parts = [_part(setting, kind) for kind in setting.types]
     if setting.choices:
         parts.append({"enum": list(setting.choices), "type": "string"})
     if setting.optional:
         parts.append({"type": "null"})
-    out: dict[str, Any] = dict(parts[0]) if len(parts) == 1 else {"anyOf": parts}
-    out["title"] = setting.name
-    if setting.doc:
-        out["description"] = setting.doc if not setting.unit else f"{setting.doc.rstrip('.')} ({setting.unit})."
-    if not setting.required:
-        out["default"] = _plain(setting.default)
-    return out
+    return dict(parts[0]) if len(parts) == 1 else {"anyOf": parts}
 
 
 def _part(setting: Setting, kind: Any) -> dict[str, Any]:
     if get_origin(kind) is tuple:
-        items = _part(setting, get_args(kind)[0])
-        length = setting.length
-        bounds = {} if length is None else {"minItems": length.low, "maxItems": length.high}
-        return {"type": "array", "items": items, **{key: value for key, value in bounds.items() if value is not None}}
+        assert setting.item is not None
+        array: dict[str, Any] = {"type": "array", "items": _shape(setting.item)}
+        if setting.length is not None:
+            array |= {"minItems": setting.length.low}
+            array |= {} if setting.length.high is None else {"maxItems": setting.length.high}
+            array |= {"uniqueItems": True} if setting.length.unique else {}
+        return array
     if isinstance(kind, type) and is_dataclass(kind):
         return schema(kind)
     part: dict[str, Any] = {"type": _TYPES.get(kind, "object")}
     if kind in (int, float) and setting.range is not None:
         part |= _bounds(setting)
     if kind is str and setting.length is not None:
-        part |= {"minLength": setting.length.low}
+        part |= {"minLength": setting.length.low, "pattern": PRINTABLE}
         part |= {} if setting.length.high is None else {"maxLength": setting.length.high}
     if kind is str and setting.names is not None:
         part["enum"] = list(setting.names.names())
@@ -74,7 +82,8 @@ def _bounds(setting: Setting) -> dict[str, Any]:
         "exclusiveMaximum": range_.below,
         "multipleOf": range_.step if not range_.low or range_.low % (range_.step or 1) == 0 else None,
     }
-    return {key: value for key, value in bounds.items() if value is not None}
+    odd = {"not": {"multipleOf": 2}} if range_.step == 2 and range_.low and range_.low % 2 else {}
+    return {key: value for key, value in bounds.items() if value is not None} | odd
 
 
 def _values(setting: Setting) -> str:
@@ -96,11 +105,3 @@ def _shown_default(setting: Setting) -> str:
     if isinstance(value, tuple) and all(isinstance(item, str) for item in value):
         return ", ".join(f"`{item}`" for item in value) or "none"
     return "" if isinstance(value, tuple) or is_dataclass(value) else f"`{value}`"
-
-
-def _plain(value: Any) -> Any:
-    if is_dataclass(value) and not isinstance(value, type):
-        return _plain(asdict(value))
-    if isinstance(value, dict):
-        return {name: _plain(one) for name, one in value.items()}
-    return [_plain(one) for one in value] if isinstance(value, list | tuple) else value

@@ -3,10 +3,17 @@
 import difflib
 import math
 from collections.abc import Callable, Collection
-from dataclasses import KW_ONLY, MISSING, Field, dataclass, fields, is_dataclass
+from dataclasses import KW_ONLY, MISSING, Field, dataclass, fields, is_dataclass, replace
 from functools import cache
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+
+# Control characters, marks that change the writing direction and marks without width: a terminal or a database could
+# not show them, or would show something else.
+_HIDDEN = (
+    r"\u0000-\u001f\u007f-\u00a0\u00ad\u061c\u180e\u2000-\u200f\u2028-\u202f\u205f-\u206f\u3000\ufeff\ufff0-\uffff"
+)
+PRINTABLE = rf"^[^{_HIDDEN}]*[^ {_HIDDEN}][^{_HIDDEN}]*$"  # and not blank
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +33,7 @@ class Range:
         if value == self.also:
             return True
         if (
-            not math.isfinite(value)
+            (isinstance(value, float) and not math.isfinite(value))  # an int may be too large for a float
             or (self.low is not None and value < self.low)
             or (self.high is not None and value > self.high)
         ):
@@ -67,10 +74,11 @@ def _digits(number: float) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Length:
-    """How many items a list, or characters a text, may have."""
+    """How many items a list, or characters a text, may have; such a text must be printable and not blank."""
 
     low: int = 0
     high: int | None = None
+    unique: bool = False  # no item twice
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,31 +129,43 @@ class Setting:
         return None if self.field.default_factory is MISSING else self.field.default_factory()
 
     @property
+    def is_unlimited(self) -> bool:
+        """Whether numbers have no upper end."""
+        return self.range is None or (self.range.high is None and self.range.below is None)
+
+    @property
     def all_choices(self) -> tuple[Any, ...]:
         """Choices of the type, and the names known at this moment."""
         return (*self.choices, *(self.names.names() if self.names else ()))
 
     @property
-    def item(self) -> Any:
-        """The type of the items, for a list."""
-        return next((get_args(kind)[0] for kind in self.types if get_origin(kind) is tuple), None)
+    def item(self) -> "Setting | None":
+        """The items of a list as a setting of their own; the list's range and names are those of its items."""
+        hint = next((get_args(kind)[0] for kind in self.types if get_origin(kind) is tuple), None)
+        if hint is None:
+            return None
+        one = _setting(self.field, hint)
+        return replace(one, range=one.range or self.range, names=one.names or self.names)
 
     @property
     def group(self) -> type | None:
         """The dataclass, for a nested configuration or a list of them."""
-        kinds = (*self.types, self.item)
+        kinds = (*self.types, *(self.item.types if self.item else ()))
         return next((kind for kind in kinds if isinstance(kind, type) and is_dataclass(kind)), None)
 
 
 def settings(config: type) -> dict[str, Setting]:
-    """The settings of a configuration class by name, in the order of its fields."""
+    """The settings of a configuration class by name, in the order of its fields.
+
+    A subclass fixes a setting with `field(init=False, default=…)`: then it is no setting any more, and cannot be given.
+    """
     return _settings(config)
 
 
 @cache
 def _settings(config: Any) -> dict[str, Setting]:
     hints = get_type_hints(config, include_extras=True)
-    return {field.name: _setting(field, hints[field.name]) for field in fields(config)}
+    return {field.name: _setting(field, hints[field.name]) for field in fields(config) if field.init}
 
 
 def nearest(name: str, known: Collection[str]) -> str:

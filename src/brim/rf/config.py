@@ -84,7 +84,7 @@ class GenerateConfig:
     ] = 50.0
     min_receivers: Annotated[
         int,
-        Range(3, note="fewer cannot place a transmitter in the plane by arrival differences"),
+        Range(3, PATH_STRIDE, note="fewer cannot place a transmitter in the plane by arrival differences"),
         Doc("Samples that fewer receivers hear are rejected; 3 can place a transmitter in the plane."),
     ] = 3
     use_random_receivers: Annotated[

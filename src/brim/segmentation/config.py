@@ -81,7 +81,9 @@ class SegmentTrainConfig:
     epochs: Epochs = 30
     batch_size: Annotated[int, Range(1), Doc("Crops per step; a batch that does not fit is split.")] = 8
     learning_rate: LearningRate = 1e-3
-    seed: Annotated[int, Range(0), Doc("Seed of the split, the initial weights, the order and the augmentation.")] = 0
+    seed: Annotated[
+        int, Range(0, 2**63 - 1), Doc("Seed of the split, the initial weights, the order and the augmentation.")
+    ] = 0
     precision: PrecisionChoice = "auto"
     val_fraction: Annotated[
         float,

@@ -184,7 +184,7 @@ class SequenceTraining:
     prefetch_factor: Annotated[int, Range(1), Doc("Batches each of these processes reads ahead.")] = 6
     seed: Annotated[
         int,
-        Range(0),
+        Range(0, 2**63 - 1),
         Doc("Seed of the split, the initial weights, the batch order, the augmentation and the clusters."),
     ] = 0
     encoder: Annotated[

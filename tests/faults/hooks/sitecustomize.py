@@ -21,21 +21,21 @@ def patch_attempt(module):
     """Note attempts, and end those at a job that is to be deadly."""
     work = module.Attempt._work
 
-    def noted(self, session):
+    def noted(self):
         _note("begin", self.job.id)
         if self.job.name == os.environ.get("BRIM_TEST_DEADLY"):
             os.kill(os.getpid(), signal.SIGABRT)
         try:
-            return work(self, session)
+            return work(self)
         finally:
             _note("end", self.job.id)
 
     module.Attempt._work = noted
 
 
-def patch_session(module):
+def patch_tell(module):
     """Hang when told to."""
-    tell = module.Session.tell
+    tell = module.Attempt.tell
 
     def hanging(self, progress):
         tell(self, progress)
@@ -44,7 +44,12 @@ def patch_session(module):
             file.unlink()
             ctypes.PyDLL(None).sleep(1000)  # PyDLL keeps Python's lock: no other thread runs
 
-    module.Session.tell = hanging
+    module.Attempt.tell = hanging
+
+
+def patch_run(module):
+    patch_attempt(module)
+    patch_tell(module)
 
 
 # The corner pixel of an image, and what it does to the batch that it is in.
@@ -127,8 +132,7 @@ class Finder:
     """Patches modules as they are imported."""
 
     patches = {  # noqa: RUF012
-        "brim.jobs.worker.attempt": patch_attempt,
-        "brim.jobs.worker.session": patch_session,
+        "brim.jobs.worker.run": patch_run,
         "brim.segmentation.networks.network": patch_network,
         "brim.segmentation.config": patch_tiles,
     }

@@ -195,7 +195,8 @@ class DirectoryHome(Home):
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as failure:
             os.close(handle)
-            raise DatasetError(f"{self.path} is being written by another process; wait for it to end") from failure
+            message = f"{self.path} is being written by another process; wait for it to end"
+            raise DatasetError(message, code="in_use") from failure
         except OSError:
             pass  # a file system without locks, such as some NFS: go on without
         self._lock = handle

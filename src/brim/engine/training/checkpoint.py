@@ -107,7 +107,8 @@ def locked(directory: Path) -> Iterator[None]:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as failure:
         os.close(handle)
-        raise CheckpointError(f"{directory} is being written by another process; wait for it to end") from failure
+        message = f"{directory} is being written by another process; wait for it to end"
+        raise CheckpointError(message, code="in_use") from failure
     except OSError:
         pass  # a file system without locks, such as some NFS: go on without
     try:

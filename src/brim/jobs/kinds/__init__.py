@@ -1,1 +1,21 @@
-"""The kinds of job: what each reads, its config, and how it runs."""
+"""The kinds of job: what each reads, its config, and how it runs. Importing them loads no torch and no NumPy."""
+
+from brim.jobs.kinds.bodies import body_schema, config_schema, read_body
+from brim.jobs.kinds.kind import MAX_TEXT, JobConfig, Kind
+from brim.jobs.kinds.registry import KINDS
+from brim.jobs.kinds.task import Inputs, Spec, Stopped, Task, job_phrase
+
+__all__ = [
+    "KINDS",
+    "MAX_TEXT",
+    "Inputs",
+    "JobConfig",
+    "Kind",
+    "Spec",
+    "Stopped",
+    "Task",
+    "body_schema",
+    "config_schema",
+    "job_phrase",
+    "read_body",
+]

@@ -1,194 +1,285 @@
-"""Images: segment.tune and segment.train, by the functions of the command line.
+"""Images: segment.tune, segment.predict and segment.train, by the functions of the command line.
 
 A dataset of images is a folder of them, or one with the folders images and masks.
 """
 
 import json
-import os
-from collections.abc import Mapping
-from dataclasses import asdict
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
-from pydantic import Field, create_model
-
-from brim.errors import BrimError, Conflict, DatasetError
-from brim.jobs.kinds.alone import alone
-from brim.jobs.kinds.fields import (
+from brim.config import Doc, Length, OneOf, Range, part, read
+from brim.errors import BrimError, ConfigError, Conflict, DatasetError
+from brim.jobs.kinds.kind import (
     CHECKPOINT_S,
     Accelerator,
-    Count,
     Devices,
-    Fields,
-    OneDatasetId,
-    Text,
-    build,
-    model_of,
-    own,
-    settle,
+    Id,
+    JobConfig,
+    Kind,
+    OnCluster,
+    PreloadChoice,
     tier_of,
 )
-from brim.jobs.kinds.status import Progress
-from brim.jobs.kinds.task import Inputs, Stopped, Task, Voice, attempt, device_of, in_training, refused
+from brim.jobs.kinds.task import Inputs, Spec, Stopped, Task, checking, counted, in_training, with_progress
 from brim.jobs.registry.datasets import image_folders
-from brim.jobs.worker.group import by_ranks
+from brim.jobs.registry.outputs import read_json, write_json
+from brim.jobs.status import JobProgress
+from brim.segmentation.config import FilesConfig, SegmentTrainConfig, TuneConfig, network_names
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from brim.jobs.kinds.specs import Spec
+    from brim.segmentation.prediction.files import FilesReport
+    from brim.segmentation.prediction.stream import PredictProgress
 
-_MODEL_BYTES = 16 * 2**20  # of trials and logs
+LISTED = 1000  # files that a result names; the folder has the rest
+_LOG_BYTES = 16 * 2**20  # of trials and logs
 _PROBED = 64  # images whose headers are read to estimate the rest
-
-
-def model_name() -> Any:
-    """The type of a network's name."""
-    from brim.segmentation.config import SegmentTrainConfig, network_names
-
-    return alone(Text, "model", SegmentTrainConfig, hint={"enum": list(network_names())})
-
 
 # segment.tune
 
 
-def tune_model() -> type[Fields]:
-    """Models by name, and tune_model's own options."""
-    from brim.segmentation.config import TuneConfig
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TuneJob(TuneConfig, JobConfig):
+    """The config of segment.tune; complete, it names its networks in models alone."""
 
-    usual = TuneConfig()
+    models: Annotated[
+        tuple[str, ...] | None,
+        Length(1, 100),
+        OneOf(network_names),
+        Doc("Networks to tune; null: all built-in ones."),
+    ] = None  # type: ignore[assignment]  # optional here
+    model: Annotated[str | None, OneOf(network_names), Doc("One network, instead of several.")] = None
+    run_id: Annotated[Id | None, Doc("Id of a run whose weights to tune with; null: initial weights.")] = None
+    accelerator: Accelerator = "auto"
 
-    def option(kind: Any, name: str) -> Any:
-        return alone(kind, name, TuneConfig)
-
-    search = list[Literal["precision", "layout", "compile"]]
-    models: Any = Annotated[list[model_name()], Field(min_length=1, max_length=100)]  # type: ignore[misc]
-    return create_model(
-        "Tuning", __base__=Fields,
-        models=(models | None, None), model=(model_name() | None, None), run_id=(Text | None, None),
-        size=(option(Count, "size"), usual.size), seconds=(option(float, "seconds"), usual.seconds),
-        p95_ms=(option(float | None, "p95_ms"), None), search=(search, []),
-        reserve=(option(float, "reserve"), usual.reserve), tolerance=(option(float, "tolerance"), usual.tolerance),
-        accelerator=(Accelerator, "auto"),
-    )  # fmt: skip
-
-
-_TUNED = ("size", "seconds", "p95_ms", "reserve", "tolerance")
-
-
-def resolve_tune(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Which models, and how; weights fit one of them."""
-    from brim.segmentation.config import TuneConfig
-
-    if values.get("model") is not None and values.get("models") is not None:
-        raise Conflict("config.model and config.models are both given; give one of them", field="config.model")
-    one = values.get("model")
-    models = [one] if one is not None else list(dict.fromkeys(values.get("models") or TuneConfig().models))
-    if values.get("run_id") is not None and len(models) > 1:
-        raise Conflict("config.run_id has the weights of one model; name it in config.model", field="config.run_id")
-    defaults = {name: info.get_default() for name, info in tune_model().model_fields.items()}
-    return {**defaults, **values, "models": models, "model": None, "search": sorted(set(values.get("search", [])))}
+    def __post_init__(self) -> None:
+        TuneConfig.__post_init__(self)
+        if self.model is not None and self.models is not None:
+            raise ConfigError("and models are both given", field="model", value=self.model, code="conflict")
+        models = (self.model,) if self.model is not None else tuple(dict.fromkeys(self.models or TuneConfig().models))
+        if self.run_id is not None and len(models) > 1:
+            raise ConfigError(
+                "has the weights of one network",
+                field="run_id",
+                value=self.run_id,
+                code="conflict",
+                hint="name it in {model}",
+            )
+        for name, value in (("models", models), ("model", None), ("search", tuple(sorted(set(self.search))))):
+            object.__setattr__(self, name, value)
 
 
-def tune_bytes(spec: "Spec", inputs: Inputs) -> int:
+def tune_bytes(spec: Spec, inputs: Inputs) -> int:
     """Of the trials."""
-    return _MODEL_BYTES
+    return _LOG_BYTES
 
 
-@attempt
-def run_tune(task: Task, voice: Voice) -> dict[str, Any]:
-    """Tune one model after the other; those that an attempt before this one saved are not tuned again."""
-    config = task.spec.config
-    found = {}
-    for done, name in enumerate(config["models"]):
-        voice.or_stop(Progress(current=done, total=len(config["models"]), message=name))
-        found[name] = _read_tuned(task.out / f"{name}.json") or _tune_one(task, name, voice)
-    voice(Progress(current=len(found), total=len(found), message="tuned"))
-    return {"models": found, "files": [f"{name}.json" for name in found]}
+@with_progress
+def run_tune(task: Task) -> dict[str, Any]:
+    """Tune one network after the other; those that an earlier attempt saved are not tuned again."""
+    job = read(TuneJob, task.spec.config)
+    tuned: dict[str, Any] = {}
+    for done, name in enumerate(job.models or ()):
+        task.report_or_stop(JobProgress(current=done, total=len(job.models or ()), message=name))
+        saved = read_json(task.out / f"{name}.json")
+        tuned[name] = _tune_one(task, name, job) if saved is None else _without_trials(saved)
+    task.report(JobProgress(current=len(tuned), total=len(tuned), message="tuned"))
+    return {"models": tuned, "files": [f"{name}.json" for name in tuned]}
 
 
-def _tune_one(task: Task, name: str, voice: Voice) -> dict[str, Any]:
-    from brim.segmentation.config import TuneConfig
+def _tune_one(task: Task, name: str, job: TuneJob) -> dict[str, Any]:
     from brim.segmentation.tuning.tune import tune
 
-    config, place = task.spec.config, voice.last
-
     def tell(text: str) -> None:
-        voice.or_stop(Progress(current=place.current, total=place.total, message=text))
+        task.report_or_stop(replace(task.last, message=text))
 
-    options = TuneConfig(
-        models=(name,), search=tuple(config["search"]), **{option: config[option] for option in _TUNED}
-    )
-    tuned = tune(
-        options, device_of(task), out=task.batch_sizes, make=lambda _: _module(name, task.inputs.run), progress=tell
-    )[name]
-    entry = {**asdict(tuned.entry), "messages": tuned.messages}
-    _write_json(task.out / f"{name}.json", {**entry, "trials": tuned.trials})
+    def module(_: str) -> "nn.Module":
+        return _module(name, task.inputs.run)
+
+    options = replace(part(TuneConfig, job), models=(name,))
+    result = tune(options, task.torch_device, out=task.batch_sizes, make=module, progress=tell)[name]
+    entry = {**asdict(result.entry), "messages": result.messages}
+    write_json(task.out / f"{name}.json", {**entry, "trials": result.trials})
     return entry
 
 
+def _without_trials(entry: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in entry.items() if name != "trials"}
+
+
 def _module(name: str, run: Path | None) -> "nn.Module":
-    from brim.segmentation.networks.registry import create_model as create
+    from brim.segmentation.networks.registry import create_model
     from brim.segmentation.networks.weights import load_weights
 
-    module = create(name)
+    module = create_model(name)
     if run is not None:
         load_weights(module, run)
     return module
 
 
-def _read_tuned(file: Path) -> dict[str, Any] | None:
-    if not file.is_file():
-        return None
-    found = json.loads(file.read_text(encoding="utf-8"))
-    return {name: value for name, value in found.items() if name != "trials"}
+# segment.predict
 
 
-def _write_json(file: Path, values: Mapping[str, Any]) -> None:
-    file.parent.mkdir(parents=True, exist_ok=True)
-    new = file.with_name(f".{file.name}.new")
-    with new.open("w", encoding="utf-8") as opened:
-        opened.write(json.dumps(values))
-        opened.flush()
-        os.fsync(opened.fileno())
-    new.replace(file)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PredictJob(FilesConfig, JobConfig):
+    """The config of segment.predict."""
+
+    dataset_ids: Annotated[tuple[Id, ...], Length(1, 100, unique=True), Doc("Ids of the image datasets to predict.")]
+    run_id: Annotated[Id, Doc("Id of the run whose weights predict.")]
+    accelerator: Accelerator = "auto"
+    cluster: OnCluster = False
+
+
+def predict_bytes(spec: Spec, inputs: Inputs) -> int:
+    """Of the files, guessed from the size of the images: it depends on what is in them; the disk is watched too."""
+    from brim.segmentation.images.reading import find_images
+
+    size = sum(file.stat().st_size for path in inputs.datasets for file in find_images([image_folders(path)[0]]))
+    return int(size * {"overlay": 4, "mask": 1}.get(spec.config["format"], 0.25))  # overlays are PNG, images often JPEG
+
+
+@with_progress
+def run_predict(task: Task) -> dict[str, Any]:
+    """Predict every image that has no result yet; each of several datasets has its own folder, named by its id."""
+    from brim.jobs.worker.devices import by_leader
+
+    if (result := by_leader(task)) is not None:
+        return result
+    run, job = task.inputs.run, read(PredictJob, task.spec.config)
+    assert run is not None
+    model = job.model or trained_model(run)
+    if model is None:
+        raise Conflict("config.model is missing, and the weights do not say what network they are of", field="model")
+    files = replace(part(FilesConfig, job), model=model)
+    task.say("loading the network")
+    predict = _predict_on_cluster(task, run, files) if job.cluster else _predict_here(task, run, files)
+    parts = _parts(task)
+    done, reports, failures = 0, list[dict[str, Any]](), dict[str, str]()
+    for one in parts:
+        tell = _teller(task, done, sum(part.num_images for part in parts))
+        report = predict([one.images], one.out, progress=tell, stop=task.stop)
+        if report.stopped:
+            raise Stopped
+        done += one.num_images
+        reports.append(report.as_dict())
+        failures |= {
+            one.name_of(image): why.replace(image, one.name_of(image)) for image, why in report.failures.items()
+        }
+    names = files_in(task.out)
+    return {**_together(reports), "failures": failures, "files": names[:LISTED], "num_files": len(names)}
+
+
+def _predict_here(task: Task, run: Path, files: FilesConfig) -> "Callable[..., FilesReport]":
+    """Prediction in this process, with a network that stays loaded."""
+    from brim.segmentation.prediction.files import predict_files
+    from brim.segmentation.prediction.loader import ModelLoader
+
+    loader = ModelLoader(
+        {str(files.model): run}, task.torch_device, task.batch_sizes, files.precision, files.tile, files.resize,
+        overlap=files.overlap,
+    )  # fmt: skip
+
+    def predict(images: Sequence[Path], out: Path, **hooks: Any) -> "FilesReport":
+        return predict_files(images, loader, out, files, resume=True, **hooks)
+
+    return predict
+
+
+def _predict_on_cluster(task: Task, run: Path, files: FilesConfig) -> "Callable[..., FilesReport]":
+    """Prediction on the service's cluster; images that have a result are skipped there too."""
+    from brim.cluster.predict import predict_many
+    from brim.jobs.worker.devices import service_cluster
+    from brim.segmentation.prediction.bulk import Recipe
+
+    recipe = Recipe(files=files, device="cpu" if task.spec.config["accelerator"] == "cpu" else "auto")
+
+    def predict(images: Sequence[Path], out: Path, **hooks: Any) -> "FilesReport":
+        return predict_many(images, out, recipe, run, service_cluster(task), batch_sizes=task.batch_sizes, **hooks)
+
+    return predict
+
+
+class _DatasetPart(NamedTuple):
+    """A dataset of a prediction."""
+
+    prefix: str  # of its files
+    images: Path
+    out: Path
+    num_images: int
+
+    def name_of(self, image: str) -> str:
+        """As a result names it: relative to its dataset."""
+        path = Path(image)
+        inner = path.relative_to(self.images) if path.is_relative_to(self.images) else Path(path.name)
+        return self.prefix + inner.as_posix()
+
+
+def _parts(task: Task) -> list[_DatasetPart]:
+    from brim.segmentation.images.reading import find_images
+
+    several = len(task.inputs.datasets) > 1
+    parts = []
+    for id, path in zip(task.spec.dataset_ids, task.inputs.datasets, strict=True):
+        images, out = image_folders(path)[0], task.out / id if several else task.out
+        parts.append(_DatasetPart(f"{id}/" if several else "", images, out, len(find_images([images]))))
+    return parts
+
+
+def _teller(task: Task, before: int, total: int) -> "Callable[[PredictProgress], None]":
+    def tell(progress: "PredictProgress") -> None:
+        failed = f", {progress.failed} failed" if progress.failed else ""
+        task.report(counted(before + progress.done, total, f"predicting{failed}", progress.rate))
+
+    return tell
+
+
+def _together(reports: list[dict[str, Any]]) -> dict[str, Any]:
+    """One report of several datasets, without what only makes sense for each of them."""
+    if len(reports) == 1:
+        return reports[0]
+    sums = {name: sum(report[name] for report in reports) for name in ("images", "failed", "seconds")}
+    counts = [report["polygons"] for report in reports]
+    return {
+        **sums,
+        "polygons": None if None in counts else sum(counts),
+        "images_per_s": sums["images"] / sums["seconds"] if sums["seconds"] > 0 else 0.0,
+        "batch_size": min(report["batch_size"] for report in reports),
+    }
+
+
+def files_in(out: Path) -> list[str]:
+    """Names of the files of a result relative to its folder, sorted, without those being written."""
+    files = (file.relative_to(out) for file in out.rglob("*") if file.is_file())
+    return sorted(file.as_posix() for file in files if not any(name.startswith(".") for name in file.parts))
 
 
 # segment.train
 
 
-def train_model() -> type[Fields]:
-    """SegmentTrainConfig and what to train on."""
-    from brim.segmentation.config import SegmentTrainConfig
-    from brim.segmentation.config import network_names as model_names
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SegmentTrainJob(SegmentTrainConfig, JobConfig):
+    """The config of segment.train."""
 
-    return model_of(
-        SegmentTrainConfig,
-        others=({"model": model_names()[0]},),
-        hints={"model": {"enum": list(model_names())}},
-        dataset_ids=(OneDatasetId, ...),
-        run_id=(Text | None, None),
-        preload_to_gpu=(bool | None, None),
-        num_workers=(Annotated[Count, Field(ge=0)], 0),
-        accelerator=(Accelerator, "auto"),
-        devices=(Devices, 1),
-        checkpoint_every_s=(float, CHECKPOINT_S),
-    )
+    dataset_ids: Annotated[tuple[Id, ...], Length(1, 1), Doc("Id of the dataset of images with masks to train on.")]
+    run_id: Annotated[Id | None, Doc("Id of a run whose weights training starts from; null: new weights.")] = None
+    preload_to_gpu: PreloadChoice = None
+    num_workers: Annotated[
+        int, Range(0), Doc("Accepted for compatibility with data loaders; no worker processes are needed.")
+    ] = 0
+    accelerator: Accelerator = "auto"
+    devices: Devices = 1
+    checkpoint_every_s: Annotated[float, Range(above=0), Doc("Seconds between checkpoints.")] = CHECKPOINT_S
 
-
-def resolve_train(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The recipe."""
-    from brim.segmentation.config import SegmentTrainConfig
-
-    usual = {"checkpoint_every_s": CHECKPOINT_S, **tier_of(values)}
-    recipe = build(SegmentTrainConfig, usual | own(SegmentTrainConfig, values))
-    beside = {"run_id": None, "preload_to_gpu": None, "num_workers": 0, "accelerator": "auto", "devices": 1}
-    return {**beside, **values, **asdict(recipe)}
+    def __post_init__(self) -> None:
+        SegmentTrainConfig.__post_init__(self)
+        object.__setattr__(self, "tier", tier_of(self.tier, self.preload_to_gpu))
 
 
-def check_train(spec: "Spec", inputs: Inputs) -> None:
-    """Refuse images without masks, pairs that are none, and too few to hold one out."""
-    from brim.segmentation.config import SegmentTrainConfig
+def check_train(spec: Spec, inputs: Inputs) -> None:
+    """Reject images without masks, pairs that do not match, and too few to hold one out."""
     from brim.segmentation.training.crops import pair_files
     from brim.segmentation.training.run import split
 
@@ -196,26 +287,23 @@ def check_train(spec: "Spec", inputs: Inputs) -> None:
     images, masks = image_folders(dataset)
     if masks is None:
         raise Conflict(f"{field} has no masks; add a dataset with a mask for every image", field=field)
-    try:
-        pairs = pair_files(images, masks)
-    except DatasetError as failure:
-        raise refused(field, dataset, failure) from failure
-    recipe = build(SegmentTrainConfig, own(SegmentTrainConfig, spec.config))
-    settle(lambda: split(len(pairs), recipe), field, ())
+    recipe = part(SegmentTrainConfig, read(SegmentTrainJob, spec.config))
+    with checking(field, dataset):
+        split(len(pair_files(images, masks)), recipe)
     check_weights(spec, inputs)
 
 
-def train_bytes(spec: "Spec", inputs: Inputs) -> int:
+def train_bytes(spec: Spec, inputs: Inputs) -> int:
     """Of crops and checkpoints."""
     import torch
 
-    from brim.segmentation.networks.registry import create_model as create
+    from brim.segmentation.networks.registry import create_model
 
     with torch.device("meta"):
-        module = create(spec.config["model"])
+        module = create_model(spec.config["model"])
     weights = int(sum(tensor.numel() * tensor.element_size() for tensor in module.state_dict().values()))
-    checkpoints = 3 * 3 * weights + weights  # last, the next and best, each with two moments; and what is kept
-    return checkpoints + _crop_bytes(image_folders(inputs.datasets[0])[0], spec.config["size"]) + _MODEL_BYTES
+    checkpoints = 3 * 3 * weights + weights  # last, the next and best, each with two moments; and the final weights
+    return checkpoints + _crop_bytes(image_folders(inputs.datasets[0])[0], spec.config["size"]) + _LOG_BYTES
 
 
 def _crop_bytes(folder: Path, size: int) -> int:
@@ -225,33 +313,39 @@ def _crop_bytes(folder: Path, size: int) -> int:
 
     files = list(find_images([folder]))
     some = files[:: max(1, len(files) // _PROBED)]
-    known = [found for found in map(header_size, some) if found is not None]
-    crops = sum(len(windows(height, width, size)) for width, height in known) / max(1, len(known))
+    sizes = [side for side in map(header_size, some) if side is not None]
+    crops = sum(len(windows(height, width, size)) for width, height in sizes) / max(1, len(sizes))
     return int(len(files) * crops * size * size * 4)
 
 
-@attempt
-def run_train(task: Task, voice: Voice) -> dict[str, Any]:
-    """Train the network, or go on with it."""
-    if (found := by_ranks(task, voice)) is not None:
-        return found
+@with_progress
+def run_train(task: Task) -> dict[str, Any]:
+    """Train the network, or continue its training."""
+    from brim.jobs.worker.devices import by_ranks
+
+    if (result := by_ranks(task)) is not None:
+        return result
     from brim.engine.training import TrainProgress
-    from brim.segmentation.config import SegmentTrainConfig
     from brim.segmentation.training.run import train
+
+    def tell(progress: TrainProgress) -> None:
+        task.report(in_training(progress, "cutting crops"))
 
     images, masks = image_folders(task.inputs.datasets[0])
     if masks is None:
         raise DatasetError("the dataset has no masks; add one with a mask for every image")
-    recipe = build(SegmentTrainConfig, own(SegmentTrainConfig, task.spec.config))
-    voice.say("pairing images and masks")
-
-    def tell(where: TrainProgress) -> None:
-        voice(in_training(where, "cutting crops"))
-
+    task.say("pairing images and masks")
     report = train(
-        images, masks, recipe, task.out, device=device_of(task), weights=task.inputs.run, resume=True,
-        progress=tell, stop=task.stop,
-    )  # fmt: skip
+        images,
+        masks,
+        part(SegmentTrainConfig, read(SegmentTrainJob, task.spec.config)),
+        task.out,
+        device=task.torch_device,
+        weights=task.inputs.run,
+        resume=True,
+        progress=tell,
+        stop=task.stop,
+    )
     if report.stopped:
         raise Stopped
     kept = {name: value for name, value in report.to_json().items() if name not in ("run", "weights")}
@@ -261,27 +355,69 @@ def run_train(task: Task, voice: Voice) -> dict[str, Any]:
 # Weights
 
 
-def check_weights(spec: "Spec", inputs: Inputs) -> None:
-    """Refuse a run of another network than the one named."""
+def check_weights(spec: Spec, inputs: Inputs) -> None:
+    """Reject a run of another network than the one named."""
     if inputs.run is None:
         return
     named = spec.config.get("model") or (spec.config.get("models") or [None])[0]
     try:
         trained = trained_model(inputs.run)
     except BrimError as failure:
-        raise Conflict("config.run_id has no weights yet; let its job go on first", field="config.run_id") from failure
+        raise Conflict(
+            "config.run_id has no weights yet; let its job continue first", field="config.run_id"
+        ) from failure
     if named is not None and trained is not None and named != trained:
-        raise Conflict(f"config.model={named!r} but the run of config.run_id is of {trained!r}", field="config.model")
+        raise Conflict(f'config.model="{named}" but the run of config.run_id is of "{trained}"', field="config.model")
 
 
 def trained_model(run: Path) -> str | None:
-    """The network that a run's weights are of, where anything says so: those of a run cut short do not."""
+    """The network that a run's weights are of, if anything says so: those of a run cut short do not."""
     from brim.segmentation.networks.weights import read_metadata
     from brim.segmentation.training.about import CONFIG
 
-    if "model" in (said := read_metadata(run)):
-        return said["model"]
+    if "model" in (metadata := read_metadata(run)):
+        return metadata["model"]
     try:
         return str(json.loads((run / CONFIG).read_text(encoding="utf-8"))["training"]["model"])
     except (OSError, ValueError, KeyError, TypeError):
         return None
+
+
+KINDS = (
+    Kind(
+        name="segment.tune",
+        title="Tune batch sizes",
+        description="Find the fastest batch size of segmentation networks that is safe on this device.",
+        makes="result",
+        reads=None,
+        reads_run="segment.train",
+        config=TuneJob,
+        run=run_tune,
+        estimate_bytes=tune_bytes,
+        check=check_weights,
+    ),
+    Kind(
+        name="segment.predict",
+        title="Segment images",
+        description="Find the objects in every image of a dataset with trained weights, as polygons or masks.",
+        makes="result",
+        reads="images",
+        reads_run="segment.train",
+        config=PredictJob,
+        run=run_predict,
+        estimate_bytes=predict_bytes,
+        check=check_weights,
+    ),
+    Kind(
+        name="segment.train",
+        title="Train segmentation",
+        description="Train a network on images and their masks to find objects.",
+        makes="run",
+        reads="images",
+        reads_run="segment.train",
+        config=SegmentTrainJob,
+        run=run_train,
+        estimate_bytes=train_bytes,
+        check=check_train,
+    ),
+)

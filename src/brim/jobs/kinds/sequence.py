@@ -4,113 +4,85 @@ A dataset of sequences is a packed corpus.
 """
 
 from collections.abc import Mapping
-from dataclasses import asdict, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Annotated, Any
 
-from pydantic import Field
-
-from brim.errors import BrimError, Conflict, DatasetError
-from brim.jobs.kinds.fields import (
+from brim.config import Doc, Length, Range, part, read
+from brim.errors import Conflict, DatasetError
+from brim.jobs.kinds.kind import (
     CHECKPOINT_S,
+    MAX_COUNT,
     Accelerator,
-    Count,
     Devices,
-    Fields,
-    OneDatasetId,
-    build,
-    model_of,
-    own,
-    settle,
+    Id,
+    JobConfig,
+    Kind,
+    PreloadChoice,
+    RunOnDataset,
     tier_of,
 )
-from brim.jobs.kinds.status import Progress
-from brim.jobs.kinds.task import Inputs, Stopped, Task, Voice, attempt, device_of, in_training, refused
-from brim.jobs.registry.result_files import EMBEDDING, write_json
-from brim.jobs.worker.group import by_ranks
+from brim.jobs.kinds.task import Inputs, Spec, Stopped, Task, checking, in_training, with_progress
+from brim.jobs.registry.outputs import EMBEDDING, write_json
+from brim.jobs.status import JobProgress
+from brim.sequences.config import SequenceTraining
 
 if TYPE_CHECKING:
     from brim.engine.training import TrainProgress
-    from brim.jobs.kinds.specs import Spec
-    from brim.sequences.config import SequenceTraining
 
 _LOG_BYTES = 32 * 2**20
-# What nobody wants and would take the service's memory before the job has even begun.
-_MOST = {"iterations": 1000, "restarts": 10_000, "variants": 1000}
-_MOST_SHAPE = dict.fromkeys(("convolutions", "layers"), 64) | dict.fromkeys(
-    ("channels", "kernel", "hidden", "attention", "embedding"), 16_384
-)
-
-_PATHS = ("encoder",)  # of the recipe, which no request may give
 
 # sequence.train
 
 
-def train_model() -> type[Fields]:
-    """SequenceTraining and what to train on; epochs are those of every phase."""
-    from brim.sequences.config import SequenceConfig, SequenceTraining
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SequenceTrainJob(SequenceTraining, JobConfig):
+    """The config of sequence.train."""
 
-    shape = model_of(
-        SequenceConfig, leave=("dim",), most=_MOST_SHAPE, name="EncoderShape", others=({"dim": 1},),
-        hints={"kernel": {"not": {"multipleOf": 2}}},
-    )  # fmt: skip
-    return model_of(
-        SequenceTraining,
-        leave=_PATHS,
-        others=({}, {"mode": "supervised"}),
-        most=_MOST,
-        dataset_ids=(OneDatasetId, ...),
-        epochs=(Annotated[Count, Field(ge=1)] | None, None),
-        preload_to_gpu=(bool | None, None),
-        accelerator=(Accelerator, "auto"),
-        devices=(Devices, 1),
-        checkpoint_every_s=(float, CHECKPOINT_S),
-        model=(shape, {}),
-    )
+    encoder: None = field(init=False, default=None)  # a path, which no request may give
+    dataset_ids: Annotated[tuple[Id, ...], Length(1, 1), Doc("Id of the packed corpus to train on.")]
+    epochs: Annotated[
+        int | None,
+        Range(1, MAX_COUNT),
+        Doc("Epochs of every phase that has none of its own; null: the phases' defaults."),
+    ] = None
+    preload_to_gpu: PreloadChoice = None
+    accelerator: Accelerator = "auto"
+    devices: Devices = 1
+    checkpoint_every_s: Annotated[float, Range(above=0), Doc("Seconds between checkpoints.")] = CHECKPOINT_S
 
+    @classmethod
+    def completed(cls, values: Mapping[str, Any]) -> Mapping[str, Any]:
+        if values.get("epochs") is None:
+            return values
+        phases = ("encoder_epochs", "classifier_epochs")
+        return {**values, **{name: values["epochs"] for name in phases if name not in values}}
 
-def resolve_train(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The recipe; epochs stand in for those of the phases that are not named."""
-    from brim.sequences.config import SequenceConfig, SequenceTraining
-
-    usual: dict[str, Any] = {"checkpoint_every_s": CHECKPOINT_S, **tier_of(values)}
-    if values.get("epochs") is not None:
-        usual |= dict.fromkeys(("encoder_epochs", "classifier_epochs"), values["epochs"])
-    build(SequenceConfig, {"dim": 1, **values.get("model", {})}, "config.model")
-    recipe = build(SequenceTraining, usual | own(SequenceTraining, values))
-    beside = {"epochs": None, "preload_to_gpu": None, "accelerator": "auto", "devices": 1}
-    found = {**beside, **values, **asdict(recipe)}
-    return {name: value for name, value in found.items() if name not in _PATHS}
+    def __post_init__(self) -> None:
+        SequenceTraining.__post_init__(self)
+        object.__setattr__(self, "tier", tier_of(self.tier, self.preload_to_gpu))
 
 
-def check_train(spec: "Spec", inputs: Inputs) -> None:
-    """Refuse a corpus that the recipe does not fit: no labels, too few sequences, batches too small."""
+def _recipe(spec: Spec) -> SequenceTraining:
+    return part(SequenceTraining, read(SequenceTrainJob, spec.config))
+
+
+def check_train(spec: Spec, inputs: Inputs) -> None:
+    """Reject a corpus that the settings do not fit: no labels, too few sequences, batches too small."""
     from brim.engine.rows import Buckets
     from brim.sequences.training.data import open_data
     from brim.sequences.training.splits import check_labels, split
 
     field, recipe = "config.dataset_ids[0]", _recipe(spec)
-
-    def check() -> None:
+    with checking(field, inputs.datasets[0], spec.config):
         data = open_data(inputs.datasets[0])
         if data.corpus is None:
             raise DatasetError("it is not packed")
-        found = split(data.labels, data.split, recipe, name=field)
-        check_labels(data.labels, data.classes, found, recipe, field)
+        parts = split(data.labels, data.split, recipe, name=field)
+        check_labels(data.labels, data.classes, parts, recipe, field)
         Buckets(data.lengths, recipe.buckets())
 
-    try:
-        settle(check, "config", tuple(spec.config), other=field)
-    except DatasetError as failure:
-        raise refused(field, inputs.datasets[0], failure) from failure
 
-
-def _recipe(spec: "Spec") -> "SequenceTraining":
-    from brim.sequences.config import SequenceTraining
-
-    return build(SequenceTraining, own(SequenceTraining, spec.config))
-
-
-def train_bytes(spec: "Spec", inputs: Inputs) -> int:
+def train_bytes(spec: Spec, inputs: Inputs) -> int:
     """Of the checkpoints of every phase."""
     import torch
 
@@ -124,52 +96,59 @@ def train_bytes(spec: "Spec", inputs: Inputs) -> int:
     return len(_phases(recipe)) * 3 * 3 * weights + weights + _LOG_BYTES  # last, the next and best, with two moments
 
 
-@attempt
-def run_train(task: Task, voice: Voice) -> dict[str, Any]:
-    """Train the network, or go on with it."""
-    if (found := by_ranks(task, voice)) is not None:
-        return found
+@with_progress
+def run_train(task: Task) -> dict[str, Any]:
+    """Train the network, or continue its training."""
+    from brim.jobs.worker.devices import by_ranks
+
+    if (result := by_ranks(task)) is not None:
+        return result
     from brim.sequences.training.run import train
 
+    task.say("reading the corpus")
     recipe = _recipe(task.spec)
-    voice.say("reading the corpus")
-    journey = _Journey(recipe)
+    phases = _PhaseProgress(recipe)
 
-    def tell(where: "TrainProgress") -> None:
-        voice(journey.at(where))
+    def tell(progress: "TrainProgress") -> None:
+        task.report(phases.overall(progress))
 
     report = train(
-        task.inputs.datasets[0], task.out, recipe, device=device_of(task), resume=True, progress=tell,
+        task.inputs.datasets[0],
+        task.out,
+        recipe,
+        device=task.torch_device,
+        resume=True,
+        progress=tell,
         stop=task.stop,
-    )  # fmt: skip
+    )
     if report.stopped:
         raise Stopped
     return {name: value for name, value in report.as_dict().items() if name != "run"} | {"run_id": task.out.name}
 
 
-class _Journey:
-    """Where a run of several phases is, in steps of all of them; the phases to come are as long as the one now."""
+class _PhaseProgress:
+    """Progress of a run of several phases, in steps of all of them; later phases count as long as the current one."""
 
-    def __init__(self, recipe: "SequenceTraining") -> None:
+    def __init__(self, recipe: SequenceTraining) -> None:
         self._phases, self._furthest = _phases(recipe), 0
 
-    def at(self, where: "TrainProgress") -> Progress:
-        """As a whole."""
-        told = in_training(where, "checking")
-        if where.phase not in self._phases:
-            return replace(told, current=self._furthest)
-        per_epoch = where.steps / max(1, where.epochs)
+    def overall(self, progress: "TrainProgress") -> JobProgress:
+        """Progress of the whole run."""
+        phase = in_training(progress, "checking")
+        if progress.phase not in self._phases:
+            return replace(phase, current=self._furthest)
+        per_epoch = progress.steps / max(1, progress.epochs)
         names = list(self._phases)
-        before = sum(self._phases[name] for name in names[: names.index(where.phase)])
-        self._furthest = max(self._furthest, round(before * per_epoch) + where.step)
+        before = sum(self._phases[name] for name in names[: names.index(progress.phase)])
+        self._furthest = max(self._furthest, round(before * per_epoch) + progress.step)
         total = max(self._furthest, round(sum(self._phases.values()) * per_epoch))
-        left = (total - self._furthest) / max(1, where.steps - where.step)
-        eta_s = None if told.eta_s is None or where.step >= where.steps else told.eta_s * left
-        message = f"{where.phase}, {told.message}"
-        return replace(told, current=self._furthest, total=total, eta_s=eta_s, message=message)
+        left = (total - self._furthest) / max(1, progress.steps - progress.step)
+        eta_s = None if phase.eta_s is None or progress.step >= progress.steps else phase.eta_s * left
+        message = f"{progress.phase}, {phase.message}"
+        return replace(phase, current=self._furthest, total=total, eta_s=eta_s, message=message)
 
 
-def _phases(recipe: "SequenceTraining") -> dict[str, int]:
+def _phases(recipe: SequenceTraining) -> dict[str, int]:
     """Epochs of every phase, in order."""
     if recipe.mode == "supervised":
         return {"supervised": recipe.classifier_epochs}
@@ -181,54 +160,76 @@ def _phases(recipe: "SequenceTraining") -> dict[str, int]:
 # sequence.evaluate
 
 
-def check_evaluate(spec: "Spec", inputs: Inputs) -> None:
-    """Refuse a run that is not trained to its end, and a corpus without labels or of other features."""
+def check_evaluate(spec: Spec, inputs: Inputs) -> None:
+    """Reject a run whose training is not complete, and a corpus without labels or with other features."""
     from brim.sequences.evaluation.load import load_run
     from brim.sequences.training.data import open_data
 
     field, (path,) = "config.dataset_ids[0]", inputs.datasets
     assert inputs.run is not None
-    try:
+    with checking("config.run_id", inputs.run):
         dim = load_run(inputs.run).module.encoder.config.dim
-    except BrimError as failure:
-        raise refused("config.run_id", inputs.run, failure) from failure
-    try:
+    with checking(field, path):
         data = open_data(path)
-    except BrimError as failure:
-        raise refused(field, path, failure) from failure
     if data.dim != dim:
         raise Conflict(f"{field} has {data.dim} features, the run of config.run_id was trained on {dim}", field=field)
     if not bool((data.labels >= 0).any()):
-        raise Conflict(f"{field} has no labels to score against; give a corpus with some", field=field)
+        raise Conflict(f"{field} has no labels to score against; give a corpus with labels", field=field)
 
 
-def evaluate_bytes(spec: "Spec", inputs: Inputs) -> int:
+def evaluate_bytes(spec: Spec, inputs: Inputs) -> int:
     """Of the points, from above."""
     return 2**20
 
 
-@attempt
-def run_evaluate(task: Task, voice: Voice) -> dict[str, Any]:
-    """Score the run, and lay its embeddings out in the plane."""
+@with_progress
+def run_evaluate(task: Task) -> dict[str, Any]:
+    """Score the run, and project its embeddings to the plane."""
     from brim.sequences.evaluation.projection import project
     from brim.sequences.evaluation.run import evaluate
 
-    assert task.inputs.run is not None
-    voice.say("reading the corpus")
-
     def tell(done: int, total: int) -> None:
-        voice.or_stop(Progress(current=done, total=total, message="evaluating"))
+        task.report_or_stop(JobProgress(current=done, total=total, message="evaluating"))
 
     def tell_drawing(done: int, total: int) -> None:
-        voice.or_stop(replace(voice.last, message="drawing the embeddings"))
+        task.report_or_stop(replace(task.last, message="drawing the embeddings"))
 
-    asked = (task.inputs.run, task.inputs.datasets[0])
-    found = evaluate(*asked, device=device_of(task), progress=tell)
-    drawn = project(*asked, device=device_of(task), progress=tell_drawing)
-    places = ([round(value, 6) for value in point] for point in drawn.points.tolist())
+    run, (corpus,) = task.inputs.run, task.inputs.datasets
+    assert run is not None
+    task.say("reading the corpus")
+    evaluation = evaluate(run, corpus, device=task.torch_device, progress=tell)
+    projection = project(run, corpus, device=task.torch_device, progress=tell_drawing)
+    places = ([round(value, 6) for value in point] for point in projection.points.tolist())
     points = [
         {"x": x, "y": y, "label": label, "predicted": predicted}
-        for (x, y), label, predicted in zip(places, drawn.labels, drawn.predicted, strict=True)
+        for (x, y), label, predicted in zip(places, projection.labels, projection.predicted, strict=True)
     ]
-    write_json(task.out / EMBEDDING, {"explained": list(drawn.explained), "points": points})
-    return {"metrics": found.as_dict(), "files": [EMBEDDING]}
+    write_json(task.out / EMBEDDING, {"explained": list(projection.explained), "points": points})
+    return {"metrics": evaluation.as_dict(), "files": [EMBEDDING]}
+
+
+KINDS = (
+    Kind(
+        name="sequence.train",
+        title="Train on sequences",
+        description="Train a network on sequences of any length, on their labels or without any.",
+        makes="run",
+        reads="sequences",
+        config=SequenceTrainJob,
+        run=run_train,
+        estimate_bytes=train_bytes,
+        check=check_train,
+    ),
+    Kind(
+        name="sequence.evaluate",
+        title="Evaluate on sequences",
+        description="Score a trained network on a labelled corpus of sequences.",
+        makes="result",
+        reads="sequences",
+        reads_run="sequence.train",
+        config=RunOnDataset,
+        run=run_evaluate,
+        estimate_bytes=evaluate_bytes,
+        check=check_evaluate,
+    ),
+)

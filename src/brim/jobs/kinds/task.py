@@ -1,240 +1,244 @@
-"""One attempt at a job: what a kind is given to work with, and how it tells where it is.
+"""A job as its kind sees it: what to do, where to read and write, and how to report progress.
 
 A kind's run(task) calls the same function as the command line, in the thread it is called in. It returns the job's
-result, raises Stopped when it ended before that because stop() said so, and raises a BrimError when it cannot go on.
+result, raises Stopped if it ended early because stop() said so, and raises a BrimError if it cannot continue.
 """
 
 import functools
 import math
-import re
 import threading
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, Protocol, Self
+from typing import TYPE_CHECKING, Any, Protocol
 
-from brim.errors import BrimError, CheckpointError, Conflict, DatasetError
-from brim.jobs.kinds.status import Flow, Progress
+from brim.errors import BrimError, CheckpointError, ConfigError, Conflict, DatasetError
+from brim.jobs.status import KIND_NAMES, Flow, JobProgress
 
 if TYPE_CHECKING:
     from brim.engine.training import TrainProgress
-    from brim.jobs.kinds.specs import Spec
 
-QUIET_S = 0.4  # without a word from the library, after which its last one is repeated
-PATIENCE_S = 15.0  # for which the process that wrote before may take to end
-SILENCE_S = 60.0  # for which it is repeated: a job that says nothing for longer may hang, and must look like it
+QUIET_S = 0.4  # without a report of the workload, after which its last one is repeated
+SILENCE_S = 60.0  # for which it is repeated: a job that reports nothing for longer may hang, and must look like it
+PATIENCE_S = 15.0  # to wait until the process that wrote the output before has ended
 
 
 class Stopped(BaseException):
-    """Ends a job that was asked to stop; not an Exception: no library function may take it for a failure of its own."""
+    """Ends a job that was asked to stop; not an Exception, so that no workload takes it for a failure of its own."""
+
+
+@dataclass(frozen=True, slots=True)
+class Spec:
+    """What a job is to do; config is complete and JSON-able."""
+
+    kind: str
+    name: str
+    config: dict[str, Any]
+
+    @property
+    def dataset_ids(self) -> tuple[str, ...]:
+        """Datasets it reads."""
+        return tuple(self.config.get("dataset_ids", ()))
+
+    @property
+    def run_id(self) -> str | None:
+        """The run it reads."""
+        id = self.config.get("run_id")
+        return None if id is None else str(id)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Inputs:
-    """What a job reads, as the catalogue knows it: never a path of a request."""
+    """Paths of what a job reads, from the catalogue: never from a request."""
 
     datasets: tuple[Path, ...] = ()  # in the order of dataset_ids
     run: Path | None = None  # of run_id
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True, eq=False)
 class Task:
     """One attempt at a job."""
 
-    spec: "Spec"
+    spec: Spec
     inputs: Inputs
-    out: Path  # datasets/ID, runs/ID or results/JOB: the same at every attempt, so that each goes on where it was
+    out: Path  # datasets/ID, runs/ID or results/JOB: the same at every attempt, so that each continues the last
     device: str  # the worker's own: "cpu" or "cuda"
     batch_sizes: Path  # the file of tuned batch sizes
-    tell: Callable[[Progress], None]  # may be called from a thread of the task's own; must not raise
+    tell: Callable[[JobProgress], None]  # may be called from a thread of the task; must not raise
     stop: Callable[[], bool]
-    gpus: tuple[str, ...] = ()  # that the job has, as CUDA names them; none on a CPU
+    gpus: tuple[str, ...] = ()  # that the job holds, as CUDA names them; none on a CPU
     cluster: str | None = None  # address of the service's
-    is_member: bool = False  # whether this process is one of several of the attempt: see crew
-
-
-class Timed(Protocol):
-    """What progress of the library says of its time."""
-
-    @property
-    def seconds(self) -> float:
-        """Of its work so far."""
+    is_member: bool = False  # whether this process is one of several of the attempt
+    last: JobProgress = field(default_factory=lambda: JobProgress(message="starting"))
+    _told_s: float = 0.0
+    _heard_s: float = 0.0
+    _lock: threading.Lock = field(default_factory=threading.Lock)
 
     @property
-    def waiting(self) -> Mapping[str, float] | None:
-        """Of these lost, by cause."""
+    def torch_device(self) -> str:
+        """The device that the config's accelerator means on this worker."""
+        wanted = self.spec.config.get("accelerator", "auto")
+        return {"auto": self.device, "cpu": "cpu"}.get(wanted, "cuda")
 
-
-class Voice:
-    """Tells where a task is, at least once a second: where the library is silent, its last word and for how long.
-
-    Inside a with block.
-    """
-
-    def __init__(self, task: Task, message: str = "starting") -> None:
-        """Store."""
-        self._task, self._last = task, Progress(message=message)
-        self._told_s = self._heard_s = time.monotonic()
-        self._lock, self._done = threading.Lock(), threading.Event()
-        self._thread = threading.Thread(target=self._repeat, name="voice", daemon=True)
-
-    def __enter__(self) -> Self:
-        """Say the first word and begin to listen for silence."""
-        self(self._last)
-        self._thread.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, failure: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """Fall silent."""
-        self._done.set()
-        self._thread.join()
-
-    def __call__(self, progress: Progress) -> None:
-        """Tell what the library said."""
+    def report(self, progress: JobProgress) -> None:
         with self._lock:
-            self._last, self._heard_s = progress, time.monotonic()
-            self._tell(progress)
-
-    @property
-    def last(self) -> Progress:
-        """What was told last."""
-        return self._last
+            self.last, self._heard_s = progress, time.monotonic()
+            self._send(progress)
 
     def say(self, message: str) -> None:
-        """Tell a new message at the same place."""
-        self(replace(self._last, message=message))
+        """Report a new message at the same position."""
+        self.report(replace(self.last, message=message))
 
-    def or_stop(self, progress: Progress) -> None:
-        """Tell, then leave by Stopped if that was asked for: where the library has no other way to be stopped."""
-        self(progress)
-        if self._task.stop():
+    def report_or_stop(self, progress: JobProgress) -> None:
+        """Report, then raise Stopped if asked to stop: for workloads that have no other way to be stopped."""
+        self.report(progress)
+        if self.stop():
             raise Stopped
 
-    def _tell(self, progress: Progress) -> None:
-        self._told_s = time.monotonic()
-        self._task.tell(progress)
+    @contextmanager
+    def repeating(self) -> Iterator[None]:
+        """Report at least once a second: while the workload is silent, its last report and for how long."""
+        self.report(self.last)
+        done = threading.Event()
+        thread = threading.Thread(target=self._repeat, args=[done], name="progress", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            done.set()
+            thread.join()
 
-    def _repeat(self) -> None:
-        while not self._done.wait(QUIET_S / 4):
+    def _repeat(self, done: threading.Event) -> None:
+        while not done.wait(QUIET_S / 4):
             with self._lock:
                 now_s = time.monotonic()
                 silent_s = now_s - self._heard_s
                 if now_s - self._told_s >= QUIET_S and silent_s < SILENCE_S:
-                    self._tell(replace(self._last, message=f"{self._last.message}, for {silent_s:.0f} s"))
+                    self._send(replace(self.last, message=f"{self.last.message}, for {silent_s:.0f} s"))
+
+    def _send(self, progress: JobProgress) -> None:
+        self._told_s = time.monotonic()
+        self.tell(progress)
 
 
-# What all kinds share
+Run = Callable[[Task], dict[str, Any]]
 
 
-def attempt(run: Callable[[Task, Voice], dict[str, Any]]) -> Callable[[Task], dict[str, Any]]:
-    """A kind's run with a voice, whose errors speak of jobs, not of options."""
+def with_progress(run: Run) -> Run:
+    """A kind's run that reports every second, waits for a previous writer to end, and returns plain JSON values."""
 
     @functools.wraps(run)
-    def attempted(task: Task) -> dict[str, Any]:
-        try:
-            with Voice(task) as voice:
-                return dict(_plain(_patiently(run, task, voice)))
-        except BrimError as failure:
-            if failure.field is not None:
-                raise
-            raise _reworded(failure) from failure
+    def reporting(task: Task) -> dict[str, Any]:
+        with task.repeating():
+            return dict(_finite(_when_free(run, task)))
 
-    return attempted
+    return reporting
 
 
-def _patiently(run: Callable[[Task, Voice], dict[str, Any]], task: Task, voice: Voice) -> dict[str, Any]:
-    """What run returns, once whoever still writes the output has ended: a worker that was killed a moment ago."""
+def _when_free(run: Run, task: Task) -> dict[str, Any]:
+    """Run once the output is free: a worker that was killed a moment ago may still be writing it."""
     until_s = time.monotonic() + PATIENCE_S
     while True:
         try:
-            return run(task, voice)
+            return run(task)
         except (DatasetError, CheckpointError) as failure:
-            if _TAKEN not in str(failure) or time.monotonic() > until_s:
+            if failure.code != "in_use" or time.monotonic() > until_s:
                 raise
-        voice.say("waiting for the process before")
+        task.say("waiting for the previous process to end")
         if task.stop():
             raise Stopped
         time.sleep(0.5)
 
 
-def device_of(task: Task) -> str:
-    """The device that the config's accelerator means on this worker."""
-    wanted = task.spec.config.get("accelerator", "auto")
-    return {"auto": task.device, "cpu": "cpu"}.get(wanted, "cuda")
+# Progress of the workloads
 
 
-def counted(done: int, total: int, message: str, rate: float = 0.0, flow: Flow | None = None) -> Progress:
+class Timed(Protocol):
+    """Progress that says where its time went."""
+
+    @property
+    def seconds(self) -> float: ...
+
+    @property
+    def waiting(self) -> Mapping[str, float] | None: ...
+
+
+def counted(done: int, total: int, message: str, rate: float = 0.0, flow: Flow | None = None) -> JobProgress:
     """Progress of things that are counted."""
     eta_s = (total - done) / rate if rate > 0 else None
-    return Progress(current=done, total=total, rate=rate, eta_s=eta_s, message=message, flow=flow)
+    return JobProgress(current=done, total=total, rate=rate, eta_s=eta_s, message=message, flow=flow)
 
 
-def flow_of(where: Timed) -> Flow | None:
-    """Where the time went, as the library's progress has it."""
-    return None if where.waiting is None else Flow(seconds=where.seconds, waiting=where.waiting)
+def flow_of(progress: Timed) -> Flow | None:
+    """Where the time went, from the workload's own progress."""
+    return None if progress.waiting is None else Flow(seconds=progress.seconds, waiting=progress.waiting)
 
 
-def in_training(where: "TrainProgress", preparing: str) -> Progress:
-    """Progress of training, in steps; before its first step only the message changes, so that nothing runs backwards.
+def in_training(progress: "TrainProgress", preparing: str) -> JobProgress:
+    """Progress of training, in steps; before the first step only the message changes, so that nothing runs backwards.
 
-    preparing  what the library does before, such as "solving"
+    preparing  what the workload does before, such as "solving"
     """
-    if where.phase == "prepare":
-        share = f" {where.step} of {where.steps}" if where.steps else ""
-        return Progress(message=f"{preparing}{share}")
-    loss = "" if where.loss is None else f", loss {where.loss:.4g}"
-    message = f"epoch {min(where.epoch + 1, where.epochs)}/{where.epochs}{loss}"
-    eta_s = where.eta_s if math.isfinite(where.eta_s) else None
-    return Progress(
-        current=where.step,
-        total=where.steps,
-        rate=where.samples_per_s,
-        eta_s=eta_s,
-        message=message,
-        flow=flow_of(where),
+    if progress.phase == "prepare":
+        share = f" {progress.step} of {progress.steps}" if progress.steps else ""
+        return JobProgress(message=f"{preparing}{share}")
+    loss = "" if progress.loss is None else f", loss {progress.loss:.4g}"
+    return JobProgress(
+        current=progress.step,
+        total=progress.steps,
+        rate=progress.samples_per_s,
+        eta_s=progress.eta_s if math.isfinite(progress.eta_s) else None,
+        message=f"epoch {min(progress.epoch + 1, progress.epochs)}/{progress.epochs}{loss}",
+        flow=flow_of(progress),
     )
 
 
-_TAKEN = "is being written by another process"
-_WORDS = (  # the command line's next step → a job's; the first that fit, in this order
-    (r"add --resume to continue it or choose another --out", "resume its job, or submit another"),
-    (r"(?:make room|free space|free some space)[^;]* or choose another --out", "free some space, then resume the job"),
-    (r"choose another --out(?: FILE\.json)?", "submit another job"),
-    (r"in another --out", "by another job"),
-    (r"or another --out", "or submit another job"),
-    (r'"brim (\w+) (\w+)[^"]*"', r"a job of kind \1.\2"),
-    (r"brim (\w+) (\w+)", r"\1.\2"),
-    (r"--([a-z][a-z-]*)", r"\1"),
-)
+# Errors
 
 
-def in_words(text: str) -> str:
-    """A message of the library as a service says it: its next step is a job, not an option."""
-    for pattern, words in _WORDS:
-        text = re.sub(pattern, words, text)
-    return text
+def job_phrase(failure: BrimError, config: Collection[str] = ()) -> tuple[str, dict[str, Any]]:
+    """An error as jobs say it, and its field, code and hint: settings are those of the config, commands are jobs."""
+
+    def name(word: str) -> str:
+        if word in config:
+            return f"config.{word}"
+        if " " in word:
+            kind = word.replace(" ", ".", 1)
+            return f"a job of kind {kind}" if kind in KIND_NAMES else f'"{word}"'
+        return {"resume": "a resume of the job", "out": "job"}.get(word, word)
+
+    hint, place = failure.phrase_hint(name), failure.field
+    return failure.phrase(name), {"field": None if place is None else name(place), "code": failure.code, "hint": hint}
 
 
-def refused(field: str, path: Path, failure: BrimError) -> Conflict:
-    """An input that cannot be used, in the library's words but without its path."""
-    text = in_words(str(failure)).replace(f"{path}/", "").replace(str(path), "it")
-    return Conflict(f"{field} cannot be used: {text}", field=field)
+@contextmanager
+def checking(field: str, path: Path, config: Collection[str] = ()) -> Iterator[None]:
+    """An input that cannot be used becomes a Conflict on its field, or on the setting at fault; no path is named."""
+    try:
+        yield
+    except Conflict:
+        raise
+    except BrimError as failure:
+        text, data = job_phrase(failure, config)
+        text = text.replace(f"{path}/", "").replace(str(path), "it")
+        if isinstance(failure, ConfigError) and failure.field in config:
+            raise Conflict(text, field=data["field"]) from failure
+        raise Conflict(f"{field} cannot be used: {text}", field=field, code=_code(failure)) from failure
 
 
-def _reworded(failure: BrimError) -> BrimError:
-    return type(failure)(in_words(str(failure)))
+def _code(failure: BrimError) -> str | None:
+    """The error's own code where it says more than "failed"."""
+    return None if failure.code == BrimError.default_code else failure.code
 
 
-def _plain(value: Any) -> Any:
+def _finite(value: Any) -> Any:
     """As JSON and every database take it: no NaN, no infinity, no tuple, no path."""
     if isinstance(value, Mapping):
-        return {str(name): _plain(one) for name, one in value.items()}
+        return {str(name): _finite(one) for name, one in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(one) for one in value]
+        return [_finite(one) for one in value]
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     return value.name if isinstance(value, Path) else value

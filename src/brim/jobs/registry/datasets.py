@@ -18,8 +18,7 @@ from brim.jobs.worker.process import FileLock
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from brim.jobs.store import Catalogue, DatasetRow
-    from brim.jobs.store.rows import DatasetKind, DatasetState
+    from brim.jobs.store import Catalogue, DatasetKind, DatasetRow, DatasetState
     from brim.sequences.corpus.pack_report import PackProgress
 
 log = logging.getLogger("brim")
@@ -38,7 +37,7 @@ _BEGINNINGS = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Found:
+class DatasetSummary:
     """What a dataset holds."""
 
     items: int  # samples, images or sequences
@@ -76,7 +75,7 @@ def add(
         raise
 
 
-def look(path: Path, kind: "DatasetKind") -> Found:
+def look(path: Path, kind: "DatasetKind") -> DatasetSummary:
     """Check and count what a path holds; what is missing, foreign or empty is a DatasetError that says so."""
     if not path.is_dir():
         raise DatasetError(f"{path} is not a directory; give {_EXPECTED[kind]}")
@@ -91,7 +90,7 @@ def pack(
     labels: Path | None = None,
     progress: Callable[["PackProgress"], None] | None = None,
     stop: Callable[[], bool] | None = None,
-) -> Found | None:
+) -> DatasetSummary | None:
     """Pack a folder of .npy sequences to DATA/datasets/ID, whole or not at all; None where it was stopped."""
     from brim.sequences.corpus.packing import pack as pack_sequences
 
@@ -150,7 +149,7 @@ _EXPECTED: Final = {
 }
 
 
-def _look_at_rf(path: Path) -> Found:
+def _look_at_rf(path: Path) -> DatasetSummary:
     from brim.engine.storage import check_bytes
     from brim.rf.datasets.inspect import open_dataset
 
@@ -159,7 +158,7 @@ def _look_at_rf(path: Path) -> Found:
         raise DatasetError(f'{path} holds no samples yet; make some with "brim rf generate --resume"')
     for entry in found.shards:
         check_bytes(path / "shards" / entry.name, entry, checksum=False)
-    return Found(
+    return DatasetSummary(
         items=len(found),
         bytes=sum(entry.bytes for entry in found.shards),
         about={"config": found.manifest.get("config"), "shards": len(found.shards)},
@@ -167,7 +166,7 @@ def _look_at_rf(path: Path) -> Found:
     )
 
 
-def _look_at_images(path: Path) -> Found:
+def _look_at_images(path: Path) -> DatasetSummary:
     from brim.segmentation.images.reading import find_images
     from brim.segmentation.training.crops import pair_files
 
@@ -179,7 +178,9 @@ def _look_at_images(path: Path) -> Found:
         pairs = pair_files(images, masks)  # one mask for each image, or an error that names the odd one
         files += [pair.mask for pair in pairs]
     num_bytes = sum(map(_image_bytes, files))
-    return Found(items=len(files) // (1 + (masks is not None)), bytes=num_bytes, about={"masks": masks is not None})
+    return DatasetSummary(
+        items=len(files) // (1 + (masks is not None)), bytes=num_bytes, about={"masks": masks is not None}
+    )
 
 
 def _image_bytes(file: Path) -> int:
@@ -193,13 +194,13 @@ def _image_bytes(file: Path) -> int:
     return size
 
 
-def _look_at_sequences(path: Path) -> Found:
+def _look_at_sequences(path: Path) -> DatasetSummary:
     from brim.sequences.corpus.packed import Corpus
 
     corpus = Corpus.open(path)
     about = {"frames": corpus.num_frames, "features": corpus.dim, "classes": list(corpus.classes)}
     about["labelled"] = int((corpus.labels >= 0).sum())
-    return Found(items=len(corpus), bytes=sum(entry.bytes for entry in corpus.dataset.shards), about=about)
+    return DatasetSummary(items=len(corpus), bytes=sum(entry.bytes for entry in corpus.dataset.shards), about=about)
 
 
 # Helpers
@@ -224,7 +225,7 @@ def _list(
     path: str,
     *,
     owned: bool,
-    found: Found,
+    found: DatasetSummary,
     id: str | None = None,
 ) -> "DatasetRow":
     try:

@@ -1,26 +1,27 @@
-"""Models for requests: what a path holds is found out and loaded once, strictly, before its name is listed."""
+"""Models and training runs that people bring: each is loaded once, strictly, before it is listed."""
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from brim.errors import CheckpointError, ConfigError, StorageError
+from brim.jobs.kinds import KINDS
+from brim.jobs.registry.outputs import run_output
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from brim.jobs.store import Catalogue, ModelRow
-    from brim.jobs.store.rows import ModelKind
+    from brim.jobs.store import Catalogue, ModelKind, ModelRow, RunRow
 
 NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 _RUN_JSON = "run.json"  # of locators and of sequence runs; those of segmentation have a config.json
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Found:
+class ModelSummary:
     """What a path holds."""
 
     kind: "ModelKind"
@@ -61,7 +62,7 @@ def check_name(name: str) -> None:
         )
 
 
-def look(path: Path, network: str | None = None) -> Found:
+def look(path: Path, network: str | None = None) -> ModelSummary:
     """Find out what a run or a file is of, and load it; what is missing, foreign or damaged is an error that says so.
 
     network  what a file of weights is of; a run says that itself
@@ -74,7 +75,7 @@ def look(path: Path, network: str | None = None) -> Found:
     return _look_segment(path, network)
 
 
-def _look_segment(path: Path, network: str | None) -> Found:
+def _look_segment(path: Path, network: str | None) -> ModelSummary:
     from brim.jobs.kinds.segment import trained_model
     from brim.segmentation.networks.registry import create_model, model_names
     from brim.segmentation.networks.weights import find_weights, load_weights
@@ -92,24 +93,27 @@ def _look_segment(path: Path, network: str | None) -> Found:
     assert named is not None
     module = create_model(named)
     load_weights(module, path)
-    return Found(kind="segment", network=named, about=_size(module))
+    return ModelSummary(kind="segment", network=named, about=_size(module))
 
 
-def _look_locator(path: Path) -> Found:
+def _look_locator(path: Path) -> ModelSummary:
     from brim.rf.location.run import load_run
 
-    return Found(kind="locate", network="locator", about=_size(load_run(path).module))
+    return ModelSummary(kind="locate", network="locator", about=_size(load_run(path).module))
 
 
-def _look_classifier(path: Path) -> Found:
+def _look_classifier(path: Path) -> ModelSummary:
     from brim.sequences.evaluation.load import load_run
 
     run = load_run(path)
     about = {"classes": list(run.about["classes"]), "mode": run.about["mode"]}
-    return Found(kind="classify", network="cnn_lstm", about={**_size(run.module), **about})
+    return ModelSummary(kind="classify", network="cnn_lstm", about={**_size(run.module), **about})
 
 
-_OTHERS: Final[dict[str, Callable[[Path], Found]]] = {"rf-locator": _look_locator, "sequence-train": _look_classifier}
+_OTHERS: Final[dict[str, Callable[[Path], ModelSummary]]] = {
+    "rf-locator": _look_locator,
+    "sequence-train": _look_classifier,
+}
 
 
 def _size(module: "nn.Module") -> dict[str, Any]:
@@ -130,3 +134,20 @@ def _said_kind(file: Path) -> str | None:
     if kind not in _OTHERS:
         raise CheckpointError(f"{file}: kind is {str(kind)[:60]!r}, expected one of {', '.join(_OTHERS)}")
     return str(kind)
+
+
+# Training runs
+
+
+def add_run(catalogue: "Catalogue", *, name: str, path: Path, kind: str, config: Mapping[str, Any]) -> "RunRow":
+    """List the run in a directory, which stays where it is; one that is listed already is returned as it is.
+
+    kind    of the job that would have made it, such as rf.train
+    config  of that job; what is left out is its default
+    """
+    path = path.resolve()
+    output = run_output(path)
+    if not output.items:
+        raise CheckpointError(f"{path} holds no checkpoint; give the directory of a run that has been trained")
+    resolved = KINDS[kind].resolve(dict(config))
+    return catalogue.runs.add(name=name, kind=kind, path=str(path), config=resolved, summary=output.about)

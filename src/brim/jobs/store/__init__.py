@@ -1,12 +1,16 @@
 """The catalogue: what people see of jobs, datasets, runs and models. The only home of the database toolkit."""
 
 from brim.jobs.store.catalogue import Catalogue
-from brim.jobs.store.migrate import upgrade
+from brim.jobs.store.engine import to_json, upgrade
+from brim.jobs.store.jobs import EventTable
 from brim.jobs.store.rows import (
+    DatasetKind,
     DatasetRow,
+    DatasetState,
     DeviceRow,
     EventRow,
     JobRow,
+    ModelKind,
     ModelRow,
     Output,
     Page,
@@ -17,15 +21,20 @@ from brim.jobs.store.rows import (
 
 __all__ = [
     "Catalogue",
+    "DatasetKind",
     "DatasetRow",
+    "DatasetState",
     "DeviceRow",
     "EventRow",
+    "EventTable",
     "JobRow",
+    "ModelKind",
     "ModelRow",
     "Output",
     "Page",
     "RunRow",
     "is_id",
     "new_id",
+    "to_json",
     "upgrade",
 ]

@@ -1,18 +1,30 @@
-"""The catalogue as one thing: an engine and what is kept in it."""
+"""The catalogue: what people see of jobs, datasets, runs and models. Every method is one transaction."""
 
-from typing import Self
+import time
+from collections.abc import Mapping
+from typing import Any, Self
 
 import sqlalchemy as sa
 
-from brim.jobs.store.datasets import Datasets
-from brim.jobs.store.devices import Devices
-from brim.jobs.store.engine import open_engine, reading, writing
-from brim.jobs.store.events import Events
-from brim.jobs.store.jobs import Jobs
-from brim.jobs.store.models import Models
-from brim.jobs.store.outputs import insert_for
-from brim.jobs.store.runs import Runs
-from brim.jobs.store.tables import meta
+from brim.errors import Conflict, NotFound
+from brim.jobs.store.engine import clean, insert_for, open_engine, reading, writing
+from brim.jobs.store.jobs import EventTable, JobTable
+from brim.jobs.store.links import check_unread
+from brim.jobs.store.rows import (
+    DatasetKind,
+    DatasetRow,
+    DatasetState,
+    DeviceRow,
+    ModelKind,
+    ModelRow,
+    Page,
+    RunRow,
+    is_id,
+    new_id,
+    page_of,
+    row_of,
+)
+from brim.jobs.store.tables import datasets, devices, meta, models, runs
 
 
 class Catalogue:
@@ -20,12 +32,12 @@ class Catalogue:
 
     def __init__(self, engine: sa.Engine) -> None:
         self._engine = engine
-        self.jobs = Jobs(engine)
-        self.events = Events(engine)
-        self.datasets = Datasets(engine)
-        self.runs = Runs(engine)
-        self.models = Models(engine)
-        self.devices = Devices(engine)
+        self.jobs = JobTable(engine)
+        self.events = EventTable(engine)
+        self.datasets = DatasetTable(engine)
+        self.runs = RunTable(engine)
+        self.models = ModelTable(engine)
+        self.devices = DeviceTable(engine)
 
     @classmethod
     def open(cls, url: str) -> Self:
@@ -54,3 +66,192 @@ class Catalogue:
             connection.execute(insert.on_conflict_do_nothing(index_elements=["key"]))
             owner = connection.execute(sa.select(meta.c.value).where(meta.c.key == "installation")).scalar_one()
             return str(owner)
+
+
+class DatasetTable:
+    """All datasets.
+
+    Deleting takes two steps: `retire` marks a dataset that nothing uses, then its files are removed, then `forget`
+    drops the row. A process killed in between leaves a row that `retired` lists.
+    """
+
+    def __init__(self, engine: sa.Engine) -> None:
+        self._engine = engine
+
+    def add(
+        self,
+        *,
+        name: str,
+        kind: DatasetKind,
+        path: str,
+        owned: bool,
+        items: int,
+        bytes: int,
+        about: Mapping[str, Any] | None = None,
+        id: str | None = None,
+        state: DatasetState = "ready",
+    ) -> DatasetRow:
+        """List a dataset that no job made; a path that is listed already is a Conflict."""
+        values = {
+            "id": id or new_id(),
+            "name": clean(name),
+            "kind": kind,
+            "state": state,
+            "path": path,
+            "owned": owned,
+            "items": items,
+            "bytes": bytes,
+            "about": dict(about or {}),
+            "created_at": time.time(),
+        }
+        with writing(self._engine) as connection:
+            query = sa.select(datasets.c.name, datasets.c.id).where(datasets.c.path == path)
+            if known := connection.execute(query).first():
+                raise Conflict(f'it is listed already, as "{known.name}" with the id {known.id}')
+            return row_of(DatasetRow, connection.execute(sa.insert(datasets).values(values).returning(datasets)).one())
+
+    def get(self, id: str) -> DatasetRow | None:
+        """One dataset; None for an id that names none."""
+        if not is_id(id):
+            return None
+        with reading(self._engine) as connection:
+            row = connection.execute(sa.select(datasets).where(datasets.c.id == id)).one_or_none()
+            return None if row is None else row_of(DatasetRow, row)
+
+    def named(self, name: str) -> list[DatasetRow]:
+        """The datasets of that name, oldest first: names need not differ."""
+        return self._list(datasets.c.name == clean(name))
+
+    def page(self, *, kind: str | None = None, page: int = 1, per_page: int = 50) -> Page[DatasetRow]:
+        """One page of datasets, newest first; those on their way out are not listed."""
+        where = [datasets.c.state != "deleting"]
+        where += [datasets.c.kind == clean(kind)] if kind is not None else []
+        with reading(self._engine) as connection:
+            return page_of(connection, datasets, DatasetRow, where, page, per_page)
+
+    def retire(self, id: str) -> DatasetRow:
+        """Mark a dataset that nothing writes or reads as on its way out; else Conflict, or NotFound."""
+        with writing(self._engine) as connection:
+            query = sa.select(datasets).where(datasets.c.id == id).with_for_update()
+            row = connection.execute(query).one_or_none() if is_id(id) else None
+            if row is None:
+                raise NotFound('no dataset has this id; "brim datasets list" shows those there are')
+            dataset = row_of(DatasetRow, row)
+            if dataset.state == "writing":
+                raise Conflict(f'the dataset "{dataset.name}" is still being written; cancel its job first')
+            check_unread(connection, id)
+            connection.execute(sa.update(datasets).where(datasets.c.id == id).values(state="deleting"))
+            return dataset
+
+    def retired(self) -> list[DatasetRow]:
+        """Datasets whose deletion was begun and not ended."""
+        return self._list(datasets.c.state == "deleting")
+
+    def forget(self, id: str) -> bool:
+        """Drop the row of a dataset that was retired."""
+        with writing(self._engine) as connection:
+            gone = sa.delete(datasets).where(datasets.c.id == id, datasets.c.state == "deleting")
+            return connection.execute(gone).rowcount == 1
+
+    def _list(self, *where: sa.ColumnElement[bool]) -> list[DatasetRow]:
+        with reading(self._engine) as connection:
+            rows = connection.execute(sa.select(datasets).where(*where).order_by(datasets.c.number))
+            return [row_of(DatasetRow, row) for row in rows]
+
+
+class RunTable:
+    """All training runs."""
+
+    def __init__(self, engine: sa.Engine) -> None:
+        self._engine = engine
+
+    def add(self, *, name: str, kind: str, path: str, config: Mapping[str, Any], summary: Mapping[str, Any]) -> RunRow:
+        """List a finished run that no job made; a path that is listed already gives the run that is."""
+        values = {
+            "id": new_id(),
+            "name": clean(name),
+            "kind": kind,
+            "state": "ready",
+            "path": path,
+            "config": dict(config),
+            "summary": dict(summary),
+            "created_at": time.time(),
+        }
+        with writing(self._engine) as connection:
+            known = connection.execute(sa.select(runs).where(runs.c.path == path)).first()
+            row = known or connection.execute(sa.insert(runs).values(values).returning(runs)).one()
+            return row_of(RunRow, row)
+
+    def get(self, id: str) -> RunRow | None:
+        """One run; None for an id that names none."""
+        if not is_id(id):
+            return None
+        with reading(self._engine) as connection:
+            row = connection.execute(sa.select(runs).where(runs.c.id == id)).one_or_none()
+            return None if row is None else row_of(RunRow, row)
+
+    def page(self, *, kind: str | None = None, page: int = 1, per_page: int = 50) -> Page[RunRow]:
+        """One page of runs, newest first."""
+        where = [runs.c.kind == clean(kind)] if kind is not None else []
+        with reading(self._engine) as connection:
+            return page_of(connection, runs, RunRow, where, page, per_page)
+
+
+class ModelTable:
+    """All models, by name."""
+
+    def __init__(self, engine: sa.Engine) -> None:
+        self._engine = engine
+
+    def put(
+        self, *, name: str, kind: ModelKind, network: str, path: str, about: Mapping[str, Any] | None = None
+    ) -> tuple[ModelRow, bool]:
+        """List a model, and whether it took another's place; each time is a version of its own, to be loaded anew."""
+        values: dict[str, Any] = {"name": name, "kind": kind, "network": network, "path": path}
+        values |= {"about": dict(about or {}), "version": new_id()[:12], "added_at": time.time()}
+        with writing(self._engine) as connection:
+            gone = connection.execute(sa.delete(models).where(models.c.name == name)).rowcount
+            row = connection.execute(sa.insert(models).values(values).returning(models)).one()
+            return row_of(ModelRow, row), gone > 0
+
+    def get(self, name: str) -> ModelRow | None:
+        """The model of that name."""
+        with reading(self._engine) as connection:
+            row = connection.execute(sa.select(models).where(models.c.name == clean(name))).one_or_none()
+            return None if row is None else row_of(ModelRow, row)
+
+    def all(self) -> list[ModelRow]:
+        """By name."""
+        with reading(self._engine) as connection:
+            rows = connection.execute(sa.select(models).order_by(models.c.name))
+            return [row_of(ModelRow, row) for row in rows]
+
+    def remove(self, name: str) -> bool:
+        """Forget a model; whether there was one."""
+        with writing(self._engine) as connection:
+            return connection.execute(sa.delete(models).where(models.c.name == clean(name))).rowcount == 1
+
+
+class DeviceTable:
+    """The devices of all workers."""
+
+    def __init__(self, engine: sa.Engine) -> None:
+        self._engine = engine
+
+    def put(self, worker: str, info: Mapping[str, Any]) -> None:
+        """Note a worker's device in place of what it said before."""
+        values = {"info": dict(info), "at": time.time()}
+        with writing(self._engine) as connection:
+            insert = insert_for(connection)(devices).values(worker=worker, **values)
+            connection.execute(insert.on_conflict_do_update(index_elements=["worker"], set_=values))
+
+    def all(self) -> list[DeviceRow]:
+        """By the worker's name."""
+        with reading(self._engine) as connection:
+            rows = connection.execute(sa.select(devices).order_by(devices.c.worker))
+            return [row_of(DeviceRow, row) for row in rows]
+
+    def clear(self) -> None:
+        """Forget them all, before workers start: one of an earlier start may not come back."""
+        with writing(self._engine) as connection:
+            connection.execute(sa.delete(devices))

@@ -1,13 +1,18 @@
-"""Opening the catalogue's database: SQLite by default, PostgreSQL by URL; what fails to answer is `Unavailable`."""
+"""Opening, migrating and talking to the catalogue's database: SQLite by default, PostgreSQL by URL.
+
+A database that does not answer raises `Unavailable`.
+"""
 
 import json
 import math
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any, Final
 
 import sqlalchemy as sa
+from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.exc import ArgumentError, InterfaceError, NoSuchModuleError, OperationalError, ProgrammingError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 from sqlalchemy.pool import ConnectionPoolEntry
@@ -15,6 +20,9 @@ from sqlalchemy.pool import ConnectionPoolEntry
 from brim.errors import ConfigError, Unavailable
 from brim.jobs.store.tables import SCHEMA
 
+VERSION_TABLE: Final = "brim_version"
+
+_LOCK = 0x6272696D  # "brim": PostgreSQL's advisory lock, so that two starts do not migrate at once
 _BUSY_MS = 30_000  # how long a writer waits for another's transaction; ours take milliseconds
 _POOL: dict[str, Any] = {"pool_size": 5, "max_overflow": 15, "pool_timeout": 10}  # of each process; PostgreSQL has 100
 _WRITES = "brim_writes"  # execution option of a connection whose transaction will write
@@ -56,6 +64,36 @@ def writing(engine: sa.Engine) -> Iterator[sa.Connection]:
         connection.execution_options(**{_WRITES: True})
         with connection.begin():
             yield connection
+
+
+def insert_for(connection: sa.Connection) -> Any:
+    """The dialect's own INSERT, which knows ON CONFLICT."""
+    return postgresql.insert if connection.dialect.name == "postgresql" else sqlite.insert
+
+
+def upgrade(url: str) -> None:
+    """Create the tables, or migrate those of an earlier version; only the service's first process does this."""
+    from alembic import command
+    from alembic.config import Config
+    from alembic.util import CommandError
+
+    engine = open_engine(url)
+    with ExitStack() as stack:
+        stack.callback(engine.dispose)
+        connection = stack.enter_context(writing(engine))
+        if connection.dialect.name == "postgresql":
+            connection.execute(sa.select(sa.func.pg_advisory_xact_lock(_LOCK)))
+            connection.execute(sa.schema.CreateSchema(SCHEMA, if_not_exists=True))
+        config = Config()
+        config.set_main_option("script_location", str(Path(__file__).parent / "migrations").replace("%", "%%"))
+        config.attributes["connection"] = connection  # read by migrations/env.py
+        try:
+            command.upgrade(config, "head")
+        except CommandError as failure:
+            raise Unavailable(
+                f"the catalogue's database is of a version that this brim does not know ({failure}); "
+                "use the brim that wrote it, or a newer one"
+            ) from failure
 
 
 def to_json(value: Any) -> str:

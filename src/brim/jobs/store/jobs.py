@@ -12,15 +12,16 @@ from typing import Any, Final, TypedDict, Unpack
 import sqlalchemy as sa
 
 from brim.errors import ConfigError, Conflict, NotFound, TooMany
-from brim.jobs.kinds.status import FINISHED, RESUMABLE, UNFINISHED, Progress, Status, Wanted
-from brim.jobs.store import outputs
-from brim.jobs.store.engine import clean, reading, writing
-from brim.jobs.store.events import Events
-from brim.jobs.store.inputs import check_inputs, check_unread, note_uses
-from brim.jobs.store.rows import Asked, JobRow, Makes, Output, Page, is_id, new_id, page_of, row_of
-from brim.jobs.store.tables import jobs, uses
+from brim.jobs.status import FINISHED, RESUMABLE, UNFINISHED, JobProgress, Status, Wanted
+from brim.jobs.store.engine import clean, insert_for, reading, writing
+from brim.jobs.store.links import begin_output, check_inputs, check_unread, end_output, note_uses
+from brim.jobs.store.rows import Asked, EventKind, EventRow, JobRow, Makes, Output, Page, is_id, new_id, page_of, row_of
+from brim.jobs.store.tables import events, jobs, uses
 
 STOPPING: Final = "stopping"
+KEEP: Final = 2000  # newest events kept of each job; those of its status are never dropped
+_PRUNE_EVERY: Final = 100
+_MAX_SEQ: Final = 2**31 - 1
 
 
 class Changes(TypedDict, total=False):
@@ -30,10 +31,11 @@ class Changes(TypedDict, total=False):
     worker: str
     message: str
     error: str
+    failure: Mapping[str, Any] | None
     result: Mapping[str, Any]
 
 
-class Jobs:
+class JobTable:
     """All jobs."""
 
     def __init__(self, engine: sa.Engine) -> None:
@@ -68,7 +70,7 @@ class Jobs:
                 assert known is not None
                 return known, False
             note_uses(connection, made.id, inputs)
-            outputs.begin(connection, made)
+            begin_output(connection, made)
             _tell_status(connection, made)
             return made, True
 
@@ -187,7 +189,7 @@ class Jobs:
             _move(connection, id, to, UNFINISHED, output, {})
             return to
 
-    def tell(self, id: str, progress: Progress) -> None:
+    def tell(self, id: str, progress: JobProgress) -> None:
         """Note how far a running job has come; getting on ends a row of deaths."""
         values = {
             "current": progress.current,
@@ -202,7 +204,7 @@ class Jobs:
             where = (jobs.c.id == id, jobs.c.status == "running")
             row = connection.execute(sa.update(jobs).where(*where).values(values).returning(jobs)).one_or_none()
             if row is not None:
-                Events.add(connection, id, "progress", row_of(JobRow, row).progress.as_dict())
+                EventTable.add(connection, id, "progress", row_of(JobRow, row).progress.as_dict())
 
     def died(self, id: str) -> int:
         """Note that the worker of a job died; how many times in a row without getting further."""
@@ -222,6 +224,68 @@ class Jobs:
         with reading(self._engine) as connection:
             rows = connection.execute(sa.select(jobs).where(*where).order_by(jobs.c.number))
             return [row_of(JobRow, row) for row in rows]
+
+
+class EventTable:
+    """What happened to each job, numbered without gaps, so that a watcher can continue where it left off.
+
+    The number comes from the job's own row, updated in the same transaction: writers of one job wait for each other,
+    and a higher number never becomes visible before a lower one. An identity column would not guarantee that.
+    """
+
+    def __init__(self, engine: sa.Engine) -> None:
+        self._engine = engine
+
+    @staticmethod
+    def add(connection: sa.Connection, job_id: str, kind: EventKind, data: Mapping[str, Any]) -> int:
+        """Append to a job's events within a transaction; its number, 0 where the job is gone."""
+        seq = connection.execute(
+            sa.update(jobs)
+            .where(jobs.c.id == job_id)
+            .values(event_seq=jobs.c.event_seq + 1)
+            .returning(jobs.c.event_seq)
+        ).scalar_one_or_none()
+        if seq is None:
+            return 0
+        connection.execute(sa.insert(events).values(job_id=job_id, seq=seq, kind=kind, data=data, at=time.time()))
+        if seq % _PRUNE_EVERY == 0:
+            _prune(connection, job_id, seq - KEEP)
+        return int(seq)
+
+    def post(self, job_id: str, kind: EventKind, data: Mapping[str, Any]) -> int:
+        """Append in a transaction of its own."""
+        with writing(self._engine) as connection:
+            return self.add(connection, job_id, kind, data)
+
+    def after(self, job_id: str, seq: int, limit: int = 500) -> list[EventRow]:
+        """The job's events after the one numbered seq, oldest first."""
+        if not is_id(job_id):
+            return []
+        query = (
+            sa.select(events)
+            .where(events.c.job_id == job_id, events.c.seq > max(-1, min(seq, _MAX_SEQ)))
+            .order_by(events.c.seq)
+            .limit(limit)
+        )
+        with reading(self._engine) as connection:
+            return [row_of(EventRow, row) for row in connection.execute(query)]
+
+    def heads(self, ids: Collection[str]) -> dict[str, int]:
+        """The newest number of each job; a job that is gone is missing."""
+        query = sa.select(jobs.c.id, jobs.c.event_seq).where(jobs.c.id.in_([id for id in ids if is_id(id)]))
+        with reading(self._engine) as connection:
+            return {row.id: row.event_seq for row in connection.execute(query)}
+
+    def prune(self, job_id: str, keep: int = KEEP) -> None:
+        """Forget all but the newest `keep`, except those of the status."""
+        with writing(self._engine) as connection:
+            newest = connection.execute(sa.select(jobs.c.event_seq).where(jobs.c.id == job_id)).scalar_one_or_none()
+            _prune(connection, job_id, (newest or 0) - keep)
+
+
+def _prune(connection: sa.Connection, job_id: str, upto: int) -> None:
+    old = (events.c.job_id == job_id, events.c.seq <= upto, events.c.kind != "status")
+    connection.execute(sa.delete(events).where(*old))
 
 
 # Within a transaction
@@ -271,7 +335,7 @@ def _insert(
         "created_at": now,
         "updated_at": now,
     }
-    insert = outputs.insert_for(connection)(jobs).values(values).on_conflict_do_nothing(index_elements=["key_hash"])
+    insert = insert_for(connection)(jobs).values(values).on_conflict_do_nothing(index_elements=["key_hash"])
     row = connection.execute(insert.returning(jobs)).one_or_none()
     return None if row is None else row_of(JobRow, row)
 
@@ -288,9 +352,9 @@ def _move(
         return None
     job = row_of(JobRow, row)
     if to in UNFINISHED:
-        outputs.begin(connection, job)
+        begin_output(connection, job)
     elif output is not None:
-        outputs.leave(connection, job, output, complete=to == "completed")
+        end_output(connection, job, output, complete=to == "completed")
     _tell_status(connection, job)
     return job
 
@@ -316,7 +380,15 @@ def _along(to: Status) -> dict[str, Any]:
     if to == "running":
         return {"started_at": sa.func.coalesce(jobs.c.started_at, now), "attempts": jobs.c.attempts + 1}
     queued = {"queued_at": now} if to == "queued" else {}
-    return {**queued, "finished_at": None, "error": None, "worker": None, "stopping_at": None, "message": ""}
+    return {
+        **queued,
+        "finished_at": None,
+        "error": None,
+        "failure": None,
+        "worker": None,
+        "stopping_at": None,
+        "message": "",
+    }
 
 
 def _stored(changes: Changes) -> dict[str, Any]:
@@ -325,4 +397,4 @@ def _stored(changes: Changes) -> dict[str, Any]:
 
 def _tell_status(connection: sa.Connection, job: JobRow) -> None:
     data = {"status": job.status, "wanted": job.wanted, "attempts": job.attempts, "error": job.error}
-    Events.add(connection, job.id, "status", data)
+    EventTable.add(connection, job.id, "status", data)

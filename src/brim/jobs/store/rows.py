@@ -8,7 +8,7 @@ from typing import Any, Final, Generic, Literal, Protocol, TypeVar
 
 import sqlalchemy as sa
 
-from brim.jobs.kinds.status import Progress, Status, Wanted
+from brim.jobs.status import JobProgress, Status, Wanted
 
 Makes = Literal["dataset", "run", "result"]
 DatasetKind = Literal["rf", "images", "sequences"]
@@ -65,6 +65,7 @@ class JobRow:
     output_id: str
     result: dict[str, Any] | None
     error: str | None
+    failure: dict[str, Any] | None = None  # field, code and hint of the error
     key_hash: str | None
     worker: str | None
     attempts: int
@@ -84,9 +85,9 @@ class JobRow:
     updated_at: float
 
     @property
-    def progress(self) -> Progress:
+    def progress(self) -> JobProgress:
         """How far it has come."""
-        return Progress(
+        return JobProgress(
             current=self.current, total=self.total, rate=float(self.rate), eta_s=self.eta_s, message=self.message
         )  # fmt: skip
 

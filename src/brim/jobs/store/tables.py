@@ -49,6 +49,7 @@ jobs = sa.Table(
     sa.Column("output_id", sa.Text, nullable=False),  # of the dataset or run it makes; the job's own for a result
     sa.Column("result", sa.JSON(none_as_null=True)),
     sa.Column("error", sa.Text),
+    sa.Column("failure", sa.JSON(none_as_null=True)),  # field, code and hint of the error
     sa.Column("key_hash", sa.Text, unique=True),  # of the Idempotency-Key
     sa.Column("worker", sa.Text),  # that runs it now
     sa.Column("attempts", sa.Integer, nullable=False),

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Final
 
-from brim.jobs.kinds.status import Flow
+from brim.jobs.status import Flow
 
 WINDOW: Final = 10  # words, a second apart, that shares are taken over: fewer would jump with every log and checkpoint
 STALE_S: Final = 10.0  # a word this old is that of a worker that died

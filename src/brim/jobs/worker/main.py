@@ -7,9 +7,10 @@ up to the last shard or checkpoint, and the next worker of this name goes on fro
 
 import logging
 import os
+import queue
 import signal
 import sys
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -17,15 +18,15 @@ from typing import Any, Final
 
 from brim.errors import BrimError
 from brim.jobs.durable import Queue, Runner, Steps
-from brim.jobs.kinds.status import UNFINISHED
-from brim.jobs.registry.outputs import made
+from brim.jobs.registry.outputs import output_of
+from brim.jobs.status import UNFINISHED
 from brim.jobs.store import Catalogue
-from brim.jobs.worker.attempt import Attempt, Place, surely
 from brim.jobs.worker.joblog import LOGGER
 from brim.jobs.worker.process import FileLock, Heartbeat, die_with_supervisor, give_way_to_others, read_settings, urls
 from brim.jobs.worker.reconcile import settle_stopped
-from brim.jobs.worker.session import Bench, Result, slice_s
+from brim.jobs.worker.run import Attempt, Record, WorkerSettings, slice_s, surely
 
+IDLE_S: Final = 0.25  # between two heartbeats without a job
 LOCK_S: Final = 60.0  # for the process that had this name to end
 
 _log = logging.getLogger("brim.jobs")
@@ -38,37 +39,41 @@ class JobFailed(Exception):
 class Worker:
     """Runs jobs from the queue until told to leave."""
 
-    def __init__(self, place: Place, catalogue: Catalogue, jobs_url: str) -> None:
+    def __init__(self, settings: WorkerSettings, catalogue: Catalogue, jobs_url: str) -> None:
         """Take where to work and both databases; takes no job yet."""
-        self._place, self._catalogue = place, catalogue
-        self._runner = Runner(jobs_url, place.worker, self._job)
-        self._bench, self._attempts = Bench(), dict[str, Attempt]()
+        self._settings, self._catalogue = settings, catalogue
+        self._runner = Runner(jobs_url, settings.worker, self._job)
+        self._attempts = dict[str, Attempt]()  # open ones, by job
+        self._inbox = queue.Queue[Attempt]()  # for the main thread
         self._leaving = self._is_worn = False
 
     def serve(self, facts: dict[str, Any]) -> None:
         """Say what we compute on, then work until `leave`."""
-        self._catalogue.devices.put(self._place.worker, facts)
+        self._catalogue.devices.put(self._settings.worker, facts)
         self._runner.launch()
-        self._bench.serve(lambda: self._leaving, self._place.beat)
+        while not self._leaving:
+            with suppress(queue.Empty):
+                self._inbox.get(timeout=IDLE_S).run()
+            self._settings.beat()
 
     def leave(self, *_: object) -> None:
         """Stop at the next batch and end; the job stays ours, for the next worker of this name."""
         self._leaving = True
         for attempt in list(self._attempts.values()):
-            attempt.session.leave()
+            attempt.leave()
 
     # The workflow. After a crash it runs again from the records of its steps, so it depends on nothing else.
 
-    def _job(self, steps: Steps, job_id: str) -> Result:
+    def _job(self, steps: Steps, job_id: str) -> Record:
         try:
             spent_s = 0.0
             while not (got := steps("slice", partial(self._advance, job_id, slice_s(spent_s))))["ended"]:
                 spent_s += got["seconds"]
             self._close(job_id)
             if got["error"] is not None:
-                steps("fail", partial(self._fail, job_id, got["error"]))
+                steps("fail", partial(self._fail, job_id, got["error"], got.get("failure")))
                 raise JobFailed(got["error"])
-            result: Result = got["result"]
+            result: Record = got["result"]
             steps("publish", partial(self._publish, job_id, result))
             return result
         except JobFailed:
@@ -85,13 +90,13 @@ class Worker:
 
     # Its steps
 
-    def _advance(self, job_id: str, seconds: float) -> Result:
+    def _advance(self, job_id: str, seconds: float) -> Record:
         """Let the job go on for about so many seconds; only what it came to is recorded."""
         attempt = self._attempts.get(job_id) or self._open(job_id)
         if attempt is None:  # it is no longer to run: the queue refuses this record and ends the workflow
             return {"ended": False, "seconds": 0.0}
         record = attempt.wait(seconds, partial(self._runner.is_cancelled, job_id))
-        self._is_worn |= attempt.is_unforeseen
+        self._is_worn |= attempt.is_unexpected
         if record["ended"] and self._leaving:  # by our own wish: no record, as in a crash, and the next worker goes on
             os._exit(0)
         return record
@@ -101,41 +106,42 @@ class Worker:
         if self._is_worn:  # by the job before, which failed in a way nobody foresaw: a new process takes this one
             os._exit(0)
         job = surely(partial(self._catalogue.jobs.get, job_id))
-        running = partial(self._catalogue.jobs.move, job_id, "running", of=UNFINISHED, worker=self._place.worker)
+        running = partial(self._catalogue.jobs.move, job_id, "running", of=UNFINISHED, worker=self._settings.worker)
         if job is None or not surely(running):
             surely(partial(self._runner.queue.cancel, job_id))
             return None
-        attempt = self._attempts[job_id] = Attempt(job, self._place, self._catalogue)
+        attempt = self._attempts[job_id] = Attempt(job, self._settings, self._catalogue)
         if self._leaving:
-            attempt.session.leave()
-        self._bench.start(attempt.session)
+            attempt.leave()
+        self._inbox.put(attempt)
         return attempt
 
-    def _publish(self, job_id: str, result: Result) -> None:
+    def _publish(self, job_id: str, result: Record) -> None:
         """Say that the job is completed, unless its stop was asked for in the last moment."""
         job = surely(partial(self._catalogue.jobs.get, job_id))
         if job is None:
             return
-        output = made(self._place.data, job)
+        output = output_of(self._settings.data, job)
         if job.makes == "run":
             output = replace(output, about={**output.about, **result})
         done = partial(self._catalogue.jobs.move, job_id, "completed", of=UNFINISHED, output=output, result=result)
         if not surely(done) and job.status in UNFINISHED:
             surely(partial(self._runner.queue.cancel, job_id))  # refuses the record of this step; then _settle
 
-    def _fail(self, job_id: str, error: str) -> None:
+    def _fail(self, job_id: str, error: str, failure: Record | None) -> None:
         """Say that the job has failed; what it made so far stays."""
         job = surely(partial(self._catalogue.jobs.get, job_id))
         if job is not None:
-            output = made(self._place.data, job)
-            surely(partial(self._catalogue.jobs.move, job_id, "failed", of=UNFINISHED, output=output, error=error))
+            output = output_of(self._settings.data, job)
+            move = partial(self._catalogue.jobs.move, job_id, "failed", of=UNFINISHED, output=output)
+            surely(partial(move, error=error, failure=failure))
 
     def _settle(self, job_id: str) -> None:
         """Say that the job is paused or cancelled; nothing where another worker has it."""
         state = surely(partial(self._runner.queue.states, [job_id])).get(job_id)
         job = surely(partial(self._catalogue.jobs.get, job_id))
         if job is not None and (state is None or state.status == "CANCELLED"):
-            surely(partial(self._catalogue.jobs.settle, job_id, made(self._place.data, job)))
+            surely(partial(self._catalogue.jobs.settle, job_id, output_of(self._settings.data, job)))
 
     def _close(self, job_id: str) -> None:
         attempt = self._attempts.pop(job_id, None)
@@ -185,11 +191,11 @@ def _run(name: str, settings: dict[str, Any], beat: Heartbeat) -> None:
     device, min_free = resolve_device("auto"), settings.get("min_free_bytes")
     keep_to_share(device)
     gpus, own = tuple(settings.get("gpus") or ()), os.environ.get("CUDA_VISIBLE_DEVICES", "")
-    place = Place(
+    worker_settings = WorkerSettings(
         worker=name, data=data, device=device.type, min_free_bytes=min_free, beat=beat,
         gpus=gpus if own in gpus else (), own_gpu=own, cluster=settings.get("cluster"),
     )  # fmt: skip
-    worker = Worker(place, catalogue, jobs_url)
+    worker = Worker(worker_settings, catalogue, jobs_url)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, worker.leave)
     uuid = gpu_uuid(device)

@@ -15,9 +15,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from brim.errors import BrimError
-from brim.jobs.kinds.registry import KINDS, Inputs, Stopped, Task
-from brim.jobs.kinds.specs import Spec
-from brim.jobs.kinds.status import Progress
+from brim.jobs.kinds import KINDS, Inputs, Spec, Stopped, Task
+from brim.jobs.status import JobProgress
 from brim.jobs.worker.joblog import LOGGER
 from brim.jobs.worker.process import die_with_supervisor, read_settings
 
@@ -31,7 +30,7 @@ class Speech:
         """Take the pipe's writing end."""
         self._pipe, self._is_first, self._lock = pipe, is_first, threading.Lock()
 
-    def tell(self, progress: Progress) -> None:
+    def tell(self, progress: JobProgress) -> None:
         """How far the job is."""
         if self._is_first:
             self.say(progress=asdict(progress))
@@ -76,11 +75,11 @@ def main(argv: list[str]) -> int:
     except Stopped:
         speech.say(stopped=True)
     except BrimError as failure:
-        speech.say(error=[type(failure).__name__, str(failure)])
+        speech.say(error=failure.as_dict())
         return 1
     except Exception as failure:
         logger.error("%s", traceback.format_exc()[-MAX_TRACE:])
-        speech.say(error=[type(failure).__name__, f"{type(failure).__name__}: {failure}"])
+        speech.say(error={"message": f"{type(failure).__name__}: {failure}"})
         return 1
     return 0
 

@@ -12,8 +12,8 @@ from typing import Final, Literal
 
 from brim.errors import Conflict
 from brim.jobs.durable import DbosState, Queue
-from brim.jobs.kinds.status import UNFINISHED
-from brim.jobs.registry.outputs import made
+from brim.jobs.registry.outputs import output_of
+from brim.jobs.status import UNFINISHED
 from brim.jobs.store import Catalogue, JobRow
 
 SLOW_S: Final = 2.0  # an API that has not queued its job by then is gone
@@ -95,7 +95,7 @@ def orphans(catalogue: Catalogue, queue: Queue, live: set[str], data: Path) -> i
     stopped = [job for job in catalogue.jobs.unfinished() if job.wanted != "run"]
     for job in stopped:
         queue.cancel(job.id)
-        catalogue.jobs.settle(job.id, made(data, job))
+        catalogue.jobs.settle(job.id, output_of(data, job))
     lost = queue.orphans(live)
     for job_id in lost:
         queue.adopt(job_id)
@@ -127,7 +127,7 @@ class Deaths:
             return
         text = f"its worker died {deaths} times in a row without getting further; last: {reason}"
         self._queue.cancel(job.id)
-        self._catalogue.jobs.move(job.id, "failed", of=["running"], output=made(self._data, job), error=text)
+        self._catalogue.jobs.move(job.id, "failed", of=["running"], output=output_of(self._data, job), error=text)
         _log.warning("job %s is given up: %s", job.id, text)
 
 
@@ -136,7 +136,7 @@ def settle_stopped(catalogue: Catalogue, queue: Queue, worker: str, data: Path) 
     for job in catalogue.jobs.of_worker(worker):
         if job.wanted != "run":
             queue.cancel(job.id)
-            catalogue.jobs.settle(job.id, made(data, job))
+            catalogue.jobs.settle(job.id, output_of(data, job))
 
 
 def _mend(action: Action, job: JobRow, catalogue: Catalogue, queue: Queue, data: Path) -> None:
@@ -149,9 +149,9 @@ def _mend(action: Action, job: JobRow, catalogue: Catalogue, queue: Queue, data:
         with suppress(Conflict):  # the API was only slow, and a worker has it by now
             queue.resume(job.id, failed=True)
     elif action == "settle":
-        catalogue.jobs.settle(job.id, made(data, job))
+        catalogue.jobs.settle(job.id, output_of(data, job))
     elif action == "give up":
         text = "its record in the queue ended without a word; resume the job"
-        catalogue.jobs.move(job.id, "failed", of=["running"], output=made(data, job), error=text)
+        catalogue.jobs.move(job.id, "failed", of=["running"], output=output_of(data, job), error=text)
     if action in ("submit", "show queued"):
         catalogue.jobs.move(job.id, "queued", of=["pending", "running"])

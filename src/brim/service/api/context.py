@@ -6,8 +6,7 @@ from typing import Annotated, Any, Protocol, TypeVar
 from fastapi import Depends, Request
 
 from brim.errors import NotFound
-from brim.jobs.store import Catalogue
-from brim.jobs.store.rows import DatasetRow, JobRow, RunRow
+from brim.jobs.store import Catalogue, DatasetRow, JobRow, RunRow
 from brim.jobs.worker.redact import Redactor
 from brim.service.api.dashboard_proxy import Front
 from brim.service.api.data.device_history import DeviceHistory

@@ -17,7 +17,7 @@ from starlette.exceptions import HTTPException
 from starlette.routing import Match
 
 from brim import errors
-from brim.jobs.kinds.fields import plain_text
+from brim.errors import printable
 
 log = logging.getLogger(__name__)
 
@@ -126,7 +126,7 @@ def first_fault(faults: Any) -> tuple[str, str]:
     kind, context = fault["type"], fault.get("ctx", {})
     expected = _FORMS.get(field) if kind == "string_pattern_mismatch" else _EXPECTED.get(kind)
     words = str(fault["msg"]) if expected is None else f"must be {expected.format(**context)}"
-    return plain_text(f"{field}{shown} {words}"), field
+    return printable(f"{field}{shown} {words}"), field
 
 
 def allowed(app: FastAPI, request: Request) -> list[str]:

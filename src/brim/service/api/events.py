@@ -18,9 +18,8 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from brim.errors import Unavailable
-from brim.jobs.kinds.status import FINISHED
-from brim.jobs.store.events import Events
-from brim.jobs.store.rows import EventRow, JobRow
+from brim.jobs.status import FINISHED
+from brim.jobs.store import EventRow, EventTable, JobRow
 from brim.service.api.errors import problem
 from brim.service.api.shapes import redacted
 
@@ -36,7 +35,7 @@ RETRY_MS = 2000  # after which a browser connects again
 class Hub:
     """All watchers of all jobs."""
 
-    def __init__(self, events: Events, *, limit: int) -> None:
+    def __init__(self, events: EventTable, *, limit: int) -> None:
         """Take the catalogue's events and how many watchers there may be."""
         self._events, self._limit = events, limit
         self._watched: dict[str, _Watched] = {}
@@ -71,7 +70,7 @@ class Hub:
                 self._watched.pop(job_id, None)
 
     async def after(self, job_id: str, watched: "_Watched", seq: int) -> list[EventRow]:
-        """Events after a number: from memory where that reaches back far enough."""
+        """EventTable after a number: from memory where that reaches back far enough."""
         if watched.recent and watched.recent[0].seq <= seq + 1:
             return [event for event in watched.recent if event.seq > seq]
         return await run_in_threadpool(self._events.after, job_id, seq)

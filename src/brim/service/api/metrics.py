@@ -14,7 +14,7 @@ from prometheus_client.multiprocess import MultiProcessCollector
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from brim.errors import Unavailable
-from brim.jobs.kinds.status import STATUSES
+from brim.jobs.status import STATUSES
 from brim.service.api.errors import INTERNAL, problem_bytes, template
 from brim.service.api.predictor_metrics import PredictorMetrics
 from brim.service.settings import DASHBOARD

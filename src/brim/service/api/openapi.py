@@ -8,7 +8,7 @@ from fastapi.openapi.utils import get_openapi
 from pydantic import Field
 
 from brim import __version__
-from brim.jobs.kinds.registry import KINDS
+from brim.jobs.kinds import KINDS
 from brim.service.api.shapes import MAX_PAGE, Problem
 
 KIND_NAMES: Final = tuple(KINDS)
@@ -42,7 +42,7 @@ def refusals(*statuses: int) -> dict[int | str, dict[str, Any]]:
 def document(app: FastAPI) -> dict[str, Any]:
     """The whole document, made once; slow the first time, since the kinds' configurations import torch."""
     if app.openapi_schema is None:
-        from brim.jobs.kinds.specs import body_schema
+        from brim.jobs.kinds import body_schema
 
         made = get_openapi(
             title="brim",

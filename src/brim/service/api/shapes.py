@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from brim.jobs.kinds.status import Progress, Status
+from brim.jobs.status import JobProgress, Status
 
 Json = dict[str, Any]
 MAX_PAGE = 10**6
@@ -202,7 +202,7 @@ class Ready(Shape):
 
 def job(row: Any, redact: Callable[[str], str]) -> Job:
     """A job as the API shows it; what the worker said is redacted once more."""
-    progress = Progress(current=row.current, total=row.total, rate=row.rate, eta_s=row.eta_s, message=row.message)
+    progress = JobProgress(current=row.current, total=row.total, rate=row.rate, eta_s=row.eta_s, message=row.message)
     shown = finite(progress.as_dict())
     return Job(
         id=row.id,

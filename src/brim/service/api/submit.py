@@ -9,20 +9,18 @@ import signal
 from typing import TYPE_CHECKING, Any
 
 from brim.errors import CheckpointError, Conflict, DatasetError, ImageError, NotFound, Unavailable
-from brim.jobs.store.rows import JobRow
+from brim.jobs.store import JobRow
 from brim.jobs.worker import disk
 from brim.jobs.worker.process import cores
 from brim.service.api.context import Context
 
 if TYPE_CHECKING:
-    from brim.jobs.kinds.registry import Inputs
-    from brim.jobs.kinds.specs import Spec
+    from brim.jobs.kinds import Inputs, Spec
 
 
 def submit(here: Context, body: Any, key: str | None) -> tuple[JobRow, bool]:
     """The job of a body, and whether it is new; a key seen before gives its job, also where there is no room now."""
-    from brim.jobs.kinds.registry import KINDS
-    from brim.jobs.kinds.specs import read_body
+    from brim.jobs.kinds import KINDS, read_body
 
     spec = read_body(body)
     kind = KINDS[spec.kind]
@@ -44,7 +42,7 @@ def submit(here: Context, body: Any, key: str | None) -> tuple[JobRow, bool]:
 
 def validate(here: Context, body: Any) -> "tuple[Spec, int]":
     """What a body asks for and the bytes it would take on disk; what submitting it would refuse is refused."""
-    from brim.jobs.kinds.specs import read_body
+    from brim.jobs.kinds import read_body
 
     spec = read_body(body)
     return spec, check(here, spec)
@@ -66,7 +64,7 @@ def check(here: Context, spec: "Spec") -> int:
 
     By a device that is not there, inputs that cannot be used, values that do not fit them, or a full disk.
     """
-    from brim.jobs.kinds.registry import KINDS
+    from brim.jobs.kinds import KINDS
 
     kind = KINDS[spec.kind]
     accelerator = spec.config.get("accelerator", "auto")
@@ -100,7 +98,7 @@ def _named(spec: "Spec") -> dict[str, Any]:
 
 def _inputs(here: Context, spec: "Spec") -> "Inputs":
     """Where a job's inputs lie."""
-    from brim.jobs.kinds.registry import Inputs
+    from brim.jobs.kinds import Inputs
 
     data = here.settings.data
     datasets = tuple(data / here.dataset(id).path for id in spec.dataset_ids)

@@ -23,7 +23,7 @@ class Warm:
 
     def _run(self) -> None:
         try:
-            from brim.jobs.kinds.specs import body_schema
+            from brim.jobs.kinds import body_schema
 
             body_schema()
         except Exception:

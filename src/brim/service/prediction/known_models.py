@@ -13,7 +13,7 @@ from typing import Any, Final, Protocol, TypeVar
 from starlette.concurrency import run_in_threadpool
 
 from brim.errors import ConfigError, NotFound, Unavailable
-from brim.jobs.store.rows import ModelKind, ModelRow
+from brim.jobs.store import ModelKind, ModelRow
 from brim.service.prediction.process.client import Predictions
 
 log = logging.getLogger(__name__)

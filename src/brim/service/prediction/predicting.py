@@ -23,7 +23,7 @@ from brim.errors import (
     StorageError,
     Unavailable,
 )
-from brim.jobs.store.rows import ModelKind, ModelRow
+from brim.jobs.store import ModelKind, ModelRow
 from brim.service.api.context import Context
 from brim.service.api.errors import status_of
 from brim.service.prediction.form import File, read_deadline_ms

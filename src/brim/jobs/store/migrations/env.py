@@ -2,7 +2,7 @@
 
 from alembic import context
 
-from brim.jobs.store.migrate import VERSION_TABLE
+from brim.jobs.store.engine import VERSION_TABLE
 from brim.jobs.store.tables import metadata
 
 context.configure(

@@ -15,7 +15,7 @@ from types import TracebackType
 from typing import Any, Final, Literal, NamedTuple, Self
 
 from brim.errors import Unavailable
-from brim.jobs.store.rows import DeviceRow
+from brim.jobs.store import DeviceRow
 from brim.jobs.worker.live import Word, read_live
 from brim.service.api.data.gauges import PROC, Gauges, Reading
 

@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from brim.errors import BrimError, ConfigError, Conflict, DatasetError, ImageError, StorageError
-from brim.jobs.kinds.task import in_words
+from brim.jobs.kinds import job_phrase
 from brim.jobs.store import DatasetRow
 
 
@@ -24,5 +24,5 @@ def readable(row: DatasetRow, place: Path) -> Iterator[None]:
 
 def refusal(row: DatasetRow, place: Path, failure: BrimError, done: str = "read") -> Conflict:
     """What cannot be done with a dataset, and why."""
-    text = in_words(str(failure)).replace(str(place), f'dataset "{row.name}"')
+    text = job_phrase(failure)[0].replace(str(place), f'dataset "{row.name}"')
     return Conflict(f"the dataset cannot be {done}: {text}")

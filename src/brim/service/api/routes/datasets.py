@@ -10,8 +10,9 @@ from fastapi import APIRouter, Query, Request, Response
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import ClientDisconnect
 
+from brim.config import PRINTABLE
 from brim.errors import BrimError, ConfigError, Conflict, DatasetError, ImageError
-from brim.jobs.kinds.fields import MAX_TEXT, PATTERN
+from brim.jobs.kinds import MAX_TEXT
 from brim.jobs.registry import datasets as sources
 from brim.jobs.store import DatasetRow, new_id
 from brim.service.api import shapes
@@ -34,7 +35,7 @@ _FORM: dict[str, Any] = {
     "additionalProperties": False,
     "required": ["name", "kind"],
     "properties": {
-        "name": {"type": "string", "minLength": 1, "maxLength": MAX_TEXT, "pattern": PATTERN},
+        "name": {"type": "string", "minLength": 1, "maxLength": MAX_TEXT, "pattern": PRINTABLE},
         "kind": {"type": "string", "enum": ["images", "sequences"]},
         "images": {**_FILES, "description": "kind images: at least one"},
         "masks": {**_FILES, "description": "kind images: none, or one for every image, of the same name"},
@@ -187,7 +188,7 @@ def _keep(here: Context, id: str, folder: Path, upload: Upload) -> DatasetRow:
 def _name(text: str | None) -> str:
     if text is None:
         raise ConfigError("name is missing; give the dataset one", field="name")
-    if len(text) > MAX_TEXT or not re.search(PATTERN, text):
+    if len(text) > MAX_TEXT or not re.search(PRINTABLE, text):
         raise ConfigError(f"name must be 1 to {MAX_TEXT} characters that can be printed", field="name")
     return text.strip()
 
@@ -204,13 +205,13 @@ def _check_parts(kind: str, upload: Upload) -> None:
         raise Conflict(f"labels do not belong to a dataset of kind {kind}; leave them out", field="labels")
 
 
-def _keep_images(data: Path, id: str, folder: Path) -> sources.Found:
+def _keep_images(data: Path, id: str, folder: Path) -> sources.DatasetSummary:
     found = sources.look(folder, "images")
     folder.rename(data / "datasets" / id)
     return found
 
 
-def _keep_sequences(data: Path, id: str, folder: Path, upload: Upload) -> sources.Found:
+def _keep_sequences(data: Path, id: str, folder: Path, upload: Upload) -> sources.DatasetSummary:
     found = sources.pack(folder / "sequences", data, id, labels=upload.labels)
     assert found is not None  # nothing stops it
     return found

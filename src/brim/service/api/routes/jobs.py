@@ -12,10 +12,10 @@ from fastapi.responses import FileResponse
 from starlette.concurrency import run_in_threadpool
 
 from brim.errors import ConfigError, Conflict, NotFound, TooMany, Unavailable
-from brim.jobs.kinds.fields import MAX_TEXT
-from brim.jobs.kinds.status import FINISHED, RESUMABLE, UNFINISHED, Status
-from brim.jobs.registry.outputs import made
-from brim.jobs.store.rows import JobRow
+from brim.jobs.kinds import MAX_TEXT
+from brim.jobs.registry.outputs import output_of
+from brim.jobs.status import FINISHED, RESUMABLE, UNFINISHED, Status
+from brim.jobs.store import JobRow
 from brim.jobs.worker.joblog import log_file, read_log
 from brim.service.api import shapes, shapes_live
 from brim.service.api.body import read_json
@@ -226,7 +226,7 @@ def _stop(here: Context, row: JobRow, wanted: Literal["cancel", "pause"]) -> Job
     if row.status != to:
         # of a job that no worker has begun, which none will begin after this; else the worker that has it ends it
         begun = row.status not in idle or not jobs.move(
-            row.id, to, of=idle, wanted=wanted, output=made(here.settings.data, row)
+            row.id, to, of=idle, wanted=wanted, output=output_of(here.settings.data, row)
         )
         if not begun or jobs.want(row.id, wanted):
             with suppress(Unavailable):  # it is noted, and reconciling tells the queue

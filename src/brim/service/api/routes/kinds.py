@@ -8,7 +8,7 @@ from fastapi import APIRouter
 from brim.service.api import shapes_live
 
 if TYPE_CHECKING:
-    from brim.jobs.kinds.registry import Kind
+    from brim.jobs.kinds import Kind
 
 router = APIRouter(prefix="/api/training/kinds", tags=["jobs"])
 
@@ -22,15 +22,15 @@ def list_kinds() -> shapes_live.Kinds:
 @cache
 def _kinds() -> shapes_live.Kinds:
     """Made once: it takes torch and some tenths of a second."""
-    from brim.jobs.kinds.registry import KINDS
+    from brim.jobs.kinds import KINDS
 
     return shapes_live.Kinds(kinds=[_shape(kind) for kind in KINDS.values()])
 
 
 def _shape(kind: "Kind") -> shapes_live.KindShape:
-    from brim.jobs.kinds.specs import config_schema
+    from brim.jobs.kinds import config_schema
 
-    presets: dict[str, dict[str, Any]] = {name: dict(values) for name, values in kind.presets().items()}
+    presets: dict[str, dict[str, Any]] = {name: dict(values) for name, values in kind.presets.items()}
     return shapes_live.KindShape(
         kind=kind.name,
         title=kind.title,

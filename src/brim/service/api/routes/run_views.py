@@ -5,7 +5,7 @@ from typing import Any
 from fastapi import APIRouter
 
 from brim.errors import Conflict, NotFound
-from brim.jobs.registry.result_files import EMBEDDING, ERRORS, read_json
+from brim.jobs.registry.outputs import EMBEDDING, ERRORS, read_json
 from brim.jobs.store import JobRow
 from brim.service.api import shapes_views
 from brim.service.api.context import Context, Here

@@ -7,6 +7,16 @@ from typing import Any, Final, Literal, get_args
 Status = Literal["pending", "queued", "running", "paused", "completed", "failed", "cancelled"]
 Wanted = Literal["run", "cancel", "pause"]  # what people last asked for
 
+KIND_NAMES: Final = (
+    "rf.generate",
+    "rf.train",
+    "rf.evaluate",
+    "segment.tune",
+    "segment.predict",
+    "segment.train",
+    "sequence.train",
+    "sequence.evaluate",
+)
 STATUSES: Final[tuple[str, ...]] = get_args(Status)
 UNFINISHED: Final = frozenset({"pending", "queued", "running"})
 RESUMABLE: Final = frozenset({"paused", "cancelled", "failed"})
@@ -22,7 +32,7 @@ class Flow:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Progress:
+class JobProgress:
     """How far a job has come; current and total count its own items: samples, steps, images."""
 
     current: int = 0

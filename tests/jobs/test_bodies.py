@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from brim.config import settings as setting_names
 from brim.errors import BrimError
-from brim.jobs.kinds.registry import KINDS
-from brim.jobs.kinds.specs import Spec, body_schema, read_body
+from brim.jobs.kinds import KINDS, Spec, body_schema, read_body
 
 GENERATION = {
     "dataset_name": "gpu_batch_test",
@@ -75,15 +75,15 @@ def test_devices_stand_beside_the_config_or_in_it(body):
 
 def test_a_cluster_is_asked_for_beside_the_config_or_in_it_and_never_named():
     assert read_body({**generation(), "cluster": True}).config["cluster"] is True
-    assert "no request names one" in str(refused({**generation(), "cluster": "ray://10.0.0.1:10001"}))
-    assert "no address" in str(refused({**generation(), "devices": "ray://10.0.0.1:10001"}))
+    for name in ("cluster", "devices"):
+        assert refused({**generation(), name: "ray://10.0.0.1:10001"}).field == name
 
 
 def test_devices_that_differ_beside_the_config_and_in_it_are_refused():
     found = refused({**generation(devices=3), "devices": 2})
 
     assert found.field == "devices"
-    assert "devices=2 and config.devices=3 differ" in str(found)
+    assert found.code == "conflict"
 
 
 def test_a_generation_request_is_taken_verbatim():
@@ -190,79 +190,76 @@ def test_what_is_unknown_is_named_with_what_was_meant(body, field, words):
 
 
 @pytest.mark.parametrize(
-    ("body", "field", "words"),
+    ("body", "field"),
     [
-        ({**GENERATION, "num_samples": "10"}, "num_samples", 'num_samples="10" must be a whole number'),
-        ({**GENERATION, "num_samples": True}, "num_samples", "must be a whole number"),
-        ({**GENERATION, "num_samples": 1.5}, "num_samples", "must be a whole number"),
-        ({**GENERATION, "dataset_name": 5}, "dataset_name", "must be text"),
-        ({**GENERATION, "config": None}, "config", "config=null must be an object"),
-        (generation(frequency_mhz="145"), "config.frequency_mhz", 'config.frequency_mhz="145" must be a number'),
-        (generation(frequency_mhz=True), "config.frequency_mhz", "must be a number"),
-        (generation(frequency_mhz=10**400), "config.frequency_mhz", "must be a number"),
-        (generation(use_random_receivers=1), "config.use_random_receivers", "must be true or false"),
-        (generation(stations="stations.csv"), "config.stations", "must be a list"),
-        (training(dataset_ids="a"), "config.dataset_ids", "must be a list"),
-        (training(dataset_ids=[5]), "config.dataset_ids[0]", "must be text"),
-        (training(learning_rate=None), "config.learning_rate", "must be a number"),
-        (explicit("rf.evaluate", run_id=5), "config.run_id", "must be text"),
+        ({**GENERATION, "num_samples": "10"}, "num_samples"),
+        ({**GENERATION, "num_samples": True}, "num_samples"),
+        ({**GENERATION, "num_samples": 1.5}, "num_samples"),
+        ({**GENERATION, "dataset_name": 5}, "dataset_name"),
+        ({**GENERATION, "config": None}, "config"),
+        (generation(frequency_mhz="145"), "config.frequency_mhz"),
+        (generation(frequency_mhz=True), "config.frequency_mhz"),
+        (generation(use_random_receivers=1), "config.use_random_receivers"),
+        (generation(stations="stations.csv"), "config.stations"),
+        (training(dataset_ids="a"), "config.dataset_ids"),
+        (training(dataset_ids=[5]), "config.dataset_ids[0]"),
+        (training(learning_rate=None), "config.learning_rate"),
+        (explicit("rf.evaluate", run_id=5), "config.run_id"),
     ],
 )
-def test_nothing_is_converted(body, field, words):
+def test_nothing_is_converted(body, field):
     failure = refused(body)
 
-    assert failure.field == field
-    assert words in str(failure)
+    assert (failure.field, failure.code) == (field, "wrong_type")
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf"), 10**400])
 def test_what_is_not_finite_is_refused(value):
     assert refused(generation(max_gdop=value)).field == "config.max_gdop"
     assert refused(training(learning_rate=value)).field == "config.learning_rate"
 
 
 @pytest.mark.parametrize(
-    ("body", "field", "words"),
+    ("body", "field", "code"),
     [
-        ({**GENERATION, "num_samples": 0}, "num_samples", "num_samples=0 must be at least 1"),
-        ({**GENERATION, "num_samples": 10**9 + 1}, "num_samples", "must be at most 1000000000"),
-        ({**GENERATION, "num_samples": 10**9}, "num_samples", "makes over a million shards"),
-        (explicit("rf.generate", num_samples=10**9), "config.num_samples", "config.num_samples=1000000000 at 512"),
-        (generation(frequency_mhz=5), "config.frequency_mhz", "config.frequency_mhz=5.0 must be between 30 and 3000"),
-        (generation(seed=-1), "config.seed", "at least 0"),
-        (generation(seed=2**63), "config.seed", "at most 9223372036854775807"),
-        (generation(min_receivers=9), "config.min_receivers", "at most 7 stations"),
-        (generation(preset="fast"), "config.preset", "one of production or quality"),
-        (training(epochs=0), "config.epochs", "config.epochs=0 must be at least 1"),
-        (training(batch_size=0), "config.batch_size", "at least 1"),
-        (training(learning_rate=0), "config.learning_rate", "above 0"),
-        (training(val_share=1), "config.val_share", "between 0 and 1"),
-        (training(dataset_ids=[]), "config.dataset_ids", "a list of at least 1"),
-        (training(dataset_ids=["a"] * 101), "config.dataset_ids", "a list of at most 100"),
-        (training(dataset_ids=["a", "b", "a"]), "config.dataset_ids[2]", "repeats a"),
-        (training(accelerator="tpu"), "config.accelerator", "one of auto, cpu, gpu or cuda"),
-        (training(tier="ram", preload_to_gpu=True), "config.preload_to_gpu", "contradicts config.tier"),
-        (explicit("rf.evaluate", dataset_ids=["a", "b"]), "config.dataset_ids", "a list of at most 1"),
-        (explicit("segment.tune", models=["hrnet", "hrnett"]), "config.models[1]", '"hrnett" is not known'),
-        (explicit("segment.tune", model="hrnet", models=["hrnet"]), "config.model", "both given"),
-        (explicit("segment.tune", size=8), "config.size", "at least 32 pixels"),
-        (explicit("segment.tune", **RUN), "config.run_id", "one model"),
-        (explicit("segment.predict", threshold=2), "config.threshold", "below 1"),
-        (explicit("segment.predict", tile=1), "config.tile", "at least 32"),
-        (explicit("segment.train", model="vgg"), "config.model", "is not known"),
-        (explicit("segment.train", augmentation={"noise": 5}), "config.augmentation.noise", "from 0 to 1"),
-        (explicit("sequence.train", model={"kernel": 4}), "config.model.kernel", "must be odd"),
-        (explicit("sequence.train", model={"layers": 65}), "config.model.layers", "at most 64"),
-        (explicit("sequence.train", iterations=10**6), "config.iterations", "at most 1000"),
-        (explicit("sequence.train", augmentation=None), "config.augmentation", "=null leaves nothing to learn from"),
-        (explicit("sequence.train", objective={"temperature": 0}), "config.objective.temperature", "above 0"),
+        ({**GENERATION, "num_samples": 0}, "num_samples", "out_of_range"),
+        ({**GENERATION, "num_samples": 10**9 + 1}, "num_samples", "out_of_range"),
+        ({**GENERATION, "num_samples": 10**9}, "num_samples", "conflict"),
+        (explicit("rf.generate", num_samples=10**9), "config.num_samples", "conflict"),
+        (generation(frequency_mhz=5), "config.frequency_mhz", "out_of_range"),
+        (generation(seed=-1), "config.seed", "out_of_range"),
+        (generation(seed=2**63), "config.seed", "out_of_range"),
+        (generation(min_receivers=9), "config.min_receivers", "conflict"),
+        (generation(preset="fast"), "config.preset", "unknown_choice"),
+        (training(epochs=0), "config.epochs", "out_of_range"),
+        (training(batch_size=0), "config.batch_size", "out_of_range"),
+        (training(learning_rate=0), "config.learning_rate", "out_of_range"),
+        (training(val_share=1), "config.val_share", "out_of_range"),
+        (training(dataset_ids=[]), "config.dataset_ids", "wrong_length"),
+        (training(dataset_ids=["a"] * 101), "config.dataset_ids", "wrong_length"),
+        (training(dataset_ids=["a", "b", "a"]), "config.dataset_ids[2]", "repeated"),
+        (training(accelerator="tpu"), "config.accelerator", "unknown_choice"),
+        (training(tier="ram", preload_to_gpu=True), "config.preload_to_gpu", "conflict"),
+        (explicit("rf.evaluate", dataset_ids=["a", "b"]), "config.dataset_ids", "wrong_length"),
+        (explicit("segment.tune", models=["hrnet", "hrnett"]), "config.models[1]", "unknown_choice"),
+        (explicit("segment.tune", model="hrnet", models=["hrnet"]), "config.model", "conflict"),
+        (explicit("segment.tune", size=8), "config.size", "out_of_range"),
+        (explicit("segment.tune", **RUN), "config.run_id", "conflict"),
+        (explicit("segment.predict", threshold=2), "config.threshold", "out_of_range"),
+        (explicit("segment.predict", tile=1), "config.tile", "out_of_range"),
+        (explicit("segment.train", model="vgg"), "config.model", "unknown_choice"),
+        (explicit("segment.train", augmentation={"noise": 5}), "config.augmentation.noise", "out_of_range"),
+        (explicit("sequence.train", model={"kernel": 4}), "config.model.kernel", "out_of_range"),
+        (explicit("sequence.train", model={"layers": 65}), "config.model.layers", "out_of_range"),
+        (explicit("sequence.train", iterations=10**6), "config.iterations", "out_of_range"),
+        (explicit("sequence.train", augmentation=None), "config.augmentation", "conflict"),
+        (explicit("sequence.train", objective={"temperature": 0}), "config.objective.temperature", "out_of_range"),
     ],
 )
-def test_ranges_are_those_of_the_library(body, field, words):
+def test_ranges_are_those_of_the_library(body, field, code):
     failure = refused(body)
 
-    assert failure.field == field
-    assert words in str(failure)
+    assert (failure.field, failure.code) == (field, code)
 
 
 @pytest.mark.parametrize(
@@ -315,7 +312,7 @@ _JSON = st.recursive(_LEAVES, lambda inner: st.lists(inner, max_size=3) | st.dic
 @settings(max_examples=300, deadline=None)
 @given(kind=st.sampled_from(list(KINDS)), value=_JSON, data=st.data())
 def test_whatever_a_field_holds_it_is_taken_or_refused_by_name(kind, value, data):
-    field = data.draw(st.sampled_from([*KINDS[kind].model.model_fields, "other"]))
+    field = data.draw(st.sampled_from([*setting_names(KINDS[kind].config), "other"]))
     spec, said = None, ("config", "")
     try:
         spec = read_body(explicit(kind, **{field: value}))
@@ -349,9 +346,10 @@ def test_the_schema_takes_what_is_taken(body):
     jsonschema.validate(body, body_schema())
 
 
-def test_kinds_are_known_without_torch():
-    code = "import sys, brim.jobs.kinds.specs; print(len(brim.jobs.kinds.specs.KINDS), 'torch' in sys.modules)"
+def test_what_an_api_process_imports_loads_no_torch_no_numpy_and_no_opencv():
+    modules = "brim.jobs.kinds, brim.jobs.store, brim.jobs.durable, brim.jobs.registry.datasets, brim.jobs.worker.disk"
+    code = f"import sys, {modules}; print(sorted(sys.modules.keys() & {{'torch', 'numpy', 'cv2'}}))"
 
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
 
-    assert done.stdout.split() == [str(len(KINDS)), "False"]
+    assert done.stdout.strip() == "[]"

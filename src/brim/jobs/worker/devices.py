@@ -1,8 +1,12 @@
-"""One attempt at a job by processes of its own: ranks that train as one, or one that leads devices or a cluster.
+"""A job's devices: which GPUs it holds, and the processes that share its work.
 
-They are children of the worker, which stays what it is: it tells how far they are, stops them and ends with them, and
-they with it, however it ends. Each has a pipe on which it speaks in lines of JSON; what it is to do is on its standard
-input. A member that dies ends the others; then all start again where the last checkpoint or shard is, a few times.
+GPUs: a lock for each, so that a job on several of them and the other workers' jobs take turns. A worker's job holds the
+worker's own GPU, and others where it asked for more. Everybody takes them in one order and keeps them, so that there is
+no deadlock and no stream of small jobs starves a large one. Locks end with their process.
+
+Processes: ranks that train as one, or one that leads several devices or a cluster. They are children of the worker,
+which reports their progress, stops them and ends with them. Each writes lines of JSON to a pipe; its task is on its
+standard input. When one dies, the others are ended, and all start again from the last checkpoint or shard, a few times.
 """
 
 import json
@@ -14,20 +18,21 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import IO, Any, Final
 
-from brim import errors
-from brim.errors import BrimError, ConfigError, RankLost
-from brim.jobs.kinds.status import Flow, Progress
-from brim.jobs.kinds.task import Stopped, Task, Voice, device_of
-from brim.jobs.worker.process import cores
+from brim.errors import ConfigError, RankLost, from_dict
+from brim.jobs.kinds import Stopped, Task
+from brim.jobs.status import Flow, JobProgress
+from brim.jobs.worker.process import FileLock, cores
 
 RESTARTS: Final = 3  # of an attempt, when members die
 GRACE_S: Final = 5.0  # for the others to end by themselves when one has died
-LOOK_S: Final = 0.1
+POLL_S: Final = 0.1
+LEASE_POLL_S: Final = 0.3
 LOOPBACK: Final = "127.0.0.1"
 
 _log = logging.getLogger("brim.jobs")
@@ -36,17 +41,68 @@ Result = dict[str, Any]
 Environment = dict[str, str]
 
 
+# GPUs
+
+
+def choose(gpus: Sequence[str], own: str, wanted: Any, is_free: Callable[[str], bool]) -> tuple[str, ...]:
+    """The GPUs for a job of one worker: its own, then free ones, then those that others have now; in their order.
+
+    More than there are is all there are: the kind says what is wrong with that.
+    """
+    count = len(gpus) if wanted == "all" else min(int(wanted), len(gpus))
+    others = sorted((name for name in gpus if name != own), key=lambda name: not is_free(name))
+    return tuple(sorted((own, *others[: max(0, count - 1)]), key=gpus.index))
+
+
+@contextmanager
+def leased(
+    folder: Path, gpus: Sequence[str], own: str, wanted: Any, tell: Callable[[str], None], stop: Callable[[], bool]
+) -> Iterator[tuple[str, ...]]:
+    """Have the GPUs of a job, for as long as the block runs; while others have them, that is told again and again.
+
+    folder  where the locks are, one for all workers
+    """
+    names = choose(gpus, own, wanted, lambda name: _is_free(folder, name))
+    with ExitStack() as stack:
+        for name in names:
+            lock = FileLock(_lock_file(folder, name))
+            while not lock.take():
+                tell(f"waiting for GPU {name}, which another job has")
+                if stop():
+                    raise Stopped
+                time.sleep(LEASE_POLL_S)
+            stack.callback(lock.release)
+        yield names
+
+
+def _is_free(folder: Path, name: str) -> bool:
+    lock = FileLock(_lock_file(folder, name))
+    if not lock.take():
+        return False
+    lock.release()
+    return True
+
+
+def _lock_file(folder: Path, name: str) -> Path:
+    return folder / f"gpu-{''.join(letter if letter.isalnum() else '-' for letter in name)}.lock"
+
+
+# Processes
+
+
 def num_devices(task: Task) -> int:
     """Devices that share the task: as its config says, and no more than there are; "all" of a CPU is that one."""
-    wanted, on_cpu = task.spec.config.get("devices", 1), device_of(task) == "cpu"
+    wanted, on_cpu = task.spec.config.get("devices", 1), task.torch_device == "cpu"
     have = cores() if on_cpu else max(1, len(task.gpus))
     if wanted == "all":
         return 1 if on_cpu else have
     if wanted > have:
         what = "core" if on_cpu else "GPU"
         raise ConfigError(
-            f"config.devices={wanted} is more than the {have} {what}{'s' * (have > 1)} of this machine; "
-            "submit the job with fewer"
+            f"is more than the {have} {what}{'s' * (have > 1)} of this machine; submit the job with fewer",
+            field="devices",
+            value=wanted,
+            code="conflict",
         )
     return int(wanted)
 
@@ -54,28 +110,28 @@ def num_devices(task: Task) -> int:
 def service_cluster(task: Task) -> str:
     """Address of the cluster that the job runs on."""
     if task.cluster is None:  # the service was started anew without it
-        raise ConfigError('this service has no cluster any more; have it started with "brim serve --cluster ADDRESS"')
+        raise ConfigError("the service no longer has a cluster", field="cluster", hint="restart {serve} with {cluster}")
     return task.cluster
 
 
-def by_ranks(task: Task, voice: Voice) -> Result | None:
+def by_ranks(task: Task) -> Result | None:
     """What ranks, one for each device, train together; None where this process is to do it itself."""
     if task.is_member or (count := num_devices(task)) == 1:
         return None
-    return _attempts(task, voice, [_rank(task, number, count) for number in range(count)])
+    return _attempts(task, [_rank(task, number, count) for number in range(count)])
 
 
-def by_leader(task: Task, voice: Voice) -> Result | None:
+def by_leader(task: Task) -> Result | None:
     """What one process leads on several devices or on a cluster; None where this process is to do it itself."""
     if task.is_member or (num_devices(task) == 1 and not task.spec.config.get("cluster")):
         return None
-    return _attempts(task, voice, [_visible(task)])
+    return _attempts(task, [_visible(task)])
 
 
-def _attempts(task: Task, voice: Voice, members: Sequence[Environment]) -> Result:
+def _attempts(task: Task, members: Sequence[Environment]) -> Result:
     for left in reversed(range(RESTARTS + 1)):
         try:
-            return _Crew(task, voice, members).work()
+            return _Group(task, members).work()
         except _Died as death:
             if not left:
                 raise RankLost(
@@ -83,24 +139,24 @@ def _attempts(task: Task, voice: Voice, members: Sequence[Environment]) -> Resul
                     "look for what ended it, such as memory, then resume the job"
                 ) from death
             _log.warning("a process of the job died by %s; all start again from what is on disk", death)
-            voice.say("starting again")
+            task.say("starting again")
             if task.stop():
                 raise Stopped from death
     raise AssertionError("unreachable")
 
 
-# What members see
+# Environment of the members
 
 
 def _visible(task: Task) -> Environment:
     """The GPUs of the job alone; a job of the CPU sees none."""
-    if device_of(task) == "cpu":
+    if task.torch_device == "cpu":
         return {"CUDA_VISIBLE_DEVICES": ""}
     return {"CUDA_VISIBLE_DEVICES": ",".join(task.gpus), "CUDA_DEVICE_ORDER": "PCI_BUS_ID"} if task.gpus else {}
 
 
 def _rank(task: Task, number: int, count: int) -> Environment:
-    threads = {"OMP_NUM_THREADS": str(max(1, cores() // count))} if device_of(task) == "cpu" else {}
+    threads = {"OMP_NUM_THREADS": str(max(1, cores() // count))} if task.torch_device == "cpu" else {}
     place = {"RANK": number, "LOCAL_RANK": number, "WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count}
     return {**_visible(task), **threads, **{name: str(value) for name, value in place.items()}}
 
@@ -140,11 +196,11 @@ class _Member:
             yield json.loads(line)
 
 
-class _Crew:
+class _Group:
     """The members of one start."""
 
-    def __init__(self, task: Task, voice: Voice, environments: Sequence[Environment]) -> None:
-        self._task, self._voice, self._environments = task, voice, environments
+    def __init__(self, task: Task, environments: Sequence[Environment]) -> None:
+        self._task, self._environments = task, environments
 
     def work(self) -> Result:
         """Start them, listen until all have ended, and say what came of it."""
@@ -191,7 +247,7 @@ class _Crew:
             for member in members:
                 ears.register(member.voice, selectors.EVENT_READ, member)
             while any(member.process.poll() is None for member in members) or ears.get_map():
-                for key, _ in ears.select(LOOK_S):
+                for key, _ in ears.select(POLL_S):
                     self._hear(key.data, ears)
                 if self._task.stop() and not stop.closed:
                     stop.close()
@@ -206,7 +262,7 @@ class _Crew:
         number = voice.fileno()
         for word in member.read():
             if "progress" in word:
-                self._voice(_progress(word["progress"]))
+                self._task.report(_progress(word["progress"]))
             elif "log" in word:
                 _log.log(word["log"][0], "%s", word["log"][1])
             else:
@@ -229,9 +285,9 @@ def _asked(task: Task) -> Result:
     }
 
 
-def _progress(values: Result) -> Progress:
+def _progress(values: Result) -> JobProgress:
     flow = values.pop("flow", None)
-    return Progress(**values, flow=None if flow is None else Flow(**flow))
+    return JobProgress(**values, flow=None if flow is None else Flow(**flow))
 
 
 def _has_died(member: _Member) -> bool:
@@ -247,16 +303,16 @@ def _end(member: _Member) -> None:
 
 
 def _outcome(members: Sequence[_Member]) -> Result:
-    """The result; or the first reason there is none: an error of its own, a death, what others made of it."""
+    """The result, or the first reason there is none: an error of a member, a death, what others made of it."""
     wrong = [member.said["error"] for member in members if "error" in member.said]
-    for name, text in wrong:
-        if name != RankLost.__name__:
-            raise _error(name, text)
+    for error in wrong:
+        if error.get("type") != RankLost.__name__:
+            raise from_dict(error) if "code" in error else RuntimeError(error["message"])
     for member in members:
         if member.process.returncode and "error" not in member.said:
             raise _Died(_words(member))
     if wrong:
-        raise _Died(wrong[0][1])
+        raise _Died(wrong[0]["message"])
     said = members[0].said
     if "result" in said:
         return dict(said["result"])
@@ -269,13 +325,3 @@ def _words(member: _Member) -> str:
     code = member.process.returncode
     ended = signal.Signals(-code).name if code < 0 else f"exit code {code}"
     return f"{ended} (process {member.number})"
-
-
-def _error(name: str, text: str) -> Exception:
-    """One of our own by its name; what nobody foresaw stays that."""
-    kind = getattr(errors, name, None)
-    if isinstance(kind, type) and issubclass(kind, BrimError):
-        failure = kind.__new__(kind)  # some have more arguments than a text
-        Exception.__init__(failure, text)
-        return failure
-    return RuntimeError(text)

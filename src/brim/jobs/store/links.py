@@ -1,13 +1,21 @@
-"""What a job reads: checked when it is submitted, noted so that nobody deletes it meanwhile."""
+"""The datasets and runs that a job reads and writes.
 
+Inputs are checked when a job is submitted and noted, so that nobody deletes them meanwhile. The output is listed from
+the job's submission on and changes along with the job. Its id is chosen once, so every attempt writes to the same
+place. If a job stops before it wrote anything, the output's row is removed; it returns under the same id when the job
+is resumed.
+"""
+
+import time
 from collections.abc import Mapping
 from typing import Any
 
 import sqlalchemy as sa
 
 from brim.errors import Conflict, NotFound
-from brim.jobs.kinds.status import UNFINISHED
-from brim.jobs.store.rows import DatasetRow, is_id, row_of
+from brim.jobs.status import UNFINISHED
+from brim.jobs.store.engine import insert_for
+from brim.jobs.store.rows import DatasetRow, JobRow, Output, is_id, row_of
 from brim.jobs.store.tables import datasets, jobs, runs, uses
 
 _HOLDING = UNFINISHED | {"paused"}  # a paused job is meant to go on
@@ -82,3 +90,39 @@ def _check_run(connection: sa.Connection, id: str, reads_run: str | None) -> Non
         )
     if reads_run is not None and found.kind != reads_run:
         raise Conflict(f'{field}: the run "{found.name}" was made by {found.kind}, expected {reads_run}', field=field)
+
+
+# The output
+
+
+def begin_output(connection: sa.Connection, job: JobRow) -> None:
+    """List what the job makes as being written."""
+    if job.makes == "result":
+        return
+    values: dict[str, Any] = {"id": job.output_id, "name": job.name, "path": job.out}
+    values |= {"job_id": job.id, "created_at": time.time()}
+    if job.makes == "dataset":
+        table, state = datasets, "writing"
+        values |= {"kind": job.kind.partition(".")[0], "owned": True, "items": 0, "bytes": 0, "about": {}}
+    else:
+        table, state = runs, "training"
+        values |= {"kind": job.kind, "config": job.config, "summary": {}}
+    insert = insert_for(connection)(table).values(**values, state=state)
+    connection.execute(insert.on_conflict_do_update(index_elements=["id"], set_={"state": state, "job_id": job.id}))
+
+
+def end_output(connection: sa.Connection, job: JobRow, output: Output, *, complete: bool) -> None:
+    """List what the job has made as ready, or as partial; nothing is not listed."""
+    if job.makes == "result":
+        return
+    table = datasets if job.makes == "dataset" else runs
+    ours = table.c.id == job.output_id
+    if output.items == 0 and not complete:
+        connection.execute(sa.delete(table).where(ours))
+        return
+    values: dict[str, Any] = {"state": "ready" if complete else "partial"}
+    if job.makes == "dataset":
+        values |= {"items": output.items, "bytes": output.bytes, "about": dict(output.about)}
+    else:
+        values |= {"summary": dict(output.about)}
+    connection.execute(sa.update(table).where(ours).values(values))
