@@ -9,14 +9,15 @@ import sys
 from typing import Any
 
 from brim.cli import main
-from brim.engine import config as train_config
-from brim.engine.training import step
+from brim.engine.config import TrainConfig
+from brim.engine.training.step import Stepper
 
-_init = train_config.TrainConfig.__init__
-_step = step.Stepper.step
+_init = TrainConfig.__init__
+_step = Stepper.step
 
 
-def _logging_all(self: Any, **values: Any) -> None:
+def logging_all(self: Any, **values: Any) -> None:
+    """TrainConfig's constructor, with everything logged."""
     _init(self, **{"log_every": 1, "checkpoint_every_steps": 5, "tensorboard": False, **values})
 
 
@@ -26,12 +27,11 @@ def _dying(self: Any, batch: Any, number: int, *args: Any) -> Any:
     return _step(self, batch, number, *args)
 
 
-train_config.TrainConfig.__init__ = _logging_all  # type: ignore[method-assign]
-_is_first = os.environ.get("TORCHELASTIC_RESTART_COUNT") == "0"
-if _is_first and os.environ.get("BRIM_TEST_DEATH", "").startswith(f"{os.environ.get('RANK')}:"):
-    step.Stepper.step = _dying  # type: ignore[method-assign]
-
 if __name__ == "__main__":
+    TrainConfig.__init__ = logging_all  # type: ignore[method-assign]
+    is_first = os.environ.get("TORCHELASTIC_RESTART_COUNT") == "0"
+    if is_first and os.environ.get("BRIM_TEST_DEATH", "").startswith(f"{os.environ.get('RANK')}:"):
+        Stepper.step = _dying  # type: ignore[method-assign]
     code = main(sys.argv[1:])
     sys.stdout.flush()
     sys.stderr.flush()

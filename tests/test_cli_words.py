@@ -1,18 +1,21 @@
-"""Help, completion and what the command line says to a word it does not know."""
+"""Options made from settings, help, completion, and what the command line says to a word it does not know."""
 
+import contextlib
 import os
 import subprocess
 import sys
 from collections.abc import Iterator
-from typing import Any
+from dataclasses import dataclass, fields
+from typing import Annotated, Any, Literal
 
 import pytest
 import typer
+from typer.testing import CliRunner
 
 from brim.cli import app, main
-from brim.cli.segment import NETWORKS
-from brim.cli.words import nearest
-from brim.segmentation.networks.registry import model_names
+from brim.cli.options import from_settings, needing_service
+from brim.config import Doc, Range, Unit
+from brim.errors import ConfigError
 
 
 def commands(group: Any, path: str = "brim") -> Iterator[tuple[str, Any]]:
@@ -62,11 +65,11 @@ def test_an_example_names_commands_and_options_that_exist(path):
         ("rf generate --sampels 3", "no such option '--sampels'; did you mean '--samples'?"),
         ("serve --prot 9", "no such option '--prot'; did you mean '--port'?"),
         ("doctor --zzzz", "no such option '--zzzz'\n"),
-        ("rf generate --out d --preset qualty", "choose one of production, quality; did you mean quality?"),
-        ("rf generate --out d --waveform NBFM", "did you mean nbfm?"),
+        ("rf generate --out d --preset qualty", "did you mean quality?"),
+        ("rf generate --out d --waveform nbmf", "--waveform="),
         ("rf train d --out r --tier vrma", "did you mean vram?"),
         ("rf export d --out e --format parqet", "did you mean parquet?"),
-        ("segment train --images i --masks m --out r --model hrnt", "--model hrnt is unknown; choose one of hrnet"),
+        ("segment train --images i --masks m --out r --model hrnt", '--model="hrnt"'),
         ("segment predict i --weights w --out o --model unet_tny", "did you mean unet_tiny?"),
         ("segment predict i --weights w --out o --model hrnet --format geojsn", "did you mean geojson?"),
         ("segment predict i --weights w --out o --model hrnet --precision fp61", "did you mean fp16?"),
@@ -88,30 +91,17 @@ def test_a_word_that_does_not_exist_gets_the_nearest_that_does(argv, said, capsy
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_word_like_none_has_no_nearest():
-    assert nearest("xyzzy", ["generate", "train"]) is None
-    assert nearest("", []) is None
-    assert nearest("GENERATE", ["generate", "train"]) == "generate"
-
-
 # Completion
 
 
-def complete(*words: str) -> list[str]:
-    """What bash is offered for the last word."""
-    asked = {"_BRIM_COMPLETE": "complete_bash", "COMP_WORDS": " ".join(words), "COMP_CWORD": str(len(words) - 1)}
-    done = subprocess.run(
-        [sys.executable, "-m", "brim"], env={**os.environ, **asked}, capture_output=True, text=True, check=True
-    )
-    return done.stdout.split()
-
-
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
-def test_a_script_for_the_shell_is_printed(shell):
-    done = subprocess.run([sys.executable, "-m", "brim", "--show-completion", shell], capture_output=True, text=True)
+def test_a_script_for_the_shell_is_printed(shell, capsys):
+    with contextlib.suppress(SystemExit):
+        main(["--show-completion", shell])
 
-    assert (done.returncode, done.stderr) == (0, "")
-    assert "_BRIM_COMPLETE" in done.stdout
+    captured = capsys.readouterr()
+    assert "_BRIM_COMPLETE" in captured.out
+    assert captured.err == ""
 
 
 @pytest.mark.parametrize(
@@ -120,12 +110,20 @@ def test_a_script_for_the_shell_is_printed(shell):
         (["brim", "se"], {"segment", "sequence", "serve"}),
         (["brim", "rf", "ge"], {"generate"}),
         (["brim", "rf", "generate", "--min"], {"--min-snr-db", "--min-receivers"}),
+        (["brim", "rf", "generate", "--waveform", "n"], {"nbfm"}),
         (["brim", "rf", "train", "--tier", "v"], {"vram"}),
         (["brim", "segment", "predict", "--model", "resunet_"], {"resunet_small", "resunet_advanced"}),
     ],
 )
-def test_the_shell_completes_commands_options_and_choices(words, offered):
-    assert set(complete(*words)) == offered
+def test_the_shell_completes_commands_options_and_choices(words, offered, monkeypatch, capsys):
+    monkeypatch.setenv("_BRIM_COMPLETE", "complete_bash")
+    monkeypatch.setenv("COMP_WORDS", " ".join(words))
+    monkeypatch.setenv("COMP_CWORD", str(len(words) - 1))
+
+    with pytest.raises(SystemExit):
+        main([])
+
+    assert set(capsys.readouterr().out.split()) == offered
 
 
 def test_the_script_loads_in_bash_and_completes(tmp_path):
@@ -144,9 +142,80 @@ def test_the_script_loads_in_bash_and_completes(tmp_path):
     assert (done.stdout.split(), done.stderr) == (["ablate"], "")
 
 
-def test_the_networks_offered_are_those_built_in():
-    built_in = {
-        name for name in model_names() if name.startswith(("hrnet", "resunet", "unet"))
-    }  # tests register others
+# Options made from settings
 
-    assert set(NETWORKS) == built_in
+
+@dataclass(frozen=True, kw_only=True)
+class Radio:
+    power_dbm: Annotated[float, Range(0, 50), Unit("dBm"), Doc("Transmit power.")] = 40.0
+    epochs: Annotated[int | None, Range(1), Doc("Passes over the data.")] = None
+    mode: Annotated[Literal["am", "fm"], Doc("Modulation.")] = "fm"
+    networks: Annotated[tuple[str, ...], Doc("Networks.")] = ("a", "b")
+    use_random_receivers: Annotated[bool, Doc("Random receivers.")] = False
+    seed: Annotated[int, Range(0, 2**63), Doc("Seed.")] = 0
+
+
+def radio_command(**options: Any) -> tuple[typer.Typer, list[dict[str, Any]]]:
+    """A command whose options are the settings of Radio, and what it is called with."""
+    app, calls = typer.Typer(), []
+
+    @app.command()
+    @from_settings(Radio, *(field.name for field in fields(Radio)), **options)
+    def command(*, out: str, settings: dict[str, Any], loud: bool = False) -> None:
+        calls.append({"out": out, "loud": loud, **settings})
+
+    return app, calls
+
+
+def test_settings_become_options_with_their_defaults():
+    app, calls = radio_command()
+
+    assert CliRunner().invoke(app, ["x", "--power-dbm", "3", "--networks", "c,d", "--random-receivers"]).exit_code == 0
+
+    assert calls == [
+        {
+            "out": "x",
+            "loud": False,
+            "power_dbm": 3.0,
+            "epochs": None,
+            "mode": "fm",
+            "networks": ("c", "d"),
+            "use_random_receivers": True,
+            "seed": 0,
+        }
+    ]
+
+
+def test_only_given_options_are_passed_on_where_something_lies_underneath():
+    app, calls = radio_command(only_given=True)
+
+    assert CliRunner().invoke(app, ["x", "--power-dbm", "0", "--seed", "0"]).exit_code == 0
+
+    assert calls == [{"out": "x", "loud": False, "power_dbm": 0.0, "seed": 0}]
+
+
+def test_the_help_of_a_setting_has_its_sentence_range_unit_choices_and_default(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    for options in ({}, {"only_given": True}):
+        text = CliRunner().invoke(radio_command(**options)[0], ["--help"]).output
+
+        assert "Transmit power; between 0 and 50 dBm." in text
+        assert "Modulation; one of am, fm." in text
+        assert "40.0" in text
+
+
+def test_a_setting_may_be_required_although_it_has_a_default():
+    assert CliRunner().invoke(radio_command(required=("mode",))[0], ["x"]).exit_code == 2
+
+
+# Extras that are not installed
+
+
+def test_a_missing_extra_is_named_with_its_install():
+    with pytest.raises(ConfigError, match=r"nowhere is not installed.*brim\[service\]"), needing_service("this"):
+        import nowhere  # noqa: F401
+
+
+def test_a_module_of_our_own_that_is_missing_is_our_own_mistake():
+    with pytest.raises(ModuleNotFoundError, match="brim"), needing_service("this"):
+        import brim.nowhere  # noqa: F401

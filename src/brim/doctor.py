@@ -1,13 +1,13 @@
-"""What is here and what brim will make of it: versions, devices, memory, disk, and problems with their fixes.
+"""What `brim doctor` reports: versions, devices, memory, disk, what brim will use, and problems with their fixes.
 
-Never fails: what cannot be read is absent, and said.
+It never fails: what cannot be read is left out, and the report says so.
 """
 
 import importlib.metadata
 import os
 import platform
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +20,7 @@ PACKAGES = (
     *("torch", "triton", "numpy", "safetensors", "nvidia-ml-py", "pyarrow", "h5py", "matplotlib", "onnx"),
     *("dbos", "fastapi", "nicegui", "ray", "fsspec", "s3fs"),
 )
-OPTIONAL = {  # what is off without them → the extra that brings them, and the packages
+OPTIONAL = {  # feature → the extra it needs, and the packages of that extra
     "parquet export": ("export", ("pyarrow",)),
     "hdf5 export": ("export", ("h5py",)),
     "drawing with --plot": ("plot", ("matplotlib",)),
@@ -30,13 +30,13 @@ OPTIONAL = {  # what is off without them → the extra that brings them, and the
 }
 LOW_DISK_BYTES = 2 * 1024**3
 LOW_MEMORY_BYTES = 1024**3
-LOW_SHARED_BYTES = 256 * 1024**2  # containers have 64 MiB unless told otherwise
-SHARED = Path("/dev/shm")  # what processes that read a folder of sequences pass batches through
-NVIDIA = Path("/proc/driver/nvidia/version")  # there as soon as the kernel has the driver
+LOW_SHARED_BYTES = 256 * 1024**2  # containers have 64 MiB by default
+SHARED = Path("/dev/shm")  # processes that read a folder of sequences pass batches through it
+NVIDIA = Path("/proc/driver/nvidia/version")  # exists once the kernel has loaded the driver
 
 
 def collect(cluster: str | None = None) -> dict[str, Any]:
-    """Everything `brim doctor` knows, as JSON-able values; cluster is the address of one to look at too."""
+    """The whole report as JSON-able values; cluster is the address of a Ray cluster to check too."""
     cuda = _cuda()
     facts: dict[str, Any] = {
         "brim": __version__,
@@ -59,12 +59,12 @@ def collect(cluster: str | None = None) -> dict[str, Any]:
 
 
 def num_gpus() -> int:
-    """NVIDIA GPUs here, found without importing torch."""
+    """The number of NVIDIA GPUs, without importing torch."""
     return int(_attempt(_nvml).get("num_devices", 0))
 
 
 def render(facts: dict[str, Any]) -> "Table":
-    """The facts as a table for a terminal."""
+    """The report as a table for a terminal."""
     from rich.table import Table
     from rich.text import Text
 
@@ -72,8 +72,7 @@ def render(facts: dict[str, Any]) -> "Table":
     for name, value in _rows(facts):
         table.add_row(Text(name, style="bold"), Text(value))
     for problem in facts["problems"]:
-        text = f"{problem['problem']}; {problem['fix']}"
-        table.add_row(Text("problem", style="bold red"), Text(text))
+        table.add_row(Text("problem", style="bold red"), Text(f"{problem['problem']}; {problem['fix']}"))
     if not facts["problems"]:
         table.add_row(Text("problems", style="bold"), Text("none"))
     return table
@@ -81,21 +80,23 @@ def render(facts: dict[str, Any]) -> "Table":
 
 def _rows(facts: dict[str, Any]) -> list[tuple[str, str]]:
     cpu, disk, uses = facts["cpu"], facts["disk"], facts["uses"]
-    versions = ", ".join(f"{name} {version or 'absent'}" for name, version in facts["packages"].items())
     rows = [
         ("brim", f"{facts['brim']}, Python {facts['python']}, {facts['system']}"),
-        ("packages", versions),
-        ("CPU", f"{cpu.get('name', 'unknown')}, {cpu.get('cores', '?')} cores to use"),
+        ("packages", _versions(facts["packages"])),
+        ("CPU", f"{cpu.get('name', 'unknown')}, {cpu.get('cores', '?')} usable cores"),
         ("memory", _free_of(cpu)),
     ]
     for gpu in facts["cuda"]["devices"]:
-        capability = f"compute capability {gpu['compute_capability']}"
-        rows.append((gpu["device"], f"{gpu['name']}, {_free_of(gpu)}, {capability}"))
+        text = f"{gpu['name']}, {_free_of(gpu)}, compute capability {gpu['compute_capability']}"
+        rows.append((gpu["device"], text))
     if not facts["cuda"]["devices"]:
         rows.append(("GPU", facts["cuda"]["reason"]))
     nvml = facts["nvml"]
     rows += [
-        ("NVML", f"works, driver {nvml['driver']}" if nvml["works"] else "not here: no power or utilisation figures"),
+        (
+            "NVML",
+            f"works, driver {nvml['driver']}" if nvml["works"] else "not available: no power or utilisation figures",
+        ),
         ("Triton", facts["triton"]["reason"]),
         ("disk", f"{_free_of(disk)} in {disk.get('path', '.')}"),
         ("shared memory", f"{_free_of(facts['shared_memory'])} in {SHARED}"),
@@ -105,26 +106,32 @@ def _rows(facts: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def _cluster_rows(cluster: dict[str, Any]) -> list[tuple[str, str]]:
-    """Nodes, then ports: who may connect, and whether they take requests without a token."""
+    """Nodes, then ports: who can connect, and whether they accept requests without a token."""
     rows = []
     for node in cluster["nodes"]:
-        versions = ", ".join(f"{name} {version or 'absent'}" for name, version in node["versions"].items())
-        devices = f"{node['gpus']:g} GPUs, {node['cpus']:g} CPUs"
-        rows.append(("node", f"{node['host']}: {devices}, {_gib(node['free_bytes'])} of memory free, {versions}"))
+        devices = f"{node['gpus']:g} GPUs, {node['cpus']:g} CPUs, {_gib(node['free_bytes'])} of memory free"
+        rows.append(("node", f"{node['host']}: {devices}, {_versions(node['versions'])}"))
     rows += [("port", f"{one['program']} {one['port']}, reached from: {one['reach']}") for one in cluster["ports"]]
-    words = {"refuses": "refuses", "open": "TAKES", "no answer": "does not answer", "unknown": "could not be asked for"}
+    verbs = {
+        "refuses": "rejects",
+        "open": "ACCEPTS",
+        "no answer": "does not answer",
+        "unknown": "cannot be tested with",
+    }
     for one in cluster["without_token"]:
-        where = f"{one['program']} at {one['host']} {one['port']}"
-        rows.append(("token", f"{where} {words[one['answer']]} requests without one"))
+        text = f"{one['program']} at {one['host']} {one['port']} {verbs[one['answer']]} requests without one"
+        rows.append(("token", text))
     return rows or [("cluster", "none found")]
 
 
+def _versions(packages: dict[str, str | None]) -> str:
+    return ", ".join(f"{name} {version or 'absent'}" for name, version in packages.items())
+
+
 def _free_of(facts: dict[str, Any]) -> str:
-    """Free and total memory of something in words."""
     if "free_bytes" not in facts:
         return "unknown"
-    free, total = (_gib(facts[key]) for key in ("free_bytes", "total_bytes"))
-    return f"{free} free of {total}"
+    return f"{_gib(facts['free_bytes'])} free of {_gib(facts['total_bytes'])}"
 
 
 def _gib(size_bytes: int) -> str:
@@ -137,7 +144,7 @@ def _gib(size_bytes: int) -> str:
 def _attempt(read: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     try:
         return read()
-    except Exception:  # broad on purpose: a doctor that falls ill helps nobody
+    except Exception:  # broad on purpose: a report without this part is better than none
         return {}
 
 
@@ -158,7 +165,7 @@ def _cpu() -> dict[str, Any]:
 
 
 def _cuda() -> dict[str, Any]:
-    """The CUDA devices torch can use, or why there is none."""
+    """The CUDA devices torch can use, or why there are none."""
     none: dict[str, Any] = {"version": None, "devices": []}
     try:
         import torch
@@ -194,7 +201,7 @@ def _nvml() -> dict[str, Any]:
 
 
 def _triton(has_gpu: bool) -> dict[str, Any]:
-    """Whether a Triton kernel compiles and runs here; only a GPU needs it."""
+    """Whether a Triton kernel compiles and runs; only a GPU needs it."""
     if not has_gpu:
         return {"works": False, "reason": "not needed without a GPU"}
     try:
@@ -211,8 +218,8 @@ def _run_kernel() -> None:
 
     @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
     def double(values, size: tl.constexpr) -> None:  # type: ignore[no-untyped-def]
-        at = values + tl.arange(0, size)
-        tl.store(at, 2 * tl.load(at))
+        addresses = values + tl.arange(0, size)
+        tl.store(addresses, 2 * tl.load(addresses))
 
     values = torch.ones(16, device=torch.device("cuda", 0))
     double[(1,)](values, 16)
@@ -249,10 +256,10 @@ def _cluster(address: str) -> dict[str, Any]:
         from brim.cluster.survey import survey
 
         return survey(address)
-    except ConfigError:  # no address at all: for whoever typed it
+    except ConfigError:  # not an address: the user's mistake
         raise
     except Exception as failure:
-        problem = {"problem": f"the cluster cannot be looked at: {_first_line(failure)}", "fix": "look at: ray status"}
+        problem = {"problem": f"the cluster cannot be checked: {_first_line(failure)}", "fix": "see: ray status"}
         return {**none, "problems": [problem]}
 
 
@@ -260,66 +267,50 @@ def _first_line(failure: BaseException) -> str:
     return (str(failure).strip() or type(failure).__name__).splitlines()[0]
 
 
-# Judging
+# Problems and their fixes
+
+_TORCH_PAGE = "https://pytorch.org/get-started"
 
 
 def _problems(facts: dict[str, Any]) -> list[dict[str, str]]:
-    found = [*_torch_problems(facts), *_room_problems(facts), *_missing(facts["packages"])]
-    return [{"problem": problem, "fix": fix} for problem, fix in found]
+    pairs = [*_device_problems(facts), *_space_problems(facts), *_missing(facts["packages"])]
+    return [{"problem": problem, "fix": fix} for problem, fix in pairs]
 
 
-def _missing(packages: dict[str, str | None]) -> list[tuple[str, str]]:
-    """What is off for want of a package; each line is whole by itself, and names the command that helps."""
-    found = []
-    for what, (extra, needed) in OPTIONAL.items():
+def _device_problems(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    cuda, nvml, hidden = facts["cuda"], facts["nvml"], os.environ.get("CUDA_VISIBLE_DEVICES")
+    if not facts["uses"]:
+        yield cuda["reason"], f"install it again: {_TORCH_PAGE}"
+    elif not cuda["devices"] and nvml.get("num_devices"):
+        if cuda["version"] is None:
+            yield "there is a GPU, but PyTorch is built without CUDA", f"install a CUDA build: {_TORCH_PAGE}"
+        elif hidden is not None:
+            yield f'CUDA_VISIBLE_DEVICES="{hidden}" hides every GPU', "unset it to use them"
+        else:
+            fix = f"driver {nvml['driver']} may be older than CUDA {cuda['version']} needs: update the driver"
+            yield f"there is a GPU, but PyTorch cannot use it ({cuda['reason']})", fix
+    if not nvml.get("works") and NVIDIA.is_file():
+        fix = "nvidia-smi must list it: update or reinstall the driver, or restart; a container needs --gpus all"
+        yield "the NVIDIA driver is loaded, but does not answer", fix
+    if cuda["devices"] and not facts["triton"]["works"]:
+        yield f"Triton {facts['triton']['reason']}", "install it and a C compiler: pip install triton"
+
+
+def _space_problems(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    disk, memory, shared = (facts[name].get("free_bytes") for name in ("disk", "cpu", "shared_memory"))
+    if disk is not None and disk < LOW_DISK_BYTES:
+        fix = "free some, or give --out, and --data of brim serve, on another disk"
+        yield f"only {_gib(disk)} of disk is free here", fix
+    if memory is not None and memory < LOW_MEMORY_BYTES:
+        yield f"only {_gib(memory)} of memory is free", "close other programs or give --memory"
+    if shared is not None and shared < LOW_SHARED_BYTES:
+        fix = "remount it with size=2G, give a container --shm-size=2g, or --num-workers 0 to brim sequence train"
+        yield f"only {shared / 1024**2:.0f} MiB of shared memory is free in {SHARED}", fix
+
+
+def _missing(packages: dict[str, str | None]) -> Iterator[tuple[str, str]]:
+    for feature, (extra, needed) in OPTIONAL.items():
         absent = [name for name in needed if packages[name] is None]
         if absent:
             verb = "is" if len(absent) == 1 else "are"
-            found.append((f"{', '.join(absent)} {verb} absent, so {what} is off", f'pip install "brim[{extra}]"'))
-    return found
-
-
-def _torch_problems(facts: dict[str, Any]) -> list[tuple[str, str]]:
-    cuda, nvml = facts["cuda"], facts["nvml"]
-    found = []
-    if not facts["uses"]:
-        found.append((cuda["reason"], "install it again: https://pytorch.org/get-started"))
-    elif not cuda["devices"] and nvml.get("num_devices"):
-        if cuda["version"] is None:
-            found.append(
-                (
-                    "a GPU is here, but PyTorch is built without CUDA",
-                    "install a CUDA build: https://pytorch.org/get-started",
-                )
-            )
-        elif os.environ.get("CUDA_VISIBLE_DEVICES") is not None:
-            value = os.environ["CUDA_VISIBLE_DEVICES"]
-            found.append((f'CUDA_VISIBLE_DEVICES="{value}" hides every GPU', "unset it to use them"))
-        else:
-            step = f"driver {nvml['driver']} may be older than CUDA {cuda['version']} needs: update the driver"
-            found.append((f"a GPU is here, but PyTorch cannot use it ({cuda['reason']})", step))
-    if not nvml.get("works") and NVIDIA.is_file():
-        step = "nvidia-smi must list it: update or reinstall the driver, or restart; a container needs --gpus all"
-        found.append(("the NVIDIA driver is here, but does not answer", step))
-    if cuda["devices"] and not facts["triton"]["works"]:
-        found.append((f"Triton {facts['triton']['reason']}", "install it and a C compiler: pip install triton"))
-    return found
-
-
-def _room_problems(facts: dict[str, Any]) -> list[tuple[str, str]]:
-    found = []
-    if facts["disk"] and facts["disk"]["free_bytes"] < LOW_DISK_BYTES:
-        found.append(
-            (
-                f"only {_gib(facts['disk']['free_bytes'])} of disk is free here",
-                "free some, or give --out, and --data of brim serve, on another disk",
-            )
-        )
-    if facts["cpu"] and facts["cpu"]["free_bytes"] < LOW_MEMORY_BYTES:
-        found.append((f"only {_gib(facts['cpu']['free_bytes'])} of memory is free", "close something or give --memory"))
-    shared = facts["shared_memory"]
-    if shared and shared["free_bytes"] < LOW_SHARED_BYTES:
-        step = "remount it with size=2G, give a container --shm-size=2g, or --num-workers 0 to brim sequence train"
-        free = f"{shared['free_bytes'] / 1024**2:.0f} MiB"
-        found.append((f"only {free} of shared memory is free in {SHARED}", step))
-    return found
+            yield f"{', '.join(absent)} {verb} absent, so {feature} is off", f'pip install "brim[{extra}]"'

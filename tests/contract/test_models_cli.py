@@ -57,18 +57,8 @@ def sequence_run(tmp_path_factory) -> Path:
         for number in range(8):
             np.save(folder / "npy" / label / f"{number}.npy", rng.normal(size=(6, 4)).astype(np.float32))
     assert main(["sequence", "pack", str(folder / "npy"), "--out", str(folder / "corpus"), "--json"]) == 0
-    options = [
-        "--out",
-        str(folder / "run"),
-        "--mode",
-        "supervised",
-        "--classifier-epochs",
-        "1",
-        "--device",
-        "cpu",
-        "--json",
-    ]
-    assert main(["sequence", "train", str(folder / "corpus"), *options]) == 0
+    options = ["--mode", "supervised", "--classifier-epochs", "1", "--device", "cpu", "--json"]
+    assert main(["sequence", "train", str(folder / "corpus"), "--out", str(folder / "run"), *options]) == 0
     return folder / "run"
 
 
@@ -119,7 +109,7 @@ def test_a_run_says_itself_what_it_is_of(brim, sequence_run, capsys, tmp_path):
     assert (json.loads(out)["kind"], json.loads(out)["network"]) == ("locate", "locator")
 
     code, _, err = brim("add", "steps", sequence_run, "--network", "hrnet")
-    assert (code, "says what it is of: omit it" in err) == (2, True)
+    assert (code, str(sequence_run) in err) == (2, True)
 
 
 def test_the_service_s_own_catalogue_has_it(brim, segment_run, tmp_path):
@@ -132,16 +122,16 @@ def test_the_service_s_own_catalogue_has_it(brim, segment_run, tmp_path):
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
-        (["add", "a b", "{run}"], "must be 1 to 100 letters, digits"),
-        (["add", "../x", "{run}"], "must be 1 to 100 letters, digits"),
-        (["add", "n", "{tmp}/nowhere"], "does not exist; give the directory of a run or a file of weights"),
-        (["add", "n", "{tmp}"], "holds none of weights.safetensors"),
-        (["add", "n", "{weights}"], "does not say what network it is of; add --network, one of hrnet, resunet_small"),
-        (["add", "n", "{weights}", "--network", "unet"], "--network unet is unknown; choose one of hrnet"),
-        (["add", "n", "{weights}", "--network", "hrnet"], "is not of this network"),
-        (["add", "n", "{run}", "--network", "hrnet"], "is a run of unet_tiny; omit --network"),
-        (["add", "n", "{run}", "--database", "mysql://x/y"], "--database must be like postgresql://"),
-        (["list"], "holds no catalogue; give --data as to brim serve, or add a model first"),
+        (["add", "a b", "{run}"], "NAME"),
+        (["add", "../x", "{run}"], "NAME"),
+        (["add", "n", "{tmp}/nowhere"], "nowhere"),
+        (["add", "n", "{tmp}"], "weights.safetensors"),
+        (["add", "n", "{weights}"], "--network"),
+        (["add", "n", "{weights}", "--network", "unet"], "unet"),
+        (["add", "n", "{weights}", "--network", "hrnet"], "tiny.safetensors"),
+        (["add", "n", "{run}", "--network", "hrnet"], "unet_tiny"),
+        (["add", "n", "{run}", "--database", "mysql://x/y"], "--database"),
+        (["list"], "--data"),
         (["remove", "x"], "holds no catalogue"),
     ],
 )
@@ -184,7 +174,7 @@ def test_removing_what_is_not_there_is_said(brim, segment_run):
 
     code, _, err = brim("remove", "cell")
 
-    assert (code, 'cell is not the name of a model; "brim models list" shows' in err) == (2, True)
+    assert (code, "brim models list" in err) == (2, True)
 
 
 def test_listing_and_removing_need_no_torch(brim, segment_run, tmp_path):

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from cli_commands import answer, refused
 
 from brim.cli import main
 from brim.engine.storage.dataset import Dataset
@@ -36,30 +37,11 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def answer(capsys: pytest.CaptureFixture[str], *argv: str | Path) -> dict:
-    """The JSON of a command that must succeed, the only thing on its standard output."""
-    capsys.readouterr()
-    assert main([*map(str, argv), "--json"]) == 0
-    out = capsys.readouterr().out
-    assert out.count("\n") == 1
-    return json.loads(out)
-
-
-def refused(capsys: pytest.CaptureFixture[str], *argv: str | Path) -> str:
-    """The message of a command that must fail with 2 and say one thing."""
-    capsys.readouterr()
-    assert main([*map(str, argv)]) == 2
-    captured = capsys.readouterr()
-    assert captured.out == ""
-    assert captured.err.startswith("error: ")
-    return captured.err
-
-
 # Results
 
 
-def test_train_prints_the_keys_of_the_contract(made, tmp_path, capsys):
-    report = answer(capsys, "rf", "train", made / "data", "--out", tmp_path / "run", *OPTIONS, "--tier", "vram")
+def test_train_prints_the_keys_of_the_contract(made, tmp_path):
+    report = answer("rf", "train", made / "data", "--out", tmp_path / "run", *OPTIONS, "--tier", "vram")
 
     assert set(report) == TRAIN_KEYS
     assert (report["run"], report["epochs"], report["tier"]) == (str(tmp_path / "run"), 2, "vram")
@@ -75,10 +57,10 @@ def test_train_says_where_the_data_is_and_how_fast_it_was(made, tmp_path, capsys
     assert "of the ceiling" in captured.out.splitlines()[-1]
 
 
-def test_evaluate_prints_the_keys_of_the_contract_and_writes_a_page(made, tmp_path, capsys):
+def test_evaluate_prints_the_keys_of_the_contract_and_writes_a_page(made, tmp_path):
     page = tmp_path / "evaluation.html"
 
-    found = answer(capsys, "rf", "evaluate", made / "run", made / "held", "--report", page, "--device", "cpu")
+    found = answer("rf", "evaluate", made / "run", made / "held", "--report", page, "--device", "cpu")
 
     assert set(found) == EVALUATE_KEYS
     assert set(found["coverage"]) == {"50", "90", "95"}
@@ -104,11 +86,11 @@ def observed(path: Path) -> dict:
     return {"id": "first", "reference": str(int(rows["reference"][0])), "stations": stations}
 
 
-def test_locate_prints_geojson_near_the_transmitter(made, tmp_path, capsys):
+def test_locate_prints_geojson_near_the_transmitter(made, tmp_path):
     file = tmp_path / "observations.json"
     file.write_text(json.dumps({"observations": [observed(made / "held")]}))
 
-    found = answer(capsys, "rf", "locate", made / "run", file)
+    found = answer("rf", "locate", made / "run", file)
 
     lat, lon, _ = Dataset(made / "held").load(["transmitter"])["transmitter"][0].tolist()
     assert found["type"] == "FeatureCollection"
@@ -116,11 +98,11 @@ def test_locate_prints_geojson_near_the_transmitter(made, tmp_path, capsys):
     assert found["features"][0]["geometry"]["coordinates"] == pytest.approx([lon, lat], abs=0.1)
 
 
-def test_export_onnx_writes_a_checked_file(made, tmp_path, capsys):
+def test_export_onnx_writes_a_checked_file(made, tmp_path):
     pytest.importorskip("onnxruntime")
     pytest.importorskip("onnxscript")
 
-    written = answer(capsys, "rf", "export-onnx", made / "run", "--out", tmp_path / "locator.onnx")
+    written = answer("rf", "export-onnx", made / "run", "--out", tmp_path / "locator.onnx")
 
     assert written["file"] == str(tmp_path / "locator.onnx")
     assert written["max_difference"] < 1e-3
@@ -131,7 +113,7 @@ def test_export_onnx_writes_a_checked_file(made, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT])
-def test_a_signal_ends_at_a_batch_and_leaves_a_run_that_resumes(made, tmp_path, capsys, number):
+def test_a_signal_ends_at_a_batch_and_leaves_a_run_that_resumes(made, tmp_path, number):
     options = [str(made / "data"), "--out", str(tmp_path / "run"), "--batch-size", "16", "--device", "cpu", "--json"]
     argv = [sys.executable, "-m", "brim", "rf", "train", *options, "--epochs", "100000"]
     process = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
@@ -146,7 +128,7 @@ def test_a_signal_ends_at_a_batch_and_leaves_a_run_that_resumes(made, tmp_path, 
     assert "Traceback" not in stderr
     assert "--resume" in stderr.splitlines()[-1]
     assert set(json.loads(stdout)) == TRAIN_KEYS
-    resumed = answer(capsys, "rf", "train", *options[:-1], "--epochs", "1", "--resume")
+    resumed = answer("rf", "train", *options[:-1], "--epochs", "1", "--resume")
     assert resumed["epochs"] >= 1
 
 
@@ -154,61 +136,61 @@ def test_a_signal_ends_at_a_batch_and_leaves_a_run_that_resumes(made, tmp_path, 
 
 
 @pytest.mark.parametrize(
-    ("flags", "words"),
+    ("flags", "word"),
     [
-        ("--tier disk", ["disk", "vram", "window"]),
-        ("--precision fp8", ["fp8", "bf16"]),
-        ("--epochs 0", ["--epochs 0"]),
-        ("--batch-size -1", ["--batch-size -1"]),
-        ("--learning-rate 0", ["learning_rate=0"]),
-        ("--learning-rate fast", ["fast"]),
-        ("--seed -1", ["seed=-1"]),
-        ("--device gpu", ["gpu", "cuda"]),
+        ("--tier disk", "--tier="),
+        ("--precision fp8", "--precision="),
+        ("--epochs 0", "--epochs=0"),
+        ("--batch-size -1", "--batch-size=-1"),
+        ("--learning-rate 0", "--learning-rate=0"),
+        ("--learning-rate fast", "--learning-rate"),
+        ("--seed -1", "--seed=-1"),
+        ("--device gpu", "gpu"),
     ],
 )
-def test_a_bad_option_is_named_and_nothing_is_written(made, tmp_path, capsys, flags, words):
-    message = refused(capsys, "rf", "train", made / "data", "--out", tmp_path / "run", *flags.split())
+def test_a_bad_option_is_named_and_nothing_is_written(made, tmp_path, flags, word):
+    message = refused("rf", "train", made / "data", "--out", tmp_path / "run", *flags.split())
 
-    assert [word for word in words if word not in message] == []
+    assert word in message
     assert list(tmp_path.iterdir()) == []
 
 
-def test_an_occupied_run_is_left_alone_without_resume(made, capsys):
-    assert "--resume" in refused(capsys, "rf", "train", made / "data", "--out", made / "run", *OPTIONS)
+def test_an_occupied_run_is_left_alone_without_resume(made):
+    assert "--resume" in refused("rf", "train", made / "data", "--out", made / "run", *OPTIONS)
 
 
-def test_datasets_whose_features_differ_are_refused(made, tmp_path, capsys):
+def test_datasets_whose_features_differ_are_refused(made, tmp_path):
     other = Path(shutil.copytree(made / "data", tmp_path / "other"))
     manifest = json.loads((other / "manifest.json").read_text())
     manifest["features"][0]["name"] = "loudness"
     (other / "manifest.json").write_text(json.dumps(manifest))
 
-    message = refused(capsys, "rf", "train", made / "data", other, "--out", tmp_path / "run", *OPTIONS)
-    alone = refused(capsys, "rf", "train", other, "--out", tmp_path / "run", *OPTIONS)
+    message = refused("rf", "train", made / "data", other, "--out", tmp_path / "run", *OPTIONS)
+    alone = refused("rf", "train", other, "--out", tmp_path / "run", *OPTIONS)
 
     assert "loudness" in message
     assert "loudness" in alone
     assert not (tmp_path / "run").exists()
 
 
-def test_a_missing_dataset_is_named(made, tmp_path, capsys):
-    assert "nowhere" in refused(capsys, "rf", "train", tmp_path / "nowhere", "--out", tmp_path / "run")
-    assert "nowhere" in refused(capsys, "rf", "evaluate", made / "run", tmp_path / "nowhere")
+def test_a_missing_dataset_is_named(made, tmp_path):
+    assert "nowhere" in refused("rf", "train", tmp_path / "nowhere", "--out", tmp_path / "run")
+    assert "nowhere" in refused("rf", "evaluate", made / "run", tmp_path / "nowhere")
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("command", ["evaluate", "locate", "export-onnx"])
-def test_a_run_that_is_missing_damaged_or_foreign_is_named(made, tmp_path, capsys, command):
+def test_a_run_that_is_missing_damaged_or_foreign_is_named(made, tmp_path, command):
     more = {"evaluate": [made / "held"], "locate": [tmp_path / "o.json"], "export-onnx": ["--out", tmp_path / "m"]}
     run = Path(shutil.copytree(made / "run", tmp_path / "run"))
 
-    assert "nothing" in refused(capsys, "rf", command, tmp_path / "nothing", *more[command])
+    assert "nothing" in refused("rf", command, tmp_path / "nothing", *more[command])
     weights = run / "train/best/model.safetensors"
     weights.write_bytes(b"0" + weights.read_bytes()[1:])
-    assert "checksum" in refused(capsys, "rf", command, run, *more[command])
+    assert "checksum" in refused("rf", command, run, *more[command])
     about = json.loads((run / "run.json").read_text())
     (run / "run.json").write_text(json.dumps(about | {"kind": "segmentation"}))
-    assert "another model" in refused(capsys, "rf", command, run, *more[command])
+    assert "another model" in refused("rf", command, run, *more[command])
     assert sorted(path.name for path in tmp_path.iterdir()) == ["run"]
 
 
@@ -228,33 +210,17 @@ def without(one: dict, key: str) -> dict:
         (lambda one: [], ["no observations"]),
     ],
 )
-def test_observations_that_lack_something_say_what(made, tmp_path, capsys, change, words):
+def test_observations_that_lack_something_say_what(made, tmp_path, change, words):
     file = tmp_path / "observations.json"
     file.write_text(json.dumps(change(observed(made / "held"))))
 
-    message = refused(capsys, "rf", "locate", made / "run", file)
+    message = refused("rf", "locate", made / "run", file)
 
     assert [word for word in words if word not in message] == []
 
 
-def test_an_observations_file_that_cannot_be_read_is_named(made, tmp_path, capsys):
+def test_an_observations_file_that_cannot_be_read_is_named(made, tmp_path):
     (tmp_path / "broken.json").write_text("{")
 
-    assert "missing.json" in refused(capsys, "rf", "locate", made / "run", tmp_path / "missing.json")
-    assert "JSON" in refused(capsys, "rf", "locate", made / "run", tmp_path / "broken.json")
-
-
-# Help
-
-
-@pytest.mark.parametrize("command", ["train", "evaluate", "locate", "export-onnx"])
-def test_help_has_an_example(capsys, command):
-    assert main(["rf", command, "--help"]) == 0
-
-    assert f"Example: brim rf {command}" in capsys.readouterr().out
-
-
-def test_help_imports_no_torch():
-    code = "import sys, brim.cli; brim.cli.main(['rf', 'train', '--help']); sys.exit('torch' in sys.modules)"
-
-    assert subprocess.run([sys.executable, "-c", code], stdout=subprocess.DEVNULL).returncode == 0
+    assert "missing.json" in refused("rf", "locate", made / "run", tmp_path / "missing.json")
+    assert "JSON" in refused("rf", "locate", made / "run", tmp_path / "broken.json")

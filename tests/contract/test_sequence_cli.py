@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from cli_commands import answer, refused
 from safetensors.torch import load_file
 
 from brim.cli import main
@@ -54,43 +55,23 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def answer(capsys: pytest.CaptureFixture[str], *argv: str | Path, code: int = 0) -> dict:
-    """The JSON of a command, the only thing on its standard output."""
-    capsys.readouterr()
-    assert main([*map(str, argv), "--json"]) == code
-    out = capsys.readouterr().out
-    assert out.count("\n") == 1
-    return json.loads(out)
-
-
-def refused(capsys: pytest.CaptureFixture[str], *argv: str | Path) -> str:
-    """The message of a command that must fail with 2 and say one thing."""
-    capsys.readouterr()
-    assert main([*map(str, argv)]) == 2
-    captured = capsys.readouterr()
-    assert captured.out == ""
-    assert captured.err.startswith("error: ")
-    assert len([line for line in captured.err.splitlines() if not line.startswith("run ")]) == 1
-    return captured.err
-
-
 # What works
 
 
-def test_pack_says_what_it_packed(made, tmp_path, capsys):
-    found = answer(capsys, "sequence", "pack", made / "npy", "--out", tmp_path / "corpus", "--dtype", "float32")
+def test_pack_says_what_it_packed(made, tmp_path):
+    found = answer("sequence", "pack", made / "npy", "--out", tmp_path / "corpus", "--dtype", "float32")
 
     assert found["complete"]
     assert (found["items"], found["dim"], found["dtype"], found["labelled"]) == (40, 6, "float32", 40)
     assert found["classes"] == ["class_0", "class_1"]
 
 
-def test_train_evaluate_and_embed_supervised(made, tmp_path, capsys):
+def test_train_evaluate_and_embed_supervised(made, tmp_path):
     run = tmp_path / "run"
 
-    trained = answer(capsys, "sequence", "train", made / "corpus", "--out", run, "--mode", "supervised", *EVERY)
-    scored = answer(capsys, "sequence", "evaluate", run, made / "corpus", "--device", "cpu")
-    embedded = answer(capsys, "sequence", "embed", run, made / "corpus", "--out", tmp_path / "e.safetensors")
+    trained = answer("sequence", "train", made / "corpus", "--out", run, "--mode", "supervised", *EVERY)
+    scored = answer("sequence", "evaluate", run, made / "corpus", "--device", "cpu")
+    embedded = answer("sequence", "embed", run, made / "corpus", "--out", tmp_path / "e.safetensors")
 
     assert list(trained) == TRAIN_KEYS
     assert (trained["run"], trained["mode"], trained["tier"]) == (str(run), "supervised", "ram")
@@ -103,9 +84,9 @@ def test_train_evaluate_and_embed_supervised(made, tmp_path, capsys):
     assert json.loads((run / "run.json").read_text())["training"]["seed"] == 4
 
 
-def test_self_mode_is_the_default_and_scores_clusters(made, tmp_path, capsys):
-    trained = answer(capsys, "sequence", "train", made / "corpus", "--out", tmp_path / "run", *SHORT)
-    scored = answer(capsys, "sequence", "evaluate", tmp_path / "run", made / "corpus")
+def test_self_mode_is_the_default_and_scores_clusters(made, tmp_path):
+    trained = answer("sequence", "train", made / "corpus", "--out", tmp_path / "run", *SHORT)
+    scored = answer("sequence", "evaluate", tmp_path / "run", made / "corpus")
 
     assert list(trained) == TRAIN_KEYS
     assert trained["mode"] == "self"
@@ -114,23 +95,23 @@ def test_self_mode_is_the_default_and_scores_clusters(made, tmp_path, capsys):
     assert scored["matched_accuracy"] == trained["scores"]["matched_accuracy"]
 
 
-def test_supervised_training_starts_from_the_encoder_of_a_run(made, tmp_path, capsys):
+def test_supervised_training_starts_from_the_encoder_of_a_run(made, tmp_path):
     first, second = tmp_path / "first", tmp_path / "second"
     argv = ["sequence", "train", made / "corpus", "--mode", "supervised", "--encoder", first, "--out", second, *SHORT]
 
-    assert f"{first} is not a directory" in refused(capsys, *argv)
-    answer(capsys, "sequence", "train", made / "corpus", "--out", first, *SHORT)
-    trained = answer(capsys, *argv)
+    assert f"{first} is not a directory" in refused(*argv)
+    answer("sequence", "train", made / "corpus", "--out", first, *SHORT)
+    trained = answer(*argv)
 
     assert list(trained["scores"]) == ["accuracy"]
     assert json.loads((second / "run.json").read_text())["encoder"]["name"] == "first"
-    assert answer(capsys, *argv, "--resume") == trained
+    assert answer(*argv, "--resume") == trained
     assert "is for supervised mode" in refused(
-        capsys, "sequence", "train", made / "corpus", "--encoder", first, "--out", tmp_path / "third"
+        "sequence", "train", made / "corpus", "--encoder", first, "--out", tmp_path / "third"
     )
 
 
-def test_the_defaults_are_those_of_the_contract(made, tmp_path, capsys, monkeypatch):
+def test_the_defaults_are_those_of_the_contract(made, tmp_path, monkeypatch):
     def train(*args: object, **options: object) -> None:
         seen.append(args[2])
         raise BrimError("enough")
@@ -138,7 +119,7 @@ def test_the_defaults_are_those_of_the_contract(made, tmp_path, capsys, monkeypa
     seen: list = []
     monkeypatch.setattr(sys.modules["brim.sequences.training.run"], "train", train)
 
-    assert "enough" in refused(capsys, "sequence", "train", made / "corpus", "--out", tmp_path / "run")
+    assert "enough" in refused("sequence", "train", made / "corpus", "--out", tmp_path / "run")
 
     config = seen[0]
     assert (config.mode, config.iterations, config.encoder_epochs, config.classifier_epochs) == ("self", 3, 15, 15)
@@ -160,16 +141,16 @@ def test_a_person_is_told_scores_and_the_next_step(made, tmp_path, capsys):
     assert "ari" not in scored
 
 
-def test_a_corpus_without_labels_has_null_scores(tmp_path, capsys):
+def test_a_corpus_without_labels_has_null_scores(tmp_path):
     make_sequences(tmp_path / "npy", 24, dim=4, classes=1, mean_length=6)
     main(["sequence", "pack", str(tmp_path / "npy"), "--out", str(tmp_path / "corpus")])
 
-    trained = answer(capsys, "sequence", "train", tmp_path / "corpus", "--out", tmp_path / "run", *SHORT)
+    trained = answer("sequence", "train", tmp_path / "corpus", "--out", tmp_path / "run", *SHORT)
 
     assert trained["scores"] is None
 
 
-def test_ablate_prints_the_steps(made, tmp_path, capsys, monkeypatch):
+def test_ablate_prints_the_steps(made, tmp_path, monkeypatch):
     pytest.importorskip("matplotlib")
     values = {"samples_per_s": 10.0, "busy_share": 0.5, "ceiling_share": 0.4, "peak_bytes": 7}
     steps = tuple(AblationStep(name=name, verdict="start", **values) for name in ("first configuration", "batch 64"))
@@ -182,7 +163,7 @@ def test_ablate_prints_the_steps(made, tmp_path, capsys, monkeypatch):
 
     monkeypatch.setattr(sys.modules["brim.sequences.ablation.run"], "ablate", measure)
 
-    found = answer(capsys, "sequence", "ablate", made / "corpus", "--steps", "3", "--plot", tmp_path / "a.png")
+    found = answer("sequence", "ablate", made / "corpus", "--steps", "3", "--plot", tmp_path / "a.png")
 
     assert [list(step) for step in found["steps"]] == [ABLATE_KEYS, ABLATE_KEYS]
     assert (asked["steps"], asked["corpus"]) == (3, made / "corpus")
@@ -243,13 +224,13 @@ BAD = {
 
 
 @pytest.mark.parametrize("case", BAD)
-def test_a_folder_that_cannot_be_packed_is_refused(tmp_path, capsys, case):
+def test_a_folder_that_cannot_be_packed_is_refused(tmp_path, case):
     spoil, expected = BAD[case]
     make_sequences(tmp_path / "npy", 6, dim=6, classes=2, mean_length=6)
     spoil(tmp_path / "npy")
 
-    packing = refused(capsys, "sequence", "pack", tmp_path / "npy", "--out", tmp_path / "out/corpus")
-    training = refused(capsys, "sequence", "train", tmp_path / "npy", "--out", tmp_path / "run", "--device", "cpu",
+    packing = refused("sequence", "pack", tmp_path / "npy", "--out", tmp_path / "out/corpus")
+    training = refused("sequence", "train", tmp_path / "npy", "--out", tmp_path / "run", "--device", "cpu",
                        "--clusters", "2")  # fmt: skip
 
     assert expected in packing
@@ -268,37 +249,33 @@ def test_bad_files_are_listed_and_left_out_when_asked(tmp_path, capsys):
     assert "6 sequences" in captured.out
 
 
-def test_supervised_training_without_labels_is_refused(tmp_path, capsys):
+def test_supervised_training_without_labels_is_refused(tmp_path):
     make_sequences(tmp_path / "npy", 6, dim=6, classes=1, mean_length=6)
     main(["sequence", "pack", str(tmp_path / "npy"), "--out", str(tmp_path / "corpus")])
 
-    message = refused(
-        capsys, "sequence", "train", tmp_path / "corpus", "--out", tmp_path / "run", "--mode", "supervised"
-    )
+    message = refused("sequence", "train", tmp_path / "corpus", "--out", tmp_path / "run", "--mode", "supervised")
 
     assert "has no labels" in message
     assert not (tmp_path / "run").exists()
 
 
-def test_more_clusters_than_items_are_refused(made, tmp_path, capsys):
-    message = refused(capsys, "sequence", "train", made / "corpus", "--out", tmp_path / "run", "--clusters", "33")
+def test_more_clusters_than_items_are_refused(made, tmp_path):
+    message = refused("sequence", "train", made / "corpus", "--out", tmp_path / "run", "--clusters", "33")
 
     assert "clusters=33 of 32 sequences" in message
     assert not (tmp_path / "run").exists()
 
 
-def test_fewer_items_than_the_usual_clusters_are_refused_without_labels(tmp_path, capsys):
+def test_fewer_items_than_the_usual_clusters_are_refused_without_labels(tmp_path):
     make_sequences(tmp_path / "npy", 6, dim=6, classes=1, mean_length=6)
     main(["sequence", "pack", str(tmp_path / "npy"), "--out", str(tmp_path / "corpus")])
 
-    assert "clusters=10 of 6 sequences" in refused(
-        capsys, "sequence", "train", tmp_path / "corpus", "--out", tmp_path / "run"
-    )
+    assert "clusters=10 of 6 sequences" in refused("sequence", "train", tmp_path / "corpus", "--out", tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize("part", ["shards/000000.safetensors", "items.json", "manifest.json"])
-def test_a_corpus_altered_after_packing_is_refused_by_every_command(made, tmp_path, capsys, part):
+def test_a_corpus_altered_after_packing_is_refused_by_every_command(made, tmp_path, part):
     main(["sequence", "pack", str(made / "npy"), "--out", str(tmp_path / "corpus")])
     run = tmp_path / "run"
     main(["sequence", "train", str(tmp_path / "corpus"), "--out", str(run), "--mode", "supervised", *SHORT])
@@ -314,7 +291,7 @@ def test_a_corpus_altered_after_packing_is_refused_by_every_command(made, tmp_pa
         ["embed", run, corpus, "--out", tmp_path / "e.safetensors"],
         ["ablate", corpus, "--steps", "1"],
     ):
-        assert str(corpus) in refused(capsys, "sequence", *argv)
+        assert str(corpus) in refused("sequence", *argv)
 
     assert not new.exists()
     assert not (tmp_path / "e.safetensors").exists()
@@ -323,24 +300,24 @@ def test_a_corpus_altered_after_packing_is_refused_by_every_command(made, tmp_pa
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
-        (["--mode", "semi"], "--mode semi is unknown"),
-        (["--tier", "vrm"], "did you mean vram?"),
-        (["--precision", "fp8"], "--precision fp8"),
-        (["--batch-size", "0"], "--batch-size 0"),
-        (["--iterations", "x"], "'x' is not a whole number"),
-        (["--seed", "-1"], "seed=-1"),
-        (["--num-workers", "-1"], "num_workers=-1"),
+        (["--mode", "semi"], "--mode="),
+        (["--tier", "vrm"], "--tier="),
+        (["--precision", "fp8"], "--precision="),
+        (["--batch-size", "0"], "--batch-size=0"),
+        (["--iterations", "x"], "--iterations"),
+        (["--seed", "-1"], "--seed=-1"),
+        (["--num-workers", "-1"], "--num-workers=-1"),
         (["--device", "tpu"], "tpu"),
     ],
 )
-def test_a_wrong_option_is_named(made, tmp_path, capsys, options, expected):
-    message = refused(capsys, "sequence", "train", made / "corpus", "--out", tmp_path / "run", *options)
+def test_a_wrong_option_is_named(made, tmp_path, options, expected):
+    message = refused("sequence", "train", made / "corpus", "--out", tmp_path / "run", *options)
 
     assert expected in message
     assert not (tmp_path / "run").exists()
 
 
-def test_what_is_not_there_is_refused(made, tmp_path, capsys):
+def test_what_is_not_there_is_refused(made, tmp_path):
     for argv in (
         ["pack", tmp_path / "no", "--out", tmp_path / "corpus"],
         ["train", tmp_path / "no", "--out", tmp_path / "run"],
@@ -348,30 +325,30 @@ def test_what_is_not_there_is_refused(made, tmp_path, capsys):
         ["embed", tmp_path / "no", made / "corpus", "--out", tmp_path / "e.safetensors"],
         ["ablate", tmp_path / "no"],
     ):
-        assert str(tmp_path / "no") in refused(capsys, "sequence", *argv)
+        assert str(tmp_path / "no") in refused("sequence", *argv)
 
     assert not list(tmp_path.iterdir())
 
 
-def test_a_run_is_continued_only_when_asked(made, tmp_path, capsys):
+def test_a_run_is_continued_only_when_asked(made, tmp_path):
     argv = ["sequence", "train", made / "corpus", "--out", tmp_path / "run", "--mode", "supervised", *SHORT]
-    first = answer(capsys, *argv)
+    first = answer(*argv)
 
-    assert "add --resume" in refused(capsys, *argv)
-    assert answer(capsys, *argv, "--resume") == first
+    assert "add --resume" in refused(*argv)
+    assert answer(*argv, "--resume") == first
 
 
-def test_supervised_mode_ignores_the_options_of_the_other(made, tmp_path, capsys):
+def test_supervised_mode_ignores_the_options_of_the_other(made, tmp_path):
     argv = ["sequence", "train", made / "corpus", "--out", tmp_path / "run", "--mode", "supervised"]
-    first = answer(capsys, *argv, "--classifier-epochs", "1", "--encoder-epochs", "0", "--clusters", "99")
+    first = answer(*argv, "--classifier-epochs", "1", "--encoder-epochs", "0", "--clusters", "99")
 
-    assert answer(capsys, *argv, "--classifier-epochs", "1", "--iterations", "0", "--resume") == first
+    assert answer(*argv, "--classifier-epochs", "1", "--iterations", "0", "--resume") == first
 
 
 # Ctrl-C
 
 
-def test_ctrl_c_ends_at_the_next_batch_and_resume_goes_on(made, tmp_path, capsys):
+def test_ctrl_c_ends_at_the_next_batch_and_resume_goes_on(made, tmp_path):
     out = tmp_path / "run"
     argv = ["sequence", "train", str(made / "corpus"), "--out", str(out), "--mode", "supervised", "--device", "cpu",
             "--classifier-epochs", "100000", "--json"]  # fmt: skip

@@ -9,9 +9,11 @@ import sys
 import time
 from pathlib import Path
 
+import cli_commands
 import pytest
 import s3fs
 import torch
+from cli_commands import answer
 
 from brim.cli import main
 from brim.engine.storage.dataset import Dataset
@@ -63,85 +65,72 @@ def there(here, server) -> str:
     return "s3://bucket/copy"
 
 
-def answer(capsys, *argv) -> dict:
-    capsys.readouterr()
-    assert main([*map(str, argv), "--json"]) == 0
-    out = capsys.readouterr().out
-    assert out.count("\n") == 1
-    return json.loads(out)
-
-
-def refused(capsys, *argv) -> str:
-    capsys.readouterr()
-    assert main([*map(str, argv)]) == 2
-    captured = capsys.readouterr()
-    assert captured.out == ""
-    assert captured.err.startswith("error: ")
-    assert captured.err.count("\n") == 1
-    assert SECRET not in captured.err
-    return captured.err
+def refused(*argv) -> str:
+    message = cli_commands.refused(*argv)
+    assert SECRET not in message
+    return message
 
 
 def shards(path: Path) -> dict[str, bytes]:
     return {f"shards/{file.name}": file.read_bytes() for file in (path / "shards").iterdir()}
 
 
-def test_generate_puts_the_bytes_of_a_disk_into_a_store_and_resumes_there(here, options, server, capsys):
+def test_generate_puts_the_bytes_of_a_disk_into_a_store_and_resumes_there(here, options, server):
     url = "s3://bucket/made"
-    first = answer(capsys, "rf", "generate", "--out", url, "--samples", "20", *options)
+    first = answer("rf", "generate", "--out", url, "--samples", "20", *options)
     assert (first["dataset"], first["accepted"]) == (url, 20)
-    assert "is not empty; add --resume" in refused(capsys, "rf", "generate", "--out", url, "--samples", "20", *options)
+    assert "is not empty; add --resume" in refused("rf", "generate", "--out", url, "--samples", "20", *options)
 
-    answer(capsys, "rf", "generate", "--out", f"{url}/", "--samples", SAMPLES, *options, "--resume")
+    answer("rf", "generate", "--out", f"{url}/", "--samples", SAMPLES, *options, "--resume")
 
     files = server.files("bucket", "made/")
     del files["manifest.json"]
     assert files == shards(here)
 
 
-def test_a_file_url_is_a_directory(options, here, tmp_path, capsys):
+def test_a_file_url_is_a_directory(options, here, tmp_path):
     url = f"file://{tmp_path}/a%20b"
-    answer(capsys, "rf", "generate", "--out", url, "--samples", SAMPLES, *options)
+    answer("rf", "generate", "--out", url, "--samples", SAMPLES, *options)
     assert shards(tmp_path / "a b") == shards(here)
 
 
-def test_inspect_and_export_read_a_url(here, there, tmp_path, capsys):
+def test_inspect_and_export_read_a_url(here, there, tmp_path):
     page = tmp_path / "report.html"
-    found, expected = (answer(capsys, "rf", "inspect", where, "--report", page) for where in (there, here))
+    found, expected = (answer("rf", "inspect", where, "--report", page) for where in (there, here))
     assert found | {"dataset": ""} == expected | {"dataset": ""}
     assert found["dataset"] == there
 
     sizes = [
-        answer(capsys, "rf", "export", where, "--format", "parquet", "--out", tmp_path / name)["records"]
+        answer("rf", "export", where, "--format", "parquet", "--out", tmp_path / name)["records"]
         for where, name in ((there, "a"), (here, "b"))
     ]
     assert sizes[0] == sizes[1]
     assert {file.name for file in (tmp_path / "a").iterdir()} == {file.name for file in (tmp_path / "b").iterdir()}
 
 
-def test_training_and_evaluating_read_urls(here, there, tmp_path, capsys):
+def test_training_and_evaluating_read_urls(here, there, tmp_path):
     losses = []
     for where, name in ((there, "a"), (here, "b")):
         argv = ("--out", tmp_path / name, "--epochs", "1", "--batch-size", "16", "--device", "cpu")
-        losses.append(answer(capsys, "rf", "train", where, *argv)["best_val_loss"])
+        losses.append(answer("rf", "train", where, *argv)["best_val_loss"])
     assert losses[0] == losses[1]
-    found = [answer(capsys, "rf", "evaluate", tmp_path / "a", where, "--device", "cpu") for where in (there, here)]
+    found = [answer("rf", "evaluate", tmp_path / "a", where, "--device", "cpu") for where in (there, here)]
     assert found[0] == found[1]
 
 
-def test_what_a_store_refuses_ends_with_2_at_once(options, there, server, capsys):
+def test_what_a_store_refuses_ends_with_2_at_once(options, there, server):
     generate = ("rf", "generate", "--samples", "8", *options, "--out")
     began_s = time.monotonic()
-    assert "no such bucket" in refused(capsys, *generate, "s3://nobodys/data")
-    assert "no such bucket" in refused(capsys, "rf", "inspect", "s3://nobodys/data")
-    assert "has no manifest.json" in refused(capsys, "rf", "inspect", "s3://bucket/nothing")
-    assert "credentials do not belong" in refused(capsys, *generate, f"s3://key:{SECRET}@bucket/data")
-    assert "names no bucket" in refused(capsys, *generate, "s3://")
+    assert "no such bucket" in refused(*generate, "s3://nobodys/data")
+    assert "no such bucket" in refused("rf", "inspect", "s3://nobodys/data")
+    assert "has no manifest.json" in refused("rf", "inspect", "s3://bucket/nothing")
+    assert "credentials do not belong" in refused(*generate, f"s3://key:{SECRET}@bucket/data")
+    assert "names no bucket" in refused(*generate, "s3://")
     with server.guarded("s3:GetObject", "s3:ListBucket") as keys, pytest.MonkeyPatch.context() as patch:
         s3fs.S3FileSystem.clear_instance_cache()
         for name, value in keys.items():
             patch.setenv(name, value)
-        assert "no permission to write" in refused(capsys, *generate, "s3://bucket/new")
+        assert "no permission to write" in refused(*generate, "s3://bucket/new")
     assert time.monotonic() - began_s < 30
     assert server.files("bucket", "new/") == {}
 
@@ -158,7 +147,7 @@ def begin(url: str, options: list[str]) -> subprocess.Popen[str]:
     return child
 
 
-def test_ctrl_c_leaves_a_dataset_that_resumes_at_once(options, capsys):
+def test_ctrl_c_leaves_a_dataset_that_resumes_at_once(options):
     url = "s3://bucket/stopped"
     child = begin(url, options)
     child.send_signal(signal.SIGINT)
@@ -168,23 +157,23 @@ def test_ctrl_c_leaves_a_dataset_that_resumes_at_once(options, capsys):
     Dataset(url).verify()
     assert not place_of(url).exists(LEASE)
 
-    made = answer(capsys, "rf", "generate", "--out", url, "--samples", num + 4, *options, "--resume")
+    made = answer("rf", "generate", "--out", url, "--samples", num + 4, *options, "--resume")
 
     assert made["accepted"] == num + 4
 
 
-def test_a_killed_generation_is_resumed_once_its_lease_ran_out(options, here, capsys):
+def test_a_killed_generation_is_resumed_once_its_lease_ran_out(options, here):
     url = "s3://bucket/killed"
     child = begin(url, options)
     child.kill()
     child.communicate()
     resume = ("rf", "generate", "--out", url, "--samples", "400", *options, "--resume")
-    assert "is being written by process" in refused(capsys, *resume)
+    assert "is being written by process" in refused(*resume)
 
     said = json.loads(place_of(url).read_bytes(LEASE))
     place_of(url).put_bytes(json.dumps(said | {"until": time.time() - 1}).encode(), LEASE)  # a minute later
     num = len(Dataset(url))
-    assert answer(capsys, *resume[:5], str(num + 8), *resume[6:])["accepted"] == num + 8
+    assert answer(*resume[:5], str(num + 8), *resume[6:])["accepted"] == num + 8
 
     assert place_of(url).read_bytes("shards/000000.safetensors") == shards(here)["shards/000000.safetensors"]
     Dataset(url).verify()

@@ -1,60 +1,52 @@
-"""The same verbs in a terminal: `brim doctor`, `brim demo`, `brim rf generate | …`, `brim segment tune | …`.
+"""The command line: `brim doctor`, `brim demo`, `brim serve`, `brim rf generate | …`, `brim segment tune | …`.
 
-Results go to standard output, progress and logs to standard error. Importing this imports no torch: commands
+Results go to standard output, progress and logs to standard error. Importing this package imports no torch: commands
 import what they need when they run.
 """
 
+import difflib
 import os
+import re
 import sys
-from collections.abc import Sequence
-from typing import Annotated
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import Annotated, Any
 
 import typer
 
 from brim import __version__
-from brim.cli.datasets import datasets
+from brim.cli.catalogue import datasets, models
 from brim.cli.demo import demo
 from brim.cli.jobs import jobs
-from brim.cli.models import models
-from brim.cli.options import Json
+from brim.cli.options import AsJson
 from brim.cli.rf import rf
 from brim.cli.segment import segment
 from brim.cli.sequence import sequence
 from brim.cli.serve import serve
 from brim.cli.terminal import logs, print_json, say, show
-from brim.cli.words import usage
 from brim.errors import BrimError, ConfigError
 
 # typer brings its own copy of click in some versions and imports it in others: this is UsageError in both
 _UsageError: type[Exception] = typer.BadParameter.__bases__[0]
+_NO_COMMAND = re.compile(r"No such command ['\"](?P<word>.*?)['\"]\.")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command line and return its exit code: 2 for what the user can put right, 128 + n after signal n."""
-    # OpenMP's threads spin while they wait, and so against whoever else uses the machine: a training step on two
-    # threads took 4.5 s beside another process, and 0.18 s with threads that soon sleep; alone 0.070 and 0.073 s.
-    os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # torch reads it at its import
+    """Run one command line and return its exit code: 2 for errors the user can correct, 128 + n after signal n."""
+    # OpenMP threads spin while they wait, which slows down other processes: a training step on two threads took 4.5 s
+    # beside another process, and 0.18 s with threads that soon sleep; alone 0.070 and 0.073 s.
+    os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # torch reads it when it is imported
+    args = sys.argv[1:] if argv is None else list(argv)
+    command = typer.main.get_command(app)
     with logs():
         try:
-            args = sys.argv[1:] if argv is None else list(argv)
-            code = typer.main.get_command(app).main(args, prog_name="brim", standalone_mode=False)
+            code = command.main(args, prog_name="brim", standalone_mode=False)
         except BrimError as failure:
-            say(f"error: {failure}")
+            say(f"error: {failure.phrase(_spelling(command, args))}")
             return 2
         except _UsageError as failure:
             _say_usage(failure)
             return 2
     return code if isinstance(code, int) else 0
-
-
-def _say_usage(failure: Exception) -> None:
-    context = getattr(failure, "ctx", None)
-    if type(failure).__name__ == "NoArgsIsHelpError":
-        say(str(failure.format_message() if hasattr(failure, "format_message") else failure))
-        return
-    say(f"error: {usage(failure)}")
-    if context is not None:
-        say(f'run "{context.command_path} --help" for the options')
 
 
 app = typer.Typer(
@@ -64,22 +56,22 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
     epilog="Example: brim demo",
 )
-app.add_typer(rf, name="rf", help="Radio: synthetic transmitter-localisation data by the batch.")
-app.add_typer(segment, name="segment", help="Segmentation: the right batch size, images to polygons, training.")
-app.add_typer(sequence, name="sequence", help="Sequences: pack, train with or without labels, what is worth what.")
+app.add_typer(rf, name="rf", help="Radio: synthetic data, and networks that locate transmitters.")
+app.add_typer(segment, name="segment", help="Segmentation: tune batch sizes, turn images into polygons, train.")
+app.add_typer(sequence, name="sequence", help="Sequences: pack, train with or without labels, evaluate.")
 app.add_typer(jobs, name="jobs", help="Jobs of a running service: submit, watch, cancel, resume.")
 app.add_typer(datasets, name="datasets", help="Datasets that the jobs of a service may read: add, list, remove.")
 app.add_typer(models, name="models", help="Models that requests to a service may name: add, list, remove.")
 app.command(epilog="Example: brim serve --data brim-data --port 8000")(serve)
 
 
-def _show_version(asked: bool) -> None:
-    if asked:
+def _show_version(wanted: bool) -> None:
+    if wanted:
         show(f"brim {__version__}")
         raise typer.Exit
 
 
-@app.callback(help="Fill a GPU to the brim: synthetic data by the batch.")
+@app.callback(help="Fill a GPU to the brim: synthetic data, training and served predictions.")
 def _brim(
     version: Annotated[
         bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version.")
@@ -94,15 +86,15 @@ def doctor(
         typer.Argument(metavar="[ADDRESS]", show_default=False, help="With --cluster: auto or ray://HOST:PORT."),
     ] = None,
     cluster: Annotated[
-        bool, typer.Option("--cluster", help="Look at a Ray cluster too: its nodes, and who could reach its ports.")
+        bool, typer.Option("--cluster", help="Also check a Ray cluster: its nodes, and who can reach its ports.")
     ] = False,
-    as_json: Json = False,
+    as_json: AsJson = False,
 ) -> None:
-    """Show what is here: device, memory, versions, what brim will use, and what is wrong."""
+    """Show devices, memory, versions, the device brim will use, and problems with their fixes."""
     from brim.doctor import collect, render
 
     if address is not None and not cluster:
-        raise ConfigError(f'"{address}" is of no use without --cluster; write brim doctor --cluster {address}')
+        raise ConfigError(f'"{address}" needs --cluster; write: brim doctor --cluster {address}')
     facts = collect(address or "auto" if cluster else None)
     if as_json:
         print_json(facts)
@@ -116,3 +108,72 @@ def doctor(
 
 
 app.command(epilog="Example: brim demo --out demo-output --samples 100")(demo)
+
+
+# Errors
+
+
+def _spelling(root: Any, args: Sequence[str]) -> Callable[[str], str]:
+    """How this command line writes names in an error: batch_size as --batch-size, "rf generate" as brim rf generate.
+
+    A setting that is not an option of any command, such as one that only a configuration file has, keeps its name.
+    """
+    command = root
+    for word in args:
+        command = getattr(command, "commands", {}).get(word, command)
+    options = [param for each in (*_leaves(root), command) for param in each.params if param.opts[0].startswith("-")]
+    flags = {option.name: option.opts[0] for option in options}  # those of this command last: they count
+    return lambda name: f"brim {name}" if " " in name else flags.get(name, name)
+
+
+def _leaves(group: Any) -> Iterator[Any]:
+    for command in group.commands.values():
+        yield from _leaves(command) if hasattr(command, "commands") else [command]
+
+
+def _say_usage(failure: Exception) -> None:
+    """Print an error of click's, with the nearest word where a command or an option is unknown."""
+    message = str(failure.format_message() if hasattr(failure, "format_message") else failure)
+    context = getattr(failure, "ctx", None)
+    if type(failure).__name__ == "NoArgsIsHelpError":
+        say(message)
+        return
+    unknown = getattr(failure, "option_name", None) if hasattr(failure, "possibilities") else None
+    if context is not None and unknown:
+        names = [name for param in context.command.params for name in (*param.opts, *param.secondary_opts)]
+        near = _nearest(unknown, [name for name in names if name.startswith("-")])
+        message = f"no such option {unknown!r}{_meant([near] if near else [])}"
+    elif context is not None and (match := _NO_COMMAND.match(message)):
+        message = f"no such command {match['word']!r}{_meant(_commands_like(match['word'], context))}"
+    say(f"error: {message[:1].lower()}{message[1:]}")
+    if context is not None:
+        say(f'run "{context.command_path} --help" for the options')
+
+
+def _meant(names: Sequence[str]) -> str:
+    quoted = [repr(name) for name in names]
+    either = " or ".join(filter(None, (", ".join(quoted[:-1]), *quoted[-1:])))
+    return f"; did you mean {either}?" if quoted else ""
+
+
+def _nearest(word: str, choices: Collection[str]) -> str | None:
+    by_lower = {choice.lower(): choice for choice in choices}
+    near = difflib.get_close_matches(word.lower(), by_lower, 1, cutoff=0.5)
+    return by_lower[near[0]] if near else None
+
+
+def _commands_like(word: str, context: Any) -> list[str]:
+    """The nearest command: by its name if it belongs to this group, else the full path of each that has the name."""
+    paths = dict(_paths(context.find_root().command, "brim"))
+    name = _nearest(word, set(paths.values()))
+    if name in context.command.commands:
+        return [str(name)]
+    return [path for path, last in paths.items() if last == name]
+
+
+def _paths(group: Any, path: str) -> Iterator[tuple[str, str]]:
+    """Full path and own name of every command below a group."""
+    for name, command in group.commands.items():
+        yield f"{path} {name}", name
+        if hasattr(command, "commands"):
+            yield from _paths(command, f"{path} {name}")

@@ -1,47 +1,51 @@
-"""The catalogue of a service for whoever administers it: opened where it lies, whether the service runs or not."""
+"""`brim datasets | models  add | list | remove`: what the jobs of a service may read and its requests may name.
+
+The commands open the catalogue of a service directly, whether it runs or not; a running service sees a new dataset at
+once and a new model within two seconds.
+"""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
-from brim.cli.options import needing_service
-from brim.errors import ConfigError, StorageError, Unavailable
+from brim.cli.options import AsJson, DataDir, count, needing_service, one_of
+from brim.cli.terminal import Display, Stop, print_json, say, show
+from brim.errors import ConfigError, Conflict, NotFound, StorageError, Unavailable
+from brim.jobs.registry.datasets import KINDS
 
 if TYPE_CHECKING:
-    from brim.jobs.store import Catalogue
+    from brim.jobs.store import Catalogue, DatasetKind, DatasetRow, ModelRow
 
-Data = Annotated[
-    Path | None,
-    typer.Option(metavar="DIR", help="The service's data directory. [default: BRIM_DATA, brim-data]"),
-]
-Database = Annotated[
+datasets = typer.Typer(no_args_is_help=True, epilog="Example: brim datasets add cells folder --kind images")
+models = typer.Typer(no_args_is_help=True, epilog="Example: brim models add cells run --data brim-data")
+
+DatabaseUrl = Annotated[
     str | None,
-    typer.Option(metavar="URL", help="The service's database, also in BRIM_DATABASE. [default: files in --data]"),
+    typer.Option(metavar="URL", help="Database of the service, or BRIM_DATABASE.", show_default="files in --data"),
 ]
 
 
 @contextmanager
 def open_catalogue(
-    data: Path | None, database: str | None, *, make: bool = False, first: str
+    data: Path | None, database: str | None, *, make: bool = False
 ) -> Iterator[tuple["Catalogue", Path]]:
-    """The catalogue of a data directory, and that directory; where there are none they are made, or an error.
-
-    first  what makes one, as the error says: "add a dataset first"
-    """
+    """The catalogue of a data directory, and the directory; without make, one that does not exist is an error."""
     with needing_service("the catalogue"):
         from brim.jobs.store import Catalogue, upgrade
         from brim.service.settings import from_options
     settings = from_options(data=data, database=database)
     file = Path(settings.catalogue_url.removeprefix("sqlite:///"))
     if not make and settings.catalogue_url.startswith("sqlite") and not file.is_file():
-        raise ConfigError(f"{settings.data} holds no catalogue; give --data as to brim serve, or {first}")
+        hint = "give the same {data} as to brim serve, or add something first"
+        raise ConfigError(f"{settings.data} holds no catalogue", hint=hint)
     try:
         settings.make_folders()
     except OSError as failure:
-        raise StorageError(f"{failure.filename}: {failure.strerror}; choose another --data") from failure
+        raise StorageError(f"{failure.filename}: {failure.strerror}", hint="choose another {data}") from failure
     try:
         upgrade(settings.catalogue_url)
         with Catalogue.open(settings.catalogue_url) as catalogue:
@@ -49,3 +53,202 @@ def open_catalogue(
     except Unavailable as failure:
         reason = str(getattr(failure.__cause__, "orig", "")).strip().partition("\n")[0]
         raise Unavailable(f"{failure} ({reason})" if reason else str(failure)) from failure
+
+
+# Datasets
+
+
+@datasets.command("add", epilog="Example: brim datasets add cells folder --kind images")
+def add_dataset(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="Name of the dataset.")],
+    path: Annotated[
+        Path,
+        typer.Argument(
+            metavar="PATH",
+            help='rf: made by "brim rf generate". images: a folder of images, or one with folders images and masks. '
+            "sequences: a folder of .npy files, or a packed corpus.",
+        ),
+    ],
+    kind: Annotated[str, typer.Option(metavar="KIND", help="rf, images or sequences.", **one_of(*KINDS))],
+    labels: Annotated[
+        Path | None, typer.Option(metavar="FILE.csv", help='sequences: labels, as for "brim sequence pack".')
+    ] = None,
+    data: DataDir = None,
+    database: DatabaseUrl = None,
+    as_json: AsJson = False,
+) -> None:
+    """Check, count and list a dataset.
+
+    rf, images and packed corpora stay where they are and must stay readable by the service; a folder of .npy files
+    is packed into the data directory.
+    """
+    if not name.strip() or len(name) > 200 or not name.isprintable():
+        raise ConfigError(f"NAME {name!r} must be 1 to 200 printable characters")
+    if labels is not None and kind != "sequences":
+        raise ConfigError(f"--labels {labels} is for --kind sequences; masks of images lie in a folder masks")
+    with Stop() as stop, open_catalogue(data, database, make=True) as (catalogue, folder), Display(stop) as display:
+        from brim.jobs.registry.datasets import add
+
+        row = add(
+            catalogue,
+            folder,
+            name=name,
+            path=path,
+            kind=cast("DatasetKind", kind),
+            labels=labels,
+            progress=display.packing,
+            stop=stop,
+        )
+    if row is None:
+        say("stopped; nothing was added")
+        stop.exit()
+    if as_json:
+        print_json(_dataset_json(row))
+    else:
+        show(_dataset_line(row))
+
+
+@datasets.command("list", epilog="Example: brim datasets list --kind images")
+def list_datasets(
+    kind: Annotated[str | None, typer.Option(metavar="KIND", help="rf, images or sequences.", **one_of(*KINDS))] = None,
+    page: Annotated[int, typer.Option(metavar="N", parser=count, help="Page of 50 datasets.")] = 1,
+    data: DataDir = None,
+    database: DatabaseUrl = None,
+    as_json: AsJson = False,
+) -> None:
+    """List datasets, the newest first."""
+    with open_catalogue(data, database) as (catalogue, _):
+        listed = catalogue.datasets.page(kind=kind, page=page)
+    if as_json:
+        rows = [_dataset_json(row) for row in listed.rows]
+        print_json({"datasets": rows, "page": listed.page, "pages": listed.pages, "total": listed.total})
+        return
+    for row in listed.rows:
+        show(_dataset_line(row))
+    if listed.pages > 1:
+        say(f"page {listed.page} of {listed.pages}, {listed.total} datasets")
+    elif not listed.rows:
+        say("no datasets")
+
+
+@datasets.command("remove", epilog="Example: brim datasets remove cells")
+def remove_dataset(
+    dataset: Annotated[str, typer.Argument(metavar="ID|NAME", help='As shown by "brim datasets list".')],
+    data: DataDir = None,
+    database: DatabaseUrl = None,
+    as_json: AsJson = False,
+) -> None:
+    """Delete a dataset that no job uses; files that were added in place stay."""
+    with open_catalogue(data, database) as (catalogue, folder):
+        from brim.jobs.registry.datasets import remove
+
+        row = _find_dataset(catalogue, dataset)
+        remove(catalogue, folder, row.id)
+    if as_json:
+        print_json({"id": row.id, "name": row.name, "files_deleted": row.owned})
+    else:
+        show(f"{row.id}  {row.name}: removed" + ("" if row.owned else f"; its files stay in {row.path}"))
+
+
+def _find_dataset(catalogue: "Catalogue", text: str) -> "DatasetRow":
+    """The dataset with that id, otherwise the one with that name."""
+    if row := catalogue.datasets.get(text):
+        return row
+    named = catalogue.datasets.named(text)
+    if not named:
+        raise NotFound(f"no dataset has the id or name {text}", hint='see them with "{datasets list}"')
+    if len(named) > 1:
+        ids = ", ".join(row.id for row in named)
+        raise Conflict(f"{len(named)} datasets are named {text}; give the id of one: {ids}")
+    return named[0]
+
+
+def _dataset_json(row: "DatasetRow") -> dict[str, Any]:
+    return {name: value for name, value in asdict(row).items() if name != "number"}
+
+
+def _dataset_line(row: "DatasetRow") -> str:
+    state = "" if row.state == "ready" else f", {row.state}"
+    return f"{row.id}  {row.name}  {row.kind}, {row.items} items, {row.bytes / 1e6:.1f} MB{state}"
+
+
+# Models
+
+
+@models.command("add", epilog="Example: brim models add cells weights.safetensors --network hrnet")
+def add_model(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="Name for requests: letters, digits, . _ -")],
+    path: Annotated[
+        Path,
+        typer.Argument(
+            metavar="RUN|FILE",
+            help='A run of "brim segment train", "brim rf train" or "brim sequence train", or a file of weights.',
+        ),
+    ],
+    network: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Network of a file of weights; a run names its own.")
+    ] = None,
+    data: DataDir = None,
+    database: DatabaseUrl = None,
+    as_json: AsJson = False,
+) -> None:
+    """Check that a model loads, and let requests name it.
+
+    It stays where it is and must stay readable by the service. If the name is taken, the new model replaces the old
+    one; requests that are already running finish with the old one.
+    """
+    with Stop() as stop:
+        from brim.jobs.registry.models import add, check_name
+
+        check_name(name)
+        with open_catalogue(data, database, make=True) as (catalogue, _):
+            added = add(catalogue, name=name, path=path, network=network, stop=stop)
+    if added is None:
+        say("stopped; nothing was added")
+        stop.exit()
+    row, replaced = added
+    if as_json:
+        print_json({**_model_json(row), "replaced": replaced})
+    else:
+        show(f"{_model_line(row)}: {'replaced' if replaced else 'added'}; requests may name it now")
+
+
+@models.command("list", epilog="Example: brim models list --json")
+def list_models(data: DataDir = None, database: DatabaseUrl = None, as_json: AsJson = False) -> None:
+    """List models by name; "GET /api/models" of a running service tells which are loaded."""
+    with open_catalogue(data, database) as (catalogue, _):
+        rows = catalogue.models.all()
+    if as_json:
+        print_json({"models": [_model_json(row) for row in rows]})
+        return
+    for row in rows:
+        show(f"{_model_line(row)}  {row.path}")
+    if not rows:
+        say('no models; add one with "brim models add NAME RUN"')
+
+
+@models.command("remove", epilog="Example: brim models remove cells")
+def remove_model(
+    name: Annotated[str, typer.Argument(metavar="NAME", help='As shown by "brim models list".')],
+    data: DataDir = None,
+    database: DatabaseUrl = None,
+    as_json: AsJson = False,
+) -> None:
+    """Remove a model from the list; its files stay."""
+    with open_catalogue(data, database) as (catalogue, _):
+        row = catalogue.models.get(name)
+        if row is None or not catalogue.models.remove(name):
+            raise NotFound(f"no model has the name {name}", hint='see them with "{models list}"')
+    if as_json:
+        print_json({"name": row.name, "path": row.path})
+    else:
+        show(f"{row.name}: removed; its files stay in {row.path}")
+
+
+def _model_json(row: "ModelRow") -> dict[str, Any]:
+    names = ("name", "kind", "network", "path", "version", "about", "added_at")
+    return {name: getattr(row, name) for name in names}
+
+
+def _model_line(row: "ModelRow") -> str:
+    return f"{row.name}  {row.kind}, {row.network}, {row.about.get('parameters', 0) / 1e6:.1f} M parameters"

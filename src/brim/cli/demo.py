@@ -1,8 +1,8 @@
-"""`brim demo`: every workload once, small, with the functions the other commands call.
+"""`brim demo`: every workload once, small, with the functions that the other commands call.
 
-    generate → train → evaluate → tune → segment → sequences → a page about all of it, and what a service shows of it
+    generate → train → evaluate → tune → segment → sequences → one page about all of it, and a catalogue for a service
 
-Every stage continues what is there: killed at any point, the same command ends with the same results.
+Every stage continues what exists: killed at any point, the same command ends with the same results.
 """
 
 import os
@@ -10,30 +10,33 @@ import shutil
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
-from functools import partial
+from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
+from urllib.parse import quote as quote_url
 
 import typer
 
 from brim.cli.catalogue import open_catalogue
-from brim.cli.locate import print_trained, run_evaluate, run_train
-from brim.cli.options import Json, check_positive, whole
-from brim.cli.rf import print_made, run_generate
-from brim.cli.sequence import SequenceDisplay
+from brim.cli.options import AsJson, count
+from brim.cli.rf import print_generated, print_trained, run_evaluate, run_generate, run_train
+from brim.cli.sequence import PREPARING
 from brim.cli.terminal import Display, Stop, end_stopped, print_json, quote, remarks, say, show
-from brim.errors import ConfigError
+from brim.errors import ConfigError, Conflict
+from brim.rf.config import LocatorTraining, from_mapping
+from brim.segmentation.config import FilesConfig, SegmentTrainConfig, TuneConfig
 
 if TYPE_CHECKING:
+    from brim.jobs.store import Catalogue, DatasetKind
     from brim.segmentation.prediction.loader import ModelLoader
 
-# A half-watt hand-held transmitter: weak enough that the gates have something to refuse.
+# A half-watt hand-held transmitter: weak enough that the gates reject some samples.
 RADIO: Final = {"tx_power_dbm": 27.0, "min_snr_db": 10.0, "max_gdop": 5.0, "min_receivers": 4}
 SAMPLES_CPU: Final = 300  # half a minute on two cores
 SAMPLES_GPU: Final = 20_000  # seconds on a large GPU, enough for smooth histograms
 LOCATOR: Final[dict[str, Any]] = {"epochs": 10, "checkpoint_every_s": 5.0}
-CELLS: Final = {"count": 16, "seed": 1, "height": 128, "width": 128}  # trained on, and a tenth held out
-NEW_CELLS: Final = {**CELLS, "count": 4, "seed": 2}  # predicted
+CELLS: Final = {"count": 16, "seed": 1, "height": 128, "width": 128}  # to train on; a tenth is held out
+NEW_CELLS: Final = {**CELLS, "count": 4, "seed": 2}  # to predict
 NETWORK: Final = "unet_tiny"
 SEGMENTING: Final[dict[str, Any]] = {
     "model": NETWORK,
@@ -53,6 +56,7 @@ CLASSIFYING: Final[dict[str, Any]] = {
     "seed": 1,
     "checkpoint_every_s": 5.0,
 }
+PICTURES: Final = 4  # on the page
 
 
 def demo(
@@ -63,83 +67,79 @@ def demo(
         int | None,
         typer.Option(
             metavar="N",
-            parser=whole,
-            help=f"Accepted radio samples to make. [default: {SAMPLES_CPU}, on a GPU {SAMPLES_GPU}]",
-            show_default=False,
+            parser=count,
+            help="Accepted radio samples to generate.",
+            show_default=f"{SAMPLES_CPU}, on a GPU {SAMPLES_GPU}",
         ),
     ] = None,
-    as_json: Json = False,
+    as_json: AsJson = False,
 ) -> None:
     """Try every workload, small: generate, train, evaluate; tune, segment; sequences; with a page about all of it.
 
-    Ctrl-C stops cleanly; the same command goes on where it was.
+    Ctrl-C stops cleanly; the same command continues where it stopped.
     """
-    check_positive("--samples", samples)
     began_s = time.perf_counter()
     with Stop() as stop:
         from brim.engine.device import resolve_device
 
         on_gpu = resolve_device("auto").type == "cuda"
-        done = Demo(out, samples or (SAMPLES_GPU if on_gpu else SAMPLES_CPU), on_gpu, stop, quiet=as_json)
+        state = Demo(out, samples or (SAMPLES_GPU if on_gpu else SAMPLES_CPU), on_gpu, stop, quiet=as_json)
         try:
             for number, (name, stage) in enumerate(STAGES.items(), 1):
-                done.go_on()
+                state.check_stop()
                 say(f"{number}/{len(STAGES)} {name}")
-                stage(done)
-            done.go_on()
-            _finish(done)
+                stage(state)
+            state.check_stop()
+            _finish(state)
         except KeyboardInterrupt:
             if as_json:
-                print_json(done.found)
+                print_json(state.results)
             end_stopped(f"in the stage {name}; nothing that was made is lost", stop, resume=True)
     if as_json:
-        print_json({**done.found, "total_seconds": time.perf_counter() - began_s})
+        print_json({**state.results, "total_seconds": time.perf_counter() - began_s})
     else:
-        _print_end(done)
+        _print_end(state)
 
 
 @dataclass
 class Demo:
-    """What the stages share: where they work, what may stop them, and what they found, by name."""
+    """What the stages share: where they work, what may stop them, and their results by name."""
 
     out: Path
     samples: int
     on_gpu: bool
     stop: Stop
     quiet: bool = False  # nothing on standard output before the end
-    found: dict[str, Any] = field(default_factory=dict)
+    results: dict[str, Any] = field(default_factory=dict)
 
     @property
     def run(self) -> Path:
-        """The locator's."""
+        """Directory of the locator's run."""
         return self.out / f"run-{self.samples}"
 
     @property
     def locator(self) -> dict[str, Any]:
-        """How it is trained."""
+        """Settings of the locator's training."""
         return {**LOCATOR, "batch_size": 256 if self.on_gpu else 32}
 
     @property
     def batch_sizes(self) -> Path:
-        """The file of tuned batch sizes."""
         return self.out / "batch_sizes.json"
 
-    def go_on(self) -> None:
-        """Leave, where a signal has come, from what knows no `stop` of its own."""
+    def check_stop(self) -> None:
         if self.stop():
             raise KeyboardInterrupt
 
-    def watched(self, tell: Callable[..., None]) -> Callable[..., None]:
-        """A progress callback that also leaves where a signal has come."""
+    def watched(self, progress: Callable[..., None]) -> Callable[..., None]:
+        """A progress callback for functions without a `stop` of their own: it leaves them after a signal."""
 
-        def told(*progress: Any) -> None:
-            tell(*progress)
-            self.go_on()
+        def call(*values: Any) -> None:
+            progress(*values)
+            self.check_stop()
 
-        return told
+        return call
 
-    def tell(self, text: str) -> None:
-        """A line for a person."""
+    def show(self, text: str) -> None:
         if not self.quiet:
             show(text)
 
@@ -148,42 +148,37 @@ class Demo:
 
 
 def _generate(demo: Demo) -> None:
-    from brim.rf import from_mapping
     from brim.rf.datasets.page import write_report
 
-    sizes = {
-        "dataset": max(2, demo.samples),
-        "held-out": max(2, demo.samples // 5),
-    }  # one to train on, one to choose by
-    for seed, (name, size) in enumerate(sizes.items()):
-        made = run_generate(from_mapping({**RADIO, "seed": seed}), demo.out / name, size, demo.stop)
-        if name == "dataset":
-            report, page = made, demo.out / "dataset.html"
-            demo.found |= {**made.as_dict(), "generate": made.as_dict(), "report": str(demo.out / "report.html")}
-        demo.go_on()
-    write_report(demo.out / "dataset", page)
-    demo.found["dataset_report"] = str(page)
+    dataset, held_out = demo.out / "dataset", demo.out / "held-out"
+    report = run_generate(from_mapping({**RADIO, "seed": 0}), dataset, max(2, demo.samples), demo.stop)
+    demo.results |= report.as_dict()
+    demo.results |= {"generate": report.as_dict(), "report": str(demo.out / "report.html")}
+    demo.check_stop()
+    run_generate(from_mapping({**RADIO, "seed": 1}), held_out, max(2, demo.samples // 5), demo.stop)
+    demo.check_stop()
+    write_report(dataset, demo.out / "dataset.html")
+    demo.results["dataset_report"] = str(demo.out / "dataset.html")
     if not demo.quiet:
-        print_made(report)
+        print_generated(report)
 
 
 def _train(demo: Demo) -> None:
-    from brim.rf.config import LocatorTraining
-
-    trained = run_train([demo.out / "dataset"], demo.run, LocatorTraining(**demo.locator), demo.stop)
-    demo.found["train"] = trained.as_dict()
-    if trained.stopped:
-        raise KeyboardInterrupt
+    report = run_train([demo.out / "dataset"], demo.run, LocatorTraining(**demo.locator), demo.stop)
+    demo.results["train"] = report.as_dict()
+    demo.check_stop()
     if not demo.quiet:
-        print_trained(trained)
+        print_trained(report)
 
 
 def _evaluate(demo: Demo) -> None:
     page = demo.out / "evaluation.html"
-    evaluated = run_evaluate(demo.run, demo.out / "held-out", page, watched=demo.watched)
-    demo.found |= {"evaluate": evaluated.as_dict(), "evaluation_report": str(page)}
-    metrics = evaluated.metrics
-    demo.tell(
+    with Display() as display:
+        progress = demo.watched(display.counting("locating", "samples"))
+        evaluation = run_evaluate(demo.run, demo.out / "held-out", page, progress)
+    demo.results |= {"evaluate": evaluation.as_dict(), "evaluation_report": str(page)}
+    metrics = evaluation.metrics
+    demo.show(
         f"median error {metrics['median_error_m']:.0f} m on {metrics['samples']} other samples, "
         f"{metrics['crlb_ratio']:.2f} times the bound; {metrics['coverage']['90']:.0%} lie in their 90 % ellipses"
     )
@@ -194,69 +189,54 @@ def _evaluate(demo: Demo) -> None:
 
 def _tune(demo: Demo) -> None:
     from brim.engine.device import resolve_device
-    from brim.segmentation.config import TuneConfig
     from brim.segmentation.tuning.batch_sizes import BatchSizes, device_key
     from brim.segmentation.tuning.tune import tune
 
     device, size = resolve_device("auto"), CELLS["height"]
-    known = BatchSizes.read(demo.batch_sizes).entry(device_key(device), NETWORK)
-    if known is None or known.image_size < size:
+    entry = BatchSizes.read(demo.batch_sizes).entry(device_key(device), NETWORK)
+    if entry is None or entry.image_size < size:
         with Display(demo.stop) as display:
-            tell = demo.watched(display.message)
-            tuned = tune(
-                TuneConfig(models=(NETWORK,), size=size, seconds=TUNE_S), device, out=demo.batch_sizes, progress=tell
-            )
-        known = tuned[NETWORK].entry
-    demo.found["tune"] = {NETWORK: asdict(known), "batch_sizes": str(demo.batch_sizes)}
-    demo.tell(
-        f"{NETWORK}: batch {known.optimal_batch_size} is the fastest, {known.expected_throughput:.4g} images/s; "
-        f"up to {known.max_safe_batch_size} is safe"
+            config = TuneConfig(models=(NETWORK,), size=size, seconds=TUNE_S)
+            tuned = tune(config, device, out=demo.batch_sizes, progress=demo.watched(display.update))
+        entry = tuned[NETWORK].entry
+    demo.results["tune"] = {NETWORK: asdict(entry), "batch_sizes": str(demo.batch_sizes)}
+    demo.show(
+        f"{NETWORK}: batch {entry.optimal_batch_size} is the fastest, {entry.expected_throughput:.4g} images/s; "
+        f"up to {entry.max_safe_batch_size} is safe"
     )
 
 
 def _segment(demo: Demo) -> None:
-    from brim.segmentation.config import SegmentTrainConfig
     from brim.segmentation.prediction.loader import ModelLoader
+    from brim.segmentation.scenes.cells import write_cells
     from brim.segmentation.training.run import train
 
-    for name, made in (("cells", CELLS), ("new-cells", NEW_CELLS)):
-        _once(demo.out / name, partial(_cells, made))
+    _once(demo.out / "cells", lambda folder: write_cells(folder / "images", folder / "masks", **CELLS))
+    _once(demo.out / "new-cells", lambda folder: write_cells(folder / "images", folder / "masks", **NEW_CELLS))
     images, masks, run = demo.out / "cells" / "images", demo.out / "cells" / "masks", demo.out / "cells-run"
     config = SegmentTrainConfig(**SEGMENTING)
     with remarks(), Display(demo.stop, preparing=("cutting crops", "images")) as display:
         report = train(images, masks, config, run, progress=display.training, stop=demo.stop)
-    demo.found["segment"] = {"train": report.to_json()}
-    if report.stopped:
-        raise KeyboardInterrupt
+    demo.results["segment"] = {"train": report.to_json()}
+    demo.check_stop()
     loader = ModelLoader({NETWORK: run}, "auto", demo.batch_sizes, tile=CELLS["height"])
-    found = {form: _predict(demo, loader, form) for form in ("geojson", "overlay")}["geojson"]
-    demo.found["segment"]["predict"] = {**found, "polygons_in": str(demo.out / "polygons")}
-    demo.tell(
-        f"Dice {report.dice:.3f} on cells held out; {found['polygons']} polygons in {found['images']} new images, "
-        f"as GeoJSON in {demo.out / 'polygons'}"
+    predicted = _predict(demo, loader, FilesConfig(model=NETWORK), demo.out / "polygons")
+    _predict(demo, loader, FilesConfig(model=NETWORK, format="overlay"), demo.out / "overlays")
+    demo.results["segment"]["predict"] = {**predicted, "polygons_in": str(demo.out / "polygons")}
+    demo.show(
+        f"Dice {report.dice:.3f} on held-out cells; {predicted['polygons']} polygons in {predicted['images']} new "
+        f"images, as GeoJSON in {demo.out / 'polygons'}"
     )
 
 
-def _cells(made: dict[str, int], folder: Path) -> None:
-    from brim.segmentation.scenes.cells import write_cells
-
-    write_cells(folder / "images", folder / "masks", **made)
-
-
-def _predict(demo: Demo, loader: "ModelLoader", form: str) -> dict[str, Any]:
-    from brim.config import read
-    from brim.segmentation.config import FilesConfig
+def _predict(demo: Demo, loader: "ModelLoader", config: FilesConfig, out: Path) -> dict[str, Any]:
     from brim.segmentation.prediction.files import predict_files
 
-    place = demo.out / ("polygons" if form == "geojson" else "overlays")
+    images = [demo.out / "new-cells" / "images"]
     with Display(demo.stop) as display:
-        found = predict_files(
-            [demo.out / "new-cells" / "images"], loader, place, read(FilesConfig, {"model": NETWORK, "format": form}),
-            progress=display.images("predicting"), stop=demo.stop, resume=True,
-        )  # fmt: skip
-    if found.stopped:
-        raise KeyboardInterrupt
-    return found.as_dict()
+        report = predict_files(images, loader, out, config, progress=display.predicting, stop=demo.stop, resume=True)
+    demo.check_stop()
+    return report.as_dict()
 
 
 # Sequences
@@ -266,23 +246,21 @@ def _sequences(demo: Demo) -> None:
     from brim.sequences import SequenceTraining, evaluate, make_sequences, pack, train
 
     folder, corpus, run = (demo.out / name for name in ("features", "corpus", "sequences-run"))
-    _once(folder, lambda place: make_sequences(place, **SEQUENCES))
-    config = SequenceTraining(**CLASSIFYING)
-    found = demo.found["sequences"] = {}
-    with remarks(), SequenceDisplay(demo.stop) as display:
+    _once(folder, lambda path: make_sequences(path, **SEQUENCES))
+    results = demo.results["sequences"] = {}
+    with remarks(), Display(demo.stop, preparing=PREPARING) as display:
         packed = pack(folder, corpus, resume=True, progress=display.packing, stop=demo.stop)
-        found["pack"] = packed.as_dict()
-        if not packed.complete:
-            raise KeyboardInterrupt
+        results["pack"] = packed.as_dict()
+        demo.check_stop()
+        config = SequenceTraining(**CLASSIFYING)
         trained = train(corpus, run, config, resume=True, progress=display.training, stop=demo.stop)
-        found["train"] = trained.as_dict()
-        if trained.stopped:
-            raise KeyboardInterrupt
+        results["train"] = trained.as_dict()
+        demo.check_stop()
     with Display(demo.stop) as display:
-        scored = evaluate(run, corpus, progress=demo.watched(display.samples("evaluating")))
-    found["evaluate"] = scored.as_dict()
-    demo.tell(
-        f"accuracy {scored.accuracy:.3f} on {scored.items} sequences held out of {packed.items}; "
+        scores = evaluate(run, corpus, progress=demo.watched(display.counting("evaluating", "samples")))
+    results["evaluate"] = scores.as_dict()
+    demo.show(
+        f"accuracy {scores.accuracy:.3f} on {scores.items} held-out sequences of {packed.items}; "
         f"trained at {trained.samples_per_s:,.0f} samples/s"
     )
 
@@ -298,7 +276,7 @@ STAGES: Final[dict[str, Callable[[Demo], None]]] = {
 
 
 def _once(folder: Path, make: Callable[[Path], object]) -> None:
-    """Make a folder whole or not at all: what a killed process left half made is made anew."""
+    """Make a folder completely or not at all; what a killed process left unfinished is made again."""
     if folder.is_dir():
         return
     unfinished = folder.with_name(f".{folder.name}.unfinished")
@@ -307,33 +285,147 @@ def _once(folder: Path, make: Callable[[Path], object]) -> None:
     unfinished.rename(folder)
 
 
-# What a person sees afterwards
+# Afterwards: a page, and the catalogue of a service
 
 
 def _finish(demo: Demo) -> None:
-    """One page about all of it, and a service's data directory in which it is listed."""
-    from brim.cli.demo_catalogue import list_made
-    from brim.cli.demo_page import write_overview
-
     data = demo.out / "service"
-    demo.found["dashboard"] = {"data": str(data), "command": f"brim serve --data {quote(data)}", "listed": False}
+    demo.results["dashboard"] = {"data": str(data), "command": f"brim serve --data {quote(data)}", "listed": False}
     try:
         if os.environ.get("BRIM_DATABASE"):
             raise ConfigError("BRIM_DATABASE names the catalogue of another service; unset it")
-        with open_catalogue(data, None, make=True, first="run brim demo") as (catalogue, _):
-            list_made(demo, catalogue, data)
-        demo.found["dashboard"]["listed"] = True
-    except ConfigError as failure:  # the service's extra is not installed: all else works without
-        demo.found["dashboard"]["reason"] = str(failure)
-    write_overview(demo.out, demo.found, demo.run.name)
+        with open_catalogue(data, None, make=True) as (catalogue, _):
+            _list_results(demo, catalogue, data)
+        demo.results["dashboard"]["listed"] = True
+    except ConfigError as failure:  # the extra `service` is not installed: everything else works without it
+        demo.results["dashboard"]["reason"] = str(failure)
+    _write_page(demo)
 
 
 def _print_end(demo: Demo) -> None:
-    dashboard = demo.found["dashboard"]
+    dashboard = demo.results["dashboard"]
     show(f"dataset:   {demo.out / 'dataset'}, held out: {demo.out / 'held-out'}")
-    show(f"report:    {demo.found['report']} (open it in a browser)")
+    show(f"report:    {demo.results['report']} (open it in a browser)")
     if dashboard["listed"]:
         show(f"dashboard: {dashboard['command']} (then open the address it prints)")
     else:
         show(f"dashboard: {dashboard['reason']}; then run this again")
     show(f'next:      brim rf inspect {quote(demo.out / "dataset")}, or "brim --help" for your own data')
+
+
+def _list_results(demo: Demo, catalogue: "Catalogue", data: Path) -> None:
+    """List datasets, runs, models and batch sizes once each; all stay where they are."""
+    from brim.jobs.registry import models
+    from brim.segmentation.tuning.batch_sizes import BatchSizes
+
+    BatchSizes.read(demo.batch_sizes).write(data / "batch_sizes.json")
+    radio = _list_dataset(catalogue, data, "demo radio", demo.out / "dataset", "rf")
+    _list_dataset(catalogue, data, "demo radio, held out", demo.out / "held-out", "rf")
+    cells = _list_dataset(catalogue, data, "demo cells", demo.out / "cells", "images")
+    _list_dataset(catalogue, data, "demo cells, new", demo.out / "new-cells", "images")
+    corpus = _list_dataset(catalogue, data, "demo sequences", demo.out / "corpus", "sequences")
+    trained = (
+        ("locator", demo.run, "rf.train", radio, demo.locator),
+        ("cells", demo.out / "cells-run", "segment.train", cells, SEGMENTING),
+        ("classes", demo.out / "sequences-run", "sequence.train", corpus, CLASSIFYING),
+    )
+    for name, path, kind, dataset, config in trained:
+        config = {"dataset_ids": [dataset], **config}
+        models.add_run(catalogue, name=f"demo {name}", path=path, kind=kind, config=config)
+        known = catalogue.models.get(name)
+        if known is None or known.path != str(path.resolve()):
+            models.add(catalogue, name=name, path=path, stop=demo.stop)
+        demo.check_stop()
+
+
+def _list_dataset(catalogue: "Catalogue", data: Path, name: str, path: Path, kind: "DatasetKind") -> str:
+    """The id of a dataset; one that has grown since it was listed is listed again."""
+    from brim.jobs.registry import datasets
+
+    known = next((row for row in catalogue.datasets.named(name) if row.path == str(path.resolve())), None)
+    if known is not None:
+        try:
+            if known.items == datasets.look(path, kind).items:
+                return known.id
+            datasets.remove(catalogue, data, known.id)
+        except Conflict:  # a job reads it
+            return known.id
+    added = datasets.add(catalogue, data, name=name, path=path, kind=kind)
+    assert added is not None, "only packing can be stopped, and nothing is packed here"
+    return added.id
+
+
+def _write_page(demo: Demo) -> None:
+    """Write OUT/report.html; its links are relative, so that the folder may move."""
+    from brim.report.page import card, document, metres, number, percent, table, tiles, write_page
+
+    results, sequences = demo.results, demo.results["sequences"]
+    generated, located, segmented = results["generate"], results["evaluate"], results["segment"]
+    entry = results["tune"][NETWORK]
+    headline = tiles(
+        [
+            (
+                "radio samples",
+                number(generated["accepted"]),
+                f"{percent(generated['accepted'] / max(1, generated['attempted']))} of those tried",
+            ),
+            ("median error", metres(located["median_error_m"]), f"{number(located['crlb_ratio'])} times the bound"),
+            ("Dice", number(segmented["train"]["dice"]), "on held-out cells"),
+            ("polygons", number(segmented["predict"]["polygons"]), "in new images"),
+            (
+                "accuracy",
+                percent(sequences["evaluate"]["accuracy"]),
+                f"on {number(sequences['evaluate']['items'])} held-out sequences",
+            ),
+        ]
+    )
+    pages = {"dataset.html": "the dataset", "evaluation.html": "the locator on held-out samples"}
+    links = "".join(f'<li><a href="{file}">{text}</a></li>' for file, text in pages.items())
+    pictures = "".join(
+        f'<img src="overlays/{quote_url(file.name)}" alt="cells with their outlines" width="160"> '
+        for file in sorted((demo.out / "overlays").glob("*.png"))[:PICTURES]
+    )
+    iou, side = percent(segmented["train"]["iou"]), entry["image_size"]
+    tuned = [NETWORK, entry["optimal_batch_size"], f"{entry['expected_throughput']:.4g}", entry["max_safe_batch_size"]]
+    trained = [
+        ["sequences", sequences["pack"]["items"]],
+        ["frames", sequences["pack"]["frames"]],
+        ["classes", len(sequences["pack"]["classes"])],
+        ["padding", percent(sequences["train"]["padding_share"])],
+        ["samples/s in training", number(sequences["train"]["samples_per_s"])],
+    ]
+    cards = [
+        card(
+            "radio",
+            "Radio: generate, train, evaluate",
+            f"A transmitter is located from what receivers hear of it; the network is in {demo.run.name}.",
+            f"<ul>{links}</ul>",
+        ),
+        card(
+            "segment",
+            "Segmentation: images to polygons",
+            f"Outlines predicted in new images; IoU {iou} on held-out ones. GeoJSON is in polygons.",
+            pictures,
+        ),
+        card(
+            "tune",
+            "Tuning: the fastest safe batch size",
+            f"Measured on this device for images of {side} × {side} pixels; saved in batch_sizes.json.",
+            table([tuned], ["network", "fastest batch", "images/s", "largest safe batch"]),
+        ),
+        card(
+            "sequences",
+            "Sequences: pack, train, evaluate",
+            "A CNN→LSTM on sequences of different lengths.",
+            table(trained),
+        ),
+        card(
+            "service",
+            "The same as a service",
+            "Lists these datasets, runs and models in a browser, and makes more of them as durable jobs.",
+            f"<pre>{escape(results['dashboard']['command'])}</pre>",
+        ),
+    ]
+    head = "<header><h1>brim demo</h1><p>Every workload once, small, on this machine.</p></header>"
+    body = f'{head}\n{headline}\n<div class="cards">\n{"".join(cards)}\n</div>'
+    write_page(demo.out / "report.html", document("brim demo", body))

@@ -1,51 +1,155 @@
-"""Options that several commands share, and how they are read and checked."""
+"""Command-line options: made from settings classes, shared by several commands, or checked as they are typed."""
 
+import inspect
 import math
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
+from functools import wraps
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, TypeVar
 
 import typer
 
-from brim.cli.words import nearest
+from brim.config import Setting, nearest, settings
 from brim.errors import ConfigError
 
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output, nothing else.")]
+_T = TypeVar("_T", bound=Callable[..., None])
 
-TIERS = ("auto", "vram", "ram", "window")
-PRECISIONS = ("auto", "fp32", "bf16", "fp16")
+# Options whose names differ from those of their settings
+_FLAGS = {"use_random_receivers": "--random-receivers", "detect_holes": "--holes/--no-holes"}
+_LARGE = 2**31  # a bound beyond this tells a reader nothing
 
 
-@contextmanager
-def needing_service(what: str) -> Iterator[None]:
-    """Around imports of what only the service's extra brings: without it, an error that says how to get it."""
-    try:
-        yield
-    except ModuleNotFoundError as failure:
-        if (failure.name or "").startswith("brim"):
-            raise
-        raise ConfigError(f"{failure.name} is not installed; {what} needs: pip install 'brim[service]'") from failure
+# Options made from other declarations
+
+
+def expand(name: str, build: Callable[..., Any], options: list[inspect.Parameter] | None = None) -> Callable[[_T], _T]:
+    """Replace a command's parameter by several options, from whose values build makes its value.
+
+    The options are the parameters of build, unless they are given.
+    """
+    options = list(inspect.signature(build).parameters.values()) if options is None else options
+
+    def decorate(command: _T) -> _T:
+        own = inspect.signature(command, eval_str=True)
+        parameters: list[inspect.Parameter] = []
+        for parameter in own.parameters.values():
+            parameters += options if parameter.name == name else [parameter]
+        keywords = [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in parameters]
+
+        @wraps(command)
+        def run(**values: Any) -> None:
+            value = build(**{option.name: values.pop(option.name) for option in options})
+            command(**{name: value}, **values)
+
+        run.__signature__ = own.replace(parameters=keywords)  # type: ignore[attr-defined]
+        run.__annotations__ = {parameter.name: parameter.annotation for parameter in keywords}
+        return run  # type: ignore[return-value]
+
+    return decorate
+
+
+def from_settings(
+    config: type, *names: str, required: Collection[str] = (), only_given: bool = False, **metavars: str
+) -> Callable[[_T], _T]:
+    """Replace a command's parameter `settings: dict[str, Any]` by one option for each of the named fields of config.
+
+    Type, default, range, unit, choices and help come from the declaration of the field. Those in required must be
+    typed although they have a default. With only_given, the dictionary holds only what was typed, because a file or a
+    preset may set the rest. metavars replace those derived from types.
+    """
+
+    def build(**values: Any) -> dict[str, Any]:
+        return {name: value for name, value in values.items() if not (only_given and (value is None or value is False))}
+
+    declared = settings(config)
+    options = [_option(declared[name], name in required, only_given, metavars.get(name)) for name in names]
+    return expand("settings", build, options)
+
+
+def _option(setting: Setting, required: bool, only_given: bool, metavar: str | None) -> inspect.Parameter:
+    kind, parser, letter = _parsing(setting)
+    info = typer.Option(
+        _FLAGS.get(setting.name, "--" + setting.name.replace("_", "-")),
+        metavar=None if kind is bool else metavar or letter,
+        parser=parser,
+        help=_help(setting),
+        show_default=str(setting.default) if only_given and kind is not bool else True,
+        autocompletion=_offers(setting),
+    )
+    default = inspect.Parameter.empty if required or setting.required else setting.default
+    if isinstance(default, tuple):
+        default = ",".join(default)
+    if only_given:
+        default = False if kind is bool else None
+    if default is None:
+        kind = kind | None
+    annotation = Annotated[kind, info]  # type: ignore[valid-type]
+    return inspect.Parameter(setting.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+
+
+def _parsing(setting: Setting) -> tuple[Any, Callable[[str], Any] | None, str]:
+    """Type, parser and metavar of an option."""
+    if bool in setting.types:
+        return bool, None, ""
+    if setting.item is str:
+        return str, words, "NAMES"
+    if float in setting.types:
+        return float, number, "X"
+    return (int, whole, "N") if int in setting.types else (str, None, "NAME")
+
+
+def _help(setting: Setting) -> str:
+    """The declared sentence, then what values are accepted: "Carrier frequency; between 30 and 3000 MHz."."""
+    parts = [setting.doc.rstrip(".")]
+    if setting.choices:
+        parts.append(f"one of {', '.join(map(str, setting.choices))}")
+    elif setting.range is not None and abs(setting.range.high or 0) < _LARGE:
+        parts.append(f"{setting.range} {setting.unit}".rstrip())
+    return "; ".join(filter(None, parts)) + "."
+
+
+def _offers(setting: Setting) -> Callable[[str], list[str]] | None:
+    """What the shell offers; names that are known only at run time are looked up when it asks."""
+    if not setting.choices and setting.names is None:
+        return None
+    return lambda incomplete: [name for name in map(str, setting.all_choices) if name.startswith(incomplete)]
+
+
+# Values as they are typed: a wrong one is named with its option, before anything is imported
 
 
 def whole(text: str) -> int:
-    """A whole number as typed; the message of a wrong one names it, which typer's own does not."""
     try:
         return int(text)
     except ValueError:
         raise typer.BadParameter(f"{text!r} is not a whole number") from None
 
 
+def count(text: str) -> int:
+    value = whole(text)
+    if value < 1:
+        raise typer.BadParameter(f"{value} must be at least 1")
+    return value
+
+
 def number(text: str) -> float:
-    """A number as typed."""
     try:
         return float(text)
     except ValueError:
         raise typer.BadParameter(f"{text!r} is not a number") from None
 
 
+def words(text: str) -> tuple[str, ...]:
+    """Names separated by commas, each once."""
+    names = [name.strip() for name in text.split(",")] if text else []
+    if not all(names):
+        raise typer.BadParameter(f"{text!r} has an empty name; separate names by single commas")
+    return tuple(dict.fromkeys(names))
+
+
 def percent(text: str | float) -> float:
-    """A percentage as typed, 20 or 20%, or a default's number; whoever takes it knows its range."""
+    """A percentage such as 20 or 20%; the setting itself knows its range."""
     try:
         value = float(str(text).strip().removesuffix("%"))
     except ValueError:
@@ -55,58 +159,82 @@ def percent(text: str | float) -> float:
     return value
 
 
-def check_choice(flag: str, value: str | None, choices: Collection[str]) -> None:
-    """Refuse a name that is none of the choices, with the nearest."""
-    if value is None or value in choices:
-        return
-    near = nearest(value, choices)
-    hint = f"; did you mean {near}?" if near else ""
-    raise ConfigError(f"{flag} {value} is unknown; choose one of {', '.join(choices)}{hint}")
-
-
-def one_of(*choices: str) -> Callable[[str], list[str]]:
-    """What the shell offers for an option with these choices."""
-
-    def offer(incomplete: str) -> list[str]:
-        return [choice for choice in choices if choice.startswith(incomplete)]
-
-    return offer
-
-
 def place(text: str) -> str:
-    """Where a dataset is, as typed: a URL as it is, anything else as a path; Path itself would eat a slash of s3://."""
+    """A directory or a URL, normalised; Path would drop a slash of s3://."""
     from brim.engine.storage import place_of
 
     return str(place_of(text))
+
+
+def check_choice(name: str, choices: Collection[str]) -> str:
+    if name not in choices:
+        raise typer.BadParameter(f"{name!r} is unknown; {nearest(name, choices)}")
+    return name
+
+
+def one_of(*choices: str) -> dict[str, Any]:
+    """Arguments of typer.Option for an option with these choices: `typer.Option(**one_of("a", "b"))`."""
+    return {"parser": lambda text: check_choice(text, choices), "autocompletion": offer(*choices)}
+
+
+def offer(*choices: str) -> Callable[[str], list[str]]:
+    """What the shell offers for an option that also takes other values."""
+    return lambda incomplete: [choice for choice in choices if choice.startswith(incomplete)]
 
 
 def directories(incomplete: str) -> list[str]:
     """What the shell offers for a directory; URLs are typed."""
     folder, _, start = incomplete.rpartition("/")
     try:
-        found = Path(folder + "/" if incomplete.startswith("/") else folder or ".").iterdir()
-        names = sorted(entry.name for entry in found if entry.name.startswith(start) and entry.is_dir())
+        entries = Path(folder + "/" if incomplete.startswith("/") else folder or ".").iterdir()
+        names = sorted(entry.name for entry in entries if entry.name.startswith(start) and entry.is_dir())
     except OSError:
         return []
     return [f"{folder}/{name}" if folder or incomplete.startswith("/") else name for name in names]
 
 
-Cluster = Annotated[
+# Options that several commands share
+
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output, nothing else.")]
+
+DeviceName = Annotated[
+    str,
+    typer.Option(metavar="NAME", help="auto, cpu, cuda or cuda:N.", autocompletion=offer("auto", "cpu", "cuda")),
+]
+
+ClusterAddress = Annotated[
     str | None,
     typer.Option(
         metavar="ADDRESS",
         help="Work on a Ray cluster: auto, local or ray://HOST:PORT.",
-        autocompletion=one_of("auto", "local"),
+        autocompletion=offer("auto", "local"),
     ),
 ]
 
-Device = Annotated[
-    str,
-    typer.Option(metavar="NAME", help="auto, cpu, cuda or cuda:N.", autocompletion=one_of("auto", "cpu", "cuda")),
+NewRun = Annotated[
+    Path, typer.Option("--out", metavar="RUN", help="Directory of the run; new or empty without --resume.")
+]
+
+Resume = Annotated[bool, typer.Option("--resume", help="Continue the run in --out, started with the same options.")]
+
+HtmlReport = Annotated[
+    Path | None, typer.Option("--report", metavar="FILE.html", help="Write a self-contained page with plots to FILE.")
+]
+
+PlotFile = Annotated[Path | None, typer.Option("--plot", metavar="FILE.png", help="Draw the measurements to FILE.")]
+
+DataDir = Annotated[
+    Path | None,
+    typer.Option("--data", metavar="DIR", help="Data directory of the service.", show_default="BRIM_DATA, brim-data"),
 ]
 
 
-def check_positive(flag: str, value: int | None) -> None:
-    """Refuse a count below one, by the name the user knows it by."""
-    if value is not None and value < 1:
-        raise ConfigError(f"{flag} {value} must be at least 1")
+@contextmanager
+def needing_service(user: str) -> Iterator[None]:
+    """Around imports of packages of the extra `service`: without it, an error that says how to install them."""
+    try:
+        yield
+    except ModuleNotFoundError as failure:
+        if (failure.name or "").startswith("brim"):
+            raise
+        raise ConfigError(f"{failure.name} is not installed; {user} needs: pip install 'brim[service]'") from failure

@@ -1,159 +1,123 @@
-"""`brim rf generate | inspect | export`: options in, one call of `brim.rf`, a result out."""
+"""`brim rf generate | inspect | export | train | evaluate | locate | export-onnx`: radio data and locators."""
 
-from collections.abc import Iterator
+import json
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
 from brim.cli.options import (
-    Cluster,
-    Device,
-    Json,
-    check_choice,
-    check_positive,
+    AsJson,
+    ClusterAddress,
+    DeviceName,
+    HtmlReport,
+    NewRun,
+    Resume,
+    count,
     directories,
-    number,
+    from_settings,
+    offer,
     one_of,
     place,
-    whole,
 )
-from brim.cli.terminal import Display, Stop, end_stopped, print_facts, print_json, quote, show
+from brim.cli.terminal import Display, Stop, end_stopped, print_facts, print_json, quote, remarks, show
 from brim.errors import ConfigError
+from brim.rf.config import PRESETS, GenerateConfig, LocatorTraining, from_mapping, read_stations, read_toml
 
 if TYPE_CHECKING:
-    from brim.rf import GenerateConfig, GenerateReport
+    from brim.engine.training import TrainReport
+    from brim.rf import GenerateReport
     from brim.rf.generation import Pool
-
-Dataset = Annotated[
-    str,
-    typer.Argument(metavar="DIR|URL", parser=place, help="Directory or URL of a dataset.", autocompletion=directories),
-]
+    from brim.rf.location.run import Evaluation
 
 rf = typer.Typer(no_args_is_help=True, epilog="Example: brim rf generate --out data --samples 1000")
 
+DatasetPlace = Annotated[
+    str,
+    typer.Argument(metavar="DIR|URL", parser=place, help="Directory or URL of a dataset.", autocompletion=directories),
+]
+LocatorDir = Annotated[Path, typer.Argument(metavar="RUN", help='Directory of a run made by "brim rf train".')]
+
+
+# Datasets
+
 
 @rf.command(epilog="Example: brim rf generate --out data --samples 10000 --preset quality --seed 7")
+@from_settings(
+    GenerateConfig,
+    *("frequency_mhz", "tx_power_dbm", "min_snr_db", "max_gdop", "min_receivers", "use_random_receivers"),
+    *("waveform", "loss", "dataset_type", "seed"),
+    only_given=True,
+)
 def generate(
+    *,
     out: Annotated[
         str,
         typer.Option(
             metavar="DIR|URL",
             parser=place,
-            help="The dataset's directory, or a URL such as s3://bucket/data; new or empty without --resume.",
+            help="Directory of the dataset, or a URL such as s3://bucket/data; new or empty without --resume.",
             autocompletion=directories,
         ),
     ],
-    samples: Annotated[int, typer.Option(metavar="N", parser=whole, help="Accepted samples to make.")] = 1000,
+    samples: Annotated[int, typer.Option(metavar="N", parser=count, help="Accepted samples to generate.")] = 1000,
     preset: Annotated[
         str | None,
         typer.Option(
-            metavar="NAME",
-            help="production or quality: random receivers and gates to go with them.",
-            autocompletion=one_of("production", "quality"),
+            metavar="NAME", help=f"{' or '.join(PRESETS)}: random receivers and matching gates.", **one_of(*PRESETS)
         ),
     ] = None,
     config: Annotated[
-        Path | None, typer.Option(metavar="FILE.toml", help="Fields of GenerateConfig; over a preset, under flags.")
+        Path | None,
+        typer.Option(metavar="FILE.toml", help="Settings; they override the preset, and options override them."),
     ] = None,
     stations: Annotated[
         Path | None,
-        typer.Option(metavar="FILE.csv", help="Your receivers, header name,lat,lon,alt, for the built-in ones."),
+        typer.Option(metavar="FILE.csv", help="Your receivers instead of the built-in ones; header name,lat,lon,alt."),
     ] = None,
-    frequency_mhz: Annotated[
-        float | None, typer.Option(metavar="F", parser=number, help="Carrier, 30 to 3000 MHz.")
-    ] = None,
-    tx_power_dbm: Annotated[
-        float | None, typer.Option(metavar="P", parser=number, help="Transmit power, 0 to 50 dBm.")
-    ] = None,
-    min_snr_db: Annotated[
-        float | None,
-        typer.Option(metavar="S", parser=number, help="Link SNR in 12.5 kHz from which a receiver hears."),
-    ] = None,
-    max_gdop: Annotated[
-        float | None, typer.Option(metavar="G", parser=number, help="Refuse samples of worse geometry than this.")
-    ] = None,
-    min_receivers: Annotated[
-        int | None,
-        typer.Option(metavar="M", parser=whole, help="Refuse samples that fewer receivers hear; at least 3."),
-    ] = None,
-    random_receivers: Annotated[
-        bool, typer.Option("--random-receivers", help="5 to 10 random receivers per sample, no stations.")
-    ] = False,
-    waveform: Annotated[
-        str | None,
-        typer.Option(metavar="W", help="nbfm, am, cw or fsk.", autocompletion=one_of("nbfm", "am", "cw", "fsk")),
-    ] = None,
-    loss: Annotated[
-        str | None,
-        typer.Option(
-            metavar="MODEL",
-            help="free_space, log_distance or hata.",
-            autocompletion=one_of("free_space", "log_distance", "hata"),
-        ),
-    ] = None,
-    dataset_type: Annotated[
-        str | None,
-        typer.Option(
-            metavar="TYPE",
-            help="feature_based, or iq_raw to keep the IQ records too.",
-            autocompletion=one_of("feature_based", "iq_raw"),
-        ),
-    ] = None,
-    seed: Annotated[
-        int | None,
-        typer.Option(metavar="K", parser=whole, help="The same seed and options give the same data."),
-    ] = None,
-    device: Device = "auto",
+    settings: dict[str, Any],
+    device: DeviceName = "auto",
     devices: Annotated[
         str | None,
         typer.Option(
             metavar="LIST",
-            help="Several devices of this machine, a process each: all, 0,1 or cpu,cpu.",
-            autocompletion=one_of("all"),
+            help="Several devices of this machine, one process each: all, 0,1 or cpu,cpu.",
+            autocompletion=offer("all"),
         ),
     ] = None,
-    cluster: Cluster = None,
+    cluster: ClusterAddress = None,
     allow_mixed: Annotated[
-        bool, typer.Option("--allow-mixed", help="Take devices of several types, whose last bits differ.")
+        bool, typer.Option("--allow-mixed", help="Use devices of several types, whose last bits differ.")
     ] = False,
     batch_size: Annotated[
         int | None,
-        typer.Option(metavar="B", parser=whole, help="Samples per batch, else what fits; changes no data."),
+        typer.Option(
+            metavar="N",
+            parser=count,
+            help="Samples per batch; no effect on the data.",
+            show_default="as many as fit",
+        ),
     ] = None,
     memory: Annotated[
-        str | None, typer.Option(metavar="SIZE", help="Most memory to use, such as 2GiB or 500MB.")
+        str | None, typer.Option(metavar="SIZE", help="Memory to use at most, such as 2GiB or 500MB.")
     ] = None,
     resume: Annotated[
         bool, typer.Option("--resume", help="Continue the dataset in --out, made with the same options.")
     ] = False,
-    as_json: Json = False,
+    as_json: AsJson = False,
 ) -> None:
-    """Make a dataset of N accepted samples: receivers, features and truth in checksummed shards.
+    """Generate a dataset of N accepted samples: receivers, features and truth in checksummed shards.
 
-    Options left out keep the value of the config file, else of the preset, else the default.
+    An option that is left out keeps the value of the config file, else of the preset, else the default.
     """
-    check_positive("--samples", samples)
-    check_positive("--batch-size", batch_size)
-    flags = {
-        "frequency_mhz": frequency_mhz,
-        "tx_power_dbm": tx_power_dbm,
-        "min_snr_db": min_snr_db,
-        "max_gdop": max_gdop,
-        "min_receivers": min_receivers,
-        "use_random_receivers": random_receivers or None,
-        "waveform": waveform,
-        "loss": loss,
-        "dataset_type": dataset_type,
-        "seed": seed,
-    }
+    resolved = _resolve(preset, config, stations, settings)
+    _check_devices(device, devices, cluster, allow_mixed)
     with Stop() as stop:
         from brim.engine.device import parse_size
 
-        resolved = _resolve(preset, config, stations, {k: v for k, v in flags.items() if v is not None})
         budget = None if memory is None else parse_size(memory)
-        _check_where(device, devices, cluster, allow_mixed)
         with _pool(devices, cluster) as pool:
             report = run_generate(
                 resolved,
@@ -167,100 +131,196 @@ def generate(
                 memory=budget,
                 resume=resume,
             )
-    if report.stopped:
-        end_generation(report, samples, stop, resume=resume, as_json=as_json)
     if as_json:
         print_json(report.as_dict())
-        return
-    print_made(report)
-    show(f"dataset: {out}\nnext:    brim rf inspect {quote(out)} --report report.html")
+    if report.stopped:
+        text = f"at {report.accepted} of {samples} samples; {report.dataset} is usable as it is"
+        end_stopped(text, stop, resume=resume)
+    if not as_json:
+        print_generated(report)
+        show(f"dataset: {out}\nnext:    brim rf inspect {quote(out)} --report report.html")
 
 
 @rf.command(epilog="Example: brim rf inspect data --report report.html")
-def inspect(
-    dataset: Dataset,
-    report: Annotated[
-        Path | None, typer.Option(metavar="FILE.html", help="Write a self-contained page with plots here.")
-    ] = None,
-    as_json: Json = False,
-) -> None:
-    """Verify a dataset and say what is in it."""
-    from brim.rf.datasets.inspect import inspect as look
+def inspect(dataset: DatasetPlace, report: HtmlReport = None, as_json: AsJson = False) -> None:
+    """Verify a dataset and summarise its contents."""
+    from brim.rf.datasets.inspect import inspect as inspect_dataset
     from brim.rf.datasets.page import write_report
 
     with Display() as display:
-        facts = look(dataset, progress=display.shards("verifying")).as_dict()
+        facts = inspect_dataset(dataset, progress=display.counting("verifying", "shards")).as_dict()
     if report is not None:
         write_report(dataset, report)
     if as_json:
         print_json(facts)
         return
-    made = facts.pop("throughput") or {}
-    print_facts({**facts, "samples_per_s": made.get("samples_per_s"), "iq_per_s": made.get("iq_per_s")})
+    speed = facts.pop("throughput") or {}
+    print_facts({**facts, "samples_per_s": speed.get("samples_per_s"), "iq_per_s": speed.get("iq_per_s")})
     if report is not None:
         show(f"report: {report} (open it in a browser)")
 
 
 @rf.command(epilog="Example: brim rf export data --format parquet --out data-parquet")
 def export(
-    dataset: Dataset,
-    fmt: Annotated[
+    dataset: DatasetPlace,
+    format: Annotated[
         str,
         typer.Option(
             "--format",
-            metavar="F",
+            metavar="NAME",
             help="sigmf (for iq_raw), parquet or hdf5.",
-            autocompletion=one_of("sigmf", "parquet", "hdf5"),
+            **one_of("sigmf", "parquet", "hdf5"),
         ),
     ],
     out: Annotated[Path, typer.Option(metavar="DIR", help="Directory to write to; new or empty.")],
-    as_json: Json = False,
+    as_json: AsJson = False,
 ) -> None:
     """Write a dataset in a format that other tools read."""
-    from brim.rf.datasets.export import FORMATS
-    from brim.rf.datasets.export import export as write
+    from brim.rf.datasets.export import export as export_dataset
 
-    check_choice("--format", fmt, FORMATS)
     with Display() as display:
-        written = write(dataset, out, fmt, progress=display.shards("exporting"))
+        written = export_dataset(dataset, out, format, progress=display.counting("exporting", "shards"))
+    (print_json if as_json else print_facts)(written)
+
+
+# Locators
+
+
+@rf.command(epilog="Example: brim rf train data --out run --epochs 30")
+@from_settings(LocatorTraining, "epochs", "batch_size", "learning_rate", "tier", "precision", "seed")
+def train(
+    *,
+    datasets: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="DATASET",
+            parser=place,
+            help="Directories or URLs of datasets with equal settings.",
+            autocompletion=directories,
+        ),
+    ],
+    out: NewRun,
+    settings: dict[str, Any],
+    device: DeviceName = "auto",
+    resume: Resume = False,
+    as_json: AsJson = False,
+) -> None:
+    """Train a network that locates transmitters and estimates its own uncertainty.
+
+    A tenth of the samples is held out to select the best weights. Ctrl-C stops at the next batch; --resume continues.
+    """
+    config = LocatorTraining(**settings)
+    with Stop() as stop:
+        report = run_train(datasets, out, config, stop, device=device, resume=resume)
     if as_json:
-        print_json(written)
+        print_json(report.as_dict())
+    if report.stopped:
+        text = f"after {report.epochs} of {config.epochs} epochs, {report.steps} steps; nothing of them is lost"
+        end_stopped(text, stop, resume=resume)
+    if not as_json:
+        show(f"run:  {out}\nnext: brim rf evaluate {quote(out)} HELD_OUT_DATASET --report evaluation.html")
+        print_trained(report)
+
+
+@rf.command(epilog="Example: brim rf evaluate run held-out --report evaluation.html")
+def evaluate(
+    run: LocatorDir,
+    dataset: Annotated[
+        str,
+        typer.Argument(
+            metavar="DATASET",
+            parser=place,
+            help="Directory or URL of a dataset with another seed than those trained on.",
+            autocompletion=directories,
+        ),
+    ],
+    report: HtmlReport = None,
+    device: DeviceName = "auto",
+    as_json: AsJson = False,
+) -> None:
+    """Evaluate a run on held-out data, beside classical solvers and the Cramér-Rao bound."""
+    with Display() as display:
+        evaluation = run_evaluate(run, dataset, report, display.counting("locating", "samples"), device=device)
+    if as_json:
+        print_json(evaluation.as_dict())
+        return
+    metrics = evaluation.metrics
+    shown = {name: value for name, value in metrics.items() if name in ("samples", "coverage") or _is_error(name)}
+    baselines = {
+        name: {key: one[key] for key in ("median_error_m", "p95_error_m", "crlb_ratio")}
+        for name, one in metrics["baselines"].items()
+    }
+    print_facts({**shown, "baselines": baselines})
+    if report is not None:
+        show(f"report: {report} (open it in a browser)")
+
+
+def _is_error(name: str) -> bool:
+    return name.endswith("error_m") or name.startswith("crlb")
+
+
+@rf.command(epilog="Example: brim rf locate run observations.json > positions.geojson")
+def locate(
+    run: LocatorDir,
+    observations: Annotated[
+        Path, typer.Argument(metavar="OBSERVATIONS.json", help="Measurements of one or more transmissions by stations.")
+    ],
+    as_json: AsJson = False,
+) -> None:
+    """Locate transmitters: points and 50, 90 and 95 % ellipses as GeoJSON."""
+    from brim.rf.location.train import locate as locate_observations
+
+    positions = locate_observations(run, observations)
+    if as_json:
+        print_json(positions)
     else:
-        print_facts(written)
+        show(json.dumps(positions, ensure_ascii=False, indent=1))
+
+
+@rf.command("export-onnx", epilog="Example: brim rf export-onnx run --out locator.onnx")
+def export_onnx(
+    run: LocatorDir,
+    out: Annotated[Path, typer.Option(metavar="FILE", help="File to write.")],
+    as_json: AsJson = False,
+) -> None:
+    """Write the network of a run as ONNX, checked against torch with onnxruntime."""
+    from brim.rf.location.train import export_onnx as export_run
+
+    written = export_run(run, out)
+    (print_json if as_json else print_facts)(written)
 
 
 # Options
 
 
-def _resolve(preset: str | None, file: Path | None, stations: Path | None, flags: dict[str, Any]) -> "GenerateConfig":
-    """The configuration: defaults, under the preset, under the file, under the flags."""
-    from brim.rf import PRESETS, from_mapping, read_stations, read_toml
-    from brim.rf.config import DatasetType, PathLoss, Waveform
-
-    check_choice("--preset", preset, PRESETS)
-    for name, choices in {"waveform": Waveform, "loss": PathLoss, "dataset_type": DatasetType}.items():
-        check_choice(f"--{name.replace('_', '-')}", flags.get(name), get_args(choices))
+def _resolve(preset: str | None, file: Path | None, stations: Path | None, given: dict[str, Any]) -> GenerateConfig:
+    """Options over the config file, over the preset, over the defaults."""
     values = read_toml(file) if file is not None else {}
     if stations is not None:
-        if flags.get("use_random_receivers"):
+        if given.get("use_random_receivers"):
             raise ConfigError("--stations and --random-receivers exclude each other; give one of them")
-        # a preset's random receivers give way: stations that are read and then ignored help nobody
-        flags = {**flags, "stations": read_stations(stations), "use_random_receivers": False}
-    return from_mapping({**values, **flags}, preset=preset)
+        # the stations replace the random receivers of a preset: reading and then ignoring them helps nobody
+        given = {**given, "stations": read_stations(stations), "use_random_receivers": False}
+    try:
+        return from_mapping({**values, **given}, preset=preset)
+    except ConfigError as failure:
+        if failure.field in values and failure.field not in given:
+            raise ConfigError(f"config file {file}: {failure}", code=failure.code) from failure
+        raise
 
 
-def _check_where(device: str, devices: str | None, cluster: str | None, allow_mixed: bool) -> None:
+def _check_devices(device: str, devices: str | None, cluster: str | None, allow_mixed: bool) -> None:
     given = {"--device": device != "auto", "--devices": devices is not None, "--cluster": cluster is not None}
-    named = [flag for flag, is_given in given.items() if is_given]
-    if len(named) > 1:
-        raise ConfigError(f"{' and '.join(named)} exclude each other; give one of them")
+    flags = [flag for flag, is_given in given.items() if is_given]
+    if len(flags) > 1:
+        raise ConfigError(f"{' and '.join(flags)} exclude each other; give one of them")
     if allow_mixed and devices is None and cluster is None:
         raise ConfigError("--allow-mixed is for --devices and --cluster; leave it out for one device")
 
 
 @contextmanager
 def _pool(devices: str | None, cluster: str | None) -> "Iterator[Pool | None]":
-    """The workers that are asked for; None: this process does the work itself."""
+    """The workers of --devices or --cluster; None: this process does the work."""
     if devices is None and cluster is None:
         yield None
         return
@@ -270,55 +330,64 @@ def _pool(devices: str | None, cluster: str | None) -> "Iterator[Pool | None]":
         yield pool
 
 
-# Running
+# Shared with `brim demo`
 
 
 def run_generate(
-    config: "GenerateConfig",
-    out: Path | str,
-    samples: int,
-    stop: Stop,
-    *,
-    device: str = "auto",
-    pool: "Pool | None" = None,
-    allow_mixed: bool = False,
-    batch_size: int | None = None,
-    memory: int | None = None,
-    resume: bool = True,
+    config: GenerateConfig, out: Path | str, samples: int, stop: Stop, *, resume: bool = True, **options: Any
 ) -> "GenerateReport":
-    """Generate with progress on the terminal, until done or stopped; with all workers of a pool where there is one."""
+    """Generate with progress on the terminal, until done or stopped; options are those of `brim.rf.generate`."""
     from brim.engine.storage import is_url
     from brim.rf import generate
 
+    verify: Literal["sizes", "all"] = "sizes" if is_url(out) else "all"  # a store checks its own bytes
     with Display(stop) as display:
-        return generate(
-            config,
-            out,
-            samples,
-            device=device,
-            pool=pool,
-            allow_mixed=allow_mixed,
-            batch_size=batch_size,
-            memory=memory,
-            resume=resume,
-            verify="sizes" if is_url(out) else "all",  # a store checks its own bytes, and all of them would travel
-            progress=display,
-            stop=stop,
-        )
+        progress = display.generating
+        return generate(config, out, samples, resume=resume, verify=verify, progress=progress, stop=stop, **options)
 
 
-def end_generation(report: "GenerateReport", samples: int, stop: Stop, *, resume: bool, as_json: bool) -> NoReturn:
-    """The end of a generation that was stopped."""
-    if as_json:
-        print_json(report.as_dict())
-    end_stopped(f"at {report.accepted} of {samples} samples; {report.dataset} is usable as it is", stop, resume=resume)
+def run_train(
+    datasets: "list[str] | list[Path]",
+    out: Path,
+    config: LocatorTraining,
+    stop: Stop,
+    *,
+    device: str = "auto",
+    resume: bool = True,
+) -> "TrainReport":
+    """Train with progress on the terminal, until done or stopped."""
+    from brim.rf.location.train import train
+
+    with remarks(), Display(stop, preparing=("solving", "samples")) as display:
+        return train(datasets, out, config, device=device, progress=display.training, stop=stop, resume=resume)
 
 
-def print_made(report: "GenerateReport") -> None:
-    """One line on what a finished run made."""
+def run_evaluate(
+    run: Path, dataset: Path | str, page: Path | None, progress: Callable[[int, int], None], *, device: str = "auto"
+) -> "Evaluation":
+    """Evaluate, and write a page if one is wanted."""
+    from brim.rf.location.page import write_evaluation
+    from brim.rf.location.train import evaluate_run
+
+    evaluation = evaluate_run(run, dataset, device=device, progress=progress)
+    if page is not None:
+        write_evaluation(str(run), str(dataset), *evaluation, page)
+    return evaluation
+
+
+def print_generated(report: "GenerateReport") -> None:
     share = report.accepted / max(1, report.attempted)
     line = f"{report.accepted} samples accepted of {report.attempted} tried ({share:.1%})"
     if report.samples_per_s > 0:
         line += f"; {report.samples_per_s:.1f} samples/s on {report.device}"
         line += "" if report.ceiling_share is None else f", {report.ceiling_share:.0%} of the ceiling"
     show(line)
+
+
+def print_trained(report: "TrainReport") -> None:
+    from brim.engine.training import summary_line
+
+    best = "not measured" if report.best_val_loss is None else f"{report.best_val_loss:.3f}"
+    early = ", stopped early" if report.stopped_early else ""
+    show(f"{report.epochs} epochs{early}, best val_loss {best}; data in tier {report.tier}")
+    show(summary_line(report))

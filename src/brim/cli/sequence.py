@@ -1,31 +1,31 @@
-"""`brim sequence pack | train | evaluate | embed | ablate`: options in, one call of `brim.sequences`, a result out."""
+"""`brim sequence pack | train | evaluate | embed | ablate`: sequences of feature vectors."""
 
 import signal
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Annotated, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
-from brim.cli.options import PRECISIONS, TIERS, Device, Json, check_choice, check_positive, number, one_of, whole
+from brim.cli.options import AsJson, DeviceName, NewRun, PlotFile, Resume, count, from_settings, one_of
 from brim.cli.terminal import Display, Stop, end_stopped, print_facts, print_json, quote, remarks, say, show
+from brim.sequences.config import SequenceTraining
 
 if TYPE_CHECKING:
-    from brim.sequences.ablation.run import AblationProgress
-    from brim.sequences.corpus.pack_report import PackProgress, PackReport
+    from brim.sequences.corpus.pack_report import PackReport
     from brim.sequences.training.run import SequenceReport
 
-MODES = ("self", "supervised")
-DTYPES = ("float16", "float32")
+PREPARING = ("checking the corpus", "parts")
+_SELF_ONLY = ("iterations", "encoder_epochs", "clusters")
 
 sequence = typer.Typer(no_args_is_help=True, epilog="Example: brim sequence pack features --out corpus")
 
-Corpus = Annotated[Path, typer.Argument(metavar="CORPUS", help='Made by "brim sequence pack".')]
-Unpacked = Annotated[
+CorpusDir = Annotated[Path, typer.Argument(metavar="CORPUS", help='Made by "brim sequence pack".')]
+CorpusOrFolder = Annotated[
     Path,
     typer.Argument(metavar="CORPUS", help='Made by "brim sequence pack"; a folder of .npy files works too, slower.'),
 ]
-Run = Annotated[Path, typer.Argument(metavar="RUN", help='Made by "brim sequence train".')]
+SequenceDir = Annotated[Path, typer.Argument(metavar="RUN", help='Made by "brim sequence train".')]
 
 
 @sequence.command(epilog="Example: brim sequence pack features --out corpus --labels labels.csv")
@@ -33,7 +33,7 @@ def pack(
     folder: Annotated[
         Path, typer.Argument(metavar="DIR", help="Folder of .npy files, each (frames, features); sub-folders too.")
     ],
-    out: Annotated[Path, typer.Option(metavar="CORPUS", help="The corpus's directory; new without --resume.")],
+    out: Annotated[Path, typer.Option(metavar="CORPUS", help="Directory of the corpus; new without --resume.")],
     labels: Annotated[
         Path | None,
         typer.Option(
@@ -42,22 +42,27 @@ def pack(
         ),
     ] = None,
     dtype: Annotated[
-        str, typer.Option(metavar="NAME", help="float16 or float32, as stored.", autocompletion=one_of(*DTYPES))
+        str, typer.Option(metavar="NAME", help="Stored as float16 or float32.", **one_of("float16", "float32"))
     ] = "float16",
-    skip_bad: Annotated[bool, typer.Option("--skip-bad", help="List files that cannot be used and go on.")] = False,
+    skip_bad: Annotated[bool, typer.Option("--skip-bad", help="List files that cannot be used and continue.")] = False,
     resume: Annotated[bool, typer.Option("--resume", help="Continue a corpus that was stopped or killed.")] = False,
-    as_json: Json = False,
+    as_json: AsJson = False,
 ) -> None:
     """Pack a folder of variable-length sequences into a corpus that trains at full speed."""
-    check_choice("--dtype", dtype, DTYPES)
     with Stop() as stop:
-        from brim.sequences.corpus.packing import pack as run_pack
+        from brim.sequences.corpus.packing import pack as pack_folder
 
-        with SequenceDisplay(stop) as display:
-            report = run_pack(
-                folder, out, labels=labels, dtype=dtype, skip_bad=skip_bad, resume=resume, progress=display.packing,  # type: ignore[arg-type]  # checked above
+        with Display(stop) as display:
+            report = pack_folder(
+                folder,
+                out,
+                labels=labels,
+                dtype=dtype,  # type: ignore[arg-type]  # checked as it was read
+                skip_bad=skip_bad,
+                resume=resume,
+                progress=display.packing,
                 stop=stop,
-            )  # fmt: skip
+            )
     for skipped in report.skipped:
         say(f"skipped: {skipped.file} {skipped.fault}")
     if as_json:
@@ -69,95 +74,36 @@ def pack(
 
 
 @sequence.command(epilog="Example: brim sequence train corpus --out run --mode supervised")
+@from_settings(
+    SequenceTraining,
+    *("mode", "iterations", "encoder_epochs", "classifier_epochs", "batch_size", "clusters", "encoder", "members"),
+    *("learning_rate", "tier", "precision", "num_workers", "prefetch_factor", "seed"),
+    encoder="RUN",
+)
 def train(
-    corpus: Unpacked,
-    out: Annotated[Path, typer.Option(metavar="RUN", help="The run's directory; new or empty without --resume.")],
-    mode: Annotated[
-        str,
-        typer.Option(metavar="NAME", help="self: without labels; supervised: on them.", autocompletion=one_of(*MODES)),
-    ] = "self",
-    iterations: Annotated[
-        int, typer.Option(metavar="I", parser=whole, help="self: rounds of encoder, clusters and classifier.")
-    ] = 3,
-    encoder_epochs: Annotated[int, typer.Option(metavar="E", parser=whole, help="self: of each round.")] = 15,
-    classifier_epochs: Annotated[
-        int, typer.Option(metavar="E", parser=whole, help="self: of each round; supervised: in all.")
-    ] = 15,
-    batch_size: Annotated[int, typer.Option(metavar="B", parser=whole, help="Sequences per step.")] = 64,
-    clusters: Annotated[
-        int | None,
-        typer.Option(
-            metavar="K",
-            parser=whole,
-            help="self: kinds looked for; else the number of classes, or 10.",
-        ),
-    ] = None,
-    encoder: Annotated[
-        Path | None, typer.Option(metavar="RUN", help="supervised: start from the encoder of this run.")
-    ] = None,
-    members: Annotated[
-        int, typer.Option(metavar="N", parser=whole, help="supervised: networks whose probabilities are averaged.")
-    ] = 1,
-    learning_rate: Annotated[
-        float, typer.Option(metavar="R", parser=number, help="After the warm-up; then a cosine to 0.")
-    ] = 0.001,
-    tier: Annotated[
-        str, typer.Option(metavar="NAME", help="auto, vram, ram or window.", autocompletion=one_of(*TIERS))
-    ] = "auto",
-    precision: Annotated[
-        str, typer.Option(metavar="NAME", help="auto, fp32, bf16 or fp16.", autocompletion=one_of(*PRECISIONS))
-    ] = "auto",
-    num_workers: Annotated[
-        int, typer.Option(metavar="N", parser=whole, help="Processes that read a folder that is not packed.")
-    ] = 8,
-    prefetch_factor: Annotated[
-        int, typer.Option(metavar="N", parser=whole, help="Batches that each of them reads ahead.")
-    ] = 6,
-    device: Device = "auto",
-    seed: Annotated[
-        int, typer.Option(metavar="K", parser=whole, help="Of the split, the first weights, the order and the views.")
-    ] = 0,
-    resume: Annotated[
-        bool, typer.Option("--resume", help="Continue the run in --out, begun with the same options.")
-    ] = False,
-    as_json: Json = False,
+    *,
+    corpus: CorpusOrFolder,
+    out: NewRun,
+    settings: dict[str, Any],
+    device: DeviceName = "auto",
+    resume: Resume = False,
+    as_json: AsJson = False,
 ) -> None:
-    """Train a network on sequences, without labels or on them.
+    """Train a network on sequences, with or without labels.
 
-    Labelled sequences are held out to score on: those with split "test", else a fifth of each class. Ctrl-C ends at
-    the next batch; --resume goes on.
+    Labelled sequences are held out for evaluation: those with split "test", else a fifth of each class. Ctrl-C stops at
+    the next batch; --resume continues.
     """
-    check_choice("--mode", mode, MODES)
-    check_choice("--tier", tier, TIERS)
-    check_choice("--precision", precision, PRECISIONS)
-    own = {"iterations": iterations, "encoder_epochs": encoder_epochs, "clusters": clusters} if mode == "self" else {}
-    for flag, value in (
-        ("--iterations", own.get("iterations")), ("--encoder-epochs", own.get("encoder_epochs")),
-        ("--classifier-epochs", classifier_epochs), ("--clusters", own.get("clusters")),
-        ("--batch-size", batch_size), ("--prefetch-factor", prefetch_factor),
-        ("--members", members),
-    ):  # fmt: skip
-        check_positive(flag, value)
+    if settings["mode"] == "supervised":  # ignores the options of the other mode, whatever their values
+        settings = {name: value for name, value in settings.items() if name not in _SELF_ONLY}
+    config = SequenceTraining(**settings)
     with Stop() as stop:
-        from brim.sequences.training.run import SequenceTraining
-        from brim.sequences.training.run import train as run_train
+        from brim.sequences.training.run import train as train_sequences
 
-        config = SequenceTraining(
-            mode=mode,  # type: ignore[arg-type]  # checked above, as are tier and precision
-            **own,  # type: ignore[arg-type]  # none of them None but clusters; supervised mode ignores them
-            classifier_epochs=classifier_epochs,
-            batch_size=batch_size,
-            encoder=None if encoder is None else str(encoder),
-            members=members,
-            learning_rate=learning_rate,
-            tier=tier,  # type: ignore[arg-type]
-            precision=precision,  # type: ignore[arg-type]
-            num_workers=num_workers,
-            prefetch_factor=prefetch_factor,
-            seed=seed,
-        )
-        with remarks(), SequenceDisplay(stop) as display:
-            report = run_train(corpus, out, config, device=device, resume=resume, progress=display.training, stop=stop)
+        with remarks(), Display(stop, preparing=PREPARING) as display:
+            report = train_sequences(
+                corpus, out, config, device=device, resume=resume, progress=display.training, stop=stop
+            )
     if as_json:
         print_json(report.as_dict())
     elif not report.stopped:
@@ -167,101 +113,81 @@ def train(
 
 
 @sequence.command(epilog="Example: brim sequence evaluate run corpus --json")
-def evaluate(run: Run, corpus: Unpacked, device: Device = "auto", as_json: Json = False) -> None:
+def evaluate(run: SequenceDir, corpus: CorpusOrFolder, device: DeviceName = "auto", as_json: AsJson = False) -> None:
     """Score a run against true labels it was not trained on.
 
-    On the corpus it was trained on these are the sequences held out, on another all that are labelled.
+    On the corpus it was trained on these are the held-out sequences, on another one all labelled sequences.
     """
-    from brim.sequences.evaluation.run import evaluate as run_evaluate
+    from brim.sequences.evaluation.run import evaluate as evaluate_run
 
     with Display() as display:
-        found = run_evaluate(run, corpus, device=device, progress=display.samples("evaluating"))
+        scores = evaluate_run(run, corpus, device=device, progress=display.counting("evaluating", "samples")).as_dict()
     if as_json:
-        print_json(found.as_dict())
-        return
-    print_facts({name: value for name, value in found.as_dict().items() if value is not None})
+        print_json(scores)
+    else:
+        print_facts({name: value for name, value in scores.items() if value is not None})
 
 
 @sequence.command(epilog="Example: brim sequence embed run corpus --out embeddings.safetensors")
 def embed(
-    run: Run,
-    corpus: Unpacked,
+    run: SequenceDir,
+    corpus: CorpusOrFolder,
     out: Annotated[
         Path,
         typer.Option(metavar="FILE.safetensors", help="Embeddings, predictions and labels, in the corpus's order."),
     ],
-    device: Device = "auto",
-    as_json: Json = False,
+    device: DeviceName = "auto",
+    as_json: AsJson = False,
 ) -> None:
-    """Write what a run makes of every sequence to a file."""
-    from brim.sequences.evaluation.run import embed as run_embed
+    """Write the embedding and the prediction of every sequence to a file."""
+    from brim.sequences.evaluation.run import embed as embed_corpus
 
     with Display() as display:
-        found = run_embed(run, corpus, out, device=device, progress=display.samples("embedding"))
+        written = embed_corpus(run, corpus, out, device=device, progress=display.counting("embedding", "samples"))
     if as_json:
-        print_json(found)
-        return
-    show(f"file: {out}\n{found['items']} sequences, {found['embedding']} numbers each")
+        print_json(written)
+    else:
+        show(f"file: {out}\n{written['items']} sequences, {written['embedding']} numbers each")
 
 
 @sequence.command(epilog="Example: brim sequence ablate corpus --plot ablation.png")
 def ablate(
-    corpus: Corpus,
-    steps: Annotated[int, typer.Option(metavar="N", parser=whole, help="Training steps timed for each.")] = 200,
-    plot: Annotated[Path | None, typer.Option(metavar="FILE.png", help="Draw what was measured here.")] = None,
-    device: Device = "auto",
-    as_json: Json = False,
+    corpus: CorpusDir,
+    steps: Annotated[int, typer.Option(metavar="N", parser=count, help="Training steps timed for each.")] = 200,
+    plot: PlotFile = None,
+    device: DeviceName = "auto",
+    as_json: AsJson = False,
 ) -> None:
-    """Measure what each optimisation is worth here: switch on one more at a time, from a plain loop to all of them."""
-    check_positive("--steps", steps)
-    with Stop() as stop:  # an import must not be left halfway
+    """Measure what each optimisation gains here, switched on one after another, starting from a plain loop."""
+    with Stop() as stop:  # an import must not be interrupted halfway
         from brim.report.plot_file import check_plot
         from brim.sequences.ablation.plot import plot as draw
-        from brim.sequences.ablation.run import ablate as run_ablate
+        from brim.sequences.ablation.run import ablate as run_ablation
     if stop():
-        raise typer.Exit(128 + stop.number)
+        stop.exit()
     if plot is not None:
         check_plot(plot)
-    before = signal.signal(signal.SIGTERM, _interrupt)  # as Ctrl-C: the unpacked files must not stay
+    handler = signal.signal(signal.SIGTERM, _interrupt)  # as Ctrl-C: the unpacked files must be removed
     try:
-        with SequenceDisplay() as display:
-            found = run_ablate(corpus, steps=steps, device=device, progress=display.ablating)
-    except KeyboardInterrupt as signalled:
+        with Display() as display:
+            ablation = run_ablation(corpus, steps=steps, device=device, progress=display.ablating)
+    except KeyboardInterrupt as interrupt:
         say("stopped; nothing was written")
-        raise typer.Exit(128 + (signalled.args or (signal.SIGINT,))[0]) from None
+        raise typer.Exit(128 + (interrupt.args or (signal.SIGINT,))[0]) from None
     finally:
-        signal.signal(signal.SIGTERM, before)
+        signal.signal(signal.SIGTERM, handler)
     if plot is not None:
-        draw(plot, found)
+        draw(plot, ablation)
     if as_json:
-        print_json(found.as_dict())
+        print_json(ablation.as_dict())
         return
-    show(found.table())
+    show(ablation.table())
     if plot is not None:
         show(f"plot: {plot}")
 
 
 def _interrupt(number: int, frame: FrameType | None) -> NoReturn:
     raise KeyboardInterrupt(number)
-
-
-class SequenceDisplay(Display):
-    """Progress of what this workload does."""
-
-    def __init__(self, stop: Stop | None = None) -> None:
-        super().__init__(stop, preparing=("checking the corpus", "parts"))
-
-    def packing(self, progress: "PackProgress") -> None:
-        """Show how far packing is."""
-        self._say_stop()
-        done, total = progress.done_bytes / 1e6, progress.total_bytes / 1e6
-        text = f"{done:.0f}/{total:.0f} MB, {progress.bytes_per_s / 1e6:.0f} MB/s" if progress.total_bytes else ""
-        self._show(progress.message, progress.done_bytes, progress.total_bytes, text)
-
-    def ablating(self, progress: "AblationProgress") -> None:
-        """Show which step is measured."""
-        text = f"{progress.step + 1}/{progress.steps}"
-        self._show(progress.name, round(100 * (progress.step + progress.share)), 100 * progress.steps, text)
 
 
 def _print_packed(report: "PackReport", out: Path) -> None:
@@ -276,7 +202,7 @@ def _print_packed(report: "PackReport", out: Path) -> None:
 def _print_trained(report: "SequenceReport", corpus: Path, out: Path) -> None:
     show(f"run:  {out}\nnext: brim sequence evaluate {quote(out)} {quote(corpus)}")
     if report.scores is None:
-        show("no labelled sequence was held out: no scores")
+        show("no labelled sequences were held out: no scores")
     else:
         known = {name: value for name, value in report.scores.items() if value is not None}
         show("held out: " + ", ".join(f"{name.replace('_', ' ')} {value:.3f}" for name, value in known.items()))

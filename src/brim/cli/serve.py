@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from brim.cli.options import check_positive, needing_service, percent, whole
+from brim.cli.options import count, needing_service, percent, whole
 from brim.cli.terminal import Stop, say, show
 from brim.errors import ConfigError
 
@@ -15,24 +15,25 @@ if TYPE_CHECKING:
 
 
 def serve(
-    host: Annotated[str, typer.Option(metavar="HOST", help="Address to listen on; others need a token.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(metavar="PORT", parser=whole, help="0 takes any free one.")] = 8000,
+    host: Annotated[
+        str, typer.Option(metavar="HOST", help="Address to listen on; one that others can reach needs a token.")
+    ] = "127.0.0.1",
+    port: Annotated[int, typer.Option(metavar="PORT", parser=whole, help="0 takes any free port.")] = 8000,
     database: Annotated[
         str | None,
         typer.Option(
             metavar="URL",
-            help="postgresql://USER:PASSWORD@HOST/NAME, or BRIM_DATABASE; without it, SQLite files in --data.",
+            help="postgresql://USER:PASSWORD@HOST/NAME, or BRIM_DATABASE.",
+            show_default="SQLite files in --data",
         ),
     ] = None,
     data: Annotated[
         Path | None,
-        typer.Option(
-            metavar="DIR", help="Datasets, runs, results and the token; without it, BRIM_DATA or brim-data here."
-        ),
+        typer.Option(metavar="DIR", help="Datasets, runs, results and the token.", show_default="BRIM_DATA, brim-data"),
     ] = None,
     workers: Annotated[
         int | None,
-        typer.Option(metavar="N", parser=whole, help="Worker processes; without it, one per GPU, or one."),
+        typer.Option(metavar="N", parser=count, help="Worker processes.", show_default="one per GPU, or one"),
     ] = None,
     allow_host: Annotated[
         list[str] | None,
@@ -45,42 +46,41 @@ def serve(
         typer.Option(
             metavar="PERCENT",
             parser=percent,
-            help="Share of each device's memory for prediction over HTTP, kept from jobs; 0 turns prediction off.",
+            help="Share of each device's memory reserved for prediction over HTTP; 0 turns prediction off.",
         ),
     ] = 20.0,
     api_processes: Annotated[
         int | None,
         typer.Option(
             metavar="N",
-            parser=whole,
-            help="API processes; without it, one, and on more than 4 cores three for every 8, up to 6.",
+            parser=count,
+            help="API processes.",
+            show_default="one, on more than 4 cores three for every 8, up to 6",
         ),
     ] = None,
     cluster: Annotated[
         str | None,
         typer.Option(
             metavar="ADDRESS",
-            help="Ray cluster for jobs that ask for one: auto or ray://HOST:PORT; without it, BRIM_CLUSTER or none.",
+            help="Ray cluster for jobs that ask for one: auto or ray://HOST:PORT.",
+            show_default="BRIM_CLUSTER, none",
         ),
     ] = None,
     dashboard: Annotated[
-        bool, typer.Option("--dashboard/--no-dashboard", help="Pages in the browser beside the API.")
+        bool, typer.Option("--dashboard/--no-dashboard", help="Serve pages for a browser beside the API.")
     ] = True,
 ) -> None:
-    """Serve durable jobs, predictions and a dashboard over HTTP; a worker and a predictor per GPU.
+    """Serve durable jobs, predictions and a dashboard over HTTP, with a worker and a predictor per GPU.
 
-    Prints one address to open in a browser. Ctrl-C stops jobs at their next batch; they go on at the next start.
+    Prints one address to open in a browser. Ctrl-C stops jobs at their next batch; they continue at the next start.
     """
-    check_positive("--workers", workers)
-    check_positive("--api-processes", api_processes)
     gpus = visible_gpus()
     if workers is not None and gpus and workers > len(gpus):
-        raise ConfigError(
-            f"--workers {workers} is more than the {len(gpus)} GPUs here, one worker each; "
-            "give fewer, or CUDA_VISIBLE_DEVICES= for workers on the CPU"
-        )
+        hint = "give fewer, or set CUDA_VISIBLE_DEVICES= for workers on the CPU"
+        message = f"is more than the {len(gpus)} GPUs here, one for each worker"
+        raise ConfigError(message, field="workers", value=workers, code="conflict", hint=hint)
     with needing_service("the service"):
-        from brim.service.run.start import serve as run
+        from brim.service.run.start import serve as run_service
         from brim.service.settings import from_options
     settings = from_options(
         host=host,
@@ -97,12 +97,12 @@ def serve(
         cluster=cluster,
     )
     with Stop() as stop:
-        run(settings, gpus, stop, _announce)
-    raise typer.Exit(128 + stop.number)
+        run_service(settings, gpus, stop, _announce)
+    stop.exit()
 
 
 def default_api_processes() -> int:
-    """One, or on a large machine so many that bodies, texts and refusals keep no GPU waiting.
+    """One, or on a large machine enough that parsing requests and writing answers keep no GPU waiting.
 
     Estimated, not measured: some 3 cores at three times what an H200 segments, from times on faster cores.
     """
@@ -111,7 +111,7 @@ def default_api_processes() -> int:
 
 
 def visible_gpus() -> list[str]:
-    """The GPUs that workers may have, as CUDA names them; found without torch, which this process never imports."""
+    """The GPUs for workers, as CUDA names them; this process never imports torch."""
     chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
     if chosen is None:
         from brim.doctor import num_gpus
@@ -123,8 +123,8 @@ def visible_gpus() -> list[str]:
 
 
 def _announce(settings: "Settings") -> None:
-    """The address on standard output; with the token, unless it was given and so is known: logs are kept."""
-    where = "the database given" if settings.database else "SQLite files there"
-    say(f"data in {settings.data}, jobs in {where}, {settings.workers} worker{'s' * (settings.workers > 1)}")
-    say("Ctrl-C stops: jobs go on at the next start")
+    """Print the address, with the token unless it came from BRIM_TOKEN: logs may be kept."""
+    database = "the database" if settings.database else "SQLite files there"
+    say(f"data in {settings.data}, jobs in {database}, {settings.workers} worker{'s' * (settings.workers > 1)}")
+    say("Ctrl-C stops; jobs continue at the next start")
     show(settings.url if os.environ.get("BRIM_TOKEN") else settings.entry_url)

@@ -1,4 +1,4 @@
-"""What a person sees: results on standard output, progress and logs on standard error, and what Ctrl-C does."""
+"""Results on standard output, progress and logs on standard error, and what Ctrl-C does."""
 
 import json
 import logging
@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 import typer
@@ -25,9 +25,11 @@ if TYPE_CHECKING:
     from brim.engine.training import TrainProgress
     from brim.rf import GenerateProgress
     from brim.segmentation.prediction.stream import PredictProgress
+    from brim.sequences.ablation.run import AblationProgress
+    from brim.sequences.corpus.pack_report import PackProgress
 
-LINE_S = 3.0  # between progress lines where there is no terminal to draw a bar on
-AGAIN_S = 0.5  # wrappers such as `uv run` pass on the Ctrl-C that the terminal sent us too: two at once are one
+LINE_S = 3.0  # between progress lines when there is no terminal to draw a bar on
+AGAIN_S = 0.5  # wrappers such as `uv run` forward a Ctrl-C that the terminal also sent to us: two at once are one
 
 
 # Signals
@@ -37,32 +39,30 @@ class Stop:
     """Ctrl-C or SIGTERM ends a run at the next batch boundary; a second Ctrl-C ends the process at once."""
 
     def __init__(self) -> None:
-        """Nothing has come yet."""
-        self.number = 0  # of the signal that came
-        self._came_s = 0.0
-        self._before: dict[int, Any] = {}
+        self.number = 0  # of the signal received
+        self._received_s = 0.0
+        self._handlers: dict[int, Any] = {}
 
     def __call__(self) -> bool:
-        """Whether to stop."""
         return self.number != 0
 
     def __enter__(self) -> Self:
-        """Take over the signals."""
-        self._before = {n: signal.signal(n, self._receive) for n in (signal.SIGINT, signal.SIGTERM)}
+        self._handlers = {n: signal.signal(n, self._receive) for n in (signal.SIGINT, signal.SIGTERM)}
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, failure: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """Give them back."""
-        for number, handler in self._before.items():
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._handlers.items():
             signal.signal(number, handler)
+
+    def exit(self) -> NoReturn:
+        """End the command with the exit code of the signal."""
+        raise typer.Exit(128 + self.number)
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
         if not self.number:
-            self.number, self._came_s = number, time.monotonic()
-        elif number == signal.SIGINT and time.monotonic() - self._came_s > AGAIN_S:
-            # No clean-up to wait for: a dataset survives even SIGKILL. The bar may have hidden the cursor.
+            self.number, self._received_s = number, time.monotonic()
+        elif number == signal.SIGINT and time.monotonic() - self._received_s > AGAIN_S:
+            # Nothing to clean up: a dataset survives even SIGKILL. The bar may have hidden the cursor.
             os.write(2, (b"\x1b[?25h" if _on_terminal() else b"") + b"\naborted; what was written stays usable\n")
             os._exit(128 + number)
 
@@ -71,91 +71,75 @@ class Stop:
 
 
 class Display:
-    """Progress on standard error: a bar on a terminal, else a line every few seconds."""
+    """Progress on standard error: a bar on a terminal, otherwise a line every few seconds."""
 
     def __init__(self, stop: Stop | None = None, *, preparing: tuple[str, str] = ("preparing", "items")) -> None:
-        """Take what may stop the run, to say that it was heard, and what a training prepares before it begins."""
-        from rich.progress import BarColumn, TextColumn
-        from rich.progress import Progress as Bar
+        """preparing  what a training does before its first step, and in what it counts"""
+        from rich.progress import BarColumn, Progress, TextColumn
 
         columns = [TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[text]}")]
-        self._bar = Bar(*columns, console=_console()) if _on_terminal() and not is_silent() else None
+        self._bar = Progress(*columns, console=_console()) if _on_terminal() and not is_silent() else None
         self._task = self._bar.add_task("starting", total=None, text="") if self._bar else None
         self._stop, self._preparing = stop, preparing
-        self._said_stop = False
-        self._line_s = time.monotonic()  # a command that ends at once says nothing
+        self._stop_confirmed = False
+        self._line_s = time.monotonic()  # a command that ends at once prints no progress
 
     def __enter__(self) -> Self:
-        """Draw."""
         if self._bar is not None:
             self._bar.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, failure: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """Leave the last state on the terminal."""
+    def __exit__(self, *_: object) -> None:
         if self._bar is not None:
             self._bar.stop()
 
-    def __call__(self, progress: "GenerateProgress") -> None:
-        """Show where a generation is."""
-        self._say_stop()
-        self._show(progress.message, progress.done, progress.total, _progress_text(progress))
+    def generating(self, progress: "GenerateProgress") -> None:
+        done, tried = progress.done, progress.attempted
+        accepted = f"{done / tried:.0%} accepted" if tried > 0 else ""
+        parts = [f"{done}/{progress.total} samples", _rate(progress.rate), accepted, _time_left(progress.eta_s)]
+        self.update(progress.message, done, progress.total, *parts)
 
     def training(self, progress: "TrainProgress") -> None:
-        """Show where a training is."""
-        self._say_stop()
         message, things = f"epoch {min(progress.epoch + 1, progress.epochs)}/{progress.epochs}", "steps"
         if progress.phase == "prepare":
             message, things = self._preparing
-        self._show(message, progress.step, progress.steps, _training_text(progress, things))
+        loss = "" if progress.loss is None else f"loss {progress.loss:.3f}"
+        speed = f"{progress.samples_per_s:.0f} samples/s" if progress.samples_per_s > 0 else ""
+        parts = [f"{progress.step}/{progress.steps} {things}", loss, speed, _time_left(progress.eta_s)]
+        self.update(message, progress.step, progress.steps, *parts)
 
-    def shards(self, message: str) -> Callable[[int, int], None]:
-        """A callback that shows how many shards are done."""
-        return self._counted(message, "shards")
+    def predicting(self, progress: "PredictProgress") -> None:
+        done, total, rate = progress.done, progress.total or 0, progress.rate
+        failed = f"{progress.failed} failed" if progress.failed else ""
+        left_s = (total - done) / rate if total and rate > 0 else math.inf
+        count = f"{done}/{total} images" if total else f"{done} images"
+        self.update("predicting", done, total, count, failed, _rate(rate), _time_left(left_s))
 
-    def samples(self, message: str) -> Callable[[int, int], None]:
-        """A callback that shows how many samples are done."""
-        return self._counted(message, "samples")
+    def packing(self, progress: "PackProgress") -> None:
+        done, total = progress.done_bytes, progress.total_bytes
+        text = f"{done / 1e6:.0f}/{total / 1e6:.0f} MB, {progress.bytes_per_s / 1e6:.0f} MB/s" if total else ""
+        self.update(progress.message, done, total, text)
 
-    def images(self, message: str) -> "Callable[[PredictProgress], None]":
-        """A callback that shows how many images are done."""
-
-        def tell(progress: "PredictProgress") -> None:
-            self._say_stop()
-            total = progress.total or 0
-            parts = [f"{progress.done}{f'/{total}' if total else ''} images"]
-            parts += [f"{progress.failed} failed"] * bool(progress.failed)
-            parts += [f"{progress.rate:.1f}/s"] * (progress.rate > 0)
-            left = (total - progress.done) / progress.rate if total and progress.rate > 0 else math.inf
-            self._show(message, progress.done, total, ", ".join(parts + _time_left(left)))
-
-        return tell
+    def ablating(self, progress: "AblationProgress") -> None:
+        percent = round(100 * (progress.step + progress.share))
+        self.update(progress.name, percent, 100 * progress.steps, f"{progress.step + 1}/{progress.steps}")
 
     def job(self, title: str, progress: Mapping[str, Any]) -> None:
-        """Show where a service's job is, by the names of its API."""
-        current, total = progress["current"], progress["total"]
-        parts = [progress["message"]] * bool(progress["message"]) + [f"{current}/{total}"] * bool(total)
-        parts += [f"{progress['rate']:.1f}/s"] * bool(progress["rate"])
-        left = progress["eta_s"]
-        self._show(title, current, total, ", ".join(parts + _time_left(math.inf if left is None else left)))
+        """Show the progress of a service's job, as its API reports it."""
+        done, total = progress["current"], progress["total"]
+        left_s = math.inf if progress["eta_s"] is None else progress["eta_s"]
+        count = f"{done}/{total}" if total else ""
+        self.update(title, done, total, progress["message"], count, _rate(progress["rate"] or 0), _time_left(left_s))
 
-    def message(self, text: str) -> None:
-        """Show what is being done where nobody knows how much is left."""
-        self._show(text, 0, 0, "")
+    def counting(self, message: str, things: str) -> Callable[[int, int], None]:
+        """A callback that shows how many of the things are done."""
+        return lambda done, total: self.update(message, done, total, f"{done}/{total} {things}")
 
-    def _counted(self, message: str, things: str) -> Callable[[int, int], None]:
-        return lambda done, total: self._show(message, done, total, f"{done}/{total} {things}")
-
-    def _say_stop(self) -> None:
-        if self._stop is not None and self._stop() and not self._said_stop:
-            self._said_stop = True
+    def update(self, message: str, done: int = 0, total: int = 0, *parts: str) -> None:
+        if self._stop is not None and self._stop() and not self._stop_confirmed:
+            self._stop_confirmed = True
             say("stopping at the end of this batch; Ctrl-C again stops at once")
-
-    def _show(self, message: str, done: int, total: int, text: str) -> None:
-        if is_silent():
-            return
+        text = ", ".join(filter(None, parts))
         if self._bar is not None and self._task is not None:
             self._bar.update(self._task, description=message, total=total or None, completed=done, text=text)
         elif time.monotonic() - self._line_s >= LINE_S:
@@ -163,38 +147,24 @@ class Display:
             say(f"{message}: {text}" if text else message)
 
 
-def _progress_text(progress: "GenerateProgress") -> str:
-    parts = [f"{progress.done}/{progress.total} samples"]
-    if progress.rate > 0:
-        parts.append(f"{progress.rate:.1f}/s")
-    if progress.attempted > 0:
-        parts.append(f"{progress.done / progress.attempted:.0%} accepted")
-    return ", ".join(parts + _time_left(progress.eta_s))
+def _rate(per_s: float) -> str:
+    return f"{per_s:.1f}/s" if per_s > 0 else ""
 
 
-def _training_text(progress: "TrainProgress", things: str) -> str:
-    parts = [f"{progress.step}/{progress.steps} {things}"]
-    if progress.loss is not None:
-        parts.append(f"loss {progress.loss:.3f}")
-    if progress.samples_per_s > 0:
-        parts.append(f"{progress.samples_per_s:.0f} samples/s")
-    return ", ".join(parts + _time_left(progress.eta_s))
-
-
-def _time_left(eta_s: float) -> list[str]:
+def _time_left(eta_s: float) -> str:
     if not math.isfinite(eta_s):
-        return []
+        return ""
     minutes, seconds = divmod(math.ceil(eta_s), 60)
-    return [f"{minutes // 60}:{minutes % 60:02}:{seconds:02} left"]
+    return f"{minutes // 60}:{minutes % 60:02}:{seconds:02} left"
 
 
 def is_silent() -> bool:
-    """Whether this is one of several ranks that torchrun started, and another one speaks for all."""
+    """Whether this process is one of several ranks started by torchrun, and not the one that prints."""
     return os.environ.get("WORLD_SIZE", "1") not in ("", "0", "1") and os.environ.get("RANK", "0") != "0"
 
 
 def say(text: str) -> None:
-    """A line on standard error, above the bar where there is one."""
+    """Print a line on standard error, above the bar if there is one."""
     if not is_silent():
         _print(text)
 
@@ -203,16 +173,16 @@ def _print(text: str) -> None:
     _console().print(text, markup=False, highlight=False, soft_wrap=True)
 
 
-def end_stopped(said: str, stop: Stop, *, resume: bool) -> NoReturn:
-    """Say what a stopped run left and how to go on, and exit as the signal would have; resume: it was given already."""
-    say(f"stopped {said}")
+def end_stopped(text: str, stop: Stop, *, resume: bool) -> NoReturn:
+    """Report where a run stopped and how to continue it; resume: the command line has --resume, or needs none."""
+    say(f"stopped {text}")
     say(f"continue with: {this_command()}{'' if resume else ' --resume'}")
-    raise typer.Exit(128 + stop.number)
+    stop.exit()
 
 
 @contextmanager
 def logs() -> Iterator[None]:
-    """Show what brim logs, as "warning: …" on standard error; remarks stand for themselves."""
+    """Print what brim logs on standard error: "warning: …", and informational messages as they are."""
     handler, logger = _LogHandler(), logging.getLogger("brim")
     logger.addHandler(handler)
     try:
@@ -223,7 +193,7 @@ def logs() -> Iterator[None]:
 
 @contextmanager
 def remarks() -> Iterator[None]:
-    """Show what a trainer remarks too: the tier and why, where a run goes on, the line on its speed at the end."""
+    """Also print what a trainer logs at level INFO: the tier and why, where a run continues, its speed at the end."""
     logger = logging.getLogger("brim")
     before = logger.level
     logger.setLevel(logging.INFO)
@@ -255,7 +225,7 @@ def _on_terminal() -> bool:
 
 
 def show(text: str) -> None:
-    """A line on standard output; a closed pipe is typer's business, a full disk is an error like any other."""
+    """Print a line on standard output; typer handles a closed pipe, a full disk is an error like any other."""
     if is_silent():
         return
     try:
@@ -263,7 +233,7 @@ def show(text: str) -> None:
     except BrokenPipeError:
         raise
     except OSError as failure:
-        raise StorageError(f"standard output: cannot write, {failure.strerror}; send it elsewhere") from failure
+        raise StorageError(f"standard output: cannot write, {failure.strerror}") from failure
 
 
 def print_json(values: dict[str, Any]) -> None:
@@ -272,7 +242,7 @@ def print_json(values: dict[str, Any]) -> None:
 
 
 def print_facts(facts: dict[str, Any]) -> None:
-    """Names and values for a person, a line each; tables within take a line for each of theirs."""
+    """Print names and values, a line each; a nested table takes a line for each of its rows."""
     lines: dict[str, Any] = {}
     for name, value in facts.items():
         nested = isinstance(value, dict) and any(isinstance(item, dict) for item in value.values())
@@ -299,12 +269,12 @@ def _words(value: Any) -> str:
 
 
 def quote(path: Path | str) -> str:
-    """A path as it must be typed in a shell."""
+    """A path as it is typed in a shell."""
     return shlex.quote(str(path))
 
 
 def this_command() -> str:
-    """The command line as it can be typed again."""
+    """The command line of this process, to be typed again."""
     ranks = os.environ.get("LOCAL_WORLD_SIZE")
     if ranks and "TORCHELASTIC_RUN_ID" in os.environ:
         return shlex.join(["torchrun", "--nproc-per-node", ranks, "-m", "brim", *sys.argv[1:]])

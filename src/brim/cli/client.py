@@ -1,6 +1,6 @@
-"""A client of the service's HTTP interface: one connection a request, errors in the service's own words.
+"""A client of the service's HTTP interface, with one connection per request; errors keep the service's own messages.
 
-`http.client` and nothing else: no dependency, no proxy in the way to this machine, no redirect that takes the token
+It uses `http.client` alone: no dependency, no proxy between us and this machine, no redirect that takes the token
 elsewhere.
 """
 
@@ -17,45 +17,43 @@ from urllib.parse import urlencode, urlsplit
 from brim.errors import BrimError, ConfigError, Conflict, NotFound, StorageError, TooMany, Unavailable
 
 DEFAULT_URL = "http://127.0.0.1:8000"
-TIMEOUT_S = 60.0  # the service says something every 15 s, also when nothing happens
-AGAIN_S = 1.0  # between two tries
+TIMEOUT_S = 60.0  # event streams send a line at least every 15 s
+RETRY_S = 1.0
 AWAY_S = 120.0  # how long a watcher waits for a service that does not answer
+_TOKEN_HINT = "give {data} of the service, {token_file} or BRIM_TOKEN"
 _FAMILIES: Mapping[int, type[BrimError]] = {404: NotFound, 409: Conflict, 429: TooMany, 503: Unavailable}
 
 
 @dataclass(frozen=True, slots=True)
-class Event:
-    """One server-sent event."""
-
+class ServerEvent:
     id: str
     kind: str
     data: dict[str, Any]
 
 
-class Client:
+class ServiceClient:
     """Requests to one service, with its token."""
 
     def __init__(self, url: str, token: str) -> None:
-        """Take the service's address, such as http://127.0.0.1:8000, and the token."""
         self.url = url.rstrip("/")
         self._token = token
         try:
             parts = urlsplit(self.url)
             self._host, self._port = parts.hostname or "", parts.port
         except ValueError:
-            raise ConfigError(f"--url {url} must be http://HOST:PORT") from None
+            raise ConfigError("must be http://HOST:PORT", field="url", value=url) from None
         if parts.scheme not in ("http", "https") or not self._host or parts.query or parts.username:
-            raise ConfigError(f"--url {url} must be http://HOST:PORT, without user or query")
+            raise ConfigError("must be http://HOST:PORT, without user or query", field="url", value=url)
         self._kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
         self._prefix = parts.path
 
     def get(self, path: str, **query: Any) -> dict[str, Any]:
         """The object at a path; parameters that are None are left out."""
-        asked = urlencode({name: value for name, value in query.items() if value is not None})
-        return self._ask("GET", f"{path}?{asked}" if asked else path)
+        parameters = urlencode({name: value for name, value in query.items() if value is not None})
+        return self._request("GET", f"{path}?{parameters}" if parameters else path)
 
     def get_patiently(self, path: str) -> dict[str, Any]:
-        """The object at a path; a service that was there a moment ago is waited for."""
+        """The object at a path; waits for a service that restarts."""
         end_s = time.monotonic() + AWAY_S
         while True:
             try:
@@ -63,22 +61,20 @@ class Client:
             except Unavailable:
                 if time.monotonic() > end_s:
                     raise
-                time.sleep(AGAIN_S)
+                time.sleep(RETRY_S)
 
     def post(self, path: str, body: bytes = b"", **headers: str) -> dict[str, Any]:
-        """What the service answers to a JSON body."""
-        return self._ask("POST", path, body, {"Content-Type": "application/json", **headers} if body else headers)
+        return self._request("POST", path, body, {"Content-Type": "application/json", **headers} if body else headers)
 
     def delete(self, path: str) -> None:
-        """Remove what is at a path."""
-        self._ask("DELETE", path)
+        self._request("DELETE", path)
 
-    def events(self, path: str) -> Iterator[Event]:
-        """Events until the service ends the stream; a broken one is taken up again where it broke.
+    def events(self, path: str) -> Iterator[ServerEvent]:
+        """Events until the service ends the stream; a broken stream is resumed after its last event.
 
-        A service that restarts is waited for; the stream's first connection must succeed.
+        Waits for a service that restarts, but the first connection must succeed.
         """
-        last, connected, away_s = "", False, 0.0  # away_s: since when it does not answer
+        last, connected, away_s = "", False, 0.0  # away_s: when it stopped answering
         while True:
             try:
                 for event in self._stream(path, last):
@@ -89,10 +85,10 @@ class Client:
                 away_s = away_s or time.monotonic()
                 if not connected or time.monotonic() - away_s > AWAY_S:
                     raise
-                time.sleep(AGAIN_S)
+                time.sleep(RETRY_S)
 
-    def _stream(self, path: str, last: str) -> Iterator[Event]:
-        connection, answer = self._send("GET", path, b"", {"Last-Event-ID": last} if last else {})
+    def _stream(self, path: str, last: str) -> Iterator[ServerEvent]:
+        connection, answer = self._send("GET", path, b"", {"Last-ServerEvent-ID": last} if last else {})
         try:
             if answer.status != http.client.OK:
                 raise _failure(answer.status, answer.read())
@@ -102,7 +98,7 @@ class Client:
         finally:
             connection.close()
 
-    def _ask(
+    def _request(
         self, method: str, path: str, body: bytes = b"", headers: Mapping[str, str] | None = None
     ) -> dict[str, Any]:
         connection, answer = self._send(method, path, body, headers or {})
@@ -129,13 +125,13 @@ class Client:
             raise self._away(failure) from failure
 
     def _away(self, failure: Exception) -> Unavailable:
-        known = (failure.strerror or "").lower() if isinstance(failure, OSError) else "it hung up"
+        known = (failure.strerror or "").lower() if isinstance(failure, OSError) else "it closed the connection"
         reason = "it did not answer in time" if isinstance(failure, TimeoutError) else known or str(failure)
-        return Unavailable(f'no service at {self.url}: {reason}; start one with "brim serve", or give --url')
+        return Unavailable(f"no service at {self.url}: {reason}", hint='start one with "brim serve", or give {url}')
 
 
 def find_token(token_file: Path | None, data: Path | None) -> str:
-    """The token: of --token-file, of BRIM_TOKEN, or of the data directory's own file."""
+    """The token: from --token-file, from BRIM_TOKEN, or from the data directory."""
     from brim.service.settings import data_folder
     from brim.service.token import find
 
@@ -144,21 +140,21 @@ def find_token(token_file: Path | None, data: Path | None) -> str:
             return token_file.read_text().strip()
         except (OSError, UnicodeDecodeError) as failure:
             reason = getattr(failure, "strerror", None) or "it is not text"
-            raise StorageError(f"--token-file {token_file} cannot be read: {reason}") from failure
+            raise StorageError(f"{token_file} cannot be read: {reason}", field="token_file") from failure
     file = data_folder(data) / "token"
-    found = find(file, os.environ)
-    if found is None:
-        raise ConfigError(f"no token: {file} is not there; give --data of the service, --token-file or BRIM_TOKEN")
-    return found
+    token = find(file, os.environ)
+    if token is None:
+        raise ConfigError(f"no token: {file} does not exist", hint=_TOKEN_HINT)
+    return token
 
 
 def _failure(status: int, text: bytes) -> BrimError:
     """The error that a service's answer stands for, in its own sentence."""
     if status == http.client.UNAUTHORIZED:
-        return ConfigError("the service refuses the token; give --data of the service, --token-file or BRIM_TOKEN")
+        return ConfigError("the service rejects the token", hint=_TOKEN_HINT)
     try:
-        found = json.loads(text)
-        sentence, field = str(found["detail"]), found.get("field")
+        answer = json.loads(text)
+        sentence, field = str(answer["detail"]), answer.get("field")
     except (ValueError, KeyError, TypeError, AttributeError):
         sentence, field = f"the service answered {status} {http.client.responses.get(status, '')}".strip(), None
     if field and str(field) not in sentence:
@@ -168,16 +164,16 @@ def _failure(status: int, text: bytes) -> BrimError:
 
 def _object(text: bytes) -> dict[str, Any]:
     try:
-        found = json.loads(text)
+        answer = json.loads(text)
     except ValueError as failure:
-        raise Unavailable("the answer is not JSON: is there another program at --url?") from failure
-    if not isinstance(found, dict):
-        raise Unavailable("the answer is not a JSON object: is there another program at --url?")
-    return found
+        raise Unavailable("the answer is not JSON", hint="is there another program at {url}?") from failure
+    if not isinstance(answer, dict):
+        raise Unavailable("the answer is not a JSON object", hint="is there another program at {url}?")
+    return answer
 
 
-def _events(answer: http.client.HTTPResponse) -> Iterator[Event]:
-    """Events of a stream; lines that begin with a colon keep it alive and say nothing."""
+def _events(answer: http.client.HTTPResponse) -> Iterator[ServerEvent]:
+    """Parse a stream of events; lines that begin with a colon only keep it alive."""
     fields: dict[str, str] = {}
     while line := answer.readline():
         text = line.decode().rstrip("\r\n")
@@ -186,7 +182,7 @@ def _events(answer: http.client.HTTPResponse) -> Iterator[Event]:
             value = value.removeprefix(" ")
             fields[name] = f"{fields[name]}\n{value}" if name == "data" and name in fields else value
         elif "data" in fields:
-            yield Event(fields.get("id", ""), fields.get("event", "message"), _object(fields["data"].encode()))
+            yield ServerEvent(fields.get("id", ""), fields.get("event", "message"), _object(fields["data"].encode()))
             fields = {}
         else:
             fields = {}
