@@ -52,7 +52,8 @@ def interrupt(out: Path, stage: str) -> Ended:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys.modules["brim.cli.demo"], "say", say)  # brim.cli.demo is also the command
-        return brim(*argv(out), "--json")
+        patch.setattr(sys, "argv", ["brim", *argv(out), "--json"])
+        return brim(*sys.argv[1:])
 
 
 def kill(out: Path, stage: str) -> int:
