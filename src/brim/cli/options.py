@@ -92,7 +92,7 @@ def _parsing(setting: Setting) -> tuple[Any, Callable[[str], Any] | None, str]:
     """Type, parser and metavar of an option."""
     if bool in setting.types:
         return bool, None, ""
-    if setting.item is str:
+    if setting.item is not None and str in setting.item.types:
         return str, words, "NAMES"
     if float in setting.types:
         return float, number, "X"
