@@ -9,6 +9,7 @@ import json
 import os
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -64,7 +65,8 @@ class ServiceClient:
                 time.sleep(RETRY_S)
 
     def post(self, path: str, body: bytes = b"", **headers: str) -> dict[str, Any]:
-        return self._request("POST", path, body, {"Content-Type": "application/json", **headers} if body else headers)
+        kind = {"Content-Type": "application/json"} if body else {}
+        return self._request("POST", path, body, **kind, **headers)
 
     def delete(self, path: str) -> None:
         self._request("DELETE", path)
@@ -88,41 +90,31 @@ class ServiceClient:
                 time.sleep(RETRY_S)
 
     def _stream(self, path: str, last: str) -> Iterator[ServerEvent]:
-        connection, answer = self._send("GET", path, b"", {"Last-ServerEvent-ID": last} if last else {})
-        try:
-            if answer.status != http.client.OK:
-                raise _failure(answer.status, answer.read())
+        with self._answer("GET", path, headers={"Last-Event-ID": last} if last else {}) as answer:
             yield from _events(answer)
-        except (OSError, http.client.HTTPException) as failure:
-            raise self._away(failure) from failure
-        finally:
-            connection.close()
 
-    def _request(
-        self, method: str, path: str, body: bytes = b"", headers: Mapping[str, str] | None = None
-    ) -> dict[str, Any]:
-        connection, answer = self._send(method, path, body, headers or {})
-        try:
+    def _request(self, method: str, path: str, body: bytes = b"", **headers: str) -> dict[str, Any]:
+        with self._answer(method, path, body, headers) as answer:
             text = answer.read()
-        except (OSError, http.client.HTTPException) as failure:
-            raise self._away(failure) from failure
-        finally:
-            connection.close()
-        if answer.status >= http.client.MULTIPLE_CHOICES:
-            raise _failure(answer.status, text)
         return _object(text) if text else {}
 
-    def _send(
-        self, method: str, path: str, body: bytes, headers: Mapping[str, str]
-    ) -> tuple[http.client.HTTPConnection, http.client.HTTPResponse]:
+    @contextmanager
+    def _answer(
+        self, method: str, path: str, body: bytes = b"", headers: Mapping[str, str] | None = None
+    ) -> Iterator[http.client.HTTPResponse]:
+        """The answer to a request, to be read; an error status is raised as the error it stands for."""
         connection = self._kind(self._host, self._port, timeout=TIMEOUT_S)
-        sent = {"Authorization": f"Bearer {self._token}", "Accept": "application/json, text/event-stream", **headers}
+        own = {"Authorization": f"Bearer {self._token}", "Accept": "application/json, text/event-stream"}
         try:
-            connection.request(method, self._prefix + path, body or None, sent)
-            return connection, connection.getresponse()
+            connection.request(method, self._prefix + path, body or None, {**own, **(headers or {})})
+            answer = connection.getresponse()
+            if answer.status >= http.client.MULTIPLE_CHOICES:
+                raise _failure(answer.status, answer.read())
+            yield answer
         except (OSError, http.client.HTTPException) as failure:
-            connection.close()
             raise self._away(failure) from failure
+        finally:
+            connection.close()
 
     def _away(self, failure: Exception) -> Unavailable:
         known = (failure.strerror or "").lower() if isinstance(failure, OSError) else "it closed the connection"
