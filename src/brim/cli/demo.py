@@ -359,72 +359,53 @@ def _write_page(demo: Demo) -> None:
     """Write OUT/report.html; its links are relative, so that the folder may move."""
     from brim.report.page import card, document, metres, number, percent, table, tiles, write_page
 
-    results, sequences = demo.results, demo.results["sequences"]
+    results = demo.results
     generated, located, segmented = results["generate"], results["evaluate"], results["segment"]
-    entry = results["tune"][NETWORK]
+    packed, trained, scores = (results["sequences"][name] for name in ("pack", "train", "evaluate"))
+    accepted = percent(generated["accepted"] / max(1, generated["attempted"]))
     headline = tiles(
         [
-            (
-                "radio samples",
-                number(generated["accepted"]),
-                f"{percent(generated['accepted'] / max(1, generated['attempted']))} of those tried",
-            ),
+            ("radio samples", number(generated["accepted"]), f"{accepted} of those tried"),
             ("median error", metres(located["median_error_m"]), f"{number(located['crlb_ratio'])} times the bound"),
             ("Dice", number(segmented["train"]["dice"]), "on held-out cells"),
             ("polygons", number(segmented["predict"]["polygons"]), "in new images"),
-            (
-                "accuracy",
-                percent(sequences["evaluate"]["accuracy"]),
-                f"on {number(sequences['evaluate']['items'])} held-out sequences",
-            ),
+            ("accuracy", percent(scores["accuracy"]), f"on {number(scores['items'])} held-out sequences"),
         ]
     )
+
     pages = {"dataset.html": "the dataset", "evaluation.html": "the locator on held-out samples"}
     links = "".join(f'<li><a href="{file}">{text}</a></li>' for file, text in pages.items())
-    pictures = "".join(
-        f'<img src="overlays/{quote_url(file.name)}" alt="cells with their outlines" width="160"> '
-        for file in sorted((demo.out / "overlays").glob("*.png"))[:PICTURES]
-    )
-    iou, side = percent(segmented["train"]["iou"]), entry["image_size"]
-    tuned = [NETWORK, entry["optimal_batch_size"], f"{entry['expected_throughput']:.4g}", entry["max_safe_batch_size"]]
-    trained = [
-        ["sequences", sequences["pack"]["items"]],
-        ["frames", sequences["pack"]["frames"]],
-        ["classes", len(sequences["pack"]["classes"])],
-        ["padding", percent(sequences["train"]["padding_share"])],
-        ["samples/s in training", number(sequences["train"]["samples_per_s"])],
+    radio = f"A transmitter is located from what receivers hear of it; the network is in {demo.run.name}."
+
+    images = sorted((demo.out / "overlays").glob("*.png"))[:PICTURES]
+    tags = [f'<img src="overlays/{quote_url(file.name)}" alt="outlined cells" width="160"> ' for file in images]
+    iou = percent(segmented["train"]["iou"])
+    outlines = f"Outlines predicted in new images; IoU {iou} on held-out ones. GeoJSON is in polygons."
+
+    entry = results["tune"][NETWORK]
+    side = entry["image_size"]
+    measured = f"Measured on this device for images of {side} × {side} pixels; saved in batch_sizes.json."
+    sizes = [NETWORK, entry["optimal_batch_size"], f"{entry['expected_throughput']:.4g}", entry["max_safe_batch_size"]]
+
+    lengths = "A CNN→LSTM on sequences of different lengths."
+    sequences = [
+        ["sequences", packed["items"]],
+        ["frames", packed["frames"]],
+        ["classes", len(packed["classes"])],
+        ["padding", percent(trained["padding_share"])],
+        ["samples/s in training", number(trained["samples_per_s"])],
     ]
+
+    service = "Lists these datasets, runs and models in a browser, and makes more of them as durable jobs."
+    command = f"<pre>{escape(results['dashboard']['command'])}</pre>"
+
+    columns = ["network", "fastest batch", "images/s", "largest safe batch"]
     cards = [
-        card(
-            "radio",
-            "Radio: generate, train, evaluate",
-            f"A transmitter is located from what receivers hear of it; the network is in {demo.run.name}.",
-            f"<ul>{links}</ul>",
-        ),
-        card(
-            "segment",
-            "Segmentation: images to polygons",
-            f"Outlines predicted in new images; IoU {iou} on held-out ones. GeoJSON is in polygons.",
-            pictures,
-        ),
-        card(
-            "tune",
-            "Tuning: the fastest safe batch size",
-            f"Measured on this device for images of {side} × {side} pixels; saved in batch_sizes.json.",
-            table([tuned], ["network", "fastest batch", "images/s", "largest safe batch"]),
-        ),
-        card(
-            "sequences",
-            "Sequences: pack, train, evaluate",
-            "A CNN→LSTM on sequences of different lengths.",
-            table(trained),
-        ),
-        card(
-            "service",
-            "The same as a service",
-            "Lists these datasets, runs and models in a browser, and makes more of them as durable jobs.",
-            f"<pre>{escape(results['dashboard']['command'])}</pre>",
-        ),
+        card("radio", "Radio: generate, train, evaluate", radio, f"<ul>{links}</ul>"),
+        card("segment", "Segmentation: images to polygons", outlines, "".join(tags)),
+        card("tune", "Tuning: the fastest safe batch size", measured, table([sizes], columns)),
+        card("sequences", "Sequences: pack, train, evaluate", lengths, table(sequences)),
+        card("service", "The same as a service", service, command),
     ]
     head = "<header><h1>brim demo</h1><p>Every workload once, small, on this machine.</p></header>"
     body = f'{head}\n{headline}\n<div class="cards">\n{"".join(cards)}\n</div>'

@@ -166,15 +166,15 @@ def place(text: str) -> str:
     return str(place_of(text))
 
 
-def check_choice(name: str, choices: Collection[str]) -> str:
-    if name not in choices:
-        raise typer.BadParameter(f"{name!r} is unknown; {nearest(name, choices)}")
-    return name
-
-
 def one_of(*choices: str) -> dict[str, Any]:
     """Arguments of typer.Option for an option with these choices: `typer.Option(**one_of("a", "b"))`."""
-    return {"parser": lambda text: check_choice(text, choices), "autocompletion": offer(*choices)}
+
+    def parse(name: str) -> str:
+        if name not in choices:
+            raise typer.BadParameter(f"{name!r} is unknown; {nearest(name, choices)}")
+        return name
+
+    return {"parser": parse, "autocompletion": offer(*choices)}
 
 
 def offer(*choices: str) -> Callable[[str], list[str]]:
