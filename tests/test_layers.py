@@ -52,7 +52,7 @@ HOMES = {  # where else than in COMPUTE's layers a package may be imported, by p
     "dbos": ("jobs/durable.py",),
     "sqlalchemy": ("jobs/store/",),
     "alembic": ("jobs/store/",),
-    "pydantic": ("jobs/", "service/"),
+    "pydantic": ("service/",),
     "fastapi": ("service/",),
     "fastapi_offline": ("service/",),
     "starlette": ("service/",),

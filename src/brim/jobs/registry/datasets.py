@@ -78,7 +78,7 @@ def add(
 def look(path: Path, kind: "DatasetKind") -> DatasetSummary:
     """Check and count what a path holds; what is missing, foreign or empty is a DatasetError that says so."""
     if not path.is_dir():
-        raise DatasetError(f"{path} is not a directory; give {_EXPECTED[kind]}")
+        raise DatasetError(f"{path} is not a directory", hint=f"give {_EXPECTED[kind]}")
     return {"rf": _look_at_rf, "images": _look_at_images, "sequences": _look_at_sequences}[kind](path)
 
 
@@ -143,9 +143,9 @@ def image_folders(path: Path) -> tuple[Path, Path | None]:
 # Each kind
 
 _EXPECTED: Final = {
-    "rf": 'the directory of a dataset made by "brim rf generate"',
+    "rf": "the directory of a dataset made by {rf generate}",
     "images": "a folder of images, or one with the folders images and masks",
-    "sequences": 'a folder of .npy sequences, or a corpus made by "brim sequence pack"',
+    "sequences": "a folder of .npy sequences, or a corpus made by {sequence pack}",
 }
 
 
@@ -155,7 +155,7 @@ def _look_at_rf(path: Path) -> DatasetSummary:
 
     found = open_dataset(path)
     if not len(found):
-        raise DatasetError(f'{path} holds no samples yet; make some with "brim rf generate --resume"')
+        raise DatasetError(f"{path} holds no samples yet", hint="generate some with {rf generate} and {resume}")
     for entry in found.shards:
         check_bytes(path / "shards" / entry.name, entry, checksum=False)
     return DatasetSummary(
@@ -173,7 +173,7 @@ def _look_at_images(path: Path) -> DatasetSummary:
     images, masks = image_folders(path)
     files = find_images([images])
     if not files:
-        raise DatasetError(f"{path} holds no images; give {_EXPECTED['images']}")
+        raise DatasetError(f"{path} holds no images", hint=f"give {_EXPECTED['images']}")
     if masks is not None:
         pairs = pair_files(images, masks)  # one mask for each image, or an error that names the odd one
         files += [pair.mask for pair in pairs]

@@ -70,7 +70,13 @@ def look(path: Path, network: str | None = None) -> ModelSummary:
     kind = _said_kind(path / _RUN_JSON) if path.is_dir() else None
     if kind in _OTHERS:
         if network is not None:
-            raise ConfigError(f"--network {network} is for weights of segmentation; {path} says what it is of: omit it")
+            raise ConfigError(
+                f"is for segmentation weights, but {path} names its own network",
+                field="network",
+                value=network,
+                code="conflict",
+                hint="omit {network}",
+            )
         return _OTHERS[kind](path)
     return _look_segment(path, network)
 
@@ -84,11 +90,18 @@ def _look_segment(path: Path, network: str | None) -> ModelSummary:
     known = ", ".join(model_names())
     trained = trained_model(path) if path.is_dir() else None
     if network is not None and network not in model_names():
-        raise ConfigError(f"--network {network} is unknown; choose one of {known}")
+        raise ConfigError(f"is unknown; choose one of {known}", field="network", value=network, code="unknown_choice")
     if network is None and trained is None:
-        raise ConfigError(f"{path} does not say what network it is of; add --network, one of {known}")
+        raise ConfigError(
+            f"{path} does not say what network it is of",
+            field="network",
+            code="missing",
+            hint=f"add {{network}}, one of {known}",
+        )
     if network is not None and trained is not None and network != trained:
-        raise ConfigError(f"--network {network}, but {path} is a run of {trained}; omit --network")
+        raise ConfigError(
+            f"but {path} is a run of {trained}", field="network", value=network, code="conflict", hint="omit {network}"
+        )
     named = network or trained
     assert named is not None
     module = create_model(named)

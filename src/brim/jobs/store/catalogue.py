@@ -135,7 +135,7 @@ class DatasetTable:
             query = sa.select(datasets).where(datasets.c.id == id).with_for_update()
             row = connection.execute(query).one_or_none() if is_id(id) else None
             if row is None:
-                raise NotFound('no dataset has this id; "brim datasets list" shows those there are')
+                raise NotFound("no dataset has this id", hint="{datasets list} shows all datasets")
             dataset = row_of(DatasetRow, row)
             if dataset.state == "writing":
                 raise Conflict(f'the dataset "{dataset.name}" is still being written; cancel its job first')

@@ -190,7 +190,7 @@ def _reason(failure: Exception) -> str | None:
     """What is known to be the matter; a missing table is an OperationalError to SQLite and another to PostgreSQL."""
     text = str(failure)
     if "no such table" in text or "UndefinedTable" in text:
-        return 'the catalogue\'s database has no tables yet; start "brim serve" once, which makes them'
+        return "the catalogue's database has no tables yet; start the service once, which creates them"
     if "disk is full" in text or "DiskFull" in text:
         return "the disk of the catalogue's database is full; free some space"
     return None

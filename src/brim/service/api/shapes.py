@@ -48,6 +48,7 @@ class Job(Shape):
     config: Json
     result: Json | None
     error: str | None
+    failure: Json | None  # of the error: field, code and hint
     created_at: str
     started_at: str | None
     finished_at: str | None
@@ -213,6 +214,7 @@ def job(row: Any, redact: Callable[[str], str]) -> Job:
         config=row.config,
         result=None if row.result is None else redacted(row.result, redact),
         error=None if row.error is None else redact(row.error),
+        failure=None if row.failure is None else redacted(row.failure, redact),
         created_at=time_text(row.created_at),
         started_at=_maybe_time(row.started_at),
         finished_at=_maybe_time(row.finished_at),
