@@ -25,6 +25,7 @@ KEYS = {
     "config",
     "result",
     "error",
+    "failure",
     "created_at",
     "started_at",
     "finished_at",
