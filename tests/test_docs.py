@@ -243,6 +243,14 @@ def test_relative_links_resolve(document):
 # Completeness
 
 
+def test_the_modules_that_the_architecture_names_exist():
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    named = re.findall(r"`([a-z_]+/[a-z_/]+(?:\.py|/))`", _FENCE.sub("", text))
+
+    assert named
+    assert [name for name in named if not (ROOT / "src" / "brim" / name).exists() and not (ROOT / name).exists()] == []
+
+
 @pytest.mark.parametrize("page", sorted(ROOT.glob("docs/*.md")), ids=lambda path: path.name)
 def test_the_tables_of_settings_are_up_to_date(page):
     refreshed = runpy.run_path(str(ROOT / "docs" / "hooks" / "settings.py"))["refreshed"]
