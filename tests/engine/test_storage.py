@@ -281,7 +281,7 @@ def test_resume_sweeps_what_no_manifest_lists(url, server, clean):
 
 def test_a_prefix_in_use_is_not_overwritten(url):
     fill(url, 5)
-    with pytest.raises(DatasetError, match="is not empty; add --resume"):
+    with pytest.raises(DatasetError, match="is not empty"):
         fill(url, 5)
     place_of(f"{url}-notes").put_bytes(b"mine", "a.txt")
     with pytest.raises(DatasetError, match=r"has no manifest\.json to resume"):
@@ -496,7 +496,7 @@ def test_a_store_that_stays_down_ends_the_run_which_resumes(url, proxy, server, 
     monkeypatch.setenv("BRIM_STORAGE_RETRY_S", "1.5")
     monkeypatch.setattr(destination, "LEASE_S", 1.0)
     began_s = time.monotonic()
-    told = pytest.raises(StorageError, match=r"does not answer, tried for 1.5 s .*go on with --resume")
+    told = pytest.raises(StorageError, match=r"does not answer, tried for 1.5 s .*continue with resume")
     with told, writer(url) as out:
         out.append(rows_of(0, 20), totals_of(0, 20))
         proxy.down()

@@ -23,7 +23,6 @@ def open_nvml() -> ModuleType | None:
 
 
 def close_nvml(nvml: ModuleType) -> None:
-    """End it."""
     quietly(lambda: nvml.nvmlShutdown())
 
 

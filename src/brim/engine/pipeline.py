@@ -39,7 +39,6 @@ class Stage(Generic[In, Out]):
     depth: int = 2  # items waiting in the output queue; 2 hides jitter of about one item
 
     def __post_init__(self) -> None:
-        """Check the counts."""
         if self.workers < 1:
             raise ConfigError(f"stage {self.name!r}: workers={self.workers} must be at least 1")
         _check_depth(self.name, self.depth)
@@ -79,7 +78,6 @@ class Pipeline(Iterator[Any]):
         self._settled: set[threading.Thread] = set()  # those that handed over their end, or were sent away
 
     def __enter__(self) -> Self:
-        """Start the threads."""
         if self._threads:
             raise RuntimeError("pipeline was entered before; make a new one for a second run")
         for name in self._names:
@@ -230,7 +228,7 @@ class _End:
 
 
 class _Stopped(Exception):
-    """Nobody wants what this thread makes any more."""
+    """The consumer has left; this thread should end."""
 
 
 class _Channel:

@@ -262,7 +262,6 @@ class BatchPolicy:
 
     @property
     def running(self) -> int:
-        """Parts on the device."""
         return sum(len(run.batch) for run in self._running)
 
     # Admission

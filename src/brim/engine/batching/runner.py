@@ -48,8 +48,7 @@ LOOK_S = 0.02  # how often those that wait are checked against their deadlines, 
 JOIN_S = 5.0  # for a thread to end; one in a hung forward is left to its process
 
 
-def _nothing(requests: list[int]) -> None:
-    """Nobody wants to know."""
+def _nothing(requests: list[int]) -> None: ...
 
 
 class BatchRunner:

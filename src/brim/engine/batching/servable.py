@@ -42,8 +42,6 @@ class DecodedRequest:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What a client gets."""
-
     body: bytes
     media_type: str = "application/octet-stream"
     facts: Mapping[str, Any] = field(default_factory=dict)  # such as polygons; the runner adds "seconds" by stage

@@ -37,22 +37,16 @@ class Warmable(Protocol):
         ...
 
     def example(self, num: int) -> list[Any]:
-        """So many parts like those of requests."""
+        """Parts like those of real requests."""
         ...
 
-    def forward(self, parts: list[Any]) -> Any:
-        """As for requests."""
-        ...
+    def forward(self, parts: list[Any]) -> Any: ...
 
-    def collect(self, running: Any) -> list[Any]:
-        """As for requests."""
-        ...
+    def collect(self, running: Any) -> list[Any]: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Warmed:
-    """What warming up found."""
-
     sizes: tuple[int, ...]  # that fit, up to the one beyond which batches are no faster
     expected_s: dict[int, float]
     memory_bytes: int  # weights, graphs, and the most that a batch holds beside them

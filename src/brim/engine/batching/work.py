@@ -22,8 +22,6 @@ class Reply(Future[Answer]):
 
 @dataclass(slots=True, eq=False)
 class OpenRequest:
-    """A request under way."""
-
     reply: Reply
     servable: Servable
     token: int  # of the servable
@@ -106,7 +104,6 @@ class TimeHistogram:
     sum_s: float = 0.0
 
     def add(self, seconds: float) -> None:
-        """One more."""
         self.counts[bisect_left(BOUNDS_S, seconds)] += 1
         self.sum_s += seconds
 
@@ -138,17 +135,14 @@ class BatchStats:
                 self._stages[stage].add(took_s)
 
     def fail(self) -> None:
-        """A request got an error of its own."""
         with self._lock:
             self._failed += 1
 
     def cancel(self) -> None:
-        """A client left."""
         with self._lock:
             self._cancelled += 1
 
     def start(self, size: int, now_s: float) -> None:
-        """A batch was handed to the device."""
         with self._lock:
             self._sizes[size] += 1
             if not self._on_device:
@@ -156,14 +150,12 @@ class BatchStats:
             self._on_device += 1
 
     def end(self, now_s: float) -> None:
-        """A batch left the device."""
         with self._lock:
             self._on_device -= 1
             if not self._on_device:
                 self._busy_s += now_s - self._since_s
 
     def snapshot(self, now_s: float) -> dict[str, Any]:
-        """All of it, as plain values that fit in JSON."""
         with self._lock:
             return {
                 "batch_sizes": {str(size): count for size, count in sorted(self._sizes.items())},

@@ -25,11 +25,13 @@ def resolve_device(name: str) -> torch.device:
         return torch.device("cpu")
     match = _CUDA.fullmatch(name)
     if match is None:
-        raise ConfigError(f'device="{name}" is not known; use auto, cpu, cuda or cuda:N')
+        raise ConfigError(
+            "is unknown", field="device", value=name, code="unknown_choice", hint="use auto, cpu, cuda or cuda:N"
+        )
     index = int(match[1] or 0)
     num_here = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if index >= num_here:
-        raise DeviceError(f'device="{name}" is not here; {_what_is_here(num_here)}')
+        raise DeviceError("is not available", field="device", value=name, code="unavailable", hint=_choices(num_here))
     return torch.device("cuda", index)
 
 
@@ -39,13 +41,13 @@ def with_index(device: torch.device) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if is_vague else device
 
 
-def _what_is_here(num_here: int) -> str:
+def _choices(num_here: int) -> str:
     if num_here:
         choices = "cuda:0" if num_here == 1 else f"cuda:0 to cuda:{num_here - 1}"
-        return f"{num_here} CUDA device{'s' * (num_here > 1)} found: use --device {choices} or cpu"
+        return f"{num_here} CUDA device{'s' * (num_here > 1)} found: use {choices} or cpu"
     if torch.version.cuda is None:
-        return f"PyTorch {torch.__version__} is built without CUDA: install a CUDA build or use --device cpu"
-    return "no CUDA device found: check the driver with nvidia-smi or use --device cpu"
+        return f"PyTorch {torch.__version__} is built without CUDA: install a CUDA build or use cpu"
+    return "no CUDA device found: check the driver with nvidia-smi or use cpu"
 
 
 def describe(device: torch.device) -> dict[str, object]:

@@ -297,7 +297,6 @@ class PeakMemory:
     _lock = threading.Lock()
 
     def __init__(self, device: torch.device) -> None:
-        """Measure on this device."""
         self.device = device
         self.start_bytes = 0  # in use when the block was entered
         self._seen_bytes = 0
@@ -305,7 +304,6 @@ class PeakMemory:
         self._stop = threading.Event()
 
     def __enter__(self) -> Self:
-        """Start measuring."""
         with self._lock:
             # Resetting the counter would erase what enclosing blocks have seen: they note it first.
             for other in self._open:

@@ -31,8 +31,6 @@ _ADVICE = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Times:
-    """What was measured of a run."""
-
     seconds: float  # of training, without evaluation and preparation
     steps: int
     waiting: Mapping[str, float]  # seconds by cause
@@ -94,7 +92,6 @@ class FeedTimer:
         self._before: tuple[float, float, Any] = (0.0, 0.0, None)
 
     def begin(self) -> None:
-        """Before the source is asked for a batch."""
         event = self._record() if self._cuda and self._calls % SAMPLE_EVERY == 0 else None
         self._before = (time.perf_counter(), self._source.copy_s, event)
 
@@ -116,7 +113,7 @@ class FeedTimer:
 
     @property
     def is_known(self) -> bool:
-        """Whether any step's waiting has been read."""
+        """Whether the waiting time of any step is known."""
         return self._sampled > 0
 
     def seconds(self) -> tuple[float, float]:
@@ -139,7 +136,6 @@ class RunClock:
     """Seconds, steps and samples of training, and what of the time was lost; continued after a resume."""
 
     def __init__(self, device: torch.device, source: Copies) -> None:
-        """Stand still at zero."""
         self._device = device
         self._feed = FeedTimer(device, source)
         self._began_s: float | None = None
@@ -153,12 +149,10 @@ class RunClock:
 
     @property
     def seconds(self) -> float:
-        """Of training so far."""
         return self._counted_s + (0.0 if self._began_s is None else time.perf_counter() - self._began_s)
 
     @property
     def waiting(self) -> dict[str, float]:
-        """Seconds lost by cause."""
         data_s, copy_s = self._feed.seconds()
         now = {**self._spent, "data": data_s, "copy": copy_s}
         return {cause: now[cause] + self._before.get(cause, 0.0) for cause in CAUSES}
@@ -171,7 +165,7 @@ class RunClock:
         return {cause: seconds for cause, seconds in self.waiting.items() if cause != "host_sync"}
 
     def go(self) -> None:
-        """Run, or go on running."""
+        """Start the clock, or keep it running."""
         if self._began_s is None:
             self._began_s = time.perf_counter()
 
@@ -185,14 +179,12 @@ class RunClock:
 
     @contextmanager
     def feeding(self) -> Iterator[None]:
-        """Around asking the source for a batch."""
         self._feed.begin()
         yield
         self._feed.end()
 
     @contextmanager
     def stepping(self, num_items: int) -> Iterator[None]:
-        """Around a step."""
         began_s = time.perf_counter()
         yield
         self.step_s += time.perf_counter() - began_s
@@ -212,7 +204,6 @@ class RunClock:
             self._spent[cause] += time.perf_counter() - began_s
 
     def as_state(self) -> dict[str, Any]:
-        """For a checkpoint."""
         return {
             "seconds": self.seconds,
             "steps": self.steps,
@@ -222,7 +213,7 @@ class RunClock:
         }
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Go on from a checkpoint's."""
+        """Continue from a checkpoint."""
         self._counted_s, self.steps, self.samples = state["seconds"], state["steps"], state["samples"]
         self.samples_before = self.samples
         self.step_s, self._before = state["step_s"], dict(state["waiting"])
@@ -230,8 +221,6 @@ class RunClock:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepTimes:
-    """One step on a fixed batch."""
-
     step_s: float | None  # None: not measured
     device_s: float | None = None  # None on a CPU
     syncs: tuple[str, ...] = ()

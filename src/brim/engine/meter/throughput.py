@@ -67,13 +67,12 @@ class Meter:
             self._stage_items[stage] += items
 
     def count(self, items: int) -> None:
-        """Account items that left the last stage."""
+        """Add items that left the last stage."""
         with self._lock:
             self._items += items
 
     @property
     def seconds(self) -> float:
-        """Of the wall clock so far."""
         with self._lock:
             return self._wall_s()
 

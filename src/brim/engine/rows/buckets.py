@@ -97,7 +97,6 @@ class Buckets:
         self.padding_share = _waste(runs, self.num_frames)
 
     def __len__(self) -> int:
-        """Batches of an epoch."""
         return self.num_batches
 
     @property

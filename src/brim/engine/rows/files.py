@@ -70,7 +70,7 @@ def open_source(
 
 
 class DatasetSource:
-    """One brim dataset, or several behind each other."""
+    """One brim dataset, or several concatenated."""
 
     def __init__(self, paths: Path | str | Sequence[Path | str], names: Sequence[str] | None = None) -> None:
         """Read the manifests at once, so that a wrong path or a dataset that does not match fails here."""
@@ -194,7 +194,7 @@ def _difference(ours: Any, theirs: Any) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Npy:
-    """What the header of an .npy file says."""
+    """The header of an .npy file."""
 
     file: Path
     dtype: np.dtype[Any]

@@ -93,7 +93,7 @@ class Blocks:
 
     @property
     def items(self) -> int:
-        """Positions of a block that are here, at most."""
+        """Largest number of positions of a block on this rank."""
         return -(-self.whole // self.step)
 
     def of(self, positions: Tensor) -> Tensor:
@@ -162,7 +162,6 @@ class RowLayout:
     """
 
     def __init__(self, fields: RowFields) -> None:
-        """Find the widest integers for every field."""
         self.fields = fields
         self._matrices: dict[str, tuple[torch.dtype, int]] = {}
         for name, (dtype, shape) in fields.items():
@@ -182,7 +181,7 @@ class RowLayout:
         }
 
     def allocate(self, num_rows: int, device: torch.device) -> Batch:
-        """Matrices for so many rows, not initialised."""
+        """Uninitialised matrices for num_rows rows."""
         return {
             name: torch.empty((num_rows, columns), dtype=carrier, device=device)
             for name, (carrier, columns) in self._matrices.items()
@@ -214,7 +213,6 @@ class Target:
     """Static tensors that batches are copied into; tensors of one width go in one launch."""
 
     def __init__(self, layout: RowLayout, out: Batch) -> None:
-        """Group the tensors by width."""
         self._out = out
         self._matrices = layout.pack(out)
         self._rows = len(next(iter(self._matrices.values())))

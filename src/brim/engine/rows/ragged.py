@@ -58,7 +58,6 @@ class RaggedView(BatchSource):
         shuffle: bool,
         drop_last: bool,
     ) -> None:
-        """Choose the buckets; made by RaggedResident and its view()."""
         self.rows, self.columns, self.seed, self.shuffle = rows, columns, seed, shuffle
         lengths = resident.source.lengths[rows]
         self.buckets = Buckets(lengths, buckets, seed=seed, shuffle=shuffle, drop_last=drop_last)
@@ -71,7 +70,6 @@ class RaggedView(BatchSource):
         self._items: tuple[weakref.ref[FrameStore], RaggedItems] | None = None
 
     def __len__(self) -> int:
-        """Items of an epoch."""
         return self.num_items
 
     @property

@@ -35,8 +35,7 @@ class RaggedSource(Protocol):
     """Sequences of frames that can be read by their place; any thread may read."""
 
     @property
-    def num_items(self) -> int:
-        """Sequences."""
+    def num_items(self) -> int: ...
 
     @property
     def lengths(self) -> Tensor:
@@ -51,28 +50,23 @@ class RaggedSource(Protocol):
         """Frames that can be read, those of no item included."""
 
     @property
-    def dim(self) -> int:
-        """Features of a frame."""
+    def dim(self) -> int: ...
 
     @property
-    def dtype(self) -> torch.dtype:
-        """Of the features."""
+    def dtype(self) -> torch.dtype: ...
 
     @property
     def fields(self) -> Mapping[str, Tensor]:
         """Further columns, (n, …) each: a label, for instance."""
 
     @property
-    def description(self) -> str:
-        """What it is, for a person."""
+    def description(self) -> str: ...
 
     def read(self, start: int, stop: int, out: Tensor) -> None:
         """Read the frames from start to stop into out, (stop - start, D), contiguous, of the source's dtype."""
 
 
 class RaggedTensors:
-    """Sequences in memory."""
-
     def __init__(self, sequences: Sequence[Tensor], fields: Mapping[str, Tensor] | None = None) -> None:
         """Join the sequences, (T, D) each, all of one D and dtype; fields are (n, …) each."""
         if not sequences or any(one.ndim != 2 or one.shape[1] != sequences[0].shape[1] for one in sequences):
@@ -87,7 +81,6 @@ class RaggedTensors:
         self.description = f"{self.num_items} sequences in memory"
 
     def read(self, start: int, stop: int, out: Tensor) -> None:
-        """Copy the frames."""
         out.copy_(self.frames[start:stop])
 
 
@@ -192,8 +185,6 @@ class RaggedItems:
 
 
 class FrameStore(Protocol):
-    """Frames in one tier."""
-
     tier: Tier
     start: Tensor  # (n,) int64, where each item begins
     held_bytes: int
@@ -201,8 +192,7 @@ class FrameStore(Protocol):
     def batches(self, items: RaggedItems, plan: list[Bucketed], place: InputsFor | None = None) -> Iterator[Batch]:
         """The batches of a plan, padded with zeros, on the device; in their place where the store can write there."""
 
-    def close(self) -> None:
-        """Give the memory back."""
+    def close(self) -> None: ...
 
 
 class DeviceFrames:
@@ -211,7 +201,6 @@ class DeviceFrames:
     tier: Tier = "vram"
 
     def __init__(self, runs: FrameRuns, dtype: torch.dtype, device: torch.device) -> None:
-        """Load all frames."""
         self.start, self.device = runs.start, device
         self._layout = RowLayout({"frames": (dtype, (runs.source.dim,))})
         self._frames = _load(runs, dtype, device, extra=1)
@@ -248,7 +237,6 @@ class DeviceFrames:
         return out
 
     def close(self) -> None:
-        """Let go of the frames."""
         self._frames = {}
 
 
@@ -258,7 +246,6 @@ class SourceFrames:
     tier: Tier = "window"
 
     def __init__(self, source: RaggedSource, rows: Tensor, dtype: torch.dtype, device: torch.device) -> None:
-        """Store."""
         self.start, self.device, self.held_bytes = source.starts[rows], device, 0
         self._source, self._dtype, self._dim = source, dtype, source.dim
         self._copiers = max(1, min(8, worker_count() - 1))  # the caller's thread launches kernels meanwhile
@@ -285,8 +272,7 @@ class SourceFrames:
                         if len(done) > (1 if few else 3):
                             done.popleft().synchronize()  # the GPU still has the last few batches to work on
 
-    def close(self) -> None:
-        """Nothing is held."""
+    def close(self) -> None: ...
 
     def _handed(self, made: "_Made") -> Batch:
         if made.copied is not None:
@@ -341,7 +327,6 @@ class HostFrames(SourceFrames):
     tier: Tier = "ram"
 
     def __init__(self, runs: FrameRuns, rows: Tensor, dtype: torch.dtype, device: torch.device) -> None:
-        """Load all frames."""
         super().__init__(runs.source, rows, dtype, device)
         layout = RowLayout({"frames": (dtype, (runs.source.dim,))})
         self._frames = _bytes(layout.unpack(_load(runs, dtype, HOST))["frames"])
@@ -351,7 +336,6 @@ class HostFrames(SourceFrames):
         np.copyto(_bytes(out), self._frames[start:stop])
 
     def close(self) -> None:
-        """Let go of the frames."""
         self._frames = self._frames[:0].copy()
 
 

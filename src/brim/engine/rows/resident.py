@@ -85,7 +85,6 @@ class Epoch(Iterator[Batch]):
         return batch
 
     def __len__(self) -> int:
-        """Batches left."""
         return self._left
 
     def cut(self, why: str) -> None:
@@ -94,15 +93,13 @@ class Epoch(Iterator[Batch]):
         self._batches.close()
 
     def close(self) -> None:
-        """Stop the threads of this epoch."""
         self.cut("it was closed")
 
 
 class OpenEpochs:
-    """The epochs of one source that someone still holds."""
+    """The epochs of one source that are still referenced."""
 
     def __init__(self) -> None:
-        """None yet."""
         self._all: weakref.WeakSet[Epoch] = weakref.WeakSet()
 
     def begin(self, batches: Generator[Batch], start_batch: int, num_batches: int, *, alone: str = "") -> Epoch:
@@ -116,7 +113,6 @@ class OpenEpochs:
         return epoch
 
     def cut(self, why: str) -> None:
-        """End all of them."""
         for epoch in list(self._all):
             epoch.cut(why)
 
@@ -125,18 +121,15 @@ class ResidentLoader:
     """A Resident where a PyTorch or Lightning loop expects a DataLoader: every iteration is the next epoch."""
 
     def __init__(self, resident: "Resident", epochs: Iterator[int]) -> None:
-        """Store; epochs gives the number of each epoch."""
         self.dataset = resident
         self.batch_size = resident.batch_size
         self.drop_last = resident.drop_last
         self._epochs = epochs
 
     def __iter__(self) -> Iterator[Batch]:
-        """Batches of the next epoch."""
         return self.dataset.epoch(next(self._epochs))
 
     def __len__(self) -> int:
-        """Batches of an epoch."""
         return self.dataset.num_batches
 
 
@@ -170,7 +163,6 @@ class Held(ABC, Generic[Kept]):
         self._held: tuple[Choice, Kept] | None = None
 
     def __enter__(self) -> Self:
-        """Choose the tier and load."""
         if self._held is None:
             choice = self._choose()
             log.info("tier %s: %s%s%s", choice.tier, choice.why, self._say_order(choice.tier), self._say_more())
@@ -215,11 +207,11 @@ class Held(ABC, Generic[Kept]):
         """The data in this tier, or OutOfMemory."""
 
     def _say_order(self, tier: Tier) -> str:
-        """What this tier changes."""
+        """How this tier changes the order of rows, for the log."""
         return ""
 
     def _say_more(self) -> str:
-        """What else there is to say when loading begins."""
+        """Further facts for the log when loading begins."""
         return ""
 
 
@@ -290,7 +282,6 @@ class Resident(Held[Store], BatchSource):
         self._cut: tuple[int, Cut] | None = None  # of the epoch last asked for
 
     def __len__(self) -> int:
-        """Items of an epoch."""
         return self.num_items
 
     @property

@@ -24,31 +24,27 @@ class Source(Protocol):
     """Rows that can be read in bulk."""
 
     @property
-    def num_items(self) -> int:
-        """Rows in all."""
+    def num_items(self) -> int: ...
 
     @property
     def fields(self) -> RowFields:
         """Name → (dtype, shape of one row)."""
 
     @property
-    def nbytes(self) -> int:
-        """Bytes of all rows in memory."""
+    def nbytes(self) -> int: ...
 
     @property
     def blocks(self) -> Sequence[int]:
         """Rows where the storage starts a new piece, then num_items; just (0, num_items) when it is in one."""
 
     @property
-    def description(self) -> str:
-        """What it is, for a person."""
+    def description(self) -> str: ...
 
     def read(self, start: int, stop: int, out: dict[str, Tensor]) -> None:
         """Read the rows from start to stop of the fields in out, whose tensors hold just so many rows."""
 
 
 def row_bytes(fields: RowFields) -> int:
-    """Bytes of one row."""
     return sum(dtype.itemsize * prod(shape) for dtype, shape in fields.values())
 
 
@@ -105,13 +101,12 @@ class TensorSource:
         check_some(self.num_items, self.fields, "these tensors")
 
     def read(self, start: int, stop: int, out: dict[str, Tensor]) -> None:
-        """Copy the rows."""
         for name, target in out.items():
             target.copy_(self.tensors[name][start:stop])
 
 
 def choose(known: Mapping[str, Any], names: Iterable[str] | None, where: str) -> dict[str, Any]:
-    """The named part, by default all of it."""
+    """The named entries, by default all."""
     wanted = list(known) if names is None else list(names)
     for name in wanted:
         if name not in known:
@@ -153,11 +148,10 @@ class Split:
 
     @property
     def all(self) -> bool:
-        """Whether it is the whole source, in order."""
+        """Whether this is the whole source, in order."""
         return self._first == 0 and len(self) == self.source.num_items
 
     def __len__(self) -> int:
-        """Rows in the split."""
         return len(self._index)
 
     def index(self, positions: Tensor) -> Tensor:

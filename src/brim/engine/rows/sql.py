@@ -105,7 +105,7 @@ _USER = re.compile(r"^(\w+://[^/?#@:]*):(.*)@(?=[^@]*$)")  # up to the last @: p
 
 
 def without_password(url: str) -> str:
-    """The URL as it may be shown."""
+    """The URL for messages."""
     url = _USER.sub(r"\1:***@", url)
     return re.sub(r"(?i)((?:ssl)?password=)[^&#]*", r"\1***", url)
 

@@ -33,7 +33,7 @@ _AHEAD = 4  # chunks a GPU may lag behind the host, which bounds what is in flig
 
 @dataclass(frozen=True, slots=True)
 class EpochPlan:
-    """What an epoch asks of a store."""
+    """The chunks that an epoch needs from a store."""
 
     epoch: int
     positions: Callable[[int], Tensor]
@@ -52,11 +52,9 @@ class Store(Protocol):
     def chunk_items(self, chunk_batches: int, batch_size: int) -> int:
         """Rows of a chunk, given how many batches it would best have."""
 
-    def chunks(self, plan: EpochPlan) -> Iterator[Batch]:
-        """The chunks of a plan, one for each span."""
+    def chunks(self, plan: EpochPlan) -> Iterator[Batch]: ...
 
-    def close(self) -> None:
-        """Give the memory back."""
+    def close(self) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +79,7 @@ class DeviceStore:
         self._order: tuple[int, Tensor] | None = None
 
     def chunk_items(self, chunk_batches: int, batch_size: int) -> int:
-        """As many as wanted: any rows can be gathered."""
+        """Any rows can be gathered, so there is no limit."""
         return chunk_batches * batch_size
 
     def order(self, epoch: int, positions: Callable[[int], Tensor]) -> Tensor:
@@ -91,13 +89,11 @@ class DeviceStore:
         return self._order[1]
 
     def chunks(self, plan: EpochPlan) -> Iterator[Batch]:
-        """One gather on the device for each span."""
         index = self.order(plan.epoch, plan.positions)
         for start, stop in plan.spans:
             yield gather(self.rows, index[start:stop])
 
     def close(self) -> None:
-        """Let go of the rows."""
         self.rows, self._order = {}, None
 
 
@@ -117,7 +113,7 @@ class HostStore:
         self.pinned = device.type == "cuda" and memory.owned and self._register()
 
     def chunk_items(self, chunk_batches: int, batch_size: int) -> int:
-        """As many as wanted: any rows can be gathered."""
+        """Any rows can be gathered, so there is no limit."""
         return chunk_batches * batch_size
 
     def chunks(self, plan: EpochPlan) -> Iterator[Batch]:
@@ -212,7 +208,7 @@ def _forget_error(device: torch.device) -> None:
 
 
 def to_device(index: Tensor, device: torch.device) -> Tensor:
-    """The index there, without waiting for the copy."""
+    """The index on the device; does not wait for the copy."""
     return index.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else index
 
 
@@ -348,10 +344,7 @@ _PIECE_BYTES = 4 * 2**20  # read by one thread at once while loading; pinning mo
 
 
 class Closable(Protocol):
-    """Something held in a tier."""
-
-    def close(self) -> None:
-        """Give the memory back."""
+    def close(self) -> None: ...
 
 
 Kept = TypeVar("Kept", bound=Closable)

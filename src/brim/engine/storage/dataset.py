@@ -55,7 +55,6 @@ class Dataset:
         return self.place.path
 
     def __len__(self) -> int:
-        """Items in all shards."""
         return sum(entry.items for entry in self.shards)
 
     def __iter__(self) -> Iterator[dict[str, Tensor]]:
@@ -79,7 +78,6 @@ class Dataset:
         return read_shard(self.file(entry), entry, names, verify=verify)
 
     def load(self, names: Sequence[str] | None = None) -> dict[str, Tensor]:
-        """All rows in memory."""
         return self.rows(0, len(self), names)
 
     def rows(self, start: int, stop: int, names: Sequence[str] | None = None) -> dict[str, Tensor]:
@@ -107,7 +105,6 @@ class Dataset:
                     progress(done, len(self.shards))
 
     def file(self, entry: ShardEntry) -> ShardPath:
-        """Where a shard's file is."""
         return shard_path(self.place, entry.name)
 
     def _copy(self, index: int, part: slice, out: dict[str, Tensor], at: int) -> None:
@@ -128,16 +125,20 @@ def _read_manifest(place: Place) -> tuple[dict[str, Any], list[ShardEntry]]:
     try:
         manifest = json.loads(_manifest_text(place))
     except (ValueError, RecursionError) as failure:
-        raise DatasetError(f"{file} is not valid JSON ({failure}); {REMAKE}") from failure
+        raise DatasetError(f"{file} is not valid JSON ({failure})", code="damaged", hint=REMAKE) from failure
     version = manifest.get("format_version") if isinstance(manifest, dict) else None
     if version != FORMAT_VERSION:
         raise DatasetError(
-            f"{file}: format_version is {version!r}, expected {FORMAT_VERSION}; use the brim that made it"
+            f"{file}: format_version is {version!r}, expected {FORMAT_VERSION}",
+            code="unsupported",
+            hint="use the version of brim that made it",
         )
     _check_types(manifest, _MANIFEST_TYPES, file, "the manifest")
     entries = [_read_entry(entry, index, file) for index, entry in enumerate(manifest["shards"])]
     if manifest["items"] != sum(entry.items for entry in entries):
-        raise DatasetError(f"{file}: items is {manifest['items']}, its shards hold another number; {REMAKE}")
+        raise DatasetError(
+            f"{file}: items is {manifest['items']}, its shards hold another number", code="damaged", hint=REMAKE
+        )
     return manifest, entries
 
 
@@ -146,12 +147,14 @@ def _manifest_text(place: Place) -> str:
         try:
             return place.read_bytes(MANIFEST).decode()
         except FileNotFoundError as failure:
-            raise DatasetError(f"{place} has no {MANIFEST}; give the URL of a dataset") from failure
+            raise DatasetError(
+                f"{place} has no {MANIFEST}", code="missing", hint="give the URL of a dataset"
+            ) from failure
     try:
         return (place.path / MANIFEST).read_text(encoding="utf-8")
     except (FileNotFoundError, NotADirectoryError) as failure:
         fault = f"has no {MANIFEST}" if place.path.is_dir() else "is not a directory"
-        raise DatasetError(f"{place} {fault}; give the directory of a dataset") from failure
+        raise DatasetError(f"{place} {fault}", code="missing", hint="give the directory of a dataset") from failure
     except OSError as failure:
         unreadable(place.path / MANIFEST, failure)
 
@@ -171,9 +174,11 @@ def _read_entry(entry: Any, index: int, file: str) -> ShardEntry:
     _check_types(entry, _ENTRY_TYPES, file, f"shard {index}")
     expected = f"{index:06d}.safetensors"
     if entry["name"] != expected:  # also keeps paths out of the directory, like ../../x, from being opened
-        raise DatasetError(f"{file}: shard {index} is {entry['name']!r}, expected {expected}; {REMAKE}")
+        raise DatasetError(
+            f"{file}: shard {index} is {entry['name']!r}, expected {expected}", code="damaged", hint=REMAKE
+        )
     if entry["items"] < 1:
-        raise DatasetError(f"{file}: {expected} has {entry['items']} items, expected some; {REMAKE}")
+        raise DatasetError(f"{file}: {expected} has {entry['items']} items, expected some", code="damaged", hint=REMAKE)
     return ShardEntry(**{key: entry[key] for key in _ENTRY_TYPES})
 
 
@@ -181,9 +186,11 @@ def _check_types(found: Any, types: dict[str, type], file: str, what: str) -> No
     for key, kind in types.items():
         value = found.get(key) if isinstance(found, dict) else None
         if not isinstance(value, kind):
-            raise DatasetError(f"{file}: {what} has {key}={value!r}, expected {kind.__name__}; {REMAKE}")
+            raise DatasetError(
+                f"{file}: {what} has {key}={value!r}, expected {kind.__name__}", code="damaged", hint=REMAKE
+            )
 
 
 def allocate(fields: RowFields, num_rows: int) -> dict[str, Tensor]:
-    """Room for rows of these fields."""
+    """Uninitialised tensors for rows of these fields."""
     return {name: torch.empty((num_rows, *shape), dtype=dtype) for name, (dtype, shape) in fields.items()}

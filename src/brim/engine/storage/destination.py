@@ -33,7 +33,6 @@ class Lease:
     """The right to write under a prefix; held from `acquire` to `release`."""
 
     def __init__(self, place: ObjectPlace) -> None:
-        """Store."""
         self.place = place
         self._token = secrets.token_hex(16)
         self._renewing = ObjectPlace(place.url, patience_s=0.0)  # a renewal that fails is tried at the next one
@@ -47,7 +46,11 @@ class Lease:
             self.place.remove(LEASE_FILE)  # of two who find it run out, the store lets one create the next
             if not self.place.create(self._text(), LEASE_FILE):
                 self._refuse_living()
-                raise DatasetError(f"{self.place}: another process began to write at this moment; try again later")
+                raise DatasetError(
+                    f"{self.place}: another process started to write at the same time",
+                    code="in_use",
+                    hint="try again later",
+                )
         self._thread = threading.Thread(target=self._renew, name="lease", daemon=True)
         self._thread.start()
 
@@ -56,12 +59,14 @@ class Lease:
         found = self._read(self.place)
         if found.get("token") != self._token:
             raise StorageError(
-                f"{self.place}: {found.get('writer', 'another process')} writes there now, since this one did not "
-                f"renew its lease for {LEASE_S:g} s; nothing more is written here, wait for the other one"
+                f"{self.place}: {found.get('writer', 'another process')} has taken over, because this process did not "
+                f"renew its lease for {LEASE_S:g} s",
+                code="in_use",
+                hint="wait for the other process to end",
             )
 
     def release(self) -> None:
-        """Let the next writer in at once."""
+        """Give the lease back, so that the next writer need not wait for its end."""
         self._ended.set()
         if self._thread is None:
             return
@@ -79,8 +84,9 @@ class Lease:
             left_s = 0.0
         if left_s > 0:
             raise DatasetError(
-                f"{self.place} is being written by {found.get('writer', 'another process')}; wait for it to end, or "
-                f"{left_s:.0f} s if it was killed"
+                f"{self.place} is being written by {found.get('writer', 'another process')}",
+                code="in_use",
+                hint=f"wait for it to end, or {left_s:.0f} s if it was killed",
             )
 
     def _renew(self) -> None:
@@ -108,7 +114,7 @@ _OURS = re.compile(r"[0-9]{6}\.safetensors|\.[0-9]{6}(\.[0-9a-f]{8})?\.tmp")
 
 
 def home_of(place: Place) -> "Home":
-    """The home of a dataset at a place."""
+    """The destination of a dataset at a place."""
     if isinstance(place, ObjectPlace):
         return StoreHome(place)
     assert place.path is not None
@@ -123,8 +129,7 @@ class Home(ABC):
         """Nothing there but what a crash before the first manifest can leave."""
 
     @abstractmethod
-    def has_manifest(self) -> bool:
-        """Whether there is a dataset to continue."""
+    def has_manifest(self) -> bool: ...
 
     @abstractmethod
     def found(self) -> None:
@@ -132,11 +137,11 @@ class Home(ABC):
 
     @abstractmethod
     def lock(self) -> None:
-        """Keep others out of the dataset that is there."""
+        """Keep other writers out of an existing dataset."""
 
     @abstractmethod
     def furnish(self) -> None:
-        """Room for shards; the manifest is there."""
+        """Make room for shards, once the manifest is written."""
 
     @abstractmethod
     def put_shard(self, name: str, tensors: dict[str, Tensor], before: Callable[[], None]) -> tuple[int, str]:
@@ -155,29 +160,26 @@ class Home(ABC):
         """Undo `found`: remove what was made, as long as nothing else is in it."""
 
     @abstractmethod
-    def unlock(self) -> None:
-        """Let others in."""
+    def unlock(self) -> None: ...
 
 
 class DirectoryHome(Home):
-    """A directory of this machine."""
-
     def __init__(self, path: Path) -> None:
-        """Store."""
         self.path = path
         self._made: list[Path] = []  # directories that did not exist before, outermost first
         self._lock: int | None = None
 
     def is_vacant(self) -> bool:
-        """No directory, or an empty one."""
+        """There is no directory, or an empty one."""
         if not self.path.exists():
             return True
         if not self.path.is_dir():
-            raise DatasetError(f"{self.path} is a file, expected a directory; choose another --out")
+            raise DatasetError(
+                f"{self.path} is a file, expected a directory", code="occupied", hint="choose another {out}"
+            )
         return {entry.name for entry in self.path.iterdir()} <= {f".{MANIFEST}.tmp"}
 
     def has_manifest(self) -> bool:
-        """Whether there is a dataset to continue."""
         return (self.path / MANIFEST).exists()
 
     def found(self) -> None:
@@ -195,8 +197,9 @@ class DirectoryHome(Home):
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as failure:
             os.close(handle)
-            message = f"{self.path} is being written by another process; wait for it to end"
-            raise DatasetError(message, code="in_use") from failure
+            raise DatasetError(
+                f"{self.path} is being written by another process", code="in_use", hint="wait for it to end"
+            ) from failure
         except OSError:
             pass  # a file system without locks, such as some NFS: go on without
         self._lock = handle
@@ -233,14 +236,13 @@ class DirectoryHome(Home):
             sync(self.path)
 
     def sweep(self, listed: Collection[str]) -> None:
-        """Remove what no manifest lists."""
         for file in (self.path / "shards").iterdir():
             if _OURS.fullmatch(file.name) and file.name not in listed:
                 file.unlink()
         (self.path / f".{MANIFEST}.tmp").unlink(missing_ok=True)
 
     def withdraw(self) -> None:
-        """Leave no directory that refuses the next try."""
+        """Remove what was created, so that the next try finds an empty directory."""
         with suppress(OSError):
             if (self.path / "shards").exists():
                 self.sweep(())
@@ -250,17 +252,13 @@ class DirectoryHome(Home):
                 place.rmdir()
 
     def unlock(self) -> None:
-        """Close what holds the lock."""
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
 
 
 class StoreHome(Home):
-    """A prefix of an object store."""
-
     def __init__(self, place: ObjectPlace) -> None:
-        """Store."""
         self.place = place
         self._lease = Lease(place)
 
@@ -269,21 +267,20 @@ class StoreHome(Home):
         return set(self.place.walk()) <= {LEASE_FILE}
 
     def has_manifest(self) -> bool:
-        """Whether there is a dataset to continue."""
         return self.place.exists(MANIFEST)
 
     def found(self) -> None:
         """Take the lease; someone may have come and gone since it was seen vacant."""
         self.lock()
         if not self.is_vacant():
-            raise DatasetError(f"{self.place} is not empty any more; add --resume to continue it")
+            raise DatasetError(f"{self.place} is no longer empty", code="occupied", hint="add {resume} to continue it")
 
     def lock(self) -> None:
-        """A lease, which runs out when this process dies."""
+        """Takes a lease, which expires when this process dies."""
         self._lease.acquire()
 
     def furnish(self) -> None:
-        """Nothing: a store has no directories."""
+        """An object store has no directories."""
 
     def put_shard(self, name: str, tensors: dict[str, Tensor], before: Callable[[], None]) -> tuple[int, str]:
         """Make it in a local file, then upload that."""
@@ -295,7 +292,6 @@ class StoreHome(Home):
         self.place.put_bytes(text.encode(), MANIFEST)
 
     def sweep(self, listed: Collection[str]) -> None:
-        """Remove what no manifest lists."""
         for name in self.place.names("shards"):
             if _OURS.fullmatch(name) and name not in listed:
                 self.place.remove(f"shards/{name}")
@@ -308,5 +304,4 @@ class StoreHome(Home):
             self.place.remove(MANIFEST)
 
     def unlock(self) -> None:
-        """Give the lease back."""
         self._lease.release()

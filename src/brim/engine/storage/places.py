@@ -63,15 +63,14 @@ class Place(ABC):
 
     @abstractmethod
     def __str__(self) -> str:
-        """How a person writes it, without credentials."""
+        """As shown in messages, without credentials."""
 
     @abstractmethod
     def read_bytes(self, name: str, start: int = 0, stop: int | None = None) -> bytes:
         """A file's bytes from start to stop; fewer where it ends before."""
 
     @abstractmethod
-    def size(self, name: str) -> int:
-        """Bytes of a file."""
+    def size(self, name: str) -> int: ...
 
     @abstractmethod
     def sizes(self, under: str = "") -> dict[str, int]:
@@ -91,14 +90,13 @@ class Place(ABC):
 
     @abstractmethod
     def remove(self, name: str) -> None:
-        """Remove a file; nothing happens where there is none."""
+        """Remove a file, if it exists."""
 
     def names(self, under: str = "") -> list[str]:
         """Names of the files directly in a directory, sorted."""
         return sorted(self.sizes(under))
 
     def exists(self, name: str) -> bool:
-        """Whether there is such a file."""
         try:
             self.size(name)
         except FileNotFoundError:
@@ -119,11 +117,9 @@ class LocalPlace(Place):
     path: Path
 
     def __init__(self, path: Path) -> None:
-        """Store."""
         self.path = path
 
     def __str__(self) -> str:
-        """The path as it was given."""
         return str(self.path)
 
     def __eq__(self, other: object) -> bool:
@@ -144,7 +140,6 @@ class LocalPlace(Place):
             return opened.read(-1 if stop is None else max(0, stop - start))
 
     def size(self, name: str) -> int:
-        """Bytes of a file."""
         with self._refusals(name, "read"):
             if (self.path / name).is_dir():
                 raise FileNotFoundError(errno.ENOENT, "is a directory", name)
@@ -157,7 +152,6 @@ class LocalPlace(Place):
         return {}
 
     def walk(self) -> list[str]:
-        """Names of all files at any depth."""
         with self._refusals("", "list"):
             files = (file for file in self.path.rglob("*") if file.is_file())
             return sorted(str(file.relative_to(self.path)) for file in files)
@@ -173,7 +167,6 @@ class LocalPlace(Place):
             temporary.write_bytes(data)
 
     def remove(self, name: str) -> None:
-        """Remove a file."""
         with self._refusals(name, "remove"):
             (self.path / name).unlink(missing_ok=True)
 
@@ -256,7 +249,6 @@ class ObjectPlace(Place):
         return ObjectPlace, (self.url, self.answered, self.patience_s)
 
     def __str__(self) -> str:
-        """The URL."""
         return self.url
 
     def __eq__(self, other: object) -> bool:
@@ -272,7 +264,6 @@ class ObjectPlace(Place):
         return self._ask("read", name, lambda fs: _fetch(fs, self.at(name), start, stop))
 
     def size(self, name: str) -> int:
-        """Bytes of an object."""
         found = self._ask("read", name, lambda fs: fs.info(self.at(name)))
         if found["type"] != "file":
             raise FileNotFoundError(errno.ENOENT, "no such object", self.at(name))
@@ -290,7 +281,6 @@ class ObjectPlace(Place):
         return {name.removeprefix(own): size for name, size in files.items() if name.startswith(own) and name != own}
 
     def walk(self) -> list[str]:
-        """Names of all objects under the prefix."""
         own = self.url.partition("://")[2] + "/"
         found = self._ask("list", "", lambda fs: fs.find(self.url))
         names = (str(name).lstrip("/") for name in found)
@@ -302,7 +292,6 @@ class ObjectPlace(Place):
         self._ask("write", name, lambda fs: fs.put_file(str(local), self.at(name), **limits(fs)))
 
     def put_bytes(self, data: bytes, name: str) -> None:
-        """Upload."""
         limits = _upload_limits(len(data))
         self._ask("write", name, lambda fs: fs.pipe_file(self.at(name), data, **limits(fs)))
 
@@ -318,14 +307,13 @@ class ObjectPlace(Place):
         return True
 
     def remove(self, name: str) -> None:
-        """Remove an object."""
         with suppress(FileNotFoundError):
             self._ask("remove", name, lambda fs: fs.rm_file(self.at(name)))
 
     # Asking
 
     def _ask(self, what: str, name: str, request: Callable[[Any], _Result]) -> _Result:
-        """One request, again while the store does not answer."""
+        """Send one request, and repeat it while the store does not answer."""
         patience_s = self._patience_s()
         deadline, pause_s = time.monotonic() + patience_s, 0.1
         while True:
@@ -340,8 +328,10 @@ class ObjectPlace(Place):
                     self._gave_up = True
                     tried = f", tried for {patience_s:g} s" if patience_s else ""
                     raise StorageError(
-                        f"{self} does not answer{tried} ({reason}); check the network, the store and its endpoint "
-                        "(AWS_ENDPOINT_URL for S3), then go on with --resume"
+                        f"{self} does not answer{tried} ({reason})",
+                        code="no_answer",
+                        hint="check the network, the store and its endpoint (AWS_ENDPOINT_URL for S3), then continue "
+                        "with {resume}",
                     ) from failure
                 if pause_s > 0.2:  # two hiccups in a row are nothing to speak of
                     self._tell(reason, patience_s)

@@ -26,7 +26,7 @@ from brim.errors import ConfigError, DatasetError, ShardCorrupt, StorageError
 
 RowFields = dict[str, tuple[torch.dtype, tuple[int, ...]]]  # name → (dtype, shape of one row)
 
-REMAKE = "restore it from a copy, or make the dataset again in another --out"
+REMAKE = "restore it from a copy, or make the dataset again in another {out}"
 
 _HEADER_GUESS = 16 * 1024  # bytes read first; headers are smaller
 _GAP = 256 * 1024  # bytes between two tensors that are read rather than asked apart
@@ -50,7 +50,7 @@ _BY_NAME = {name: dtype for dtype, name in DTYPES.items()}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardEntry:
-    """What the manifest says of one shard."""
+    """A shard as the manifest lists it."""
 
     name: str  # NNNNNN.safetensors
     items: int
@@ -99,8 +99,8 @@ def upload(
             made = write_safetensors(file, tensors)
         except OSError as failure:
             raise StorageError(
-                f"{tempfile.gettempdir()}: cannot write a shard before its upload, {failure.strerror or failure}; free "
-                "some space there or set TMPDIR to a larger disk, then continue with --resume"
+                f"{tempfile.gettempdir()}: cannot write a shard before its upload, {failure.strerror or failure}",
+                hint="free some space there or set TMPDIR to a larger disk, then continue with {resume}",
             ) from failure
         before()
         place.put_file(file, f"shards/{name}")
@@ -153,21 +153,22 @@ _STEPS = {
 
 @contextmanager
 def refusals(path: object, *, kept: bool = True) -> Iterator[None]:
-    """Turn a refusal of the file system into StorageError; kept: there are shards that stay usable."""
+    """Turn an error of the file system into StorageError; kept: complete shards stay usable."""
     try:
         yield
     except OSError as failure:
         reason, step = _STEPS.get(failure.errno or 0, (str(failure.strerror or failure), "check the path"))
         if kept:
-            step = f"complete shards stay usable: {step}, then continue with --resume"
-        else:
-            step = f"{step} or choose another --out"
-        raise StorageError(f"{path}: cannot write, {reason}; {step}") from failure
+            message = f"{path}: cannot write, {reason}; complete shards stay usable"
+            raise StorageError(message, code="not_written", hint=f"{step}, then continue with {{resume}}") from failure
+        raise StorageError(
+            f"{path}: cannot write, {reason}", code="not_written", hint=f"{step} or choose another {{out}}"
+        ) from failure
 
 
 @contextmanager
 def unfinished(temporary: Path) -> Iterator[None]:
-    """A temporary file that is gone after any failure."""
+    """Removes a temporary file after any failure."""
     try:
         yield
     except BaseException:
@@ -188,11 +189,9 @@ class Stored:
 
     @property
     def name(self) -> str:
-        """The last part."""
         return self.key.rpartition("/")[2]
 
     def __str__(self) -> str:
-        """The URL."""
         return self.place.at(self.key)
 
 
@@ -200,7 +199,6 @@ ShardPath = Path | Stored
 
 
 def shard_path(place: Place, name: str) -> ShardPath:
-    """Where a shard's file is."""
     return Stored(place, f"shards/{name}") if place.path is None else place.path / "shards" / name
 
 
@@ -373,8 +371,8 @@ def check_names(names: Sequence[str] | None, known: Iterable[str], where: object
 
 
 def corrupt(file: ShardPath, fault: str, cause: BaseException | None = None) -> NoReturn:
-    """A shard that is not what the manifest says."""
-    raise ShardCorrupt(f"shard {file.name}: {fault}; {REMAKE} ({file})") from cause
+    """Raise ShardCorrupt: the shard differs from the manifest."""
+    raise ShardCorrupt(f"shard {file.name}: {fault} ({file})", code="damaged", hint=REMAKE) from cause
 
 
 def unreadable(file: Path, failure: OSError) -> NoReturn:

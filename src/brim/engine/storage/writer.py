@@ -111,12 +111,18 @@ class ShardWriter:
     def __enter__(self) -> Self:
         """Check everything, then create the directory or continue the one that is there."""
         if self.items_per_shard < 1:
-            raise ConfigError(f"items_per_shard={self.items_per_shard} must be at least 1")
+            raise ConfigError(
+                "must be at least 1", field="items_per_shard", value=self.items_per_shard, code="out_of_range"
+            )
         self._text()  # a header that cannot be written must fail before anything is created
         with refusals(self.place, kept=False):
             self._fresh = self._home.is_vacant()
             if not self._fresh and not self.resume:
-                raise DatasetError(f"{self.place} is not empty; add --resume to continue it or choose another --out")
+                raise DatasetError(
+                    f"{self.place} is not empty",
+                    code="occupied",
+                    hint="add {resume} to continue it or choose another {out}",
+                )
             try:
                 self._start() if self._fresh else self._continue()
             except BaseException:
@@ -223,7 +229,9 @@ class ShardWriter:
 
     def _continue(self) -> None:
         if not self._home.has_manifest():
-            raise DatasetError(f"{self.place} has no {MANIFEST} to resume from; choose another --out")
+            raise DatasetError(
+                f"{self.place} has no {MANIFEST} to resume from", code="occupied", hint="choose another {out}"
+            )
         self._home.lock()
         found = Dataset(self.place)
         self._check_identity(found.manifest)
@@ -239,7 +247,9 @@ class ShardWriter:
             difference = _first_difference(key, found.get(key, _ABSENT), wanted.get(key, _ABSENT))
             if difference:
                 raise DatasetError(
-                    f"{self.place} cannot be resumed: {difference}; use the same options, or another --out"
+                    f"{self.place} cannot be resumed: {difference}",
+                    code="differs",
+                    hint="use the same options, or choose another {out}",
                 )
 
     def _keep(self, found: Dataset) -> None:
@@ -251,7 +261,9 @@ class ShardWriter:
             if entry.items != self.items_per_shard:
                 raise DatasetError(
                     f"{self.place.at(MANIFEST)}: shard {entry.name} has {entry.items} items, "
-                    f"expected {self.items_per_shard}; choose another --out"
+                    f"expected {self.items_per_shard}",
+                    code="differs",
+                    hint="choose another {out}",
                 )
         found.shards = self._full
         verify(found, self.verify)

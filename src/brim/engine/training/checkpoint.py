@@ -62,7 +62,9 @@ def load_checkpoint(directory: Path) -> tuple[Groups, dict[str, Any]]:
     if not directory.is_dir():
         found = _beside(directory, "old")  # killed between two renames
         if not found.is_dir():
-            raise CheckpointError(f"{directory} has no checkpoint; give the directory of a training run")
+            raise CheckpointError(
+                f"{directory} has no checkpoint", code="missing", hint="give the directory of a training run"
+            )
     state = _read_state(found / STATE)
     return {stem: _read_group(found / f"{stem}.safetensors", sums) for stem, sums in state["files"].items()}, state
 
@@ -90,8 +92,9 @@ def copy_in(saved: Mapping[str, Tensor], targets: Mapping[str, Tensor], director
         mine, other = (_describe(tensors.get(name)) for tensors in (targets, saved))
         if mine != other:
             raise CheckpointError(
-                f'{directory} is of another model: "{name}" is {other} in the checkpoint and {mine} in this model; '
-                "use the model and the configuration it was trained with, or another directory"
+                f'{directory} is of another model: "{name}" is {other} in the checkpoint and {mine} in this model',
+                code="differs",
+                hint="use the model and the configuration it was trained with, or another directory",
             )
     for name, tensor in saved.items():
         targets[name].copy_(tensor)
@@ -107,8 +110,9 @@ def locked(directory: Path) -> Iterator[None]:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as failure:
         os.close(handle)
-        message = f"{directory} is being written by another process; wait for it to end"
-        raise CheckpointError(message, code="in_use") from failure
+        raise CheckpointError(
+            f"{directory} is being written by another process", code="in_use", hint="wait for it to end"
+        ) from failure
     except OSError:
         pass  # a file system without locks, such as some NFS: go on without
     try:
@@ -153,7 +157,11 @@ def _read_state(file: Path) -> dict[str, Any]:
         raise _damaged(file, f"is not valid JSON ({failure})") from failure
     version = state.get("format_version") if isinstance(state, dict) else None
     if version != FORMAT_VERSION:
-        raise CheckpointError(f"{file}: format_version is {version!r}, expected {FORMAT_VERSION}; use its own brim")
+        raise CheckpointError(
+            f"{file}: format_version is {version!r}, expected {FORMAT_VERSION}",
+            code="unsupported",
+            hint="use the version of brim that wrote it",
+        )
     if not isinstance(state.get("files"), dict):
         raise _damaged(file, "lists no files")
     return dict(state)
@@ -176,11 +184,15 @@ def _read(file: Path) -> bytes:
     except FileNotFoundError as failure:
         raise _damaged(file, "is missing") from failure
     except OSError as failure:
-        raise StorageError(f"{file} cannot be read: {failure.strerror or failure}; check its permissions") from failure
+        raise StorageError(
+            f"{file} cannot be read: {failure.strerror or failure}", hint="check its permissions"
+        ) from failure
 
 
 def _damaged(file: Path, fault: str) -> CheckpointError:
-    return CheckpointError(f"{file} {fault}; restore it from a copy, or remove {file.parent} and train again")
+    return CheckpointError(
+        f"{file} {fault}", code="damaged", hint=f"restore it from a copy, or remove {file.parent} and train again"
+    )
 
 
 @contextmanager
@@ -190,8 +202,8 @@ def _refusals(directory: Path) -> Iterator[None]:
     except OSError as failure:
         reason = failure.strerror or failure
         raise StorageError(
-            f"{directory}: cannot write, {reason}; the checkpoint before it stays: free space or change the "
-            "permissions, then resume"
+            f"{directory}: cannot write, {reason}; the previous checkpoint is kept",
+            hint="free some space or change the permissions, then {resume}",
         ) from failure
 
 
@@ -206,17 +218,15 @@ class LossWindow:
     """Losses of the steps since the last log point; reading them waits for the device, adding one does not."""
 
     def __init__(self, size: int, device: torch.device) -> None:
-        """Make room for so many steps."""
         self._losses = torch.zeros(size, dtype=torch.float32, device=device)
         self.sizes: list[int] = []  # items of each step
 
     def add(self, loss: Tensor, num_items: int) -> None:
-        """Keep the loss of one more step."""
         self._losses[len(self.sizes)].copy_(loss)
         self.sizes.append(num_items)
 
     def values(self, start: int = 0) -> list[float]:
-        """Losses from one of them on."""
+        """The losses from position start on."""
         return list(self._losses[start : len(self.sizes)].tolist())
 
     def first_bad(self, *, newest_only: bool = False) -> tuple[int, float] | None:
@@ -230,7 +240,6 @@ class LossWindow:
         return total / sum(self.sizes)
 
     def clear(self) -> None:
-        """Begin again."""
         self.sizes = []
 
     def as_state(self) -> dict[str, Any]:
@@ -248,7 +257,6 @@ class PhaseState:
     """Position, best and losses of a phase; its weights are the stepper's."""
 
     def __init__(self, stepper: Stepper, source: Any, folder: Path) -> None:
-        """Stand at the beginning."""
         self._stepper, self._folder = stepper, folder
         self._source = {name: int(getattr(source, name)) for name in _SOURCE}
         self.num_steps = stepper.config.epochs * self._source["num_batches"]
@@ -265,7 +273,7 @@ class PhaseState:
 
     @property
     def is_saved(self) -> bool:
-        """Whether the checkpoint on disk is of this moment."""
+        """Whether the checkpoint on disk is up to date."""
         return self._saved == (self.step, self.epoch, self.batch)
 
     def note(self, val_loss: float) -> None:
@@ -304,14 +312,20 @@ class PhaseState:
         try:
             self._load(state)
         except (KeyError, TypeError, ValueError, AttributeError) as failure:
-            raise CheckpointError(f"{last}/state.json lacks a value ({failure!r}); choose another --out") from failure
+            raise CheckpointError(
+                f"{last}/state.json lacks a value ({failure!r})", code="damaged", hint="choose another {out}"
+            ) from failure
         log.info("%s: going on from step %d of %d", self._folder, self.step, self.num_steps)
 
     def _find(self, last: Path, resume: bool) -> tuple[Groups, dict[str, Any]] | None:
         if not has_checkpoint(last):
             return None
         if not resume:
-            raise CheckpointError(f"{last} holds a checkpoint; resume it or choose another --out")
+            raise CheckpointError(
+                f"{last} holds a checkpoint",
+                code="occupied",
+                hint="add {resume} to continue it or choose another {out}",
+            )
         groups, state = load_checkpoint(last)
         self._check_identity(state, last)
         return groups, state
@@ -359,7 +373,10 @@ class PhaseState:
                 old, new = (found or {}).get(name), mine[part][name]
                 if old != new:
                     raise CheckpointError(
-                        f"{last}: {name} was {old} and is {new} now; resume with the same, or choose another --out"
+                        f"{last}: {name} was {old} and is {new} now",
+                        field=name,
+                        code="differs",
+                        hint="resume with the same settings, or choose another {out}",
                     )
         old, new = state["config"].get("epochs"), self._stepper.config.epochs
         if old != new:

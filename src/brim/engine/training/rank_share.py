@@ -102,7 +102,6 @@ class Dropout(nn.Dropout):
     """nn.Dropout for batches whose first axis is the items."""
 
     def forward(self, input: Tensor) -> Tensor:
-        """The same shape."""
         return dropout(input, self.p, self.training)
 
 
@@ -234,7 +233,7 @@ class Cut:
     _counts: Tensor  # (b,) int64: items of the whole batches
 
     def share(self, ranks: Ranks, batch: int) -> Share:
-        """What of a batch is here."""
+        """This rank's share of a batch."""
         places = self._places[int(self._owned[batch]) : int(self._owned[batch + 1])]
         return Share(ranks, int(self._counts[batch]), places)
 
@@ -263,9 +262,10 @@ def cut(order: Tensor, sizes: Tensor, ranks: Ranks) -> Cut:
 
 
 def check_enough(num_items: int, ranks: Ranks, what: str = "rows") -> None:
-    """Refuse more ranks than there are items to train on."""
+    """Raise ConfigError if there are more ranks than items to train on."""
     if num_items < ranks.size:
         raise ConfigError(
-            f"{num_items} {what} to train on for {ranks.size} ranks, each needs at least one; use --nproc-per-node "
-            f"{num_items} or fewer"
+            f"{num_items} {what} to train on are too few for {ranks.size} ranks: each needs at least one",
+            code="too_few",
+            hint=f"start at most {num_items} ranks",
         )

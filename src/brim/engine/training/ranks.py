@@ -46,19 +46,18 @@ class Ranks:
     device: torch.device
     rank: int = 0
     size: int = 1
-    restarted: bool = False  # by torchrun, after a rank had died: the run in --out is to be continued
+    restarted: bool = False  # by torchrun, after a rank died: the run is to be continued
     _control: Any = None
     _data: Any = None
     _store: Any = field(default=None, repr=False)
 
     @property
     def main(self) -> bool:
-        """Whether this is the one that writes and speaks."""
+        """Whether this rank writes files and reports progress."""
         return self.rank == 0
 
     @property
     def alone(self) -> bool:
-        """Whether there is no other."""
         return self.size == 1
 
     # Words, on the host
@@ -90,7 +89,7 @@ class Ranks:
         return found
 
     def greatest(self, *values: int) -> list[int]:
-        """Of each value the greatest of all ranks."""
+        """The maximum of each value over all ranks."""
         if self.alone:
             return list(values)
         together = torch.tensor(values)
@@ -98,7 +97,6 @@ class Ranks:
         return [int(value) for value in together]
 
     def meet(self) -> None:
-        """Wait for all ranks."""
         self.greatest(0)
 
     def leave(self) -> None:
@@ -140,8 +138,10 @@ class Ranks:
         if said := self._noted(_FAILURE, _BLAME_S):
             return RankLost(f"{said}; every rank ends with it")
         return RankLost(
-            "another rank is gone, without a word; look for what ended it, such as too little memory, and go on with "
-            "--resume: torchrun --max-restarts 3 does so by itself"
+            "another rank ended without a message",
+            code="rank_lost",
+            hint="look for what ended it, such as too little memory, then continue with {resume}; torchrun restarts "
+            "ranks on its own if its max-restarts is set",
         )
 
     def _is_told(self, text: str) -> bool:
@@ -169,7 +169,6 @@ class Pace:
     """
 
     def __init__(self, ranks: Ranks, step: int) -> None:
-        """The first look is at the first step."""
         self._ranks = ranks
         self._due, self._looked, self._looked_s = step + 1, step, time.perf_counter()
 
@@ -180,7 +179,7 @@ class Pace:
         return step >= self._due and bool(self._ranks.greatest(int(wanted))[0])
 
     def go_on(self, step: int) -> None:
-        """After a look: when is the next?"""
+        """After a check, decide at which step the next one is."""
         if self._ranks.alone or step < self._due:
             return
         now_s = time.perf_counter()
@@ -221,8 +220,8 @@ def _place(environment: Mapping[str, str]) -> tuple[int, int, int]:
     missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if not environment.get(name)]
     if missing:
         raise ConfigError(
-            f"WORLD_SIZE={size} says that this is one of {size} ranks, but {' and '.join(missing)} are not set; start "
-            f"them with torchrun --nproc-per-node {size} -m brim …, or unset WORLD_SIZE"
+            f"WORLD_SIZE={size} means that this is one of {size} ranks, but {' and '.join(missing)} are not set",
+            hint="start the ranks with torchrun, or unset WORLD_SIZE",
         )
     rank = _number(environment, "RANK", 0)
     if not 0 <= rank < size:

@@ -93,7 +93,6 @@ def make_report(
     peak_bytes: int,
     energy_j: float | None,
 ) -> TrainReport:
-    """The report of a run that has ended."""
     clock, times = state.clock, _times(stepper, state, static)
     rate = clock.samples / times.seconds if times.seconds > 0 else 0.0
     busy_s = clock.step_s if times.device_s is None else times.device_s * clock.steps
@@ -163,7 +162,6 @@ class RunLog:
     def __exit__(
         self, kind: type[BaseException] | None, failure: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Close the logs."""
         self._lines.close()
         if self._writer is not None:
             self._writer.close()
@@ -183,19 +181,16 @@ class RunLog:
 
 
 class NoLog:
-    """In its place on ranks that write nothing."""
+    """Replaces RunLog on ranks that write nothing."""
 
     size_bytes = 0
 
     def __enter__(self) -> Self:
-        """Open nothing."""
         return self
 
-    def __exit__(self, *_: object) -> None:
-        """Close nothing."""
+    def __exit__(self, *_: object) -> None: ...
 
-    def write(self, *, step: int, epoch: int, values: Mapping[str, float]) -> None:
-        """Nothing: rank 0 writes."""
+    def write(self, *, step: int, epoch: int, values: Mapping[str, float]) -> None: ...
 
 
 def _open_tensorboard(directory: Path, step: int) -> Any:

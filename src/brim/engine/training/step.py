@@ -343,7 +343,6 @@ class Snapshot:
     """A copy, on the device, of everything a step changes."""
 
     def __init__(self, stepper: Stepper) -> None:
-        """Copy now."""
         self._stepper = stepper
         self._copies = [tensor.detach().clone() for tensor in stepper.tensors()]
         self._scaler = dict(stepper.scaler.state_dict())
@@ -360,7 +359,6 @@ class Snapshot:
 
 
 def batch_items(batch: Batch) -> int:
-    """Items in a batch."""
     return len(next(iter(batch.values())))
 
 
@@ -378,7 +376,7 @@ def _parts(batch: Batch, num_items: int, size: int) -> Iterator[tuple[Batch, int
 
 
 def shape_of(batch: Batch) -> tuple[Any, ...]:
-    """What two batches share that one captured graph serves."""
+    """A key that is equal for batches that one captured graph can run."""
     return tuple((name, tensor.shape, tensor.dtype) for name, tensor in batch.items())
 
 

@@ -142,7 +142,7 @@ def _energy_j(summaries: Sequence[Mapping[str, Any] | None]) -> float | None:
 
 
 class _Run:
-    """The moves of a phase from where it is."""
+    """One phase of training, from its last checkpoint to its end."""
 
     def __init__(
         self,

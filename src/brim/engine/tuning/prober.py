@@ -255,7 +255,6 @@ class _Peak(PeakMemory):
 
     @property
     def bytes(self) -> int:
-        """Peak so far."""
         if self.device.type == "cuda":
             return int(torch.cuda.max_memory_reserved(self.device))
         return super().bytes

@@ -35,8 +35,6 @@ FAILURES = 5  # tries above the proven size that may fail
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sweep:
-    """What a search found."""
-
     batch: int  # the optimum: the smallest within noise and tolerance of the best
     max_safe: int  # the largest that repeated steps have shown to fit; never below the optimum
     trials: list[Trial]  # all, in the order in which they ran
@@ -85,8 +83,6 @@ def sweep(
 
 
 class _Search:
-    """One sweep under way."""
-
     def __init__(
         self,
         probe: Probe,
@@ -148,7 +144,7 @@ class _Search:
         return trial
 
     def elapsed_s(self) -> float:
-        """Seconds that count against the limit."""
+        """Seconds that count against the time limit."""
         warmup_s = sum(trial.warmup_s for trial in self.book.trials)
         return self.clock() - self.began_s - min(warmup_s, self.config.warmup_seconds)
 
@@ -195,7 +191,7 @@ class _Search:
             self._skip(f"batches above {batch}: throughput stopped rising at {self.book.best()}")
 
     def _levelled_off(self) -> bool:
-        """Whether two doublings in a row have brought nothing."""
+        """Whether two doublings in a row brought no gain."""
         rates = [self.book.rate(size) for size in self.book.sizes()]
         gain = 1 + self.config.tolerance
         return len(rates) >= 3 and max(rates[-2:]) <= gain * max(rates[:-2])

@@ -96,11 +96,9 @@ class TrialBook:
         return self._merged[batch]
 
     def ran(self, batch: int) -> bool:
-        """Whether a size ran at least once."""
         return batch in self._ran
 
     def count(self, batch: int) -> int:
-        """How often a size was measured."""
         return len(self._ran.get(batch, ()))
 
     def rate(self, batch: int) -> float:
