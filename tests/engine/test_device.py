@@ -39,14 +39,14 @@ def test_cuda_without_index_is_the_first_gpu(gpus):
 
 def test_absent_gpu_is_refused_with_those_that_are_here(gpus):
     gpus(1)
-    with pytest.raises(DeviceError, match=r'device="cuda:3" is not here; 1 CUDA device found: .*cuda:0 or cpu'):
+    with pytest.raises(DeviceError, match=r'device="cuda:3" is not available; 1 CUDA device found: .*cuda:0 or cpu'):
         resolve_device("cuda:3")
 
 
 def test_gpu_on_a_cpu_build_says_so(gpus, monkeypatch):
     gpus(0)
     monkeypatch.setattr(torch.version, "cuda", None)
-    with pytest.raises(DeviceError, match=r"built without CUDA.*use --device cpu"):
+    with pytest.raises(DeviceError, match=r"built without CUDA.*use cpu"):
         resolve_device("cuda")
 
 

@@ -238,7 +238,7 @@ def test_a_view_orders_the_same_frames_anew(tier: str) -> None:
             assert torch.equal(batch["cluster"], batch["item"] + 7)
             assert_padded({**batch, "label": source.fields["label"][batch["item"]]}, source)
         assert tier == "window" or source.num_reads == 0
-        with pytest.raises(ConfigError, match="rows=5 is not held"):
+        with pytest.raises(ConfigError, match="rows=5 is not loaded"):
             resident.view(rows=[40, 5])
     with pytest.raises(RuntimeError, match="with block"):
         view.epoch(0)

@@ -1,4 +1,4 @@
-"""NVIDIA's management library where it is there: what a GPU draws and holds, read without torch.
+"""Power, utilisation and memory of a GPU from NVIDIA's management library, without torch.
 
 A reading that a driver, a GPU or a container does not offer is None; NVML never makes anything fail.
 """
@@ -9,7 +9,7 @@ from typing import Any
 
 
 def open_nvml() -> ModuleType | None:
-    """The library, begun; None where it cannot be. End it with `close_nvml`."""
+    """The initialised library, or None if it is not available; close it with `close_nvml`."""
     try:
         import pynvml
     except ImportError:
@@ -43,5 +43,5 @@ def quietly(read: Callable[[], Any]) -> Any:
     """Return a reading, or None where this driver, GPU or container does not offer it."""
     try:
         return read()
-    except Exception:  # broad on purpose: a missing reading is worth no failed run, whatever NVML raises
+    except Exception:  # broad on purpose: a missing reading must not fail a run, whatever NVML raises
         return None

@@ -44,15 +44,15 @@ __all__ = ["Answer", "BatchRunner", "DecodedRequest", "Payload", "Reply", "Reque
 
 log = logging.getLogger("brim")
 
-LOOK_S = 0.02  # how often those that wait are checked against their deadlines, while nothing else happens
-JOIN_S = 5.0  # for a thread to end; one in a hung forward is left to its process
+LOOK_S = 0.02  # how often waiting requests are checked against their deadlines while nothing else happens
+JOIN_S = 5.0  # for a thread to end; one in a hung forward pass ends with the process
 
 
 def _nothing(requests: list[int]) -> None: ...
 
 
 class BatchRunner:
-    """Decodes, batches, runs, finishes; a context manager that owns its threads."""
+    """Decodes, batches, runs and finishes requests; a context manager that owns its threads."""
 
     def __init__(
         self,
@@ -64,7 +64,7 @@ class BatchRunner:
         clock: Callable[[], float] = time.monotonic,
         on_start: Callable[[list[int]], None] = _nothing,
     ) -> None:
-        """find(model) is called by submit, in its thread; on_start by the device's, perhaps before submit returns."""
+        """submit calls find(model); the device thread calls on_start, perhaps before submit returns."""
         self._find, self._clock, self._on_start = find, clock, on_start
         self._config = config or BatcherConfig()
         self._policy = BatchPolicy(self._sizes_of, self._config)
@@ -83,8 +83,10 @@ class BatchRunner:
         self._on_device: list[Piece] = []
         self._freed_s = 0.0
         self._sizes: dict[Hashable, tuple[int, ...]] = {}
-        self._served: dict[str, tuple[Callable[[], Servable | None], int]] = {}  # by model: the one of late, its token
-        self._latest: dict[int, tuple[Hashable, float]] = {}  # by token: a key that ran, and its cost
+        self._served: dict[
+            str, tuple[Callable[[], Servable | None], int]
+        ] = {}  # latest servable and its token, per model
+        self._latest: dict[int, tuple[Hashable, float]] = {}  # latest key and its cost, per token
         self._tokens = itertools.count()
         self._ending = self._closed = self._broken = False
         work = [("device", self._run_device), ("collect", self._run_collect)]
@@ -104,10 +106,10 @@ class BatchRunner:
     ) -> None:
         self.close()
 
-    # Requests come and go
+    # Requests
 
     def submit(self, model: str, payload: Payload, deadline_s: float, *, alone: bool = False) -> Reply:
-        """Queue a request, deadline_s by the runner's clock; raises Overloaded, or what inspect refuses, at once."""
+        """Queue a request, deadline_s by the runner's clock; raises Overloaded, or what inspect raises, immediately."""
         self._refuse_if_ending()
         servable = self._find(model)
         shape = servable.inspect(payload)
@@ -139,17 +141,17 @@ class BatchRunner:
         return job.reply
 
     def cancel(self, future: Future[Answer]) -> None:
-        """The client is gone: what waits of its request leaves the queue; the future is cancelled or already done."""
-        future.cancel()  # _left hears of it
+        """The client is gone: cancel its future, and remove its waiting parts from the queue."""
+        future.cancel()  # calls _left
 
     def drain(self, seconds: float) -> bool:
-        """Refuse what comes; wait until all that was accepted is answered; False when that took longer."""
+        """Reject new requests and wait until all accepted ones are answered; False if that takes longer."""
         with self._lock:
             self._ending = True
             return self._empty.wait_for(lambda: not self._jobs, seconds)
 
     def close(self) -> None:
-        """End the threads; what is not answered fails in words."""
+        """End the threads; unanswered requests fail with an error that says so."""
         with self._lock:
             self._ending = self._closed = True
             left = list(self._jobs.values())
@@ -163,10 +165,10 @@ class BatchRunner:
             if thread is not threading.current_thread():
                 thread.join(JOIN_S)
 
-    # What others want to know
+    # State
 
     def wait_s(self, model: str, within_s: float = math.inf) -> float:
-        """Seconds until a request for this model, due so soon, would be answered if it arrived now."""
+        """Seconds until a request for this model, due within within_s, would be answered if it arrived now."""
         with self._lock:
             token = self._served[model][1] if model in self._served else None
             if token is None or token not in self._latest:
@@ -177,7 +179,7 @@ class BatchRunner:
             return max(wait_s, before_s) + self._finish_times.expected_s(key, token)
 
     def running_s(self) -> tuple[float, float]:
-        """How long the forward under way has run and how long it should; zeros when none runs: to notice a hang."""
+        """How long the current forward pass has run and how long it should; zeros if none runs. Detects hangs."""
         with self._lock:
             if self._broken:
                 return math.inf, 0.0
@@ -198,7 +200,7 @@ class BatchRunner:
     # The threads
 
     def _guarded(self, run: Callable[[], None]) -> None:
-        """A thread that fails of itself ends the runner: a queue that nobody serves would be worse."""
+        """A failing thread ends the runner: a queue that nobody serves would be worse."""
         try:
             run()
         except BaseException as failure:
@@ -232,7 +234,7 @@ class BatchRunner:
                     self._for_device.notify()
             if took_s is not None and not job.left:
                 self._to_finisher(job)
-            del job  # its model may be closed, and its memory wanted, while this thread waits
+            del job  # its model may be closed while this thread waits, and its memory must be released
 
     def _decoded(self, job: OpenRequest, item: DecodedRequest) -> None:
         job.item, job.left = item, len(item.parts)
@@ -266,7 +268,7 @@ class BatchRunner:
                 return piece
 
     def _look(self) -> tuple[Piece | None, list[OpenRequest]]:
-        """Wait until there is something to run, or something too late."""
+        """Wait until there is something to run, or a request that is too late."""
         with self._lock:
             while not self._closed:
                 now_s = self._clock()
@@ -289,7 +291,7 @@ class BatchRunner:
             return None, []
 
     def _hand_over(self, piece: Piece, now_s: float) -> Piece:
-        """Note that a piece is on the device; those who left meanwhile do not run."""
+        """Mark a piece as being on the device; requests that left in the meantime do not run."""
         alive = [place for place in piece.places if not place[0].done]
         sizes = self._sizes_of(piece.batch.parts[0].key)
         if alive and len(alive) not in sizes:
@@ -316,7 +318,7 @@ class BatchRunner:
     def _run_collect(self) -> None:
         while (told := self._to_collect.get()) is not None:
             self._collect(*told)
-            del told  # what the device held is free while this thread waits
+            del told  # release its device memory while this thread waits
 
     def _collect(self, piece: Piece, running: Any) -> None:
         try:
@@ -331,7 +333,7 @@ class BatchRunner:
             self._spread(piece, outputs)
 
     def _bisect(self, piece: Piece, failure: BaseException) -> None:
-        """Run the halves of a batch that failed; one that fails by itself is the culprit."""
+        """Run the halves of a batch that failed; a part that fails alone is the cause."""
         with self._lock:
             piece.batch.failed = True
             parts = halves(piece.places, self._sizes_of(piece.batch.parts[0].key))
@@ -359,7 +361,7 @@ class BatchRunner:
                 self._to_finisher(job)
 
     def _end_piece(self, piece: Piece, now_s: float) -> None:
-        """A piece is off the device; with the last one its batch is. Called with the lock held."""
+        """A piece left the device; the last one ends its batch. Called with the lock held."""
         if piece in self._on_device:
             self._on_device.remove(piece)
         self._freed_s = now_s
@@ -389,12 +391,12 @@ class BatchRunner:
             del job
 
     def _finish(self, job: OpenRequest) -> float | None:
-        """Make and give the answer, unless it comes too late to be of use; how long that took."""
+        """Finish and resolve the request, unless it is too late; returns how long that took."""
         began_s = self._clock()
         if job.done or job.item is None:
             return None
         grace_s = self._config.grace * (job.deadline_s - job.submitted_s)
-        expected_s = self._finish_times.work_s(job.key, job.token) if self._to_finish else 0.0  # others need the time
+        expected_s = self._finish_times.work_s(job.key, job.token) if self._to_finish else 0.0  # others are waiting
         if began_s + expected_s > job.deadline_s + grace_s:
             self._give_up(job)
             return None
@@ -420,7 +422,7 @@ class BatchRunner:
             condition.wait_for(lambda: bool(heap) or self._closed)
             return None if self._closed else heapq.heappop(heap)[2]
 
-    # Ends of a request
+    # Resolving a request
 
     def _fail(self, job: OpenRequest, failure: BaseException) -> None:
         if self._resolve(job, failure):
@@ -431,10 +433,10 @@ class BatchRunner:
             self._stats.reject("deadline")
 
     def _resolve(self, job: OpenRequest, result: Answer | BaseException) -> bool:
-        """Give a request its answer or error, the first that comes; whether this one was."""
+        """Resolve a request with its answer or error; returns False if it was resolved before."""
         if not self._forget(job):
             return False
-        with suppress(InvalidStateError):  # its client cancelled it at this very moment
+        with suppress(InvalidStateError):  # its client cancelled it at this moment
             if isinstance(result, BaseException):
                 job.reply.set_exception(result)
             else:
@@ -449,7 +451,7 @@ class BatchRunner:
                 self._stats.cancel()
 
     def _forget(self, job: OpenRequest) -> bool:
-        """Take a request out of everything; False when it was out already."""
+        """Remove a request everywhere; False if it was removed before."""
         with self._lock:
             if job.done:
                 return False
@@ -470,7 +472,7 @@ class BatchRunner:
     # Models
 
     def _token(self, model: str, servable: Servable) -> int:
-        """A number for this very servable: after a reload, old and new requests of a model share no batch."""
+        """A number for this servable: after a reload, old and new requests of a model share no batch."""
         held, token = self._served.get(model, (None, -1))
         if held is None or held() is not servable:
             self._latest.pop(token, None)
@@ -479,7 +481,7 @@ class BatchRunner:
         return token
 
     def _introduce(self, key: Hashable, token: int, shape: RequestShape, sizes: Sequence[int]) -> None:
-        """Tell the policy what is known of a key: its sizes, and what its batches should take."""
+        """Tell the policy the batch sizes of a key and the expected step times."""
         if key not in self._sizes:
             self._sizes[key] = tuple(shape.sizes or sizes)
             while len(self._sizes) > 2 * MAX_KEYS:
@@ -499,7 +501,7 @@ class BatchRunner:
 
 
 def _weak(servable: Servable) -> Callable[[], Servable | None]:
-    """A reference that does not keep a model's weights in memory, where its class allows that."""
+    """A weak reference to a model, if its class supports it."""
     try:
         return weakref.ref(servable)
     except TypeError:

@@ -1,9 +1,9 @@
-"""What a model offers so that requests that arrive together can run together, and what crosses to it.
+"""The interface of a model that serves batched requests, and the data that crosses it.
 
     inspect → decode → forward → collect → finish
     caller    a pool   device     collector  a pool
 
-The runner calls these and knows nothing else of a model: not its images, its device or its network.
+The runner calls these methods and knows nothing else about a model: not its images, its device or its network.
 """
 
 from collections.abc import Hashable, Mapping, Sequence
@@ -22,11 +22,11 @@ class Payload:
 
 @dataclass(frozen=True, slots=True)
 class RequestShape:
-    """What a payload's header tells before it is decoded."""
+    """What is known about a request from its header, before it is decoded."""
 
-    key: Hashable  # only parts of like key share a batch: shape, dtype, options that change the forward
+    key: Hashable  # only parts of equal key share a batch: shape, dtype, options that change the forward pass
     parts: int = 1  # places it takes in batches
-    cost: float = 1.0  # work of a part, in any unit (pixels): guesses the time of a key not yet seen from those seen
+    cost: float = 1.0  # work of a part, in any unit (pixels): scales the known times to a key not seen before
     sizes: Sequence[int] | None = None  # batch sizes for this key, where they differ from the model's
     expected_s: Mapping[int, float] = field(default_factory=dict)  # seconds by batch size, as warm-up measured them
 
@@ -35,9 +35,9 @@ class RequestShape:
 class DecodedRequest:
     """A decoded request; a model may keep more in a subclass, or in context."""
 
-    key: Hashable  # as in Shape; where the header was wrong, this one holds
+    key: Hashable  # as in RequestShape; this one counts if the header was wrong
     parts: list[Any]
-    context: Any = None  # whatever finish needs; the runner never looks at it
+    context: Any = None  # for finish; opaque to the runner
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ class Answer:
 
 
 class Servable(Protocol):
-    """One loaded model. Every method may raise; the exception becomes that of the requests it was called for."""
+    """One loaded model. Every method may raise; its requests fail with that exception."""
 
     @property
     def sizes(self) -> Sequence[int]:
@@ -56,7 +56,7 @@ class Servable(Protocol):
         ...
 
     def inspect(self, payload: Payload) -> RequestShape:
-        """Tell key and number of parts from the header, cheaply; refuse here what can be refused now."""
+        """Read key and number of parts from the header, cheaply; raise for requests that can be rejected now."""
         ...
 
     def decode(self, payload: Payload) -> DecodedRequest:
@@ -64,11 +64,11 @@ class Servable(Protocol):
         ...
 
     def forward(self, parts: list[Any]) -> Any:
-        """Queue a batch on the device, in the device thread only, and return what collect takes; need not wait."""
+        """Launch a batch, in the device thread only, and return a handle for collect; need not wait."""
         ...
 
     def collect(self, running: Any) -> list[Any]:
-        """Wait for what forward queued, in the collect thread; an output or an exception per part, in order."""
+        """Wait for a launched batch, in the collect thread; an output or an exception per part, in order."""
         ...
 
     def finish(self, item: DecodedRequest, outputs: list[Any]) -> Answer:
@@ -76,5 +76,5 @@ class Servable(Protocol):
         ...
 
     def close(self) -> None:
-        """Give back what the model holds; nothing of it runs any more."""
+        """Release the model's memory; called when nothing of it runs any more."""
         ...

@@ -1,7 +1,7 @@
-"""A model's first runs: every batch size it will answer with, run before anybody waits for one.
+"""Warm-up of a model: every batch size it will use runs before the first request.
 
-Kernels are chosen, graphs captured and memory taken here, not in the first requests. On the way each size is timed, so
-that whoever plans batches has a first guess, and what the largest takes is measured, so that it can be accounted for.
+Kernels are chosen, graphs captured and memory allocated here, not during the first requests. Each size is timed, as a
+first guess for the batch policy, and the memory of the largest is measured, so that it can be accounted for.
 """
 
 import math
@@ -18,22 +18,22 @@ from brim.errors import OutOfMemory
 
 RUNS = {"cuda": 2, "cpu": 1}  # of each size: on a GPU the next one captures a graph
 CAPTURE_RUNS = 3  # on a GPU, from the largest size down: the capture, and two to time
-WORTH = 0.05  # a larger batch must be so much faster an item to be worth its latency
+WORTH = 0.05  # a larger batch must be this much faster per item to be worth its latency
 TUNED = 16  # items: up to here a tuned size is used as it is; beyond, only where it pays: a batch of 82 that was 4 %
 # faster an item than one of 16 took five times as long, and all who wait for the device wait for it
 PATIENCE = 2  # sizes that may be no faster before the climb ends: throughput goes up in steps
 
 
 class Warmable(Protocol):
-    """What is asked of a model that shall be warm."""
+    """What warm_up needs from a model."""
 
-    sizes: Sequence[int]  # that may run: all that are to be tried; then those that shall be used
+    sizes: Sequence[int]  # to be tried; afterwards, those to be used
     expected_s: Mapping[int, float]  # of a batch, by its size; set here
     weight_bytes: int
 
     @property
     def tuned(self) -> bool:
-        """Whether the largest size is known to be the best; else, or when large, they are climbed while that pays."""
+        """Whether the largest size is known to be the best; otherwise sizes are tried while throughput rises."""
         ...
 
     def example(self, num: int) -> list[Any]:
@@ -65,7 +65,7 @@ def warm_up(
     *,
     limit_bytes: int | None = None,
 ) -> Warmed:
-    """Run the sizes of a model one after the other, and leave it those that fit and pay.
+    """Run the sizes of a model one after the other, and keep those that fit and raise throughput.
 
     The lock guards the device; it is held for one batch at a time, so that other models are served in between. One
     item that does not fit is an OutOfMemory.
@@ -137,7 +137,7 @@ def _worth(expected_s: Mapping[int, float], least: int) -> tuple[int, ...]:
 
 
 def _held_bytes(device: torch.device) -> int:
-    """What torch keeps on a GPU though no tensor needs it now; 0 on a CPU."""
+    """Memory that torch has reserved on a GPU after emptying its cache; 0 on a CPU."""
     if device.type != "cuda":
         return 0
     torch.cuda.synchronize(device)

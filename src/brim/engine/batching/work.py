@@ -13,7 +13,7 @@ from brim.engine.batching.servable import Answer, DecodedRequest, Payload, Serva
 
 
 class Reply(Future[Answer]):
-    """The answer to come of one request, and the number that on_start gets when its batch is handed to the device."""
+    """The future answer of a request, and the number that on_start gets when its batch is launched."""
 
     def __init__(self, request: int) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ class OpenRequest:
 
 @dataclass(slots=True, eq=False)
 class DeviceBatch:
-    """What the policy started; it may run in pieces once it has failed as a whole."""
+    """A batch that the policy started; after a failure it runs in pieces."""
 
     parts: list[RequestPart]
     started_s: float
@@ -51,23 +51,23 @@ class DeviceBatch:
 
 @dataclass(slots=True, eq=False)
 class Piece:
-    """A batch, or a part of one that failed as a whole."""
+    """A batch, or a part of one that failed."""
 
     batch: DeviceBatch
     places: list[tuple[OpenRequest, int]]  # a request and the number of its part
     since_s: float = 0.0
-    launch_s: float | None = None  # what queueing it took
+    launch_s: float | None = None  # host time of launching it
 
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """In place of what collect takes: why a forward failed."""
+    """Replaces the handle for collect if the forward pass failed."""
 
     failure: BaseException
 
 
 def forward(piece: Piece) -> Any:
-    """Queue a piece on the device; what collect takes, or why it failed."""
+    """Launch a piece on the device; returns the handle for collect, or a Failed."""
     try:
         parts = [job.item.parts[number] for job, number in piece.places if job.item is not None]
         return piece.places[0][0].servable.forward(parts)
@@ -76,7 +76,7 @@ def forward(piece: Piece) -> Any:
 
 
 def halves(places: list[tuple[OpenRequest, int]], sizes: Sequence[int]) -> list[list[tuple[OpenRequest, int]]]:
-    """A batch in two, or more where half of it is no batch size."""
+    """A batch in two parts, or more if half of it is not a batch size."""
     if len(places) < 2:
         return []
     size = max(size for size in sizes if size <= max(1, len(places) // 2))
@@ -84,11 +84,11 @@ def halves(places: list[tuple[OpenRequest, int]], sizes: Sequence[int]) -> list[
 
 
 def too_late(job: OpenRequest, now_s: float) -> str:
-    """What a request is told that was accepted and then could not be answered in time."""
+    """Message for a request that was accepted but could not be answered in time."""
     limit_s = job.deadline_s - job.submitted_s
     return (
         f"accepted with {limit_s * 1e3:.0f} ms to its deadline, but {(now_s - job.submitted_s) * 1e3:.0f} ms later it "
-        "could no longer be answered in time; send it again, or give it more time"
+        "could no longer be answered in time; send it again, or allow more time"
     )
 
 
@@ -109,7 +109,7 @@ class TimeHistogram:
 
 
 class BatchStats:
-    """Counters with a lock of their own: metrics are read while everything runs."""
+    """Counters with their own lock: metrics are read while requests are served."""
 
     def __init__(self, now_s: float) -> None:
         self._lock = threading.Lock()
@@ -123,12 +123,12 @@ class BatchStats:
         self._since_s = now_s
 
     def reject(self, reason: str) -> None:
-        """A request was not taken, or given up: overloaded, deadline, ending."""
+        """A request was rejected or dropped: overloaded, deadline, ending."""
         with self._lock:
             self._rejected[reason] += 1
 
     def answer(self, seconds: dict[str, float]) -> None:
-        """A request was answered, after so long in each stage."""
+        """A request was answered; seconds by stage."""
         with self._lock:
             self._answered += 1
             for stage, took_s in seconds.items():

@@ -18,7 +18,7 @@ _CUDA = re.compile(r"cuda(?::([0-9]{1,4}))?")
 
 
 def resolve_device(name: str) -> torch.device:
-    """The device named "auto" (first GPU, else CPU), "cpu", "cuda" (cuda:0) or "cuda:N"; it must be here."""
+    """The device named "auto" (first GPU, else CPU), "cpu", "cuda" (cuda:0) or "cuda:N"; it must exist."""
     if name == "auto":
         return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     if name == "cpu":
@@ -67,7 +67,7 @@ def describe(device: torch.device) -> dict[str, object]:
 
 
 def gpu_uuid(device: torch.device) -> str | None:
-    """What NVML knows a GPU by; None for other devices, and where torch cannot tell."""
+    """The UUID by which NVML identifies a GPU; None for other devices, or if torch does not know it."""
     if device.type != "cuda":
         return None
     try:

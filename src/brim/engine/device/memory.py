@@ -24,7 +24,7 @@ from brim.errors import ConfigError, OutOfMemory
 log = logging.getLogger("brim")
 
 INJECT_VARIABLE = "BRIM_INJECT_OOM_ABOVE"
-SHARE_VARIABLE = "BRIM_MEMORY_SHARE"  # of each device's memory that this process may have; the rest is for others
+SHARE_VARIABLE = "BRIM_MEMORY_SHARE"  # share of each device's memory this process may use
 PROC = Path("/proc")
 CGROUP_ROOT = Path("/sys/fs/cgroup")
 SAMPLE_S = 0.005  # short enough to see a batch's peak; one read of /proc costs about 20 µs
@@ -42,7 +42,7 @@ _SIZE = re.compile(r"\s*([0-9]{1,18}(?:\.[0-9]{1,18})?)\s*([a-z]*)\s*", re.IGNOR
 
 
 def parse_size(text: str) -> int:
-    """Bytes written as a person writes them: "2GiB", "500 MB", "1.5 GiB", "1073741824"."""
+    """Bytes from text such as "2GiB", "500 MB", "1.5 GiB", "1073741824"."""
     match = _SIZE.fullmatch(text)
     factor = _UNITS.get(match[2].lower()) if match else None
     size = int(Decimal(match[1]) * factor) if match and factor else 0
@@ -103,7 +103,7 @@ def memory_share() -> float:
 
 
 def keep_to_share(device: torch.device) -> None:
-    """Have torch refuse what is beyond this process's share, so that those who have the rest never run out."""
+    """Limit torch to this process's share of the memory, so that other processes never run out of theirs."""
     share = memory_share()
     if device.type == "cuda" and share < 1:
         torch.cuda.set_per_process_memory_fraction(share, device)
@@ -137,7 +137,7 @@ def _cgroup_memory() -> Iterator[tuple[int, int]]:
         ):
             limit, used = _read(group / limit_name).strip(), _read(group / used_name).strip()
             if limit.isdecimal() and used.isdecimal():
-                # Idle page cache counts as used, yet the kernel drops it before it refuses us: writing a
+                # Idle page cache counts as used, but the kernel drops it before an allocation fails: writing a
                 # dataset would otherwise look like a leak.
                 cache = _field(group / "memory.stat", cache_name)
                 yield int(limit), max(0, int(used) - (cache or 0))
@@ -173,7 +173,7 @@ def _field(path: Path, name: str) -> int | None:
 # When it does not fit
 
 
-# Where text is all there is: torch's CPU allocator has no exception type of its own, and what runs out of memory in
+# Recognised by message: torch's CPU allocator has no exception type of its own, and what runs out of memory in
 # TorchScript is a RuntimeError that says so after a traceback.
 _IN_TEXT = re.compile(r"(DefaultCPUAllocator: (can't allocate|not enough) memory|CUDA (error: )?out of memory).*")
 
@@ -222,7 +222,7 @@ def check_injected(batch: int) -> None:
 
 
 class Sliceable(Protocol):
-    """What Halving can cut: a list, a range, a tensor."""
+    """A sequence that Halving can cut: a list, a range, a tensor."""
 
     def __len__(self) -> int: ...
 
@@ -249,7 +249,7 @@ class Halving:
         waiting = [items]
         while waiting:
             part = waiting.pop()
-            # A part above a size that failed before is cut unheard: it would only fail again.
+            # A part larger than a size that failed is cut at once: it would fail again.
             if len(part) <= max(1, self.size):
                 if self._fits(fn, part, results):
                     continue

@@ -1,7 +1,7 @@
-"""What a training step waits for: measured while it runs, measured on a fixed batch, and said in words.
+"""What a training step waits for: measured during training and on a fixed batch, with a diagnosis in words.
 
-Waiting is device time lost. On a CPU the host's clock tells it. On a GPU the host runs ahead, so events on the stream
-tell what the device saw; what one step does to the device is found by queueing it behind a sleeping kernel.
+Waiting is lost device time. On a CPU the host clock measures it. On a GPU the host runs ahead, so events on the stream
+measure it; the device time of one step is measured by queueing it behind a sleeping kernel.
 """
 
 import statistics
@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import torch
 
 CAUSES = ("data", "copy", "host_sync", "logging", "checkpoint")
-NAMED_ABOVE = 0.05  # share of the time from which a cause is worth a sentence
+NAMED_ABOVE = 0.05  # share of the time from which a cause is reported
 LAUNCH_BOUND_BELOW = 0.6  # share of a step in which the device works; less, and it waits for launches
 SAMPLE_EVERY = 5  # steps; two events cost about 3 µs of device time, and 5 shares no factor with usual block sizes
 
@@ -41,7 +41,7 @@ class Times:
 
 
 def diagnose(times: Times) -> list[str]:
-    """In words, what kept the device from working, worst first; empty when nothing did."""
+    """What kept the device from working, in words, worst first; empty if nothing did."""
     found: list[tuple[float, str]] = []
     for cause, seconds in times.waiting.items():
         share = seconds / times.seconds if times.seconds > 0 else 0.0
@@ -60,8 +60,8 @@ def split_wait(host_s: float, copy_s: float, device_s: float | None) -> tuple[fl
     """Seconds of waiting for data and for copies between two steps.
 
     host_s    the host was held by the source
-    copy_s    of which the source says that it waited for a copy
-    device_s  between the steps on the device; None where host and device are one
+    copy_s    the part of it in which the source waited for a copy
+    device_s  between the steps on the device; None on a CPU
     """
     data_s = max(0.0, host_s - copy_s)
     if device_s is None:
@@ -96,7 +96,7 @@ class FeedTimer:
         self._before = (time.perf_counter(), self._source.copy_s, event)
 
     def end(self) -> None:
-        """When the batch is there, or its copy is queued."""
+        """After the batch has arrived, or its copy is queued."""
         began_s, copied_s, event = self._before
         host_s, copy_s = time.perf_counter() - began_s, self._source.copy_s - copied_s
         self._calls += 1
@@ -117,7 +117,7 @@ class FeedTimer:
         return self._sampled > 0
 
     def seconds(self) -> tuple[float, float]:
-        """Waiting for data and for copies so far, settled steps standing for those between them."""
+        """Waiting for data and for copies so far, extrapolated from the sampled steps."""
         scale = self._calls / self._sampled if self._sampled else 0.0
         return self._sums[0] * scale, self._sums[1] * scale
 
@@ -133,7 +133,7 @@ class FeedTimer:
 
 
 class RunClock:
-    """Seconds, steps and samples of training, and what of the time was lost; continued after a resume."""
+    """Seconds, steps and samples of training, and the time lost; continued after a resume."""
 
     def __init__(self, device: torch.device, source: Copies) -> None:
         self._device = device
@@ -159,7 +159,7 @@ class RunClock:
 
     @property
     def waiting_now(self) -> dict[str, float] | None:
-        """Seconds lost by the causes that show while it runs; None until the first of them were read."""
+        """Seconds lost by the causes known during training; None until the first are measured."""
         if not self._feed.is_known:
             return None
         return {cause: seconds for cause, seconds in self.waiting.items() if cause != "host_sync"}
@@ -170,7 +170,7 @@ class RunClock:
             self._began_s = time.perf_counter()
 
     def pause(self) -> None:
-        """Stand still once the device has done what it was given."""
+        """Stop the clock once the device has finished its queued work."""
         if self._began_s is not None:
             if self._device.type == "cuda":
                 torch.cuda.synchronize(self._device)
@@ -193,9 +193,9 @@ class RunClock:
 
     @contextmanager
     def losing(self, cause: str) -> Iterator[None]:
-        """Around work during which the device has none; the device must have been synchronised.
+        """Around work during which the device is idle; it must have been synchronised.
 
-        Counts while the clock runs: the checkpoint after the last step keeps nothing waiting.
+        Counts only while the clock runs: the checkpoint after the last step delays nothing.
         """
         self._feed.settle()
         began_s = time.perf_counter()

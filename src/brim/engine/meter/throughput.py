@@ -1,6 +1,6 @@
 """Where the time goes: throughput, busy and waiting seconds per stage, share of the ceiling, power.
 
-Knows nothing of what the stages do, and displays nothing.
+Independent of what the stages do; displays nothing.
 """
 
 import statistics
@@ -41,7 +41,7 @@ class Meter:
         self._stage_items: defaultdict[str, int] = defaultdict(int)
 
     def start(self) -> None:
-        """Start the wall clock, or let it go on after a stop."""
+        """Start the wall clock, or continue it after a stop."""
         with self._lock:
             if self._started_s is None:
                 self._started_s = self._clock()
@@ -53,15 +53,15 @@ class Meter:
             self._started_s = None
 
     def busy(self, stage: str, *, items: int = 1) -> AbstractContextManager[None]:
-        """Account the body of a with statement as work, and its items unless it raises."""
+        """Count the body of a with statement as work, and its items unless it raises."""
         return _Span(self, self._clock, stage, BUSY, items)
 
     def waiting(self, stage: str, cause: str) -> AbstractContextManager[None]:
-        """Account the body of a with statement as waiting, by cause."""
+        """Count the body of a with statement as waiting, by cause."""
         return _Span(self, self._clock, stage, cause, 0)
 
     def add(self, stage: str, seconds: float, kind: str, *, items: int = 0) -> None:
-        """Account seconds measured elsewhere; kind is BUSY or the cause of a wait."""
+        """Add seconds measured elsewhere; kind is BUSY or the cause of a wait."""
         with self._lock:
             self._seconds[stage][kind] += seconds
             self._stage_items[stage] += items
@@ -159,7 +159,7 @@ class GpuSampler:
     """
 
     def __init__(self, device: torch.device, interval_s: float = 0.1) -> None:
-        """Store; interval_s is the time between samples."""
+        """interval_s is the time between samples."""
         self._device = device
         self._interval_s = interval_s
         self._nvml: ModuleType | None = None
@@ -222,7 +222,7 @@ class GpuSampler:
 
 
 class _Span:
-    """One stretch of time on its way into a meter."""
+    """A context manager that adds its duration to a meter."""
 
     # a class, not contextlib: a generator would add its frames to the traceback of a failing stage
     __slots__ = ("_began_s", "_clock", "_items", "_kind", "_meter", "_stage")

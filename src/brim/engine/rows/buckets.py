@@ -25,8 +25,8 @@ from brim.engine.rows.order import HOST
 from brim.errors import ConfigError, DatasetError
 
 _MAX_CELLS = 512  # the search takes m² steps for each bucket: 512 cells about 30 ms in all, for each multiple
-_MULTIPLES = (8, 4, 2, 1)  # the larger, the fewer lengths there are, and the better aligned they are
-_MORE_WASTE = 0.01  # that a larger multiple may add where none pads little enough
+_MULTIPLES = (8, 4, 2, 1)  # a larger multiple gives fewer lengths and better alignment
+_MORE_WASTE = 0.01  # waste that a larger multiple may add if none keeps max_waste
 
 Array = np.ndarray[Any, np.dtype[np.int64]]
 
@@ -41,11 +41,11 @@ class Bucketed:
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """A bucket: a part of the line, cut into batches."""
+    """A bucket: a range of the sorted items, cut into batches."""
 
     length: int  # padded
     size: int  # items of a batch
-    start: int  # in the line
+    start: int  # in the sorted items
     stop: int  # a whole number of batches later, but for the last bucket
 
 
@@ -61,7 +61,7 @@ class _Size:
 
 
 class Buckets:
-    """Batches over items of known lengths; every item once in an epoch, any two batches in any order."""
+    """Batches over items of known lengths; every item once per epoch, batches in random order."""
 
     def __init__(
         self,
@@ -158,7 +158,7 @@ def _choose(line: Array, config: BucketConfig) -> tuple[int, list[_Run]]:
 
 
 def _mixes(runs: list[_Run], usual: list[_Run]) -> bool:
-    """Whether items still meet others: buckets of one batch give the same batches in every epoch."""
+    """Whether items still mix: a bucket of one batch gives the same batch in every epoch."""
     num_batches = sum(-(-(run.stop - run.start) // run.size) for run in runs)
     return len(runs) <= max(len(usual), num_batches // 2)
 
@@ -179,7 +179,7 @@ def _arrange(padded: Array, num_frames: int, config: BucketConfig) -> list[_Run]
 def _size_of(padded: Array, config: BucketConfig) -> _Size:
     if config.batch_size is None:
         return _Size(None, config.max_frames or 0)
-    mean = float(padded[min(len(padded) - 1, -(-len(padded) // 20)) :].mean())  # outliers would lift their own limit
+    mean = float(padded[min(len(padded) - 1, -(-len(padded) // 20)) :].mean())  # outliers would raise their own limit
     return _Size(config.batch_size, int(config.max_stretch * config.batch_size * mean))
 
 
@@ -239,7 +239,7 @@ def _cut(padded: Array, stops: list[int], size_of: _Size, more: bool) -> list[_R
     start, num_items = 0, len(padded)
     for stop in stops:
         if start >= stop:
-            continue  # they filled up the batches of the bucket before
+            continue  # they already fill the last batch of the previous bucket
         length = int(padded[start])
         size = size_of(length)
         full, rest = divmod(stop - start, size)

@@ -1,7 +1,4 @@
-"""Where rows come from: brim datasets, folders of .npy, a SQL query, tensors in memory.
-
-What a source is stands in source.py, the query in sql.py.
-"""
+"""Sources of rows in files: brim datasets and folders of .npy; `open_source` finds the source for a path or URL."""
 
 import json
 import re
@@ -36,8 +33,9 @@ __all__ = [
 ]
 
 _DATABASE = re.compile(r"(postgres(ql)?|sqlite):/", re.IGNORECASE)
-_KEPT = 4  # shards of a store in memory: readers take neighbouring rows, and a request for each read would be slow
-_DESCRIBING = ("kind", "features", "truth")  # what a manifest may say of the columns of its fields
+# Shards of an object store kept in memory: readers take neighbouring rows, and one request per read would be slow.
+_KEPT = 4
+_DESCRIBING = ("kind", "features", "truth")  # keys of a manifest that describe the columns of its fields
 
 
 def open_source(
@@ -46,7 +44,7 @@ def open_source(
     query: str | None = None,
     names: Sequence[str] | None = None,
 ) -> Source:
-    """The source a person means: datasets in directories or at URLs, .npy files, a database with a query, tensors."""
+    """The source for datasets in directories or at URLs, .npy files, a database with a query, or tensors."""
     if isinstance(spec, Mapping):
         return TensorSource(spec, names)
     if isinstance(spec, str) and (_DATABASE.match(spec) or (query is not None and is_url(spec))):
@@ -121,7 +119,7 @@ class DatasetSource:
             raise StorageError(f"{file} cannot be read: {failure.strerror or failure}; check the disk") from failure
 
     def _fetch(self, shard: int, file: Stored) -> dict[str, Tensor]:
-        """The fields of a stored shard: asked for once by however many threads, and kept for the next reads."""
+        """The fields of a shard in an object store: fetched once for all threads, and kept for later reads."""
         with self._lock:
             found = self._fetched.pop(shard, None)
             ours = found is None
@@ -176,7 +174,7 @@ def _check_alike(dataset: Dataset, first: Dataset) -> None:
             raise DatasetError(f'{where} differ in "{key}": {_difference(ours, theirs)}; {_APART}')
 
 
-_APART = "train on them apart or make them again with equal settings"
+_APART = "train on them separately, or make them again with equal settings"
 
 
 def _difference(ours: Any, theirs: Any) -> str:

@@ -7,7 +7,7 @@
 Batches come from buckets of similar length, in an order that (seed, epoch) fixes: the same bits in every tier. On a CPU
 all three are in host memory: "vram" gathers in the caller's thread, "ram" and "window" pad in others.
 
-Of several ranks each holds the items it is told and makes its part of the same batches, which share() tells.
+With several ranks each holds its own items and its part of the same batches, which share() describes.
 
 Axes: B sequences, T frames they are padded to, D features.
 """
@@ -80,10 +80,10 @@ class RaggedView(BatchSource):
     def epoch(self, number: int, start_batch: int = 0, place: InputsFor | None = None) -> Epoch:
         """Batches of an epoch from start_batch on, each a dict of tensors on the device.
 
-        A batch that is gathered on the device is written into what place("frames", shape) returns, where that is not
-        None, and yielded as that dict: the inputs of a step that was captured for the shape.
+        A batch gathered on the device is written into the tensors that place("frames", shape) returns, if any, and
+        yielded as that dict: the inputs of a step captured for the shape.
 
-        frames  (B, T, D)  as stored, or as asked for; zeros behind the end of an item
+        frames  (B, T, D)  in the stored or the requested dtype; zeros after the end of an item
         length  (B,)       int64  frames of each item, at most T
         item    (B,)       int64  its row in the source
         …       (B, …)     the columns of the source
@@ -95,7 +95,7 @@ class RaggedView(BatchSource):
         yield from self.epoch(number, start_batch, step.inputs_with)
 
     def share(self, epoch: int, batch: int) -> Share | None:
-        """Which items of a batch are here; None: all of them."""
+        """The items of a batch that this rank has; None: all of them."""
         ranks = self._owner().ranks
         if self._mine is None or ranks is None:
             return None
@@ -195,7 +195,7 @@ class RaggedResident(RaggedView, Held[FrameStore]):
     ) -> RaggedView:
         """Other batches of the same frames, which are not loaded again: a part of the rows, other columns.
 
-        What is not given is as in this one; rows must be among its own, fields have a row for each item of the source.
+        Defaults are those of this one; rows must be among its own, fields have a row for each item of the source.
         """
         chosen = self.rows if rows is None else _chosen(self.source, rows)
         self.positions(chosen if self.own is None else chosen[self.own[chosen]])
@@ -210,7 +210,7 @@ class RaggedResident(RaggedView, Held[FrameStore]):
         )
 
     def describe(self) -> dict[str, object]:
-        """Facts for a report: tier and why, sizes, buckets, speed of loading."""
+        """Facts for a report: tier and reason, sizes, buckets, loading speed."""
         choice, held = self._entered()
         return {
             "tier": held.tier,
@@ -228,12 +228,12 @@ class RaggedResident(RaggedView, Held[FrameStore]):
         }
 
     def positions(self, rows: Tensor) -> Tensor:
-        """Where these rows of the source are among the rows held."""
+        """Positions of these rows of the source among the rows held."""
         ordered, place = self._sorted
         found = torch.searchsorted(ordered, rows).clamp(max=len(ordered) - 1)
         missing = (ordered[found] != rows).nonzero()
         if len(missing):
-            raise ConfigError(f"rows={int(rows[missing[0]])} is not held here; load it, or choose others")
+            raise ConfigError(f"rows={int(rows[missing[0]])} is not loaded here; load it, or choose other rows")
         return place[found]
 
     # Loading
@@ -256,7 +256,7 @@ class RaggedResident(RaggedView, Held[FrameStore]):
 
 
 def part_of(batch: Bucketed, mine: Tensor, lengths: Tensor) -> Bucketed:
-    """The items of a batch that are this rank's; where there are none the shortest of all its own stands in.
+    """The items of a batch that this rank holds; if it has none, its shortest item stands in.
 
     mine     (n,)  bool   which items are its own
     lengths  (n,)  int64  frames of all items
@@ -270,5 +270,5 @@ def part_of(batch: Bucketed, mine: Tensor, lengths: Tensor) -> Bucketed:
 
 
 def _chosen(source: RaggedSource, rows: RowChoice) -> Tensor:
-    split = Split(cast(Any, source), rows, sort=False)  # it asks for no more than the number of items
+    split = Split(cast(Any, source), rows, sort=False)  # only the number of items is used
     return split.index(torch.arange(len(split)))

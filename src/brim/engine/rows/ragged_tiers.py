@@ -1,4 +1,4 @@
-"""Frames in each tier, and how padded batches are made of them: the same bits from every one.
+"""Sources of sequences, their frames in each tier, and padded batches of them: the same bits from every tier.
 
     vram    all frames on the device, and one of zeros   row numbers computed there, one gather
     ram     all frames in host memory                    threads copy sequences, a side stream the padded batch
@@ -28,11 +28,11 @@ from brim.engine.storage import RowFields
 from brim.engine.training import Batch
 from brim.errors import DatasetError, OutOfMemory
 
-OWN_FIELDS = ("frames", "length", "item")  # what a batch holds besides the columns of its source
+OWN_FIELDS = ("frames", "length", "item")  # fields of a batch besides the columns of its source
 
 
 class RaggedSource(Protocol):
-    """Sequences of frames that can be read by their place; any thread may read."""
+    """Sequences of frames that can be read by position, from any thread."""
 
     @property
     def num_items(self) -> int: ...
@@ -85,7 +85,7 @@ class RaggedTensors:
 
 
 class FrameRuns:
-    """The frames of some items behind each other, without gaps, read with few calls: neighbours go together."""
+    """The frames of some items, concatenated without gaps and read in few calls: neighbours are read together."""
 
     def __init__(self, source: RaggedSource, rows: Tensor) -> None:
         """Lay the items out in the order of the source.
@@ -116,7 +116,7 @@ class FrameRuns:
 
 
 def check_source(source: RaggedSource) -> None:
-    """Raise DatasetError when what a source says of its items cannot be so."""
+    """Raise DatasetError if starts and lengths of a source are inconsistent."""
     num, where = source.num_items, source.description
     for name in ("lengths", "starts"):
         tensor = getattr(source, name)
@@ -135,14 +135,14 @@ def check_columns(columns: Mapping[str, Tensor], num_items: int) -> Batch:
     """The columns on the host, contiguous; DatasetError unless they have a row for every item of the source."""
     for name, column in columns.items():
         if name in OWN_FIELDS:
-            raise DatasetError(f'field "{name}" is the name of what every batch holds; call it otherwise')
+            raise DatasetError(f'field "{name}" has a name that every batch already uses; rename it')
         if column.ndim < 1 or len(column) != num_items:
             raise DatasetError(f'field "{name}" is {list(column.shape)}, expected a row for each of {num_items} items')
     return {name: column.to(HOST).contiguous() for name, column in columns.items()}
 
 
 def batch_fields(length: int, dim: int, dtype: torch.dtype, columns: Batch) -> RowFields:
-    """What an item of a batch holds when it is padded to this length."""
+    """Fields of an item that is padded to this length."""
     return {
         "frames": (dtype, (length, dim)),
         "length": (torch.int64, ()),
@@ -151,9 +151,9 @@ def batch_fields(length: int, dim: int, dtype: torch.dtype, columns: Batch) -> R
     }
 
 
-_PIECE_BYTES = 4 * 2**20  # read by one thread at once while loading, as in loading.py
+_PIECE_BYTES = 4 * 2**20  # read by one thread at once while loading, as in tiers.py
 _SHARED_BYTES = 2**20  # a smaller batch is copied by one thread: waking others takes longer
-_IN_FLIGHT_BYTES = 2**30  # of batches made ahead, unless the fewest are more
+_IN_FLIGHT_BYTES = 2**30  # bytes of batches made ahead, unless the minimum number needs more
 
 
 # (field, shape) → tensors to write the batch into, or None
@@ -162,7 +162,7 @@ InputsFor = Callable[[str, tuple[int, ...]], Batch | None]
 
 @dataclass(frozen=True, slots=True)
 class RaggedItems:
-    """What is known of each item besides its frames.
+    """Position, length and columns of each item.
 
     start, length, row  (n,)  int64  first frame in the store; frames; item of the source
     columns             (n, …) each
@@ -190,13 +190,13 @@ class FrameStore(Protocol):
     held_bytes: int
 
     def batches(self, items: RaggedItems, plan: list[Bucketed], place: InputsFor | None = None) -> Iterator[Batch]:
-        """The batches of a plan, padded with zeros, on the device; in their place where the store can write there."""
+        """The batches of a plan, padded with zeros, on the device; written into `place` where the store can."""
 
     def close(self) -> None: ...
 
 
 class DeviceFrames:
-    """Tier vram: a batch is a gather on the device; beyond the end of an item stands the frame of zeros."""
+    """Tier vram: a batch is one gather on the device; positions after the end of an item gather a frame of zeros."""
 
     tier: Tier = "vram"
 
@@ -209,7 +209,7 @@ class DeviceFrames:
         self.held_bytes = self._frames["frames"].nbytes
 
     def batches(self, items: RaggedItems, plan: list[Bucketed], place: InputsFor | None = None) -> Iterator[Batch]:
-        """A few kernels each, queued without waiting; the order of the epoch is copied to the device at once."""
+        """A few kernels per batch, queued without waiting; the order of the epoch is copied to the device once."""
         if not plan:
             return
         order = to_device(torch.cat([batch.items for batch in plan]), self.device)
@@ -252,7 +252,7 @@ class SourceFrames:
         self._side = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
     def batches(self, items: RaggedItems, plan: list[Bucketed], place: InputsFor | None = None) -> Iterator[Batch]:
-        """Padded ahead by threads, copied on a side stream, handed on in order."""
+        """Batches padded ahead by threads and copied on a side stream, in order."""
         largest = max((len(batch.items) * batch.length for batch in plan), default=0)
         few = 8 * largest * self._dim * self._dtype.itemsize > _IN_FLIGHT_BYTES
         done: deque[Any] = deque()
@@ -261,7 +261,7 @@ class SourceFrames:
             def work(batch: Bucketed) -> "_Made":
                 return self._make(items, batch, pool)
 
-            # two workers: one pads while the other's copy is queued; more share the copiers to no end
+            # two workers: one pads while the other's copy is queued; more would only share the same copiers
             stage: Stage[Any, Any] = Stage(name="pad", work=work, workers=1 if few else 2, depth=1 if few else 3)
             with Pipeline(plan, [stage], source_name="buckets") as ready:
                 for made in ready:
@@ -298,7 +298,7 @@ class SourceFrames:
             return _Made(layout.unpack(layout.carve(there, num)), there, mark(self.device))
 
     def _pad(self, starts: list[int], lengths: list[int], out: Tensor, pool: Executor) -> None:
-        """Copy every sequence into its place and write zeros behind it."""
+        """Copy every sequence into its row and fill the rest with zeros."""
         shares = min(len(starts), self._copiers if out.nbytes > _SHARED_BYTES else 1)
         as_bytes = _bytes(out)
 
@@ -354,7 +354,7 @@ def _load(runs: FrameRuns, dtype: torch.dtype, where: torch.device, extra: int =
     layout = RowLayout({"frames": (dtype, (source.dim,))})
     row_bytes = source.dim * dtype.itemsize
     size = (runs.num_frames + extra) * row_bytes
-    if where.type == "cpu" and size > free_bytes(HOST):  # Linux would promise it, and kill us later
+    if where.type == "cpu" and size > free_bytes(HOST):  # Linux would grant it, and kill the process later
         raise OutOfMemory(f"{format_size(size)} of frames, {format_size(free_bytes(HOST))} free on the host")
     matrix = layout.allocate(runs.num_frames + extra, where)
     piece = max(1, _PIECE_BYTES // row_bytes)

@@ -5,10 +5,10 @@
     window  a part of the rows on the device  blocks rotate through it, read ahead while the current ones train
 
 The order of rows depends on (seed, epoch) alone, and is the same in every tier. On a CPU all three live in host
-memory: "vram" gathers in the caller's thread, "ram" in another, "window" holds a part. What a row means is not known
-here.
+memory: "vram" gathers in the caller's thread, "ram" in another, "window" holds a part. The meaning of a row is not
+known here.
 
-Of several ranks each holds every N-th row and makes its part of the same batches, which share() tells.
+With several ranks each holds every N-th row and its part of the same batches, which share() describes.
 
 Threads of "ram" and "window" allocate pinned memory and wait for events while an epoch is open: capture a CUDA graph
 before the epoch, or with capture_error_mode="thread_local".
@@ -62,13 +62,13 @@ class Epoch(Iterator[Batch]):
     """Batches of one epoch; ends after the number it promised or with an exception, never silently early."""
 
     def __init__(self, batches: Generator[Batch], num_batches: int) -> None:
-        """Store; nothing is gathered before the first batch is asked for."""
+        """Nothing is gathered before the first batch is requested."""
         self._batches = batches
         self._left = num_batches
         self._cut = ""
 
     def __next__(self) -> Batch:
-        """Next batch; its tensors stay as they are for as long as the caller keeps them, unless out was given."""
+        """The next batch; its tensors stay valid for as long as the caller keeps them, unless out was given."""
         if self._cut and self._left:
             raise RuntimeError(f"epoch ended {self._left} batches early: {self._cut}")
         try:
@@ -88,7 +88,7 @@ class Epoch(Iterator[Batch]):
         return self._left
 
     def cut(self, why: str) -> None:
-        """Stop the threads of this epoch; asking it for more batches raises."""
+        """Stop the threads of this epoch; requesting more batches raises."""
         self._cut = self._cut or why
         self._batches.close()
 
@@ -103,7 +103,7 @@ class OpenEpochs:
         self._all: weakref.WeakSet[Epoch] = weakref.WeakSet()
 
     def begin(self, batches: Generator[Batch], start_batch: int, num_batches: int, *, alone: str = "") -> Epoch:
-        """An epoch of num_batches from start_batch on; alone is why no other can go on beside it."""
+        """Open an epoch from start_batch on; a non-empty `alone` is the reason why all other open epochs end."""
         if not 0 <= start_batch <= num_batches:
             raise ConfigError(f"start_batch={start_batch} must be from 0 to {num_batches}, the batches of an epoch")
         if alone:
@@ -118,7 +118,7 @@ class OpenEpochs:
 
 
 class ResidentLoader:
-    """A Resident where a PyTorch or Lightning loop expects a DataLoader: every iteration is the next epoch."""
+    """A Resident with the interface of a DataLoader: every iteration is the next epoch."""
 
     def __init__(self, resident: "Resident", epochs: Iterator[int]) -> None:
         self.dataset = resident
@@ -143,7 +143,7 @@ log = logging.getLogger("brim")
 
 
 class Held(ABC, Generic[Kept]):
-    """What Resident and RaggedResident have in common; they say how a tier is made."""
+    """Common part of Resident and RaggedResident: chooses a tier, loads it, and releases it."""
 
     def __init__(
         self,
@@ -154,7 +154,7 @@ class Held(ABC, Generic[Kept]):
         reserve_bytes: int,
         ranks: Ranks | None = None,
     ) -> None:
-        """Store; beside_bytes lie beside the data in its tier, reserve_bytes are left free on the device."""
+        """beside_bytes are needed besides the data in its tier; reserve_bytes stay free on the device."""
         self._ranks = ranks
         self.device, self.bytes, self.load_s = with_index(device), data_bytes, 0.0
         self.opened = OpenEpochs()
@@ -174,14 +174,14 @@ class Held(ABC, Generic[Kept]):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Stop what is under way and give the memory back."""
+        """End all open epochs and release the memory."""
         self.opened.cut(f"its {type(self).__name__} was closed")
         held, self._held = self._held, None
         if held is not None:
             held[1].close()
 
     def loaded(self) -> Kept:
-        """The data in its tier; an error outside the with block."""
+        """The data in its tier; raises outside the with block."""
         return self._entered()[1]
 
     def _entered(self) -> tuple[Choice, Kept]:
@@ -250,16 +250,16 @@ class Resident(Held[Store], BatchSource):
         preload_to_gpu   in tier "auto": True takes vram whenever it fits, False never
         shuffle          True over all rows, False in order, "blocks" by blocks and within them
         rows             a split: a slice, row numbers or a mask; shuffled by blocks it is sorted first
-        reserve_bytes    what model and optimiser will need on the device
+        reserve_bytes    memory that model and optimiser will need on the device
         window_share     part of the data that tier "window" holds on the device; window_bytes instead, in bytes
         block_items      rows of a block; by default from the number and size of the rows, never from the tier
-        ranks            among which the rows are divided; what is said of rows and batches here is of all of them
-        total            rows of all ranks, where those given are already this rank's own, sorted
+        ranks            among which the rows are divided; num_items and batch_size count those of all ranks
+        total            rows of all ranks, if the given rows are already this rank's own, sorted
         """
         check_options(tier, preload_to_gpu, shuffle, batch_size, window_share, window_bytes, block_items)
         self.source = source
         self.seed = seed
-        self.shuffle: Shuffle = shuffle  # becomes "blocks" when tier "window" had to be taken
+        self.shuffle: Shuffle = shuffle  # becomes "blocks" if only tier "window" fits
         self.drop_last = drop_last
         self.fields = chosen_fields(source.fields, names)
         several = ranks if ranks is not None and not ranks.alone else None
@@ -269,7 +269,7 @@ class Resident(Held[Store], BatchSource):
             check_enough(self.num_items, several)
         self._is_cut = total is not None
         self._part = several
-        self.rows = self._own()  # those that are held here
+        self.rows = self._own()  # rows held by this rank
         self.batch_size = min(batch_size, self.num_items)  # a batch larger than the split is the whole split
         whole, rest = divmod(self.num_items, self.batch_size)
         self.num_batches = whole + (rest > 0 and not drop_last)
@@ -298,7 +298,7 @@ class Resident(Held[Store], BatchSource):
     def order(self, epoch: int) -> Tensor:
         """Rows of the source in the order of an epoch, as it is cut into batches; int64 on the host.
 
-        Of several ranks those of this one, with what stands in where a batch has none of them.
+        With several ranks those of this one; a batch without any has a stand-in.
         """
         return self.rows.index(self._positions(epoch))
 
@@ -306,7 +306,7 @@ class Resident(Held[Store], BatchSource):
         """Batches of an epoch from start_batch on, each a dict of tensors on the device.
 
         With out, every batch is written into these tensors, the static inputs of a captured graph for instance, on
-        the current stream; a short last batch is the first rows of them.
+        the current stream; a short last batch uses their first rows.
         """
         store = self.loaded()
         if out is not None:
@@ -316,7 +316,7 @@ class Resident(Held[Store], BatchSource):
         return self.opened.begin(batches, start_batch, self.num_batches, alone=alone)
 
     def epoch_into(self, number: int, start_batch: int, step: StepInputs) -> Generator[Batch]:
-        """As epoch; from the batch on after which a step for full batches is captured, it writes into its inputs."""
+        """As epoch; once a step for full batches is captured, batches are written into its inputs."""
         opened: Epoch | None = None
         filled: Batch | None = None
         try:
@@ -332,13 +332,13 @@ class Resident(Held[Store], BatchSource):
                 opened.close()
 
     def share(self, epoch: int, batch: int) -> Share | None:
-        """Which items of a batch are here; None: all of them."""
+        """The items of a batch that this rank has; None: all of them."""
         return None if self._part is None else self._cut_of(epoch).share(self._part, batch)
 
     def fill(self, out: Batch, epoch: int, batch: int) -> Batch:
-        """Write one batch of an epoch into out, in any order of batches; tier vram alone can do that.
+        """Write one batch of an epoch into out, in any order of batches; only tier vram can do that.
 
-        The order of the epoch last asked for stays on the device, so that a call only queues kernels.
+        The order of the latest epoch stays on the device, so that a call only queues kernels.
         """
         store = self.loaded()
         if not isinstance(store, DeviceStore):
@@ -362,7 +362,7 @@ class Resident(Held[Store], BatchSource):
         }
 
     def describe(self) -> dict[str, object]:
-        """Facts for a report: tier and why, sizes, order, speed of loading."""
+        """Facts for a report: tier and reason, sizes, order, loading speed."""
         choice, store = self._entered()
         return {
             "tier": store.tier,
@@ -383,7 +383,7 @@ class Resident(Held[Store], BatchSource):
         }
 
     def _positions(self, epoch: int) -> Tensor:
-        """Places among the rows held, in the order of an epoch."""
+        """Positions among the rows held, in the order of an epoch."""
         return self._order(epoch) if self._part is None else self._cut_of(epoch).items
 
     def _order(self, epoch: int) -> Tensor:
@@ -403,7 +403,7 @@ class Resident(Held[Store], BatchSource):
         return [self.batch_size] * (self.num_batches - 1) + [last]
 
     def _stops(self, epoch: int) -> list[int]:
-        """Where the batches of an epoch end in its order, here."""
+        """Where the batches of an epoch end in the order of this rank."""
         if self._part is not None:
             return cast(list[int], self._cut_of(epoch).stops.tolist())
         stop = min(self.num_items, self.num_batches * self.batch_size)
@@ -455,7 +455,7 @@ class Resident(Held[Store], BatchSource):
         return HostStore(fill_memory(self.rows, self._layout, HOST), self._layout, self.device)
 
     def _blocks(self) -> Blocks:
-        """What of each block is held here: the order mixes blocks of the whole, however many ranks there are."""
+        """The part of each block that this rank holds; blocks are the same however many ranks there are."""
         if self._part is None:
             return Blocks(self.block_items)
         if self.block_items < self._part.size:
@@ -466,7 +466,7 @@ class Resident(Held[Store], BatchSource):
         return Blocks(self.block_items, self._part.size, self._part.rank)
 
     def _slots(self, blocks: Blocks) -> int:
-        # what stands in for a batch may be of the block after it
+        # a stand-in may come from the next block
         reach = 0 if self._part is None else self.block_items
         return num_slots(
             num_items=self.num_items,

@@ -35,13 +35,13 @@ class Source(Protocol):
 
     @property
     def blocks(self) -> Sequence[int]:
-        """Rows where the storage starts a new piece, then num_items; just (0, num_items) when it is in one."""
+        """Rows at which the storage starts a new file, then num_items; (0, num_items) for a single one."""
 
     @property
     def description(self) -> str: ...
 
     def read(self, start: int, stop: int, out: dict[str, Tensor]) -> None:
-        """Read the rows from start to stop of the fields in out, whose tensors hold just so many rows."""
+        """Read the rows from start to stop of the fields in out, whose tensors hold exactly that many rows."""
 
 
 def row_bytes(fields: RowFields) -> int:
@@ -73,7 +73,7 @@ def read_rows(source: Source, index: Tensor, out: dict[str, Tensor]) -> None:
 
 
 def _bytes(tensor: Tensor) -> np.ndarray[Any, Any]:
-    """Rows as bytes, (N, bytes of a row): NumPy moves any dtype so, torch not all of them."""
+    """Rows as bytes, (N, bytes of a row): NumPy moves any dtype this way, torch does not."""
     return tensor.view(len(tensor), prod(tensor.shape[1:])).view(torch.uint8).numpy()
 
 
@@ -81,7 +81,7 @@ class TensorSource:
     """Tensors already in memory, all with the same leading length."""
 
     def __init__(self, tensors: Mapping[str, Tensor], names: Sequence[str] | None = None) -> None:
-        """Store, without a copy where the tensors are contiguous."""
+        """Does not copy contiguous tensors."""
         chosen = choose(tensors, names, "these tensors")
         for name, tensor in chosen.items():
             first_name, first = next(iter(chosen.items()))
@@ -126,7 +126,7 @@ def check_some(num_items: int, fields: RowFields, where: str) -> None:
 
 
 class Split:
-    """Which rows of the source are used; position 0 … N-1 → row."""
+    """The rows of a source that are used, addressed by position 0 … N-1."""
 
     def __init__(self, source: Source, rows: slice | range | Sequence[int] | Tensor | None, *, sort: bool) -> None:
         """Check that all rows exist and there is at least one; sort them when asked to."""
@@ -163,7 +163,7 @@ class Split:
         return Split(self.source, self._index, sort=True) if self._first is None else self
 
     def every(self, step: int, first: int) -> "Split":
-        """Every step-th of them, from one of the first on."""
+        """Positions first, first + step, first + 2·step, …"""
         return self if step == 1 else Split(self.source, self._index[first::step], sort=False)
 
     def read(self, start: int, stop: int, out: dict[str, Tensor]) -> None:

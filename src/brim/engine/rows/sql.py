@@ -21,7 +21,7 @@ class SqlSource(TensorSource):
     """The result of one query, read once and in bulk through Arrow; lists of equal length become an axis."""
 
     def __init__(self, url: str, query: str, names: Sequence[str] | None = None) -> None:
-        """Run the query; whatever it changed is rolled back, for a source only reads."""
+        """Run the query; any changes it makes are rolled back."""
         self.url = without_password(url)
         table = _fetch(url, query)
         columns = list(table.column_names)
@@ -37,7 +37,7 @@ class SqlSource(TensorSource):
 
 
 def _driver(scheme: str) -> Any:
-    """The database driver that speaks Arrow, imported when it is needed."""
+    """The ADBC driver of a database, imported when it is needed."""
     try:
         import pyarrow  # noqa: F401  # what every driver hands over
 
@@ -74,14 +74,14 @@ def _fetch(url: str, query: str) -> Any:
             fault = _scrub(str(failure), url)
             raise ConfigError(f"the query fails on {without_password(url)}: {fault}; check the query") from None
         except (OSError, ValueError) as failure:  # Arrow's, while rows arrive
-            raise _broken_off(_scrub(str(failure), url), [column[0] for column in cursor.description or ()]) from None
+            raise _interrupted(_scrub(str(failure), url), [column[0] for column in cursor.description or ()]) from None
 
 
-def _broken_off(fault: str, columns: list[str]) -> DatasetError | StorageError:
+def _interrupted(fault: str, columns: list[str]) -> DatasetError | StorageError:
     """In SQLite a column's type may change from row to row; else the server or the connection is at fault."""
     mismatch = re.search(r"mismatch in column (\d+)", fault)
     if mismatch is None:
-        return StorageError(f"the query broke off: {fault}; check the server and try again")
+        return StorageError(f"the query was interrupted: {fault}; check the server and try again")
     column = columns[int(mismatch[1])] if int(mismatch[1]) < len(columns) else mismatch[1]
     return DatasetError(f'column "{column}" changes its type: {fault}; cast it in the query')
 

@@ -27,8 +27,8 @@ from brim.errors import OutOfMemory
 
 log = logging.getLogger("brim")
 
-_IN_FLIGHT_BYTES = 2**30  # gathered by all threads at once, at most, unless one chunk is more
-_AHEAD = 4  # chunks a GPU may lag behind the host, which bounds what is in flight
+_IN_FLIGHT_BYTES = 2**30  # most bytes gathered by all threads together, unless one chunk is larger
+_AHEAD = 4  # chunks the GPU may lag behind the host; bounds the memory in flight
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class EpochPlan:
     epoch: int
     positions: Callable[[int], Tensor]
     in_order: bool
-    spans: list[tuple[int, int]]  # places in the order that make a chunk each
+    spans: list[tuple[int, int]]  # ranges of the order, one per chunk
 
 
 class Store(Protocol):
@@ -50,7 +50,7 @@ class Store(Protocol):
     held_items: int  # in this tier's memory
 
     def chunk_items(self, chunk_batches: int, batch_size: int) -> int:
-        """Rows of a chunk, given how many batches it would best have."""
+        """Rows of a chunk, given the preferred number of batches."""
 
     def chunks(self, plan: EpochPlan) -> Iterator[Batch]: ...
 
@@ -117,7 +117,7 @@ class HostStore:
         return chunk_batches * batch_size
 
     def chunks(self, plan: EpochPlan) -> Iterator[Batch]:
-        """Gathered ahead by threads, copied on a side stream, handed on in order."""
+        """Chunks gathered ahead by threads and copied on a side stream, in order."""
         order = plan.positions(plan.epoch)
 
         def work(span: tuple[int, int]) -> tuple[Batch, Tensor | None, Any]:
@@ -178,7 +178,7 @@ class HostStore:
                 torch.cuda.cudart().cudaHostUnregister(pointer)  # type: ignore[no-untyped-call]
 
     def close(self) -> None:
-        """Unpin the rows and let go of them."""
+        """Unpin the rows and release them."""
         self._unregister()
         self.rows = {}
 
@@ -190,7 +190,7 @@ _warned_pageable = False
 
 
 def pinned(num_bytes: int) -> Tensor:
-    """Host memory that a GPU can copy from while others work; torch takes it back when that is done."""
+    """Pinned host memory for asynchronous copies; torch reuses it when the copy is done."""
     global _warned_pageable
     try:
         return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
@@ -213,7 +213,7 @@ def to_device(index: Tensor, device: torch.device) -> Tensor:
 
 
 def mark(device: torch.device) -> Any:
-    """An event after what the current stream has been given; blocking, so that a thread sleeps on it."""
+    """An event on the current stream; blocking, so that a thread that waits for it sleeps."""
     event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
     event.record(torch.cuda.current_stream(device))
     return event
@@ -240,21 +240,21 @@ class WindowStore:
             self._side.wait_stream(torch.cuda.current_stream(device))  # the ring's memory may be in use until now
 
     def chunk_items(self, chunk_batches: int, batch_size: int) -> int:
-        """At most a block, so that a chunk touches two of them; a batch that is longer touches what was planned for."""
+        """At most a block, so that a chunk touches two of them; num_slots allows for longer batches."""
         return max(1, min(chunk_batches, self._blocks.items // batch_size)) * batch_size
 
     def chunks(self, plan: EpochPlan) -> Iterator[Batch]:
-        """Gathered from the ring, while threads bring the next blocks into slots that are used up."""
+        """Chunks gathered from the ring, while threads load the next blocks into slots that are no longer needed."""
         if not plan.spans:
             return
         turns = Turns(plan.positions(plan.epoch), self._blocks, self._num_slots)
         first, last = turns.block_at(plan.spans[0][0]), turns.block_at(plan.spans[-1][1] - 1)
         index = to_device(turns.ring_index, self.device)
-        # the device may still be reading for the epoch before
+        # the device may still be reading for the previous epoch
         slots = _Slots(first, self._num_slots, self._last_read)
 
         def work(turn: int) -> Any:
-            return self._bring(turn, turns.blocks[turn], slots)
+            return self._load_block(turn, turns.blocks[turn], slots)
 
         workers = max(1, min(4, worker_count() // 2))
         stage: Stage[Any, Any] = Stage(name="load", work=work, workers=workers, depth=self._num_slots)
@@ -272,8 +272,8 @@ class WindowStore:
                 yield chunk
                 del chunk
 
-    def _bring(self, turn: int, block: int, slots: "_Slots") -> Any:
-        """Read a block into its slot; the event says when it is there."""
+    def _load_block(self, turn: int, block: int, slots: "_Slots") -> Any:
+        """Read a block into its slot; returns the event after its copy."""
         start = self._blocks.start(block)
         num = min(self._blocks.start(block + 1), len(self._rows)) - start
         at = (turn % self._num_slots) * self._blocks.items
@@ -286,14 +286,14 @@ class WindowStore:
         self._rows.read(start, start + num, self._layout.unpack(host))
         last_read = slots.wait(turn)
         if last_read is not None:
-            last_read.synchronize()  # in this thread, so that each keeps one block waiting in pinned memory
+            last_read.synchronize()  # in this thread, so that each thread keeps one block ready in pinned memory
         with torch.cuda.stream(self._side):
             for name, matrix in host.items():
                 slot[name].copy_(matrix, non_blocking=True)
             return mark(self.device)
 
     def close(self) -> None:
-        """Wait for copies under way and let go of the ring."""
+        """Wait for running copies and release the ring."""
         if self._side is not None:
             self._side.synchronize()
         self._ring = {}
@@ -302,7 +302,7 @@ class WindowStore:
 def num_slots(
     *, num_items: int, batch_size: int, block_items: int, item_bytes: int, window_bytes: int, room_bytes: int
 ) -> int:
-    """Blocks the window holds: what it may, but at least those that one batch or chunk can touch."""
+    """Blocks in the window: as many as fit, but at least those that one batch or chunk can touch."""
     touched = -(-(batch_size - 1) // block_items) + 1
     # one more than touched: the last block of the data is short and may lie between two others
     slots = max(3, touched + 1, min(window_bytes, room_bytes) // (block_items * item_bytes))
@@ -310,12 +310,12 @@ def num_slots(
 
 
 class _Slots:
-    """Which turns have their slot free: a thread waits for its turn, the consumer gives back."""
+    """Tracks which slots are free: loading threads wait for a slot, the consumer releases them."""
 
     def __init__(self, first: int, num_slots: int, event: Any) -> None:
         self._num_slots = num_slots
-        self._below = first  # turns before this one are used up
-        self._event = event  # after it the device no longer reads them
+        self._below = first  # slots of turns before this one are free
+        self._event = event  # after this event the device no longer reads those slots
         self._stopped = False
         self._changed = threading.Condition()
 
@@ -331,7 +331,7 @@ class _Slots:
         with self._changed:
             self._changed.wait_for(lambda: self._stopped or turn < self._below + self._num_slots)
             if self._stopped:
-                raise RuntimeError("window was left")
+                raise RuntimeError("the window was closed")
             return self._event
 
     def free(self, below: int, event: Any) -> None:
@@ -357,7 +357,7 @@ def first_that_fits(
     device: torch.device,
     ranks: Ranks | None = None,
 ) -> tuple[Choice, Kept]:
-    """The chosen tier loaded, or the next one below that has room; say_order tells what it changes.
+    """Load the chosen tier, or the next lower one that fits; say_order describes how it changes the order of rows.
 
     Several ranks take the same tier, the highest that has room on all of them: the order of rows may depend on it.
     """
@@ -365,7 +365,7 @@ def first_that_fits(
         choice = _agreed(choice, ranks)
     for tier in TIERS[TIERS.index(choice.tier) :]:
         made = _try(make, tier)
-        # only now, outside the except block, is the traceback gone that kept the tensors alive
+        # only here, outside the except block, is the traceback that kept the tensors alive gone
         if ranks is not None and ranks.greatest(int(isinstance(made, str)))[0] and not isinstance(made, str):
             made.close()
             made = "no room on another rank"
@@ -379,7 +379,7 @@ def first_that_fits(
         below = TIERS[TIERS.index(tier) + 1]
         log.warning("tier %s did not fit (%s); using tier %s%s", tier, made, below, say_order(below))
         choice = Choice(below, f"tier {tier} did not fit")
-    raise AssertionError("the last tier was made or raised")
+    raise AssertionError("the last tier is either loaded or raises")
 
 
 def _agreed(choice: Choice, ranks: Ranks) -> Choice:
@@ -397,12 +397,12 @@ def _try(make: Callable[[Tier], Kept], tier: Tier) -> Kept | str:
 
 
 def fill_memory(rows: Split, layout: RowLayout, where: torch.device) -> Memory:
-    """All rows there; tensors that are already there are used as they are."""
+    """Load all rows; tensors that are already on that device are used without a copy."""
     source = rows.source
     if isinstance(source, TensorSource) and rows.all and _adoptable(source, layout.fields, where):
         return Memory(layout.pack({name: source.tensors[name] for name in layout.fields}), owned=False)
     data_bytes = len(rows) * row_bytes(layout.fields)
-    if where.type == "cpu" and data_bytes > free_bytes(HOST):  # Linux would promise it, and kill us later
+    if where.type == "cpu" and data_bytes > free_bytes(HOST):  # Linux would grant it, and kill the process later
         raise OutOfMemory(f"{format_size(data_bytes)} of data, {format_size(free_bytes(HOST))} free on the host")
     matrices = layout.allocate(len(rows), where)
     load_rows(rows, layout, matrices, where)
@@ -443,7 +443,7 @@ def load_rows(rows: Split, layout: RowLayout, into: Batch, device: torch.device)
 
 @contextmanager
 def _pool(workers: int) -> Iterator[ThreadPoolExecutor]:
-    """A pool whose waiting work is dropped when one piece fails."""
+    """A thread pool that drops its queued work when one piece fails."""
     pool = ThreadPoolExecutor(workers, thread_name_prefix="brim-load")
     try:
         yield pool

@@ -1,8 +1,7 @@
-"""Tensors on disk, the reading half: `manifest.json` beside `shards/000000.safetensors`, `shards/000001.safetensors`, …
+"""Reading datasets: `manifest.json` beside `shards/000000.safetensors`, `shards/000001.safetensors`, …
 
 A reader trusts what the manifest lists and nothing else, and the manifest lists only whole, synced shards:
-after a crash a shard is there entirely or not at all. Rows have a leading axis of items; their meaning is not
-known here.
+after a crash a shard is complete or absent. Rows have a leading axis of items; their meaning is not known here.
 """
 
 import json
@@ -40,7 +39,7 @@ MANIFEST = "manifest.json"
 
 
 class Dataset:
-    """A dataset opened for reading, in a directory or under a URL; a wrong or damaged one fails with its reason."""
+    """A dataset opened for reading, in a directory or under a URL; a wrong or damaged one raises with the reason."""
 
     def __init__(self, path: Path | str | Place) -> None:
         """Read the manifest at once, so that a wrong path fails where it is named."""
@@ -96,8 +95,8 @@ class Dataset:
         return out
 
     def verify(self, progress: Callable[[int, int], None] | None = None) -> None:
-        """Compare every shard's size and checksum; progress is told (shards done, shards in all)."""
-        with ThreadPoolExecutor(worker_count()) as pool:  # hashing lets other threads run
+        """Compare every shard's size and checksum; progress gets (shards done, shards in total)."""
+        with ThreadPoolExecutor(worker_count()) as pool:  # hashing releases the interpreter lock
             files = [self.file(entry) for entry in self.shards]
             checks = pool.map(partial(check_bytes, checksum=True), files, self.shards)
             for done, _ in enumerate(checks, 1):

@@ -1,7 +1,7 @@
 """Where a writer puts a dataset: a directory, or a prefix of an object store.
 
-Both keep a second writer out, put a shard whole or not at all, put the manifest after the shards it lists, and remove
-what a crash left. A directory renames and syncs; a store takes an object at once or not at all.
+Both keep a second writer out, write a shard completely or not at all, write the manifest after the shards it lists, and
+remove the leftovers of a crash. A directory renames and syncs; a store accepts an object completely or not at all.
 """
 
 import fcntl
@@ -25,7 +25,7 @@ from brim.engine.storage.places import ObjectPlace, Place, sync
 from brim.engine.storage.shard_file import unfinished, upload, write_safetensors
 from brim.errors import DatasetError, StorageError
 
-LEASE_S = 60.0  # a dead writer keeps others out for so long at most
+LEASE_S = 60.0  # longest time a dead writer keeps others out
 LEASE_FILE = ".lock.json"
 
 
@@ -35,15 +35,15 @@ class Lease:
     def __init__(self, place: ObjectPlace) -> None:
         self.place = place
         self._token = secrets.token_hex(16)
-        self._renewing = ObjectPlace(place.url, patience_s=0.0)  # a renewal that fails is tried at the next one
+        self._renewing = ObjectPlace(place.url, patience_s=0.0)  # a failed renewal is repeated at the next interval
         self._ended = threading.Event()
         self._thread: threading.Thread | None = None
 
     def acquire(self) -> None:
-        """Take the lease and keep it; DatasetError when a living writer has it."""
+        """Take the lease and keep renewing it; DatasetError if a live writer has it."""
         if not self.place.create(self._text(), LEASE_FILE):
             self._refuse_living()
-            self.place.remove(LEASE_FILE)  # of two who find it run out, the store lets one create the next
+            self.place.remove(LEASE_FILE)  # if two find it expired, the store lets only one create the next
             if not self.place.create(self._text(), LEASE_FILE):
                 self._refuse_living()
                 raise DatasetError(
@@ -72,7 +72,7 @@ class Lease:
             return
         self._thread.join()
         self._thread = None
-        with suppress(StorageError):  # else it runs out
+        with suppress(StorageError):  # otherwise it expires
             if self._read(self.place).get("token") == self._token:
                 self.place.remove(LEASE_FILE)
 
@@ -102,7 +102,7 @@ class Lease:
 
     @staticmethod
     def _read(place: ObjectPlace) -> dict[str, Any]:
-        """What the lease says; nothing where there is none, or one that is not ours to understand."""
+        """The content of the lease; empty if there is none or it cannot be read."""
         with suppress(FileNotFoundError, ValueError):
             found = json.loads(place.read_bytes(LEASE_FILE))
             if isinstance(found, dict):
@@ -122,25 +122,25 @@ def home_of(place: Place) -> "Home":
 
 
 class Home(ABC):
-    """What a writer does to the place of its dataset."""
+    """The operations a writer needs on the place of its dataset."""
 
     @abstractmethod
     def is_vacant(self) -> bool:
-        """Nothing there but what a crash before the first manifest can leave."""
+        """Whether there is nothing but leftovers of a crash before the first manifest."""
 
     @abstractmethod
     def has_manifest(self) -> bool: ...
 
     @abstractmethod
-    def found(self) -> None:
-        """Make it and keep others out, for a new dataset."""
+    def create(self) -> None:
+        """Create the place of a new dataset and keep other writers out."""
 
     @abstractmethod
     def lock(self) -> None:
         """Keep other writers out of an existing dataset."""
 
     @abstractmethod
-    def furnish(self) -> None:
+    def prepare(self) -> None:
         """Make room for shards, once the manifest is written."""
 
     @abstractmethod
@@ -149,15 +149,15 @@ class Home(ABC):
 
     @abstractmethod
     def put_manifest(self, text: str, shards: Collection[str]) -> None:
-        """Make sure that these shards are there to stay, then replace the manifest."""
+        """Make these shards durable, then replace the manifest."""
 
     @abstractmethod
     def sweep(self, listed: Collection[str]) -> None:
         """Remove temporary files and shards that are not listed; foreign files stay."""
 
     @abstractmethod
-    def withdraw(self) -> None:
-        """Undo `found`: remove what was made, as long as nothing else is in it."""
+    def undo(self) -> None:
+        """Undo `create`: remove what was created, if nothing else is in it."""
 
     @abstractmethod
     def unlock(self) -> None: ...
@@ -182,8 +182,8 @@ class DirectoryHome(Home):
     def has_manifest(self) -> bool:
         return (self.path / MANIFEST).exists()
 
-    def found(self) -> None:
-        """Make the directory and those above."""
+    def create(self) -> None:
+        """Create the directory and its parents."""
         missing = [place for place in (self.path, *self.path.parents) if not place.exists()]
         for place in reversed(missing):
             place.mkdir(exist_ok=True)
@@ -191,7 +191,7 @@ class DirectoryHome(Home):
         self.lock()
 
     def lock(self) -> None:
-        """The system's lock, which ends with the process, however that ends."""
+        """A lock of the operating system, which ends with the process, however it ends."""
         handle = os.open(self.path, os.O_RDONLY)
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -201,17 +201,17 @@ class DirectoryHome(Home):
                 f"{self.path} is being written by another process", code="in_use", hint="wait for it to end"
             ) from failure
         except OSError:
-            pass  # a file system without locks, such as some NFS: go on without
+            pass  # a file system without locks, such as some NFS: continue without
         self._lock = handle
 
-    def furnish(self) -> None:
-        """The directory of the shards."""
+    def prepare(self) -> None:
+        """Create the directory of the shards."""
         (self.path / "shards").mkdir(exist_ok=True)
         if self._made:
             sync(self.path.parent)
 
     def put_shard(self, name: str, tensors: dict[str, Tensor], before: Callable[[], None]) -> tuple[int, str]:
-        """By rename; synced only with the manifest, for several at once."""
+        """Written under another name, then renamed; synced with the manifest, for several shards at once."""
         file = self.path / "shards" / name
         temporary = file.with_name(f".{file.stem}.tmp")
         with unfinished(temporary):
@@ -241,7 +241,7 @@ class DirectoryHome(Home):
                 file.unlink()
         (self.path / f".{MANIFEST}.tmp").unlink(missing_ok=True)
 
-    def withdraw(self) -> None:
+    def undo(self) -> None:
         """Remove what was created, so that the next try finds an empty directory."""
         with suppress(OSError):
             if (self.path / "shards").exists():
@@ -263,14 +263,14 @@ class StoreHome(Home):
         self._lease = Lease(place)
 
     def is_vacant(self) -> bool:
-        """No object under the prefix but a lease."""
+        """There is no object under the prefix, except a lease."""
         return set(self.place.walk()) <= {LEASE_FILE}
 
     def has_manifest(self) -> bool:
         return self.place.exists(MANIFEST)
 
-    def found(self) -> None:
-        """Take the lease; someone may have come and gone since it was seen vacant."""
+    def create(self) -> None:
+        """Take the lease, then check again: another writer may have written since the prefix was found empty."""
         self.lock()
         if not self.is_vacant():
             raise DatasetError(f"{self.place} is no longer empty", code="occupied", hint="add {resume} to continue it")
@@ -279,15 +279,15 @@ class StoreHome(Home):
         """Takes a lease, which expires when this process dies."""
         self._lease.acquire()
 
-    def furnish(self) -> None:
+    def prepare(self) -> None:
         """An object store has no directories."""
 
     def put_shard(self, name: str, tensors: dict[str, Tensor], before: Callable[[], None]) -> tuple[int, str]:
-        """Make it in a local file, then upload that."""
+        """Write a local file, then upload it."""
         return upload(self.place, name, tensors, before)
 
     def put_manifest(self, text: str, shards: Collection[str]) -> None:
-        """The shards are safe once uploaded; only who holds the lease may list them."""
+        """Shards are durable once uploaded; only the holder of the lease may list them."""
         self._lease.check()
         self.place.put_bytes(text.encode(), MANIFEST)
 
@@ -296,8 +296,8 @@ class StoreHome(Home):
             if _OURS.fullmatch(name) and name not in listed:
                 self.place.remove(f"shards/{name}")
 
-    def withdraw(self) -> None:
-        """Remove what this run put there, unless another writer has taken over."""
+    def undo(self) -> None:
+        """Remove what this run wrote, unless another writer has taken over."""
         with suppress(StorageError):
             self._lease.check()
             self.sweep(())

@@ -1,7 +1,7 @@
-"""Where files are kept: a directory of this machine, or a prefix in an object store, by one small interface.
+"""Where files are kept: a directory of this machine, or a prefix in an object store, behind one small interface.
 
-A `Place` does what datasets need and no more. What it puts is there whole or not at all. A store that does not answer
-is asked again for a while, said aloud once; one that refuses is an error at once. Credentials and endpoints come from
+A `Place` offers what datasets need, no more. Files are written completely or not at all. A store that does not answer
+is retried for a while, with one warning; one that rejects a request raises at once. Credentials and endpoints come from
 the environment, as the store's own tools read them, and are never printed.
 """
 
@@ -23,12 +23,12 @@ from urllib.parse import unquote, urlsplit
 
 from brim.errors import ConfigError, StorageError
 
-RETRY_S = 60.0  # how long a store that does not answer is asked again; BRIM_STORAGE_RETRY_S changes it
-FIRST_S = 10.0  # the same before its first answer ever: an address that was never right is told soon
+RETRY_S = 60.0  # how long a store that does not answer is retried; BRIM_STORAGE_RETRY_S changes it
+FIRST_S = 10.0  # the same before its first answer: a wrong address should be reported soon
 
-CONNECT_S, SILENT_S = 5, 60  # a connection that is not made, and one on which nothing comes, are given up after so long
-SLOWEST_BYTES_PER_S = 100_000  # an upload below this is given up, and tried again
-PART_BYTES = 16 * 2**20  # of a large object, asked for at the same time as its other parts
+CONNECT_S, SILENT_S = 5, 60  # timeout for connecting and for reading
+SLOWEST_BYTES_PER_S = 100_000  # slower uploads are aborted and retried
+PART_BYTES = 16 * 2**20  # part of a large object; parts are requested in parallel
 
 _URL = re.compile(r"[a-zA-Z][a-zA-Z0-9+.\-]*://")
 _Result = TypeVar("_Result")
@@ -41,7 +41,7 @@ def is_url(text: str | Path) -> bool:
 
 
 def place_of(where: "str | Path | Place") -> "Place":
-    """The place that a path or a URL names; a file:// URL is a path. Nothing is touched yet."""
+    """The place that a path or a URL names; a file:// URL is a path. Nothing is accessed yet."""
     if isinstance(where, Place):
         return where
     if isinstance(where, Path) or not is_url(where):
@@ -54,7 +54,7 @@ def place_of(where: "str | Path | Place") -> "Place":
 class Place(ABC):
     """A directory that is here or in an object store; names in it are relative, such as shards/000000.safetensors.
 
-    A name that is not there raises FileNotFoundError; whatever else fails is a StorageError that says the next step.
+    A missing file raises FileNotFoundError; any other failure is a StorageError with a hint.
     Pickled, it opens again in another process.
     """
 
@@ -82,11 +82,11 @@ class Place(ABC):
 
     @abstractmethod
     def put_file(self, local: Path, name: str) -> None:
-        """Copy a local file here, over one that is there; whole or not at all."""
+        """Copy a local file here, replacing an existing one; completely or not at all."""
 
     @abstractmethod
     def put_bytes(self, data: bytes, name: str) -> None:
-        """Write a file, over one that is there; whole or not at all."""
+        """Write a file, replacing an existing one; completely or not at all."""
 
     @abstractmethod
     def remove(self, name: str) -> None:
@@ -104,7 +104,7 @@ class Place(ABC):
         return True
 
     def at(self, name: str) -> str:
-        """How a person writes the place of a file in here."""
+        """The path or URL of a file in this place, for messages."""
         return f"{self}/{name}"
 
 
@@ -112,7 +112,7 @@ class Place(ABC):
 
 
 class LocalPlace(Place):
-    """A directory of this machine; it need not exist until something is put into it."""
+    """A directory of this machine; it need not exist until something is written to it."""
 
     path: Path
 
@@ -172,7 +172,7 @@ class LocalPlace(Place):
 
     @contextmanager
     def _new(self, name: str) -> Iterator[Path]:
-        """A temporary file that takes its name at the end; after a failure it is gone."""
+        """A temporary file that gets its name at the end and is removed after a failure."""
         target = self.path / name
         temporary = target.with_name(f".{target.name}.{secrets.token_hex(4)}.tmp")
         try:
@@ -219,15 +219,15 @@ def _local_path(url: str) -> Path:
 
 
 class ObjectPlace(Place):
-    """A prefix in an object store, through fsspec; one object is put at once or not at all."""
+    """A prefix in an object store, through fsspec."""
 
     path = None
 
     def __init__(self, url: str, answered: bool = False, patience_s: float | None = None) -> None:
         """Check the URL's form.
 
-        answered    someone had an answer from there before, so that a store that is silent will come back
-        patience_s  how long a silent store is asked again, for what is said at `RETRY_S`
+        answered    the store has answered before, so that it is worth waiting for when it is silent
+        patience_s  how long a silent store is retried, instead of `RETRY_S`
         """
         scheme, _, rest = url.partition("://")
         if "@" in rest.partition("/")[0]:
@@ -240,7 +240,7 @@ class ObjectPlace(Place):
             raise ConfigError(f"{url} names no bucket; write {scheme}://bucket/prefix")
         self.name = self.url.rpartition("/")[2]
         self.answered, self.patience_s = answered, patience_s
-        self._gave_up = False  # a store that was silent for so long is not waited for again until it answers
+        self._gave_up = False  # after giving up once, do not wait again until the store answers
         self._told = False
         self._opened: Any = None
         self._lock = threading.Lock()
@@ -296,11 +296,11 @@ class ObjectPlace(Place):
         self._ask("write", name, lambda fs: fs.pipe_file(self.at(name), data, **limits(fs)))
 
     def create(self, data: bytes, name: str) -> bool:
-        """Write an object that must not be there yet; whether it was not, which the store itself decides."""
+        """Write an object that must not exist yet; returns whether it was created, decided by the store atomically."""
         limits = _upload_limits(len(data))
         try:
             self._ask("write", name, lambda fs: fs.pipe_file(self.at(name), data, mode="create", **limits(fs)))
-        except FileExistsError:  # perhaps by our own try, whose answer was lost
+        except FileExistsError:  # perhaps by our own attempt, whose answer was lost
             with suppress(FileNotFoundError):
                 return self.read_bytes(name) == data
             return False
@@ -333,7 +333,7 @@ class ObjectPlace(Place):
                         hint="check the network, the store and its endpoint (AWS_ENDPOINT_URL for S3), then continue "
                         "with {resume}",
                     ) from failure
-                if pause_s > 0.2:  # two hiccups in a row are nothing to speak of
+                if pause_s > 0.2:  # one or two failures in a row are not worth a warning
                     self._tell(reason, patience_s)
             else:
                 self._heard()
@@ -369,7 +369,7 @@ class ObjectPlace(Place):
 
 
 def _open(scheme: str) -> Any:
-    """The library's file system of a scheme, without its own retries and caches: one place decides."""
+    """fsspec's file system for a scheme, without its own retries and caches: only `_ask` retries."""
     try:
         import fsspec
     except ImportError as failure:
@@ -390,14 +390,14 @@ def _open(scheme: str) -> Any:
 
 
 def _upload_limits(num_bytes: int) -> Callable[[Any], dict[str, float]]:
-    """How long an upload may take: before the store says "100 Continue", the library's own limits do not hold."""
+    """How long an upload may take: before the store answers "100 Continue", the library's own timeouts do not apply."""
     limit_s = SILENT_S + num_bytes / SLOWEST_BYTES_PER_S
     return lambda fs: {"timeout": limit_s} if getattr(fs, "async_impl", False) else {}
 
 
 def _fetch(fs: Any, key: str, start: int, stop: int | None) -> bytes:
     if stop is None or stop - start <= PART_BYTES:
-        # always with a range: without one the library asks for the size first, and a refusal of that has no reason
+        # always with a range: without one the library requests the size first, and an error of that has no reason
         return _part(lambda: fs.cat_file(key, start=start, end=stop))
     starts = list(range(start, stop, PART_BYTES))
     parts = fs.cat_ranges([key] * len(starts), starts, [*starts[1:], stop], on_error="return")
@@ -405,7 +405,7 @@ def _fetch(fs: Any, key: str, start: int, stop: int | None) -> bytes:
 
 
 def _part(ask: Callable[[], Any]) -> bytes:
-    """Some bytes; none where they would begin behind the object's end."""
+    """A range of bytes; empty if it starts after the object's end."""
     try:
         return bytes(ask())
     except Exception as failure:
@@ -428,10 +428,10 @@ def _retry_s() -> float:
         raise ConfigError(f"BRIM_STORAGE_RETRY_S={text!r} is not a number of seconds; write one such as 60") from None
 
 
-# What a failure means
+# Failures
 
 
-_PASSING = {  # names of the exceptions by which libraries say that a connection did not work
+_PASSING = {  # names of the libraries' exceptions for failed connections
     *("ConnectionError", "TimeoutError", "HTTPClientError", "ClientConnectionError", "ClientPayloadError"),
     *("IncompleteReadError", "IncompleteRead", "ResponseParserError", "ResponseStreamingError", "FSTimeoutError"),
 }
@@ -448,7 +448,7 @@ _MAY = "s3:GetObject, s3:PutObject, s3:DeleteObject and s3:ListBucket"
 
 
 def _judge(failure: Exception, place: ObjectPlace, what: str, name: str) -> str:
-    """Why a request failed, in words, when it may work later; else the error to end with is raised here."""
+    """The reason, if the request may succeed later; otherwise raises the final error."""
     status, code = _status(failure)
     kinds = {kind.__name__ for link in _chain(failure) for kind in type(link).__mro__}
     reason = _tidy(str(getattr(failure, "strerror", None) or failure)) or type(failure).__name__
@@ -483,7 +483,7 @@ def _chain(failure: BaseException | None) -> Iterator[BaseException]:
 
 
 def _status(failure: BaseException) -> tuple[int, str]:
-    """HTTP status and the store's own code, where the failure came with an answer; else 0 and nothing."""
+    """HTTP status and the store's own code; 0 and "" if there was no answer."""
     for link in _chain(failure):
         answer = getattr(link, "response", None)
         if isinstance(answer, dict):
@@ -493,5 +493,5 @@ def _status(failure: BaseException) -> tuple[int, str]:
 
 
 def _tidy(text: str) -> str:
-    """One line, without what may be a password."""
+    """One line without possible passwords."""
     return re.sub(r"//[^/@\s]*@", "//…@", " ".join(text.split()))

@@ -1,7 +1,7 @@
-"""One shard's file: what the manifest says of it, its bytes in and out, here or in an object store.
+"""One shard's file: its entry in the manifest, writing and reading it, in a directory or an object store.
 
-The bytes are those the safetensors library writes. `write_shard` is what one of several worker processes calls; the
-manifest that lists its shard is written elsewhere, by one: see `ShardWriter.adopt`.
+The bytes are those the safetensors library writes. Worker processes call `write_shard`;
+one process writes the manifest that lists their shards: see `ShardWriter.adopt`.
 """
 
 import errno
@@ -29,7 +29,7 @@ RowFields = dict[str, tuple[torch.dtype, tuple[int, ...]]]  # name → (dtype, s
 REMAKE = "restore it from a copy, or make the dataset again in another {out}"
 
 _HEADER_GUESS = 16 * 1024  # bytes read first; headers are smaller
-_GAP = 256 * 1024  # bytes between two tensors that are read rather than asked apart
+_GAP = 256 * 1024  # gaps up to this many bytes are read rather than split into two requests
 
 # In the order safetensors lays tensors out: wide types first, so that each is aligned in the mapped file.
 DTYPES = {
@@ -67,7 +67,7 @@ def shard_name(number: int) -> str:
 
 
 def write_shard(place: Place, number: int, rows: dict[str, Tensor], totals: dict[str, int]) -> ShardEntry:
-    """Write one shard of a dataset, whole or not at all and safe when this returns; its manifest does not list it yet.
+    """Write one shard of a dataset, durable when this returns; the manifest does not list it yet.
 
     rows    name → (n, …)  any device
     totals  running totals after the last row
@@ -92,7 +92,7 @@ def write_shard(place: Place, number: int, rows: dict[str, Tensor], totals: dict
 def upload(
     place: Place, name: str, tensors: dict[str, Tensor], before: Callable[[], None] = lambda: None
 ) -> tuple[int, str]:
-    """Make a shard in a local temporary file and put it into a store, `before` just before; its bytes and sha256."""
+    """Write a shard to a temporary file and upload it, calling `before` just before; returns its bytes and sha256."""
     with ExitStack() as stack:
         try:
             file = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="brim-"))) / name
@@ -108,7 +108,7 @@ def upload(
 
 
 def check_fields(rows: dict[str, Tensor], where: str) -> int:
-    """Number of rows, once it is sure that they can be written."""
+    """Check that the rows can be written, and return their number."""
     counts = {len(tensor) for tensor in rows.values()}
     if len(counts) != 1:
         raise DatasetError(f"{where}: rows must have one length, got {sorted(counts)}")
@@ -182,7 +182,7 @@ def unfinished(temporary: Path) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """A file in an object store: as much of a path as a shard needs."""
+    """A file in an object store, with the part of the Path interface that a shard needs."""
 
     place: Place
     key: str  # in the place
@@ -252,7 +252,7 @@ class Span:
 
 
 def read_header(file: Stored, entry: ShardEntry) -> dict[str, Span]:
-    """What is where in a stored shard, by one small request as a rule."""
+    """The tensors' positions in a shard of an object store, usually with one small request."""
     start = _range(file, 0, min(entry.bytes, _HEADER_GUESS))
     length = 8 + int.from_bytes(start[:8], "little")
     if len(start) < length <= entry.bytes:
@@ -285,7 +285,7 @@ def _span(one: dict[str, Any], base: int) -> Span:
 
 
 def _joined(spans: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Ranges to read: neighbours, and what lies close together, at once; a request costs more than a few bytes."""
+    """Ranges to read; tensors close to each other are read together, as a request costs more than a few bytes."""
     out: list[tuple[int, int]] = []
     for start, stop in sorted(spans):
         if out and start - out[-1][1] <= _GAP:
@@ -296,7 +296,7 @@ def _joined(spans: list[tuple[int, int]]) -> list[tuple[int, int]]:
 
 
 def _tensor(span: Span, pieces: dict[int, bytes]) -> Tensor:
-    """A tensor of its own memory, from the piece that holds its bytes."""
+    """A tensor with its own memory, copied from the range that holds its bytes."""
     first = max(start for start in pieces if start <= span.bytes[0])
     out = torch.empty(span.shape, dtype=span.dtype)
     if out.numel():
@@ -306,7 +306,7 @@ def _tensor(span: Span, pieces: dict[int, bytes]) -> Tensor:
 
 
 def _range(file: Stored, start: int, stop: int) -> bytes:
-    """Bytes of a stored shard; fewer than asked for are damage."""
+    """Bytes of a shard in an object store; raises ShardCorrupt if there are fewer than requested."""
     try:
         data = file.place.read_bytes(file.key, start, stop)
     except FileNotFoundError as failure:
@@ -333,7 +333,7 @@ def _whole(file: Stored, entry: ShardEntry, *, checksum: bool) -> bytes:
 
 
 def check_bytes(file: ShardPath, entry: ShardEntry, *, checksum: bool) -> None:
-    """Raise ShardCorrupt when a shard's file is not what the manifest says."""
+    """Raise ShardCorrupt if a shard's file differs from the manifest."""
     if isinstance(file, Stored):
         _check_stored(file, entry, checksum=checksum)
         return
@@ -362,7 +362,7 @@ def _check_stored(file: Stored, entry: ShardEntry, *, checksum: bool) -> None:
 
 
 def check_names(names: Sequence[str] | None, known: Iterable[str], where: object) -> Sequence[str]:
-    """The names asked for, by default all that are known."""
+    """The requested names, by default all."""
     known = list(known)
     for name in names or ():
         if name not in known:
@@ -376,7 +376,7 @@ def corrupt(file: ShardPath, fault: str, cause: BaseException | None = None) -> 
 
 
 def unreadable(file: Path, failure: OSError) -> NoReturn:
-    """A file that cannot be read, or is not there."""
+    """Raise for a file that cannot be read or is missing."""
     if isinstance(failure, FileNotFoundError):
         corrupt(file, "is missing", failure)
     reason = failure.strerror or failure

@@ -1,7 +1,7 @@
-"""Tensors on disk, the writing half: rows in, whole shards and a manifest that lists them out.
+"""Writing datasets: rows in, complete shards and a manifest that lists them out.
 
-Shards appear at once, the manifest after them: whatever is killed, a reader sees all of a shard or nothing of it. How
-they are put into a directory or an object store is in `destination.py`.
+Shards appear atomically, the manifest after them: whatever is killed, a reader sees a complete shard or none. How they
+are put into a directory or an object store is in `destination.py`.
 """
 
 import json
@@ -26,7 +26,7 @@ from brim.errors import ConfigError, DatasetError, ShardCorrupt, StorageError
 
 __all__ = ["COMMIT_S", "ShardWriter", "Verify", "verify", "write_shard"]
 
-COMMIT_S = 1.0  # shards made within this time share one commit: syncing each would cost more than making it
+COMMIT_S = 1.0  # shards written within this time share one commit: syncing each would cost more than writing it
 
 Verify = Literal["all", "sizes"]
 
@@ -34,8 +34,8 @@ Verify = Literal["all", "sizes"]
 def verify(dataset: Dataset, how: Verify, progress: Callable[[int, int], None] | None = None) -> None:
     """Compare shards with the manifest: all bytes, or the sizes of all and the bytes of the last.
 
-    Shards are synced before the manifest lists them, so a crash leaves the listed ones whole; sizes find what was cut
-    short or lost all the same. Terabytes are continued in seconds then.
+    Shards are synced before the manifest lists them, so a crash leaves the listed ones complete; comparing sizes still
+    finds truncated or lost files, and terabytes are resumed in seconds.
     """
     if how == "all":
         dataset.verify(progress)
@@ -52,8 +52,8 @@ def verify(dataset: Dataset, how: Verify, progress: Callable[[int, int], None] |
 class ShardWriter:
     """Appends rows to a dataset, in a directory or under a URL, cut into shards of exactly items_per_shard.
 
-    Leaving the context writes what is left as a shorter last shard, also after Ctrl-C or a failure of the
-    caller, so that what was made can be used; resuming makes that shard again. Memory holds one shard.
+    Leaving the context writes the remaining rows as a shorter last shard, also after Ctrl-C or a failure of the
+    caller, so that they can be used; resuming writes that shard again. Memory holds one shard.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class ShardWriter:
         derived: Callable[[int, dict[str, int]], dict[str, Any]] | None = None,
         verify: Verify = "all",
     ) -> None:
-        """Store; the header's keys go to the manifest, those in identity must be equal to resume.
+        """The header's keys go to the manifest; those in identity must be equal to resume.
 
         derived gives further keys from the items and totals of each commit, so that they hold after a crash too.
         verify "all" reads every shard of a dataset that is continued; "sizes" trusts its own crashes: see `verify`.
@@ -91,7 +91,7 @@ class ShardWriter:
         self._flushed = 0  # rows accepted when the partial shard was written here
         self._ahead: dict[int, ShardEntry] = {}  # adopted, behind a gap
         self._unsynced: list[str] = []  # names of shards
-        self._dirty = False  # what the manifest on disk says is out of date
+        self._dirty = False  # the manifest on disk is out of date
         self._commit_failed = False
         self._committed_at = 0.0
         self._fresh = True  # started by us, not continued
@@ -109,7 +109,7 @@ class ShardWriter:
         return dict(self._full[-1].totals) if self._full else {}
 
     def __enter__(self) -> Self:
-        """Check everything, then create the directory or continue the one that is there."""
+        """Check everything, then create the dataset or continue the existing one."""
         if self.items_per_shard < 1:
             raise ConfigError(
                 "must be at least 1", field="items_per_shard", value=self.items_per_shard, code="out_of_range"
@@ -133,16 +133,16 @@ class ShardWriter:
     def __exit__(
         self, kind: type[BaseException] | None, failure: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Write what is left and commit; a file system that refused is not asked to take more rows."""
+        """Write the remaining rows and commit; after a storage error no more rows are written."""
         try:
             if not isinstance(failure, StorageError):
                 self.flush_partial()
                 self._commit()
-            elif not self._commit_failed:  # shards renamed since the last commit are whole: list them
+            elif not self._commit_failed:  # shards renamed since the last commit are complete: list them
                 with suppress(StorageError):
                     self._commit()
             if failure is not None and self._fresh and not self._listed():
-                self._home.withdraw()  # nothing was made: leave no directory that refuses the next try
+                self._home.undo()  # nothing was written: leave no directory that would block the next try
         finally:
             self._home.unlock()
 
@@ -197,12 +197,12 @@ class ShardWriter:
         self._unlist_partial()
 
     def flush_partial(self) -> None:
-        """Write the rows of the unfinished shard as they are; a longer one that is already listed stays."""
+        """Write the rows of the unfinished shard; a longer one that is already listed stays."""
         if self._buffered() > (self._partial.items if self._partial else 0):
             self._write_shard()
 
     def finish(self, **extra: Any) -> None:
-        """Write what is left, add the extra fields to the manifest and mark the dataset complete."""
+        """Write the remaining rows, add the extra fields to the manifest and mark the dataset complete."""
         assert not self._ahead, f"shard {len(self._full)} is missing"
         with refusals(self.place):
             if not self._buffered():
@@ -218,13 +218,13 @@ class ShardWriter:
 
     def _start(self) -> None:
         try:
-            self._home.found()
+            self._home.create()
             # The manifest comes first, so that a crash from here on leaves a directory that can be resumed.
             self._dirty = True
             self._commit()
-            self._home.furnish()
+            self._home.prepare()
         except (OSError, StorageError):
-            self._home.withdraw()
+            self._home.undo()
             raise
 
     def _continue(self) -> None:
@@ -237,7 +237,7 @@ class ShardWriter:
         self._check_identity(found.manifest)
         self._created = str(found.manifest["created"])
         self._keep(found)
-        self._home.furnish()
+        self._home.prepare()
         self._home.sweep({entry.name for entry in self._listed()})
         self._committed_at = time.monotonic()
 
@@ -253,7 +253,7 @@ class ShardWriter:
                 )
 
     def _keep(self, found: Dataset) -> None:
-        """Take over the full shards, checked, and a partial last one until it is made again."""
+        """Take over the full shards, verified, and a partial last one until it is written again."""
         self._full = list(found.shards)
         if self._full and self._full[-1].items < self.items_per_shard:
             self._partial = self._full.pop()
@@ -284,7 +284,7 @@ class ShardWriter:
         return [*self._full, *([self._partial] if self._partial else [])]
 
     def _check_rows(self, rows: dict[str, Tensor], totals: dict[str, Tensor]) -> int:
-        """Number of rows, once it is sure that they belong with those before; allocates on the first call."""
+        """Check that the rows match the previous ones and return their number; allocates on the first call."""
         counts = {len(tensor) for tensor in (*rows.values(), *totals.values())}
         fields = {name: (tensor.dtype, tuple(tensor.shape[1:])) for name, tensor in rows.items()}
         if len(counts) != 1 or not fields:
@@ -312,13 +312,13 @@ class ShardWriter:
         self._list(ShardEntry(name=name, items=count, bytes=size, sha256=sha256, totals=self._row_totals))
 
     def _unlist_partial(self) -> None:
-        """Same file name: the manifest must stop listing the old bytes before they go."""
+        """The new shard has the same file name: the manifest must not list the old bytes when they are replaced."""
         if self._partial is not None:
             self._partial, self._dirty = None, True
             self._commit()
 
     def _list(self, entry: ShardEntry) -> None:
-        """Take the next shard, which is there, into the manifest, at once or with those of the next second."""
+        """List the next shard in the manifest, at once or with those of the next second."""
         self._unsynced.append(entry.name)
         self._dirty = True
         self._rows, self._row_totals = self.items + entry.items, entry.totals
@@ -330,7 +330,7 @@ class ShardWriter:
             self._commit()
 
     def _commit(self) -> None:
-        """Make the manifest on disk say what is there, after making sure that it is there."""
+        """Make the shards durable, then write a manifest that lists them."""
         if not self._dirty:
             return
         self._commit_failed = True  # until its end; a sync that failed once seems to work when tried again

@@ -34,7 +34,7 @@ Groups = dict[str, dict[str, Tensor]]  # file stem → tensors by name
 
 
 def save_checkpoint(directory: Path, groups: Mapping[str, Mapping[str, Tensor]], state: Mapping[str, Any]) -> None:
-    """Put a checkpoint in the place of the one there, which stays until the new one is synced."""
+    """Replace the checkpoint in this directory; the old one is kept until the new one is synced."""
     new, old = _beside(directory, "new"), _beside(directory, "old")
     with _refusals(directory):
         shutil.rmtree(new, ignore_errors=True)
@@ -52,7 +52,7 @@ def save_checkpoint(directory: Path, groups: Mapping[str, Mapping[str, Tensor]],
 
 
 def has_checkpoint(directory: Path) -> bool:
-    """Whether load_checkpoint would find something, whole or damaged."""
+    """Whether there is a checkpoint, complete or damaged."""
     return directory.is_dir() or _beside(directory, "old").is_dir()
 
 
@@ -72,7 +72,7 @@ def load_checkpoint(directory: Path) -> tuple[Groups, dict[str, Any]]:
 def load_weights(
     module: nn.Module, run: Path | str, phase: str = "train", which: Literal["best", "last"] = "best"
 ) -> dict[str, Any]:
-    """Put a run's weights into the module and return the checkpoint's state; best is last where nothing was evaluated.
+    """Put a run's weights into the module and return the checkpoint's state; "best" is "last" if nothing was evaluated.
 
     Loads on the device the module is on. Weights of another model are a CheckpointError that names the first
     difference.
@@ -87,7 +87,7 @@ def load_weights(
 
 @torch.no_grad()
 def copy_in(saved: Mapping[str, Tensor], targets: Mapping[str, Tensor], directory: Path) -> None:
-    """Copy saved tensors into those of the same name, in place; the first that differs is named, and nothing copied."""
+    """Copy saved tensors into those of the same name, in place; a difference raises, and nothing is copied."""
     for name in dict.fromkeys((*targets, *saved)):
         mine, other = (_describe(tensors.get(name)) for tensors in (targets, saved))
         if mine != other:
@@ -102,7 +102,7 @@ def copy_in(saved: Mapping[str, Tensor], targets: Mapping[str, Tensor], director
 
 @contextmanager
 def locked(directory: Path) -> Iterator[None]:
-    """Make the directory and keep other writers out; the lock ends with the process, however that ends."""
+    """Create the directory and lock it against other writers; the lock ends with the process, however it ends."""
     with _refusals(directory):
         directory.mkdir(parents=True, exist_ok=True)
         handle = os.open(directory, os.O_RDONLY)
@@ -114,7 +114,7 @@ def locked(directory: Path) -> Iterator[None]:
             f"{directory} is being written by another process", code="in_use", hint="wait for it to end"
         ) from failure
     except OSError:
-        pass  # a file system without locks, such as some NFS: go on without
+        pass  # a file system without locks, such as some NFS: continue without
     try:
         yield
     finally:
@@ -209,7 +209,7 @@ def _refusals(directory: Path) -> Iterator[None]:
 
 log = logging.getLogger("brim")
 
-# Changing one of these in mid-run would make another run of it; the others only change what is written when.
+# Changing one of these would make it a different run; the other settings only change what is written and when.
 _IDENTITY = ("learning_rate", "weight_decay", "warmup", "clip_norm", "precision", "seed")
 _SOURCE = ("num_items", "num_batches", "batch_size")
 
@@ -230,7 +230,7 @@ class LossWindow:
         return list(self._losses[start : len(self.sizes)].tolist())
 
     def first_bad(self, *, newest_only: bool = False) -> tuple[int, float] | None:
-        """Place and value of the first loss that is not finite."""
+        """Position and value of the first loss that is not finite."""
         start = max(0, len(self.sizes) - 1) if newest_only else 0
         return next(((at, loss) for at, loss in enumerate(self.values(start), start) if not math.isfinite(loss)), None)
 
@@ -247,7 +247,7 @@ class LossWindow:
         return {"losses": self.values(), "sizes": self.sizes}
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Go on from a checkpoint's; one with another log_every may hold more, and its newest are kept."""
+        """Continue from a checkpoint; one with another log_every may hold more losses, of which the newest are kept."""
         room = len(self._losses) - 1
         losses, self.sizes = state["losses"][-room:] if room else [], list(state["sizes"][-room:]) if room else []
         self._losses[: len(losses)] = torch.tensor(losses, dtype=torch.float32)
@@ -294,14 +294,14 @@ class PhaseState:
         self.saved_at = time.perf_counter()
 
     def _write(self, log_bytes: int) -> None:
-        if self._best_weights is not None:  # first: last must not name a best that is not there
+        if self._best_weights is not None:  # first: "last" must not refer to a "best" that does not exist
             best = {**self._identity(), **(self.best or {})}
             save_checkpoint(self._folder / "best", {"model": self._best_weights}, best)
         weights, moments = self._stepper.module.state_dict(), self._stepper.optimizer_tensors()
         save_checkpoint(self._folder / "last", {"model": weights, "optimizer": moments}, self._as_json(log_bytes))
 
     def open(self, resume: bool) -> None:
-        """Go on from the last checkpoint, if there is one; rank 0 reads it for all."""
+        """Resume from the last checkpoint, if there is one; rank 0 reads it for all."""
         last = self._folder / "last"
         found = self._stepper.ranks.from_main(lambda: self._find(last, resume))
         if found is None:
@@ -315,7 +315,7 @@ class PhaseState:
             raise CheckpointError(
                 f"{last}/state.json lacks a value ({failure!r})", code="damaged", hint="choose another {out}"
             ) from failure
-        log.info("%s: going on from step %d of %d", self._folder, self.step, self.num_steps)
+        log.info("%s: resuming from step %d of %d", self._folder, self.step, self.num_steps)
 
     def _find(self, last: Path, resume: bool) -> tuple[Groups, dict[str, Any]] | None:
         if not has_checkpoint(last):

@@ -1,14 +1,13 @@
-"""Which part of a batch is whose, and how that part is computed as if the whole batch were here.
+"""How a batch is divided among ranks, and how each rank computes its share as if the whole batch were there.
 
-Of rows in a fixed order rank r of N owns every N-th, and holds no others. The batches of an epoch are those of one
-process; of each a rank computes the items it owns, which are more or fewer from batch to batch. What an item gets from
-elsewhere is what it would get in one process:
+Rank r of N owns every N-th row and holds no others. The batches of an epoch are those of a single process; of each
+batch a rank computes the items it owns, whose number varies. Everything that couples items is as in a single process:
 
-    random numbers   drawn for the whole batch on every rank, of which each takes those of its items
+    random numbers   drawn for the whole batch on every rank; each takes those of its items
     batch norms      over the whole batch, by sums
     contrasts        with the items of all ranks, gathered
 
-A rank that owns nothing of a batch computes a stand-in, which counts for nothing.
+A rank that owns no item of a batch computes a stand-in, which has weight 0.
 
 Axes: B items of the whole batch, n of them this rank's, k rows of each item (two views, for instance).
 """
@@ -34,20 +33,20 @@ class Share:
 
     ranks: Ranks
     count: int  # B
-    places: Tensor  # (n,) int64 on the host: where its items are in the whole batch, rising; empty: a stand-in is here
+    places: Tensor  # (n,) int64 on the host: positions of its items in the whole batch, ascending; empty: a stand-in
     _rows: dict[tuple[int, torch.device], Tensor] = field(default_factory=dict)
 
     @property
     def weight(self) -> float:
-        """What the mean over its items counts for in the mean over the batch, times the ranks that are averaged."""
+        """Weight of the mean over its items in the mean over the batch, times the number of ranks that are averaged."""
         return len(self.places) * self.ranks.size / self.count
 
     def repeats(self, num_rows: int) -> int:
-        """Rows of each item, k, where this rank has so many."""
+        """Rows of each item, k, if this rank has num_rows rows."""
         return num_rows // max(1, len(self.places))
 
     def rows(self, num_rows: int, device: torch.device) -> Tensor:
-        """(n k,) int64: where this rank's rows are among the B k of the whole batch; an item's are neighbours."""
+        """(n k,) int64: positions of this rank's rows in the whole batch of B k; those of an item are adjacent."""
         key = (self.repeats(num_rows), device)
         if key not in self._rows:
             places = self.places if len(self.places) else torch.zeros(1, dtype=torch.int64)
@@ -61,7 +60,7 @@ _share: ContextVar[Share | None] = ContextVar("share", default=None)
 
 @contextmanager
 def computing(share: Share | None) -> Iterator[None]:
-    """Around what a step computes of this share; None: of the whole batch."""
+    """Context in which a step computes this share; None: the whole batch."""
     token = _share.set(share)
     try:
         yield
@@ -70,7 +69,7 @@ def computing(share: Share | None) -> Iterator[None]:
 
 
 def current() -> Share | None:
-    """The share that is being computed; None: the batch is whole."""
+    """The share being computed; None: the whole batch."""
     return _share.get()
 
 
@@ -78,7 +77,7 @@ def current() -> Share | None:
 
 
 def drawn(make: Callable[[tuple[int, ...]], Tensor], shape: tuple[int, ...], axis: int = 0) -> Tensor:
-    """Random numbers of this shape, whose axis is the rows of a batch: those of a share are a part of the whole's."""
+    """Random numbers of this shape, whose axis is the rows of a batch; a share gets its part of those of the whole."""
     share = _share.get()
     if share is None:
         return make(shape)
@@ -88,7 +87,7 @@ def drawn(make: Callable[[tuple[int, ...]], Tensor], shape: tuple[int, ...], axi
 
 
 def dropout(x: Tensor, probability: float, training: bool, axis: int = 0) -> Tensor:
-    """As torch's; an item of a share loses what it would lose in the whole batch."""
+    """As torch's dropout; an item of a share gets the mask it would get in the whole batch."""
     if _share.get() is None or not training or not probability:
         return functional.dropout(x, probability, training)
 
@@ -105,11 +104,11 @@ class Dropout(nn.Dropout):
         return dropout(input, self.p, self.training)
 
 
-# What couples the items of a batch
+# Coupled items of a batch
 
 
 def gathered(rows: Tensor) -> Tensor:
-    """The rows of all ranks, (B k, …), in the order of the whole batch; gradients find their way back to each rank."""
+    """The rows of all ranks, (B k, …), in the order of the whole batch; the backward pass returns gradients."""
     share = _share.get()
     if share is None:
         return rows
@@ -118,7 +117,7 @@ def gathered(rows: Tensor) -> Tensor:
 
 
 def own_rows(num_rows: int, device: torch.device) -> Tensor:
-    """(n k,) int64: where this rank's rows are in what gathered() gives."""
+    """(n k,) int64: positions of this rank's rows in the result of gathered()."""
     share = _share.get()
     return torch.arange(num_rows, device=device) if share is None else share.rows(num_rows, device)
 
@@ -141,7 +140,7 @@ class _Gather(torch.autograd.Function):
 
 
 def share_norms(module: nn.Module) -> None:
-    """Let the batch norms of a module work over whole batches; weights and their names stay as they are."""
+    """Replace the batch norms of a module by ones over whole batches; weights and their names stay."""
     for parent in module.modules():
         for name, child in parent.named_children():
             if not isinstance(child, _BatchNorm) or isinstance(child, nn.SyncBatchNorm | SharedNorm):
@@ -190,19 +189,19 @@ class SharedNorm(_BatchNorm):
 
 
 class _Norm(torch.autograd.Function):
-    """(x - mean) / deviation in float32, both over the items of all ranks, whose sums travel."""
+    """(x - mean) / deviation in float32, both over the items of all ranks, from exchanged sums."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, share: Share, eps: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         axes = [0, *range(2, x.ndim)]
         sides = (1, -1, *[1] * (x.ndim - 2))
-        counts = 1.0 if len(share.places) else 0.0  # a stand-in is in no sum, and no sum depends on it
+        counts = 1.0 if len(share.places) else 0.0  # a stand-in has no part in any sum
         values = x if x.dtype == torch.float64 else x.float()
         num_rows = share.repeats(len(x)) * share.count
-        count = values.new_full((), num_rows * (x[0].numel() // x.shape[1]))  # filled there: a copy would be waited for
+        count = values.new_full((), num_rows * (x[0].numel() // x.shape[1]))  # no copy: it would synchronise
         mean = share.ranks.add_up(values.sum(axes) * counts) / count
         centred = values - mean.view(sides)
-        # a second sum, of squares about the mean: a difference of sums would drown a small variance
+        # a second sum, of squares about the mean: a difference of sums would lose a small variance
         variance = share.ranks.add_up(centred.square().sum(axes) * counts) / count
         scale = torch.rsqrt(variance + eps).view(sides)
         normal = centred.mul_(scale)
@@ -219,16 +218,16 @@ class _Norm(torch.autograd.Function):
         return (scale * (grad - total - normal * along)).to(ctx.dtype), None, None
 
 
-# What is whose
+# Dividing an epoch
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Cut:
-    """Of the batches of an epoch, what a rank computes."""
+    """The part of an epoch's batches that a rank computes."""
 
-    items: Tensor  # (m,) int64: the items, by their place among the rank's own, batch after batch, stand-ins included
+    items: Tensor  # (m,) int64: positions of the items among the rank's own, batch after batch, stand-ins included
     stops: Tensor  # (b,) int64: where each batch ends in them
-    _places: Tensor  # (m',) int64: where the items are in their batches, without stand-ins
+    _places: Tensor  # (m',) int64: positions of the items in their batches, without stand-ins
     _owned: Tensor  # (b + 1,) int64: where each batch begins in those
     _counts: Tensor  # (b,) int64: items of the whole batches
 
@@ -252,7 +251,7 @@ def cut(order: Tensor, sizes: Tensor, ranks: Ranks) -> Cut:
     empty = torch.nonzero(owned.diff() == 0).flatten()
     if not len(mine):
         raise ConfigError(f"rank {ranks.rank} of {ranks.size} has no item of the epoch; use fewer ranks")
-    # the neighbour in the order: a window that rotates holds it
+    # the neighbour in the order, which a rotating window also holds
     near = mine[owned[empty].clamp(max=len(mine) - 1)]
     places = torch.cat([mine, near])
     line = torch.sort(torch.cat([batch, empty]), stable=True)

@@ -1,10 +1,10 @@
-"""Several processes that train as one: who they are, what they agree on, and what happens when one of them fails.
+"""Several processes (ranks) that train as one: joining, agreeing on values, and handling the failure of one of them.
 
-torch.distributed is used here alone, and not at all where a process is by itself. torchrun says who is who by the
-environment. Rank 0 is the one that writes and speaks; the others compute. Two groups connect them:
+torch.distributed is used only here, and not at all by a single process. torchrun assigns the ranks through environment
+variables. Rank 0 writes files and reports; the others compute. Two process groups connect them:
 
-    control  gloo, on the host: flags, errors, small objects. It waits for as long as rank 0 evaluates or writes
-    data     NCCL where every rank has a GPU of its own, else the same gloo: gradients and sums over a batch
+    control  gloo, on the host: flags, errors, small objects. Waits for as long as rank 0 evaluates or writes
+    data     NCCL if every rank has its own GPU, else the same gloo: gradients and sums over a batch
 """
 
 import logging
@@ -28,20 +28,27 @@ from brim.errors import BrimError, ConfigError, RankLost
 
 log = logging.getLogger("brim")
 
-MEET_S = 60.0  # in which all ranks must have come
-WAIT_S = 7 * 24 * 3600.0  # for rank 0, at most; a rank that dies is noticed at once
-LOOK_S = 0.25  # between two looks up from the steps
-_BLAME_S = 3.0  # a rank that fails has so long to say why before the others end
+MEET_S = 60.0  # in which all ranks must have joined
+WAIT_S = 7 * 24 * 3600.0  # longest wait for rank 0; a rank that dies is noticed at once
+LOOK_S = 0.25  # between two checks whether any rank wants to stop, log or save
+_BLAME_S = 3.0  # how long a failing rank may take to report why before the others end
 _DRAIN_S = 0.1
 _FAILURE = "brim-failure"
-_BROKEN = ("gloo", "connection closed", "connection reset", "broken pipe", "nccl", "socket")  # in torch's messages
+_BROKEN = (
+    "gloo",
+    "connection closed",
+    "connection reset",
+    "broken pipe",
+    "nccl",
+    "socket",
+)  # found in torch's messages
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Ranks:
-    """The processes of a training, and which of them this one is."""
+    """The processes that train together, and which of them this one is."""
 
     device: torch.device
     rank: int = 0
@@ -60,10 +67,10 @@ class Ranks:
     def alone(self) -> bool:
         return self.size == 1
 
-    # Words, on the host
+    # Objects, on the host
 
     def from_main(self, make: Callable[[], T]) -> T:
-        """What rank 0 makes, on every rank; the others wait for it, and its error ends them too."""
+        """The value that rank 0 computes, on every rank; the others wait for it, and its error ends them too."""
         if self.alone:
             return make()
         box: list[Any] = [None, None]
@@ -81,7 +88,7 @@ class Ranks:
         return made
 
     def all_of(self, mine: T) -> list[T]:
-        """What each rank has, on every rank, in their order."""
+        """The values of all ranks, in rank order, on every rank."""
         if self.alone:
             return [mine]
         found: list[Any] = [None] * self.size
@@ -100,23 +107,23 @@ class Ranks:
         self.greatest(0)
 
     def leave(self) -> None:
-        """End the connections, once all ranks have come so far: whoever left first would take them along."""
+        """Close the connections, once all ranks are here: the first to leave would break those of the others."""
         self.meet()
         distributed.barrier(self._control)  # of no tensors
-        # gloo's threads let go of the last tensors only now, and need the interpreter for it, which would wait for them
+        # gloo's threads release the last tensors only now and need the interpreter lock for it
         time.sleep(_DRAIN_S)
         distributed.destroy_process_group()
 
-    # Numbers, on the device
+    # Tensors, on the device
 
     def add_up(self, tensor: Tensor) -> Tensor:
-        """The sum over all ranks, in place; on a GPU of one's own it is queued, not waited for."""
+        """The sum over all ranks, in place; with NCCL it is queued, not waited for."""
         if not self.alone:
             distributed.all_reduce(tensor, distributed.ReduceOp.SUM, self._data)
         return tensor
 
     def averaging(self, module: nn.Module) -> nn.Module:
-        """The module with gradients that are means over the ranks, sent while the way back still computes others."""
+        """The module with gradients averaged over the ranks, sent while the backward pass computes others."""
         if self.alone:
             return module
         known = signature(nn.parallel.DistributedDataParallel).parameters
@@ -127,7 +134,7 @@ class Ranks:
     # Failures
 
     def explained(self, failure: Exception) -> Exception:
-        """What to raise when this rank cannot go on: its own failure, noted for the others, or that of another."""
+        """What to raise when this rank cannot continue: its own failure, noted for the others, or that of another."""
         text = (str(failure).strip() or type(failure).__name__).splitlines()[0]
         if isinstance(failure, RankLost):
             return failure
@@ -145,14 +152,14 @@ class Ranks:
         )
 
     def _is_told(self, text: str) -> bool:
-        """Note this rank's failure; whether rank 0, which speaks for all, fails in the same way."""
+        """Record this rank's failure; returns whether rank 0, which reports for all, failed in the same way."""
         with suppress(RuntimeError):
             self._store.set(_FAILURE, f"rank {self.rank} failed: {text}")
             self._store.set(f"{_FAILURE}-{self.rank}", text)
         return self.main or self._noted(f"{_FAILURE}-0", _BLAME_S / 2) == text
 
     def _noted(self, name: str, wait_s: float) -> str:
-        """What a rank noted under a name, when it does so soon; asked again and again, as waiting logs a warning."""
+        """The failure recorded under a name within wait_s; polled, because the store's own wait logs a warning."""
         until_s = time.monotonic() + wait_s
         with suppress(RuntimeError):  # the store may be gone too
             while time.monotonic() < until_s:
@@ -163,9 +170,9 @@ class Ranks:
 
 
 class Pace:
-    """When ranks look up from their steps together, so that what one of them wants is what all do at that step.
+    """Decides at which steps the ranks synchronise, so that all of them stop, log or save at the same step.
 
-    Rank 0 says after how many steps the next look is, from its clock: a few a second, whatever a step takes.
+    Rank 0 sets the number of steps until the next check from its clock: a few checks a second, however long a step is.
     """
 
     def __init__(self, ranks: Ranks, step: int) -> None:
@@ -173,7 +180,7 @@ class Pace:
         self._due, self._looked, self._looked_s = step + 1, step, time.perf_counter()
 
     def any(self, step: int, wanted: bool) -> bool:
-        """Whether any rank wants it, at a step at which they look; else nobody does."""
+        """Whether any rank wants it, at a step with a check; False at other steps."""
         if self._ranks.alone:
             return wanted
         return step >= self._due and bool(self._ranks.greatest(int(wanted))[0])
@@ -193,7 +200,7 @@ class Pace:
 
 @contextmanager
 def joined(device: str = "auto") -> Iterator[Ranks]:
-    """The ranks that this process is one of, by what torchrun set in its environment; by itself, where it set nothing.
+    """The ranks this process belongs to, from the environment that torchrun sets; a single process without it.
 
     A rank that fails ends all of them: the others find their connections closed.
     """
@@ -237,7 +244,7 @@ def _number(environment: Mapping[str, str], name: str, otherwise: int) -> int:
 
 
 def _device(name: str, local_rank: int) -> torch.device:
-    """As resolve_device, but without a number every rank takes the next GPU of its machine, in turn."""
+    """As resolve_device, but without a number the ranks of a machine take its GPUs in turn."""
     if name in ("auto", "cuda") and torch.cuda.is_available():
         return resolve_device(f"cuda:{local_rank % torch.cuda.device_count()}")
     return resolve_device(name)
@@ -249,7 +256,7 @@ def _join(rank: int, size: int, device: torch.device) -> Ranks:
     try:
         meeting = rendezvous("env://", rank, size, timeout=timedelta(seconds=MEET_S))
         store, rank, size = next(meeting)
-        # torchrun's store outlives the ranks it starts again: each time they meet under another name
+        # torchrun's store outlives restarted ranks: each start uses another prefix
         store = PrefixStore(f"brim-{_restarts()}", store)
         distributed.init_process_group(
             "gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=MEET_S)
@@ -275,7 +282,7 @@ def _restarts() -> int:
 
 
 def _own_gpus(device: torch.device, size: int, control: Any) -> bool:
-    """Whether NCCL can connect all ranks: it refuses two on one GPU."""
+    """Whether NCCL can connect all ranks: it does not support two on one GPU."""
     mine = f"{socket.gethostname()} {gpu_uuid(device) or device}" if device.type == "cuda" else ""
     names: list[Any] = [None] * size
     distributed.all_gather_object(names, mine, control)
@@ -283,7 +290,7 @@ def _own_gpus(device: torch.device, size: int, control: Any) -> bool:
 
 
 def _is_broken(failure: Exception) -> bool:
-    """Whether it says that a connection between ranks ended, which is told by the text alone in most of torch."""
+    """Whether a connection between ranks was lost; for most of torch only the message of the error tells."""
     known = isinstance(failure, distributed.DistError)
     text = str(failure).lower()
     return known or (isinstance(failure, RuntimeError) and any(word in text for word in _BROKEN))

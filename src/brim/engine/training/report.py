@@ -1,4 +1,4 @@
-"""What a training run says of itself: progress while it runs, a report and one line at its end, logs on disk."""
+"""Progress, final report and logs of a training run."""
 
 import json
 import logging
@@ -25,7 +25,7 @@ _KEYS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainProgress:
-    """Where a run is; handed to the caller at least once a second."""
+    """Progress of a run, reported at least once a second."""
 
     phase: str
     epoch: int  # counted from 0
@@ -36,12 +36,12 @@ class TrainProgress:
     samples_per_s: float
     eta_s: float
     seconds: float = 0.0  # of training so far
-    waiting: Mapping[str, float] | None = None  # of which lost, by cause; None: not known yet
+    waiting: Mapping[str, float] | None = None  # seconds of it lost, by cause; None: not known yet
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainReport:
-    """What a run did and what it took; times count training alone, not evaluation, compilation or capture."""
+    """Result of a run; times count training only, not evaluation, compilation or capture."""
 
     run: str
     phase: str
@@ -50,8 +50,8 @@ class TrainReport:
     samples_per_s: float
     epoch_seconds: float  # mean
     tier: str  # of the source
-    ceiling_share: float | None  # rate over that of the step on one fixed batch; None: not measured
-    busy_share: float  # of the time in which the device worked
+    ceiling_share: float | None  # throughput relative to the step on one fixed batch; None: not measured
+    busy_share: float  # share of the time in which the device was busy
     waiting: dict[str, float]  # seconds by cause
     best_val_loss: float | None
     peak_bytes: int
@@ -60,7 +60,7 @@ class TrainReport:
     micro_batch: int | None  # items at once, where a whole batch did not fit
     diagnosis: tuple[str, ...]  # what kept the device from working, worst first
     stopped: bool  # by request, before the last epoch
-    stopped_early: bool  # for want of a better val_loss
+    stopped_early: bool  # because val_loss no longer improved
 
     def as_dict(self) -> dict[str, Any]:
         """The report as JSON-able values, by the names of the contract."""
@@ -137,10 +137,10 @@ def _times(stepper: Stepper, state: PhaseState, static: StepTimes | None) -> Tim
 
 
 class RunLog:
-    """Metrics of a phase, as JSON lines and as TensorBoard events; what was logged after `log_bytes` goes."""
+    """Metrics of a phase, as JSON lines and as TensorBoard events; anything logged after `log_bytes` is removed."""
 
     def __init__(self, directory: Path, *, tensorboard: bool, log_bytes: int = 0, step: int = 0) -> None:
-        """Store; log_bytes and step are those of the checkpoint that is continued."""
+        """log_bytes and step come from the checkpoint that is resumed."""
         self._file = directory / METRICS
         self._events = directory / "tensorboard"
         self._tensorboard = tensorboard
@@ -152,7 +152,7 @@ class RunLog:
         """Open the logs where the checkpoint left them."""
         log_bytes, step = self._start
         self._lines = self._file.open("ab")
-        if self._lines.tell() > log_bytes:  # lines of steps that will be done again
+        if self._lines.tell() > log_bytes:  # lines of steps that will be repeated
             self._lines.truncate(log_bytes)
             self._lines.seek(0, os.SEEK_END)
         if self._tensorboard:
@@ -195,7 +195,7 @@ class NoLog:
 
 def _open_tensorboard(directory: Path, step: int) -> Any:
     try:
-        from torch.utils.tensorboard import SummaryWriter  # slow to import, and needs a package of its own
+        from torch.utils.tensorboard import SummaryWriter  # slow to import, and an optional dependency
     except ImportError as failure:
         log.warning("no TensorBoard events (%s); install tensorboard, or set tensorboard=False", failure)
         return None

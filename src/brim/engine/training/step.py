@@ -1,7 +1,7 @@
 """One optimisation step: forward, loss, backward, clipping and AdamW; run eagerly or replayed as a CUDA graph.
 
 Nothing in it waits for the device. The learning rate is a device tensor, random numbers depend on (seed, phase, step)
-alone, and whatever had to run to prepare a graph is undone: the weights are those of a run without preparation.
+alone, and everything that ran to prepare a graph is undone: the weights are those of a run without preparation.
 """
 
 import gc
@@ -31,7 +31,7 @@ _DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class Stepper:
-    """Trains a module in place, a step at a time."""
+    """Trains a module in place, one step at a time."""
 
     def __init__(
         self,
@@ -49,11 +49,11 @@ class Stepper:
         self.ranks = ranks or Ranks(device=device)
         self.params = _trainable(module, device)
         self.precision = resolve_precision(config.precision, device)
-        self.micro: int | None = None  # items at once when the whole batch does not fit
+        self.micro: int | None = None  # items per pass if the whole batch does not fit
         self._loss_fn, self._compiled, self._transform = loss_fn, loss_fn, transform
         self._first: tuple[Any, ...] | None = None  # shape of the first batch, the only one that is compiled
         on_gpu = device.type == "cuda"
-        # with several ranks eagerly: shares differ in size from batch to batch, and gradients travel meanwhile
+        # eager with several ranks: shares vary in size, and gradients are sent during the backward pass
         self._compile = config.compile == "compile" and self.ranks.alone
         self._capture = on_gpu and config.compile != "none" and self.ranks.alone
         if config.compile == "graph" and not on_gpu:
@@ -90,7 +90,7 @@ class Stepper:
         return "compiled" if self._compile else "eager"
 
     def _make_state(self) -> None:
-        """Let AdamW make its state now, by a step that changes nothing, so that it can be loaded, kept and captured."""
+        """Create AdamW's state now, by a step that changes nothing, so that it can be loaded, saved and captured."""
         self._lr.zero_()
         for param in self.params.values():
             param.grad = torch.zeros_like(param)
@@ -102,14 +102,14 @@ class Stepper:
     # Steps
 
     def needs_preparation(self, batch: Batch) -> bool:
-        """Whether a batch of this shape should be prepared for: the first, and others when they come back."""
+        """Whether this shape should be prepared: the first one, and others when they come a second time."""
         if self._first is None:
             return self._compile or self.device.type == "cuda"
         shape, room = shape_of(batch), len(self._graphs) < self.config.max_graphs
         return self._capture and shape in self._seen and shape not in self._graphs and room
 
     def prepare(self, batch: Batch, share: Share | None = None) -> None:
-        """Warm up, compile or capture for batches of this shape; nothing of it shows in the training."""
+        """Warm up, compile or capture for batches of this shape, without any effect on the training."""
         shape = shape_of(batch)
         kept = Snapshot(self)
         try:
@@ -118,7 +118,7 @@ class Stepper:
                 if self._compile:
                     self._try_compile(_clone(batch))
                 self.seed(0)
-                self._run_eagerly(_clone(batch), share)  # libraries set themselves up, and the memory is tried
+                self._run_eagerly(_clone(batch), share)  # libraries initialise, and the memory is tested
             kept.restore()
             graph = self._try_capture(batch, kept) if self._capture else None
         finally:
@@ -143,7 +143,7 @@ class Stepper:
         return graph.loss
 
     def inputs(self, num_items: int) -> Batch | None:
-        """The inputs of the graph for batches of so many items, for a source that fills them itself."""
+        """The inputs of the graph for batches of that many items, for a source that fills them itself."""
         for graph in self._graphs.values():
             if batch_items(graph.inputs) == num_items:
                 return graph.inputs
@@ -187,7 +187,7 @@ class Stepper:
         return loss
 
     def _run_share(self, batch: Batch, share: Share, loss_fn: LossFn) -> Tensor:
-        """The same of a rank's part: its mean counts by its items, so that all gradients add up to the batch's."""
+        """As _run_eagerly for a rank's share: its mean is weighted by its items, so gradients sum to the batch's."""
         dtype = _DTYPES[self.precision]
         try:
             with guard(), computing(share):
@@ -197,7 +197,7 @@ class Stepper:
                     loss = _checked(loss_fn(self._computed, batch)).float() * share.weight
                 self.scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
         except OutOfMemory as failure:
-            # not in parts, as alone: the other ranks wait in the middle of theirs
+            # not in parts: the other ranks would wait in the middle of theirs
             raise OutOfMemory(
                 f"rank {self.ranks.rank}: {batch_items(batch)} items, its part of a batch of {share.count}, do not fit "
                 f"on {self.device} ({failure}); use a smaller batch size or more ranks"
@@ -206,7 +206,7 @@ class Stepper:
         return self.ranks.add_up(loss.detach() / self.ranks.size)
 
     def _loss_for(self, batch: Batch) -> LossFn:
-        # other shapes run as they are: each would be compiled anew
+        # other shapes run uncompiled: each would need a compilation
         return self._compiled if self._compile and shape_of(batch) == self._first else self._loss_fn
 
     def _fitting(self, batch: Batch, loss_fn: LossFn) -> Tensor | None:
@@ -265,7 +265,7 @@ class Stepper:
         try:
             self._compiled = torch.compile(self._loss_fn, dynamic=False)
             self._backward(batch, self._compiled)
-        except Exception as failure:  # the compiler fails in many ways; an error of the loss itself comes up again
+        except Exception as failure:  # of many kinds; an error of the loss itself is raised again when run eagerly
             log.warning("torch.compile failed (%s); steps run eagerly", _first_line(failure))
             self._compile = False
 
@@ -282,7 +282,7 @@ class Stepper:
                 kept.restore()
         except OutOfMemory:
             raise
-        except Exception as failure:  # whatever the step does that a graph cannot hold
+        except Exception as failure:  # anything the step does that a graph cannot capture
             self._clean_up()
             log.warning("the step cannot be captured as a CUDA graph (%s); steps run eagerly", _first_line(failure))
             self._capture = False
@@ -293,17 +293,17 @@ class Stepper:
         current = torch.cuda.current_stream(self.device)
         side = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
         side.wait_stream(current)
-        with torch.cuda.stream(side):  # libraries set themselves up in the first runs, which a graph must not hold
+        with torch.cuda.stream(side):  # libraries initialise in the first runs, which must not be captured
             self._whole(inputs)
             syncs = find_syncs(lambda: self._whole(inputs))
-            if syncs:  # before the capture: one that fails half way leaves torch's allocator in disorder
+            if syncs:  # before the capture: one that fails half way leaves torch's allocator in an invalid state
                 raise RuntimeError(f"the step waits for the device in {', '.join(syncs)}")
             self._whole(inputs)
         current.wait_stream(side)
         torch.cuda.synchronize(self.device)
         self._pool = self._pool or torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
-        # thread_local: a source's threads go on copying meanwhile
+        # thread_local: the source's threads continue to copy
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             loss = self._whole(inputs)
         return _Graph(graph, inputs, loss)
@@ -315,7 +315,7 @@ class Stepper:
         return loss
 
     def _clean_up(self) -> None:
-        """After a failed capture: end its allocations, and free the random stream that believes it is captured.
+        """After a failed capture: end its allocations and replace the random stream, which is still marked as captured.
 
         Earlier graphs follow the old random stream, so they go too.
         """
@@ -354,7 +354,7 @@ class Snapshot:
         for tensor, copy in zip(self._stepper.tensors(), self._copies, strict=True):
             tensor.copy_(copy)
         if self._scaler:
-            self._stepper.scaler._per_optimizer_states.clear()  # a step that failed half way leaves its mark there
+            self._stepper.scaler._per_optimizer_states.clear()  # a step that failed half way may have changed them
             self._stepper.scaler.load_state_dict(self._scaler)
 
 

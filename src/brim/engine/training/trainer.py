@@ -3,7 +3,7 @@
 It knows no radio and no images: a module, a loss over a dict batch, a source of batches on the device. A phase keeps
 everything it writes in its own folder of the run:
 
-    RUN/PHASE/last/         weights, optimiser and state to go on from
+    RUN/PHASE/last/         weights, optimiser and state to resume from
     RUN/PHASE/best/         weights with the lowest val_loss
     RUN/PHASE/metrics.jsonl, RUN/PHASE/tensorboard/
 
@@ -33,7 +33,7 @@ from brim.engine.training.source import Batch, BatchSource
 from brim.engine.training.step import LossFn, Snapshot, Stepper, Transform, batch_items, shape_of
 from brim.errors import ConfigError, DatasetError, TrainingDiverged
 
-BAD_ITEMS = ("field", "the transform")  # how a cause begins that lies in the items of a batch
+BAD_ITEMS = ("field", "the transform")  # how causes begin that lie in the items of a batch
 
 
 def all_finite(tensors: Iterable[Tensor]) -> bool:
@@ -43,7 +43,7 @@ def all_finite(tensors: Iterable[Tensor]) -> bool:
 
 
 def likely_cause(stepper: Stepper, batch: Batch, step: int, learning_rate: float) -> str:
-    """Why the loss of a batch is not finite; looks at it again, so that nothing is checked while all is well."""
+    """Why the loss of a batch is not finite; examined afterwards, so that normal steps need no checks."""
     if name := _first_bad_field(batch):
         return f'field "{name}" of that batch holds NaN or Inf; clean the data'
     stepper.seed(step)
@@ -64,9 +64,9 @@ def _first_bad_field(batch: Batch) -> str:
 log = logging.getLogger("brim")
 
 Evaluate = Callable[[nn.Module], Mapping[str, float]]
-CEILING_S = 0.3  # of measuring the step on fixed batches, all told
-RARE = 0.05  # of the steps: shapes that came less often are left out of that
-PROGRESS_S = 0.5  # half of what is promised: a step may take as long again
+CEILING_S = 0.3  # time for measuring the step on fixed batches, in total
+RARE = 0.05  # share of the steps: rarer shapes are not measured
+PROGRESS_S = 0.5  # half of the promised interval: a step may take as long again
 
 
 def train(
@@ -85,16 +85,16 @@ def train(
     resume: bool = True,
     ranks: Ranks | None = None,
 ) -> TrainReport:
-    """Train the module in place, going on from the phase's last checkpoint; it ends with the last weights.
+    """Train the module in place, resuming from the phase's last checkpoint; it ends with the last weights.
 
     loss_fn(module, batch) is the mean over the batch's items. evaluate(module) runs after every epoch, in fp32 and
     without gradients, and returns at least "val_loss". transform(batch, generator) changes a batch on the device.
     Every random number of a step comes from torch's default streams, set by (seed, phase, step), so a run that was
-    stopped or killed ends with the same bits on a CPU. `progress` is called at least once a second, `stop` is asked
-    after each batch; a run stopped so can be resumed.
+    stopped or killed ends with the same bits on a CPU. `progress` is called at least once a second, `stop`
+    after each batch; a run stopped by it can be resumed.
 
-    With several ranks all of them call this at once with equal arguments and train as one; rank 0 alone writes and
-    tells, and evaluate must return the same on all of them.
+    With several ranks all of them call this with equal arguments and train as one; only rank 0 writes and reports,
+    and evaluate must return the same on all of them.
     """
     where = resolve_device(str(device))
     ranks = ranks or Ranks(device=where)
@@ -136,7 +136,7 @@ def _check_source(source: BatchSource, ranks: Ranks) -> None:
 
 
 def _energy_j(summaries: Sequence[Mapping[str, Any] | None]) -> float | None:
-    """Of all ranks; None where it is not known of one."""
+    """Sum over all ranks; None if unknown for one of them."""
     known = [summary["energy_j"] for summary in summaries if summary is not None]
     return None if len(known) < len(summaries) or None in known else sum(known)
 
@@ -206,7 +206,7 @@ class _Run:
     def _step(self, batch: Batch) -> None:
         share = None if self.ranks.alone else self.source.share(self.state.epoch, self.state.batch)
         num_items = batch_items(batch) if share is None else share.count
-        if share is None:  # shares have as many shapes as sizes, and are not timed
+        if share is None:  # shares have many shapes and are not timed
             shape = shape_of(batch)
             self.kinds[shape] = batch, self.kinds.get(shape, (batch, 0))[1] + 1
         if self.stepper.needs_preparation(batch):
@@ -235,7 +235,7 @@ class _Run:
             self.save()
 
     def _at_once(self, is_time: bool) -> bool:
-        """Whether it is time by the clock of rank 0; all ranks then do the same at the same step."""
+        """Whether it is time by the clock of rank 0, so that all ranks act at the same step."""
         return self.pace.any(self.state.step, is_time and self.ranks.main)
 
     def _log_window(self) -> None:
@@ -310,13 +310,13 @@ class _Run:
         rate = learning_rate_at(self.config, step, self.state.num_steps)
         with computing(None if self.ranks.alone else self.source.share(epoch, index)):
             causes = self.ranks.all_of(likely_cause(self.stepper, batch, step, rate))
-        cause = max(causes, key=lambda said: said.startswith(BAD_ITEMS))  # one rank alone has the items at fault
+        cause = max(causes, key=lambda said: said.startswith(BAD_ITEMS))  # only one rank has the bad items
         saved = self.state.saved_step
         kept = "no checkpoint was written yet" if saved is None else f"the checkpoint of step {saved} stays"
         raise TrainingDiverged(f"{fault} at step {step} (epoch {epoch}, batch {index}): {cause}; {kept}")
 
     def save(self) -> None:
-        """Write a checkpoint, unless what would be written is not finite."""
+        """Write a checkpoint, unless weights or losses are not finite."""
         self._check_losses()
         if not all_finite(self.module.state_dict().values()):
             self._diverge("a weight is NaN or Inf", max(0, self.state.step - 1))
@@ -326,7 +326,7 @@ class _Run:
     def time_fixed_batches(self) -> StepTimes | None:
         """Time the step on fixed batches over and over, then undo what the steps did.
 
-        Of every shape that is not rare one batch; the times are their mean, as often as the shapes came.
+        One batch of every shape that is not rare; the result is the mean, weighted by how often each shape came.
         """
         if self.stopped or not self.kinds or not self.config.measure_ceiling or not self.ranks.alone:
             return None

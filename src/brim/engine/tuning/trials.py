@@ -11,8 +11,8 @@ from typing import Literal
 
 TrialStatus = Literal["ok", "oom", "over budget", "failed", "slow"]
 
-PRIOR_NOISE = 0.005  # relative noise of a trial until repeats tell: what a quiet GPU shows
-PRIOR_WEIGHT = 2  # as many repeats as the prior counts for
+PRIOR_NOISE = 0.005  # relative noise of a trial before it is repeated, typical of a quiet GPU
+PRIOR_WEIGHT = 2  # number of repeats the prior counts as
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,12 +39,12 @@ class Trial:
 
     @property
     def latency_ms(self) -> float:
-        """What the latency limit is held against: p95, or the median step where that is not known."""
+        """The latency compared with the limit: p95, or the median step if that is unknown."""
         return self.seconds * 1e3 if self.p95_ms is None else self.p95_ms
 
 
 def merge(trials: Sequence[Trial]) -> Trial:
-    """One trial out of repeated ones of a size: the median step, the highest peak, the last latencies."""
+    """Repeated trials of a size as one: the median step, the highest peak, the last latencies."""
     last = trials[-1]
     seconds = [trial.seconds for trial in trials]
     peaks = [trial.peak_bytes for trial in trials if trial.peak_bytes is not None]
@@ -63,7 +63,7 @@ def merge(trials: Sequence[Trial]) -> Trial:
 
 
 class TrialBook:
-    """Every trial in order, and what follows from them per batch size."""
+    """All trials in order, and their statistics per batch size."""
 
     def __init__(self, top: int) -> None:
         """Start empty; top is the largest size not known to be too large for the device."""
@@ -74,7 +74,7 @@ class TrialBook:
         self._noise: float | None = None
 
     def add(self, trial: Trial) -> None:
-        """Note a trial; one that did not run takes its size out again, whatever ran before."""
+        """Add a trial; one that did not run removes its size, whatever ran before."""
         self.trials.append(trial)
         self._merged.pop(trial.batch, None)
         self._noise = None
@@ -106,7 +106,7 @@ class TrialBook:
         return self.merged(batch).throughput
 
     def best(self) -> int:
-        """The size with the highest rate among those that may be chosen, the smallest of equals; 0 without any."""
+        """The size with the highest rate among those that may be chosen, the smallest of equals; 0 if there is none."""
         return max(self.sizes(), key=lambda size: (self.rate(size), -size), default=0)
 
     def noise(self) -> float:
@@ -142,7 +142,7 @@ class TrialBook:
         return peak + slope * (batch - largest)
 
     def largest_within(self, limit_bytes: float) -> int | None:
-        """The largest size expected to stay within a limit; None when memory tells no limit."""
+        """The largest size expected to stay within a limit; None if memory sets no limit."""
         fit = self._memory_fit()
         if fit is None or fit[2] <= 0:
             return None
@@ -168,7 +168,7 @@ STALLED = 0.8  # a device busy for less of the time is not what limits the step
 
 
 def verdict(book: TrialBook, chosen: int) -> str:
-    """What batching is worth here and what limits the step, in a sentence or two."""
+    """What batching gains here and what limits the step, in a sentence or two."""
     trial, best = book.merged(chosen), book.merged(book.best() or chosen)
     if trial.status != "ok":
         return f"no batch keeps the limits: even batch {chosen} is {trial.status}, {trial.detail}"
@@ -185,7 +185,7 @@ def verdict(book: TrialBook, chosen: int) -> str:
 
 
 def _not_the_device(trial: Trial) -> str:
-    """Says so when the step waits for something else than the device."""
+    """A sentence if the step waits for something other than the device, else nothing."""
     stages = trial.stages or {}
     total_s = sum(stages.values())
     name = max(stages, key=lambda stage: stages[stage], default="device")
