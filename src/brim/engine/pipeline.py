@@ -26,7 +26,7 @@ from brim.errors import ConfigError
 In = TypeVar("In")
 Out = TypeVar("Out")
 
-_SLICE_S = 0.1  # longest uninterrupted wait of the caller; two of them stay under the promised 0.25 s
+_SLICE_S = 0.1  # longest uninterrupted wait of the caller; two stay below the promised 0.25 s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,11 +45,11 @@ class Stage(Generic[In, Out]):
 
 
 class Pipeline(Iterator[Any]):
-    """Results of the last stage in the order of the source, made while the caller uses earlier ones.
+    """Results of the last stage in the order of the source, computed while the caller uses earlier ones.
 
     A failure in the source or in a stage is raised by next() as the original exception, after the
     results that precede it. Leaving the with block stops and joins every thread; it waits for the
-    calls of work, and of the source, that are under way.
+    running calls of work and of the source.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class Pipeline(Iterator[Any]):
         depth: int = 2,
         tick: Callable[[], None] | None = None,
     ) -> None:
-        """Store; depth is that of the source's queue, and tick is called at least every 0.25 s of waiting."""
+        """depth is that of the source's queue; tick is called at least every 0.25 s while waiting."""
         _check_depth(source_name, depth)
         names = [source_name, *(stage.name for stage in stages)]
         if len(set(names)) < len(names):
@@ -75,7 +75,7 @@ class Pipeline(Iterator[Any]):
         self._ticked_s = 0.0
         self._channels = [_Channel(depth), *(_Channel(stage.depth) for stage in stages)]
         self._threads: list[threading.Thread] = []
-        self._settled: set[threading.Thread] = set()  # those that handed over their end, or were sent away
+        self._settled: set[threading.Thread] = set()  # threads that have ended or were told to
 
     def __enter__(self) -> Self:
         if self._threads:
@@ -98,13 +98,13 @@ class Pipeline(Iterator[Any]):
         self._close()
 
     def __next__(self) -> Any:
-        """Wait for the next result; a failure raises each time it is asked for, until the block is left."""
+        """Wait for the next result; after a failure every call raises it, until the block is left."""
         try:
             entry = self._take()
         except _Stopped:
             raise RuntimeError("pipeline has stopped: left, interrupted, or never entered") from None
         except BaseException as failure:
-            self._stop()  # an item may be lost between queue and caller, so this run cannot go on
+            self._stop()  # an item may be lost between queue and caller, so this run cannot continue
             if isinstance(failure, StopIteration):
                 raise RuntimeError("tick raised StopIteration") from failure
             raise
@@ -126,7 +126,7 @@ class Pipeline(Iterator[Any]):
             entry = self._channels[-1].get(_SLICE_S)
             if entry is not None:
                 return entry
-            if lost:  # seen a slice ago: whatever that thread did post would have arrived
+            if lost:  # dead since the last slice: anything that thread posted would have arrived
                 raise RuntimeError(f"pipeline thread {lost} died without handing over its end; results are missing")
             lost = self._find_lost()
 
@@ -168,14 +168,14 @@ class Pipeline(Iterator[Any]):
         self._stop()
         for thread in self._threads:
             while thread.is_alive():
-                thread.join(_SLICE_S)  # in slices, so that a second Ctrl-C gets through on every system
+                thread.join(_SLICE_S)  # in slices, so that a second Ctrl-C is noticed on every system
 
 
 class HostCopy:
     """Copies device tensors into pinned host memory without stopping the device.
 
     The buffers come from torch's caching pinned allocator, which takes one back when its last
-    reference is gone and its copy has finished; no list of our own can hand one out too early.
+    reference is gone and its copy has finished; a list of our own could hand one out too early.
     """
 
     def start(self, tensors: Mapping[str, Tensor]) -> "Pending":
@@ -198,23 +198,23 @@ class HostCopy:
 
 
 class Pending:
-    """Host copies under way; holds the device tensors until they are finished."""
+    """Host copies in progress; holds the device tensors until they are finished."""
 
     def __init__(self, host: dict[str, Tensor], sources: Sequence[Tensor], events: Sequence[torch.cuda.Event]) -> None:
-        """Store; the events follow the copies on their streams."""
+        """The events follow the copies on their streams."""
         self._host = host
         self._sources = sources
         self._events = events
 
     def wait(self) -> dict[str, Tensor]:
-        """Return the host tensors once their bytes are there; waits for these copies alone."""
+        """Return the host tensors once they are copied; waits for these copies only."""
         for event in self._events:
             event.synchronize()
         self._events = self._sources = ()
         return self._host
 
     def release(self) -> None:
-        """Drop the host tensors; their memory is used again when the caller has dropped them too."""
+        """Drop the host tensors; their memory is reused when the caller has dropped them too."""
         self.wait()
         self._host = {}
 
@@ -232,22 +232,22 @@ class _Stopped(Exception):
 
 
 class _Channel:
-    """Bounded hand-over between stages, strictly by index."""
+    """Bounded queue between stages, strictly by index."""
 
     def __init__(self, depth: int) -> None:
         self._depth = depth
         self._slots: dict[int, Any] = {}
-        self._next = 0  # index handed on next
+        self._next = 0  # next index to hand on
         self._end: _End | None = None
         self._stopped = False
         # entered as a plain lock: a signal between acquire and body cannot leave it locked
         self._lock = threading.Lock()
         self._filled = threading.Condition(self._lock)
-        # One condition per index that waits: with sixteen workers, waking all of them for every item takes 0.2 ms.
+        # One condition per waiting index: with sixteen workers, waking all of them for every item takes 0.2 ms.
         self._rooms: dict[int, threading.Condition] = {}
 
     def wait_for_room(self, index: int) -> None:
-        """Return when put would not wait; room once there stays."""
+        """Return when put would not wait; free room stays free."""
         with self._lock:
             if not self._admits(index):
                 self._rooms[index] = threading.Condition(self._lock)
@@ -268,7 +268,7 @@ class _Channel:
                 self._filled.notify()
 
     def get(self, timeout_s: float | None = None) -> tuple[int, Any] | _End | None:
-        """Return the next item, the end again and again once reached, or None after the timeout."""
+        """Return the next item, the end every time once reached, or None after the timeout."""
         with self._lock:
             if not self._ready():
                 self._filled.wait_for(self._ready, timeout_s)
@@ -284,7 +284,7 @@ class _Channel:
             return None
 
     def close(self, end: _End) -> None:
-        """End the run at this index; of several ends the first in order holds."""
+        """End the run at this index; of several ends the first in order counts."""
         with self._lock:
             if self._end is None or end.index < self._end.index:
                 self._end = end
@@ -296,7 +296,7 @@ class _Channel:
         self.close(_End(self._next, failure))
 
     def stop(self) -> None:
-        """Drop what is here and send away everybody who waits."""
+        """Drop the items and wake all waiting threads, which end."""
         with self._lock:
             dropped, self._slots = self._slots, {}
             if self._end is not None and self._end.failure is not None:
@@ -306,13 +306,13 @@ class _Channel:
         dropped.clear()  # after the lock: items may have finalisers
 
     def _wake_next(self) -> None:
-        """After an item was taken: whoever has the index that there is room for now, and whoever takes the next."""
+        """After an item was taken: wake the thread whose index has room now, and the one that takes the next item."""
         room = self._rooms.get(self._next + self._depth - 1)
         if room is not None:
             room.notify()
         if self._next in self._slots:
             self._filled.notify()
-        elif self._ready():  # at the end, which is for everybody
+        elif self._ready():  # at the end, which concerns all threads
             self._filled.notify_all()
 
     def _wake_all(self) -> None:
@@ -401,7 +401,7 @@ class _Worker:
     def _surfaced(self, failure: BaseException) -> BaseException:
         if not isinstance(failure, StopIteration):
             return failure
-        # raised by next() as it is, it would end the caller's loop without a word
+        # raised by next() as it is, it would silently end the caller's loop
         error = RuntimeError(f"stage {self._stage.name!r} raised StopIteration")
         error.__cause__ = failure
         return error

@@ -1,14 +1,13 @@
-"""Variable lengths → buckets → batches with little padding, in an order that (seed, epoch) fixes.
+"""Sequences of variable length → buckets → batches with little padding, in an order fixed by (seed, epoch).
 
-Items stand in a line, the longest first, which is cut into batches; a bucket is some neighbouring batches, padded to
-the longest item among them. So every batch but the last is full, no two buckets share one, and an epoch has few shapes,
-the same in every epoch. Which neighbours are joined is chosen to pad least; of all choices that pad little enough the
-one with the fewest buckets is taken, because items are shuffled within a bucket: fewer buckets mix more. Padded lengths
-are multiples of 8 where that pads little enough, else of 4, 2 or 1. Items far longer than the others come in smaller
-batches: one of a hundred times the mean would pad all its neighbours to that. Nothing here reads, copies or knows a
-device.
+Items are sorted by length, the longest first, and cut into batches; a bucket is a run of neighbouring batches, padded
+to its longest item. So every batch but the last is full, no two buckets share a batch, and an epoch has few shapes, the
+same in every epoch. Buckets are chosen to minimise padding; of all choices within max_waste the one with the fewest
+buckets is taken, because items are shuffled within a bucket and fewer buckets mix more. Padded lengths are multiples
+of 8 if that keeps max_waste, else of 4, 2 or 1. Items far longer than the others come in smaller batches: one of a hundred
+times the mean length would pad all its neighbours. Nothing here reads, copies or knows a device.
 
-Axes: n items, m cells: batches that would be padded alike if every batch were padded by itself.
+Axes: n items, m cells (consecutive batches of the same padded length).
 """
 
 from collections.abc import Iterator
@@ -150,7 +149,7 @@ def _choose(line: Array, config: BucketConfig) -> tuple[int, list[_Run]]:
             return multiple, runs
     if not found:
         raise ConfigError(
-            f"max_frames={config.max_frames} holds not one of the longest item, {longest} frames padded to {room}; "
+            f"max_frames={config.max_frames} cannot hold the longest item, {longest} frames padded to {room}; "
             f"give at least {room}"
         )
     enough = min(_waste(runs, num_frames) for runs in found.values()) + _MORE_WASTE

@@ -21,8 +21,8 @@ Shuffle = bool | Literal["blocks"]
 
 HOST = torch.device("cpu")
 
-_BLOCK_BYTES = 32 * 2**20  # of a block, at most: the first one of an epoch is waited for
-_NUM_BLOCKS = 32  # in a dataset, at least: a quarter of it is a window of eight
+_BLOCK_BYTES = 32 * 2**20  # largest block: the first one of an epoch has to be waited for
+_NUM_BLOCKS = 32  # fewest blocks of a dataset: a quarter of it is a window of eight
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ def choose_tier(
     preload_to_gpu: bool | None = None,
     device_name: str = "",
 ) -> Choice:
-    """The fastest tier that has room for the data beside what the model will need."""
+    """The fastest tier that has room for the data besides the memory the model needs."""
     name = device_name or str(device)
     data, host = format_size(data_bytes), f"{format_size(host_free_bytes)} free on the host"
     fits_host = data_bytes <= 0.8 * host_free_bytes  # the page cache and others live there too
@@ -51,7 +51,7 @@ def choose_tier(
         if data_bytes + reserve_bytes <= 0.8 * host_free_bytes:
             return Choice("ram", f"{data} of data in {host}")
         return Choice("window", f"{data} of data do not fit in {host}")
-    # a tenth for fragments and libraries, which is not asked for when the caller insists
+    # a tenth is kept for fragmentation and libraries, unless the caller insists
     room_bytes = device_free_bytes if preload_to_gpu else int(0.9 * device_free_bytes)
     there = f"{format_size(device_free_bytes)} free on {name}"
     beside = f" beside {format_size(reserve_bytes)} for the model" if reserve_bytes else ""
@@ -85,7 +85,7 @@ def default_block(num_items: int, item_bytes: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Blocks:
-    """Blocks of a whole of which every step-th position is here, from the first-th on; by default all of them."""
+    """Blocks of positions of which this rank has positions first, first + step, first + 2·step, …; by default all."""
 
     whole: int  # positions of a block of the whole
     step: int = 1
@@ -97,7 +97,7 @@ class Blocks:
         return -(-self.whole // self.step)
 
     def of(self, positions: Tensor) -> Tensor:
-        """The blocks that hold these positions, which are counted among those here."""
+        """The blocks that hold these positions, counted among those of this rank."""
         return torch.div(positions * self.step + self.first, self.whole, rounding_mode="floor")
 
     def start(self, block: Any) -> Any:
@@ -106,7 +106,7 @@ class Blocks:
 
 
 class Turns:
-    """An epoch's order as blocks, one turn each, and as places in a ring of slots."""
+    """An epoch's order as a sequence of blocks (turns), and as positions in a ring of slots."""
 
     def __init__(self, positions: Tensor, sizes: Blocks, num_slots: int) -> None:
         block = sizes.of(positions)
@@ -117,12 +117,12 @@ class Turns:
         self.ring_index = (turn % num_slots) * sizes.items + (positions - sizes.start(block))
 
     def block_at(self, place: int) -> int:
-        """Turn whose block holds this place in the order; one past the last beyond the end."""
+        """The turn whose block holds this position of the order; one past the last beyond the end."""
         return int(torch.searchsorted(self._ends, place, right=True))
 
 
 def check_tier(tier: str) -> None:
-    """Refuse a name that is neither a tier nor "auto"."""
+    """Raise ConfigError for a name that is neither a tier nor "auto"."""
     if tier not in ("auto", *TIERS):
         raise ConfigError(f"tier={tier} is unknown; choose one of auto, {', '.join(TIERS)}")
 
@@ -152,11 +152,11 @@ def check_options(
 
 
 _CARRIERS = ((8, torch.int64), (4, torch.int32), (2, torch.int16), (1, torch.uint8))
-_ALIGN = 256  # bytes, between fields in one buffer: what a GPU's own allocator gives
+_ALIGN = 256  # bytes between fields in one buffer, as a GPU's allocator aligns
 
 
 class RowLayout:
-    """Fields seen as matrices of the widest integers that fit a row: one gather for every dtype, in few steps.
+    """Fields viewed as matrices of the widest integers that divide a row: one gather for every dtype.
 
     matrices  (N, row bytes / width)  int64, int32, int16 or uint8
     """
@@ -188,11 +188,11 @@ class RowLayout:
         }
 
     def flat_bytes(self, num_rows: int) -> int:
-        """Bytes of one buffer for all fields of so many rows."""
+        """Bytes of one buffer for all fields of num_rows rows."""
         return sum(self._padded(num_rows, name) for name in self.fields)
 
     def carve(self, flat: Tensor, num_rows: int) -> Batch:
-        """Matrices behind each other in one buffer, so that one copy moves them all."""
+        """Matrices one after another in one buffer, so that one copy moves them all."""
         matrices, offset = {}, 0
         for name, (carrier, columns) in self._matrices.items():
             size = num_rows * columns * carrier.itemsize
@@ -210,7 +210,7 @@ class RowLayout:
 
 
 class Target:
-    """Static tensors that batches are copied into; tensors of one width go in one launch."""
+    """Static tensors that batches are copied into; tensors of one width share one launch."""
 
     def __init__(self, layout: RowLayout, out: Batch) -> None:
         self._out = out
@@ -235,7 +235,7 @@ class Target:
 
 
 def gather(rows: Batch, index: Tensor, out: Batch | None = None) -> Batch:
-    """Rows by index, all on one device; on a host without torch's threads, which cost more than they copy."""
+    """Gather rows by index, all on one device; on the host with NumPy, because torch's threads cost more than they save."""
     if index.is_cuda:
         if out is None:
             return {name: torch.index_select(matrix, 0, index) for name, matrix in rows.items()}
@@ -245,7 +245,7 @@ def gather(rows: Batch, index: Tensor, out: Batch | None = None) -> Batch:
     if out is None:
         out = {name: matrix.new_empty((len(index), matrix.shape[1])) for name, matrix in rows.items()}
     for name, matrix in rows.items():
-        # clip: the index is ours and in bounds; NumPy's check would make it copy twice
+        # clip: the index is known to be in bounds; NumPy's check would copy twice
         np.take(matrix.numpy(), index.numpy(), axis=0, out=out[name].numpy(), mode="clip")
     return out
 

@@ -4,7 +4,7 @@
     ram     all frames in host memory          threads pad the next batches, a side stream copies them
     window  nothing held                       the same, read from the source
 
-Batches come from buckets of similar length, in an order that (seed, epoch) fixes: the same bits in every tier. On a CPU
+Batches come from buckets of similar length, in an order fixed by (seed, epoch): the same bits in every tier. On a CPU
 all three are in host memory: "vram" gathers in the caller's thread, "ram" and "window" pad in others.
 
 With several ranks each holds its own items and its part of the same batches, which share() describes.

@@ -333,7 +333,7 @@ class ShardWriter:
         """Make the shards durable, then write a manifest that lists them."""
         if not self._dirty:
             return
-        self._commit_failed = True  # until its end; a sync that failed once seems to work when tried again
+        self._commit_failed = True  # until it ends: a sync that failed once may seem to work when repeated
         began_s = time.monotonic()
         text = self._text()
         with refusals(self.place.at(MANIFEST), kept=bool(self._listed())):
@@ -345,7 +345,7 @@ class ShardWriter:
             self._commit_cost_s = self._committed_at - began_s
 
     def _text(self) -> str:
-        """The manifest as JSON; a full shard is put into words once, which for a hundred thousand takes seconds."""
+        """The manifest as JSON; entries of full shards are formatted once: a hundred thousand take seconds."""
         self._texts += [_entry_text(entry) for entry in self._full[len(self._texts) :]]
         listed = [*self._texts, *([_entry_text(self._partial)] if self._partial else [])]
         text = json.dumps(self._manifest(), indent=1, ensure_ascii=False)
@@ -354,7 +354,7 @@ class ShardWriter:
         return text + "\n"
 
     def _manifest(self) -> dict[str, Any]:
-        """All of the manifest but its list of shards."""
+        """The manifest without its list of shards."""
         last = self._partial or (self._full[-1] if self._full else None)
         items, totals = self.items + (self._partial.items if self._partial else 0), last.totals if last else {}
         own_first = {"format_version": FORMAT_VERSION, "created": self._created}
@@ -374,14 +374,14 @@ def _entry_text(entry: ShardEntry) -> str:
     return indent(json.dumps(asdict(entry), indent=1, ensure_ascii=False), "  ")
 
 
-# What differs
+# Differences
 
 
 _ABSENT = object()
 
 
 def _first_difference(path: str, found: Any, wanted: Any) -> str:
-    """In words, the first place where two JSON values differ; empty when they are equal."""
+    """The first difference of two JSON values, in words; empty if they are equal."""
     if isinstance(found, dict) and isinstance(wanted, dict):
         keys = [(f"{path}.{key}", key) for key in dict.fromkeys((*found, *wanted))]
         pairs = [(name, found.get(key, _ABSENT), wanted.get(key, _ABSENT)) for name, key in keys]

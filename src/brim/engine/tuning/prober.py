@@ -1,6 +1,6 @@
 """Measures steps of any callable at any batch size, on any device: time, spread, latency, true peak memory.
 
-The search that decides which sizes to measure is `autotune.py`; this module only knows how.
+`search.py` decides which sizes to measure.
 """
 
 import ctypes
@@ -20,11 +20,11 @@ from brim.engine.device import PeakMemory, check_injected, free_bytes, guard
 from brim.engine.tuning.search import Sweep, Trial, sweep
 from brim.errors import OutOfMemory
 
-StepFn = Callable[[], object]  # runs one step; what it returns is dropped
+StepFn = Callable[[], object]  # runs one step; its result is ignored
 MakeStep = Callable[[int], StepFn]  # batch → its step, inputs allocated
 
 MAX_WARMUP = 6  # calls: compilers and graph captures settle after the second or third
-SETTLED = 0.9  # a call that takes more of the time of the one before than this is no longer warming up
+SETTLED = 0.9  # warm-up ends with a call that takes more than this share of the previous one
 MAX_SLEEP_S = 0.5  # longest head start given to the host when the device's own time is measured
 SLEEP_HZ = 2e9  # cycles of a device's sleep per second, at the clock of recent GPUs
 
@@ -52,7 +52,7 @@ def tune(
 ) -> Sweep:
     """The fastest batch and the largest safe one of a step, inference or training, on this device.
 
-    The memory budget is what is free now, unless the config has one.
+    The memory budget is the memory free now, unless the config sets one.
     """
     prober = Prober(make_step, device)
     config = config or SweepConfig()
@@ -64,7 +64,7 @@ def tune(
 class Prober:
     """Measures the steps that make_step makes; call it with a batch for a short trial.
 
-    Every trial makes its step anew and drops it at the end, so that sizes do not share memory.
+    Every trial makes a new step and drops it at the end, so that sizes do not share memory.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class Prober:
         *,
         stages: Callable[[], Mapping[str, float]] | None = None,
     ) -> None:
-        """Take the step's maker; stages tells the seconds of a step per stage after a trial, for the verdict."""
+        """stages() returns the seconds of a step per stage after a trial, for the verdict."""
         self.make_step, self.device, self.stages = make_step, device, stages
         self.config = config or ProbeConfig()
         self.warmup_s = 0.0  # in first calls of a size so far: compilation, plan search, capture
@@ -86,11 +86,11 @@ class Prober:
         self.budget_bytes = budget_bytes(device)
 
     def __call__(self, batch: int) -> Trial:
-        """A short measurement of a size; OutOfMemory when it does not fit."""
+        """Measure a size briefly; OutOfMemory if it does not fit."""
         return self._guarded(batch, lambda step: self._measure(batch, step))
 
     def prove(self, batch: int, steps: int) -> Trial:
-        """At least so many steps of a size, and the peak memory of all of them."""
+        """Run at least that many steps of a size, with the peak memory of all of them."""
         return self._guarded(batch, lambda step: self._repeat(batch, step, steps))
 
     # One trial
@@ -100,7 +100,7 @@ class Prober:
         check_injected(batch)
         self._clean()
         outcome = self._attempt(batch, measure)
-        # Only now is the traceback gone that kept the step's tensors alive.
+        # Only now is the traceback that kept the step's tensors alive gone.
         self._clean()
         if isinstance(outcome, Trial):
             return outcome
@@ -195,7 +195,7 @@ class Prober:
         return latencies_ms
 
     def _device_share(self, batch: int, step: StepFn, seconds: float) -> float | None:
-        """Share of a step's time in which the device works; measured once, for sizes that come twice."""
+        """Share of a step's time in which the device is busy; measured once, for sizes probed twice."""
         if self.device.type != "cuda" or len(self._latencies_ms[batch]) <= self.config.latencies:
             return None
         if batch not in self._device_s:
@@ -261,7 +261,7 @@ class _Peak(PeakMemory):
 
 
 def _trim_heap() -> None:
-    """Give freed memory back to the system, where libc can: what one trial left would count for the next."""
+    """Return freed memory to the system, if libc can: otherwise it would count for the next trial."""
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)
 

@@ -2,10 +2,10 @@
 
     growth      1, 2, 4, … until throughput stops rising, or memory, latency or time ends it
     refinement  the sizes around the knee: throughput may go up and down in saw-teeth
-    race        the finalists in turn, again and again, so that noise and drift do not decide
+    race        the finalists in turn, repeatedly, so that noise and drift do not decide
     proof       the largest batch that repeated steps show to stay within memory
 
-A probe measures one size briefly; asking again is how more precision is bought. `trials.py` measures real steps.
+A probe measures one size briefly; repeating it gives more precision. `prober.py` measures real steps.
 """
 
 import math
@@ -24,12 +24,12 @@ Probe = Callable[[int], Trial]  # batch → one short measurement; OutOfMemory w
 Prove = Callable[[int, int], Trial]  # batch, steps → that many steps at least, with the peak memory of all
 
 SHARE = 0.06  # of what measuring every size up to twice the optimum in full would take; a tenth is promised
-LEAST_PROBES = 20  # below that a knee at a few items could not be told from noise
+LEAST_PROBES = 20  # with fewer, a knee at a few items could not be distinguished from noise
 PROOF_SHARE = 0.25  # of the seconds kept for the proof of the largest batch
 PROBE_STEPS = 5  # of one probe, its warm-up included, where each takes long
-AIM = 0.97  # of the allowed memory: the first guess at the largest batch should not overshoot
-LEAP = 8  # times the largest size that ran: as far as one proof goes
-WORTH = 0.03  # a larger safe batch than this is worth another try
+AIM = 0.97  # share of the allowed memory aimed at, so that the first guess of the largest batch does not overshoot
+LEAP = 8  # a proof goes at most this many times beyond the largest size that ran
+WORTH = 0.03  # gain in the safe batch that is worth another try
 FAILURES = 5  # tries above the proven size that may fail
 
 
@@ -42,7 +42,7 @@ class Sweep:
     chosen: Trial  # the optimum, its trials merged
     skipped: list[str] = field(default_factory=list)  # what was not tried, and why
     verdict: str = ""  # what batching is worth here, and what limits the step
-    seconds: float = 0.0  # that the search took in all
+    seconds: float = 0.0  # the whole search took
     warmup_s: float = 0.0  # of these, in first calls: compilation, plan search, capture
     proof_s: float = 0.0  # of these, in the proof of the largest batch
 
@@ -66,7 +66,7 @@ def sweep(
     searched_s = search.elapsed_s()
     chosen = search.choose()
     max_safe = search.prove_largest(chosen)
-    chosen = min(search.choose(), max_safe)  # proofs are measurements too: of sizes there was no time for before
+    chosen = min(search.choose(), max_safe)  # proofs are measurements too, also of sizes there was no time for before
     book, seconds = search.book, search.elapsed_s()
     return Sweep(
         batch=chosen,
@@ -125,13 +125,13 @@ class _Search:
                 raise OutOfMemory(f"a batch of 1 does not fit ({failure}); use smaller items or free memory") from None
             return Trial(batch=batch, seconds=0.0, steps=0, status="oom", detail=_first_line(failure))
         except RuntimeError as failure:
-            # What ran before and fails now is no limit of the size: the device is in trouble.
+            # A size that ran before and fails now is not too large: the device has a problem.
             if batch == 1 or self.book.ran(batch):
                 raise
             return Trial(batch=batch, seconds=0.0, steps=0, status="failed", detail=_first_line(failure))
 
     def _judged(self, trial: Trial) -> Trial:
-        """The trial with what memory and latency say of it."""
+        """The trial, with its status for memory and latency."""
         if trial.status != "ok":
             return trial
         allowed, p95_ms = self.config.allowed_bytes, self.config.p95_ms
@@ -149,7 +149,7 @@ class _Search:
         return self.clock() - self.began_s - min(warmup_s, self.config.warmup_seconds)
 
     def _worth_trying(self, batch: int) -> bool:
-        """Whether memory and time allow a size that was not tried; says so where not."""
+        """Whether memory and time allow a size that was not tried; records the reason if not."""
         predicted, allowed = self.book.predict_bytes(batch), self.config.allowed_bytes
         if predicted is not None and allowed is not None and predicted > allowed:
             self._skip(f"batch {batch}: expected to take {_mb(predicted)} of {_mb(allowed)} allowed")
@@ -164,7 +164,7 @@ class _Search:
         below = max((size for size in self.costs_s if size <= batch and self.book.ran(size)), default=None)
         if below is None:
             return 0.0
-        # a probe of short steps takes as long as it was given, one of long steps as long as the fewest of them
+        # a probe of short steps takes a fixed time, one of long steps as long as its minimum number of steps
         return max(self.costs_s[below], PROBE_STEPS * self.book.merged(below).seconds * batch / below)
 
     def _skip(self, reason: str) -> None:
@@ -197,7 +197,7 @@ class _Search:
         return len(rates) >= 3 and max(rates[-2:]) <= gain * max(rates[:-2])
 
     def _still_levelled_off(self) -> bool:
-        """The same after another look, where noise hides the tolerance."""
+        """_levelled_off, after more probes if noise exceeds the tolerance."""
         for _ in range(2):
             if self.book.error(self.book.best()) <= self.config.tolerance or not self._may_probe():
                 break
@@ -206,7 +206,7 @@ class _Search:
         return self._levelled_off()
 
     def _approach(self, batch: int) -> None:
-        """Sizes between the last that ran and the wall that ended growth while it still paid."""
+        """Sizes between the last that ran and the limit that ended growth while throughput still rose."""
         allowed = self.config.allowed_bytes
         top = None if allowed is None else self.book.largest_within(AIM * allowed)
         for _ in range(4):
@@ -265,14 +265,14 @@ class _Search:
         return next((size for size in self.book.sizes() if self.book.rate(size) >= needed), 1)
 
     def _knee(self) -> int:
-        """Where refinement looks: the smallest good size, or one that noise may hide among the too slow."""
+        """Where to refine: the smallest good size, or one that only noise may have made too slow."""
         return self._smallest_good(slack=self.book.error(self.book.best()))
 
     def _margin_rate(self) -> float:
-        """The rate from which a size is as good as the best, 0 where none may be chosen.
+        """The rate from which a size is as good as the best; 0 if none may be chosen.
 
-        Within noise, but no less than half the tolerance, so that noiseless devices do not pay for a last
-        per mille with a batch of twice the size; and no more than the tolerance, whatever the noise.
+        Within noise, but no less than half the tolerance, so that on a device without noise a batch of
+        twice the size does not win by a per mille; and no more than the tolerance, whatever the noise.
         """
         best = self.book.best()
         if not best:
@@ -295,7 +295,7 @@ class _Search:
     # Race
 
     def race(self) -> None:
-        """Probe the finalists in turn until the smallest good one is told from the others."""
+        """Probe the finalists in turn until the smallest good one is certain."""
         while (finalists := self._finalists()) and self._may_probe():
             for size in finalists:
                 if self._may_probe():
@@ -305,23 +305,23 @@ class _Search:
             self._skip(f"batches {_listed(finalists)}: told apart no further than ±{error:.1%}")
 
     def choose(self) -> int:
-        """The smallest good size, once steps enough have shown that it fits; 1 when nothing keeps the limits."""
+        """The smallest good size, once enough steps have shown that it fits; 1 if no size keeps the limits."""
         while not self._prove(chosen := self._smallest_good()) and chosen > 1:
-            pass  # what failed is out of the book
+            pass  # a size that failed is no longer in the book
         return chosen
 
     def _finalists(self) -> list[int]:
-        """Sizes that another probe could make the answer, and the best; none when the answer stands."""
+        """Sizes that another probe could make the result, and the best; empty when the result is certain."""
         open_sizes: list[int] = []
         for size in self.book.sizes():
             if self._is_open(size):
                 open_sizes.append(size)
             elif self.book.rate(size) >= self._margin_rate():
-                break  # surely good enough: no larger one can be the answer
+                break  # certainly good enough: no larger size can be the result
         return sorted({*open_sizes[:3], self.book.best()}) if open_sizes else []
 
     def _is_open(self, size: int) -> bool:
-        """Whether it is not sure on which side of the margin a size is."""
+        """Whether it is uncertain on which side of the margin a size is."""
         book, best = self.book, self.book.best()
         if size == best or (self._settled(size) and self._settled(best)):
             return False
@@ -329,7 +329,7 @@ class _Search:
         return abs(book.rate(size) - self._margin_rate()) < doubt * book.rate(best)
 
     def _settled(self, size: int) -> bool:
-        """Measured so well that its error no longer matters, or in full."""
+        """Whether a size is measured so precisely that its error no longer matters, or in full."""
         count = self.book.count(size)
         return count >= self.config.full or (count >= 3 and self.book.error(size) < self.config.tolerance / 4)
 
@@ -356,13 +356,13 @@ class _Search:
         return proven
 
     def _prove(self, batch: int) -> bool:
-        """Run a size until its steps are enough; False when they did not fit."""
+        """Run a size until it has enough steps; False if they did not fit."""
         for _ in range(self.config.prove_steps + 1):
             if batch > self.book.top:
                 return False
             done = max(self.book.merged(batch).steps, self.book.count(batch)) if self.book.ran(batch) else 0
             if done >= self.config.prove_steps or (batch == 1 and done and self.elapsed_s() > self.config.seconds):
-                return True  # nothing is smaller than 1: where time is up, more steps would change nothing
+                return True  # nothing is smaller than 1: if time is up, more steps would change nothing
             self.measure(batch, self.config.prove_steps - done)
         return False
 
@@ -372,13 +372,13 @@ class _Search:
         return max([size for size in sizes if self.book.merged(size).steps >= enough] + [chosen])
 
     def _target(self, proven: int, failures: int) -> int | None:
-        """The size to prove next: what the memory model says, else doubling; None when none is worth it."""
+        """The size to prove next: from the memory model, else by doubling; None if none is worth it."""
         allowed, top = self.config.allowed_bytes, self.book.top
         for aim in (AIM, 1.0):
             fits = None if allowed is None else self.book.largest_within(aim * allowed)
             target = 2 * proven if fits is None else fits
             if target > top and top < self.config.limit:  # a size failed that memory would have allowed
-                # Close below it first; failing that the model is of no use, and any size between as likely.
+                # Try just below it first; if that fails too, the model is useless and any size between is as likely.
                 target = proven + round(0.7 * (top - proven)) if failures < 2 else math.isqrt(proven * top)
                 target = max(target, proven + 1)
             # memory may be modelled from a few items, but time is not: a jump further than this could take minutes
@@ -388,7 +388,7 @@ class _Search:
         return None
 
     def _affordable(self, target: int) -> int:
-        """The largest size up to target that the seconds left allow to prove."""
+        """The largest size up to target that can be proven in the remaining time."""
         left_s = self.config.seconds - self.elapsed_s()
         nearest = max(size for size in self.costs_s if self.book.ran(size))
         item_s = self.book.merged(nearest).seconds / nearest
