@@ -277,14 +277,14 @@ class BatchRunner:
                     return None, expired
                 if self._again:
                     return self._hand_over(self._again.popleft(), now_s), []
-                told = self._policy.next(now_s)
-                if isinstance(told, StartBatch):
-                    self._policy.started(told.batch, now_s)
-                    batch = DeviceBatch(told.batch, now_s)
-                    places = [(self._jobs[part.request], part.number) for part in told.batch]
+                decision = self._policy.next(now_s)
+                if isinstance(decision, StartBatch):
+                    self._policy.started(decision.batch, now_s)
+                    batch = DeviceBatch(decision.batch, now_s)
+                    places = [(self._jobs[part.request], part.number) for part in decision.batch]
                     self._stats.start(len(places), now_s)
                     return self._hand_over(Piece(batch, places), now_s), []
-                timeout = None if told.until_s is None else max(0.0, told.until_s - now_s)
+                timeout = None if decision.until_s is None else max(0.0, decision.until_s - now_s)
                 if self._policy.depth:
                     timeout = LOOK_S if timeout is None else min(timeout, LOOK_S)
                 self._for_device.wait(timeout)
@@ -316,9 +316,9 @@ class BatchRunner:
                 log.exception("on_start failed; the batch runs all the same")
 
     def _run_collect(self) -> None:
-        while (told := self._to_collect.get()) is not None:
-            self._collect(*told)
-            del told  # release its device memory while this thread waits
+        while (launched := self._to_collect.get()) is not None:
+            self._collect(*launched)
+            del launched  # release its device memory while this thread waits
 
     def _collect(self, piece: Piece, running: Any) -> None:
         try:

@@ -116,7 +116,7 @@ def _left_of_share(device: torch.device, used_bytes: int) -> int:
 
 def cgroup_directories(controller: str) -> list[Path]:
     """This process's control groups for a controller, innermost first: each of them may set a limit."""
-    found: list[Path] = []
+    directories: list[Path] = []
     for line in _read(PROC / "self/cgroup").splitlines():
         _, names, group = line.split(":", 2)
         if names and controller not in names.split(","):
@@ -124,8 +124,8 @@ def cgroup_directories(controller: str) -> list[Path]:
         unified = CGROUP_ROOT if (CGROUP_ROOT / "cgroup.controllers").exists() else CGROUP_ROOT / "unified"
         mount = CGROUP_ROOT / controller if names else unified  # v1 names its controllers, v2 does not
         path = PurePosixPath(group)
-        found += [mount / up.relative_to("/") for up in (path, *path.parents) if ".." not in up.parts]
-    return found
+        directories += [mount / up.relative_to("/") for up in (path, *path.parents) if ".." not in up.parts]
+    return directories
 
 
 def _cgroup_memory() -> Iterator[tuple[int, int]]:
@@ -186,10 +186,10 @@ def guard() -> Iterator[None]:
     except (torch.OutOfMemoryError, MemoryError) as failure:
         raise OutOfMemory(_reason(str(failure).strip().split("\n")[0] or type(failure).__name__)) from failure
     except RuntimeError as failure:
-        found = _IN_TEXT.search(str(failure))
-        if found is None:
+        match = _IN_TEXT.search(str(failure))
+        if match is None:
             raise
-        raise OutOfMemory(_reason(found[0])) from failure
+        raise OutOfMemory(_reason(match[0])) from failure
 
 
 def _reason(detail: str) -> str:

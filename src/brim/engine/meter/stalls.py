@@ -42,18 +42,18 @@ class Times:
 
 def diagnose(times: Times) -> list[str]:
     """What kept the device from working, in words, worst first; empty if nothing did."""
-    found: list[tuple[float, str]] = []
+    causes: list[tuple[float, str]] = []
     for cause, seconds in times.waiting.items():
         share = seconds / times.seconds if times.seconds > 0 else 0.0
         if share >= NAMED_ABOVE or (cause == "host_sync" and times.syncs):
             where = f" ({', '.join(times.syncs)})" if cause == "host_sync" and times.syncs else ""
-            found.append((share, f"{cause}: {share:.0%} of the time{where}: {_ADVICE[cause]}"))
+            causes.append((share, f"{cause}: {share:.0%} of the time{where}: {_ADVICE[cause]}"))
     if times.step_s and times.device_s is not None and not times.captured and not times.syncs:
         idle = 1 - times.device_s / times.step_s
         if idle > 1 - LAUNCH_BOUND_BELOW:
             text = f"launch-bound: the device idles {idle:.0%} of a step: larger batch or graph"
-            found.append((idle * times.step_s * times.steps / max(times.seconds, 1e-9), text))
-    return [text for _, text in sorted(found, key=lambda pair: -pair[0])]
+            causes.append((idle * times.step_s * times.steps / max(times.seconds, 1e-9), text))
+    return [text for _, text in sorted(causes, key=lambda pair: -pair[0])]
 
 
 def split_wait(host_s: float, copy_s: float, device_s: float | None) -> tuple[float, float]:
@@ -302,13 +302,13 @@ def _behind_sleep_s(step: Callable[[], object], step_s: float) -> tuple[float, b
 
 def find_syncs(work: Callable[[], object]) -> list[str]:
     """Lines, as file:line, that make the host wait for the GPU while work runs; explicit waits are not seen."""
-    found: dict[str, None] = {}
+    lines: dict[str, None] = {}
     me = threading.get_ident()
 
     def note(message: Warning | str, category: type[Warning], filename: str, lineno: int, *_: object) -> None:
         # the mode is the process's: a prefetching thread may wait as much as it likes
         if "synchronizing CUDA operation" in str(message) and threading.get_ident() == me:
-            found[f"{filename.rpartition('/')[2]}:{lineno}"] = None
+            lines[f"{filename.rpartition('/')[2]}:{lineno}"] = None
 
     with warnings.catch_warnings():
         warnings.simplefilter("always")
@@ -319,4 +319,4 @@ def find_syncs(work: Callable[[], object]) -> list[str]:
             work()
         finally:
             torch.cuda.set_sync_debug_mode(before)
-    return list(found)
+    return list(lines)

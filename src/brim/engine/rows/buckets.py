@@ -4,8 +4,8 @@ Items are sorted by length, the longest first, and cut into batches; a bucket is
 to its longest item. So every batch but the last is full, no two buckets share a batch, and an epoch has few shapes, the
 same in every epoch. Buckets are chosen to minimise padding; of all choices within max_waste the one with the fewest
 buckets is taken, because items are shuffled within a bucket and fewer buckets mix more. Padded lengths are multiples
-of 8 if that keeps max_waste, else of 4, 2 or 1. Items far longer than the others come in smaller batches: one of a hundred
-times the mean length would pad all its neighbours. Nothing here reads, copies or knows a device.
+of 8 if that keeps max_waste, else of 4, 2 or 1. Items far longer than the others come in smaller batches: one of a
+hundred times the mean length would pad all its neighbours. Nothing here reads, copies or knows a device.
 
 Axes: n items, m cells (consecutive batches of the same padded length).
 """
@@ -101,10 +101,10 @@ class Buckets:
     @property
     def shapes(self) -> dict[tuple[int, int], int]:
         """(items, padded length) of a batch → how many an epoch has: one for each edge at most, and the last batch."""
-        found: dict[tuple[int, int], int] = {}
+        counts: dict[tuple[int, int], int] = {}
         for length, start, stop in self._spans:
-            found[stop - start, length] = found.get((stop - start, length), 0) + 1
-        return found
+            counts[stop - start, length] = counts.get((stop - start, length), 0) + 1
+        return counts
 
     def epoch(self, number: int) -> list[Bucketed]:
         """The batches of an epoch, those of all buckets mixed; a function of lengths, config, seed and number."""
@@ -136,24 +136,24 @@ def _checked(lengths: Tensor) -> Array:
 def _choose(line: Array, config: BucketConfig) -> tuple[int, list[_Run]]:
     """The largest multiple that pads little enough, or little more than the best of them, and its buckets."""
     longest, num_frames = int(line[0]), int(line.sum())
-    found: dict[int, list[_Run]] = {}
+    arrangements: dict[int, list[_Run]] = {}
     for multiple in (config.multiple,) if config.multiple else _MULTIPLES:
         room = -(-longest // multiple) * multiple
         if config.max_frames is not None and config.max_frames < room:
             continue
         runs = _arrange(-(-line // multiple) * multiple, num_frames, config)
-        if found and not _mixes(runs, next(iter(found.values()))):
+        if arrangements and not _mixes(runs, next(iter(arrangements.values()))):
             continue
-        found[multiple] = runs
+        arrangements[multiple] = runs
         if _waste(runs, num_frames) <= config.max_waste:
             return multiple, runs
-    if not found:
+    if not arrangements:
         raise ConfigError(
             f"max_frames={config.max_frames} cannot hold the longest item, {longest} frames padded to {room}; "
             f"give at least {room}"
         )
-    enough = min(_waste(runs, num_frames) for runs in found.values()) + _MORE_WASTE
-    return next((multiple, runs) for multiple, runs in found.items() if _waste(runs, num_frames) <= enough)
+    enough = min(_waste(runs, num_frames) for runs in arrangements.values()) + _MORE_WASTE
+    return next((multiple, runs) for multiple, runs in arrangements.items() if _waste(runs, num_frames) <= enough)
 
 
 def _mixes(runs: list[_Run], usual: list[_Run]) -> bool:

@@ -121,28 +121,28 @@ class DatasetSource:
     def _fetch(self, shard: int, file: Stored) -> dict[str, Tensor]:
         """The fields of a shard in an object store: fetched once for all threads, and kept for later reads."""
         with self._lock:
-            found = self._fetched.pop(shard, None)
-            ours = found is None
-            if found is None:
-                found = Future()
-            self._fetched[shard] = found
+            rows = self._fetched.pop(shard, None)
+            ours = rows is None
+            if rows is None:
+                rows = Future()
+            self._fetched[shard] = rows
             for old in list(self._fetched)[:-_KEPT]:
                 del self._fetched[old]
         if ours:
             dataset, index = self._shards[shard]
             try:
-                found.set_result(self._check(dataset.shard(index, tuple(self.fields)), file))
+                rows.set_result(self._check(dataset.shard(index, tuple(self.fields)), file))
             except BaseException as failure:
                 with self._lock:
                     self._fetched.pop(shard, None)
-                found.set_exception(failure)
-        return found.result()
+                rows.set_exception(failure)
+        return rows.result()
 
     def _check(self, rows: dict[str, Tensor], file: ShardPath) -> dict[str, Tensor]:
         for name, tensor in rows.items():
-            found, expected = (tensor.dtype, tuple(tensor.shape[1:])), self.fields[name]
-            if found != expected:
-                raise ShardCorrupt(f'{file}: "{name}" is {_say(found)}, in the first shard it is {_say(expected)}')
+            actual, expected = (tensor.dtype, tuple(tensor.shape[1:])), self.fields[name]
+            if actual != expected:
+                raise ShardCorrupt(f'{file}: "{name}" is {_say(actual)}, in the first shard it is {_say(expected)}')
         return rows
 
     def _find(self, dataset: Dataset, index: int, file: Path) -> dict[str, int]:
@@ -165,9 +165,9 @@ def _check_alike(dataset: Dataset, first: Dataset) -> None:
     for name in sorted(fields.keys() ^ expected.keys()):
         owner = dataset if name in fields else first
         raise DatasetError(f'{where} differ: only {owner.place} has the field "{name}"; choose names that both have')
-    for name, found in fields.items():
-        if found != expected[name]:
-            raise DatasetError(f'{where} differ: "{name}" is {_say(found)} and {_say(expected[name])}; {_APART}')
+    for name, field in fields.items():
+        if field != expected[name]:
+            raise DatasetError(f'{where} differ: "{name}" is {_say(field)} and {_say(expected[name])}; {_APART}')
     for key in _DESCRIBING:
         ours, theirs = dataset.manifest.get(key), first.manifest.get(key)
         if ours != theirs:
@@ -216,20 +216,20 @@ class NpyFolderSource:
         if not self.path.is_dir():
             raise DatasetError(f"{self.path} is not a directory; give a folder of .npy files")
         parsed: dict[bytes, tuple[np.dtype[Any], tuple[int, ...], bool]] = {}
-        found = [_read_header(file, parsed) for file in sorted(self.path.glob("*.npy"), key=_natural)]
-        if not found:
+        files = [_read_header(file, parsed) for file in sorted(self.path.glob("*.npy"), key=_natural)]
+        if not files:
             raise DatasetError(f"{self.path} holds no .npy file; give a folder of .npy files")
-        self.layout = _layout(found) if layout == "auto" else layout
+        self.layout = _layout(files) if layout == "auto" else layout
         if self.layout == "items":
-            _check_items(found)
-            fields = {"data": (_torch_dtype(found[0]), found[0].shape)}
-            self._files = {"data": found}
+            _check_items(files)
+            fields = {"data": (_torch_dtype(files[0]), files[0].shape)}
+            self._files = {"data": files}
         else:
-            _check_fields(found)
-            fields = {npy.file.stem: (_torch_dtype(npy), npy.shape[1:]) for npy in found}
-            self._files = {npy.file.stem: [npy] for npy in found}
+            _check_fields(files)
+            fields = {npy.file.stem: (_torch_dtype(npy), npy.shape[1:]) for npy in files}
+            self._files = {npy.file.stem: [npy] for npy in files}
         self.fields: RowFields = choose(fields, names, str(self.path))
-        self.num_items = len(found) if self.layout == "items" else found[0].shape[0]
+        self.num_items = len(files) if self.layout == "items" else files[0].shape[0]
         self.nbytes = self.num_items * row_bytes(self.fields)
         self.blocks: Sequence[int] = (0, self.num_items)
         kind = "one array per item" if self.layout == "items" else f"one array per field: {', '.join(fields)}"
@@ -300,29 +300,29 @@ def _torch_dtype(npy: _Npy) -> torch.dtype:
         _bad_npy(npy.file, f"holds {npy.dtype}, which is not a number")
 
 
-def _layout(found: list[_Npy]) -> Literal["items", "fields"]:
+def _layout(files: list[_Npy]) -> Literal["items", "fields"]:
     """Fields differ in shape or dtype, items do not; equal files are fields when few, long and not numbered."""
-    if len({(npy.dtype, npy.shape) for npy in found}) > 1:
+    if len({(npy.dtype, npy.shape) for npy in files}) > 1:
         # one odd file in a row of numbered ones is a ragged item, not a field
-        return "items" if len(found) > 2 and all(npy.file.stem[-1:].isdigit() for npy in found) else "fields"
-    numbered = any(npy.file.stem[-1:].isdigit() for npy in found)
-    shape = found[0].shape
-    if shape and (len(found) == 1 or (not numbered and len(found) < shape[0])):
+        return "items" if len(files) > 2 and all(npy.file.stem[-1:].isdigit() for npy in files) else "fields"
+    numbered = any(npy.file.stem[-1:].isdigit() for npy in files)
+    shape = files[0].shape
+    if shape and (len(files) == 1 or (not numbered and len(files) < shape[0])):
         return "fields"
     return "items"
 
 
-def _check_items(found: list[_Npy]) -> None:
-    first = found[0]
-    for npy in found:
+def _check_items(files: list[_Npy]) -> None:
+    first = files[0]
+    for npy in files:
         if (npy.dtype, npy.shape) != (first.dtype, first.shape):
             fault = f"is {npy.dtype} {list(npy.shape)}, {first.file.name} is {first.dtype} {list(first.shape)}"
             _bad_npy(npy.file, f"{fault}; items must be alike")
 
 
-def _check_fields(found: list[_Npy]) -> None:
-    first = found[0]
-    for npy in found:
+def _check_fields(files: list[_Npy]) -> None:
+    first = files[0]
+    for npy in files:
         if not npy.shape or not first.shape or npy.shape[0] != first.shape[0]:
             fault = f"has shape {list(npy.shape)}, {first.file.name} has {list(first.shape)}"
             _bad_npy(npy.file, f"{fault}; arrays of fields must be equally long, arrays of items alike")

@@ -53,11 +53,11 @@ def choose_tier(
         return Choice("window", f"{data} of data do not fit in {host}")
     # a tenth is kept for fragmentation and libraries, unless the caller insists
     room_bytes = device_free_bytes if preload_to_gpu else int(0.9 * device_free_bytes)
-    there = f"{format_size(device_free_bytes)} free on {name}"
+    room = f"{format_size(device_free_bytes)} free on {name}"
     beside = f" beside {format_size(reserve_bytes)} for the model" if reserve_bytes else ""
     if preload_to_gpu is not False and data_bytes + reserve_bytes <= room_bytes:
-        return Choice("vram", f"{data} of data in {there}{beside}")
-    reason = "preload_to_gpu is off" if preload_to_gpu is False else f"{there} are too few{beside}"
+        return Choice("vram", f"{data} of data in {room}{beside}")
+    reason = "preload_to_gpu is off" if preload_to_gpu is False else f"{room} are too few{beside}"
     if preload_to_gpu is False or fits_host:
         return Choice("ram", f"{data} of data in {host}; {reason}")
     return Choice("window", f"{data} of data do not fit in {host}; {reason}")
@@ -235,7 +235,7 @@ class Target:
 
 
 def gather(rows: Batch, index: Tensor, out: Batch | None = None) -> Batch:
-    """Gather rows by index, all on one device; on the host with NumPy, because torch's threads cost more than they save."""
+    """Gather rows by index, all on one device; on the host with NumPy, as torch's threads cost more than they save."""
     if index.is_cuda:
         if out is None:
             return {name: torch.index_select(matrix, 0, index) for name, matrix in rows.items()}
@@ -255,7 +255,7 @@ def check_out(out: Batch, fields: RowFields, batch_size: int, device: torch.devi
     for name, (dtype, shape) in fields.items():
         tensor, expected = out.get(name), (batch_size, *shape)
         if tensor is None or tensor.dtype != dtype or tuple(tensor.shape) != expected:
-            found = "nothing" if tensor is None else f"{tensor.dtype} {list(tensor.shape)}"
-            raise ConfigError(f'out["{name}"] is {found}, expected {dtype} {list(expected)}; use static_batch()')
+            actual = "nothing" if tensor is None else f"{tensor.dtype} {list(tensor.shape)}"
+            raise ConfigError(f'out["{name}"] is {actual}, expected {dtype} {list(expected)}; use static_batch()')
         if tensor.device != device or not tensor.is_contiguous() or tensor.data_ptr() % 8:
             raise ConfigError(f'out["{name}"] must be contiguous on {device}; use static_batch()')

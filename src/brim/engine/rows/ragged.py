@@ -230,11 +230,11 @@ class RaggedResident(RaggedView, Held[FrameStore]):
     def positions(self, rows: Tensor) -> Tensor:
         """Positions of these rows of the source among the rows held."""
         ordered, place = self._sorted
-        found = torch.searchsorted(ordered, rows).clamp(max=len(ordered) - 1)
-        missing = (ordered[found] != rows).nonzero()
+        places = torch.searchsorted(ordered, rows).clamp(max=len(ordered) - 1)
+        missing = (ordered[places] != rows).nonzero()
         if len(missing):
             raise ConfigError(f"rows={int(rows[missing[0]])} is not loaded here; load it, or choose other rows")
-        return place[found]
+        return place[places]
 
     # Loading
 

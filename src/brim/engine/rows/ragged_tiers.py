@@ -70,8 +70,10 @@ class RaggedTensors:
     def __init__(self, sequences: Sequence[Tensor], fields: Mapping[str, Tensor] | None = None) -> None:
         """Join the sequences, (T, D) each, all of one D and dtype; fields are (n, …) each."""
         if not sequences or any(one.ndim != 2 or one.shape[1] != sequences[0].shape[1] for one in sequences):
-            found = sorted({str(list(one.shape)) for one in sequences})[:4]
-            raise DatasetError(f"sequences are {', '.join(found) or 'none'}, expected (frames, features), equally wide")
+            shapes = sorted({str(list(one.shape)) for one in sequences})[:4]
+            raise DatasetError(
+                f"sequences are {', '.join(shapes) or 'none'}, expected (frames, features), equally wide"
+            )
         self.frames = torch.cat(list(sequences)).contiguous()
         self.lengths = torch.tensor([len(one) for one in sequences])
         self.starts = self.lengths.cumsum(0) - self.lengths
@@ -264,9 +266,9 @@ class SourceFrames:
             # two workers: one pads while the other's copy is queued; more would only share the same copiers
             stage: Stage[Any, Any] = Stage(name="pad", work=work, workers=1 if few else 2, depth=1 if few else 3)
             with Pipeline(plan, [stage], source_name="buckets") as ready:
-                for made in ready:
-                    yield self._handed(made)
-                    del made
+                for padded in ready:
+                    yield self._handed(padded)
+                    del padded
                     if self._side is not None:
                         done.append(mark(self.device))
                         if len(done) > (1 if few else 3):
@@ -274,12 +276,12 @@ class SourceFrames:
 
     def close(self) -> None: ...
 
-    def _handed(self, made: "_Made") -> Batch:
-        if made.copied is not None:
+    def _handed(self, padded: "_Made") -> Batch:
+        if padded.copied is not None:
             current = torch.cuda.current_stream(self.device)
-            current.wait_event(made.copied)
-            made.flat.record_stream(current)
-        return made.batch
+            current.wait_event(padded.copied)
+            padded.flat.record_stream(current)
+        return padded.batch
 
     def _make(self, items: RaggedItems, batch: Bucketed, pool: Executor) -> "_Made":
         layout = RowLayout(batch_fields(batch.length, self._dim, self._dtype, items.columns))
@@ -294,8 +296,8 @@ class SourceFrames:
         if self._side is None:
             return _Made(out, flat, None)
         with torch.cuda.stream(self._side):
-            there = flat.to(self.device, non_blocking=True)
-            return _Made(layout.unpack(layout.carve(there, num)), there, mark(self.device))
+            on_device = flat.to(self.device, non_blocking=True)
+            return _Made(layout.unpack(layout.carve(on_device, num)), on_device, mark(self.device))
 
     def _pad(self, starts: list[int], lengths: list[int], out: Tensor, pool: Executor) -> None:
         """Copy every sequence into its row and fill the rest with zeros."""

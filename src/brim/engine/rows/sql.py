@@ -112,8 +112,8 @@ def without_password(url: str) -> str:
 
 def _scrub(text: str, url: str) -> str:
     """One line without the password, as it stands in the URL or decoded."""
-    found = _USER.match(url)
-    secrets = [found[2]] if found else []
+    match = _USER.match(url)
+    secrets = [match[2]] if match else []
     secrets += [value for key, value in parse_qsl(urlsplit(url).query) if key.lower().endswith("password")]
     for secret in filter(None, secrets):
         for form in (secret, unquote(secret), quote(secret, safe="")):

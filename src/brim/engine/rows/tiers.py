@@ -364,20 +364,20 @@ def first_that_fits(
     if ranks is not None:
         choice = _agreed(choice, ranks)
     for tier in TIERS[TIERS.index(choice.tier) :]:
-        made = _try(make, tier)
+        store = _try(make, tier)
         # only here, outside the except block, is the traceback that kept the tensors alive gone
-        if ranks is not None and ranks.greatest(int(isinstance(made, str)))[0] and not isinstance(made, str):
-            made.close()
-            made = "no room on another rank"
-        if not isinstance(made, str):
-            return choice, made
+        if ranks is not None and ranks.greatest(int(isinstance(store, str)))[0] and not isinstance(store, str):
+            store.close()
+            store = "no room on another rank"
+        if not isinstance(store, str):
+            return choice, store
         gc.collect()
         if device.type == "cuda":
             torch.cuda.empty_cache()
         if tier == TIERS[-1]:
-            raise OutOfMemory(f"not even a window of the data fits on {device} ({made}); lower window_bytes")
+            raise OutOfMemory(f"not even a window of the data fits on {device} ({store}); lower window_bytes")
         below = TIERS[TIERS.index(tier) + 1]
-        log.warning("tier %s did not fit (%s); using tier %s%s", tier, made, below, say_order(below))
+        log.warning("tier %s did not fit (%s); using tier %s%s", tier, store, below, say_order(below))
         choice = Choice(below, f"tier {tier} did not fit")
     raise AssertionError("the last tier is either loaded or raises")
 

@@ -110,9 +110,9 @@ class Dataset:
         for name, tensor in self.shard(index, tuple(out)).items():
             target = out[name]
             if tensor.dtype != target.dtype or tensor.shape[1:] != target.shape[1:]:
-                found, first = (f"{rows.dtype} {list(rows.shape[1:])}" for rows in (tensor, target))
+                actual, first = (f"{rows.dtype} {list(rows.shape[1:])}" for rows in (tensor, target))
                 file = self.file(self.shards[index])
-                corrupt(file, f'"{name}" is {found}, in the first shard it is {first}')
+                corrupt(file, f'"{name}" is {actual}, in the first shard it is {first}')
             target[at : at + part.stop - part.start] = tensor[part]
 
 
@@ -181,9 +181,9 @@ def _read_entry(entry: Any, index: int, file: str) -> ShardEntry:
     return ShardEntry(**{key: entry[key] for key in _ENTRY_TYPES})
 
 
-def _check_types(found: Any, types: dict[str, type], file: str, what: str) -> None:
+def _check_types(values: Any, types: dict[str, type], file: str, what: str) -> None:
     for key, kind in types.items():
-        value = found.get(key) if isinstance(found, dict) else None
+        value = values.get(key) if isinstance(values, dict) else None
         if not isinstance(value, kind):
             raise DatasetError(
                 f"{file}: {what} has {key}={value!r}, expected {kind.__name__}", code="damaged", hint=REMAKE

@@ -56,10 +56,10 @@ class Lease:
 
     def check(self) -> None:
         """Raise StorageError unless the lease is still ours."""
-        found = self._read(self.place)
-        if found.get("token") != self._token:
+        lease = self._read(self.place)
+        if lease.get("token") != self._token:
             raise StorageError(
-                f"{self.place}: {found.get('writer', 'another process')} has taken over, because this process did not "
+                f"{self.place}: {lease.get('writer', 'another process')} has taken over, because this process did not "
                 f"renew its lease for {LEASE_S:g} s",
                 code="in_use",
                 hint="wait for the other process to end",
@@ -77,14 +77,14 @@ class Lease:
                 self.place.remove(LEASE_FILE)
 
     def _refuse_living(self) -> None:
-        found = self._read(self.place)
+        lease = self._read(self.place)
         try:
-            left_s = float(found.get("until", 0)) - time.time()
+            left_s = float(lease.get("until", 0)) - time.time()
         except (TypeError, ValueError):
             left_s = 0.0
         if left_s > 0:
             raise DatasetError(
-                f"{self.place} is being written by {found.get('writer', 'another process')}",
+                f"{self.place} is being written by {lease.get('writer', 'another process')}",
                 code="in_use",
                 hint=f"wait for it to end, or {left_s:.0f} s if it was killed",
             )
@@ -104,9 +104,9 @@ class Lease:
     def _read(place: ObjectPlace) -> dict[str, Any]:
         """The content of the lease; empty if there is none or it cannot be read."""
         with suppress(FileNotFoundError, ValueError):
-            found = json.loads(place.read_bytes(LEASE_FILE))
-            if isinstance(found, dict):
-                return found
+            lease = json.loads(place.read_bytes(LEASE_FILE))
+            if isinstance(lease, dict):
+                return lease
         return {}
 
 
@@ -215,10 +215,10 @@ class DirectoryHome(Home):
         file = self.path / "shards" / name
         temporary = file.with_name(f".{file.stem}.tmp")
         with unfinished(temporary):
-            made = write_safetensors(temporary, tensors)
+            written = write_safetensors(temporary, tensors)
             before()
             temporary.replace(file)
-        return made
+        return written
 
     def put_manifest(self, text: str, shards: Collection[str]) -> None:
         """Sync the shards, then the manifest, then rename it."""

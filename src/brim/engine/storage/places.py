@@ -264,26 +264,26 @@ class ObjectPlace(Place):
         return self._ask("read", name, lambda fs: _fetch(fs, self.at(name), start, stop))
 
     def size(self, name: str) -> int:
-        found = self._ask("read", name, lambda fs: fs.info(self.at(name)))
-        if found["type"] != "file":
+        info = self._ask("read", name, lambda fs: fs.info(self.at(name)))
+        if info["type"] != "file":
             raise FileNotFoundError(errno.ENOENT, "no such object", self.at(name))
-        return int(found["size"])
+        return int(info["size"])
 
     def sizes(self, under: str = "") -> dict[str, int]:
         """Name → bytes of the objects directly under a prefix."""
         top = self.at(under) if under else self.url
         try:
-            found = self._ask("list", under, lambda fs: fs.ls(top, detail=True))
+            entries = self._ask("list", under, lambda fs: fs.ls(top, detail=True))
         except FileNotFoundError:
             return {}
         own = top.partition("://")[2] + "/"
-        files = {str(entry["name"]).lstrip("/"): int(entry["size"]) for entry in found if entry["type"] == "file"}
+        files = {str(entry["name"]).lstrip("/"): int(entry["size"]) for entry in entries if entry["type"] == "file"}
         return {name.removeprefix(own): size for name, size in files.items() if name.startswith(own) and name != own}
 
     def walk(self) -> list[str]:
         own = self.url.partition("://")[2] + "/"
-        found = self._ask("list", "", lambda fs: fs.find(self.url))
-        names = (str(name).lstrip("/") for name in found)
+        paths = self._ask("list", "", lambda fs: fs.find(self.url))
+        names = (str(name).lstrip("/") for name in paths)
         return sorted(name.removeprefix(own) for name in names if name.startswith(own) and not name.endswith("/"))
 
     def put_file(self, local: Path, name: str) -> None:
@@ -357,8 +357,8 @@ class ObjectPlace(Place):
 
     def _heard(self) -> None:
         with self._lock:
-            told, self.answered, self._told, self._gave_up = self._told, True, False, False
-        if told:
+            warned, self.answered, self._told, self._gave_up = self._told, True, False, False
+        if warned:
             _log.info("%s answers again", self)
 
     def _filesystem(self) -> Any:

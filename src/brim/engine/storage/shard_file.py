@@ -96,7 +96,7 @@ def upload(
     with ExitStack() as stack:
         try:
             file = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="brim-"))) / name
-            made = write_safetensors(file, tensors)
+            written = write_safetensors(file, tensors)
         except OSError as failure:
             raise StorageError(
                 f"{tempfile.gettempdir()}: cannot write a shard before its upload, {failure.strerror or failure}",
@@ -104,7 +104,7 @@ def upload(
             ) from failure
         before()
         place.put_file(file, f"shards/{name}")
-    return made
+    return written
 
 
 def check_fields(rows: dict[str, Tensor], where: str) -> int:

@@ -233,18 +233,18 @@ class ShardWriter:
                 f"{self.place} has no {MANIFEST} to resume from", code="occupied", hint="choose another {out}"
             )
         self._home.lock()
-        found = Dataset(self.place)
-        self._check_identity(found.manifest)
-        self._created = str(found.manifest["created"])
-        self._keep(found)
+        dataset = Dataset(self.place)
+        self._check_identity(dataset.manifest)
+        self._created = str(dataset.manifest["created"])
+        self._keep(dataset)
         self._home.prepare()
         self._home.sweep({entry.name for entry in self._listed()})
         self._committed_at = time.monotonic()
 
-    def _check_identity(self, found: dict[str, Any]) -> None:
+    def _check_identity(self, manifest: dict[str, Any]) -> None:
         wanted = json.loads(json.dumps({**self.header, "items_per_shard": self.items_per_shard}))
         for key in ("items_per_shard", *self.identity):
-            difference = _first_difference(key, found.get(key, _ABSENT), wanted.get(key, _ABSENT))
+            difference = _first_difference(key, manifest.get(key, _ABSENT), wanted.get(key, _ABSENT))
             if difference:
                 raise DatasetError(
                     f"{self.place} cannot be resumed: {difference}",
@@ -252,9 +252,9 @@ class ShardWriter:
                     hint="use the same options, or choose another {out}",
                 )
 
-    def _keep(self, found: Dataset) -> None:
+    def _keep(self, dataset: Dataset) -> None:
         """Take over the full shards, verified, and a partial last one until it is written again."""
-        self._full = list(found.shards)
+        self._full = list(dataset.shards)
         if self._full and self._full[-1].items < self.items_per_shard:
             self._partial = self._full.pop()
         for entry in self._full:
@@ -265,13 +265,13 @@ class ShardWriter:
                     code="differs",
                     hint="choose another {out}",
                 )
-        found.shards = self._full
-        verify(found, self.verify)
-        self._fields = found.fields
+        dataset.shards = self._full
+        verify(dataset, self.verify)
+        self._fields = dataset.fields
         self._rows, self._row_totals = self.items, self.totals
         if self._partial is not None:
             try:
-                check_bytes(found.file(self._partial), self._partial, checksum=True)
+                check_bytes(dataset.file(self._partial), self._partial, checksum=True)
             except ShardCorrupt:  # it is made again anyway
                 self._partial, self._dirty = None, True
 
@@ -380,16 +380,16 @@ def _entry_text(entry: ShardEntry) -> str:
 _ABSENT = object()
 
 
-def _first_difference(path: str, found: Any, wanted: Any) -> str:
+def _first_difference(path: str, old_value: Any, wanted: Any) -> str:
     """The first difference of two JSON values, in words; empty if they are equal."""
-    if isinstance(found, dict) and isinstance(wanted, dict):
-        keys = [(f"{path}.{key}", key) for key in dict.fromkeys((*found, *wanted))]
-        pairs = [(name, found.get(key, _ABSENT), wanted.get(key, _ABSENT)) for name, key in keys]
-    elif isinstance(found, list) and isinstance(wanted, list) and len(found) == len(wanted):
-        pairs = [(f"{path}[{index}]", *pair) for index, pair in enumerate(zip(found, wanted, strict=True))]
-    elif found == wanted:
+    if isinstance(old_value, dict) and isinstance(wanted, dict):
+        keys = [(f"{path}.{key}", key) for key in dict.fromkeys((*old_value, *wanted))]
+        pairs = [(name, old_value.get(key, _ABSENT), wanted.get(key, _ABSENT)) for name, key in keys]
+    elif isinstance(old_value, list) and isinstance(wanted, list) and len(old_value) == len(wanted):
+        pairs = [(f"{path}[{index}]", *pair) for index, pair in enumerate(zip(old_value, wanted, strict=True))]
+    elif old_value == wanted:
         return ""
     else:
-        old, new = ("absent" if value is _ABSENT else json.dumps(value) for value in (found, wanted))
+        old, new = ("absent" if value is _ABSENT else json.dumps(value) for value in (old_value, wanted))
         return f"{path} is {old} in the dataset and {new} now"
     return next(filter(None, (_first_difference(*pair) for pair in pairs)), "")

@@ -58,15 +58,15 @@ def has_checkpoint(directory: Path) -> bool:
 
 def load_checkpoint(directory: Path) -> tuple[Groups, dict[str, Any]]:
     """Tensors and state of a checkpoint; a missing or damaged one is a CheckpointError."""
-    found = directory
+    source = directory
     if not directory.is_dir():
-        found = _beside(directory, "old")  # killed between two renames
-        if not found.is_dir():
+        source = _beside(directory, "old")  # killed between two renames
+        if not source.is_dir():
             raise CheckpointError(
                 f"{directory} has no checkpoint", code="missing", hint="give the directory of a training run"
             )
-    state = _read_state(found / STATE)
-    return {stem: _read_group(found / f"{stem}.safetensors", sums) for stem, sums in state["files"].items()}, state
+    state = _read_state(source / STATE)
+    return {stem: _read_group(source / f"{stem}.safetensors", sums) for stem, sums in state["files"].items()}, state
 
 
 def load_weights(
@@ -303,10 +303,10 @@ class PhaseState:
     def open(self, resume: bool) -> None:
         """Resume from the last checkpoint, if there is one; rank 0 reads it for all."""
         last = self._folder / "last"
-        found = self._stepper.ranks.from_main(lambda: self._find(last, resume))
-        if found is None:
+        checkpoint = self._stepper.ranks.from_main(lambda: self._find(last, resume))
+        if checkpoint is None:
             return
-        groups, state = found
+        groups, state = checkpoint
         copy_in(groups.get("model", {}), self._stepper.module.state_dict(), last)
         copy_in(groups.get("optimizer", {}), self._stepper.optimizer_tensors(), last)
         try:
@@ -368,9 +368,9 @@ class PhaseState:
     def _check_identity(self, state: dict[str, Any], last: Path) -> None:
         mine = self._identity()
         for part, names in (("source", _SOURCE), ("config", _IDENTITY)):
-            found = state.get(part) if isinstance(state.get(part), dict) else {}
+            saved = state.get(part) if isinstance(state.get(part), dict) else {}
             for name in names:
-                old, new = (found or {}).get(name), mine[part][name]
+                old, new = (saved or {}).get(name), mine[part][name]
                 if old != new:
                     raise CheckpointError(
                         f"{last}: {name} was {old} and is {new} now",

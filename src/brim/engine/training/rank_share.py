@@ -112,8 +112,8 @@ def gathered(rows: Tensor) -> Tensor:
     share = _share.get()
     if share is None:
         return rows
-    found: Tensor = _Gather.apply(rows, share)  # type: ignore[no-untyped-call]
-    return found
+    whole: Tensor = _Gather.apply(rows, share)  # type: ignore[no-untyped-call]
+    return whole
 
 
 def own_rows(num_rows: int, device: torch.device) -> Tensor:

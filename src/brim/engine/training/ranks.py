@@ -84,16 +84,16 @@ class Ranks:
         distributed.broadcast_object_list(box, 0, self._control)
         if box[1] is not None:
             raise RankLost(f"rank 0 failed: {box[1]}")
-        made: T = box[0]
-        return made
+        value: T = box[0]
+        return value
 
     def all_of(self, mine: T) -> list[T]:
         """The values of all ranks, in rank order, on every rank."""
         if self.alone:
             return [mine]
-        found: list[Any] = [None] * self.size
-        distributed.all_gather_object(found, mine, self._control)
-        return found
+        values: list[Any] = [None] * self.size
+        distributed.all_gather_object(values, mine, self._control)
+        return values
 
     def greatest(self, *values: int) -> list[int]:
         """The maximum of each value over all ranks."""
@@ -142,8 +142,8 @@ class Ranks:
             if not self._is_told(text):
                 log.error("rank %d of %d: %s", self.rank, self.size, text)
             return failure
-        if said := self._noted(_FAILURE, _BLAME_S):
-            return RankLost(f"{said}; every rank ends with it")
+        if reason := self._noted(_FAILURE, _BLAME_S):
+            return RankLost(f"{reason}; every rank ends with it")
         return RankLost(
             "another rank ended without a message",
             code="rank_lost",
@@ -213,10 +213,10 @@ def joined(device: str = "auto") -> Iterator[Ranks]:
         yield ranks
         ranks.leave()
     except Exception as failure:
-        told = ranks.explained(failure)
-        if told is failure:
+        reason = ranks.explained(failure)
+        if reason is failure:
             raise
-        raise told from failure
+        raise reason from failure
 
 
 def _place(environment: Mapping[str, str]) -> tuple[int, int, int]:

@@ -261,11 +261,11 @@ class _Run:
         self.stepper.seed(-1 - self.state.epoch)
         self.module.eval()
         with torch.no_grad():
-            found = {name: float(value) for name, value in evaluate(self.module).items()}
-        if "val_loss" not in found:
-            raise ConfigError(f"evaluate returned {sorted(found)}, expected val_loss among them")
-        self.logs.write(step=self.state.step, epoch=self.state.epoch, values=found)
-        val_loss = found["val_loss"]
+            scores = {name: float(value) for name, value in evaluate(self.module).items()}
+        if "val_loss" not in scores:
+            raise ConfigError(f"evaluate returned {sorted(scores)}, expected val_loss among them")
+        self.logs.write(step=self.state.step, epoch=self.state.epoch, values=scores)
+        val_loss = scores["val_loss"]
         self.state.stale += 1
         if math.isfinite(val_loss):
             self.state.note(val_loss)
