@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -20,6 +19,7 @@ from brim.engine.storage.dataset import Dataset
 from brim.engine.storage.destination import LEASE_FILE as LEASE
 from brim.engine.storage.places import place_of
 from s3_store import SECRET, serve_s3
+from test_docs import blocks_of, run_block
 
 torch.set_num_threads(1)  # small batches: a second thread only competes
 
@@ -180,13 +180,11 @@ def test_a_killed_generation_is_resumed_once_its_lease_ran_out(options, here):
 
 
 @pytest.mark.slow
-def test_the_code_of_the_page_runs(server, tmp_path):
+def test_the_code_of_the_page_runs(tmp_path, monkeypatch):
     page = (Path(__file__).parents[2] / "docs" / "storage.md").read_text()
-    blocks = re.findall(r"(?<!<!-- skip -->\n)^```(sh|python)\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
-    blocks = [(kind, code) for kind, code in blocks if "pip install" not in code]
-    assert [kind for kind, _ in blocks] == ["sh", "python"]
-    env = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
-    for kind, code in blocks:
-        command = ["bash", "-euo", "pipefail", "-c", code] if kind == "sh" else [sys.executable, "-c", code]
-        done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
-        assert done.returncode == 0, f"{code}\n{done.stderr}"
+    blocks = [block for block in blocks_of(page) if not block.skipped and "pip install" not in block.code]
+    assert [block.language for block in blocks] == ["sh", "python"]
+    monkeypatch.chdir(tmp_path)
+
+    for block in blocks:
+        assert run_block(block, tmp_path) is None, block.code
