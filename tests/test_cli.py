@@ -276,6 +276,26 @@ def test_an_error_is_one_line_without_a_traceback(monkeypatch, capsys):
     assert captured.err.count("\n") == 1
 
 
+@pytest.mark.parametrize(
+    ("hint", "written"),
+    [
+        ("set {batch_size} or {use_random_receivers}", "set --batch-size or --random-receivers"),
+        ("{num_workers} is of another command", "--num-workers is of another command"),
+        ("{duration_s} is in no command", "duration_s is in no command"),
+        ("run {rf inspect} or {serve}", "run brim rf inspect or brim serve"),
+    ],
+)
+def test_a_hint_names_options_and_commands_as_they_are_typed(monkeypatch, capsys, hint, written):
+    def fail(*_, **__):
+        raise ConfigError("must be smaller", field="min_snr_db", value=3, hint=hint)
+
+    monkeypatch.setattr("brim.rf.generate", fail)
+
+    assert main(["rf", "generate", "--out", "d"]) == 2
+
+    assert capsys.readouterr().err == f"error: --min-snr-db=3 must be smaller; {written}\n"
+
+
 def test_a_closed_pipe_is_no_traceback():
     code = "import sys; from brim.cli import main; sys.exit(main(['doctor', '--json']))"
     process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE)

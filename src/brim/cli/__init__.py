@@ -123,7 +123,7 @@ def _spelling(root: Any, args: Sequence[str]) -> Callable[[str], str]:
         command = getattr(command, "commands", {}).get(word, command)
     options = [param for each in (*_leaves(root), command) for param in each.params if param.opts[0].startswith("-")]
     flags = {option.name: option.opts[0] for option in options}  # those of this command last: they count
-    return lambda name: f"brim {name}" if " " in name else flags.get(name, name)
+    return lambda name: flags.get(name) or (f"brim {name}" if " " in name or name in root.commands else name)
 
 
 def _leaves(group: Any) -> Iterator[Any]:
