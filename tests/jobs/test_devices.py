@@ -241,7 +241,7 @@ def test_a_job_that_waits_for_a_gpu_can_be_stopped(tmp_path):
         with pytest.raises(Stopped), devices.leased(tmp_path, ("0", "1"), "1", 2, lambda text: None, lambda: True):
             pass
         assert devices._is_free(tmp_path, "1")
-    lock = FileLock(devices._file(tmp_path, "0"))
+    lock = FileLock(devices._lock_file(tmp_path, "0"))
     assert lock.take()
     lock.release()
 
@@ -275,7 +275,7 @@ def test_a_generation_on_two_devices_stops_and_goes_on_to_the_same_bytes(dataset
 def test_a_job_of_a_cluster_that_the_service_no_longer_has_says_so(tmp_path):
     job = Watched("rf.generate", tmp_path / "made", {**SAMPLES, "cluster": True})
 
-    with pytest.raises(ConfigError, match="no cluster any more; have it started with"):
+    with pytest.raises(ConfigError, match="no longer has a cluster"):
         job.run()
 
 

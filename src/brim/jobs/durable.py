@@ -35,7 +35,7 @@ T = TypeVar("T")
 
 
 def migrate(url: str) -> None:
-    """Make or update the queue's tables; for the supervisor alone, before any worker or API starts."""
+    """Create or update the queue's tables; only the supervisor does this, before any worker or API starts."""
     _silence()
     with _named("the queue's database"):
         if url.startswith("sqlite"):
@@ -46,22 +46,22 @@ def migrate(url: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class DbosState:
-    """What the queue knows of a job."""
+    """The queue's state of a job."""
 
     status: str  # ENQUEUED, PENDING (a worker has it), SUCCESS, ERROR, CANCELLED
     executor: str | None  # the worker that had it last
 
     @property
     def is_active(self) -> bool:
-        """Whether it waits for a worker or has one."""
+        """Whether it is queued or running."""
         return self.status in ("ENQUEUED", "PENDING", "DELAYED")
 
 
 class Queue:
-    """The queue seen from outside its workers: API, supervisor, command line. Fails fast when the database is away."""
+    """The client half of the queue, for API, supervisor and command line. Fails fast when the database is away."""
 
     def __init__(self, url: str) -> None:
-        """Connect; the tables must be there, see `migrate`."""
+        """Connect; the tables must exist, see `migrate`."""
         _silence()
         with _named("the queue's database"):
             self._client = DBOSClient(
@@ -73,12 +73,12 @@ class Queue:
             )
 
     def submit(self, job_id: str) -> None:
-        """Queue a job; a second time changes nothing."""
+        """Queue a job; submitting it twice changes nothing."""
         with _named("the queue's database"):
             self._client.enqueue({"workflow_name": WORKFLOW, "queue_name": QUEUE, "workflow_id": job_id}, job_id)
 
     def cancel(self, job_id: str) -> None:
-        """Take a job from the queue, or have its worker stop it at the next look; what ended stays as it is."""
+        """Remove a job from the queue, or have its worker stop it at the next poll; a finished job is not changed."""
         with _named("the queue's database"):
             self._client.cancel_workflow(job_id)
 
@@ -102,20 +102,19 @@ class Queue:
                 self._client.resume_workflow(job_id, queue_name=QUEUE)
 
     def forget(self, job_id: str) -> None:
-        """Drop a finished job's records; one that is not there is fine."""
+        """Drop a finished job's records, if there are any."""
         with _named("the queue's database"):
             self._client.delete_workflow(job_id)
 
     def states(self, ids: Collection[str]) -> dict[str, DbosState]:
-        """What is known of these jobs; those never queued are left out."""
+        """States of these jobs, without those that were never queued."""
         return self._list(workflow_ids=list(ids)) if ids else {}
 
     def active(self) -> dict[str, DbosState]:
-        """Jobs that wait for a worker or have one."""
         return self._list(status=["ENQUEUED", "PENDING"])
 
     def succeeded_before(self, at: float) -> list[str]:
-        """Up to a hundred jobs that were completed before a time, in seconds since 1970."""
+        """Up to a hundred jobs that completed before a time, in seconds since 1970."""
         when = datetime.fromtimestamp(max(0.0, at), UTC).isoformat()
         return list(self._list(status="SUCCESS", completed_before=when, limit=100))
 
@@ -125,7 +124,7 @@ class Queue:
         return [job_id for job_id, state in held.items() if state.executor not in live]
 
     def adopt(self, job_id: str) -> None:
-        """Queue a job again whose worker is gone for good; one that still ran would run twice."""
+        """Requeue a job whose worker is gone for good; a job that still ran would run twice."""
         with _named("the queue's database"):
             self._client.resume_workflow(job_id, queue_name=QUEUE)
 
@@ -134,7 +133,6 @@ class Queue:
         self._list(status="PENDING", limit=1)
 
     def close(self) -> None:
-        """Give the connections back."""
         self._client.destroy()
 
     def _list(self, **filters: Any) -> dict[str, DbosState]:
@@ -144,10 +142,10 @@ class Queue:
 
 
 class Steps(Protocol):
-    """How a workflow runs its steps: each once, its result recorded and given again after a crash."""
+    """How a workflow runs its steps: each runs once, and its recorded result is returned again after a crash."""
 
     def __call__(self, name: str, step: Callable[[], T]) -> T:
-        """Run a step, or give what it came to before."""
+        """Run a step, or return its recorded result."""
         ...
 
 
@@ -158,12 +156,11 @@ class Runner:
     """
 
     def __init__(self, url: str, executor_id: str, job: Callable[[Steps, str], dict[str, Any]]) -> None:
-        """Take the queue's database, the worker's name and the workflow; nothing starts yet."""
         self.queue = Queue(url)
         self._url, self._executor_id, self._job = url, executor_id, job
 
     def launch(self) -> None:
-        """Start taking jobs, those this worker had when it died first of all."""
+        """Start taking jobs, first those this worker was running when it died."""
 
         @DBOS.workflow(name=WORKFLOW, max_recovery_attempts=None)
         def workflow(job_id: str) -> dict[str, Any]:
@@ -185,7 +182,7 @@ class Runner:
             DBOS.register_queue(QUEUE, worker_concurrency=1, polling_interval_sec=POLL_S, on_conflict="always_update")
 
     def is_cancelled(self, job_id: str) -> bool:
-        """Whether the job is to stop; no while the database is away."""
+        """Whether the job was cancelled; False while the database is away."""
         try:
             state = self.queue.states([job_id]).get(job_id)
         except Unavailable as failure:
@@ -194,7 +191,7 @@ class Runner:
         return state is None or state.status == "CANCELLED"
 
     def cancel(self, job_id: str) -> None:
-        """Take the job from this worker: the step at hand is not recorded, the workflow is left."""
+        """Take the job from this worker: the current step is not recorded, and the workflow ends."""
         DBOS.cancel_workflow(job_id)
 
 
@@ -203,13 +200,13 @@ def _run_step(name: str, step: Callable[[], T]) -> T:
 
 
 def _silence() -> None:
-    """The library logs each migration, its console's advertisement, and a traceback for every cancelled job."""
+    """DBOS logs each migration, an advertisement of its console, and a traceback for every cancelled job."""
     logging.getLogger("dbos").setLevel(logging.CRITICAL)
 
 
 @contextmanager
 def _named(what: str) -> Iterator[None]:
-    """Errors of the database become Unavailable; their texts, which may name hosts and users, go to the log."""
+    """Database errors become Unavailable; their texts, which may name hosts and users, go to the log."""
     try:
         yield
     except (sqlite3.Error, OSError) as failure:

@@ -25,7 +25,7 @@ FINISHED: Final = frozenset({"completed", "failed", "cancelled"})
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Flow:
-    """Where the time of what computes went, from its beginning until now."""
+    """Where the time of the computation went, from its start until now."""
 
     seconds: float
     waiting: Mapping[str, float]  # of these, seconds by cause
@@ -48,7 +48,6 @@ class JobProgress:
         return min(100.0, 100.0 * self.current / self.total) if self.total else None
 
     def as_dict(self) -> dict[str, Any]:
-        """By the names of the API."""
         return {
             "current": self.current,
             "total": self.total,

@@ -35,8 +35,6 @@ class _Text:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _BodyForm:
-    """One form of a body."""
-
     title: str
     kind: Kind
     name_key: str  # the key of the job's name

@@ -70,7 +70,6 @@ class GenerateJob(GenerateConfig, JobConfig):
 
 
 def generate_bytes(spec: Spec, inputs: Inputs) -> int:
-    """Of the dataset."""
     from brim.rf.generation.rows import dataset_bytes
 
     job = read(GenerateJob, spec.config)
@@ -176,7 +175,6 @@ def check_train(spec: Spec, inputs: Inputs) -> None:
 
 
 def train_bytes(spec: Spec, inputs: Inputs) -> int:
-    """Of checkpoints and logs."""
     return _RUN_BYTES
 
 
@@ -216,7 +214,6 @@ def check_evaluate(spec: Spec, inputs: Inputs) -> None:
 
 
 def evaluate_bytes(spec: Spec, inputs: Inputs) -> int:
-    """Of the page and the points."""
     return _REPORT_BYTES
 
 

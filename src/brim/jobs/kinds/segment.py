@@ -73,7 +73,6 @@ class TuneJob(TuneConfig, JobConfig):
 
 
 def tune_bytes(spec: Spec, inputs: Inputs) -> int:
-    """Of the trials."""
     return _LOG_BYTES
 
 
@@ -203,8 +202,6 @@ def _predict_on_cluster(task: Task, run: Path, files: FilesConfig) -> "Callable[
 
 
 class _DatasetPart(NamedTuple):
-    """A dataset of a prediction."""
-
     prefix: str  # of its files
     images: Path
     out: Path
@@ -294,7 +291,6 @@ def check_train(spec: Spec, inputs: Inputs) -> None:
 
 
 def train_bytes(spec: Spec, inputs: Inputs) -> int:
-    """Of crops and checkpoints."""
     import torch
 
     from brim.segmentation.networks.registry import create_model

@@ -83,7 +83,6 @@ def check_train(spec: Spec, inputs: Inputs) -> None:
 
 
 def train_bytes(spec: Spec, inputs: Inputs) -> int:
-    """Of the checkpoints of every phase."""
     import torch
 
     from brim.sequences.model.network import Classifier, Encoder
@@ -133,7 +132,6 @@ class _PhaseProgress:
         self._phases, self._furthest = _phases(recipe), 0
 
     def overall(self, progress: "TrainProgress") -> JobProgress:
-        """Progress of the whole run."""
         phase = in_training(progress, "checking")
         if progress.phase not in self._phases:
             return replace(phase, current=self._furthest)
@@ -178,7 +176,6 @@ def check_evaluate(spec: Spec, inputs: Inputs) -> None:
 
 
 def evaluate_bytes(spec: Spec, inputs: Inputs) -> int:
-    """Of the points, from above."""
     return 2**20
 
 

@@ -39,12 +39,10 @@ class Spec:
 
     @property
     def dataset_ids(self) -> tuple[str, ...]:
-        """Datasets it reads."""
         return tuple(self.config.get("dataset_ids", ()))
 
     @property
     def run_id(self) -> str | None:
-        """The run it reads."""
         id = self.config.get("run_id")
         return None if id is None else str(id)
 
@@ -166,7 +164,6 @@ class Timed(Protocol):
 
 
 def counted(done: int, total: int, message: str, rate: float = 0.0, flow: Flow | None = None) -> JobProgress:
-    """Progress of things that are counted."""
     eta_s = (total - done) / rate if rate > 0 else None
     return JobProgress(current=done, total=total, rate=rate, eta_s=eta_s, message=message, flow=flow)
 

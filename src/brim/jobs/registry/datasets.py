@@ -38,8 +38,6 @@ _BEGINNINGS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DatasetSummary:
-    """What a dataset holds."""
-
     items: int  # samples, images or sequences
     bytes: int
     about: dict[str, Any] = field(default_factory=dict)
@@ -57,7 +55,7 @@ def add(
     progress: Callable[["PackProgress"], None] | None = None,
     stop: Callable[[], bool] | None = None,
 ) -> "DatasetRow | None":
-    """List what a path holds as a dataset; None where packing it was stopped."""
+    """List the content of a path as a dataset; None if packing it was stopped."""
     path = _checked(path, data)
     if kind != "sequences" or (path / "manifest.json").is_file():
         found = look(path, kind)
@@ -76,7 +74,7 @@ def add(
 
 
 def look(path: Path, kind: "DatasetKind") -> DatasetSummary:
-    """Check and count what a path holds; what is missing, foreign or empty is a DatasetError that says so."""
+    """Check and count the content of a path; if it is missing, foreign or empty, raise a DatasetError."""
     if not path.is_dir():
         raise DatasetError(f"{path} is not a directory", hint=f"give {_EXPECTED[kind]}")
     return {"rf": _look_at_rf, "images": _look_at_images, "sequences": _look_at_sequences}[kind](path)
@@ -91,7 +89,7 @@ def pack(
     progress: Callable[["PackProgress"], None] | None = None,
     stop: Callable[[], bool] | None = None,
 ) -> DatasetSummary | None:
-    """Pack a folder of .npy sequences to DATA/datasets/ID, whole or not at all; None where it was stopped."""
+    """Pack a folder of .npy sequences to DATA/datasets/ID, completely or not at all; None if stopped."""
     from brim.sequences.corpus.packing import pack as pack_sequences
 
     unfinished, finished = data / "uploads" / f"{id}{_PACKING}", data / "datasets" / id
@@ -113,12 +111,12 @@ def pack(
 
 
 def remove(catalogue: "Catalogue", data: Path, id: str) -> None:
-    """Delete a dataset that nothing uses: its files where they are ours, then its row; Conflict or NotFound else."""
+    """Delete a dataset that nothing uses: its files if the service owns them, then its row."""
     _remove_files(catalogue, data, catalogue.datasets.retire(id))
 
 
 def tidy(catalogue: "Catalogue", data: Path) -> None:
-    """End what others did not live to end: deletions, and packings whose process is no more."""
+    """Finish deletions and discard packings that a killed process left unfinished."""
     for row in catalogue.datasets.retired():
         try:
             _remove_files(catalogue, data, row)
@@ -134,7 +132,7 @@ def tidy(catalogue: "Catalogue", data: Path) -> None:
 
 
 def image_folders(path: Path) -> tuple[Path, Path | None]:
-    """Where the images of a dataset are, and their masks where it has some."""
+    """The folder of a dataset's images, and that of their masks if it has any."""
     if not (path / IMAGES).is_dir():
         return path, None
     return path / IMAGES, path / MASKS if (path / MASKS).is_dir() else None
@@ -184,7 +182,7 @@ def _look_at_images(path: Path) -> DatasetSummary:
 
 
 def _image_bytes(file: Path) -> int:
-    """How long an image file is, by a look at its beginning: a text named .png is refused here, not hours later."""
+    """Size of an image file, after a look at its first bytes: a text named .png is rejected now, not hours later."""
     with _in_words(file), file.open("rb") as opened:
         start = opened.read(16)
         size = opened.seek(0, 2)
@@ -207,7 +205,7 @@ def _look_at_sequences(path: Path) -> DatasetSummary:
 
 
 def _checked(path: Path, data: Path) -> Path:
-    """A path as the catalogue keeps it: absolute, text, and nothing that is listed already as a job's."""
+    """A path as the catalogue stores it: absolute, UTF-8, and outside the service's own data directory."""
     path = path.resolve()
     try:
         str(path).encode()

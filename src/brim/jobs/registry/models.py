@@ -22,8 +22,6 @@ _RUN_JSON = "run.json"  # of locators and of sequence runs; those of segmentatio
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSummary:
-    """What a path holds."""
-
     kind: "ModelKind"
     network: str
     about: dict[str, Any]
@@ -37,7 +35,7 @@ def add(
     network: str | None = None,
     stop: Callable[[], bool] = lambda: False,
 ) -> tuple["ModelRow", bool] | None:
-    """List a model, and whether it took the place of another of its name; None where that was stopped."""
+    """List a model, and whether it replaced another of its name; None if stopped."""
     check_name(name)
     try:
         path = path.expanduser().resolve()
@@ -55,7 +53,7 @@ def add(
 
 
 def check_name(name: str) -> None:
-    """Refuse a name that requests could not give plainly."""
+    """Reject a name that could not stand in a URL or a form as it is."""
     if not NAME.fullmatch(name):
         raise ConfigError(
             f"NAME {name!r} must be 1 to 100 letters, digits, dots, - or _, and begin with a letter or digit"
@@ -134,7 +132,7 @@ def _size(module: "nn.Module") -> dict[str, Any]:
 
 
 def _said_kind(file: Path) -> str | None:
-    """The kind in a run.json; None where there is none. One that cannot be read is an error of its own."""
+    """The kind in a run.json; None if there is no such file."""
     try:
         value = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:

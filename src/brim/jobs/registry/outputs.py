@@ -18,7 +18,7 @@ LAST: Final = ("last", ".last.old")  # a checkpoint, and where it is between the
 
 
 def output_of(data: Path, job: JobRow) -> Output:
-    """Items and bytes of a job's dataset, or steps of its run; items=0 where nothing is there."""
+    """Items and bytes of a job's dataset, or steps of its run; items=0 if nothing was written."""
     out = data / job.out
     if job.makes == "dataset":
         manifest = read_json(out / "manifest.json") or {}
@@ -30,7 +30,7 @@ def output_of(data: Path, job: JobRow) -> Output:
 
 
 def run_output(out: Path) -> Output:
-    """Steps and bytes of the run in a directory; items=0 where nothing is there."""
+    """Steps and bytes of the run in a directory; items=0 if there is none."""
     states = [state for file in _checkpoints(out) if (state := read_json(file))]
     if not states:
         return Output(items=0)

@@ -41,11 +41,10 @@ class Catalogue:
 
     @classmethod
     def open(cls, url: str) -> Self:
-        """Of a database that `migrate.upgrade` has seen; connects when first asked for something."""
+        """Open a database that `upgrade` has prepared; connects on first use."""
         return cls(open_engine(url))
 
     def close(self) -> None:
-        """Close the connections."""
         self._engine.dispose()
 
     def __enter__(self) -> Self:
@@ -60,7 +59,7 @@ class Catalogue:
             connection.execute(sa.select(meta.c.key).limit(1)).all()
 
     def claim(self, installation: str) -> str:
-        """The installation this catalogue belongs to: this one, unless another was first."""
+        """The installation that owns this catalogue: this one, unless another claimed it first."""
         with writing(self._engine) as connection:
             insert = insert_for(connection)(meta).values(key="installation", value=installation)
             connection.execute(insert.on_conflict_do_nothing(index_elements=["key"]))
@@ -91,7 +90,7 @@ class DatasetTable:
         id: str | None = None,
         state: DatasetState = "ready",
     ) -> DatasetRow:
-        """List a dataset that no job made; a path that is listed already is a Conflict."""
+        """List a dataset that no job made; Conflict if its path is already listed."""
         values = {
             "id": id or new_id(),
             "name": clean(name),
@@ -111,7 +110,6 @@ class DatasetTable:
             return row_of(DatasetRow, connection.execute(sa.insert(datasets).values(values).returning(datasets)).one())
 
     def get(self, id: str) -> DatasetRow | None:
-        """One dataset; None for an id that names none."""
         if not is_id(id):
             return None
         with reading(self._engine) as connection:
@@ -119,18 +117,18 @@ class DatasetTable:
             return None if row is None else row_of(DatasetRow, row)
 
     def named(self, name: str) -> list[DatasetRow]:
-        """The datasets of that name, oldest first: names need not differ."""
+        """The datasets of that name, oldest first: names need not be unique."""
         return self._list(datasets.c.name == clean(name))
 
     def page(self, *, kind: str | None = None, page: int = 1, per_page: int = 50) -> Page[DatasetRow]:
-        """One page of datasets, newest first; those on their way out are not listed."""
+        """One page of datasets, newest first, without those being deleted."""
         where = [datasets.c.state != "deleting"]
         where += [datasets.c.kind == clean(kind)] if kind is not None else []
         with reading(self._engine) as connection:
             return page_of(connection, datasets, DatasetRow, where, page, per_page)
 
     def retire(self, id: str) -> DatasetRow:
-        """Mark a dataset that nothing writes or reads as on its way out; else Conflict, or NotFound."""
+        """Mark a dataset that nothing writes or reads for deletion; otherwise Conflict or NotFound."""
         with writing(self._engine) as connection:
             query = sa.select(datasets).where(datasets.c.id == id).with_for_update()
             row = connection.execute(query).one_or_none() if is_id(id) else None
@@ -144,7 +142,7 @@ class DatasetTable:
             return dataset
 
     def retired(self) -> list[DatasetRow]:
-        """Datasets whose deletion was begun and not ended."""
+        """Datasets whose deletion has begun and is not complete."""
         return self._list(datasets.c.state == "deleting")
 
     def forget(self, id: str) -> bool:
@@ -160,13 +158,11 @@ class DatasetTable:
 
 
 class RunTable:
-    """All training runs."""
-
     def __init__(self, engine: sa.Engine) -> None:
         self._engine = engine
 
     def add(self, *, name: str, kind: str, path: str, config: Mapping[str, Any], summary: Mapping[str, Any]) -> RunRow:
-        """List a finished run that no job made; a path that is listed already gives the run that is."""
+        """List a finished run that no job made; if its path is already listed, return that run."""
         values = {
             "id": new_id(),
             "name": clean(name),
@@ -183,7 +179,6 @@ class RunTable:
             return row_of(RunRow, row)
 
     def get(self, id: str) -> RunRow | None:
-        """One run; None for an id that names none."""
         if not is_id(id):
             return None
         with reading(self._engine) as connection:
@@ -191,22 +186,19 @@ class RunTable:
             return None if row is None else row_of(RunRow, row)
 
     def page(self, *, kind: str | None = None, page: int = 1, per_page: int = 50) -> Page[RunRow]:
-        """One page of runs, newest first."""
         where = [runs.c.kind == clean(kind)] if kind is not None else []
         with reading(self._engine) as connection:
             return page_of(connection, runs, RunRow, where, page, per_page)
 
 
 class ModelTable:
-    """All models, by name."""
-
     def __init__(self, engine: sa.Engine) -> None:
         self._engine = engine
 
     def put(
         self, *, name: str, kind: ModelKind, network: str, path: str, about: Mapping[str, Any] | None = None
     ) -> tuple[ModelRow, bool]:
-        """List a model, and whether it took another's place; each time is a version of its own, to be loaded anew."""
+        """List a model, and whether it replaced another; it gets a new version, so that it is loaded again."""
         values: dict[str, Any] = {"name": name, "kind": kind, "network": network, "path": path}
         values |= {"about": dict(about or {}), "version": new_id()[:12], "added_at": time.time()}
         with writing(self._engine) as connection:
@@ -215,43 +207,38 @@ class ModelTable:
             return row_of(ModelRow, row), gone > 0
 
     def get(self, name: str) -> ModelRow | None:
-        """The model of that name."""
         with reading(self._engine) as connection:
             row = connection.execute(sa.select(models).where(models.c.name == clean(name))).one_or_none()
             return None if row is None else row_of(ModelRow, row)
 
     def all(self) -> list[ModelRow]:
-        """By name."""
         with reading(self._engine) as connection:
             rows = connection.execute(sa.select(models).order_by(models.c.name))
             return [row_of(ModelRow, row) for row in rows]
 
     def remove(self, name: str) -> bool:
-        """Forget a model; whether there was one."""
+        """Remove a model; whether there was one."""
         with writing(self._engine) as connection:
             return connection.execute(sa.delete(models).where(models.c.name == clean(name))).rowcount == 1
 
 
 class DeviceTable:
-    """The devices of all workers."""
-
     def __init__(self, engine: sa.Engine) -> None:
         self._engine = engine
 
     def put(self, worker: str, info: Mapping[str, Any]) -> None:
-        """Note a worker's device in place of what it said before."""
+        """Store a worker's device."""
         values = {"info": dict(info), "at": time.time()}
         with writing(self._engine) as connection:
             insert = insert_for(connection)(devices).values(worker=worker, **values)
             connection.execute(insert.on_conflict_do_update(index_elements=["worker"], set_=values))
 
     def all(self) -> list[DeviceRow]:
-        """By the worker's name."""
         with reading(self._engine) as connection:
             rows = connection.execute(sa.select(devices).order_by(devices.c.worker))
             return [row_of(DeviceRow, row) for row in rows]
 
     def clear(self) -> None:
-        """Forget them all, before workers start: one of an earlier start may not come back."""
+        """Remove all, before workers start: a worker of an earlier start may not come back."""
         with writing(self._engine) as connection:
             connection.execute(sa.delete(devices))

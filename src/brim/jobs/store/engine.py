@@ -30,7 +30,7 @@ _TURN = "brim_turn"  # of an engine of SQLite: the lock of this process's writer
 
 
 def open_engine(url: str) -> sa.Engine:
-    """An engine with what each database needs; connects when first used, not now."""
+    """An engine set up for its database; connects on first use."""
     parsed = _parse(url)
     if parsed.get_backend_name() == "sqlite":
         options = {_TURN: threading.Lock()}
@@ -97,12 +97,12 @@ def upgrade(url: str) -> None:
 
 
 def to_json(value: Any) -> str:
-    """JSON as every reader takes it: numbers that are not finite, which JSON has no word for, are null."""
+    """Standard JSON: numbers that are not finite become null."""
     return json.dumps(_finite(value), allow_nan=False)
 
 
 def clean(text: str) -> str:
-    """Text as both databases store it: no NUL, no half of a surrogate pair."""
+    """Text that both databases can store: no NUL, no lone surrogate."""
     return text.replace("\0", "").encode("utf-8", "replace").decode()
 
 
@@ -175,7 +175,7 @@ def _set_up_postgres(connection: Any, _entry: ConnectionPoolEntry) -> None:
 
 @contextmanager
 def _answering() -> Iterator[None]:
-    """Errors of the connection become `Unavailable`; the driver's words, which name hosts, stay in the cause."""
+    """Connection errors become `Unavailable`; the driver's text, which names hosts, stays in the cause."""
     try:
         yield
     except (OperationalError, InterfaceError, PoolTimeout) as failure:
@@ -187,7 +187,7 @@ def _answering() -> Iterator[None]:
 
 
 def _reason(failure: Exception) -> str | None:
-    """What is known to be the matter; a missing table is an OperationalError to SQLite and another to PostgreSQL."""
+    """Known causes; a missing table is an OperationalError in SQLite and a ProgrammingError in PostgreSQL."""
     text = str(failure)
     if "no such table" in text or "UndefinedTable" in text:
         return "the catalogue's database has no tables yet; start the service once, which creates them"

@@ -25,8 +25,6 @@ _MAX_SEQ: Final = 2**31 - 1
 
 
 class Changes(TypedDict, total=False):
-    """What may change along with a status."""
-
     wanted: Wanted
     worker: str
     message: str
@@ -36,8 +34,6 @@ class Changes(TypedDict, total=False):
 
 
 class JobTable:
-    """All jobs."""
-
     def __init__(self, engine: sa.Engine) -> None:
         self._engine = engine
 
@@ -75,19 +71,18 @@ class JobTable:
             return made, True
 
     def check(self, inputs: Mapping[str, Any], reads: str | None, reads_run: str | None) -> None:
-        """Refuse inputs as `submit` would, and note nothing."""
+        """Check inputs as `submit` does, without storing anything."""
         with reading(self._engine) as connection:
             check_inputs(connection, inputs, reads, reads_run)
 
     def get(self, id: str) -> JobRow | None:
-        """One job; None for an id that names none."""
         if not is_id(id):
             return None
         with reading(self._engine) as connection:
             return _get(connection, id)
 
     def of_key(self, key_hash: str) -> JobRow | None:
-        """The job that was submitted with this key; None for a key not seen yet."""
+        """The job that was submitted with this idempotency key, or None."""
         with reading(self._engine) as connection:
             return _by_key(connection, key_hash)
 
@@ -100,7 +95,7 @@ class JobTable:
         page: int = 1,
         per_page: int = 50,
     ) -> Page[JobRow]:
-        """One page of jobs, newest first; name is a part of theirs, in capitals or not."""
+        """One page of jobs, newest first; name matches a part of theirs, ignoring case."""
         where = [jobs.c.status == clean(status)] if status is not None else []
         where += [jobs.c.kind == clean(kind)] if kind is not None else []
         where += [jobs.c.name.icontains(clean(name), autoescape=True)] if name is not None else []
@@ -108,7 +103,7 @@ class JobTable:
             return page_of(connection, jobs, JobRow, where, page, per_page)
 
     def unfinished(self) -> list[JobRow]:
-        """Jobs that wait or run, oldest first."""
+        """Queued and running jobs, oldest first."""
         return self._list(jobs.c.status.in_(UNFINISHED))
 
     def of_worker(self, worker: str) -> list[JobRow]:
@@ -120,7 +115,7 @@ class JobTable:
         return self._list(jobs.c.status == status, jobs.c.finished_at < at)
 
     def newest_on_run(self, run_id: str, kind: str) -> JobRow | None:
-        """The completed job of that kind that read a run and ended last; None where there is none."""
+        """The last completed job of that kind that read a run, or None."""
         if not is_id(run_id):
             return None
         query = sa.select(jobs).join(uses, uses.c.job_id == jobs.c.id)
@@ -131,12 +126,11 @@ class JobTable:
             return None if row is None else row_of(JobRow, row)
 
     def count_unfinished(self) -> int:
-        """How many wait or run."""
         with reading(self._engine) as connection:
             return _count_unfinished(connection)
 
     def counts(self) -> dict[str, int]:
-        """How many jobs have each status; a status without one is missing."""
+        """Number of jobs by status, without empty ones."""
         with reading(self._engine) as connection:
             query = sa.select(jobs.c.status, sa.func.count().label("num")).group_by(jobs.c.status)
             return {row.status: row.num for row in connection.execute(query)}
@@ -163,7 +157,7 @@ class JobTable:
             return job is not None
 
     def want(self, id: str, wanted: Wanted) -> bool:
-        """Note what people want of a job, where its status allows it: cancel outranks pause."""
+        """Store what the user wants of a job, if its status allows it; cancel outranks pause."""
         now = time.time()
         stops = wanted != "run"
         where = [jobs.c.id == id, jobs.c.status.in_(UNFINISHED if stops else RESUMABLE)]
@@ -180,7 +174,7 @@ class JobTable:
             return row is not None
 
     def settle(self, id: str, output: Output | None = None) -> Status | None:
-        """Make a job that was to stop paused or cancelled; its new status, None where no stop was asked for."""
+        """Mark a job that was asked to stop as paused or cancelled; its new status, or None if it was not."""
         with writing(self._engine) as connection:
             job = _get(connection, id, lock=True)
             if job is None or job.wanted == "run" or job.status not in UNFINISHED:
@@ -190,7 +184,7 @@ class JobTable:
             return to
 
     def tell(self, id: str, progress: JobProgress) -> None:
-        """Note how far a running job has come; getting on ends a row of deaths."""
+        """Store the progress of a running job; progress resets its count of worker deaths."""
         values = {
             "current": progress.current,
             "total": progress.total,
@@ -207,7 +201,7 @@ class JobTable:
                 EventTable.add(connection, id, "progress", row_of(JobRow, row).progress.as_dict())
 
     def died(self, id: str) -> int:
-        """Note that the worker of a job died; how many times in a row without getting further."""
+        """Count a death of the job's worker; how many in a row without progress."""
         got_on = jobs.c.current > jobs.c.deaths_at
         values = {"deaths": sa.case((got_on, 1), else_=jobs.c.deaths + 1), "deaths_at": jobs.c.current}
         with writing(self._engine) as connection:
@@ -215,7 +209,7 @@ class JobTable:
             return connection.execute(query.returning(jobs.c.deaths)).scalar_one_or_none() or 0
 
     def remove(self, id: str) -> bool:
-        """Forget a job that neither waits nor runs, and its events; what it made stays."""
+        """Remove a finished job and its events; its output stays."""
         with writing(self._engine) as connection:
             gone = sa.delete(jobs).where(jobs.c.id == id, jobs.c.status.not_in(UNFINISHED))
             return connection.execute(gone).rowcount == 1
@@ -238,7 +232,7 @@ class EventTable:
 
     @staticmethod
     def add(connection: sa.Connection, job_id: str, kind: EventKind, data: Mapping[str, Any]) -> int:
-        """Append to a job's events within a transaction; its number, 0 where the job is gone."""
+        """Append to a job's events within a transaction; the event's number, or 0 if the job is gone."""
         seq = connection.execute(
             sa.update(jobs)
             .where(jobs.c.id == job_id)
@@ -253,7 +247,6 @@ class EventTable:
         return int(seq)
 
     def post(self, job_id: str, kind: EventKind, data: Mapping[str, Any]) -> int:
-        """Append in a transaction of its own."""
         with writing(self._engine) as connection:
             return self.add(connection, job_id, kind, data)
 
@@ -271,13 +264,13 @@ class EventTable:
             return [row_of(EventRow, row) for row in connection.execute(query)]
 
     def heads(self, ids: Collection[str]) -> dict[str, int]:
-        """The newest number of each job; a job that is gone is missing."""
+        """The newest event number of each job that exists."""
         query = sa.select(jobs.c.id, jobs.c.event_seq).where(jobs.c.id.in_([id for id in ids if is_id(id)]))
         with reading(self._engine) as connection:
             return {row.id: row.event_seq for row in connection.execute(query)}
 
     def prune(self, job_id: str, keep: int = KEEP) -> None:
-        """Forget all but the newest `keep`, except those of the status."""
+        """Remove all but the newest `keep` events; status events stay."""
         with writing(self._engine) as connection:
             newest = connection.execute(sa.select(jobs.c.event_seq).where(jobs.c.id == job_id)).scalar_one_or_none()
             _prune(connection, job_id, (newest or 0) - keep)
@@ -311,7 +304,7 @@ def _count_unfinished(connection: sa.Connection) -> int:
 def _insert(
     connection: sa.Connection, spec: Asked, key_hash: str | None, inputs: Mapping[str, Any], makes: Makes
 ) -> JobRow | None:
-    """The new job; None where its key is taken."""
+    """The new job; None if its key is taken."""
     id, now = new_id(), time.time()
     values = {
         "id": id,
@@ -370,7 +363,6 @@ def _check_again(connection: sa.Connection, job: JobRow) -> None:
 
 
 def _along(to: Status) -> dict[str, Any]:
-    """What a status brings with it."""
     now = time.time()
     if to in FINISHED:
         ended = sa.case((jobs.c.started_at > now, jobs.c.started_at), else_=now)  # a clock may have been put back

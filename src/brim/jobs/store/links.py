@@ -35,7 +35,6 @@ def check_inputs(
 
 
 def note_uses(connection: sa.Connection, job_id: str, inputs: Mapping[str, Any]) -> None:
-    """Note what a job reads."""
     for id in dict.fromkeys(inputs.get("dataset_ids") or ()):
         connection.execute(sa.insert(uses).values(job_id=job_id, dataset_id=id))
     if inputs.get("run_id") is not None:
@@ -96,7 +95,7 @@ def _check_run(connection: sa.Connection, id: str, reads_run: str | None) -> Non
 
 
 def begin_output(connection: sa.Connection, job: JobRow) -> None:
-    """List what the job makes as being written."""
+    """List the job's output as being written."""
     if job.makes == "result":
         return
     values: dict[str, Any] = {"id": job.output_id, "name": job.name, "path": job.out}
@@ -112,7 +111,7 @@ def begin_output(connection: sa.Connection, job: JobRow) -> None:
 
 
 def end_output(connection: sa.Connection, job: JobRow, output: Output, *, complete: bool) -> None:
-    """List what the job has made as ready, or as partial; nothing is not listed."""
+    """List the job's output as ready or partial; an empty one is removed."""
     if job.makes == "result":
         return
     table = datasets if job.makes == "dataset" else runs

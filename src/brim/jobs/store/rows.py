@@ -24,35 +24,31 @@ _Row = TypeVar("_Row")
 
 
 def new_id() -> str:
-    """An id that nobody can guess and that is safe as the name of a folder."""
+    """An id that cannot be guessed and is safe as a folder name."""
     return secrets.token_hex(16)
 
 
 def is_id(text: str) -> bool:
-    """Whether a text could be an id at all; what could not never reaches a database or a file system."""
+    """Whether a text has the form of an id; anything else never reaches a database or a file system."""
     return _ID.fullmatch(text) is not None
 
 
 class Asked(Protocol):
-    """What is asked for, in full: `specs.Spec` is one."""
+    """A complete job request: `brim.jobs.kinds.Spec` is one."""
 
     @property
-    def kind(self) -> str:
-        """Such as rf.generate."""
+    def kind(self) -> str: ...
 
     @property
-    def name(self) -> str:
-        """As people call it."""
+    def name(self) -> str: ...
 
     @property
     def config(self) -> Mapping[str, Any]:
-        """With the defaults filled in, as JSON can hold it."""
+        """Complete and JSON-able."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobRow:
-    """A job as the catalogue has it."""
-
     number: int
     id: str
     kind: str
@@ -86,20 +82,19 @@ class JobRow:
 
     @property
     def progress(self) -> JobProgress:
-        """How far it has come."""
         return JobProgress(
             current=self.current, total=self.total, rate=float(self.rate), eta_s=self.eta_s, message=self.message
         )  # fmt: skip
 
     @property
     def out(self) -> str:
-        """Where it writes, within the data directory; the same for every attempt."""
+        """Where it writes, relative to the data directory; the same for every attempt."""
         return f"{FOLDERS[self.makes]}/{self.output_id}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Output:
-    """What a job has made so far, as found on disk."""
+    """What a job has written so far."""
 
     items: int  # samples, or steps of a run; 0: nothing is there
     bytes: int = 0
@@ -108,8 +103,6 @@ class Output:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DatasetRow:
-    """A dataset as the catalogue has it."""
-
     number: int
     id: str
     name: str
@@ -126,8 +119,6 @@ class DatasetRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunRow:
-    """A training run as the catalogue has it."""
-
     number: int
     id: str
     name: str
@@ -142,7 +133,7 @@ class RunRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelRow:
-    """A model that requests may name, as the catalogue has it."""
+    """A model that requests may name."""
 
     number: int
     name: str
@@ -167,8 +158,6 @@ class EventRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceRow:
-    """What a worker computes on."""
-
     worker: str
     info: dict[str, Any]
     at: float
@@ -190,7 +179,6 @@ class Page(Generic[_Row]):
 
 
 def row_of(kind: type[_Row], row: sa.Row[Any]) -> _Row:
-    """A database row as its value."""
     values = row._mapping
     return kind(**{each.name: values[each.name] for each in fields(kind)})  # type: ignore[arg-type]  # all are dataclasses
 

@@ -21,7 +21,7 @@ metadata: Final = sa.MetaData(
 
 
 def _number() -> sa.Column[int]:
-    """The order in which rows were made; SQLite counts only its own kind of primary key."""
+    """The order of insertion; SQLite counts only its own kind of primary key."""
     return sa.Column("number", _BIG, sa.Identity(), primary_key=True)
 
 

@@ -91,7 +91,7 @@ def _lock_file(folder: Path, name: str) -> Path:
 
 
 def num_devices(task: Task) -> int:
-    """Devices that share the task: as its config says, and no more than there are; "all" of a CPU is that one."""
+    """Devices that share the task; "all" on a CPU means one."""
     wanted, on_cpu = task.spec.config.get("devices", 1), task.torch_device == "cpu"
     have = cores() if on_cpu else max(1, len(task.gpus))
     if wanted == "all":
@@ -110,19 +110,21 @@ def num_devices(task: Task) -> int:
 def service_cluster(task: Task) -> str:
     """Address of the cluster that the job runs on."""
     if task.cluster is None:  # the service was started anew without it
-        raise ConfigError("the service no longer has a cluster", field="cluster", hint="restart {serve} with {cluster}")
+        raise ConfigError(
+            "the service no longer has a cluster", field="cluster", hint="have the service started with one"
+        )
     return task.cluster
 
 
 def by_ranks(task: Task) -> Result | None:
-    """What ranks, one for each device, train together; None where this process is to do it itself."""
+    """Train with one rank per device; None if this process does the work itself."""
     if task.is_member or (count := num_devices(task)) == 1:
         return None
     return _attempts(task, [_rank(task, number, count) for number in range(count)])
 
 
 def by_leader(task: Task) -> Result | None:
-    """What one process leads on several devices or on a cluster; None where this process is to do it itself."""
+    """Run in one process that leads several devices or a cluster; None if this process does the work itself."""
     if task.is_member or (num_devices(task) == 1 and not task.spec.config.get("cluster")):
         return None
     return _attempts(task, [_visible(task)])
@@ -149,7 +151,7 @@ def _attempts(task: Task, members: Sequence[Environment]) -> Result:
 
 
 def _visible(task: Task) -> Environment:
-    """The GPUs of the job alone; a job of the CPU sees none."""
+    """The GPUs of the job alone; none for a job on the CPU."""
     if task.torch_device == "cpu":
         return {"CUDA_VISIBLE_DEVICES": ""}
     return {"CUDA_VISIBLE_DEVICES": ",".join(task.gpus), "CUDA_DEVICE_ORDER": "PCI_BUS_ID"} if task.gpus else {}
@@ -162,7 +164,7 @@ def _rank(task: Task, number: int, count: int) -> Environment:
 
 
 def _meeting() -> Environment:
-    """Where ranks meet: a port that is free now, on this machine alone."""
+    """The rendezvous of the ranks: a free port of the loopback interface."""
     with socket.socket() as found:
         found.bind((LOOPBACK, 0))
         return {"MASTER_ADDR": LOOPBACK, "MASTER_PORT": str(found.getsockname()[1])}
@@ -172,12 +174,12 @@ def _meeting() -> Environment:
 
 
 class _Died(Exception):
-    """A member ended without a word; the text says how."""
+    """A member ended without a result or an error; the text says how."""
 
 
 @dataclass(slots=True, eq=False)
 class _Member:
-    """A process, and what it has said."""
+    """A process, and its last message."""
 
     process: subprocess.Popen[bytes]
     voice: IO[bytes]
@@ -186,7 +188,7 @@ class _Member:
     said: Result = field(default_factory=dict)  # result, stopped or error
 
     def read(self) -> Iterator[Result]:
-        """What it says; at the end of its voice that is closed."""
+        """Its messages; closes the pipe at its end."""
         got = os.read(self.voice.fileno(), 1 << 16)
         if not got:
             self.voice.close()
@@ -197,13 +199,13 @@ class _Member:
 
 
 class _Group:
-    """The members of one start."""
+    """The processes of one start."""
 
     def __init__(self, task: Task, environments: Sequence[Environment]) -> None:
         self._task, self._environments = task, environments
 
     def work(self) -> Result:
-        """Start them, listen until all have ended, and say what came of it."""
+        """Start them, read their messages until all have ended, and return the result."""
         with self._started() as (members, stop):
             self._listen(members, stop)
         return _outcome(members)
@@ -241,7 +243,7 @@ class _Group:
         return member
 
     def _listen(self, members: Sequence[_Member], stop: IO[bytes]) -> None:
-        """Until every member has ended; when one has died, the others soon."""
+        """Read until every member has ended; soon after one has died, the others are killed."""
         died_s: float | None = None
         with selectors.DefaultSelector() as ears:
             for member in members:
@@ -272,7 +274,7 @@ class _Group:
 
 
 def _asked(task: Task) -> Result:
-    """What a member is to do, as it reads it: see member.read_task."""
+    """The task as a member reads it: see member.read_task."""
     return {
         "spec": asdict(task.spec),
         "datasets": [str(path) for path in task.inputs.datasets],
@@ -295,7 +297,7 @@ def _has_died(member: _Member) -> bool:
 
 
 def _end(member: _Member) -> None:
-    """A member that is still there when nobody listens any more: by a failure of our own."""
+    """End a member that still runs, after a failure of ours."""
     if member.process.poll() is None:
         member.process.kill()
     member.process.wait()

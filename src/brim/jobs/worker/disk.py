@@ -15,13 +15,12 @@ FREE_BYTES_FILE: Final = "BRIM_FREE_BYTES_FILE"  # a file whose number stands in
 
 
 def reserve_bytes() -> int:
-    """Bytes that jobs leave free."""
     text = os.environ.get("BRIM_MIN_FREE_BYTES", "")
     return int(text) if text.isdigit() else RESERVE_BYTES
 
 
 def free_bytes(folder: Path) -> int:
-    """Bytes a job may still write beside the folder's content; the folder itself need not be there yet."""
+    """Free bytes of the folder's disk; the folder itself need not exist yet."""
     if stand_in := os.environ.get(FREE_BYTES_FILE):
         return int(Path(stand_in).read_text())
     while not folder.exists():
@@ -30,7 +29,7 @@ def free_bytes(folder: Path) -> int:
 
 
 def used_bytes(folder: Path) -> int:
-    """Bytes of the files in a folder; 0 for one that is not there."""
+    """Bytes of the files in a folder; 0 if it does not exist."""
     total = 0
     for top, _, names in os.walk(folder):
         for name in names:
@@ -42,7 +41,7 @@ def used_bytes(folder: Path) -> int:
 
 
 def check(folder: Path, need_bytes: int, reserve: int | None = None) -> None:
-    """Refuse a job whose estimated bytes do not fit; what it wrote before counts as there."""
+    """Reject a job whose estimated bytes do not fit; what it wrote before is counted."""
     reserve = reserve_bytes() if reserve is None else reserve
     free, missing = free_bytes(folder), max(0, need_bytes - used_bytes(folder))
     if missing + reserve > free:
@@ -53,7 +52,7 @@ def check(folder: Path, need_bytes: int, reserve: int | None = None) -> None:
 
 
 def watch(folder: Path, reserve: int | None = None) -> StorageError | None:
-    """What to stop a running job with, when the disk is nearly full."""
+    """The error to stop a running job with if the disk is nearly full."""
     reserve = reserve_bytes() if reserve is None else reserve
     free = free_bytes(folder)
     if free >= reserve:

@@ -17,15 +17,12 @@ LOGGER: Final = "brim"  # of the library and of jobs
 
 
 def log_file(data: Path, job_id: str) -> Path:
-    """Where a job's log lies."""
     return data / "jobs" / job_id / "log.jsonl"
 
 
 class JobLog(logging.Handler):
-    """Writes records to a job's log."""
-
     def __init__(self, path: Path, redact: Callable[[str], str] = str) -> None:
-        """Open the log for appending, making its folder; a line that a kill cut off is ended first."""
+        """Open the log for appending, creating its folder; a line that a kill cut off is completed first."""
         super().__init__(logging.INFO)
         path.parent.mkdir(parents=True, exist_ok=True)
         self._redact = redact
@@ -35,7 +32,7 @@ class JobLog(logging.Handler):
             self._write(b"\n")
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Append one record; a disk that refuses it must not end the job."""
+        """Append one record; a disk error must not end the job."""
         try:
             text = record.getMessage()
             if record.exc_info:
@@ -48,7 +45,6 @@ class JobLog(logging.Handler):
             self.handleError(record)
 
     def close(self) -> None:
-        """Close the file."""
         if self._file >= 0:
             os.close(self._file)
             self._file = -1
@@ -62,7 +58,7 @@ class JobLog(logging.Handler):
 
 @contextmanager
 def logging_to(path: Path, redact: Callable[[str], str] = str) -> Iterator[logging.Logger]:
-    """Have what the library and the job log go to the job's log meanwhile."""
+    """Write what the library and the job log to the job's log."""
     logger, handler = logging.getLogger(LOGGER), JobLog(path, redact)
     logger.addHandler(handler)
     try:

@@ -21,7 +21,7 @@ _DIGITS: Final = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Word:
-    """What a worker said last."""
+    """What a worker reported last."""
 
     at: float  # seconds since 1970
     job_id: str
@@ -33,12 +33,11 @@ class Live:
     """The file of one worker, for one attempt at a job."""
 
     def __init__(self, data: Path, worker: str) -> None:
-        """Take the place; nothing is written yet."""
         self._file = _file(data, worker)
         self._shares = Shares()
 
     def tell(self, job_id: str, flow: Flow | None) -> None:
-        """Say what the job is doing; a disk that is full or away leaves the file as it is."""
+        """Write what the job is doing; on a disk error the file stays as it was."""
         ceiling_share, stalls = self._shares.add(flow)
         word = Word(at=time.time(), job_id=job_id, ceiling_share=ceiling_share, stalls=stalls)
         new = self._file.with_suffix(".live-new")
@@ -47,13 +46,13 @@ class Live:
             new.replace(self._file)
 
     def clear(self) -> None:
-        """Say nothing more: the job has ended."""
+        """Remove the file: the job has ended."""
         with suppress(OSError):
             self._file.unlink(missing_ok=True)
 
 
 def read_live(data: Path, worker: str) -> Word | None:
-    """What a worker's job is doing; None where it has none, or has not said so lately."""
+    """What a worker's job is doing; None if it has none or has not reported for STALE_S."""
     try:
         word = Word(**json.loads(_file(data, worker).read_bytes()))
         return word if abs(time.time() - word.at) < STALE_S else None
@@ -62,7 +61,7 @@ def read_live(data: Path, worker: str) -> Word | None:
 
 
 class Shares:
-    """Shares of the last seconds from accounts of the whole time."""
+    """Shares of the last seconds, from totals since the start."""
 
     def __init__(self) -> None:
         self._flows: deque[Flow] = deque(maxlen=WINDOW + 1)
@@ -88,7 +87,7 @@ class Shares:
 
 
 def _share(part_s: float, whole_s: float) -> float:
-    """Between 0 and 1: what a GPU tells of its waiting comes later than the time it is of."""
+    """Between 0 and 1: a GPU reports waiting time later than it happened."""
     return round(min(1.0, max(0.0, part_s / whole_s)), _DIGITS)
 
 

@@ -33,14 +33,13 @@ _log = logging.getLogger("brim.jobs")
 
 
 class JobFailed(Exception):
-    """What the queue keeps of a job that failed: the words that people see."""
+    """What the queue stores of a failed job: its error message."""
 
 
 class Worker:
     """Runs jobs from the queue until told to leave."""
 
     def __init__(self, settings: WorkerSettings, catalogue: Catalogue, jobs_url: str) -> None:
-        """Take where to work and both databases; takes no job yet."""
         self._settings, self._catalogue = settings, catalogue
         self._runner = Runner(jobs_url, settings.worker, self._job)
         self._attempts = dict[str, Attempt]()  # open ones, by job
@@ -48,7 +47,7 @@ class Worker:
         self._leaving = self._is_worn = False
 
     def serve(self, facts: dict[str, Any]) -> None:
-        """Say what we compute on, then work until `leave`."""
+        """Store what this worker computes on, then run jobs until `leave`."""
         self._catalogue.devices.put(self._settings.worker, facts)
         self._runner.launch()
         while not self._leaving:
@@ -57,7 +56,7 @@ class Worker:
             self._settings.beat()
 
     def leave(self, *_: object) -> None:
-        """Stop at the next batch and end; the job stays ours, for the next worker of this name."""
+        """Stop at the next batch and exit; the next worker of this name continues the job."""
         self._leaving = True
         for attempt in list(self._attempts.values()):
             attempt.leave()
@@ -91,7 +90,7 @@ class Worker:
     # Its steps
 
     def _advance(self, job_id: str, seconds: float) -> Record:
-        """Let the job go on for about so many seconds; only what it came to is recorded."""
+        """Let the job run for about so many seconds; the record is all that the queue stores."""
         attempt = self._attempts.get(job_id) or self._open(job_id)
         if attempt is None:  # it is no longer to run: the queue refuses this record and ends the workflow
             return {"ended": False, "seconds": 0.0}
@@ -102,7 +101,7 @@ class Worker:
         return record
 
     def _open(self, job_id: str) -> Attempt | None:
-        """Begin an attempt; None where the job is no longer to run."""
+        """Start an attempt; None if the job should no longer run."""
         if self._is_worn:  # by the job before, which failed in a way nobody foresaw: a new process takes this one
             os._exit(0)
         job = surely(partial(self._catalogue.jobs.get, job_id))
@@ -117,7 +116,7 @@ class Worker:
         return attempt
 
     def _publish(self, job_id: str, result: Record) -> None:
-        """Say that the job is completed, unless its stop was asked for in the last moment."""
+        """Mark the job as completed, unless a stop was requested at the last moment."""
         job = surely(partial(self._catalogue.jobs.get, job_id))
         if job is None:
             return
@@ -129,7 +128,7 @@ class Worker:
             surely(partial(self._runner.queue.cancel, job_id))  # refuses the record of this step; then _settle
 
     def _fail(self, job_id: str, error: str, failure: Record | None) -> None:
-        """Say that the job has failed; what it made so far stays."""
+        """Mark the job as failed; its output so far stays."""
         job = surely(partial(self._catalogue.jobs.get, job_id))
         if job is not None:
             output = output_of(self._settings.data, job)
@@ -137,7 +136,7 @@ class Worker:
             surely(partial(move, error=error, failure=failure))
 
     def _settle(self, job_id: str) -> None:
-        """Say that the job is paused or cancelled; nothing where another worker has it."""
+        """Mark the job as paused or cancelled, unless another worker has it."""
         state = surely(partial(self._runner.queue.states, [job_id])).get(job_id)
         job = surely(partial(self._catalogue.jobs.get, job_id))
         if job is not None and (state is None or state.status == "CANCELLED"):
@@ -167,7 +166,7 @@ def main() -> int:
 
 
 def _set_up_logging(name: str, level: str) -> None:
-    """Standard error takes what the service asks for; a job's own log also takes what is only informative."""
+    """Standard error logs at the service's level; a job's own log also gets INFO."""
     shown = logging.StreamHandler()
     shown.setLevel(level)
     logging.basicConfig(handlers=[shown], format=f"{name} %(levelname)s %(message)s")

@@ -24,19 +24,17 @@ MAX_TRACE: Final = 4000  # characters of what nobody foresaw
 
 
 class Speech:
-    """Lines of JSON to the worker; all but the first member keep to what they must say."""
+    """Lines of JSON to the worker; only the first member reports progress."""
 
     def __init__(self, pipe: int, is_first: bool) -> None:
-        """Take the pipe's writing end."""
         self._pipe, self._is_first, self._lock = pipe, is_first, threading.Lock()
 
     def tell(self, progress: JobProgress) -> None:
-        """How far the job is."""
         if self._is_first:
             self.say(progress=asdict(progress))
 
     def say(self, **word: Any) -> None:
-        """One line; whole, also where several threads speak."""
+        """Write one line, atomically among threads."""
         line = json.dumps(word).encode() + b"\n"
         with self._lock:
             while line:
@@ -44,14 +42,13 @@ class Speech:
 
 
 class Loud(logging.Handler):
-    """What is logged here, for the job's own log."""
+    """Sends log records to the job's own log."""
 
     def __init__(self, speech: Speech, level: int) -> None:
         super().__init__(level)
         self._speech = speech
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Say one record."""
         try:
             self._speech.say(log=[record.levelno, record.getMessage()])
         except OSError:
@@ -59,7 +56,7 @@ class Loud(logging.Handler):
 
 
 def main(argv: list[str]) -> int:
-    """Do the task; an end without a word is a death."""
+    """Run the task; ending without a message counts as a death."""
     lifeline, voice, stop = (int(number) for number in argv)
     die_with_supervisor(lifeline)
     is_first = os.environ.get("RANK", "0") == "0"
@@ -102,7 +99,7 @@ def read_task(asked: dict[str, Any], speech: Speech, stop: int) -> Task:
 
 
 def _keep_to_share(task: Task) -> None:
-    """Of each GPU that this process sees, no more than jobs may have."""
+    """Limit this process to the jobs' share of every GPU it sees."""
     if task.device != "cpu" and task.gpus:
         import torch
 

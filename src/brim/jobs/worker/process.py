@@ -25,13 +25,13 @@ GIVE_UP = b"!"
 
 
 def read_settings() -> dict[str, Any]:
-    """What the supervisor says to this child, from standard input, which is at its end thereafter."""
+    """The supervisor's settings for this process, from standard input."""
     found: dict[str, Any] = json.load(sys.stdin)
     return found
 
 
 def urls(data: Path, database: str | None) -> tuple[str, str]:
-    """Databases of queue and catalogue: the same PostgreSQL, or two SQLite files, of which a URL names the queue's."""
+    """URLs of queue and catalogue: one PostgreSQL database, or two SQLite files, the given one for the queue."""
     if database is not None and not database.startswith("sqlite:"):
         return database, database
     queue = data / "jobs.sqlite" if database is None else Path(database.removeprefix("sqlite:///")).absolute()
@@ -39,7 +39,6 @@ def urls(data: Path, database: str | None) -> tuple[str, str]:
 
 
 def cores() -> int:
-    """Those that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
@@ -60,7 +59,7 @@ def _end_with(lifeline: int) -> None:
 
 
 def give_way_to_others() -> None:
-    """Let the API have the processor first, and the kernel take this process before it when memory runs out."""
+    """Give the API priority for the processor, and let the kernel kill this process first when memory runs out."""
     os.nice(5)
     try:
         Path("/proc/self/oom_score_adj").write_text("500")
@@ -69,19 +68,17 @@ def give_way_to_others() -> None:
 
 
 class Heartbeat:
-    """One byte to the supervisor each time the work gets on; a pipe that is full says as much as one more byte."""
+    """One byte to the supervisor for each sign of progress; if the pipe is full, another byte would add nothing."""
 
     def __init__(self, pipe: int) -> None:
-        """Take the pipe's writing end."""
         os.set_blocking(pipe, False)
         self._pipe = pipe
 
     def __call__(self) -> None:
-        """Beat."""
         self._say(b".")
 
     def give_up(self) -> None:
-        """Ask to be killed: something here will not end, and nothing else can be done about it."""
+        """Ask the supervisor to kill this process: something in it does not end."""
         self._say(GIVE_UP)
 
     def _say(self, byte: bytes) -> None:
@@ -92,15 +89,14 @@ class Heartbeat:
 
 
 class FileLock:
-    """A file that one process holds at a time, until it ends or releases it; the holder's number is its text."""
+    """A file lock that ends with its process; the file contains the holder's process id."""
 
     def __init__(self, path: Path) -> None:
-        """Take the file's path; nothing is opened yet."""
         self.path = path
         self._file: int | None = None
 
     def take(self) -> bool:
-        """Whether we hold it now."""
+        """Try to take the lock; whether it is held now."""
         file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -113,7 +109,7 @@ class FileLock:
         return True
 
     def wait(self, seconds: float, *, idle: Callable[[], None] = lambda: None) -> Self:
-        """Take it as soon as its holder ends; Conflict after so many seconds."""
+        """Take the lock as soon as its holder ends; Conflict after so many seconds."""
         end = time.monotonic() + seconds
         while not self.take():
             if time.monotonic() > end:
@@ -123,14 +119,13 @@ class FileLock:
         return self
 
     def holder(self) -> str:
-        """The number of the process that took it last, or "unknown"."""
+        """Id of the process that took it last, or "unknown"."""
         try:
             return self.path.read_text().strip() or "unknown"
         except OSError:
             return "unknown"
 
     def release(self) -> None:
-        """Let others have it."""
         if self._file is not None:
             os.close(self._file)
             self._file = None

@@ -29,7 +29,7 @@ _log = logging.getLogger("brim.jobs")
 
 
 def decide(job: JobRow, state: DbosState | None, now_s: float) -> Action | None:
-    """What is to be done about an unfinished job, given what the queue knows of it; None: all is well."""
+    """What to do about an unfinished job, given the queue's state of it; None: nothing."""
     quiet_s = now_s - job.updated_at
     known = None if state is None else state.status
     if job.wanted != "run":
@@ -79,7 +79,7 @@ def once(catalogue: Catalogue, queue: Queue, now_s: float, data: Path) -> list[s
 
 
 def is_leftover(job: JobRow | None, now_s: float) -> bool:
-    """Whether a job that the queue holds should not be there: it was stopped, has failed, or is no more."""
+    """Whether a job should not be in the queue: it was stopped, has failed, or no longer exists."""
     if job is None:
         return True
     if job.wanted != "run":
@@ -103,10 +103,9 @@ def orphans(catalogue: Catalogue, queue: Queue, live: set[str], data: Path) -> i
 
 
 class Deaths:
-    """Takes note of workers' ends; a job that ends its workers again and again is ended itself."""
+    """Counts deaths of workers; a job that kills its workers again and again is failed."""
 
     def __init__(self, catalogue: Catalogue, queue: Queue, data: Path) -> None:
-        """Store."""
         self._catalogue, self._queue, self._data = catalogue, queue, data
         self._counted: dict[str, int] = {}  # job → the attempt whose death was counted last
 
@@ -132,7 +131,7 @@ class Deaths:
 
 
 def settle_stopped(catalogue: Catalogue, queue: Queue, worker: str, data: Path) -> None:
-    """End what a worker, which is surely dead, had been told to stop."""
+    """Settle the jobs that a dead worker had been told to stop."""
     for job in catalogue.jobs.of_worker(worker):
         if job.wanted != "run":
             queue.cancel(job.id)

@@ -21,7 +21,7 @@ _COMMON = frozenset({"", "root", "user", "admin", "ubuntu", "nobody", "localhost
 
 
 class Redactor:
-    """Replaces what a text says of this machine; paths it knows by their names, others by (path)."""
+    """Replaces what a text reveals of this machine: known paths by their names, others by (path)."""
 
     def __init__(self, known: Mapping[Path | str, str]) -> None:
         """Take the names of known paths, such as {DATA/datasets/ID: 'dataset "night run"'}."""
@@ -32,7 +32,7 @@ class Redactor:
         self._words = _own_words()
 
     def __call__(self, text: str) -> str:
-        """The text, fit for an answer."""
+        """The redacted text."""
         for path, name in self._known:
             text = path.sub(partial(_named, name), text)
         text = _FILE_URL.sub("(path)", text)
@@ -44,7 +44,7 @@ class Redactor:
         return text
 
     def values(self, value: Any) -> Any:
-        """The same for every text in a JSON value; keys stay."""
+        """Redact every text in a JSON value; keys stay."""
         if isinstance(value, str):
             return self(value)
         if isinstance(value, dict):
@@ -55,12 +55,12 @@ class Redactor:
 
 
 def _named(name: str, found: re.Match[str]) -> str:
-    """The name in a path's place; what lies within it follows after a space."""
+    """The name instead of the path; a file within it follows after a space."""
     return f"{name} " if found[1] else name
 
 
 def _own_words() -> list[tuple[re.Pattern[str], str]]:
-    """Host and user names; not those that are plain words in a message."""
+    """Host and user names, except those that are common words."""
     host = socket.gethostname()
     hosts = {host, host.partition(".")[0]}
     try:

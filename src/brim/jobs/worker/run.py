@@ -93,7 +93,6 @@ class Attempt:
             self._done.set()
 
     def tell(self, progress: JobProgress) -> None:
-        """Take a progress report of the workload."""
         self.progress = progress
         self._settings.beat()
 
@@ -253,7 +252,7 @@ def free_cached() -> None:
 
 
 def surely(call: Callable[[], T]) -> T:
-    """The call's result, however long the databases are away; the queue does the same for its own records."""
+    """The call's result, retried for as long as the database is away; the queue does the same for its records."""
     tries = 0
     while True:
         try:
@@ -266,5 +265,5 @@ def surely(call: Callable[[], T]) -> T:
 
 
 def _onward(before: JobProgress, now: JobProgress) -> JobProgress:
-    """Until an attempt has found its place, it shows that of the attempt before."""
+    """Until an attempt has found its position, show that of the attempt before."""
     return now if now.total or now.current else replace(now, current=before.current, total=before.total)
