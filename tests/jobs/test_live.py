@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from brim.jobs.status import Flow
-from brim.jobs.worker.live import WINDOW, Live, Shares, Word, read_live
+from brim.jobs.worker.live import WINDOW, Live, LiveStatus, Shares, read_live
 
 JOB = "a" * 32
 
@@ -67,7 +67,7 @@ def test_a_word_is_read_as_it_was_written_and_gone_when_cleared(data: Path):
     live.tell(JOB, flow(1, data=0))
     live.tell(JOB, flow(2, data=0.25))
 
-    assert first == Word(at=first.at, job_id=JOB, ceiling_share=None, stalls={}) if first else None
+    assert first == LiveStatus(at=first.at, job_id=JOB, ceiling_share=None, stalls={}) if first else None
     second = read_live(data, "w0")
     assert second is not None
     assert (second.ceiling_share, second.stalls) == (0.75, {"data": 0.25})
@@ -79,7 +79,7 @@ def test_a_word_is_read_as_it_was_written_and_gone_when_cleared(data: Path):
 
 
 def test_readers_never_see_half_a_word(data: Path):
-    live, done, seen = Live(data, "w0"), threading.Event(), list[Word | None]()
+    live, done, seen = Live(data, "w0"), threading.Event(), list[LiveStatus | None]()
     live.tell(JOB, None)
 
     def read() -> None:

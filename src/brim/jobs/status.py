@@ -1,4 +1,4 @@
-"""The words for where a job is, and how far it has come."""
+"""What a job is to do, its status, and its progress."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -21,6 +21,24 @@ STATUSES: Final[tuple[str, ...]] = get_args(Status)
 UNFINISHED: Final = frozenset({"pending", "queued", "running"})
 RESUMABLE: Final = frozenset({"paused", "cancelled", "failed"})
 FINISHED: Final = frozenset({"completed", "failed", "cancelled"})
+
+
+@dataclass(frozen=True, slots=True)
+class Spec:
+    """What a job is to do; config is complete and JSON-able."""
+
+    kind: str
+    name: str
+    config: dict[str, Any]
+
+    @property
+    def dataset_ids(self) -> tuple[str, ...]:
+        return tuple(self.config.get("dataset_ids", ()))
+
+    @property
+    def run_id(self) -> str | None:
+        id = self.config.get("run_id")
+        return None if id is None else str(id)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,10 +17,11 @@ from typing import Annotated, Any, Final
 
 from brim.config import Length, check, nearest, schema, settings
 from brim.errors import ConfigError, printable
+from brim.jobs.kinds import rf, segment, sequence
 from brim.jobs.kinds.kind import MAX_COUNT, MAX_TEXT, Kind
-from brim.jobs.kinds.registry import KINDS
-from brim.jobs.kinds.task import Spec
+from brim.jobs.status import Spec
 
+KINDS: Final[dict[str, Kind]] = {kind.name: kind for kind in (*rf.KINDS, *segment.KINDS, *sequence.KINDS)}
 _FORMS: Final = "give kind, or dataset_name and num_samples, or job_name and config.dataset_ids"
 _EITHER: Final = ("devices", "cluster")  # beside config or inside it
 

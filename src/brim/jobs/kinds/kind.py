@@ -11,18 +11,19 @@ from typing import Annotated, Any, Literal
 
 from brim.config import Doc, Length, Range, plain, read, settings
 from brim.errors import ConfigError
-from brim.jobs.kinds.task import Inputs, Spec, Task
+from brim.jobs.kinds.task import Inputs, Task
+from brim.jobs.status import Spec
 
 MAX_COUNT = 10**9  # of anything that is counted and has no limit of its own: epochs, samples, items of a batch
 MAX_TEXT = 200  # characters of a name or an id
 CHECKPOINT_S = 5.0  # of training that a killed worker loses at most; the command line's default is longer
 
-Id = Annotated[str, Length(1, MAX_TEXT)]
+TextId = Annotated[str, Length(1, MAX_TEXT)]
 Accelerator = Annotated[
     Literal["auto", "cpu", "gpu", "cuda"],
     Doc("Where it computes; auto: the worker's own device, a GPU where there is one."),
 ]
-Devices = Annotated[
+DeviceCount = Annotated[
     int | Literal["all"],
     Range(1, 64, note='a number of this machine\'s devices or "all", not an address'),
     Doc('Devices of this machine that share the work: a number or "all"; on a CPU, as many processes.'),
@@ -50,9 +51,11 @@ class JobConfig:
 class RunOnDataset(JobConfig):
     """The config of kinds that evaluate a run."""
 
-    run_id: Annotated[Id, Doc("Id of the run to evaluate.")]
+    run_id: Annotated[TextId, Doc("Id of the run to evaluate.")]
     dataset_ids: Annotated[
-        tuple[Id, ...], Length(1, 1), Doc("Id of the dataset to evaluate on, one that the run was not trained on.")
+        tuple[TextId, ...],
+        Length(1, 1),
+        Doc("Id of the dataset to evaluate on, one that the run was not trained on."),
     ]
     accelerator: Accelerator = "auto"
 

@@ -11,19 +11,19 @@ from brim.jobs.kinds.kind import (
     CHECKPOINT_S,
     MAX_COUNT,
     Accelerator,
-    Devices,
-    Id,
+    DeviceCount,
     JobConfig,
     Kind,
     OnCluster,
     PreloadChoice,
     RunOnDataset,
+    TextId,
     check_place,
     tier_of,
 )
-from brim.jobs.kinds.task import Inputs, Spec, Stopped, Task, checking, counted, flow_of, in_training, with_progress
+from brim.jobs.kinds.task import Inputs, Stopped, Task, checking, counted, flow_of, in_training, with_progress
 from brim.jobs.registry.outputs import ERRORS, write_json
-from brim.jobs.status import JobProgress
+from brim.jobs.status import JobProgress, Spec
 from brim.rf.config import PRESETS, GenerateConfig, LocatorTraining
 
 REPORT = "evaluation.html"
@@ -48,7 +48,7 @@ class GenerateJob(GenerateConfig, JobConfig):
         Doc("Samples computed at once; null: what fits in memory. It does not change the dataset."),
     ] = None
     accelerator: Accelerator = "auto"
-    devices: Devices = 1
+    devices: DeviceCount = 1
     cluster: OnCluster = False
 
     @classmethod
@@ -131,12 +131,12 @@ class LocatorTrainJob(LocatorTraining, JobConfig):
     """The config of rf.train."""
 
     dataset_ids: Annotated[
-        tuple[Id, ...],
+        tuple[TextId, ...],
         Length(1, 100, unique=True),
         Doc("Ids of the rf datasets to train on, generated with equal settings."),
     ]
     accelerator: Accelerator = "auto"
-    devices: Devices = 1
+    devices: DeviceCount = 1
     preload_to_gpu: PreloadChoice = True
     checkpoint_every_s: Annotated[float, Range(above=0), Doc("Seconds between checkpoints.")] = CHECKPOINT_S
 

@@ -14,18 +14,18 @@ from brim.errors import BrimError, ConfigError, Conflict, DatasetError
 from brim.jobs.kinds.kind import (
     CHECKPOINT_S,
     Accelerator,
-    Devices,
-    Id,
+    DeviceCount,
     JobConfig,
     Kind,
     OnCluster,
     PreloadChoice,
+    TextId,
     tier_of,
 )
-from brim.jobs.kinds.task import Inputs, Spec, Stopped, Task, checking, counted, in_training, with_progress
+from brim.jobs.kinds.task import Inputs, Stopped, Task, checking, counted, in_training, with_progress
 from brim.jobs.registry.datasets import image_folders
 from brim.jobs.registry.outputs import read_json, write_json
-from brim.jobs.status import JobProgress
+from brim.jobs.status import JobProgress, Spec
 from brim.segmentation.config import FilesConfig, SegmentTrainConfig, TuneConfig, network_names
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ class TuneJob(TuneConfig, JobConfig):
         Doc("Networks to tune; null: all built-in ones."),
     ] = None  # type: ignore[assignment]  # optional here
     model: Annotated[str | None, OneOf(network_names), Doc("One network, instead of several.")] = None
-    run_id: Annotated[Id | None, Doc("Id of a run whose weights to tune with; null: initial weights.")] = None
+    run_id: Annotated[TextId | None, Doc("Id of a run whose weights to tune with; null: initial weights.")] = None
     accelerator: Accelerator = "auto"
 
     def __post_init__(self) -> None:
@@ -126,8 +126,10 @@ def _module(name: str, run: Path | None) -> "nn.Module":
 class PredictJob(FilesConfig, JobConfig):
     """The config of segment.predict."""
 
-    dataset_ids: Annotated[tuple[Id, ...], Length(1, 100, unique=True), Doc("Ids of the image datasets to predict.")]
-    run_id: Annotated[Id, Doc("Id of the run whose weights predict.")]
+    dataset_ids: Annotated[
+        tuple[TextId, ...], Length(1, 100, unique=True), Doc("Ids of the image datasets to predict.")
+    ]
+    run_id: Annotated[TextId, Doc("Id of the run whose weights predict.")]
     accelerator: Accelerator = "auto"
     cluster: OnCluster = False
 
@@ -260,14 +262,14 @@ def files_in(out: Path) -> list[str]:
 class SegmentTrainJob(SegmentTrainConfig, JobConfig):
     """The config of segment.train."""
 
-    dataset_ids: Annotated[tuple[Id, ...], Length(1, 1), Doc("Id of the dataset of images with masks to train on.")]
-    run_id: Annotated[Id | None, Doc("Id of a run whose weights training starts from; null: new weights.")] = None
+    dataset_ids: Annotated[tuple[TextId, ...], Length(1, 1), Doc("Id of the dataset of images with masks to train on.")]
+    run_id: Annotated[TextId | None, Doc("Id of a run whose weights training starts from; null: new weights.")] = None
     preload_to_gpu: PreloadChoice = None
     num_workers: Annotated[
         int, Range(0), Doc("Accepted for compatibility with data loaders; no worker processes are needed.")
     ] = 0
     accelerator: Accelerator = "auto"
-    devices: Devices = 1
+    devices: DeviceCount = 1
     checkpoint_every_s: Annotated[float, Range(above=0), Doc("Seconds between checkpoints.")] = CHECKPOINT_S
 
     def __post_init__(self) -> None:

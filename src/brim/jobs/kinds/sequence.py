@@ -13,17 +13,17 @@ from brim.jobs.kinds.kind import (
     CHECKPOINT_S,
     MAX_COUNT,
     Accelerator,
-    Devices,
-    Id,
+    DeviceCount,
     JobConfig,
     Kind,
     PreloadChoice,
     RunOnDataset,
+    TextId,
     tier_of,
 )
-from brim.jobs.kinds.task import Inputs, Spec, Stopped, Task, checking, in_training, with_progress
+from brim.jobs.kinds.task import Inputs, Stopped, Task, checking, in_training, with_progress
 from brim.jobs.registry.outputs import EMBEDDING, write_json
-from brim.jobs.status import JobProgress
+from brim.jobs.status import JobProgress, Spec
 from brim.sequences.config import SequenceTraining
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ class SequenceTrainJob(SequenceTraining, JobConfig):
     """The config of sequence.train."""
 
     encoder: None = field(init=False, default=None)  # a path, which no request may give
-    dataset_ids: Annotated[tuple[Id, ...], Length(1, 1), Doc("Id of the packed corpus to train on.")]
+    dataset_ids: Annotated[tuple[TextId, ...], Length(1, 1), Doc("Id of the packed corpus to train on.")]
     epochs: Annotated[
         int | None,
         Range(1, MAX_COUNT),
@@ -47,7 +47,7 @@ class SequenceTrainJob(SequenceTraining, JobConfig):
     ] = None
     preload_to_gpu: PreloadChoice = None
     accelerator: Accelerator = "auto"
-    devices: Devices = 1
+    devices: DeviceCount = 1
     checkpoint_every_s: Annotated[float, Range(above=0), Doc("Seconds between checkpoints.")] = CHECKPOINT_S
 
     @classmethod

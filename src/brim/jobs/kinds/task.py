@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from brim.errors import BrimError, CheckpointError, ConfigError, Conflict, DatasetError
-from brim.jobs.status import KIND_NAMES, Flow, JobProgress
+from brim.jobs.status import KIND_NAMES, Flow, JobProgress, Spec
 
 if TYPE_CHECKING:
     from brim.engine.training import TrainProgress
@@ -27,24 +27,6 @@ PATIENCE_S = 15.0  # to wait until the process that wrote the output before has 
 
 class Stopped(BaseException):
     """Ends a job that was asked to stop; not an Exception, so that no workload takes it for a failure of its own."""
-
-
-@dataclass(frozen=True, slots=True)
-class Spec:
-    """What a job is to do; config is complete and JSON-able."""
-
-    kind: str
-    name: str
-    config: dict[str, Any]
-
-    @property
-    def dataset_ids(self) -> tuple[str, ...]:
-        return tuple(self.config.get("dataset_ids", ()))
-
-    @property
-    def run_id(self) -> str | None:
-        id = self.config.get("run_id")
-        return None if id is None else str(id)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,10 +103,10 @@ class Task:
         self.tell(progress)
 
 
-Run = Callable[[Task], dict[str, Any]]
+RunFunction = Callable[[Task], dict[str, Any]]
 
 
-def with_progress(run: Run) -> Run:
+def with_progress(run: RunFunction) -> RunFunction:
     """A kind's run that reports every second, waits for a previous writer to end, and returns plain JSON values."""
 
     @functools.wraps(run)
@@ -135,7 +117,7 @@ def with_progress(run: Run) -> Run:
     return reporting
 
 
-def _when_free(run: Run, task: Task) -> dict[str, Any]:
+def _when_free(run: RunFunction, task: Task) -> dict[str, Any]:
     """Run once the output is free: a worker that was killed a moment ago may still be writing it."""
     until_s = time.monotonic() + PATIENCE_S
     while True:
@@ -222,12 +204,7 @@ def checking(field: str, path: Path, config: Collection[str] = ()) -> Iterator[N
         text = text.replace(f"{path}/", "").replace(str(path), "it")
         if isinstance(failure, ConfigError) and failure.field in config:
             raise Conflict(text, field=data["field"]) from failure
-        raise Conflict(f"{field} cannot be used: {text}", field=field, code=_code(failure)) from failure
-
-
-def _code(failure: BrimError) -> str | None:
-    """The error's own code where it says more than "failed"."""
-    return None if failure.code == BrimError.default_code else failure.code
+        raise Conflict(f"{field} cannot be used: {text}", field=field) from failure
 
 
 def _finite(value: Any) -> Any:

@@ -12,10 +12,10 @@ from typing import Any, Final, TypedDict, Unpack
 import sqlalchemy as sa
 
 from brim.errors import ConfigError, Conflict, NotFound, TooMany
-from brim.jobs.status import FINISHED, RESUMABLE, UNFINISHED, JobProgress, Status, Wanted
+from brim.jobs.status import FINISHED, RESUMABLE, UNFINISHED, JobProgress, Spec, Status, Wanted
 from brim.jobs.store.engine import clean, insert_for, reading, writing
 from brim.jobs.store.links import begin_output, check_inputs, check_unread, end_output, note_uses
-from brim.jobs.store.rows import Asked, EventKind, EventRow, JobRow, Makes, Output, Page, is_id, new_id, page_of, row_of
+from brim.jobs.store.rows import EventKind, EventRow, JobRow, Makes, Output, Page, is_id, new_id, page_of, row_of
 from brim.jobs.store.tables import events, jobs, uses
 
 STOPPING: Final = "stopping"
@@ -39,7 +39,7 @@ class JobTable:
 
     def submit(
         self,
-        spec: Asked,
+        spec: Spec,
         *,
         key_hash: str | None = None,
         inputs: Mapping[str, Any] | None = None,
@@ -302,7 +302,7 @@ def _count_unfinished(connection: sa.Connection) -> int:
 
 
 def _insert(
-    connection: sa.Connection, spec: Asked, key_hash: str | None, inputs: Mapping[str, Any], makes: Makes
+    connection: sa.Connection, spec: Spec, key_hash: str | None, inputs: Mapping[str, Any], makes: Makes
 ) -> JobRow | None:
     """The new job; None if its key is taken."""
     id, now = new_id(), time.time()

@@ -4,7 +4,7 @@ import re
 import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any, Final, Generic, Literal, Protocol, TypeVar
+from typing import Any, Final, Generic, Literal, TypeVar
 
 import sqlalchemy as sa
 
@@ -31,20 +31,6 @@ def new_id() -> str:
 def is_id(text: str) -> bool:
     """Whether a text has the form of an id; anything else never reaches a database or a file system."""
     return _ID.fullmatch(text) is not None
-
-
-class Asked(Protocol):
-    """A complete job request: `brim.jobs.kinds.Spec` is one."""
-
-    @property
-    def kind(self) -> str: ...
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def config(self) -> Mapping[str, Any]:
-        """Complete and JSON-able."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

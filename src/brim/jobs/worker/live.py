@@ -20,7 +20,7 @@ _DIGITS: Final = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Word:
+class LiveStatus:
     """What a worker reported last."""
 
     at: float  # seconds since 1970
@@ -39,7 +39,7 @@ class Live:
     def tell(self, job_id: str, flow: Flow | None) -> None:
         """Write what the job is doing; on a disk error the file stays as it was."""
         ceiling_share, stalls = self._shares.add(flow)
-        word = Word(at=time.time(), job_id=job_id, ceiling_share=ceiling_share, stalls=stalls)
+        word = LiveStatus(at=time.time(), job_id=job_id, ceiling_share=ceiling_share, stalls=stalls)
         new = self._file.with_suffix(".live-new")
         with suppress(OSError):
             new.write_text(json.dumps(asdict(word)), encoding="utf-8")
@@ -51,10 +51,10 @@ class Live:
             self._file.unlink(missing_ok=True)
 
 
-def read_live(data: Path, worker: str) -> Word | None:
+def read_live(data: Path, worker: str) -> LiveStatus | None:
     """What a worker's job is doing; None if it has none or has not reported for STALE_S."""
     try:
-        word = Word(**json.loads(_file(data, worker).read_bytes()))
+        word = LiveStatus(**json.loads(_file(data, worker).read_bytes()))
         return word if abs(time.time() - word.at) < STALE_S else None
     except (OSError, ValueError, TypeError):
         return None

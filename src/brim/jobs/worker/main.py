@@ -24,7 +24,7 @@ from brim.jobs.store import Catalogue
 from brim.jobs.worker.joblog import LOGGER
 from brim.jobs.worker.process import FileLock, Heartbeat, die_with_supervisor, give_way_to_others, read_settings, urls
 from brim.jobs.worker.reconcile import settle_stopped
-from brim.jobs.worker.run import Attempt, Record, WorkerSettings, slice_s, surely
+from brim.jobs.worker.run import Attempt, SliceRecord, WorkerSettings, slice_s, surely
 
 IDLE_S: Final = 0.25  # between two heartbeats without a job
 LOCK_S: Final = 60.0  # for the process that had this name to end
@@ -63,7 +63,7 @@ class Worker:
 
     # The workflow. After a crash it runs again from the records of its steps, so it depends on nothing else.
 
-    def _job(self, steps: Steps, job_id: str) -> Record:
+    def _job(self, steps: Steps, job_id: str) -> SliceRecord:
         try:
             spent_s = 0.0
             while not (got := steps("slice", partial(self._advance, job_id, slice_s(spent_s))))["ended"]:
@@ -72,7 +72,7 @@ class Worker:
             if got["error"] is not None:
                 steps("fail", partial(self._fail, job_id, got["error"], got.get("failure")))
                 raise JobFailed(got["error"])
-            result: Record = got["result"]
+            result: SliceRecord = got["result"]
             steps("publish", partial(self._publish, job_id, result))
             return result
         except JobFailed:
@@ -89,7 +89,7 @@ class Worker:
 
     # Its steps
 
-    def _advance(self, job_id: str, seconds: float) -> Record:
+    def _advance(self, job_id: str, seconds: float) -> SliceRecord:
         """Let the job run for about so many seconds; the record is all that the queue stores."""
         attempt = self._attempts.get(job_id) or self._open(job_id)
         if attempt is None:  # it is no longer to run: the queue refuses this record and ends the workflow
@@ -115,7 +115,7 @@ class Worker:
         self._inbox.put(attempt)
         return attempt
 
-    def _publish(self, job_id: str, result: Record) -> None:
+    def _publish(self, job_id: str, result: SliceRecord) -> None:
         """Mark the job as completed, unless a stop was requested at the last moment."""
         job = surely(partial(self._catalogue.jobs.get, job_id))
         if job is None:
@@ -127,7 +127,7 @@ class Worker:
         if not surely(done) and job.status in UNFINISHED:
             surely(partial(self._runner.queue.cancel, job_id))  # refuses the record of this step; then _settle
 
-    def _fail(self, job_id: str, error: str, failure: Record | None) -> None:
+    def _fail(self, job_id: str, error: str, failure: SliceRecord | None) -> None:
         """Mark the job as failed; its output so far stays."""
         job = surely(partial(self._catalogue.jobs.get, job_id))
         if job is not None:

@@ -37,7 +37,7 @@ RETRY_S: Final = (1.0, 2.0, 5.0, 10.0)  # between tries to write what must not b
 
 _log = logging.getLogger("brim.jobs")
 T = TypeVar("T")
-Record = dict[str, Any]  # what the queue keeps of a slice
+SliceRecord = dict[str, Any]  # what the queue keeps of a slice
 
 
 def slice_s(spent_s: float) -> float:
@@ -67,7 +67,7 @@ class Attempt:
         self.progress = JobProgress(message="starting")
         self.is_unexpected = False  # the failure: then the process may be broken too, as after a CUDA error
         self._stop, self._done = threading.Event(), threading.Event()
-        self._result: Record | None = None
+        self._result: SliceRecord | None = None
         self._failure: BaseException | None = None
         self._is_left = False
         self._redact = Redactor(surely(self._known_paths))
@@ -96,7 +96,7 @@ class Attempt:
         self.progress = progress
         self._settings.beat()
 
-    def _work(self) -> Record:
+    def _work(self) -> SliceRecord:
         job, settings, kind = self.job, self._settings, KINDS[self.job.kind]
         settings.beat()
         spec, inputs, out = Spec(job.kind, job.name, job.config), self._inputs(), settings.data / job.out
@@ -150,7 +150,7 @@ class Attempt:
 
     # In the workflow's thread
 
-    def wait(self, seconds: float, is_cancelled: Callable[[], bool]) -> Record:
+    def wait(self, seconds: float, is_cancelled: Callable[[], bool]) -> SliceRecord:
         """Let the work go on for at most so many seconds: {ended, result, error, failure, seconds, progress}."""
         began_s = time.monotonic()
         result = error = failure = None
@@ -219,7 +219,7 @@ class Attempt:
         except Unavailable as failure:
             _log.warning("the progress of job %s could not be stored: %s", self.job.id, failure)
 
-    def _describe(self, failure: BaseException) -> tuple[str, Record]:
+    def _describe(self, failure: BaseException) -> tuple[str, SliceRecord]:
         """A failure for people, and its field, code and hint; the log gets an unexpected one in full."""
         if isinstance(failure, BrimError):
             text, data = job_phrase(failure, self.job.config)

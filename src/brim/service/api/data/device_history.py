@@ -16,7 +16,7 @@ from typing import Any, Final, Literal, NamedTuple, Self
 
 from brim.errors import Unavailable
 from brim.jobs.store import DeviceRow
-from brim.jobs.worker.live import Word, read_live
+from brim.jobs.worker.live import LiveStatus, read_live
 from brim.service.api.data.gauges import PROC, Gauges, Reading
 
 INTERVAL_S: Final = 1.0
@@ -125,7 +125,7 @@ class DeviceHistory:
             reading = cpu if each.kind == "cpu" else gauges.gpu(each.uuid)
             self._note(each, now, reading, read_live(self._data, each.worker))
 
-    def _note(self, device: Device, at: float, read: Reading, word: Word | None) -> None:
+    def _note(self, device: Device, at: float, read: Reading, word: LiveStatus | None) -> None:
         sample = Sample(
             at, read.busy_share, read.memory_bytes, read.power_w, None if word is None else word.ceiling_share
         )
