@@ -17,6 +17,7 @@ from brim.engine.config import TIERS, BucketConfig, TrainConfig
 from brim.engine.device.memory import inject_oom
 from brim.engine.rows import ragged_tiers as stores
 from brim.engine.rows import resident as module
+from brim.engine.rows import tiers
 from brim.engine.rows.ragged import RaggedResident
 from brim.engine.rows.ragged_tiers import RaggedTensors
 from brim.engine.training.trainer import train
@@ -186,7 +187,7 @@ def test_batches_stay_as_they_are(tier: str) -> None:
 def test_large_batches_are_padded_by_several_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stores, "worker_count", lambda: 4)
     monkeypatch.setattr(stores, "_SHARED_BYTES", 1)
-    monkeypatch.setattr(stores, "_PIECE_BYTES", 100)
+    monkeypatch.setattr(tiers, "_PIECE_BYTES", 100)
     source = Scattered(200)
     with make(source, tier="window", batch_size=50) as read, make(source, tier="ram", batch_size=50) as held:
         for ours, theirs in zip(read.epoch(0), held.epoch(0), strict=True):
@@ -268,7 +269,7 @@ def test_a_tier_that_does_not_fit_gives_way_to_the_next(
     with inject_oom(above=50), make(tier="vram") as resident:
         assert resident.tier == "ram"
         assert sum(map(len, items_of(resident.epoch(0)))) == 100
-    monkeypatch.setattr(stores, "free_bytes", lambda device: 100)
+    monkeypatch.setattr(tiers, "free_bytes", lambda device: 100)
     with make(tier="vram") as resident:
         assert resident.tier == "window"
         assert sum(map(len, items_of(resident.epoch(0)))) == 100

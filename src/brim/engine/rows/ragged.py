@@ -36,7 +36,7 @@ from brim.engine.rows.ragged_tiers import (
     check_source,
 )
 from brim.engine.rows.resident import Epoch, Held
-from brim.engine.rows.source import Split
+from brim.engine.rows.source import RowSplit
 from brim.engine.training import Batch, BatchSource, Ranks, Share, StepInputs
 from brim.errors import ConfigError
 
@@ -270,5 +270,5 @@ def part_of(batch: Bucketed, mine: Tensor, lengths: Tensor) -> Bucketed:
 
 
 def _chosen(source: RaggedSource, rows: RowChoice) -> Tensor:
-    split = Split(cast(Any, source), rows, sort=False)  # only the number of items is used
+    split = RowSplit(cast(Any, source), rows, sort=False)  # only the number of items is used
     return split.index(torch.arange(len(split)))

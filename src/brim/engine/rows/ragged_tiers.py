@@ -19,14 +19,14 @@ import torch
 from torch import Tensor
 
 from brim.engine.config import Tier
-from brim.engine.device import format_size, free_bytes, worker_count
+from brim.engine.device import worker_count
 from brim.engine.pipeline import Pipeline, Stage
 from brim.engine.rows.buckets import Bucketed
 from brim.engine.rows.order import HOST, RowLayout, gather
-from brim.engine.rows.tiers import mark, pinned, to_device
+from brim.engine.rows.tiers import load_rows, mark, pinned, to_device
 from brim.engine.storage import RowFields
 from brim.engine.training import Batch
-from brim.errors import DatasetError, OutOfMemory
+from brim.errors import DatasetError
 
 OWN_FIELDS = ("frames", "length", "item")  # fields of a batch besides the columns of its source
 
@@ -153,7 +153,6 @@ def batch_fields(length: int, dim: int, dtype: torch.dtype, columns: Batch) -> R
     }
 
 
-_PIECE_BYTES = 4 * 2**20  # read by one thread at once while loading, as in tiers.py
 _SHARED_BYTES = 2**20  # a smaller batch is copied by one thread: waking others takes longer
 _IN_FLIGHT_BYTES = 2**30  # bytes of batches made ahead, unless the minimum number needs more
 
@@ -351,41 +350,16 @@ class _Made:
 
 
 def _load(runs: FrameRuns, dtype: torch.dtype, where: torch.device, extra: int = 0) -> Batch:
-    """All frames there, as a matrix of integers, read and converted by several threads; `extra` rows at its end."""
-    source = runs.source
-    layout = RowLayout({"frames": (dtype, (source.dim,))})
-    row_bytes = source.dim * dtype.itemsize
-    size = (runs.num_frames + extra) * row_bytes
-    if where.type == "cpu" and size > free_bytes(HOST):  # Linux would grant it, and kill the process later
-        raise OutOfMemory(f"{format_size(size)} of frames, {format_size(free_bytes(HOST))} free on the host")
-    matrix = layout.allocate(runs.num_frames + extra, where)
-    piece = max(1, _PIECE_BYTES // row_bytes)
-    read = _reader(runs, dtype)
-    side = torch.cuda.Stream(where) if where.type == "cuda" else None  # type: ignore[no-untyped-call]
+    """All frames as a matrix of integers, read and converted by several threads; `extra` rows at its end."""
 
-    def load(start: int) -> None:
-        stop = min(start + piece, runs.num_frames)
-        place = layout.unpack({"frames": matrix["frames"][start:stop]})["frames"]
-        if side is None:
-            read(start, stop, place)
-            return
-        host = layout.carve(pinned(layout.flat_bytes(stop - start)), stop - start)
-        read(start, stop, layout.unpack(host)["frames"])
-        with torch.cuda.stream(side):
-            place.copy_(layout.unpack(host)["frames"], non_blocking=True)
-            copied = mark(where)
-        copied.synchronize()
+    def read(start: int, stop: int, out: Batch) -> None:
+        if dtype == runs.source.dtype:
+            runs.read(start, stop, out["frames"])
+        else:
+            _read_as(runs.read, start, stop, out["frames"], runs.source.dtype)
 
-    if side is not None:
-        side.wait_stream(torch.cuda.current_stream(where))  # the memory may be in use there until now
-    _in_threads(load, range(0, runs.num_frames, piece))
-    return matrix
-
-
-def _reader(runs: FrameRuns, dtype: torch.dtype) -> Callable[[int, int, Tensor], None]:
-    if dtype == runs.source.dtype:
-        return runs.read
-    return lambda start, stop, out: _read_as(runs.read, start, stop, out, runs.source.dtype)
+    layout = RowLayout({"frames": (dtype, (runs.source.dim,))})
+    return load_rows(read, runs.num_frames, layout, where, extra)
 
 
 def _read_as(read: Callable[[int, int, Tensor], None], start: int, stop: int, out: Tensor, stored: torch.dtype) -> None:
@@ -393,16 +367,6 @@ def _read_as(read: Callable[[int, int, Tensor], None], start: int, stop: int, ou
     part = torch.empty(out.shape, dtype=stored)
     read(start, stop, part)
     out.copy_(part)
-
-
-def _in_threads(work: Callable[[int], None], starts: range) -> None:
-    """Do all of it, or raise the first failure and drop what waits."""
-    pool = ThreadPoolExecutor(min(8, worker_count()), thread_name_prefix="brim-load")
-    try:
-        for part in [pool.submit(work, start) for start in starts]:
-            part.result()
-    finally:
-        pool.shutdown(cancel_futures=True)
 
 
 def _pageable(num_bytes: int) -> Tensor:

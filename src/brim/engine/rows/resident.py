@@ -42,7 +42,7 @@ from brim.engine.rows.order import (
     epoch_order,
     gather,
 )
-from brim.engine.rows.source import Source, Split, chosen_fields, row_bytes
+from brim.engine.rows.source import RowSplit, Source, chosen_fields, row_bytes
 from brim.engine.rows.tiers import (
     DeviceStore,
     EpochPlan,
@@ -263,7 +263,7 @@ class Resident(Held[Store], BatchSource):
         self.drop_last = drop_last
         self.fields = chosen_fields(source.fields, names)
         several = ranks if ranks is not None and not ranks.alone else None
-        self._all_rows = Split(source, rows, sort=shuffle == "blocks")
+        self._all_rows = RowSplit(source, rows, sort=shuffle == "blocks")
         self.num_items = len(self._all_rows) if total is None else total
         if several is not None:
             check_enough(self.num_items, several)
@@ -409,7 +409,7 @@ class Resident(Held[Store], BatchSource):
         stop = min(self.num_items, self.num_batches * self.batch_size)
         return [min(end, stop) for end in range(self.batch_size, stop + self.batch_size, self.batch_size)]
 
-    def _own(self) -> Split:
+    def _own(self) -> RowSplit:
         if self._part is None or self._is_cut:
             return self._all_rows
         return self._all_rows.every(self._part.size, self._part.rank)

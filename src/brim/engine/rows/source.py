@@ -125,7 +125,7 @@ def check_some(num_items: int, fields: RowFields, where: str) -> None:
             raise DatasetError(f'{where}: a row of "{name}" has shape {list(shape)} and so no values; leave it out')
 
 
-class Split:
+class RowSplit:
     """The rows of a source that are used, addressed by position 0 … N-1."""
 
     def __init__(self, source: Source, rows: slice | range | Sequence[int] | Tensor | None, *, sort: bool) -> None:
@@ -158,13 +158,13 @@ class Split:
         """Rows of the source at these positions."""
         return self._index[positions]
 
-    def sorted(self) -> "Split":
+    def sorted(self) -> "RowSplit":
         """The same rows in the order of the source."""
-        return Split(self.source, self._index, sort=True) if self._first is None else self
+        return RowSplit(self.source, self._index, sort=True) if self._first is None else self
 
-    def every(self, step: int, first: int) -> "Split":
+    def every(self, step: int, first: int) -> "RowSplit":
         """Positions first, first + step, first + 2·step, …"""
-        return self if step == 1 else Split(self.source, self._index[first::step], sort=False)
+        return self if step == 1 else RowSplit(self.source, self._index[first::step], sort=False)
 
     def read(self, start: int, stop: int, out: dict[str, Tensor]) -> None:
         """Read the rows at positions start to stop."""

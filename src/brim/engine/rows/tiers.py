@@ -9,7 +9,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Protocol, Self, TypeVar
 
@@ -20,7 +20,7 @@ from brim.engine.config import TIERS, Tier
 from brim.engine.device import format_size, free_bytes, guard, worker_count
 from brim.engine.pipeline import Pipeline, Stage
 from brim.engine.rows.order import HOST, Blocks, Choice, RowLayout, Turns, gather
-from brim.engine.rows.source import Split, TensorSource, row_bytes
+from brim.engine.rows.source import RowSplit, TensorSource, row_bytes
 from brim.engine.storage import RowFields
 from brim.engine.training import Batch, Ranks
 from brim.errors import OutOfMemory
@@ -225,7 +225,9 @@ class WindowStore:
     tier: Tier = "window"
     exclusive = True
 
-    def __init__(self, layout: RowLayout, rows: Split, device: torch.device, blocks: Blocks, held_items: int) -> None:
+    def __init__(
+        self, layout: RowLayout, rows: RowSplit, device: torch.device, blocks: Blocks, held_items: int
+    ) -> None:
         self.device = device
         self.pinned = device.type == "cuda"
         self.held_items = held_items
@@ -396,17 +398,12 @@ def _try(make: Callable[[Tier], Kept], tier: Tier) -> Kept | str:
         return str(failure)
 
 
-def fill_memory(rows: Split, layout: RowLayout, where: torch.device) -> Memory:
+def fill_memory(rows: RowSplit, layout: RowLayout, where: torch.device) -> Memory:
     """Load all rows; tensors that are already on that device are used without a copy."""
     source = rows.source
     if isinstance(source, TensorSource) and rows.all and _adoptable(source, layout.fields, where):
         return Memory(layout.pack({name: source.tensors[name] for name in layout.fields}), owned=False)
-    data_bytes = len(rows) * row_bytes(layout.fields)
-    if where.type == "cpu" and data_bytes > free_bytes(HOST):  # Linux would grant it, and kill the process later
-        raise OutOfMemory(f"{format_size(data_bytes)} of data, {format_size(free_bytes(HOST))} free on the host")
-    matrices = layout.allocate(len(rows), where)
-    load_rows(rows, layout, matrices, where)
-    return Memory(matrices, owned=True)
+    return Memory(load_rows(rows.read, len(rows), layout, where), owned=True)
 
 
 def _adoptable(source: TensorSource, fields: RowFields, where: torch.device) -> bool:
@@ -415,19 +412,29 @@ def _adoptable(source: TensorSource, fields: RowFields, where: torch.device) -> 
     return all(tensor.device == where and tensor.storage_offset() == 0 for tensor in tensors)
 
 
-def load_rows(rows: Split, layout: RowLayout, into: Batch, device: torch.device) -> None:
-    """Read all rows with several threads, straight into place or through pinned memory."""
-    piece_items = max(1, _PIECE_BYTES // max(1, row_bytes(layout.fields)))
+def load_rows(
+    read: Callable[[int, int, Batch], None], num_rows: int, layout: RowLayout, device: torch.device, extra: int = 0
+) -> Batch:
+    """All rows as matrices on the device, with `extra` uninitialised rows at the end.
+
+    Several threads call read(start, stop, out), straight into place or through pinned memory.
+    """
+    item_bytes = row_bytes(layout.fields)
+    size = (num_rows + extra) * item_bytes
+    if device.type == "cpu" and size > free_bytes(HOST):  # Linux would grant it, and kill the process later
+        raise OutOfMemory(f"{format_size(size)} of data, {format_size(free_bytes(HOST))} free on the host")
+    into = layout.allocate(num_rows + extra, device)
+    piece = max(1, _PIECE_BYTES // max(1, item_bytes))
     side = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
     def load(start: int) -> None:
-        num = min(piece_items, len(rows) - start)
+        num = min(piece, num_rows - start)
         place = {name: matrix[start : start + num] for name, matrix in into.items()}
         if side is None:
-            rows.read(start, start + num, layout.unpack(place))
+            read(start, start + num, layout.unpack(place))
             return
         host = layout.carve(pinned(layout.flat_bytes(num)), num)
-        rows.read(start, start + num, layout.unpack(host))
+        read(start, start + num, layout.unpack(host))
         with torch.cuda.stream(side):
             for name, matrix in host.items():
                 place[name].copy_(matrix, non_blocking=True)
@@ -436,16 +443,10 @@ def load_rows(rows: Split, layout: RowLayout, into: Batch, device: torch.device)
 
     if side is not None:
         side.wait_stream(torch.cuda.current_stream(device))  # the memory may be in use there until now
-    with _pool(min(8, worker_count())) as pool:
-        for done in [pool.submit(load, start) for start in range(0, len(rows), piece_items)]:
-            done.result()
-
-
-@contextmanager
-def _pool(workers: int) -> Iterator[ThreadPoolExecutor]:
-    """A thread pool that drops its queued work when one piece fails."""
-    pool = ThreadPoolExecutor(workers, thread_name_prefix="brim-load")
+    pool = ThreadPoolExecutor(min(8, worker_count()), thread_name_prefix="brim-load")
     try:
-        yield pool
+        for done in [pool.submit(load, start) for start in range(0, num_rows, piece)]:
+            done.result()
     finally:
         pool.shutdown(cancel_futures=True)
+    return into

@@ -113,15 +113,15 @@ class Lease:
 _OURS = re.compile(r"[0-9]{6}\.safetensors|\.[0-9]{6}(\.[0-9a-f]{8})?\.tmp")
 
 
-def home_of(place: Place) -> "Home":
+def destination_of(place: Place) -> "Destination":
     """The destination of a dataset at a place."""
     if isinstance(place, ObjectPlace):
-        return StoreHome(place)
+        return StoreDestination(place)
     assert place.path is not None
-    return DirectoryHome(place.path)
+    return DirectoryDestination(place.path)
 
 
-class Home(ABC):
+class Destination(ABC):
     """The operations a writer needs on the place of its dataset."""
 
     @abstractmethod
@@ -163,7 +163,7 @@ class Home(ABC):
     def unlock(self) -> None: ...
 
 
-class DirectoryHome(Home):
+class DirectoryDestination(Destination):
     def __init__(self, path: Path) -> None:
         self.path = path
         self._made: list[Path] = []  # directories that did not exist before, outermost first
@@ -257,7 +257,7 @@ class DirectoryHome(Home):
             self._lock = None
 
 
-class StoreHome(Home):
+class StoreDestination(Destination):
     def __init__(self, place: ObjectPlace) -> None:
         self.place = place
         self._lease = Lease(place)

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from brim.engine.device import guard
 from brim.engine.storage.dataset import FORMAT_VERSION, MANIFEST, Dataset, RowFields, ShardEntry, allocate, check_bytes
-from brim.engine.storage.destination import home_of
+from brim.engine.storage.destination import destination_of
 from brim.engine.storage.places import Place, place_of
 from brim.engine.storage.shard_file import DTYPES, refusals, shard_name, write_shard
 from brim.errors import ConfigError, DatasetError, ShardCorrupt, StorageError
@@ -95,7 +95,7 @@ class ShardWriter:
         self._commit_failed = False
         self._committed_at = 0.0
         self._fresh = True  # started by us, not continued
-        self._home = home_of(self.place)
+        self._destination = destination_of(self.place)
         self._commit_cost_s = 0.0  # of the last manifest put into a store
 
     @property
@@ -116,7 +116,7 @@ class ShardWriter:
             )
         self._text()  # a header that cannot be written must fail before anything is created
         with refusals(self.place, kept=False):
-            self._fresh = self._home.is_vacant()
+            self._fresh = self._destination.is_vacant()
             if not self._fresh and not self.resume:
                 raise DatasetError(
                     f"{self.place} is not empty",
@@ -126,7 +126,7 @@ class ShardWriter:
             try:
                 self._start() if self._fresh else self._continue()
             except BaseException:
-                self._home.unlock()
+                self._destination.unlock()
                 raise
         return self
 
@@ -142,9 +142,9 @@ class ShardWriter:
                 with suppress(StorageError):
                     self._commit()
             if failure is not None and self._fresh and not self._listed():
-                self._home.undo()  # nothing was written: leave no directory that would block the next try
+                self._destination.undo()  # nothing was written: leave no directory that would block the next try
         finally:
-            self._home.unlock()
+            self._destination.unlock()
 
     def append(self, rows: dict[str, Tensor], totals: dict[str, Tensor]) -> None:
         """Add n rows; full shards are written as they fill.
@@ -212,33 +212,33 @@ class ShardWriter:
             self.header = {**self.header, **extra}
             self._complete = self._dirty = True
             self._commit()
-            self._home.sweep({entry.name for entry in self._listed()})
+            self._destination.sweep({entry.name for entry in self._listed()})
 
     # Opening
 
     def _start(self) -> None:
         try:
-            self._home.create()
+            self._destination.create()
             # The manifest comes first, so that a crash from here on leaves a directory that can be resumed.
             self._dirty = True
             self._commit()
-            self._home.prepare()
+            self._destination.prepare()
         except (OSError, StorageError):
-            self._home.undo()
+            self._destination.undo()
             raise
 
     def _continue(self) -> None:
-        if not self._home.has_manifest():
+        if not self._destination.has_manifest():
             raise DatasetError(
                 f"{self.place} has no {MANIFEST} to resume from", code="occupied", hint="choose another {out}"
             )
-        self._home.lock()
+        self._destination.lock()
         dataset = Dataset(self.place)
         self._check_identity(dataset.manifest)
         self._created = str(dataset.manifest["created"])
         self._keep(dataset)
-        self._home.prepare()
-        self._home.sweep({entry.name for entry in self._listed()})
+        self._destination.prepare()
+        self._destination.sweep({entry.name for entry in self._listed()})
         self._committed_at = time.monotonic()
 
     def _check_identity(self, manifest: dict[str, Any]) -> None:
@@ -308,7 +308,7 @@ class ShardWriter:
         name = shard_name(number)
         tensors = {field: rows[:count] for field, rows in self._buffer.items()}
         with refusals(self.place.at(f"shards/{name}"), kept=bool(self._listed())):
-            size, sha256 = self._home.put_shard(name, tensors, before=self._unlist_partial)
+            size, sha256 = self._destination.put_shard(name, tensors, before=self._unlist_partial)
         self._list(ShardEntry(name=name, items=count, bytes=size, sha256=sha256, totals=self._row_totals))
 
     def _unlist_partial(self) -> None:
@@ -337,7 +337,7 @@ class ShardWriter:
         began_s = time.monotonic()
         text = self._text()
         with refusals(self.place.at(MANIFEST), kept=bool(self._listed())):
-            self._home.put_manifest(text, self._unsynced)
+            self._destination.put_manifest(text, self._unsynced)
         self._unsynced.clear()
         self._dirty = self._commit_failed = False
         self._committed_at = time.monotonic()
