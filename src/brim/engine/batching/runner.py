@@ -21,7 +21,6 @@ from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from dataclasses import replace
-from types import TracebackType
 from typing import Any, Self
 
 from brim.engine.batching.policy import BatcherConfig, BatchPolicy, StartBatch
@@ -101,9 +100,7 @@ class BatchRunner:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, failure: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     # Requests

@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from decimal import Decimal
 from pathlib import Path, PurePosixPath
-from types import TracebackType
 from typing import Any, Protocol, Self, TypeVar, cast
 
 import torch
@@ -316,9 +315,7 @@ class PeakMemory:
             self._sampler.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, failure: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         """Stop measuring; bytes keeps its value."""
         self._stop.set()
         if self._sampler is not None:

@@ -9,7 +9,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from types import ModuleType, TracebackType
+from types import ModuleType
 from typing import Any, Self
 
 import torch
@@ -183,9 +183,7 @@ class GpuSampler:
         self._thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         """Take a last sample and join the thread."""
         if self._thread is None:
             return

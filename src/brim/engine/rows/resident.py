@@ -20,7 +20,6 @@ import time
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Generator, Iterator, Sequence
-from types import TracebackType
 from typing import Generic, Literal, Self, cast
 
 import torch
@@ -171,9 +170,7 @@ class Held(ABC, Generic[Kept]):
             self.load_s = time.perf_counter() - began_s
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         """End all open epochs and release the memory."""
         self.opened.cut(f"its {type(self).__name__} was closed")
         held, self._held = self._held, None

@@ -6,7 +6,6 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 from brim.engine.device import format_size
@@ -159,9 +158,7 @@ class RunLog:
             self._writer = _open_tensorboard(self._events, step)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, failure: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._lines.close()
         if self._writer is not None:
             self._writer.close()
