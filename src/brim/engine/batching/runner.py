@@ -74,7 +74,7 @@ class BatchRunner:
         self._for_decoders = threading.Condition(self._lock)
         self._for_finishers = threading.Condition(self._lock)
         self._empty = threading.Condition(self._lock)
-        self._jobs: dict[int, OpenRequest] = {}
+        self._open: dict[int, OpenRequest] = {}
         self._to_decode: list[tuple[float, int, OpenRequest]] = []
         self._to_finish: list[tuple[float, int, OpenRequest]] = []
         self._again: deque[Piece] = deque()  # halves of batches that failed
@@ -129,13 +129,13 @@ class BatchRunner:
             except Overloaded:
                 self._stats.reject("overloaded")
                 raise
-            job = OpenRequest(Reply(number), servable, token, key, payload, deadline_s, now_s)
-            self._jobs[number] = job
+            request = OpenRequest(Reply(number), servable, token, key, payload, deadline_s, now_s)
+            self._open[number] = request
             self._decode_times.enter()
-            heapq.heappush(self._to_decode, (deadline_s, number, job))
+            heapq.heappush(self._to_decode, (deadline_s, number, request))
             self._for_decoders.notify()
-        job.reply.add_done_callback(self._left)
-        return job.reply
+        request.reply.add_done_callback(self._left)
+        return request.reply
 
     def cancel(self, future: Future[Answer]) -> None:
         """The client is gone: cancel its future, and remove its waiting parts from the queue."""
@@ -145,18 +145,18 @@ class BatchRunner:
         """Reject new requests and wait until all accepted ones are answered; False if that takes longer."""
         with self._lock:
             self._ending = True
-            return self._empty.wait_for(lambda: not self._jobs, seconds)
+            return self._empty.wait_for(lambda: not self._open, seconds)
 
     def close(self) -> None:
         """End the threads; unanswered requests fail with an error that says so."""
         with self._lock:
             self._ending = self._closed = True
-            left = list(self._jobs.values())
+            left = list(self._open.values())
             for condition in (self._for_device, self._for_decoders, self._for_finishers):
                 condition.notify_all()
-        for job in left:
+        for request in left:
             self._stats.reject("ending")
-            self._resolve(job, Overloaded("the service ended before this request was answered; send it again", 1.0))
+            self._resolve(request, Overloaded("the service ended before this request was answered; send it again", 1.0))
         self._to_collect.put(None)
         for thread in self._threads:
             if thread is not threading.current_thread():
@@ -191,7 +191,7 @@ class BatchRunner:
     def snapshot(self) -> dict[str, Any]:
         """For metrics: depth, running, batch_sizes, seconds by stage, rejected by reason, busy_s, up_s."""
         with self._lock:
-            now = {"depth": self._policy.depth, "running": self._policy.running, "requests": len(self._jobs)}
+            now = {"depth": self._policy.depth, "running": self._policy.running, "requests": len(self._open)}
         return now | self._stats.snapshot(self._clock())
 
     # The threads
@@ -204,43 +204,43 @@ class BatchRunner:
             log.exception("the batch runner failed")
             with self._lock:
                 self._broken = self._ending = self._closed = True
-                left = list(self._jobs.values())
+                left = list(self._open.values())
                 for condition in (self._for_device, self._for_decoders, self._for_finishers):
                     condition.notify_all()
-            for job in left:
+            for request in left:
                 self._fail(
-                    job, BrimError(f"the batch runner failed: {type(failure).__name__}: {failure}; send it again")
+                    request, BrimError(f"the batch runner failed: {type(failure).__name__}: {failure}; send it again")
                 )
 
     def _run_decoder(self) -> None:
-        while (job := self._pop(self._to_decode, self._for_decoders)) is not None:
+        while (request := self._pop(self._to_decode, self._for_decoders)) is not None:
             began_s = self._clock()
             took_s = None
             try:
-                if not job.done and job.payload is not None:
-                    self._decoded(job, job.servable.decode(job.payload))
-                    took_s = job.decode_s = self._clock() - began_s
+                if not request.done and request.payload is not None:
+                    self._decoded(request, request.servable.decode(request.payload))
+                    took_s = request.decode_s = self._clock() - began_s
             except BaseException as failure:
-                self._fail(job, failure)
-            job.payload = None
+                self._fail(request, failure)
+            request.payload = None
             with self._lock:
-                self._decode_times.leave(job.key, took_s, job.token)
-                if took_s is not None and not job.done:
-                    job.ready_s = self._clock()
-                    self._policy.ready(job.reply.request, job.ready_s, key=job.key, parts=job.left)
+                self._decode_times.leave(request.key, took_s, request.token)
+                if took_s is not None and not request.done:
+                    request.ready_s = self._clock()
+                    self._policy.ready(request.reply.request, request.ready_s, key=request.key, parts=request.left)
                     self._for_device.notify()
-            if took_s is not None and not job.left:
-                self._to_finisher(job)
-            del job  # its model may be closed while this thread waits, and its memory must be released
+            if took_s is not None and not request.left:
+                self._to_finisher(request)
+            del request  # its model may be closed while this thread waits, and its memory must be released
 
-    def _decoded(self, job: OpenRequest, item: DecodedRequest) -> None:
-        job.item, job.left = item, len(item.parts)
-        job.outputs = [None] * job.left
-        key = (job.token, item.key)
-        if key != job.key:
+    def _decoded(self, request: OpenRequest, item: DecodedRequest) -> None:
+        request.item, request.left = item, len(item.parts)
+        request.outputs = [None] * request.left
+        key = (request.token, item.key)
+        if key != request.key:
             with self._lock:
-                self._sizes.setdefault(key, self._sizes_of(job.key))
-            job.key = key
+                self._sizes.setdefault(key, self._sizes_of(request.key))
+            request.key = key
 
     def _run_device(self) -> None:
         while (piece := self._next_piece()) is not None:
@@ -256,8 +256,8 @@ class BatchRunner:
         """What runs next; None when the runner is closed."""
         while True:
             piece, expired = self._look()
-            for job in expired:
-                self._give_up(job)
+            for request in expired:
+                self._give_up(request)
             if self._closed:
                 return None
             if piece is not None:
@@ -269,7 +269,7 @@ class BatchRunner:
         with self._lock:
             while not self._closed:
                 now_s = self._clock()
-                expired = [self._jobs[number] for number in self._policy.expire(now_s) if number in self._jobs]
+                expired = [self._open[number] for number in self._policy.expire(now_s) if number in self._open]
                 if expired:
                     return None, expired
                 if self._again:
@@ -278,7 +278,7 @@ class BatchRunner:
                 if isinstance(decision, StartBatch):
                     self._policy.started(decision.batch, now_s)
                     batch = DeviceBatch(decision.batch, now_s)
-                    places = [(self._jobs[part.request], part.number) for part in decision.batch]
+                    places = [(self._open[part.request], part.number) for part in decision.batch]
                     self._stats.start(len(places), now_s)
                     return self._hand_over(Piece(batch, places), now_s), []
                 timeout = None if decision.until_s is None else max(0.0, decision.until_s - now_s)
@@ -304,11 +304,11 @@ class BatchRunner:
         return piece
 
     def _tell_start(self, piece: Piece) -> None:
-        for job, _ in piece.places:
-            job.started_s = job.started_s or piece.since_s
+        for request, _ in piece.places:
+            request.started_s = request.started_s or piece.since_s
         if piece.places:
             try:
-                self._on_start(sorted({job.reply.request for job, _ in piece.places}))
+                self._on_start(sorted({request.reply.request for request, _ in piece.places}))
             except BaseException:
                 log.exception("on_start failed; the batch runs all the same")
 
@@ -345,17 +345,17 @@ class BatchRunner:
         now_s = self._clock()
         with self._lock:
             self._end_piece(piece, now_s)
-            for (job, number), output in zip(piece.places, outputs, strict=True):
+            for (request, number), output in zip(piece.places, outputs, strict=True):
                 if not isinstance(output, BaseException):
-                    job.outputs[number] = output
-                    job.left -= 1
-                    job.collected_s = now_s
-        for (job, _), output in zip(piece.places, outputs, strict=True):
+                    request.outputs[number] = output
+                    request.left -= 1
+                    request.collected_s = now_s
+        for (request, _), output in zip(piece.places, outputs, strict=True):
             if isinstance(output, BaseException):
-                self._fail(job, output)
-        for job in {id(job): job for job, _ in piece.places}.values():
-            if not job.left:
-                self._to_finisher(job)
+                self._fail(request, output)
+        for request in {id(request): request for request, _ in piece.places}.values():
+            if not request.left:
+                self._to_finisher(request)
 
     def _end_piece(self, piece: Piece, now_s: float) -> None:
         """A piece left the device; the last one ends its batch. Called with the lock held."""
@@ -368,48 +368,49 @@ class BatchRunner:
             self._stats.end(now_s)
         self._for_device.notify()
 
-    def _to_finisher(self, job: OpenRequest) -> None:
+    def _to_finisher(self, request: OpenRequest) -> None:
         with self._lock:
-            if not job.done:
+            if not request.done:
                 self._finish_times.enter()
-                heapq.heappush(self._to_finish, (job.deadline_s, job.reply.request, job))
+                heapq.heappush(self._to_finish, (request.deadline_s, request.reply.request, request))
                 self._for_finishers.notify()
 
     def _run_finisher(self) -> None:
-        while (job := self._pop(self._to_finish, self._for_finishers)) is not None:
+        while (request := self._pop(self._to_finish, self._for_finishers)) is not None:
             took_s = None
             try:
-                took_s = self._finish(job)
+                took_s = self._finish(request)
             except BaseException as failure:
-                self._fail(job, failure)
+                self._fail(request, failure)
             with self._lock:
-                stay_s = None if took_s is None or not job.collected_s else self._clock() - job.collected_s
-                self._finish_times.leave(job.key, took_s, job.token, stay_s=stay_s)
-            del job
+                stay_s = None if took_s is None or not request.collected_s else self._clock() - request.collected_s
+                self._finish_times.leave(request.key, took_s, request.token, stay_s=stay_s)
+            del request
 
-    def _finish(self, job: OpenRequest) -> float | None:
+    def _finish(self, request: OpenRequest) -> float | None:
         """Finish and resolve the request, unless it is too late; returns how long that took."""
         began_s = self._clock()
-        if job.done or job.item is None:
+        if request.done or request.item is None:
             return None
-        grace_s = self._config.grace * (job.deadline_s - job.submitted_s)
-        expected_s = self._finish_times.work_s(job.key, job.token) if self._to_finish else 0.0  # others are waiting
-        if began_s + expected_s > job.deadline_s + grace_s:
-            self._give_up(job)
+        grace_s = self._config.grace * (request.deadline_s - request.submitted_s)
+        # If others wait, do not start to finish a request that would be late.
+        expected_s = self._finish_times.work_s(request.key, request.token) if self._to_finish else 0.0
+        if began_s + expected_s > request.deadline_s + grace_s:
+            self._give_up(request)
             return None
-        answer = job.servable.finish(job.item, job.outputs)
+        answer = request.servable.finish(request.item, request.outputs)
         now_s = self._clock()
-        if now_s > job.deadline_s + 2 * grace_s:
-            self._give_up(job)
+        if now_s > request.deadline_s + 2 * grace_s:
+            self._give_up(request)
             return now_s - began_s
         seconds = {
-            "wait": max(0.0, job.started_s - job.ready_s),
-            "decode": job.decode_s,
-            "forward": max(0.0, job.collected_s - job.started_s),
+            "wait": max(0.0, request.started_s - request.ready_s),
+            "decode": request.decode_s,
+            "forward": max(0.0, request.collected_s - request.started_s),
             "finish": now_s - began_s,
-            "total": now_s - job.submitted_s,
+            "total": now_s - request.submitted_s,
         }
-        if self._resolve(job, replace(answer, facts={**answer.facts, "seconds": seconds})):
+        if self._resolve(request, replace(answer, facts={**answer.facts, "seconds": seconds})):
             self._stats.answer(seconds)
         return now_s - began_s
 
@@ -421,42 +422,42 @@ class BatchRunner:
 
     # Resolving a request
 
-    def _fail(self, job: OpenRequest, failure: BaseException) -> None:
-        if self._resolve(job, failure):
+    def _fail(self, request: OpenRequest, failure: BaseException) -> None:
+        if self._resolve(request, failure):
             self._stats.fail()
 
-    def _give_up(self, job: OpenRequest) -> None:
-        if self._resolve(job, DeadlinePassed(too_late(job, self._clock()))):
+    def _give_up(self, request: OpenRequest) -> None:
+        if self._resolve(request, DeadlinePassed(too_late(request, self._clock()))):
             self._stats.reject("deadline")
 
-    def _resolve(self, job: OpenRequest, result: Answer | BaseException) -> bool:
+    def _resolve(self, request: OpenRequest, result: Answer | BaseException) -> bool:
         """Resolve a request with its answer or error; returns False if it was resolved before."""
-        if not self._forget(job):
+        if not self._forget(request):
             return False
         with suppress(InvalidStateError):  # its client cancelled it at this moment
             if isinstance(result, BaseException):
-                job.reply.set_exception(result)
+                request.reply.set_exception(result)
             else:
-                job.reply.set_result(result)
+                request.reply.set_result(result)
         return True
 
     def _left(self, reply: Future[Answer]) -> None:
         """A future is done; if its client cancelled it, its parts leave the queue."""
         if reply.cancelled() and isinstance(reply, Reply):
-            job = self._jobs.get(reply.request)
-            if job is not None and self._forget(job):
+            request = self._open.get(reply.request)
+            if request is not None and self._forget(request):
                 self._stats.cancel()
 
-    def _forget(self, job: OpenRequest) -> bool:
+    def _forget(self, request: OpenRequest) -> bool:
         """Remove a request everywhere; False if it was removed before."""
         with self._lock:
-            if job.done:
+            if request.done:
                 return False
-            job.done = True
-            job.payload = None
-            self._policy.leave(job.reply.request)
-            self._jobs.pop(job.reply.request, None)
-            if not self._jobs:
+            request.done = True
+            request.payload = None
+            self._policy.leave(request.reply.request)
+            self._open.pop(request.reply.request, None)
+            if not self._open:
                 self._empty.notify_all()
             self._for_device.notify()
             return True

@@ -69,7 +69,7 @@ class Failed:
 def forward(piece: Piece) -> Any:
     """Launch a piece on the device; returns the handle for collect, or a Failed."""
     try:
-        parts = [job.item.parts[number] for job, number in piece.places if job.item is not None]
+        parts = [request.item.parts[number] for request, number in piece.places if request.item is not None]
         return piece.places[0][0].servable.forward(parts)
     except BaseException as failure:
         return Failed(failure)
@@ -83,11 +83,11 @@ def halves(places: list[tuple[OpenRequest, int]], sizes: Sequence[int]) -> list[
     return [places[start : start + size] for start in range(0, len(places), size)]
 
 
-def too_late(job: OpenRequest, now_s: float) -> str:
+def too_late(request: OpenRequest, now_s: float) -> str:
     """Message for a request that was accepted but could not be answered in time."""
-    limit_s = job.deadline_s - job.submitted_s
+    limit_s, waited_s = request.deadline_s - request.submitted_s, now_s - request.submitted_s
     return (
-        f"accepted with {limit_s * 1e3:.0f} ms to its deadline, but {(now_s - job.submitted_s) * 1e3:.0f} ms later it "
+        f"accepted with {limit_s * 1e3:.0f} ms to its deadline, but {waited_s * 1e3:.0f} ms later it "
         "could no longer be answered in time; send it again, or allow more time"
     )
 
