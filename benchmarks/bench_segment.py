@@ -32,12 +32,11 @@ from brim.engine.device import format_size, resolve_device, total_bytes
 from brim.engine.tuning import ProbeConfig, Prober, budget_bytes, sweep
 from brim.segmentation import ModelLoader, SegmentTrainConfig, create_model, train
 from brim.segmentation.config import TuneConfig
-from brim.segmentation.networks.network import CAPTURE_AFTER, Network, Setting, default_setting, normalise
-from brim.segmentation.networks.weights import load_weights
-from brim.segmentation.prediction.stream import PredictReport
-from brim.segmentation.scenes.cells import make_cells, write_cells
-from brim.segmentation.tuning.batch_sizes import FILE_NAME, BatchSizes, device_info, device_key
-from brim.segmentation.tuning.tune import Tuned, tune_model
+from brim.segmentation.networks import CAPTURE_AFTER, InferenceNetwork, default_setting, load_weights, normalise
+from brim.segmentation.networks.network import ComputeConfig
+from brim.segmentation.prediction import PredictReport
+from brim.segmentation.scenes import make_cells, write_cells
+from brim.segmentation.tuning import FILE_NAME, BatchSizes, Tuned, device_info, device_key, tune_model
 from page import Json, facts_of, machine, markdown, number, table, tell
 
 BARS = {"hrnet": (250, 400), "resunet_small": (180, 270), "resunet_advanced": (65, 100)}  # images/s: bar, aim
@@ -163,13 +162,15 @@ def forward(module: nn.Module, tuned: Tuned, device: torch.device, size: int) ->
     """Images/s of the tuned network and of plain fp32 eager, and the distance of their masks."""
     batch = tuned.entry.optimal_batch_size
     images = cells(min(8, max(2, batch)), size, device)
-    network = Network(module, device, tuned.setting)
+    network = InferenceNetwork(module, device, tuned.setting)
     with released(device):
         fast = step_rate(lambda: network(images_of(images, batch)), batch, device)
         found = torch.sigmoid(network(images[:4]))
         network.release()
     with released(device):
-        wanted = torch.sigmoid(torch.cat([Network(module, device, Setting())(image[None]) for image in images[:4]]))
+        wanted = torch.sigmoid(
+            torch.cat([InferenceNetwork(module, device, ComputeConfig())(image[None]) for image in images[:4]])
+        )
     baseline = {str(b): eager_rate(module, images_of(images, b), device) for b in BASELINE_BATCHES}
     return {
         "batch": batch,
@@ -195,11 +196,11 @@ def eager_rate(module: nn.Module, images: Tensor, device: torch.device) -> float
 def alone(module: nn.Module, tuned: Tuned, device: torch.device, size: int) -> Json:
     """How far an image's probabilities move with its company."""
     moved: Json = {}
-    settings = {"fp32": Setting()} | {str(tuned.setting): tuned.setting}
+    settings = {"fp32": ComputeConfig()} | {str(tuned.setting): tuned.setting}
     for label, setting in settings.items():
         images = cells(8 if device.type == "cuda" and label != "fp32" else 2, size, device)
         with released(device):
-            network = Network(module, device, setting)
+            network = InferenceNetwork(module, device, setting)
             together = torch.sigmoid(network(images))
             single = torch.cat([torch.sigmoid(network(image[None])) for image in images])
             moved[label] = (together - single).abs().max().item()
@@ -234,7 +235,7 @@ def end_to_end(name: str, tuned: Tuned, device: torch.device, options: argparse.
 
 def exhaustive(module: nn.Module, device: torch.device, size: int) -> Json:
     """The tuner's search beside every size up to twice its optimum, each measured at length."""
-    network = Network(module, device, default_setting(device))
+    network = InferenceNetwork(module, device, default_setting(device))
     config = SweepConfig(limit=512, budget_bytes=budget_bytes(device))
     prober = Prober(lambda batch: Step(network, batch, size), device, ProbeConfig())
     tell(f"tuner at {size} px")
@@ -270,7 +271,7 @@ def safe(name: str, module: nn.Module, device: torch.device, options: argparse.N
     torch.cuda.empty_cache()
     with holder(held):
         tuned = tune_model(name, module, device, TuneConfig(size=options.size, seconds=options.seconds))
-        batch, network = tuned.entry.max_safe_batch_size, Network(module, device, tuned.setting)
+        batch, network = tuned.entry.max_safe_batch_size, InferenceNetwork(module, device, tuned.setting)
         step = Step(network, batch, options.size)
         began_s = time.perf_counter()
         for _ in range(SAFE_STEPS):
@@ -286,7 +287,7 @@ def safe(name: str, module: nn.Module, device: torch.device, options: argparse.N
 class Step:
     """Random pixels on the device to masks there, as the tuner times it."""
 
-    def __init__(self, network: Network, batch: int, size: int) -> None:
+    def __init__(self, network: InferenceNetwork, batch: int, size: int) -> None:
         """Allocate the batch."""
         self._images = torch.randint(0, 256, (batch, 3, size, size), dtype=torch.uint8, device=network.device)
         self._network, self._is_first = network, True

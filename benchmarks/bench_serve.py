@@ -32,9 +32,9 @@ import torch
 from brim.cli.serve import default_api_processes
 from brim.engine.device import resolve_device
 from brim.segmentation import SegmentTrainConfig, create_model, train
-from brim.segmentation.networks.weights import save_weights
-from brim.segmentation.scenes.cells import make_cells, write_cells
-from brim.segmentation.tuning.batch_sizes import FILE_NAME
+from brim.segmentation.networks import save_weights
+from brim.segmentation.scenes import make_cells, write_cells
+from brim.segmentation.tuning import FILE_NAME
 from page import Json, facts_of, installed, machine, markdown, tell
 from serve_clients import Clients, Target, clients, form_bytes, one_by_one, request_bytes
 from serve_page import OTHERS, in_words, render

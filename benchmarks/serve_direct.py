@@ -23,7 +23,7 @@ def main(file: str) -> None:
     if setting["cores"]:
         os.sched_setaffinity(0, setting["cores"])
     from brim.segmentation import ModelLoader  # only now: torch counts its cores when it is imported
-    from brim.segmentation.images.geojson import geojson
+    from brim.segmentation.objects import geojson
 
     images = [path.read_bytes() for path in sorted(Path(setting["images"]).iterdir())]
     loader = ModelLoader(

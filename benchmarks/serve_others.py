@@ -20,10 +20,10 @@ import numpy as np
 import torch
 
 from brim.segmentation import ModelLoader
-from brim.segmentation.images.geojson import geojson
 from brim.segmentation.images.reading import read_image
-from brim.segmentation.networks.network import CAPTURE_AFTER
-from brim.segmentation.objects.polygons import trace
+from brim.segmentation.networks import CAPTURE_AFTER
+from brim.segmentation.objects import geojson
+from brim.segmentation.objects.rings import trace
 
 Json = dict[str, Any]
 SETTING = "BRIM_BENCH_SETTING"  # the path of the setting: servers start processes of their own

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from brim.engine.device import resolve_device
 from brim.segmentation import ModelLoader, SegmentTrainConfig, TuneConfig, register_model, train, tune
-from brim.segmentation.scenes.cells import make_cells, write_cells
+from brim.segmentation.scenes import make_cells, write_cells
 
 
 class TwoScales(nn.Module):

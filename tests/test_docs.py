@@ -27,7 +27,7 @@ from brim.cli.sequence import sequence
 from brim.rf import FEATURES, TRUTH
 from brim.segmentation import model_names
 from brim.segmentation.config import FORMATS
-from brim.segmentation.tuning.batch_sizes import Entry
+from brim.segmentation.tuning import BatchSizeEntry
 from brim.sequences import Evaluation, PackReport
 from brim.sequences.ablation.run import _plan
 from brim.sequences.training.run import _KEYS
@@ -286,7 +286,7 @@ def test_every_option_of_segment_is_in_the_command_s_own_table(command):
     assert [option for option in options_of(segment, command) if f"`{option}" not in table] == []
 
 
-@pytest.mark.parametrize("name", [field.name for field in fields(Entry)] + list(FORMATS))
+@pytest.mark.parametrize("name", [field.name for field in fields(BatchSizeEntry)] + list(FORMATS))
 def test_every_field_and_format_has_a_row(name):
     assert re.search(rf"^\| `{name}` \|", SEGMENTATION.read_text(), re.MULTILINE)
 

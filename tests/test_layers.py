@@ -220,7 +220,7 @@ def test_radio_runs_without_what_only_the_terminal_or_the_exports_need():
 
 def test_segmentation_runs_without_what_only_the_terminal_or_plots_need():
     code = (
-        "import sys, brim.segmentation, brim.segmentation.images.formats, brim.segmentation.prediction.files\n"
+        "import sys, brim.segmentation, brim.segmentation.images.writing, brim.segmentation.prediction\n"
         "print(*{'rich', 'typer', 'matplotlib', 'triton', 'shapely', 'scipy'} & set(sys.modules))"
     )
 

@@ -19,8 +19,8 @@ from safetensors.torch import load_file, save_file
 from visits import Visit, cell_files
 
 from brim.cli import main
-from brim.segmentation.scenes.cells import make_cells
-from brim.segmentation.tuning.batch_sizes import BatchSizes, Entry, device_info, device_key
+from brim.segmentation.scenes import make_cells
+from brim.segmentation.tuning import BatchSizeEntry, BatchSizes, device_info, device_key
 
 pytestmark = pytest.mark.slow
 SAMPLES = 24
@@ -383,7 +383,7 @@ def model(service, made) -> str:
     """Name of a warm model that finds cells; its batch size is given, so that none is searched."""
     run = service.data / "runs" / made("segment.train")
     cpu = torch.device("cpu")
-    entry = Entry(
+    entry = BatchSizeEntry(
         optimal_batch_size=1, max_safe_batch_size=4, expected_throughput=50.0, p50_latency_ms=20.0,
         p95_latency_ms=40.0, memory_limit_mb=1000.0, image_size=1024, precision="fp32", layout="contiguous",
         compiled=False,

@@ -68,7 +68,7 @@ def cell_files(count: int, side: int) -> list[tuple[str, tuple[str, bytes]]]:
     """Images of cells and their masks, as an upload takes them."""
     import cv2
 
-    from brim.segmentation.scenes.cells import make_cells
+    from brim.segmentation.scenes import make_cells
 
     files = []
     for index in range(count):

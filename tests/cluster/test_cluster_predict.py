@@ -17,12 +17,9 @@ from brim.cluster.predict import check_alike, check_nodes, predict_many
 from brim.cluster.ray_connect import Node
 from brim.errors import ClusterError, ConfigError, StorageError
 from brim.segmentation.config import FilesConfig
-from brim.segmentation.networks.registry import create_model
-from brim.segmentation.networks.weights import save_weights
-from brim.segmentation.prediction.bulk import Recipe
-from brim.segmentation.prediction.files import predict_files
-from brim.segmentation.prediction.loader import ModelLoader
-from brim.segmentation.scenes.cells import make_cells
+from brim.segmentation.networks import create_model, save_weights
+from brim.segmentation.prediction import ModelLoader, Recipe, predict_files
+from brim.segmentation.scenes import make_cells
 from s3_store import FailingProxy, serve_s3
 
 pytest.importorskip("ray")

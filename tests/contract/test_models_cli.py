@@ -12,8 +12,8 @@ from safetensors.torch import load_file, save_file
 from brim.cli import main
 from brim.jobs.store import Catalogue
 from brim.segmentation import create_model
-from brim.segmentation.networks.weights import WEIGHTS, save_weights
-from brim.segmentation.training.about import write_config
+from brim.segmentation.networks import WEIGHTS, save_weights
+from brim.segmentation.training import write_config
 
 KEYS = ["name", "kind", "network", "path", "version", "about", "added_at"]
 

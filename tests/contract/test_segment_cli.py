@@ -20,9 +20,9 @@ import torch
 from cli_commands import answer, refused
 
 from brim.cli import main
-from brim.segmentation.prediction.loader import ModelLoader
-from brim.segmentation.scenes.cells import make_cells
-from brim.segmentation.tuning.batch_sizes import device_key
+from brim.segmentation.prediction import ModelLoader
+from brim.segmentation.scenes import make_cells
+from brim.segmentation.tuning import device_key
 
 TRAIN_KEYS = {"run", "weights", "epochs", "dice", "iou", "images_per_s", "ceiling_share", "peak_bytes"}
 PREDICT_KEYS = {"images", "failed", "polygons", "seconds", "images_per_s", "ceiling_share", "batch_size", "stages"}

@@ -12,7 +12,7 @@ from fault_service import QUICK, SOAK, Serve, brim
 
 from brim.engine.storage.dataset import Dataset
 from brim.rf import from_mapping, generate
-from brim.segmentation.scenes.cells import make_cells
+from brim.segmentation.scenes import make_cells
 from brim.sequences.corpus.synthetic import make_sequences
 
 pytestmark = pytest.mark.slow

@@ -17,12 +17,10 @@ from fault_service import Serve, brim, until
 from predict_storm import Ask, Told, bomb, form, geometries, resident_bytes, storm
 
 from brim.segmentation import ModelLoader
-from brim.segmentation.images.geojson import geojson
-from brim.segmentation.networks.network import normalise
-from brim.segmentation.networks.registry import create_model
-from brim.segmentation.networks.weights import save_weights
-from brim.segmentation.scenes.cells import make_cells
-from brim.segmentation.tuning.batch_sizes import BatchSizes, Entry, device_info, device_key
+from brim.segmentation.networks import create_model, normalise, save_weights
+from brim.segmentation.objects import geojson
+from brim.segmentation.scenes import make_cells
+from brim.segmentation.tuning import BatchSizeEntry, BatchSizes, device_info, device_key
 
 pytestmark = pytest.mark.slow
 
@@ -56,7 +54,7 @@ def serve(weights: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[S
     data = tmp_path_factory.mktemp("predict") / "data"
     data.mkdir()
     cpu = torch.device("cpu")
-    entry = Entry(
+    entry = BatchSizeEntry(
         optimal_batch_size=4, max_safe_batch_size=8, expected_throughput=100.0, p50_latency_ms=40.0,
         p95_latency_ms=50.0, memory_limit_mb=1000.0, image_size=1024, precision="fp32", layout="contiguous",
         compiled=False,

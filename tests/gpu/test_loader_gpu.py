@@ -10,12 +10,11 @@ import pytest
 import torch
 
 from brim.engine.device.memory import inject_oom
-from brim.segmentation.networks.network import Network, Setting
-from brim.segmentation.networks.registry import create_model
-from brim.segmentation.networks.weights import save_weights
-from brim.segmentation.objects.prediction import Prediction
-from brim.segmentation.prediction.batching import Batch, Frame, cut
-from brim.segmentation.prediction.loader import ModelLoader
+from brim.segmentation.networks import InferenceNetwork, create_model, save_weights
+from brim.segmentation.networks.network import ComputeConfig
+from brim.segmentation.objects import Prediction
+from brim.segmentation.prediction import ModelLoader
+from brim.segmentation.prediction.patches import ImageFrame, PatchBatch, cut
 from brim.segmentation.prediction.scoring import Scorer
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU here")]
@@ -105,14 +104,14 @@ def test_a_batch_that_does_not_fit_is_halved(make: Callable[..., ModelLoader], r
 
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode:UserWarning")
 def test_the_host_never_waits_for_the_batch_it_starts() -> None:
-    network = Network(create_model("unet_tiny"), torch.device("cuda", 0), Setting(precision="bf16"))
+    network = InferenceNetwork(create_model("unet_tiny"), torch.device("cuda", 0), ComputeConfig(precision="bf16"))
     scorer = Scorer(network, threading.Lock(), batch_size=4, threshold=0.5, resize=None)
 
-    def batch() -> Batch:
-        frames = [Frame(index, "") for index in range(4)]
+    def batch() -> PatchBatch:
+        frames = [ImageFrame(index, "") for index in range(4)]
         image = np.zeros((256, 256, 3), np.uint8)
         cuts = [cut(frame, image, tile=256, overlap=None, resize=None, pinned=True) for frame in frames]
-        return Batch([frame.patches[0] for frame in cuts])
+        return PatchBatch([frame.patches[0] for frame in cuts])
 
     for _ in range(3):  # the third is captured
         scorer.forward(batch())

@@ -7,16 +7,15 @@ import pytest
 import torch
 from torch import nn
 
-from brim.segmentation.networks import fused
-from brim.segmentation.networks.fused import Weights
-from brim.segmentation.networks.network import CAPTURE_AFTER, GRAPHS, Network, Setting, normalise
-from brim.segmentation.networks.registry import create_model
+from brim.segmentation.networks import CAPTURE_AFTER, GRAPHS, InferenceNetwork, create_model, fused, normalise
+from brim.segmentation.networks.fused import AttentionWeights
+from brim.segmentation.networks.network import ComputeConfig
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
 NETWORKS = ("hrnet", "resunet_small", "resunet_advanced", "unet_tiny")
-FINE = Setting(precision="fp16", layout="channels_last")
-HALF = Setting(precision="bf16", layout="channels_last")
+FINE = ComputeConfig(precision="fp16", layout="channels_last")
+HALF = ComputeConfig(precision="bf16", layout="channels_last")
 
 
 @pytest.fixture
@@ -73,7 +72,12 @@ def test_every_kernel_equals_torch(device, channels, height, width, dtype):
     wanted = fused.beside(full[2], centre[0], full[0], pixel.float(), scale, shift)
     for one, other in zip(found, wanted, strict=True):
         near(one, other, 0.01)
-    for weights in (Weights(), Weights(channel), Weights(channel, pixel), Weights(channel, centre=centre)):
+    for weights in (
+        AttentionWeights(),
+        AttentionWeights(channel),
+        AttentionWeights(channel, pixel),
+        AttentionWeights(channel, centre=centre),
+    ):
         plain = weights._replace(pixel=None if weights.pixel is None else weights.pixel.float())
         one, other = fused.weigh_add(x, y, weights, shift[:channels], half), None
         other = fused.weigh_add(full[0], full[1], plain, shift[:channels], half)
@@ -106,7 +110,7 @@ def test_16_bits_are_near_fp32_at_any_size(device, name, height, width):
         wanted = torch.sigmoid(module.to(device)(normalise(batch)))
 
     for setting, tolerance in ((HALF, 0.03), (FINE, 0.005)):
-        found = torch.sigmoid(Network(module, device, setting)(batch))
+        found = torch.sigmoid(InferenceNetwork(module, device, setting)(batch))
 
         assert found.shape == wanted.shape
         assert (found - wanted).abs().max() < tolerance
@@ -114,7 +118,7 @@ def test_16_bits_are_near_fp32_at_any_size(device, name, height, width):
 
 @pytest.mark.parametrize("name", NETWORKS)
 def test_a_replayed_graph_gives_the_bits_of_the_first_run(device, name):
-    network, batch = Network(settled(name), device, HALF), images(device, 3)
+    network, batch = InferenceNetwork(settled(name), device, HALF), images(device, 3)
     first = network(batch)
     for _ in range(CAPTURE_AFTER):
         network(images(device, 3, seed=9))
@@ -125,10 +129,10 @@ def test_a_replayed_graph_gives_the_bits_of_the_first_run(device, name):
     assert torch.equal(first, again)
 
 
-@pytest.mark.parametrize(("setting", "tolerance"), [(Setting(), 1e-4), (HALF, 0.02), (FINE, 0.005)])
+@pytest.mark.parametrize(("setting", "tolerance"), [(ComputeConfig(), 1e-4), (HALF, 0.02), (FINE, 0.005)])
 @pytest.mark.parametrize("name", NETWORKS)
 def test_company_moves_probabilities_within_the_promise(device, name, setting, tolerance):
-    network, batch = Network(settled(name), device, setting), images(device, 5)
+    network, batch = InferenceNetwork(settled(name), device, setting), images(device, 5)
 
     together = torch.sigmoid(network(batch))
     alone = torch.cat([torch.sigmoid(network(image[None])) for image in batch])
@@ -137,7 +141,7 @@ def test_company_moves_probabilities_within_the_promise(device, name, setting, t
 
 
 def test_no_call_waits_for_the_device(device):
-    network, batch = Network(settled("resunet_advanced"), device, HALF), images(device, 2)
+    network, batch = InferenceNetwork(settled("resunet_advanced"), device, HALF), images(device, 2)
     for _ in range(CAPTURE_AFTER + 2):
         network(batch)
     other = images(device, 3)
@@ -152,7 +156,7 @@ def test_no_call_waits_for_the_device(device):
 
 def test_a_dropped_network_gives_its_memory_back(device):
     before = torch.cuda.memory_allocated(device)
-    network = Network(settled("hrnet"), device, HALF)
+    network = InferenceNetwork(settled("hrnet"), device, HALF)
     for batch in (1, 2, 4):
         for _ in range(CAPTURE_AFTER + 1):
             network(images(device, batch))
@@ -165,7 +169,7 @@ def test_a_dropped_network_gives_its_memory_back(device):
 
 
 def test_many_shapes_do_not_capture_in_turns(device):
-    network = Network(settled("unet_tiny"), device, HALF)
+    network = InferenceNetwork(settled("unet_tiny"), device, HALF)
     for _ in range(CAPTURE_AFTER + 2):
         for index in range(2 * GRAPHS):
             network(images(device, 1, 64 + 32 * index, 64))
@@ -179,7 +183,7 @@ def test_many_shapes_do_not_capture_in_turns(device):
 
 
 def test_other_threads_do_not_spoil_a_capture(device):
-    network, done = Network(settled("unet_tiny"), device, HALF), threading.Event()
+    network, done = InferenceNetwork(settled("unet_tiny"), device, HALF), threading.Event()
 
     def copy():
         while not done.is_set():
@@ -200,7 +204,7 @@ def test_other_threads_do_not_spoil_a_capture(device):
 
 
 def test_without_room_for_a_graph_it_runs_without_one(device):
-    network, batch = Network(settled("resunet_small"), device, HALF), images(device, 8, 512, 512)
+    network, batch = InferenceNetwork(settled("resunet_small"), device, HALF), images(device, 8, 512, 512)
     wanted = network(batch)
     torch.cuda.empty_cache()
     with torch.cuda.device(device):
@@ -221,8 +225,8 @@ def test_without_room_for_a_graph_it_runs_without_one(device):
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch, when the compiler is first imported
 def test_a_compiled_network_is_captured_too(device):
     module, batch = settled("unet_tiny"), images(device, 4, 128, 128)
-    network = Network(module, device, Setting(precision="bf16", layout="channels_last", compiled=True))
-    wanted = torch.sigmoid(Network(module, device, HALF)(batch))
+    network = InferenceNetwork(module, device, ComputeConfig(precision="bf16", layout="channels_last", compiled=True))
+    wanted = torch.sigmoid(InferenceNetwork(module, device, HALF)(batch))
 
     for _ in range(CAPTURE_AFTER + 2):
         found = torch.sigmoid(network(batch))

@@ -5,14 +5,10 @@ import pytest
 import torch
 
 from brim.engine.device.devices import stream
-from brim.segmentation.config import Augmentation, SegmentTrainConfig
-from brim.segmentation.networks.network import Network, default_setting
-from brim.segmentation.networks.registry import create_model
-from brim.segmentation.networks.weights import load_weights
-from brim.segmentation.scenes.cells import make_cells, write_cells
-from brim.segmentation.training.augment import augment
-from brim.segmentation.training.run import train
-from brim.segmentation.training.scores import agreement
+from brim.segmentation.config import CropAugmentation, SegmentTrainConfig
+from brim.segmentation.networks import InferenceNetwork, create_model, default_setting, load_weights
+from brim.segmentation.scenes import make_cells, write_cells
+from brim.segmentation.training import agreement, augment, train
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU here")]
 
@@ -39,7 +35,7 @@ def test_every_tier_and_precision_learns_to_segment(cells, tmp_path, tier, preci
     assert (report.training.tier, report.training.step_kind) == (tier, "graph")
     module = create_model("unet_tiny")
     load_weights(module, tmp_path / "run")
-    network = Network(module, CUDA, default_setting(CUDA))
+    network = InferenceNetwork(module, CUDA, default_setting(CUDA))
     held = [make_cells(99, index, 192, 256) for index in range(6)]
     images = torch.from_numpy(np.stack([image for image, _ in held])).permute(0, 3, 1, 2).to(CUDA)
     true = torch.from_numpy(np.stack([mask for _, mask in held]))[:, None].to(CUDA)
@@ -70,7 +66,7 @@ def test_a_stopped_run_goes_on(cells, tmp_path):
 def test_image_and_mask_move_together_on_the_device():
     masks = torch.zeros(16, 1, 96, 96, dtype=torch.uint8, device=CUDA)
     masks[:, :, 20:50, 30:80] = 1
-    config = Augmentation(brightness=0, contrast=0, gamma=0, noise=0)
+    config = CropAugmentation(brightness=0, contrast=0, gamma=0, noise=0)
 
     images, moved = augment(masks.expand(-1, 3, -1, -1) * 255, masks, stream(0, "test", device=CUDA), config)
 

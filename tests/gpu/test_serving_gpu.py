@@ -15,12 +15,10 @@ import torch
 from brim.engine.batching.runner import BatchRunner
 from brim.engine.batching.servable import Answer, Payload
 from brim.engine.batching.warm_up import ladder
-from brim.segmentation.networks.registry import create_model
-from brim.segmentation.networks.weights import save_weights
-from brim.segmentation.objects.polygons import Polygon, fill
-from brim.segmentation.prediction.loader import ModelLoader
-from brim.segmentation.prediction.serving import SegmentServable
-from brim.segmentation.tuning.batch_sizes import BatchSizes, Entry, device_info, device_key
+from brim.segmentation.networks import create_model, save_weights
+from brim.segmentation.objects import Polygon, fill
+from brim.segmentation.prediction import ModelLoader, SegmentServable
+from brim.segmentation.tuning import BatchSizeEntry, BatchSizes, device_info, device_key
 from brim.service.prediction.process.models import Models
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU here")]
@@ -33,7 +31,7 @@ TOP = 8
 def made(tmp_path: Path) -> Path:
     torch.manual_seed(3)
     save_weights(create_model("unet_tiny"), tmp_path / "1.safetensors", {})
-    entry = Entry(
+    entry = BatchSizeEntry(
         optimal_batch_size=TOP, max_safe_batch_size=32, expected_throughput=100.0, p50_latency_ms=40.0,
         p95_latency_ms=50.0, memory_limit_mb=1000.0, image_size=1024, precision="fp16", layout="channels_last",
         compiled=False,

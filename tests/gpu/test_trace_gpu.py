@@ -12,14 +12,12 @@ from torch import Tensor
 
 from brim.engine.device.memory import guard
 from brim.errors import OutOfMemory
-from brim.segmentation.networks.registry import create_model
-from brim.segmentation.networks.weights import save_weights
-from brim.segmentation.objects import device_rings, tracing
+from brim.segmentation.networks import create_model, save_weights
+from brim.segmentation.objects import Prediction, device_rings, fill
 from brim.segmentation.objects.device_rings import DeviceRings, find_rings
-from brim.segmentation.objects.polygons import fill
-from brim.segmentation.objects.prediction import Prediction
-from brim.segmentation.prediction.loader import ModelLoader
-from brim.segmentation.scenes.cells import make_cells
+from brim.segmentation.prediction import ModelLoader
+from brim.segmentation.prediction import scoring as tracing
+from brim.segmentation.scenes import make_cells
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU here")]
 

@@ -6,10 +6,9 @@ from torch import nn
 
 from brim.engine.device.memory import free_bytes
 from brim.segmentation.config import TuneConfig
-from brim.segmentation.networks.network import Network, Setting
-from brim.segmentation.networks.registry import create_model
-from brim.segmentation.tuning.batch_sizes import device_key
-from brim.segmentation.tuning.tune import Tuned, tune_model
+from brim.segmentation.networks import InferenceNetwork, create_model
+from brim.segmentation.networks.network import ComputeConfig
+from brim.segmentation.tuning import Tuned, device_key, tune_model
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU here")]
 
@@ -18,7 +17,7 @@ GPU = torch.device("cuda:0")
 
 def run_steps(module: nn.Module, tuned: Tuned, num_steps: int) -> None:
     """As many forwards at the safe size as a run would make."""
-    network = Network(module, GPU, tuned.setting)
+    network = InferenceNetwork(module, GPU, tuned.setting)
     shape = (tuned.entry.max_safe_batch_size, 3, tuned.entry.image_size, tuned.entry.image_size)
     images = torch.randint(0, 256, shape, dtype=torch.uint8, device=GPU)
     for _ in range(num_steps):
@@ -78,7 +77,9 @@ def test_a_search_with_compilation_counts_it_apart():
     assert all(trial["status"] == "ok" for trial in compared)
     assert tuned.compile_s > 0.5
     best = max(trial["throughput"] for trial in compared)
-    chosen = next(trial for trial in compared if Setting(**{k: trial[k] for k in Setting.__slots__}) == tuned.setting)
+    chosen = next(
+        trial for trial in compared if ComputeConfig(**{k: trial[k] for k in ComputeConfig.__slots__}) == tuned.setting
+    )
     assert chosen["throughput"] >= 0.98 * best
 
 
@@ -93,7 +94,7 @@ def test_what_overflows_in_fp16_runs_in_bf16():
 
     tuned = tune_model("large", Large(), GPU, TuneConfig(size=128, seconds=3.0))
 
-    assert tuned.setting == Setting(precision="bf16", layout="channels_last")
+    assert tuned.setting == ComputeConfig(precision="bf16", layout="channels_last")
     assert any("refused fp16/channels_last: its logits are not finite" in text for text in tuned.messages)
 
 
@@ -109,7 +110,7 @@ def test_half_precision_that_differs_falls_back_to_fp32():
 
     tuned = tune_model("wrong", Wrong(), GPU, TuneConfig(size=128, seconds=3.0))
 
-    assert tuned.setting == Setting()
+    assert tuned.setting == ComputeConfig()
     assert all(any(f"refused {name}/" in text for text in tuned.messages) for name in ("fp16", "bf16"))
 
 

@@ -323,7 +323,7 @@ def cells(tmp_path_factory) -> Path:
     import cv2
     import numpy as np
 
-    from brim.segmentation.scenes.cells import make_cells
+    from brim.segmentation.scenes import make_cells
 
     path = tmp_path_factory.mktemp("datasets") / "cells"
     for index in range(8):

@@ -13,10 +13,10 @@ from brim.errors import BrimError
 from brim.jobs.kinds import KINDS, Inputs
 from brim.jobs.kinds.segment import files_in
 from brim.segmentation.config import SegmentTrainConfig
-from brim.segmentation.prediction.loader import ModelLoader
-from brim.segmentation.scenes.cells import make_cells
-from brim.segmentation.training.run import train
-from brim.segmentation.tuning.batch_sizes import BatchSizes, Entry, device_key
+from brim.segmentation.prediction import ModelLoader
+from brim.segmentation.scenes import make_cells
+from brim.segmentation.training import train
+from brim.segmentation.tuning import BatchSizeEntry, BatchSizes, device_key
 
 torch.set_num_threads(1)
 
@@ -49,7 +49,7 @@ def trained(dataset, tmp_path_factory):
 @pytest.fixture
 def tuned(trained, tmp_path):
     """Batch sizes beside which results are written: nothing is tuned on first use."""
-    entry = Entry(
+    entry = BatchSizeEntry(
         optimal_batch_size=3, max_safe_batch_size=4, expected_throughput=10.0, p50_latency_ms=1.0, p95_latency_ms=2.0,
         memory_limit_mb=100.0, image_size=1024, precision="fp32", layout="contiguous", compiled=False,
     )  # fmt: skip

@@ -6,11 +6,11 @@ from torch.nn import functional as F
 
 from brim.engine.device.devices import stream
 from brim.errors import ConfigError
-from brim.segmentation.config import Augmentation
-from brim.segmentation.training.augment import augment
+from brim.segmentation.config import CropAugmentation
+from brim.segmentation.training import augment
 
 CPU = torch.device("cpu")
-STILL = Augmentation(turn=False, affine=0, brightness=0, contrast=0, gamma=0, noise=0)
+STILL = CropAugmentation(turn=False, affine=0, brightness=0, contrast=0, gamma=0, noise=0)
 MOVES = replace(STILL, turn=True, affine=1.0)
 
 
@@ -70,7 +70,7 @@ def test_light_changes_images_and_leaves_masks():
     masks = blobs(16)
     images = painted(masks) // 2 + 60
 
-    found, kept = change(images, masks, replace(Augmentation(), turn=False, affine=0))
+    found, kept = change(images, masks, replace(CropAugmentation(), turn=False, affine=0))
 
     shift = (found.float() - images.float()).mean((1, 2, 3))
     assert torch.equal(kept, masks)
@@ -80,7 +80,7 @@ def test_light_changes_images_and_leaves_masks():
 
 def test_every_crop_draws_its_own_numbers_from_the_stream():
     masks = blobs(1).expand(8, -1, -1, -1)
-    first, again, other = (change(painted(masks), masks, Augmentation(), seed=seed) for seed in (1, 1, 2))
+    first, again, other = (change(painted(masks), masks, CropAugmentation(), seed=seed) for seed in (1, 1, 2))
 
     assert len({one.numpy().tobytes() for one in first[0]}) == 8
     assert all(torch.equal(one, two) for one, two in zip(first, again, strict=True))
@@ -101,4 +101,4 @@ def test_mask_values_are_moved_never_mixed():
 )
 def test_a_value_that_cannot_work_is_named(wrong):
     with pytest.raises(ConfigError, match=next(iter(wrong))):
-        Augmentation(**wrong)
+        CropAugmentation(**wrong)

@@ -13,12 +13,11 @@ import torch
 
 from brim.engine.device import devices as engine_device
 from brim.errors import ConfigError, StorageError
-from brim.segmentation.tuning import batch_sizes
-from brim.segmentation.tuning.batch_sizes import BatchSizes, Entry, device_info, device_key
+from brim.segmentation.tuning import BatchSizeEntry, BatchSizes, batch_sizes, device_info, device_key, sizes_file
 
 CPU = torch.device("cpu")
 KEY = "NVIDIA H200 140 GiB"
-ENTRY = Entry(
+ENTRY = BatchSizeEntry(
     optimal_batch_size=8,
     max_safe_batch_size=96,
     expected_throughput=412.5,
@@ -382,3 +381,25 @@ def test_the_facts_of_a_device_hold_nothing_that_changes_by_the_minute():
     assert facts["name"] == engine_device.describe(CPU)["name"]
     assert "free_bytes" not in facts
     json.dumps(facts)
+
+
+# Where the file is
+
+
+def test_the_file_is_in_the_cache_directory_unless_there_is_one_here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    assert sizes_file() == tmp_path / "cache" / "brim" / "batch_sizes.json"
+    assert sizes_file("mine.json") == Path("mine.json")
+
+    Path("batch_sizes.json").write_text("{}")
+    assert sizes_file() == Path("batch_sizes.json")
+
+
+@pytest.mark.parametrize("value", ["", "relative"])
+def test_without_an_absolute_cache_directory_it_is_below_the_home(value, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", value)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+
+    assert sizes_file() == tmp_path / "home" / ".cache" / "brim" / "batch_sizes.json"

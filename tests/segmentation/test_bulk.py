@@ -10,16 +10,25 @@ import torch
 from brim.engine.storage.places import place_of
 from brim.errors import CheckpointError
 from brim.segmentation.config import FORMATS, FilesConfig
-from brim.segmentation.images.formats import Writer
-from brim.segmentation.networks.registry import create_model
-from brim.segmentation.networks.weights import save_weights
-from brim.segmentation.prediction import bulk
-from brim.segmentation.prediction.bulk import BulkScorer, Recipe, Task, pack_weights, parcels, read, write
-from brim.segmentation.prediction.files import predict_files
-from brim.segmentation.prediction.loader import ModelLoader
-from brim.segmentation.prediction.records import Record, Records, recipe_of
-from brim.segmentation.scenes.cells import make_cells
-from brim.segmentation.tuning.batch_sizes import BatchSizes, Entry, device_key
+from brim.segmentation.images.writing import Writer
+from brim.segmentation.networks import create_model, save_weights
+from brim.segmentation.prediction import (
+    BulkScorer,
+    BulkTask,
+    ModelLoader,
+    Recipe,
+    Record,
+    Records,
+    bulk,
+    pack_weights,
+    predict_files,
+    read_parcels,
+    recipe_name,
+    split_tasks,
+    write_parcel,
+)
+from brim.segmentation.scenes import make_cells
+from brim.segmentation.tuning import BatchSizeEntry, BatchSizes, device_key
 
 NUM = 7
 torch.set_num_threads(1)
@@ -54,9 +63,9 @@ def recipe(**changes) -> Recipe:
     return Recipe(files=FilesConfig(**{"model": "unet_tiny", "strict": True, "tile": 64, **changes}), device="cpu")
 
 
-def tasks_of(images, done=None) -> list[Task]:
+def tasks_of(images, done=None) -> list[BulkTask]:
     return [
-        Task(index=index, name=str(path), image=path, file=f"{path.stem}.out", done=(done or {}).get(str(path)))
+        BulkTask(index=index, name=str(path), image=path, file=f"{path.stem}.out", done=(done or {}).get(str(path)))
         for index, path in enumerate(images)
     ]
 
@@ -69,13 +78,13 @@ def sizes_file(path: Path, **changes) -> Path:
         "layout": "contiguous", "compiled": False,
     }  # fmt: skip
     cpu = torch.device("cpu")
-    BatchSizes().with_entry(device_key(cpu), {}, "unet_tiny", Entry(**(values | changes)), []).write(path)
+    BatchSizes().with_entry(device_key(cpu), {}, "unet_tiny", BatchSizeEntry(**(values | changes)), []).write(path)
     return path
 
 
 def alone(images, weights, out, made: Recipe) -> dict[str, bytes]:
     """What one process writes."""
-    loader = ModelLoader({"unet_tiny": weights}, "cpu", None, tile=made.tile)
+    loader = ModelLoader({"unet_tiny": weights}, "cpu", None, tile=made.files.tile)
     predict_files(images, loader, out, made.files)
     return {path.name: path.read_bytes() for path in out.iterdir()}
 
@@ -88,7 +97,7 @@ def test_the_steps_make_the_bytes_of_one_process(images, weights, tmp_path, form
     made = recipe(format=form)
     score = BulkScorer(made, pack_weights("unet_tiny", weights))
 
-    sheets = [sheet for parcel in read(tasks_of(images)) for sheet in write(score(parcel), form).sheets]
+    sheets = [sheet for parcel in read_parcels(tasks_of(images)) for sheet in write_parcel(score(parcel), form).sheets]
     with Writer(tmp_path / "many", form, images) as writer:
         for sheet in sheets:
             if sheet.error is None and form == "coco":
@@ -108,8 +117,8 @@ def test_batches_of_one_shape_are_those_of_one_process_without_strict_too(images
     predict_files(same, ModelLoader({"unet_tiny": weights}, "cpu", sizes, tile=64), tmp_path / "one", made.files)
     score = BulkScorer(made, pack_weights("unet_tiny", weights), sizes.read_text())
 
-    work = parcels(tasks_of(same), 2, 1)
-    found = [write(score(parcel), "geojson") for tasks in work for parcel in read(tasks)]
+    work = split_tasks(tasks_of(same), 2, 1)
+    found = [write_parcel(score(parcel), "geojson") for tasks in work for parcel in read_parcels(tasks)]
 
     assert [len(tasks) for tasks in work] == [2, 2, 1]
     assert all(
@@ -124,18 +133,18 @@ def test_an_image_that_cannot_be_read_says_what_one_process_says(images, weights
     expected = predict_files(images[1:2], loader, tmp_path / "one", recipe().files).failures
     missing = tmp_path / "images/gone.png"
 
-    sheets = [sheet for parcel in read(tasks_of([images[1], missing])) for sheet in parcel.sheets]
+    sheets = [sheet for parcel in read_parcels(tasks_of([images[1], missing])) for sheet in parcel.sheets]
 
     assert {sheets[0].name: sheets[0].error} == expected
     assert sheets[1].error == f"{missing}: cannot be read: No such file or directory"
 
 
 def test_what_is_finished_is_only_looked_at(images):
-    (first,) = read(tasks_of(images))
+    (first,) = read_parcels(tasks_of(images))
     known = {sheet.name: sheet.record() for sheet in first.sheets if sheet.error is None}
     cv2.imwrite(str(images[3]), make_cells(9, 9, 40, 56)[0])  # changed since
 
-    (again,) = read(tasks_of(images, known))
+    (again,) = read_parcels(tasks_of(images, known))
 
     assert [sheet.index for sheet in again.sheets if sheet.pixels is not None] == [3]
     assert [sheet.index for sheet in again.sheets if sheet.kept] == [0, 2, 4, 5, 6]
@@ -144,7 +153,7 @@ def test_what_is_finished_is_only_looked_at(images):
 def test_a_parcel_holds_no_more_than_its_bytes_but_always_one_image(images, monkeypatch):
     monkeypatch.setattr(bulk, "PARCEL_BYTES", 2 * 40 * 56 * 3)
 
-    found = list(read(tasks_of(images)))
+    found = list(read_parcels(tasks_of(images)))
 
     assert [[sheet.index for sheet in parcel.sheets] for parcel in found] == [[0, 1, 2], [3, 4], [5], [6]]
 
@@ -160,7 +169,7 @@ def test_a_parcel_holds_no_more_than_its_bytes_but_always_one_image(images, monk
     ],
 )
 def test_parcels_are_whole_batches_and_enough_for_all(num, batch_size, workers, sizes):
-    work = parcels(tasks_of([Path(f"{index}.png") for index in range(num)]), batch_size, workers)
+    work = split_tasks(tasks_of([Path(f"{index}.png") for index in range(num)]), batch_size, workers)
 
     assert [len(tasks) for tasks in work] == sizes
     assert [task.index for tasks in work for task in tasks] == list(range(num))
@@ -195,7 +204,7 @@ def record(name: str, sha256: str = "a") -> Record:
 
 
 def opened(out: Path, name: str = "one") -> tuple[Records, dict[str, Record]]:
-    records = Records(place_of(out), recipe_of({"weights": name}))
+    records = Records(place_of(out), recipe_name({"weights": name}))
     return records, records.open()
 
 
@@ -259,8 +268,8 @@ def test_written_results_are_recorded_after_they_are_there(images, weights, tmp_
     records = Records(place, "x")
     score = BulkScorer(recipe(), pack_weights("unet_tiny", weights))
 
-    (parcel,) = read(tasks_of(images))
-    done = write(score(parcel), "geojson", place, records)
+    (parcel,) = read_parcels(tasks_of(images))
+    done = write_parcel(score(parcel), "geojson", place, records)
 
     assert set(Records(place, "x").open()) == {str(path) for path in images} - {str(images[1])}
     assert [place.size(sheet.file) > 0 for sheet in done.sheets if sheet.error is None] == [True] * (NUM - 1)

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from brim.errors import ConfigError, StorageError
-from brim.segmentation.scenes.cells import make_cells, make_labels, write_cells
+from brim.segmentation.scenes import make_cells, make_labels, write_cells
 
 
 def test_an_image_depends_on_seed_and_index_alone():

@@ -17,11 +17,11 @@ from torch.overrides import TorchFunctionMode
 from brim.engine.device.memory import guard
 from brim.engine.pipeline import HostCopy
 from brim.errors import OutOfMemory
-from brim.segmentation.objects import device_rings, outlines
+from brim.segmentation.objects import Polygon, device_rings, fill, to_polygons
+from brim.segmentation.objects import rings as outlines
 from brim.segmentation.objects.device_rings import find_rings
-from brim.segmentation.objects.polygons import Polygon, fill, to_polygons
-from brim.segmentation.objects.tracing import Found
-from brim.segmentation.scenes.cells import make_cells
+from brim.segmentation.prediction.scoring import TracedRings
+from brim.segmentation.scenes import make_cells
 
 Masks = Sequence[np.ndarray]
 small_masks = st.tuples(st.integers(1, 12), st.integers(1, 12)).flatmap(lambda shape: hnp.arrays(bool, shape))
@@ -46,7 +46,7 @@ def trace(masks: Masks, probabilities: Masks, detect_holes: bool = True) -> list
     rings = find_rings(
         framed(masks, 1, torch.uint8), framed(probabilities, torch.nan, torch.float32), sizes, detect_holes
     )
-    found = Found(HostCopy().start(rings._asdict()), max(len(mask) for mask in masks) + 1)
+    found = TracedRings(HostCopy().start(rings._asdict()), max(len(mask) for mask in masks) + 1)
     return [found.rings(place) for place in range(len(masks))]
 
 

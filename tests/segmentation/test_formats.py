@@ -18,13 +18,9 @@ from pycocotools.coco import COCO
 
 from brim.errors import ConfigError, StorageError
 from brim.segmentation.config import FORMATS
-from brim.segmentation.images.formats import Writer, encoded, output_stems, overlay
-from brim.segmentation.images.geojson import geojson
-from brim.segmentation.images.imagej import roi_bytes
-from brim.segmentation.objects.outlines import find_rings, stack
-from brim.segmentation.objects.polygons import Polygon, fill, to_polygons, trace
-from brim.segmentation.objects.prediction import Prediction
-from brim.segmentation.rings import geojson_of
+from brim.segmentation.images.writing import Writer, encoded, output_stems, overlay
+from brim.segmentation.objects import Polygon, Prediction, fill, geojson, geojson_of, roi_bytes, to_polygons
+from brim.segmentation.objects.rings import find_rings, stack, trace
 
 HEIGHT, WIDTH = 40, 56
 

@@ -18,8 +18,8 @@ pytestmark = [
 # Every function of fused.py once by torch in float32 and once by its kernel in float16.
 CASES = """
 import torch
-from brim.segmentation import fused
-from brim.segmentation.networks.fused import Weights
+from brim.segmentation.networks import fused
+from brim.segmentation.networks.fused import AttentionWeights
 
 torch.manual_seed(3)
 last = torch.channels_last
@@ -45,10 +45,13 @@ def cases(channels, height, width):
     yield "merge down", lambda c: fused.merge([c(x), c(y)], torch.Size((max(1, height // 2), width)))
     yield "beside", lambda c: torch.cat(fused.beside(c(low), centre[0], c(x), c(weight), scale, shift))
     then = scale[:channels], shift[:channels]
-    yield "weigh nothing", lambda c: torch.cat(fused.weigh_add(c(x), c(y), Weights(), centre[0], then))
-    yield "weigh channel", lambda c: fused.weigh_add(c(x), c(y), Weights(channel), centre[0])[0]
-    yield "weigh pixel", lambda c: torch.cat(fused.weigh_add(c(x), c(y), Weights(channel, c(pixel)), None, then))
-    yield "weigh simam", lambda c: fused.weigh_add(c(x), c(y), Weights(channel, centre=centre))[0]
+    yield "weigh nothing", lambda c: torch.cat(fused.weigh_add(c(x), c(y), AttentionWeights(), centre[0], then))
+    yield "weigh channel", lambda c: fused.weigh_add(c(x), c(y), AttentionWeights(channel), centre[0])[0]
+    yield (
+        "weigh pixel",
+        lambda c: torch.cat(fused.weigh_add(c(x), c(y), AttentionWeights(channel, c(pixel)), None, then)),
+    )
+    yield "weigh simam", lambda c: fused.weigh_add(c(x), c(y), AttentionWeights(channel, centre=centre))[0]
     yield "channel_stats", lambda c: torch.cat(fused.channel_stats(c(x)))
     yield "pixel_stats", lambda c: fused.pixel_stats(c(x), channel)
 
@@ -95,7 +98,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
-from brim.segmentation import kernels
+from brim.segmentation.networks import kernels
 
 compiled = set()
 

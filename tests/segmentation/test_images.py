@@ -16,7 +16,8 @@ import tifffile
 from PIL import Image
 
 from brim.errors import ImageError, UnsupportedType
-from brim.segmentation.images.reading import MAX_PIXELS, find_images, image_size, read_image, read_mask
+from brim.segmentation.images import MAX_PIXELS, find_images, image_size
+from brim.segmentation.images.reading import read_image, read_mask
 
 HEIGHT, WIDTH = 40, 57
 Y, X = np.mgrid[:HEIGHT, :WIDTH]

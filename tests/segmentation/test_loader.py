@@ -16,12 +16,11 @@ from torch import Tensor, nn
 from brim.engine.device.memory import inject_oom
 from brim.errors import CheckpointError, ConfigError, ImageError
 from brim.segmentation.config import REGISTERED, TuneConfig
-from brim.segmentation.networks.network import Setting
-from brim.segmentation.networks.weights import save_weights
-from brim.segmentation.prediction.loader import ModelLoader
+from brim.segmentation.networks import save_weights
+from brim.segmentation.networks.network import ComputeConfig
+from brim.segmentation.prediction import ModelLoader
+from brim.segmentation.tuning import BatchSizeEntry, BatchSizes, Tuned, device_key
 from brim.segmentation.tuning import known_sizes as module
-from brim.segmentation.tuning.batch_sizes import BatchSizes, Entry, device_key
-from brim.segmentation.tuning.tune import Tuned
 
 CPU = torch.device("cpu")
 HERE = device_key(CPU)
@@ -47,7 +46,8 @@ class Other(Tiny):
 def _registered(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setitem(REGISTERED, "tiny", Tiny)
     monkeypatch.setitem(REGISTERED, "other", Other)
-    monkeypatch.chdir(tmp_path)  # the default batch_sizes.json is in the current directory
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))  # where batch_sizes.json is by default
 
 
 @pytest.fixture(autouse=True)
@@ -68,7 +68,9 @@ def tunings(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Sides that were tuned for; tuning takes no time."""
     sides: list[int] = []
 
-    def tune(name: str, network: nn.Module, device: torch.device, config: TuneConfig, *, setting: Setting) -> Tuned:
+    def tune(
+        name: str, network: nn.Module, device: torch.device, config: TuneConfig, *, setting: ComputeConfig
+    ) -> Tuned:
         sides.append(config.size)
         entry = entry_of(image_size=config.size, precision=setting.precision)
         return Tuned(entry=entry, trials=[], messages=[], setting=setting, compile_s=0.0, seconds=0.0)
@@ -77,8 +79,8 @@ def tunings(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return sides
 
 
-def entry_of(**changes: Any) -> Entry:
-    entry = Entry(
+def entry_of(**changes: Any) -> BatchSizeEntry:
+    entry = BatchSizeEntry(
         optimal_batch_size=3,
         max_safe_batch_size=5,
         expected_throughput=10.0,
@@ -93,7 +95,7 @@ def entry_of(**changes: Any) -> Entry:
     return replace(entry, **changes)
 
 
-def save_entry(entry: Entry, key: str = HERE, name: str = "tiny", path: str = "batch_sizes.json") -> None:
+def save_entry(entry: BatchSizeEntry, key: str = HERE, name: str = "tiny", path: str = "batch_sizes.json") -> None:
     BatchSizes().with_entry(key, {}, name, entry, []).write(path)
 
 
@@ -263,7 +265,7 @@ def test_the_first_use_tunes_says_so_and_saves(
     loader.predict_batch(SOME, "tiny")
     assert tunings == [160]  # the largest side at hand, 133, as it is padded
     assert [text for text in messages(caplog) if "no batch size of tiny" in text] == messages(caplog)[:1]
-    assert BatchSizes.read("batch_sizes.json").entry(HERE, "tiny") == entry_of(image_size=160)
+    assert BatchSizes.read("cache/brim/batch_sizes.json").entry(HERE, "tiny") == entry_of(image_size=160)
     ModelLoader({"tiny": weights}, device="cpu").predict_batch(SOME, "tiny")
     assert tunings == [160]
 
@@ -271,7 +273,16 @@ def test_the_first_use_tunes_says_so_and_saves(
 def test_tuning_on_first_use_for_real(weights: Path) -> None:
     loader = ModelLoader({"tiny": weights}, device="cpu", tune_seconds=0.5)
     assert len(loader.predict_batch(SOME, "tiny")) == len(SOME)
-    assert BatchSizes.read("batch_sizes.json").models(HERE) == ("tiny",)
+    assert BatchSizes.read("cache/brim/batch_sizes.json").models(HERE) == ("tiny",)
+    assert not Path("batch_sizes.json").exists()
+
+
+def test_a_file_in_the_current_directory_is_read_and_updated_in_place(weights: Path, tunings: list[int]) -> None:
+    save_entry(entry_of(image_size=64))
+    ModelLoader({"tiny": weights}, device="cpu").predict_batch(images((64, 100)), "tiny")
+    assert tunings == [128]
+    assert BatchSizes.read("batch_sizes.json").entry(HERE, "tiny") == entry_of(image_size=128)
+    assert not Path("cache").exists()
 
 
 def test_an_entry_for_smaller_images_is_not_enough(weights: Path, tunings: list[int]) -> None:
@@ -363,19 +374,19 @@ def test_batch_sizes_are_tuned_without_weights(tunings: list[int]) -> None:
 
 def test_precision_is_that_of_the_entry_unless_asked_for(weights: Path, tunings: list[int]) -> None:
     save_entry(entry_of(precision="bf16", layout="channels_last"))
-    assert ModelLoader({"tiny": weights}, device="cpu").load("tiny").setting == Setting(
+    assert ModelLoader({"tiny": weights}, device="cpu").load("tiny").setting == ComputeConfig(
         precision="bf16", layout="channels_last"
     )
     asked = ModelLoader({"tiny": weights}, device="cpu", precision="fp32")
     asked.predict_batch(SOME, "tiny")
-    assert asked.load("tiny").setting == Setting()
+    assert asked.load("tiny").setting == ComputeConfig()
     assert tunings == [160]  # sizes found in bf16 do not hold in fp32
 
 
 def test_a_precision_asked_for_is_not_saved_for_everybody(weights: Path, tunings: list[int]) -> None:
     ModelLoader({"tiny": weights}, device="cpu", precision="bf16").predict_batch(SOME, "tiny")
     assert tunings == [160]
-    assert not Path("batch_sizes.json").exists()
+    assert not Path("cache").exists()
 
 
 def test_the_lock_is_free_after_a_failure(weights: Path, monkeypatch: pytest.MonkeyPatch) -> None:

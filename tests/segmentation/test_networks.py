@@ -9,8 +9,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from brim.errors import ConfigError
 from brim.segmentation import create_model, model_names, register_model
-from brim.segmentation.networks import blocks
-from brim.segmentation.networks.network import Network, Setting, default_setting, normalise
+from brim.segmentation.networks import InferenceNetwork, blocks, default_setting, normalise
+from brim.segmentation.networks.network import ComputeConfig
 
 NETWORKS = ("hrnet", "resunet_small", "resunet_advanced")
 CPU = torch.device("cpu")
@@ -63,7 +63,7 @@ def test_every_size_from_32_to_1100_comes_back_as_it_went_in(name):
 @pytest.mark.parametrize("name", NETWORKS)
 @pytest.mark.parametrize(("height", "width"), [(32, 32), (33, 65), (100, 71)])
 def test_real_images_of_odd_sizes_give_finite_logits(networks, name, height, width):
-    logits = Network(networks[name], CPU, Setting())(images(1, height, width))
+    logits = InferenceNetwork(networks[name], CPU, ComputeConfig())(images(1, height, width))
 
     assert logits.shape == (1, 1, height, width)
     assert logits.dtype == torch.float32
@@ -76,7 +76,7 @@ def test_folded_norms_change_nothing(networks, name):
     with torch.no_grad():
         wanted = networks[name](normalise(batch))
 
-    found = Network(networks[name], CPU, Setting())(batch)
+    found = InferenceNetwork(networks[name], CPU, ComputeConfig())(batch)
 
     assert torch.allclose(found, wanted, atol=2e-5)
     assert wanted.std() > 0.01
@@ -94,7 +94,7 @@ def test_padded_channels_change_nothing(networks, name):
 
 @pytest.mark.parametrize("name", [*NETWORKS, "unet_tiny"])
 def test_an_image_gives_the_same_alone_and_in_a_batch(networks, name):
-    network, batch = Network(networks[name], CPU, Setting()), images(3, 48, 40)
+    network, batch = InferenceNetwork(networks[name], CPU, ComputeConfig()), images(3, 48, 40)
 
     together = torch.sigmoid(network(batch))
     alone = torch.cat([torch.sigmoid(network(batch[index : index + 1])) for index in range(3)])
@@ -116,7 +116,7 @@ def test_the_module_given_stays_as_it_is(networks):
     module = networks["unet_tiny"]
     before = {name: tensor.clone() for name, tensor in module.state_dict().items()}
 
-    Network(module, CPU, Setting(precision="bf16", layout="channels_last"))(images(1, 32, 32))
+    InferenceNetwork(module, CPU, ComputeConfig(precision="bf16", layout="channels_last"))(images(1, 32, 32))
 
     after = module.state_dict()
     assert before.keys() == after.keys()
@@ -125,17 +125,19 @@ def test_the_module_given_stays_as_it_is(networks):
 
 def test_bf16_in_channels_last_is_near_fp32(networks):
     batch = images(1, 64, 64)
-    wanted = torch.sigmoid(Network(networks["unet_tiny"], CPU, Setting())(batch))
+    wanted = torch.sigmoid(InferenceNetwork(networks["unet_tiny"], CPU, ComputeConfig())(batch))
 
-    found = torch.sigmoid(Network(networks["unet_tiny"], CPU, Setting(precision="bf16", layout="channels_last"))(batch))
+    found = torch.sigmoid(
+        InferenceNetwork(networks["unet_tiny"], CPU, ComputeConfig(precision="bf16", layout="channels_last"))(batch)
+    )
 
     assert (found - wanted).abs().max() < 0.02
 
 
 def test_settings_are_checked_and_have_a_default():
-    assert default_setting(CPU) == Setting(precision="fp32", layout="contiguous", compiled=False)
+    assert default_setting(CPU) == ComputeConfig(precision="fp32", layout="contiguous", compiled=False)
     with pytest.raises(ConfigError, match='precision="int8" must be one of fp32, bf16, fp16'):
-        Setting(precision="int8")
+        ComputeConfig(precision="int8")
 
 
 def test_squeeze_excite_is_the_papers():

@@ -9,9 +9,9 @@ from hypothesis.extra import numpy as hnp
 from scipy import ndimage
 
 from brim.errors import ConfigError
-from brim.segmentation.objects import outlines
-from brim.segmentation.objects.polygons import Polygon, fill, trace, trace_all
-from brim.segmentation.objects.prediction import Prediction
+from brim.segmentation.objects import Polygon, Prediction, fill
+from brim.segmentation.objects import rings as outlines
+from brim.segmentation.objects.rings import trace, trace_all
 
 
 def picture(*rows: str) -> np.ndarray:

@@ -17,12 +17,13 @@ from torch import Tensor, nn
 from brim.engine.device.memory import inject_oom
 from brim.errors import ConfigError, ImageError, OutOfMemory
 from brim.segmentation.config import PredictConfig
-from brim.segmentation.networks.network import Network, Setting
-from brim.segmentation.objects.prediction import Prediction
+from brim.segmentation.networks import InferenceNetwork
+from brim.segmentation.networks.network import ComputeConfig
+from brim.segmentation.objects import Prediction
+from brim.segmentation.prediction import PredictProgress, PredictReport, predict_one, predict_stream
 from brim.segmentation.prediction import stream as module
-from brim.segmentation.prediction.batching import Batch, Frame, Patch, cut, group
+from brim.segmentation.prediction.patches import ImageFrame, Patch, PatchBatch, cut, group
 from brim.segmentation.prediction.scoring import Scorer
-from brim.segmentation.prediction.stream import PredictProgress, PredictReport, predict_one, predict_stream
 
 CPU = torch.device("cpu")
 SIZES = [(32, 32), (64, 48), (20, 20), (33, 97), (128, 128), (300, 201), (1, 1), (47, 256), (64, 64), (128, 128)]
@@ -60,8 +61,8 @@ class Broken(Exception):
     pass
 
 
-def network(layers: nn.Module | None = None) -> Network:
-    return Network(layers or Brightness(), CPU, Setting())
+def network(layers: nn.Module | None = None) -> InferenceNetwork:
+    return InferenceNetwork(layers or Brightness(), CPU, ComputeConfig())
 
 
 def cells(height: int, width: int, seed: int = 0) -> np.ndarray:
@@ -78,7 +79,7 @@ def cells(height: int, width: int, seed: int = 0) -> np.ndarray:
 IMAGES = [cells(*size, seed) for seed, size in enumerate(SIZES)]
 
 
-def predict_all(images: Any, net: Network | None = None, **options: Any) -> list[Prediction]:
+def predict_all(images: Any, net: InferenceNetwork | None = None, **options: Any) -> list[Prediction]:
     return list(predict_stream(net or network(), images, PredictConfig(**options)))
 
 
@@ -121,11 +122,11 @@ def test_mixed_sizes_come_in_order_and_equal_single_images(batch_size: int) -> N
 
 def test_probabilities_do_not_depend_on_the_batch() -> None:
     images = [cells(64, 64, seed) for seed in range(6)]
-    frames = [cut(Frame(0, ""), image, tile=64, overlap=None, resize=None, pinned=False) for image in images]
+    frames = [cut(ImageFrame(0, ""), image, tile=64, overlap=None, resize=None, pinned=False) for image in images]
     scorer = Scorer(network(Blur()), nullcontext(), batch_size=6, threshold=0.5, resize=None)
 
     def probabilities(patches: list[Patch]) -> Tensor:
-        (scores,) = {id(done.scores): done.scores for done in scorer.forward(Batch(patches))}.values()
+        (scores,) = {id(done.scores): done.scores for done in scorer.forward(PatchBatch(patches))}.values()
         assert scores is not None
         return scores.probability
 
@@ -221,8 +222,8 @@ def test_resize_runs_at_another_side_and_gives_masks_of_the_image() -> None:
 # How patches are grouped
 
 
-def frame_of(index: int, *shapes: tuple[int, int]) -> Frame:
-    frame = Frame(index, str(index))
+def frame_of(index: int, *shapes: tuple[int, int]) -> ImageFrame:
+    frame = ImageFrame(index, str(index))
     frame.patches = [Patch(frame, torch.empty(0), shape) for shape in shapes]
     return frame
 
@@ -244,7 +245,7 @@ def test_every_patch_is_in_one_batch_of_its_shape(shapes: list[list[tuple[int, i
 def test_a_rare_shape_waits_for_four_batches_and_no_longer() -> None:
     taken = itertools.count()
 
-    def frames() -> Iterator[Frame]:
+    def frames() -> Iterator[ImageFrame]:
         yield frame_of(next(taken), (9, 9))
         while True:
             yield frame_of(next(taken), (1, 1))
@@ -255,7 +256,7 @@ def test_a_rare_shape_waits_for_four_batches_and_no_longer() -> None:
 
 
 def test_a_failed_image_passes_at_once() -> None:
-    failed = Frame(1, "x", failure=ImageError("no"))
+    failed = ImageFrame(1, "x", failure=ImageError("no"))
     batches = list(group([frame_of(0, (1, 1)), failed, frame_of(2, (1, 1))], lambda: 2))
     assert [batch.failed for batch in batches] == [failed, None]
 

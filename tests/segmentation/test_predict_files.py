@@ -17,13 +17,11 @@ from torch import Tensor, nn
 
 from brim.errors import ConfigError, StorageError
 from brim.segmentation.config import REGISTERED, FilesConfig, SegmentTrainConfig
-from brim.segmentation.networks.weights import save_weights
-from brim.segmentation.prediction.files import FilesReport, predict_files
-from brim.segmentation.prediction.loader import ModelLoader
-from brim.segmentation.prediction.stream import PredictProgress
-from brim.segmentation.scenes.cells import make_cells
-from brim.segmentation.training.run import train
-from brim.segmentation.tuning.batch_sizes import BatchSizes, Entry, device_key
+from brim.segmentation.networks import save_weights
+from brim.segmentation.prediction import FilesReport, ModelLoader, PredictProgress, predict_files
+from brim.segmentation.scenes import make_cells
+from brim.segmentation.training import train
+from brim.segmentation.tuning import BatchSizeEntry, BatchSizes, device_key
 
 CPU = torch.device("cpu")
 CONFIG = FilesConfig(model="unet_tiny", batch_size=1)
@@ -74,7 +72,7 @@ def sizes_file(path: Path, **changes: Any) -> Path:
         "p95_latency_ms": 2.0, "memory_limit_mb": 100.0, "image_size": 1024, "precision": "fp32",
         "layout": "contiguous", "compiled": False,
     }  # fmt: skip
-    BatchSizes().with_entry(device_key(CPU), {}, "unet_tiny", Entry(**(values | changes)), []).write(path)
+    BatchSizes().with_entry(device_key(CPU), {}, "unet_tiny", BatchSizeEntry(**(values | changes)), []).write(path)
     return path
 
 
@@ -115,7 +113,7 @@ def test_an_image_that_goes_before_its_overlay_is_drawn_fails_alone(loader, imag
     def write(self: Any, prediction: Any, image: Any = None) -> None:
         (images / "9.png").unlink(missing_ok=True)  # it has been decoded long ago
 
-    monkeypatch.setattr("brim.segmentation.images.formats.Writer.write", write)
+    monkeypatch.setattr("brim.segmentation.images.writing.Writer.write", write)
     config = FilesConfig(model="unet_tiny", batch_size=1, format="overlay")
     predictions = list(loader.predict_stream(sorted(images.iterdir()), "unet_tiny", 1))
     monkeypatch.setattr(loader, "predict_stream", lambda *_, on_report, **__: _reported(predictions, on_report))
@@ -127,7 +125,7 @@ def test_an_image_that_goes_before_its_overlay_is_drawn_fails_alone(loader, imag
 
 
 def _reported(predictions: list[Any], on_report: Any) -> Iterator[Any]:
-    from brim.segmentation.prediction.stream import PredictReport
+    from brim.segmentation.prediction import PredictReport
 
     yield from predictions
     on_report(

@@ -10,11 +10,9 @@ import torch
 
 from brim.errors import ConfigError, ImageError, StorageError
 from brim.segmentation.config import FORMATS, FilesConfig
-from brim.segmentation.networks.registry import create_model
-from brim.segmentation.networks.weights import save_weights
-from brim.segmentation.prediction.files import find_inputs, predict_files
-from brim.segmentation.prediction.loader import ModelLoader
-from brim.segmentation.scenes.cells import make_cells
+from brim.segmentation.networks import create_model, save_weights
+from brim.segmentation.prediction import ModelLoader, find_inputs, predict_files
+from brim.segmentation.scenes import make_cells
 from s3_store import FailingProxy, serve_s3
 
 BUCKET = "cells"
@@ -99,7 +97,7 @@ def test_one_object_is_one_image(proxy, images, tmp_path):
 
 
 def test_a_large_object_is_read_whole_unless_it_is_larger_than_an_image(server, proxy, images, monkeypatch):
-    monkeypatch.setattr("brim.segmentation.images.stored.FIRST_BYTES", 100)
+    monkeypatch.setattr("brim.segmentation.images.files.FIRST_BYTES", 100)
     (found,) = find_inputs([f"s3://{BUCKET}/images/0.png"], "out")
     content = (images / "0.png").read_bytes()
 

@@ -2,7 +2,8 @@ import pytest
 import torch
 
 from brim.errors import ConfigError
-from brim.segmentation.training.scores import Scores, agreement
+from brim.segmentation.training import agreement
+from brim.segmentation.training.objective import PixelCounts
 
 
 def mask(*rows: str) -> torch.Tensor:
@@ -37,7 +38,7 @@ def test_pixels_weigh_alike_in_the_whole_and_images_in_the_mean():
 def test_parts_of_images_give_the_score_of_the_whole():
     rng = torch.Generator().manual_seed(1)
     predicted, true = (torch.rand(3, 1, 8, 8, generator=rng) < 0.4 for _ in range(2))
-    scores = Scores(3, torch.device("cpu"))
+    scores = PixelCounts(3, torch.device("cpu"))
     for half in (slice(0, 4), slice(4, 8)):
         scores.add(predicted[:, :, half], true[:, :, half], torch.arange(3))
 
@@ -49,7 +50,7 @@ def test_pixels_that_do_not_count_change_nothing():
         mask("x.x"),
         mask("x.."),
     )
-    scores = Scores(1, torch.device("cpu"))
+    scores = PixelCounts(1, torch.device("cpu"))
     scores.add(predicted, true, torch.tensor([0]), counted=mask("xx."))
 
     assert scores.result().iou == 1.0
@@ -57,4 +58,4 @@ def test_pixels_that_do_not_count_change_nothing():
 
 def test_no_images_are_refused():
     with pytest.raises(ConfigError, match="num_images=0"):
-        Scores(0, torch.device("cpu"))
+        PixelCounts(0, torch.device("cpu"))

@@ -16,7 +16,7 @@ from brim.segmentation.config import (
     TuneConfig,
     network_names,
 )
-from brim.segmentation.networks.registry import create_model, model_names
+from brim.segmentation.networks import create_model, model_names
 
 
 def test_settings_load_neither_torch_nor_opencv_nor_numpy():

@@ -20,16 +20,13 @@ from brim.engine.batching.warm_up import warm_up
 from brim.engine.device.memory import inject_oom
 from brim.errors import ConfigError, ImageError, TooLarge, UnsupportedType
 from brim.segmentation.config import REGISTERED
-from brim.segmentation.images.formats import encoded
-from brim.segmentation.images.geojson import geojson
 from brim.segmentation.images.reading import read_image
-from brim.segmentation.networks.weights import save_weights
-from brim.segmentation.objects.prediction import Prediction
+from brim.segmentation.images.writing import encoded
+from brim.segmentation.networks import save_weights
+from brim.segmentation.objects import MEDIA_TYPES, RINGS, Prediction, Rings, geojson, geojson_of
+from brim.segmentation.prediction import ModelLoader, SegmentServable
 from brim.segmentation.prediction import serving as module
-from brim.segmentation.prediction.loader import ModelLoader
-from brim.segmentation.prediction.serving import MEDIA_TYPES, SegmentServable
-from brim.segmentation.rings import RINGS, Rings, geojson_of
-from brim.segmentation.tuning.batch_sizes import BatchSizes, Entry, device_info, device_key
+from brim.segmentation.tuning import BatchSizeEntry, BatchSizes, device_info, device_key
 
 CPU = torch.device("cpu")
 TILE = 64
@@ -55,7 +52,7 @@ def _registered(monkeypatch: pytest.MonkeyPatch) -> None:
 def made(tmp_path: Path) -> Path:
     """Weights, and batch sizes as if tuned."""
     save_weights(Tiny(), tmp_path / "tiny.safetensors", {"model": "tiny"})
-    entry = Entry(
+    entry = BatchSizeEntry(
         optimal_batch_size=4, max_safe_batch_size=9, expected_throughput=100.0, p50_latency_ms=40.0,
         p95_latency_ms=50.0, memory_limit_mb=1000.0, image_size=1024, precision="fp32", layout="contiguous",
         compiled=False,

@@ -19,14 +19,12 @@ from torch import nn
 from brim.engine.device.memory import inject_oom
 from brim.errors import CheckpointError, ConfigError, DatasetError, ImageError
 from brim.segmentation.config import SegmentTrainConfig
-from brim.segmentation.networks.network import Network, Setting
-from brim.segmentation.networks.registry import create_model, register_model
-from brim.segmentation.networks.weights import load_weights, read_metadata
-from brim.segmentation.scenes.cells import make_cells, write_cells
-from brim.segmentation.training.crops import COUNTED, FOREGROUND, cut, pair_files, windows
+from brim.segmentation.networks import InferenceNetwork, create_model, load_weights, read_metadata, register_model
+from brim.segmentation.networks.network import ComputeConfig
+from brim.segmentation.scenes import make_cells, write_cells
+from brim.segmentation.training import agreement, pair_files, split, train, windows
+from brim.segmentation.training.crops import COUNTED, FOREGROUND, cut
 from brim.segmentation.training.objective import item_losses, settle_norms, step_bytes
-from brim.segmentation.training.run import split, train
-from brim.segmentation.training.scores import agreement
 
 
 class Pooled(nn.Module):
@@ -96,7 +94,7 @@ def test_a_network_trained_within_a_minute_segments_images_it_never_saw(tmp_path
     assert report.iou > 0.8
     module = create_model("unet_tiny")
     load_weights(module, tmp_path / "run")
-    network = Network(module, torch.device("cpu"), Setting())
+    network = InferenceNetwork(module, torch.device("cpu"), ComputeConfig())
     held = [make_cells(99, index, 192, 256) for index in range(6)]
     predicted = torch.cat([network(torch.from_numpy(image).permute(2, 0, 1)[None]) > 0 for image, _ in held])
     found = agreement(predicted, torch.from_numpy(np.stack([mask for _, mask in held]))[:, None])

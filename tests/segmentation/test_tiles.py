@@ -6,10 +6,10 @@ from torch import Tensor
 
 from brim.errors import ConfigError
 from brim.segmentation.config import PredictConfig
-from brim.segmentation.prediction.tiles import Axis, Blend, Grid, padded, usable_tile
+from brim.segmentation.prediction.patches import Blend, TileAxis, TileGrid, padded, usable_tile
 
 
-def blended(grid: Grid, values: Tensor) -> Tensor:
+def blended(grid: TileGrid, values: Tensor) -> Tensor:
     """The image put together again from its own windows."""
     blend = Blend(grid, grid.rows.weights(), grid.columns.weights())
     for window in grid:
@@ -24,12 +24,12 @@ SIZES = [(300, 300, 128, None), (129, 1000, 128, None), (128, 257, 128, 64), (97
 @pytest.mark.parametrize(("height", "width", "tile", "overlap"), SIZES)
 def test_an_image_comes_back_from_its_windows(height: int, width: int, tile: int, overlap: int | None) -> None:
     values = torch.rand(height, width)
-    torch.testing.assert_close(blended(Grid(height, width, tile, overlap), values), values, rtol=0, atol=1e-6)
+    torch.testing.assert_close(blended(TileGrid(height, width, tile, overlap), values), values, rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("length", [1, 63, 64, 65, 120, 121, 500])
 def test_weights_are_above_zero_and_sum_to_one_everywhere(length: int) -> None:
-    axis = Axis(length, 64, 8)
+    axis = TileAxis(length, 64, 8)
     total = torch.zeros(length)
     for start, weights in zip(axis.starts, axis.weights(), strict=True):
         assert weights.min() > 0
@@ -39,26 +39,26 @@ def test_weights_are_above_zero_and_sum_to_one_everywhere(length: int) -> None:
 
 @pytest.mark.parametrize("length", [65, 120, 121, 500, 1024])
 def test_windows_overlap_and_the_last_ends_at_the_border(length: int) -> None:
-    starts = Axis(length, 64, 8).starts
+    starts = TileAxis(length, 64, 8).starts
     assert starts[0] == 0
     assert starts[-1] + 64 == length
     assert all(0 < after - before <= 56 for before, after in itertools.pairwise(starts))
 
 
 def test_weights_change_smoothly() -> None:
-    steps = Axis(500, 128, 16).weights().diff(dim=1).abs()
+    steps = TileAxis(500, 128, 16).weights().diff(dim=1).abs()
     assert steps.max() < 0.11  # a linear ramp over 16 pixels has steps of 0.0625, a squared sine of up to 0.098
 
 
 def test_a_small_image_is_one_window() -> None:
-    assert [(w.top, w.left) for w in Grid(40, 64, 64)] == [(0, 0)]
-    assert len(Grid(65, 64, 64)) == 2
+    assert [(w.top, w.left) for w in TileGrid(40, 64, 64)] == [(0, 0)]
+    assert len(TileGrid(65, 64, 64)) == 2
 
 
 def test_a_local_network_in_windows_equals_the_whole_image() -> None:
     torch.manual_seed(0)
     convolution = torch.nn.Conv2d(1, 1, 3, padding=1)
-    image, grid = torch.rand(200, 310), Grid(200, 310, 96, 24)
+    image, grid = torch.rand(200, 310), TileGrid(200, 310, 96, 24)
     with torch.no_grad():
         whole = convolution(image[None, None])[0, 0]
         blend = Blend(grid, grid.rows.weights(), grid.columns.weights())

@@ -9,11 +9,12 @@ from torch import Tensor, nn
 
 from brim.engine.device.memory import inject_oom
 from brim.segmentation.config import PredictConfig
-from brim.segmentation.networks.network import Network, Setting
-from brim.segmentation.objects import device_rings, tracing
-from brim.segmentation.objects.prediction import Prediction
+from brim.segmentation.networks import InferenceNetwork
+from brim.segmentation.networks.network import ComputeConfig
+from brim.segmentation.objects import Prediction, device_rings
+from brim.segmentation.prediction import predict_one, predict_stream
+from brim.segmentation.prediction import scoring as tracing
 from brim.segmentation.prediction import stream as predict
-from brim.segmentation.prediction.stream import predict_one, predict_stream
 
 SIZES = [(64, 64), (50, 64), (64, 40), (64, 64), (33, 97), (150, 64), (1, 1), (64, 64), (128, 128), (60, 60)]
 
@@ -26,8 +27,8 @@ class Ripples(nn.Module):
         return torch.where(x.amax((1, 2, 3), keepdim=True) < -1.75, torch.inf, logits)
 
 
-def network() -> Network:
-    return Network(Ripples(), torch.device("cpu"), Setting())
+def network() -> InferenceNetwork:
+    return InferenceNetwork(Ripples(), torch.device("cpu"), ComputeConfig())
 
 
 def picture(height: int, width: int, seed: int) -> np.ndarray:

@@ -14,10 +14,10 @@ from brim.engine.tuning.search import Sweep
 from brim.engine.tuning.trials import Trial, merge
 from brim.errors import ConfigError, OutOfMemory, StorageError
 from brim.segmentation.config import REGISTERED, TuneConfig
-from brim.segmentation.networks.network import Network, Setting
-from brim.segmentation.tuning.batch_sizes import BatchSizes, device_key
-from brim.segmentation.tuning.settings import Reference, is_trained, label, sample_images, settings
-from brim.segmentation.tuning.tune import Tuned, no_slower_than_one, tune, tune_model
+from brim.segmentation.networks import InferenceNetwork
+from brim.segmentation.networks.network import ComputeConfig
+from brim.segmentation.tuning import BatchSizes, Tuned, device_key, tune, tune_model
+from brim.segmentation.tuning.tuner import Reference, is_trained, label, no_slower_than_one, sample_images, settings
 
 CPU = torch.device("cpu")
 SIZE = 64
@@ -71,7 +71,7 @@ def test_a_network_is_tuned_on_the_cpu():
 
     assert 1 <= entry.optimal_batch_size <= entry.max_safe_batch_size
     assert (entry.image_size, entry.precision, entry.layout, entry.compiled) == (SIZE, "fp32", "contiguous", False)
-    assert tuned.setting == Setting()
+    assert tuned.setting == ComputeConfig()
     assert 0 < entry.p50_latency_ms <= entry.p95_latency_ms
     assert entry.memory_limit_mb > 100
     assert "took " in said(tuned)
@@ -138,7 +138,7 @@ def test_trials_are_json_and_messages_are_told_as_they_come():
 def test_the_module_stays_as_it_was():
     module = Blobs(norm=True).train()
     before = {name: value.clone() for name, value in module.state_dict().items()}
-    tune_model("tiny", module, CPU, TuneConfig(**QUICK), setting=Setting(precision="bf16"))
+    tune_model("tiny", module, CPU, TuneConfig(**QUICK), setting=ComputeConfig(precision="bf16"))
 
     assert module.training
     assert module.blur.weight.dtype == torch.float32
@@ -160,22 +160,22 @@ def test_a_setting_whose_masks_differ_is_refused():
 
 
 def test_a_default_that_differs_falls_back_to_fp32():
-    tuned = tune_model("tiny", Blobs(wrong=5.0), CPU, TuneConfig(**QUICK), setting=Setting(precision="bf16"))
+    tuned = tune_model("tiny", Blobs(wrong=5.0), CPU, TuneConfig(**QUICK), setting=ComputeConfig(precision="bf16"))
 
-    assert tuned.setting == Setting()
+    assert tuned.setting == ComputeConfig()
     assert "refused bf16/contiguous" in said(tuned)
     assert "fp32/contiguous is used" in said(tuned)
 
 
 def test_a_default_that_agrees_is_kept():
-    tuned = tune_model("tiny", Blobs(), CPU, TuneConfig(**QUICK), setting=Setting(precision="bf16"))
+    tuned = tune_model("tiny", Blobs(), CPU, TuneConfig(**QUICK), setting=ComputeConfig(precision="bf16"))
 
     assert (tuned.entry.precision, tuned.setting.precision) == ("bf16", "bf16")
     assert "refused" not in said(tuned)
 
 
 def test_logits_that_are_no_numbers_are_refused():
-    tuned = tune_model("tiny", Blobs(wrong=math.nan), CPU, TuneConfig(**QUICK), setting=Setting(precision="bf16"))
+    tuned = tune_model("tiny", Blobs(wrong=math.nan), CPU, TuneConfig(**QUICK), setting=ComputeConfig(precision="bf16"))
 
     assert tuned.setting.precision == "fp32"
     assert "not finite" in said(tuned)
@@ -183,7 +183,7 @@ def test_logits_that_are_no_numbers_are_refused():
 
 def test_the_tolerance_is_the_callers():
     tuned = tune_model(
-        "tiny", Blobs(wrong=5.0), CPU, TuneConfig(tolerance=0.99, **QUICK), setting=Setting(precision="bf16")
+        "tiny", Blobs(wrong=5.0), CPU, TuneConfig(tolerance=0.99, **QUICK), setting=ComputeConfig(precision="bf16")
     )
 
     assert tuned.setting.precision == "bf16"
@@ -191,14 +191,14 @@ def test_the_tolerance_is_the_callers():
 
 def test_random_weights_are_judged_by_probabilities_and_it_is_said():
     module = Blobs(wrong=0.1, norm=True)  # moves a probability by 0.025 at most
-    tuned = tune_model("tiny", module, CPU, TuneConfig(**QUICK), setting=Setting(precision="bf16"))
+    tuned = tune_model("tiny", module, CPU, TuneConfig(**QUICK), setting=ComputeConfig(precision="bf16"))
 
     assert tuned.setting.precision == "bf16"
     assert "weights look random" in said(tuned)
     assert tuned.trials[0]["judged_by"] == "probabilities"
 
     refused = tune_model(
-        "tiny", Blobs(wrong=1.0, norm=True), CPU, TuneConfig(**QUICK), setting=Setting(precision="bf16")
+        "tiny", Blobs(wrong=1.0, norm=True), CPU, TuneConfig(**QUICK), setting=ComputeConfig(precision="bf16")
     )
 
     assert refused.setting.precision == "fp32"
@@ -208,7 +208,7 @@ def test_random_weights_are_judged_by_probabilities_and_it_is_said():
 def test_images_of_the_user_are_compared_on():
     black = torch.zeros(1, 3, 48, 40, dtype=torch.uint8)  # all foreground, however wrong
     tuned = tune_model(
-        "tiny", Blobs(wrong=5.0), CPU, TuneConfig(**QUICK), setting=Setting(precision="bf16"), images=black
+        "tiny", Blobs(wrong=5.0), CPU, TuneConfig(**QUICK), setting=ComputeConfig(precision="bf16"), images=black
     )
 
     assert tuned.setting.precision == "bf16"
@@ -218,7 +218,7 @@ def test_masks_that_show_nothing_are_not_judged_by():
     module = Blobs(wrong=2.5)
     nn.init.zeros_(module.blur.weight)
     nn.init.constant_(module.blur.bias, -3.0)  # background everywhere, wrong or not
-    tuned = tune_model("tiny", module, CPU, TuneConfig(**QUICK), setting=Setting(precision="bf16"))
+    tuned = tune_model("tiny", module, CPU, TuneConfig(**QUICK), setting=ComputeConfig(precision="bf16"))
 
     assert tuned.setting.precision == "fp32"
     assert "0 % of the pixels are foreground in fp32: settings are judged by probabilities" in said(tuned)
@@ -227,7 +227,7 @@ def test_masks_that_show_nothing_are_not_judged_by():
 @pytest.mark.parametrize("images", [torch.zeros(1, 3, 64, 64), torch.zeros(0, 3, 64, 64, dtype=torch.uint8)])
 def test_images_that_cannot_be_compared_on_are_refused(images):
     with pytest.raises(ConfigError, match="expected uint8 of shape"):
-        tune_model("tiny", Blobs(), CPU, TuneConfig(**QUICK), setting=Setting(precision="bf16"), images=images)
+        tune_model("tiny", Blobs(), CPU, TuneConfig(**QUICK), setting=ComputeConfig(precision="bf16"), images=images)
 
 
 def test_a_search_compares_only_what_was_asked():
@@ -258,7 +258,7 @@ def test_a_search_says_by_how_much_it_took_longer():
 
 
 def test_settings_vary_in_the_asked_dimensions_alone():
-    default = Setting(precision="bf16", layout="channels_last")
+    default = ComputeConfig(precision="bf16", layout="channels_last")
 
     assert settings(frozenset(), default) == [default]
     assert len(settings(frozenset({"precision", "layout", "compile"}), default)) == 12
@@ -280,7 +280,7 @@ def test_the_reference_agrees_with_itself():
     images = sample_images(CPU, SIZE, 2)
     reference = Reference(Blobs(), CPU, images, trained=True, tolerance=0.0)
     with inject_oom(above=1):  # both images at once do not fit
-        judgement = reference.judge(Network(Blobs(), CPU, Setting()))
+        judgement = reference.judge(InferenceNetwork(Blobs(), CPU, ComputeConfig()))
 
     assert images.shape == (2, 3, SIZE, SIZE)
     assert judgement.is_accepted

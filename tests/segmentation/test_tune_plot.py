@@ -7,10 +7,9 @@ import numpy as np
 import pytest
 
 from brim.errors import ConfigError, StorageError
-from brim.segmentation.networks.network import Setting
-from brim.segmentation.tuning.batch_sizes import Entry
+from brim.segmentation.networks.network import ComputeConfig
+from brim.segmentation.tuning import BatchSizeEntry, Tuned
 from brim.segmentation.tuning.plot import plot
-from brim.segmentation.tuning.tune import Tuned
 
 
 def made_up(best: float = 400.0, knee: int = 8, largest: int = 96, fails: int | None = 128) -> Tuned:
@@ -27,7 +26,7 @@ def made_up(best: float = 400.0, knee: int = 8, largest: int = 96, fails: int | 
     if fails:
         trials.append({"kind": "sweep", "batch": fails, "status": "oom", "throughput": 0.0})
     chosen = next(trial for trial in trials if trial["kind"] == "sweep" and trial["batch"] >= knee)
-    entry = Entry(
+    entry = BatchSizeEntry(
         optimal_batch_size=chosen["batch"],
         max_safe_batch_size=largest,
         expected_throughput=chosen["throughput"],
@@ -39,7 +38,7 @@ def made_up(best: float = 400.0, knee: int = 8, largest: int = 96, fails: int | 
         layout="channels_last",
         compiled=True,
     )
-    return Tuned(entry=entry, trials=trials, messages=[], setting=Setting(), compile_s=0.0, seconds=1.0)
+    return Tuned(entry=entry, trials=trials, messages=[], setting=ComputeConfig(), compile_s=0.0, seconds=1.0)
 
 
 def test_every_model_has_a_row(tmp_path):

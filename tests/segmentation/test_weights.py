@@ -8,7 +8,7 @@ from torch import nn
 
 from brim.errors import CheckpointError, StorageError
 from brim.segmentation import create_model
-from brim.segmentation.networks.weights import find_weights, load_weights, read_metadata, save_weights
+from brim.segmentation.networks import find_weights, load_weights, read_metadata, save_weights
 
 
 def module(seed=0):

@@ -15,7 +15,7 @@ import torch
 from brim.engine.batching.servable import Answer, Payload, Servable
 from brim.errors import Overloaded
 from brim.rf.location.serving import LocateServable
-from brim.segmentation.prediction.serving import SegmentServable
+from brim.segmentation.prediction import SegmentServable
 from brim.sequences.evaluation.serving import ClassifyServable
 from brim.service.prediction.process.client import Predictions
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from brim.engine.batching.servable import Answer, Payload
 from brim.errors import BrimError, CheckpointError, NotFound, OutOfMemory, Unavailable
 from brim.segmentation.config import REGISTERED
-from brim.segmentation.networks.weights import save_weights
+from brim.segmentation.networks import save_weights
 from brim.service.prediction.process import models as module
 from brim.service.prediction.process.models import Models, Registered
 

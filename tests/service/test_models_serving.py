@@ -20,10 +20,9 @@ from brim.engine.batching.servable import Answer, Payload
 from brim.engine.device.memory import inject_oom
 from brim.errors import ImageError, NotFound, TooLarge, UnsupportedType
 from brim.segmentation.config import REGISTERED
-from brim.segmentation.networks.weights import save_weights
-from brim.segmentation.prediction.loader import ModelLoader
-from brim.segmentation.prediction.serving import SegmentServable
-from brim.segmentation.tuning.batch_sizes import BatchSizes, Entry, device_info, device_key
+from brim.segmentation.networks import save_weights
+from brim.segmentation.prediction import ModelLoader, SegmentServable
+from brim.segmentation.tuning import BatchSizeEntry, BatchSizes, device_info, device_key
 from brim.service.prediction.process.models import Models, Registered
 
 CPU = torch.device("cpu")
@@ -47,7 +46,7 @@ def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for version in ("1", "2"):
         torch.manual_seed(int(version))
         save_weights(Tiny(), tmp_path / f"{version}.safetensors", {})
-    entry = Entry(
+    entry = BatchSizeEntry(
         optimal_batch_size=4, max_safe_batch_size=9, expected_throughput=100.0, p50_latency_ms=40.0,
         p95_latency_ms=50.0, memory_limit_mb=1000.0, image_size=1024, precision="fp32", layout="contiguous",
         compiled=False,
@@ -95,7 +94,7 @@ class Expected:
         }  # fmt: skip
 
     def outlines(self, payload: Payload, version: str) -> list[Any]:
-        from brim.segmentation.images.geojson import geojson
+        from brim.segmentation.objects import geojson
 
         threshold = payload.options.get("threshold", 0.5)
         return outlines(geojson(self._loaders[version].predict(bytes(payload.data), "tiny", threshold).polygons))

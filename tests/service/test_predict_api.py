@@ -22,7 +22,7 @@ from PIL import Image
 from brim.cli import main
 from brim.errors import CheckpointError, OutOfMemory, Unavailable
 from brim.segmentation import create_model
-from brim.segmentation.networks.weights import save_weights
+from brim.segmentation.networks import save_weights
 from brim.service.prediction import intake
 
 BOUNDARY = "a-boundary"

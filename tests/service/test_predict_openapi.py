@@ -10,7 +10,7 @@ from in_process import InProcess
 from live_api import TOKEN, make
 
 from brim.segmentation import create_model
-from brim.segmentation.networks.weights import save_weights
+from brim.segmentation.networks import save_weights
 
 # A schema cannot say that a file is an image, or that observations have stations: those are refused though they fit it.
 # 503 is the right answer to a deadline of a millisecond.

@@ -28,7 +28,7 @@ from brim.segmentation.config import FilesConfig, SegmentTrainConfig, TuneConfig
 
 if TYPE_CHECKING:
     from brim.jobs.store import Catalogue, DatasetKind
-    from brim.segmentation.prediction.loader import ModelLoader
+    from brim.segmentation.prediction import ModelLoader
 
 # A half-watt hand-held transmitter: weak enough that the gates reject some samples.
 RADIO: Final = {"tx_power_dbm": 27.0, "min_snr_db": 10.0, "max_gdop": 5.0, "min_receivers": 4}
@@ -189,8 +189,7 @@ def _evaluate(demo: Demo) -> None:
 
 def _tune(demo: Demo) -> None:
     from brim.engine.device import resolve_device
-    from brim.segmentation.tuning.batch_sizes import BatchSizes, device_key
-    from brim.segmentation.tuning.tune import tune
+    from brim.segmentation.tuning import BatchSizes, device_key, tune
 
     device, size = resolve_device("auto"), CELLS["height"]
     entry = BatchSizes.read(demo.batch_sizes).entry(device_key(device), NETWORK)
@@ -207,9 +206,9 @@ def _tune(demo: Demo) -> None:
 
 
 def _segment(demo: Demo) -> None:
-    from brim.segmentation.prediction.loader import ModelLoader
-    from brim.segmentation.scenes.cells import write_cells
-    from brim.segmentation.training.run import train
+    from brim.segmentation.prediction import ModelLoader
+    from brim.segmentation.scenes import write_cells
+    from brim.segmentation.training import train
 
     _once(demo.out / "cells", lambda folder: write_cells(folder / "images", folder / "masks", **CELLS))
     _once(demo.out / "new-cells", lambda folder: write_cells(folder / "images", folder / "masks", **NEW_CELLS))
@@ -230,7 +229,7 @@ def _segment(demo: Demo) -> None:
 
 
 def _predict(demo: Demo, loader: "ModelLoader", config: FilesConfig, out: Path) -> dict[str, Any]:
-    from brim.segmentation.prediction.files import predict_files
+    from brim.segmentation.prediction import predict_files
 
     images = [demo.out / "new-cells" / "images"]
     with Display(demo.stop) as display:
@@ -316,7 +315,7 @@ def _print_end(demo: Demo) -> None:
 def _list_results(demo: Demo, catalogue: "Catalogue", data: Path) -> None:
     """List datasets, runs, models and batch sizes once each; all stay where they are."""
     from brim.jobs.registry import models
-    from brim.segmentation.tuning.batch_sizes import BatchSizes
+    from brim.segmentation.tuning import BatchSizes
 
     BatchSizes.read(demo.batch_sizes).write(data / "batch_sizes.json")
     radio = _list_dataset(catalogue, data, "demo radio", demo.out / "dataset", "rf")

@@ -1,6 +1,5 @@
 """`brim segment tune | predict | train`: networks that turn images into polygons."""
 
-import os
 import signal
 import warnings
 from collections.abc import Iterator
@@ -17,9 +16,9 @@ from brim.errors import ConfigError
 from brim.segmentation.config import FilesConfig, SegmentTrainConfig, TuneConfig
 
 if TYPE_CHECKING:
-    from brim.segmentation.prediction.files import FilesReport
-    from brim.segmentation.training.run import SegmentTrainReport
-    from brim.segmentation.tuning.tune import Tuned
+    from brim.segmentation.prediction import FilesReport
+    from brim.segmentation.training import SegmentTrainReport
+    from brim.segmentation.tuning import Tuned
 
 FILE_NAME = "batch_sizes.json"
 STORED = f"{FILE_NAME} here if it exists, else in the user's cache directory"
@@ -53,16 +52,15 @@ def tune(
     with Stop() as stop:  # an import must not be interrupted halfway
         from brim.engine.device import resolve_device
         from brim.report.plot_file import check_plot
-        from brim.segmentation.networks.registry import create_model
-        from brim.segmentation.networks.weights import load_weights
-        from brim.segmentation.tuning.batch_sizes import device_key
+        from brim.segmentation.networks import create_model, load_weights
+        from brim.segmentation.tuning import device_key, sizes_file
+        from brim.segmentation.tuning import tune as tune_networks
         from brim.segmentation.tuning.plot import plot as draw
-        from brim.segmentation.tuning.tune import tune as tune_networks
     if stop():
         stop.exit()
     if plot is not None:
         check_plot(plot)
-    out = out or _batch_sizes_file()
+    out = out or sizes_file()
     torch_device = resolve_device(device)
 
     def make(name: str) -> Any:
@@ -134,18 +132,19 @@ def predict(
     config = FilesConfig(**settings)
     if allow_mixed and cluster is None:
         raise ConfigError("--allow-mixed is for --cluster; leave it out for one device")
-    batch_sizes = batch_sizes or _batch_sizes_file()
     with Stop() as stop, _plain_warnings(), Display(stop) as display:
+        from brim.segmentation.tuning import sizes_file
+
+        batch_sizes = batch_sizes or sizes_file()
         if cluster is None:
-            from brim.segmentation.prediction.files import predict_files
-            from brim.segmentation.prediction.loader import ModelLoader
+            from brim.segmentation.prediction import ModelLoader, predict_files
 
             model, precision = settings["model"], config.precision
             loader = ModelLoader({model: weights}, device, batch_sizes, precision, config.tile, config.resize)
             report = predict_files(images, loader, out, config, progress=display.predicting, stop=stop, resume=resume)
         else:
             from brim.cluster.predict import predict_many
-            from brim.segmentation.prediction.bulk import Recipe
+            from brim.segmentation.prediction import Recipe
 
             report = predict_many(
                 images,
@@ -195,7 +194,7 @@ def train(
     """
     config = SegmentTrainConfig(**settings)
     with Stop() as stop:
-        from brim.segmentation.training.run import train as train_network
+        from brim.segmentation.training import train as train_network
 
         with remarks(), Display(stop, preparing=("cutting crops", "images")) as display:
             report = train_network(
@@ -215,16 +214,6 @@ def train(
         _print_trained(report, config.model, out)
     if report.stopped:
         end_stopped(f"after {report.epochs} of {config.epochs} epochs; nothing of them is lost", stop, resume=resume)
-
-
-def _batch_sizes_file() -> Path:
-    """batch_sizes.json in the current directory if it exists, otherwise in the user's cache directory."""
-    here = Path(FILE_NAME)
-    if here.exists():
-        return here
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "brim"
-    folder.mkdir(parents=True, exist_ok=True)
-    return folder / FILE_NAME
 
 
 @contextmanager

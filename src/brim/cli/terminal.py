@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from brim.engine.training import TrainProgress
     from brim.rf import GenerateProgress
-    from brim.segmentation.prediction.stream import PredictProgress
+    from brim.segmentation.prediction import PredictProgress
     from brim.sequences.ablation.run import AblationProgress
     from brim.sequences.corpus.pack_report import PackProgress
 

@@ -19,8 +19,16 @@ from typing import Any, TypeVar
 from brim import errors
 from brim.engine.storage import Place
 from brim.errors import BrimError, ClusterError
-from brim.segmentation.prediction.bulk import BulkScorer, Parcel, Recipe, Sheet, Task, read, write
-from brim.segmentation.prediction.records import Records
+from brim.segmentation.prediction import (
+    BulkImage,
+    BulkParcel,
+    BulkScorer,
+    BulkTask,
+    Recipe,
+    Records,
+    read_parcels,
+    write_parcel,
+)
 
 TRIES = 2  # of a parcel whose worker dies; then of each of its images alone, which fails when workers die over it
 AT_ONCE = 2  # parcels in a scorer: one is prepared while the other is on the device
@@ -59,7 +67,7 @@ def raise_if_told(found: Any) -> None:
 class Plan:
     """All that the conductor needs besides the weights."""
 
-    work: list[list[Task]]
+    work: list[list[BulkTask]]
     recipe: Recipe
     sizes: str | None
     place: Place | None  # None: results go back
@@ -68,7 +76,7 @@ class Plan:
 
 
 @contextmanager
-def conducted(ray: Any, plan: Plan, weights: bytes) -> Iterator[Iterator[Parcel | None]]:
+def conducted(ray: Any, plan: Plan, weights: bytes) -> Iterator[Iterator[BulkParcel | None]]:
     """Outcomes as they come, None where none came for a while; leaving ends all work."""
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -88,7 +96,7 @@ def conducted(ray: Any, plan: Plan, weights: bytes) -> Iterator[Iterator[Parcel 
         ray.kill(conductor)  # and with it all that it started
 
 
-def _outcomes(ray: Any, conductor: Any) -> Iterator[Parcel | None]:
+def _outcomes(ray: Any, conductor: Any) -> Iterator[BulkParcel | None]:
     while True:
         found = ray.get(conductor.take.remote(WAIT_S))
         if found == b"":
@@ -203,15 +211,15 @@ def _dataset(plan: Plan, weights: bytes, ledger: "_Ledger") -> Any:
 
 _Rows = dict[str, Any]
 _Key = tuple[str, int, bool]  # step, index of the first image, whether it is alone
-_Piece = TypeVar("_Piece", Task, Sheet)
+_Piece = TypeVar("_Piece", BulkTask, BulkImage)
 
 
 def _read(rows: _Rows, ledger: "_Ledger") -> Iterator[_Rows]:
     for data in rows["tasks"]:
-        tasks: list[Task] = pickle.loads(data)
+        tasks: list[BulkTask] = pickle.loads(data)
         with _telling() as told:
-            for found in ledger.watch("read", tasks, read):
-                yield _row(found if isinstance(found, Parcel) else Parcel(sheets=[_deadly_task(found)]))
+            for found in ledger.watch("read", tasks, read_parcels):
+                yield _row(found if isinstance(found, BulkParcel) else BulkParcel(sheets=[_deadly_task(found)]))
         yield from told
 
 
@@ -234,34 +242,34 @@ class _Score:
 
 
 def _write(rows: _Rows, format: str, place: Place | None, records: Records, ledger: "_Ledger") -> Iterator[_Rows]:
-    def work(parcel: Parcel) -> Parcel:
-        return write(parcel, format, place, None if place is None else records)
+    def work(parcel: BulkParcel) -> BulkParcel:
+        return write_parcel(parcel, format, place, None if place is None else records)
 
     for data in rows["parcel"]:
         yield from _passed(data, "write", ledger, work)
 
 
-def _passed(data: bytes, step: str, ledger: "_Ledger", work: Callable[[Parcel], Parcel]) -> Iterator[_Rows]:
+def _passed(data: bytes, step: str, ledger: "_Ledger", work: Callable[[BulkParcel], BulkParcel]) -> Iterator[_Rows]:
     """A parcel through a step; where it is none, as it came."""
     parcel = pickle.loads(data)
-    if not isinstance(parcel, Parcel):
+    if not isinstance(parcel, BulkParcel):
         yield _row(parcel)
         return
 
-    def some(sheets: Sequence[Sheet]) -> Iterator[Parcel]:
+    def some(sheets: Sequence[BulkImage]) -> Iterator[BulkParcel]:
         yield work(replace(parcel, sheets=list(sheets)))
 
     with _telling() as told:
         for found in ledger.watch(step, parcel.sheets, some):
-            yield _row(found if isinstance(found, Parcel) else replace(parcel, sheets=[_deadly(found)]))
+            yield _row(found if isinstance(found, BulkParcel) else replace(parcel, sheets=[_deadly(found)]))
     yield from told
 
 
-def _deadly_task(task: Task) -> Sheet:
-    return _deadly(Sheet(index=task.index, name=task.name, file=task.file))
+def _deadly_task(task: BulkTask) -> BulkImage:
+    return _deadly(BulkImage(index=task.index, name=task.name, file=task.file))
 
 
-def _deadly(sheet: Sheet) -> Sheet:
+def _deadly(sheet: BulkImage) -> BulkImage:
     error = f"{sheet.name}: {TRIES} workers died over it alone; look at its size, and at the memory of the nodes"
     return replace(sheet, error=error, pixels=None, rings=None, mask=None, result=None)
 
@@ -276,7 +284,7 @@ def _telling() -> Iterator[list[_Rows]]:
         told.append(_row(Told(type(failure).__name__, str(failure))))
 
 
-def _row(parcel: Parcel | Told) -> _Rows:
+def _row(parcel: BulkParcel | Told) -> _Rows:
     return {"parcel": [pickle.dumps(parcel)]}
 
 
@@ -287,8 +295,8 @@ class _Ledger:
         self._conductor = conductor
 
     def watch(
-        self, step: str, pieces: Sequence[_Piece], work: Callable[[Sequence[_Piece]], Iterator[Parcel]]
-    ) -> Iterator[Parcel | _Piece]:
+        self, step: str, pieces: Sequence[_Piece], work: Callable[[Sequence[_Piece]], Iterator[BulkParcel]]
+    ) -> Iterator[BulkParcel | _Piece]:
         """Work on images together; where workers died over that, on each alone. One they die over comes back as is."""
         if not pieces:
             return

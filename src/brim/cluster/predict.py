@@ -24,12 +24,26 @@ from brim.engine.device import format_size
 from brim.engine.meter import ceiling_share
 from brim.engine.storage import Place, place_of
 from brim.errors import BrimError, ClusterError, ConfigError
-from brim.segmentation.images.formats import Writer
-from brim.segmentation.prediction.bulk import BulkScorer, Parcel, Recipe, Sheet, Task, pack_weights, parcels
-from brim.segmentation.prediction.files import FilesReport, Found, find_inputs
-from brim.segmentation.prediction.records import FOLDER, Record, Records, recipe_of
-from brim.segmentation.prediction.stream import PredictProgress, PredictReport
-from brim.segmentation.tuning.batch_sizes import BatchSizes
+from brim.segmentation.images import ImageFile
+from brim.segmentation.images.writing import Writer
+from brim.segmentation.prediction import (
+    FOLDER,
+    BulkImage,
+    BulkParcel,
+    BulkScorer,
+    BulkTask,
+    FilesReport,
+    PredictProgress,
+    PredictReport,
+    Recipe,
+    Record,
+    Records,
+    find_inputs,
+    pack_weights,
+    recipe_name,
+    split_tasks,
+)
+from brim.segmentation.tuning import BatchSizes
 
 SHARE = 0.25  # of a core for a step beside the network, where the network runs on the same cores
 NODE_BYTES = 2**30  # of memory free on each node: a process of each step and a few parcels
@@ -82,7 +96,7 @@ def _recipe_name(recipe: Recipe, weights: bytes) -> str:
     shared = {name: files.pop(name) for name in ("precision", "tile", "resize", "overlap")}
     del files["batch_size"]
     facts = {"files": files, "device": recipe.device, **shared}  # in this form since the first version
-    return recipe_of({**facts, "weights": hashlib.sha256(weights).hexdigest()})
+    return recipe_name({**facts, "weights": hashlib.sha256(weights).hexdigest()})
 
 
 def _text(sizes: Any) -> str | None:
@@ -94,7 +108,7 @@ class _Run:
 
     def __init__(
         self,
-        images: dict[str, Found],
+        images: dict[str, ImageFile],
         writer: Writer,
         place: Place,
         records: Records,
@@ -105,8 +119,8 @@ class _Run:
         self._images, self._writer, self._place, self._records = images, writer, place, records
         self._recipe, self._progress, self._stop = recipe, progress, stop
         self._total = len(images)
-        self._sheets: dict[int, Sheet] = {}  # what came back, by index
-        self._parcels: list[Parcel] = []  # their accounts
+        self._sheets: dict[int, BulkImage] = {}  # what came back, by index
+        self._parcels: list[BulkParcel] = []  # their accounts
         self._seconds = 0.0
         self._workers = 0
         self._batch_size = 1
@@ -121,7 +135,7 @@ class _Run:
             if tuned is not None and tuned != sizes and sizes_file is not None:
                 _save(tuned, sizes_file)
             sizes = tuned
-        work = parcels(self._tasks(), self._batch_size, resources.num_scorers)
+        work = split_tasks(self._tasks(), self._batch_size, resources.num_scorers)
         plan = Plan(
             work=work,
             recipe=self._recipe,
@@ -138,7 +152,7 @@ class _Run:
         if not self._stopped and len(self._sheets) != self._total:  # never a short result without a word
             raise RuntimeError(f"{self._total} images went and {len(self._sheets)} came back; this is a bug in brim")
 
-    def _tasks(self) -> list[Task]:
+    def _tasks(self) -> list[BulkTask]:
         """All images, each with its record where its result is there too."""
         done, coco = self._records.open(), self._recipe.files.format == "coco"
         there = set(self._place.walk()) if done and coco else set[str]()
@@ -147,7 +161,7 @@ class _Run:
             file = self._file(name)
             has = name in done and (file in there if coco else self._writer.has(name))
             known = done[name] if has else None
-            tasks.append(Task(index=index, name=name, image=_absolute(image), file=file, done=known))
+            tasks.append(BulkTask(index=index, name=name, image=_absolute(image), file=file, done=known))
         return tasks
 
     def _file(self, name: str) -> str:
@@ -158,7 +172,7 @@ class _Run:
 
     # What comes back
 
-    def _take(self, outcomes: Iterator[Parcel | None], began_s: float) -> None:
+    def _take(self, outcomes: Iterator[BulkParcel | None], began_s: float) -> None:
         failed = 0
         for parcel in outcomes:
             if parcel is not None:
@@ -172,7 +186,7 @@ class _Run:
                 self._stopped = True
                 return
 
-    def _keep(self, parcel: Parcel) -> None:
+    def _keep(self, parcel: BulkParcel) -> None:
         """Write what was not written where it was made, and count."""
         fresh: list[Record] = []
         for sheet in parcel.sheets:
@@ -186,7 +200,7 @@ class _Run:
         self._records.add(fresh)
         self._parcels.append(parcel)
 
-    def _put(self, sheet: Sheet, result: bytes) -> None:
+    def _put(self, sheet: BulkImage, result: bytes) -> None:
         if self._recipe.files.format == "coco":
             self._place.put_bytes(result, sheet.file)
         else:
@@ -239,7 +253,7 @@ class _Run:
         return stages | {"workers": self._workers}
 
 
-def _absolute(image: Found) -> Found:
+def _absolute(image: ImageFile) -> ImageFile:
     return Path(os.path.abspath(image)) if isinstance(image, Path) else image  # noqa: PTH100  links stay links
 
 
@@ -282,7 +296,7 @@ def check_alike(nodes: Iterable[dict[str, Any]]) -> None:
         raise ClusterError(f"the cluster mixes GPUs ({found}), whose last bits may differ; allow it with --allow-mixed")
 
 
-def _check_seen(cluster: Cluster, images: Iterable[Found]) -> None:
+def _check_seen(cluster: Cluster, images: Iterable[ImageFile]) -> None:
     """Refuse files of this machine that another node does not see: it could only list them all as failed."""
     paths = [image for image in images if isinstance(image, Path)]
     if not paths:

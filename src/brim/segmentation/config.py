@@ -46,7 +46,7 @@ def check_network(name: str) -> None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Augmentation:
+class CropAugmentation:
     """How strongly training crops are changed at random; every range is symmetric about no change."""
 
     turn: Annotated[bool, Doc("Mirror crops and turn them by multiples of 90°.")] = True
@@ -91,7 +91,9 @@ class SegmentTrainConfig:
         Doc("Share of the images held out for validation, at least one."),
     ] = 0.1
     augment: Annotated[bool, Doc("Augment the crops at random.")] = True
-    augmentation: Annotated[Augmentation, Doc("How strongly crops are changed.")] = field(default_factory=Augmentation)
+    augmentation: Annotated[CropAugmentation, Doc("How strongly crops are changed.")] = field(
+        default_factory=CropAugmentation
+    )
     tier: TierChoice = "auto"
     early_stopping_patience: EarlyStoppingPatience = None
     checkpoint_every_s: CheckpointEveryS = 60.0
@@ -142,7 +144,9 @@ class FilesConfig(PredictConfig):
     """What to predict images with, and what to write."""
 
     model: Annotated[
-        str | None, OneOf(network_names), Doc("Network the weights belong to; none: the one they were trained as.")
+        str | None,
+        OneOf(network_names),
+        Doc("Network the weights belong to; none: the one they were trained as."),
     ] = None
     format: Annotated[Format, Doc("Format of the results.")] = "geojson"
     precision: Annotated[

@@ -31,8 +31,7 @@ from brim.segmentation.config import FilesConfig, SegmentTrainConfig, TuneConfig
 if TYPE_CHECKING:
     from torch import nn
 
-    from brim.segmentation.prediction.files import FilesReport
-    from brim.segmentation.prediction.stream import PredictProgress
+    from brim.segmentation.prediction import FilesReport, PredictProgress
 
 LISTED = 1000  # files that a result names; the folder has the rest
 _LOG_BYTES = 16 * 2**20  # of trials and logs
@@ -90,7 +89,7 @@ def run_tune(task: Task) -> dict[str, Any]:
 
 
 def _tune_one(task: Task, name: str, job: TuneJob) -> dict[str, Any]:
-    from brim.segmentation.tuning.tune import tune
+    from brim.segmentation.tuning import tune
 
     def tell(text: str) -> None:
         task.report_or_stop(replace(task.last, message=text))
@@ -110,8 +109,7 @@ def _without_trials(entry: dict[str, Any]) -> dict[str, Any]:
 
 
 def _module(name: str, run: Path | None) -> "nn.Module":
-    from brim.segmentation.networks.registry import create_model
-    from brim.segmentation.networks.weights import load_weights
+    from brim.segmentation.networks import create_model, load_weights
 
     module = create_model(name)
     if run is not None:
@@ -136,7 +134,7 @@ class PredictJob(FilesConfig, JobConfig):
 
 def predict_bytes(spec: Spec, inputs: Inputs) -> int:
     """Of the files, guessed from the size of the images: it depends on what is in them; the disk is watched too."""
-    from brim.segmentation.images.reading import find_images
+    from brim.segmentation.images import find_images
 
     size = sum(file.stat().st_size for path in inputs.datasets for file in find_images([image_folders(path)[0]]))
     return int(size * {"overlay": 4, "mask": 1}.get(spec.config["format"], 0.25))  # overlays are PNG, images often JPEG
@@ -175,8 +173,7 @@ def run_predict(task: Task) -> dict[str, Any]:
 
 def _predict_here(task: Task, run: Path, files: FilesConfig) -> "Callable[..., FilesReport]":
     """Prediction in this process, with a network that stays loaded."""
-    from brim.segmentation.prediction.files import predict_files
-    from brim.segmentation.prediction.loader import ModelLoader
+    from brim.segmentation.prediction import ModelLoader, predict_files
 
     loader = ModelLoader(
         {str(files.model): run}, task.torch_device, task.batch_sizes, files.precision, files.tile, files.resize,
@@ -193,7 +190,7 @@ def _predict_on_cluster(task: Task, run: Path, files: FilesConfig) -> "Callable[
     """Prediction on the service's cluster; images that have a result are skipped there too."""
     from brim.cluster.predict import predict_many
     from brim.jobs.worker.devices import service_cluster
-    from brim.segmentation.prediction.bulk import Recipe
+    from brim.segmentation.prediction import Recipe
 
     recipe = Recipe(files=files, device="cpu" if task.spec.config["accelerator"] == "cpu" else "auto")
 
@@ -217,7 +214,7 @@ class _DatasetPart(NamedTuple):
 
 
 def _parts(task: Task) -> list[_DatasetPart]:
-    from brim.segmentation.images.reading import find_images
+    from brim.segmentation.images import find_images
 
     several = len(task.inputs.datasets) > 1
     parts = []
@@ -279,8 +276,7 @@ class SegmentTrainJob(SegmentTrainConfig, JobConfig):
 
 def check_train(spec: Spec, inputs: Inputs) -> None:
     """Reject images without masks, pairs that do not match, and too few to hold one out."""
-    from brim.segmentation.training.crops import pair_files
-    from brim.segmentation.training.run import split
+    from brim.segmentation.training import pair_files, split
 
     (dataset,), field = inputs.datasets, "config.dataset_ids[0]"
     images, masks = image_folders(dataset)
@@ -295,7 +291,7 @@ def check_train(spec: Spec, inputs: Inputs) -> None:
 def train_bytes(spec: Spec, inputs: Inputs) -> int:
     import torch
 
-    from brim.segmentation.networks.registry import create_model
+    from brim.segmentation.networks import create_model
 
     with torch.device("meta"):
         module = create_model(spec.config["model"])
@@ -305,9 +301,8 @@ def train_bytes(spec: Spec, inputs: Inputs) -> int:
 
 
 def _crop_bytes(folder: Path, size: int) -> int:
-    from brim.segmentation.images.reading import find_images
-    from brim.segmentation.prediction.loader import header_size
-    from brim.segmentation.training.crops import windows
+    from brim.segmentation.images import find_images, header_size
+    from brim.segmentation.training import windows
 
     files = list(find_images([folder]))
     some = files[:: max(1, len(files) // _PROBED)]
@@ -324,7 +319,7 @@ def run_train(task: Task) -> dict[str, Any]:
     if (result := by_ranks(task)) is not None:
         return result
     from brim.engine.training import TrainProgress
-    from brim.segmentation.training.run import train
+    from brim.segmentation.training import train
 
     def tell(progress: TrainProgress) -> None:
         task.report(in_training(progress, "cutting crops"))
@@ -370,8 +365,8 @@ def check_weights(spec: Spec, inputs: Inputs) -> None:
 
 def trained_model(run: Path) -> str | None:
     """The network that a run's weights are of, if anything says so: those of a run cut short do not."""
-    from brim.segmentation.networks.weights import read_metadata
-    from brim.segmentation.training.about import CONFIG
+    from brim.segmentation.networks import read_metadata
+    from brim.segmentation.training import CONFIG
 
     if "model" in (metadata := read_metadata(run)):
         return metadata["model"]

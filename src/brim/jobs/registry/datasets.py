@@ -165,8 +165,8 @@ def _look_at_rf(path: Path) -> DatasetSummary:
 
 
 def _look_at_images(path: Path) -> DatasetSummary:
-    from brim.segmentation.images.reading import find_images
-    from brim.segmentation.training.crops import pair_files
+    from brim.segmentation.images import find_images
+    from brim.segmentation.training import pair_files
 
     images, masks = image_folders(path)
     files = find_images([images])

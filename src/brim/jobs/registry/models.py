@@ -81,8 +81,7 @@ def look(path: Path, network: str | None = None) -> ModelSummary:
 
 def _look_segment(path: Path, network: str | None) -> ModelSummary:
     from brim.jobs.kinds.segment import trained_model
-    from brim.segmentation.networks.registry import create_model, model_names
-    from brim.segmentation.networks.weights import find_weights, load_weights
+    from brim.segmentation.networks import create_model, find_weights, load_weights, model_names
 
     find_weights(path)  # first: what is missing is said before what it is of is asked
     known = ", ".join(model_names())

@@ -29,7 +29,7 @@ _PIXEL_DATA = ((273, 279), (324, 325))  # offsets and lengths in bytes, of strip
 _SAMPLES = [({8}, {1}), ({16}, {1}), ({16}, {2}), ({32}, {1}), ({32}, {2}), ({32}, {3}), ({64}, {3})]
 
 
-class Header(NamedTuple):
+class ImageHeader(NamedTuple):
     """What decides how an image is decoded."""
 
     width: int
@@ -43,8 +43,8 @@ class Header(NamedTuple):
     deflated: tuple[tuple[int, int], ...] = ()  # where a TIFF's deflate streams lie: start and length in bytes
 
 
-def read_png(data: bytes) -> Header:
-    """Header of a PNG whose chunks are all there; `data` is left without what is not pixels.
+def read_png(data: bytes) -> ImageHeader:
+    """ImageHeader of a PNG whose chunks are all there; `data` is left without what is not pixels.
 
     Profiles, gamma, transparency and animation change neither the pixels we use nor, once gone, anyone's mind about
     them; libpng would also complain about some on stderr. Checksums are left to libpng, which refuses the image:
@@ -60,7 +60,7 @@ def read_png(data: bytes) -> Header:
     _check_png_chunk(data, position, end)  # the last one, which libpng does not look at
     width, height, bits, colour = size
     channels = {0: 1, 2: 3, 3: 3, 4: 2, 6: 4}.get(colour, 0)
-    return Header(width, height, bits, channels, data=_cut_out(data, [*kept, (start, end)]) if kept else None)
+    return ImageHeader(width, height, bits, channels, data=_cut_out(data, [*kept, (start, end)]) if kept else None)
 
 
 def check_png(data: bytes) -> None:
@@ -102,8 +102,8 @@ def png_size(data: bytes | memoryview) -> tuple[int, int]:
     return width, height
 
 
-def read_jpeg(data: bytes) -> Header:
-    """Header of a JPEG that has an end of image after its scans."""
+def read_jpeg(data: bytes) -> ImageHeader:
+    """ImageHeader of a JPEG that has an end of image after its scans."""
     position, header = 2, None
     while match := _MARKER.search(data, position):
         marker, position = match[1][0], match.end()
@@ -114,7 +114,7 @@ def read_jpeg(data: bytes) -> Header:
         length = struct.unpack_from(">H", data, position)[0]
         if _is_frame(marker) and position + 8 <= len(data):
             bits, height, width, channels = struct.unpack_from(">BHHB", data, position + 2)
-            header = Header(width, height, bits, channels, plain=channels in (1, 3) and bits == 8)
+            header = ImageHeader(width, height, bits, channels, plain=channels in (1, 3) and bits == 8)
         position += length
         if marker == 0xDA:  # start of scan
             position = _scan_end(data, position)
@@ -165,8 +165,8 @@ def tiff_size(data: bytes | memoryview) -> tuple[int, int]:
     return int(tags[256][0]), int(tags[257][0])
 
 
-def read_tiff(data: bytes) -> Header:
-    """Header of the first page of a TIFF whose strips or tiles lie within the file."""
+def read_tiff(data: bytes) -> ImageHeader:
+    """ImageHeader of the first page of a TIFF whose strips or tiles lie within the file."""
     tags, following = _tiff_tags(data)
     bits, channels = tags.get(258, [1]), int(tags.get(277, [1])[0])
     width, height = tiff_size(data)
@@ -187,7 +187,7 @@ def read_tiff(data: bytes) -> Header:
         and (set(bits), set(tags.get(339, [1]))) in _SAMPLES
     )
     streams = tuple(zip(starts, counts, strict=True)) if packing in _DEFLATE else ()
-    return Header(
+    return ImageHeader(
         width, height, int(bits[0]), channels,
         plain=plain, several=bool(following), separate=separate, deflated=streams,
     )  # fmt: skip
@@ -215,7 +215,7 @@ def tiff_plane(data: bytes, plane: int) -> bytes:
     return head + data[8:] + bytes(start - len(data)) + directory
 
 
-def check_deflated(data: bytes, header: Header) -> None:
+def check_deflated(data: bytes, header: ImageHeader) -> None:
     """Run through a TIFF's deflate streams: they carry checksums, whose failure OpenCV only mentions in its log."""
     view = memoryview(data)
     for start, length in header.deflated:

@@ -8,11 +8,9 @@ pixels, whatever way up a viewer shows them. Alpha is dropped. Of several pages,
 
 import io
 import logging
-import os
-import stat
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -20,36 +18,33 @@ import cv2
 import numpy as np
 from PIL import Image, UnidentifiedImageError
 
-from brim.errors import ImageError, TooLarge, UnsupportedType
+from brim.errors import ImageError
 from brim.segmentation.images.containers import (
     JPEG,
     PNG,
     TIFFS,
-    Header,
+    ImageHeader,
     check_deflated,
     check_png,
-    jpeg_size,
     png_size,
     read_jpeg,
     read_png,
     read_tiff,
     tiff_plane,
-    tiff_size,
 )
-from brim.segmentation.images.stored import StoredImage
+from brim.segmentation.images.files import (
+    KINDS,
+    MAX_PIXELS,
+    PILLOW_ERRORS,
+    PILLOW_FORMATS,
+    ImageInput,
+    StoredImage,
+    read_bytes,
+)
 
 log = logging.getLogger("brim")
 
-ImageInput = str | Path | StoredImage | bytes | Image.Image | np.ndarray
-_KINDS = "PNG, JPEG, TIFF, BMP, GIF, WebP, JPEG 2000 or PPM"
-
-MAX_PIXELS = 2**28  # of one image: 0.75 GiB of RGB
-SUFFIXES = frozenset((".png", ".jpg", ".jpeg", ".tif", ".tiff", ".bmp", ".webp", ".gif", ".jp2", ".ppm", ".pgm"))
-
-# Others start programs, or hold no pixels.
-_FORMATS = ("PNG", "JPEG", "TIFF", "BMP", "GIF", "WEBP", "JPEG2000", "PPM")
 _RAW = cv2.IMREAD_ANYDEPTH | cv2.IMREAD_IGNORE_ORIENTATION
-_PILLOW_ERRORS = (OSError, SyntaxError, ValueError, TypeError, IndexError, KeyError, EOFError, RuntimeError)
 _pillow_lock = threading.Lock()
 
 _logging = cv2.utils.logging if hasattr(cv2.utils, "logging") else cv2  # OpenCV 5, OpenCV 4
@@ -80,39 +75,6 @@ def read_mask(path: ImageInput, *, max_pixels: int = MAX_PIXELS) -> np.ndarray:
     return np.asarray(colours != 0 if colours.ndim == 2 else (colours != 0).any(2))
 
 
-def image_size(data: bytes | memoryview, name: str) -> tuple[int, int]:
-    """Width and height of a file's bytes, from its header alone; what is no image is an UnsupportedType."""
-    start = bytes(data[:8])
-    try:
-        if start.startswith(PNG):
-            return png_size(data)
-        if start.startswith(JPEG):
-            return jpeg_size(data)
-        if start.startswith(TIFFS):
-            return tiff_size(data)
-        with Image.open(io.BytesIO(data), formats=_FORMATS) as opened:
-            return opened.size
-    except ImageError as error:
-        raise ImageError(f"{name}: {error}") from None
-    except (UnidentifiedImageError, *_PILLOW_ERRORS) as error:
-        raise UnsupportedType(f"{name}: not an image; expected {_KINDS}") from error
-    except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
-        raise TooLarge(f"{name}: {error}") from error
-
-
-def find_images(paths: Sequence[Path | str]) -> list[Path]:
-    """Image files: those given, and those in the directories given, below them too, by suffix; sorted, each once."""
-    found: dict[Path, None] = {}
-    for path in map(Path, paths):
-        if path.is_dir():
-            found |= dict.fromkeys(_walk(path))
-        elif path.exists():
-            found[path] = None
-        else:
-            raise ImageError(f"{path}: no such file or directory; name an image or a directory of images")
-    return list(found)
-
-
 # Where an image comes from
 
 
@@ -126,7 +88,7 @@ def _load(image: ImageInput, max_pixels: int, name: str | None = None) -> tuple[
             with _quiet_pillow():
                 return name, _from_pillow(image, max_pixels)
         if isinstance(image, str | Path | StoredImage):
-            image = _read_bytes(image, max_pixels)
+            image = read_bytes(image, max_pixels)
         if isinstance(image, bytes | bytearray | memoryview):
             return name, _decode(bytes(image), name, max_pixels)
     except ImageError as error:
@@ -146,63 +108,13 @@ def _name(image: object) -> str:
     )
 
 
-def image_bytes(image: Path | StoredImage, *, name: str) -> bytes:
-    """The bytes of an image's file, for read_image; what cannot be read is an ImageError."""
-    try:
-        return _read_bytes(image, MAX_PIXELS)
-    except ImageError as error:
-        raise ImageError(f"{name}: {error}") from error.__cause__
-
-
-def _read_bytes(image: str | Path | StoredImage, max_pixels: int) -> bytes:
-    data = (
-        image.read(_most_bytes(max_pixels)) if isinstance(image, StoredImage) else _read_file(Path(image), max_pixels)
-    )
-    if not data:
-        raise ImageError("the file is empty")
-    return data
-
-
-def _read_file(path: Path, max_pixels: int) -> bytes:
-    try:
-        info = path.stat()
-        if stat.S_ISDIR(info.st_mode):
-            raise ImageError("a directory, not an image; its images are found with find_images")
-        if not stat.S_ISREG(info.st_mode):
-            raise ImageError("not a regular file")
-        if info.st_size > _most_bytes(max_pixels):
-            raise ImageError(f"{info.st_size} bytes are more than an image of {max_pixels} pixels needs")
-        return path.read_bytes()
-    except (OSError, ValueError) as error:
-        raise ImageError(f"cannot be read: {getattr(error, 'strerror', None) or error}") from error
-
-
-def _most_bytes(max_pixels: int) -> int:
-    return 64 * max_pixels + 2**28  # 16 bytes a pixel, uncompressed, and pages we do not read
-
-
-def is_image_name(name: str) -> bool:
-    """Whether a file in a directory is taken for an image: by its suffix, unless it is hidden."""
-    return name[0] != "." and Path(name).suffix.lower() in SUFFIXES
-
-
-def _walk(directory: Path) -> Iterator[Path]:
-    def refuse(error: OSError) -> None:
-        raise ImageError(f"{error.filename}: cannot be listed: {error.strerror}") from error
-
-    files: list[Path] = []
-    for folder, _, names in os.walk(directory, onerror=refuse):
-        files += [Path(folder, name) for name in names if is_image_name(name)]
-    yield from sorted(files)
-
-
 # Decoding
 
 
 def _decode(data: bytes, name: str, max_pixels: int) -> np.ndarray:
     if not data:
         raise ImageError("no bytes")
-    readers: list[tuple[tuple[bytes, ...], Callable[[bytes], Header]]] = [
+    readers: list[tuple[tuple[bytes, ...], Callable[[bytes], ImageHeader]]] = [
         ((PNG,), read_png), ((JPEG,), read_jpeg), (TIFFS, read_tiff),
     ]  # fmt: skip
     read = next((reader for starts, reader in readers if data.startswith(starts)), None)
@@ -232,14 +144,14 @@ def _decode(data: bytes, name: str, max_pixels: int) -> np.ndarray:
     return _decode_with_pillow(data, name, max_pixels)
 
 
-def _decode_planes(data: bytes, header: Header) -> np.ndarray | None:
+def _decode_planes(data: bytes, header: ImageHeader) -> np.ndarray | None:
     """Red, green and blue of a TIFF that keeps them apart, which OpenCV would read as if it did not."""
     grey, files = header._replace(channels=1), (tiff_plane(data, plane) for plane in range(3))
     planes = [_decode_with_opencv(np.frombuffer(file, np.uint8), grey) for file in files]
     return np.dstack([plane for plane in planes if plane is not None]) if all(p is not None for p in planes) else None
 
 
-def _decode_with_opencv(data: np.ndarray, header: Header) -> np.ndarray | None:
+def _decode_with_opencv(data: np.ndarray, header: ImageHeader) -> np.ndarray | None:
     """Pixels of a file's bytes (N,) uint8, or None where OpenCV finds none that fit the header."""
     flags = _RAW | (cv2.IMREAD_GRAYSCALE if header.channels < 3 else cv2.IMREAD_COLOR)
     try:
@@ -254,10 +166,10 @@ def _decode_with_opencv(data: np.ndarray, header: Header) -> np.ndarray | None:
 def _decode_with_pillow(data: bytes, name: str, max_pixels: int) -> np.ndarray:
     with _quiet_pillow():
         try:
-            image = Image.open(io.BytesIO(data), formats=_FORMATS)
+            image = Image.open(io.BytesIO(data), formats=PILLOW_FORMATS)
         except UnidentifiedImageError as error:
-            raise ImageError(f"not an image, or of a variant that cannot be read; expected {_KINDS}") from error
-        except _PILLOW_ERRORS as error:
+            raise ImageError(f"not an image, or of a variant that cannot be read; expected {KINDS}") from error
+        except PILLOW_ERRORS as error:
             raise ImageError(f"corrupt or truncated: {error}") from error
         array = _from_pillow(image, max_pixels)
         if getattr(image, "is_animated", False) and image.format != "TIFF":
@@ -286,7 +198,7 @@ def _from_pillow(image: Image.Image, max_pixels: int) -> np.ndarray:
         if image.mode in ("1", "L", "RGB", "RGBA", "I", "F") or image.mode.startswith("I;16"):
             return np.array(image)
         return np.array(image.convert("RGB"))
-    except _PILLOW_ERRORS as error:
+    except PILLOW_ERRORS as error:
         raise ImageError(f"corrupt, truncated or not convertible from {image.mode} to RGB: {error}") from error
 
 

@@ -2,9 +2,9 @@
 
 Axes: B images, C channels, H rows, W columns; every layer takes any H and W.
 Each attention follows its paper: squeeze-excite (Hu et al., 2018), CBAM (Woo et al., 2018), attention gates
-(Oktay et al., 2018), SimAM (Yang et al., 2021), self-attention (Vaswani et al., 2017).
-"""
+(Oktay et al., 2018), SimAM (Yang et al., 2021), self-attention (Vaswani et al., 2017)."""
 
+from collections.abc import Mapping, Sequence
 from typing import cast
 
 import torch
@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from brim.segmentation.networks import fused
-from brim.segmentation.networks.fused import Weights
+from brim.segmentation.networks.fused import AttentionWeights
 
 
 class ConvNorm(nn.Module):
@@ -40,7 +40,7 @@ class ConvNorm(nn.Module):
         self.folded = True
 
 
-class Projection(nn.Module):
+class ProjectionConv(nn.Module):
     """Convolution and batch norm without ReLU: what brings a shortcut or a branch to another's shape.
 
     Once folded it leaves out its shift, for whoever adds the result to something to add too: on its own that is a
@@ -70,7 +70,7 @@ class Projection(nn.Module):
         self.shift = _fold(self)
 
 
-def _fold(layer: ConvNorm | Projection) -> Tensor:
+def _fold(layer: ConvNorm | ProjectionConv) -> Tensor:
     """Scale the layer's weights by what its norm would; return the shift that the norm would add."""
     scale, shift = affine(layer.norm)
     layer.conv.weight = nn.Parameter(layer.conv.weight.detach() * scale[:, None, None, None], requires_grad=False)
@@ -120,9 +120,9 @@ class PixelScore(nn.Conv2d):
 class NoAttention(nn.Module):
     """Leaves a map as it is."""
 
-    def weigh(self, x: Tensor) -> Weights:
+    def weigh(self, x: Tensor) -> AttentionWeights:
         """x (B, C, H, W) → nothing to multiply by."""
-        return Weights()
+        return AttentionWeights()
 
 
 class SqueezeExcite(nn.Module):
@@ -133,10 +133,10 @@ class SqueezeExcite(nn.Module):
         super().__init__()
         self.mlp = _mlp(channels)
 
-    def weigh(self, x: Tensor) -> Weights:
+    def weigh(self, x: Tensor) -> AttentionWeights:
         """x (B, C, H, W) → a weight per channel."""
         mean = fused.channel_stats(x).mean if fused.fast(x) else x.mean((2, 3))
-        return Weights(channel=torch.sigmoid(self.mlp(mean.to(x.dtype)).float()))
+        return AttentionWeights(channel=torch.sigmoid(self.mlp(mean.to(x.dtype)).float()))
 
 
 class CBAM(nn.Module):
@@ -148,12 +148,12 @@ class CBAM(nn.Module):
         self.mlp = _mlp(channels)
         self.spatial = SpatialAttention()
 
-    def weigh(self, x: Tensor) -> Weights:
+    def weigh(self, x: Tensor) -> AttentionWeights:
         """x (B, C, H, W) → a weight per channel and one per pixel."""
         stats = fused.channel_stats(x)
         both = self.mlp(stats.mean.to(x.dtype)) + self.mlp(stats.most.to(x.dtype))
         channel = torch.sigmoid(both.float())
-        return Weights(channel=channel, pixel=self.spatial.score(fused.pixel_stats(x, channel)))
+        return AttentionWeights(channel=channel, pixel=self.spatial.score(fused.pixel_stats(x, channel)))
 
 
 class SpatialAttention(nn.Module):
@@ -181,14 +181,14 @@ class SimAM(nn.Module):
         super().__init__()
         self.regularisation = regularisation
 
-    def weigh(self, x: Tensor) -> Weights:
+    def weigh(self, x: Tensor) -> AttentionWeights:
         """x (B, C, H, W) → centre and inverse variance per channel."""
         stats = fused.channel_stats(x)
-        return Weights(channel=1 / (4 * (stats.variance + self.regularisation)), centre=stats.mean)
+        return AttentionWeights(channel=1 / (4 * (stats.variance + self.regularisation)), centre=stats.mean)
 
 
 class AttentionGate(nn.Module):
-    """Weights the pixels of a skip connection by the coarser features that will use it."""
+    """AttentionWeights the pixels of a skip connection by the coarser features that will use it."""
 
     def __init__(self, skip: int, gate: int) -> None:
         """Compare both in half the skip's channels, at the gate's resolution."""
@@ -234,3 +234,37 @@ def _mlp(channels: int, reduction: int = 16) -> nn.Sequential:
 
 def _half(x: Tensor) -> torch.Size:
     return torch.Size(size // 2 for size in x.shape[2:])
+
+
+Pieces = Mapping[tuple[int, int], Sequence[tuple[int, int]]]  # (channels, padded) → those of each tensor concatenated
+
+
+@torch.no_grad()
+def embed(source: nn.Module, target: nn.Module, pieces: Pieces) -> nn.Module:
+    """Copy a network's tensors into a wider one of the same structure; what is left over stays without effect."""
+    device = next(source.parameters()).device
+    wide = target.to(device).state_dict()
+    for name, tensor in source.state_dict().items():
+        place = wide[name]
+        if place.shape == tensor.shape:
+            place.copy_(tensor)
+            continue
+        place.fill_(1 if name.endswith("running_var") else 0)
+        where = [_places(size, padded, pieces, device) for size, padded in zip(tensor.shape, place.shape, strict=True)]
+        place[torch.meshgrid(*where, indexing="ij")] = tensor
+    return target
+
+
+def _places(size: int, padded: int, pieces: Pieces, device: torch.device) -> Tensor:
+    """Where each of `size` channels is among the padded ones."""
+    parts, start = [], 0
+    for own, room in pieces.get((size, padded), [(size, padded)]):
+        parts.append(torch.arange(start, start + own, device=device))
+        start += room
+    return torch.cat(parts)
+
+
+def pad_channels(images: Tensor, channels: int) -> Tensor:
+    """images (B, 3, H, W) → (B, channels, H, W), zeros behind."""
+    missing = channels - images.shape[1]
+    return nn.functional.pad(images, (0, 0, 0, 0, 0, missing)) if missing else images

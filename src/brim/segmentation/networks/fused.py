@@ -21,7 +21,7 @@ _CHUNK_STEPS = 16  # blocks of pixels a program of channel_stats adds up
 Affine = tuple[Tensor, Tensor]  # scale and shift (C,) float32 that a batch norm amounts to
 
 
-class Weights(NamedTuple):
+class AttentionWeights(NamedTuple):
     """What an attention multiplies a map by; fields that do not apply are None."""
 
     channel: Tensor | None = None  # (B, C) float32
@@ -29,7 +29,7 @@ class Weights(NamedTuple):
     centre: Tensor | None = None  # (B, C) float32: SimAM's mean, channel is then 1 / (4 · variance)
 
 
-class Stats(NamedTuple):
+class ChannelStats(NamedTuple):
     """Of every channel of every image, (B, C) float32 each."""
 
     mean: Tensor
@@ -162,7 +162,7 @@ def beside(
 
 
 def weigh_add(
-    x: Tensor, shortcut: Tensor, weights: Weights, shift: Tensor | None = None, then: Affine | None = None
+    x: Tensor, shortcut: Tensor, weights: AttentionWeights, shift: Tensor | None = None, then: Affine | None = None
 ) -> tuple[Tensor, Tensor | None]:
     """shortcut + shift (C,) + x times its weights, all of x's shape, and what affine_relu makes of it then."""
     if not (fast(x) and fast(shortcut)):
@@ -181,7 +181,7 @@ def weigh_add(
     return out, act
 
 
-def _weighed(x: Tensor, weights: Weights) -> Tensor:
+def _weighed(x: Tensor, weights: AttentionWeights) -> Tensor:
     if weights.channel is None:
         return x
     channel = weights.channel[:, :, None, None]
@@ -192,19 +192,19 @@ def _weighed(x: Tensor, weights: Weights) -> Tensor:
     return x if weights.pixel is None else x * weights.pixel
 
 
-def channel_stats(x: Tensor) -> Stats:
+def channel_stats(x: Tensor) -> ChannelStats:
     """Mean, variance and maximum over the pixels of x (B, C, H, W)."""
     num = x.shape[2] * x.shape[3]
     if not fast(x):
         variance, mean = torch.var_mean(x.float(), (2, 3), correction=min(1, num - 1))
-        return Stats(mean, variance, x.amax((2, 3)).float())
+        return ChannelStats(mean, variance, x.amax((2, 3)).float())
     channels, blocks, sizes = _blocks(x, per_image=True)
     chunks = -(-blocks[0] // _CHUNK_STEPS)
     sums = torch.empty((3, len(x), chunks, channels), dtype=torch.float32, device=x.device)
     _kernels().channel_sums[(chunks, blocks[1], len(x))](x, *sums, num, chunks, C=channels, STEPS=_CHUNK_STEPS, **sizes)
     mean = sums[0].sum(1) / num
     variance = (sums[1].sum(1) - num * mean.square()).clamp(min=0) / max(1, num - 1)
-    return Stats(mean, variance, sums[2].amax(1))
+    return ChannelStats(mean, variance, sums[2].amax(1))
 
 
 def pixel_stats(x: Tensor, channel: Tensor) -> Tensor:

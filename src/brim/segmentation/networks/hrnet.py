@@ -11,8 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from brim.segmentation.networks import fused
-from brim.segmentation.networks.aligned import embed, pad_channels
-from brim.segmentation.networks.blocks import ConvNorm, PixelScore, Projection
+from brim.segmentation.networks.blocks import ConvNorm, PixelScore, ProjectionConv, embed, pad_channels
 
 WIDTHS = (48, 96, 192, 384)
 MODULES = (1, 4, 3)  # of stages 2, 3 and 4
@@ -63,7 +62,7 @@ class Bottleneck(nn.Module):
         super().__init__()
         self.body = nn.Sequential(ConvNorm(inputs, 64, 1), ConvNorm(64, 64))
         self.last = ConvNorm(64, 256, 1)
-        self.shortcut = nn.Identity() if inputs == 256 else Projection(inputs, 256)
+        self.shortcut = nn.Identity() if inputs == 256 else ProjectionConv(inputs, 256)
 
     def forward(self, x: Tensor) -> Tensor:
         """x (B, inputs, H, W) → (B, 256, H, W)."""
@@ -71,7 +70,7 @@ class Bottleneck(nn.Module):
 
     def fold(self) -> None:
         """Add the shortcut's shift in the last convolution."""
-        if isinstance(self.shortcut, Projection):
+        if isinstance(self.shortcut, ProjectionConv):
             cast(Tensor, self.last.conv.bias).add_(cast(Tensor, self.shortcut.shift))
 
 
@@ -113,7 +112,7 @@ class Exchange(nn.Module):
 
     def fold(self) -> None:
         """Sum the shifts of the paths to each branch."""
-        projections = [[layer for layer in row.modules() if isinstance(layer, Projection)] for row in self.rows]
+        projections = [[layer for layer in row.modules() if isinstance(layer, ProjectionConv)] for row in self.rows]
         self.shifts = [torch.stack([cast(Tensor, layer.shift) for layer in row]).sum(0) for row in projections]
 
 
@@ -147,6 +146,6 @@ def _path(widths: tuple[int, ...], source: int, target: int) -> nn.Module:
     if source == target:
         return nn.Identity()
     if source > target:
-        return Projection(widths[source], widths[target])
+        return ProjectionConv(widths[source], widths[target])
     halvings = [ConvNorm(widths[source], widths[source], stride=2) for _ in range(target - source - 1)]
-    return nn.Sequential(*halvings, Projection(widths[source], widths[target], 3, stride=2))
+    return nn.Sequential(*halvings, ProjectionConv(widths[source], widths[target], 3, stride=2))

@@ -21,27 +21,27 @@ from brim.errors import ConfigError
 
 log = logging.getLogger("brim")
 
-Precision = Literal["fp32", "bf16", "fp16"]
-Layout = Literal["contiguous", "channels_last"]
+NetworkPrecision = Literal["fp32", "bf16", "fp16"]
+MemoryLayout = Literal["contiguous", "channels_last"]
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-FORMATS = {"contiguous": torch.contiguous_format, "channels_last": torch.channels_last}
+MEMORY_FORMATS = {"contiguous": torch.contiguous_format, "channels_last": torch.channels_last}
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet: what published weights expect
 GRAPHS = 8  # shapes kept captured; they share the memory of the largest
 CAPTURE_AFTER = 2  # runs of a shape: a folder of images that all differ captures nothing
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Setting:
+class ComputeConfig:
     """How a network computes."""
 
-    precision: Precision = "fp32"  # fp32 is without TF32
-    layout: Layout = "contiguous"
+    precision: NetworkPrecision = "fp32"  # fp32 is without TF32
+    layout: MemoryLayout = "contiguous"
     compiled: bool = False  # by torch.compile
 
     def __post_init__(self) -> None:
         """Check the names."""
-        for field, choices in (("precision", get_args(Precision)), ("layout", get_args(Layout))):
+        for field, choices in (("precision", get_args(NetworkPrecision)), ("layout", get_args(MemoryLayout))):
             if getattr(self, field) not in choices:
                 raise ConfigError(f'{field}="{getattr(self, field)}" must be one of {", ".join(choices)}')
 
@@ -49,12 +49,12 @@ class Setting:
         return f"{self.precision} {self.layout}{' compiled' * self.compiled}"
 
 
-def default_setting(device: torch.device) -> Setting:
+def default_setting(device: torch.device) -> ComputeConfig:
     """What runs when nobody searched: fp16 in channels-last on a GPU, fp32 on a CPU.
 
     fp16 is as fast as bf16 and rounds eight times finer. Its range is smaller: tuning finds out where it overflows.
     """
-    return Setting(precision="fp16", layout="channels_last") if device.type == "cuda" else Setting()
+    return ComputeConfig(precision="fp16", layout="channels_last") if device.type == "cuda" else ComputeConfig()
 
 
 def normalise(images: Tensor) -> Tensor:
@@ -94,10 +94,12 @@ class Foldable(Protocol):
         ...
 
 
-class Network:
+class InferenceNetwork:
     """An inference copy of a module; the module itself stays as it is."""
 
-    def __init__(self, module: nn.Module, device: torch.device, setting: Setting, *, graphs: int = GRAPHS) -> None:
+    def __init__(
+        self, module: nn.Module, device: torch.device, setting: ComputeConfig, *, graphs: int = GRAPHS
+    ) -> None:
         """Copy, fold the norms, convert; so many shapes stay captured."""
         self.device, self.setting, self._num_graphs = device, setting, graphs
         self.compile_s = 0.0  # spent compiling and capturing so far
@@ -108,8 +110,8 @@ class Network:
         for layer in reversed(list(module.modules())):  # a layer may use what the layers inside it made
             if isinstance(layer, Foldable):
                 layer.fold()
-        module.to(dtype=DTYPES[setting.precision], memory_format=FORMATS[setting.layout])  # type: ignore[call-overload]
-        self._run = _runner(module, DTYPES[setting.precision], FORMATS[setting.layout])
+        module.to(dtype=DTYPES[setting.precision], memory_format=MEMORY_FORMATS[setting.layout])  # type: ignore[call-overload]
+        self._run = _runner(module, DTYPES[setting.precision], MEMORY_FORMATS[setting.layout])
         if setting.compiled:
             self._run = torch.compile(self._run, dynamic=False)
         # Not in fp32: graphs of it were seen to hold 130 GB, for one image of resunet_advanced at 1024².

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from brim.segmentation.networks import fused
-from brim.segmentation.networks.aligned import embed, pad_channels
 from brim.segmentation.networks.blocks import (
     CBAM,
     AttentionGate,
@@ -19,11 +18,13 @@ from brim.segmentation.networks.blocks import (
     NoAttention,
     NormReLU,
     PixelScore,
-    Projection,
+    ProjectionConv,
     SelfAttention,
     SimAM,
     SpatialAttention,
     SqueezeExcite,
+    embed,
+    pad_channels,
 )
 
 Attention = NoAttention | SqueezeExcite | CBAM | SimAM
@@ -53,8 +54,8 @@ class ResUNet(nn.Module):
         self.encoder = nn.ModuleList()
         before = widths[0]
         for level, (width, num_units) in enumerate(zip(widths, encoder, strict=True)):
-            first = Unit(before, width, attention(level, width), stride=1 if level == 0 else 2)
-            rest = [Unit(width, width, attention(level, width)) for _ in range(num_units - 1)]
+            first = ResidualUnit(before, width, attention(level, width), stride=1 if level == 0 else 2)
+            rest = [ResidualUnit(width, width, attention(level, width)) for _ in range(num_units - 1)]
             self.encoder.append(Units([first, *rest]))
             before = width
         self.bottleneck = bottleneck(before)
@@ -80,7 +81,7 @@ class ResUNet(nn.Module):
         return cast(Tensor, self.score(self.norm(x) if entered is None else entered))
 
 
-class Unit(nn.Module):
+class ResidualUnit(nn.Module):
     """Pre-activation residual unit: norm, ReLU, convolution, twice; attention on what is added."""
 
     def __init__(self, inputs: int, outputs: int, attention: Attention, stride: int = 1) -> None:
@@ -91,7 +92,7 @@ class Unit(nn.Module):
         self.last = nn.Conv2d(outputs, outputs, 3, padding=1, bias=False)
         self.attention = attention
         same = inputs == outputs and stride == 1
-        self.shortcut = nn.Identity() if same else Projection(inputs, outputs, stride=stride)
+        self.shortcut = nn.Identity() if same else ProjectionConv(inputs, outputs, stride=stride)
 
     def forward(
         self, x: Tensor, entered: Tensor | None = None, following: NormReLU | None = None
@@ -102,7 +103,7 @@ class Unit(nn.Module):
         make, where that is folded: two results of one pass over memory.
         """
         found = self.last(self.first(self.enter(x) if entered is None else entered))
-        shift = self.shortcut.shift if isinstance(self.shortcut, Projection) else None
+        shift = self.shortcut.shift if isinstance(self.shortcut, ProjectionConv) else None
         then = None if following is None else following.affine
         return fused.weigh_add(found, self.shortcut(x), self.attention.weigh(found), shift, then)
 
@@ -113,11 +114,11 @@ class Units(nn.ModuleList):
     @property
     def enter(self) -> NormReLU:
         """The norm that the first one begins with."""
-        return cast(Unit, self[0]).enter
+        return cast(ResidualUnit, self[0]).enter
 
     def forward(self, x: Tensor, entered: Tensor | None, following: NormReLU | None) -> tuple[Tensor, Tensor | None]:
         """As for one unit."""
-        units = cast("list[Unit]", list(self))
+        units = cast("list[ResidualUnit]", list(self))
         for unit, after in zip(units, [*(unit.enter for unit in units[1:]), following], strict=True):
             x, entered = unit(x, entered, after)
         return x, entered
@@ -130,9 +131,11 @@ class Up(nn.Module):
         """From `below` channels to `width`, with a unit for each attention."""
         super().__init__()
         self.gate = AttentionGate(width, below)
-        self.reduce = Projection(below, width)  # before the resize: a quarter of the pixels
+        self.reduce = ProjectionConv(below, width)  # before the resize: a quarter of the pixels
         first, *rest = attentions
-        self.units = Units([Unit(2 * width, width, first), *(Unit(width, width, attention) for attention in rest)])
+        self.units = Units(
+            [ResidualUnit(2 * width, width, first), *(ResidualUnit(width, width, attention) for attention in rest)]
+        )
 
     def forward(self, x: Tensor, skip: Tensor, following: NormReLU | None) -> tuple[Tensor, Tensor | None]:
         """x (B, below, about H/2, about W/2), skip (B, width, H, W) → (B, width, H, W) and what following makes."""

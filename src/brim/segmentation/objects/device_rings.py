@@ -39,7 +39,7 @@ _ROUNDS = 3  # between two looks
 log = logging.getLogger("brim")
 _compiling = threading.Lock()
 
-Fields = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]  # of DeviceRings, in their order
+RingTensors = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]  # of DeviceRings, in their order
 
 
 class DeviceRings(NamedTuple):
@@ -103,14 +103,14 @@ def find_rings(mask: Tensor, probability: Tensor, sizes: Sequence[tuple[int, int
     return DeviceRings(*found)
 
 
-def prepare() -> Callable[..., Fields | None]:
+def prepare() -> Callable[..., RingTensors | None]:
     """_find, compiled by the first who asks; best before threads want the interpreter."""
     with _compiling:  # a cache alone would let several begin
         return _compiled()
 
 
 @cache
-def _compiled() -> Callable[..., Fields | None]:
+def _compiled() -> Callable[..., RingTensors | None]:
     """_find by TorchScript, or as it is where that cannot be had."""
     try:
         # In front of the other filters for good, not only here: taking it away again would put back those that another
@@ -122,10 +122,10 @@ def _compiled() -> Callable[..., Fields | None]:
         log.debug("rings are found without TorchScript: %s", failure)
         return _find
 
-    def run(*arguments: object) -> Fields | None:
+    def run(*arguments: object) -> RingTensors | None:
         # The optimizer would compile kernels for the shapes of the first calls. This is a setting of the thread.
         with unoptimized(False):
-            found: Fields | None = scripted(*arguments)
+            found: RingTensors | None = scripted(*arguments)
         return found
 
     return run
@@ -136,7 +136,7 @@ def _compiled() -> Callable[..., Fields | None]:
 
 def _find(
     mask: Tensor, probability: Tensor, sizes: list[tuple[int, int]], detect_holes: bool, band: int, most_corners: int
-) -> Fields | None:
+) -> RingTensors | None:
     """The fields of DeviceRings; None: there are more corners than that."""
     height = max([rows for rows, _ in sizes])
     width = max([columns for _, columns in sizes])
@@ -180,7 +180,7 @@ def _cut(mask: Tensor, sizes: list[tuple[int, int]]) -> Tensor:
     return inside
 
 
-def _nothing(stack: _Stack) -> Fields:
+def _nothing(stack: _Stack) -> RingTensors:
     """What masks without a pixel have."""
     zeros = torch.zeros([len(stack.mask) + 1], dtype=torch.int64, device=stack.mask.device)
     none = zeros[:0]

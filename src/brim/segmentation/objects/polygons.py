@@ -1,21 +1,71 @@
-"""Between masks and polygons, without losing a pixel: `fill(trace(mask)) == mask`.
+"""Objects of an image: rings of pixel edges, the polygons made of them, and back to a mask. Needs NumPy alone.
 
 An outline runs along the edges of pixels, so its points are pixel corners: x from 0 to W, y from 0 to H, y down. A
 single pixel is a unit square of area 1, and an area is a number of pixels. Objects are 4-connected: two that share
 only a corner are two polygons, since a ring that touches itself is not a valid polygon for shapely or QuPath.
+No pixel is lost: `fill(trace(mask)) == mask`.
 """
 
-# Axes: H rows, W columns, P points of all rings one after the other, R rings
-
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from brim.errors import ConfigError
-from brim.segmentation.objects.outlines import find_rings, stack
-from brim.segmentation.rings import Rings, measures
+
+class Rings(NamedTuple):
+    """Rings in the order of their first points, from top to bottom; an outline starts at its upper left."""
+
+    points: np.ndarray  # (C, 2) int32, x and y; outlines run downwards first, holes the other way
+    first: np.ndarray  # (R + 1,) where each ring starts in points, and where the last one ends
+    area: np.ndarray  # (R,) float64, pixels that the ring encloses; negative for a hole
+    mass: np.ndarray  # (R,) float64, sum of their probabilities, signed like the area; exact
+    owner: np.ndarray  # (R,) the outline that the ring belongs to; -1: it belongs to none
+
+    def between(self, start: int, end: int, top: int) -> "Rings":
+        """The rings from start to end, of the mask that begins in row top of the stack; the points are copied."""
+        first, own = self.first[start : end + 1], slice(start, end)
+        points = self.points[first[0] : first[-1]] - np.array([0, top], np.int32)
+        owner = np.maximum(self.owner[own] - start, -1)
+        return Rings(points, first - first[0], self.area[own], self.mass[own], owner)
+
+    @property
+    def num_outlines(self) -> int:
+        """Objects."""
+        return int((self.owner == np.arange(len(self.owner))).sum())
+
+    def to_bytes(self) -> bytes:
+        """For another process of this machine, in a few copies."""
+        head = np.array([len(self.points), len(self.owner)], np.int64)
+        return b"".join(
+            (head.tobytes(), *(a.astype(t, copy=False).tobytes() for a, t in zip(self, _DTYPES, strict=True)))
+        )
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> "Rings":
+        """What to_bytes wrote; the arrays are views of it."""
+        num_points, num_rings = np.frombuffer(data, np.int64, 2).tolist()
+        sizes, at, arrays = (2 * num_points, num_rings + 1, num_rings, num_rings, num_rings), 16, []
+        for size, dtype in zip(sizes, _DTYPES, strict=True):
+            arrays.append(np.frombuffer(data, dtype, size, at))
+            at += size * dtype.itemsize
+        return cls(arrays[0].reshape(-1, 2), *arrays[1:])
+
+
+_DTYPES: tuple[Any, ...] = tuple(map(np.dtype, (np.int32, np.int64, np.float64, np.float64, np.int64)))  # of Rings
+
+
+def measures(rings: Rings) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Of each polygon: the ring that is its outline, its area in pixels, its confidence."""
+    outlines = np.flatnonzero(rings.owner == np.arange(len(rings.owner)))
+    belongs = np.flatnonzero(rings.owner >= 0)
+    owner, num = rings.owner[belongs], len(rings.owner)
+    area, mass = (np.bincount(owner, values[belongs], num)[outlines] for values in (rings.area, rings.mass))
+    return outlines, area, np.clip(mass / area, 0, 1)
+
+
+# Axes: H rows, W columns, P points of all rings one after the other, R rings
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,35 +76,6 @@ class Polygon:
     holes: tuple[np.ndarray, ...]  # rings like points, running the other way
     area: float  # pixels inside, holes excluded
     confidence: float  # mean probability of the pixels inside
-
-
-def trace(mask: np.ndarray, probability: np.ndarray | None = None, *, detect_holes: bool = True) -> list[Polygon]:
-    """Polygons of a mask's objects, from top to bottom.
-
-    mask         (H, W)  any dtype  non-zero is inside
-    probability  (H, W)  float      in [0, 1]; without it every confidence is 1
-
-    Without detect_holes an outline stands for all it encloses: holes, and whatever lies in them, count as inside.
-    """
-    if mask.ndim != 2 or (probability is not None and probability.shape != mask.shape):
-        got = "" if probability is None else f" with probabilities {probability.shape}"
-        raise ConfigError(f"mask {mask.shape}{got}: expected (H, W), and probabilities of the same shape")
-    if not mask.size:
-        return []
-    return trace_all([mask], None if probability is None else [probability], detect_holes=detect_holes)[0]
-
-
-def trace_all(
-    masks: Sequence[np.ndarray], probabilities: Sequence[np.ndarray] | None = None, *, detect_holes: bool = True
-) -> list[list[Polygon]]:
-    """What trace gives for each of several masks, at least a pixel in each; they are found together."""
-    pile = stack(masks)
-    rings = find_rings(pile, probabilities, detect_holes)
-    ends = np.searchsorted(rings.points[rings.first[:-1], 1], pile.tops)  # rings come from top to bottom
-    return [
-        to_polygons(rings.between(start, end, top))
-        for (start, end), top in zip(pairwise(ends.tolist()), pile.tops.tolist(), strict=False)
-    ]
 
 
 def to_polygons(rings: Rings) -> list[Polygon]:
@@ -108,3 +129,23 @@ def _areas(points: np.ndarray, after: np.ndarray, first: np.ndarray) -> np.ndarr
     """(R,) what each ring encloses; positive or negative by its direction."""
     x, y = points.astype(np.int64).T
     return np.asarray(np.add.reduceat(x * y[after] - x[after] * y, first) / 2)
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """The objects of one image, or why there are none: `error` is set and the rest is empty."""
+
+    name: str  # of the image: its path, or what the caller called it
+    height: int  # pixels, of the image as it was given
+    width: int
+    polygons: tuple[Polygon, ...] = ()
+    mask: np.ndarray | None = None  # (H, W) uint8, 0 or 255
+    error: str | None = None
+
+    @property
+    def confidence(self) -> float | None:
+        """Mean probability over all pixels inside polygons; None when there are none."""
+        area = sum(polygon.area for polygon in self.polygons)
+        if not area:
+            return None
+        return sum(polygon.confidence * polygon.area for polygon in self.polygons) / area

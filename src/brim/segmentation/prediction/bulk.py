@@ -5,14 +5,20 @@
 What travels between them is a parcel: the images of a few batches, so that a step takes long enough to be worth
 sending and short enough to be done again. A step never fails for one image, it says so in the image's sheet. Nothing
 here knows who runs the steps.
+
+A record names a finished image and the hash of its bytes. It is written after the image's result, so it never promises
+what is not there, and it holds for one recipe only: other weights or another threshold make all results anew. Records
+come in small files, one for each parcel of images, and are gathered into one by the next run.
 """
 
 import hashlib
+import json
 import math
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,25 +30,35 @@ from brim.engine.pipeline import Pipeline, Stage
 from brim.engine.storage import Place
 from brim.errors import ConfigError, ImageError, OutOfMemory
 from brim.segmentation.config import FilesConfig, PredictConfig
-from brim.segmentation.images.coco import annotation_lines
-from brim.segmentation.images.formats import encoded
-from brim.segmentation.images.reading import ImageInput, image_bytes, read_image
-from brim.segmentation.networks.network import Network
-from brim.segmentation.networks.registry import create_model
-from brim.segmentation.networks.weights import load_weights
-from brim.segmentation.objects.polygons import to_polygons
-from brim.segmentation.objects.prediction import Prediction
-from brim.segmentation.objects.tracing import Traced
-from brim.segmentation.prediction.files import Found
+from brim.segmentation.images import ImageFile, ImageInput, image_bytes
+from brim.segmentation.images.reading import read_image
+from brim.segmentation.images.writing import encoded
+from brim.segmentation.networks import InferenceNetwork, create_model, load_weights
+from brim.segmentation.objects import Prediction, Rings, annotation_lines, to_polygons
 from brim.segmentation.prediction.loader import ModelLoader
-from brim.segmentation.prediction.records import Record, Records
+from brim.segmentation.prediction.scoring import TracedImage
 from brim.segmentation.prediction.stream import CEILING_S, Lock, PredictRun
-from brim.segmentation.rings import Rings
-from brim.segmentation.tuning.batch_sizes import FILE_NAME
+from brim.segmentation.tuning import FILE_NAME
 
 PARCEL_IMAGES = 32  # at least, rounded up to whole batches: 80 ms of an H200, a second of a core that decodes
 PARCEL_BYTES = 2**27  # of pixels in a parcel; one image may always travel
 FETCHES = 4  # images asked for at once while one is decoded: stores answer late rather than slowly
+
+
+FOLDER = ".brim"
+_RECORDS = f"{FOLDER}/records"
+_READERS = 16  # files asked for at once
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Record:
+    """A finished image."""
+
+    name: str  # path or URL
+    sha256: str  # of its bytes
+    polygons: int
+    height: int  # pixels
+    width: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,18 +81,18 @@ class Recipe:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Task:
+class BulkTask:
     """One image to predict."""
 
     index: int  # in the run
     name: str  # as the user gave it
-    image: Found
+    image: ImageFile
     file: str  # of its result, below the output
     done: Record | None = None  # of a run before this one; it holds if the image's bytes are still the same
 
 
 @dataclass(slots=True, kw_only=True)
-class Sheet:
+class BulkImage:
     """One image on its way."""
 
     index: int
@@ -101,10 +117,10 @@ class Sheet:
 
 
 @dataclass(slots=True, kw_only=True)
-class Parcel:
+class BulkParcel:
     """Images that travel together, and what it took so far."""
 
-    sheets: list[Sheet]
+    sheets: list[BulkImage]
     busy_s: dict[str, float] = field(default_factory=dict)  # by step
     pixels: int = 0  # that went through the network
     batch_size: int = 0  # at the end
@@ -115,7 +131,7 @@ class Parcel:
 # The run's own
 
 
-def parcels(tasks: Sequence[Task], batch_size: int, num_workers: int) -> list[list[Task]]:
+def split_tasks(tasks: Sequence[BulkTask], batch_size: int, num_workers: int) -> list[list[BulkTask]]:
     """Tasks in their order, in parcels of whole batches: those of one process, where all images are of one shape."""
     share = math.ceil(len(tasks) / (4 * num_workers))  # so that every worker has some
     size = batch_size * math.ceil(min(PARCEL_IMAGES, share) / batch_size)
@@ -129,12 +145,85 @@ def pack_weights(model: str, weights: Path | str) -> bytes:
     return safetensors.torch.save({name: tensor.contiguous() for name, tensor in module.state_dict().items()})
 
 
+# Records of finished images
+
+
+class Records:
+    """The records of one recipe in a place; pickled, others add to them."""
+
+    def __init__(self, place: Place, recipe: str, run: int = 0) -> None:
+        """Store; recipe stands for all that results depend on besides the images, run counts those before."""
+        self._place, self._recipe, self._run = place, recipe, run
+
+    def open(self) -> dict[str, Record]:
+        """What runs before this one finished, by name; this run counts from here on.
+
+        Records of another recipe are removed: this run writes over their results.
+        """
+        names = self._place.names(_RECORDS)
+        own = [name for name in names if name.startswith(f"{self._recipe}-")]
+        for name in set(names).difference(own):
+            self._place.remove(f"{_RECORDS}/{name}")
+        with ThreadPoolExecutor(_READERS) as pool:
+            read = list(pool.map(self._read, own))
+        found = _latest(zip(map(_run_of, own), read, strict=True))
+        self._run = max(map(_run_of, own), default=-1) + 1
+        if len(own) > 1:
+            self.add(found.values())
+            self._run += 1
+            for name in own:
+                self._place.remove(f"{_RECORDS}/{name}")
+        return found
+
+    def add(self, records: Iterable[Record]) -> None:
+        """Record finished images; the same ones again change nothing."""
+        data = b"".join(json.dumps(asdict(record)).encode() + b"\n" for record in records)
+        if data:
+            digest = hashlib.sha256(data).hexdigest()[:16]
+            self._place.put_bytes(data, f"{_RECORDS}/{self._recipe}-{self._run:06d}-{digest}.jsonl")
+
+    def _read(self, name: str) -> list[Record]:
+        try:
+            lines = self._place.read_bytes(f"{_RECORDS}/{name}").splitlines()
+            return [Record(**json.loads(line)) for line in lines]
+        except (FileNotFoundError, ValueError, TypeError):  # gone, or not ours: its images are made again
+            return []
+
+
+def recipe_name(facts: dict[str, Any]) -> str:
+    """A short name of all that results depend on."""
+    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _run_of(name: str) -> int:
+    number = name.split("-")[1] if name.count("-") == 2 else ""
+    return int(number) if number.isdigit() else 0
+
+
+def _latest(found: Iterable[tuple[int, list[Record]]]) -> dict[str, Record]:
+    """The last record of each image; one that two runs at once made differently is none."""
+    latest: dict[str, tuple[int, Record | None]] = {}
+    for run, record in _flat(found):
+        known = latest.get(record.name)
+        if known is None or known[0] < run:
+            latest[record.name] = (run, record)
+        elif known[0] == run and known[1] != record:
+            latest[record.name] = (run, None)
+    return {name: record for name, (_, record) in latest.items() if record is not None}
+
+
+def _flat(found: Iterable[tuple[int, list[Record]]]) -> Iterator[tuple[int, Record]]:
+    for run, records in found:
+        for record in records:
+            yield run, record
+
+
 # The steps
 
 
-def read(tasks: Sequence[Task]) -> Iterator[Parcel]:
+def read_parcels(tasks: Sequence[BulkTask]) -> Iterator[BulkParcel]:
     """Images' pixels, several files being fetched at once; those whose result is there are only looked at."""
-    sheets: list[Sheet] = []
+    sheets: list[BulkImage] = []
     size_bytes, began_s = 0, time.perf_counter()
     fetch = Stage(name="fetch", work=_fetched, workers=FETCHES, depth=FETCHES)
     with Pipeline(tasks, [fetch], depth=FETCHES) as fetched:
@@ -142,22 +231,22 @@ def read(tasks: Sequence[Task]) -> Iterator[Parcel]:
             sheet = _decoded(task, data)
             num_bytes = 0 if sheet.pixels is None else sheet.pixels.nbytes
             if sheets and size_bytes + num_bytes > PARCEL_BYTES:
-                yield Parcel(sheets=sheets, busy_s={"read": time.perf_counter() - began_s})
+                yield BulkParcel(sheets=sheets, busy_s={"read": time.perf_counter() - began_s})
                 sheets, size_bytes, began_s = [], 0, time.perf_counter()
             sheets.append(sheet)
             size_bytes += num_bytes
-    yield Parcel(sheets=sheets, busy_s={"read": time.perf_counter() - began_s})
+    yield BulkParcel(sheets=sheets, busy_s={"read": time.perf_counter() - began_s})
 
 
-def _fetched(task: Task) -> tuple[Task, bytes | ImageError]:
+def _fetched(task: BulkTask) -> tuple[BulkTask, bytes | ImageError]:
     try:
         return task, image_bytes(task.image, name=task.name)
     except ImageError as failure:
         return task, failure
 
 
-def _decoded(task: Task, data: bytes | ImageError) -> Sheet:
-    sheet = Sheet(index=task.index, name=task.name, file=task.file)
+def _decoded(task: BulkTask, data: bytes | ImageError) -> BulkImage:
+    sheet = BulkImage(index=task.index, name=task.name, file=task.file)
     try:
         if isinstance(data, ImageError):
             raise data
@@ -207,7 +296,7 @@ class BulkScorer:
         """Patches that the network sees at once."""
         return self._config.batch_size or 1
 
-    def __call__(self, parcel: Parcel) -> Parcel:
+    def __call__(self, parcel: BulkParcel) -> BulkParcel:
         """Outlines of the images that have pixels; the pixels stay only where something is drawn on them."""
         began_s = time.perf_counter()
         sheets = [sheet for sheet in parcel.sheets if sheet.pixels is not None]
@@ -230,7 +319,13 @@ class _RingsRun(PredictRun):
     """A run whose polygons are made elsewhere: it ends with rings."""
 
     def __init__(
-        self, network: Network, config: PredictConfig, lock: Lock, sheets: Sequence[Sheet], *, with_mask: bool
+        self,
+        network: InferenceNetwork,
+        config: PredictConfig,
+        lock: Lock,
+        sheets: Sequence[BulkImage],
+        *,
+        with_mask: bool,
     ) -> None:
         super().__init__(network, config, lock)
         self._sheets, self._with_mask = sheets, with_mask
@@ -243,10 +338,10 @@ class _RingsRun(PredictRun):
     def name(self, index: int, image: ImageInput) -> str:
         return self._sheets[index].name
 
-    def finish(self, traced: list[Traced]) -> list[tuple[int, Prediction]]:
+    def finish(self, traced: list[TracedImage]) -> list[tuple[int, Prediction]]:
         return [(each.frame.index, self._outlined(each)) for each in traced]
 
-    def _outlined(self, traced: Traced) -> Prediction:
+    def _outlined(self, traced: TracedImage) -> Prediction:
         frame = traced.frame
         try:
             rings = self.rings(traced).to_bytes()
@@ -257,7 +352,9 @@ class _RingsRun(PredictRun):
         return Prediction(frame.name, frame.height, frame.width)
 
 
-def write(parcel: Parcel, format: str, place: Place | None = None, records: Records | None = None) -> Parcel:
+def write_parcel(
+    parcel: BulkParcel, format: str, place: Place | None = None, records: Records | None = None
+) -> BulkParcel:
     """Files of images whose outlines were found: put in a place and recorded there, or left in the sheets."""
     began_s = time.perf_counter()
     for sheet in parcel.sheets:
@@ -277,7 +374,7 @@ def write(parcel: Parcel, format: str, place: Place | None = None, records: Reco
     return replace(parcel, busy_s=parcel.busy_s | {"write": time.perf_counter() - began_s})
 
 
-def _result(sheet: Sheet, rings: bytes, format: str) -> bytes:
+def _result(sheet: BulkImage, rings: bytes, format: str) -> bytes:
     polygons = tuple(to_polygons(Rings.from_bytes(rings)))
     sheet.polygons = len(polygons)
     mask: Any = None

@@ -12,14 +12,12 @@ from typing import Any, cast
 from brim.engine.storage import is_url, place_of
 from brim.errors import ConfigError, ImageError
 from brim.segmentation.config import FilesConfig
-from brim.segmentation.images.formats import Writer
-from brim.segmentation.images.reading import find_images, is_image_name, read_image
-from brim.segmentation.images.stored import StoredImage
-from brim.segmentation.objects.prediction import Prediction
+from brim.segmentation.images import ImageFile, StoredImage, find_images, is_image_name
+from brim.segmentation.images.reading import read_image
+from brim.segmentation.images.writing import Writer
+from brim.segmentation.objects import Prediction
 from brim.segmentation.prediction.loader import ModelLoader
 from brim.segmentation.prediction.stream import PredictProgress, PredictReport
-
-Found = Path | StoredImage
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,9 +85,9 @@ def predict_files(
     )  # fmt: skip
 
 
-def find_inputs(inputs: Sequence[Path | str], out: Path | str) -> list[Found]:
+def find_inputs(inputs: Sequence[Path | str], out: Path | str) -> list[ImageFile]:
     """Images of files, folders and URLs; results in a folder below those searched are not taken for images."""
-    found: dict[str, Found] = {}
+    found: dict[str, ImageFile] = {}
     for given in inputs:
         for image in _find(given, out):
             found.setdefault(str(image), image)
@@ -98,7 +96,7 @@ def find_inputs(inputs: Sequence[Path | str], out: Path | str) -> list[Found]:
     return list(found.values())
 
 
-def _find(given: Path | str, out: Path | str) -> list[Found]:
+def _find(given: Path | str, out: Path | str) -> list[ImageFile]:
     path, results = place_of(given).path, place_of(out)
     if path is None:
         own = f"{results}/"
@@ -148,7 +146,7 @@ def _watched(
     return tell
 
 
-def _write(writer: Writer, prediction: Prediction, image: Found | None) -> str | None:
+def _write(writer: Writer, prediction: Prediction, image: ImageFile | None) -> str | None:
     """Write the prediction, on its image where one is given; why there is none, if so."""
     try:
         writer.write(prediction, read_image(image) if image is not None and prediction.error is None else None)

@@ -8,7 +8,6 @@ The batch size is what tuning found on this very device. Where nothing is known 
 seconds, and saved. One lock guards the device; it is held for a batch or for tuning, and left in every case.
 """
 
-import io
 import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -18,25 +17,20 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from PIL import Image
 from torch import Tensor, nn
 
 from brim.engine.device import resolve_device, worker_count
 from brim.errors import ConfigError, ImageError
 from brim.segmentation.config import DEFAULT_TILE, QUICK_SECONDS, PredictConfig
-from brim.segmentation.images.reading import ImageInput, read_image
-from brim.segmentation.images.stored import StoredImage
-from brim.segmentation.networks.network import Network
-from brim.segmentation.networks.registry import create_model, find_model
-from brim.segmentation.networks.weights import load_weights
-from brim.segmentation.objects.polygons import Polygon, trace
-from brim.segmentation.objects.prediction import Prediction
-from brim.segmentation.prediction.batching import pad
+from brim.segmentation.images import ImageInput, StoredImage, header_size
+from brim.segmentation.images.reading import read_image
+from brim.segmentation.networks import InferenceNetwork, create_model, find_model, load_weights
+from brim.segmentation.objects import Polygon, Prediction
+from brim.segmentation.objects.rings import trace
+from brim.segmentation.prediction.patches import pad, padded, usable_tile
 from brim.segmentation.prediction.scoring import resized
 from brim.segmentation.prediction.stream import PredictProgress, PredictReport, predict_one, predict_stream
-from brim.segmentation.prediction.tiles import padded, usable_tile
-from brim.segmentation.tuning.batch_sizes import FILE_NAME, Entry, device_key
-from brim.segmentation.tuning.known_sizes import KnownSizes
+from brim.segmentation.tuning import BatchSizeEntry, KnownSizes, device_key
 
 PROBED = 1000  # images of a list whose headers are read to learn the side to tune for
 
@@ -51,7 +45,7 @@ class ModelLoader:
         self,
         weights: Mapping[str, str | Path] | None = None,
         device: str | torch.device = "auto",
-        batch_sizes: str | Path | None = FILE_NAME,
+        batch_sizes: str | Path | None = "auto",
         precision: str = "auto",
         tile: int = DEFAULT_TILE,
         resize: int | None = None,
@@ -62,7 +56,8 @@ class ModelLoader:
         """Check and store; nothing is read before it is needed.
 
         weights       model name → a file of weights, or the directory of a training run
-        batch_sizes   the file that tuning reads and writes; None keeps what is tuned to this object
+        batch_sizes   the file that tuning reads and writes; "auto": batch_sizes.json here if there is one, else in the
+                      user's cache directory; None keeps results of tuning in memory
         precision     "auto" is what was tuned, else fp16 on a GPU and fp32 on a CPU
         tile          pixels; a larger image is cut into windows that overlap, and blended (rounded down to 32s)
         resize        pixels; instead of tiling, the network sees every image at this side
@@ -76,7 +71,7 @@ class ModelLoader:
         self._sizes = KnownSizes(self.device, batch_sizes, precision, tune_seconds)
         self._limit = resize if resize is not None else usable_tile(tile)  # greatest side the network ever sees
         self.lock = threading.RLock()  # whoever uses the device
-        self._networks: dict[str, Network] = {}
+        self._networks: dict[str, InferenceNetwork] = {}
 
     @property
     def models(self) -> tuple[str, ...]:
@@ -157,7 +152,7 @@ class ModelLoader:
         threshold: float = 0.5,
         detect_holes: bool = True,
         strict: bool = False,
-    ) -> tuple[Network, PredictConfig]:
+    ) -> tuple[InferenceNetwork, PredictConfig]:
         """What predict_stream runs with, checked, tuned and loaded: for those who run it in parts, holding `lock`."""
         config = self._checked(model_name, batch_size, threshold, detect_holes, strict)
         self._weights_of(model_name)  # before anything is tuned
@@ -171,14 +166,14 @@ class ModelLoader:
         find_model(model_name)
         return replace(self._configured(threshold, detect_holes, strict), batch_size=batch_size)
 
-    def load(self, model_name: str) -> Network:
+    def load(self, model_name: str) -> InferenceNetwork:
         """The network with its weights on the device; loaded once."""
         find_model(model_name)
         with self.lock:
             setting = self._sizes.setting(self._sizes.find(model_name))
             network = self._networks.get(model_name)
             if network is None or network.setting != setting:
-                network = self._networks[model_name] = Network(self._trained(model_name), self.device, setting)
+                network = self._networks[model_name] = InferenceNetwork(self._trained(model_name), self.device, setting)
             return network
 
     # Batch sizes
@@ -211,7 +206,7 @@ class ModelLoader:
             )
         return min(wanted, entry.max_safe_batch_size)
 
-    def _tuned(self, name: str, side: int) -> Entry:
+    def _tuned(self, name: str, side: int) -> BatchSizeEntry:
         """The entry for images of up to that side, tuned now where there is none."""
         find_model(name)
         with self.lock:
@@ -302,20 +297,6 @@ def _side(image: ImageInput) -> int:
         return padded(max(size or read_image(image).shape[:2]))
     except (ImageError, ValueError):
         return 0
-
-
-def header_size(image: ImageInput) -> tuple[int, ...] | None:
-    """Width and height without decoding; None where Pillow does not know the kind, or takes it for a bomb."""
-    if isinstance(image, Image.Image):
-        return image.size
-    source = io.BytesIO(image) if isinstance(image, bytes) else image
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # read_image has a limit of its own
-            with Image.open(source) as opened:  # type: ignore[arg-type]
-                return opened.size
-    except Exception:  # broad on purpose: Pillow raises anything for a broken file, which read_image then names
-        return None
 
 
 def _as_masks(masks: Tensor | np.ndarray, threshold: float) -> tuple[np.ndarray | None, np.ndarray]:

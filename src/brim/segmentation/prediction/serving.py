@@ -24,27 +24,16 @@ from brim.engine.batching import Answer, DecodedRequest, Payload, RequestShape
 from brim.engine.batching.warm_up import ladder
 from brim.errors import ImageError, OutOfMemory, TooLarge
 from brim.segmentation.config import DEFAULT_TILE, QUICK_SECONDS, PredictConfig, RequestConfig
-from brim.segmentation.images.formats import encoded
-from brim.segmentation.images.reading import image_size, read_image
-from brim.segmentation.networks.network import DTYPES, Network
-from brim.segmentation.networks.registry import create_model, find_model
-from brim.segmentation.networks.weights import load_weights
-from brim.segmentation.objects.tracing import Traced
-from brim.segmentation.prediction.batching import Batch, Frame, Patch, cut
-from brim.segmentation.prediction.scoring import Done
+from brim.segmentation.images import image_size
+from brim.segmentation.images.reading import read_image
+from brim.segmentation.images.writing import encoded
+from brim.segmentation.networks import DTYPES, InferenceNetwork, create_model, find_model, load_weights
+from brim.segmentation.objects import MEDIA_TYPES, RINGS
+from brim.segmentation.prediction.patches import ImageFrame, Patch, PatchBatch, TileGrid, cut, padded, usable_tile
+from brim.segmentation.prediction.scoring import ScoredImage, TracedImage
 from brim.segmentation.prediction.stream import DECODED_BYTES, PredictRun
-from brim.segmentation.prediction.tiles import Grid, padded, usable_tile
-from brim.segmentation.rings import RINGS
-from brim.segmentation.tuning.batch_sizes import Entry
-from brim.segmentation.tuning.known_sizes import KnownSizes
+from brim.segmentation.tuning import BatchSizeEntry, KnownSizes
 
-MEDIA_TYPES = {
-    "geojson": "application/geo+json",
-    "coco": "application/json",
-    "roi": "application/zip",
-    "mask": "image/png",
-    "overlay": "image/png",
-}
 _UNTUNED = {"cuda": 32, "cpu": 4}  # largest batch tried where nobody tuned
 _MOST = 256  # patches of a batch of small images
 _GRAPHS = 64  # sizes × shapes that stay captured; they share the memory of the largest
@@ -88,7 +77,7 @@ class SegmentServable:
         entry = known.find(network)
         if entry is None and may_tune:
             entry = known.find_or_tune(network, self._tile, lambda _: module)
-        self._network = Network(module, device, known.setting(entry), graphs=_GRAPHS)
+        self._network = InferenceNetwork(module, device, known.setting(entry), graphs=_GRAPHS)
         if entry is not None and entry.image_size < self._tile:
             entry = None  # of smaller images, by somebody who wanted just that: it stays in the file
         self._set_sizes(entry)
@@ -99,9 +88,9 @@ class SegmentServable:
         self._runs: OrderedDict[tuple[float, bool], PredictRun] = OrderedDict()
         self._runs_lock = threading.Lock()
         self._rehearsal = self._new_run(0.5, True)
-        self._blank = cut(Frame(0, "warm-up"), _ramps(self._tile), **self._cutting()).patches[0].pixels
+        self._blank = cut(ImageFrame(0, "warm-up"), _ramps(self._tile), **self._cutting()).patches[0].pixels
 
-    def _set_sizes(self, entry: Entry | None) -> None:
+    def _set_sizes(self, entry: BatchSizeEntry | None) -> None:
         self.tuned = entry is not None
         self.max_batch_size = entry.max_safe_batch_size if entry else _UNTUNED[self._device.type]
         self.sizes: Sequence[int] = ladder(entry.optimal_batch_size if entry else self.max_batch_size)
@@ -133,7 +122,7 @@ class SegmentServable:
         options = _options(payload)
         _room.wait()
         image = read_image(bytes(payload.data), max_pixels=options.max_pixels, name=payload.name)
-        frame = cut(Frame(0, payload.name), image, **self._cutting())
+        frame = cut(ImageFrame(0, payload.name), image, **self._cutting())
         run, patches = self._run_of(options), frame.patches
         frame.patches = []  # which refer to it
         for patch in patches:
@@ -147,7 +136,7 @@ class SegmentServable:
         run = parts[0].run
         patches = [part.patch for part in parts]
         run.scorer.restore(_ANY)  # memory that was short once may be there now: no batch pays for one before it
-        return _Running(run, patches, run.scorer.forward(Batch(patches)))
+        return _Running(run, patches, run.scorer.forward(PatchBatch(patches)))
 
     def collect(self, running: "_Running") -> list[Any]:
         """What is done by a batch: an image with its last window, None for those before, a failure.
@@ -157,7 +146,7 @@ class SegmentServable:
         running.run.tracer.wait(running.done)
         if running.run is self._rehearsal and running.run.scorer.size() < len(running.patches):
             raise OutOfMemory(f"a batch of {len(running.patches)} did not fit on {self._device}")
-        scored = _Scored(running.run, running.done)
+        scored = _ScoredPatches(running.run, running.done)
         complete = {id(done.frame) for done in running.done}
         last = {id(patch.frame): number for number, patch in enumerate(running.patches)}
         return [
@@ -168,7 +157,7 @@ class SegmentServable:
     def finish(self, item: DecodedRequest, outputs: list[Any]) -> Answer:
         """Polygons, and the answer in the format asked for."""
         context: _Context = item.context
-        (scored,) = [output for output in outputs if isinstance(output, _Scored)]
+        (scored,) = [output for output in outputs if isinstance(output, _ScoredPatches)]
         traced = scored.trace(context.frame)
         if context.as_rings:
             rings = context.run.rings(traced)
@@ -191,7 +180,7 @@ class SegmentServable:
     def example(self, num: int) -> list["_Part"]:
         """Patches of a whole tile."""
         shape = (self._tile, self._tile)
-        frames = [Frame(0, "warm-up", *shape) for _ in range(num)]
+        frames = [ImageFrame(0, "warm-up", *shape) for _ in range(num)]
         return [_Part(self._rehearsal, Patch(frame, self._blank, shape)) for frame in frames]
 
     # What a request needs
@@ -204,7 +193,7 @@ class SegmentServable:
         shape = (padded(height), padded(width))
         if max(shape) <= self._tile:
             return shape, 1
-        grid = Grid(*shape, self._tile)
+        grid = TileGrid(*shape, self._tile)
         return (grid.rows.size, grid.columns.size), len(grid)
 
     def _key(self, shape: tuple[int, int], options: RequestConfig) -> tuple[Any, ...]:
@@ -281,18 +270,18 @@ class _Running(NamedTuple):
 
     run: PredictRun
     patches: list[Patch]
-    done: list[Done]
+    done: list[ScoredImage]
 
 
-class _Scored:
+class _ScoredPatches:
     """Images that the network has seen together; whoever finishes the first of them finds the rings of all."""
 
-    def __init__(self, run: PredictRun, done: list[Done]) -> None:
+    def __init__(self, run: PredictRun, done: list[ScoredImage]) -> None:
         self._run, self._done = run, {id(each.frame): each for each in done}
-        self._traced: dict[int, Traced] = {}
+        self._traced: dict[int, TracedImage] = {}
         self._lock = threading.Lock()
 
-    def trace(self, frame: Frame) -> Traced:
+    def trace(self, frame: ImageFrame) -> TracedImage:
         """The rings of one image, once."""
         with self._lock:
             if id(frame) in self._done:
@@ -302,7 +291,7 @@ class _Scored:
                     self._find([self._done[id(frame)]])
             return self._traced.pop(id(frame))
 
-    def _find(self, done: list[Done]) -> None:
+    def _find(self, done: list[ScoredImage]) -> None:
         with _tracing:
             traced = self._run.trace(done)
         for each in traced:
@@ -317,7 +306,7 @@ class _Context(NamedTuple):
     """What is needed of a request once its pixels are scored."""
 
     run: PredictRun
-    frame: Frame
+    frame: ImageFrame
     format: str
     image: np.ndarray | None  # (H, W, 3), of an overlay
     as_rings: bool  # instead of text

@@ -26,17 +26,13 @@ from brim.engine.meter import BUSY, INPUT, ROOM, GpuSampler, Meter, ceiling_shar
 from brim.engine.pipeline import Pending, Pipeline, Stage
 from brim.errors import ImageError, OutOfMemory
 from brim.segmentation.config import PredictConfig
-from brim.segmentation.images.reading import ImageInput, read_image
-from brim.segmentation.images.stored import StoredImage
-from brim.segmentation.networks.network import Network
-from brim.segmentation.objects.outlines import find_rings, stack
-from brim.segmentation.objects.polygons import Polygon, to_polygons, trace_all
-from brim.segmentation.objects.prediction import Prediction
-from brim.segmentation.objects.tracing import Traced, Tracer
-from brim.segmentation.prediction.batching import Batch, Frame, cut, group
-from brim.segmentation.prediction.scoring import Done, Scorer
-from brim.segmentation.prediction.tiles import usable_tile
-from brim.segmentation.rings import Rings
+from brim.segmentation.images import ImageInput, StoredImage
+from brim.segmentation.images.reading import read_image
+from brim.segmentation.networks import InferenceNetwork
+from brim.segmentation.objects import Polygon, Prediction, Rings, to_polygons
+from brim.segmentation.objects.rings import find_rings, stack, trace_all
+from brim.segmentation.prediction.patches import ImageFrame, PatchBatch, cut, group, usable_tile
+from brim.segmentation.prediction.scoring import ScoredImage, Scorer, TracedImage, Tracer
 
 TRACER_SHARE = 0.375  # of the threads that decode: an image takes 9 ms to trace, and as a PNG 33 ms to decode
 MAKER_SHARE = 0.125  # likewise where the device traces: what is left takes 1 ms, under the interpreter's lock
@@ -77,7 +73,7 @@ class PredictReport:
 
 
 def predict_stream(
-    network: Network,
+    network: InferenceNetwork,
     images: Iterable[ImageInput],
     config: PredictConfig,
     *,
@@ -100,7 +96,9 @@ def predict_stream(
         on_report(run.report(gpu.summary() if gpu is not None else None))
 
 
-def predict_one(network: Network, image: ImageInput, config: PredictConfig, *, lock: Lock | None = None) -> Prediction:
+def predict_one(
+    network: InferenceNetwork, image: ImageInput, config: PredictConfig, *, lock: Lock | None = None
+) -> Prediction:
     """Prediction of one image without any threads; what would be an `error` in a stream is raised."""
     run = PredictRun(network, config, lock)
     frames = [run.decode((0, image))]
@@ -114,7 +112,7 @@ def predict_one(network: Network, image: ImageInput, config: PredictConfig, *, l
 class PredictRun:
     """One call: its stages and what they share; whoever batches otherwise calls decode, scorer and finish."""
 
-    def __init__(self, network: Network, config: PredictConfig, lock: Lock | None) -> None:
+    def __init__(self, network: InferenceNetwork, config: PredictConfig, lock: Lock | None) -> None:
         self.network, self.config = network, config
         self.tile = usable_tile(config.tile)
         self.overlap = config.overlap if config.overlap is None else min(config.overlap, self.tile // 2)
@@ -169,7 +167,7 @@ class PredictRun:
 
     # The stages
 
-    def _admitted(self, item: tuple[int, ImageInput]) -> Frame:
+    def _admitted(self, item: tuple[int, ImageInput]) -> ImageFrame:
         began_s = time.perf_counter()
         self.gate.enter(item[0])
         self._waited("decode", time.perf_counter() - began_s, ROOM)
@@ -177,29 +175,29 @@ class PredictRun:
         self.gate.add(frame)
         return frame
 
-    def decode(self, item: tuple[int, ImageInput]) -> Frame:
+    def decode(self, item: tuple[int, ImageInput]) -> ImageFrame:
         """Read an image and cut it into patches."""
         index, image = item
         name = self.name(index, image)
         try:
-            return _twice(lambda: self._cut(Frame(index, name), image))
+            return _twice(lambda: self._cut(ImageFrame(index, name), image))
         except (ImageError, OutOfMemory) as failure:
-            return Frame(index, name, failure=failure)
+            return ImageFrame(index, name, failure=failure)
 
     def name(self, index: int, image: ImageInput) -> str:
         """What messages and predictions call an image."""
         return str(image) if isinstance(image, str | Path | StoredImage) else f"image {index}"
 
-    def _cut(self, frame: Frame, image: ImageInput) -> Frame:
+    def _cut(self, frame: ImageFrame, image: ImageInput) -> ImageFrame:
         pinned = self.network.device.type == "cuda"
         pixels = read_image(image)
         return cut(frame, pixels, tile=self.tile, overlap=self.overlap, resize=self.config.resize, pinned=pinned)
 
-    def _batches(self, decoded: Iterator[Frame]) -> Iterator[Batch]:
+    def _batches(self, decoded: Iterator[ImageFrame]) -> Iterator[PatchBatch]:
         """Batches of what was decoded; a failure comes after the images that were read before it."""
         failures: list[Exception] = []
 
-        def frames() -> Iterator[Frame]:
+        def frames() -> Iterator[ImageFrame]:
             try:
                 for frame in self._arrivals(decoded, "batch"):
                     self.gate.leave(frame)
@@ -212,14 +210,14 @@ class PredictRun:
         if failures:
             raise failures[0]
 
-    def trace(self, done: list[Done]) -> list[Traced]:
+    def trace(self, done: list[ScoredImage]) -> list[TracedImage]:
         """Find the rings of a batch's images where the device does that."""
         began_s = time.perf_counter()
         self.tracer.wait(done)
         self._waited("trace", time.perf_counter() - began_s)
         return self.tracer.trace(done)
 
-    def _unbatched(self, computed: Iterator[list[Traced]]) -> Iterator[list[Traced]]:
+    def _unbatched(self, computed: Iterator[list[TracedImage]]) -> Iterator[list[TracedImage]]:
         """Images that one thread makes polygons of."""
         for traced in self._arrivals(computed, "unbatch"):
             while traced:
@@ -227,7 +225,7 @@ class PredictRun:
                 yield traced[:num]
                 traced = traced[num:]
 
-    def finish(self, traced: list[Traced]) -> list[tuple[int, Prediction]]:
+    def finish(self, traced: list[TracedImage]) -> list[tuple[int, Prediction]]:
         """Make the polygons of images; when they fail together, each is tried alone."""
         whole = [each for each in traced if each.frame.failure is None]
         failed = [(each.frame.index, _failed(each.frame)) for each in traced if each.frame.failure is not None]
@@ -238,13 +236,13 @@ class PredictRun:
             pass  # the next try is outside the handler, which would keep this one's arrays alive
         return failed + [self._finish_alone(each) for each in whole]
 
-    def rings(self, traced: Traced) -> Rings:
+    def rings(self, traced: TracedImage) -> Rings:
         """Rings alone, for those who make polygons elsewhere; what would be an `error` is raised."""
         if traced.frame.failure is not None:
             raise traced.frame.failure
         return _twice(lambda: self._rings(traced))
 
-    def _rings(self, traced: Traced) -> Rings:
+    def _rings(self, traced: TracedImage) -> Rings:
         self._check_finite(traced)
         if traced.found is not None:
             self._arrived(traced.found.pending)
@@ -252,21 +250,21 @@ class PredictRun:
         mask = self._mask(traced)
         return find_rings(stack([mask]), [self._probability(traced, mask)], self.config.detect_holes)
 
-    def _finish_alone(self, traced: Traced) -> tuple[int, Prediction]:
+    def _finish_alone(self, traced: TracedImage) -> tuple[int, Prediction]:
         try:
             return _twice(lambda: self._finished([traced]))[0]
         except (ImageError, OutOfMemory) as failure:
             traced.frame.failure = failure
         return traced.frame.index, _failed(traced.frame)
 
-    def _finished(self, traced: list[Traced]) -> list[tuple[int, Prediction]]:
+    def _finished(self, traced: list[TracedImage]) -> list[tuple[int, Prediction]]:
         frames, masks = [each.frame for each in traced], [self._mask(each) for each in traced]
         return [
             (frame.index, Prediction(frame.name, frame.height, frame.width, tuple(polygons), mask))
             for frame, polygons, mask in zip(frames, self._polygons(traced, masks), masks, strict=True)
         ]
 
-    def _polygons(self, traced: list[Traced], masks: list[np.ndarray]) -> Iterator[list[Polygon]]:
+    def _polygons(self, traced: list[TracedImage], masks: list[np.ndarray]) -> Iterator[list[Polygon]]:
         """Polygons of every image; those that the device did not trace are traced here, together."""
         left = [
             (mask, self._probability(each, mask))
@@ -283,18 +281,18 @@ class PredictRun:
                 self._arrived(each.found.pending)
                 yield to_polygons(each.found.rings(each.place))
 
-    def _probability(self, traced: Traced, mask: np.ndarray) -> np.ndarray:
+    def _probability(self, traced: TracedImage, mask: np.ndarray) -> np.ndarray:
         """Probabilities (H, W) of an image that the device did not trace, once they are on the host."""
         assert traced.probability is not None
         return self._arrived(traced.probability)["probability"].numpy()[0, : len(mask), : mask.shape[1]]
 
-    def _mask(self, traced: Traced) -> np.ndarray:
+    def _mask(self, traced: TracedImage) -> np.ndarray:
         """Mask (H, W) of an image, once it is on the host."""
         frame, host = traced.frame, self._check_finite(traced)
         # of its own: a view would keep the whole batch
         return host["mask"].numpy()[traced.row, : frame.height, : frame.width].copy()
 
-    def _check_finite(self, traced: Traced) -> dict[str, Tensor]:
+    def _check_finite(self, traced: TracedImage) -> dict[str, Tensor]:
         """What was scored, once it is on the host, unless the network failed at this image."""
         frame = traced.frame
         assert traced.scored is not None
@@ -382,12 +380,12 @@ class _Gate:
         with self._changed:
             self._changed.wait_for(lambda: self._open or index == self._next or self._held_bytes < self._limit_bytes)
 
-    def add(self, frame: Frame) -> None:
+    def add(self, frame: ImageFrame) -> None:
         """Account a decoded image."""
         with self._changed:
             self._held_bytes += _bytes(frame)
 
-    def leave(self, frame: Frame) -> None:
+    def leave(self, frame: ImageFrame) -> None:
         """Account an image that goes on; they leave in order."""
         with self._changed:
             self._held_bytes -= _bytes(frame)
@@ -425,7 +423,7 @@ class _QuietOpenCV:
 _quiet_opencv = _QuietOpenCV()  # process-wide, as is what it sets
 
 
-def _bytes(frame: Frame) -> int:
+def _bytes(frame: ImageFrame) -> int:
     return sum(patch.pixels.nbytes for patch in frame.patches)
 
 
@@ -441,7 +439,7 @@ def _twice(work: Callable[[], _Result]) -> _Result:
         return work()
 
 
-def _failed(frame: Frame) -> Prediction:
+def _failed(frame: ImageFrame) -> Prediction:
     return Prediction(frame.name, frame.height, frame.width, error=str(frame.failure))
 
 

@@ -16,9 +16,9 @@ from numpy.typing import NDArray
 
 from brim.errors import ConfigError, StorageError
 
-Image = NDArray[np.uint8]
-Labels = NDArray[np.int32]
-Field = NDArray[np.float32]
+ColourImage = NDArray[np.uint8]
+LabelImage = NDArray[np.int32]
+FloatImage = NDArray[np.float32]
 
 MIN_SIDE = 32  # pixels; below that hardly a cell fits
 _RADII = (5.0, 17.0)  # pixels, of the mean cell of an image
@@ -27,8 +27,8 @@ _ANGLES = np.linspace(0, 2 * np.pi, 40, endpoint=False, dtype=np.float32)
 _COVERED = ((0.1, 0.0, 0.02), (0.57, 0.08, 0.35), (0.33, 0.5, 1.2))
 
 
-def make_cells(seed: int, index: int, height: int, width: int) -> tuple[Image, NDArray[np.bool_]]:
-    """Image number `index` of a seed, and where its cells are.
+def make_cells(seed: int, index: int, height: int, width: int) -> tuple[ColourImage, NDArray[np.bool_]]:
+    """ColourImage number `index` of a seed, and where its cells are.
 
     image  (H, W, 3)  uint8
     mask   (H, W)     bool   True inside a cell
@@ -37,7 +37,7 @@ def make_cells(seed: int, index: int, height: int, width: int) -> tuple[Image, N
     return image, labels > 0
 
 
-def make_labels(seed: int, index: int, height: int, width: int) -> tuple[Image, Labels]:
+def make_labels(seed: int, index: int, height: int, width: int) -> tuple[ColourImage, LabelImage]:
     """The same image, with cell k of the truth numbered k; 0 is what is no cell."""
     for name, value, least in (("height", height, MIN_SIDE), ("width", width, MIN_SIDE), ("seed", seed, 0)):
         if value < least:
@@ -79,7 +79,7 @@ class _Cell:
     height: int
 
 
-def _add_cells(rng: np.random.Generator, labels: Labels, stain: Field) -> None:
+def _add_cells(rng: np.random.Generator, labels: LabelImage, stain: FloatImage) -> None:
     """Draw cells where they fit, each numbered."""
     _, low, high = _COVERED[rng.choice(len(_COVERED), p=[share for share, _, _ in _COVERED])]
     radius = rng.uniform(*_RADII)
@@ -115,17 +115,17 @@ def _propose(rng: np.random.Generator, shape: tuple[int, ...], radius: float, tr
         yield _Cell(outline, int(left), int(top), int(right - left), int(bottom - top))
 
 
-def _interior(rng: np.random.Generator, shape: Image) -> Field:
+def _interior(rng: np.random.Generator, shape: ColourImage) -> FloatImage:
     """Stain inside a cell: a rim, a body, a nucleus."""
     depth = cv2.distanceTransform(cv2.copyMakeBorder(shape, 1, 1, 1, 1, cv2.BORDER_CONSTANT), cv2.DIST_L2, 3)
     depth = depth[1:-1, 1:-1]
     body, rim, nucleus = rng.uniform(0.3, 0.55), rng.uniform(0.1, 0.3), rng.uniform(0.15, 0.4)
     edge = 0.55 * float(depth.max())
-    found: Field = (body + rim * np.exp(-depth / 1.5) + nucleus / (1 + np.exp(edge - depth))).astype(np.float32)
+    found: FloatImage = (body + rim * np.exp(-depth / 1.5) + nucleus / (1 + np.exp(edge - depth))).astype(np.float32)
     return found
 
 
-def _add_debris(rng: np.random.Generator, stain: Field, labels: Labels) -> None:
+def _add_debris(rng: np.random.Generator, stain: FloatImage, labels: LabelImage) -> None:
     """Dust, fibres and faint bubbles outside the cells; none of it is truth."""
     height, width = stain.shape
     dirt = np.zeros_like(stain)
@@ -142,7 +142,7 @@ def _add_debris(rng: np.random.Generator, stain: Field, labels: Labels) -> None:
     stain += np.where(labels > 0, 0, dirt)
 
 
-def _photograph(rng: np.random.Generator, stain: Field) -> Image:
+def _photograph(rng: np.random.Generator, stain: FloatImage) -> ColourImage:
     """Light through the stain onto a camera: absorption, uneven lamp, blur, noise."""
     height, width = stain.shape
     blurred = cv2.GaussianBlur(stain, (0, 0), float(rng.uniform(0.5, 1.1)))
@@ -154,16 +154,16 @@ def _photograph(rng: np.random.Generator, stain: Field) -> Image:
     return np.asarray(np.rint(light).clip(0, 255), np.uint8)
 
 
-def _tilt(rng: np.random.Generator, height: int, width: int) -> Field:
+def _tilt(rng: np.random.Generator, height: int, width: int) -> FloatImage:
     down, across = rng.uniform(-0.12, 0.12, 2)
-    found: Field = (
+    found: FloatImage = (
         np.linspace(-down, down, height, dtype=np.float32)[:, None]
         + np.linspace(-across, across, width, dtype=np.float32)[None]
     )
     return found
 
 
-def _smooth(rng: np.random.Generator, height: int, width: int, grain: int) -> Field:
+def _smooth(rng: np.random.Generator, height: int, width: int, grain: int) -> FloatImage:
     """Random field that changes over `grain` pixels, about -1 to 1."""
     coarse = rng.uniform(-1, 1, (height // max(1, grain) + 2, width // max(1, grain) + 2)).astype(np.float32)
     return np.asarray(cv2.resize(coarse, (width, height), interpolation=cv2.INTER_CUBIC), np.float32)

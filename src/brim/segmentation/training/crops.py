@@ -4,12 +4,17 @@ Axes: S pixels of a side. Crops are windows at the images' own scale that cover 
 crop is continued by reflection. A row of the dataset:
 
     image       (3, S, S)  uint8
-    mask        (1, S, S)  uint8  bit 0: foreground; bit 1: counts in scores, which each pixel of the image does once
+    mask        (1, S, S)  uint8  bit 0: foreground; bit 1: counted in scores, once per pixel of the image
     source      ()         int64  number of the image, in the order of the pairs
     foreground  ()         int64  pixels
+
+Augmentation runs on the device. Every crop of a batch draws its own numbers, all crops go through the same kernels, and
+nothing depends on a value on the device, so that a step can be captured. Mirror, quarter turn, scale, rotation and
+shift are one sampling of the crop, the same for image and mask; a quarter turn or mirror alone gives back exact pixels.
 """
 
 import logging
+import math
 import shutil
 import time
 from collections.abc import Callable, Iterator
@@ -22,13 +27,16 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.nn import functional as F
 
 from brim.engine.device import worker_count
 from brim.engine.pipeline import Pipeline, Stage
 from brim.engine.storage import Dataset, ShardWriter
-from brim.engine.training import TrainProgress
+from brim.engine.training import TrainProgress, drawn
 from brim.errors import BrimError, DatasetError, ImageError, StorageError
-from brim.segmentation.images.reading import find_images, read_image, read_mask
+from brim.segmentation.config import CropAugmentation
+from brim.segmentation.images import find_images
+from brim.segmentation.images.reading import read_image, read_mask
 
 log = logging.getLogger("brim")
 
@@ -37,11 +45,11 @@ KIND = "segment-crops"
 _SHARD_BYTES = 64 * 2**20  # held in memory while it fills
 _READERS = 8  # threads at most: each holds an image, which may be large
 
-Told = Callable[[TrainProgress], None]
+OnProgress = Callable[[TrainProgress], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Pair:
+class ImagePair:
     """An image and its mask."""
 
     name: str  # of the image, below its folder
@@ -57,7 +65,7 @@ class Pair:
         return [number for stat in stats for number in (stat.st_size, stat.st_mtime_ns)]
 
 
-def pair_files(images: Path | str, masks: Path | str) -> list[Pair]:
+def pair_files(images: Path | str, masks: Path | str) -> list[ImagePair]:
     """Images and masks of two folders by file stem, sorted by it; every file must have exactly one partner."""
     folder, mask_folder = Path(images), Path(masks)
     found, found_masks = _by_stem(folder, "image"), _by_stem(mask_folder, "mask")
@@ -68,7 +76,9 @@ def pair_files(images: Path | str, masks: Path | str) -> list[Pair]:
     lossy = [file for file in found_masks.values() if file.suffix.lower() in (".jpg", ".jpeg")]
     if lossy:
         log.warning("%s is a JPEG: its compression makes background that is not 0; masks should be PNG", lossy[0])
-    return [Pair(found[stem].relative_to(folder).as_posix(), found[stem], found_masks[stem]) for stem in sorted(found)]
+    return [
+        ImagePair(found[stem].relative_to(folder).as_posix(), found[stem], found_masks[stem]) for stem in sorted(found)
+    ]
 
 
 def _by_stem(folder: Path, what: str) -> dict[str, Path]:
@@ -87,7 +97,7 @@ def _by_stem(folder: Path, what: str) -> dict[str, Path]:
 # Windows
 
 
-class Window(NamedTuple):
+class CropWindow(NamedTuple):
     """A crop of an image, and which of its pixels no crop before it has shown."""
 
     top: int
@@ -96,10 +106,10 @@ class Window(NamedTuple):
     new_columns: slice
 
 
-def windows(height: int, width: int, size: int) -> list[Window]:
+def windows(height: int, width: int, size: int) -> list[CropWindow]:
     """As few crops as cover an image, evenly placed."""
     rows, columns = _spans(height, size), _spans(width, size)
-    return [Window(top, left, down, across) for top, down in rows for left, across in columns]
+    return [CropWindow(top, left, down, across) for top, down in rows for left, across in columns]
 
 
 def _spans(length: int, size: int) -> list[tuple[int, slice]]:
@@ -132,7 +142,7 @@ def cut(image: NDArray[np.uint8], mask: NDArray[np.bool_], size: int) -> Iterato
         }
 
 
-def read_pair(pair: Pair) -> tuple[NDArray[np.uint8], NDArray[np.bool_]]:
+def read_pair(pair: ImagePair) -> tuple[NDArray[np.uint8], NDArray[np.bool_]]:
     """Pixels and truth of a pair; sizes that differ are an ImageError that names both files."""
     image, mask = read_image(pair.image), read_mask(pair.mask)
     if image.shape[:2] != mask.shape:
@@ -147,11 +157,11 @@ def read_pair(pair: Pair) -> tuple[NDArray[np.uint8], NDArray[np.bool_]]:
 
 
 def pack(
-    pairs: list[Pair],
+    pairs: list[ImagePair],
     path: Path,
     size: int,
     *,
-    progress: Told | None = None,
+    progress: OnProgress | None = None,
     stop: Callable[[], bool] | None = None,
 ) -> Dataset | None:
     """The crops of the pairs in `path`, made, or finished where they were begun; None when stopped.
@@ -173,7 +183,7 @@ def pack(
     return Dataset(path)
 
 
-def find_change(pairs: list[Pair], path: Path, size: int) -> str:
+def find_change(pairs: list[ImagePair], path: Path, size: int) -> str:
     """In words, what differs from the crops in `path`; empty when nothing does."""
     try:
         found, header = Dataset(path).manifest, _header(pairs, size)
@@ -188,12 +198,12 @@ def find_change(pairs: list[Pair], path: Path, size: int) -> str:
     return ""
 
 
-def _header(pairs: list[Pair], size: int) -> dict[str, Any]:
+def _header(pairs: list[ImagePair], size: int) -> dict[str, Any]:
     return {"kind": KIND, "size": size, "inputs": {pair.name: pair.identity() for pair in pairs}}
 
 
 def _write(
-    writer: ShardWriter, pairs: list[Pair], size: int, progress: Told | None, stop: Callable[[], bool] | None
+    writer: ShardWriter, pairs: list[ImagePair], size: int, progress: OnProgress | None, stop: Callable[[], bool] | None
 ) -> bool:
     """Append the crops from where the writer is; False when stopped."""
     first, done = writer.totals.get("image", 0), writer.totals.get("windows", 0)
@@ -215,7 +225,7 @@ def _append(writer: ShardWriter, row: dict[str, Tensor], number: int, at: int) -
     writer.append(rows, {"image": torch.tensor([number]), "windows": torch.tensor([at + 1])})
 
 
-def _tell(progress: Told | None, done: int, total: int, rate: float) -> None:
+def _tell(progress: OnProgress | None, done: int, total: int, rate: float) -> None:
     if progress is not None:
         progress(
             TrainProgress(
@@ -223,3 +233,57 @@ def _tell(progress: Told | None, done: int, total: int, rate: float) -> None:
                 eta_s=(total - done) / rate,
             )
         )  # fmt: skip
+
+
+def augment(images: Tensor, masks: Tensor, rng: torch.Generator, config: CropAugmentation) -> tuple[Tensor, Tensor]:
+    """Changed copies of crops and their masks.
+
+    images  (B, 3, S, S)  uint8
+    masks   (B, 1, S, S)  uint8 or bool; their values are moved, never mixed
+    """
+    moved, moved_masks = _move(images.float(), masks, rng, config)
+    lit = _light(moved / 255, rng, config)
+    return (lit * 255).round_().clamp_(0, 255).to(torch.uint8), moved_masks
+
+
+# Where a pixel comes from
+
+
+def _move(images: Tensor, masks: Tensor, rng: torch.Generator, config: CropAugmentation) -> tuple[Tensor, Tensor]:
+    grid = F.affine_grid(_transforms(len(images), images.device, rng, config), [*images.shape], align_corners=False)
+    sampled = F.grid_sample(images, grid, mode="bilinear", padding_mode="reflection", align_corners=False)
+    found = F.grid_sample(masks.float(), grid, mode="nearest", padding_mode="reflection", align_corners=False)
+    return sampled, found.to(masks.dtype)
+
+
+def _transforms(count: int, device: torch.device, rng: torch.Generator, config: CropAugmentation) -> Tensor:
+    """(B, 2, 3) float32: from where in the crop, in units of half a side, each place takes its pixel."""
+    draws = drawn(lambda whole: torch.rand(whole, device=device, generator=rng), (8, count), axis=1)
+    some = (draws[0] < config.affine).float()
+    scale, angle, right, down = (some * (2 * draw - 1) for draw in draws[1:5])
+    scale, angle = 1 + config.scale * scale, math.radians(config.rotation_deg) * angle
+    cos, sin = torch.cos(angle) * scale, torch.sin(angle) * scale
+    # Exact: cos(π / 2) is not 0 in floating point, and would blur what a quarter turn must not.
+    mirror, swap, flip = ((draw < 0.5) & config.turn for draw in draws[5:8])
+    along, across = 1 - 2 * mirror.float(), 1 - 2 * flip.float()
+    rows = [
+        torch.stack([along * torch.where(swap, sin, cos), along * torch.where(swap, cos, -sin)], 1),
+        torch.stack([across * torch.where(swap, cos, sin), across * torch.where(swap, -sin, cos)], 1),
+    ]
+    move = 2 * config.shift * torch.stack([right, down], 1)
+    return torch.cat([torch.stack(rows, 1), move[:, :, None]], 2)
+
+
+# What a pixel becomes
+
+
+def _light(images: Tensor, rng: torch.Generator, config: CropAugmentation) -> Tensor:
+    """Brightness, contrast, gamma and noise; images (B, 3, S, S) float32 from 0 to 1."""
+    device = images.device
+    draws = drawn(lambda whole: torch.rand(whole, device=device, generator=rng), (4, len(images), 1, 1, 1), axis=1)
+    brightness, contrast, gamma = (2 * draw - 1 for draw in draws[:3])
+    mean = images.mean((1, 2, 3), keepdim=True)
+    lit = (images - mean) * (1 + config.contrast * contrast) + mean + config.brightness * brightness
+    lit = lit.clamp_(1e-6, 1) ** torch.exp(config.gamma * gamma)
+    noise = drawn(lambda whole: torch.randn(whole, device=device, generator=rng), tuple(images.shape))
+    return torch.addcmul(lit, noise, draws[3] * config.noise)

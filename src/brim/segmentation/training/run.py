@@ -7,10 +7,13 @@ Axes: B crops, S pixels of a side. A run is a directory:
     RUN/train/                the trainer's own: checkpoints, metrics.jsonl
     RUN/weights.safetensors   the best weights, for `brim segment predict --weights RUN`
 
-Images, not crops, are split: crops of one image overlap, and would show the validation what was trained on.
-"""
+Images, not crops, are split: crops of one image overlap, and would show the validation what was trained on."""
 
+import hashlib
+import json
 import logging
+import os
+import platform
 from collections.abc import Callable
 from contextlib import ExitStack, closing, nullcontext
 from dataclasses import asdict, dataclass
@@ -21,6 +24,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+import brim
 from brim.engine.config import recipe_of
 from brim.engine.device import Halving, stream
 from brim.engine.rows import DatasetSource, Resident
@@ -38,16 +42,28 @@ from brim.engine.training import (
 )
 from brim.engine.training import load_weights as load_run_weights
 from brim.engine.training import train as run_trainer
-from brim.errors import CheckpointError, ConfigError, DatasetError
+from brim.errors import CheckpointError, ConfigError, DatasetError, StorageError
 from brim.segmentation.config import SegmentTrainConfig
-from brim.segmentation.networks.network import DTYPES, normalise
-from brim.segmentation.networks.registry import create_model
-from brim.segmentation.networks.weights import WEIGHTS, load_weights, save_weights
-from brim.segmentation.training.about import FORMAT_VERSION, check_free, describe, write_config
-from brim.segmentation.training.augment import augment
-from brim.segmentation.training.crops import COUNTED, FOREGROUND, Pair, Told, pack, pair_files
-from brim.segmentation.training.objective import item_losses, settle_norms, step_bytes
-from brim.segmentation.training.scores import Scores
+from brim.segmentation.networks import (
+    DTYPES,
+    WEIGHTS,
+    create_model,
+    find_weights,
+    load_weights,
+    normalise,
+    save_weights,
+)
+from brim.segmentation.training.crops import (
+    COUNTED,
+    FOREGROUND,
+    ImagePair,
+    OnProgress,
+    augment,
+    find_change,
+    pack,
+    pair_files,
+)
+from brim.segmentation.training.objective import PixelCounts, item_losses, settle_norms, step_bytes
 
 log = logging.getLogger("brim")
 
@@ -83,7 +99,7 @@ def train(
     device: str = "auto",
     weights: Path | str | None = None,
     resume: bool = True,
-    progress: Told | None = None,
+    progress: OnProgress | None = None,
     stop: Callable[[], bool] | None = None,
 ) -> SegmentTrainReport:
     """Train a network on images and masks paired by file stem, going on with the run in `out` if resume allows it.
@@ -114,11 +130,11 @@ def train(
 def _cut_crops(
     stack: ExitStack,
     out: Path,
-    pairs: list[Pair],
+    pairs: list[ImagePair],
     about: dict[str, Any],
     config: SegmentTrainConfig,
     resume: bool,
-    progress: Told | None,
+    progress: OnProgress | None,
     stop: Callable[[], bool] | None,
 ) -> bool:
     """Take `out` until the stack ends, and make the crops there; False when stopped."""
@@ -156,7 +172,7 @@ def _train(
     config: SegmentTrainConfig,
     out: Path,
     ranks: Ranks,
-    progress: Told | None,
+    progress: OnProgress | None,
     stop: Callable[[], bool] | None,
 ) -> SegmentTrainReport:
     device = ranks.device
@@ -233,7 +249,7 @@ class _Judge:
     @torch.no_grad()
     def __call__(self, module: nn.Module) -> dict[str, float]:
         """By name; the module is in eval mode."""
-        scores = Scores(self._num_images, self._device)
+        scores = PixelCounts(self._num_images, self._device)
         total = torch.zeros((), device=self._device)
         with closing(self._validation.epoch(0)) as batches:
             for batch in batches:
@@ -286,3 +302,90 @@ def _nothing_done(out: Path) -> SegmentTrainReport:
         run=str(out), weights=None, epochs=0, dice=None, iou=None, images_per_s=0.0, ceiling_share=None, peak_bytes=0,
         stopped=True, training=None,
     )  # fmt: skip
+
+
+FORMAT_VERSION = 1
+KIND = "segment-train"
+CONFIG = "config.json"
+_UNFINISHED = f".{CONFIG}.new"  # what a process killed while writing it leaves
+_FREE = ("epochs", "tier", "early_stopping_patience", "checkpoint_every_s")  # may change when a run goes on
+
+
+def describe(
+    pairs: list[ImagePair], training: dict[str, Any], num_val: int, weights: Path | str | None
+) -> dict[str, Any]:
+    """What config.json says."""
+    inputs = json.dumps([[pair.name, *pair.identity()] for pair in pairs])
+    return {
+        "format_version": FORMAT_VERSION,
+        "kind": KIND,
+        "training": training,
+        "weights_sha256": None if weights is None else _digest(find_weights(weights)),
+        "images": len(pairs),
+        "split": {"train": len(pairs) - num_val, "validation": num_val},
+        "inputs_sha256": hashlib.sha256(inputs.encode()).hexdigest(),
+        "versions": {"brim": brim.__version__, "torch": torch.__version__, "python": platform.python_version()},
+    }
+
+
+def check_free(out: Path, pairs: list[ImagePair], about: dict[str, Any], resume: bool) -> None:
+    """Raise unless `out` is empty or holds this very run; one that has begun to train needs resume."""
+    names = {entry.name for entry in out.iterdir()} - {_UNFINISHED}
+    if not names:
+        return
+    if CONFIG not in names:
+        raise CheckpointError(f"{out} is not empty and has no {CONFIG}; choose another --out")
+    known = _read_config(out / CONFIG)
+    if not has_checkpoint(out / "train" / "last"):
+        return  # nothing was trained yet: crops that fit are used, others made anew
+    if not resume:
+        raise CheckpointError(f"{out} is not empty; add --resume to continue it or choose another --out")
+    _check_same(out, pairs, known, about)
+
+
+def write_config(out: Path, about: dict[str, Any]) -> None:
+    """Write config.json; it is there entirely or not at all."""
+    new = out / _UNFINISHED
+    try:
+        with new.open("w", encoding="utf-8") as opened:
+            opened.write(json.dumps(about, indent=1, allow_nan=False) + "\n")
+            opened.flush()
+            os.fsync(opened.fileno())
+        new.replace(out / CONFIG)
+    except OSError as failure:
+        raise StorageError(f"{out}: cannot write, {failure.strerror or failure}; choose another --out") from failure
+
+
+def _digest(file: Path) -> str:
+    with file.open("rb") as opened:
+        return hashlib.file_digest(opened, "sha256").hexdigest()
+
+
+def _check_same(out: Path, pairs: list[ImagePair], known: dict[str, Any], about: dict[str, Any]) -> None:
+    flat = [dict(side["training"], weights_sha256=side.get("weights_sha256")) for side in (known, about)]
+    for name in dict.fromkeys((*flat[0], *flat[1])):
+        old, new = (side.get(name) for side in flat)
+        if old != new and name not in _FREE:
+            raise CheckpointError(
+                f"{out}: {name} was {old} and is {new} now; resume with the same, or choose another --out"
+            )
+    if known.get("inputs_sha256") != about["inputs_sha256"]:
+        change = find_change(pairs, out / "crops", about["training"]["size"])
+        raise DatasetError(f"{out}: {change} since the run began; restore it, or choose another --out")
+
+
+def _read_config(file: Path) -> dict[str, Any]:
+    try:
+        known = json.loads(file.read_text(encoding="utf-8"))
+    except OSError as failure:
+        raise StorageError(f"{file} cannot be read: {failure.strerror or failure}; check its permissions") from failure
+    except (ValueError, RecursionError) as failure:
+        raise CheckpointError(f"{file} is not valid JSON ({failure}); choose another --out") from failure
+    if not isinstance(known, dict) or known.get("kind") != KIND or not isinstance(known.get("training"), dict):
+        kind = known.get("kind") if isinstance(known, dict) else None
+        raise CheckpointError(f'{file} is of another run: kind={kind!r}, expected "{KIND}"; choose another --out')
+    if known.get("format_version") != FORMAT_VERSION:
+        raise CheckpointError(
+            f"{file}: format_version is {known.get('format_version')!r}, expected {FORMAT_VERSION}; use its own brim"
+        )
+    return known

@@ -14,6 +14,7 @@ import fcntl
 import json
 import math
 import os
+import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, fields
@@ -33,11 +34,11 @@ LAYOUTS: Final = ("contiguous", "channels_last")
 
 _GIB = 1024**3
 _SECTIONS = ("device_info", "batch_configurations", "detailed_results")
-Json = dict[str, Any]
+Document = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Entry:
+class BatchSizeEntry:
     """What tuning found for a model on a device; it holds for images of up to image_size × image_size pixels."""
 
     optimal_batch_size: int  # the smallest within noise of the best throughput
@@ -61,8 +62,8 @@ class BatchSizes:
 
     def __init__(self) -> None:
         """Hold nothing yet."""
-        self._document: Json = {"format_version": FORMAT_VERSION, "created": _now(), "devices": {}}
-        self._changes: dict[tuple[str, str], tuple[Json, Json, list[Json]]] = {}
+        self._document: Document = {"format_version": FORMAT_VERSION, "created": _now(), "devices": {}}
+        self._changes: dict[tuple[str, str], tuple[Document, Document, list[Document]]] = {}
 
     @classmethod
     def read(cls, path: Path | str) -> "BatchSizes":
@@ -91,21 +92,30 @@ class BatchSizes:
         """Other devices that have an entry for the model: worth a word to the user, never a value to use."""
         return tuple(other for other in self.devices if other != key and model in self.models(other))
 
-    def entry(self, key: str, model: str) -> Entry | None:
+    def entry(self, key: str, model: str) -> BatchSizeEntry | None:
         """What was found for a model on the device of this key, and on no other."""
         found = self._section(key, "batch_configurations").get(model)
-        return None if found is None else Entry(**{field.name: found[field.name] for field in fields(Entry)})
+        return (
+            None
+            if found is None
+            else BatchSizeEntry(**{field.name: found[field.name] for field in fields(BatchSizeEntry)})
+        )
 
-    def trials(self, key: str, model: str) -> list[Json]:
+    def trials(self, key: str, model: str) -> list[Document]:
         """Every trial behind an entry."""
         return copy.deepcopy(list(self._section(key, "detailed_results").get(model, [])))
 
-    def info(self, key: str) -> Json:
+    def info(self, key: str) -> Document:
         """What is known of a device."""
         return copy.deepcopy(dict(self._section(key, "device_info")))
 
     def with_entry(
-        self, key: str, device_info: Mapping[str, Any], model: str, entry: Entry, trials: Sequence[Mapping[str, Any]]
+        self,
+        key: str,
+        device_info: Mapping[str, Any],
+        model: str,
+        entry: BatchSizeEntry,
+        trials: Sequence[Mapping[str, Any]],
     ) -> "BatchSizes":
         """A copy in which the model has this entry on the device of this key."""
         change = (dict(device_info), asdict(entry), [dict(trial) for trial in trials])
@@ -126,13 +136,33 @@ class BatchSizes:
             _replace(file, json.dumps(merged._document, allow_nan=False, indent=1) + "\n")
         return merged
 
-    def as_json(self) -> Json:
+    def as_json(self) -> Document:
         """The document as it stands in the file."""
         return copy.deepcopy(self._document)
 
-    def _section(self, key: str, name: str) -> Json:
-        found: Json = self._document["devices"].get(key, {}).get(name, {})
+    def _section(self, key: str, name: str) -> Document:
+        found: Document = self._document["devices"].get(key, {}).get(name, {})
         return found
+
+
+def sizes_file(file: Path | str = "auto") -> Path:
+    """The file of batch sizes to use.
+
+    "auto" is `batch_sizes.json` in the current directory if it exists there, which is then updated in place, else the
+    one in the user's cache directory.
+    """
+    if str(file) != "auto":
+        return Path(file)
+    here = Path(FILE_NAME)
+    if here.exists():
+        return here
+    cache = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    if not cache.is_absolute():  # the specification says to ignore a relative one
+        try:
+            cache = Path.home() / ".cache"
+        except RuntimeError:  # a user without a home, as in some containers
+            cache = Path(tempfile.gettempdir())
+    return cache / "brim" / FILE_NAME
 
 
 # Which device
@@ -166,7 +196,7 @@ def _rounded_gib(size_bytes: int) -> int:
 # Reading
 
 
-def _load(file: Path) -> Json | None:
+def _load(file: Path) -> Document | None:
     """The checked document of a file, None where there is no file."""
     try:
         content = file.read_bytes()
@@ -190,8 +220,8 @@ def _next_step() -> str:
     return 'correct it, or delete the file and tune again with "brim segment tune"'
 
 
-def _without_twins(pairs: list[tuple[str, Any]]) -> Json:
-    found: Json = {}
+def _without_twins(pairs: list[tuple[str, Any]]) -> Document:
+    found: Document = {}
     for key, value in pairs:
         if key in found:  # json would keep the last one and say nothing
             raise ValueError(f'key "{key}" occurs twice in one object')
@@ -304,14 +334,14 @@ def _now() -> str:
     return datetime.now(UTC).isoformat(timespec="seconds").replace("+00:00", "Z")
 
 
-def _apply(document: Json, key: str, model: str, info: Json, entry: Json, trials: list[Json]) -> None:
+def _apply(document: Document, key: str, model: str, info: Document, entry: Document, trials: list[Document]) -> None:
     device = document["devices"].setdefault(key, {section: {} for section in _SECTIONS})
     device["device_info"].update(info)
     device["batch_configurations"].setdefault(model, {}).update(entry)  # not replaced: it may hold keys we do not know
     device["detailed_results"][model] = trials
 
 
-def _merged(theirs: Json, ours: Json) -> Json:
+def _merged(theirs: Document, ours: Document) -> Document:
     """All keys of both; where they differ the file's own stand, since our changes are applied after."""
     for key, value in ours.items():
         inner = theirs.setdefault(key, value)

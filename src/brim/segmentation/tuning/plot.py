@@ -9,7 +9,7 @@ from brim.errors import ConfigError
 from brim.report.plot_file import check_plot, save_figure
 
 if TYPE_CHECKING:
-    from brim.segmentation.tuning.tune import Tuned
+    from brim.segmentation.tuning.tuner import Tuned
 
 _BLUE, _ORANGE, _GREEN, _RED, _INK, _GREY = "#1f6fb4", "#e07b00", "#2a9d4a", "#c62f2f", "#2b2b2b", "#8a8a8a"
 _ROW_INCHES, _WIDTH_INCHES = 3.1, 13.0

@@ -132,7 +132,7 @@ def _take_own(parcel: Parcel, row: DatasetRow, place: Path, redact: Callable[[An
 
 def _images(place: Path) -> list[Entry]:
     from brim.jobs.registry.datasets import image_folders
-    from brim.segmentation.images.reading import find_images
+    from brim.segmentation.images import find_images
 
     folders = [folder for folder in image_folders(place) if folder is not None]
     return [(file.relative_to(place).as_posix(), file) for file in find_images(folders)]

@@ -54,7 +54,7 @@ def _number(value: Any) -> float | None:
 
 def _images(path: Path, limit: int) -> list[Item]:
     from brim.jobs.registry.datasets import image_folders
-    from brim.segmentation.images.reading import find_images
+    from brim.segmentation.images import find_images
 
     images, _ = image_folders(path)
     found = []
@@ -66,7 +66,7 @@ def _images(path: Path, limit: int) -> list[Item]:
 
 def size_of(file: Path) -> tuple[int | None, int | None]:
     """Width and height in pixels, from as little of the file as it takes; neither for one that cannot be read."""
-    from brim.segmentation.images.reading import image_size
+    from brim.segmentation.images import image_size
 
     try:
         size = file.stat().st_size

@@ -120,7 +120,7 @@ def _images(place: Path) -> ImageStatistics:
 
 def _image_files(place: Path) -> tuple[list[Path], bool]:
     from brim.jobs.registry.datasets import image_folders
-    from brim.segmentation.images.reading import find_images
+    from brim.segmentation.images import find_images
 
     images, masks = image_folders(place)
     return find_images([images]), masks is not None

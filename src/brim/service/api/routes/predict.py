@@ -295,7 +295,7 @@ async def _segment(asked: Asked, file: File, form: Form) -> Answer:
         max_pixels=asked.here.settings.max_predict_pixels,
         as_rings=True,
     )
-    from brim.segmentation.rings import RINGS, Rings, geojson_of  # NumPy: too slow for the start
+    from brim.segmentation.objects import RINGS, Rings, geojson_of  # NumPy: too slow for the start
 
     if answer.media_type != RINGS:
         return answer

@@ -328,7 +328,7 @@ class Models:
 
     def _by_kind(self, wanted: Registered, device: "torch.device", lock: Any) -> Any:
         if wanted.kind == "segment":
-            from brim.segmentation.prediction.serving import SegmentServable
+            from brim.segmentation.prediction import SegmentServable
 
             with self._lock:
                 alone = all(entry.servable is None for entry in self._entries.values())

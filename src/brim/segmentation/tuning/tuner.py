@@ -1,41 +1,48 @@
 """The fastest safe batch of a network on a device: its setting is checked or searched, then batch sizes are swept.
 
 Axes: B images. A step is what prediction does on the device: normalise, forward, sigmoid, threshold. The pixels are
-random, since no network here is faster for some images than for others.
-"""
+random, since no network here is faster for some images than for others."""
 
+import gc
 import math
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import asdict, dataclass, replace
+from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from brim.engine.config import SweepConfig
-from brim.engine.device import guard, resolve_device, stream
+from brim.engine.device import Halving, guard, resolve_device, stream
 from brim.engine.tuning import ProbeConfig, Prober, Sweep, Trial, budget_bytes, merge, sweep
-from brim.errors import BrimError, OutOfMemory
+from brim.errors import BrimError, ConfigError, OutOfMemory
 from brim.segmentation.config import TuneConfig
-from brim.segmentation.networks.network import CAPTURE_AFTER, Network, Setting, default_setting
-from brim.segmentation.networks.registry import create_model
-from brim.segmentation.tuning.batch_sizes import FILE_NAME, BatchSizes, Entry, device_info, device_key
-from brim.segmentation.tuning.settings import (
-    PROBABILITY_TOLERANCE,
-    THRESHOLD,
-    TRUTH,
-    Judgement,
-    Reference,
-    is_trained,
-    label,
-    release,
-    sample_images,
-    settings,
+from brim.segmentation.networks import CAPTURE_AFTER, InferenceNetwork, create_model, default_setting
+from brim.segmentation.networks.network import ComputeConfig
+from brim.segmentation.scenes import make_cells
+from brim.segmentation.tuning.batch_sizes import (
+    LAYOUTS,
+    PRECISIONS,
+    BatchSizeEntry,
+    BatchSizes,
+    device_info,
+    device_key,
+    sizes_file,
 )
 
+THRESHOLD: Final = 0.5
+PROBABILITY_TOLERANCE: Final = 0.05  # largest difference, where masks say nothing
+DIMENSIONS: Final = {"precision": PRECISIONS, "layout": LAYOUTS, "compile": (False, True)}
+TRUTH: Final = ComputeConfig()  # fp32, contiguous, eager
+
+_FIELDS = {"precision": "precision", "layout": "layout", "compile": "compiled"}
+_SEED = 20  # of the generated images
+_TELLING = (0.001, 0.999)  # share of foreground outside of which masks agree whatever the setting does
 _COMPARE_IMAGES = {"cuda": 4, "cpu": 2}  # a fixed small batch, at which settings are compared
 _LIMITS = {"cuda": 4096, "cpu": 256}  # largest batch tried; a CPU is full long before
 _SAME = 0.02  # settings this close are as fast: the plainer one is taken
@@ -48,10 +55,10 @@ Progress = Callable[[str], None]
 class Tuned:
     """What tuning one model found."""
 
-    entry: Entry
+    entry: BatchSizeEntry
     trials: list[dict[str, Any]]  # kind "search": settings compared; kind "sweep": batch sizes tried
     messages: list[str]  # what was refused, skipped and concluded
-    setting: Setting
+    setting: ComputeConfig
     compile_s: float  # in first calls, compiling and capturing: apart from seconds
     seconds: float
 
@@ -62,7 +69,7 @@ def tune_model(
     device: torch.device | str,
     config: TuneConfig,
     *,
-    setting: Setting | None = None,
+    setting: ComputeConfig | None = None,
     images: Tensor | None = None,
     trained: bool | None = None,
     progress: Progress | None = None,
@@ -99,15 +106,16 @@ def tune(
     config: TuneConfig,
     device: torch.device | str,
     *,
-    out: Path | str = FILE_NAME,
+    out: Path | str = "auto",
     make: Callable[[str], nn.Module] = create_model,
     progress: Progress | None = None,
 ) -> dict[str, Tuned]:
-    """Tune several models, each saved to the file as soon as it is found.
+    """Tune several models; each result is saved to the file as soon as it is known ("auto": see sizes_file).
 
     A model that cannot be tuned does not stop the others; its error is raised when they are done.
     """
     device = resolve_device(str(device))
+    out = sizes_file(out)
     BatchSizes.read(out).write(out)  # a file that cannot be read or written is known now, not after a minute
     key, info = device_key(device), device_info(device)
     found: dict[str, Tuned] = {}
@@ -125,6 +133,122 @@ def tune(
         told += [f"tuned and saved: {', '.join(found)}"] * bool(found)
         raise type(first)("; ".join(told)) from first
     return found
+
+
+# Settings and their accuracy
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Judgement:
+    """How a setting's answers differ from those of fp32."""
+
+    mask_difference: float  # share of pixels on the other side of the threshold
+    probability_difference: float  # largest of a pixel; infinite where an answer was not a number
+    tolerance: float  # of the one that was judged by
+    by_masks: bool  # else by probabilities
+    batch: int  # images that went through at once
+
+    @property
+    def is_accepted(self) -> bool:
+        """Whether the setting may be used."""
+        difference = self.mask_difference if self.by_masks else self.probability_difference
+        return difference <= self.tolerance and math.isfinite(self.probability_difference)
+
+    def describe(self, setting: ComputeConfig) -> str:
+        """The judgement in words."""
+        verb = "accepted" if self.is_accepted else "refused"
+        if not math.isfinite(self.probability_difference):
+            return f"{verb} {label(setting)}: its logits are not finite numbers"
+        if self.by_masks:
+            return (
+                f"{verb} {label(setting)}: {_percent(self.mask_difference)} of mask pixels differ from fp32 "
+                f"(tolerance {_percent(self.tolerance)})"
+            )
+        return (
+            f"{verb} {label(setting)}: probabilities differ from fp32 by up to {self.probability_difference:.2g} "
+            f"(tolerance {self.tolerance:.2g})"
+        )
+
+
+class Reference:
+    """The fp32 answers on some images, and settings judged by them."""
+
+    def __init__(
+        self, module: nn.Module, device: torch.device, images: Tensor, *, trained: bool, tolerance: float
+    ) -> None:
+        """Run the images, (B, 3, H, W) uint8, one by one through the network in fp32."""
+        if images.ndim != 4 or images.shape[1] != 3 or images.dtype != torch.uint8 or not len(images):
+            found = f"{images.dtype} {list(images.shape)}"
+            raise ConfigError(f"images are {found}; expected uint8 of shape (B, 3, H, W) with at least one image")
+        self.images = images.to(device)
+        network = InferenceNetwork(module, device, TRUTH)
+        self._truth = torch.cat([_probabilities(network, image) for image in torch.split(self.images, 1)])
+        self._device = device
+        share = (self._truth > THRESHOLD).float().mean().item()
+        self.why_not_masks = "" if trained else "weights look random"  # why masks say nothing, where they do
+        if trained and not _TELLING[0] <= share <= _TELLING[1]:
+            self.why_not_masks = f"{_percent(share)} of the pixels are foreground in fp32"
+        self.tolerance = PROBABILITY_TOLERANCE if self.why_not_masks else tolerance
+
+    def judge(self, network: InferenceNetwork) -> Judgement:
+        """Compare a network's answers, all images at once or as many as fit."""
+        halving = Halving(len(self.images), self._device)
+        found = torch.cat(halving.run(lambda part: _probabilities(network, part), self.images))
+        differs = (found > THRESHOLD) != (self._truth > THRESHOLD)
+        largest = (found - self._truth).abs().max().item()
+        return Judgement(
+            mask_difference=differs.float().mean().item(),
+            probability_difference=largest if math.isfinite(largest) else float("inf"),
+            tolerance=self.tolerance,
+            by_masks=not self.why_not_masks,
+            batch=min(len(self.images), halving.size),
+        )
+
+
+def settings(search: Collection[str], default: ComputeConfig) -> list[ComputeConfig]:
+    """The settings to compare, simplest first: dimensions in `search` vary, the others are the default's."""
+
+    def choices() -> Iterator[list[str | bool]]:
+        for name, values in DIMENSIONS.items():
+            yield list(values) if name in search else [getattr(default, _FIELDS[name])]
+
+    return [ComputeConfig(**dict(zip(_FIELDS.values(), choice, strict=True))) for choice in product(*choices())]  # type: ignore[arg-type]
+
+
+def label(setting: ComputeConfig) -> str:
+    """A setting in short: "bf16/channels_last/compiled"."""
+    return "/".join([setting.precision, setting.layout, *["compiled"] * setting.compiled])
+
+
+def is_trained(module: nn.Module) -> bool:
+    """Whether the weights look trained: a network fresh from its factory has batch norms that have seen nothing."""
+    state = module.state_dict()
+    means = [value for name, value in state.items() if name.endswith("running_mean")]
+    variances = [value for name, value in state.items() if name.endswith("running_var")]
+    if not means:
+        return True  # nothing to tell by
+    return any(bool(mean.any()) for mean in means) or any(bool((value - 1).any()) for value in variances)
+
+
+def sample_images(device: torch.device, size: int, count: int) -> Tensor:
+    """Generated images of cells on the device, (B, 3, size, size) uint8."""
+    images = [make_cells(_SEED, index, size, size)[0] for index in range(count)]
+    return torch.from_numpy(np.stack(images)).permute(0, 3, 1, 2).contiguous().to(device)
+
+
+def release(device: torch.device) -> None:
+    """Give back what a network that is gone held, so that the next is measured alone."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def _probabilities(network: InferenceNetwork, images: Tensor) -> Tensor:
+    return torch.sigmoid(network(images))
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.2g} %"
 
 
 class _Tuning:
@@ -148,7 +272,9 @@ class _Tuning:
 
     # The setting
 
-    def choose(self, candidates: list[Setting], images: Tensor | None, tolerance: float, trained: bool) -> Setting:
+    def choose(
+        self, candidates: list[ComputeConfig], images: Tensor | None, tolerance: float, trained: bool
+    ) -> ComputeConfig:
         """The fastest setting whose answers are those of fp32, the plainest of equals; fp32 itself where none is."""
         if len(candidates) == 1 and candidates[0].precision == "fp32" and not candidates[0].compiled:
             return candidates[0]
@@ -186,12 +312,12 @@ class _Tuning:
             )
         return reference
 
-    def _compare(self, setting: Setting, reference: Reference, *, is_timed: bool) -> float | None:
+    def _compare(self, setting: ComputeConfig, reference: Reference, *, is_timed: bool) -> float | None:
         """Images/s of a setting, 0 where nobody asks; None where it is refused or cannot run."""
         self._progress(f"{self.name}: comparing {label(setting)}")
         try:
             with guard():
-                return self._try(Network(self.module, self.device, setting), reference, is_timed=is_timed)
+                return self._try(InferenceNetwork(self.module, self.device, setting), reference, is_timed=is_timed)
         except Exception as failure:
             # Whatever a precision, a layout or a compiler cannot do with this network ends this setting alone, and
             # compilers raise classes of their own. A network that always fails has failed as the reference already.
@@ -200,7 +326,7 @@ class _Tuning:
         finally:
             release(self.device)
 
-    def _try(self, network: Network, reference: Reference, *, is_timed: bool) -> float | None:
+    def _try(self, network: InferenceNetwork, reference: Reference, *, is_timed: bool) -> float | None:
         try:
             judgement = reference.judge(network)
             trial = None
@@ -219,9 +345,9 @@ class _Tuning:
 
     # The batch
 
-    def sweep(self, setting: Setting, config: SweepConfig) -> Sweep:
+    def sweep(self, setting: ComputeConfig, config: SweepConfig) -> Sweep:
         """Try batch sizes with a setting."""
-        prober = self._prober(Network(self.module, self.device, setting))
+        prober = self._prober(InferenceNetwork(self.module, self.device, setting))
         try:
             found = sweep(prober, config, prove=prober.prove, progress=self._tell)
         finally:
@@ -234,10 +360,10 @@ class _Tuning:
                 self._say(text)
         return found
 
-    def _prober(self, network: Network) -> Prober:
+    def _prober(self, network: InferenceNetwork) -> Prober:
         return Prober(lambda batch: self._step(network, batch), self.device, self._probe)
 
-    def _step(self, network: Network, batch: int) -> "_Step":
+    def _step(self, network: InferenceNetwork, batch: int) -> "_Step":
         step = _Step(network, batch, self.size)
         weakref.finalize(step, network.release)  # with the step goes what was captured for it
         return step
@@ -263,7 +389,7 @@ class _Tuning:
 class _Step:
     """Random pixels on the device to masks there."""
 
-    def __init__(self, network: Network, batch: int, size: int) -> None:
+    def __init__(self, network: InferenceNetwork, batch: int, size: int) -> None:
         shape, device = (batch, 3, size, size), network.device
         rng = stream(0, "tune", batch, device=device)
         self._images = torch.randint(0, 256, shape, dtype=torch.uint8, device=device, generator=rng)
@@ -302,7 +428,7 @@ def no_slower_than_one(found: Sweep) -> Trial:
     return one if one.throughput > found.chosen.throughput else found.chosen
 
 
-def _entry(max_safe: int, best: Trial, setting: Setting, size: int, config: SweepConfig) -> Entry:
+def _entry(max_safe: int, best: Trial, setting: ComputeConfig, size: int, config: SweepConfig) -> BatchSizeEntry:
     """What the file keeps of a sweep."""
     allowed = config.allowed_bytes or 0.0
     if best.status == "over budget":
@@ -311,7 +437,7 @@ def _entry(max_safe: int, best: Trial, setting: Setting, size: int, config: Swee
         )
     step_ms = 1e3 * best.seconds
     p50_ms = best.p50_ms or step_ms
-    return Entry(
+    return BatchSizeEntry(
         optimal_batch_size=best.batch,
         max_safe_batch_size=max_safe,
         expected_throughput=best.throughput,
@@ -323,7 +449,7 @@ def _entry(max_safe: int, best: Trial, setting: Setting, size: int, config: Swee
     )
 
 
-def _trial_json(kind: str, setting: Setting, trial: Trial) -> dict[str, Any]:
+def _trial_json(kind: str, setting: ComputeConfig, trial: Trial) -> dict[str, Any]:
     """A trial as the file keeps it; what was not measured is null."""
     facts = {"kind": kind, **asdict(trial), "throughput": trial.throughput, **asdict(setting)}
     return {
@@ -331,7 +457,7 @@ def _trial_json(kind: str, setting: Setting, trial: Trial) -> dict[str, Any]:
     }
 
 
-def _search_json(setting: Setting, judgement: Judgement, trial: Trial | None) -> dict[str, Any]:
+def _search_json(setting: ComputeConfig, judgement: Judgement, trial: Trial | None) -> dict[str, Any]:
     timed = trial or Trial(batch=judgement.batch, seconds=0.0, steps=0)
     status = "ok" if judgement.is_accepted else "refused"
     difference = judgement.probability_difference

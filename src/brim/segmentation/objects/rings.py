@@ -11,18 +11,50 @@ crossing is listed twice. Then every corner has one level and one upright edge, 
 order corners 0 and 1, 2 and 3, ... are the ends of level edges; column by column, of upright ones.
 
 Probabilities are rounded to whole numbers of 2⁻²³, and so all sums of them are exact, in any order: device_rings.py,
-which does the same on a GPU, gives the same bits.
-"""
-
-# Axes: H rows, W columns; C corners; E = C / 2 level edges, edge e from corner 2e on its left to 2e + 1; R rings
+which does the same on a GPU, gives the same bits."""
 
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 import cv2
 import numpy as np
 
-from brim.segmentation.rings import Rings
+from brim.errors import ConfigError
+from brim.segmentation.objects.polygons import Polygon, Rings, to_polygons
+
+
+def trace(mask: np.ndarray, probability: np.ndarray | None = None, *, detect_holes: bool = True) -> list[Polygon]:
+    """Polygons of a mask's objects, from top to bottom.
+
+    mask         (H, W)  any dtype  non-zero is inside
+    probability  (H, W)  float      in [0, 1]; without it every confidence is 1
+
+    Without detect_holes an outline stands for all it encloses: holes, and whatever lies in them, count as inside.
+    """
+    if mask.ndim != 2 or (probability is not None and probability.shape != mask.shape):
+        got = "" if probability is None else f" with probabilities {probability.shape}"
+        raise ConfigError(f"mask {mask.shape}{got}: expected (H, W), and probabilities of the same shape")
+    if not mask.size:
+        return []
+    return trace_all([mask], None if probability is None else [probability], detect_holes=detect_holes)[0]
+
+
+def trace_all(
+    masks: Sequence[np.ndarray], probabilities: Sequence[np.ndarray] | None = None, *, detect_holes: bool = True
+) -> list[list[Polygon]]:
+    """What trace gives for each of several masks, at least a pixel in each; they are found together."""
+    pile = stack(masks)
+    rings = find_rings(pile, probabilities, detect_holes)
+    ends = np.searchsorted(rings.points[rings.first[:-1], 1], pile.tops)  # rings come from top to bottom
+    return [
+        to_polygons(rings.between(start, end, top))
+        for (start, end), top in zip(pairwise(ends.tolist()), pile.tops.tolist(), strict=False)
+    ]
+
+
+# Axes: H rows, W columns; C corners; E = C / 2 level edges, edge e from corner 2e on its left to 2e + 1; R rings
+
 
 _BAND_PIXELS = 2**21  # looked at together: what is as large as the mask is a band only, and fits the cache
 

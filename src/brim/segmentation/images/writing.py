@@ -18,11 +18,7 @@ import numpy as np
 from brim.engine.storage import is_url, place_of
 from brim.errors import ConfigError, StorageError
 from brim.segmentation.config import FORMATS
-from brim.segmentation.images.coco import CocoFile, annotation_lines
-from brim.segmentation.images.geojson import geojson
-from brim.segmentation.images.imagej import roi_zip
-from brim.segmentation.objects.polygons import Polygon, fill
-from brim.segmentation.objects.prediction import Prediction
+from brim.segmentation.objects import CocoFile, Polygon, Prediction, annotation_lines, fill, geojson, roi_zip
 
 _ENDINGS = {"geojson": ".geojson", "roi": ".zip", "mask": ".png", "overlay": "_overlay.png"}
 _COCO = "annotations.json"
