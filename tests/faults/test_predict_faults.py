@@ -208,5 +208,5 @@ def test_an_image_that_ends_or_hangs_the_process_fails_alone(serve, expected, ma
     assert check_innocents(told, expected) == 39
     (culprit,) = [one for one in told if one.tag == mark]
     assert culprit.status == 503
-    assert "ended twice while it worked on this request" in culprit.detail
+    assert "died twice while it worked on this request" in culprit.detail
     assert check_innocents(storm(serve, innocents(KINDS)), expected) == KINDS

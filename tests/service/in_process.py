@@ -1,9 +1,10 @@
-"""Predictions without a predictor: the same interface, the real models, run in a thread of the API's own process.
+"""Predictions without a predictor and reading without a reader: real models and files, in threads of the test.
 
 A request waits for those before it; what could not be answered by its deadline is refused, as the real ones do.
 """
 
 import asyncio
+import json
 import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -17,9 +18,24 @@ from brim.errors import Overloaded
 from brim.rf.location.serving import LocateServable
 from brim.segmentation.prediction import SegmentServable
 from brim.sequences.evaluation.serving import ClassifyServable
-from brim.service.prediction.process.client import Predictions
+from brim.service.prediction.client import Predictions
+from brim.service.prediction.protocol import Prediction
+from brim.service.reader.client import Reader
+from brim.service.reader.functions import FUNCTIONS
 
 CPU = torch.device("cpu")
+
+
+class ThreadReader(Reader):
+    """Reads in a thread of the test's own process, so that tests can change what it reads with."""
+
+    def __init__(self) -> None:
+        super().__init__(Path("none"))
+
+    async def _run(self, function: str, arguments: dict[str, Any], timeout_s: float) -> Any:
+        sent = json.loads(json.dumps(arguments))
+        value = await asyncio.to_thread(lambda: FUNCTIONS[function](**sent))
+        return json.loads(json.dumps(value))
 
 
 class InProcess(Predictions):
@@ -67,7 +83,7 @@ class InProcess(Predictions):
         name: str = "",
         options: Mapping[str, Any] | None = None,
         alone: bool = False,
-    ) -> Answer:
+    ) -> Prediction:
         asked_s = time.monotonic()
         if self.failure is not None:
             raise self.failure
@@ -82,7 +98,7 @@ class InProcess(Predictions):
                 work = Payload(bytes(payload), name, dict(options or {}))
                 answer = await loop.run_in_executor(self._pool, self._answer, dict(model), work)
                 seconds = {"wait": began_s - asked_s, "forward": time.monotonic() - began_s}
-                return Answer(answer.body, answer.media_type, {**answer.facts, "seconds": seconds})
+                return Prediction(answer.body, answer.media_type, {**answer.facts, "seconds": seconds})
         except asyncio.CancelledError:
             self.cancelled += 1
             raise

@@ -14,12 +14,15 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Self
 
+from in_process import ThreadReader
+
 from brim.jobs import durable
 from brim.jobs.durable import Queue
 from brim.jobs.store import Catalogue, DatasetRow, upgrade
 from brim.service.api.app import guard, make_api
-from brim.service.api.main import Server, make_server
-from brim.service.prediction.process.client import Predictions
+from brim.service.api.main import ApiServer, make_server
+from brim.service.prediction.client import Predictions
+from brim.service.reader.client import Reader
 from brim.service.settings import MIB, Settings
 
 TOKEN = "a-token-of-tests_0123456789"
@@ -65,7 +68,7 @@ class Api:
     api: Any
     port: int = 0
     answers: list[tuple[str, bytes]] = field(default_factory=list)
-    _server: Server | None = None
+    _server: ApiServer | None = None
     _thread: threading.Thread | None = None
 
     def __enter__(self) -> Self:
@@ -161,7 +164,7 @@ def _migrated() -> dict[str, bytes]:
         return {file.name: file.read_bytes() for file in Path(folder).iterdir()}
 
 
-def make(data: Path, predictions: Predictions | None = None, **changes: Any) -> Api:
+def make(data: Path, predictions: Predictions | None = None, reader: Reader | None = None, **changes: Any) -> Api:
     """An API on a data directory, migrated; start it with `with`."""
     settings = replace(Settings(data=data, token=TOKEN, min_free_bytes=MIB), **changes)
     settings.make_folders()
@@ -172,7 +175,8 @@ def make(data: Path, predictions: Predictions | None = None, **changes: Any) -> 
         upgrade(settings.catalogue_url)
         durable.migrate(settings.jobs_url)
     catalogue, queue = Catalogue.open(settings.catalogue_url), Queue(settings.jobs_url)
-    return Api(settings, catalogue, queue, make_api(settings, catalogue, queue, predictions))
+    api = make_api(settings, catalogue, queue, predictions, reader or ThreadReader())
+    return Api(settings, catalogue, queue, api)
 
 
 @contextmanager

@@ -11,8 +11,8 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-from brim.engine.batching.servable import Answer
-from brim.service.prediction.process.client import Predictions
+from brim.service.prediction.client import Predictions
+from brim.service.prediction.protocol import Prediction
 from brim.service.run.process import Program
 from brim.service.run.supervisor import Programs, Supervisor, programs
 from brim.service.settings import Settings
@@ -79,7 +79,7 @@ async def client(predicting: Predicting, **changes: Any) -> AsyncIterator[Predic
         yield made
 
 
-async def ask(predictions: Predictions, data: bytes = b"x", *, within_s: float = 30.0, **options: Any) -> Answer:
+async def ask(predictions: Predictions, data: bytes = b"x", *, within_s: float = 30.0, **options: Any) -> Prediction:
     return await predictions.request(MODEL, data, deadline_s=time.monotonic() + within_s, options=options)
 
 

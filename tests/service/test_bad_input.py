@@ -181,7 +181,7 @@ def test_an_id_that_names_nothing_is_not_found(shared, id):
 def test_an_unknown_id_is_answered_with_where_to_look(shared):
     answer = shared.get("/api/datasets/x")
 
-    assert answer.json["detail"] == 'no dataset has this id; "GET /api/datasets" lists those there are'
+    assert answer.json["detail"] == 'no dataset has this id; "GET /api/datasets" lists them'
     assert '"GET /api/datasets"' in shared.post(JOBS, training()).json["detail"]
 
 

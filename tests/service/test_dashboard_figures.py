@@ -9,7 +9,7 @@ pytest.importorskip("nicegui", reason="the dashboard is an extra")
 from brim.service.dashboard import charts
 from brim.service.dashboard.listing import page_number
 from brim.service.dashboard.maps import Scale, metres
-from brim.service.dashboard.run_metrics import Metrics, series
+from brim.service.dashboard.run import RunMetrics, series
 from brim.service.dashboard.runs import best, epochs
 
 
@@ -46,7 +46,7 @@ def test_metrics_are_read_as_a_whole_once_and_then_only_what_is_new():
         {"lines": [], "next": 1},
         {"lines": [{"step": 2, "loss": 1.0}], "next": 2},
     )
-    metrics = Metrics(told, "/metrics")
+    metrics = RunMetrics(told, "/metrics")
 
     news = [asyncio.run(metrics.read()) for _ in range(3)]
 
@@ -58,7 +58,7 @@ def test_metrics_are_read_as_a_whole_once_and_then_only_what_is_new():
 def test_metrics_of_a_run_that_went_back_to_its_checkpoint_are_read_again():
     whole = [{"step": 1, "loss": 2.0}, {"step": 2, "loss": 9.0}]
     told = Told({"lines": whole, "next": 2}, {"lines": [], "next": 1}, {"lines": whole[:1], "next": 1})
-    metrics = Metrics(told, "/metrics")
+    metrics = RunMetrics(told, "/metrics")
 
     asyncio.run(metrics.read())
     asyncio.run(metrics.read())

@@ -14,8 +14,7 @@ from brim.errors import Unavailable
 from brim.jobs.status import Flow
 from brim.jobs.store import DeviceRow
 from brim.jobs.worker.live import STALE_S, Live
-from brim.service.api.data.device_history import MAX_SAMPLES, DeviceHistory, Sample
-from brim.service.api.data.gauges import Cpu, Gauges
+from brim.service.api.devices import MAX_SAMPLES, Cpu, DeviceHistory, DeviceSample, Gauges
 
 HISTORY = "/api/devices/history"
 CPU = {"device": "cpu", "name": "a processor", "total_bytes": 8 * 2**30}
@@ -114,14 +113,14 @@ def test_the_ring_keeps_an_hour(tmp_path: Path):
     ring = history._devices["w0"].samples
 
     now = time.time()
-    ring.extend(Sample(now - 3700 + second, 0.5, 1, None, None) for second in range(3700))
+    ring.extend(DeviceSample(now - 3700 + second, 0.5, 1, None, None) for second in range(3700))
 
     assert len(ring) == MAX_SAMPLES == 3600
     assert len(history.last(600)[0].samples) in range(599, 601)
 
 
 def test_workers_that_are_gone_are_dropped_and_those_with_another_device_begin_anew(tmp_path: Path, monkeypatch):
-    monkeypatch.setattr("brim.service.api.data.device_history.LIST_S", 0.0)
+    monkeypatch.setattr("brim.service.api.devices.LIST_S", 0.0)
     working = {"w0": CPU, "w1": CPU}
     with DeviceHistory(tmp_path, lambda: rows(**working), interval_s=0.01) as history:
         until(lambda: len(history.last(60)) == 2 and len(history.last(60)[0].samples) > 10)

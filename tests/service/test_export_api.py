@@ -18,7 +18,7 @@ import pytest
 from live_api import TOKEN, Answer, Api
 from test_datasets_api import NAMED, SEQUENCES, Part, array, picture, upload
 
-from brim.engine.storage.dataset import Dataset
+from brim.engine.storage import Dataset
 from brim.rf import from_mapping
 from brim.rf.generation.dataset import generate
 
@@ -62,7 +62,7 @@ def wait_until(reached: Callable[[], bool], seconds: float = 20) -> None:
 
 
 def free_slots(api: Api) -> int:
-    return int(api.api.state.context.views.exports._free._value)
+    return int(api.api.state.context.exports.num_free)
 
 
 # Formats
@@ -168,15 +168,15 @@ def test_the_download_is_named_after_the_dataset(api, made):
 
 
 def test_files_that_need_64_bit_sizes_are_taken(tmp_path, monkeypatch):
-    from brim.service.api.data import zipping
+    from brim.service.api import export
 
     monkeypatch.setattr(zipfile, "ZIP64_LIMIT", 3000)  # in place of 2 GiB, which would take the test its time
-    monkeypatch.setattr(zipping, "LARGE_BYTES", 1000)
+    monkeypatch.setattr(export, "LARGE_BYTES", 1000)
     sizes = {"large": 5000, "small": 3}
     for name, size in sizes.items():
         (tmp_path / name).write_bytes(bytes(size))
 
-    whole = b"".join(zipping.zipped((name, tmp_path / name) for name in sizes))
+    whole = b"".join(export.zipped((name, tmp_path / name) for name in sizes))
 
     with zipfile.ZipFile(io.BytesIO(whole)) as archive:
         assert archive.testzip() is None
@@ -291,24 +291,6 @@ def test_a_file_that_goes_meanwhile_cuts_the_download_short(api, tmp_path):
         with pytest.raises(http.client.IncompleteRead):
             answer.read()
     wait_until(lambda: free_slots(api) == 2)
-
-
-def test_a_client_that_leaves_while_it_is_made_ends_it(api, made, monkeypatch):
-    from brim.rf.datasets import export as library
-
-    tables, table = [], library._table
-
-    def slow(*args: Any) -> Any:
-        tables.append(args)
-        time.sleep(0.9)
-        return table(*args)
-
-    monkeypatch.setattr(library, "_table", slow)
-    with ask(api, f"/api/datasets/{bring(api, made['features'])}/export?format=parquet"):
-        wait_until(lambda: bool(left(api)))
-    wait_until(lambda: left(api) == [] and free_slots(api) == 2)
-
-    assert len(tables) < 3  # of its three shards
 
 
 def test_two_at_once_and_no_more(api, large, made):

@@ -23,7 +23,7 @@ from brim.cli import main
 from brim.errors import CheckpointError, OutOfMemory, Unavailable
 from brim.segmentation import create_model
 from brim.segmentation.networks import save_weights
-from brim.service.prediction import intake
+from brim.service.prediction import request as predicting
 
 BOUNDARY = "a-boundary"
 FORM = {"Content-Type": f"multipart/form-data; boundary={BOUNDARY}"}
@@ -259,7 +259,7 @@ def test_a_service_that_does_not_predict_says_so(tmp_path):
     api = make(tmp_path / "data", predict_memory=0.0)
     with api:
         answer = segment(api, FILE)
-        assert (answer.status, "--predict-memory" in answer.json["detail"]) == (503, True)
+        assert (answer.status, "makes no predictions" in answer.json["detail"]) == (503, True)
         assert api.get("/api/models").json == {"models": []}
     api.queue.close()
     api.catalogue.close()
@@ -377,7 +377,7 @@ def test_more_at_once_than_may_be_is_429(api_with):
         assert with_answers == [200, 200]
         api.predictions.delay_s = 0.0
         assert segment(api, FILE).status == 200
-        assert (api.api.state.context.intake.num_requests, api.api.state.context.intake.held_bytes) == (0, 0)
+        assert (api.api.state.context.admission.num_requests, api.api.state.context.admission.held_bytes) == (0, 0)
 
 
 def test_a_client_that_goes_is_cancelled_and_the_others_are_answered(api_with):
@@ -395,7 +395,7 @@ def test_a_client_that_goes_is_cancelled_and_the_others_are_answered(api_with):
 
         assert found == [200]
         assert api.predictions.cancelled == 1
-        assert api.api.state.context.intake.num_requests == 0
+        assert api.api.state.context.admission.num_requests == 0
         text = api.get("/metrics").body.decode()
         assert 'brim_predict_rejected_total{reason="client_gone"} 1.0' in text
 
@@ -410,7 +410,7 @@ def send(api: Api, body: bytes, upto: int | None = None) -> socket.socket:
 
 
 def test_a_slow_client_is_given_up_and_holds_up_nobody(api_with, monkeypatch):
-    monkeypatch.setattr(intake, "SILENCE_S", 1.2)
+    monkeypatch.setattr(predicting, "SILENCE_S", 1.2)
     with api_with() as api:
         slow = send(api, form([FILE]), 100)
         assert segment(api, FILE).status == 200
@@ -464,7 +464,7 @@ def test_a_thousand_connections_at_once_are_all_answered(api_with):
             sock.close()
 
         assert statuses == [b"HTTP/1.1 200"] * 1000
-        assert api.api.state.context.intake.held_bytes == 0
+        assert api.api.state.context.admission.held_bytes == 0
 
 
 # Models

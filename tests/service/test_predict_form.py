@@ -7,10 +7,18 @@ import pytest
 
 from brim.errors import BrimError, TooLarge
 from brim.service.api.body import Unreadable
-from brim.service.prediction.form import Form, Takes, choice, read_deadline_ms, read_flag, read_model, read_threshold
+from brim.service.prediction.form import (
+    Form,
+    FormFields,
+    choice,
+    read_deadline_ms,
+    read_flag,
+    read_model,
+    read_threshold,
+)
 
 BOUNDARY = b"a-boundary"
-TAKES = Takes(
+TAKES = FormFields(
     files=("files", "file"),
     max_files=3,
     max_file_bytes=3_000_000,

@@ -14,7 +14,7 @@ import pytest
 from predicting import MODEL, Predicting, ask, client, until, wait_for
 
 from brim.errors import Unavailable
-from brim.service.prediction.process.client import Predictions
+from brim.service.prediction.client import Predictions
 
 STAGES = ["decode", "forward", "finish"]
 
@@ -54,7 +54,7 @@ def test_only_a_request_that_kills_twice_fails(own, stage):
             others = [ask(predictions, b"%d" % index, seconds=0.01) for index in range(12)]
             failed, *answers = await asyncio.gather(poison, *others, return_exceptions=True)
             assert isinstance(failed, Unavailable)
-            assert "ended twice" in str(failed)
+            assert "died twice" in str(failed)
             assert [getattr(answer, "body", answer) for answer in answers] == [b"%d" % index for index in range(12)]
             assert predictions._arena.used_bytes == 0
 
@@ -94,7 +94,7 @@ def test_a_hung_forward_is_ended_and_the_others_are_answered(own):
             others = [ask(predictions, b"%d" % index) for index in range(5)]
             answers = await asyncio.gather(*others)
             assert [answer.body for answer in answers] == [b"%d" % index for index in range(5)]
-            with pytest.raises(Unavailable, match="ended twice"):
+            with pytest.raises(Unavailable, match="died twice"):
                 await hung
 
     asyncio.run(run(own(predict_hang_s=1.0)))
@@ -107,7 +107,7 @@ def test_a_model_whose_loading_kills_is_left_alone_and_the_others_answer(own):
         async with client(predicting) as predictions:
             predictions.register([deadly, MODEL])
             assert (await ask(predictions, b"mine", within_s=60)).body == b"mine"
-            with pytest.raises(Unavailable, match='"deadly" cannot be loaded: the prediction process ended 3 times'):
+            with pytest.raises(Unavailable, match='"deadly" cannot be loaded: the prediction process died 3 times'):
                 await predictions.request(deadly, b"", deadline_s=time.monotonic() + 30)
             pid = predicting.pid()
             predictions.register([{**deadly, "version": "2"}, MODEL])
@@ -148,7 +148,7 @@ def test_a_predictor_asked_to_end_gives_the_answers_under_way_and_the_next_one_t
 API = """
 import asyncio, sys, time
 from pathlib import Path
-from brim.service.prediction.process.client import Predictions
+from brim.service.prediction.client import Predictions
 model = {model!r}
 
 async def main():

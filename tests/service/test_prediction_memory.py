@@ -14,8 +14,8 @@ from predicting import Predicting, until
 
 from brim import errors
 from brim.errors import BrimError, ConfigError, ImageError, NotFound, Overloaded
-from brim.service.prediction.process.arena import KEPT_BYTES, Arena, Shared
-from brim.service.prediction.process.protocol import Frames, Page, error_of, failure, frame
+from brim.service.prediction.arena import KEPT_BYTES, Arena, Shared
+from brim.service.prediction.protocol import Frames, StatusPage, error_of, failure, frame
 
 # Slots
 
@@ -86,7 +86,7 @@ def test_messages_arrive_whole_however_the_stream_is_cut(messages, data):
 
 
 def test_a_stream_of_something_else_is_refused():
-    with pytest.raises(BrimError, match="speaks otherwise"):
+    with pytest.raises(BrimError, match="not the protocol"):
         list(Frames().feed(b"GET / HTTP/1.1\r\n"))
 
 
@@ -102,8 +102,8 @@ def test_errors_cross_as_they_are(error):
 
 def test_every_error_crosses():
     kinds = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, BrimError)]
-    for kind in set(kinds) - {Overloaded}:  # which is a refusal
-        error = error_of({"type": "failed", "id": 1, "error": kind.__name__, "detail": "words", "field": "f"})
+    for kind in set(kinds):
+        error = error_of(failure(1, kind("words")))
         assert type(error) is kind
         assert "words" in str(error)
 
@@ -116,8 +116,8 @@ def test_what_nobody_foresaw_crosses_without_its_words():
 
 
 def test_the_page_tells_estimates_and_marks():
-    made = Shared.make(Page.BYTES)
-    written, read = Page(made), Page(made)
+    made = Shared.make(StatusPage.BYTES)
+    written, read = StatusPage(made), StatusPage(made)
     assert read.estimates() == {}
 
     written.publish({"cells": [0.1, 0.25, 4.0], "ünï": [1.0, 1.0, 1.0]})

@@ -10,7 +10,7 @@ import pytest
 from predicting import MODEL, Predicting, ask, client, wait_for
 
 from brim.errors import DeadlinePassed, ImageError, Overloaded, Unavailable
-from brim.service.prediction.process.client import Predictions
+from brim.service.prediction.client import Predictions
 from brim.service.run.unix_socket import short_name
 
 
@@ -135,10 +135,10 @@ def test_a_registered_model_is_warm_before_anybody_asks_for_it_and_a_new_version
 def test_without_predictors_requests_are_refused_in_words(tmp_path):
     async def run() -> None:
         async with Predictions([]) as off:
-            with pytest.raises(Unavailable, match="--predict-memory"):
+            with pytest.raises(Unavailable, match="makes no predictions"):
                 await ask(off)
         async with Predictions([tmp_path / "predict-0.sock"]) as away:
-            with pytest.raises(Unavailable, match="being started again"):
+            with pytest.raises(Unavailable, match="being restarted"):
                 await ask(away, within_s=0.1)
             assert away._arena.used_bytes == 0
 

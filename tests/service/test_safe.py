@@ -174,6 +174,16 @@ def test_the_process_answers_soon_and_ends_when_told(tmp_path):
         assert started.wait(10) in (0, -signal.SIGTERM, 128 + signal.SIGTERM)
 
 
+def test_the_process_is_light(tmp_path):
+    with process(tmp_path / "data") as (started, port, _):
+        assert health(port) == 200
+        maps, status = (Path(f"/proc/{started.pid}/{name}").read_text() for name in ("maps", "status"))
+        resident_mb = int(status.partition("VmRSS:")[2].split()[0]) / 1024
+
+        assert not [name for name in ("torch", "cv2", "numpy", "PIL") if f"/{name}/" in maps]
+        assert resident_mb <= 130
+
+
 def test_the_process_ends_with_its_supervisor(tmp_path):
     with process(tmp_path / "data") as (started, port, lifeline):
         assert health(port) == 200

@@ -151,7 +151,7 @@ def test_one_that_gives_up_is_killed_at_once_and_said_so(running, notes):
     running(program(notes, body, hang_s=60), oversee=oversee)
     until(lambda: told)
 
-    assert told[0].reason == "it hung, and asked to be killed"
+    assert told[0].reason == "it hung and asked to be killed"
 
 
 def test_a_stopped_worker_is_killed(running, notes):
@@ -319,7 +319,7 @@ def test_a_port_in_use_is_refused_in_words(monkeypatch):
 
 
 def test_a_host_that_is_not_ours_is_refused_in_words():
-    with pytest.raises(ConfigError, match=r"192\.0\.2\.1 port 0: .*; choose another --host or --port"):
+    with pytest.raises(ConfigError, match=r"192\.0\.2\.1 port 0: .*; choose another host or port"):
         listen("192.0.2.1", 0)
 
 

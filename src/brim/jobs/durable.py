@@ -18,11 +18,13 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import Any, Final, Protocol, TypeVar
-
-from dbos import DBOS, DBOSClient, DBOSConfig, DBOSPortableJSONSerializer
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar
 
 from brim.errors import Conflict, Unavailable
+
+if TYPE_CHECKING:
+    from dbos import DBOSClient
 
 QUEUE: Final = "jobs"
 APPLICATION: Final = "brim"
@@ -36,6 +38,8 @@ T = TypeVar("T")
 
 def migrate(url: str) -> None:
     """Create or update the queue's tables; only the supervisor does this, before any worker or API starts."""
+    from dbos import DBOS
+
     _silence()
     with _named("the queue's database"):
         if url.startswith("sqlite"):
@@ -61,16 +65,21 @@ class Queue:
     """The client half of the queue, for API, supervisor and command line. Fails fast when the database is away."""
 
     def __init__(self, url: str) -> None:
-        """Connect; the tables must exist, see `migrate`."""
+        """Connects when it is first used; the tables must exist, see `migrate`."""
+        self._url = url
+
+    @cached_property
+    def _client(self) -> "DBOSClient":
+        from dbos import DBOSClient, DBOSPortableJSONSerializer  # a third of a second: an API answers before
+
         _silence()
-        with _named("the queue's database"):
-            self._client = DBOSClient(
-                system_database_url=url,
-                serializer=DBOSPortableJSONSerializer(),
-                application_name=APPLICATION,
-                retry_connection_errors=False,
-                lazy=True,
-            )
+        return DBOSClient(
+            system_database_url=self._url,
+            serializer=DBOSPortableJSONSerializer(),
+            application_name=APPLICATION,
+            retry_connection_errors=False,
+            lazy=True,
+        )
 
     def submit(self, job_id: str) -> None:
         """Queue a job; submitting it twice changes nothing."""
@@ -133,7 +142,8 @@ class Queue:
         self._list(status="PENDING", limit=1)
 
     def close(self) -> None:
-        self._client.destroy()
+        if "_client" in vars(self):
+            self._client.destroy()
 
     def _list(self, **filters: Any) -> dict[str, DbosState]:
         with _named("the queue's database"):
@@ -161,6 +171,7 @@ class Runner:
 
     def launch(self) -> None:
         """Start taking jobs, first those this worker was running when it died."""
+        from dbos import DBOS, DBOSConfig, DBOSPortableJSONSerializer
 
         @DBOS.workflow(name=WORKFLOW, max_recovery_attempts=None)
         def workflow(job_id: str) -> dict[str, Any]:
@@ -192,10 +203,14 @@ class Runner:
 
     def cancel(self, job_id: str) -> None:
         """Take the job from this worker: the current step is not recorded, and the workflow ends."""
+        from dbos import DBOS
+
         DBOS.cancel_workflow(job_id)
 
 
 def _run_step(name: str, step: Callable[[], T]) -> T:
+    from dbos import DBOS
+
     return DBOS.run_step({"name": name}, step)
 
 

@@ -1,4 +1,4 @@
-"""The token that opens the service: made once, kept in a file only its owner reads, or given in BRIM_TOKEN.
+"""The service's token: made once, kept in a file that only its owner can read, or given in BRIM_TOKEN.
 
 A browser never keeps the token itself: its cookie holds a value derived from it, useless as a Bearer token.
 """
@@ -14,7 +14,7 @@ from pathlib import Path
 from brim.errors import ConfigError, StorageError
 
 VARIABLE = "BRIM_TOKEN"
-_PRINTABLE = re.compile(r"[\x21-\x7e]{1,512}$")  # what a header and a quoted URL can carry
+_PRINTABLE = re.compile(r"[\x21-\x7e]{1,512}$")  # what a header and a quoted URL can hold
 
 
 def is_chosen(file: Path, environ: Mapping[str, str] = os.environ) -> bool:
@@ -23,7 +23,7 @@ def is_chosen(file: Path, environ: Mapping[str, str] = os.environ) -> bool:
 
 
 def ensure(file: Path, environ: Mapping[str, str] = os.environ) -> str:
-    """The token of BRIM_TOKEN, else of the file, which is made where it is missing."""
+    """The token in BRIM_TOKEN or else in the file, which is created if it is missing."""
     given = environ.get(VARIABLE)
     if given:
         return _checked(given, VARIABLE)
@@ -32,18 +32,18 @@ def ensure(file: Path, environ: Mapping[str, str] = os.environ) -> str:
 
 
 def find(file: Path, environ: Mapping[str, str] = os.environ) -> str | None:
-    """The token for a client: as given, else from the file; None where there is neither."""
+    """The token for a client, from BRIM_TOKEN or else the file; None if there is neither."""
     given = environ.get(VARIABLE) or _read(file)
     return None if given is None else _checked(given, VARIABLE if environ.get(VARIABLE) else str(file))
 
 
 def session_value(token: str) -> str:
-    """What the cookie holds: whoever reads it cannot tell the token, and a new token ends all sessions."""
+    """The cookie's value: it does not reveal the token, and a new token ends all sessions."""
     return hmac.new(token.encode(), b"brim session 1", hashlib.sha256).hexdigest()
 
 
 def equals(given: str, expected: str) -> bool:
-    """Whether two secrets are the same, in a time that does not tell how far they agree."""
+    """Whether two secrets are equal, in constant time."""
     return hmac.compare_digest(given.encode("utf-8", "surrogateescape"), expected.encode())
 
 
@@ -56,7 +56,7 @@ def _checked(token: str, source: str) -> str:
 
 
 def _read(file: Path) -> str | None:
-    """What the file holds, None where it is missing or empty (a first start that was cut short)."""
+    """The file's text; None if it is missing or empty (a first start that was cut short)."""
     try:
         text = file.read_text().strip()
         if text and file.stat().st_mode & 0o077:
@@ -81,5 +81,5 @@ def _make(file: Path) -> str:
             os.fsync(out.fileno())
         temporary.replace(file)
     except OSError as failure:
-        raise StorageError(f"{file} cannot be written: {failure.strerror}; choose another --data") from failure
+        raise StorageError(f"{file} cannot be written: {failure.strerror}", hint="choose another {data}") from failure
     return token

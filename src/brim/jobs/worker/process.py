@@ -47,9 +47,14 @@ def die_with_supervisor(lifeline: int) -> None:
 
     A thread waits for the pipe's end. On Linux the kernel kills us besides, also where Python cannot run a thread.
     """
+    die_with_parent()
+    threading.Thread(target=_end_with, args=[lifeline], name="lifeline", daemon=True).start()
+
+
+def die_with_parent() -> None:
+    """Have the kernel kill this process when the thread that started it ends; Linux only."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    threading.Thread(target=_end_with, args=[lifeline], name="lifeline", daemon=True).start()
 
 
 def _end_with(lifeline: int) -> None:

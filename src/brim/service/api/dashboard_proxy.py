@@ -1,7 +1,7 @@
-"""The dashboard behind the API's one address: what is no route of the API is passed on to the dashboard's process.
+"""The dashboard behind the API's address: requests that are no route of the API are forwarded to its process.
 
-Pure ASGI behind the gate, so that pages and their WebSocket need the same cookie and the same Origin as all else. Knows
-nothing of the pages: bytes go to a Unix socket and come back. The cookie and the token stay here.
+Pure ASGI behind authentication, so that pages and their WebSocket need the same cookie and Origin. Knows nothing of the
+pages: bytes go to a Unix socket and come back. The cookie and the token are not forwarded.
 """
 
 import asyncio
@@ -23,20 +23,20 @@ API_PATHS: Final = ("/api", "/docs", "/openapi.json", "/health", "/ready", "/met
 START_S = 20.0  # the dashboard's process may just be starting: its socket is there before it
 ANSWER_S = 60.0
 RESTART = 1012  # close code: the other end will be back
-_UNSAID = (1005, 1006)  # codes for what nobody said
-_HERE = ("connection", "keep-alive", "transfer-encoding", "te", "trailer", "upgrade", "expect")
-_OURS = (*_HERE, "authorization", "cookie")
-_SAID = (*_HERE, "server", "date")  # by our own server
-_PAGE = SimpleNamespace(path=PAGES)  # one route for all that is counted and logged
-_AWAY = b"""<!DOCTYPE html>
+_UNSENT = (1005, 1006)  # codes that are never sent
+_HOP = ("connection", "keep-alive", "transfer-encoding", "te", "trailer", "upgrade", "expect")
+_OURS = (*_HOP, "authorization", "cookie")
+_SET_HERE = (*_HOP, "server", "date")  # by our own server
+_PAGE = SimpleNamespace(path=PAGES)  # one route for all pages in metrics and log
+_STARTING = b"""<!DOCTYPE html>
 <html lang="en"><head><meta charset="utf-8"><title>brim</title><meta http-equiv="refresh" content="2"></head>
-<body><p>The dashboard is starting; this page tries again by itself. The API answers: <a href="/docs">/docs</a>.</p>
+<body><p>The dashboard is starting; this page reloads until it answers. The API answers: <a href="/docs">/docs</a>.</p>
 </body></html>
 """
 
 
-class Front:
-    """Routes of the API to the API, all else to the dashboard."""
+class DashboardProxy:
+    """Sends routes of the API to the API, everything else to the dashboard."""
 
     def __init__(self, path: Path, *, tile_url: str = "") -> None:
         """Take the dashboard's socket; it need not be there yet."""
@@ -45,8 +45,7 @@ class Front:
         self._client: httpx.AsyncClient | None = None
         self._descriptor = -1
 
-    async def __aenter__(self) -> "Front":
-        """Be ready to pass on."""
+    async def __aenter__(self) -> "DashboardProxy":
         self._descriptor = os.open(self._folder, os.O_PATH | os.O_CLOEXEC)
         timeout = httpx.Timeout(ANSWER_S, connect=START_S)
         limits = httpx.Limits(max_connections=256, max_keepalive_connections=32)
@@ -55,23 +54,22 @@ class Front:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        """Let go."""
         if self._client is not None:
             await self._client.aclose()
             os.close(self._descriptor)
             self._client = None
 
     def before(self, api: ASGIApp) -> ASGIApp:
-        """Stand before the API: an application that has both."""
+        """An application that has both."""
 
         async def both(scope: Scope, receive: Receive, send: Send) -> None:
             if scope["type"] == "lifespan" or is_api(scope["path"]):
                 await api(scope, receive, send)
             elif scope["type"] == "http":
                 scope["route"] = _PAGE
-                await self._pass_request(scope, receive, send)
+                await self._forward_request(scope, receive, send)
             else:
-                await self._pass_socket(scope, receive, send)
+                await self._forward_socket(scope, receive, send)
 
         return both
 
@@ -79,7 +77,7 @@ class Front:
     def _socket(self) -> str:
         return f"/proc/self/fd/{self._descriptor}/{self._file}"  # short, whatever the folder
 
-    async def _pass_request(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _forward_request(self, scope: Scope, receive: Receive, send: Send) -> None:
         assert self._client is not None
         has_body = scope["method"] not in ("GET", "HEAD")
         request = self._client.build_request(
@@ -88,20 +86,20 @@ class Front:
         try:
             answer = await self._client.send(request, stream=True)
         except httpx.TransportError:
-            return await _away(send)
+            return await _starting(send)
         try:
             is_page = answer.headers.get("content-type", "").startswith("text/html")
-            headers = [(name, value) for name, value in answer.headers.raw if name.decode().lower() not in _SAID]
+            headers = [(name, value) for name, value in answer.headers.raw if name.decode().lower() not in _SET_HERE]
             extra = [(b"content-security-policy", self._csp)] if is_page else []
             await send({"type": "http.response.start", "status": answer.status_code, "headers": headers + extra})
-            with suppress(httpx.TransportError):  # it ended in the middle, and so does this answer
+            with suppress(httpx.TransportError):  # it ended halfway, and so does this answer
                 async for piece in answer.aiter_raw():
                     await send({"type": "http.response.body", "body": piece, "more_body": True})
             await send({"type": "http.response.body", "body": b""})
         finally:
             await answer.aclose()
 
-    async def _pass_socket(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _forward_socket(self, scope: Scope, receive: Receive, send: Send) -> None:
         await receive()  # websocket.connect
         url = _url(scope).copy_with(scheme="ws")
         try:
@@ -120,7 +118,7 @@ def is_api(path: str) -> bool:
 
 
 def _page_csp(tile_url: str) -> str:
-    """What a page may load: itself, and map tiles where somebody chose their server. Vue compiles its templates."""
+    """What a page may load: itself, and map tiles from the configured server. Vue compiles its templates."""
     tiles = f" {tile_url.split('/{')[0].split('/', 3)[0]}//{tile_url.split('/')[2]}" if tile_url else ""
     return (
         f"{CSP}; script-src 'self' 'unsafe-inline' 'unsafe-eval'; style-src 'self' 'unsafe-inline'; "
@@ -148,14 +146,14 @@ async def _body(receive: Receive) -> AsyncIterator[bytes]:
         more = message.get("more_body", False)
 
 
-async def _away(send: Send) -> None:
+async def _starting(send: Send) -> None:
     headers = [(b"content-type", b"text/html; charset=utf-8"), (b"retry-after", b"2")]
     await send({"type": "http.response.start", "status": 503, "headers": headers})
-    await send({"type": "http.response.body", "body": _AWAY})
+    await send({"type": "http.response.body", "body": _STARTING})
 
 
 async def _relay(far: ClientConnection, receive: Receive, send: Send) -> None:
-    """Messages both ways until one side ends, then the other is told."""
+    """Messages both ways until one side ends; then the other is closed."""
 
     async def onwards() -> None:
         while (message := await receive())["type"] == "websocket.receive":
@@ -167,7 +165,7 @@ async def _relay(far: ClientConnection, receive: Receive, send: Send) -> None:
             async for data in far:
                 await send(_message(data))
         code = far.close_code or 1000
-        await send({"type": "websocket.close", "code": RESTART if code in _UNSAID else code, "reason": ""})
+        await send({"type": "websocket.close", "code": RESTART if code in _UNSENT else code, "reason": ""})
 
     tasks = [asyncio.create_task(onwards()), asyncio.create_task(back())]
     try:

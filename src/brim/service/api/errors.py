@@ -1,6 +1,7 @@
-"""What an error is to a client: one table from the family to a status, one shape, `{"detail": …, "field": …}`.
+"""Errors as answers: one table from the error's family to a status, one body, `{"detail", "field"}`.
 
-No path, host name or traceback leaves: texts of our own errors are redacted, all others become "internal error".
+No path, host name or traceback leaves the service: texts of our own errors are redacted, all others become
+"internal error".
 """
 
 import json
@@ -14,10 +15,11 @@ from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import Response
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 from starlette.routing import Match
 
 from brim import errors
-from brim.errors import printable
+from brim.jobs.kinds import job_phrase
 
 log = logging.getLogger(__name__)
 
@@ -52,95 +54,98 @@ _SENTENCES = {
 }
 
 
-def status_of(failure: errors.BrimError) -> int:
-    """The status code of one of our own errors."""
-    if failure.code == "conflict":  # also of a ConfigError: values that are right by themselves but not together
+def status_of(error: errors.BrimError) -> int:
+    if error.code == "conflict":  # also of a ConfigError: values that are valid alone but not together
         return 409
-    return next(status for family, status in STATUS if isinstance(failure, family))
+    return next(status for family, status in STATUS if isinstance(error, family))
+
+
+def phrase(error: errors.BrimError) -> str:
+    """The sentence of an error, with settings and commands named as requests name them."""
+    return job_phrase(error)[0]
 
 
 def problem_bytes(detail: str, field: str | None = None) -> bytes:
-    """The body of every refusal."""
+    """The body of every answer that is an error."""
     return json.dumps({"detail": detail, "field": field}, ensure_ascii=False).encode(errors="replace")
 
 
 def problem(status: int, detail: str, field: str | None = None, headers: Mapping[str, str] | None = None) -> Response:
-    """A refusal as a response."""
     extra = {"Retry-After": str(RETRY_AFTER_S[status])} if status in RETRY_AFTER_S else {}
     body = problem_bytes(detail, field)
     return Response(body, status, media_type="application/json", headers={**extra, **(headers or {})})
 
 
 def redacted(text: str, redact: Callable[[str], str]) -> str:
-    """A sentence without what it says of this machine; addresses of ours in it stay."""
+    """A sentence without what it says of this machine; our own addresses in it stay."""
     return "".join(part if _ADDRESS.match(part) else redact(part) for part in _ADDRESS.split(text))
 
 
-def _retry_after(failure: errors.BrimError) -> dict[str, str]:
-    """Whole seconds, rounded up, where the error knows better than the table."""
-    wait_s = getattr(failure, "retry_after_s", None)
+def _retry_after(error: errors.BrimError) -> dict[str, str]:
+    """Whole seconds, rounded up, for an error that knows better than the table."""
+    wait_s = getattr(error, "retry_after_s", None)
     return {} if wait_s is None else {"Retry-After": str(max(1, math.ceil(min(wait_s, 3600))))}
 
 
 def install(app: FastAPI, redact: Callable[[str], str]) -> None:
-    """Have every error of a route answered in our shape."""
+    """Answer every error of a route with a problem."""
 
-    def brim_error(request: Request, failure: Exception) -> Response:
-        assert isinstance(failure, errors.BrimError)
-        return problem(
-            status_of(failure),
-            redacted(str(failure), redact),
-            getattr(failure, "field", None) or None,
-            _retry_after(failure),
-        )
+    def brim_error(request: Request, error: Exception) -> Response:
+        assert isinstance(error, errors.BrimError)
+        detail = redacted(phrase(error), redact)
+        return problem(status_of(error), detail, error.field or None, _retry_after(error))
 
-    def http_error(request: Request, failure: Exception) -> Response:
-        assert isinstance(failure, HTTPException)
-        headers = dict(failure.headers or {})
-        if failure.status_code == 405:
+    def http_error(request: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        headers = dict(error.headers or {})
+        if error.status_code == 405:
             headers["Allow"] = ", ".join(allowed(app, request))
-        own = type(failure) is not HTTPException  # ours say more than the framework's
-        detail = str(failure.detail) if own else _SENTENCES.get(failure.status_code, str(failure.detail))
-        return problem(failure.status_code, detail, headers=headers)
+        own = type(error) is not HTTPException  # ours say more than the framework's
+        detail = str(error.detail) if own else _SENTENCES.get(error.status_code, str(error.detail))
+        return problem(error.status_code, detail, headers=headers)
 
-    def validation_error(request: Request, failure: Exception) -> Response:
-        assert isinstance(failure, RequestValidationError)
-        return problem(422, *first_fault(failure.errors()))
+    def validation_error(request: Request, error: Exception) -> Response:
+        assert isinstance(error, RequestValidationError)
+        return problem(422, *first_fault(error.errors()))
 
-    def any_error(request: Request, failure: Exception) -> Response:
-        log.error("internal error in %s %s", request.method, template(request.scope), exc_info=failure)
+    def any_error(request: Request, error: Exception) -> Response:
+        log.error("internal error in %s %s", request.method, template(request.scope), exc_info=error)
         return problem(500, INTERNAL)
 
+    def client_gone(request: Request, error: Exception) -> Response:
+        return Response(status_code=400)  # nobody reads it
+
     app.add_exception_handler(errors.BrimError, brim_error)
+    app.add_exception_handler(ClientDisconnect, client_gone)
     app.add_exception_handler(HTTPException, http_error)
     app.add_exception_handler(RequestValidationError, validation_error)
     app.add_exception_handler(Exception, any_error)
 
 
 def first_fault(faults: Any) -> tuple[str, str]:
-    """Sentence and field of the first thing that a parameter of a route is not."""
+    """Sentence and field of the first invalid parameter of a route."""
     fault = faults[0]
     field = str(fault["loc"][1]) if len(fault["loc"]) > 1 else str(fault["loc"][0])
-    given = fault.get("input")
-    shown = f"={given}" if isinstance(given, str | int | float) and len(str(given)) <= 60 else ""
+    value = fault.get("input")
+    shown = f"={value}" if isinstance(value, str | int | float) and len(str(value)) <= 60 else ""
     kind, context = fault["type"], fault.get("ctx", {})
     expected = _FORMS.get(field) if kind == "string_pattern_mismatch" else _EXPECTED.get(kind)
     words = str(fault["msg"]) if expected is None else f"must be {expected.format(**context)}"
-    return printable(f"{field}{shown} {words}"), field
+    return errors.printable(f"{field}{shown} {words}"), field
 
 
 def allowed(app: FastAPI, request: Request) -> list[str]:
     """Methods of all routes at a request's path: the framework names only those of the first.
 
-    A path that routes have as it stands is theirs alone, though an id could be called so.
+    If routes have exactly this path, only those count, even if an id could be named so.
     """
-    found: set[str] = set()
+    methods: set[str] = set()
     exact = [route for route in app.routes if getattr(route, "path", "") == request.scope["path"]]
     for route in exact or app.routes:
         match, _ = route.matches({**request.scope, "path_params": {}})
         if match is not Match.NONE:
-            found |= set(getattr(route, "methods", None) or ())
-    return sorted(found)
+            methods |= set(getattr(route, "methods", None) or ())
+    return sorted(methods)
 
 
 def template(scope: Mapping[str, Any]) -> str:

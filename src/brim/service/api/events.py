@@ -1,8 +1,8 @@
-"""A job's events as a stream: what happened after the client's last one, then what happens next.
+"""A job's events as a stream: those after the client's last one, then new ones as they happen.
 
-One poller asks the catalogue for all watched jobs together; new events are read once and kept for a while, so that many
-watchers of a job cost as much as one. Each watcher takes what follows its own last number, from there or from the
-catalogue: so none is missed and none comes twice, however slowly it reads or often it reconnects.
+One poller asks the catalogue for all watched jobs together; new events are read once and cached, so that many watchers
+of a job cost as much as one. Each watcher continues from its own last number, from the cache or from the catalogue, so
+none is missed or repeated, however slowly it reads or often it reconnects.
 """
 
 import asyncio
@@ -26,8 +26,8 @@ from brim.service.api.shapes import redacted
 log = logging.getLogger(__name__)
 
 POLL_S = 0.5
-KEEP_ALIVE_S = 15.0  # a proxy takes a silent connection for a dead one
-SEND_S = 30.0  # a client that takes nothing for so long is gone; it may connect again
+KEEP_ALIVE_S = 15.0  # proxies close silent connections
+SEND_S = 30.0  # a client that reads nothing for so long is dropped; it may reconnect
 RECENT = 500  # events of a job kept in memory
 RETRY_MS = 2000  # after which a browser connects again
 
@@ -36,7 +36,6 @@ class Hub:
     """All watchers of all jobs."""
 
     def __init__(self, events: EventTable, *, limit: int) -> None:
-        """Take the catalogue's events and how many watchers there may be."""
         self._events, self._limit = events, limit
         self._watched: dict[str, _Watched] = {}
         self._poller: asyncio.Task[None] | None = None
@@ -44,7 +43,7 @@ class Hub:
         self.is_closed = False
 
     def close(self) -> None:
-        """End all streams: the service goes down, and their clients connect to the next one."""
+        """End all streams; their clients reconnect to the next process."""
         self.is_closed = True
         for watched in self._watched.values():
             watched.wake()
@@ -53,7 +52,7 @@ class Hub:
 
     @contextmanager
     def watch(self, job_id: str, after: int) -> Iterator["Watcher"]:
-        """A place among the watchers of a job; Unavailable where there is none."""
+        """Watch a job; Unavailable if there are too many watchers."""
         if self.is_closed or self.num_watchers >= self._limit:
             raise Unavailable(f"{self.num_watchers} event streams are open, the most at once; close one or try later")
         watched = self._watched.setdefault(job_id, _Watched(after))
@@ -70,7 +69,7 @@ class Hub:
                 self._watched.pop(job_id, None)
 
     async def after(self, job_id: str, watched: "_Watched", seq: int) -> list[EventRow]:
-        """EventTable after a number: from memory where that reaches back far enough."""
+        """Events after a number, from the cache if it reaches back far enough."""
         if watched.recent and watched.recent[0].seq <= seq + 1:
             return [event for event in watched.recent if event.seq > seq]
         return await run_in_threadpool(self._events.after, job_id, seq)
@@ -82,29 +81,29 @@ class Hub:
                 for job_id, watched in list(self._watched.items()):
                     await self._read_on(job_id, watched, heads.get(job_id))
             except Unavailable as failure:
-                log.warning("events: %s", failure)  # the streams stay open and go on when it is back
-            except Exception:  # a poller that ended would leave every watcher waiting
+                log.warning("events: %s", failure)  # the streams stay open and continue when it answers again
+            except Exception:  # without a poller every watcher would wait for ever
                 log.exception("events cannot be read")
             await asyncio.sleep(POLL_S)
 
     async def _read_on(self, job_id: str, watched: "_Watched", head: int | None) -> None:
         if head is None:
-            watched.wake()  # the job was deleted: its watchers look, and leave
+            watched.wake()  # the job was deleted: its watchers notice and end
             return
         while watched.head < head:
-            found = await run_in_threadpool(self._events.after, job_id, watched.head)
-            if not found:
+            events = await run_in_threadpool(self._events.after, job_id, watched.head)
+            if not events:
                 break
-            watched.add(found)
+            watched.add(events)
 
 
 class _Watched:
-    """What is known of one job's events: the newest number, and those that came since somebody watches."""
+    """The newest number of one job's events, and those that arrived while it is watched."""
 
     def __init__(self, head: int) -> None:
         self.head, self.watchers = head, 0
         self.recent: deque[EventRow] = deque(maxlen=RECENT)
-        self.news = asyncio.Event()  # of the next time; replaced when it is set
+        self.news = asyncio.Event()  # set when events arrive, then replaced
 
     def add(self, events: list[EventRow]) -> None:
         self.recent.extend(events)
@@ -117,7 +116,7 @@ class _Watched:
 
 
 class Watcher:
-    """One client's place in a job's events."""
+    """One client's position in a job's events."""
 
     def __init__(self, hub: Hub, watched: _Watched, job_id: str, after: int) -> None:
         self._hub, self._watched, self._job_id = hub, watched, job_id
@@ -125,27 +124,27 @@ class Watcher:
         self.seq = after  # of the last event handed out
 
     async def next(self, timeout_s: float) -> list[EventRow]:
-        """What came since; empty after so long without anything, or when there is something else to look at."""
-        news = self._watched.news  # before the look: what comes during it is not missed
-        found = await self._look()
-        if not found and not self._hub.is_closed:
+        """New events; empty after a time-out, or when the job itself should be looked at."""
+        news = self._watched.news  # taken before reading, so that events in between are not missed
+        events = await self._read()
+        if not events and not self._hub.is_closed:
             with suppress(TimeoutError):
                 await asyncio.wait_for(news.wait(), timeout_s)
-            found = await self._look()
-        if found:
-            self.seq = found[-1].seq
-        return found
+            events = await self._read()
+        if events:
+            self.seq = events[-1].seq
+        return events
 
-    async def _look(self) -> list[EventRow]:
+    async def _read(self) -> list[EventRow]:
         if not self._is_first and self._watched.head <= self.seq:
             return []
         try:
-            found = await self._hub.after(self._job_id, self._watched, self.seq)
+            events = await self._hub.after(self._job_id, self._watched, self.seq)
         except Unavailable:
             await asyncio.sleep(POLL_S)
             return []
         self._is_first = False
-        return found
+        return events
 
 
 class EventStream(Response):
@@ -156,21 +155,20 @@ class EventStream(Response):
     def __init__(
         self,
         hub: Hub,
-        look: Callable[[], JobRow | None],
+        find_job: Callable[[], JobRow | None],
         *,
         job_id: str,
         after: int,
         snapshot: dict[str, Any] | None,
         redact: Callable[[str], str],
     ) -> None:
-        """Take where to look the job up, the last event the client has, and what to tell it first."""
+        """after is the last event the client has; snapshot is sent first."""
         super().__init__(headers={"Cache-Control": "no-store", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
-        self._hub, self._look, self._job_id, self._after = hub, look, job_id, after
+        self._hub, self._find_job, self._job_id, self._after = hub, find_job, job_id, after
         self._snapshot, self._redact = snapshot, redact
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer."""
         try:
             with self._hub.watch(self._job_id, self._after) as watcher:
                 await _until_gone(self._stream(watcher, send), receive)
@@ -185,17 +183,17 @@ class EventStream(Response):
         await _send(send, first)
         over = await self._is_over(watcher.seq)
         while not over and not self._hub.is_closed:
-            found = await watcher.next(KEEP_ALIVE_S)
-            told = [message(event.kind, redacted(event.data, self._redact), event.seq) for event in found]
-            await _send(send, b"".join(told) or b": keep-alive\n\n")
-            if not found or any(event.kind == "status" for event in found):
+            events = await watcher.next(KEEP_ALIVE_S)
+            messages = [message(event.kind, redacted(event.data, self._redact), event.seq) for event in events]
+            await _send(send, b"".join(messages) or b": keep-alive\n\n")
+            if not events or any(event.kind == "status" for event in events):
                 over = await self._is_over(watcher.seq)
         await send({"type": "http.response.body", "body": b""})
 
     async def _is_over(self, seq: int) -> bool:
-        """Whether there is nothing more to come: the job ended, or is gone; not while the catalogue is away."""
+        """Whether the job has ended or was deleted; False while the catalogue does not answer."""
         try:
-            job = await run_in_threadpool(self._look)
+            job = await run_in_threadpool(self._find_job)
         except Unavailable:
             return False
         return job is None or (job.status in FINISHED and job.event_seq <= seq)
@@ -206,7 +204,7 @@ async def _send(send: Send, body: bytes) -> None:
 
 
 async def _until_gone(stream: Any, receive: Receive) -> None:
-    """Run the stream until its end, or the client's."""
+    """Run the stream until it ends or the client disconnects."""
 
     async def gone() -> None:
         while (await receive())["type"] != "http.disconnect":
@@ -216,7 +214,7 @@ async def _until_gone(stream: Any, receive: Receive) -> None:
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         if tasks[0].done():
-            with suppress(TimeoutError, OSError):  # the client takes nothing, or is gone
+            with suppress(TimeoutError, OSError):  # the client reads nothing, or is gone
                 tasks[0].result()
     finally:
         for task in tasks:
@@ -225,6 +223,6 @@ async def _until_gone(stream: Any, receive: Receive) -> None:
 
 
 def message(kind: str, data: Any, seq: int) -> bytes:
-    """One event as it travels."""
+    """One event as it is sent."""
     text = json.dumps(data, ensure_ascii=False)
     return f"id: {seq}\nevent: {kind}\ndata: {text}\n\n".encode(errors="replace")

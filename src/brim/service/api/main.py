@@ -1,7 +1,7 @@
 """The API's process: `python -m brim.service.api.main LIFELINE SOCKET`, settings on standard input.
 
-Started by the supervisor. LIFELINE is the number of a pipe that ends with it, SOCKET that of the socket to listen on,
-which stays with it: while the API is started again, clients wait instead of being refused.
+Started by the supervisor. LIFELINE is the descriptor of a pipe that ends with it, SOCKET that of the listening socket,
+which the supervisor holds: while the API restarts, clients wait instead of being rejected.
 """
 
 import json
@@ -18,30 +18,29 @@ from brim.service.run.supervisor import BACKLOG
 from brim.service.settings import Settings
 
 MAX_MESSAGE_BYTES = 4 * 1024**2  # of a page to the dashboard
-GRACE_S = 5  # for answers under way when the service goes down
+GRACE_S = 5  # for requests in progress when the service stops
 
 
-class Server(uvicorn.Server):
-    """A server that ends its event streams when it goes down: they would have it wait for ever."""
+class ApiServer(uvicorn.Server):
+    """Ends its event streams when it shuts down, which would otherwise wait for them for ever."""
 
     def __init__(self, config: uvicorn.Config, end_streams: Callable[[], None]) -> None:
         super().__init__(config)
         self._end_streams = end_streams
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Begin; how many may wait to be taken is another matter than how many are taken at a time."""
+        """Sets the backlog, which is not the number of connections accepted at a time."""
         await super().startup(sockets)
         for listening in sockets or ():
             listening.listen(BACKLOG)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Go down."""
         self._end_streams()
         await super().shutdown(sockets)
 
 
-def make_server(app: ASGIApp, end_streams: Callable[[], None]) -> Server:
-    """A server for the app; says nothing of itself, trusts no proxy, logs no query."""
+def make_server(app: ASGIApp, end_streams: Callable[[], None]) -> ApiServer:
+    """A server without a server header, access log or trust in proxies."""
     config = uvicorn.Config(
         app,
         http="h11",  # limits the bytes of a request's head
@@ -55,14 +54,13 @@ def make_server(app: ASGIApp, end_streams: Callable[[], None]) -> Server:
         server_header=False,
         proxy_headers=False,
         timeout_graceful_shutdown=GRACE_S,
-        backlog=1,  # connections taken at a time: whoever is first would take all that others are free to take
+        backlog=1,  # connections accepted at a time: one process would otherwise take all of them
     )
-    logging.getLogger("uvicorn.access").disabled = True  # whoever listens to all loggers would see queries in it
-    return Server(config, end_streams)
+    logging.getLogger("uvicorn.access").disabled = True  # it would log queries
+    return ApiServer(config, end_streams)
 
 
 def main(argv: list[str]) -> int:
-    """Serve until told to stop."""
     from brim.jobs.durable import Queue
     from brim.jobs.store import Catalogue
     from brim.service.api.app import guard, make_api
@@ -72,7 +70,7 @@ def main(argv: list[str]) -> int:
     settings = Settings.from_json(json.dumps(read_settings()))
     logging.basicConfig(level=settings.log_level, format="%(asctime)s api %(levelname)s %(name)s: %(message)s")
     logging.getLogger("httpx").setLevel("WARNING")
-    logging.getLogger("uvicorn.error").setLevel("WARNING")  # when it starts and stops is the supervisor's to say
+    logging.getLogger("uvicorn.error").setLevel("WARNING")  # the supervisor logs starts and stops
     api = make_api(settings, Catalogue.open(settings.catalogue_url), Queue(settings.jobs_url))
     server = make_server(guard(api), api.state.context.hub.close)
     server.run(sockets=[socket.socket(fileno=listening)])

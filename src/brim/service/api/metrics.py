@@ -1,6 +1,6 @@
-"""What the service counts, for Prometheus; and the outermost layer, which counts, logs and sets headers.
+"""Metrics for Prometheus, and the outermost layer of the application, which counts, logs and sets headers.
 
-The log has the route's pattern, never the path's ids or the query: a token may stand there.
+The log has the route's pattern, never ids or the query, which may hold a token.
 """
 
 import logging
@@ -10,13 +10,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.multiprocess import MultiProcessCollector
+from prometheus_client.registry import Collector
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from brim.errors import Unavailable
 from brim.jobs.status import STATUSES
 from brim.service.api.errors import INTERNAL, problem_bytes, template
-from brim.service.api.predictor_metrics import PredictorMetrics
 from brim.service.settings import DASHBOARD
 
 log = logging.getLogger("brim.service.access")
@@ -36,11 +37,15 @@ _HEADERS: Final = (
 )
 
 
-class Metrics:
+_INTERVAL_S: Final = 1.0
+_SIZES: Final = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+
+
+class ServiceMetrics:
     """Counters of one API, in a registry of its own.
 
     With several API processes the library keeps them in the files of PROMETHEUS_MULTIPROC_DIR, and each process
-    answers with the sum; gauges are those of whoever answers.
+    answers with the sum; gauges are those of the process that answers.
     """
 
     def __init__(self) -> None:
@@ -56,7 +61,7 @@ class Metrics:
             registry=self._registry,
         )
         self._predicted = Counter(
-            "brim_predict_requests", "Predictions asked for, by how it ended.", ("model", "status"),
+            "brim_predict_requests", "Prediction requests by status.", ("model", "status"),
             registry=self._registry,
         )  # fmt: skip
         self._rejected = Counter(
@@ -82,7 +87,6 @@ class Metrics:
         return Gauge(name, words, labels, registry=self._registry, multiprocess_mode="mostrecent")
 
     def answered(self, method: str, route: str, status: int, seconds: float) -> None:
-        """Count one request."""
         self._requests.labels(method if method in _METHODS else "other", route, status).inc()
         self._seconds.labels(route).observe(seconds)
 
@@ -91,11 +95,9 @@ class Metrics:
         self._predicted.labels(model, status).inc()
 
     def rejected(self, reason: str) -> None:
-        """Count one that got none."""
         self._rejected.labels(reason).inc()
 
     def stages(self, seconds: Mapping[str, float]) -> None:
-        """Note how long the stages of a prediction took."""
         for stage, value in seconds.items():
             self._stages.labels(stage).observe(value)
 
@@ -108,14 +110,14 @@ class Metrics:
         free_bytes: int,
         predictors: Sequence[Mapping[str, Any]] = (),
     ) -> bytes:
-        """All of it as Prometheus reads it; a catalogue that is away is itself a metric."""
-        self._predictors.take(predictors)
+        """The exposition text; a catalogue that does not answer is itself a metric."""
+        self._predictors.update(predictors)
         self._streams.set(streams)
         self._free.set(free_bytes)
         try:
-            found = counts()
+            num_jobs = counts()
             for status in STATUSES:
-                self._jobs.labels(status).set(found.get(status, 0))
+                self._jobs.labels(status).set(num_jobs.get(status, 0))
             self._workers.set(workers())
             self._database.set(1)
         except Unavailable:
@@ -123,14 +125,63 @@ class Metrics:
         return generate_latest(self._shown)
 
 
-class Observed:
-    """Counts and logs every answer, adds the headers all have, and answers for what nobody caught."""
+class PredictorMetrics(Collector):
+    """Queue, batches and devices of the predictors, summed over them."""
 
-    def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
+    def __init__(self) -> None:
+        self._snapshots: list[Mapping[str, Any]] = []
+        self._before: list[tuple[float, float]] = []  # busy and up at the last update of the shares
+        self._shares: list[float] = []
+
+    def update(self, snapshots: Sequence[Mapping[str, Any]]) -> None:
+        """Take what each predictor has counted by now."""
+        times = [(float(one.get("busy_s", 0.0)), float(one.get("up_s", 0.0))) for one in snapshots]
+        before = self._before if len(self._before) == len(times) else [(0.0, 0.0)] * len(times)
+        since = [now[1] - then[1] for now, then in zip(times, before, strict=True)]
+        self._snapshots = list(snapshots)
+        if any(up_s < 0 for up_s in since):  # a predictor was restarted
+            before, since = [(0.0, 0.0)] * len(times), [up_s for _, up_s in times]
+        if all(up_s >= _INTERVAL_S for up_s in since):  # a shorter time gives no meaningful share
+            self._shares = [
+                min(1.0, (now[0] - then[0]) / up_s) for now, then, up_s in zip(times, before, since, strict=True)
+            ]
+            self._before = times
+
+    def collect(self) -> Iterable[Metric]:
+        depth = sum(int(one.get("depth", 0)) for one in self._snapshots)
+        yield GaugeMetricFamily("brim_predict_queue_depth", "Parts of requests that wait for a device.", depth)
+        yield GaugeMetricFamily("brim_predictors", "Prediction processes that answer.", len(self._snapshots))
+        share = sum(self._shares) / len(self._shares) if self._shares else 0.0
+        yield GaugeMetricFamily(
+            "brim_predict_device_busy_share", "Share of the time since the last scrape, devices predicting.", share
+        )
+        busy_s = sum(float(one.get("busy_s", 0.0)) for one in self._snapshots)
+        yield CounterMetricFamily("brim_predict_device_busy_seconds", "Time that devices were predicting.", busy_s)
+        yield self._batches()
+
+    def _batches(self) -> Metric:
+        counts: dict[int, int] = {}
+        for one in self._snapshots:
+            for size, count in one.get("batch_sizes", {}).items():
+                counts[int(size)] = counts.get(int(size), 0) + int(count)
+        buckets = [
+            (str(float(most)), float(sum(count for size, count in counts.items() if size <= most))) for most in _SIZES
+        ]
+        return HistogramMetricFamily(
+            "brim_predict_batch_size",
+            "Items in a batch.",
+            buckets=[*buckets, ("+Inf", float(sum(counts.values())))],
+            sum_value=float(sum(size * count for size, count in counts.items())),
+        )
+
+
+class Observed:
+    """Counts and logs every answer, adds common headers, and answers 500 for uncaught exceptions."""
+
+    def __init__(self, app: ASGIApp, metrics: ServiceMetrics) -> None:
         self._app, self._metrics = app, metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass on and watch."""
         if scope["type"] != "http":
             return await self._app(scope, receive, _headed(scope, send))
         began_s = time.perf_counter()
@@ -147,7 +198,7 @@ class Observed:
         try:
             await self._app(scope, receive, watched)
         except Exception:
-            if answered:  # the framework has answered and logged it; what is left is for its own developers
+            if answered:  # the framework has answered and logged it
                 return None
             log.exception("internal error before any route")
             await _internal_error(watched)
@@ -157,14 +208,13 @@ class Observed:
         route = template(scope)
         self._metrics.answered(scope["method"], route, status, seconds)
         is_page = route == PAGES or (b"user-agent", DASHBOARD.encode()) in scope["headers"]
-        level = (
-            logging.DEBUG if is_page and status < 400 else logging.INFO
-        )  # a page is dozens of files, and asks each second
+        # a page is dozens of files, and polls every second
+        level = logging.DEBUG if is_page and status < 400 else logging.INFO
         log.log(level, "%s %s %d %.1f ms", scope["method"][:20], route, status, 1e3 * seconds)
 
 
 def _headed(scope: Scope, send: Send) -> Send:
-    """The headers that all answers have, also for a WebSocket that is refused."""
+    """Adds the headers that all answers have to the rejection of a WebSocket."""
 
     async def headed(message: Message) -> None:
         if message["type"] == "websocket.http.response.start":
@@ -176,14 +226,11 @@ def _headed(scope: Scope, send: Send) -> Send:
 
 def _with_headers(path: str, headers: Iterable[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
     """The answer's headers with ours, where it has not set its own."""
-    found = list(headers)
-    names = {name.lower() for name, _ in found}
-    ours = [*_HEADERS, (b"cache-control", b"no-store")] if _is_private(path) else [*_HEADERS]
-    return found + [(name, value) for name, value in ours if name not in names]
-
-
-def _is_private(path: str) -> bool:
-    return not path.startswith("/docs/")  # files of the documentation may be kept
+    present = list(headers)
+    names = {name.lower() for name, _ in present}
+    may_be_cached = path.startswith("/docs/")  # files of the documentation
+    ours = [*_HEADERS] if may_be_cached else [*_HEADERS, (b"cache-control", b"no-store")]
+    return present + [(name, value) for name, value in ours if name not in names]
 
 
 async def _internal_error(send: Send) -> None:

@@ -1,4 +1,4 @@
-"""The OpenAPI document: what FastAPI knows of the routes, with the bodies' schema and the ways to show the token."""
+"""The OpenAPI document: FastAPI's, with the schema of job bodies and the ways to authenticate."""
 
 from collections.abc import Mapping
 from typing import Annotated, Any, Final, Literal
@@ -13,15 +13,15 @@ from brim.service.api.shapes import MAX_PAGE, Problem
 
 KIND_NAMES: Final = tuple(KINDS)
 _MEANINGS: Final = {
-    400: "The body is no valid JSON, or no valid form.",
+    400: "The body is not valid JSON, or not a valid form.",
     404: "Nothing has an id that the request names.",
-    408: "The body did not come in time.",
-    409: "Right by itself, but in conflict with what is there now, or its values with one another.",
+    408: "The body did not arrive in time.",
+    409: "Valid, but in conflict with the current state, or values that conflict with one another.",
     413: "The body, or what it unpacks to, is too large.",
-    415: "The body, or a file in it, is of a type that is not taken.",
+    415: "The body, or a file in it, is of a type that is not accepted.",
     422: "A value that does not fit this document.",
-    429: "Too many jobs or requests wait or run; see Retry-After.",
-    503: "A database or the models do not answer for now, or not in time; see Retry-After.",
+    429: "Too many jobs or requests are waiting or running; see Retry-After.",
+    503: "A database or the models do not answer, or not in time; see Retry-After.",
     507: "The disk has no room for it.",
 }
 _ALWAYS: Final = {
@@ -34,38 +34,38 @@ Id = Annotated[str, Path(description="An id, as lists and answers give it.")]
 PageNumber = Annotated[Annotated[int, Field(ge=1, le=MAX_PAGE)] | Literal[""], Query(description="From 1.")]
 
 
-def refusals(*statuses: int) -> dict[int | str, dict[str, Any]]:
-    """What a route may answer instead."""
+def problems(*statuses: int) -> dict[int | str, dict[str, Any]]:
+    """Errors that a route may answer with, for the document."""
     return {status: {"model": Problem, "description": _MEANINGS[status]} for status in statuses}
 
 
 def document(app: FastAPI) -> dict[str, Any]:
-    """The whole document, made once; slow the first time, since the kinds' configurations import torch."""
+    """The whole document, made once."""
     if app.openapi_schema is None:
         from brim.jobs.kinds import body_schema
 
-        made = get_openapi(
+        schema = get_openapi(
             title="brim",
             version=__version__,
-            summary="Durable jobs over HTTP: generate, train, tune, predict, evaluate; and predictions at once.",
+            summary="Durable jobs over HTTP: generate, train, tune, predict, evaluate; and immediate predictions.",
             routes=app.routes,
         )
-        made["components"]["securitySchemes"] = {
+        schema["components"]["securitySchemes"] = {
             "token": {"type": "http", "scheme": "bearer"},
             "cookie": {"type": "apiKey", "in": "cookie", "name": "brim_session"},
         }
-        for path, methods in made["paths"].items():
+        for path, methods in schema["paths"].items():
             for operation in methods.values():
                 _complete(path, operation)
         body = {"required": True, "content": {"application/json": {"schema": body_schema()}}}
         for path in ("/api/training/jobs", "/api/training/jobs/validate"):
-            made["paths"][path]["post"]["requestBody"] = body
-        app.openapi_schema = made
+            schema["paths"][path]["post"]["requestBody"] = body
+        app.openapi_schema = schema
     return app.openapi_schema
 
 
 def _complete(path: str, operation: dict[str, Any]) -> None:
-    """Add what the gate may answer on every route."""
+    """Add the answers of the gate, which every route has."""
     is_open = path == "/health"
     operation["security"] = [] if is_open else [{"token": []}, {"cookie": []}]
     problem = {"application/json": {"schema": {"$ref": "#/components/schemas/Problem"}}}

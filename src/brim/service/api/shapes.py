@@ -1,4 +1,4 @@
-"""What answers look like. Times are ISO 8601 in UTC; no shape has a place for a path."""
+"""The JSON of answers, made from the catalogue's rows. Times are ISO 8601 in UTC; no answer has a path."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -9,24 +9,24 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from brim.jobs.status import JobProgress, Status
 
-Json = dict[str, Any]
+JsonObject = dict[str, Any]
 MAX_PAGE = 10**6
 
 
-class Shape(BaseModel):
+class Out(BaseModel):
     """Base of all answers."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
-class Problem(Shape):
-    """Every refusal: one sentence, and the field it is about where there is one."""
+class Problem(Out):
+    """Every error: one sentence, and the field it is about if there is one."""
 
     detail: str
     field: str | None
 
 
-class ProgressShape(Shape):
+class ProgressOut(Out):
     """How far a job has come; total is 0 and percent null where that is not known."""
 
     current: int
@@ -37,25 +37,23 @@ class ProgressShape(Shape):
     message: str
 
 
-class Job(Shape):
-    """One job."""
-
+class JobOut(Out):
     id: str
     kind: str
     name: str
     status: Status
-    progress: ProgressShape
-    config: Json
-    result: Json | None
+    progress: ProgressOut
+    config: JsonObject
+    result: JsonObject | None
     error: str | None
-    failure: Json | None  # of the error: field, code and hint
+    failure: JsonObject | None  # of the error: field, code and hint
     created_at: str
     started_at: str | None
     finished_at: str | None
     attempts: int
 
 
-class Page(Shape):
+class PageOut(Out):
     """Where a list stands among its pages of 50, newest first."""
 
     page: int
@@ -63,13 +61,11 @@ class Page(Shape):
     total: int
 
 
-class JobPage(Page):
-    """Jobs, newest first."""
-
-    jobs: list[Job]
+class JobPageOut(PageOut):
+    jobs: list[JobOut]
 
 
-class Dataset(Shape):
+class DatasetOut(Out):
     """One dataset; `partial` means that its job was stopped before the end: what is there is valid."""
 
     id: str
@@ -79,89 +75,77 @@ class Dataset(Shape):
     items: int
     bytes: int
     job_id: str | None
-    about: Json | None
+    about: JsonObject | None
     created_at: str
 
 
-class DatasetPage(Page):
-    """Datasets, newest first."""
-
-    datasets: list[Dataset]
+class DatasetPageOut(PageOut):
+    datasets: list[DatasetOut]
 
 
-class Preview(Shape):
+class PreviewOut(Out):
     """The first items of a dataset."""
 
     kind: Literal["rf", "images", "sequences"]
-    items: list[Json]
+    items: list[JsonObject]
 
 
-class Run(Shape):
-    """One training run."""
-
+class RunOut(Out):
     id: str
     name: str
     kind: str
     state: str
     job_id: str | None
-    config: Json | None
-    summary: Json | None
+    config: JsonObject | None
+    summary: JsonObject | None
     created_at: str
 
 
-class RunPage(Page):
-    """Runs, newest first."""
-
-    runs: list[Run]
+class RunPageOut(PageOut):
+    runs: list[RunOut]
 
 
-class RunDetail(Run):
+class RunDetailOut(RunOut):
     """One training run with the last lines of its metrics."""
 
-    metrics: list[Json]
+    metrics: list[JsonObject]
 
 
-class LogLine(Shape):
-    """One line of a job's log."""
-
+class LogLineOut(Out):
     at: str
     level: str
     text: str
 
 
-class LogPage(Shape):
+class LogPageOut(Out):
     """Lines of a job's log, and where to read on."""
 
-    lines: list[LogLine]
+    lines: list[LogLineOut]
     next: int
 
 
-class ResultFile(Shape):
-    """One file a job made."""
-
+class ResultFileOut(Out):
     name: str
     bytes: int
 
 
-class ResultFiles(Shape):
-    """The files a job made."""
-
-    files: list[ResultFile]
+class ResultFilesOut(Out):
+    files: list[ResultFileOut]
 
 
-class Devices(Shape):
+class DevicesOut(Out):
     """What the workers run on."""
 
-    devices: list[Json]
+    devices: list[JsonObject]
 
 
-class BatchSizes(BaseModel):
+class BatchSizesOut(BaseModel):
     """Tuned batch sizes, as the file of them holds them."""
 
-    devices: Json
+    devices: JsonObject
 
 
-class Model(Shape):
+class ModelOut(Out):
     """One model that requests may name; what is null is known once it is loaded."""
 
     name: str
@@ -176,19 +160,17 @@ class Model(Shape):
     added_at: str
 
 
-class Models(Shape):
+class ModelsOut(Out):
     """The models that requests may name, by name."""
 
-    models: list[Model]
+    models: list[ModelOut]
 
 
-class Health(Shape):
-    """The service answers."""
-
+class HealthOut(Out):
     status: Literal["ok"]
 
 
-class Ready(Shape):
+class ReadyOut(Out):
     """Whether jobs can be taken, and what each depends on."""
 
     status: Literal["ready", "not ready"]
@@ -198,19 +180,82 @@ class Ready(Shape):
     free_bytes: int
 
 
+class ValidatedOut(Out):
+    """A job that could be submitted as it is."""
+
+    kind: str
+    name: str
+    config: JsonObject = Field(description="with every default filled in")
+    estimated_bytes: int = Field(description="on disk when it is done; from above")
+
+
+class KindOut(Out):
+    """What a job of one kind reads, makes and can be configured with."""
+
+    kind: str
+    title: str
+    description: str
+    makes: Literal["dataset", "run", "result"]
+    reads: Literal["rf", "images", "sequences"] | None = Field(description="kind of the datasets it reads")
+    reads_run: str | None = Field(description="kind of the job that made the run it reads")
+    schema_: JsonObject = Field(alias="schema", description="JSON schema of its config, complete in itself")
+    presets: dict[str, JsonObject] = Field(description="by name, initial values of fields")
+
+
+class KindsOut(Out):
+    kinds: list[KindOut]
+
+
+class MetricLinesOut(Out):
+    """Lines of a run's metrics, and the number of the next one."""
+
+    lines: list[JsonObject] = Field(description="each with its step and epoch, and its phase if the run has several")
+    next: int = Field(description="give it as `after` to read on")
+
+
+class DeviceSampleOut(Out):
+    """One second of a device; null where it cannot be read."""
+
+    at: float = Field(description="seconds since 1970")
+    busy_share: float | None = Field(description="of the GPU, or of all cores of the machine")
+    memory_bytes: int | None = Field(description="in use, by any process")
+    power_w: float | None
+    ceiling_share: float | None = Field(
+        description="of the job that runs there: share of its last ten seconds of computing in which it waited for "
+        "nothing, by its own clocks; null if none runs or reports it. What a run reached is in its result."
+    )
+
+
+class DeviceHistoryOut(Out):
+    """The last samples of a worker's device."""
+
+    worker: str
+    name: str
+    kind: Literal["gpu", "cpu"]
+    memory_total_bytes: int | None
+    job_id: str | None = Field(description="of the job that runs there")
+    samples: list[DeviceSampleOut] = Field(description="oldest first")
+    stalls: dict[str, float] = Field(description="share of the job's last ten seconds of computing waited, by cause")
+
+
+class DeviceHistoriesOut(Out):
+    interval_s: float
+    devices: list[DeviceHistoryOut]
+
+
 # From the catalogue's rows
 
 
-def job(row: Any, redact: Callable[[str], str]) -> Job:
-    """A job as the API shows it; what the worker said is redacted once more."""
+def job(row: Any, redact: Callable[[str], str]) -> JobOut:
+    """A job; what the worker reported is redacted once more."""
     progress = JobProgress(current=row.current, total=row.total, rate=row.rate, eta_s=row.eta_s, message=row.message)
     shown = finite(progress.as_dict())
-    return Job(
+    return JobOut(
         id=row.id,
         kind=row.kind,
         name=row.name,
         status=row.status,
-        progress=ProgressShape(**{**shown, "rate": shown["rate"] or 0.0, "message": redact(progress.message)}),
+        progress=ProgressOut(**{**shown, "rate": shown["rate"] or 0.0, "message": redact(progress.message)}),
         config=row.config,
         result=None if row.result is None else redacted(row.result, redact),
         error=None if row.error is None else redact(row.error),
@@ -222,9 +267,9 @@ def job(row: Any, redact: Callable[[str], str]) -> Job:
     )
 
 
-def dataset(row: Any, redact: Callable[[str], str]) -> Dataset:
-    """A dataset without its place on disk."""
-    return Dataset(
+def dataset(row: Any, redact: Callable[[str], str]) -> DatasetOut:
+    """A dataset without its path."""
+    return DatasetOut(
         id=row.id,
         name=row.name,
         kind=row.kind,
@@ -237,9 +282,9 @@ def dataset(row: Any, redact: Callable[[str], str]) -> Dataset:
     )
 
 
-def run(row: Any, redact: Callable[[str], str]) -> Run:
-    """A run without its place on disk."""
-    return Run(
+def run(row: Any, redact: Callable[[str], str]) -> RunOut:
+    """A run without its path."""
+    return RunOut(
         id=row.id,
         name=row.name,
         kind=row.kind,
@@ -251,18 +296,18 @@ def run(row: Any, redact: Callable[[str], str]) -> Run:
     )
 
 
-def model(row: Any, told: Mapping[str, Any], redact: Callable[[str], str]) -> Model:
-    """A model without its place on disk; told is what a predictor says of it."""
-    return Model(
+def model(row: Any, report: Mapping[str, Any], redact: Callable[[str], str]) -> ModelOut:
+    """A model without its path; report is what a predictor says of it."""
+    return ModelOut(
         name=row.name,
         kind=row.kind,
         network=row.network,
-        state=told.get("state", "cold"),
-        error=None if told.get("error") is None else redact(str(told["error"])),
-        memory_bytes=told.get("memory_bytes"),
-        batch_size=told.get("batch_size"),
-        max_batch_size=told.get("max_batch_size"),
-        device=told.get("device"),
+        state=report.get("state", "cold"),
+        error=None if report.get("error") is None else redact(str(report["error"])),
+        memory_bytes=report.get("memory_bytes"),
+        batch_size=report.get("batch_size"),
+        max_batch_size=report.get("max_batch_size"),
+        device=report.get("device"),
         added_at=time_text(row.added_at),
     )
 
@@ -273,7 +318,7 @@ def time_text(at_s: float) -> str:
 
 
 def finite(value: Any) -> Any:
-    """The same value with null for what JSON has no number for."""
+    """The same value with None for numbers that JSON cannot write."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):

@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from nicegui import ui
 
-Json = dict[str, Any]
+ChartOptions = dict[str, Any]
 Point = Sequence[float | None]  # x and y
 
 COLOURS: Final = ("#1f77d0", "#e8710a", "#1a9c5b", "#c2367e", "#8250df", "#9a7b00", "#0e8f9c", "#d1383d")
@@ -29,7 +29,7 @@ window.brimPush = (id, fresh, since) => {
 </script>"""
 
 
-def draw(options: Json, label: str) -> ui.echart:
+def draw(options: ChartOptions, label: str) -> ui.echart:
     """The chart, with a name for who cannot see it."""
     return ui.echart(options, renderer="svg").classes("brim-chart").props(f'role="img" aria-label="{label}"')
 
@@ -61,7 +61,7 @@ def lines(
     is_share: bool = False,
     is_log: bool = False,
     right: Mapping[str, str] | None = None,
-) -> Json:
+) -> ChartOptions:
     """Lines over a common x; shares are drawn from 0 to 100 %; `right` names the axis of those with their own."""
     right = right or {}
     x_axis = {**_axis("time" if is_time else "value", x_name), "scale": True}
@@ -92,7 +92,7 @@ def band(
     y_name: str,
     marks: Mapping[str, float] | None = None,
     is_log: bool = False,
-) -> Json:
+) -> ChartOptions:
     """A line with its spread behind it, and upright marks by their names; `is_log` is about x."""
     colour = COLOURS[0]
     hidden = {"type": "line", "stack": "spread", "symbol": "none", "silent": True, "lineStyle": {"opacity": 0}}
@@ -115,7 +115,7 @@ def band(
     return {**_base(legend=False, x_name=x_name), "xAxis": x_axis, "yAxis": y_axis, "series": drawn}
 
 
-def histogram(edges: Sequence[float], counts: Sequence[float], *, x_name: str, y_name: str = "") -> Json:
+def histogram(edges: Sequence[float], counts: Sequence[float], *, x_name: str, y_name: str = "") -> ChartOptions:
     """Bars from edge to edge, drawn as steps whose area is filled; edges that grow by a factor have a log axis."""
     steps = [[edge, count] for edge, count in zip(edges, [*counts, 0], strict=True)]
     drawn = {
@@ -132,10 +132,10 @@ def histogram(edges: Sequence[float], counts: Sequence[float], *, x_name: str, y
     return {**_base(legend=False, x_name=x_name), "xAxis": x_axis, "yAxis": y_axis, "series": [drawn]}
 
 
-def bars(values: Mapping[str, float], *, x_name: str = "", is_share: bool = False) -> Json:
+def bars(values: Mapping[str, float], *, x_name: str = "", is_share: bool = False) -> ChartOptions:
     """Bars that lie, the first on top, each with its name."""
     names = list(values)[::-1]
-    axis: Json = {**_axis("value", x_name), "min": 0}
+    axis: ChartOptions = {**_axis("value", x_name), "min": 0}
     written = "p => Math.round(1000 * p.value) / 10 + ' %'" if is_share else f"p => ({_SHORT})(p.value)"
     if is_share:
         axis |= {"max": 1, ":axisLabel": _labels("v => Math.round(100 * v) + ' %'")}
@@ -158,10 +158,10 @@ def scatter(
     y_name: str,
     diagonal: float | None = None,
     is_log: bool = False,
-) -> Json:
+) -> ChartOptions:
     """Points by group; with a diagonal, the line where x and y are the same up to there. `is_log` is about both."""
     sort = "log" if is_log else "value"
-    drawn: list[Json] = [
+    drawn: list[ChartOptions] = [
         {"type": "scatter", "name": name, "data": list(points), "symbolSize": 5, "itemStyle": {"opacity": 0.65}}
         for name, points in groups.items()
     ]
@@ -183,7 +183,7 @@ _SHORT: Final = (
 )
 
 
-def _base(*, legend: bool, x_name: str = "") -> Json:
+def _base(*, legend: bool, x_name: str = "") -> ChartOptions:
     return {
         "animation": False,
         "color": list(COLOURS),
@@ -203,7 +203,7 @@ def _base(*, legend: bool, x_name: str = "") -> Json:
     }
 
 
-def _axis(sort: str, name: str) -> Json:
+def _axis(sort: str, name: str) -> ChartOptions:
     return {
         "type": sort,
         "name": name,
@@ -217,7 +217,7 @@ def _axis(sort: str, name: str) -> Json:
     }
 
 
-def _upright(sort: str, name: str) -> Json:
+def _upright(sort: str, name: str) -> ChartOptions:
     """An axis whose name stands above it."""
     return {**_axis(sort, name), "nameLocation": "end", "nameGap": 10, "nameTextStyle": {**TEXT, "align": "left"}}
 
@@ -231,7 +231,7 @@ def _tip(formatter: str) -> str:
     return f"({{valueFormatter: {formatter}}})"
 
 
-def _line(name: str, points: Sequence[Point]) -> Json:
+def _line(name: str, points: Sequence[Point]) -> ChartOptions:
     return {
         "type": "line",
         "name": name,
@@ -242,7 +242,7 @@ def _line(name: str, points: Sequence[Point]) -> Json:
     }
 
 
-def _marks(marks: Mapping[str, float], low: float, high: float) -> Json:
+def _marks(marks: Mapping[str, float], low: float, high: float) -> ChartOptions:
     """Upright lines with their names, which keep away from the edges."""
 
     def side(place: float) -> str:

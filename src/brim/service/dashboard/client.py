@@ -14,7 +14,7 @@ TIMEOUT_S = 60.0
 FRESH_S = 0.9  # what many pages show is asked for once in as long
 KEPT = 512  # answers
 
-Json = Any
+JsonValue = Any
 
 
 class Refused(Exception):
@@ -38,13 +38,13 @@ class Api:
             limits=httpx.Limits(max_connections=32),
             trust_env=False,
         )
-        self._kept: dict[str, tuple[float, asyncio.Future[Json]]] = {}
+        self._kept: dict[str, tuple[float, asyncio.Future[JsonValue]]] = {}
 
-    async def get(self, path: str, **query: Any) -> Json:
+    async def get(self, path: str, **query: Any) -> JsonValue:
         """What is there now."""
         return (await self.ask("GET", path, params=_given(query))).json()
 
-    async def seen(self, path: str, *, fresh_s: float = FRESH_S, **query: Any) -> Json:
+    async def seen(self, path: str, *, fresh_s: float = FRESH_S, **query: Any) -> JsonValue:
         """What is there, or was just now: however many pages look, the API is asked about once a second."""
         key = str(httpx.URL(path, params=_given(query)))
         found = self._kept.get(key)
@@ -55,7 +55,7 @@ class Api:
             self._kept[key] = found
         return await asyncio.shield(found[1])
 
-    async def post(self, path: str, body: Json = None) -> Json:
+    async def post(self, path: str, body: JsonValue = None) -> JsonValue:
         """Ask for a change; the answer's JSON."""
         return (await self.ask("POST", path, json={} if body is None else body)).json()
 
@@ -87,7 +87,7 @@ def part(text: str) -> str:
     return quote(text, safe="")
 
 
-def _is_old(asked_s: float, answer: "asyncio.Future[Json]", fresh_s: float) -> bool:
+def _is_old(asked_s: float, answer: "asyncio.Future[JsonValue]", fresh_s: float) -> bool:
     """Whether to ask again; a refusal is not kept for as long as an answer may be."""
     if not answer.done():
         return False

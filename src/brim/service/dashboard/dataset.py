@@ -5,11 +5,10 @@ from typing import Final
 from nicegui import ui
 
 from brim.service.dashboard import charts, words
-from brim.service.dashboard.client import Api, Json, Refused, part
+from brim.service.dashboard.client import Api, JsonValue, Refused, part
 from brim.service.dashboard.dataset_rf import draw_rf
 from brim.service.dashboard.datasets import KINDS, UNITS
-from brim.service.dashboard.layout import card, every, figure, frame, heading, in_words, show_refusal
-from brim.service.dashboard.tables import draw_table
+from brim.service.dashboard.layout import card, draw_table, every, figure, frame, heading, in_words, show_refusal
 
 PREVIEWED = 20  # items
 _EXPORTS: Final = {
@@ -25,8 +24,6 @@ _NEXT: Final = {
 
 
 def add(api: Api) -> None:
-    """The page."""
-
     @ui.page("/datasets/{id}", response_timeout=30)
     async def dataset(id: str) -> None:
         place = f"/api/datasets/{part(id)}"
@@ -38,16 +35,16 @@ def add(api: Api) -> None:
                 ui.link("All datasets", "/datasets")
             return
         with frame(found["name"], "/datasets"):
-            shown = Shown(api, place, found)
+            shown = DatasetView(api, place, found)
         ui.timer(0, shown.read, once=True)  # after the first paint: of a large dataset it takes seconds
         if found["state"] == "writing":
             every(5.0, shown.look)
 
 
-class Shown:
+class DatasetView:
     """What the catalogue says, and below it what is in the files."""
 
-    def __init__(self, api: Api, place: str, dataset: Json) -> None:
+    def __init__(self, api: Api, place: str, dataset: JsonValue) -> None:
         """Draw what is known at once."""
         self._api, self._place, self._dataset = api, place, dataset
         with card():
@@ -95,11 +92,11 @@ class Shown:
             else:
                 _draw_sequences(figures, items)
 
-    async def _preview(self) -> list[Json]:
-        found: list[Json] = (await self._api.get(f"{self._place}/preview", limit=PREVIEWED))["items"]
+    async def _preview(self) -> list[JsonValue]:
+        found: list[JsonValue] = (await self._api.get(f"{self._place}/preview", limit=PREVIEWED))["items"]
         return found
 
-    def _show(self, dataset: Json) -> None:
+    def _show(self, dataset: JsonValue) -> None:
         self._items.set_text(words.number(dataset["items"]))
         self._size.set_text(words.in_bytes(dataset["bytes"]))
         self._state.set_text(dataset["state"])
@@ -132,7 +129,7 @@ class Shown:
             ui.navigate.to("/datasets")
 
 
-def _draw_images(figures: Json, items: list[Json]) -> None:
+def _draw_images(figures: JsonValue, items: list[JsonValue]) -> None:
     sizes = {f"{one['width']} × {one['height']}": one["count"] for one in figures["sizes"][:12]}
     with ui.element("div").classes("brim-grid"):
         with card("Sizes in pixels"):
@@ -147,7 +144,7 @@ def _draw_images(figures: Json, items: list[Json]) -> None:
             draw_table("The first images", ("Name", "Width", "Height"), rows)
 
 
-def _draw_sequences(figures: Json, items: list[Json]) -> None:
+def _draw_sequences(figures: JsonValue, items: list[JsonValue]) -> None:
     frames = figures["histograms"]["frames"]
     classes = dict(sorted(figures["classes"].items(), key=lambda one: -one[1])[:20])
     with ui.element("div").classes("brim-grid"):

@@ -6,10 +6,9 @@ from typing import Any, Final
 from nicegui import ui
 
 from brim.service.dashboard import charts, words
-from brim.service.dashboard.client import Api, Json, Refused
-from brim.service.dashboard.layout import card, figure, show_refusal
+from brim.service.dashboard.client import Api, JsonValue, Refused
+from brim.service.dashboard.layout import card, draw_table, figure, show_refusal
 from brim.service.dashboard.maps import Map, Scale, metres
-from brim.service.dashboard.tables import draw_table
 
 WAIT_S = 0.2  # after the last movement of the slider
 _HISTOGRAMS: Final = {
@@ -19,12 +18,12 @@ _HISTOGRAMS: Final = {
 }
 
 
-def draw_rf(api: Api, place: str, figures: Json) -> None:
+def draw_rf(api: Api, place: str, figures: JsonValue) -> None:
     """All cards; place is the dataset's in the API."""
     if not figures["samples"]:
         ui.label("No samples are written yet.").classes("brim-muted")
         return
-    sample = Sample(api, place, figures)
+    sample = SampleView(api, place, figures)
     with card("Where"):
         sample.draw_map(api.settings.tile_url)
     with card("One sample"):
@@ -40,7 +39,7 @@ def draw_rf(api: Api, place: str, figures: Json) -> None:
                     charts.draw(options, f"{title}, histogram")
 
 
-def _draw_gates(figures: Json) -> None:
+def _draw_gates(figures: JsonValue) -> None:
     attempted = figures["attempted"]
     if attempted:
         kept = {"kept": figures["samples"] / attempted}
@@ -53,10 +52,10 @@ def _draw_gates(figures: Json) -> None:
         figure("attempts", words.number(attempted))
 
 
-class Sample:
+class SampleView:
     """The map, and one sample chosen there or by its number."""
 
-    def __init__(self, api: Api, place: str, figures: Json) -> None:
+    def __init__(self, api: Api, place: str, figures: JsonValue) -> None:
         """Nothing is drawn yet."""
         self._api, self._place, self._figures = api, place, figures
         self._last = figures["samples"] - 1
@@ -123,7 +122,7 @@ class Sample:
         if mine == self._asked:  # else another is on its way
             self._show(found)
 
-    def _show(self, sample: Json) -> None:
+    def _show(self, sample: JsonValue) -> None:
         self._map.choose(sample["transmitter"])
         heard = [one for one in sample["receivers"] if one["spectrum"]]
         self._shown.clear()
@@ -144,11 +143,11 @@ class Sample:
                 draw_table("Receivers of the sample", ("Receiver", "SNR, dB"), rows)
 
 
-def _spectrum(spectrum: Json) -> list[tuple[float, float]]:
+def _spectrum(spectrum: JsonValue) -> list[tuple[float, float]]:
     pairs = zip(spectrum["frequency_hz"], spectrum["power_db"], strict=True)
     return [(round(frequency / 1000, 3), round(power, 2)) for frequency, power in pairs]
 
 
-def _words(transmitter: Json) -> str:
+def _words(transmitter: JsonValue) -> str:
     bound, snr = metres(transmitter["crlb_m"]), words.number(transmitter["snr_db"])
     return f"Sample {transmitter['index']}: bound {bound}, SNR {snr} dB, GDOP {words.number(transmitter['gdop'])}"

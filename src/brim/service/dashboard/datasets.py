@@ -7,7 +7,7 @@ from nicegui import ui
 from nicegui.element import Element
 
 from brim.service.dashboard import words
-from brim.service.dashboard.client import Api, Json, part
+from brim.service.dashboard.client import Api, JsonValue, part
 from brim.service.dashboard.layout import empty, every, frame, heading
 from brim.service.dashboard.listing import Listing, page_number
 
@@ -24,8 +24,6 @@ _COLUMNS: Final = {
 
 
 def add(api: Api) -> None:
-    """The page."""
-
     @ui.page("/datasets", response_timeout=30)
     async def datasets(kind: str = "", page: str = "1") -> None:
         wanted = {"kind": kind if kind in KINDS else "", "page": page_number(page)}
@@ -58,7 +56,7 @@ def _form() -> ui.dialog:
     return dialog
 
 
-def _row(dataset: Json) -> Json:
+def _row(dataset: JsonValue) -> JsonValue:
     items = f"{words.number(dataset['items'])} {UNITS[dataset['kind']]}"
     return {
         "id": dataset["id"],

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final, Literal
 
-Json = dict[str, Any]
+JsonSchema = dict[str, Any]
 Sort = Literal["number", "switch", "choice", "choices", "text", "json", "datasets", "run"]
 
 _HIDDEN: Final = ("preset",)  # a preset fills the fields instead
@@ -84,7 +84,7 @@ class FormField:
         return list(value or []) if self.sort in ("choices", "datasets") else value
 
 
-def read_fields(kind: str, schema: Json) -> list[FormField]:
+def read_fields(kind: str, schema: JsonSchema) -> list[FormField]:
     """The fields of a kind's config: those that people use most first."""
     found = [
         field for name, part in schema["properties"].items() for field in _read(name, part, _is_needed(schema, name))
@@ -96,9 +96,9 @@ def read_fields(kind: str, schema: Json) -> list[FormField]:
     return [*common, *also, *(field for field in found if field.path not in named and field.path not in _HIDDEN)]
 
 
-def make_config(fields: Sequence[FormField], values: Mapping[str, Any]) -> Json:
+def make_config(fields: Sequence[FormField], values: Mapping[str, Any]) -> JsonSchema:
     """The config that was filled in."""
-    config: Json = {}
+    config: JsonSchema = {}
     for field in fields:
         value = _value(field, values[field.path])
         if value is _LEFT_OUT:
@@ -128,7 +128,7 @@ def field_of(named: str | None, paths: Sequence[str]) -> str | None:
 # Reading a schema
 
 
-def _read(path: str, part: Json, required: bool) -> list[FormField]:
+def _read(path: str, part: JsonSchema, required: bool) -> list[FormField]:
     nullable, inner = _unwrapped(part)
     about: dict[str, Any] = {
         "path": path,
@@ -151,7 +151,7 @@ def _read(path: str, part: Json, required: bool) -> list[FormField]:
     return [FormField(**about, **_sort(path, inner, nullable))]
 
 
-def _sort(path: str, part: Json, nullable: bool) -> dict[str, Any]:
+def _sort(path: str, part: JsonSchema, nullable: bool) -> dict[str, Any]:
     if path == "dataset_ids":
         return {"sort": "datasets", "is_one": part.get("maxItems") == 1}
     if path == "run_id":
@@ -168,14 +168,14 @@ def _sort(path: str, part: Json, nullable: bool) -> dict[str, Any]:
     return {"sort": "text" if sort == "string" else "json"}
 
 
-def _unwrapped(part: Json) -> tuple[bool, Json]:
+def _unwrapped(part: JsonSchema) -> tuple[bool, JsonSchema]:
     """Whether it may be null, and what it is otherwise."""
     options = part.get("anyOf", [part])
     real = [one for one in options if one.get("type") != "null"]
     return len(real) < len(options), real[0]
 
 
-def _is_needed(schema: Json, name: str) -> bool:
+def _is_needed(schema: JsonSchema, name: str) -> bool:
     return name in schema.get("required", ())
 
 

@@ -5,7 +5,7 @@ from typing import Any, Final
 from nicegui import ui
 
 from brim.service.dashboard import words
-from brim.service.dashboard.client import Api, Json, Refused, part
+from brim.service.dashboard.client import Api, JsonValue, Refused, part
 from brim.service.dashboard.form_fields import FormField, field_of, make_config, read_fields
 from brim.service.dashboard.job_parts import copy_buttons
 from brim.service.dashboard.layout import card, frame, heading, sentence, show_refusal
@@ -22,8 +22,6 @@ _HOW: Final = {
 
 
 def add(api: Api) -> None:
-    """The page."""
-
     @ui.page("/jobs/new", response_timeout=30)
     async def new(kind: str = "", like: str = "", run_id: str = "", dataset_ids: str = "") -> None:
         with frame("New job", "/jobs"):
@@ -35,16 +33,16 @@ def add(api: Api) -> None:
                 earlier = await api.get(f"{JOBS}/{part(like)}") if like else None
             except Refused as failure:
                 return show_refusal(failure)
-            form = Form(api, kinds, kind, choices)
+            form = JobForm(api, kinds, kind, choices)
             form.begin(earlier, {"run_id": run_id, "dataset_ids": dataset_ids})
         await form.check()
         return None
 
 
-class Form:
+class JobForm:
     """The fields of one kind, what they hold, and what the API says of it."""
 
-    def __init__(self, api: Api, kinds: dict[str, Json], kind: str, choices: dict[str, dict[str, str]]) -> None:
+    def __init__(self, api: Api, kinds: dict[str, JsonValue], kind: str, choices: dict[str, dict[str, str]]) -> None:
         """Draw it; choices are datasets and runs by their ids."""
         self._api, self._kind, self._choices = api, kinds[kind], choices
         self._fields = read_fields(kind, self._kind["schema"])
@@ -66,7 +64,7 @@ class Form:
             self._draw_rest()
             self._draw_end()
 
-    def begin(self, earlier: Json | None, given: dict[str, str]) -> None:
+    def begin(self, earlier: JsonValue | None, given: dict[str, str]) -> None:
         """Fill in what to begin with: an earlier job's values, or the newest of what it needs; and the ids given."""
         for field in self._fields:
             found = None if earlier is None else _at(earlier["config"], field.path)
@@ -79,7 +77,7 @@ class Form:
             self._name.set_value(earlier["name"])
         self._is_touched = False
 
-    def body(self) -> Json:
+    def body(self) -> JsonValue:
         """What would be submitted."""
         values = {path: one.value for path, one in self._inputs.items()}
         for field in self._fields:
@@ -107,7 +105,7 @@ class Form:
     # Drawing
 
     def _draw_presets(self) -> None:
-        presets: dict[str, Json] = self._kind["presets"]
+        presets: dict[str, JsonValue] = self._kind["presets"]
         if presets:
             with ui.row(align_items="center"):
                 ui.label("Presets").classes("brim-muted")
@@ -175,7 +173,7 @@ class Form:
         self._is_touched = True
         await self.check()
 
-    async def _fill(self, values: Json) -> None:
+    async def _fill(self, values: JsonValue) -> None:
         """A preset: its fields as it says, the others as they are by default; what it does not know of stays."""
         known = {name for preset in self._kind["presets"].values() for name in preset}
         for field in self._fields:
@@ -219,7 +217,7 @@ def _choose_kind(event: Any) -> None:
     ui.navigate.to(f"/jobs/new?kind={part(event.value)}")
 
 
-def _draw_kinds(kinds: dict[str, Json]) -> None:
+def _draw_kinds(kinds: dict[str, JsonValue]) -> None:
     """All that a job can be, to choose from."""
     with ui.element("div").classes("brim-grid"):
         for name, one in kinds.items():
@@ -228,7 +226,7 @@ def _draw_kinds(kinds: dict[str, Json]) -> None:
                 ui.label(one["description"]).classes("brim-muted")
 
 
-async def _choices(api: Api, kind: Json) -> dict[str, dict[str, str]]:
+async def _choices(api: Api, kind: JsonValue) -> dict[str, dict[str, str]]:
     """Datasets and runs that the fields of a kind may name, newest first."""
     names = kind["schema"]["properties"]
     found: dict[str, dict[str, str]] = {}
@@ -243,8 +241,8 @@ async def _choices(api: Api, kind: Json) -> dict[str, dict[str, str]]:
     return found
 
 
-async def _all(api: Api, path: str, name: str, **query: Any) -> list[Json]:
-    rows: list[Json] = []
+async def _all(api: Api, path: str, name: str, **query: Any) -> list[JsonValue]:
+    rows: list[JsonValue] = []
     for page in range(1, MAX_PAGES + 1):
         found = await api.get(path, page=page, **query)
         rows += found[name]
@@ -253,7 +251,7 @@ async def _all(api: Api, path: str, name: str, **query: Any) -> list[Json]:
     return rows
 
 
-def _at(config: Json, path: str) -> Any:
+def _at(config: JsonValue, path: str) -> Any:
     found: Any = config
     for name in path.split("."):
         found = found.get(name) if isinstance(found, dict) else None

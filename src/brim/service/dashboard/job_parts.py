@@ -6,7 +6,7 @@ from typing import Any, Final
 from nicegui import ui
 
 from brim.service.dashboard import words
-from brim.service.dashboard.client import Json
+from brim.service.dashboard.client import JsonValue
 from brim.service.settings import Settings
 
 STATUSES: Final = ("pending", "queued", "running", "paused", "completed", "failed", "cancelled")
@@ -24,7 +24,7 @@ TITLES: Final = {  # as the API has them, which a test compares: a list need not
 }
 
 
-class Status:
+class StatusLabel:
     """A job's status: a coloured point and the word."""
 
     def __init__(self, status: str = "") -> None:
@@ -41,7 +41,7 @@ class Status:
             self._status = status
 
 
-class Progress:
+class ProgressBar:
     """A bar with what is known beside it: count, rate, time left, and the job's own words."""
 
     def __init__(self) -> None:
@@ -49,7 +49,7 @@ class Progress:
         self._bar = ui.linear_progress(0, show_value=False, size="8px").props('rounded aria-label="Progress"')
         self._text = ui.label().classes("brim-muted brim-figures-text")
 
-    def show(self, job: Json) -> None:
+    def show(self, job: JsonValue) -> None:
         """How far this job is."""
         percent = job["progress"]["percent"]
         is_running = job["status"] == "running"
@@ -58,7 +58,7 @@ class Progress:
         self._text.set_text(progress_text(job))
 
 
-def progress_text(job: Json) -> str:
+def progress_text(job: JsonValue) -> str:
     """The progress of a job in a line."""
     progress, parts = job["progress"], list[str]()
     if job["status"] == "completed":
@@ -89,7 +89,7 @@ def copy_buttons(settings: Settings, body: Any) -> None:
         ui.button("Copy as command", icon="terminal", on_click=lambda: copy(as_command)).props("outline dense no-caps")
 
 
-def as_curl(settings: Settings, body: Json) -> str:
+def as_curl(settings: Settings, body: JsonValue) -> str:
     """The request as a command of curl; the token stays in its file."""
     return (
         f"curl -H \"Authorization: Bearer $(cat DATA/token)\" -H 'Content-Type: application/json' \\\n"
@@ -97,13 +97,13 @@ def as_curl(settings: Settings, body: Json) -> str:
     )
 
 
-def as_command(settings: Settings, body: Json) -> str:
+def as_command(settings: Settings, body: JsonValue) -> str:
     """The request as a command of brim's own."""
     text = json.dumps(body, ensure_ascii=False, indent=1)
     return f"brim jobs submit - --url {settings.url} --token-file DATA/token <<'JSON'\n{text}\nJSON"
 
 
-def job_body(job: Json) -> Json:
+def job_body(job: JsonValue) -> JsonValue:
     """What to send for the same job again."""
     return {"kind": job["kind"], "name": job["name"], "config": job["config"]}
 

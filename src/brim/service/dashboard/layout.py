@@ -1,12 +1,13 @@
 """What all pages share: the frame with its navigation, light and dark, empty states, refusals in words, figures."""
 
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any, Final
 
 from nicegui import ui
 
+from brim.service.dashboard import words
 from brim.service.dashboard.client import Refused
 
 PAGES: Final = {
@@ -120,6 +121,28 @@ def sentence(text: str) -> str:
     is_name = any(letter in text.partition(" ")[0] for letter in "._=[")  # of a field, which is written as it is
     first = text[:1] if is_name else text[:1].upper()
     return first + text[1:] + ("" if text.endswith((".", "?", "!")) else ".")
+
+
+def draw_table(label: str, names: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
+    """Rows of texts and numbers below their names; label is for who cannot see it."""
+    if not rows:
+        return
+    table = ui.element("table").classes("brim-plain-table").props(f'aria-label="{label}"')
+    table.move(ui.element("div").classes("brim-scroll"))
+    with table:
+        with ui.element("thead"), ui.element("tr"):
+            for name in names:
+                _cell("th", name)
+        with ui.element("tbody"):
+            for row in rows:
+                with ui.element("tr"):
+                    for value in row:
+                        _cell("td", words.number(value))
+
+
+def _cell(tag: str, text: str) -> None:
+    with ui.element(tag):
+        ui.label(text)
 
 
 def _escaped(text: str) -> str:

@@ -1,13 +1,13 @@
-"""A page of many things: a table whose rows lead to them, the way to other pages, and words where it is empty."""
+"""A page that lists things: a table with links, paging, and a text if it is empty."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, Final
 
 from nicegui import ui
 
 from brim.service.dashboard import words
-from brim.service.dashboard.client import Api, Json, Refused, part
+from brim.service.dashboard.client import Api, JsonValue, Refused, part
 from brim.service.dashboard.layout import show_refusal
 
 WIDE: Final = {"classes": "brim-wide", "headerClasses": "brim-wide"}  # not on a phone
@@ -16,7 +16,7 @@ _LINK: Final = """<q-td :props="props"><a class="brim-row-link" :href="'%s/' + p
 
 
 class Listing:
-    """Things of one sort, newest first, 50 a page; the address keeps what is wanted."""
+    """Things of one sort, newest first, 50 a page; page and filters are part of the address."""
 
     def __init__(
         self,
@@ -25,44 +25,52 @@ class Listing:
         wanted: dict[str, Any],
         *,
         columns: dict[str, str],
-        row: Callable[[Json], Json],
+        row: Callable[[JsonValue], JsonValue],
         nothing: Callable[[bool], None],
+        path: str = "",
+        narrow: tuple[str, ...] = ("name",),
+        cells: Mapping[str, str] | None = None,
     ) -> None:
-        """Take the sort, such as datasets, which is part of the addresses; the first column is the name.
+        """A table of one sort, such as datasets, which is part of the addresses.
 
-        row makes cells by column, with the id, and `narrow` to be said on a phone; nothing draws the empty state, told
-        whether a filter is why.
+        row      makes the cells of a row, with its id, and the `narrow` text shown on a phone
+        nothing  draws the empty state; its argument says whether a filter is the reason
+        path     of the API, if it is not /api/SORT
+        narrow   columns that are shown on a phone too
+        cells    Vue templates by column
         """
         self._api, self._sort, self._wanted, self._row, self._nothing = api, sort, wanted, row, nothing
-        self._told = ui.column().classes("brim-stack")
+        self._path = path or f"/api/{sort}"
+        self._notice = ui.column().classes("brim-stack")
         shown = [
-            {"name": name, "label": label, "field": name, "align": "left", **(WIDE if at else {})}
-            for at, (name, label) in enumerate(columns.items())
+            {"name": name, "label": label, "field": name, "align": "left", **({} if name in narrow else WIDE)}
+            for name, label in columns.items()
         ]
         self._table = ui.table(rows=[], columns=shown, row_key="id").classes("brim-table brim-jobs")
         self._table.props(f'flat bordered hide-bottom aria-label="{sort.capitalize()}"')
-        self._table.add_slot("body-cell-name", _LINK % f"/{sort}")
+        for cell, template in {"name": _LINK % f"/{sort}", **(cells or {})}.items():
+            self._table.add_slot(f"body-cell-{cell}", template)
         with ui.row(align_items="center") as self._pager:
             self._before = ui.button(icon="chevron_left", on_click=lambda: self._turn(-1))
             self._before.props(f'flat round dense aria-label="Newer {sort}"')
             self._where = ui.label()
             self._after = ui.button(icon="chevron_right", on_click=lambda: self._turn(1))
             self._after.props(f'flat round dense aria-label="Older {sort}"')
-        self._said: object = ""
+        self._drawn: object = ""
 
     async def look(self) -> None:
-        """Ask for the page that is wanted; what is as it was is not sent."""
-        asked = dict(self._wanted)
+        """Load the current page; unchanged rows are not sent to the browser."""
+        wanted = dict(self._wanted)
         try:
-            found = await self._api.seen(f"/api/{self._sort}", **asked)
+            found = await self._api.seen(self._path, **wanted)
         except Refused as failure:
             return self._say(failure.detail, partial(show_refusal, failure))
-        if asked == self._wanted:  # else another was chosen meanwhile, and is on its way
+        if wanted == self._wanted:  # otherwise another page was chosen meanwhile
             self._show(found)
         return None
 
     async def want(self, **changed: Any) -> None:
-        """Look at others."""
+        """Show another page, or with another filter."""
         self._wanted |= {"page": 1} | changed
         given = "&".join(f"{name}={part(str(value))}" for name, value in self._wanted.items() if value not in ("", 1))
         ui.navigate.history.replace(f"/{self._sort}?{given}" if given else f"/{self._sort}")
@@ -71,7 +79,7 @@ class Listing:
     async def _turn(self, pages: int) -> None:
         await self.want(page=self._wanted["page"] + pages)
 
-    def _show(self, found: Json) -> None:
+    def _show(self, found: JsonValue) -> None:
         rows = [self._row(one) for one in found[self._sort]]
         if rows != self._table.rows:
             self._table.rows = rows
@@ -85,14 +93,14 @@ class Listing:
         is_filtered = any(value not in ("", 1) for value in self._wanted.values())
         return self._say(is_filtered, lambda: self._nothing(is_filtered))
 
-    def _say(self, said: object, draw: Callable[[], None]) -> None:
-        if said != self._said or type(said) is not type(self._said):
-            self._said = said
-            self._told.clear()
-            with self._told:
+    def _say(self, notice: object, draw: Callable[[], None]) -> None:
+        if notice != self._drawn or type(notice) is not type(self._drawn):
+            self._drawn = notice
+            self._notice.clear()
+            with self._notice:
                 draw()
 
 
 def page_number(text: str) -> int:
-    """Of an address; the first where it is none."""
+    """The page number in an address; 1 if it is invalid."""
     return max(1, int(text)) if text.isdecimal() and len(text) < 6 else 1

@@ -16,8 +16,8 @@ from fastapi import FastAPI
 from nicegui import ui
 
 from brim.jobs.worker.process import die_with_supervisor, read_settings
+from brim.service.dashboard import dataset, datasets, job_form, jobs, now, run, runs, segment, tuning
 from brim.service.dashboard.client import Api
-from brim.service.dashboard.pages import add_all
 from brim.service.settings import Settings
 
 GRACE_S = 1
@@ -38,7 +38,8 @@ def make_app(settings: Settings) -> FastAPI:
         await api.close()
 
     app = FastAPI(lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
-    add_all(api)
+    for page in (now, job_form, jobs, datasets, dataset, runs, run, tuning, segment):  # /jobs/new before /jobs/{id}
+        page.add(api)
     ui.run_with(
         app,
         title="brim",

@@ -10,7 +10,7 @@ from nicegui.element import Element
 from nicegui.elements import leaflet  # noqa: F401  registers the module that the map's script imports
 
 from brim.service.dashboard import words
-from brim.service.dashboard.client import Json
+from brim.service.dashboard.client import JsonValue
 
 _ASSETS: Final = Path(elements.__file__).with_name("leaflet") / "dist"
 _COLOURS: Final = ("#3b4cc0", "#4a90d9", "#35a79c", "#8bbd3c", "#e8b10a", "#e8710a", "#c0262d")  # small to large
@@ -26,9 +26,9 @@ class Map(Element, component=Path(__file__).with_name("map_view.js")):
         self,
         label: str,
         *,
-        stations: Sequence[Json] = (),
+        stations: Sequence[JsonValue] = (),
         points: Sequence[Sequence[Any]] = (),
-        errors: Sequence[Json] = (),
+        errors: Sequence[JsonValue] = (),
         tile_url: str = "",
         on_pick: Callable[[int], Awaitable[None]] | None = None,
     ) -> None:
@@ -40,7 +40,7 @@ class Map(Element, component=Path(__file__).with_name("map_view.js")):
         if on_pick is not None:
             self.on("pick", lambda event: on_pick(int(event.args)))
 
-    def choose(self, place: Json) -> None:
+    def choose(self, place: JsonValue) -> None:
         """A ring around a place."""
         self.run_method("choose", place["lat"], place["lon"])
 

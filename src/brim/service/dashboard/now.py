@@ -5,8 +5,8 @@ from typing import Any
 from nicegui import ui
 
 from brim.service.dashboard import charts, words
-from brim.service.dashboard.client import Api, Json, Refused
-from brim.service.dashboard.job_parts import WAITING, Progress, Status
+from brim.service.dashboard.client import Api, JsonValue, Refused
+from brim.service.dashboard.job_parts import WAITING, ProgressBar, StatusLabel
 from brim.service.dashboard.layout import card, empty, every, figure, frame, heading, show_refusal
 
 HISTORY_S = 600
@@ -15,13 +15,11 @@ _LINES = {"busy": "busy_share", "of the ceiling": "ceiling_share", "memory": "me
 
 
 def add(api: Api) -> None:
-    """The page."""
-
     @ui.page("/", response_timeout=30)
     async def now() -> None:
         charts.allow_push()
         with frame("Now", "/"):
-            devices, jobs = Devices(), Jobs()
+            devices, jobs = DeviceCards(), RunningJobs()
 
         async def look(seconds: int = FRESH_S) -> None:
             try:
@@ -37,16 +35,16 @@ def add(api: Api) -> None:
         every(1.0, look)
 
 
-class Devices:
+class DeviceCards:
     """A card for each device, kept while the device is there."""
 
     def __init__(self) -> None:
         """Nothing yet."""
         self._place = ui.column().classes("brim-stack")
-        self._cards: dict[tuple[str, str], Device] = {}
+        self._cards: dict[tuple[str, str], DeviceCard] = {}
         self._told = ""
 
-    def show(self, history: Json) -> None:
+    def show(self, history: JsonValue) -> None:
         """New samples of the devices; those that came or went make the cards again."""
         found = {(one["worker"], one["name"]): one for one in history["devices"]}
         if self._told or found.keys() != self._cards.keys() or not found:
@@ -62,7 +60,7 @@ class Devices:
             with self._place:
                 show_refusal(failure)
 
-    def _rebuild(self, found: dict[tuple[str, str], Json]) -> None:
+    def _rebuild(self, found: dict[tuple[str, str], JsonValue]) -> None:
         if not found and self._told == "none":
             return
         self._told, self._cards = "" if found else "none", {}
@@ -71,13 +69,13 @@ class Devices:
             if not found:
                 text = "A worker says what it runs on when it has started; that takes some seconds."
                 empty("No device yet", text)
-            self._cards = {key: Device(one) for key, one in found.items()}
+            self._cards = {key: DeviceCard(one) for key, one in found.items()}
 
 
-class Device:
+class DeviceCard:
     """One device: figures of this second, the last ten minutes, and where the waiting goes."""
 
-    def __init__(self, device: Json) -> None:
+    def __init__(self, device: JsonValue) -> None:
         """Draw what is known so far."""
         self._last_s, self._stalls = 0.0, dict[str, float]()
         self._total = device["memory_total_bytes"]
@@ -99,7 +97,7 @@ class Device:
                     self._idle = ui.label().classes("brim-muted")
                     self._bars = charts.draw(charts.bars({}, is_share=True), "Share of the time waited, by cause")
 
-    def show(self, device: Json) -> None:
+    def show(self, device: JsonValue) -> None:
         """Figures of the newest sample; the chart gets what it has not."""
         fresh = [sample for sample in device["samples"] if sample["at"] > self._last_s]
         if fresh:
@@ -126,21 +124,21 @@ class Device:
             self._bars.options.update(charts.bars(ordered, is_share=True))
             self._bars.update()
 
-    def _options(self, samples: list[Json]) -> dict[str, Any]:
+    def _options(self, samples: list[JsonValue]) -> dict[str, Any]:
         series = dict(zip(self._names, self._points(samples), strict=True))
         return charts.lines(series, is_time=True, is_share=True, right={"power": "W"} if "power" in series else None)
 
-    def _points(self, samples: list[Json]) -> list[list[list[float | None]]]:
+    def _points(self, samples: list[JsonValue]) -> list[list[list[float | None]]]:
         return [[[charts.in_ms(sample["at"]), self._value(sample, name)] for sample in samples] for name in self._names]
 
-    def _value(self, sample: Json, name: str) -> float | None:
+    def _value(self, sample: JsonValue, name: str) -> float | None:
         value = sample[_LINES[name]]
         if name == "memory":
             return round(value / self._total, 4) if self._total and value is not None else None
         return None if value is None else round(value, 4)
 
 
-class Jobs:
+class RunningJobs:
     """What runs, with progress, and how many wait."""
 
     def __init__(self) -> None:
@@ -160,7 +158,7 @@ class Jobs:
                 ui.link("All jobs", "/jobs")
                 ui.link("New job", "/jobs/new")
         self._nothing.set_visibility(False)
-        self._rows: dict[str, Running] = {}
+        self._rows: dict[str, RunningJob] = {}
 
     async def look(self, api: Api) -> None:
         """Ask for what runs now."""
@@ -173,27 +171,27 @@ class Jobs:
         self._nothing.set_visibility(counts[""] == 0)
         self._show(running["jobs"])
 
-    def _show(self, jobs: list[Json]) -> None:
+    def _show(self, jobs: list[JsonValue]) -> None:
         for id in self._rows.keys() - {job["id"] for job in jobs}:
             self._rows.pop(id).row.delete()
         with self._place:
             for job in jobs:
                 if job["id"] not in self._rows:
-                    self._rows[job["id"]] = Running(job)
+                    self._rows[job["id"]] = RunningJob(job)
                 self._rows[job["id"]].progress.show(job)
 
 
-class Running:
+class RunningJob:
     """A running job in a row."""
 
-    def __init__(self, job: Json) -> None:
+    def __init__(self, job: JsonValue) -> None:
         """Its name, a link, and its bar."""
         with ui.column().classes("brim-row") as self.row:
             with ui.row(align_items="center"):
                 ui.link(job["name"], f"/jobs/{job['id']}")
                 ui.label(job["kind"]).classes("brim-muted")
-                Status(job["status"])
-            self.progress = Progress()
+                StatusLabel(job["status"])
+            self.progress = ProgressBar()
 
 
 async def _total(api: Api, status: str) -> int:

@@ -1,23 +1,32 @@
 """One run: its losses as they come, how fast it was beside what the device could do, and what it can."""
 
 import json
+from collections.abc import Sequence
 from typing import Any, Final
 
 from nicegui import ui
 
 from brim.service.dashboard import charts, words
-from brim.service.dashboard.client import Api, Json, Refused, part
-from brim.service.dashboard.layout import card, every, figure, frame, show_refusal
-from brim.service.dashboard.run_metrics import SHARES, Metrics, Series
-from brim.service.dashboard.run_views import draw_embedding, draw_errors
+from brim.service.dashboard.client import Api, JsonValue, Refused, part
+from brim.service.dashboard.layout import card, draw_table, empty, every, figure, frame, show_refusal
+from brim.service.dashboard.maps import Map, Scale, metres
 from brim.service.dashboard.runs import KINDS, best, epochs
 
-_EVALUATED: Final = {"rf.train": draw_errors, "sequence.train": draw_embedding}
+POINTS = 500  # of a series that is read as a whole
+MOST = 4 * POINTS  # lines, after which it is thinned again
+SHARES = {"dice": "Dice", "iou": "IoU", "val_accuracy": "accuracy"}  # by what they are called
+
+Series = list[tuple[float, float]]
+MAPPED = 400  # errors with their ellipses: more would hide one another
+_SCORES: Final = {
+    "accuracy": "accuracy",
+    "ari": "adjusted Rand index",
+    "nmi": "mutual information",
+    "items": "sequences",
+}
 
 
 def add(api: Api) -> None:
-    """The page."""
-
     @ui.page("/runs/{id}", response_timeout=30)
     async def run(id: str) -> None:
         place = f"/api/runs/{part(id)}"
@@ -29,18 +38,18 @@ def add(api: Api) -> None:
                 ui.link("All runs", "/runs")
             return
         with frame(found["name"], "/runs"):
-            shown = Shown(api, place, found)
+            shown = RunView(api, place, found)
         ui.timer(0, shown.read, once=True)
         every(2.0, shown.look)
 
 
-class Shown:
+class RunView:
     """What the catalogue says, charts of the metrics, what evaluations found, and how it was told to train."""
 
-    def __init__(self, api: Api, place: str, run: Json) -> None:
+    def __init__(self, api: Api, place: str, run: JsonValue) -> None:
         """Draw what is known at once."""
         self._api, self._place, self._run = api, place, run
-        self._metrics = Metrics(api, f"{place}/metrics")
+        self._metrics = RunMetrics(api, f"{place}/metrics")
         self._is_log = False
         with card():
             self._figures = ui.row().classes("brim-figures")
@@ -79,7 +88,7 @@ class Shown:
         await self._draw_evaluated()
 
     async def _draw_evaluated(self) -> None:
-        draw = _EVALUATED.get(self._run["kind"])
+        draw = {"rf.train": draw_errors, "sequence.train": draw_embedding}.get(self._run["kind"])
         if draw is not None and self._run["state"] != "training":
             with self._inside:
                 await draw(self._api, self._place)
@@ -119,7 +128,7 @@ class Shown:
         if lr := metrics.series("lr"):
             self._chart("Learning rate", charts.lines({"learning rate": lr}, x_name="step"))
 
-    def _chart(self, title: str, options: Json) -> None:
+    def _chart(self, title: str, options: JsonValue) -> None:
         if title in self._charts:
             return _redraw(self._charts[title], options)
         with self._more, card(title):
@@ -174,7 +183,7 @@ def _draw_json(label: str, value: Any) -> None:
     ui.label(text).classes("brim-mono brim-log").props(f'tabindex=0 aria-label="{label}"')
 
 
-def _throughput(rate: Series, ceiling: float | None) -> Json:
+def _throughput(rate: Series, ceiling: float | None) -> JsonValue:
     """Beside the rate, a line where the device could not be faster."""
     if ceiling is None:
         return charts.lines({"samples a second": rate}, x_name="step", y_name="samples/s")
@@ -185,7 +194,190 @@ def _throughput(rate: Series, ceiling: float | None) -> Json:
     return options
 
 
-def _redraw(chart: ui.echart, options: Json) -> None:
+def _redraw(chart: ui.echart, options: JsonValue) -> None:
     chart.options.clear()
     chart.options.update(options)
     chart.update()
+
+
+# Metrics
+
+
+class RunMetrics:
+    """The lines so far."""
+
+    def __init__(self, api: Api, place: str) -> None:
+        """Nothing is read yet; place is that of the run's metrics in the API."""
+        self._api, self._place, self._next = api, place, -1
+        self.lines: list[JsonValue] = []
+
+    async def read(self) -> bool:
+        """Read on; whether there was anything new."""
+        if self._next < 0 or len(self.lines) > MOST:
+            return await self._read_all()
+        found = await self._api.get(self._place, after=self._next)
+        if found["next"] < self._next:  # a worker went back to its checkpoint
+            return await self._read_all()
+        self._next = found["next"]
+        self.lines += found["lines"]
+        return bool(found["lines"])
+
+    async def _read_all(self) -> bool:
+        found = await self._api.get(self._place, points=POINTS)
+        self.lines, self._next = found["lines"], found["next"]
+        return True
+
+    def series(self, name: str) -> Series:
+        """Steps and values of one name; steps of a later phase go on from the one before."""
+        return series(self.lines, name)
+
+    def names(self, *, among: Sequence[str]) -> list[str]:
+        """Which of these there are."""
+        return [name for name in among if any(name in line for line in self.lines)]
+
+
+def series(lines: Sequence[JsonValue], name: str) -> Series:
+    """Steps and values of one name, over all phases."""
+    found: Series = []
+    phase, start, last = None, 0, 0
+    for line in lines:
+        if line.get("phase") != phase:
+            phase, start = line.get("phase"), start + last
+            last = 0
+        last = max(last, int(line["step"]))
+        if line.get(name) is not None:
+            found.append((start + int(line["step"]), float(line[name])))
+    return found
+
+
+# Evaluations
+
+
+async def draw_errors(api: Api, place: str) -> None:
+    """Where a locator puts transmitters, and how far that is from what is possible."""
+    with ui.column().classes("brim-stack") as inside:
+        pass
+    found = await _left(api, f"{place}/errors", inside, "How well does it locate?")
+    if found is None:
+        return
+    with inside:
+        with card("Errors"):
+            _draw_error_figures(found)
+        with card("Where it is wrong"):
+            _draw_error_map(found, api.settings.tile_url)
+        with card("Error against bound"):
+            pairs = [(one["bound_m"], one["error_m"]) for one in found["points"] if one["bound_m"] and one["error_m"]]
+            if pairs:
+                top = max(max(pair) for pair in pairs)
+                options = charts.scatter(
+                    {"samples": pairs}, x_name="bound, m", y_name="error, m", diagonal=top, is_log=True
+                )
+                charts.draw(options, "Error against bound, both logarithmic").classes("brim-chart-high")
+            ui.label(
+                "On the dashed line the error is as large as its Cramér-Rao bound; single errors lie on both sides."
+            ).classes("brim-muted")
+
+
+async def draw_embedding(api: Api, place: str) -> None:
+    """What a network makes of sequences, along the two axes that tell most."""
+    with ui.column().classes("brim-stack") as inside:
+        pass
+    found = await _left(api, f"{place}/embedding", inside, "How well does it tell sequences apart?")
+    if found is None:
+        return
+    groups: dict[str, list[tuple[float, float]]] = {}
+    for one in found["points"]:
+        groups.setdefault(one["label"], []).append((one["x"], one["y"]))
+    across, up = (
+        f"axis {axis + 1}, {words.share(share)} of the variance" for axis, share in enumerate(found["explained"])
+    )
+    with inside, card("Embedding"):
+        with ui.row().classes("brim-figures"):
+            for name, value in found["scores"].items():
+                if value is not None and not isinstance(value, dict | list):
+                    figure(_SCORES.get(name, name.replace("_", " ")), _score(name, value))
+        options = charts.scatter(dict(sorted(groups.items())), x_name=across, y_name=up)
+        charts.draw(options, "Sequences in the plane, by label").classes("brim-chart-high")
+        wrong = sum(one["label"] != one["predicted"] for one in found["points"])
+        ui.link(f"From the newest evaluation: {wrong} of {len(found['points'])} are told apart wrongly", _job(found))
+
+
+async def _left(api: Api, place: str, inside: ui.column, question: str) -> JsonValue | None:
+    """What an evaluation left; where there is none, how to get it."""
+    try:
+        found: JsonValue = await api.get(place)
+        return found
+    except Refused as failure:
+        with inside, card():
+            if failure.status != 404:
+                show_refusal(failure)
+            else:
+                is_rf = place.endswith("/errors")
+                id = place.split("/")[3]
+                empty(
+                    question,
+                    "Nobody evaluated this run yet, or not with what this page shows.",
+                    action="Evaluate it on a dataset",
+                    target=f"/jobs/new?kind={'rf' if is_rf else 'sequence'}.evaluate&run_id={id}",
+                )
+        return None
+
+
+def _draw_error_figures(found: JsonValue) -> None:
+    metrics = found["metrics"]
+    with ui.row().classes("brim-figures"):
+        figure("median error", metres(metrics["median_error_m"]))
+        figure("mean error", metres(metrics["mean_error_m"]))
+        figure("95 % are below", metres(metrics["p95_error_m"]))
+        figure("times the bound", words.number(metrics["crlb_ratio"]))
+        for level, share in metrics["coverage"].items():
+            figure(f"inside {level} % ellipses", f"{100 * share:.1f} %")
+    rows = [("this run", *_row(metrics))] + [
+        (name.replace("_", " and "), *_row(one)) for name, one in metrics.get("baselines", {}).items()
+    ]
+    names = ("Method", "Median, m", "Mean, m", "95 %, m", "× bound")
+    draw_table("This run beside simpler methods", names, rows)
+    ui.link(f"From the newest evaluation, {words.number(found['samples'])} samples", _job(found))
+
+
+def _row(metrics: JsonValue) -> tuple[Any, ...]:
+    names = ("median_error_m", "mean_error_m", "p95_error_m", "crlb_ratio")
+    return tuple(round(metrics[name], 2) if metrics.get(name) is not None else None for name in names)
+
+
+def _draw_error_map(found: JsonValue, tile_url: str) -> None:
+    points = found["points"]
+    taken = points[:: max(1, -(-len(points) // MAPPED))]
+    scale = Scale([one["error_m"] for one in taken])
+    errors = [
+        {
+            "truth": one["truth"],
+            "estimate": one["estimate"],
+            "axes": _axes(one["ellipse"]),
+            "azimuth": one["ellipse"]["azimuth_deg"],
+            "colour": scale.colour(one["error_m"]),
+            "words": f"Error {metres(one['error_m'])}, bound {metres(one['bound_m'])}",
+        }
+        for one in taken
+    ]
+    Map("Map of errors with their ellipses", errors=errors, tile_url=tile_url)
+    with ui.row(align_items="center").classes("brim-tools"):
+        scale.draw("error")
+        ui.space()
+        ui.label(
+            f"{words.number(len(taken))} of {words.number(found['samples'])}: point, line to the estimate, "
+            f"{words.share(found['level'])} ellipse"
+        ).classes("brim-muted")
+
+
+def _axes(ellipse: JsonValue) -> list[float] | None:
+    axes = [ellipse["semi_major_m"], ellipse["semi_minor_m"]]
+    return None if None in axes else axes
+
+
+def _score(name: str, value: Any) -> str:
+    return words.share(value) if "accuracy" in name else words.number(value)
+
+
+def _job(found: JsonValue) -> str:
+    return f"/jobs/{part(found['job_id'])}"

@@ -5,7 +5,7 @@ from typing import Any, Final
 from nicegui import ui
 
 from brim.service.dashboard import words
-from brim.service.dashboard.client import Api, Json
+from brim.service.dashboard.client import Api, JsonValue
 from brim.service.dashboard.layout import empty, every, frame
 from brim.service.dashboard.listing import Listing, page_number
 
@@ -25,8 +25,6 @@ _COLUMNS: Final = {
 
 
 def add(api: Api) -> None:
-    """The page."""
-
     @ui.page("/runs", response_timeout=30)
     async def runs(page: str = "1") -> None:
         with frame("Runs", "/runs"):
@@ -36,7 +34,7 @@ def add(api: Api) -> None:
         every(2.0, listed.look)
 
 
-def best(summary: Json | None) -> str:
+def best(summary: JsonValue | None) -> str:
     """The figure by which a run is judged, in words."""
     found: dict[str, Any] = summary or {}
     if found.get("dice") is not None:
@@ -47,7 +45,7 @@ def best(summary: Json | None) -> str:
     return words.NONE if found.get("best_val_loss") is None else f"loss {words.number(found['best_val_loss'])}"
 
 
-def epochs(run: Json) -> str:
+def epochs(run: JsonValue) -> str:
     """Trained, of those wanted."""
     done = (run["summary"] or {}).get("epoch")
     wanted = (run["config"] or {}).get("epochs")
@@ -56,7 +54,7 @@ def epochs(run: Json) -> str:
     return f"{done} of {wanted}" if wanted else str(done)
 
 
-def _row(run: Json) -> Json:
+def _row(run: JsonValue) -> JsonValue:
     kind = KINDS.get(run["kind"], run["kind"])
     return {
         "id": run["id"],

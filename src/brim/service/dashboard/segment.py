@@ -5,7 +5,7 @@ from pathlib import Path
 from nicegui import ui
 from nicegui.element import Element
 
-from brim.service.dashboard.client import Api, Json, Refused
+from brim.service.dashboard.client import Api, JsonValue, Refused
 from brim.service.dashboard.layout import card, empty, every, frame, show_refusal
 
 THRESHOLD = 0.5
@@ -13,8 +13,6 @@ _HOW = 'Add one with "brim models add NAME RUN", where RUN is the folder of a ru
 
 
 def add(api: Api) -> None:
-    """The page."""
-
     @ui.page("/segment")
     async def segment() -> None:
         async def look() -> None:
@@ -39,7 +37,7 @@ def add(api: Api) -> None:
         return None
 
 
-async def _models(api: Api) -> list[Json]:
+async def _models(api: Api) -> list[JsonValue]:
     return [one for one in (await api.seen("/api/models"))["models"] if one["kind"] == "segment"]
 
 
@@ -56,7 +54,7 @@ class View(Element, component=Path(__file__).with_name("segment_view.js")):
         self.update()
 
 
-def _draw(models: list[Json]) -> None:
+def _draw(models: list[JsonValue]) -> None:
     names = {one["name"]: f"{one['name']} · {one['network']}" for one in models}
     first = next(iter(names))
     with card():

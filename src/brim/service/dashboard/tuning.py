@@ -7,7 +7,7 @@ from typing import Any, Final
 from nicegui import ui
 
 from brim.service.dashboard import charts, words
-from brim.service.dashboard.client import Api, Json, Refused, part
+from brim.service.dashboard.client import Api, JsonValue, Refused, part
 from brim.service.dashboard.layout import card, empty, figure, frame, heading, in_words, show_refusal
 
 _COLUMNS: Final = [
@@ -25,8 +25,6 @@ _COLUMNS: Final = [
 
 
 def add(api: Api) -> None:
-    """The page."""
-
     @ui.page("/tuning", response_timeout=30)
     async def tuning() -> None:
         with frame("Tuning", "/tuning"):
@@ -48,7 +46,7 @@ def add(api: Api) -> None:
         return None
 
 
-def _draw(api: Api, device: str, model: str, entry: Json, trials: list[Json]) -> None:
+def _draw(api: Api, device: str, model: str, entry: JsonValue, trials: list[JsonValue]) -> None:
     rows = per_batch(trials)
     with card():
         with ui.row(align_items="center").classes("brim-tools"):
@@ -70,7 +68,7 @@ def _draw(api: Api, device: str, model: str, entry: Json, trials: list[Json]) ->
             _draw_table(rows, trials, entry)
 
 
-def _draw_figures(entry: Json) -> None:
+def _draw_figures(entry: JsonValue) -> None:
     with ui.row().classes("brim-figures"):
         figure("chosen batch size", words.number(entry["optimal_batch_size"]))
         figure("safe up to", words.number(entry["max_safe_batch_size"]))
@@ -80,7 +78,7 @@ def _draw_figures(entry: Json) -> None:
         figure("memory allowed", words.in_bytes(entry["memory_limit_mb"] * 1e6))
 
 
-def _draw_table(rows: Sequence[Json], trials: Sequence[Json], entry: Json) -> None:
+def _draw_table(rows: Sequence[JsonValue], trials: Sequence[JsonValue], entry: JsonValue) -> None:
     timed = {row["batch"] for row in rows}
     failed = [one for one in trials if one["kind"] == "sweep" and one["batch"] not in timed]
     shown = [_table_row(row, entry) for row in rows]
@@ -91,16 +89,16 @@ def _draw_table(rows: Sequence[Json], trials: Sequence[Json], entry: Json) -> No
     table.props('flat dense bordered hide-bottom aria-label="What was measured"')
 
 
-def per_batch(trials: Sequence[Json]) -> list[Json]:
+def per_batch(trials: Sequence[JsonValue]) -> list[JsonValue]:
     """What ran, the repeated trials of a batch as one, in order of size; low and high are what was measured of them."""
-    groups: dict[int, list[Json]] = {}
+    groups: dict[int, list[JsonValue]] = {}
     for trial in trials:
         if trial["kind"] == "sweep" and trial["throughput"]:
             groups.setdefault(int(trial["batch"]), []).append(trial)
     return [_as_one(batch, group) for batch, group in sorted(groups.items())]
 
 
-def options_of(rows: Sequence[Json], entry: Json) -> dict[str, dict[str, Any]]:
+def options_of(rows: Sequence[JsonValue], entry: JsonValue) -> dict[str, dict[str, Any]]:
     """The three charts by their names, the chosen and the safe size marked."""
     chosen, safe = entry["optimal_batch_size"], entry["max_safe_batch_size"]
     marks = {"chosen": chosen, "safe": safe} if chosen != safe else {"chosen, safe": chosen}
@@ -125,7 +123,7 @@ def options_of(rows: Sequence[Json], entry: Json) -> dict[str, dict[str, Any]]:
     return made
 
 
-def _as_one(batch: int, group: list[Json]) -> Json:
+def _as_one(batch: int, group: list[JsonValue]) -> JsonValue:
     rates = [float(trial["throughput"]) for trial in group]
     half = max(float(trial.get("spread") or 0.0) for trial in group)
     middle = median(rates)
@@ -141,7 +139,7 @@ def _as_one(batch: int, group: list[Json]) -> Json:
     }
 
 
-def _table_row(row: Json, entry: Json) -> Json:
+def _table_row(row: JsonValue, entry: JsonValue) -> JsonValue:
     chosen, safe = entry["optimal_batch_size"], entry["max_safe_batch_size"]
     verdict = [row["status"], *["chosen"] * (row["batch"] == chosen), *["largest safe"] * (row["batch"] == safe)]
     return {
@@ -155,7 +153,7 @@ def _table_row(row: Json, entry: Json) -> Json:
     }
 
 
-async def _retune(api: Api, model: str, entry: Json, button: ui.button, place: ui.row) -> None:
+async def _retune(api: Api, model: str, entry: JsonValue, button: ui.button, place: ui.row) -> None:
     """The same network at the same size again."""
     button.disable()
     config = {"model": model, "size": entry["image_size"]}
@@ -167,10 +165,10 @@ async def _retune(api: Api, model: str, entry: Json, button: ui.button, place: u
     button.enable()
 
 
-def _last(group: Sequence[Json], name: str) -> float | None:
+def _last(group: Sequence[JsonValue], name: str) -> float | None:
     known = [float(trial[name]) for trial in group if trial.get(name) is not None]
     return known[-1] if known else None
 
 
-def _of(rows: Sequence[Json], name: str) -> list[float]:
+def _of(rows: Sequence[JsonValue], name: str) -> list[float]:
     return [row[name] for row in rows]

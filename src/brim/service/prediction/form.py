@@ -1,6 +1,6 @@
-"""The form of a request for a prediction: its files in memory, its fields checked; in any order.
+"""The form of a prediction request: files in memory, fields checked, in any order.
 
-Pieces are kept as they came and joined once, when a file is whole: 300 kB take 0.3 ms in all.
+Pieces are kept as they arrive and joined once, when a file is complete: 300 kB take 0.3 ms in all.
 """
 
 import re
@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from brim.errors import ConfigError, TooLarge
-from brim.service.api.data.multipart import Multipart, text_of
+from brim.service.api.multipart import Multipart, text_of
 
 MAX_NAME: Final = 200  # characters of a file's name
 MAX_DEADLINE_MS: Final = 600_000
@@ -27,14 +27,14 @@ class File:
     data: bytes = b""
 
     def take(self) -> bytes:
-        """Its bytes, kept here no longer: whoever has them may let them go."""
+        """Its bytes, which are no longer kept here."""
         data, self.data = self.data, b""
         return data
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Takes:
-    """What a route takes in its form."""
+class FormFields:
+    """The files and fields of a route's form."""
 
     files: tuple[str, ...] = ("file",)  # names of the field
     max_files: int = 1
@@ -43,31 +43,29 @@ class Takes:
 
 
 class Form:
-    """Takes a body in pieces, keeps its files and reads its fields."""
+    """Keeps the files of a body and reads its fields, piece by piece."""
 
-    def __init__(self, boundary: bytes, takes: Takes) -> None:
+    def __init__(self, boundary: bytes, fields: FormFields) -> None:
         self.files: list[File] = []
         self.values: dict[str, Any] = {}
-        self._takes = takes
+        self._fields = fields
         self._field, self._is_file = "", False
         self._pieces: list[memoryview] = []
         self._length = 0
         self._body = Multipart(boundary, self)
 
     def feed(self, chunk: bytes) -> None:
-        """Take some bytes."""
         self._body.feed(chunk)
 
     def finish(self) -> None:
-        """Say that all has been fed."""
+        """Check that the body was complete and had a file."""
         self._body.finish()
         if not self.files:
-            name = self._takes.files[0]
+            name = self._fields.files[0]
             raise ConfigError(f"{name} is missing; send one as multipart/form-data", field=name)
 
     def open(self, field: str, name: str | None) -> None:
-        """Begin a part."""
-        self._field, self._is_file, self._length = field, field in self._takes.files, 0
+        self._field, self._is_file, self._length = field, field in self._fields.files, 0
         self._pieces = []
         if self._is_file:
             if name is None:
@@ -76,29 +74,27 @@ class Form:
             self.files.append(File(_shown(name) or "the file"))
         elif field in self.values:
             raise ConfigError(f"{field} is given twice; give it once", field=field)
-        elif field not in self._takes.fields:
-            known = ", ".join((*self._takes.files, *self._takes.fields))
+        elif field not in self._fields.fields:
+            known = ", ".join((*self._fields.files, *self._fields.fields))
             raise ConfigError(f"{_shown(field)[:60]} is unknown; known: {known}", field=_shown(field)[:60])
 
     def write(self, data: bytes, start: int, end: int) -> None:
-        """Keep some of it."""
         self._length += end - start
-        limit = self._takes.max_file_bytes if self._is_file else _MAX_TEXT
+        limit = self._fields.max_file_bytes if self._is_file else _MAX_TEXT
         if self._length > limit:
-            said = f"{self._field} is larger than {limit} bytes, the most that is taken"
-            raise TooLarge(f"{said}; send a smaller one") if self._is_file else ConfigError(said, field=self._field)
+            text = f"{self._field} is larger than {limit} bytes, the most that is accepted"
+            raise TooLarge(f"{text}; send a smaller one") if self._is_file else ConfigError(text, field=self._field)
         self._pieces.append(memoryview(data)[start:end])
 
     def end(self) -> None:
-        """Join and read it."""
-        whole, self._pieces = b"".join(self._pieces), []
+        data, self._pieces = b"".join(self._pieces), []
         if self._is_file:
-            self.files[-1].data = whole
+            self.files[-1].data = data
         else:
-            self.values[self._field] = self._takes.fields[self._field](self._field, text_of(whole))
+            self.values[self._field] = self._fields.fields[self._field](self._field, text_of(data))
 
     def _check_count(self) -> None:
-        most = self._takes.max_files
+        most = self._fields.max_files
         if len(self.files) < most:
             return
         if most == 1:
@@ -108,11 +104,11 @@ class Form:
         raise TooLarge(f"{self._field}: more than {most} files at once; send them in several requests")
 
 
-# Fields: each takes its name and text, and gives its value
+# Fields: each function takes the field's name and text and returns its value
 
 
 def read_model(name: str, text: str) -> str:
-    """A model's name; an empty one is none."""
+    """A model's name; empty if none is named."""
     if not re.fullmatch(MODEL_PATTERN, text):
         raise ConfigError(
             f'{name} must be 1 to 100 letters, digits, . _ or -; "GET /api/models" lists them', field=name
@@ -131,7 +127,6 @@ def read_threshold(name: str, text: str) -> float:
 
 
 def read_flag(name: str, text: str) -> bool:
-    """Yes or no."""
     value = _WORDS.get(text.lower())
     if value is None:
         raise ConfigError(f"{name}={_shown(text)[:60]} must be true or false", field=name)
@@ -158,5 +153,5 @@ def choice(*choices: str) -> Callable[[str, str], str]:
 
 
 def _shown(text: str) -> str:
-    """A text of a stranger's, as it may stand in a sentence or a list."""
+    """A client's text, safe to repeat in a message."""
     return "".join(letter if letter.isprintable() else "�" for letter in text[:MAX_NAME])

@@ -1,7 +1,7 @@
-"""One child of the supervisor: started under a name, watched, started again when it ends.
+"""One child process of the supervisor: started under a name, watched, restarted when it ends.
 
 Knows processes and pipes, and nothing of jobs, databases or HTTP. Children are started by the supervisor's main
-thread only: the signal that ends them with their parent follows the thread that started them.
+thread only: the kernel kills them with the thread that started them.
 """
 
 import os
@@ -14,15 +14,15 @@ from pathlib import Path
 
 from brim.jobs.worker.process import GIVE_UP
 
-SECRET = ("BRIM_TOKEN", "BRIM_DATABASE")  # variables that children do not inherit: they read the settings
-SHORT_LIFE_S = 5.0  # a child that ends sooner waits before it is started again
+SECRET = ("BRIM_TOKEN", "BRIM_DATABASE")  # not inherited: children read the settings
+SHORT_LIFE_S = 5.0  # a child that ends sooner waits before it is restarted
 FIRST_WAIT_S, LONGEST_WAIT_S = 0.5, 30.0
-START_S = 180.0  # until a worker's first beat: imports and the database's answer come before it
+START_S = 180.0  # until the first heartbeat: imports and the database's answer come before it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Program:
-    """What a child runs. {lifeline} and {beat} in the command become the numbers of its pipes."""
+    """What a child runs. {lifeline} and {beat} in the command become the descriptors of its pipes."""
 
     name: str
     command: Sequence[str]
@@ -30,7 +30,7 @@ class Program:
     env: Mapping[str, str] = field(default_factory=dict)  # over our own environment
     pass_fds: tuple[int, ...] = ()
     hang_s: float | None = None  # silent for longer: killed; None: not watched
-    longest_wait_s: float = LONGEST_WAIT_S  # before it is started again, having ended soon many times
+    longest_wait_s: float = LONGEST_WAIT_S  # before a restart, after many short lives
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,16 +38,16 @@ class Death:
     """How a child ended."""
 
     name: str
-    code: int  # as subprocess has it: negative is a signal
+    code: int  # as in subprocess: negative for a signal
     lived_s: float
     reason: str  # for people: "signal 9, out of memory (the kernel's counter rose)"
 
 
 class Child:
-    """A program kept running under its name."""
+    """A program that is kept running."""
 
     def __init__(self, program: Program, lifeline: int) -> None:
-        """Take the program and the reading end of the pipe that ends with us; starts nothing."""
+        """lifeline is the reading end of the pipe that ends with this process; nothing is started yet."""
         self.name = program.name
         self.deaths = 0
         self._program, self._lifeline = program, lifeline
@@ -60,11 +60,11 @@ class Child:
 
     @property
     def pid(self) -> int | None:
-        """Number of its process; None while it waits to be started again."""
+        """Its process id; None while it waits to be restarted."""
         return None if self._process is None else self._process.pid
 
     def step(self, now_s: float) -> Death | None:
-        """Start it when it is due; notice its end, which is returned, and its silence, which is ended."""
+        """Start it when it is due, kill it if it is silent for too long, and return its death."""
         if self._process is None:
             if now_s >= self._next_s:
                 self._start(now_s)
@@ -77,22 +77,21 @@ class Child:
         return None
 
     def excuse(self, now_s: float) -> None:
-        """Count its silence from now: we were away ourselves, and so perhaps was it."""
+        """Count its silence from now: this process was stopped, and perhaps the child too."""
         self._beat_s = now_s
 
     def terminate(self) -> None:
-        """Ask it to end."""
         if self._process is not None:
             self._process.send_signal(signal.SIGTERM)
-            self._process.send_signal(signal.SIGCONT)  # one that is stopped hears nothing
+            self._process.send_signal(signal.SIGCONT)  # a stopped process handles no signal
 
     def kill(self) -> None:
-        """End it and what it started, at once."""
+        """Kill it and all it started."""
         if self._process is not None:
             _kill_group(self._process.pid)
 
     def wait(self, seconds: float) -> int | None:
-        """Its exit code, or None when it still runs after so many seconds."""
+        """Its exit code, or None if it still runs after so many seconds."""
         if self._process is None:
             return 0
         try:
@@ -110,10 +109,10 @@ class Child:
         self._process = subprocess.Popen(
             [numbers.get(word, word) for word in program.command],
             stdin=subprocess.PIPE,
-            stdout=2,  # our standard output holds the address and nothing else
+            stdout=2,  # our standard output holds only the address
             env={**{name: value for name, value in os.environ.items() if name not in SECRET}, **program.env},
             pass_fds=inherited,
-            process_group=0,  # Ctrl-C in a terminal is for us alone; and a kill reaches its own children too
+            process_group=0,  # Ctrl-C in a terminal is for this process alone; and a kill reaches its own children too
         )
         if beats is not None:
             os.close(beats)
@@ -123,7 +122,7 @@ class Child:
         _hand_over(self._process, program.stdin)
 
     def _ended(self) -> int | None:
-        """Its exit code, while its number still belongs to it: what it started is ended before it is buried."""
+        """Its exit code; all it started is killed while its process id is still reserved."""
         assert self._process is not None
         if os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
             return None
@@ -144,7 +143,7 @@ class Child:
 
     def _reason(self, code: int, now_s: float) -> str:
         if self._gave_up:
-            return "it hung, and asked to be killed"
+            return "it hung and asked to be killed"
         if self._hung:
             return f"it hung: no progress for {now_s - self._beat_s:.0f} s"
         if code >= 0:
@@ -169,7 +168,7 @@ class Child:
 
 
 def stop_all(children: Sequence[Child], seconds: float) -> None:
-    """Ask all to end, wait for them together, then end those that did not."""
+    """Ask all to end, wait for them together, then kill those that did not."""
     for child in children:
         child.terminate()
     end_s = time.monotonic() + seconds
@@ -180,7 +179,7 @@ def stop_all(children: Sequence[Child], seconds: float) -> None:
 
 
 def oom_kills() -> int:
-    """How often the kernel ended a process for want of memory: on this machine and in our control group."""
+    """How often the kernel killed a process for lack of memory, on this machine and in our control group."""
     files = ["/proc/vmstat", "/sys/fs/cgroup/memory.events"]
     return sum(_counter(Path(file), "oom_kill") for file in files)
 
@@ -196,7 +195,7 @@ def _counter(file: Path, name: str) -> int:
 def _kill_group(group: int) -> None:
     try:
         os.killpg(group, signal.SIGKILL)
-    except (ProcessLookupError, PermissionError):  # the latter: macOS, of one that has ended
+    except (ProcessLookupError, PermissionError):  # the latter: macOS, for one that has ended
         return
 
 
@@ -206,4 +205,4 @@ def _hand_over(process: subprocess.Popen[bytes], text: str) -> None:
         process.stdin.write(text.encode())
         process.stdin.close()
     except BrokenPipeError:
-        return  # it has ended already, which the next step sees
+        return  # it has ended already, which the next step notices

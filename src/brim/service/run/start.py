@@ -1,7 +1,7 @@
-"""From settings to a running service: everything that must be so before the first child starts, in order.
+"""From settings to a running service: all that happens before the first child process starts, in order.
 
-One service per data directory, by a lock that ends with the process; databases migrated once, here, so that workers
-and API never race for it; jobs of workers that are no more given back to the queue while surely nobody runs them.
+One service per data directory, by a lock that ends with the process; databases are migrated once, here, so that workers
+and API never race for it; jobs of workers that no longer exist return to the queue while nobody can be running them.
 """
 
 import os
@@ -29,7 +29,7 @@ from brim.service.settings import Settings
 def serve(
     settings: Settings, gpus: Sequence[str], stop: Callable[[], bool], started: Callable[[Settings], None]
 ) -> None:
-    """Run the service until stop says so; `started` is told the settings in full, with token and port."""
+    """Run the service until stop returns True; `started` gets the complete settings, with token and port."""
     with ExitStack() as stack:
         stack.callback(hold(settings).release)
         settings = replace(settings, token=choose_token(settings))
@@ -38,7 +38,7 @@ def serve(
         catalogue, queue = open_databases(settings)
         stack.callback(catalogue.close)
         stack.callback(queue.close)
-        catalogue.devices.clear()  # workers of this start say anew what they have
+        catalogue.devices.clear()  # workers report their devices at every start
         sources.tidy(catalogue, settings.data)
         reconcile.orphans(catalogue, queue, {f"w{index}" for index in range(settings.workers)}, settings.data)
         tidy(settings)
@@ -46,31 +46,40 @@ def serve(
         if settings.dashboard:
             stack.callback(settings.dashboard_socket.unlink, missing_ok=True)
             pages = stack.enter_context(unix_socket.listen(settings.dashboard_socket)).fileno()
-        children = programs(settings, listening.fileno(), gpus, pages)
+        stack.callback(settings.reader_socket.unlink, missing_ok=True)
+        reading = stack.enter_context(unix_socket.listen(settings.reader_socket)).fileno()
+        children = programs(settings, listening.fileno(), gpus, pages, reading)
         Supervisor(children, overseer(settings, catalogue, queue)).run(stop, lambda: started(settings))
 
 
 def hold(settings: Settings) -> FileLock:
-    """The data directory with its folders, held by this process alone."""
+    """Create the data directory and lock it for this process."""
     try:
         settings.make_folders()
         lock = FileLock(settings.data / "service.lock")
         taken = lock.take()
     except OSError as failure:
         raise StorageError(
-            f"--data {settings.data} cannot be used: {failure.strerror}; choose another directory"
+            f"{settings.data} cannot be used: {failure.strerror}", field="data", hint="choose another {data}"
         ) from failure
     if not taken:
-        raise Conflict(f"{settings.data} is in use by process {lock.holder()}; stop it or choose another --data")
+        raise Conflict(
+            f"{settings.data} is in use by process {lock.holder()}",
+            field="data",
+            code="in_use",
+            hint="stop it or choose another {data}",
+        )
     return lock
 
 
 def choose_token(settings: Settings) -> str:
-    """The token; other machines may connect only where somebody chose one or has seen it."""
+    """The token; other machines may connect only with one that somebody chose or has seen."""
     if not settings.is_loopback and not token.is_chosen(settings.token_file):
         raise ConfigError(
-            f"--host {settings.host} lets other machines connect, and there is no token yet; "
-            "choose one in BRIM_TOKEN, or start once without --host, which makes one"
+            "lets other machines connect, and there is no token yet",
+            field="host",
+            value=settings.host,
+            hint="choose one in BRIM_TOKEN, or start once without {host}, which makes one",
         )
     return token.ensure(settings.token_file)
 
@@ -84,14 +93,15 @@ def open_databases(settings: Settings) -> tuple[Catalogue, Queue]:
     if catalogue.claim(ours) != ours:
         catalogue.close()
         raise Conflict(
-            f"the database belongs to another data directory than {settings.data}; "
-            "give the --data it was first used with, or another database"
+            f"the database belongs to another data directory than {settings.data}",
+            field="database",
+            hint="give the {data} it was first used with, or another database",
         )
     return catalogue, Queue(settings.jobs_url)
 
 
 def tidy(settings: Settings) -> None:
-    """Remove what processes of an earlier start left: uploads that nobody ends, counters and counts that begin anew."""
+    """Remove what processes of an earlier start left: unfinished uploads, counters, counts of loads."""
     for file in (settings.data / "workers").glob("predict-*.loading"):
         file.unlink(missing_ok=True)
     for folder in (settings.data / "uploads").glob("[0-9a-f]" * 32):
@@ -102,7 +112,7 @@ def tidy(settings: Settings) -> None:
 
 
 def overseer(settings: Settings, catalogue: Catalogue, queue: Queue) -> Oversee:
-    """What looks after the jobs: deaths of workers, then what is wanted against what runs."""
+    """Looks after the jobs: notes deaths of workers, then compares the jobs with the queue."""
     noted = reconcile.Deaths(catalogue, queue, settings.data)
 
     def oversee(deaths: Sequence[Death]) -> Sequence[str]:
@@ -114,7 +124,7 @@ def overseer(settings: Settings, catalogue: Catalogue, queue: Queue) -> Oversee:
 
 
 def _installation(file: Path) -> str:
-    """This data directory's name for itself, made once."""
+    """The identifier of this data directory, made once."""
     try:
         return file.read_text().strip()
     except FileNotFoundError:

@@ -1,11 +1,12 @@
 """The parent of the service's processes: starts them, restarts those that end, kills those that hang, drains them.
 
-No torch, no workflow and no request runs here, so there is little that could fail: this process is what makes the
-others' failures harmless. Whatever needs a database runs in a thread of its own (`Oversight`), so that a database
-which does not answer never keeps a worker from being restarted.
+No torch, no job and no request runs here, so there is little that could fail: this process makes the failures of the
+others harmless. What needs a database runs in a thread of its own (`Oversight`), so that a database which does not
+answer never delays the restart of a worker.
 """
 
 import errno
+import json
 import logging
 import os
 import queue
@@ -25,47 +26,48 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
-MEMORY_SHARE = "BRIM_MEMORY_SHARE"  # of a device's memory, for a child and all it computes: see engine.memory
+MEMORY_SHARE = "BRIM_MEMORY_SHARE"  # share of a device's memory for a process: see engine.device
 STEP_S = 0.2
-AWAY_S = 5.0  # a step that took longer: the machine slept or we were stopped, and the children perhaps too
+AWAY_S = 5.0  # a longer step: the machine slept or this process was stopped, and the others perhaps too
 OVERSEE_S = 1.0
-DRAIN_S = 20.0  # a batch, its shard or checkpoint; then a kill, which is harmless too
+DRAIN_S = 20.0  # for a batch, its shard or checkpoint; then a kill, which is harmless too
 API_STOP_S = 8.0
 PAGES_STOP_S = 2.0  # nothing is lost with them
-PREDICT_STOP_S = 2.0  # nobody asks any more when the API has ended
-PREDICT_WAIT_S = 2.0  # people wait for it, and what has killed it twice is not sent again
-BACKLOG = 2048  # connections that may wait to be taken: of an API that is started again, or slow
-PREDICT_SILENCE_S = 30.0  # a predictor's own threads notice a forward that hangs; this is for what stops them all
-BIND_S = 2.0  # the processes of a service that was just killed may hold its port for a moment
+PREDICT_STOP_S = 2.0  # nobody sends requests any more when the API has ended
+PREDICT_WAIT_S = 2.0  # people wait for it, and a request that killed it twice is not sent again
+BACKLOG = 2048  # connections that may wait for an API that restarts or is slow
+READER_SILENCE_S = 60.0
+PREDICT_SILENCE_S = 30.0  # a predictor notices a forward pass that hangs; this is for a process that stopped altogether
+BIND_S = 2.0  # the processes of a killed service may hold its port for a moment
 
 Oversee = Callable[[Sequence[Death]], Sequence[str]]  # deaths since the last call → names of workers to kill
 
 
 class Programs(NamedTuple):
-    """What a service runs."""
+    """The processes of a service, by group."""
 
     apis: Sequence[Program]
     workers: Sequence[Program]
     predictors: Sequence[Program] = ()
     pages: Sequence[Program] = ()
+    readers: Sequence[Program] = ()
 
 
 class Supervisor:
-    """Runs the API, the workers and the predictors until told to stop."""
+    """Runs all processes until told to stop."""
 
     def __init__(self, programs: "Programs", oversee: Oversee) -> None:
-        """Take what to run, and what looks after the jobs about once a second."""
+        """oversee looks after the jobs and is called about once a second."""
         self._lifeline = os.pipe()  # the writing end is ours alone: it closes when we end, however we do
-        self._apis, self._workers, self._predictors, self._pages = (
-            [Child(one, self._lifeline[0]) for one in group]
-            for group in (programs.apis, programs.workers, programs.predictors, programs.pages)
+        self._apis, self._workers, self._predictors, self._pages, self._readers = (
+            [Child(program, self._lifeline[0]) for program in group] for group in programs
         )
         self._oversight = Oversight(oversee)
 
     def run(self, stop: Callable[[], bool], started: Callable[[], None] = lambda: None) -> None:
-        """Keep all running until stop says so, then drain.
+        """Keep all running until stop returns True, then drain.
 
-        Workers first, so that people can watch them end; predictors last, so that answers under way are given.
+        Workers first, so that people can watch them end; predictors last, so that requests in progress are answered.
         """
         children = self._children()
         self._oversight.start()
@@ -80,16 +82,16 @@ class Supervisor:
             stop_all(self._workers, DRAIN_S)
             stop_all(self._pages, PAGES_STOP_S)
             stop_all(self._apis, API_STOP_S)
-            stop_all(self._predictors, PREDICT_STOP_S)
+            stop_all([*self._predictors, *self._readers], PREDICT_STOP_S)
             for end in self._lifeline:
                 os.close(end)
 
     def pids(self) -> dict[str, int | None]:
-        """The processes by name."""
+        """Process ids by name."""
         return {child.name: child.pid for child in self._children()}
 
     def _children(self) -> list[Child]:
-        return [*self._predictors, *self._apis, *self._workers, *self._pages]
+        return [*self._apis, *self._predictors, *self._readers, *self._workers, *self._pages]
 
     def _step(self, children: Sequence[Child], before_s: float) -> float:
         now_s = time.monotonic()
@@ -110,10 +112,9 @@ class Supervisor:
 
 
 class Oversight:
-    """A thread that tells the catalogue of deaths and asks which workers to kill; outages delay it and lose nothing."""
+    """A thread that records deaths in the catalogue and asks which workers to kill; outages only delay it."""
 
     def __init__(self, oversee: Oversee) -> None:
-        """Take what to call."""
         self._oversee = oversee
         self._deaths: queue.SimpleQueue[Death] = queue.SimpleQueue()
         self._condemned: queue.SimpleQueue[str] = queue.SimpleQueue()
@@ -121,20 +122,18 @@ class Oversight:
         self._thread = threading.Thread(target=self._run, name="oversight", daemon=True)
 
     def start(self) -> None:
-        """Begin."""
         self._thread.start()
 
     def stop(self) -> None:
-        """End; one call that waits for a database is not waited for."""
+        """End, without waiting long for a call that waits for a database."""
         self._ending.set()
         self._thread.join(2.0)
 
     def died(self, death: Death) -> None:
-        """A worker ended."""
         self._deaths.put(death)
 
     def condemned(self) -> list[str]:
-        """Workers to kill, each told once."""
+        """Workers to kill, each once."""
         return _drain(self._condemned)
 
     def _run(self) -> None:
@@ -145,9 +144,10 @@ class Oversight:
             try:
                 names = self._oversee(deaths)
             except Exception as failure:
-                if healthy:  # once an outage, not once a second
-                    text = str(failure) if isinstance(failure, BrimError) else "an error"
-                    log.warning("jobs are not looked after for now: %s", text, exc_info=_unexpected(failure))
+                if healthy:  # once per outage, not once a second
+                    is_ours = isinstance(failure, BrimError)
+                    text = str(failure) if is_ours else "an error"
+                    log.warning("jobs are not looked after at the moment: %s", text, exc_info=not is_ours)
                 healthy = False
                 continue
             deaths, healthy = [], True
@@ -155,10 +155,12 @@ class Oversight:
                 self._condemned.put(name)
 
 
-def programs(settings: "Settings", listening: int, gpus: Sequence[str], pages: int | None = None) -> Programs:
-    """What a service with these settings runs: the API, and a worker per GPU or so many on the CPU.
+def programs(
+    settings: "Settings", listening: int, gpus: Sequence[str], pages: int | None = None, reading: int | None = None
+) -> Programs:
+    """The processes of a service: the API, the reader, and a worker per GPU or so many on the CPU.
 
-    listening and pages are the numbers of the sockets of API and dashboard.
+    listening, pages and reading are the file descriptors of the sockets of API, dashboard and reader.
     """
     text = settings.to_json()
     common = {"GOMP_SPINCOUNT": os.environ.get("GOMP_SPINCOUNT", "1000")}
@@ -168,7 +170,7 @@ def programs(settings: "Settings", listening: int, gpus: Sequence[str], pages: i
             name=f"api{index}" if settings.api_processes > 1 else "api",
             command=[sys.executable, "-m", "brim.service.api.main", "{lifeline}", str(listening)],
             stdin=text,
-            env={**common, **_counters(settings), "CUDA_VISIBLE_DEVICES": ""},  # no GPU for one that only answers
+            env={**common, **_counters(settings), "CUDA_VISIBLE_DEVICES": ""},  # no GPU for the API
             pass_fds=(listening,),
         )
         for index in range(settings.api_processes)
@@ -205,26 +207,40 @@ def programs(settings: "Settings", listening: int, gpus: Sequence[str], pages: i
         )
         for pages in ([] if pages is None else [pages])
     ]
-    return Programs(apis, workers, predictors, dashboards)
+    readers = [
+        Program(
+            name="reader",
+            command=[sys.executable, "-m", "brim.service.reader.main", "{lifeline}", "{beat}", str(reading)],
+            stdin=json.dumps({"log_level": settings.log_level}),  # no token: it parses untrusted files
+            env={**common, "CUDA_VISIBLE_DEVICES": "", "OPENBLAS_NUM_THREADS": "1"},  # no threads, so that it can fork
+            pass_fds=(reading,),
+            hang_s=READER_SILENCE_S,
+            longest_wait_s=PREDICT_WAIT_S,
+        )
+        for reading in ([] if reading is None else [reading])
+    ]
+    return Programs(apis, workers, predictors, dashboards, readers)
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """The service's socket, held by the supervisor: the port is never lost, and callers wait while the API restarts."""
+    """The service's socket, held by the supervisor: the port stays, and clients wait while the API restarts."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     end_s = time.monotonic() + BIND_S
     while True:
-        found = socket.socket(family)
-        found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listening = socket.socket(family)
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            found.bind((host.strip("[]"), port))
-            found.listen(BACKLOG)
-            return found
+            listening.bind((host.strip("[]"), port))
+            listening.listen(BACKLOG)
+            return listening
         except OSError as failure:
-            found.close()
+            listening.close()
             if time.monotonic() > end_s or failure.errno != errno.EADDRINUSE:
                 reason = failure.strerror or str(failure)
                 raise ConfigError(
-                    f"cannot listen on {host} port {port}: {reason.lower()}; choose another --host or --port"
+                    f"cannot listen on {host} port {port}: {reason.lower()}",
+                    field="port",
+                    hint="choose another {host} or {port}",
                 ) from failure
         time.sleep(STEP_S)
 
@@ -237,16 +253,12 @@ def _device(index: int, gpus: Sequence[str], workers: int) -> dict[str, str]:
 
 
 def _counters(settings: "Settings") -> dict[str, str]:
-    """Where several API processes keep what they count; prometheus_client reads it when it is imported."""
+    """The folder for counters of several API processes; prometheus_client reads it when it is imported."""
     return {"PROMETHEUS_MULTIPROC_DIR": str(settings.metrics_folder)} if settings.api_processes > 1 else {}
 
 
 def _drain(source: "queue.SimpleQueue[T]") -> list[T]:
-    found: list[T] = []
+    items: list[T] = []
     while not source.empty():
-        found.append(source.get())
-    return found
-
-
-def _unexpected(failure: Exception) -> bool:
-    return not isinstance(failure, BrimError)
+        items.append(source.get())
+    return items

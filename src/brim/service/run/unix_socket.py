@@ -9,7 +9,7 @@ from pathlib import Path
 
 @contextmanager
 def short_name(path: Path) -> Iterator[str]:
-    """A name for a socket that is short whatever its folder: the kernel takes no more than 107 bytes."""
+    """A short name for a socket in any folder: the kernel takes no more than 107 bytes."""
     folder = os.open(path.parent, os.O_PATH | os.O_CLOEXEC)
     try:
         yield f"/proc/self/fd/{folder}/{path.name}"
@@ -18,14 +18,14 @@ def short_name(path: Path) -> Iterator[str]:
 
 
 def listen(path: Path) -> socket.socket:
-    """Listen there; a file that another process left is replaced."""
+    """Listen at a path; a file that another process left is replaced."""
     path.unlink(missing_ok=True)
-    made = socket.socket(socket.AF_UNIX)
+    listening = socket.socket(socket.AF_UNIX)
     before = os.umask(0o177)
     try:
         with short_name(path) as name:
-            made.bind(name)
+            listening.bind(name)
     finally:
         os.umask(before)
-    made.listen(64)
-    return made
+    listening.listen(64)
+    return listening

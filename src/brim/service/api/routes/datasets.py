@@ -1,31 +1,38 @@
-"""Datasets: list, show, preview, delete, and bring your own images or sequences."""
+"""Datasets: list, show, preview, delete, upload, statistics, single samples, and export as a zip."""
 
+import asyncio
+import json
 import re
 import shutil
+from collections import OrderedDict
 from contextlib import suppress
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Final, Literal
 
 from fastapi import APIRouter, Query, Request, Response
+from fastapi import Path as PathParameter
 from starlette.concurrency import run_in_threadpool
-from starlette.requests import ClientDisconnect
+from starlette.responses import StreamingResponse
 
 from brim.config import PRINTABLE
-from brim.errors import BrimError, ConfigError, Conflict, DatasetError, ImageError
+from brim.errors import BrimError, ConfigError, Conflict, DatasetError, ImageError, StorageError
 from brim.jobs.kinds import MAX_TEXT
-from brim.jobs.registry import datasets as sources
+from brim.jobs.registry import datasets as registry
 from brim.jobs.store import DatasetRow, new_id
-from brim.service.api import shapes
+from brim.service.api import figures, shapes
+from brim.service.api.body import unless_gone
 from brim.service.api.context import Context, Here
-from brim.service.api.data.multipart import boundary_of
-from brim.service.api.data.preview import preview
-from brim.service.api.data.reading import readable
-from brim.service.api.data.upload import FILES, Upload, check_room
-from brim.service.api.openapi import Id, PageNumber, refusals
+from brim.service.api.errors import phrase
+from brim.service.api.export import Download, ZipEntry, file_name
+from brim.service.api.multipart import FILES, Upload, boundary_of, check_room
+from brim.service.api.openapi import Id, PageNumber, problems
+from brim.service.reader.client import LONG_S, Reader
 
 router = APIRouter(prefix="/api/datasets", tags=["datasets"])
 
-_DRAIN_BYTES = 64 * 1024**2  # of a refused body that is read to its end, so that the client gets to read the answer
+MAX_KEPT: Final = 32  # datasets whose statistics are cached; a large one takes about 1 MB
+MANIFEST: Final = "manifest.json"
+_DRAIN_BYTES = 64 * 1024**2  # of a rejected upload that is read to its end, so that the client gets to read the answer
 _UPLOAD = re.compile(r"[0-9a-f]{32}")
 
 _FILE: dict[str, Any] = {"type": "string", "format": "binary"}
@@ -45,44 +52,49 @@ _FORM: dict[str, Any] = {
 }
 
 
-@router.get("", response_model=shapes.DatasetPage, responses=refusals(422, 503), summary="List datasets, newest first")
+@router.get(
+    "", response_model=shapes.DatasetPageOut, responses=problems(422, 503), summary="List datasets, newest first"
+)
 def list_datasets(
     here: Here,
     kind: Annotated[Literal["", "rf", "images", "sequences"], Query()] = "",
     page: PageNumber = 1,
-) -> shapes.DatasetPage:
+) -> shapes.DatasetPageOut:
     """50 a page; an empty kind means any."""
-    found = here.catalogue.datasets.page(kind=kind or None, page=page or 1)
-    rows = [shapes.dataset(row, here.redact) for row in found.rows]
-    return shapes.DatasetPage(datasets=rows, page=found.page, pages=found.pages, total=found.total)
+    rows = here.catalogue.datasets.page(kind=kind or None, page=page or 1)
+    datasets = [shapes.dataset(row, here.redact) for row in rows.rows]
+    return shapes.DatasetPageOut(datasets=datasets, page=rows.page, pages=rows.pages, total=rows.total)
 
 
 @router.post(
     "",
     status_code=201,
-    response_model=shapes.Dataset,
+    response_model=shapes.DatasetOut,
     responses={
-        **refusals(400, 413, 415, 422, 503, 507),
+        **problems(400, 413, 415, 422, 503, 507),
         409: {"model": shapes.Problem, "description": "The files are not what kind says, or do not belong together."},
     },
     openapi_extra={"requestBody": {"required": True, "content": {"multipart/form-data": {"schema": _FORM}}}},
-    summary="Bring a dataset",
+    summary="Upload a dataset",
 )
-async def upload_dataset(request: Request, response: Response, here: Here) -> shapes.Dataset:
-    """Images with or without masks, or .npy sequences with or without labels; files are told by their names."""
+async def upload_dataset(request: Request, response: Response, here: Here) -> shapes.DatasetOut:
+    """Images with or without masks, or .npy sequences with or without labels; files are matched by their names."""
     boundary = boundary_of(request.headers.get("content-type", ""))
-    id = new_id()
-    folder = here.settings.data / "uploads" / id
+    id, settings = new_id(), here.settings
+    folder = settings.data / "uploads" / id
     stream = request.stream()
     try:
         length = request.headers.get("content-length", "")
-        await run_in_threadpool(
-            check_room, here.settings.data, int(length) if length.isdigit() else 0, here.settings.min_free_bytes
-        )
-        upload = await _receive(stream, folder, boundary, here)
-        row = await run_in_threadpool(_keep, here, id, folder, upload)
-    except ClientDisconnect:
-        return Response(status_code=400)  # type: ignore[return-value]  # nobody reads it
+        num_bytes = int(length) if length.isdigit() else 0
+        await run_in_threadpool(check_room, settings.data, num_bytes, settings.min_free_bytes)
+        upload = Upload(folder, boundary, max_files=settings.max_upload_files, min_free_bytes=settings.min_free_bytes)
+        with upload:
+            async for chunk in stream:
+                await run_in_threadpool(upload.feed, chunk)
+        upload.finish()
+        name, kind = _check_parts(upload)
+        contents = await _store(here, id, kind, folder, upload)
+        row = await run_in_threadpool(_add, here, id, name, kind, contents)
     except BrimError:
         await _drain(stream)
         raise
@@ -92,126 +104,234 @@ async def upload_dataset(request: Request, response: Response, here: Here) -> sh
     return shapes.dataset(row, here.redact)
 
 
-@router.get("/{id}", response_model=shapes.Dataset, responses=refusals(404, 503), summary="Show a dataset")
-def show_dataset(id: Id, here: Here) -> shapes.Dataset:
-    """One dataset."""
+@router.get("/{id}", response_model=shapes.DatasetOut, responses=problems(404, 503), summary="Show a dataset")
+def show_dataset(id: Id, here: Here) -> shapes.DatasetOut:
     return shapes.dataset(here.dataset(id), here.redact)
 
 
-@router.delete("/{id}", status_code=204, responses=refusals(404, 409, 503, 507), summary="Delete a dataset")
+@router.delete("/{id}", status_code=204, responses=problems(404, 409, 503, 507), summary="Delete a dataset")
 def delete_dataset(id: Id, here: Here) -> None:
-    """Delete a dataset that nothing uses; one that was brought by reference is only forgotten."""
-    sources.remove(here.catalogue, here.settings.data, here.dataset(id).id)
+    """Delete a dataset that nothing uses; files that were added by reference stay where they are."""
+    registry.remove(here.catalogue, here.settings.data, here.dataset(id).id)
 
 
 @router.get(
     "/{id}/preview",
-    response_model=shapes.Preview,
-    responses=refusals(404, 409, 422, 503),
+    response_model=shapes.PreviewOut,
+    responses=problems(404, 409, 422, 429, 503),
     summary="The first items of a dataset",
 )
-def preview_dataset(id: Id, here: Here, limit: Annotated[int, Query(ge=1, le=100)] = 20) -> shapes.Preview:
+async def preview_dataset(id: Id, here: Here, limit: Annotated[int, Query(ge=1, le=100)] = 20) -> shapes.PreviewOut:
     """Radio samples, images by name and size, or sequences by length and label."""
+    row, place = await run_in_threadpool(_find, here, id)
+    _check_written(row)
+    items = await _read(here.reader, "preview", row, place, kind=row.kind, limit=limit)
+    return shapes.PreviewOut(kind=row.kind, items=items)
+
+
+@router.get(
+    "/{id}/statistics",
+    response_model=figures.StatisticsOut,
+    responses=problems(404, 409, 429, 503),
+    summary="Statistics of a dataset",
+)
+async def dataset_statistics(id: Id, here: Here) -> Any:
+    """Counts, histograms and positions of transmitters; of a dataset that is being written, what exists so far."""
+    row, place = await run_in_threadpool(_find, here, id)
+    return await here.statistics.read(row, place)
+
+
+@router.get(
+    "/{id}/samples/{index}",
+    response_model=figures.SampleOut,
+    responses=problems(404, 409, 422, 429, 503),
+    summary="One sample of a radio dataset",
+)
+async def show_sample(
+    id: Id,
+    index: Annotated[int, PathParameter(ge=0, le=2**53, description="From 0, in the order of the dataset.")],
+    here: Here,
+) -> figures.SampleOut:
+    """Positions of transmitter and receivers, and the spectrum each receiver recorded."""
+    row, place = await run_in_threadpool(_find, here, id)
+    if row.kind != "rf":
+        raise Conflict(f'the dataset "{row.name}" is of kind {row.kind}; only those of kind rf have samples to show')
+    sample = shapes.finite(await _read(here.reader, "sample", row, place, index=index))
+    return figures.SampleOut(**{**sample, "note": sample["note"] and here.redact(sample["note"])})
+
+
+@router.get(
+    "/{id}/export",
+    status_code=200,
+    response_class=StreamingResponse,  # not Download: FastAPI would document problems as zips too
+    responses={200: {"content": {"application/zip": {}}}, **problems(404, 409, 422, 429, 503, 507)},
+    summary="Export a dataset",
+)
+async def export_dataset(
+    id: Id,
+    request: Request,
+    here: Here,
+    format: Annotated[
+        Literal["", "files", "parquet", "hdf5", "sigmf"],
+        Query(description="Of radio samples, by default parquet; files are the dataset's own, of any kind."),
+    ] = "",
+) -> Response:
+    """One zip: images, sequences and shards as they are, or radio samples in another format."""
+    row, place = await run_in_threadpool(_find, here, id)
+    chosen = format or ("parquet" if row.kind == "rf" else "files")
+    _check_written(row)
+    if chosen != "files" and row.kind != "rf":
+        raise Conflict(f'the dataset "{row.name}" is of kind {row.kind}, which has format=files only')
+    export = here.exports.open(here.settings.data)
+    try:
+        if chosen == "files":
+            entries = await _own_files(here, row, place)
+        else:
+            entries = await unless_gone(request, _converted(here, row, place, chosen, export.folder))
+    except BaseException:
+        await export.close()
+        raise
+    return Download(export, entries, file_name(row, chosen))
+
+
+# Reading
+
+
+class CachedStatistics:
+    """Statistics of the datasets that were read last, until their files change."""
+
+    def __init__(self, reader: Reader) -> None:
+        self._reader = reader
+        self._kept: OrderedDict[str, tuple[list[int], Any]] = OrderedDict()  # id → stamp and figures, last used last
+        self._running: dict[str, asyncio.Task[Any]] = {}
+
+    async def read(self, row: DatasetRow, place: Path) -> Any:
+        """Of one dataset as its files are now; requests at the same time share one reading."""
+        task = self._running.get(row.id)
+        if task is None:
+            task = self._running[row.id] = asyncio.create_task(self._read(row, place))
+            task.add_done_callback(lambda _: self._running.pop(row.id, None))
+        return await asyncio.shield(task)
+
+    async def _read(self, row: DatasetRow, place: Path) -> Any:
+        stamp, known = self._kept.get(row.id, (None, None))
+        answer = await _read(self._reader, "statistics", row, place, kind=row.kind, stamp=stamp)
+        current = known if answer["figures"] is None else shapes.finite(answer["figures"])
+        self._kept[row.id] = answer["stamp"], current
+        self._kept.move_to_end(row.id)
+        while len(self._kept) > MAX_KEPT:
+            self._kept.popitem(last=False)
+        return current
+
+
+def _find(here: Context, id: str) -> tuple[DatasetRow, Path]:
     row = here.dataset(id)
+    return row, here.settings.data / row.path
+
+
+def _check_written(row: DatasetRow) -> None:
     if row.state == "writing":
         raise Conflict(f'the dataset "{row.name}" is still being written; wait for its job')
-    place = here.settings.data / row.path
-    with readable(row, place):
-        items = preview(place, row.kind, limit)
-    return shapes.Preview(kind=row.kind, items=items)
+
+
+async def _read(reader: Reader, function: str, row: DatasetRow, place: Path, *, verb: str = "read", **more: Any) -> Any:
+    """Call the reader on a dataset; its errors become a Conflict that does not say where the dataset is."""
+    try:
+        return await reader.call(function, path=str(place), **more)
+    except (ConfigError, DatasetError, ImageError, StorageError) as error:
+        if isinstance(error, StorageError) and function == "export":
+            raise  # of the disk it writes to
+        if row.state == "writing":
+            raise Conflict(
+                f'the dataset "{row.name}" is still being written and has nothing to show yet; try again soon'
+            ) from error
+        text = phrase(error).replace(str(place), f'dataset "{row.name}"')
+        raise Conflict(f"the dataset cannot be {verb}: {text}") from error
+
+
+async def _own_files(here: Context, row: DatasetRow, place: Path) -> list[ZipEntry]:
+    """The dataset's own files; the manifest loses what it says of this machine."""
+    listed = await _read(here.reader, "list_files", row, place, kind=row.kind)
+    entries: list[ZipEntry] = [(name, Path(path)) for name, path in listed["files"]]
+    if listed["manifest"] is None:
+        return entries
+    text = json.dumps(here.redact.values(listed["manifest"]), indent=1, ensure_ascii=False)
+    return [(MANIFEST, f"{text}\n".encode()), *entries]
+
+
+async def _converted(here: Context, row: DatasetRow, place: Path, format: str, folder: Path) -> list[ZipEntry]:
+    """Radio samples in another format, written to the folder first."""
+    files = await _read(
+        here.reader, "export", row, place, verb="exported", timeout_s=LONG_S, folder=str(folder), format=format,
+        min_free_bytes=here.settings.min_free_bytes,
+    )  # fmt: skip
+    return [(Path(file).name, Path(file)) for file in files]
+
+
+# Uploading
 
 
 def discard_uploads(data: Path) -> None:
-    """Remove what uploads left that an earlier process did not live to see the end of."""
+    """Remove the folders of uploads and exports whose process was killed."""
     with suppress(OSError):
         for folder in (data / "uploads").iterdir():
             if _UPLOAD.fullmatch(folder.name):
                 shutil.rmtree(folder, ignore_errors=True)
 
 
-# Receiving
-
-
-async def _receive(stream: Any, folder: Path, boundary: bytes, here: Context) -> Upload:
-    """Write the body to the folder as it comes."""
-    settings = here.settings
-    upload = Upload(folder, boundary, max_files=settings.max_upload_files, min_free_bytes=settings.min_free_bytes)
-    with upload:
-        async for chunk in stream:
-            await run_in_threadpool(upload.feed, chunk)
-    upload.finish()
-    return upload
-
-
 async def _drain(stream: Any) -> None:
-    seen = 0
-    with suppress(Exception):  # too large, or gone: the answer goes out either way
+    num_bytes = 0
+    with suppress(Exception):  # too large, or the client is gone: the answer goes out either way
         async for chunk in stream:
-            seen += len(chunk)
-            if seen > _DRAIN_BYTES:
+            num_bytes += len(chunk)
+            if num_bytes > _DRAIN_BYTES:
                 return
 
 
-def _keep(here: Context, id: str, folder: Path, upload: Upload) -> DatasetRow:
-    """Check what came and list it; nothing of a refused one stays."""
-    name = _name(upload.texts.get("name"))
-    kind = upload.texts.get("kind", "")
+def _check_parts(upload: Upload) -> tuple[str, str]:
+    """Name and kind of the dataset, once the parts of the form fit them."""
+    name, kind = upload.texts.get("name"), upload.texts.get("kind", "")
+    if name is None:
+        raise ConfigError("name is missing; give the dataset one", field="name")
+    if len(name) > MAX_TEXT or not re.search(PRINTABLE, name):
+        raise ConfigError(f"name must be 1 to {MAX_TEXT} characters that can be printed", field="name")
     if kind not in ("images", "sequences"):
         shown = f'kind="{kind[:60]}" must be' if "kind" in upload.texts else "kind is missing; it must be"
         raise ConfigError(f"{shown} images or sequences", field="kind")
-    _check_parts(kind, upload)
-    data = here.settings.data
-    try:
-        found = _keep_images(data, id, folder) if kind == "images" else _keep_sequences(data, id, folder, upload)
-    except (DatasetError, ImageError) as failure:
-        text = (
-            str(failure).replace(f"{folder / kind}/", "").replace(f"{folder}/", "").replace(str(folder), "the upload")
-        )
-        raise Conflict(f"{kind}: {text}", field=kind) from failure  # the files are not what kind says
-    try:
-        return here.catalogue.datasets.add(
-            name=name,
-            kind=kind,  # type: ignore[arg-type]  # one of the two
-            path=f"datasets/{id}",
-            owned=True,
-            items=found.items,
-            bytes=found.bytes,
-            about=found.about,
-            state=found.state,
-            id=id,
-        )
-    except BaseException:
-        shutil.rmtree(data / "datasets" / id, ignore_errors=True)
-        raise
-
-
-def _name(text: str | None) -> str:
-    if text is None:
-        raise ConfigError("name is missing; give the dataset one", field="name")
-    if len(text) > MAX_TEXT or not re.search(PRINTABLE, text):
-        raise ConfigError(f"name must be 1 to {MAX_TEXT} characters that can be printed", field="name")
-    return text.strip()
-
-
-def _check_parts(kind: str, upload: Upload) -> None:
-    """The files of the kind, and no others."""
     if not upload.num_files[kind]:
         raise Conflict(f"{kind} is missing; send at least one file", field=kind)
-    taken = {"images": ("images", "masks"), "sequences": ("sequences",)}[kind]
-    for field in FILES:
-        if upload.num_files[field] and field not in taken:
+    expected = {"images": ("images", "masks"), "sequences": ("sequences", "labels")}[kind]
+    present = [field for field in FILES if upload.num_files[field]] + ["labels"] * (upload.labels is not None)
+    for field in present:
+        if field not in expected:
             raise Conflict(f"{field} does not belong to a dataset of kind {kind}; leave it out", field=field)
-    if upload.labels is not None and kind != "sequences":
-        raise Conflict(f"labels do not belong to a dataset of kind {kind}; leave them out", field="labels")
+    return name.strip(), kind
 
 
-def _keep_images(data: Path, id: str, folder: Path) -> sources.DatasetSummary:
-    found = sources.look(folder, "images")
-    folder.rename(data / "datasets" / id)
-    return found
+async def _store(here: Context, id: str, kind: str, folder: Path, upload: Upload) -> dict[str, Any]:
+    """Check the files and move them to DATA/datasets/ID; what they hold."""
+    data = here.settings.data
+    try:
+        if kind == "images":
+            contents: dict[str, Any] = await here.reader.call("check_images", timeout_s=LONG_S, folder=str(folder))
+            await run_in_threadpool(folder.rename, data / "datasets" / id)
+            return contents
+        labels = None if upload.labels is None else str(upload.labels)
+        return await here.reader.call(  # type: ignore[no-any-return]
+            "pack_sequences", timeout_s=LONG_S, folder=str(folder / "sequences"), data=str(data), id=id, labels=labels
+        )
+    except (DatasetError, ImageError) as error:  # the files are not what kind says
+        text = phrase(error)
+        for path, shown in ((f"{folder / kind}/", ""), (f"{folder}/", ""), (str(folder), "the upload")):
+            text = text.replace(path, shown)
+        raise Conflict(f"{kind}: {text}", field=kind) from error
+    except OSError as error:
+        raise StorageError(f"the upload cannot be stored: {error.strerror}", hint="free some space") from error
 
 
-def _keep_sequences(data: Path, id: str, folder: Path, upload: Upload) -> sources.DatasetSummary:
-    found = sources.pack(folder / "sequences", data, id, labels=upload.labels)
-    assert found is not None  # nothing stops it
-    return found
+def _add(here: Context, id: str, name: str, kind: Any, contents: dict[str, Any]) -> DatasetRow:
+    try:
+        return here.catalogue.datasets.add(name=name, kind=kind, path=f"datasets/{id}", owned=True, id=id, **contents)
+    except BaseException:
+        shutil.rmtree(here.settings.data / "datasets" / id, ignore_errors=True)
+        raise

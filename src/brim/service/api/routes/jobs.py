@@ -1,11 +1,14 @@
-"""Jobs: check, submit, list, show, stop, resume, delete, watch, and what they logged and made."""
+"""Jobs: validate, submit, list, show, stop, resume, delete, watch, and their logs and files."""
 
 import asyncio
+import hashlib
+import os
 import shutil
+import signal
 import time
 from contextlib import suppress
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from fastapi import APIRouter, Header, Query, Request, Response
 from fastapi.responses import FileResponse
@@ -16,13 +19,17 @@ from brim.jobs.kinds import MAX_TEXT
 from brim.jobs.registry.outputs import output_of
 from brim.jobs.status import FINISHED, RESUMABLE, UNFINISHED, Status
 from brim.jobs.store import JobRow
+from brim.jobs.worker import disk
 from brim.jobs.worker.joblog import log_file, read_log
-from brim.service.api import shapes, shapes_live
+from brim.jobs.worker.process import cores
+from brim.service.api import shapes
 from brim.service.api.body import read_json
 from brim.service.api.context import Context, Here
 from brim.service.api.events import EventStream
-from brim.service.api.openapi import KIND_NAMES, Id, PageNumber, refusals
-from brim.service.api.submit import submit, validate
+from brim.service.api.openapi import KIND_NAMES, Id, PageNumber, problems
+
+if TYPE_CHECKING:
+    from brim.jobs.kinds import Spec
 
 router = APIRouter(prefix="/api/training/jobs", tags=["jobs"])
 
@@ -43,16 +50,26 @@ IdempotencyKey = Annotated[
 @router.post(
     "",
     status_code=202,
-    response_model=shapes.Job,
-    responses=refusals(400, 404, 409, 413, 415, 422, 429, 503, 507),
+    response_model=shapes.JobOut,
+    responses=problems(400, 404, 409, 413, 415, 422, 429, 503, 507),
     summary="Submit a job",
 )
 async def submit_job(
     request: Request, response: Response, here: Here, idempotency_key: IdempotencyKey = None
-) -> shapes.Job:
-    """Queue a job; three forms of body: a dataset to generate, a locator to train, or any kind by its name."""
+) -> shapes.JobOut:
+    """Queue a job; three forms of body: a dataset to generate, a locator to train, or any kind by its name.
+
+    The job is stored in the catalogue first: if this process dies before it is queued, reconciling queues it.
+    """
     body = await read_json(request)
-    row, is_new = await run_in_threadpool(submit, here, body, idempotency_key)
+    spec = await run_in_threadpool(_read_spec, body)
+    key_hash = None if idempotency_key is None else hashlib.sha256(idempotency_key.encode()).hexdigest()
+    known = None if key_hash is None else await run_in_threadpool(here.catalogue.jobs.of_key, key_hash)
+    if known is not None:  # its job, also if there is no room for another
+        row, is_new = known, False
+    else:
+        await _check(here, spec)
+        row, is_new = await run_in_threadpool(_submit, here, spec, key_hash)
     response.headers["Location"] = f"{router.prefix}/{row.id}"
     if not is_new:
         response.headers["Idempotency-Replayed"] = "true"
@@ -61,45 +78,45 @@ async def submit_job(
 
 @router.post(
     "/validate",
-    response_model=shapes_live.Validated,
-    responses=refusals(400, 404, 409, 413, 415, 422, 503, 507),
+    response_model=shapes.ValidatedOut,
+    responses=problems(400, 404, 409, 413, 415, 422, 503, 507),
     summary="Check a job without submitting it",
 )
-async def validate_job(request: Request, here: Here) -> shapes_live.Validated:
-    """The config with every default and the disk it would take, or what submitting it would be refused with.
+async def validate_job(request: Request, here: Here) -> shapes.ValidatedOut:
+    """The config with every default and the disk it would take, or the error that submitting it would give.
 
-    Stores nothing, and needs no room among the waiting jobs.
+    Stores nothing, and does not count as a waiting job.
     """
     body = await read_json(request)
-    spec, need = await run_in_threadpool(validate, here, body)
-    return shapes_live.Validated(kind=spec.kind, name=spec.name, config=spec.config, estimated_bytes=need)
+    spec = await run_in_threadpool(_read_spec, body)
+    num_bytes = await _check(here, spec)
+    return shapes.ValidatedOut(kind=spec.kind, name=spec.name, config=spec.config, estimated_bytes=num_bytes)
 
 
-@router.get("", response_model=shapes.JobPage, responses=refusals(422, 503), summary="List jobs, newest first")
+@router.get("", response_model=shapes.JobPageOut, responses=problems(422, 503), summary="List jobs, newest first")
 def list_jobs(
     here: Here,
     status: Annotated[Status | Literal[""], Query()] = "",
     kind: Annotated[str, Query(json_schema_extra={"enum": ["", *KIND_NAMES]})] = "",
     name: Annotated[str, Query(max_length=MAX_TEXT, description="A part of the name, in capitals or not.")] = "",
     page: PageNumber = 1,
-) -> shapes.JobPage:
+) -> shapes.JobPageOut:
     """50 a page; an empty status, kind or name means any."""
     if kind and kind not in KIND_NAMES:
         raise ConfigError(f'kind="{kind[:60]}" is unknown; choose one of {", ".join(KIND_NAMES)}', field="kind")
-    found = here.catalogue.jobs.page(status=status or None, kind=kind or None, name=name or None, page=page or 1)
-    jobs = [shapes.job(row, here.redact) for row in found.rows]
-    return shapes.JobPage(jobs=jobs, page=found.page, pages=found.pages, total=found.total)
+    rows = here.catalogue.jobs.page(status=status or None, kind=kind or None, name=name or None, page=page or 1)
+    jobs = [shapes.job(row, here.redact) for row in rows.rows]
+    return shapes.JobPageOut(jobs=jobs, page=rows.page, pages=rows.pages, total=rows.total)
 
 
-@router.get("/{id}", response_model=shapes.Job, responses=refusals(404, 503), summary="Show a job")
-def show_job(id: Id, here: Here) -> shapes.Job:
-    """One job."""
+@router.get("/{id}", response_model=shapes.JobOut, responses=problems(404, 503), summary="Show a job")
+def show_job(id: Id, here: Here) -> shapes.JobOut:
     return shapes.job(here.job(id), here.redact)
 
 
-@router.delete("/{id}", status_code=204, responses=refusals(404, 409, 503), summary="Delete a job")
+@router.delete("/{id}", status_code=204, responses=problems(404, 409, 503), summary="Delete a job")
 def delete_job(id: Id, here: Here) -> None:
-    """Forget a job that is neither waiting nor running, its log and its files; its dataset or run stays."""
+    """Delete a job that is neither waiting nor running, with its log and files; its dataset or run stays."""
     row = here.job(id)
     if not here.catalogue.jobs.remove(id):
         row = here.job(id)
@@ -113,19 +130,23 @@ def delete_job(id: Id, here: Here) -> None:
 @router.post(
     "/{id}/cancel",
     status_code=202,
-    response_model=shapes.Job,
-    responses=refusals(404, 409, 503),
+    response_model=shapes.JobOut,
+    responses=problems(404, 409, 503),
     summary="Cancel a job",
 )
-def cancel_job(id: Id, here: Here) -> shapes.Job:
-    """Stop a job at its next batch; what it made so far stays, and it can be resumed."""
+def cancel_job(id: Id, here: Here) -> shapes.JobOut:
+    """Stop a job at its next batch; its output so far stays, and it can be resumed."""
     return shapes.job(_stop(here, here.job(id), "cancel"), here.redact)
 
 
 @router.post(
-    "/{id}/pause", status_code=202, response_model=shapes.Job, responses=refusals(404, 409, 503), summary="Pause a job"
+    "/{id}/pause",
+    status_code=202,
+    response_model=shapes.JobOut,
+    responses=problems(404, 409, 503),
+    summary="Pause a job",
 )
-def pause_job(id: Id, here: Here) -> shapes.Job:
+def pause_job(id: Id, here: Here) -> shapes.JobOut:
     """Stop a job at its next batch, to be resumed later."""
     return shapes.job(_stop(here, here.job(id), "pause"), here.redact)
 
@@ -133,16 +154,16 @@ def pause_job(id: Id, here: Here) -> shapes.Job:
 @router.post(
     "/{id}/resume",
     status_code=202,
-    response_model=shapes.Job,
-    responses=refusals(404, 409, 429, 503),
+    response_model=shapes.JobOut,
+    responses=problems(404, 409, 429, 503),
     summary="Resume a job",
 )
-async def resume_job(id: Id, here: Here) -> shapes.Job:
-    """Queue a paused, cancelled or failed job again; it goes on where it was."""
+async def resume_job(id: Id, here: Here) -> shapes.JobOut:
+    """Queue a paused, cancelled or failed job again; it continues where it stopped."""
     until_s = time.monotonic() + SETTLE_S
     row = await run_in_threadpool(here.job, id)
     while row.status in UNFINISHED and row.wanted != "run" and time.monotonic() < until_s:
-        await asyncio.sleep(_LOOK_S)  # it is being stopped, and must have been before it may run again
+        await asyncio.sleep(_LOOK_S)  # it must have stopped before it may run again
         row = await run_in_threadpool(here.job, id)
     return shapes.job(await run_in_threadpool(_resume, here, row), here.redact)
 
@@ -151,7 +172,7 @@ async def resume_job(id: Id, here: Here) -> shapes.Job:
     "/{id}/events",
     status_code=200,
     response_class=EventStream,
-    responses={200: {"content": {"text/event-stream": {}}}, **refusals(404, 422, 503)},
+    responses={200: {"content": {"text/event-stream": {}}}, **problems(404, 422, 503)},
     summary="Watch a job",
 )
 def watch_job(
@@ -160,9 +181,9 @@ def watch_job(
     last_event_id: Annotated[str, Header(alias="Last-Event-ID")] = "",
     after: Annotated[str, Query(pattern=r"^[0-9]{0,18}$")] = "",
 ) -> Response:
-    """Server-sent events: the job as it is, then `status`, `progress` and `log` as they come, until it has ended.
+    """Server-sent events: the job as it is, then `status`, `progress` and `log` events until it has ended.
 
-    With Last-Event-ID, or `after`, what came after that event and nothing else.
+    With Last-Event-ID, or `after`, only the events after that one.
     """
     row = here.job(id)
     last = _number(last_event_id, "Last-Event-ID") if last_event_id else _number(after, "after")
@@ -177,33 +198,35 @@ def watch_job(
     )
 
 
-@router.get("/{id}/logs", response_model=shapes.LogPage, responses=refusals(404, 422, 503), summary="Read a job's log")
+@router.get(
+    "/{id}/logs", response_model=shapes.LogPageOut, responses=problems(404, 422, 503), summary="Read a job's log"
+)
 def read_logs(
     id: Id,
     here: Here,
     after: Annotated[int, Query(ge=0, le=2**53)] = 0,
     limit: Annotated[int, Query(ge=1, le=10_000)] = 1000,
-) -> shapes.LogPage:
-    """Lines from where the last answer's `next` says."""
-    found, place = read_log(log_file(here.settings.data, here.job(id).id), after, limit)
-    lines = [_line(entry, here) for entry in found]
-    return shapes.LogPage(lines=lines, next=place)
+) -> shapes.LogPageOut:
+    """Lines from the last answer's `next` on."""
+    entries, offset = read_log(log_file(here.settings.data, here.job(id).id), after, limit)
+    return shapes.LogPageOut(lines=[_line(entry, here) for entry in entries], next=offset)
 
 
 @router.get(
-    "/{id}/files", response_model=shapes.ResultFiles, responses=refusals(404, 503), summary="List a job's files"
+    "/{id}/files", response_model=shapes.ResultFilesOut, responses=problems(404, 503), summary="List a job's files"
 )
-def list_files(id: Id, here: Here) -> shapes.ResultFiles:
+def list_files(id: Id, here: Here) -> shapes.ResultFilesOut:
     """The files a prediction, evaluation or tuning made."""
-    found = _files(here.settings.data / "results" / here.job(id).id)
-    return shapes.ResultFiles(files=[shapes.ResultFile(name=name, bytes=size) for name, size in sorted(found.items())])
+    sizes = _files(here.settings.data / "results" / here.job(id).id)
+    files = [shapes.ResultFileOut(name=name, bytes=size) for name, size in sorted(sizes.items())]
+    return shapes.ResultFilesOut(files=files)
 
 
 @router.get(
     "/{id}/files/{name:path}",
     status_code=200,
     response_class=FileResponse,
-    responses={200: {"content": {"application/octet-stream": {}}}, **refusals(404, 503)},
+    responses={200: {"content": {"application/octet-stream": {}}}, **problems(404, 503)},
     summary="Fetch one of a job's files",
 )
 def fetch_file(id: Id, name: str, here: Here) -> FileResponse:
@@ -212,8 +235,102 @@ def fetch_file(id: Id, name: str, here: Here) -> FileResponse:
     known = {known: known for known in _files(folder)}.get(name)
     if known is None:
         raise NotFound("the job has no file of this name; its files are listed one level up")
-    headers = {"Content-Disposition": "attachment"}  # never shown as a page of ours, whatever is in it
+    headers = {"Content-Disposition": "attachment"}  # never shown as one of our pages, whatever it holds
     return FileResponse(folder / known, media_type="application/octet-stream", headers=headers)
+
+
+# Submitting
+
+
+def _read_spec(body: Any) -> "Spec":
+    from brim.jobs.kinds import read_body
+
+    return read_body(body)
+
+
+async def _check(here: Context, spec: "Spec") -> int:
+    """The bytes a job will take on disk; an error for one that could not run: no such device, unusable inputs,
+    settings that do not fit them, or a full disk."""
+    inputs = await run_in_threadpool(_inputs, here, spec)
+    num_bytes: int = await here.reader.call("check_job", kind=spec.kind, name=spec.name, config=spec.config, **inputs)
+    settings = here.settings
+    free = disk.free_bytes(settings.data)
+    if num_bytes + settings.min_free_bytes > free:
+        raise Conflict(
+            f"the job needs about {disk.words(num_bytes)} of disk and {disk.words(settings.min_free_bytes)} must stay "
+            f"free, but only {disk.words(free)} are free; free some space or ask for less"
+        )
+    return num_bytes
+
+
+def _inputs(here: Context, spec: "Spec") -> dict[str, Any]:
+    """The paths of a job's inputs, once its devices and inputs exist."""
+    from brim.jobs.kinds import KINDS
+
+    kind, data = KINDS[spec.kind], here.settings.data
+    accelerator = spec.config.get("accelerator", "auto")
+    if accelerator in ("gpu", "cuda") and not _has_gpu(here):
+        raise _conflict("accelerator", accelerator, 'is not possible: no worker has a GPU; use "auto"')
+    _check_devices(here, spec)
+    here.catalogue.jobs.check(_input_ids(spec), kind.reads, kind.reads_run)
+    datasets = [str(data / here.dataset(id).path) for id in spec.dataset_ids]
+    return {"datasets": datasets, "run": None if spec.run_id is None else str(data / here.run(spec.run_id).path)}
+
+
+def _has_gpu(here: Context) -> bool:
+    rows = here.catalogue.devices.all()
+    return not rows or any("cuda" in str(row.info.get("device", row.info.get("type", ""))) for row in rows)
+
+
+def _check_devices(here: Context, spec: "Spec") -> None:
+    """Reject more devices than this machine has, and a cluster if the service has none."""
+    config, gpus = spec.config, here.settings.gpus
+    if config.get("cluster") and here.settings.cluster is None:
+        raise _conflict("cluster", True, "is not possible: this service has no cluster; leave it out")
+    wanted = config.get("devices", 1)
+    on_cpu = not gpus or config.get("accelerator") == "cpu"
+    available = cores() if on_cpu else len(gpus)
+    if isinstance(wanted, int) and wanted > available:
+        devices = f"{available} {'core' if on_cpu else 'GPU'}{'s' * (available > 1)}"
+        text = f'is more than the {devices} of this machine; give at most {available}, or "all"'
+        raise _conflict("devices", wanted, text)
+
+
+def _conflict(name: str, value: Any, text: str) -> Conflict:
+    return Conflict(text, field=f"config.{name}", value=value)
+
+
+def _submit(here: Context, spec: "Spec", key_hash: str | None) -> tuple[JobRow, bool]:
+    """The job, and whether it is new: another request with the same key may have been first."""
+    from brim.jobs.kinds import KINDS
+
+    kind = KINDS[spec.kind]
+    row, is_new = here.catalogue.jobs.submit(
+        spec,
+        key_hash=key_hash,
+        inputs=_input_ids(spec),
+        makes=kind.makes,
+        reads=kind.reads,
+        reads_run=kind.reads_run,
+        limit=here.settings.max_unfinished,
+    )
+    return (_enqueue(here, row), True) if is_new else (row, False)
+
+
+def _enqueue(here: Context, row: JobRow) -> JobRow:
+    """Queue a pending job; if the queue does not answer, it stays pending and is queued later."""
+    if os.environ.get("BRIM_FAIL_AT") == "submit.enqueue":  # tests of what a crash leaves here
+        os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        here.queue.submit(row.id)
+        here.catalogue.jobs.move(row.id, "queued", of=["pending"])
+        return here.job(row.id)
+    except (NotFound, Unavailable):
+        return row
+
+
+def _input_ids(spec: "Spec") -> dict[str, Any]:
+    return {"dataset_ids": list(spec.dataset_ids), "run_id": spec.run_id}
 
 
 # Changes
@@ -224,12 +341,12 @@ def _stop(here: Context, row: JobRow, wanted: Literal["cancel", "pause"]) -> Job
     to: Status = "cancelled" if wanted == "cancel" else "paused"
     idle = ["pending", "queued", "paused"] if wanted == "cancel" else ["pending", "queued"]
     if row.status != to:
-        # of a job that no worker has begun, which none will begin after this; else the worker that has it ends it
+        # a job that no worker has begun ends here, and none will begin it; otherwise its worker ends it
         begun = row.status not in idle or not jobs.move(
             row.id, to, of=idle, wanted=wanted, output=output_of(here.settings.data, row)
         )
         if not begun or jobs.want(row.id, wanted):
-            with suppress(Unavailable):  # it is noted, and reconciling tells the queue
+            with suppress(Unavailable):  # it is stored, and reconciling tells the queue
                 here.queue.cancel(row.id)
         row = here.job(row.id)
     if row.status != to and (row.status in FINISHED or row.wanted != wanted):
@@ -247,7 +364,7 @@ def _resume(here: Context, row: JobRow) -> JobRow:
         raise TooMany(f"{here.settings.max_unfinished} jobs are waiting or running, the most at once; try again later")
     if not jobs.move(row.id, "pending", of=[row.status], wanted="run"):
         raise Conflict(f'the job "{row.name}" was just changed by another request; look at it again')
-    with suppress(Conflict, Unavailable):  # away, or its failure is just being recorded: reconciling queues it
+    with suppress(Conflict, Unavailable):  # not answering, or its failure is just being recorded: reconciling queues it
         here.queue.resume(row.id, failed=row.status == "failed")
         jobs.move(row.id, "queued", of=["pending"])
     return here.job(row.id)
@@ -264,16 +381,16 @@ def _number(text: str, name: str) -> int | None:
     return int(text)
 
 
-def _line(entry: dict[str, Any], here: Context) -> shapes.LogLine:
+def _line(entry: dict[str, Any], here: Context) -> shapes.LogLineOut:
     at = shapes.time_text(float(entry["at"]))
-    return shapes.LogLine(at=at, level=str(entry["level"]), text=here.redact(str(entry["text"])))
+    return shapes.LogLineOut(at=at, level=str(entry["level"]), text=here.redact(str(entry["text"])))
 
 
 def _files(folder: Path) -> dict[str, int]:
-    """Names below a folder and their bytes; hidden ones are still being written."""
-    found: dict[str, int] = {}
+    """Sizes of the files below a folder by name; hidden ones are still being written."""
+    sizes: dict[str, int] = {}
     for file in folder.rglob("*"):
         name = file.relative_to(folder)
         if not file.is_symlink() and file.is_file() and not any(part.startswith(".") for part in name.parts):
-            found[name.as_posix()] = file.stat().st_size
-    return found
+            sizes[name.as_posix()] = file.stat().st_size
+    return sizes

@@ -9,26 +9,27 @@ import logging
 import os
 import signal
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Final
 
 from brim.errors import BrimError
 from brim.jobs.worker.process import FileLock, Heartbeat, die_with_supervisor, read_settings
-from brim.service.prediction.process.attempts import Attempts
-from brim.service.prediction.process.models import Make, Models
+from brim.service.prediction.process.models import LoadModel, Models, Registered
 from brim.service.prediction.process.predictor import Predictor
 from brim.service.prediction.process.work import Watched
 from brim.service.settings import Settings
 
 log = logging.getLogger("brim.prediction")
 
-LOCK_S: Final = 60.0  # for the process that had this number to end
+LOCK_S: Final = 60.0  # for the earlier process of this number to end
+MAX_LOADS: Final = 3  # that may die: a process may also die of something else while a model is loaded
+SWITCH_S: Final = 0.001  # a thread holds the interpreter no longer than this: an answer passes through a dozen
 
 
-SWITCH_S = 0.001  # for which one thread may keep the others from the interpreter: an answer passes through a dozen
-
-
-def serve(index: int, settings: Settings, beat: Heartbeat, make: Make | None = None) -> None:
-    """Be the predictor of that number until SIGTERM; make loads a model, where not by its kind."""
+def serve(index: int, settings: Settings, beat: Heartbeat, make: LoadModel | None = None) -> None:
+    """Be the predictor of that number until SIGTERM; make loads models, by default according to their kind."""
     lock = FileLock(settings.data / "workers" / f"predict-{index}.lock").wait(LOCK_S, idle=beat)
     models = Models(
         "auto",
@@ -51,8 +52,48 @@ def serve(index: int, settings: Settings, beat: Heartbeat, make: Make | None = N
     lock.release()
 
 
+class Attempts:
+    """Counts loads that neither succeeded nor failed, on disk, for the process that follows one that died of them.
+
+    Registered models are loaded at every start. One whose loading kills the process would kill every following one,
+    and with it the answers of all other models, so it is not tried again after a few times, until it is registered
+    again or the service is restarted.
+    """
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+        try:
+            self._begun: dict[str, int] = json.loads(file.read_text())
+        except (OSError, ValueError):
+            self._begun = {}
+
+    @contextmanager
+    def __call__(self, wanted: Registered) -> Iterator[None]:
+        """Count a load within the block; BrimError if it has died too often."""
+        key = f"{wanted.name} {wanted.version}"
+        begun = self._begun.get(key, 0)
+        if begun >= MAX_LOADS:
+            raise BrimError(
+                f"the prediction process died {begun} times while loading it",
+                hint="register it again, or restart the service to try once more",
+            )
+        self._write({**self._begun, key: begun + 1})
+        try:
+            yield
+        finally:
+            self._write({other: count for other, count in self._begun.items() if other != key})
+
+    def _write(self, begun: dict[str, int]) -> None:
+        self._begun = begun
+        temporary = self._file.with_name(f".{self._file.name}.{os.getpid()}")
+        try:
+            temporary.write_text(json.dumps(begun))
+            temporary.replace(self._file)
+        except OSError:
+            return  # a full disk: then it is not counted
+
+
 def main(argv: list[str]) -> int:
-    """Predict until told to stop."""
     index, beat, lifeline = int(argv[0]), Heartbeat(int(argv[1])), int(argv[2])
     die_with_supervisor(lifeline)
     settings = Settings.from_json(json.dumps(read_settings()))
@@ -62,7 +103,7 @@ def main(argv: list[str]) -> int:
     except BrimError as failed:
         log.error("%s", failed)
         return 1
-    os._exit(0)  # threads that load or run are not waited for: what they do is nobody's any more
+    os._exit(0)  # without waiting for threads that load or run: nobody needs their results
 
 
 if __name__ == "__main__":

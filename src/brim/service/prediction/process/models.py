@@ -1,12 +1,12 @@
-"""Models in memory: loaded when first asked for, warmed up, kept in one budget, replaced when their version changes.
+"""Models in memory: loaded when first requested, warmed up, kept in one budget, replaced when their version changes.
 
     models = Models("cuda", share=0.2, batch_sizes=data / "batch_sizes.json")
     models.see({"name": "cells", "kind": "segment", "network": "hrnet", "path": "/runs/cells", "version": "1"})
-    models.ask("cells").add_done_callback(…)  # a servable that is warm; others are served while this one loads
+    models.ask("cells").add_done_callback(…)  # a warm servable; others are served while this one loads
 
-One thread loads, one model after the other. A model that was replaced or had to make room is dropped here and lives on
-in the requests that are under way; its memory counts until the last of them is done. torch is imported with the first
-model: a service nobody asks stays small.
+One thread loads, one model after the other. A model that was replaced or evicted is dropped here and lives on in the
+requests in progress; its memory counts until the last of them is done. torch is imported with the first model: an
+unused service stays small.
 """
 
 import gc
@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 log = logging.getLogger("brim")
 
 State = Literal["cold", "loading", "warm", "failed"]
-LEAVE_S = 10.0  # how long a load waits for requests that hold a model which made room
-RETRY_S = 30.0  # after which a model is tried again that found no memory
+LEAVE_S = 10.0  # how long a load waits for requests that hold an evicted model
+RETRY_S = 30.0  # after which a model that did not fit is tried again
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,13 +42,13 @@ class Registered:
 
     name: str
     kind: str  # segment, locate or classify
-    network: str  # what segmentation's weights are of; informative for the others
+    network: str  # architecture of segmentation weights; informative for the others
     path: str
     version: str
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> "Registered":
-        """From what the API sends with a request; keys beyond ours are left out."""
+        """From the values the API sends with a request; other keys are ignored."""
         missing = [each.name for each in fields(cls) if each.name not in values]
         if missing:
             raise ConfigError(f"a registered model lacks {', '.join(missing)}; this is a bug in brim")
@@ -56,35 +56,34 @@ class Registered:
 
 
 class Loaded(Protocol):
-    """A servable as it is held here: it can be warmed up too, and says what is proven to fit."""
+    """A servable as it is held here, with the batch sizes that are proven to fit."""
 
     sizes: Sequence[int]
     max_batch_size: int
 
     def close(self) -> None:
-        """Give back what it holds."""
+        """Release its memory."""
         ...
 
 
-Make = Callable[[Registered, "torch.device", Any], Any]  # what, where, and the lock of whoever uses the device
+LoadModel = Callable[[Registered, "torch.device", Any], Any]  # model, device, and the lock of the device
 
 
 @dataclass(eq=False, slots=True)
 class _Entry:
-    """A name, the newest that is registered under it, and what is loaded of it."""
+    """A name, the version registered under it, and the loaded one."""
 
     wanted: Registered
     servable: Loaded | None = None  # warm
-    polite: bool = False  # nobody asked: it loads only where there is room
+    polite: bool = False  # nobody requested it: it loads only if there is room
     loaded: Registered | None = None
     memory_bytes: int = 0
-    used: int = 0  # the order in which models were last asked for
+    used: int = 0  # order of the last requests, for eviction
     loading: "Future[Any] | None" = None
-    failure: "_Failure | None" = None  # the last try's
+    failure: "_Failure | None" = None  # of the last attempt
 
     @property
     def state(self) -> State:
-        """For people."""
         if self.servable is not None:
             return "warm"
         if self.loading is not None:
@@ -98,18 +97,18 @@ class _Failure:
 
     wanted: Registered
     reason: str
-    is_for_room: bool = False  # nobody asked for it, and another would have had to go
+    is_for_room: bool = False  # nobody requested it, and another would have been evicted
     is_for_memory: bool = False
     at_s: float = field(default_factory=time.monotonic)
 
     def holds(self, wanted: Registered) -> bool:
-        """Whether another try would fail too: until the version changes, or for a while where memory was short."""
+        """Whether another attempt would fail too: until the version changes, or for a while if memory was short."""
         return self.wanted == wanted and not (self.is_for_memory and time.monotonic() - self.at_s > RETRY_S)
 
 
 @dataclass(frozen=True, slots=True)
 class _Retired:
-    """A model that made room and may still be in use."""
+    """An evicted model that may still be in use."""
 
     servable: "weakref.ref[Any]"
     memory_bytes: int
@@ -125,23 +124,23 @@ class Models:
         share: float = 0.2,
         budget_bytes: int | None = None,
         batch_sizes: Path | str | None = None,
-        make: Make | None = None,
+        make: LoadModel | None = None,
         wrap: Callable[[Any], Any] = lambda servable: servable,
         attempt: Callable[[Registered], AbstractContextManager[None]] = lambda wanted: nullcontext(),
     ) -> None:
-        """Store; nothing is loaded.
+        """Nothing is loaded yet.
 
-        share         of the device's memory that all models together may take
+        share         of the device's memory for all models together
         budget_bytes  the same in bytes, instead
         batch_sizes   the file that segmentation's tuning reads and writes
         make          loads a model; by default by its kind
-        wrap          what requests get of a model that is warm
-        attempt       what a model is loaded and warmed up within; may refuse it
+        wrap          wraps a warm model for requests
+        attempt       context in which a model is loaded and warmed up; may reject it
         """
         self._device_name, self._share, self._budget_bytes = device, share, budget_bytes
         self._batch_sizes, self._make, self._wrap, self._attempt = batch_sizes, make or self._by_kind, wrap, attempt
         self._device: torch.device | None = None
-        self.device_lock = threading.RLock()  # whoever uses the device: forwards, and each size of a warm-up
+        self.device_lock = threading.RLock()  # held while using the device: forward passes, and each size of a warm-up
         self._lock = threading.RLock()  # guards all below
         self._entries: dict[str, _Entry] = {}
         self._retired: list[_Retired] = []
@@ -152,7 +151,7 @@ class Models:
     # Registration
 
     def see(self, registered: Mapping[str, Any]) -> None:
-        """Take note of what is registered; another version of a loaded model begins to load beside it."""
+        """Note a registered model; a new version of a loaded model is loaded beside the old one."""
         new = Registered.of(registered)
         with self._lock:
             entry = self._entries.get(new.name)
@@ -164,7 +163,7 @@ class Models:
                     self._start(entry)
 
     def register(self, registered: Iterable[Mapping[str, Any]]) -> None:
-        """Take note of all there are: what is not among them is forgotten, what is new loads where there is room."""
+        """Note all registered models: others are forgotten, new ones load if there is room."""
         values = list(registered)
         for each in values:
             self.see(each)
@@ -177,7 +176,7 @@ class Models:
                     self._start(entry)
 
     def forget(self, name: str) -> None:
-        """Drop a model that is no longer registered; requests under way end as they began."""
+        """Drop a model that is no longer registered; requests in progress keep it."""
         with self._lock:
             entry = self._entries.pop(name, None)
             if entry is not None:
@@ -186,7 +185,7 @@ class Models:
     # Use
 
     def ask(self, name: str) -> "Future[Servable]":
-        """The warm model, now or once it is loaded; fails with Unavailable, in words, where it cannot be."""
+        """The warm model, now or once it is loaded; Unavailable with the reason if it cannot be loaded."""
         with self._lock:
             entry = self._entries.get(name)
             if entry is None or self._closed:
@@ -203,7 +202,7 @@ class Models:
         return self.ask(name).result()
 
     def describe(self) -> list[dict[str, Any]]:
-        """Every model that was seen, for GET /api/models."""
+        """Every known model, for GET /api/models."""
         with self._lock:
             return [self._facts(entry) for entry in self._entries.values()]
 
@@ -214,7 +213,7 @@ class Models:
             return any(entry.loading is not None for entry in self._entries.values())
 
     def close(self) -> None:
-        """End: what loads is waited for, and everything is freed; requests must be done by then."""
+        """Wait for the load in progress and free everything; requests must have ended."""
         with self._lock:
             self._closed = True
         self._loader.shutdown(wait=True, cancel_futures=True)
@@ -246,10 +245,10 @@ class Models:
     # Loading, in a thread of its own
 
     def _start(self, entry: _Entry) -> "Future[Any]":
-        """Have the loader's thread load what is wanted; the lock is held."""
+        """Load the registered version in the loader's thread; the lock is held."""
         if entry.loading is None:
             entry.loading = Future()
-            entry.loading.set_running_or_notify_cancel()  # many wait for it: no one of them may cancel it
+            entry.loading.set_running_or_notify_cancel()  # several may wait for it: none of them may cancel it
             self._loader.submit(self._load, entry)
         return entry.loading
 
@@ -258,7 +257,7 @@ class Models:
         made, failure = self._tried(entry, wanted)
         with self._lock:
             if failure is not None and failure.is_for_room and not entry.polite and not self._closed:
-                self._loader.submit(self._load, entry)  # somebody asked meanwhile
+                self._loader.submit(self._load, entry)  # requested meanwhile
                 return
             loading, entry.loading = entry.loading, None
             assert loading is not None
@@ -272,43 +271,43 @@ class Models:
                 self._retire(entry)  # forgotten meanwhile
             elif entry.wanted != wanted and not self._closed:
                 self._start(entry)
-        if answer is not None:  # where a new version failed, that is the one before
+        if answer is not None:  # the version before, if the new one failed
             loading.set_result(answer)
         else:
             loading.set_exception(_stopping() if failure is None else _cannot(wanted, failure))
 
     def _tried(self, entry: _Entry, wanted: Registered) -> tuple[tuple[Loaded, int] | None, "_Failure | None"]:
-        """A warm model and its bytes, or why there is none, in words: an exception would keep what it went through."""
+        """A warm model and its bytes, or why there is none, as text: an exception would keep its frames alive."""
         try:
             return self._made(entry, wanted), None
         except BrimError as error:
             short = isinstance(error, OutOfMemory)
-            reason = f"{error}; give predictions more with --predict-memory" if short else str(error)
+            reason = f"{error}; predictions need a larger share of the memory" if short else str(error)
             return None, _Failure(wanted, reason, is_for_room=isinstance(error, _NoRoom), is_for_memory=short)
         except BaseException as error:
             log.exception("model %s cannot be loaded", wanted.name)
             return None, _Failure(wanted, f"{type(error).__name__}, a bug in brim; the service's log says more")
 
     def _made(self, entry: _Entry, wanted: Registered) -> tuple[Loaded, int]:
-        """A warm model and what it takes; others make room."""
+        """A warm model and its bytes; others are evicted for it."""
         budget_bytes = self._budget()
         guess_bytes = _file_bytes(Path(wanted.path))
         if entry.polite and self._taken() + guess_bytes > budget_bytes:
-            raise _NoRoom("another model would have to leave memory")
+            raise _NoRoom("another model would be evicted")
         self._make_room(entry, guess_bytes, budget_bytes)
-        found: tuple[Loaded, int] | None = None
+        warm: tuple[Loaded, int] | None = None
         try:
-            found = self._warmed(wanted, budget_bytes)
+            warm = self._warmed(wanted, budget_bytes)
         except OutOfMemory:
             if entry.polite or not self._evict(entry, everything=True):
                 raise
-        if found is None:  # outside the handler, which would keep the first try's tensors
+        if warm is None:  # outside the handler, which would keep the first attempt's tensors
             self._make_room(entry, guess_bytes, budget_bytes)
             self._free()
-            found = self._warmed(wanted, budget_bytes)
-        servable, memory_bytes = found
+            warm = self._warmed(wanted, budget_bytes)
+        servable, memory_bytes = warm
         if entry.polite and self._taken() + memory_bytes > budget_bytes:
-            raise _NoRoom("another model would have to leave memory")
+            raise _NoRoom("another model would be evicted")
         self._make_room(entry, memory_bytes, budget_bytes)
         return servable, memory_bytes
 
@@ -319,12 +318,12 @@ class Models:
         began_s = time.perf_counter()
         with self._attempt(wanted):
             servable = self._make(wanted, self._device, self.device_lock)
-            found = warm_up(servable, self._device, self.device_lock, limit_bytes=budget_bytes)
+            report = warm_up(servable, self._device, self.device_lock, limit_bytes=budget_bytes)
         log.info(
             "model %s is warm after %.1f s: batches of up to %d, %.0f MB",
-            wanted.name, time.perf_counter() - began_s, found.sizes[-1], found.memory_bytes / 1e6,
+            wanted.name, time.perf_counter() - began_s, report.sizes[-1], report.memory_bytes / 1e6,
         )  # fmt: skip
-        return self._wrap(servable), found.memory_bytes
+        return self._wrap(servable), report.memory_bytes
 
     def _by_kind(self, wanted: Registered, device: "torch.device", lock: Any) -> Any:
         if wanted.kind == "segment":
@@ -358,7 +357,7 @@ class Models:
         return self._budget_bytes
 
     def _make_room(self, entry: _Entry, needed_bytes: int, budget_bytes: int) -> None:
-        """Let the least recently used go until so many bytes are left, and wait for requests that still have them."""
+        """Evict the least recently used until there is room, and wait for requests that still hold them."""
         while self._held() + needed_bytes > budget_bytes and self._evict(entry):
             pass
         for pause_s in (LEAVE_S / 10, LEAVE_S):
@@ -367,15 +366,15 @@ class Models:
                 time.sleep(0.005)
             if self._taken() + needed_bytes <= budget_bytes or not self._retired:
                 break
-            self._free()  # perhaps a cycle keeps it; not at once, for nobody is served meanwhile
+            self._free()  # a cycle may keep it; not at first, since nothing is served meanwhile
 
     def _held(self) -> int:
-        """Bytes of models that are listed as warm."""
+        """Bytes of warm models."""
         with self._lock:
             return sum(entry.memory_bytes for entry in self._entries.values() if entry.servable is not None)
 
     def _taken(self) -> int:
-        """The same with those that made room and are still in use."""
+        """Bytes of warm models and of evicted ones still in use."""
         with self._lock:
             self._retired = [each for each in self._retired if each.servable() is not None]
             return self._held() + sum(each.memory_bytes for each in self._retired)
@@ -387,12 +386,12 @@ class Models:
             if not everything:
                 warm = sorted((each for each in warm if each is not entry), key=lambda each: each.used)[:1]
             for each in warm:
-                log.info("model %s makes room", each.wanted.name)
+                log.info("model %s is evicted", each.wanted.name)
                 self._retire(each)
         return bool(warm)
 
     def _retire(self, entry: _Entry) -> None:
-        """Drop what is loaded of an entry; requests that have it keep it. The lock is held."""
+        """Drop the loaded model of an entry; requests keep it. The lock is held."""
         if entry.servable is not None:
             self._retired.append(_Retired(weakref.ref(entry.servable), entry.memory_bytes))
             entry.servable, entry.loaded, entry.memory_bytes = None, None, 0
@@ -406,7 +405,7 @@ class Models:
 
 
 class _NoRoom(BrimError):
-    """A model that nobody asked for would push out another."""
+    """A model that nobody requested would evict another."""
 
 
 def _settled(servable: Any = None, *, failure: BrimError | None = None) -> "Future[Any]":
@@ -424,7 +423,7 @@ def _file_bytes(path: Path) -> int:
         files = [path] if path.is_file() else [file for file in path.rglob("*.safetensors") if file.is_file()]
         return max((file.stat().st_size for file in files), default=0)
     except OSError:
-        return 0  # whoever loads it says what is wrong
+        return 0  # loading it says what is wrong
 
 
 def _cannot(wanted: Registered, failure: _Failure) -> Unavailable:
@@ -432,8 +431,8 @@ def _cannot(wanted: Registered, failure: _Failure) -> Unavailable:
 
 
 def _unknown(name: str) -> NotFound:
-    return NotFound(f'model "{name}" is not registered; "GET /api/models" lists those that are')
+    return NotFound(f'model "{name}" is not registered; "GET /api/models" lists the registered ones')
 
 
 def _stopping() -> Unavailable:
-    return Unavailable("the service is stopping; ask again when it is back")
+    return Unavailable("the service is stopping; try again soon")

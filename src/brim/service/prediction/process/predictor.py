@@ -1,26 +1,38 @@
-"""What a prediction process does: hears API processes, hands requests to the runner, gives their answers back.
+"""The main loop of a prediction process: requests from API processes go to the batch runner, answers go back.
 
-One thread, the main one, talks, beats, and notices work that hangs; everything else runs in the threads of `Models` and
-`BatchRunner`. torch comes with the first model.
+The main thread handles messages and the heartbeat and notices work that hangs; everything else runs in the threads of
+`Models` and `BatchRunner`. torch is imported with the first model.
 """
 
 import logging
 import queue
 import selectors
 import socket
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from brim.errors import BrimError, Unavailable
 from brim.jobs.worker.process import Heartbeat
+from brim.service.prediction.arena import Arena, Shared
 from brim.service.prediction.process.models import Models
-from brim.service.prediction.process.peer import Peer
-from brim.service.prediction.process.protocol import LIMITS_S, Message, failure
-from brim.service.prediction.process.work import Incoming, Started, Work
+from brim.service.prediction.process.work import Incoming, RequestWork, Started
+from brim.service.prediction.protocol import (
+    INLINE_BYTES,
+    LIMITS_S,
+    Frames,
+    Message,
+    StatusPage,
+    failure,
+    frame,
+    receive_hello,
+    send_hello,
+)
 from brim.service.run.unix_socket import listen
 
 if TYPE_CHECKING:
@@ -28,29 +40,31 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("brim.prediction")
 
-BUSY_TICK_S, IDLE_TICK_S = 0.01, 0.25  # estimates are that old at most
+BUSY_TICK_S, IDLE_TICK_S = 0.01, 0.25  # the age of estimates
 BEAT_S: Final = 0.25
 DRAIN_S: Final = 10.0
-HANG_FACTOR: Final = 20  # a forward may take that many times what is expected of it
-STAGE_FACTOR: Final = 6  # nothing is expected of decoding and finishing: that many times the floor
-LOADING_FACTOR: Final = 12  # a model that warms up may keep the device from others
+HANG_FACTOR: Final = 20  # a forward pass may take so many times its expected time
+STAGE_FACTOR: Final = 6  # decoding and finishing have no expected time: so many times the floor
+LOADING_FACTOR: Final = 12  # while a model warms up, others may wait for the device
+ANSWER_BYTES: Final = 256 * 1024**2  # of address space, for long answers that the API has not read yet
+READ_BYTES: Final = 256 * 1024
 
 
 class Predictor:
-    """Answers the API processes that connect."""
+    """Answers the requests of the API processes that connect."""
 
     def __init__(
         self, path: Path, models: Models, beat: Heartbeat, *, hang_s: float, decoders: int, finishers: int
     ) -> None:
-        """Take where to listen, the models, and whom to tell that we are well; listens only when it runs."""
+        """Listens on path once it runs."""
         self._path, self._models, self._beat = path, models, beat
         self._hang_s, self._decoders, self._finishers = hang_s, decoders, finishers
         self._runner: BatchRunner | None = None
         self._peers: list[Peer] = []
-        self._loading: list[Work] = []  # that wait for their model
+        self._loading: list[RequestWork] = []  # waiting for their model
         self._started = Started()
-        self._found: Servable | None = None  # what the runner finds, while a request is submitted
-        self._posted: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()  # for the main thread to do
+        self._submitting: Servable | None = None  # the model of the request that is being submitted
+        self._posted: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()  # calls for the main thread
         self._woken, self._waker = socket.socketpair()
         self._selector = selectors.DefaultSelector()
         self._is_leaving = False
@@ -58,7 +72,7 @@ class Predictor:
         self._was_busy = False
 
     def run(self) -> None:
-        """Answer until told to leave, then until what is under way is answered."""
+        """Answer requests until told to leave, then those still in progress."""
         listening = listen(self._path)
         for end in (self._woken, self._waker, listening):
             end.setblocking(False)
@@ -72,12 +86,12 @@ class Predictor:
         self._drain()
 
     def leave(self, *_: object) -> None:
-        """Take nothing more, and end when what was taken is answered."""
+        """Accept nothing more, and end when all accepted requests are answered."""
         self._is_leaving = True
         self._wake()
 
     def _drain(self) -> None:
-        """Answer what the runner has. What is not read yet, or waits for its model, is sent to the next of us."""
+        """Answer what the runner has. The API sends everything else to the next process."""
         end_s = time.monotonic() + DRAIN_S
         while self._is_busy and time.monotonic() < end_s:
             for peer in self._peers:
@@ -110,7 +124,7 @@ class Predictor:
         self._peers.append(peer)
         self._selector.register(connection, selectors.EVENT_READ, partial(self._serve, peer))
 
-    def _serve(self, peer: Peer, events: int) -> None:
+    def _serve(self, peer: "Peer", events: int) -> None:
         if events & selectors.EVENT_WRITE:
             peer.flush()
             if not peer.has_unsent:
@@ -119,15 +133,15 @@ class Predictor:
             try:
                 messages = peer.read()
                 for message, _ in messages or ():
-                    self._hear(peer, message)
+                    self._handle(peer, message)
             except Exception:
-                log.exception("an API process says what cannot be; its connection is closed")
+                log.exception("an API process sent an invalid message; its connection is closed")
                 messages = None
             if messages is None:
                 self._drop(peer)
 
-    def _drop(self, peer: Peer) -> None:
-        """An API process is gone, and with it whoever waited."""
+    def _drop(self, peer: "Peer") -> None:
+        """An API process is gone, and with it everybody who waited."""
         self._selector.unregister(peer.connection)
         self._peers.remove(peer)
         peer.close()
@@ -138,7 +152,7 @@ class Predictor:
         try:
             self._waker.send(b".")
         except BlockingIOError:
-            return  # it will wake as it is
+            return  # it will wake anyway
 
     def _wakened(self, _: int) -> None:
         self._woken.recv(4096)
@@ -151,7 +165,7 @@ class Predictor:
 
     # Messages
 
-    def _hear(self, peer: Peer, message: Message) -> None:
+    def _handle(self, peer: "Peer", message: Message) -> None:
         kind = message["type"]
         if kind == "request":
             self._take(peer, message)
@@ -164,36 +178,36 @@ class Predictor:
             self._models.register(message["models"])
             peer.registered = {model["name"] for model in message["models"]}
         elif kind == "models":
-            peer.send({"type": "told", "id": message["id"], "value": self._models.describe()})
+            peer.send({"type": "report", "id": message["id"], "value": self._models.describe()})
         elif kind == "snapshot":
-            peer.send({"type": "told", "id": message["id"], "value": self._snapshot()})
+            peer.send({"type": "report", "id": message["id"], "value": self._snapshot()})
 
-    def _take(self, peer: Peer, message: Message) -> None:
-        work = peer.works[message["id"]] = Work(message, peer.page, peer.end)
+    def _take(self, peer: "Peer", message: Message) -> None:
+        work = peer.works[message["id"]] = RequestWork(message, peer.page, peer.end)
         work.payload = Incoming(peer.payload(message["at"]), message["name"], message["options"], work)
-        if work.model not in peer.registered:  # it was registered a moment ago: the API's next list will have it
+        if work.model not in peer.registered:  # registered a moment ago: the API's next list will have it
             self._models.see(message["model"])
-        asked = self._models.ask(work.model)
-        if asked.done():
-            self._submit(work, asked)
+        loading = self._models.ask(work.model)
+        if loading.done():
+            self._submit(work, loading)
         else:
             self._loading.append(work)
-            asked.add_done_callback(lambda loaded: self._post(partial(self._loaded, work, loaded)))
+            loading.add_done_callback(lambda loaded: self._post(partial(self._loaded, work, loaded)))
 
     def _post(self, task: Callable[[], None]) -> None:
         self._posted.put(task)
         self._wake()
 
-    def _loaded(self, work: Work, asked: "Future[Servable]") -> None:
+    def _loaded(self, work: RequestWork, loaded: "Future[Servable]") -> None:
         if work in self._loading:
             self._loading.remove(work)
-            self._submit(work, asked)
+            self._submit(work, loaded)
 
-    def _submit(self, work: Work, asked: "Future[Servable]") -> None:
+    def _submit(self, work: RequestWork, loaded: "Future[Servable]") -> None:
         if work.payload is None:
             return  # it has ended
         try:
-            self._found = asked.result()
+            self._submitting = loaded.result()
             self._started.expect()
             reply = self._begun.submit(work.model, work.payload, work.deadline_s, alone=work.alone)
             self._started.note(reply.request, work)
@@ -201,13 +215,13 @@ class Predictor:
             self._fail(work, error)
             return
         finally:
-            self._found = None
+            self._submitting = None
         work.reply = reply
         reply.add_done_callback(partial(self._answered, work))
 
     @property
     def _begun(self) -> "BatchRunner":
-        """The runner, made with the first model that is loaded."""
+        """The runner, created with the first loaded model."""
         if self._runner is None:
             from brim.engine.batching import BatchRunner
 
@@ -217,14 +231,14 @@ class Predictor:
         return self._runner
 
     def _find(self, name: str) -> "Servable":
-        if self._found is None:
+        if self._submitting is None:
             return self._models.find(name)
-        return self._found
+        return self._submitting
 
-    def _answered(self, work: Work, reply: "Future[Any]") -> None:
-        """In whatever thread ended it."""
+    def _answered(self, work: RequestWork, reply: "Future[Any]") -> None:
+        """Runs in the thread that ended the request."""
         self._started.forget(work.reply.request)
-        work.reply = None  # which holds this call, and so the work: its memory goes when it does
+        work.reply = None  # it refers to this work: a cycle would keep its memory
         if reply.cancelled():
             work.end({"type": "gone", "id": work.id})
         elif (error := reply.exception()) is not None:
@@ -233,14 +247,14 @@ class Predictor:
             answer = reply.result()
             message = {"type": "answer", "id": work.id, "media_type": answer.media_type, "facts": dict(answer.facts)}
             work.end(message, answer.body)
-        self._wake()  # what was estimated with it under way no longer holds
+        self._wake()  # the estimates have changed
 
-    def _fail(self, work: Work, error: BaseException) -> None:
+    def _fail(self, work: RequestWork, error: BaseException) -> None:
         if not isinstance(error, BrimError):
             log.error("model %s failed", work.model, exc_info=error)
         work.end(failure(work.id, error))
 
-    def _cancel(self, work: Work) -> None:
+    def _cancel(self, work: RequestWork) -> None:
         if work in self._loading:
             self._loading.remove(work)
         if work.reply is not None:
@@ -250,14 +264,14 @@ class Predictor:
     def _snapshot(self) -> dict[str, Any]:
         return {} if self._runner is None else self._runner.snapshot()
 
-    # Now and then
+    # Every tick
 
     def _tick(self, now_s: float) -> None:
         for work in [work for work in self._loading if work.deadline_s <= now_s]:
             self._loading.remove(work)
             self._fail(work, Unavailable(f'model "{work.model}" is still being loaded; try again soon'))
         was_busy, self._was_busy = self._was_busy, self._is_busy
-        # at once when nothing is left to do: an idle predictor must not look busy until its next tick
+        # immediately when nothing is left to do: an idle predictor must not look busy until its next tick
         if now_s - self._publish_s >= BUSY_TICK_S or (was_busy and not self._was_busy):
             self._publish_s = now_s
             self._publish()
@@ -267,11 +281,11 @@ class Predictor:
             if reason is None:
                 self._beat()
             else:
-                log.error("%s: asks to be killed", reason)
+                log.error("%s: asking to be killed", reason)
                 self._beat.give_up()
 
     def _publish(self) -> None:
-        """Estimates of the models that are warm; of others nothing is known."""
+        """Publish the estimates of all warm models."""
         if self._runner is not None and self._peers:
             warm = [row["name"] for row in self._models.describe() if row["state"] == "warm"]
             estimates = {name: [self._runner.wait_s(name, within_s) for within_s in LIMITS_S] for name in warm}
@@ -279,15 +293,104 @@ class Predictor:
                 peer.page.publish(estimates)
 
     def _hung(self, now_s: float) -> str | None:
-        """What takes so long that it will not end."""
+        """What has run for so long that it will not end; None if nothing has."""
         floor_s = self._hang_s * (LOADING_FACTOR if self._models.loading else 1)
         if self._runner is not None:
             running_s, expected_s = self._runner.running_s()
             limit_s = max(floor_s, HANG_FACTOR * expected_s)
             if running_s > limit_s:
-                return f"a forward has run for {running_s:.1f} s, more than {limit_s:.1f}"
+                return f"a forward pass has run for {running_s:.1f} s, more than {limit_s:.1f}"
         limit_s = STAGE_FACTOR * floor_s
         for work in [work for peer in self._peers for work in list(peer.works.values())]:
             if (began_s := work.began_s) is not None and now_s - began_s > limit_s:
                 return f"{work.model} has been at one file for {now_s - began_s:.1f} s, more than {limit_s:.1f}"
         return None
+
+
+class Peer:
+    """One API process: its connection, both sides' shared memory, its requests.
+
+    Messages are read by one thread, answers are sent by any: immediately if the socket takes them, otherwise when it
+    does, so that an API process which does not read blocks no thread.
+    """
+
+    def __init__(self, connection: socket.socket, wake: Callable[[], None]) -> None:
+        """Answer the hello that can be read from the connection; wake is called when there is something to flush."""
+        self.works: dict[int, RequestWork] = {}
+        self.registered: set[str] = set()  # models that this API process has registered
+        self.connection, self._wake = connection, wake
+        self._theirs = receive_hello(connection)
+        self._mine = Shared.make(StatusPage.BYTES + ANSWER_BYTES)
+        self.page = StatusPage(self._mine)
+        self._answers = Arena(self._mine, StatusPage.BYTES)
+        self._frames = Frames()
+        self._lock = threading.Lock()  # of the following, and the answers
+        self._unsent = bytearray()
+        self._is_gone = False
+        send_hello(connection, self._mine)
+
+    @property
+    def has_unsent(self) -> bool:
+        """Whether `flush` has something to do."""
+        return bool(self._unsent)
+
+    def read(self) -> list[tuple[Message, bytes]] | None:
+        """Messages that have arrived; None if the API process is gone."""
+        try:
+            data = self.connection.recv(READ_BYTES)
+            return list(self._frames.feed(data)) if data else None
+        except BlockingIOError:
+            return []
+        except (OSError, BrimError, ValueError):
+            return None
+
+    def payload(self, at: list[int]) -> memoryview:
+        """The payload of a request, in shared memory."""
+        return self._theirs.view(*at)
+
+    def send(self, message: Message, body: bytes = b"") -> None:
+        """Send from any thread; a long body goes through shared memory."""
+        with self._lock:
+            if self._is_gone:
+                return
+            if len(body) >= INLINE_BYTES:
+                with suppress(BrimError):  # no room for it: the socket takes it too
+                    message, body = {**message, "at": [self._answers.put(body), len(body)]}, b""
+            self._send(frame(message, body))
+
+    def taken(self, offset: int) -> None:
+        """The API has read the answer there."""
+        with self._lock:
+            self._answers.free(offset)
+
+    def end(self, work: RequestWork, message: Message, body: bytes) -> None:
+        self.works.pop(work.id, None)
+        self.send(message, body)
+
+    def flush(self) -> None:
+        """Send what the socket did not take before."""
+        with self._lock:
+            if self._unsent and not self._is_gone:
+                del self._unsent[: self._try(self._unsent)]
+
+    def close(self) -> None:
+        """Disconnect; payloads that are being read keep their memory until then."""
+        with self._lock:
+            self._is_gone = True
+            self.connection.close()
+            self._theirs.close()
+            self._mine.close()
+
+    def _send(self, data: bytes) -> None:
+        sent = 0 if self._unsent else self._try(data)
+        if sent < len(data):
+            self._unsent += data[sent:]
+            self._wake()
+
+    def _try(self, data: bytes | bytearray) -> int:
+        try:
+            return self.connection.send(data)
+        except BlockingIOError:
+            return 0
+        except OSError:
+            return len(data)  # it is gone, which the reading side notices

@@ -1,7 +1,7 @@
-"""A request inside a prediction process: which bytes it reads, what is being done to it, and its one end.
+"""A request inside a prediction process: its payload, its current stage, and how it ends.
 
-Its end is told only when nobody reads its bytes any more: the API takes their place for other bytes then. What is
-being worked on is marked in memory that the API has mapped too, where it can be read after we have died.
+Its end is sent only when nobody reads its payload any more, since the API then reuses that memory. Requests being
+worked on are marked in memory that the API has mapped too, where it can read them after this process has died.
 """
 
 import threading
@@ -13,28 +13,28 @@ from typing import Any, Final, NamedTuple
 
 from brim.engine.batching import Answer, DecodedRequest, Payload, RequestShape, Servable
 from brim.errors import Unavailable
-from brim.service.prediction.process.protocol import Message, Page
+from brim.service.prediction.protocol import Message, StatusPage
 
 DECODE: Final = 1
 FORWARD: Final = 2
 FINISH: Final = 3
 STAGES: Final = {DECODE: "decode", FORWARD: "forward", FINISH: "finish"}
 
-Tell = Callable[["Work", Message, bytes], None]
+Tell = Callable[["RequestWork", Message, bytes], None]
 
 
-class Work:
+class RequestWork:
     """One request of one API process."""
 
-    def __init__(self, message: Message, page: Page, tell: "Tell") -> None:
-        """Take the request, where its marks go, and whom to tell its end."""
+    def __init__(self, message: Message, page: StatusPage, tell: "Tell") -> None:
+        """tell sends its end."""
         self.id: int = message["id"]
         self.model: str = message["model"]["name"]
         self.deadline_s: float = message["deadline_s"]
         self.alone: bool = message["alone"]
         self.payload: Incoming | None = None
         self.reply: Any = None  # of the runner, once it is submitted
-        self.began_s: float | None = None  # since when a thread of a pool is at it
+        self.began_s: float | None = None  # since when a thread works on it
         self._ticket: int = message["ticket"]
         self._page, self._tell = page, tell
         self._lock = threading.Lock()
@@ -42,18 +42,17 @@ class Work:
 
     @property
     def has_ended(self) -> bool:
-        """Whether its end is told, or will be as soon as nobody reads its bytes."""
+        """Whether its end is sent, or will be as soon as nobody reads its payload."""
         return self._end is not None
 
     def mark(self, stage: int) -> None:
-        """Note what is being done to it."""
         with self._lock:
             if self._end is None:
                 self._page.mark(self._ticket, stage)
 
     @contextmanager
     def doing(self, stage: int) -> Iterator[None]:
-        """Mark it within the block; its end waits for that of the block."""
+        """Mark it within the block; its end is sent after the block."""
         with self._lock:
             if self._end is not None:
                 raise Unavailable("nobody waits for this request any more")
@@ -70,13 +69,13 @@ class Work:
                 self._tell(self, *end)
 
     def end(self, message: Message, body: bytes = b"") -> None:
-        """Tell its end, once."""
+        """Send its end, once."""
         with self._lock:
             if self._end is not None:
                 return
             self._end, self.payload = (message, body), None
             if self.began_s is not None:
-                return  # whoever is at it tells it
+                return  # sent when the stage ends
             self._page.mark(self._ticket, 0)
         self._tell(self, message, body)
 
@@ -85,38 +84,33 @@ class Work:
 class Incoming(Payload):
     """A payload that knows its request."""
 
-    work: Work | None = None
+    work: RequestWork | None = None
 
 
 class _Noted(NamedTuple):
-    """An item's context, and whose it is."""
+    """An item's context, and its request."""
 
-    work: Work
+    work: RequestWork
     context: Any
 
 
 class Watched:
-    """A model whose work on requests is marked; otherwise as it is."""
+    """A model that marks the requests it decodes and finishes; otherwise the same."""
 
     def __init__(self, inner: Servable) -> None:
-        """Take the model."""
         self.inner = inner
 
     def __getattr__(self, name: str) -> Any:
-        """What else the model says of itself."""
         return getattr(self.inner, name)
 
     @property
     def sizes(self) -> Sequence[int]:
-        """Of the model."""
         return self.inner.sizes
 
     def inspect(self, payload: Payload) -> RequestShape:
-        """Of the model."""
         return self.inner.inspect(payload)
 
     def decode(self, payload: Payload) -> DecodedRequest:
-        """Decode, marked."""
         work = payload.work if isinstance(payload, Incoming) else None
         if work is None:
             return self.inner.decode(payload)
@@ -126,15 +120,12 @@ class Watched:
         return item
 
     def forward(self, parts: list[Any]) -> Any:
-        """Of the model."""
         return self.inner.forward(parts)
 
     def collect(self, running: Any) -> list[Any]:
-        """Of the model."""
         return self.inner.collect(running)
 
     def finish(self, item: DecodedRequest, outputs: list[Any]) -> Answer:
-        """Finish, marked."""
         noted = item.context
         if not isinstance(noted, _Noted):
             return self.inner.finish(item, outputs)
@@ -143,25 +134,24 @@ class Watched:
             return self.inner.finish(item, outputs)
 
     def close(self) -> None:
-        """Of the model."""
         self.inner.close()
 
 
 class Started:
-    """Which requests the runner hands to the device, by its numbers; one may start before its submission returns."""
+    """Marks requests that run on the device, by the runner's numbers; one may start before submit returns."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._works: dict[int, Work] = {}
-        self._early: set[int] | None = None  # numbers nobody has noted yet, while a request is submitted
+        self._works: dict[int, RequestWork] = {}
+        self._early: set[int] | None = None  # numbers started while a request is being submitted
 
     def expect(self) -> None:
         """A request is about to be submitted."""
         with self._lock:
             self._early = set()
 
-    def note(self, number: int, work: Work) -> None:
-        """The runner's number of the request that was submitted."""
+    def note(self, number: int, work: RequestWork) -> None:
+        """The runner's number of the submitted request."""
         with self._lock:
             early, self._early = self._early, None
             self._works[number] = work
@@ -169,7 +159,6 @@ class Started:
             work.mark(FORWARD)
 
     def mark(self, numbers: list[int]) -> None:
-        """These run now."""
         with self._lock:
             if self._early is not None:
                 self._early.update(numbers)
@@ -178,6 +167,5 @@ class Started:
             work.mark(FORWARD)
 
     def forget(self, number: int) -> None:
-        """It has ended."""
         with self._lock:
             self._works.pop(number, None)

@@ -1,13 +1,13 @@
-"""What answers look like that charts and maps are drawn from. Latitudes and longitudes are WGS-84 degrees."""
+"""Answers that charts and maps are drawn from. Latitudes and longitudes are WGS-84 degrees."""
 
 from typing import Annotated, Literal
 
 from pydantic import Field
 
-from brim.service.api.shapes import Json, Shape
+from brim.service.api.shapes import JsonObject, Out
 
 
-class Histogram(Shape):
+class HistogramOut(Out):
     """How often values occur: counts[k] lie from edges[k] to edges[k + 1]; only finite ones are counted."""
 
     edges: list[float] = Field(description="one more than counts; they grow by a factor where values span decades")
@@ -15,21 +15,17 @@ class Histogram(Shape):
     unit: str = Field(description="of the edges; 1 for a plain number")
 
 
-class Place(Shape):
-    """Where something is."""
-
+class PositionOut(Out):
     lat: float
     lon: float
     alt_m: float = Field(description="of the ground above the ellipsoid")
 
 
-class NamedPlace(Place):
-    """A receiver."""
-
+class StationOut(PositionOut):
     name: str
 
 
-class Transmitter(Shape):
+class TransmitterOut(Out):
     """Where a sample's transmitter is, and how well it can be placed."""
 
     index: int = Field(description="row of the dataset, as samples/{index} takes it")
@@ -40,7 +36,7 @@ class Transmitter(Shape):
     crlb_m: float | None
 
 
-class RfStatistics(Shape):
+class RfStatisticsOut(Out):
     """Of the radio samples that are written, also while more are."""
 
     kind: Literal["rf"] = "rf"
@@ -49,14 +45,14 @@ class RfStatistics(Shape):
     attempted: int | None
     acceptance_rate: float | None
     rejected: dict[str, int] = Field(description="attempts by the reason for which they are no sample")
-    histograms: dict[Literal["snr_db", "gdop", "crlb_m"], Histogram] = Field(
+    histograms: dict[Literal["snr_db", "gdop", "crlb_m"], HistogramOut] = Field(
         description="snr_db as measured, of every receiver that heard; of large datasets evenly taken samples"
     )
-    receivers: list[NamedPlace] = Field(description="of a fixed network; none where each sample has its own")
-    transmitters: list[Transmitter] = Field(description="at most 2000, evenly taken")
+    receivers: list[StationOut] = Field(description="of a fixed network; none where each sample has its own")
+    transmitters: list[TransmitterOut] = Field(description="at most 2000, evenly taken")
 
 
-class ImageSize(Shape):
+class ImageSizeOut(Out):
     """How many images are of one size, in pixels."""
 
     width: int
@@ -64,17 +60,15 @@ class ImageSize(Shape):
     count: int
 
 
-class ImageStatistics(Shape):
-    """Of images."""
-
+class ImageStatisticsOut(Out):
     kind: Literal["images"] = "images"
     items: int
     masks: int = Field(description="images that have one; 0 or all")
-    sizes: list[ImageSize] = Field(description="the most frequent first, at most 1000")
+    sizes: list[ImageSizeOut] = Field(description="the most frequent first, at most 1000")
     unreadable: int = Field(description="images whose size cannot be read")
 
 
-class SequenceStatistics(Shape):
+class SequenceStatisticsOut(Out):
     """Of packed sequences."""
 
     kind: Literal["sequences"] = "sequences"
@@ -82,13 +76,13 @@ class SequenceStatistics(Shape):
     features: int = Field(description="values of a frame")
     classes: dict[str, int] = Field(description="sequences by label; empty where none has one")
     unlabelled: int
-    histograms: dict[Literal["frames"], Histogram]
+    histograms: dict[Literal["frames"], HistogramOut]
 
 
-Statistics = Annotated[RfStatistics | ImageStatistics | SequenceStatistics, Field(discriminator="kind")]
+StatisticsOut = Annotated[RfStatisticsOut | ImageStatisticsOut | SequenceStatisticsOut, Field(discriminator="kind")]
 
 
-class SpectrumShape(Shape):
+class SpectrumOut(Out):
     """Mean power density of a receiver's record by Welch's method, absolute: in dBm/Hz."""
 
     frequency_hz: list[float] = Field(description="from the carrier, at most 512")
@@ -96,28 +90,28 @@ class SpectrumShape(Shape):
     noise_db: float | None = Field(description="dBm/Hz that the receiver's noise alone has")
 
 
-class SampleReceiver(NamedPlace):
+class SampleReceiverOut(StationOut):
     """What one receiver had of a sample."""
 
     snr_db: float | None = Field(description="measured in the 12.5 kHz channel; null where it did not hear")
     link_snr_db: float | None = Field(description="mean of the link, also where too weak to be heard")
     heard: bool
-    spectrum: SpectrumShape | None = Field(description="null where it did not hear")
+    spectrum: SpectrumOut | None = Field(description="null where it did not hear")
 
 
-class Sample(Shape):
+class SampleOut(Out):
     """One radio sample; its IQ is made again where the dataset keeps none."""
 
     index: int = Field(description="row of the dataset")
     attempt: int = Field(description="number that, with the seed, makes the sample")
-    transmitter: Place
+    transmitter: PositionOut
     gdop: float | None
     crlb_m: float | None
-    receivers: list[SampleReceiver]
+    receivers: list[SampleReceiverOut]
     note: str | None = Field(description="why there are no spectra, where there are none")
 
 
-class Ellipse(Shape):
+class EllipseOut(Out):
     """What holds the transmitter with the probability that the answer's level says."""
 
     semi_major_m: float | None
@@ -128,28 +122,28 @@ class Ellipse(Shape):
 LatLon = Annotated[list[float], Field(min_length=2, max_length=2, description="latitude and longitude")]
 
 
-class ErrorPoint(Shape):
+class ErrorPointOut(Out):
     """Where a transmitter was put, and where it is."""
 
     truth: LatLon
     estimate: LatLon
     error_m: float | None
     bound_m: float | None = Field(description="Cramér-Rao bound")
-    ellipse: Ellipse
+    ellipse: EllipseOut
 
 
-class RunErrors(Shape):
+class RunErrorsOut(Out):
     """How well a locator places transmitters, sample by sample, in its newest evaluation."""
 
     job_id: str
     dataset_id: str
     samples: int
-    metrics: Json
+    metrics: JsonObject
     level: float = Field(description="probability inside the ellipses")
-    points: list[ErrorPoint] = Field(description="at most 2000, evenly taken")
+    points: list[ErrorPointOut] = Field(description="at most 2000, evenly taken")
 
 
-class EmbeddingPoint(Shape):
+class EmbeddingPointOut(Out):
     """A sequence in the plane."""
 
     x: float
@@ -158,11 +152,11 @@ class EmbeddingPoint(Shape):
     predicted: str = Field(description="a class, or a cluster, which has no name but its number")
 
 
-class RunEmbedding(Shape):
+class RunEmbeddingOut(Out):
     """What a network makes of labelled sequences in its newest evaluation, along the two principal axes."""
 
     job_id: str
     dataset_id: str
-    scores: Json
+    scores: JsonObject
     explained: list[float] = Field(description="share of the variance along x and along y")
-    points: list[EmbeddingPoint] = Field(description="at most 2000, evenly taken")
+    points: list[EmbeddingPointOut] = Field(description="at most 2000, evenly taken")

@@ -1,26 +1,24 @@
-"""What the API and a prediction process say to each other: length-prefixed JSON, each with bytes behind it if need be.
+"""Messages between the API and a prediction process: length-prefixed JSON, followed by a body if there is one.
 
-A connection begins with a hello of each side that carries the descriptor of its shared memory. Times are those of
+A connection begins with a hello from each side that carries the descriptor of its shared memory. Times are those of
 `time.monotonic`, which all processes of a machine share.
 
 API → predictor
-    hello                                  with the arena that holds what requests bring
+    hello                                  with the arena that holds the payloads of requests
     request   id, ticket, model, name, options, at: [offset, length], deadline_s, alone
     cancel    id                           nobody waits for it any more
     taken     at                           the answer there has been read
-    register  models                       all that may be asked for: load and warm them
+    register  models                       all that may be requested: load and warm them up
     models | snapshot   id                 for GET /api/models and for metrics
 
 predictor → API
-    hello     pid                          with its `Page` and the arena that holds long answers
+    hello     pid                          with its `StatusPage` and the arena that holds long answers
     answer    id, media_type, facts        the body follows, or lies at: [offset, length]
-    refused   id, detail, retry_after_s    it could not have been answered in time
-    failed    id, error, detail, field     error is a name of brim.errors
+    failed    id, error                    an error of brim.errors as JSON
     gone      id                           cancelled
-    told      id, value                    to models and snapshot
+    report    id, value                    to models and snapshot
 
-Every request has exactly one of answer, refused, failed and gone as its end, and the bytes it brought stay where they
-are until then.
+Every request ends with exactly one of answer, failed and gone; its payload stays in the arena until then.
 """
 
 import json
@@ -29,12 +27,12 @@ import os
 import socket
 import struct
 from bisect import bisect_left
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from brim import errors
-from brim.service.prediction.process.arena import Shared
+from brim.service.prediction.arena import Shared
 
 INLINE_BYTES: Final = 64 * 1024  # answers shorter than this follow their message
 MAX_MESSAGE_BYTES: Final = 4 * 1024**2
@@ -47,7 +45,7 @@ _encode = json.JSONEncoder(separators=(",", ":")).encode
 
 
 def frame(message: Message, body: bytes = b"") -> bytes:
-    """A message as it is sent."""
+    """A message as bytes."""
     text = _encode(message).encode()
     return b"".join((_HEAD.pack(len(text), len(body)), text, body))
 
@@ -59,14 +57,14 @@ class Frames:
         self._buffer = bytearray()
 
     def feed(self, data: bytes) -> Iterator[tuple[Message, bytes]]:
-        """The messages that are whole now, each with its bytes."""
+        """The messages that are complete now, each with its body."""
         self._buffer += data
         at, have = 0, len(self._buffer)
         while have - at >= _HEAD.size:
             text_bytes, body_bytes = _HEAD.unpack_from(self._buffer, at)
             if text_bytes > MAX_MESSAGE_BYTES or body_bytes > MAX_BODY_BYTES:
                 raise errors.BrimError(
-                    f"a message of {text_bytes} + {body_bytes} bytes: the other side speaks otherwise"
+                    f"a message of {text_bytes} + {body_bytes} bytes: not the protocol of a predictor"
                 )
             middle = at + _HEAD.size + text_bytes
             if have < middle + body_bytes:
@@ -77,31 +75,31 @@ class Frames:
         del self._buffer[:at]
 
 
-def send_hello(made: socket.socket, shared: Shared) -> None:
-    """Hand over our memory; all that is said before both sides have done so."""
-    socket.send_fds(made, [frame({"type": "hello", "pid": os.getpid()})], [shared.descriptor])
+def send_hello(connection: socket.socket, shared: Shared) -> None:
+    """Hand over our shared memory; nothing else is sent before both sides have done so."""
+    socket.send_fds(connection, [frame({"type": "hello", "pid": os.getpid()})], [shared.descriptor])
 
 
-def receive_hello(made: socket.socket) -> Shared:
-    """The other side's memory; it says nothing else before it has heard from us."""
-    data, descriptors, _, _ = socket.recv_fds(made, MAX_HELLO_BYTES, 1, socket.MSG_CMSG_CLOEXEC)
-    said: list[Any] = list(Frames().feed(data))
-    if len(said) != 1 or said[0][0].get("type") != "hello" or len(descriptors) != 1:
+def receive_hello(connection: socket.socket) -> Shared:
+    """The other side's shared memory."""
+    data, descriptors, _, _ = socket.recv_fds(connection, MAX_HELLO_BYTES, 1, socket.MSG_CMSG_CLOEXEC)
+    messages: list[Any] = list(Frames().feed(data))
+    if len(messages) != 1 or messages[0][0].get("type") != "hello" or len(descriptors) != 1:
         for descriptor in descriptors:
             os.close(descriptor)
-        raise errors.Unavailable("the other end of the socket does not speak as a predictor or an API does")
+        raise errors.Unavailable("the other end of the socket is neither a predictor nor an API")
     return Shared(descriptors[0])
 
 
-# A request waits for those that are due before it, whoever came first; so an estimate is for so much time, or less.
+# Requests run in the order of their deadlines, so an estimate holds for requests with at most this much time.
 LIMITS_S: Final = (0.2, 2.0, math.inf)
 
 
-class Page:
-    """The head of a predictor's shared memory: what it would rather not send a message for.
+class StatusPage:
+    """The head of a predictor's shared memory: state that is read without a message.
 
-    estimates   seconds until a request that arrives now would be answered, by model that is warm, for each of LIMITS_S
-    marks       a byte for each ticket: what is being worked on, which is read when the predictor has died
+    estimates   seconds until a request that arrives now would be answered, per warm model, for each of LIMITS_S
+    marks       a byte for each ticket: which requests are being worked on, read after the predictor has died
     """
 
     BYTES: Final = 64 * 1024
@@ -110,17 +108,16 @@ class Page:
     _TEXT_BYTES: Final = BYTES - TICKETS - _TEXT_AT
 
     def __init__(self, shared: Shared) -> None:
-        """Take the memory it heads."""
         self._map = shared.map
         self._marks = shared.view(self.BYTES - self.TICKETS, self.TICKETS)
-        self.number = 0  # of what was last said or read
+        self.number = 0  # of the estimates last written or read
         self._known: dict[str, list[float]] = {}
 
     def publish(self, estimates: dict[str, list[float]]) -> None:
-        """Say what a request would take now; odd while it is being written, and another number each time."""
+        """Write the estimates; the number changes each time and is odd while they are being written."""
         text = _encode({name: [round(value, 5) for value in seconds] for name, seconds in estimates.items()}).encode()
         if len(text) > self._TEXT_BYTES:
-            text = b"{}"  # hundreds of models: then each request is asked for
+            text = b"{}"  # hundreds of models: then there are no estimates
         self.number += 1
         struct.pack_into("<Q", self._map, 0, self.number)
         struct.pack_into("<Q", self._map, 8, len(text))
@@ -129,47 +126,50 @@ class Page:
         struct.pack_into("<Q", self._map, 0, self.number)
 
     def estimate(self, model: str, within_s: float) -> float | None:
-        """Seconds for a request with so much time; None where nothing is known of the model."""
+        """Seconds for a request with so much time; None if the model is not warm."""
         known = self.estimates().get(model)
         return None if known is None else known[bisect_left(LIMITS_S, min(within_s, LIMITS_S[-1]))]
 
     def estimates(self) -> dict[str, list[float]]:
-        """What was last said; read anew only when it has changed, and as before while it changes."""
+        """The estimates last written; the ones before while they are being changed."""
         number, length = struct.unpack_from("<QQ", self._map, 0)
         if number != self.number and number % 2 == 0 and length <= self._TEXT_BYTES:
             text = self._map[self._TEXT_AT : self._TEXT_AT + length]
             if struct.unpack_from("<Q", self._map, 0)[0] == number:
-                with suppress(ValueError):  # not seen in the order it was written, as some processors allow
+                with suppress(ValueError):  # writes seen in another order, as some processors allow
                     self._known, self.number = json.loads(text), number
         return self._known
 
     def mark(self, ticket: int, stage: int) -> None:
-        """Note that a request is being worked on; 0: it is not."""
+        """Mark a request as being worked on in a stage; 0: not any more."""
         self._marks[ticket] = stage
 
     def marked(self, ticket: int) -> int:
-        """What was noted."""
         return self._marks[ticket]
 
     def close(self) -> None:
-        """Let the memory go."""
         self._marks.release()
 
 
+class Prediction(NamedTuple):
+    """The answer to one request."""
+
+    body: bytes
+    media_type: str
+    facts: Mapping[str, Any]  # "seconds" by stage, and what the workload adds, such as polygons
+
+
 def failure(id: int, error: BaseException) -> Message:
-    """How a request's error is told; the detail of one that nobody foresaw is for the log alone."""
-    if isinstance(error, errors.Overloaded):
-        return {"type": "refused", "id": id, "detail": str(error), "retry_after_s": error.retry_after_s}
-    known = isinstance(error, errors.BrimError) and getattr(errors, type(error).__name__, None) is type(error)
-    name, detail = (
-        (type(error).__name__, str(error)) if known else ("", "the model failed; the service's log says more")
-    )
-    return {"type": "failed", "id": id, "error": name, "detail": detail, "field": getattr(error, "field", None)}
+    """The message for a request that failed; details of an unexpected error are for the log alone."""
+    values = error.as_dict() if isinstance(error, errors.BrimError) else None
+    return {"type": "failed", "id": id, "error": values, "retry_after_s": getattr(error, "retry_after_s", None)}
 
 
 def error_of(message: Message) -> Exception:
-    """The error that was told."""
-    if message["type"] == "refused":
-        return errors.Overloaded(message["detail"], message["retry_after_s"])
-    kind = getattr(errors, message["error"], None)
-    return RuntimeError(message["detail"]) if kind is None else kind(message["detail"], field=message["field"])
+    """The error that a failed request is answered with."""
+    values = message["error"]
+    if values is None:
+        return RuntimeError("the model failed; the service's log says more")
+    if message["retry_after_s"] is not None:
+        return errors.Overloaded(values["message"], message["retry_after_s"])
+    return errors.from_dict(values)

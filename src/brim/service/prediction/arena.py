@@ -1,7 +1,7 @@
-"""Bytes that cross between two processes: slots in one piece of memory that both have mapped, and copy once.
+"""Bytes between two processes: slots in shared memory, written with one copy.
 
-The memory has no name (`memfd_create`): its descriptor is handed over a Unix socket, and the kernel takes it back with
-the last process that has it, however that ends. One process puts and frees; the other only reads where it is told to.
+The memory has no name (`memfd_create`): its descriptor is sent over a Unix socket, and the kernel frees it with the
+last process that has it, however that ends. One process puts and frees; the other only reads.
 """
 
 import bisect
@@ -12,35 +12,35 @@ import os
 from brim.errors import ConfigError, Overloaded
 
 ALIGN = 64
-KEPT_BYTES = 32 * 1024**2  # what an arena that is empty again keeps of its memory; more goes back to the system
+KEPT_BYTES = 32 * 1024**2  # kept when the arena is empty again; more is returned to the system
 FULL_RETRY_S = 1.0
 
 
 class Shared:
-    """Memory that two processes have mapped: the one that made it writes, the other reads."""
+    """Memory mapped by two processes: the one that created it writes, the other reads."""
 
     def __init__(self, descriptor: int, prot: int = mmap.PROT_READ) -> None:
-        """Map what the descriptor names, to read; the descriptor is ours from now on."""
+        """Map the memory of a descriptor, which is owned from now on."""
         self.descriptor = descriptor
         self.size_bytes = os.fstat(descriptor).st_size
         self.map = mmap.mmap(descriptor, self.size_bytes, prot=prot)
 
     @classmethod
     def make(cls, size_bytes: int) -> "Shared":
-        """New memory; its size is sealed, so that nobody can cut it off under another's reading."""
+        """New memory; its size is sealed, so that nobody can shrink it while another process reads."""
         descriptor = os.memfd_create("brim", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         os.ftruncate(descriptor, size_bytes)
         fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
         return cls(descriptor, mmap.PROT_READ | mmap.PROT_WRITE)
 
     def view(self, offset: int, length: int) -> memoryview:
-        """Those bytes, without a copy."""
+        """Bytes of it, without a copy."""
         if not 0 <= offset <= offset + length <= self.size_bytes:
             raise ConfigError(f"bytes {offset} to {offset + length} are outside of {self.size_bytes} shared ones")
         return memoryview(self.map)[offset : offset + length]
 
     def close(self) -> None:
-        """Let it go; views that are still held keep it until they end."""
+        """Unmap it, once no view is held."""
         os.close(self.descriptor)
         try:
             self.map.close()
@@ -49,29 +49,28 @@ class Shared:
 
 
 class Arena:
-    """Slots in shared memory: first fit, bounded; a slot stays its owner's until it is freed."""
+    """First-fit slots in shared memory."""
 
     def __init__(self, shared: Shared, start: int = 0) -> None:
-        """Take the memory from `start` on."""
+        """Use the memory from `start` on."""
         self.shared = shared
         self._start, self._end = start, shared.size_bytes
         self._free = [(start, shared.size_bytes - start)]  # (offset, length), by offset, no two adjacent
         self._taken: dict[int, int] = {}  # offset → length
-        self._touched = start  # how far it was ever written since memory last went back
+        self._touched = start  # end of what was written since memory was last returned
 
     @property
     def used_bytes(self) -> int:
-        """What its slots take."""
         return sum(self._taken.values())
 
     def put(self, data: bytes | bytearray | memoryview) -> int:
-        """Copy in; the offset. Overloaded when there is no room."""
+        """Copy data in and return its offset; Overloaded if there is no room."""
         offset = self.reserve(len(data))
         self.shared.map[offset : offset + len(data)] = data
         return offset
 
     def reserve(self, length: int) -> int:
-        """Room for so many bytes; its offset."""
+        """The offset of a new slot."""
         need = max(ALIGN, -(-length // ALIGN) * ALIGN)
         for index, (offset, free) in enumerate(self._free):
             if free >= need:
@@ -81,10 +80,10 @@ class Arena:
                 return offset
         if need > self._end - self._start:
             raise ConfigError(f"{length} bytes are more than the {self._end - self._start} that can be sent at once")
-        raise Overloaded("too many bytes are under way to the models; try again soon", retry_after_s=FULL_RETRY_S)
+        raise Overloaded("too many bytes are on their way to the models; try again soon", retry_after_s=FULL_RETRY_S)
 
     def free(self, offset: int) -> None:
-        """Give a slot back; its neighbours that are free become one with it."""
+        """Free a slot and join it with free neighbours."""
         length = self._taken.pop(offset)
         index = bisect.bisect(self._free, (offset, 0))
         if index < len(self._free) and self._free[index][0] == offset + length:

@@ -1,1 +1,0 @@
-"""What routes read from and write to disk: uploads, exports, previews, statistics."""

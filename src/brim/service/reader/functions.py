@@ -1,0 +1,291 @@
+"""What the reader process can be asked for. Arguments and results are JSON values; a path is one of our own.
+
+The libraries are imported inside the functions, so that the API can name a function without loading them.
+"""
+
+import math
+import os
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Final
+
+from brim.errors import BrimError, CheckpointError, Conflict, DatasetError, ImageError, NotFound, StorageError
+
+Record = dict[str, Any]
+MANIFEST: Final = "manifest.json"
+MAX_SIZES: Final = 1000  # different sizes of images that statistics list
+_HEADS: Final = (4 * 1024, 256 * 1024, 256 * 1024**2)  # bytes read for an image's size: a TIFF may have it at its end
+
+
+def import_libraries() -> None:
+    """Import what the functions use; torch alone takes seconds."""
+    import brim.jobs.registry.datasets
+    import brim.rf.datasets.export
+    import brim.rf.datasets.sample
+    import brim.rf.datasets.statistics
+    import brim.rf.location.train
+    import brim.segmentation.images.reading
+    import brim.segmentation.training.run
+    import brim.sequences.corpus.packing
+    import brim.sequences.training.run  # noqa: F401
+
+
+# Datasets
+
+
+def preview(path: str, kind: str, limit: int) -> list[Record]:
+    """The first items of a dataset, small enough for a table."""
+    return {"rf": _preview_samples, "images": _preview_images, "sequences": _preview_sequences}[kind](Path(path), limit)
+
+
+def statistics(path: str, kind: str, stamp: list[int] | None = None) -> Record:
+    """Counts and histograms of a dataset; figures is None if its files still have the given stamp."""
+    place = Path(path)
+    files = _image_files(place)[0] if kind == "images" else [place / MANIFEST]
+    current = _stamp(files)  # before the figures: files written meanwhile make them outdated, not wrong
+    if current == stamp:
+        return {"stamp": current, "figures": None}
+    figures = {"rf": _rf_figures, "images": _image_figures, "sequences": _sequence_figures}[kind](place)
+    return {"stamp": current, "figures": figures}
+
+
+def sample(path: str, index: int) -> Record:
+    """One radio sample with the spectrum of each receiver."""
+    from brim.rf.datasets.inspect import open_dataset
+    from brim.rf.datasets.sample import sample as read_sample
+
+    data = open_dataset(Path(path))
+    if index >= len(data):
+        known = f"it has {len(data)}, from 0 to {len(data) - 1}" if len(data) else "it has none yet"
+        raise NotFound(f"there is no sample {index}: {known}")
+    return read_sample(data, index)
+
+
+def list_files(path: str, kind: str) -> Record:
+    """The files of a dataset as they are: names in a zip with their paths, and the manifest where there is one."""
+    place = Path(path)
+    if kind == "images":
+        from brim.jobs.registry.datasets import image_folders
+        from brim.segmentation.images import find_images
+
+        folders = [folder for folder in image_folders(place) if folder is not None]
+        files = [(file.relative_to(place).as_posix(), str(file)) for file in find_images(folders)]
+        return {"files": files, "manifest": None}
+    from brim.engine.storage import Dataset
+
+    data = Dataset(place)
+    table = [(file.name, str(file)) for file in (place / "items.json",) if file.is_file()]
+    shards = [(f"shards/{entry.name}", str(place / "shards" / entry.name)) for entry in data.shards]
+    return {"files": [*table, *shards], "manifest": data.manifest}
+
+
+def export(path: str, folder: str, format: str, min_free_bytes: int) -> list[str]:
+    """Write radio samples in another format to a new folder; the paths of its files."""
+    from brim.rf.datasets.export import export as write
+    from brim.rf.datasets.inspect import open_dataset
+
+    place, out = Path(path), Path(folder)
+    _check_room(out, sum(entry.bytes for entry in open_dataset(place).shards), min_free_bytes)
+    try:
+        out.mkdir(mode=0o700, parents=True)
+        write(place, out / "export", format, progress=lambda done, total: _check_room(out, 0, min_free_bytes))
+    except StorageError as error:
+        cause = error.__cause__
+        if not isinstance(cause, OSError) or not cause.strerror:
+            raise
+        raise StorageError(f"the export cannot be written: {cause.strerror}", hint="free some space") from error
+    return [str(file) for file in sorted((out / "export").iterdir())]
+
+
+# Uploads
+
+
+def check_images(folder: str) -> Record:
+    """Check and count images that were uploaded."""
+    from brim.jobs.registry.datasets import look
+
+    return asdict(look(Path(folder), "images"))
+
+
+def pack_sequences(folder: str, data: str, id: str, labels: str | None) -> Record:
+    """Pack .npy files that were uploaded to DATA/datasets/ID."""
+    from brim.jobs.registry.datasets import pack
+
+    contents = pack(Path(folder), Path(data), id, labels=None if labels is None else Path(labels))
+    assert contents is not None  # nothing stops it
+    return asdict(contents)
+
+
+# Jobs
+
+
+def check_job(kind: str, name: str, config: Record, datasets: list[str], run: str | None) -> int:
+    """Check a job against the files it reads; the bytes it will take on disk."""
+    from brim.jobs.kinds import KINDS, Inputs, Spec
+
+    spec = Spec(kind, name, config)
+    inputs = Inputs(datasets=tuple(map(Path, datasets)), run=None if run is None else Path(run))
+    try:
+        KINDS[kind].check(spec, inputs)
+        return KINDS[kind].estimate_bytes(spec, inputs)
+    except (DatasetError, ImageError) as error:  # its files are gone, or changed since it was listed
+        raise Conflict(f"config.dataset_ids: {error}", field="config.dataset_ids") from error
+    except CheckpointError as error:
+        raise Conflict(f"config.run_id: {error}", field="config.run_id") from error
+
+
+FUNCTIONS: Final[dict[str, Callable[..., Any]]] = {
+    function.__name__: function
+    for function in (
+        preview, statistics, sample, list_files, export, check_images, pack_sequences, check_job,
+    )
+}  # fmt: skip
+
+
+# Previews
+
+
+def _preview_samples(path: Path, limit: int) -> list[Record]:
+    from brim.rf.datasets.inspect import named_columns, open_dataset
+
+    dataset = open_dataset(path)
+    if not len(dataset):
+        return []
+    names = ("index", "transmitter", "receivers", "present", "features", "gdop", "crlb_m")
+    rows = {name: tensor.numpy() for name, tensor in dataset.rows(0, limit, names).items()}
+    snr = [name for name, _ in named_columns(dataset.manifest, "features")].index("snr_db")
+    features = rows["features"][:, :, snr]
+    means = features[..., 0] if features.ndim == 3 else features
+    return [_preview_sample(rows, means, row) for row in range(len(rows["index"]))]
+
+
+def _preview_sample(rows: Record, snr_db: Any, row: int) -> Record:
+    heard = rows["present"][row].nonzero()[0]
+    receivers = [{**_position(rows["receivers"][row][r]), "snr_db": _number(snr_db[row][r])} for r in heard]
+    return {
+        "index": int(rows["index"][row]),
+        "transmitter": _position(rows["transmitter"][row]),
+        "receivers_heard": len(receivers),
+        "receivers": receivers,
+        "snr_db": max((one["snr_db"] for one in receivers if one["snr_db"] is not None), default=None),
+        "gdop": _number(rows["gdop"][row]),
+        "bound_m": _number(rows["crlb_m"][row]),
+    }
+
+
+def _position(position: Any) -> Record:
+    return {name: _number(value) for name, value in zip(("lat_deg", "lon_deg", "alt_m"), position, strict=True)}
+
+
+def _number(value: Any) -> float | None:
+    number = float(value)
+    return number if math.isfinite(number) else None
+
+
+def _preview_images(path: Path, limit: int) -> list[Record]:
+    files, folder, _ = _image_files(path)
+    sizes = [(file.relative_to(folder).as_posix(), *_image_size(file)) for file in files[:limit]]
+    return [{"name": name, "width": width, "height": height} for name, width, height in sizes]
+
+
+def _preview_sequences(path: Path, limit: int) -> list[Record]:
+    from brim.sequences.corpus.packed import Corpus
+
+    corpus = Corpus.open(path)
+    classes = corpus.classes
+    return [
+        {"id": id, "frames": int(frames), "label": classes[int(label)] if int(label) >= 0 else None}
+        for id, frames, label in zip(corpus.ids[:limit], corpus.lengths[:limit], corpus.labels[:limit], strict=True)
+    ]
+
+
+# Statistics
+
+
+def _stamp(files: Iterable[Path]) -> list[int]:
+    """Number, bytes, newest time and inodes of files: differs once they have changed."""
+    number = num_bytes = newest = inodes = 0
+    for file in files:
+        try:
+            status = os.stat(file)  # noqa: PTH116  # of thousands: a Path takes twice as long
+        except OSError:
+            continue
+        number, num_bytes, newest = number + 1, num_bytes + status.st_size, max(newest, status.st_mtime_ns)
+        inodes ^= status.st_ino
+    return [number, num_bytes, newest, inodes]
+
+
+def _rf_figures(place: Path) -> Record:
+    from brim.rf.datasets.statistics import statistics as rf_statistics
+
+    return {"kind": "rf", **rf_statistics(place)}
+
+
+def _image_figures(place: Path) -> Record:
+    files, _, masks = _image_files(place)
+    sizes = Counter(map(_image_size, files))
+    unreadable = sizes.pop((None, None), 0)
+    common = [{"width": w, "height": h, "count": count} for (w, h), count in sizes.most_common(MAX_SIZES)]
+    num_masks = len(files) if masks is not None else 0
+    return {"kind": "images", "items": len(files), "masks": num_masks, "sizes": common, "unreadable": unreadable}
+
+
+def _sequence_figures(place: Path) -> Record:
+    from brim.rf.datasets.statistics import histogram
+    from brim.sequences.corpus.packed import Corpus
+
+    corpus = Corpus.open(place)
+    counts = Counter(corpus.labels.tolist())
+    return {
+        "kind": "sequences",
+        "items": len(corpus),
+        "features": corpus.dim,
+        "classes": {name: counts[number] for number, name in enumerate(corpus.classes)},
+        "unlabelled": counts[-1],
+        "histograms": {"frames": histogram(corpus.lengths.numpy(), "frames")},
+    }
+
+
+# Helpers
+
+
+def _image_files(place: Path) -> tuple[list[Path], Path, Path | None]:
+    """The images, the folder they are in, and that of the masks."""
+    from brim.jobs.registry.datasets import image_folders
+    from brim.segmentation.images import find_images
+
+    images, masks = image_folders(place)
+    return find_images([images]), images, masks
+
+
+def _image_size(file: Path) -> tuple[int | None, int | None]:
+    """Width and height in pixels, from as little of the file as possible; neither if it cannot be read."""
+    from brim.segmentation.images import image_size
+
+    try:
+        size = file.stat().st_size
+        for num_bytes in _HEADS:
+            with file.open("rb") as opened:
+                head = opened.read(num_bytes)
+            try:
+                return image_size(head, file.name)
+            except BrimError:
+                if num_bytes >= size:
+                    break
+    except OSError:
+        pass
+    return None, None
+
+
+def _check_room(folder: Path, need_bytes: int, min_free_bytes: int) -> None:
+    from brim.jobs.worker import disk
+
+    free = disk.free_bytes(folder)
+    if need_bytes + min_free_bytes > free:
+        raise StorageError(
+            f"the export needs about {disk.words(need_bytes)} of disk and {disk.words(min_free_bytes)} must stay free, "
+            f"but only {disk.words(free)} are free",
+            hint="free some space, or take format=files, which needs none",
+        )

@@ -1,0 +1,151 @@
+"""The reader process: calls are answered, time out, die alone, and never take the API with them."""
+
+import asyncio
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from live_api import running
+
+from brim.errors import DatasetError, TooMany, Unavailable
+from brim.service.reader.client import Reader
+from brim.service.run import unix_socket
+from brim.service.run.process import Program
+from brim.service.run.supervisor import Programs, Supervisor, programs
+from brim.service.settings import Settings
+
+TOY = Path(__file__).with_name("toy_reader.py")
+
+
+class Reading:
+    """A supervisor with a toy reader, at work in a thread."""
+
+    def __init__(self, data: Path, *, light: bool = True) -> None:
+        self.settings = Settings(data=data, token="t")
+        self.settings.make_folders()
+        self._listening = unix_socket.listen(self.settings.reader_socket)
+        (program,) = programs(self.settings, 0, [], None, self._listening.fileno()).readers
+        self.supervisor = Supervisor(Programs([], [], readers=[_toy(program, light)]), lambda deaths: [])
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self.supervisor.run, args=[self._stop.is_set])
+
+    def __enter__(self) -> "Reading":
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join(30)
+        self._listening.close()
+
+    def call(self, function: str, **arguments: Any) -> Any:
+        return asyncio.run(Reader(self.settings.reader_socket).call(function, **arguments))
+
+    @property
+    def pid(self) -> int | None:
+        return self.supervisor.pids()["reader"]
+
+
+def _toy(program: Program, light: bool) -> Program:
+    command = [sys.executable, str(TOY), *program.command[-3:], "light" if light else "full"]
+    return replace(program, command=command)
+
+
+@pytest.fixture(scope="module")
+def reading(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Reading]:
+    with Reading(tmp_path_factory.mktemp("reading") / "data") as made:
+        yield made
+
+
+def test_a_call_returns_the_functions_value(reading):
+    assert reading.call("echo", text="ü", number=1.5, nothing=None) == {"text": "ü", "number": 1.5, "nothing": None}
+
+
+def test_an_error_arrives_with_its_hint(reading):
+    with pytest.raises(DatasetError) as failure:
+        reading.call("fail", kind="ours")
+    assert (failure.value.message, failure.value.hint) == ("it is damaged", "make it again with {rf generate}")
+    with pytest.raises(RuntimeError, match="its log says more"):
+        reading.call("fail", kind="unexpected")
+
+
+def test_a_call_that_dies_takes_nothing_with_it(reading):
+    before = reading.pid
+    with pytest.raises(Unavailable):
+        reading.call("die")
+    assert reading.call("echo", a=1) == {"a": 1}
+    assert reading.pid == before
+
+
+def test_a_call_is_killed_on_its_time_out(reading):
+    began_s = time.monotonic()
+    with pytest.raises(Unavailable, match="longer than"):
+        reading.call("sleep", seconds=60, timeout_s=0.5)
+    assert time.monotonic() - began_s < 10
+
+
+def test_calls_run_beside_each_other_and_not_too_many(reading):
+    async def both() -> list[Any]:
+        reader = Reader(reading.settings.reader_socket, limit=2)
+        slow = [asyncio.create_task(reader.call("sleep", seconds=1)) for _ in range(2)]
+        await asyncio.sleep(0.1)
+        with pytest.raises(TooMany):
+            await reader.call("echo")
+        return await asyncio.gather(*slow)
+
+    began_s = time.monotonic()
+    assert asyncio.run(both()) == [None, None]
+    assert time.monotonic() - began_s < 1.9
+
+
+def test_a_reader_that_is_killed_comes_back(reading):
+    reading.call("echo")
+    before = reading.pid
+    assert before is not None
+    os.kill(before, signal.SIGKILL)
+    assert reading.call("echo", a=1) == {"a": 1}, "calls wait while it is started again"
+    assert reading.pid not in (before, None)
+
+
+def test_the_process_holds_the_libraries_and_no_secret(tmp_path, monkeypatch):
+    monkeypatch.setenv("BRIM_TOKEN", "secret")
+    with Reading(tmp_path / "data", light=False) as reading:
+        assert reading.call("facts") == {"parent": reading.pid, "threads": 1, "torch": True, "token": None}
+        threads = list(Path(f"/proc/{reading.pid}/task").iterdir())
+        assert len(threads) == 1, "a process with threads must not fork"
+        began_s = time.monotonic()
+        reading.call("echo")
+        assert time.monotonic() - began_s < 1
+
+
+def test_an_export_ends_when_its_client_leaves(tmp_path, monkeypatch):
+    import socket
+
+    from live_api import TOKEN
+
+    with Reading(tmp_path / "data") as reading:
+        reading.call("echo")
+        with running(tmp_path / "data", reader=Reader(reading.settings.reader_socket)) as api:
+            id = api.add_dataset(path="/nowhere", owned=False).id
+            uploads = api.settings.data / "uploads"
+            with socket.create_connection(("127.0.0.1", api.port)) as connection:
+                head = f"GET /api/datasets/{id}/export HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {TOKEN}\r\n"
+                connection.sendall(f"{head}\r\n".encode())
+                _until(lambda: any(uploads.iterdir()))
+            _until(lambda: api.api.state.context.exports.num_free == 2)
+            time.sleep(0.3)  # a process that still ran would write again
+            assert list(uploads.iterdir()) == []
+
+
+def _until(reached: Any, seconds: float = 20) -> None:
+    until_s = time.monotonic() + seconds
+    while not reached():
+        assert time.monotonic() < until_s
+        time.sleep(0.02)
