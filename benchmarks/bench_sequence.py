@@ -34,14 +34,13 @@ from brim.engine.device import format_size, resolve_device, worker_count
 from brim.engine.rows import RaggedResident, RaggedView
 from brim.engine.storage import ShardWriter
 from brim.engine.training import Stepper, resolve_precision, train
-from brim.sequences.ablation.loop import Fed, HandStep, Setup, autotuner, make_module
+from brim.sequences.ablation.loop import FedBatch, HandStep, LoopSetup, make_module
+from brim.sequences.batches.dataloader import SequenceLoader
 from brim.sequences.config import LoaderConfig, SequenceConfig
-from brim.sequences.corpus.items import write_items
-from brim.sequences.corpus.packed import FRAMES, KIND, Corpus
-from brim.sequences.corpus.reading import SequenceFolder
+from brim.sequences.corpus.folder import SequenceFolder
+from brim.sequences.corpus.packed import FRAMES, KIND, Corpus, write_items
 from brim.sequences.model.network import Classifier, Encoder, num_parameters
-from brim.sequences.training.dataloader import SequenceLoader
-from brim.sequences.training.objectives import classification_loss
+from brim.sequences.training import classification_loss, cudnn_autotune
 from page import Json, facts_of, machine, markdown, number, ranged, spread, table, tell
 
 PARTS = ("sizes", "loader", "reverse", "precision", "tiers", "packing")
@@ -305,12 +304,12 @@ class Bench:
         workers = min(WORKERS, worker_count())
         prefetch = max(1, min(PREFETCH, IN_FLIGHT_BYTES // (workers * batch_bytes) - 1))
         config = LoaderConfig(batch_size=batch_size, num_workers=workers, prefetch_factor=prefetch)
-        setup = Setup(batch_size=batch_size, precision=self.precision, set_to_none=True, autotuner=tuned)
+        setup = LoopSetup(batch_size=batch_size, precision=self.precision, set_to_none=True, autotuner=tuned)
         step = HandStep(make_module(self.config, CLASSES, setup, self.device), setup, self.device, 0)
         fields = {"label": self.corpus.labels[: self.num_files]}
         rows = torch.arange(self.options.sequences) % self.num_files
         with (
-            autotuner(tuned),
+            cudnn_autotune(tuned),
             SequenceLoader(sequences, config, device=self.device, rows=rows, fields=fields) as loader,
         ):
             num_workers, prefetch = loader.config.num_workers, loader.config.prefetch_factor
@@ -440,12 +439,12 @@ def columns(lengths: Tensor, labels: Tensor) -> Json:
     }
 
 
-def endless(loader: SequenceLoader) -> Generator[Fed]:
+def endless(loader: SequenceLoader) -> Generator[FedBatch]:
     """Epoch after epoch; lengths stay on the host too, where packing wants them."""
     epoch = 0
     while True:
         for batch in loader.host_epoch(epoch):
-            yield Fed(loader.to_device(batch), batch["length"], len(batch["length"]), 0, 0)
+            yield FedBatch(loader.to_device(batch), batch["length"], len(batch["length"]), 0, 0)
         epoch += 1
 
 

@@ -262,7 +262,7 @@ def test_supervised_training_without_labels_is_refused(tmp_path):
 def test_more_clusters_than_items_are_refused(made, tmp_path):
     message = refused("sequence", "train", made / "corpus", "--out", tmp_path / "run", "--clusters", "33")
 
-    assert "clusters=33 of 32 sequences" in message
+    assert "clusters=33 is more than the 32 sequences" in message
     assert not (tmp_path / "run").exists()
 
 
@@ -270,7 +270,9 @@ def test_fewer_items_than_the_usual_clusters_are_refused_without_labels(tmp_path
     make_sequences(tmp_path / "npy", 6, dim=6, classes=1, mean_length=6)
     main(["sequence", "pack", str(tmp_path / "npy"), "--out", str(tmp_path / "corpus")])
 
-    assert "clusters=10 of 6 sequences" in refused("sequence", "train", tmp_path / "corpus", "--out", tmp_path / "run")
+    assert "clusters=10 is more than the 6 sequences" in refused(
+        "sequence", "train", tmp_path / "corpus", "--out", tmp_path / "run"
+    )
     assert not (tmp_path / "run").exists()
 
 

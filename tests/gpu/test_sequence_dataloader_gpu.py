@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from brim.sequences.ablation.run import ablate
+from brim.sequences.batches.dataloader import SequenceLoader
 from brim.sequences.config import Augmentation, LoaderConfig, SequenceConfig
+from brim.sequences.corpus.folder import SequenceFolder
 from brim.sequences.corpus.packing import pack
-from brim.sequences.corpus.reading import SequenceFolder
 from brim.sequences.corpus.synthetic import make_sequences
-from brim.sequences.training.dataloader import SequenceLoader
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU here")]
 

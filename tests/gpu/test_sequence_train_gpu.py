@@ -7,21 +7,15 @@ from typing import Any
 import pytest
 import torch
 
-from brim.engine.meter.stalls import find_syncs
-from brim.engine.training.ranks import Ranks
-from brim.engine.training.step import Stepper
-from brim.sequences.config import SequenceTraining
-from brim.sequences.corpus.packing import pack
-from brim.sequences.corpus.synthetic import make_sequences
-from brim.sequences.evaluation.encode import measure
-from brim.sequences.evaluation.run import embed, evaluate
-from brim.sequences.model.network import Classifier, Encoder
-from brim.sequences.training.data import open_data
-from brim.sequences.training.objectives import SelfSupervised, self_supervised_loss
-from brim.sequences.training.phases import Job
-from brim.sequences.training.run import train
-from brim.sequences.training.selftrain import augmented, classification, views
-from brim.sequences.training.splits import split
+from brim.engine.meter import find_syncs
+from brim.engine.training import Ranks, Stepper
+from brim.sequences.batches import open_batches, two_views
+from brim.sequences.config import Augmentation, SequenceTraining
+from brim.sequences.corpus import make_sequences, open_sequences, pack, split
+from brim.sequences.evaluation import FeatureStatistics, embed, evaluate, measure
+from brim.sequences.model import Classifier, Encoder
+from brim.sequences.training import SelfSupervised, classification_loss, self_supervised_loss, train
+from brim.sequences.training.phases import SequenceRun
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU here")]
 
@@ -92,25 +86,29 @@ def test_copies_made_before_training_are_used(corpus: Path, tmp_path: Path) -> N
 
 @pytest.mark.parametrize("mode", ["self", "supervised"])
 def test_a_step_never_waits_for_the_device(corpus: Path, tmp_path: Path, mode: Any) -> None:
-    config, data = replace(SUPERVISED, mode=mode), open_data(corpus)
-    found = split(data.labels, data.split, config)
-    with data.batches(config, GPU) as batches:
-        statistics = measure(batches.view(found.train, shuffle=False), GPU)
-        job = Job(
-            run=tmp_path, data=data, split=found, config=config, device=GPU, batches=batches, statistics=statistics,
-            ranks=Ranks(device=GPU),
+    config, data = replace(SUPERVISED, mode=mode), open_sequences(corpus)
+    parts = split(data.labels, data.split, config)
+    with open_batches(data, config, GPU) as batches:
+        mean, std = (part.to(GPU) for part in measure(batches.view(parts.train, shuffle=False), GPU))
+        run = SequenceRun(
+            out=tmp_path, data=data, split=parts, config=config, batches=batches, ranks=Ranks(device=GPU),
+            statistics=FeatureStatistics(mean, std),
         )  # fmt: skip
         encoder = Encoder(config.shape(data.dim)).to(GPU)
         if mode == "self":
-            module, loss, transform = SelfSupervised(encoder).to(GPU), self_supervised_loss, views(job)
+
+            def views(batch: Any, rng: torch.Generator) -> Any:
+                return two_views(batch, rng, Augmentation(), mean=mean, std=std)
+
+            module, loss, transform = SelfSupervised(encoder).to(GPU), self_supervised_loss, views
         else:
-            module, transform = Classifier(encoder, 4).to(GPU), augmented(job)
+            module, transform = Classifier(encoder, 4).to(GPU), run.augmented()
 
             def loss(module: Any, batch: Any) -> torch.Tensor:
-                return classification(module, batch, 0.1)
+                return classification_loss(module, batch, 0.1)
 
         stepper = Stepper(module, loss, config=config.recipe(1), device=GPU, transform=transform)
-        batch = next(iter(job.view(found.train, "test").epoch(0)))
+        batch = next(iter(run.view(parts.train, "test").epoch(0)))
         stepper.prepare(batch)
 
         assert stepper.kind == "graph"

@@ -13,11 +13,11 @@ from brim.engine.config import TrainConfig
 from brim.engine.device.devices import stream
 from brim.engine.training.source import BatchSource
 from brim.engine.training.trainer import train
+from brim.sequences.batches.augmentation import augment, two_views
 from brim.sequences.config import Augmentation, KmeansConfig, SequenceConfig
 from brim.sequences.evaluation.scores import adjusted_rand_index
 from brim.sequences.model.lstm import BiLstm
 from brim.sequences.model.network import Classifier, Encoder, frame_mask
-from brim.sequences.training.augment import augment, two_views
 from brim.sequences.training.kmeans import kmeans
 from brim.sequences.training.objectives import SelfSupervised, classification_loss, self_supervised_loss
 

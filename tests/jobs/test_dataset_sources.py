@@ -176,7 +176,7 @@ def test_the_same_path_is_not_listed_twice(catalogue, data, images):
 
 
 def test_packing_that_is_stopped_leaves_nothing(catalogue, data, tmp_path, monkeypatch):
-    monkeypatch.setattr("brim.sequences.corpus.pack_jobs.JOB_BYTES", 1)  # a job for each: there is time to stop
+    monkeypatch.setattr("brim.sequences.corpus.packing.CHUNK_BYTES", 1)  # a chunk for each: there is time to stop
     make_sequences(tmp_path / "npy", 100, dim=4, classes=2, mean_length=6)
 
     assert add(catalogue, data, tmp_path / "npy", "sequences", stop=lambda: True) is None

@@ -12,7 +12,7 @@ from brim.engine.config import BucketConfig
 from brim.engine.rows.ragged import RaggedResident
 from brim.engine.storage.writer import ShardWriter
 from brim.errors import ConfigError, DatasetError, ShardCorrupt, StorageError
-from brim.sequences.corpus import pack_jobs
+from brim.sequences.corpus import packing
 from brim.sequences.corpus.packed import Corpus
 from brim.sequences.corpus.packing import pack
 from brim.sequences.corpus.synthetic import make_sequences
@@ -115,7 +115,7 @@ def test_a_pipe_does_not_hang(tmp_path):
 def test_long_files_are_packed_in_pieces_to_the_same_bytes(tmp_path, monkeypatch, job_bytes):
     folder = make(tmp_path / "in")
     pack(folder, tmp_path / "whole", shard_bytes=SMALL)
-    monkeypatch.setattr(pack_jobs, "JOB_BYTES", job_bytes)
+    monkeypatch.setattr(packing, "CHUNK_BYTES", job_bytes)
     pack(folder, tmp_path / "pieces", shard_bytes=SMALL)
     assert files_of(tmp_path / "pieces") == files_of(tmp_path / "whole")
 
@@ -143,11 +143,11 @@ def test_a_bad_header_is_an_error_before_anything_is_written(tmp_path):
 
 @pytest.mark.parametrize("job_bytes", [1, 8 << 20])
 def test_a_bad_frame_is_an_error_that_leaves_nothing(tmp_path, monkeypatch, job_bytes):
-    monkeypatch.setattr(pack_jobs, "JOB_BYTES", job_bytes)
+    monkeypatch.setattr(packing, "CHUNK_BYTES", job_bytes)
     folder = spoil(tmp_path / "in")
     for name in ("0.npy", "1.npy"):
         (folder / name).unlink()
-    with pytest.raises(DatasetError, match=r"3\.npy frame 9 holds nan.*\(2 bad files in all\).*--skip-bad"):
+    with pytest.raises(DatasetError, match=r"3\.npy frame 9 holds nan.*\(2 bad files in all\).*skip_bad"):
         pack(folder, tmp_path / "deep" / "out", shard_bytes=SMALL)
     assert not (tmp_path / "deep").exists()
     (tmp_path / "empty").mkdir()
@@ -158,13 +158,13 @@ def test_a_bad_frame_is_an_error_that_leaves_nothing(tmp_path, monkeypatch, job_
 
 @pytest.mark.parametrize("job_bytes", [1, 100, 8 << 20])
 def test_bad_files_are_skipped_and_listed_on_request(tmp_path, monkeypatch, job_bytes):
-    monkeypatch.setattr(pack_jobs, "JOB_BYTES", job_bytes)
+    monkeypatch.setattr(packing, "CHUNK_BYTES", job_bytes)
     folder = spoil(tmp_path / "in")
     report = pack(folder, tmp_path / "out", skip_bad=True, shard_bytes=SMALL)
     faults = {skipped.file: skipped.fault for skipped in report.skipped}
     assert list(faults) == ["0.npy", "1.npy", "3.npy", "4.npy"]
     assert "frame 9 holds nan" in faults["3.npy"]
-    assert "--dtype float32" in faults["4.npy"]
+    assert "dtype float32" in faults["4.npy"]
     corpus = Corpus.open(tmp_path / "out")
     corpus.verify()
     assert corpus.ids == ("2.npy", "5.npy")
@@ -177,7 +177,7 @@ def test_when_all_files_are_bad_there_is_no_corpus(tmp_path):
     folder = make(tmp_path / "in", (3, 3))
     for name in ("0.npy", "1.npy"):
         np.save(folder / name, np.full((3, 3), np.inf, np.float32))
-    with pytest.raises(DatasetError, match=r"0\.npy frame 0 holds inf.*2 bad files.*no file is left"):
+    with pytest.raises(DatasetError, match=r"0\.npy frame 0 holds inf.*2 bad files.*no good file is left"):
         pack(folder, tmp_path / "out", skip_bad=True)
     assert not (tmp_path / "out").exists()
     (folder / "0.npy").write_bytes(b"")
@@ -238,7 +238,7 @@ def test_resuming_a_finished_corpus_verifies_it_and_reads_no_frames(tmp_path):
 
 
 def test_stop_leaves_something_to_resume(tmp_path, monkeypatch):
-    monkeypatch.setattr(pack_jobs, "JOB_BYTES", 100)
+    monkeypatch.setattr(packing, "CHUNK_BYTES", 100)
     folder = make(tmp_path / "in", range(1, 40))
     pack(folder, tmp_path / "whole", shard_bytes=SMALL)
     asked = []
@@ -257,7 +257,7 @@ DRIVER = """
 import os, signal, sys, time
 from pathlib import Path
 from brim.engine.storage import destination, writer as shard_writer
-from brim.sequences import pack_jobs, packing
+from brim.sequences.corpus import packing
 
 POINTS = {"write": (destination, "write_safetensors", False), "written": (destination, "write_safetensors", True),
           "sync": (destination, "sync", False), "table": (packing, "write_items", False),
@@ -274,8 +274,8 @@ def die_in(module, name, after, number):
     setattr(module, name, wrapped)
 
 def slow_down():
-    real = packing.read_job
-    packing.read_job = lambda *given: time.sleep(0.02) or real(*given)
+    real = packing._read_chunk
+    packing._read_chunk = lambda *given: time.sleep(0.02) or real(*given)
 
 folder, root = Path(sys.argv[1]), Path(sys.argv[2])
 for case in sys.argv[3:]:
@@ -283,7 +283,7 @@ for case in sys.argv[3:]:
     for _ in range(3 if where == "clock" else 1):
         child = os.fork()
         if child == 0:
-            pack_jobs.JOB_BYTES, shard_writer.COMMIT_S = 100, 0
+            packing.CHUNK_BYTES, shard_writer.COMMIT_S = 100, 0
             slow_down() if where == "clock" else die_in(*POINTS[where], int(number))
             packing.pack(folder, root / case, skip_bad=True, shard_bytes=500, resume=True)
             os._exit(0)
@@ -334,13 +334,13 @@ def test_a_folder_that_changed_before_the_resume_is_noticed(tmp_path, change):
     pack(folder, tmp_path / "out", shard_bytes=SMALL, stop=lambda: True)
     kept = files_of(tmp_path / "out")
     change(folder)
-    with pytest.raises(DatasetError, match="not as it was"):
+    with pytest.raises(DatasetError, match="has changed since"):
         pack(folder, tmp_path / "out", shard_bytes=SMALL, resume=True)
     assert files_of(tmp_path / "out") == kept
 
 
 def test_a_file_that_changes_while_it_is_packed_is_an_error(tmp_path, monkeypatch):
-    monkeypatch.setattr(pack_jobs, "JOB_BYTES", 1)
+    monkeypatch.setattr(packing, "CHUNK_BYTES", 1)
     folder = make(tmp_path / "in")
 
     def change(_):
@@ -348,8 +348,8 @@ def test_a_file_that_changes_while_it_is_packed_is_an_error(tmp_path, monkeypatc
             (tmp_path / "done").touch()
             touch(folder)
 
-    read = pack_jobs.FrameReader.check
-    monkeypatch.setattr(pack_jobs.FrameReader, "check", lambda self, dtype: (read(self, dtype), change(0))[0])
+    read = packing.FrameReader.check
+    monkeypatch.setattr(packing.FrameReader, "check", lambda self, dtype: (read(self, dtype), change(0))[0])
     with pytest.raises(DatasetError, match=r"1\.npy changed while it was being packed"):
         pack(folder, tmp_path / "out")
     assert not (tmp_path / "out").exists()

@@ -1,7 +1,7 @@
 import pytest
 
 from brim.errors import DatasetError
-from brim.sequences.corpus.labels import Label, find_labels, number_classes, read_csv
+from brim.sequences.corpus.labels import SequenceLabel, find_labels, number_classes, read_csv
 
 IDS = ["a.npy", "b/c.npy", "b/d e.npy"]
 
@@ -14,7 +14,10 @@ def write(path, text, encoding="utf-8"):
 def test_a_csv_file_chooses_files_and_gives_labels_and_split(tmp_path):
     text = 'file,label,split\nb/d e.npy,"x, y",test\n\n./a.npy, ü ,train\n'
     found = find_labels(tmp_path, IDS, write(tmp_path / "l.csv", text, "utf-8-sig"))
-    assert found.of == {"a.npy": Label(name="ü", split="train"), "b/d e.npy": Label(name="x, y", split="test")}
+    assert found.of == {
+        "a.npy": SequenceLabel(name="ü", split="train"),
+        "b/d e.npy": SequenceLabel(name="x, y", split="test"),
+    }
     assert list(found.of) == ["a.npy", "b/d e.npy"]
     assert found.source == str(tmp_path / "l.csv")
 
@@ -22,7 +25,7 @@ def test_a_csv_file_chooses_files_and_gives_labels_and_split(tmp_path):
 def test_labels_csv_in_the_folder_is_found(tmp_path):
     write(tmp_path / "labels.csv", "label,file\r\nx,a.npy\r\n")
     for named in (None, "labels.csv"):
-        assert find_labels(tmp_path, IDS, named).of == {"a.npy": Label(name="x")}
+        assert find_labels(tmp_path, IDS, named).of == {"a.npy": SequenceLabel(name="x")}
 
 
 BAD = {
@@ -42,7 +45,7 @@ BAD = {
     "file,label,split\na.npy,x,train\nb/c.npy,x,\n": "b/c.npy has no split",
     "file,label\na.npy\n": "1 values, expected 2",
     "file,label\na.npy,x,train\n": "3 values, expected 2",
-    'file,label\n"a.npy,x\n': "no CSV file",
+    'file,label\n"a.npy,x\n': "not a CSV file",
 }
 
 
@@ -57,7 +60,7 @@ def test_a_csv_file_that_does_not_fit_is_refused(tmp_path, text):
 def test_a_csv_file_that_is_not_utf8_or_not_there_is_refused(tmp_path):
     with pytest.raises(DatasetError, match="UTF-8"):
         read_csv(write(tmp_path / "l.csv", "file,label\na.npy,ü\n", "latin-1"))
-    with pytest.raises(DatasetError, match=r"none\.csv: no such file"):
+    with pytest.raises(DatasetError, match=r"none\.csv does not exist"):
         find_labels(tmp_path, IDS, "none.csv")
 
 

@@ -4,7 +4,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from brim.errors import ConfigError
-from brim.sequences.model.lstm import BiLstm, _Lift, _Restore
+from brim.sequences.model.lstm import BiLstm, _ScaleGrad, _UnscaleGrad
 
 MODES = ("gate", "gather")
 
@@ -100,10 +100,10 @@ def test_gradients_too_small_for_fp16_survive_the_lift():
     x = torch.randn(64, 8, requires_grad=True)
     weight = torch.randn(8, 8, requires_grad=True)
     scale = torch.ones(())
-    states = _Restore.apply(x, scale).half() @ _Restore.apply(weight, scale).half()
+    states = _UnscaleGrad.apply(x, scale).half() @ _UnscaleGrad.apply(weight, scale).half()
     sent = 1e-9 * torch.randn(64, 8)  # fp16 ends at 6e-8
 
-    _Lift.apply(states, scale, torch.bfloat16).backward(sent.bfloat16())
+    _ScaleGrad.apply(states, scale, torch.bfloat16).backward(sent.bfloat16())
 
     assert (x.grad - sent @ weight.T).abs().max() < 0.02 * x.grad.abs().max()
     assert (weight.grad - x.T @ sent).abs().max() < 0.02 * weight.grad.abs().max()
@@ -112,11 +112,11 @@ def test_gradients_too_small_for_fp16_survive_the_lift():
 def test_a_gradient_of_zeros_stays_so():
     x, scale = torch.randn(3, 4, requires_grad=True), torch.ones(())
 
-    _Lift.apply(_Restore.apply(x, scale).half(), scale, torch.bfloat16).backward(torch.zeros(3, 4).bfloat16())
+    _ScaleGrad.apply(_UnscaleGrad.apply(x, scale).half(), scale, torch.bfloat16).backward(torch.zeros(3, 4).bfloat16())
 
     assert not x.grad.any()
 
 
 def test_an_unknown_way_is_refused():
-    with pytest.raises(ConfigError, match="reverse=flip is unknown; choose one of gate, gather"):
+    with pytest.raises(ConfigError, match='reverse="flip" is unknown; choose one of gate, gather'):
         BiLstm(4, 4, reverse="flip")

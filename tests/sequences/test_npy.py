@@ -93,19 +93,19 @@ def test_objects_are_never_unpickled(tmp_path):
     path = save(tmp_path / "a.npy", np.array([[_Trap(), 1.0]], dtype=object))
     assert "Python objects" in read_header(path, "a.npy")
     path.write_bytes(pickle.dumps(_Trap()))
-    assert "no .npy" in read_header(path, "a.npy")
+    assert "not an .npy" in read_header(path, "a.npy")
 
 
 FORGED = {
     "huge": ("{'descr': '<f4', 'fortran_order': False, 'shape': (1000000000000, 1024), }", "truncated"),
     "negative": ("{'descr': '<f4', 'fortran_order': False, 'shape': (-4, -4), }", "at least one frame"),
-    "code": ("__import__('os').system('true')", "no .npy"),
-    "nested": ("(" * 9000, "no .npy"),
-    "missing": ("{'descr': '<f4', 'fortran_order': False, }", "no .npy"),
-    "float shape": ("{'descr': '<f4', 'fortran_order': False, 'shape': (2.0, 2), }", "no .npy"),
-    "long": ("{'descr': '<f4', 'fortran_order': False, 'shape': (1, 1), }" + " " * 60000, "no .npy"),
-    "bad type": ("{'descr': 'nonsense', 'fortran_order': False, 'shape': (1, 1), }", "no .npy"),
-    "open string": ("{'descr': '<f4", "no .npy"),
+    "code": ("__import__('os').system('true')", "not an .npy"),
+    "nested": ("(" * 9000, "not an .npy"),
+    "missing": ("{'descr': '<f4', 'fortran_order': False, }", "not an .npy"),
+    "float shape": ("{'descr': '<f4', 'fortran_order': False, 'shape': (2.0, 2), }", "not an .npy"),
+    "long": ("{'descr': '<f4', 'fortran_order': False, 'shape': (1, 1), }" + " " * 60000, "not an .npy"),
+    "bad type": ("{'descr': 'nonsense', 'fortran_order': False, 'shape': (1, 1), }", "not an .npy"),
+    "open string": ("{'descr': '<f4", "not an .npy"),
 }
 
 
@@ -135,7 +135,7 @@ def test_versions_and_missing_files_are_said(tmp_path):
     assert "version 3.0" in read_header(forge(tmp_path / "a.npy", "{}", version=(3, 0)), "a.npy")
     assert "cannot be read" in read_header(tmp_path / "none.npy", "none.npy")
     (tmp_path / "empty.npy").touch()
-    assert "no .npy" in read_header(tmp_path / "empty.npy", "empty.npy")
+    assert "not an .npy" in read_header(tmp_path / "empty.npy", "empty.npy")
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
@@ -158,7 +158,7 @@ def test_what_float16_cannot_hold_suggests_float32(tmp_path, value):
     array[0, 0], array[33, 1] = 65504.0, value
     fault, _ = frames_of(save(tmp_path / "a.npy", array), torch.float16)
     assert fault.startswith("frame 33 holds")
-    assert "--dtype float32" in fault
+    assert "dtype float32" in fault
     assert frames_of(tmp_path / "a.npy", torch.float32)[0] == ""
 
 

@@ -5,9 +5,9 @@ import torch
 
 from brim.engine.device.devices import stream
 from brim.errors import ConfigError
+from brim.sequences.batches.augmentation import two_views
 from brim.sequences.config import Augmentation, SelfConfig, SequenceConfig
 from brim.sequences.model.network import Classifier, Encoder, frame_mask
-from brim.sequences.training.augment import two_views
 from brim.sequences.training.objectives import (
     SelfSupervised,
     classification_loss,
@@ -71,21 +71,21 @@ def test_contrast_is_float32_and_finite_in_half_precision_down_to_one_item():
 
 def test_reconstruction_counts_hidden_frames_only_and_every_sequence_alike():
     target = torch.zeros(3, 4, 2)
-    foretold = torch.full((3, 4, 2), 100.0)
+    predicted = torch.full((3, 4, 2), 100.0)
     hidden = torch.zeros(3, 4, dtype=torch.bool)
     hidden[0, 1], hidden[1, :2] = True, True
-    foretold[0, 1], foretold[1, 0], foretold[1, 1] = 1.0, 2.0, 4.0
+    predicted[0, 1], predicted[1, 0], predicted[1, 1] = 1.0, 2.0, 4.0
 
-    assert float(reconstruction(foretold, target, hidden)) == pytest.approx((1 + (4 + 16) / 2 + 0) / 3)
+    assert float(reconstruction(predicted, target, hidden)) == pytest.approx((1 + (4 + 16) / 2 + 0) / 3)
 
 
 def test_reconstruction_sends_gradients_to_hidden_frames_only():
-    foretold = torch.randn(2, 5, 3, requires_grad=True)
+    predicted = torch.randn(2, 5, 3, requires_grad=True)
     hidden = torch.rand(2, 5, generator=stream(0, "h", device=CPU)) < 0.5
 
-    reconstruction(foretold, torch.zeros(2, 5, 3), hidden).backward()
+    reconstruction(predicted, torch.zeros(2, 5, 3), hidden).backward()
 
-    assert torch.equal(foretold.grad.abs().sum(-1) > 0, hidden)
+    assert torch.equal(predicted.grad.abs().sum(-1) > 0, hidden)
 
 
 def test_the_whole_is_the_weighted_sum_of_its_parts():

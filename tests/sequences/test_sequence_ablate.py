@@ -10,14 +10,14 @@ import torch
 from brim.errors import ConfigError, DatasetError, StorageError
 from brim.report.plot_file import check_plot
 from brim.sequences.ablation import run as ablation
-from brim.sequences.ablation.loop import Data, Feed, HandStep, PackedLstm, Setup, make_module
+from brim.sequences.ablation.loop import AblationData, BatchFeed, HandStep, LoopSetup, PackedLstm, make_module
 from brim.sequences.ablation.plot import plot
 from brim.sequences.ablation.report import Ablation, AblationStep, judge, relative_noise
 from brim.sequences.ablation.run import START, ablate
 from brim.sequences.config import SequenceConfig
+from brim.sequences.corpus.folder import SequenceFolder
 from brim.sequences.corpus.packed import Corpus
 from brim.sequences.corpus.packing import pack
-from brim.sequences.corpus.reading import SequenceFolder
 from brim.sequences.corpus.synthetic import make_sequences
 from brim.sequences.model.lstm import BiLstm
 
@@ -110,7 +110,7 @@ def test_the_table_and_the_plot_show_what_made_no_difference(tmp_path):
 def test_what_does_not_fit_stays_switched_off(corpus, monkeypatch):
     plan = [(START, {}, ""), ("batch 64", {"batch_size": 64}, ""), ("set_to_none", {"set_to_none": True}, "")]
     monkeypatch.setattr(ablation, "_plan", lambda device: iter(plan))
-    real = Feed.__init__
+    real = BatchFeed.__init__
 
     def feed(self, setup, *rest):
         assert setup.batch_size == 16 or not setup.set_to_none
@@ -118,7 +118,7 @@ def test_what_does_not_fit_stays_switched_off(corpus, monkeypatch):
             raise torch.OutOfMemoryError("CUDA out of memory")
         real(self, setup, *rest)
 
-    monkeypatch.setattr(Feed, "__init__", feed)
+    monkeypatch.setattr(BatchFeed, "__init__", feed)
     found = ablate(corpus, steps=2, device="cpu", model=MODEL, cap_s=0.1)
     assert [step.verdict for step in found.steps[:2]] == ["start", "did not fit"]
     assert found.steps[1].samples_per_s is None
@@ -148,9 +148,9 @@ def test_every_feed_gives_every_item_once_and_counts_its_frames(corpus, change):
     if not any(folder.iterdir()):
         for number, row in enumerate(rows.tolist()):
             np.save(folder / f"{number:03d}.npy", opened.sequence(row).numpy())
-    data = Data(files=SequenceFolder(folder), corpus=opened, rows=rows, labels=opened.labels, num_classes=3)
-    setup = Setup(device_augmentation=True, **change)
-    feed = Feed(setup, data, CPU, 0)
+    data = AblationData(files=SequenceFolder(folder), corpus=opened, rows=rows, labels=opened.labels, num_classes=3)
+    setup = LoopSetup(device_augmentation=True, **change)
+    feed = BatchFeed(setup, data, CPU, 0)
     with feed.source:
         batches = feed.batches()
         fed = [next(batches) for _ in range(feed.source.num_batches)]
@@ -165,7 +165,9 @@ def test_every_feed_gives_every_item_once_and_counts_its_frames(corpus, change):
     assert all(one.num_padded == one.batch["frames"][..., 0].numel() for one in fed)
 
 
-@pytest.mark.parametrize("setup", [Setup(), Setup(precision="bf16", set_to_none=True, device_augmentation=True)])
+@pytest.mark.parametrize(
+    "setup", [LoopSetup(), LoopSetup(precision="bf16", set_to_none=True, device_augmentation=True)]
+)
 def test_the_hand_written_loop_learns(corpus, setup):
     opened = Corpus.open(corpus)
     frames = [opened.sequence(row) for row in range(12)]
@@ -175,7 +177,7 @@ def test_the_hand_written_loop_learns(corpus, setup):
 
     def fed():
         batch = {"frames": padded.clone(), "length": length, "label": opened.labels[:12]}
-        return ablation.Fed(batch, length, 12, int(length.sum()), padded[..., 0].numel())
+        return ablation.FedBatch(batch, length, 12, int(length.sum()), padded[..., 0].numel())
 
     losses = [float(step(fed())) for _ in range(60)]
     assert sum(losses[-5:]) < 0.97 * sum(losses[:5])

@@ -6,9 +6,17 @@ from torch import Tensor
 
 from brim.engine.device.devices import stream
 from brim.errors import ConfigError
+from brim.sequences.batches.augmentation import (
+    add_noise,
+    augment,
+    crop,
+    feature_mask,
+    hidden_spans,
+    span_mask,
+    two_views,
+)
 from brim.sequences.config import Augmentation
 from brim.sequences.model.network import frame_mask
-from brim.sequences.training.augment import add_noise, augment, crop, feature_mask, hidden_spans, span_mask, two_views
 
 CPU = torch.device("cpu")
 NONE = Augmentation(crop=0, noise=0, time_masks=0, feature_masks=0)

@@ -14,13 +14,13 @@ import torch
 from brim.engine.config import BucketConfig, TrainConfig
 from brim.engine.training.trainer import train
 from brim.errors import ConfigError, DatasetError
+from brim.sequences.batches import dataloader
+from brim.sequences.batches.dataloader import SequenceLoader
 from brim.sequences.config import Augmentation, LoaderConfig, SequenceConfig
+from brim.sequences.corpus import Corpus, SequenceFolder, open_sequences
 from brim.sequences.corpus.packing import pack
-from brim.sequences.corpus.reading import PackedSequences, SequenceFolder, open_sequences
 from brim.sequences.corpus.synthetic import make_sequences
 from brim.sequences.model.network import Classifier, Encoder
-from brim.sequences.training import dataloader
-from brim.sequences.training.dataloader import SequenceLoader
 from brim.sequences.training.objectives import classification_loss
 
 torch.set_num_threads(1)
@@ -108,7 +108,7 @@ def test_buckets_give_batches_of_similar_lengths(folder):
 def test_a_packed_corpus_gives_what_its_files_give(folder, tmp_path):
     pack(folder, tmp_path / "out", dtype="float32", shard_bytes=500)
     packed = open_sequences(tmp_path / "out")
-    assert isinstance(packed, PackedSequences)
+    assert isinstance(packed, Corpus)
     assert isinstance(open_sequences(folder), SequenceFolder)
     with loader(SequenceFolder(folder)) as files, loader(packed) as corpus:
         assert same(files.epoch(1), corpus.epoch(1))
@@ -128,7 +128,7 @@ def test_files_of_integers_or_several_kinds_become_float32(tmp_path):
 
 def test_workers_give_the_same_batches_and_end_with_the_block(folder, tmp_path):
     pack(folder, tmp_path / "out", dtype="float32")
-    for sequences in (SequenceFolder(folder), PackedSequences(tmp_path / "out")):
+    for sequences in (SequenceFolder(folder), Corpus.open(tmp_path / "out")):
         options = {"augmentation": Augmentation(), "seed": 7}
         with loader(sequences, **options) as alone, loader(sequences, num_workers=1, **options) as source:
             for number in (0, 1):
@@ -174,7 +174,7 @@ def test_a_killed_worker_is_an_error_not_a_short_epoch(folder):
         next(epoch)
         (worker,) = multiprocessing.active_children()
         os.kill(worker.pid, signal.SIGKILL)
-        with pytest.raises(DatasetError, match=r"\.npy and 0 more were not read: .*DataLoader worker"):
+        with pytest.raises(DatasetError, match=r"\.npy and 0 more were not read, a DataLoader worker ended"):
             list(epoch)
         assert len(list(source.epoch(0))) == 20  # with a new worker
     assert multiprocessing.active_children() == []
@@ -184,8 +184,8 @@ KILLED = """
 import multiprocessing, sys, time
 import torch
 from brim.sequences.config import LoaderConfig
-from brim.sequences.training.dataloader import SequenceLoader
-from brim.sequences.corpus.reading import SequenceFolder
+from brim.sequences.batches.dataloader import SequenceLoader
+from brim.sequences.corpus.folder import SequenceFolder
 
 if __name__ == "__main__":
     config = LoaderConfig(batch_size=2, num_workers=1)
@@ -231,7 +231,7 @@ def test_more_workers_than_cores_are_not_started(folder, caplog, monkeypatch):
     with caplog.at_level("WARNING", "brim"):
         source = loader(SequenceFolder(folder), num_workers=64)
     assert source.config.num_workers == 2
-    assert "num_workers=64: there are 2 cores" in caplog.text
+    assert "num_workers=64 is more than the 2 cores" in caplog.text
 
 
 @pytest.mark.parametrize(

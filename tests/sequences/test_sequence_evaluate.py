@@ -13,15 +13,15 @@ from safetensors.torch import load_file
 
 from brim.engine.device.memory import inject_oom
 from brim.errors import CheckpointError, ConfigError, DatasetError, StorageError
+from brim.sequences.batches import open_batches
 from brim.sequences.config import SequenceTraining
-from brim.sequences.corpus.packed import Corpus
+from brim.sequences.corpus.packed import Corpus, open_sequences
 from brim.sequences.corpus.packing import pack
 from brim.sequences.corpus.synthetic import make_sequences
 from brim.sequences.evaluation.encode import measure, predict
-from brim.sequences.evaluation.load import load_run
-from brim.sequences.evaluation.probe import probe_accuracy
-from brim.sequences.evaluation.run import embed, evaluate
-from brim.sequences.training.data import open_data
+from brim.sequences.evaluation.runs import load_run
+from brim.sequences.evaluation.scores import probe_accuracy
+from brim.sequences.evaluation.scoring import embed, evaluate
 from brim.sequences.training.run import train
 
 torch.set_num_threads(1)  # small batches: a second thread only competes
@@ -93,8 +93,8 @@ def test_on_another_corpus_all_labelled_sequences_count(made):
 def test_classes_are_known_by_their_names_not_their_numbers(made, tmp_path):
     names = {"class_0": "class_2", "class_1": "class_0", "class_2": "class_1"}
     plain = evaluate(made / "supervised", made / "corpus-other", device="cpu")
-    loaded, data = load_run(made / "supervised"), open_data(made / "corpus-other")
-    with data.batches(SUPERVISED, CPU) as batches:
+    loaded, data = load_run(made / "supervised"), open_sequences(made / "corpus-other")
+    with open_batches(data, SUPERVISED, CPU) as batches:
         source = batches.view(torch.arange(30), shuffle=False)
         told = {}
         for batch in source.epoch(0):
@@ -173,8 +173,8 @@ def test_an_altered_run_is_refused_by_the_name_of_what_was_altered(made, tmp_pat
 
 
 def test_a_batch_that_does_not_fit_is_halved(made):
-    module, data = load_run(made / "supervised").module, open_data(made / "corpus-other")
-    with data.batches(SUPERVISED, CPU) as batches:
+    module, data = load_run(made / "supervised").module, open_sequences(made / "corpus-other")
+    with open_batches(data, SUPERVISED, CPU) as batches:
         source = batches.view(torch.arange(30), shuffle=False)
         plain = predict(module, source, CPU)
         with inject_oom(8):
@@ -235,7 +235,7 @@ def test_statistics_are_those_of_the_frames_far_from_zero_and_constant_ones_too(
     pack(tmp_path / "npy", tmp_path / "corpus", dtype="float32")
     config = SequenceTraining(batch_size=2)
 
-    with open_data(tmp_path / "corpus").batches(config, CPU) as batches:
+    with open_batches(open_sequences(tmp_path / "corpus"), config, CPU) as batches:
         mean, std = measure(batches.view(torch.arange(5), shuffle=False), CPU)
 
     whole = np.concatenate(frames).astype(np.float64)

@@ -175,7 +175,7 @@ def test_a_shape_that_cannot_be_is_refused(changes, message):
 def test_misfits_are_told_by_name():
     encoder = make()
 
-    with pytest.raises(ConfigError, match="frames have 5 features, the encoder was made for 12"):
+    with pytest.raises(ConfigError, match="frames have 5 features, the encoder expects 12"):
         encoder(torch.zeros(1, 3, 5), torch.tensor([3]))
     with pytest.raises(ConfigError, match="the encoder has 12"):
         encoder.set_statistics(torch.zeros(3), torch.ones(3))

@@ -13,14 +13,15 @@ import torch
 from brim.engine.batching.servable import Answer, Payload
 from brim.engine.batching.warm_up import warm_up
 from brim.errors import CheckpointError, DatasetError, UnsupportedType
+from brim.sequences.batches import open_batches
 from brim.sequences.config import SequenceTraining
+from brim.sequences.corpus.packed import open_sequences
 from brim.sequences.corpus.packing import pack
 from brim.sequences.corpus.synthetic import make_sequences
 from brim.sequences.evaluation.encode import predict
-from brim.sequences.evaluation.load import load_run
+from brim.sequences.evaluation.runs import load_run
 from brim.sequences.evaluation.serving import ClassifyServable, padded
 from brim.sequences.model.network import Classifier, Committee
-from brim.sequences.training.data import open_data
 from brim.sequences.training.run import train
 
 torch.set_num_threads(1)  # small batches: a second thread only competes
@@ -73,7 +74,7 @@ def run(servable: ClassifyServable, payloads: list[Payload], size: int = 32) -> 
 
 def payloads_of(made: Path) -> list[Payload]:
     """The corpus's own files, in its order."""
-    data = open_data(made / "corpus")
+    data = open_sequences(made / "corpus")
     return [Payload(memoryview((made / "npy" / name).read_bytes()), name) for name in data.ids]
 
 
@@ -83,8 +84,8 @@ def payloads_of(made: Path) -> list[Payload]:
 @pytest.mark.parametrize("name", list(CONFIGS))
 def test_an_answer_is_what_evaluation_predicts(made, name):
     servable = ClassifyServable(made / name, CPU)
-    data, loaded = open_data(made / "corpus"), load_run(made / name)
-    with data.batches(SUPERVISED, CPU) as batches:
+    data, loaded = open_sequences(made / "corpus"), load_run(made / name)
+    with open_batches(data, SUPERVISED, CPU) as batches:
         source = batches.view(torch.arange(len(data.ids)), shuffle=False)
         expected = predict(loaded.module, source, CPU).value.tolist()
 
@@ -134,7 +135,7 @@ def test_memory_of_a_payload_may_be_used_again(servable):
 
 @pytest.mark.parametrize("data", [b"", b"x", b"\x89PNG\r\n\x1a\n" + bytes(50), b"\x93NUMP"])
 def test_what_is_no_npy_is_of_no_type_we_read(servable, data):
-    with pytest.raises(UnsupportedType, match=r"^a\.txt is no \.npy file"):
+    with pytest.raises(UnsupportedType, match=r"^a\.txt is not an \.npy file"):
         servable.inspect(Payload(data, "a.txt"))
 
 
@@ -147,7 +148,7 @@ def test_what_is_no_npy_is_of_no_type_we_read(servable, data):
         (npy(np.zeros((5, 8), complex)), "complex"),
         (npy(np.array([[{}] * 8]), allow_pickle=True), "Python objects"),
         (npy(np.zeros((5, 8), np.float32))[:-1], "truncated"),
-        (b"\x93NUMPY\x01\x00v\x00{'descr': __import__('os')}", r"no \.npy file"),
+        (b"\x93NUMPY\x01\x00v\x00{'descr': __import__('os')}", r"not an \.npy file"),
     ],
 )
 def test_a_header_that_cannot_be_used_is_refused_at_once(servable, data, fault):
@@ -168,7 +169,7 @@ def test_frames_that_are_no_numbers_are_refused(servable, bad):
 def test_values_that_overflow_the_network_are_refused(servable):
     item = servable.decode(Payload(npy(np.full((5, 8), 1e38, np.float32)), "a.npy"))
 
-    with pytest.raises(DatasetError, match=r"a\.npy leads to no finite numbers"):
+    with pytest.raises(DatasetError, match=r"a\.npy is not finite"):
         servable.finish(item, [torch.full((3,), torch.nan)])
 
 

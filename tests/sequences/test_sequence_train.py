@@ -20,11 +20,11 @@ from brim.errors import BrimError, CheckpointError, ConfigError, DatasetError, S
 from brim.sequences.config import SequenceTraining
 from brim.sequences.corpus.packed import Corpus
 from brim.sequences.corpus.packing import pack
+from brim.sequences.corpus.splits import split, stratified
 from brim.sequences.corpus.synthetic import make_sequences
-from brim.sequences.evaluation.load import load_run
-from brim.sequences.evaluation.run import embed, evaluate
+from brim.sequences.evaluation.runs import load_run
+from brim.sequences.evaluation.scoring import embed, evaluate
 from brim.sequences.training.run import train
-from brim.sequences.training.splits import split, stratified
 
 torch.set_num_threads(1)  # small batches: a second thread only competes
 
@@ -163,7 +163,7 @@ def test_a_folder_that_is_not_packed_trains_through_the_loader(folder, corpus, t
 
     assert report.tier == "loader"
     assert [record.getMessage() for record in caplog.records if "packed" in record.getMessage()] == [
-        f"{folder} is not packed: 0 workers read it; brim sequence pack makes training faster"
+        f"{folder} is not packed: 0 workers read it; training on a packed corpus is faster"
     ]
     assert held_out(tmp_path / "run") == held_out(train_quickly(corpus, tmp_path / "packed", config))
 
@@ -230,7 +230,7 @@ def test_a_run_does_not_go_on_with_another_encoder(runs, corpus, tmp_path):
 
     config = replace(SUPERVISED, encoder=str(runs["self"][1]))
 
-    refused(CheckpointError, "began with another encoder", corpus, tmp_path / "run", config, resume=True)
+    refused(CheckpointError, "begun with another encoder", corpus, tmp_path / "run", config, resume=True)
 
 
 def test_an_encoder_that_does_not_fit_is_refused(runs, corpus, tmp_path):
@@ -455,7 +455,7 @@ def test_a_run_goes_on_only_as_it_began(runs, corpus, folder, tmp_path):
     _, out = runs["supervised"]
     before = sorted(out.rglob("*"))
 
-    refused(CheckpointError, "add --resume", corpus, out, SUPERVISED)
+    refused(CheckpointError, "add resume", corpus, out, SUPERVISED)
     refused(CheckpointError, "classifier_epochs was 3 and is 4", corpus, out,
             replace(SUPERVISED, classifier_epochs=4), resume=True)  # fmt: skip
     refused(CheckpointError, "another corpus", unlabelled(folder, tmp_path), out, replace(SELF), resume=True)
@@ -476,8 +476,8 @@ def test_what_cannot_be_trained_is_refused_before_anything_is_written(folder, co
     out = tmp_path / "run"
     plain = unlabelled(folder, tmp_path / "plain")
 
-    refused(ConfigError, "has no labels, which mode=supervised needs", plain, out, SUPERVISED)
-    refused(ConfigError, "clusters=49 of 48 sequences", corpus, out, replace(SELF, clusters=49))
+    refused(ConfigError, "has no labels, which supervised mode needs", plain, out, SUPERVISED)
+    refused(ConfigError, "clusters=49 is more than the 48 sequences", corpus, out, replace(SELF, clusters=49))
     refused(DatasetError, "is not a directory", tmp_path / "nothing", out, SELF)
     refused(ConfigError, "max_frames=8 holds not one", corpus, out, replace(SELF, max_frames=8))
     refused(ConfigError, "needs a GPU", corpus, out, replace(SELF, precision="fp16"))

@@ -220,7 +220,7 @@ def test_predictions_of_the_points_are_those_of_the_scores(api, embedded):
 
 @pytest.mark.parametrize(("items", "dim", "explained"), [(1, 4, (0, 0)), (6, 1, (1, 0)), (6, 4, None), (5, 3, "same")])
 def test_few_embeddings_or_features_still_make_a_plane(items, dim, explained):
-    from brim.sequences.evaluation.projection import principal_plane
+    from brim.sequences.evaluation.scoring import principal_plane
 
     embedding = torch.randn(items, dim, generator=torch.Generator().manual_seed(1))
     if explained == "same":

@@ -12,7 +12,7 @@ from brim.cli.terminal import Display, Stop, end_stopped, print_facts, print_jso
 from brim.sequences.config import SequenceTraining
 
 if TYPE_CHECKING:
-    from brim.sequences.corpus.pack_report import PackReport
+    from brim.sequences.corpus.packing import PackReport
     from brim.sequences.training.run import SequenceReport
 
 PREPARING = ("checking the corpus", "parts")
@@ -118,7 +118,7 @@ def evaluate(run: SequenceDir, corpus: CorpusOrFolder, device: DeviceName = "aut
 
     On the corpus it was trained on these are the held-out sequences, on another one all labelled sequences.
     """
-    from brim.sequences.evaluation.run import evaluate as evaluate_run
+    from brim.sequences.evaluation.scoring import evaluate as evaluate_run
 
     with Display() as display:
         scores = evaluate_run(run, corpus, device=device, progress=display.counting("evaluating", "samples")).as_dict()
@@ -140,7 +140,7 @@ def embed(
     as_json: AsJson = False,
 ) -> None:
     """Write the embedding and the prediction of every sequence to a file."""
-    from brim.sequences.evaluation.run import embed as embed_corpus
+    from brim.sequences.evaluation.scoring import embed as embed_corpus
 
     with Display() as display:
         written = embed_corpus(run, corpus, out, device=device, progress=display.counting("embedding", "samples"))

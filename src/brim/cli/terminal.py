@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from brim.engine.training import TrainProgress
     from brim.rf import GenerateProgress
     from brim.segmentation.prediction import PredictProgress
-    from brim.sequences.ablation.run import AblationProgress
-    from brim.sequences.corpus.pack_report import PackProgress
+    from brim.sequences.ablation import AblationProgress
+    from brim.sequences.corpus.packing import PackProgress
 
 LINE_S = 3.0  # between progress lines when there is no terminal to draw a bar on
 AGAIN_S = 0.5  # wrappers such as `uv run` forward a Ctrl-C that the terminal also sent to us: two at once are one

@@ -69,13 +69,12 @@ def _recipe(spec: Spec) -> SequenceTraining:
 def check_train(spec: Spec, inputs: Inputs) -> None:
     """Reject a corpus that the settings do not fit: no labels, too few sequences, batches too small."""
     from brim.engine.rows import Buckets
-    from brim.sequences.training.data import open_data
-    from brim.sequences.training.splits import check_labels, split
+    from brim.sequences.corpus import Corpus, check_labels, open_sequences, split
 
     field, recipe = "config.dataset_ids[0]", _recipe(spec)
     with checking(field, inputs.datasets[0], spec.config):
-        data = open_data(inputs.datasets[0])
-        if data.corpus is None:
+        data = open_sequences(inputs.datasets[0])
+        if not isinstance(data, Corpus):
             raise DatasetError("it is not packed")
         parts = split(data.labels, data.split, recipe, name=field)
         check_labels(data.labels, data.classes, parts, recipe, field)
@@ -85,10 +84,10 @@ def check_train(spec: Spec, inputs: Inputs) -> None:
 def train_bytes(spec: Spec, inputs: Inputs) -> int:
     import torch
 
-    from brim.sequences.model.network import Classifier, Encoder
-    from brim.sequences.training.data import open_data
+    from brim.sequences.corpus import open_sequences
+    from brim.sequences.model import Classifier, Encoder
 
-    recipe, dim = _recipe(spec), open_data(inputs.datasets[0]).dim
+    recipe, dim = _recipe(spec), open_sequences(inputs.datasets[0]).dim
     with torch.device("meta"):
         module = Classifier(Encoder(recipe.shape(dim)), 1000)
     weights = int(sum(tensor.numel() * tensor.element_size() for tensor in module.state_dict().values()))
@@ -160,15 +159,15 @@ def _phases(recipe: SequenceTraining) -> dict[str, int]:
 
 def check_evaluate(spec: Spec, inputs: Inputs) -> None:
     """Reject a run whose training is not complete, and a corpus without labels or with other features."""
-    from brim.sequences.evaluation.load import load_run
-    from brim.sequences.training.data import open_data
+    from brim.sequences.corpus import open_sequences
+    from brim.sequences.evaluation import load_run
 
     field, (path,) = "config.dataset_ids[0]", inputs.datasets
     assert inputs.run is not None
     with checking("config.run_id", inputs.run):
         dim = load_run(inputs.run).module.encoder.config.dim
     with checking(field, path):
-        data = open_data(path)
+        data = open_sequences(path)
     if data.dim != dim:
         raise Conflict(f"{field} has {data.dim} features, the run of config.run_id was trained on {dim}", field=field)
     if not bool((data.labels >= 0).any()):
@@ -182,8 +181,7 @@ def evaluate_bytes(spec: Spec, inputs: Inputs) -> int:
 @with_progress
 def run_evaluate(task: Task) -> dict[str, Any]:
     """Score the run, and project its embeddings to the plane."""
-    from brim.sequences.evaluation.projection import project
-    from brim.sequences.evaluation.run import evaluate
+    from brim.sequences.evaluation import evaluate, project
 
     def tell(done: int, total: int) -> None:
         task.report_or_stop(JobProgress(current=done, total=total, message="evaluating"))

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from brim.jobs.store import Catalogue, DatasetKind, DatasetRow, DatasetState
-    from brim.sequences.corpus.pack_report import PackProgress
+    from brim.sequences.corpus.packing import PackProgress
 
 log = logging.getLogger("brim")
 

@@ -113,7 +113,7 @@ def _look_locator(path: Path) -> ModelSummary:
 
 
 def _look_classifier(path: Path) -> ModelSummary:
-    from brim.sequences.evaluation.load import load_run
+    from brim.sequences.evaluation.runs import load_run
 
     run = load_run(path)
     about = {"classes": list(run.about["classes"]), "mode": run.about["mode"]}

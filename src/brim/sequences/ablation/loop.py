@@ -1,10 +1,10 @@
-"""A training loop as one writes it by hand, with everything that is worth switching on as a switch.
+"""A hand-written training loop in which every optimisation is a switch.
 
 Axes: B sequences, T frames, D features, H hidden units of a direction.
 """
 
-from collections.abc import Callable, Generator, Iterator
-from contextlib import ExitStack, closing, contextmanager, nullcontext
+from collections.abc import Callable, Generator
+from contextlib import ExitStack, closing, nullcontext
 from dataclasses import dataclass
 from itertools import count
 from typing import Literal
@@ -16,14 +16,11 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from brim.engine.config import BucketConfig, TrainConfig
 from brim.engine.rows import RaggedResident
 from brim.engine.training import Batch, Stepper
+from brim.sequences.batches import SequenceLoader, augment
 from brim.sequences.config import Augmentation, LoaderConfig, SequenceConfig
-from brim.sequences.corpus.packed import Corpus
-from brim.sequences.corpus.reading import PackedSequences, SequenceFolder
-from brim.sequences.model.lstm import BiLstm
-from brim.sequences.model.network import Classifier, Encoder
-from brim.sequences.training.augment import augment
-from brim.sequences.training.dataloader import SequenceLoader
-from brim.sequences.training.objectives import classification_loss
+from brim.sequences.corpus import Corpus, SequenceFolder
+from brim.sequences.model import BiLstm, Classifier, Encoder
+from brim.sequences.training import classification_loss
 
 AUGMENTATION = Augmentation()
 CLIP_NORM = 1.0
@@ -32,25 +29,25 @@ DTYPES: dict[str, torch.dtype | None] = {"fp32": None, "bf16": torch.bfloat16, "
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Setup:
-    """What is switched on; the defaults are the first configuration of the report."""
+class LoopSetup:
+    """The optimisations that are switched on; the defaults are the first configuration of the report."""
 
     batch_size: int = 16
     num_workers: int = 0
-    prefetch_factor: int = 2  # a DataLoader's own default
-    persistent: bool = False  # workers; with pinned memory and non-blocking copies
+    prefetch_factor: int = 2  # the DataLoader's default
+    persistent: bool = False  # persistent workers, pinned memory and non-blocking copies
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
     autotuner: bool = False  # cuDNN's
     set_to_none: bool = False
     packed: bool = False  # the corpus instead of single files
-    device_augmentation: bool = False  # instead of on the CPU, while reading
-    buckets: bool = False  # and padded batches as they are; without them pack_padded_sequence
+    device_augmentation: bool = False  # instead of on the CPU, in the workers
+    buckets: bool = False  # and plain padded batches; without them pack_padded_sequence
     resident: bool = False  # instead of a DataLoader
     compiled: bool = False  # CUDA graphs on a GPU, torch.compile on a CPU
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Data:
+class AblationData:
     """The same sequences as files and as rows of a corpus."""
 
     files: SequenceFolder
@@ -61,11 +58,11 @@ class Data:
 
 
 @dataclass(frozen=True, slots=True)
-class Fed:
-    """A batch on the device and what is known of it on the host."""
+class FedBatch:
+    """A batch on the device, and its sizes on the host."""
 
     batch: Batch
-    length: Tensor | None  # (B,) on the host, where the loader had it there
+    length: Tensor | None  # (B,) on the host, if the loader had it there
     num_items: int
     num_frames: int  # without padding, before any augmentation
     num_padded: int  # frames, padding included
@@ -74,10 +71,10 @@ class Fed:
 # Batches
 
 
-class Feed:
-    """Batches without end, epoch after epoch, by a DataLoader or from where they are resident."""
+class BatchFeed:
+    """Batches epoch after epoch without end, from a DataLoader or from resident data."""
 
-    def __init__(self, setup: Setup, data: Data, device: torch.device, seed: int) -> None:
+    def __init__(self, setup: LoopSetup, data: AblationData, device: torch.device, seed: int) -> None:
         self.setup = setup
         self.source: SequenceLoader | RaggedResident
         if setup.resident:
@@ -87,12 +84,10 @@ class Feed:
             )  # fmt: skip
             self._lengths = data.corpus.lengths
         elif setup.packed:
-            packed = PackedSequences(data.corpus.path)
-            fields = {"label": data.labels}
             self.source = SequenceLoader(
-                packed, self._config(), device=device, seed=seed, rows=data.rows, fields=fields
+                data.corpus, self._config(), device=device, seed=seed, rows=data.rows, fields={"label": data.labels}
             )
-            self._lengths = packed.lengths
+            self._lengths = data.corpus.lengths
         else:
             fields = {"label": data.labels[data.rows]}
             self.source = SequenceLoader(data.files, self._config(), device=device, seed=seed, fields=fields)
@@ -111,13 +106,13 @@ class Feed:
             buckets=BucketConfig(batch_size=setup.batch_size) if setup.buckets else None,
         )
 
-    def batches(self) -> Generator[Fed]:
+    def batches(self) -> Generator[FedBatch]:
         """Inside the source's with block."""
         with ExitStack() as opened:
             for number in count():
                 if isinstance(self.source, SequenceLoader):
                     epoch = self.source.host_epoch(number)
-                    rows = [torch.tensor(task.rows) for task in self.source.order(number)]
+                    rows = [torch.tensor(plan.rows) for plan in self.source.order(number)]
                 else:
                     epoch = self.source.epoch(number)
                     rows = [batch.items for batch in self.source.order(number)]
@@ -126,18 +121,18 @@ class Feed:
                     yield self._fed(batch, items)
                 opened.close()
 
-    def _fed(self, batch: Batch, items: Tensor) -> Fed:
+    def _fed(self, batch: Batch, items: Tensor) -> FedBatch:
         frames, padded = int(self._lengths[items].sum()), len(items) * batch["frames"].shape[1]
         if isinstance(self.source, SequenceLoader):
-            return Fed(self.source.to_device(batch), batch["length"], len(items), frames, padded)
-        return Fed(batch, None, len(items), frames, padded)
+            return FedBatch(self.source.to_device(batch), batch["length"], len(items), frames, padded)
+        return FedBatch(batch, None, len(items), frames, padded)
 
 
 # Steps
 
 
-def make_module(config: SequenceConfig, num_classes: int, setup: Setup, device: torch.device) -> Classifier:
-    """The classifier, always with the same weights; without buckets its LSTM packs sequences."""
+def make_module(config: SequenceConfig, num_classes: int, setup: LoopSetup, device: torch.device) -> Classifier:
+    """The classifier, always with the same initial weights; without buckets its LSTM packs sequences."""
     with torch.random.fork_rng([]):
         torch.manual_seed(0)
         module = Classifier(Encoder(config), num_classes)
@@ -147,7 +142,7 @@ def make_module(config: SequenceConfig, num_classes: int, setup: Setup, device: 
 
 
 class PackedLstm(nn.Module):
-    """torch's own LSTM over packed sequences, with the weights of a BiLstm and its results."""
+    """torch's LSTM over packed sequences, with the weights and the results of a BiLstm."""
 
     def __init__(self, lstm: BiLstm) -> None:
         super().__init__()
@@ -156,12 +151,12 @@ class PackedLstm(nn.Module):
             batch_first=True, bidirectional=True, dropout=lstm.dropout if lstm.layers > 1 else 0.0,
         )  # fmt: skip
         self.lstm.load_state_dict(lstm.state_dict())
-        self.host_length: Tensor | None = None  # where the loop knows it: else packing waits for the device
+        self.host_length: Tensor | None = None  # if the loop knows it; otherwise packing waits for the device
 
     def forward(self, x: Tensor, length: Tensor) -> Tensor:
         """States of both directions, (B, T, 2 H), 0 behind each end."""
         known = length.cpu() if self.host_length is None else self.host_length
-        on_cpu = x.device.type == "cpu"  # where autocast knows no LSTM
+        on_cpu = x.device.type == "cpu"  # where autocast does not support LSTMs
         with torch.autocast("cpu", enabled=False) if on_cpu else nullcontext():
             packed = pack_padded_sequence(x.float() if on_cpu else x, known, batch_first=True, enforce_sorted=False)
             out, _ = self.lstm(packed)
@@ -170,21 +165,21 @@ class PackedLstm(nn.Module):
 
 
 class HandStep:
-    """Forward, loss, backward, clipping and a fused AdamW; nothing is read back."""
+    """Forward, loss, backward, clipping and a fused AdamW; nothing is copied to the host."""
 
     kind = "eager"
 
-    def __init__(self, module: Classifier, setup: Setup, device: torch.device, seed: int) -> None:
+    def __init__(self, module: Classifier, setup: LoopSetup, device: torch.device, seed: int) -> None:
         self.module, self.setup, self.device = module, setup, device
         self.optimizer = torch.optim.AdamW(module.parameters(), LEARNING_RATE, weight_decay=0.01, fused=True)
         self.dtype = DTYPES[setup.precision]
         self.scaler = torch.amp.GradScaler(device.type, enabled=setup.precision == "fp16")
         self.rng = torch.Generator(device).manual_seed(seed)
 
-    def prepare(self, fed: Fed) -> None:
-        """Nothing: the first steps are the warm-up."""
+    def prepare(self, fed: FedBatch) -> None:
+        """Nothing to do: the first steps are the warm-up."""
 
-    def __call__(self, fed: Fed) -> Tensor:
+    def __call__(self, fed: FedBatch) -> Tensor:
         """Train on a batch; returns its loss, on the device."""
         batch, host_length = fed.batch, fed.length
         if self.setup.device_augmentation:
@@ -205,9 +200,9 @@ class HandStep:
 
 
 class EngineStep:
-    """The same by engine.step: a captured CUDA graph for each shape, or torch.compile on a CPU."""
+    """The same with the engine's Stepper: a captured CUDA graph per shape, or torch.compile on a CPU."""
 
-    def __init__(self, module: Classifier, setup: Setup, device: torch.device, seed: int) -> None:
+    def __init__(self, module: Classifier, setup: LoopSetup, device: torch.device, seed: int) -> None:
         config = TrainConfig(
             learning_rate=LEARNING_RATE, clip_norm=CLIP_NORM, precision=setup.precision, seed=seed,
             compile="graph" if device.type == "cuda" else "compile",
@@ -218,42 +213,29 @@ class EngineStep:
 
     @property
     def kind(self) -> str:
-        """Eager, compiled or graph."""
         return self.stepper.kind
 
-    def prepare(self, fed: Fed) -> None:
+    def prepare(self, fed: FedBatch) -> None:
         """Capture this shape now, not while it is measured."""
         if self.stepper.needs_preparation(fed.batch):
             self.stepper.prepare(fed.batch)
         self(fed)
-        if self.stepper.needs_preparation(fed.batch):  # a shape after the first one has to be seen before
+        if self.stepper.needs_preparation(fed.batch):  # shapes after the first are captured when they come again
             self.stepper.prepare(fed.batch)
 
-    def __call__(self, fed: Fed) -> Tensor:
+    def __call__(self, fed: FedBatch) -> Tensor:
         """Train on a batch; returns its loss, on the device."""
         self.number += 1
         return self.stepper.step(fed.batch, self.number, LEARNING_RATE)
 
 
-Step = HandStep | EngineStep
+TrainStep = HandStep | EngineStep
 
 
-def make_step(module: Classifier, setup: Setup, device: torch.device, seed: int) -> Step:
-    """The step a setup asks for."""
-    make: Callable[[Classifier, Setup, torch.device, int], Step] = EngineStep if setup.compiled else HandStep
+def make_step(module: Classifier, setup: LoopSetup, device: torch.device, seed: int) -> TrainStep:
+    make: Callable[[Classifier, LoopSetup, torch.device, int], TrainStep] = EngineStep if setup.compiled else HandStep
     return make(module, setup, device, seed)
 
 
 def _augmented(batch: Batch, rng: torch.Generator) -> Batch:
     return batch | {"length": augment(batch["frames"], batch["length"], rng, AUGMENTATION)}
-
-
-@contextmanager
-def autotuner(enabled: bool) -> Iterator[None]:
-    """cuDNN tries its algorithms for every new shape, or does not; afterwards as before."""
-    before = torch.backends.cudnn.benchmark
-    torch.backends.cudnn.benchmark = enabled
-    try:
-        yield
-    finally:
-        torch.backends.cudnn.benchmark = before

@@ -1,4 +1,4 @@
-"""A picture of an ablation: a row for each step, what made no difference in grey."""
+"""A plot of an ablation: a row for each step; steps without a difference are grey."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -32,7 +32,7 @@ _STYLE: dict[Any, Any] = {
 def plot(file: Path | str, ablation: "Ablation") -> None:
     """Write a PNG: samples/s, busy and ceiling share and memory of every step."""
     if not ablation.steps:
-        raise ConfigError(f"{file}: nothing was measured, so there is nothing to plot")
+        raise ConfigError(f"{file}: nothing was measured, there is nothing to plot")
     check_plot()
     import matplotlib as mpl
     from matplotlib.figure import Figure
@@ -70,16 +70,16 @@ def _draw(
     steps: "tuple[AblationStep, ...]",
     title: str,
     value: "Callable[[AblationStep], float | None]",
-    say: "Callable[[AblationStep], str]",
+    label: "Callable[[AblationStep], str]",
 ) -> None:
-    """Horizontal bars from the top down, each with its number behind it."""
+    """Horizontal bars from the top down, each followed by its number."""
     values = [value(step) or 0.0 for step in steps]
     axis.barh(range(len(steps)), values, color=[_COLOURS.get(step.verdict, "white") for step in steps], height=0.7)
     widest = max(values) or 1.0
     for place, (step, width) in enumerate(zip(steps, values, strict=True)):
-        text = "did not fit" if value(step) is None else say(step)
+        text = "did not fit" if value(step) is None else label(step)
         colour = _GREY if step.verdict in ("no difference", "did not fit") else _INK
-        box = {"facecolor": "white", "edgecolor": "none", "pad": 0.6, "alpha": 0.85}  # over the lines of the grid
+        box = {"facecolor": "white", "edgecolor": "none", "pad": 0.6, "alpha": 0.85}  # above the grid lines
         axis.text(width + 0.02 * widest, place, text, va="center", fontsize=8.5, color=colour, bbox=box)
     axis.set_xlim(0, 1.32 * widest)
     axis.set_ylim(len(steps) - 0.4, -0.6)

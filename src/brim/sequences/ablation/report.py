@@ -1,4 +1,4 @@
-"""What an ablation found: its steps, whether each made a difference, and the same as JSON and as a table."""
+"""Results of an ablation: its steps, whether each made a difference, and their JSON and table."""
 
 import math
 import statistics
@@ -8,29 +8,29 @@ from typing import Any, Literal
 
 from brim.engine.device import format_size
 
-LEAST_DIFFERENCE = 0.02  # share; less is not worth a word, whatever the noise
+LEAST_DIFFERENCE = 0.02  # share; smaller changes count as no difference, whatever the noise
 
 Verdict = Literal["start", "faster", "slower", "no difference", "did not fit"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AblationStep:
-    """One loop, with everything before it still switched on."""
+    """One training loop, with all earlier optimisations switched on."""
 
     name: str
     samples_per_s: float | None  # None: it did not fit in memory
-    busy_share: float | None  # GPU: of the time its kernels took; CPU: of all cores' time, in the training process
-    ceiling_share: float | None  # rate over that of the same step on batches that are on the device already
+    busy_share: float | None  # GPU: of the time; CPU: of all cores' time, in the training process
+    ceiling_share: float | None  # rate relative to the same step on batches already on the device
     peak_bytes: int | None  # GPU: of tensors; CPU: of the training process
-    verdict: Verdict  # against the step before
-    change: float | None = None  # rate over that of the step before
+    verdict: Verdict  # compared to the previous step
+    change: float | None = None  # rate relative to the previous step
     noise: float = 0.0  # relative standard error of the rate
     note: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AblationProgress:
-    """Where an ablation is; handed to the caller about twice a second while a loop runs."""
+    """Progress of an ablation, reported about twice a second while a loop runs."""
 
     step: int  # counted from 0
     steps: int
@@ -40,19 +40,16 @@ class AblationProgress:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ablation:
-    """All steps, and what they were measured on."""
-
     steps: tuple[AblationStep, ...]
     device: str  # its name
     notes: tuple[str, ...]
 
     def as_dict(self) -> dict[str, Any]:
-        """As JSON, by the names of the contract."""
         keys = ("name", "samples_per_s", "busy_share", "ceiling_share", "peak_bytes")
         return {"steps": [{key: getattr(step, key) for key in keys} for step in self.steps]}
 
     def table(self) -> str:
-        """For a terminal."""
+        """As text for a terminal."""
         rows: list[tuple[str, ...]] = [("switched on", "samples/s", "×", "busy", "ceiling", "memory", "")]
         rows += [_row(step) for step in self.steps]
         columns = list(zip(*rows, strict=True))
@@ -66,9 +63,9 @@ class Ablation:
 
 
 def _row(step: AblationStep) -> tuple[str, ...]:
-    said = ", ".join(filter(None, [step.verdict.replace("start", ""), step.note]))
+    remark = ", ".join(filter(None, [step.verdict.replace("start", ""), step.note]))
     if step.samples_per_s is None:
-        return (step.name, "–", "–", "–", "–", "–", said)
+        return (step.name, "–", "–", "–", "–", "–", remark)
     rate = f"{step.samples_per_s:,.0f}".replace(",", " ") if step.samples_per_s >= 100 else f"{step.samples_per_s:.3g}"
     return (
         step.name,
@@ -77,7 +74,7 @@ def _row(step: AblationStep) -> tuple[str, ...]:
         f"{step.busy_share:.0%}",
         f"{step.ceiling_share:.0%}",
         format_size(step.peak_bytes or 0),
-        said,
+        remark,
     )
 
 
@@ -93,9 +90,9 @@ def unfitting(name: str) -> AblationStep:
 
 
 def judge(before: Sequence[float], after: Sequence[float], drift: float = 0.0) -> Verdict:
-    """Whether the blocks of one loop are faster than those of another, beyond what they differ by themselves.
+    """Whether one loop is faster than another beyond the noise of their blocks.
 
-    drift  relative difference of two measurements of one loop
+    drift  relative difference between two measurements of the same loop
     """
     change = statistics.median(after) / statistics.median(before) - 1
     bound = max(LEAST_DIFFERENCE, drift, 2 * math.hypot(relative_noise(before), relative_noise(after)))
@@ -105,7 +102,7 @@ def judge(before: Sequence[float], after: Sequence[float], drift: float = 0.0) -
 
 
 def relative_noise(rates: Sequence[float]) -> float:
-    """Standard error of the median of some rates, relative to it, by their median deviation; of few, half the range."""
+    """Relative standard error of the median, from the median deviation; with fewer than four rates, half the range."""
     middle = statistics.median(rates)
     if len(rates) < 4:
         return (max(rates) - min(rates)) / 2 / middle

@@ -1,9 +1,9 @@
-"""What each optimisation is worth on this machine: real training, one more thing switched on at a time.
+"""Ablation: what each optimisation gains on this machine, in real training, switched on one after another.
 
-Each step is a training loop of its own: warmed up, then timed in blocks. Samples per second are frames per second over
-the mean length of a sequence, so that a few batches of long or of short sequences do not count as slow or fast. A step
-made a difference when it is greater than what blocks of the same loop differ by, and than what a loop differs by when
-it is measured again.
+Each step is a separate training loop: warmed up, then timed in blocks. Samples per second are frames per second over
+the mean length of a sequence, so that a few batches of long or short sequences do not count as slow or fast. A step
+made a difference if the change exceeds both the noise between blocks and the drift between two measurements of the
+first configuration.
 """
 
 import ctypes
@@ -28,24 +28,30 @@ from brim.engine.device import PeakMemory, describe, guard, resolve_device, stre
 from brim.engine.meter import time_step
 from brim.engine.rows import HOST
 from brim.errors import ConfigError, OutOfMemory, StorageError
-from brim.sequences.ablation.loop import Data, Fed, Feed, Setup, Step, autotuner, make_module, make_step
+from brim.sequences.ablation.loop import (
+    AblationData,
+    BatchFeed,
+    FedBatch,
+    LoopSetup,
+    TrainStep,
+    make_module,
+    make_step,
+)
 from brim.sequences.ablation.report import Ablation, AblationProgress, AblationStep, judge, relative_noise, unfitting
 from brim.sequences.config import SequenceConfig
-from brim.sequences.corpus.packed import Corpus
-from brim.sequences.corpus.reading import SequenceFolder
+from brim.sequences.corpus import Corpus, SequenceFolder
+from brim.sequences.training import cudnn_autotune
 
-__all__ = ["Ablation", "AblationProgress", "AblationStep", "ablate"]
-
-UNPACKED_BYTES = 2 << 30  # at most so much is written as single files
-NUM_WORKERS, PREFETCH_FACTOR = 8, 6  # the report's
-CAP_S = {"cpu": 20.0, "cuda": 8.0}  # of timing a step, where all its steps would take longer
+UNPACKED_BYTES = 2 << 30  # written as single files at most
+NUM_WORKERS, PREFETCH_FACTOR = 8, 6  # as in the report
+CAP_S = {"cpu": 20.0, "cuda": 8.0}  # longest time to measure a step
 WARM_STEPS = {"cpu": 2, "cuda": 10}
 BLOCKS = 10
-HELD = {"cpu": 3, "cuda": 8}  # batches on the device for the ceiling
+HELD = {"cpu": 3, "cuda": 8}  # batches kept on the device to measure the ceiling
 PROGRESS_S = 0.5
 START = "first configuration"
 
-_Change = tuple[str, dict[str, Any], str]  # name, what it switches on, and what has to be said of it
+_Change = tuple[str, dict[str, Any], str]  # name, settings that it changes, and a remark
 _Block = tuple[int, int, float]  # frames, frames with padding, seconds
 
 
@@ -59,26 +65,26 @@ def ablate(
     model: SequenceConfig | None = None,
     cap_s: float | None = None,
 ) -> Ablation:
-    """Measure a packed corpus from the report's first configuration to all that is known to help.
+    """Measure training on a packed corpus, from the report's first configuration to all optimisations together.
 
-    steps  of training that are timed for each, or as many as fit into cap_s seconds
-    model  the network; by default the encoder's own defaults
+    steps  training steps timed for each, or as many as fit into cap_s seconds
+    model  the network; by default that of training
     """
     if steps < 1:
-        raise ConfigError(f"steps={steps} must be at least 1; 200 is enough for a GPU")
+        raise ConfigError("must be at least 1; 200 is usual", field="steps", value=steps, code="out_of_range")
     if cap_s is not None and not cap_s > 0:
-        raise ConfigError(f"cap_s={cap_s} must be above 0 seconds")
+        raise ConfigError("must be above 0 seconds", field="cap_s", value=cap_s, code="out_of_range")
     where, opened = resolve_device(device), Corpus.open(corpus)
     opened.verify()
     config = model or SequenceConfig(dim=opened.dim)
     with _unpacked(opened, seed) as (data, notes), torch.random.fork_rng([where.index] if where.type == "cuda" else []):
         bench = _Bench(data, config, where, seed, steps, cap_s or CAP_S[where.type], progress)
-        found = bench.run(list(_plan(where)))
+        measured = bench.run(list(_plan(where)))
         notes.append(f"measured again at the end, the first configuration differed by {bench.drift:.1%}")
-    return Ablation(steps=tuple(found), device=str(describe(where)["name"]), notes=tuple(notes))
+    return Ablation(steps=tuple(measured), device=str(describe(where)["name"]), notes=tuple(notes))
 
 
-# The order in which things are switched on
+# The order of the optimisations
 
 
 def _plan(device: torch.device) -> Iterator[_Change]:
@@ -105,7 +111,7 @@ def _plan(device: torch.device) -> Iterator[_Change]:
 
 
 def _has_bf16() -> bool:
-    """Whether this CPU multiplies bf16 by itself; where it does not, torch's bf16 is slower than its fp32."""
+    """Whether this CPU has bf16 instructions; without them torch's bf16 is slower than its fp32."""
     checks = (getattr(torch.cpu, name, None) for name in ("_is_amx_tile_supported", "_is_avx512_bf16_supported"))
     return any(check is not None and check() for check in checks)
 
@@ -114,7 +120,7 @@ def _has_bf16() -> bool:
 
 
 @contextmanager
-def _unpacked(corpus: Corpus, seed: int) -> Iterator[tuple[Data, list[str]]]:
+def _unpacked(corpus: Corpus, seed: int) -> Iterator[tuple[AblationData, list[str]]]:
     """The corpus, and some of its sequences as single files in a temporary folder."""
     with tempfile.TemporaryDirectory(prefix="brim-ablate-") as name:
         folder = Path(name)
@@ -126,20 +132,18 @@ def _unpacked(corpus: Corpus, seed: int) -> Iterator[tuple[Data, list[str]]]:
             reason = failure.strerror or failure
             raise StorageError(f"{folder}: cannot write, {reason}; set TMPDIR to a larger disk") from failure
         num_classes = max(2, len(corpus.classes))
-        made_up = torch.arange(len(corpus)) % num_classes
-        labels = torch.where(corpus.labels < 0, made_up, corpus.labels)
+        stand_in = torch.arange(len(corpus)) % num_classes
+        labels = torch.where(corpus.labels < 0, stand_in, corpus.labels)
         dtype = str(corpus.dtype).removeprefix("torch.")
         notes = [f"the .npy files of the first steps were unpacked from the corpus, as {dtype}, to a temporary folder"]
         if len(rows) < len(corpus):
             notes.append(f"measured on {len(rows)} of {len(corpus)} sequences, so that they fit there")
-        yield (
-            Data(files=SequenceFolder(folder), corpus=corpus, rows=rows, labels=labels, num_classes=num_classes),
-            notes,
-        )
+        files = SequenceFolder(folder)
+        yield AblationData(files=files, corpus=corpus, rows=rows, labels=labels, num_classes=num_classes), notes
 
 
 def _rows_to_unpack(corpus: Corpus, most_bytes: int, seed: int) -> Tensor:
-    """As many sequences as fit, at random, in the order of the corpus."""
+    """As many random sequences as fit, in the order of the corpus."""
     mixed = torch.randperm(len(corpus), generator=stream(seed, "ablate", device=HOST))
     ends = (corpus.lengths[mixed] * corpus.dim * corpus.dtype.itemsize + 4096).cumsum(0)
     num = int((ends <= most_bytes).sum())
@@ -152,8 +156,8 @@ def _rows_to_unpack(corpus: Corpus, most_bytes: int, seed: int) -> Tensor:
 
 
 @dataclass(frozen=True, slots=True)
-class _Loop:
-    """What was measured of one setup."""
+class _Measurement:
+    """Measurements of one setup."""
 
     rates: list[float]  # of blocks, frames per second
     ceiling_share: float
@@ -167,7 +171,7 @@ class _Bench:
 
     def __init__(
         self,
-        data: Data,
+        data: AblationData,
         model: SequenceConfig,
         device: torch.device,
         seed: int,
@@ -179,25 +183,25 @@ class _Bench:
         self.steps, self.cap_s, self.progress = steps, cap_s, progress
         self.mean_length = float(data.corpus.lengths[data.rows].double().mean())
         self.now = (0, 0, "")  # number of the step, of how many, its name
-        self.told_s = 0.0
+        self.reported_s = 0.0
         self.drift = 0.0  # relative, between two measurements of the same loop
 
     def run(self, plan: list[_Change]) -> list[AblationStep]:
-        """All steps; the first configuration is measured again at the end, to know what time alone changes."""
-        loops: list[_Loop | None] = []
-        setup = Setup()
+        """All steps; the first configuration is measured again at the end, to know the drift."""
+        loops: list[_Measurement | None] = []
+        setup = LoopSetup()
         for number, (name, change, _) in enumerate(plan):
             self.now = (number, len(plan), name)
-            self._tell(0.0, now=True)
-            tried = replace(setup, **change)
-            loops.append(self._try(tried))
-            setup = tried if loops[-1] is not None else setup  # what does not fit stays switched off
-        again = self._try(Setup())
+            self._report(0.0, now=True)
+            candidate = replace(setup, **change)
+            loops.append(self._try(candidate))
+            setup = candidate if loops[-1] is not None else setup  # what does not fit stays switched off
+        again = self._try(LoopSetup())
         if loops[0] is not None and again is not None:
             self.drift = abs(statistics.median(again.rates) / statistics.median(loops[0].rates) - 1)
         return list(self._judged(plan, loops))
 
-    def _try(self, setup: Setup) -> _Loop | None:
+    def _try(self, setup: LoopSetup) -> _Measurement | None:
         try:
             with guard():
                 return self._measure(setup)
@@ -206,9 +210,9 @@ class _Bench:
         finally:
             self._release()
 
-    def _judged(self, plan: list[_Change], loops: list[_Loop | None]) -> Iterator[AblationStep]:
+    def _judged(self, plan: list[_Change], loops: list[_Measurement | None]) -> Iterator[AblationStep]:
         before: list[float] | None = None
-        for (name, change, said), loop in zip(plan, loops, strict=True):
+        for (name, change, remark), loop in zip(plan, loops, strict=True):
             if loop is None:
                 yield unfitting(name)
                 continue
@@ -223,15 +227,15 @@ class _Bench:
                 verdict="no difference" if "autotuner" in change and self.device.type == "cpu" else verdict,
                 change=None if before is None else rate / statistics.median(before),
                 noise=relative_noise(loop.rates),
-                note=", ".join(filter(None, [said, loop.note])),
+                note=", ".join(filter(None, [remark, loop.note])),
             )
             before = loop.rates
 
-    def _measure(self, setup: Setup) -> _Loop:
-        with autotuner(setup.autotuner):
+    def _measure(self, setup: LoopSetup) -> _Measurement:
+        with cudnn_autotune(setup.autotuner):
             module = make_module(self.model, self.data.num_classes, setup, self.device)
             step = make_step(module, setup, self.device, self.seed)
-            feed = Feed(setup, self.data, self.device, self.seed)
+            feed = BatchFeed(setup, self.data, self.device, self.seed)
             with PeakMemory(self.device) as peak, feed.source, closing(feed.batches()) as batches:
                 self._warm_up(step, batches, setup)
                 blocks, busy = self._time_blocks(step, batches)
@@ -239,16 +243,16 @@ class _Bench:
                 held = self._hold(batches, feed.source.batch_size)
                 note = f"tier {feed.source.tier}" if setup.resident else ""
             step_s, device_s = self._time_held(step, held)
-        # in padded frames: those held may be longer or shorter than the others
+        # in padded frames: the batches held may be longer or shorter than the others
         rate = statistics.median(padded / seconds for _, padded, seconds in blocks)
         if device_s is not None:
             busy = min(1.0, rate * device_s)
         if setup.compiled:
             note = step.kind if step.kind != "eager" else "not possible here: eager"
-        return _Loop([frames / seconds for frames, _, seconds in blocks], rate * step_s, busy, peak_bytes, note)
+        return _Measurement([frames / seconds for frames, _, seconds in blocks], rate * step_s, busy, peak_bytes, note)
 
-    def _warm_up(self, step: Step, batches: Iterator[Fed], setup: Setup) -> None:
-        """Start workers and libraries; with graphs, capture every shape an epoch has."""
+    def _warm_up(self, step: TrainStep, batches: Iterator[FedBatch], setup: LoopSetup) -> None:
+        """Start workers and libraries; with graphs, capture every shape of an epoch."""
         if setup.compiled:
             shapes: set[torch.Size] = set()
             for fed in itertools.islice(batches, max(1, len(self.data.rows) // setup.batch_size)):
@@ -264,20 +268,20 @@ class _Bench:
             if time.perf_counter() - began_s > self.cap_s / 2:
                 break
 
-    def _time_blocks(self, step: Step, batches: Iterator[Fed]) -> tuple[list[_Block], float]:
-        """Blocks of the loop, and the share of the cores' time that this process took."""
+    def _time_blocks(self, step: TrainStep, batches: Iterator[FedBatch]) -> tuple[list[_Block], float]:
+        """Time blocks of the loop; also returns the share of the cores' time that this process used."""
         blocks: list[_Block] = []
         began_s, began_cpu_s, num_steps = time.perf_counter(), time.process_time(), 0
         while num_steps < self.steps and (len(blocks) < 2 or time.perf_counter() - began_s < self.cap_s):
             num, block = self._time_block(step, batches, min(self.steps - num_steps, math.ceil(self.steps / BLOCKS)))
             blocks.append(block)
             num_steps += num
-            self._tell(max(num_steps / self.steps, (time.perf_counter() - began_s) / self.cap_s))
+            self._report(max(num_steps / self.steps, (time.perf_counter() - began_s) / self.cap_s))
         busy_s = time.process_time() - began_cpu_s
         return blocks, min(1.0, busy_s / (time.perf_counter() - began_s) / worker_count())
 
-    def _time_block(self, step: Step, batches: Iterator[Fed], most: int) -> tuple[int, _Block]:
-        """So many steps, or fewer where they take long; their number, frames, padded frames and seconds."""
+    def _time_block(self, step: TrainStep, batches: Iterator[FedBatch], most: int) -> tuple[int, _Block]:
+        """Time at most `most` steps, fewer if they are slow; their number, frames, padded frames and seconds."""
         frames = padded = num = 0
         began_s = time.perf_counter()
         while num < most and time.perf_counter() - began_s < self.cap_s / BLOCKS:
@@ -287,16 +291,16 @@ class _Bench:
         self._wait()
         return num, (frames, padded, time.perf_counter() - began_s)
 
-    def _hold(self, batches: Iterator[Fed], full: int) -> list[Fed]:
-        """A few whole batches, copied, so that no source writes into them."""
+    def _hold(self, batches: Iterator[FedBatch], full: int) -> list[FedBatch]:
+        """A few full batches, copied, because a source may reuse its buffers."""
         whole = (fed for fed in batches if fed.num_items == full)  # every epoch has one
         return [
             replace(fed, batch={name: tensor.clone() for name, tensor in fed.batch.items()})
             for fed in itertools.islice(whole, HELD[self.device.type])
         ]
 
-    def _time_held(self, step: Step, held: Sequence[Fed]) -> tuple[float, float | None]:
-        """Seconds of a padded frame when its batch is there already: of the step, and of the device, None on a CPU."""
+    def _time_held(self, step: TrainStep, held: Sequence[FedBatch]) -> tuple[float, float | None]:
+        """Seconds per padded frame of batches already on the device: of the step, and on the GPU (None on a CPU)."""
         padded = sum(fed.num_padded for fed in held)
         if self.device.type == "cuda":
             times = [
@@ -311,7 +315,7 @@ class _Bench:
             for fed in held:
                 step(fed)
             rounds.append((time.perf_counter() - round_s) / padded)
-            self._tell(1.0)
+            self._report(1.0)
         return statistics.median(rounds), None
 
     def _wait(self) -> None:
@@ -323,12 +327,12 @@ class _Bench:
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
         else:
-            with suppress(OSError, AttributeError):  # glibc's; else the next peak would begin with this one's leftovers
+            with suppress(OSError, AttributeError):  # glibc; otherwise freed memory would count in the next peak
                 ctypes.CDLL(None).malloc_trim(0)
 
-    def _tell(self, share: float, *, now: bool = False) -> None:
-        if self.progress is None or (not now and time.perf_counter() - self.told_s < PROGRESS_S):
+    def _report(self, share: float, *, now: bool = False) -> None:
+        if self.progress is None or (not now and time.perf_counter() - self.reported_s < PROGRESS_S):
             return
-        self.told_s = time.perf_counter()
+        self.reported_s = time.perf_counter()
         number, steps, name = self.now
         self.progress(AblationProgress(step=number, steps=steps, name=name, share=min(1.0, share)))

@@ -1,7 +1,7 @@
-"""One .npy file of a sequence: its header checked without reading it, its frames read, checked and converted.
+"""One .npy file of a sequence: its header is checked without reading it; its frames are read, checked and converted.
 
-Whatever is wrong with a file comes back as a sentence, not as an exception, so that a caller can count the bad files
-or leave them out. Nothing is ever unpickled.
+A fault of a file is returned as text that continues a sentence about it, not raised, so that a caller can count bad
+files or leave them out. Nothing is ever unpickled.
 """
 
 # Axes: T frames, D features
@@ -17,17 +17,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-# Values handled at once: torch starts threads of its own from 32768 on, which beside ours spin for each other and took
-# ten times as long on two busy cores; and so many stay in a core's cache.
+# Values handled at once: from 32768 on torch starts its own threads, which compete with ours and took ten times as
+# long on two busy cores; this many also stay in a core's cache.
 CHUNK_VALUES = 32767
-_CHECK_BYTES = 4 << 20  # of a file too large to be held
-_EXACT = {torch.float16: 2**11, torch.float32: 2**24}  # whole numbers up to here survive
+_CHECK_BYTES = 4 << 20  # read at a time when a large file is checked
+_EXACT = {torch.float16: 2**11, torch.float32: 2**24}  # integers up to here are exact
 STORED = {"float16": torch.float16, "float32": torch.float32}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NpyFile:
-    """What the header of an .npy file says, and which file it was."""
+    """The header of an .npy file, and the size and time by which a change is noticed."""
 
     id: str  # path below the folder, with /
     path: Path
@@ -41,32 +41,27 @@ class NpyFile:
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of one frame in the file."""
         return self.dim * self.dtype.itemsize
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all frames in the file."""
         return self.length * self.row_bytes
 
 
 def parse(data: bytes | memoryview) -> Tensor | str:
-    """Frames (T, D) float32 of an .npy file's bytes, or in words what is wrong with them."""
-    found = parse_header(io.BytesIO(data), len(data))
-    if isinstance(found, str):
-        return found
-    shape, fortran, dtype, offset = found
+    """Frames (T, D) float32 of an .npy file's bytes, or their fault."""
+    header = parse_header(io.BytesIO(data), len(data))
+    if isinstance(header, str):
+        return header
+    shape, fortran, dtype, offset = header
     values = np.frombuffer(data, dtype, shape[0] * shape[1], offset).reshape(shape, order="F" if fortran else "C")
-    rows = np.array(values, dtype=dtype.newbyteorder("="), order="C")  # of its own: data may be used again
+    rows = np.array(values, dtype=dtype.newbyteorder("="), order="C")  # a copy: data may be reused
     out = torch.empty(shape)
     return convert(rows, 0, out) or out
 
 
 def parse_header(opened: IO[bytes], size: int) -> tuple[tuple[int, int], bool, np.dtype[Any], int] | str:
-    """Shape, whether features vary slowest, dtype and the first value's offset; or in words what is wrong.
-
-    size  bytes of the file
-    """
+    """Shape, whether features vary slowest, dtype and the first value's offset; or the fault. size is in bytes."""
     try:
         version = np.lib.format.read_magic(opened)
         if version not in ((1, 0), (2, 0)):
@@ -76,20 +71,20 @@ def parse_header(opened: IO[bytes], size: int) -> tuple[tuple[int, int], bool, n
         offset = opened.tell()
     except OSError as failure:
         return f"cannot be read: {failure.strerror or failure}"
-    except Exception as failure:  # the header is a Python literal: whatever its parser says, the file is no .npy
-        return f"is no .npy file ({str(failure).splitlines()[0] if str(failure) else type(failure).__name__})"
+    except Exception as failure:  # the header is a Python literal; its parser raises anything
+        return f"is not an .npy file ({str(failure).splitlines()[0] if str(failure) else type(failure).__name__})"
     fault = _find_fault(dtype, shape, size - offset)
     return fault or ((int(shape[0]), int(shape[1])), bool(fortran), dtype, offset)
 
 
 def read_header(path: Path, name: str) -> NpyFile | str:
-    """The header of a file that can be packed, or in words what is wrong with it; no frame is read."""
+    """The header of a file that can be packed, or its fault; no frame is read."""
     try:
         if not stat.S_ISREG(path.stat().st_mode):
-            return "is not a file"  # opening a pipe would wait for ever
+            return "is not a file"  # opening a pipe would block forever
         with path.open("rb") as opened:
-            found = os.fstat(opened.fileno())
-            header = parse_header(opened, found.st_size)
+            status = os.fstat(opened.fileno())
+            header = parse_header(opened, status.st_size)
     except OSError as failure:
         return f"cannot be read: {failure.strerror or failure}"
     if isinstance(header, str):
@@ -97,7 +92,7 @@ def read_header(path: Path, name: str) -> NpyFile | str:
     shape, fortran, dtype, offset = header
     return NpyFile(
         id=name, path=path, dtype=dtype, length=shape[0], dim=shape[1], fortran=fortran, offset=offset,
-        size=found.st_size, mtime_ns=found.st_mtime_ns,
+        size=status.st_size, mtime_ns=status.st_mtime_ns,
     )  # fmt: skip
 
 
@@ -120,25 +115,24 @@ class FrameReader:
     """An open .npy file whose frames are read, checked and converted, piece by piece."""
 
     def __init__(self, npy: NpyFile) -> None:
-        """Store."""
         self.npy = npy
         self._direct = npy.dtype.kind == "f" and npy.dtype.isnative and not npy.fortran
         self._scratch = torch.empty(0)
 
     def read(self, first: int, out: Tensor) -> str:
-        """Fill out with the frames from first on; in words, what is wrong with the first bad frame.
+        """Fill out with the frames from first on; returns the fault of the first bad frame, or "".
 
         out  (n, D)  float16 or float32, contiguous, on the host
         """
-        # through a map all at once: each map of a file faults its pages in again
+        # all at once through a map: each new map of a file faults its pages in again
         step = max(1, CHUNK_VALUES // self.npy.dim) if self._direct else len(out)
         try:
             handle = os.open(self.npy.path, os.O_RDONLY)
         except OSError as failure:
             return f"cannot be read: {failure.strerror or failure}"
         try:
-            found = os.fstat(handle)
-            if (found.st_size, found.st_mtime_ns) != (self.npy.size, self.npy.mtime_ns):
+            status = os.fstat(handle)
+            if (status.st_size, status.st_mtime_ns) != (self.npy.size, self.npy.mtime_ns):
                 return "changed while it was being packed"
             for start in range(0, len(out), step):
                 fault = self._read_chunk(handle, first + start, out[start : start + step])
@@ -151,7 +145,7 @@ class FrameReader:
         return ""
 
     def check(self, dtype: torch.dtype) -> str:
-        """Read all frames and keep none; in words, what is wrong with the first bad frame."""
+        """Read all frames and keep none; returns the fault of the first bad frame, or ""."""
         step = max(1, _CHECK_BYTES // self.npy.row_bytes)
         out = torch.empty(step, self.npy.dim, dtype=dtype)
         for first in range(0, self.npy.length, step):
@@ -187,7 +181,7 @@ class FrameReader:
 
 
 def convert(rows: np.ndarray[Any, Any], first: int, out: Tensor) -> str:
-    """Fill out (n, D) with rows of any dtype in the machine's byte order; in words, what is wrong with a bad frame."""
+    """Fill out (n, D) with rows of any dtype in native byte order; returns the fault of the first bad frame, or ""."""
     if rows.dtype.kind == "f":
         frames = torch.from_numpy(rows)
         fault = _find_bad_frame(frames, first, out.dtype)
@@ -203,7 +197,7 @@ _FLOATS = {2: torch.float16, 4: torch.float32, 8: torch.float64}
 
 
 def _read_into(handle: int, offset: int, rows: Tensor) -> bool:
-    """Fill a contiguous tensor from a file, without the interpreter's lock; False where the file ends before."""
+    """Fill a contiguous tensor from a file without holding the GIL; False if the file ends too early."""
     left = memoryview(rows.view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
     while left:
         num = os.preadv(handle, [left], offset)
@@ -214,9 +208,9 @@ def _read_into(handle: int, offset: int, rows: Tensor) -> bool:
 
 
 def _find_bad_frame(rows: Tensor, first: int, stored: torch.dtype) -> str:
-    """The first frame with NaN, Inf or a value that stored cannot hold; one pass over the frames while all is well."""
+    """The first frame with NaN, Inf or a value that stored cannot hold; good frames take a single pass."""
     limit = torch.finfo(stored).max
-    low, high = (float(value) for value in torch.aminmax(rows))  # NaN goes through, and is within no bounds
+    low, high = (float(value) for value in torch.aminmax(rows))  # NaN propagates and is within no bounds
     if -limit <= low and high <= limit:
         return ""
     bad = ~(rows.double().abs() <= limit)
@@ -243,4 +237,4 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def _wider(stored: torch.dtype) -> str:
-    return "use --dtype float32" if stored == torch.float16 else "scale the features down"
+    return "use dtype float32" if stored == torch.float16 else "scale the features down"

@@ -1,97 +1,100 @@
 """A packed corpus: the frames of all sequences in one store of shards, mapped from disk, and a table of sequences.
 
-    CORPUS/manifest.json            what it is, its shards and their checksums
-    CORPUS/items.json               ids, starts, lengths, labels, split, classes
-    CORPUS/shards/NNNNNN.safetensors  "frames" (n, D), a sequence may go on in the next shard
+    CORPUS/manifest.json              kind, shape, the shards and their checksums
+    CORPUS/items.json                 ids, starts, lengths, labels, split, classes; its checksum is in the manifest
+    CORPUS/shards/NNNNNN.safetensors  "frames" (n, D); a sequence may continue in the next shard
 
-packing.py writes one. Reading knows no order and no batches.
+packing.py writes one.
 """
 
 # Axes: n sequences, N frames of the corpus, D features
 
+import hashlib
+import json
+import os
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from brim.engine.storage import Dataset, check_bytes
-from brim.errors import ConfigError, DatasetError, ShardCorrupt
-from brim.sequences.corpus.folder import Skipped
-from brim.sequences.corpus.items import Items, read_items
+from brim.engine.storage import MANIFEST, Dataset, check_bytes
+from brim.errors import DatasetError, ShardCorrupt, StorageError
+from brim.sequences.corpus.folder import SequenceFolder, Skipped
+from brim.sequences.corpus.labels import SPLITS
 from brim.sequences.corpus.npy import STORED
+from brim.sequences.corpus.sequences import CountProgress, Sequences, digest
 
 KIND = "sequences"
 FRAMES = "frames"
+TABLE = "items.json"
+
+_REMAKE = "restore it from a copy, or pack the corpus again"
 
 
-class Corpus:
-    """A corpus opened for reading; one that is unfinished, altered or something else fails here with its reason."""
+def open_sequences(path: Path | str) -> Sequences:
+    """Open a packed corpus, or read the headers of a folder of .npy files."""
+    path = Path(path)
+    if (path / MANIFEST).is_file():
+        return Corpus.open(path)
+    if not path.is_dir():
+        raise DatasetError(f"{path} is not a directory; give a packed corpus, or a folder of .npy sequences")
+    return SequenceFolder(path)
 
-    def __init__(self, dataset: Dataset, items: Items, dim: int, dtype: torch.dtype) -> None:
-        """Store; open() makes one."""
-        self.dataset, self.items, self.dim, self.dtype = dataset, items, dim, dtype
+
+class Corpus(Sequences):
+    """A corpus opened for reading; an unfinished, altered or foreign one is an error that gives the reason."""
+
+    def __init__(self, dataset: Dataset, table: "_Table", dim: int, dtype: torch.dtype) -> None:
+        """Use open() instead."""
+        self.dataset, self.dim, self.dtype = dataset, dim, dtype
         self.path = dataset.path
+        self.ids, self.lengths, self.starts, self.labels, self.split, self.classes = table
         self.num_frames = len(dataset)
         self.skipped = read_skipped(dataset.path, dataset.manifest)
         self._per_shard = int(dataset.manifest["items_per_shard"])
         self._mapped: dict[int, Tensor] = {}
 
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_mapped": {}}  # maps belong to this process
+
     @classmethod
     def open(cls, path: Path | str) -> Self:
-        """Read manifest and table, and look at every shard's size; verify() compares checksums too."""
+        """Read manifest and table, and check every shard's size; verify() compares checksums too."""
         dataset = Dataset(path)
         manifest = dataset.manifest
         if manifest.get("kind") != KIND:
-            raise DatasetError(f"{path} is no packed corpus; make one with brim sequence pack")
+            raise DatasetError(f"{path} is not a packed corpus", hint="make one with {sequence pack}")
         if not manifest["complete"]:
-            raise DatasetError(f'{path} is not packed to its end; go on with "brim sequence pack --resume"')
+            raise DatasetError(
+                f"{path} is not packed to its end", code="incomplete", hint="continue {sequence pack} with {resume}"
+            )
         dim, dtype = manifest.get("dim"), STORED.get(str(manifest.get("dtype")))
         if not isinstance(dim, int) or dtype is None:
-            raise DatasetError(f"{path}: dim={dim!r} and dtype={manifest.get('dtype')!r} cannot be; pack it again")
-        corpus = cls(dataset, read_items(dataset.path, manifest.get("table"), len(dataset)), dim, dtype)
+            raise DatasetError(f"{path}: dim={dim!r} and dtype={manifest.get('dtype')!r} are not valid; pack it again")
+        corpus = cls(dataset, _read_table(dataset.path, manifest.get("table"), len(dataset)), dim, dtype)
         corpus._check_shards()
         return corpus
 
-    def __len__(self) -> int:
-        """Sequences."""
-        return len(self.items.ids)
+    @cached_property
+    def identity(self) -> dict[str, str | None]:
+        content = [self.dim, str(self.dtype), *(entry.sha256 for entry in self.dataset.shards)]
+        source = self.dataset.manifest.get("source")
+        return {
+            "content_sha256": digest(content),
+            "source_sha256": source.get("sha256") if isinstance(source, dict) else None,
+            "items_sha256": self.table_digest(),
+        }
 
-    @property
-    def ids(self) -> tuple[str, ...]:
-        """Paths below the folder that was packed."""
-        return self.items.ids
-
-    @property
-    def lengths(self) -> Tensor:
-        """(n,) int64, frames of each sequence."""
-        return self.items.lengths
-
-    @property
-    def starts(self) -> Tensor:
-        """(n,) int64, first frame of each sequence in the store."""
-        return self.items.starts
-
-    @property
-    def labels(self) -> Tensor:
-        """(n,) int64, number of the class, -1 without one."""
-        return self.items.labels
-
-    @property
-    def classes(self) -> tuple[str, ...]:
-        """Names of the classes, by number."""
-        return self.items.classes
-
-    @property
-    def split(self) -> tuple[str, ...]:
-        """Of each sequence: "train", "test" or nothing."""
-        return self.items.split
+    def read_item(self, index: int, out: Tensor) -> None:
+        np.copyto(out.numpy(), self.sequence(index).numpy(), casting="same_kind")
 
     def sequence(self, index: int) -> Tensor:
-        """(T, D) frames of one sequence: mapped, or copied where it goes over the end of a shard."""
+        """(T, D) frames of one sequence: mapped, or copied if it spans two shards."""
         start, length = int(self.starts[index]), int(self.lengths[index])
         shard, row = divmod(start, self._per_shard)
         if row + length <= self._per_shard:
@@ -101,7 +104,7 @@ class Corpus:
         return out
 
     def read(self, start: int, stop: int, out: Tensor) -> None:
-        """Copy the frames from start to stop; several threads may do so at once.
+        """Copy the frames from start to stop; safe to call from several threads.
 
         out  (stop - start, D)  of the corpus's dtype, on the host
         """
@@ -109,22 +112,22 @@ class Corpus:
         while start < stop:
             shard, row = divmod(start, self._per_shard)
             num = min(stop - start, self._per_shard - row)
-            # NumPy: torch would start threads of its own beside the caller's, which spin for each other
+            # NumPy: torch would start its own threads, which compete with the caller's
             np.copyto(out[at : at + num].numpy(), self._shard(shard)[row : row + num].numpy(), casting="same_kind")
             start, at = start + num, at + num
 
     def source(self, rows: Sequence[int] | Tensor | None = None) -> "CorpusSource":
-        """The sequences, or the rows of them that are named, as a source of ragged batches."""
+        """All sequences, or these rows, as a source of ragged batches."""
         return CorpusSource(self, rows)
 
-    def verify(self, progress: Callable[[int, int], None] | None = None) -> None:
-        """Compare every shard's checksum with the manifest; progress is told (shards done, shards in all)."""
+    def verify(self, progress: CountProgress | None = None) -> None:
+        """Compare every shard's checksum with the manifest; progress counts shards."""
         self.dataset.verify(progress)
         for shard in range(len(self.dataset.shards)):
             self._shard(shard)
 
     def _check_shards(self) -> None:
-        """Raise ShardCorrupt where a shard is missing, of another size, or not where its row numbers say."""
+        """Raise ShardCorrupt if a shard is missing or has another size than the manifest says."""
         for number, entry in enumerate(self.dataset.shards):
             last = number == len(self.dataset.shards) - 1
             if entry.items > self._per_shard or (entry.items < self._per_shard and not last):
@@ -149,12 +152,11 @@ class Corpus:
 
 
 class CorpusSource:
-    """Sequences of a corpus as engine.ragged reads them: frames numbered through, without those left out."""
+    """Sequences of a corpus as a ragged source of the engine: frames are numbered without gaps."""
 
     def __init__(self, corpus: Corpus, rows: Sequence[int] | Tensor | None = None) -> None:
-        """Store; rows are numbers of sequences, by default all."""
         self.corpus = corpus
-        self.rows = _check_rows(corpus, rows)
+        self.rows = corpus.rows(rows)
         self.num_items = len(self.rows)
         self.lengths = corpus.lengths[self.rows]
         self.starts = self.lengths.cumsum(0) - self.lengths
@@ -166,7 +168,7 @@ class CorpusSource:
         self._runs, self._places = self._find_runs()
 
     def read(self, start: int, stop: int, out: Tensor) -> None:
-        """Copy the frames from start to stop of these sequences; several threads may do so at once.
+        """Copy the frames from start to stop of these sequences; safe to call from several threads.
 
         out  (stop - start, D)  of the corpus's dtype, on the host
         """
@@ -178,7 +180,7 @@ class CorpusSource:
             start, at, run = start + num, at + num, run + 1
 
     def _find_runs(self) -> tuple[list[int], list[int]]:
-        """Where neighbours in the store begin: own frame numbers, with the end, and those of the store."""
+        """Where each run of consecutive sequences begins: own frame numbers, with the end, and those of the store."""
         first = self.corpus.starts[self.rows]
         breaks = torch.ones(self.num_items, dtype=torch.bool)
         breaks[1:] = first[1:] != (first + self.lengths)[:-1]
@@ -186,19 +188,70 @@ class CorpusSource:
 
 
 def read_skipped(path: Path, manifest: dict[str, Any]) -> tuple[Skipped, ...]:
-    """The files that were left out, as the manifest lists them."""
+    """The files that were left out, from the manifest."""
     try:
         return tuple(Skipped(file=str(file), fault=str(fault)) for file, fault in manifest.get("skipped", ()))
     except (TypeError, ValueError) as failure:
         raise DatasetError(f"{path}: the manifest's list of skipped files was altered; pack it again") from failure
 
 
-def _check_rows(corpus: Corpus, rows: Sequence[int] | Tensor | None) -> Tensor:
-    if rows is None:
-        return torch.arange(len(corpus))
-    index = torch.as_tensor(rows, dtype=torch.int64).reshape(-1)
-    if not len(index):
-        raise ConfigError(f"{corpus.path}: no sequence chosen; name at least one")
-    if int(index.min()) < 0 or int(index.max()) >= len(corpus):
-        raise ConfigError(f"{corpus.path}: rows {int(index.min())} to {int(index.max())}, it has {len(corpus)}")
-    return index
+# The table
+
+
+class _Table(NamedTuple):
+    ids: tuple[str, ...]
+    lengths: Tensor  # (n,) int64, frames
+    starts: Tensor  # (n,) int64, first frame in the store
+    labels: Tensor  # (n,) int64, number of the class, -1 without one
+    split: tuple[str, ...]  # "train", "test" or ""
+    classes: tuple[str, ...]
+
+
+def write_items(path: Path, columns: dict[str, Any]) -> dict[str, Any]:
+    """Write the table atomically, synced; returns its entry in the manifest."""
+    text = (json.dumps(columns, ensure_ascii=False, indent=0) + "\n").encode()
+    file, temporary = path / TABLE, path / f".{TABLE}.tmp"
+    try:
+        with temporary.open("wb") as out:
+            out.write(text)
+            out.flush()
+            os.fsync(out.fileno())
+        temporary.replace(file)
+    except OSError as failure:
+        raise StorageError(
+            f"{file}: cannot write, {failure.strerror or failure}", hint="make room, then continue with {resume}"
+        ) from failure
+    return {"name": TABLE, "bytes": len(text), "sha256": hashlib.sha256(text).hexdigest()}
+
+
+def _read_table(path: Path, entry: Any, num_frames: int) -> _Table:
+    """Read the table and check it against the manifest and the number of frames."""
+    file = path / TABLE
+    try:
+        text = file.read_bytes()
+    except FileNotFoundError as failure:
+        raise DatasetError(f"{file} is missing; {_REMAKE}") from failure
+    except OSError as failure:
+        raise StorageError(f"{file} cannot be read: {failure.strerror or failure}; check the disk") from failure
+    if not isinstance(entry, dict) or hashlib.sha256(text).hexdigest() != entry.get("sha256"):
+        raise DatasetError(f"{file}: checksum differs from the manifest, it was altered after packing; {_REMAKE}")
+    try:
+        return _build_table(json.loads(text), num_frames)
+    except (ValueError, KeyError, TypeError, RuntimeError) as failure:
+        raise DatasetError(f"{file} does not fit its shards ({failure}); {_REMAKE}") from failure
+
+
+def _build_table(columns: dict[str, Any], num_frames: int) -> _Table:
+    ids, split, classes = (tuple(map(str, columns[name])) for name in ("ids", "split", "classes"))
+    lengths, starts, labels = (
+        torch.tensor(columns[name], dtype=torch.int64) for name in ("lengths", "starts", "labels")
+    )
+    if len({len(column) for column in (ids, split, lengths, starts, labels)}) != 1 or len(set(ids)) < len(ids):
+        raise ValueError("columns differ in length, or an id occurs twice")
+    if not len(ids) or int(lengths.min()) < 1 or not torch.equal(starts, lengths.cumsum(0) - lengths):
+        raise ValueError("lengths and starts do not follow each other")
+    if int(lengths.sum()) != num_frames:
+        raise ValueError(f"its sequences have {int(lengths.sum())} frames, the shards {num_frames}")
+    if int(labels.min()) < -1 or int(labels.max()) >= len(classes) or not set(split) <= {*SPLITS, ""}:
+        raise ValueError("a label or split is not among those allowed")
+    return _Table(ids, lengths, starts, labels, split, classes)

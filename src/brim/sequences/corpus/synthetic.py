@@ -1,7 +1,7 @@
-"""Made-up sequences whose class can be learned, for tests, demonstrations and benchmarks.
+"""Synthetic sequences whose class can be learned, for tests, demonstrations and benchmarks.
 
-A class has a few slow oscillations of its own and its own mixture of them into the features; a sequence starts them
-anywhere, stretches them a little, and adds noise. Sequence i depends on (seed, i) alone.
+A class has a few slow oscillations and a mixing matrix from them to the features; a sequence starts them at random
+phases, stretches them a little, and adds noise. Sequence i depends on (seed, i) alone.
 """
 
 # Axes: T frames, D features, H oscillations
@@ -36,17 +36,17 @@ def make_sequences(
     """
     for name, value in (("count", count), ("dim", dim), ("classes", classes), ("mean_length", mean_length)):
         if value < 1:
-            raise ConfigError(f"{name}={value} must be at least 1")
+            raise ConfigError("must be at least 1", field=name, value=value, code="out_of_range")
     path = Path(folder)
     if path.exists() and any(path.iterdir()):
-        raise DatasetError(f"{path} is not empty; choose another folder")
+        raise DatasetError(f"{path} is not empty; choose another folder", code="occupied")
     width = len(str(classes - 1))
     longest = max_length or max(2, int(4 * mean_length))
     for index in range(count):
         label = index % classes
-        place = path / f"class_{label:0{width}d}"
-        place.mkdir(parents=True, exist_ok=True)
-        np.save(place / f"{index:06d}.npy", make_sequence(index, label, dim, seed, mean_length, longest))
+        folder_of_class = path / f"class_{label:0{width}d}"
+        folder_of_class.mkdir(parents=True, exist_ok=True)
+        np.save(folder_of_class / f"{index:06d}.npy", make_sequence(index, label, dim, seed, mean_length, longest))
     return path
 
 

@@ -1,12 +1,11 @@
-"""How well labels match the truth: accuracy for classes, and scores for clusters, whose numbers mean nothing.
+"""Scores against true labels: accuracy for classes and for a linear probe, and scores for clusters.
 
-Axes: N items, P predicted clusters, C true classes. All are computed from the table of how many items of each class
-fell into each cluster, in float64. Truth is true labels of items held out; agreement with a model's own clusters is not
-a score.
+Axes: N items, P predicted clusters, C true classes, E embedding. Cluster numbers carry no meaning, so their scores are
+computed from the contingency table of clusters and classes, in float64:
 
     adjusted Rand index  share of pairs on which both agree, 0 for chance and 1 for the same partition
     NMI                  mutual information over the mean of both entropies, from 0 to 1
-    matched accuracy     share of items that are right when each cluster stands for at most one class, chosen best
+    matched accuracy     accuracy when each cluster stands for at most one class, under the best matching
 """
 
 from dataclasses import dataclass
@@ -14,31 +13,32 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from brim.errors import ConfigError
+
+_PROBE_DECAY = 1e-3  # of squared weights, on embeddings of unit variance
+_PROBE_STEPS = 200
 
 
 @dataclass(frozen=True, slots=True)
 class ClusterScores:
-    """Scores of clusters against true classes."""
-
     ari: float
     nmi: float
     matched_accuracy: float
 
     def as_dict(self) -> dict[str, float]:
-        """By name."""
         return {name: getattr(self, name) for name in self.__slots__}
 
 
 def cluster_scores(predicted: Tensor, truth: Tensor) -> ClusterScores:
-    """All scores of clusters; predicted and truth are (N,) integers of any numbering, truth not negative."""
+    """All scores; predicted and truth are (N,) integers of any numbering, truth not negative."""
     table = contingency(predicted, truth)
     return ClusterScores(_ari(table), _nmi(table), _matched(table))
 
 
 def accuracy(predicted: Tensor, truth: Tensor) -> float:
-    """Share of items whose class is right."""
+    """Share of correct predictions."""
     _check(predicted, truth)
     return float((predicted == truth).double().mean())
 
@@ -54,12 +54,12 @@ def normalised_mutual_info(predicted: Tensor, truth: Tensor) -> float:
 
 
 def matched_accuracy(predicted: Tensor, truth: Tensor) -> float:
-    """Accuracy under the best one-to-one matching; items of a cluster left over are wrong."""
+    """Accuracy under the best one-to-one matching; items of an unmatched cluster count as wrong."""
     return _matched(contingency(predicted, truth))
 
 
 def contingency(predicted: Tensor, truth: Tensor) -> Tensor:
-    """(P, C) int64 on the CPU: items of each class in each cluster; numbers that do not occur have no row."""
+    """(P, C) int64 on the CPU: items of each class in each cluster; unused numbers have no row or column."""
     _check(predicted, truth)
     rows, columns = (torch.unique(labels.cpu(), return_inverse=True)[1] for labels in (predicted, truth))
     shape = int(rows.max()) + 1, int(columns.max()) + 1
@@ -67,17 +67,46 @@ def contingency(predicted: Tensor, truth: Tensor) -> Tensor:
 
 
 def best_matching(gain: Tensor) -> Tensor:
-    """Column of each row of a (P, C) table that maximises the sum, no column twice, (P,) int64; -1: left over.
+    """Column of each row of a (P, C) table that maximises the sum, no column twice, (P,) int64; -1: unmatched.
 
     The Hungarian method with shortest augmenting paths, O(P² C).
     """
     rows, columns = gain.shape
     cost = -gain.double().cpu().numpy()
     if rows > columns:
-        found = torch.full((rows,), -1, dtype=torch.int64)
-        found[torch.from_numpy(_assign(cost.T))] = torch.arange(columns)
-        return found
+        matching = torch.full((rows,), -1, dtype=torch.int64)
+        matching[torch.from_numpy(_assign(cost.T))] = torch.arange(columns)
+        return matching
     return torch.from_numpy(_assign(cost))
+
+
+def probe_accuracy(known: Tensor, labels: Tensor, test: Tensor, truth: Tensor) -> float:
+    """Accuracy on test embeddings of a linear layer fitted to known ones by logistic regression.
+
+    known, test    (n, E)  embeddings; normalised by mean and deviation of the known ones
+    labels, truth  (n,)    int64
+    """
+    mean, std = known.double().mean(0), known.double().std(0, correction=0)
+    scale = torch.where(std > 0, 1 / std, 0.0)
+    layer = _fit_probe((known.double() - mean) * scale, labels)
+    logits = functional.linear((test.double() - mean) * scale, layer[:, :-1], layer[:, -1])
+    return accuracy(logits.argmax(-1), truth)
+
+
+def _fit_probe(points: Tensor, labels: Tensor) -> Tensor:
+    """(C, E + 1) weights and biases with the least cross entropy; convex, so the start does not matter."""
+    layer = torch.zeros(int(labels.max()) + 1, points.shape[1] + 1, dtype=points.dtype, requires_grad=True)
+    solver = torch.optim.LBFGS([layer], max_iter=_PROBE_STEPS, line_search_fn="strong_wolfe")
+
+    def loss() -> float:
+        solver.zero_grad()
+        logits = functional.linear(points, layer[:, :-1], layer[:, -1])
+        value = functional.cross_entropy(logits, labels) + _PROBE_DECAY * layer[:, :-1].square().sum()
+        value.backward()  # type: ignore[no-untyped-call]
+        return float(value.detach())
+
+    solver.step(loss)  # type: ignore[no-untyped-call]
+    return layer.detach()
 
 
 def _check(predicted: Tensor, truth: Tensor) -> None:
@@ -86,17 +115,16 @@ def _check(predicted: Tensor, truth: Tensor) -> None:
             f"labels of shape {list(predicted.shape)} against {list(truth.shape)}, expected (N,) for both, N at least 1"
         )
     if int(truth.min()) < 0:
-        raise ConfigError(f"a true label is {int(truth.min())}: the item has none; score only labelled items")
+        raise ConfigError(f"a true label is {int(truth.min())}; score only labelled items")
 
 
 def _ari(table: Tensor) -> float:
-    """From pairs: twice those a good partition keeps together, less chance, over the mean of both, less chance."""
     counts = table.double()
     both, ours, theirs = (_pairs(part) for part in (counts, counts.sum(1), counts.sum(0)))
-    every = _pairs(counts.sum())
-    if every == 0:
+    total = _pairs(counts.sum())
+    if total == 0:
         return 1.0
-    chance = ours * theirs / every
+    chance = ours * theirs / total
     most = (ours + theirs) / 2
     return 1.0 if most == chance else (both - chance) / (most - chance)
 
@@ -126,9 +154,9 @@ def _matched(table: Tensor) -> float:
 
 
 def _assign(cost: "np.ndarray[tuple[int, ...], np.dtype[np.float64]]") -> "np.ndarray[tuple[int], np.dtype[np.int64]]":
-    """Column of each row with the least sum; not more rows than columns."""
+    """Column of each row with the least total cost; at most as many rows as columns."""
     rows, columns = cost.shape
-    row_of = np.full(columns + 1, -1)  # the last column is where a new row waits
+    row_of = np.full(columns + 1, -1)  # the extra column holds the row being added
     row_price, price = np.zeros(rows), np.zeros(columns + 1)
     for row in range(rows):
         row_of[columns], column = row, columns
@@ -149,7 +177,7 @@ def _assign(cost: "np.ndarray[tuple[int, ...], np.dtype[np.float64]]") -> "np.nd
         while column != columns:  # back along the path, each column takes the row before it
             row_of[column] = row_of[came_from[column]]
             column = int(came_from[column])
-    found = np.empty(rows, dtype=np.int64)
+    column_of = np.empty(rows, dtype=np.int64)
     taken = np.flatnonzero(row_of[:columns] >= 0)
-    found[row_of[taken]] = taken
-    return found
+    column_of[row_of[taken]] = taken
+    return column_of

@@ -1,7 +1,7 @@
-"""A trained network that answers requests: one .npy sequence in, its class and all probabilities out.
+"""A trained network as a servable: one .npy sequence in, its class and all probabilities out.
 
-Axes: B sequences, T frames, D features, K classes or clusters. Sequences are padded to one of few lengths, so that
-those of different requests run together; what lies behind an end has no influence.
+Axes: B sequences, T frames, D features, K classes or clusters. Sequences are padded to one of a few lengths, so that
+different requests can share a batch; values behind a sequence's end have no influence.
 """
 
 import io
@@ -19,26 +19,24 @@ from torch import Tensor
 from brim.engine.batching import Answer, DecodedRequest, Payload, RequestShape
 from brim.engine.batching.warm_up import ladder
 from brim.errors import DatasetError, UnsupportedType
-from brim.sequences.corpus.npy import parse, parse_header
-from brim.sequences.evaluation.load import load_run
+from brim.sequences.corpus import parse, parse_header
+from brim.sequences.evaluation.runs import load_run
 
 MEDIA_TYPE = "application/json"
-MOST = {"cuda": 256, "cpu": 32}  # sequences of a batch
+MOST = {"cuda": 256, "cpu": 32}  # sequences per batch
 MAX_VALUES = 2**26  # frames × features of a batch, padding included: a quarter of a gigabyte
 _SHORTEST = 16  # frames; shorter ones are padded to it
 _EXAMPLE_FRAMES = 128
-_HEADER_BYTES = 1 << 16  # more than any header that NumPy reads
+_HEADER_BYTES = 1 << 16  # longer than any header that NumPy reads
 
 _numbers = itertools.count()
 
 
 class ClassifyServable:
-    """One run on a device."""
-
     def __init__(
         self, run: str | Path, device: torch.device, *, lock: AbstractContextManager[Any] | None = None
     ) -> None:
-        """Load; whoever uses the device holds the lock."""
+        """The lock is held while the device is used."""
         loaded = load_run(run)
         self._module, self._device, self._lock = loaded.module.to(device), device, lock or threading.RLock()
         self._dim = loaded.module.encoder.config.dim
@@ -53,10 +51,10 @@ class ClassifyServable:
     # Requests
 
     def inspect(self, payload: Payload) -> RequestShape:
-        """Key from the file's header."""
+        """Batching key and cost, from the file's header."""
         name = payload.name or "the sequence"
         if bytes(payload.data[:6]) != b"\x93NUMPY":
-            raise UnsupportedType(f"{name} is no .npy file; save it with numpy.save")
+            raise UnsupportedType(f"{name} is not an .npy file; save it with numpy.save")
         header = parse_header(io.BytesIO(payload.data[:_HEADER_BYTES]), len(payload.data))
         if isinstance(header, str):
             raise DatasetError(f"{name} {header}")
@@ -72,15 +70,15 @@ class ClassifyServable:
     def decode(self, payload: Payload) -> DecodedRequest:
         """Frames, padded with zeros; in pinned memory for a GPU."""
         name = payload.name or "the sequence"
-        found = parse(payload.data)
-        if isinstance(found, str):
-            raise DatasetError(f"{name} {found}")
-        self._check_dim(name, found.shape[1])
-        length = padded(len(found))
-        return DecodedRequest((self._number, length), [self._padded(found, length)], name)
+        frames = parse(payload.data)
+        if isinstance(frames, str):
+            raise DatasetError(f"{name} {frames}")
+        self._check_dim(name, frames.shape[1])
+        length = padded(len(frames))
+        return DecodedRequest((self._number, length), [self._padded(frames, length)], name)
 
-    def forward(self, parts: list["_Part"]) -> Tensor:
-        """Queue sequences of one padded length; probabilities (B, K) on the device."""
+    def forward(self, parts: list["_PaddedSequence"]) -> Tensor:
+        """Run sequences of one padded length; probabilities (B, K) on the device, not waited for."""
         length = torch.tensor([part.length for part in parts])
         with self._lock, torch.inference_mode():
             frames = torch.stack([part.frames.to(self._device, non_blocking=True) for part in parts])
@@ -92,10 +90,10 @@ class ClassifyServable:
         return list(running.cpu())
 
     def finish(self, item: DecodedRequest, outputs: list[Any]) -> Answer:
-        """The likeliest class, and the probability of each."""
+        """The most likely class, and the probability of each."""
         (probability,) = outputs
         if not bool(probability.isfinite().all()):
-            raise DatasetError(f"{item.context} leads to no finite numbers in the network; check its values")
+            raise DatasetError(f"the network's output for {item.context} is not finite; check its values")
         values = [round(value, 6) for value in probability.tolist()]
         best = int(probability.argmax())
         answer = {
@@ -106,24 +104,22 @@ class ClassifyServable:
         return Answer(json.dumps(answer, ensure_ascii=False).encode(), MEDIA_TYPE, {"class": self._classes[best]})
 
     def close(self) -> None:
-        """Give back the weights."""
+        """Free the weights."""
         del self._module
 
     # Warming up
 
-    def example(self, num: int) -> list["_Part"]:
+    def example(self, num: int) -> list["_PaddedSequence"]:
         """Sequences of zeros."""
         return [self._padded(torch.zeros(_EXAMPLE_FRAMES, self._dim), _EXAMPLE_FRAMES)] * num
 
-    # What a request needs
-
-    def _padded(self, found: Tensor, length: int) -> "_Part":
+    def _padded(self, sequence: Tensor, length: int) -> "_PaddedSequence":
         frames = torch.zeros(length, self._dim, pin_memory=self._device.type == "cuda")
-        frames[: len(found)] = found
-        return _Part(frames, len(found))
+        frames[: len(sequence)] = sequence
+        return _PaddedSequence(frames, len(sequence))
 
     def _sizes_at(self, frames: int) -> Sequence[int]:
-        """Sizes for sequences of that length: long ones fill the memory sooner."""
+        """Batch sizes for sequences of that length: long ones allow smaller batches."""
         most = max(1, MAX_VALUES // (frames * self._dim))
         return self.sizes if most >= self.sizes[-1] else ladder(most)
 
@@ -132,21 +128,19 @@ class ClassifyServable:
             raise DatasetError(f"{name} has {dim} features, the model was trained on {self._dim}; send the same kind")
 
 
-class _Part(NamedTuple):
-    """One sequence."""
-
+class _PaddedSequence(NamedTuple):
     frames: Tensor  # (T, D) float32, 0 behind the end
     length: int
 
 
 def padded(length: int) -> int:
-    """Frames that a sequence of so many is padded to: 16, 24, 32, 48, … so that there are few shapes."""
+    """The length a sequence is padded to: 16, 24, 32, 48, … so that there are few shapes."""
     step = max(_SHORTEST, 1 << (max(1, length) - 1).bit_length())
     return step * 3 // 4 if step > _SHORTEST and length <= step * 3 // 4 else step
 
 
 def _names(about: Mapping[str, Any]) -> list[str]:
-    """Classes by number; clusters have none, so their numbers are their names."""
+    """Class names by number; clusters are named by their numbers."""
     if about["mode"] == "supervised":
         return list(about["classes"])
     return [str(number) for number in range(int(about["outputs"]))]

@@ -1,9 +1,9 @@
-"""Convolutions, a bidirectional LSTM and attention that turn a sequence of any length into one vector.
+"""Convolutions, a bidirectional LSTM and attention pooling that turn a sequence of any length into one vector.
 
 Axes: B sequences, T frames, D features, C channels, H hidden units of a direction, E embedding, K classes. A sequence
 gives the same result alone and in any longer batch: every layer that looks at neighbours sees zeros behind the end,
-norms work within a frame, and attention weighs only frames that exist. Nothing waits for the device and no shape
-depends on a value there, so a captured step can hold it.
+norms work within a frame, and attention weighs only existing frames. Nothing waits for the device and no shape depends
+on a value there, so a captured step can contain it.
 """
 
 import math
@@ -22,14 +22,12 @@ from brim.sequences.model.lstm import BiLstm
 
 
 class Encoded(NamedTuple):
-    """What the encoder makes of a batch."""
-
     embedding: Tensor  # (B, E)
     states: Tensor  # (B, T, 2 H), 0 behind each end
 
 
 class Encoder(nn.Module):
-    """Frames to an embedding of each sequence and a state of each frame."""
+    """Maps frames to an embedding of each sequence and a state of each frame."""
 
     shift: Tensor
     scale: Tensor
@@ -51,10 +49,10 @@ class Encoder(nn.Module):
 
     @torch.no_grad()
     def set_statistics(self, mean: Tensor, std: Tensor) -> None:
-        """Take the normalisation from training data; it is saved with the weights.
+        """Set the normalisation from training data; it is saved with the weights.
 
         mean  (D,)  float
-        std   (D,)  float; a feature that never changes has 0 and is only shifted
+        std   (D,)  float; a constant feature has 0 and is only shifted
         """
         if mean.shape != self.shift.shape or std.shape != self.shift.shape:
             raise ConfigError(
@@ -66,11 +64,11 @@ class Encoder(nn.Module):
     def forward(self, frames: Tensor, length: Tensor) -> Encoded:
         """Encode a padded batch; every sequence has at least one frame.
 
-        frames  (B, T, D)  any float; what lies behind the end has no influence
+        frames  (B, T, D)  any float; values behind the end have no influence
         length  (B,)       int64
         """
         if frames.shape[-1] != self.config.dim:
-            raise ConfigError(f"frames have {frames.shape[-1]} features, the encoder was made for {self.config.dim}")
+            raise ConfigError(f"frames have {frames.shape[-1]} features, the encoder expects {self.config.dim}")
         valid = frame_mask(length, frames.shape[1])
         x = self.normalised(frames, valid)
         for index, convolution in enumerate(self.convolutions):
@@ -81,33 +79,33 @@ class Encoder(nn.Module):
         return Encoded(self.embed(self.dropout(self.pool(states, valid))), states)
 
     def normalised(self, frames: Tensor, valid: Tensor) -> Tensor:
-        """Frames as the first convolution sees them: in its precision, 0 where not valid, (B, T) bool."""
+        """Input of the first convolution: in its precision, 0 where valid, (B, T) bool, is false."""
         dtype = _working_dtype(frames, self.shift.dtype)
         if not self.config.normalise:
             return frames.to(dtype).masked_fill(~valid.unsqueeze(-1), 0)
         if frames.requires_grad and torch.is_grad_enabled():
             whole = torch.addcmul(self.shift, frames.to(self.shift.dtype), self.scale).to(dtype)
-        else:  # computed in float32, written once: this is the widest tensor of all
+        else:  # computed in float32, written once: this is the widest tensor
             whole = torch.addcmul(self.shift, frames, self.scale, out=torch.empty_like(frames, dtype=dtype))
         return whole.masked_fill_(~valid.unsqueeze(-1), 0)
 
 
 class Classifier(nn.Module):
-    """An encoder with a head that tells classes apart: an MLP, or one linear layer as a probe."""
+    """An encoder with a classification head: an MLP, or one linear layer as a probe."""
 
     def __init__(
         self,
         encoder: Encoder,
         classes: int,
         *,
-        width: int | None = None,  # of the MLP's hidden layer; None: that of the embedding
-        linear: bool = False,  # one layer instead, on the embedding as it is
+        width: int | None = None,  # of the MLP's hidden layer; None: as the embedding
+        linear: bool = False,  # one linear layer instead of the MLP
         dropout: float = 0.2,
-        frozen: bool = False,  # the encoder keeps its weights and stays in eval mode: only the head learns
+        frozen: bool = False,  # the encoder keeps its weights and stays in eval mode; only the head learns
     ) -> None:
         super().__init__()
         if classes < 2:
-            raise ConfigError(f"classes={classes} must be at least 2; with one there is nothing to tell apart")
+            raise ConfigError("must be at least 2", field="classes", value=classes, code="out_of_range")
         self.encoder, self.classes, self.frozen = encoder, classes, frozen
         if frozen:
             encoder.requires_grad_(False).eval()
@@ -119,7 +117,7 @@ class Classifier(nn.Module):
             self.head = nn.Sequential(*layers, nn.GELU(), Dropout(dropout), nn.Linear(width, classes))
 
     def train(self, mode: bool = True) -> Self:
-        """As every module, but a frozen encoder stays as it is."""
+        """A frozen encoder stays in eval mode."""
         super().train(mode)
         if self.frozen:
             self.encoder.eval()
@@ -138,7 +136,7 @@ class Classifier(nn.Module):
 
 
 class Committee(nn.Module):
-    """Classifiers of one shape, trained apart, that answer together by the mean of their probabilities."""
+    """An ensemble of separately trained classifiers of one shape, which averages their probabilities."""
 
     def __init__(self, members: Iterable[Classifier]) -> None:
         super().__init__()
@@ -146,20 +144,19 @@ class Committee(nn.Module):
 
     @property
     def encoder(self) -> Encoder:
-        """The first member's."""
         first: Encoder = self.members[0].encoder  # type: ignore[assignment]
         return first
 
     def forward(self, frames: Tensor, length: Tensor) -> Tensor:
-        """Logarithms of probabilities, (B, K)."""
+        """Log probabilities, (B, K)."""
         return self.head(self.embedding(frames, length))
 
     def embedding(self, frames: Tensor, length: Tensor) -> Tensor:
-        """Those of all members side by side, (B, members E)."""
+        """The embeddings of all members, concatenated: (B, members E)."""
         return torch.cat([member.embedding(frames, length) for member in self.members], 1)  # type: ignore[operator]
 
     def head(self, embedding: Tensor) -> Tensor:
-        """What forward makes of embeddings."""
+        """Log probabilities, (B, K), from embeddings."""
         parts = embedding.chunk(len(self.members), 1)
         logits = [member.head(part) for member, part in zip(self.members, parts, strict=True)]  # type: ignore[operator]
         return torch.stack(logits).float().log_softmax(-1).logsumexp(0) - math.log(len(logits))
@@ -169,7 +166,7 @@ Network = Classifier | Committee
 
 
 class AttentionPool(nn.Module):
-    """A weighted mean of the frames that exist; the weights come from each frame's own state."""
+    """A weighted mean of the existing frames; each weight depends on the frame's own state."""
 
     def __init__(self, inputs: int, width: int) -> None:
         super().__init__()
@@ -182,21 +179,21 @@ class AttentionPool(nn.Module):
 
     def weights(self, states: Tensor, valid: Tensor) -> Tensor:
         """(B, T) float32 that sum to 1 over each sequence's frames and are 0 elsewhere."""
-        # the LSTM leaves time as the first axis in memory; in that order linear layers copy nothing
+        # the LSTM's output has time as the first axis in memory; in that order linear layers need no copy
         scores = self.score(torch.tanh(self.hidden(states.transpose(0, 1)))).squeeze(-1).transpose(0, 1).float()
-        # the least number instead of -inf: a row without frames would become NaN
+        # the lowest number instead of -inf: a row without frames would become NaN
         weights: Tensor = scores.masked_fill(~valid, torch.finfo(torch.float32).min).softmax(-1)
         return weights * valid
 
 
 class FrameNorm(nn.LayerNorm):
-    """Layer norm over the last axis that answers in its input's precision; autocast's would answer in float32."""
+    """Layer norm over the last axis whose output has its input's precision; under autocast it would be float32."""
 
     def __init__(self, width: int) -> None:
         super().__init__(width)
 
     def forward(self, input: Tensor) -> Tensor:
-        """The same shape; mean and variance are computed in float32 all the same."""
+        """Mean and variance are still computed in float32."""
         with torch.autocast(input.device.type, enabled=False):
             weight, bias = self.weight.to(input.dtype), self.bias.to(input.dtype)
             return functional.layer_norm(input, self.normalized_shape, weight, bias, self.eps)
@@ -220,12 +217,11 @@ class _Convolution(nn.Module):
 
 
 def frame_mask(length: Tensor, num_frames: int) -> Tensor:
-    """(B, T) bool: which frames exist."""
+    """(B, T) bool: true for the frames within each length."""
     return torch.arange(num_frames, device=length.device) < length.unsqueeze(-1)
 
 
 def num_parameters(module: nn.Module) -> int:
-    """Numbers that training may change."""
     return sum(parameter.numel() for parameter in module.parameters() if parameter.requires_grad)
 
 

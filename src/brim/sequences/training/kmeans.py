@@ -1,4 +1,4 @@
-"""k-means on the device: k-means++ starts, several at once, Lloyd's steps until nothing moves.
+"""k-means on the device: several k-means++ starts at once, then Lloyd's iterations until nothing moves.
 
 Axes: N points, E coordinates, K clusters, R restarts. All restarts share every pass over the points, in chunks, as
 matrix products: sums come from one-hot matrices and not from atomic adds, so that a seed gives the same clusters
@@ -15,12 +15,12 @@ from brim.engine.device import stream
 from brim.errors import ConfigError
 from brim.sequences.config import KmeansConfig
 
-_CHUNK_NUMBERS = {"cpu": 1 << 21, "cuda": 1 << 25}  # distances held at once
-_LEAST = 1e-30  # squared distance: copies of a centre are never drawn while there are others
+_CHUNK_NUMBERS = {"cpu": 1 << 21, "cuda": 1 << 25}  # distances computed at once
+_LEAST = 1e-30  # squared distance: copies of a centre are not drawn while there are other points
 
 
 class Clusters(NamedTuple):
-    """What was found; on the device of the points."""
+    """The best of all restarts, on the device of the points."""
 
     labels: Tensor  # (N,) int64
     centres: Tensor  # (K, E) float32
@@ -37,24 +37,24 @@ class _Nearest(NamedTuple):
 
 @torch.no_grad()
 def kmeans(points: Tensor, config: KmeansConfig) -> Clusters:
-    """Cluster points, (N, E) any float, finite; all is a function of points, config and kind of device."""
+    """Cluster points, (N, E) any float, finite; the result depends on points, config and kind of device alone."""
     _check(points, config)
     with torch.autocast(points.device.type, enabled=False):
         middle = points.mean(0, dtype=torch.float32)
-        x = points.float() - middle  # squares of far-off coordinates would drown their differences
-        centres = _spread_out(x, config)
+        x = points.float() - middle  # squares of coordinates far from 0 would lose their differences to rounding
+        centres = _start_centres(x, config)
         centres, steps = _lloyd(x, centres, config)
-        found = _nearest(x, centres)
-        inertias = found.distance.sum(0, dtype=torch.float64)
+        nearest = _nearest(x, centres)
+        inertias = nearest.distance.sum(0, dtype=torch.float64)
         best = int(inertias.argmin())
-        return Clusters(found.label[:, best].clone(), centres[best] + middle, float(inertias[best]), steps)
+        return Clusters(nearest.label[:, best].clone(), centres[best] + middle, float(inertias[best]), steps)
 
 
 @torch.no_grad()
 def assign(points: Tensor, centres: Tensor) -> Tensor:
     """The nearest centre of each point, (N,) int64; points (N, E), centres (K, E)."""
     if points.ndim != 2 or points.shape[1] != centres.shape[1]:
-        raise ConfigError(f"points of shape {list(points.shape)} cannot be told by centres of {list(centres.shape)}")
+        raise ConfigError(f"points of shape {list(points.shape)} do not match centres of {list(centres.shape)}")
     middle = centres.float().mean(0)
     with torch.autocast(points.device.type, enabled=False):
         parts = (
@@ -68,16 +68,18 @@ def _check(points: Tensor, config: KmeansConfig) -> None:
     if points.ndim != 2 or not points.is_floating_point():
         raise ConfigError(f"points of shape {list(points.shape)} and {points.dtype}, expected (N, E) floats")
     if config.clusters > len(points):
-        raise ConfigError(f"clusters={config.clusters} of {len(points)} items; ask for at most as many as items")
+        raise ConfigError(
+            f"is more than the {len(points)} items", field="clusters", value=config.clusters, code="conflict"
+        )
     if not bool(torch.isfinite(points).all()):
-        raise ConfigError("points hold NaN or Inf; clusters need finite numbers: lower the learning rate")
+        raise ConfigError("points hold NaN or Inf", hint="lower {learning_rate}")
 
 
 # Starts
 
 
-def _spread_out(x: Tensor, config: KmeansConfig) -> Tensor:
-    """(R, K, E) k-means++: each next centre is a point drawn by its squared distance to those already there."""
+def _start_centres(x: Tensor, config: KmeansConfig) -> Tensor:
+    """(R, K, E) k-means++: each next centre is a point drawn by its squared distance to the nearest earlier centre."""
     rng = stream(config.seed, "kmeans", device=x.device)
     shape = (config.restarts, len(x))
     chosen = torch.randint(len(x), (config.restarts,), device=x.device, generator=rng)
@@ -86,7 +88,7 @@ def _spread_out(x: Tensor, config: KmeansConfig) -> Tensor:
     for _ in range(config.clusters - 1):
         for part, rows in _chunks(x, config.restarts):
             distance[:, rows] = distance[:, rows].minimum(_distances(part, centres[-1][:, None])[..., 0].T)
-        # the least of exponential draws over weights falls on each point in proportion to its weight; no running sums
+        # the smallest exponential draw over weight falls on a point in proportion to its weight, without running sums
         draws = torch.empty(shape, device=x.device).exponential_(generator=rng)
         centres.append(x[(draws / distance.clamp(min=_LEAST)).argmin(1)])
     return torch.stack(centres, 1)
@@ -96,23 +98,23 @@ def _spread_out(x: Tensor, config: KmeansConfig) -> Tensor:
 
 
 def _lloyd(x: Tensor, centres: Tensor, config: KmeansConfig) -> tuple[Tensor, int]:
-    still = config.tolerance * x.var(0, correction=0).mean()
+    tolerance = config.tolerance * x.var(0, correction=0).mean()
     for step in range(config.steps):
         moved = _means(x, _nearest(x, centres))
         movement = (moved - centres).square().sum((1, 2)).max()
         centres = moved
-        if bool(movement <= still):
+        if bool(movement <= tolerance):
             return centres, step + 1
     return centres, config.steps
 
 
-def _means(x: Tensor, found: _Nearest) -> Tensor:
-    """New centres; a cluster without points begins anew at one of the points farthest from their own centres."""
-    empty = found.counts == 0
-    means = found.sums / found.counts.clamp(min=1)[..., None]
+def _means(x: Tensor, nearest: _Nearest) -> Tensor:
+    """New centres; an empty cluster restarts at one of the points farthest from their own centres."""
+    empty = nearest.counts == 0
+    means = nearest.sums / nearest.counts.clamp(min=1)[..., None]
     if not bool(empty.any()):
         return means
-    far = found.distance.topk(found.counts.shape[1], dim=0).indices.T  # (R, K)
+    far = nearest.distance.topk(nearest.counts.shape[1], dim=0).indices.T  # (R, K)
     turn = (empty.cumsum(1) - 1).clamp(min=0)  # the first empty cluster takes the farthest point, and so on
     return torch.where(empty[..., None], x[far.gather(1, turn)], means)
 

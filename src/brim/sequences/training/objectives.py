@@ -1,21 +1,20 @@
-"""What training aims at: views of one sequence that meet, hidden frames that are foretold, classes that are right.
+"""Losses: contrastive loss between two augmented views, prediction of masked frames, and cross entropy of classes.
 
 Axes: B sequences, T frames, D features, E embedding, K classes. Every loss is the mean over the sequences of a batch,
-as engine.trainer wants it, and is computed in float32 under any autocast.
+as the trainer expects, and is computed in float32 under any autocast.
 """
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from brim.engine.training import current, gathered, own_rows
+from brim.engine.training import Batch, current, gathered, own_rows
 from brim.sequences.config import SelfConfig
-from brim.sequences.model.network import Encoder, FrameNorm, frame_mask
-from brim.sequences.training.augment import Batch
+from brim.sequences.model import Encoder, FrameNorm, frame_mask
 
 
 class SelfSupervised(nn.Module):
-    """An encoder with what it needs to learn without labels: a projection to compare and a head to foretell."""
+    """An encoder with a projection, in which views are compared, and a head that predicts masked frames."""
 
     def __init__(self, encoder: Encoder, config: SelfConfig | None = None) -> None:
         super().__init__()
@@ -24,35 +23,35 @@ class SelfSupervised(nn.Module):
         self.projection = nn.Sequential(
             nn.Linear(width, width), FrameNorm(width), nn.GELU(), nn.Linear(width, self.config.projection)
         )
-        self.foretell = nn.Linear(states, encoder.config.dim)
+        self.foretell = nn.Linear(states, encoder.config.dim)  # predicts frames; the name is part of checkpoints
 
     def forward(self, batch: Batch) -> dict[str, Tensor]:
-        """Losses by name of a batch of augment.two_views, each () float32: contrast, reconstruction, loss."""
+        """Losses of a batch of two_views, each () float32: contrast, reconstruction, and loss, their weighted sum."""
         views, lengths = batch["view"], batch["view_length"]
         encoded = self.encoder(views.flatten(0, 1), lengths.flatten())
         projected = self.projection(encoded.embedding).unflatten(0, (-1, 2))
         contrast = nt_xent(projected[:, 0], projected[:, 1], self.config.temperature)
         with torch.no_grad():
             target = self.encoder.normalised(batch["target"], frame_mask(lengths[:, 0], views.shape[2]))
-        foretold = self.foretell(encoded.states.unflatten(0, (-1, 2))[:, 0])
-        missed = reconstruction(foretold, target, batch["hidden"])
-        loss = self.config.contrast * contrast + self.config.reconstruction * missed
-        return {"contrast": contrast, "reconstruction": missed, "loss": loss}
+        predicted = self.foretell(encoded.states.unflatten(0, (-1, 2))[:, 0])
+        error = reconstruction(predicted, target, batch["hidden"])
+        loss = self.config.contrast * contrast + self.config.reconstruction * error
+        return {"contrast": contrast, "reconstruction": error, "loss": loss}
 
 
 def self_supervised_loss(module: nn.Module, batch: Batch) -> Tensor:
-    """Loss of a SelfSupervised module, for engine.trainer."""
+    """Loss of a SelfSupervised module."""
     losses: dict[str, Tensor] = module(batch)
     return losses["loss"]
 
 
-def classification_loss(module: nn.Module, batch: Batch) -> Tensor:
-    """Cross entropy of a Classifier on `frames`, `length` and `label`, for engine.trainer."""
-    return cross_entropy(module(batch["frames"], batch["length"]), batch["label"])
+def classification_loss(module: nn.Module, batch: Batch, smoothing: float = 0.0) -> Tensor:
+    """Cross entropy of a Classifier on `frames`, `length` and `label`."""
+    return cross_entropy(module(batch["frames"], batch["length"]), batch["label"], smoothing)
 
 
 def nt_xent(first: Tensor, second: Tensor, temperature: float) -> Tensor:
-    """Normalised temperature-scaled cross entropy: each view must find its twin among all others of the batch.
+    """Normalised temperature-scaled cross entropy: each view has to identify its twin among all others of the batch.
 
     first, second  (B, E)  two views of each sequence; a batch of one has no others, and a loss of 0
     """
@@ -67,7 +66,7 @@ def nt_xent(first: Tensor, second: Tensor, temperature: float) -> Tensor:
 
 
 def _nt_xent_shared(first: Tensor, second: Tensor, temperature: float) -> Tensor:
-    """The same of this rank's sequences, among those of all ranks."""
+    """The same for this rank's sequences, among those of all ranks."""
     mine = own_rows(len(first), first.device)
     sides = functional.normalize(torch.stack([first, second], 1).float(), dim=2)
     everyone = gathered(sides)  # (B, 2, E) of the whole batch
@@ -79,13 +78,13 @@ def _nt_xent_shared(first: Tensor, second: Tensor, temperature: float) -> Tensor
     return functional.cross_entropy(logits.scatter(1, itself[:, None], -torch.inf), twin)
 
 
-def reconstruction(foretold: Tensor, target: Tensor, hidden: Tensor) -> Tensor:
-    """Mean squared error of the hidden frames of each sequence; one without any counts as 0.
+def reconstruction(predicted: Tensor, target: Tensor, hidden: Tensor) -> Tensor:
+    """Mean squared error of the masked frames of each sequence; 0 for a sequence without any.
 
-    foretold, target  (B, T, D)  any float
-    hidden            (B, T)     bool, only frames that exist
+    predicted, target  (B, T, D)  any float
+    hidden             (B, T)     bool, only existing frames
     """
-    errors = functional.mse_loss(foretold.float(), target.float(), reduction="none").mean(-1)
+    errors = functional.mse_loss(predicted.float(), target.float(), reduction="none").mean(-1)
     per_item = (errors * hidden).sum(1) / hidden.sum(1).clamp(min=1)
     return per_item.mean()
 

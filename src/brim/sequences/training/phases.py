@@ -1,7 +1,7 @@
-"""A phase of a run: one call of the trainer, or, where that is done already, its weights and what was reported."""
+"""A phase of a run: one call of the trainer, or, if it is done already, its weights and its report."""
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -11,58 +11,71 @@ import torch
 from torch import Tensor, nn
 
 from brim.engine.device import stream
-from brim.engine.training import Evaluate, LossFn, Ranks, TrainProgress, Transform, load_weights
+from brim.engine.training import Batch, BatchSource, Evaluate, LossFn, Ranks, TrainProgress, Transform, load_weights
 from brim.engine.training import train as run_trainer
 from brim.errors import CheckpointError
+from brim.sequences.batches import SequenceBatches, augment
 from brim.sequences.config import SequenceTraining
-from brim.sequences.evaluation.encode import Statistics
-from brim.sequences.evaluation.load import REPORT, read_json, write_json
-from brim.sequences.training.data import Batches, SequenceData, Source
-from brim.sequences.training.splits import Split
+from brim.sequences.corpus import Sequences, SequenceSplit
+from brim.sequences.evaluation import REPORT, FeatureStatistics, read_json, write_json
+from brim.sequences.model import Encoder
 
 log = logging.getLogger("brim")
 
-Told = Callable[[TrainProgress], None]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
+class SequenceRun:
     """What all phases of a run share."""
 
-    run: Path
-    data: SequenceData
-    split: Split
+    out: Path
+    data: Sequences
+    split: SequenceSplit
     config: SequenceTraining
-    device: torch.device
-    batches: Batches
-    statistics: Statistics
+    batches: SequenceBatches
+    statistics: FeatureStatistics  # on the device
     ranks: Ranks
-    progress: Told | None = None
+    progress: Callable[[TrainProgress], None] | None = None
     stop: Callable[[], bool] | None = None
 
+    @property
+    def device(self) -> torch.device:
+        return self.ranks.device
+
     def seed(self, *name: str | int) -> int:
-        """A number of its own for each purpose."""
+        """A separate seed for each purpose."""
         return stream(self.config.seed, *name, device=torch.device("cpu")).initial_seed() % 2**31
 
-    def view(self, rows: Tensor, phase: str, label: Tensor | None = None) -> Source:
+    def view(self, rows: Tensor, phase: str, label: Tensor | None = None) -> BatchSource:
         """Shuffled batches for a phase."""
         return self.batches.view(rows, label=label, seed=self.seed(phase, "order"))
 
-    def plain(self, rows: Tensor) -> Source | None:
-        """Batches in a fixed order of what this rank holds of these rows; None where that is nothing."""
-        return self.batches.plain(rows)
-
     def new(self, make: Callable[[], nn.Module], *name: str | int) -> Any:
-        """A module with first weights that depend on the seed and the name alone, on the device."""
+        """A module on the device whose initial weights depend only on the seed and the name."""
         with torch.random.fork_rng([]):
             torch.manual_seed(self.seed(*name, "weights"))
             return make().to(self.device)
 
+    def new_encoder(self, *name: str | int) -> Encoder:
+        """An encoder that normalises by the statistics of the training items."""
+        encoder: Encoder = self.new(lambda: Encoder(self.config.shape(self.data.dim)), *name)
+        encoder.set_statistics(*self.statistics)
+        return encoder
+
+    def augmented(self) -> Transform | None:
+        """Augments a batch in place; None if the settings ask for no augmentation."""
+        config, (mean, std) = self.config.augmentation, self.statistics
+        if config is None:
+            return None
+
+        def change(batch: Batch, rng: torch.Generator) -> Batch:
+            length = augment(batch["frames"], batch["length"], rng, config, mean=mean, std=std)
+            return {**batch, "length": length}
+
+        return change
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PhaseReport:
-    """What a phase came to."""
-
     phase: str
     epochs: int
     samples: int  # trained on
@@ -77,55 +90,55 @@ class PhaseReport:
 
 
 def run_phase(
-    job: Job,
+    run: SequenceRun,
     name: str,
     module: nn.Module,
     loss_fn: LossFn,
-    source: Source,
+    source: BatchSource,
     *,
     epochs: int,
     transform: Transform | None = None,
     evaluate: Evaluate | None = None,
 ) -> PhaseReport:
-    """Train the module in place; it ends with the best weights where it was evaluated, else with the last."""
+    """Train the module in place; it ends with the best weights if it was evaluated, else with the last."""
     which: Literal["best", "last"] = "last" if evaluate is None else "best"
-    file = job.run / name / REPORT
-    done = job.ranks.from_main(lambda: _read_report(file) if file.is_file() else None)
+    file = run.out / name / REPORT
+    done = run.ranks.from_main(lambda: _read_report(file) if file.is_file() else None)
     if done is not None:
-        _take_weights(job, module, name, which)
+        _take_weights(run, module, name, which)
         return done
     log.info("%s: %d sequences, %d epochs", name, source.num_items, epochs)
-    with _autotuner(job.config.autotune):
+    with cudnn_autotune(run.config.autotune):
         report = run_trainer(
-            module, loss_fn, source, config=job.config.recipe(epochs), out=job.run, phase=name, device=job.device,
-            transform=transform, evaluate=evaluate, progress=job.progress, stop=job.stop, ranks=job.ranks,
+            module, loss_fn, source, config=run.config.recipe(epochs), out=run.out, phase=name, device=run.device,
+            transform=transform, evaluate=evaluate, progress=run.progress, stop=run.stop, ranks=run.ranks,
         )  # fmt: skip
     samples = round(report.steps * source.num_items / source.num_batches)
-    seconds = samples / report.samples_per_s if report.samples_per_s > 0 else 0.0
-    found = PhaseReport(
-        phase=name, epochs=report.epochs, samples=samples, seconds=seconds, tier=report.tier,
-        padding_share=source.padding_share, ceiling_share=report.ceiling_share, busy_share=report.busy_share,
-        peak_bytes=report.peak_bytes, val_loss=report.best_val_loss, stopped=report.stopped,
+    phase = PhaseReport(
+        phase=name, epochs=report.epochs, samples=samples, tier=report.tier, padding_share=source.padding_share,
+        seconds=samples / report.samples_per_s if report.samples_per_s > 0 else 0.0,
+        ceiling_share=report.ceiling_share, busy_share=report.busy_share, peak_bytes=report.peak_bytes,
+        val_loss=report.best_val_loss, stopped=report.stopped,
     )  # fmt: skip
-    if not found.stopped:
-        _take_weights(job, module, name, which)
-        if job.ranks.main:
-            write_json(file, asdict(found))
-    return found
+    if not phase.stopped:
+        _take_weights(run, module, name, which)
+        if run.ranks.main:
+            write_json(file, asdict(phase))
+    return phase
 
 
-def _take_weights(job: Job, module: nn.Module, name: str, which: Literal["best", "last"]) -> None:
-    """Put the weights of a phase into the module; rank 0 reads them for all."""
-    if job.ranks.main:
-        load_weights(module, job.run, name, which)
-    if not job.ranks.alone:
-        weights = job.ranks.from_main(lambda: {key: value.cpu() for key, value in module.state_dict().items()})
+def _take_weights(run: SequenceRun, module: nn.Module, name: str, which: Literal["best", "last"]) -> None:
+    """Load the weights of a phase into the module; rank 0 reads them for all."""
+    if run.ranks.main:
+        load_weights(module, run.out, name, which)
+    if not run.ranks.alone:
+        weights = run.ranks.from_main(lambda: {key: value.cpu() for key, value in module.state_dict().items()})
         module.load_state_dict(weights)
 
 
 @contextmanager
-def _autotuner(enabled: bool) -> Iterator[None]:
-    """Let cuDNN try its algorithms, or not; afterwards as before. A CPU does not notice."""
+def cudnn_autotune(enabled: bool) -> Iterator[None]:
+    """Let cuDNN benchmark its algorithms for every new shape, or not; the previous setting is restored."""
     before = torch.backends.cudnn.benchmark
     torch.backends.cudnn.benchmark = enabled
     try:
@@ -139,11 +152,6 @@ def _read_report(file: Path) -> PhaseReport:
     try:
         return PhaseReport(**values)
     except TypeError as failure:
-        raise CheckpointError(f"{file} was altered ({failure}); restore it, or choose another --out") from failure
-
-
-def together(phases: Sequence[PhaseReport], share: str) -> float | None:
-    """A share over all phases, each by its time; phases that did not measure it do not count."""
-    known = [(getattr(phase, share), phase.seconds) for phase in phases if getattr(phase, share) is not None]
-    total = sum(seconds for _, seconds in known)
-    return sum(value * seconds for value, seconds in known) / total if total > 0 else None
+        raise CheckpointError(
+            f"{file} was altered ({failure})", hint="restore it, or choose another {out}"
+        ) from failure

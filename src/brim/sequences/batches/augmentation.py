@@ -1,7 +1,7 @@
-"""Other views of the same sequences, made on the device and in place: cropped, disturbed, masked.
+"""Augmentation on the device, in place: cropping, noise, and masked spans of frames and bands of features.
 
-Axes: B sequences, T frames, D features. Every sequence draws its own strength at every call, relative to its own
-length, and all go through the same kernels; nothing depends on a value on the device, so a captured step can hold it.
+Axes: B sequences, T frames, D features. Every sequence draws its own strengths at every call, relative to its length,
+and all go through the same kernels; no shape depends on a value on the device, so a captured step can contain it.
 Frames behind a sequence's end stay 0.
 """
 
@@ -9,11 +9,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from brim.engine.training import drawn
+from brim.engine.training import Batch, drawn
 from brim.sequences.config import Augmentation
-from brim.sequences.model.network import frame_mask
-
-Batch = dict[str, Tensor]
+from brim.sequences.model import frame_mask
 
 
 def augment(
@@ -22,8 +20,8 @@ def augment(
     rng: torch.Generator,
     config: Augmentation,
     *,
-    mean: Tensor | None = None,  # (D,) what masked places become; None: 0
-    std: Tensor | float = 1.0,  # (D,) or one for all: the unit of noise
+    mean: Tensor | None = None,  # (D,) the value of masked places; None: 0
+    std: Tensor | float = 1.0,  # (D,) or one for all: scale of the noise
 ) -> Tensor:
     """Change the frames in place and return their new lengths, (B,) int64.
 
@@ -45,17 +43,17 @@ def two_views(
     rng: torch.Generator,
     config: Augmentation,
     *,
-    hidden: float = 0.15,  # share of the frames of a first view that are hidden, to be predicted
-    span: int = 8,  # frames hidden together: a single one is told by its neighbours
+    hidden: float = 0.15,  # share of the first view's frames that are masked, to be predicted
+    span: int = 8,  # frames masked together: a single one follows from its neighbours
     mean: Tensor | None = None,
     std: Tensor | float = 1.0,
 ) -> Batch:
-    """What learning without labels sees of a batch, instead of its frames and lengths; the rest is passed on.
+    """Two augmented views of a batch, in place of its frames and lengths; other columns are kept.
 
-    view         (B, 2, T, D)  two augmented views
+    view         (B, 2, T, D)
     view_length  (B, 2)        int64
     target       (B, T, D)     the first view without noise or masks
-    hidden       (B, T)        bool, frames of it that the view does not show
+    hidden       (B, T)        bool, masked frames of the first view, to be predicted
     """
     views = batch["frames"].unsqueeze(1).repeat(1, 2, 1, 1)
     whole = views.flatten(0, 1)  # the same memory
@@ -78,7 +76,7 @@ def crop(frames: Tensor, length: Tensor, rng: torch.Generator, most: float) -> T
     start = _start(length - kept, at)
     num_items, num_frames = frames.shape[:2]
     time = torch.arange(num_frames, device=frames.device)
-    rows = (start.unsqueeze(-1) + time).clamp(max=num_frames - 1)  # behind the new end: whatever, cleared below
+    rows = (start.unsqueeze(-1) + time).clamp(max=num_frames - 1)  # behind the new end: anything, cleared below
     rows += num_frames * torch.arange(num_items, device=frames.device).unsqueeze(-1)
     frames.copy_(frames.flatten(0, 1).index_select(0, rows.flatten()).view(frames.shape))
     clear_padding(frames, kept)
@@ -117,16 +115,17 @@ def feature_mask(frames: Tensor, rng: torch.Generator, config: Augmentation) -> 
 
 
 def hidden_spans(length: Tensor, num_frames: int, rng: torch.Generator, share: float, span: int) -> Tensor:
-    """(B, T) bool: spans at random places that cover about a share of each sequence.
+    """(B, T) bool: random spans that cover about a share of each sequence.
 
-    A span is at most a quarter of its sequence. One frame is hidden at least, and one is left; a lonely one is left.
+    A span is at most a quarter of its sequence. At least one frame is masked and at least one is not; a sequence of one
+    frame is not masked.
     """
     valid, time = frame_mask(length, num_frames), torch.arange(num_frames, device=length.device)
     draws = _uniform((len(length), num_frames), rng, length.device)
     spans = (length // 4).clamp(min=1, max=span).unsqueeze(-1)
     # each frame begins a span with the probability that leaves 1 - share of the frames outside all spans
     begun = (draws < 1 - (1 - share) ** (1 / spans)).cumsum(1)
-    over = functional.pad(begun, (1, 0)).gather(1, (time + 1 - spans).clamp(min=0))  # begun so long ago
+    over = functional.pad(begun, (1, 0)).gather(1, (time + 1 - spans).clamp(min=0))  # spans begun that long ago
     hidden: Tensor = (begun > over) | (draws.masked_fill(~valid, 2).argmin(1, keepdim=True) == time)
     return hidden & valid & (draws.masked_fill(~valid, -1).argmax(1, keepdim=True) != time)
 
@@ -150,6 +149,6 @@ def _uniform(shape: tuple[int, ...], rng: torch.Generator, device: torch.device,
 
 
 def _start(room: Tensor, at: Tensor) -> Tensor:
-    """Where a span begins that has so much room, for draws in [0, 1)."""
+    """Start of a span with that much room, for draws `at` in [0, 1)."""
     start: Tensor = (at * (room + 1)).long()
     return start.minimum(room)
