@@ -1,7 +1,7 @@
-"""A server on paper: Poisson arrivals, a decode pool, one device, a finish pool, and a virtual clock.
+"""A simulated server: Poisson arrivals, a decode pool, one device, a finish pool, and a virtual clock.
 
-Runs the very policy that serves (`engine.batcher`), or a simpler one to compare it with, through minutes of load in
-seconds. Knows no threads and no models; what it takes from a device is the seconds of a batch by its size.
+Runs the policy that serves (`brim.engine.batching`), or a simpler one to compare it with, through minutes of load in
+seconds. There are no threads and no models; a device is the step time by batch size.
 """
 
 import heapq

@@ -79,7 +79,7 @@ def test_generate_puts_the_bytes_of_a_disk_into_a_store_and_resumes_there(here, 
     url = "s3://bucket/made"
     first = answer("rf", "generate", "--out", url, "--samples", "20", *options)
     assert (first["dataset"], first["accepted"]) == (url, 20)
-    assert "is not empty; add --resume" in refused("rf", "generate", "--out", url, "--samples", "20", *options)
+    assert "is not empty; " in refused("rf", "generate", "--out", url, "--samples", "20", *options)
 
     answer("rf", "generate", "--out", f"{url}/", "--samples", SAMPLES, *options, "--resume")
 
