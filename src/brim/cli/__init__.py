@@ -123,7 +123,13 @@ def _spelling(root: Any, args: Sequence[str]) -> Callable[[str], str]:
         command = getattr(command, "commands", {}).get(word, command)
     options = [param for each in (*_leaves(root), command) for param in each.params if param.opts[0].startswith("-")]
     flags = {option.name: option.opts[0] for option in options}  # those of this command last: they count
-    return lambda name: flags.get(name) or (f"brim {name}" if " " in name or name in root.commands else name)
+
+    def spell(name: str) -> str:
+        if flag := flags.get(re.sub(r"\[\d+\]$", "", name)):  # an item of a list: models[1] is typed in --models
+            return str(flag)
+        return f"brim {name}" if " " in name or name in root.commands else name
+
+    return spell
 
 
 def _leaves(group: Any) -> Iterator[Any]:
