@@ -19,7 +19,7 @@ from brim.rf.location.serving import LocateServable
 from brim.segmentation.prediction import SegmentServable
 from brim.sequences.evaluation.serving import ClassifyServable
 from brim.service.prediction.client import Predictions
-from brim.service.prediction.protocol import Prediction
+from brim.service.prediction.protocol import PredictionAnswer
 from brim.service.reader.client import Reader
 from brim.service.reader.functions import FUNCTIONS
 
@@ -83,7 +83,7 @@ class InProcess(Predictions):
         name: str = "",
         options: Mapping[str, Any] | None = None,
         alone: bool = False,
-    ) -> Prediction:
+    ) -> PredictionAnswer:
         asked_s = time.monotonic()
         if self.failure is not None:
             raise self.failure
@@ -98,7 +98,7 @@ class InProcess(Predictions):
                 work = Payload(bytes(payload), name, dict(options or {}))
                 answer = await loop.run_in_executor(self._pool, self._answer, dict(model), work)
                 seconds = {"wait": began_s - asked_s, "forward": time.monotonic() - began_s}
-                return Prediction(answer.body, answer.media_type, {**answer.facts, "seconds": seconds})
+                return PredictionAnswer(answer.body, answer.media_type, {**answer.facts, "seconds": seconds})
         except asyncio.CancelledError:
             self.cancelled += 1
             raise

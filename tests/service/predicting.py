@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from brim.service.prediction.client import Predictions
-from brim.service.prediction.protocol import Prediction
+from brim.service.prediction.protocol import PredictionAnswer
 from brim.service.run.process import Program
 from brim.service.run.supervisor import Programs, Supervisor, programs
 from brim.service.settings import Settings
@@ -79,7 +79,9 @@ async def client(predicting: Predicting, **changes: Any) -> AsyncIterator[Predic
         yield made
 
 
-async def ask(predictions: Predictions, data: bytes = b"x", *, within_s: float = 30.0, **options: Any) -> Prediction:
+async def ask(
+    predictions: Predictions, data: bytes = b"x", *, within_s: float = 30.0, **options: Any
+) -> PredictionAnswer:
     return await predictions.request(MODEL, data, deadline_s=time.monotonic() + within_s, options=options)
 
 

@@ -1,6 +1,6 @@
 """The catalogue: what people see of jobs, datasets, runs and models. The only home of the database toolkit."""
 
-from brim.jobs.store.catalogue import Catalogue
+from brim.jobs.store.catalogue import Catalogue, ModelTable
 from brim.jobs.store.engine import to_json, upgrade
 from brim.jobs.store.jobs import EventTable
 from brim.jobs.store.rows import (
@@ -30,6 +30,7 @@ __all__ = [
     "JobRow",
     "ModelKind",
     "ModelRow",
+    "ModelTable",
     "Output",
     "Page",
     "RunRow",

@@ -4,10 +4,10 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from brim.service.api.shapes import JsonObject, Out
+from brim.service.api.shapes import AnswerModel, JsonObject
 
 
-class HistogramOut(Out):
+class HistogramOut(AnswerModel):
     """How often values occur: counts[k] lie from edges[k] to edges[k + 1]; only finite ones are counted."""
 
     edges: list[float] = Field(description="one more than counts; they grow by a factor where values span decades")
@@ -15,7 +15,7 @@ class HistogramOut(Out):
     unit: str = Field(description="of the edges; 1 for a plain number")
 
 
-class PositionOut(Out):
+class PositionOut(AnswerModel):
     lat: float
     lon: float
     alt_m: float = Field(description="of the ground above the ellipsoid")
@@ -25,7 +25,7 @@ class StationOut(PositionOut):
     name: str
 
 
-class TransmitterOut(Out):
+class TransmitterOut(AnswerModel):
     """Where a sample's transmitter is, and how well it can be placed."""
 
     index: int = Field(description="row of the dataset, as samples/{index} takes it")
@@ -36,7 +36,7 @@ class TransmitterOut(Out):
     crlb_m: float | None
 
 
-class RfStatisticsOut(Out):
+class RfStatisticsOut(AnswerModel):
     """Of the radio samples that are written, also while more are."""
 
     kind: Literal["rf"] = "rf"
@@ -52,7 +52,7 @@ class RfStatisticsOut(Out):
     transmitters: list[TransmitterOut] = Field(description="at most 2000, evenly taken")
 
 
-class ImageSizeOut(Out):
+class ImageSizeOut(AnswerModel):
     """How many images are of one size, in pixels."""
 
     width: int
@@ -60,7 +60,7 @@ class ImageSizeOut(Out):
     count: int
 
 
-class ImageStatisticsOut(Out):
+class ImageStatisticsOut(AnswerModel):
     kind: Literal["images"] = "images"
     items: int
     masks: int = Field(description="images that have one; 0 or all")
@@ -68,7 +68,7 @@ class ImageStatisticsOut(Out):
     unreadable: int = Field(description="images whose size cannot be read")
 
 
-class SequenceStatisticsOut(Out):
+class SequenceStatisticsOut(AnswerModel):
     """Of packed sequences."""
 
     kind: Literal["sequences"] = "sequences"
@@ -82,7 +82,7 @@ class SequenceStatisticsOut(Out):
 StatisticsOut = Annotated[RfStatisticsOut | ImageStatisticsOut | SequenceStatisticsOut, Field(discriminator="kind")]
 
 
-class SpectrumOut(Out):
+class SpectrumOut(AnswerModel):
     """Mean power density of a receiver's record by Welch's method, absolute: in dBm/Hz."""
 
     frequency_hz: list[float] = Field(description="from the carrier, at most 512")
@@ -99,7 +99,7 @@ class SampleReceiverOut(StationOut):
     spectrum: SpectrumOut | None = Field(description="null where it did not hear")
 
 
-class SampleOut(Out):
+class SampleOut(AnswerModel):
     """One radio sample; its IQ is made again where the dataset keeps none."""
 
     index: int = Field(description="row of the dataset")
@@ -111,7 +111,7 @@ class SampleOut(Out):
     note: str | None = Field(description="why there are no spectra, where there are none")
 
 
-class EllipseOut(Out):
+class EllipseOut(AnswerModel):
     """What holds the transmitter with the probability that the answer's level says."""
 
     semi_major_m: float | None
@@ -122,7 +122,7 @@ class EllipseOut(Out):
 LatLon = Annotated[list[float], Field(min_length=2, max_length=2, description="latitude and longitude")]
 
 
-class ErrorPointOut(Out):
+class ErrorPointOut(AnswerModel):
     """Where a transmitter was put, and where it is."""
 
     truth: LatLon
@@ -132,7 +132,7 @@ class ErrorPointOut(Out):
     ellipse: EllipseOut
 
 
-class RunErrorsOut(Out):
+class RunErrorsOut(AnswerModel):
     """How well a locator places transmitters, sample by sample, in its newest evaluation."""
 
     job_id: str
@@ -143,7 +143,7 @@ class RunErrorsOut(Out):
     points: list[ErrorPointOut] = Field(description="at most 2000, evenly taken")
 
 
-class EmbeddingPointOut(Out):
+class EmbeddingPointOut(AnswerModel):
     """A sequence in the plane."""
 
     x: float
@@ -152,7 +152,7 @@ class EmbeddingPointOut(Out):
     predicted: str = Field(description="a class, or a cluster, which has no name but its number")
 
 
-class RunEmbeddingOut(Out):
+class RunEmbeddingOut(AnswerModel):
     """What a network makes of labelled sequences in its newest evaluation, along the two principal axes."""
 
     job_id: str

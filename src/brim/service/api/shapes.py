@@ -13,20 +13,20 @@ JsonObject = dict[str, Any]
 MAX_PAGE = 10**6
 
 
-class Out(BaseModel):
+class AnswerModel(BaseModel):
     """Base of all answers."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
-class Problem(Out):
+class Problem(AnswerModel):
     """Every error: one sentence, and the field it is about if there is one."""
 
     detail: str
     field: str | None
 
 
-class ProgressOut(Out):
+class ProgressOut(AnswerModel):
     """How far a job has come; total is 0 and percent null where that is not known."""
 
     current: int
@@ -37,7 +37,7 @@ class ProgressOut(Out):
     message: str
 
 
-class JobOut(Out):
+class JobOut(AnswerModel):
     id: str
     kind: str
     name: str
@@ -53,7 +53,7 @@ class JobOut(Out):
     attempts: int
 
 
-class PageOut(Out):
+class PageOut(AnswerModel):
     """Where a list stands among its pages of 50, newest first."""
 
     page: int
@@ -65,7 +65,7 @@ class JobPageOut(PageOut):
     jobs: list[JobOut]
 
 
-class DatasetOut(Out):
+class DatasetOut(AnswerModel):
     """One dataset; `partial` means that its job was stopped before the end: what is there is valid."""
 
     id: str
@@ -83,14 +83,14 @@ class DatasetPageOut(PageOut):
     datasets: list[DatasetOut]
 
 
-class PreviewOut(Out):
+class PreviewOut(AnswerModel):
     """The first items of a dataset."""
 
     kind: Literal["rf", "images", "sequences"]
     items: list[JsonObject]
 
 
-class RunOut(Out):
+class RunOut(AnswerModel):
     id: str
     name: str
     kind: str
@@ -111,29 +111,29 @@ class RunDetailOut(RunOut):
     metrics: list[JsonObject]
 
 
-class LogLineOut(Out):
+class LogLineOut(AnswerModel):
     at: str
     level: str
     text: str
 
 
-class LogPageOut(Out):
+class LogPageOut(AnswerModel):
     """Lines of a job's log, and where to read on."""
 
     lines: list[LogLineOut]
     next: int
 
 
-class ResultFileOut(Out):
+class ResultFileOut(AnswerModel):
     name: str
     bytes: int
 
 
-class ResultFilesOut(Out):
+class ResultFilesOut(AnswerModel):
     files: list[ResultFileOut]
 
 
-class DevicesOut(Out):
+class DevicesOut(AnswerModel):
     """What the workers run on."""
 
     devices: list[JsonObject]
@@ -145,7 +145,7 @@ class BatchSizesOut(BaseModel):
     devices: JsonObject
 
 
-class ModelOut(Out):
+class ModelOut(AnswerModel):
     """One model that requests may name; what is null is known once it is loaded."""
 
     name: str
@@ -160,17 +160,17 @@ class ModelOut(Out):
     added_at: str
 
 
-class ModelsOut(Out):
+class ModelsOut(AnswerModel):
     """The models that requests may name, by name."""
 
     models: list[ModelOut]
 
 
-class HealthOut(Out):
+class HealthOut(AnswerModel):
     status: Literal["ok"]
 
 
-class ReadyOut(Out):
+class ReadyOut(AnswerModel):
     """Whether jobs can be taken, and what each depends on."""
 
     status: Literal["ready", "not ready"]
@@ -180,7 +180,7 @@ class ReadyOut(Out):
     free_bytes: int
 
 
-class ValidatedOut(Out):
+class ValidatedOut(AnswerModel):
     """A job that could be submitted as it is."""
 
     kind: str
@@ -189,7 +189,7 @@ class ValidatedOut(Out):
     estimated_bytes: int = Field(description="on disk when it is done; from above")
 
 
-class KindOut(Out):
+class KindOut(AnswerModel):
     """What a job of one kind reads, makes and can be configured with."""
 
     kind: str
@@ -202,18 +202,18 @@ class KindOut(Out):
     presets: dict[str, JsonObject] = Field(description="by name, initial values of fields")
 
 
-class KindsOut(Out):
+class KindsOut(AnswerModel):
     kinds: list[KindOut]
 
 
-class MetricLinesOut(Out):
+class MetricLinesOut(AnswerModel):
     """Lines of a run's metrics, and the number of the next one."""
 
     lines: list[JsonObject] = Field(description="each with its step and epoch, and its phase if the run has several")
     next: int = Field(description="give it as `after` to read on")
 
 
-class DeviceSampleOut(Out):
+class DeviceSampleOut(AnswerModel):
     """One second of a device; null where it cannot be read."""
 
     at: float = Field(description="seconds since 1970")
@@ -226,7 +226,7 @@ class DeviceSampleOut(Out):
     )
 
 
-class DeviceHistoryOut(Out):
+class DeviceHistoryOut(AnswerModel):
     """The last samples of a worker's device."""
 
     worker: str
@@ -238,7 +238,7 @@ class DeviceHistoryOut(Out):
     stalls: dict[str, float] = Field(description="share of the job's last ten seconds of computing waited, by cause")
 
 
-class DeviceHistoriesOut(Out):
+class DeviceHistoriesOut(AnswerModel):
     interval_s: float
     devices: list[DeviceHistoryOut]
 

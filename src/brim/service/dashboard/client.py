@@ -60,7 +60,6 @@ class Api:
         return (await self.ask("POST", path, json={} if body is None else body)).json()
 
     async def delete(self, path: str) -> None:
-        """Have it forgotten."""
         await self.ask("DELETE", path)
 
     async def ask(self, method: str, path: str, **options: Any) -> httpx.Response:
@@ -78,7 +77,6 @@ class Api:
             raise Refused(answer.status_code, f"the service answered {answer.status_code}") from None
 
     async def close(self) -> None:
-        """End the connections."""
         await self._http.aclose()
 
 

@@ -28,13 +28,11 @@ class StatusLabel:
     """A job's status: a coloured point and the word."""
 
     def __init__(self, status: str = "") -> None:
-        """Show it."""
         self._shown = ui.label().classes("brim-status")
         self._status = ""
         self.show(status)
 
     def show(self, status: str) -> None:
-        """Show another."""
         if status != self._status:
             self._shown.classes(remove=f"brim-status-{self._status}", add=f"brim-status-{status}")
             self._shown.set_text(status)
@@ -45,7 +43,6 @@ class ProgressBar:
     """A bar with what is known beside it: count, rate, time left, and the job's own words."""
 
     def __init__(self) -> None:
-        """An empty bar."""
         self._bar = ui.linear_progress(0, show_value=False, size="8px").props('rounded aria-label="Progress"')
         self._text = ui.label().classes("brim-muted brim-figures-text")
 

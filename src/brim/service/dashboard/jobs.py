@@ -85,7 +85,6 @@ class JobView:
     """The parts of the page, each changed where the job has."""
 
     def __init__(self, api: Api, place: str, job: JsonValue) -> None:
-        """Draw them."""
         self._api, self._place, self._job = api, place, job
         self._log_next, self._log_ended, self._ended = 0, False, ""
         with card():

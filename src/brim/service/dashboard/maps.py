@@ -63,7 +63,6 @@ class Scale:
         return _COLOURS[min(len(_COLOURS) - 1, int(share * len(_COLOURS)))]
 
     def draw(self, name: str) -> None:
-        """The legend."""
         with ui.row(align_items="center").classes("brim-legend"):
             ui.label(f"{name}: {metres(self.low)}")
             with ui.row().classes("brim-legend-bar").props('aria-hidden="true"'):

@@ -39,7 +39,6 @@ class DeviceCards:
     """A card for each device, kept while the device is there."""
 
     def __init__(self) -> None:
-        """Nothing yet."""
         self._place = ui.column().classes("brim-stack")
         self._cards: dict[tuple[str, str], DeviceCard] = {}
         self._told = ""
@@ -142,7 +141,6 @@ class RunningJobs:
     """What runs, with progress, and how many wait."""
 
     def __init__(self) -> None:
-        """Nothing yet."""
         with card("Jobs"):
             with ui.row().classes("brim-figures"):
                 self._counts = {name: figure(name, words.NONE) for name in ("running", "waiting", "failed", "in all")}

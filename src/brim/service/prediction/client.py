@@ -21,7 +21,7 @@ from brim.service.prediction.arena import Arena, Shared
 from brim.service.prediction.protocol import (
     Frames,
     Message,
-    Prediction,
+    PredictionAnswer,
     StatusPage,
     error_of,
     frame,
@@ -55,7 +55,7 @@ class _Request:
 
     message: Message
     offset: int
-    future: "asyncio.Future[Prediction]"
+    future: "asyncio.Future[PredictionAnswer]"
     link: "Link | None" = None  # it was sent to; None: waiting to be sent
     timer: asyncio.TimerHandle | None = None
     strikes: int = 0  # deaths of predictors that were working on it
@@ -122,7 +122,7 @@ class Predictions:
         name: str = "",
         options: Mapping[str, Any] | None = None,
         alone: bool = False,
-    ) -> Prediction:
+    ) -> PredictionAnswer:
         """The answer to one request; cancelling it takes it out of the queue.
 
         payload     the file's bytes; copied before the first await
@@ -229,7 +229,7 @@ class Predictions:
         if one.future.done():
             pass  # cancelled, or given up
         elif message["type"] == "answer":
-            one.future.set_result(Prediction(body, message["media_type"], message["facts"]))
+            one.future.set_result(PredictionAnswer(body, message["media_type"], message["facts"]))
         elif message["type"] == "gone":
             one.future.cancel()
         else:

@@ -8,12 +8,12 @@ import logging
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any, Final, Protocol, TypeVar
+from typing import Any, Final, TypeVar
 
 from starlette.concurrency import run_in_threadpool
 
 from brim.errors import ConfigError, NotFound, Unavailable
-from brim.jobs.store import ModelKind, ModelRow
+from brim.jobs.store import ModelKind, ModelRow, ModelTable
 from brim.service.prediction.client import Predictions
 
 log = logging.getLogger(__name__)
@@ -21,13 +21,6 @@ _T = TypeVar("_T")
 
 REFRESH_S: Final = 1.0
 _AGAIN_S: Final = 0.1  # between two queries for an unknown name
-
-
-class ModelTable(Protocol):
-    """The catalogue's models."""
-
-    def all(self) -> list[ModelRow]:
-        """All models, by name."""
 
 
 class KnownModels:

@@ -151,7 +151,7 @@ class StatusPage:
         self._marks.release()
 
 
-class Prediction(NamedTuple):
+class PredictionAnswer(NamedTuple):
     """The answer to one request."""
 
     body: bytes

@@ -40,7 +40,7 @@ from brim.service.api.multipart import boundary_of
 from brim.service.prediction.client import OFF
 from brim.service.prediction.form import File, Form, FormFields, read_deadline_ms
 from brim.service.prediction.known_models import as_message
-from brim.service.prediction.protocol import Prediction
+from brim.service.prediction.protocol import PredictionAnswer
 
 if TYPE_CHECKING:
     from brim.service.api.context import Context
@@ -221,7 +221,7 @@ class PredictionRequest:
 
     # Predicting
 
-    async def predict(self, file: File, *, strict: bool = False, **options: Any) -> Prediction:
+    async def predict(self, file: File, *, strict: bool = False, **options: Any) -> PredictionAnswer:
         """The model's answer for one file, whose bytes are released once they are sent."""
         assert self._model is not None
         row, self._sent_s = self._model, time.monotonic()
@@ -237,7 +237,7 @@ class PredictionRequest:
         self._here.metrics.stages(_stages(answer))
         return answer
 
-    def respond(self, answer: Prediction, **headers: str) -> Response:
+    def respond(self, answer: PredictionAnswer, **headers: str) -> Response:
         now_s = time.monotonic()
         if "total" in (seconds := answer.facts.get("seconds", {})):
             self._here.admission.note_overhead(now_s - self._sent_s - seconds["total"])
@@ -263,7 +263,7 @@ def _late(silent_s: float) -> Exception:
     return DeadlinePassed("the body was not complete by the request's deadline; allow more time with Brim-Deadline-Ms")
 
 
-def _stages(answer: Prediction) -> dict[str, float]:
+def _stages(answer: PredictionAnswer) -> dict[str, float]:
     seconds = answer.facts.get("seconds", {})
     return {stage: seconds[stage] for stage in STAGES if stage in seconds}
 

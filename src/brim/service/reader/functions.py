@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from brim.errors import BrimError, CheckpointError, Conflict, DatasetError, ImageError, NotFound, StorageError
 
-Record = dict[str, Any]
+JsonRecord = dict[str, Any]
 MANIFEST: Final = "manifest.json"
 MAX_SIZES: Final = 1000  # different sizes of images that statistics list
 _HEADS: Final = (4 * 1024, 256 * 1024, 256 * 1024**2)  # bytes read for an image's size: a TIFF may have it at its end
@@ -35,12 +35,12 @@ def import_libraries() -> None:
 # Datasets
 
 
-def preview(path: str, kind: str, limit: int) -> list[Record]:
+def preview(path: str, kind: str, limit: int) -> list[JsonRecord]:
     """The first items of a dataset, small enough for a table."""
     return {"rf": _preview_samples, "images": _preview_images, "sequences": _preview_sequences}[kind](Path(path), limit)
 
 
-def statistics(path: str, kind: str, stamp: list[int] | None = None) -> Record:
+def statistics(path: str, kind: str, stamp: list[int] | None = None) -> JsonRecord:
     """Counts and histograms of a dataset; figures is None if its files still have the given stamp."""
     place = Path(path)
     files = _image_files(place)[0] if kind == "images" else [place / MANIFEST]
@@ -51,7 +51,7 @@ def statistics(path: str, kind: str, stamp: list[int] | None = None) -> Record:
     return {"stamp": current, "figures": figures}
 
 
-def sample(path: str, index: int) -> Record:
+def sample(path: str, index: int) -> JsonRecord:
     """One radio sample with the spectrum of each receiver."""
     from brim.rf.datasets.inspect import open_dataset
     from brim.rf.datasets.sample import sample as read_sample
@@ -63,7 +63,7 @@ def sample(path: str, index: int) -> Record:
     return read_sample(data, index)
 
 
-def list_files(path: str, kind: str) -> Record:
+def list_files(path: str, kind: str) -> JsonRecord:
     """The files of a dataset as they are: names in a zip with their paths, and the manifest where there is one."""
     place = Path(path)
     if kind == "images":
@@ -102,14 +102,14 @@ def export(path: str, folder: str, format: str, min_free_bytes: int) -> list[str
 # Uploads
 
 
-def check_images(folder: str) -> Record:
+def check_images(folder: str) -> JsonRecord:
     """Check and count images that were uploaded."""
     from brim.jobs.registry.datasets import look
 
     return asdict(look(Path(folder), "images"))
 
 
-def pack_sequences(folder: str, data: str, id: str, labels: str | None) -> Record:
+def pack_sequences(folder: str, data: str, id: str, labels: str | None) -> JsonRecord:
     """Pack .npy files that were uploaded to DATA/datasets/ID."""
     from brim.jobs.registry.datasets import pack
 
@@ -121,7 +121,7 @@ def pack_sequences(folder: str, data: str, id: str, labels: str | None) -> Recor
 # Jobs
 
 
-def check_job(kind: str, name: str, config: Record, datasets: list[str], run: str | None) -> int:
+def check_job(kind: str, name: str, config: JsonRecord, datasets: list[str], run: str | None) -> int:
     """Check a job against the files it reads; the bytes it will take on disk."""
     from brim.jobs.kinds import KINDS, Inputs, Spec
 
@@ -147,7 +147,7 @@ FUNCTIONS: Final[dict[str, Callable[..., Any]]] = {
 # Previews
 
 
-def _preview_samples(path: Path, limit: int) -> list[Record]:
+def _preview_samples(path: Path, limit: int) -> list[JsonRecord]:
     from brim.rf.datasets.inspect import named_columns, open_dataset
 
     dataset = open_dataset(path)
@@ -161,7 +161,7 @@ def _preview_samples(path: Path, limit: int) -> list[Record]:
     return [_preview_sample(rows, means, row) for row in range(len(rows["index"]))]
 
 
-def _preview_sample(rows: Record, snr_db: Any, row: int) -> Record:
+def _preview_sample(rows: JsonRecord, snr_db: Any, row: int) -> JsonRecord:
     heard = rows["present"][row].nonzero()[0]
     receivers = [{**_position(rows["receivers"][row][r]), "snr_db": _number(snr_db[row][r])} for r in heard]
     return {
@@ -175,7 +175,7 @@ def _preview_sample(rows: Record, snr_db: Any, row: int) -> Record:
     }
 
 
-def _position(position: Any) -> Record:
+def _position(position: Any) -> JsonRecord:
     return {name: _number(value) for name, value in zip(("lat_deg", "lon_deg", "alt_m"), position, strict=True)}
 
 
@@ -184,13 +184,13 @@ def _number(value: Any) -> float | None:
     return number if math.isfinite(number) else None
 
 
-def _preview_images(path: Path, limit: int) -> list[Record]:
+def _preview_images(path: Path, limit: int) -> list[JsonRecord]:
     files, folder, _ = _image_files(path)
     sizes = [(file.relative_to(folder).as_posix(), *_image_size(file)) for file in files[:limit]]
     return [{"name": name, "width": width, "height": height} for name, width, height in sizes]
 
 
-def _preview_sequences(path: Path, limit: int) -> list[Record]:
+def _preview_sequences(path: Path, limit: int) -> list[JsonRecord]:
     from brim.sequences.corpus.packed import Corpus
 
     corpus = Corpus.open(path)
@@ -217,13 +217,13 @@ def _stamp(files: Iterable[Path]) -> list[int]:
     return [number, num_bytes, newest, inodes]
 
 
-def _rf_figures(place: Path) -> Record:
+def _rf_figures(place: Path) -> JsonRecord:
     from brim.rf.datasets.statistics import statistics as rf_statistics
 
     return {"kind": "rf", **rf_statistics(place)}
 
 
-def _image_figures(place: Path) -> Record:
+def _image_figures(place: Path) -> JsonRecord:
     files, _, masks = _image_files(place)
     sizes = Counter(map(_image_size, files))
     unreadable = sizes.pop((None, None), 0)
@@ -232,7 +232,7 @@ def _image_figures(place: Path) -> Record:
     return {"kind": "images", "items": len(files), "masks": num_masks, "sizes": common, "unreadable": unreadable}
 
 
-def _sequence_figures(place: Path) -> Record:
+def _sequence_figures(place: Path) -> JsonRecord:
     from brim.rf.datasets.statistics import histogram
     from brim.sequences.corpus.packed import Corpus
 

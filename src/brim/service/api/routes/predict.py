@@ -26,7 +26,7 @@ from brim.service.prediction.form import (
     read_model,
     read_threshold,
 )
-from brim.service.prediction.protocol import Prediction
+from brim.service.prediction.protocol import PredictionAnswer
 from brim.service.prediction.request import PredictionRequest
 from brim.service.settings import Settings
 
@@ -188,14 +188,14 @@ async def batch_segment(request: Request, here: Here) -> Response:
         answers = await asyncio.gather(
             *(_segment(call, settings, file, form) for file in form.files), return_exceptions=True
         )
-        failures = [answer for answer in answers if not isinstance(answer, Prediction)]
+        failures = [answer for answer in answers if not isinstance(answer, PredictionAnswer)]
         if len(failures) == len(answers) and all(_status(failure) == 503 for failure in failures):
             raise failures[0]
         rows = [_row(here, file.name, answer) for file, answer in zip(form.files, answers, strict=True)]
         head = _JSON({"model": call.model_name, "format": form.values.get("format", "geojson")})
         tail = _JSON({"ok": len(answers) - len(failures), "failed": len(failures)})
         body = b"".join((head[:-1].encode(), b',"results":[', b",".join(rows), b"],", tail[1:].encode()))
-        return call.respond(Prediction(body, "application/json", {}))
+        return call.respond(PredictionAnswer(body, "application/json", {}))
 
 
 @router.post(
@@ -261,7 +261,7 @@ async def locate(request: Request, here: Here) -> Response:
 # Helpers
 
 
-async def _segment(call: PredictionRequest, settings: Settings, file: File, form: Form) -> Prediction:
+async def _segment(call: PredictionRequest, settings: Settings, file: File, form: Form) -> PredictionAnswer:
     values = form.values
     answer = await call.predict(
         file,
@@ -276,16 +276,16 @@ async def _segment(call: PredictionRequest, settings: Settings, file: File, form
 
     if answer.media_type != RINGS:
         return answer
-    return Prediction(geojson_of(Rings.from_bytes(answer.body)), "application/geo+json", answer.facts)
+    return PredictionAnswer(geojson_of(Rings.from_bytes(answer.body)), "application/geo+json", answer.facts)
 
 
 def _status(failure: BaseException) -> int:
     return status_of(failure) if isinstance(failure, BrimError) else 500
 
 
-def _row(here: Here, name: str, answer: Prediction | BaseException) -> bytes:
+def _row(here: Here, name: str, answer: PredictionAnswer | BaseException) -> bytes:
     """The result of one file; the model's JSON goes in as it is."""
-    if isinstance(answer, Prediction):
+    if isinstance(answer, PredictionAnswer):
         return b"".join((_JSON({"file": name, "status": "ok"})[:-1].encode(), b',"result":', answer.body, b"}"))
     if isinstance(answer, BrimError):
         detail = redacted(phrase(answer), here.redact)

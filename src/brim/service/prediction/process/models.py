@@ -61,9 +61,7 @@ class Loaded(Protocol):
     sizes: Sequence[int]
     max_batch_size: int
 
-    def close(self) -> None:
-        """Release its memory."""
-        ...
+    def close(self) -> None: ...
 
 
 LoadModel = Callable[[Registered, "torch.device", Any], Any]  # model, device, and the lock of the device
