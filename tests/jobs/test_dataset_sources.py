@@ -143,7 +143,7 @@ def test_what_is_missing_empty_or_foreign_is_refused(catalogue, data, tmp_path, 
         (text / "a.png", "images", "is not a directory"),
         (empty, "sequences", "holds no .npy"),
         (npy, "sequences", "a.npy"),
-        (tmp_path / "rf", "sequences", "is no packed corpus"),
+        (tmp_path / "rf", "sequences", "is not a packed corpus"),
         (data / "datasets", "images", "own data directory"),
     ]:
         with pytest.raises(BrimError, match=words):
