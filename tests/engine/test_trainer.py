@@ -293,8 +293,9 @@ def test_a_finished_run_is_not_trained_again(tmp_path: Path) -> None:
 
 def test_without_resume_a_run_is_not_overwritten(tmp_path: Path) -> None:
     train(linear(), loss_fn, Lines(), config=config(), out=tmp_path)
-    with pytest.raises(CheckpointError, match="resume it or choose another"):
+    with pytest.raises(CheckpointError, match="holds a checkpoint") as failure:
         train(linear(), loss_fn, Lines(), config=config(), out=tmp_path, resume=False)
+    assert failure.value.code == "occupied"
 
 
 @pytest.mark.parametrize(
