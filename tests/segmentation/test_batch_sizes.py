@@ -310,7 +310,7 @@ def test_a_directory_that_does_not_exist_is_made(tmp_path):
 def test_a_file_in_the_place_of_the_directory_is_a_storage_error(tmp_path):
     (tmp_path / "plain").write_text("")
 
-    with pytest.raises(StorageError, match=r"sizes\.json: cannot write, .+choose another --out"):
+    with pytest.raises(StorageError, match=r"sizes\.json: cannot write, .+choose another out"):
         BatchSizes().write(tmp_path / "plain" / "sizes.json")
 
 

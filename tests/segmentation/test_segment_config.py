@@ -56,7 +56,7 @@ def test_a_registered_network_is_a_valid_choice(monkeypatch):
         (FilesConfig, {"format": "svg"}, "format", "unknown_choice"),
         (FilesConfig, {"tile": 64, "overlap": 33}, "overlap", "conflict"),
         (RequestConfig, {"threshold": 0}, "threshold", "out_of_range"),
-        (TuneConfig, {"search": ("speed",)}, "search", "unknown_choice"),
+        (TuneConfig, {"search": ("speed",)}, "search[0]", "unknown_choice"),
     ],
 )
 def test_a_wrong_setting_is_named(config, values, field, code):

@@ -204,7 +204,7 @@ def test_crops_are_made_once_and_cut_short_go_on(cells, tmp_path, monkeypatch):
 def test_a_run_that_was_used_needs_resume(cells, tmp_path):
     run(cells, tmp_path / "run", replace(QUICK, epochs=1))
 
-    with pytest.raises(CheckpointError, match="not empty; add --resume"):
+    with pytest.raises(CheckpointError, match="not empty; add resume"):
         run(cells, tmp_path / "run", replace(QUICK, epochs=1), resume=False)
 
 

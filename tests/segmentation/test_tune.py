@@ -307,7 +307,7 @@ def test_options_that_cannot_work_are_rejected(option):
     with pytest.raises(ConfigError) as caught:
         TuneConfig(**option)
 
-    assert caught.value.field == next(iter(option))
+    assert str(caught.value.field).startswith(next(iter(option)))
 
 
 # Several models and the file
@@ -349,7 +349,7 @@ def test_a_model_that_cannot_be_tuned_does_not_stop_the_others(known, tmp_path):
 
 
 def test_an_unknown_model_is_rejected():
-    with pytest.raises(ConfigError, match=r'models="unet" is unknown; did you mean'):
+    with pytest.raises(ConfigError, match=r"models.*unet. is unknown; did you mean"):
         TuneConfig(models=("unet",))
 
 

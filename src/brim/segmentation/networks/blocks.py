@@ -19,7 +19,6 @@ class ConvNorm(nn.Module):
     """Convolution, batch norm and ReLU; `residual` is added before the ReLU."""
 
     def __init__(self, inputs: int, outputs: int, kernel: int = 3, stride: int = 1) -> None:
-        """Pad so that stride 1 keeps the size."""
         super().__init__()
         self.conv = nn.Conv2d(inputs, outputs, kernel, stride, kernel // 2, bias=False)
         self.norm = nn.BatchNorm2d(outputs)
@@ -48,7 +47,6 @@ class ProjectionConv(nn.Module):
     """
 
     def __init__(self, inputs: int, outputs: int, kernel: int = 1, stride: int = 1) -> None:
-        """Pad so that stride 1 keeps the size."""
         super().__init__()
         self.conv = nn.Conv2d(inputs, outputs, kernel, stride, kernel // 2, bias=False)
         self.norm = nn.BatchNorm2d(outputs)
@@ -82,7 +80,6 @@ class NormReLU(nn.Module):
     """Batch norm and ReLU ahead of a convolution: the pre-activation of a residual unit."""
 
     def __init__(self, channels: int) -> None:
-        """One statistic per channel."""
         super().__init__()
         self.norm = nn.BatchNorm2d(channels)
         self.affine: fused.Affine | None = None  # scale and shift once folded, float32 in every precision
@@ -106,7 +103,6 @@ class PixelScore(nn.Conv2d):
     """One number for each pixel from its channels: a 1 × 1 convolution to one channel."""
 
     def __init__(self, channels: int) -> None:
-        """With a bias."""
         super().__init__(channels, 1, 1)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -129,7 +125,6 @@ class SqueezeExcite(nn.Module):
     """A weight for each channel from the mean of all channels."""
 
     def __init__(self, channels: int) -> None:
-        """The paper's reduction."""
         super().__init__()
         self.mlp = _mlp(channels)
 
@@ -143,7 +138,6 @@ class CBAM(nn.Module):
     """Which channels, from their mean and maximum; then which pixels, from the same over channels."""
 
     def __init__(self, channels: int) -> None:
-        """The paper's reduction and its 7 × 7 window."""
         super().__init__()
         self.mlp = _mlp(channels)
         self.spatial = SpatialAttention()
@@ -160,7 +154,6 @@ class SpatialAttention(nn.Module):
     """A weight for each pixel from the mean and the maximum over channels."""
 
     def __init__(self, kernel: int = 7) -> None:
-        """The paper's window."""
         super().__init__()
         self.conv = nn.Conv2d(2, 1, kernel, padding=kernel // 2, bias=False)
 
@@ -177,7 +170,6 @@ class SimAM(nn.Module):
     """A weight for each value from how far it lies from its channel's mean; no parameters."""
 
     def __init__(self, regularisation: float = 1e-4) -> None:
-        """The paper's λ."""
         super().__init__()
         self.regularisation = regularisation
 

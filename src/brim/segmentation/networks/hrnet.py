@@ -78,7 +78,6 @@ class BasicBlock(nn.Module):
     """Two 3 × 3 convolutions and a shortcut."""
 
     def __init__(self, channels: int) -> None:
-        """As many channels out as in."""
         super().__init__()
         self.first = ConvNorm(channels, channels)
         self.last = ConvNorm(channels, channels)
@@ -120,7 +119,6 @@ class Head(nn.Module):
     """A score for each pixel from all branches at the finest branch's resolution."""
 
     def __init__(self, widths: tuple[int, ...], mixed: int) -> None:
-        """Mix all channels, then score."""
         super().__init__()
         self.widths = widths
         self.mix = ConvNorm(sum(widths), mixed, 1)

@@ -40,7 +40,6 @@ class ComputeConfig:
     compiled: bool = False  # by torch.compile
 
     def __post_init__(self) -> None:
-        """Check the names."""
         for field, choices in (("precision", get_args(NetworkPrecision)), ("layout", get_args(MemoryLayout))):
             if getattr(self, field) not in choices:
                 raise ConfigError(f'{field}="{getattr(self, field)}" must be one of {", ".join(choices)}')
@@ -89,9 +88,7 @@ class Alignable(Protocol):
 class Foldable(Protocol):
     """A layer that can prepare itself for inference."""
 
-    def fold(self) -> None:
-        """Fold norms into products and sums."""
-        ...
+    def fold(self) -> None: ...
 
 
 class InferenceNetwork:
@@ -128,7 +125,6 @@ class InferenceNetwork:
             return self._timed(images) if graph is None else graph(images)
 
     def release(self) -> None:
-        """Give back what captured graphs hold."""
         self._graphs.clear()
         self._runs.clear()
         self._pool = None
@@ -208,8 +204,6 @@ class _Waits(Exception):
 
 
 class _Graph:
-    """A captured forward on tensors of its own."""
-
     def __init__(self, images: Tensor, run: Callable[[Tensor], Tensor], pool: Any) -> None:
         self._images = images
         torch.cuda.synchronize(images.device)

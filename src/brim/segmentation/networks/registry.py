@@ -52,7 +52,6 @@ def register_model(name: str, factory: Factory, *, replace: bool = False) -> Non
 
 
 def model_names() -> tuple[str, ...]:
-    """Every name create_model knows."""
     return network_names()
 
 

@@ -117,7 +117,6 @@ class Units(nn.ModuleList):
         return cast(ResidualUnit, self[0]).enter
 
     def forward(self, x: Tensor, entered: Tensor | None, following: NormReLU | None) -> tuple[Tensor, Tensor | None]:
-        """As for one unit."""
         units = cast("list[ResidualUnit]", list(self))
         for unit, after in zip(units, [*(unit.enter for unit in units[1:]), following], strict=True):
             x, entered = unit(x, entered, after)
@@ -152,7 +151,6 @@ class ResUNetSmall(ResUNet):
     """Five levels of 48 to 512 channels over a bottleneck of 1024, squeeze-excite in every unit, gated skips."""
 
     def __init__(self, width: int = 48, inputs: int = 3) -> None:
-        """`width` is that of the finest level."""
         super().__init__(
             (width, 96, 192, 384, 512, 1024),
             encoder=(1, 1, 1, 1, 1, 2),

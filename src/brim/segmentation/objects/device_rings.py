@@ -181,7 +181,6 @@ def _cut(mask: Tensor, sizes: list[tuple[int, int]]) -> Tensor:
 
 
 def _nothing(stack: _Stack) -> RingTensors:
-    """What masks without a pixel have."""
     zeros = torch.zeros([len(stack.mask) + 1], dtype=torch.int64, device=stack.mask.device)
     none = zeros[:0]
     return none.int().view(0, 2), zeros[:1], none, none, none, zeros

@@ -32,7 +32,6 @@ class Rings(NamedTuple):
 
     @property
     def num_outlines(self) -> int:
-        """Objects."""
         return int((self.owner == np.arange(len(self.owner))).sum())
 
     def to_bytes(self) -> bytes:

@@ -89,7 +89,6 @@ class Stack(NamedTuple):
 
 
 def stack(masks: Sequence[np.ndarray]) -> Stack:
-    """Lay them out."""
     return Stack(masks, np.cumsum([0, *(len(mask) + 1 for mask in masks)]))
 
 

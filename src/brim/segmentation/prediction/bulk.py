@@ -52,8 +52,6 @@ _READERS = 16  # files asked for at once
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Record:
-    """A finished image."""
-
     name: str  # path or URL
     sha256: str  # of its bytes
     polygons: int
@@ -82,8 +80,6 @@ class Recipe:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BulkTask:
-    """One image to predict."""
-
     index: int  # in the run
     name: str  # as the user gave it
     image: ImageFile
@@ -293,7 +289,6 @@ class BulkScorer:
 
     @property
     def batch_size(self) -> int:
-        """Patches that the network sees at once."""
         return self._config.batch_size or 1
 
     def __call__(self, parcel: BulkParcel) -> BulkParcel:
@@ -332,7 +327,6 @@ class _RingsRun(PredictRun):
         self.found: dict[str, tuple[bytes, bytes | None]] = {}  # rings and mask by the image's name
 
     def images_of(self) -> list[ImageInput]:
-        """What the run reads."""
         return [sheet.pixels for sheet in self._sheets if sheet.pixels is not None]
 
     def name(self, index: int, image: ImageInput) -> str:

@@ -22,8 +22,6 @@ from brim.segmentation.prediction.stream import PredictProgress, PredictReport
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FilesReport:
-    """What a run over files did."""
-
     report: PredictReport | None  # None: stopped before the end
     failures: dict[str, str]  # image → why
     written: int

@@ -75,7 +75,6 @@ class ModelLoader:
 
     @property
     def models(self) -> tuple[str, ...]:
-        """Names of the models that have weights."""
         return tuple(self._weights)
 
     @property
@@ -218,8 +217,10 @@ class ModelLoader:
         find_model(name)
         if name not in self._weights:
             raise ConfigError(
-                f'model "{name}" has no weights, and random ones would find nothing; give them with '
-                f'ModelLoader(weights={{"{name}": FILE or RUN}}) or --weights, or train some with "brim segment train"'
+                f'model "{name}" has no weights, and random ones would find nothing',
+                field="weights",
+                code="missing",
+                hint="give {weights}, or train some with {segment train}",
             )
         return self._weights[name]
 

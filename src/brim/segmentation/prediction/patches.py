@@ -62,11 +62,9 @@ class TileGrid:
         self.height, self.width = height, width
 
     def __len__(self) -> int:
-        """Number of windows."""
         return len(self.rows.starts) * len(self.columns.starts)
 
     def __iter__(self) -> Iterator[TileWindow]:
-        """Every window, row by row."""
         for row, top in enumerate(self.rows.starts):
             for column, left in enumerate(self.columns.starts):
                 yield TileWindow(top, left, row, column)
@@ -80,7 +78,6 @@ class Blend:
     """
 
     def __init__(self, grid: TileGrid, rows: Tensor, columns: Tensor) -> None:
-        """Start from zero."""
         self._rows, self._columns = rows, columns
         self.total = torch.zeros(grid.height, grid.width, device=rows.device)  # (H, W) float32
 

@@ -52,8 +52,6 @@ class ScoredImage:
 
 @dataclass(frozen=True, slots=True)
 class _ScoredPatches:
-    """Patches that ran at once."""
-
     patches: list[Patch]
     probability: Tensor  # (B, h, w) float32
     finite: Tensor  # (B,) bool: no NaN and no infinity among the logits
@@ -308,7 +306,6 @@ class Tracer:
 
     @property
     def on_device(self) -> bool:
-        """Whether rings are found on the device."""
         return self._device.type in TRACING_DEVICES
 
     def wait(self, done: Sequence[ScoredImage]) -> None:

@@ -170,7 +170,6 @@ class SegmentServable:
         return Answer(encoded(prediction, context.format, context.image), MEDIA_TYPES[context.format], facts)
 
     def close(self) -> None:
-        """Give back weights and graphs."""
         self._network.release()
         self._runs.clear()
         del self._network, self._rehearsal, self._blank
@@ -178,7 +177,6 @@ class SegmentServable:
     # Warming up
 
     def example(self, num: int) -> list["_Part"]:
-        """Patches of a whole tile."""
         shape = (self._tile, self._tile)
         frames = [ImageFrame(0, "warm-up", *shape) for _ in range(num)]
         return [_Part(self._rehearsal, Patch(frame, self._blank, shape)) for frame in frames]
@@ -243,7 +241,6 @@ class _Room:
             time.sleep(0.005)
 
     def take(self, pixels: Tensor) -> None:
-        """Count what was decoded."""
         self._changes.append(pixels.nbytes)
         weakref.finalize(pixels, self._changes.append, -pixels.nbytes).atexit = False
 
@@ -266,8 +263,6 @@ class _Part(NamedTuple):
 
 
 class _Running(NamedTuple):
-    """A batch on the device."""
-
     run: PredictRun
     patches: list[Patch]
     done: list[ScoredImage]

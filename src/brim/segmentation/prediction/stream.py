@@ -176,7 +176,6 @@ class PredictRun:
         return frame
 
     def decode(self, item: tuple[int, ImageInput]) -> ImageFrame:
-        """Read an image and cut it into patches."""
         index, image = item
         name = self.name(index, image)
         try:
@@ -376,12 +375,10 @@ class _Gate:
         self._changed = threading.Condition()
 
     def enter(self, index: int) -> None:
-        """Wait for room."""
         with self._changed:
             self._changed.wait_for(lambda: self._open or index == self._next or self._held_bytes < self._limit_bytes)
 
     def add(self, frame: ImageFrame) -> None:
-        """Account a decoded image."""
         with self._changed:
             self._held_bytes += _bytes(frame)
 
@@ -444,7 +441,6 @@ def _failed(frame: ImageFrame) -> Prediction:
 
 
 def _ordered(finished: Iterable[list[tuple[int, Prediction]]]) -> Iterator[Prediction]:
-    """Predictions by index."""
     early: dict[int, Prediction] = {}
     following = 0
     for results in finished:

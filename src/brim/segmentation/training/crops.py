@@ -50,8 +50,6 @@ OnProgress = Callable[[TrainProgress], None]
 
 @dataclass(frozen=True, slots=True)
 class ImagePair:
-    """An image and its mask."""
-
     name: str  # of the image, below its folder
     image: Path
     mask: Path

@@ -104,7 +104,6 @@ class Agreement:
     iou_per_image: float
 
     def as_dict(self) -> dict[str, float]:
-        """By name."""
         return {name: getattr(self, name) for name in self.__slots__}
 
 
@@ -112,7 +111,6 @@ class PixelCounts:
     """Counts pixels image by image; nothing waits for the device before `result`."""
 
     def __init__(self, num_images: int, device: torch.device) -> None:
-        """Count nothing yet."""
         if num_images < 1:
             raise ConfigError(f"num_images={num_images} must be at least 1")
         self._counts = torch.zeros(num_images, 3, dtype=torch.int64, device=device)

@@ -5,7 +5,7 @@ Axes: B crops, S pixels of a side. A run is a directory:
     RUN/config.json           what is trained on what
     RUN/crops/                the images as crops, which the trainer holds on the device
     RUN/train/                the trainer's own: checkpoints, metrics.jsonl
-    RUN/weights.safetensors   the best weights, for `brim segment predict --weights RUN`
+    RUN/weights.safetensors   the best weights, to predict with
 
 Images, not crops, are split: crops of one image overlap, and would show the validation what was trained on."""
 
@@ -114,7 +114,7 @@ def train(
         module = _make_module(config, weights, ranks)
         about = describe(pairs, asdict(config), len(val_images), weights)
         if out.is_file():
-            raise CheckpointError(f"{out} is a file; choose another --out")
+            raise CheckpointError(f"{out} is a file", code="occupied", hint="choose another {out}")
         tell = progress if ranks.main else None
         made = ranks.from_main(
             lambda: _cut_crops(stack, out, pairs, about, config, resume or ranks.restarted, tell, stop)
@@ -202,7 +202,6 @@ def _train(
 def _finish(
     module: nn.Module, judge: "_Judge", report: TrainReport, config: SegmentTrainConfig, out: Path
 ) -> SegmentTrainReport:
-    """Keep the best weights and score them."""
     file, found = out / WEIGHTS, dict[str, float]()
     if has_checkpoint(out / "train" / "best"):
         load_run_weights(module, out)
@@ -281,7 +280,8 @@ def _check_foreground(crops: Dataset, rows: Tensor, masks: Path | str) -> None:
         raise DatasetError(f"{masks}: no mask has foreground; pixels inside an object must not be 0")
     if not int(pixels[rows].sum()):
         raise DatasetError(
-            f"{masks}: only the masks held out for validation have foreground; give more images, or another --seed"
+            f"{masks}: only the masks held out for validation have foreground",
+            hint="give more images, or another {seed}",
         )
 
 
@@ -314,7 +314,6 @@ _FREE = ("epochs", "tier", "early_stopping_patience", "checkpoint_every_s")  # m
 def describe(
     pairs: list[ImagePair], training: dict[str, Any], num_val: int, weights: Path | str | None
 ) -> dict[str, Any]:
-    """What config.json says."""
     inputs = json.dumps([[pair.name, *pair.identity()] for pair in pairs])
     return {
         "format_version": FORMAT_VERSION,
@@ -334,12 +333,14 @@ def check_free(out: Path, pairs: list[ImagePair], about: dict[str, Any], resume:
     if not names:
         return
     if CONFIG not in names:
-        raise CheckpointError(f"{out} is not empty and has no {CONFIG}; choose another --out")
+        raise CheckpointError(f"{out} is not empty and has no {CONFIG}", code="occupied", hint="choose another {out}")
     known = _read_config(out / CONFIG)
     if not has_checkpoint(out / "train" / "last"):
         return  # nothing was trained yet: crops that fit are used, others made anew
     if not resume:
-        raise CheckpointError(f"{out} is not empty; add --resume to continue it or choose another --out")
+        raise CheckpointError(
+            f"{out} is not empty", code="occupied", hint="add {resume} to continue it or choose another {out}"
+        )
     _check_same(out, pairs, known, about)
 
 
@@ -353,7 +354,9 @@ def write_config(out: Path, about: dict[str, Any]) -> None:
             os.fsync(opened.fileno())
         new.replace(out / CONFIG)
     except OSError as failure:
-        raise StorageError(f"{out}: cannot write, {failure.strerror or failure}; choose another --out") from failure
+        raise StorageError(
+            f"{out}: cannot write, {failure.strerror or failure}", hint="choose another {out}"
+        ) from failure
 
 
 def _digest(file: Path) -> str:
@@ -367,11 +370,15 @@ def _check_same(out: Path, pairs: list[ImagePair], known: dict[str, Any], about:
         old, new = (side.get(name) for side in flat)
         if old != new and name not in _FREE:
             raise CheckpointError(
-                f"{out}: {name} was {old} and is {new} now; resume with the same, or choose another --out"
+                f"{out}: {name} was {old} and is {new} now",
+                code="conflict",
+                hint="resume with the same, or choose another {out}",
             )
     if known.get("inputs_sha256") != about["inputs_sha256"]:
         change = find_change(pairs, out / "crops", about["training"]["size"])
-        raise DatasetError(f"{out}: {change} since the run began; restore it, or choose another --out")
+        raise DatasetError(
+            f"{out}: {change} since the run began", code="conflict", hint="restore it, or choose another {out}"
+        )
 
 
 def _read_config(file: Path) -> dict[str, Any]:
@@ -380,10 +387,14 @@ def _read_config(file: Path) -> dict[str, Any]:
     except OSError as failure:
         raise StorageError(f"{file} cannot be read: {failure.strerror or failure}; check its permissions") from failure
     except (ValueError, RecursionError) as failure:
-        raise CheckpointError(f"{file} is not valid JSON ({failure}); choose another --out") from failure
+        raise CheckpointError(
+            f"{file} is not valid JSON ({failure})", code="damaged", hint="choose another {out}"
+        ) from failure
     if not isinstance(known, dict) or known.get("kind") != KIND or not isinstance(known.get("training"), dict):
         kind = known.get("kind") if isinstance(known, dict) else None
-        raise CheckpointError(f'{file} is of another run: kind={kind!r}, expected "{KIND}"; choose another --out')
+        raise CheckpointError(
+            f'{file} is of another run: kind={kind!r}, expected "{KIND}"', code="conflict", hint="choose another {out}"
+        )
     if known.get("format_version") != FORMAT_VERSION:
         raise CheckpointError(
             f"{file}: format_version is {known.get('format_version')!r}, expected {FORMAT_VERSION}; use its own brim"

@@ -33,6 +33,7 @@ PRECISIONS: Final = ("fp32", "bf16", "fp16")
 LAYOUTS: Final = ("contiguous", "channels_last")
 
 _GIB = 1024**3
+_NEXT_STEP = 'correct it, or delete the file and tune again with "{segment tune}"'
 _SECTIONS = ("device_info", "batch_configurations", "detailed_results")
 Document = dict[str, Any]
 
@@ -53,7 +54,6 @@ class BatchSizeEntry:
     compiled: bool
 
     def __post_init__(self) -> None:
-        """Refuse what the file could not hold."""
         _check_entry(asdict(self), lambda field, value, expected: ConfigError(f"{field}={value} must be {expected}"))
 
 
@@ -61,7 +61,6 @@ class BatchSizes:
     """The content of a file; `with_entry` gives a changed copy, `write` puts the changes into a file."""
 
     def __init__(self) -> None:
-        """Hold nothing yet."""
         self._document: Document = {"format_version": FORMAT_VERSION, "created": _now(), "devices": {}}
         self._changes: dict[tuple[str, str], tuple[Document, Document, list[Document]]] = {}
 
@@ -85,7 +84,6 @@ class BatchSizes:
         return tuple(self._document["devices"])
 
     def models(self, key: str) -> tuple[str, ...]:
-        """Models tuned on a device."""
         return tuple(self._section(key, "batch_configurations"))
 
     def elsewhere(self, key: str, model: str) -> tuple[str, ...]:
@@ -102,11 +100,9 @@ class BatchSizes:
         )
 
     def trials(self, key: str, model: str) -> list[Document]:
-        """Every trial behind an entry."""
         return copy.deepcopy(list(self._section(key, "detailed_results").get(model, [])))
 
     def info(self, key: str) -> Document:
-        """What is known of a device."""
         return copy.deepcopy(dict(self._section(key, "device_info")))
 
     def with_entry(
@@ -211,13 +207,9 @@ def _load(file: Path) -> Document | None:
         document = json.loads(content, object_pairs_hook=_without_twins)
     except (ValueError, RecursionError) as failure:
         reason = "its values are nested too deeply" if isinstance(failure, RecursionError) else str(failure)
-        raise ConfigError(f"{file} is not valid JSON: {reason}; {_next_step()}") from failure
+        raise ConfigError(f"{file} is not valid JSON: {reason}", hint=_NEXT_STEP) from failure
     _check(document, file)
     return dict(document)
-
-
-def _next_step() -> str:
-    return 'correct it, or delete the file and tune again with "brim segment tune"'
 
 
 def _without_twins(pairs: list[tuple[str, Any]]) -> Document:
@@ -233,7 +225,7 @@ def _check(document: Any, file: Path) -> None:
     def fault(path: str, value: Any, expected: str) -> ConfigError:
         text = json.dumps(value)
         shown = text if len(text) <= 60 else f"{text[:57]}..."
-        return ConfigError(f"{file}: {path or 'the document'} is {shown} and must be {expected}; {_next_step()}")
+        return ConfigError(f"{file}: {path or 'the document'} is {shown} and must be {expected}", hint=_NEXT_STEP)
 
     _check_finite(document, "", fault)
     _expect(document, dict, "", "an object", fault)
@@ -395,4 +387,4 @@ def _refusals(file: Path) -> Iterator[None]:
         yield
     except OSError as failure:
         reason = failure.strerror or failure
-        raise StorageError(f"{file}: cannot write, {reason}; choose another --out FILE.json") from failure
+        raise StorageError(f"{file}: cannot write, {reason}", hint="choose another {out}") from failure

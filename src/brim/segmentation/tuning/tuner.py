@@ -155,7 +155,6 @@ class Judgement:
         return difference <= self.tolerance and math.isfinite(self.probability_difference)
 
     def describe(self, setting: ComputeConfig) -> str:
-        """The judgement in words."""
         verb = "accepted" if self.is_accepted else "refused"
         if not math.isfinite(self.probability_difference):
             return f"{verb} {label(setting)}: its logits are not finite numbers"
@@ -302,8 +301,8 @@ class _Tuning:
                 reference = Reference(self.module, self.device, images, trained=trained, tolerance=tolerance)
         except OutOfMemory as failure:
             raise OutOfMemory(
-                f"one image of {self.size} x {self.size} does not fit on {self.device} in fp32 ({failure}); "
-                "use a smaller --size or free memory"
+                f"one image of {self.size} x {self.size} does not fit on {self.device} in fp32 ({failure})",
+                hint="use a smaller {size} or free memory",
             ) from failure
         if reference.why_not_masks:
             self._say(
@@ -433,7 +432,7 @@ def _entry(max_safe: int, best: Trial, setting: ComputeConfig, size: int, config
     allowed = config.allowed_bytes or 0.0
     if best.status == "over budget":
         raise OutOfMemory(
-            f"one image of {size} x {size} does not fit: {best.detail}; use a smaller --size or free memory"
+            f"one image of {size} x {size} does not fit: {best.detail}", hint="use a smaller {size} or free memory"
         )
     step_ms = 1e3 * best.seconds
     p50_ms = best.p50_ms or step_ms
