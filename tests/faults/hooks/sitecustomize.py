@@ -58,7 +58,7 @@ POISON = {(250, 1, 2): "raise", (250, 1, 3): "memory", (250, 1, 4): "kill", (250
 
 def patch_network(module):
     """Fail, end or hang in the forward of a batch with a marked image; larger batches pay."""
-    run = module.Network.__call__
+    run = module.InferenceNetwork.__call__
 
     def poisoned(self, images):
         marks = {POISON.get(tuple(corner)) for corner in images[:, :, 0, 0].tolist()}
@@ -73,7 +73,7 @@ def patch_network(module):
         time.sleep(0.008)  # as if every batch had a price of its own: together is cheaper
         return run(self, images)
 
-    module.Network.__call__ = poisoned
+    module.InferenceNetwork.__call__ = poisoned
 
 
 def patch_tiles(module):
