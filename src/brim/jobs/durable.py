@@ -1,15 +1,15 @@
-"""Who runs what: the durable queue. The only module that knows DBOS.
+"""The durable queue: which worker runs which job. The only module that knows DBOS.
 
 One workflow, `job`, whose argument is the job's id; its steps are short and their records small (JSON, no pickle).
-A worker that is killed finds its jobs again when it starts under the same name; finished steps are not run again.
+A killed worker continues its jobs when it starts again under the same name; finished steps are not run again.
 
-Learnt of DBOS 3.3, each by a small experiment:
-- `resume` and `rewind` without a queue's name go to an inner queue that has no limit; `resume` of a job that failed
-  does nothing and says nothing; `resume` of one that runs makes it run twice at once.
-- A cancel that lands within a step leaves by a BaseException, at the step's end.
-- Jobs of a client have no application version and go to the latest one ever seen: the version is a constant.
-- Workers that migrate a fresh SQLite file at the same time kill each other: `migrate` is for the supervisor alone.
-- Never `DBOS.destroy()` with work in flight; end the process instead, which is what a crash does, and that is safe.
+Properties of DBOS 3.3, each found by a small experiment:
+- `resume` and `rewind` without a queue name go to an internal queue that has no limit; `resume` of a failed job
+  silently does nothing; `resume` of a running job makes it run twice at once.
+- A cancel during a step raises a BaseException at the end of the step.
+- Jobs submitted by a client have no application version and go to the latest one ever seen: the version is a constant.
+- Workers that migrate a new SQLite file at the same time fail: only the supervisor calls `migrate`.
+- Never call `DBOS.destroy()` while jobs run; end the process instead, which is what a crash does, and that is safe.
 """
 
 import logging

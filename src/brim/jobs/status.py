@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final, Literal, get_args
 
-Status = Literal["pending", "queued", "running", "paused", "completed", "failed", "cancelled"]
+JobStatus = Literal["pending", "queued", "running", "paused", "completed", "failed", "cancelled"]
 Wanted = Literal["run", "cancel", "pause"]  # what people last asked for
 
 KIND_NAMES: Final = (
@@ -17,7 +17,7 @@ KIND_NAMES: Final = (
     "sequence.train",
     "sequence.evaluate",
 )
-STATUSES: Final[tuple[str, ...]] = get_args(Status)
+STATUSES: Final[tuple[str, ...]] = get_args(JobStatus)
 UNFINISHED: Final = frozenset({"pending", "queued", "running"})
 RESUMABLE: Final = frozenset({"paused", "cancelled", "failed"})
 FINISHED: Final = frozenset({"completed", "failed", "cancelled"})

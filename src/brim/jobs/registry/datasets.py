@@ -1,7 +1,7 @@
-"""Datasets that no job made: what a person brings is checked, counted and listed, or refused in words.
+"""Datasets that no job made: checked, counted and listed.
 
-Radio datasets and images stay where they are: deleting such a dataset only forgets it. A folder of .npy sequences is
-packed into the data directory. Images are a folder of them, or a folder with `images` and `masks` in it.
+Radio datasets and images stay where they are: deleting such a dataset only removes its row. A folder of .npy sequences
+is packed into the data directory. Images are a folder of them, or a folder with `images` and `masks` in it.
 """
 
 import logging
@@ -58,8 +58,8 @@ def add(
     """List the content of a path as a dataset; None if packing it was stopped."""
     path = _checked(path, data)
     if kind != "sequences" or (path / "manifest.json").is_file():
-        found = look(path, kind)
-        return _list(catalogue, name, kind, str(path), owned=False, found=found)
+        summary = look(path, kind)
+        return _list(catalogue, name, kind, str(path), owned=False, summary=summary)
     from brim.jobs.store import new_id
 
     id = new_id()
@@ -67,7 +67,7 @@ def add(
     if packed is None:
         return None
     try:
-        return _list(catalogue, name, kind, f"datasets/{id}", owned=True, found=packed, id=id)
+        return _list(catalogue, name, kind, f"datasets/{id}", owned=True, summary=packed, id=id)
     except BaseException:
         _discard(data / "datasets" / id)
         raise
@@ -151,16 +151,16 @@ def _look_at_rf(path: Path) -> DatasetSummary:
     from brim.engine.storage import check_bytes
     from brim.rf.datasets.inspect import open_dataset
 
-    found = open_dataset(path)
-    if not len(found):
+    dataset = open_dataset(path)
+    if not len(dataset):
         raise DatasetError(f"{path} holds no samples yet", hint="generate some with {rf generate} and {resume}")
-    for entry in found.shards:
+    for entry in dataset.shards:
         check_bytes(path / "shards" / entry.name, entry, checksum=False)
     return DatasetSummary(
-        items=len(found),
-        bytes=sum(entry.bytes for entry in found.shards),
-        about={"config": found.manifest.get("config"), "shards": len(found.shards)},
-        state="ready" if found.manifest["complete"] else "partial",
+        items=len(dataset),
+        bytes=sum(entry.bytes for entry in dataset.shards),
+        about={"config": dataset.manifest.get("config"), "shards": len(dataset.shards)},
+        state="ready" if dataset.manifest["complete"] else "partial",
     )
 
 
@@ -223,7 +223,7 @@ def _list(
     path: str,
     *,
     owned: bool,
-    found: DatasetSummary,
+    summary: DatasetSummary,
     id: str | None = None,
 ) -> "DatasetRow":
     try:
@@ -232,10 +232,10 @@ def _list(
             kind=kind,
             path=path,
             owned=owned,
-            items=found.items,
-            bytes=found.bytes,
-            about=found.about,
-            state=found.state,
+            items=summary.items,
+            bytes=summary.bytes,
+            about=summary.about,
+            state=summary.state,
             id=id,
         )
     except Conflict as failure:

@@ -44,11 +44,11 @@ def add(
         raise StorageError(f"{path}: {failure.strerror}; check its permissions") from failure
     if not there:
         raise CheckpointError(f"{path} does not exist; give the directory of a run or a file of weights")
-    found = look(path, network)
+    summary = look(path, network)
     if stop():
         return None
     return catalogue.models.put(
-        name=name, kind=found.kind, network=found.network, path=str(path), about=found.about
+        name=name, kind=summary.kind, network=summary.network, path=str(path), about=summary.about
     )  # fmt: skip
 
 

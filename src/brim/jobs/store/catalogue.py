@@ -17,7 +17,7 @@ from brim.jobs.store.rows import (
     DeviceRow,
     ModelKind,
     ModelRow,
-    Page,
+    RowPage,
     RunRow,
     is_id,
     new_id,
@@ -120,7 +120,7 @@ class DatasetTable:
         """The datasets of that name, oldest first: names need not be unique."""
         return self._list(datasets.c.name == clean(name))
 
-    def page(self, *, kind: str | None = None, page: int = 1, per_page: int = 50) -> Page[DatasetRow]:
+    def page(self, *, kind: str | None = None, page: int = 1, per_page: int = 50) -> RowPage[DatasetRow]:
         """One page of datasets, newest first, without those being deleted."""
         where = [datasets.c.state != "deleting"]
         where += [datasets.c.kind == clean(kind)] if kind is not None else []
@@ -185,7 +185,7 @@ class RunTable:
             row = connection.execute(sa.select(runs).where(runs.c.id == id)).one_or_none()
             return None if row is None else row_of(RunRow, row)
 
-    def page(self, *, kind: str | None = None, page: int = 1, per_page: int = 50) -> Page[RunRow]:
+    def page(self, *, kind: str | None = None, page: int = 1, per_page: int = 50) -> RowPage[RunRow]:
         where = [runs.c.kind == clean(kind)] if kind is not None else []
         with reading(self._engine) as connection:
             return page_of(connection, runs, RunRow, where, page, per_page)

@@ -1,8 +1,8 @@
-"""Jobs as people see them. Every method is one transaction.
+"""Jobs and their events. Every method is one transaction.
 
-A status changes only by an UPDATE that names the statuses it may come from and whose row count is looked at: of the
-API and a worker that want different things at once, one wins and the other is told. What a job makes (its dataset or
-run) changes in the same transaction as the job.
+A status changes only by an UPDATE that names the statuses it may come from and whose row count is checked: if the API
+and a worker want different things at once, one wins and the other learns of it. A job's output (its dataset or run)
+changes in the same transaction as the job.
 """
 
 import time
@@ -12,10 +12,10 @@ from typing import Any, Final, TypedDict, Unpack
 import sqlalchemy as sa
 
 from brim.errors import ConfigError, Conflict, NotFound, TooMany
-from brim.jobs.status import FINISHED, RESUMABLE, UNFINISHED, JobProgress, Spec, Status, Wanted
+from brim.jobs.status import FINISHED, RESUMABLE, UNFINISHED, JobProgress, JobStatus, Spec, Wanted
 from brim.jobs.store.engine import clean, insert_for, reading, writing
 from brim.jobs.store.links import begin_output, check_inputs, check_unread, end_output, note_uses
-from brim.jobs.store.rows import EventKind, EventRow, JobRow, Makes, Output, Page, is_id, new_id, page_of, row_of
+from brim.jobs.store.rows import EventKind, EventRow, JobRow, Makes, Output, RowPage, is_id, new_id, page_of, row_of
 from brim.jobs.store.tables import events, jobs, uses
 
 STOPPING: Final = "stopping"
@@ -94,7 +94,7 @@ class JobTable:
         name: str | None = None,
         page: int = 1,
         per_page: int = 50,
-    ) -> Page[JobRow]:
+    ) -> RowPage[JobRow]:
         """One page of jobs, newest first; name matches a part of theirs, ignoring case."""
         where = [jobs.c.status == clean(status)] if status is not None else []
         where += [jobs.c.kind == clean(kind)] if kind is not None else []
@@ -110,7 +110,7 @@ class JobTable:
         """Jobs that this worker runs, or ran when it died."""
         return self._list(jobs.c.worker == worker)
 
-    def finished_before(self, at: float, status: Status) -> list[JobRow]:
+    def finished_before(self, at: float, status: JobStatus) -> list[JobRow]:
         """Jobs that ended with that status before a time."""
         return self._list(jobs.c.status == status, jobs.c.finished_at < at)
 
@@ -138,7 +138,7 @@ class JobTable:
     def move(
         self,
         id: str,
-        to: Status,
+        to: JobStatus,
         *,
         of: Collection[str],
         output: Output | None = None,
@@ -173,13 +173,13 @@ class JobTable:
                 _tell_status(connection, row_of(JobRow, row))
             return row is not None
 
-    def settle(self, id: str, output: Output | None = None) -> Status | None:
+    def settle(self, id: str, output: Output | None = None) -> JobStatus | None:
         """Mark a job that was asked to stop as paused or cancelled; its new status, or None if it was not."""
         with writing(self._engine) as connection:
             job = _get(connection, id, lock=True)
             if job is None or job.wanted == "run" or job.status not in UNFINISHED:
                 return None
-            to: Status = "paused" if job.wanted == "pause" else "cancelled"
+            to: JobStatus = "paused" if job.wanted == "pause" else "cancelled"
             _move(connection, id, to, UNFINISHED, output, {})
             return to
 
@@ -334,7 +334,7 @@ def _insert(
 
 
 def _move(
-    connection: sa.Connection, id: str, to: Status, of: Collection[str], output: Output | None, changes: Changes
+    connection: sa.Connection, id: str, to: JobStatus, of: Collection[str], output: Output | None, changes: Changes
 ) -> JobRow | None:
     where = [jobs.c.id == id, jobs.c.status.in_(of)]
     if to in ("running", "completed"):
@@ -362,7 +362,7 @@ def _check_again(connection: sa.Connection, job: JobRow) -> None:
         check_unread(connection, job.output_id)
 
 
-def _along(to: Status) -> dict[str, Any]:
+def _along(to: JobStatus) -> dict[str, Any]:
     now = time.time()
     if to in FINISHED:
         ended = sa.case((jobs.c.started_at > now, jobs.c.started_at), else_=now)  # a clock may have been put back

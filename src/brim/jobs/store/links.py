@@ -57,13 +57,13 @@ def check_unread(connection: sa.Connection, dataset_id: str) -> None:
 
 
 def _check_dataset(connection: sa.Connection, id: str, field: str, reads: str | None) -> None:
-    found = None
+    row = None
     if is_id(id):
         query = sa.select(datasets).where(datasets.c.id == id).with_for_update(read=True)
-        found = connection.execute(query).one_or_none()
-    if found is None or found.state == "deleting":
+        row = connection.execute(query).one_or_none()
+    if row is None or row.state == "deleting":
         raise NotFound(f'{field} names no dataset; "GET /api/datasets" lists those there are', field=field)
-    dataset = row_of(DatasetRow, found)
+    dataset = row_of(DatasetRow, row)
     if dataset.state == "writing":
         raise Conflict(
             f'{field}: the dataset "{dataset.name}" is still being written; wait for its job, or cancel it', field=field
@@ -78,17 +78,15 @@ def _check_dataset(connection: sa.Connection, id: str, field: str, reads: str | 
 
 def _check_run(connection: sa.Connection, id: str, reads_run: str | None) -> None:
     field = "config.run_id"
-    found = None
+    row = None
     if is_id(id):
-        found = connection.execute(sa.select(runs).where(runs.c.id == id).with_for_update(read=True)).one_or_none()
-    if found is None:
+        row = connection.execute(sa.select(runs).where(runs.c.id == id).with_for_update(read=True)).one_or_none()
+    if row is None:
         raise NotFound(f'{field} names no run; "GET /api/runs" lists those there are', field=field)
-    if found.state == "training":
-        raise Conflict(
-            f'{field}: the run "{found.name}" is still training; wait for its job, or cancel it', field=field
-        )
-    if reads_run is not None and found.kind != reads_run:
-        raise Conflict(f'{field}: the run "{found.name}" was made by {found.kind}, expected {reads_run}', field=field)
+    if row.state == "training":
+        raise Conflict(f'{field}: the run "{row.name}" is still training; wait for its job, or cancel it', field=field)
+    if reads_run is not None and row.kind != reads_run:
+        raise Conflict(f'{field}: the run "{row.name}" was made by {row.kind}, expected {reads_run}', field=field)
 
 
 # The output

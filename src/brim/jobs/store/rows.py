@@ -8,7 +8,7 @@ from typing import Any, Final, Generic, Literal, TypeVar
 
 import sqlalchemy as sa
 
-from brim.jobs.status import JobProgress, Status, Wanted
+from brim.jobs.status import JobProgress, JobStatus, Wanted
 
 Makes = Literal["dataset", "run", "result"]
 DatasetKind = Literal["rf", "images", "sequences"]
@@ -39,7 +39,7 @@ class JobRow:
     id: str
     kind: str
     name: str
-    status: Status
+    status: JobStatus
     wanted: Wanted
     config: dict[str, Any]
     inputs: dict[str, Any]
@@ -150,7 +150,7 @@ class DeviceRow:
 
 
 @dataclass(frozen=True, slots=True)
-class Page(Generic[_Row]):
+class RowPage(Generic[_Row]):
     """One page of a list, newest first."""
 
     rows: list[_Row]
@@ -176,7 +176,7 @@ def page_of(
     where: list[sa.ColumnElement[bool]],
     page: int,
     per_page: int,
-) -> Page[_Row]:
+) -> RowPage[_Row]:
     """A page of a table, newest first; one beyond the end is empty."""
     total = connection.execute(sa.select(sa.func.count()).select_from(table).where(*where)).scalar_one()
     first = (page - 1) * per_page
@@ -184,4 +184,4 @@ def page_of(
     if 0 <= first < total:  # else the number may be larger than the database can count
         query = sa.select(table).where(*where).order_by(table.c.number.desc()).limit(per_page).offset(first)
         rows = [row_of(kind, row) for row in connection.execute(query)]
-    return Page(rows, page, per_page, total)
+    return RowPage(rows, page, per_page, total)

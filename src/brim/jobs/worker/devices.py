@@ -165,9 +165,9 @@ def _rank(task: Task, number: int, count: int) -> Environment:
 
 def _meeting() -> Environment:
     """The rendezvous of the ranks: a free port of the loopback interface."""
-    with socket.socket() as found:
-        found.bind((LOOPBACK, 0))
-        return {"MASTER_ADDR": LOOPBACK, "MASTER_PORT": str(found.getsockname()[1])}
+    with socket.socket() as probe:
+        probe.bind((LOOPBACK, 0))
+        return {"MASTER_ADDR": LOOPBACK, "MASTER_PORT": str(probe.getsockname()[1])}
 
 
 # Members at work
@@ -185,15 +185,15 @@ class _Member:
     voice: IO[bytes]
     number: int
     rest: bytes = b""  # of a line that is not whole yet
-    said: Result = field(default_factory=dict)  # result, stopped or error
+    outcome: Result = field(default_factory=dict)  # result, stopped or error
 
     def read(self) -> Iterator[Result]:
         """Its messages; closes the pipe at its end."""
-        got = os.read(self.voice.fileno(), 1 << 16)
-        if not got:
+        data = os.read(self.voice.fileno(), 1 << 16)
+        if not data:
             self.voice.close()
             return
-        *lines, self.rest = (self.rest + got).split(b"\n")
+        *lines, self.rest = (self.rest + data).split(b"\n")
         for line in lines:
             yield json.loads(line)
 
@@ -238,7 +238,7 @@ class _Group:
         member = _Member(process, os.fdopen(listening, "rb", buffering=0), number)
         assert process.stdin is not None
         with suppress(BrokenPipeError):  # it has ended already, which is seen below
-            process.stdin.write(json.dumps(_asked(self._task)).encode())
+            process.stdin.write(json.dumps(_task_values(self._task)).encode())
             process.stdin.close()
         return member
 
@@ -268,12 +268,12 @@ class _Group:
             elif "log" in word:
                 _log.log(word["log"][0], "%s", word["log"][1])
             else:
-                member.said = word
+                member.outcome = word
         if voice.closed:
             ears.unregister(number)
 
 
-def _asked(task: Task) -> Result:
+def _task_values(task: Task) -> Result:
     """The task as a member reads it: see member.read_task."""
     return {
         "spec": asdict(task.spec),
@@ -306,19 +306,19 @@ def _end(member: _Member) -> None:
 
 def _outcome(members: Sequence[_Member]) -> Result:
     """The result, or the first reason there is none: an error of a member, a death, what others made of it."""
-    wrong = [member.said["error"] for member in members if "error" in member.said]
+    wrong = [member.outcome["error"] for member in members if "error" in member.outcome]
     for error in wrong:
         if error.get("type") != RankLost.__name__:
             raise from_dict(error) if "code" in error else RuntimeError(error["message"])
     for member in members:
-        if member.process.returncode and "error" not in member.said:
+        if member.process.returncode and "error" not in member.outcome:
             raise _Died(_words(member))
     if wrong:
         raise _Died(wrong[0]["message"])
-    said = members[0].said
-    if "result" in said:
-        return dict(said["result"])
-    if said.get("stopped"):
+    outcome = members[0].outcome
+    if "result" in outcome:
+        return dict(outcome["result"])
+    if outcome.get("stopped"):
         raise Stopped
     raise _Died(_words(members[0]))
 

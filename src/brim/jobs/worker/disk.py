@@ -1,6 +1,6 @@
-"""Room on the disk: asked before a job starts, watched while it runs.
+"""Disk space: checked before a job starts, watched while it runs.
 
-A job that fills the disk harms all others, and the databases; so some bytes are left alone.
+A job that fills the disk harms all others and the databases, so a reserve stays free.
 """
 
 import os

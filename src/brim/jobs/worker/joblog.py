@@ -83,14 +83,14 @@ def read_log(path: Path, after: int = 0, limit: int = 1000) -> tuple[list[dict[s
         file.seek(place)
         while len(lines) < limit and (line := file.readline()).endswith(b"\n"):
             place += len(line)
-            if (found := _parse(line)) is not None:
-                lines.append(found)
+            if (entry := _parse(line)) is not None:
+                lines.append(entry)
     return lines, place
 
 
 def _parse(line: bytes) -> dict[str, Any] | None:
     try:
-        found = json.loads(line)
+        entry = json.loads(line)
     except ValueError:
         return None
-    return found if isinstance(found, dict) and found.keys() == {"at", "level", "text"} else None
+    return entry if isinstance(entry, dict) and entry.keys() == {"at", "level", "text"} else None

@@ -1,7 +1,7 @@
 """What a worker's job is doing this second, in a small file that the API reads: `workers/NAME.live` of the data folder.
 
-Written about once a second by the thread that watches the job, never by the one that works; replaced as a whole, so
-that nobody reads half of it, and not synced, since it is worth nothing after a crash. Nothing fails for want of it.
+Written about once a second by the thread that watches the job, not by the one that works. The file is replaced
+atomically, and not synced, since it is worthless after a crash. Nothing depends on it.
 """
 
 import json
@@ -14,8 +14,8 @@ from typing import Final
 
 from brim.jobs.status import Flow
 
-WINDOW: Final = 10  # words, a second apart, that shares are taken over: fewer would jump with every log and checkpoint
-STALE_S: Final = 10.0  # a word this old is that of a worker that died
+WINDOW: Final = 10  # reports, a second apart, to average over: fewer would jump with every log and checkpoint
+STALE_S: Final = 10.0  # a report this old is that of a worker that died
 _DIGITS: Final = 4
 
 

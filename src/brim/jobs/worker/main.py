@@ -1,8 +1,8 @@
 """A worker: `python -m brim.jobs.worker.main NAME BEAT LIFELINE`, one job at a time on one device.
 
-The queue's thread runs the workflow, whose steps only wait and write; the library function itself runs in the main
-thread. Every end is one that a crash could have made: the process stops without tidying up, what is on disk is whole
-up to the last shard or checkpoint, and the next worker of this name goes on from there.
+The queue's thread runs the workflow, whose steps only wait and write; the workload itself runs in the main thread.
+A worker always ends as it would in a crash, without cleaning up: what is on disk is valid up to the last shard or
+checkpoint, and the next worker of this name continues from there.
 """
 
 import logging
@@ -66,13 +66,13 @@ class Worker:
     def _job(self, steps: Steps, job_id: str) -> SliceRecord:
         try:
             spent_s = 0.0
-            while not (got := steps("slice", partial(self._advance, job_id, slice_s(spent_s))))["ended"]:
-                spent_s += got["seconds"]
+            while not (record := steps("slice", partial(self._advance, job_id, slice_s(spent_s))))["ended"]:
+                spent_s += record["seconds"]
             self._close(job_id)
-            if got["error"] is not None:
-                steps("fail", partial(self._fail, job_id, got["error"], got.get("failure")))
-                raise JobFailed(got["error"])
-            result: SliceRecord = got["result"]
+            if record["error"] is not None:
+                steps("fail", partial(self._fail, job_id, record["error"], record.get("failure")))
+                raise JobFailed(record["error"])
+            result: SliceRecord = record["result"]
             steps("publish", partial(self._publish, job_id, result))
             return result
         except JobFailed:

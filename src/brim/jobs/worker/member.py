@@ -81,19 +81,19 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def read_task(asked: dict[str, Any], speech: Speech, stop: int) -> Task:
+def read_task(values: dict[str, Any], speech: Speech, stop: int) -> Task:
     """The task as the worker described it."""
-    run = asked["run"]
+    run = values["run"]
     return Task(
-        spec=Spec(**asked["spec"]),
-        inputs=Inputs(datasets=tuple(map(Path, asked["datasets"])), run=None if run is None else Path(run)),
-        out=Path(asked["out"]),
-        device=asked["device"],
-        batch_sizes=Path(asked["batch_sizes"]),
+        spec=Spec(**values["spec"]),
+        inputs=Inputs(datasets=tuple(map(Path, values["datasets"])), run=None if run is None else Path(run)),
+        out=Path(values["out"]),
+        device=values["device"],
+        batch_sizes=Path(values["batch_sizes"]),
         tell=speech.tell,
         stop=lambda: bool(select.select([stop], [], [], 0)[0]),  # nothing is ever written to it: it ends
-        gpus=tuple(asked["gpus"]),
-        cluster=asked["cluster"],
+        gpus=tuple(values["gpus"]),
+        cluster=values["cluster"],
         is_member=True,
     )
 

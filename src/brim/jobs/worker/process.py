@@ -1,8 +1,8 @@
-"""How the processes of a service hold together: what a child does first, and locks that end with their process.
+"""What the processes of a service share: settings from the supervisor, a lifeline to it, heartbeats and file locks.
 
-The supervisor hands each child one JSON object on standard input (never in arguments or environment, which others can
-read: a token and a database's password are in it), a pipe whose end means that the supervisor is gone, and to a
-worker a second one to report on. Used by workers and by the API, so it lives below both.
+The supervisor gives each child one JSON object on standard input (not in arguments or environment, which others can
+read: it contains a token and a database password), a pipe whose end means that the supervisor is gone, and a worker a
+second pipe for its heartbeats. Used by workers and by the API.
 """
 
 import ctypes
@@ -26,8 +26,8 @@ GIVE_UP = b"!"
 
 def read_settings() -> dict[str, Any]:
     """The supervisor's settings for this process, from standard input."""
-    found: dict[str, Any] = json.load(sys.stdin)
-    return found
+    settings: dict[str, Any] = json.load(sys.stdin)
+    return settings
 
 
 def urls(data: Path, database: str | None) -> tuple[str, str]:

@@ -1,8 +1,8 @@
-"""What is wanted against what runs: mends whatever a killed process left half done between the two databases.
+"""Reconciles catalogue and queue: completes what a killed process left half done between the two databases.
 
 API, workers and supervisor each write the catalogue first and then the queue (or the other way round), and any of
-them may die in between. `decide` says, for each pair of what people see and what the queue knows, what is missing;
-doing it twice, or at the same time as the process that was only slow, changes nothing.
+them may die in between. `decide` compares a job's row with the queue's state and says what is missing; doing it twice,
+or at the same time as a process that was only slow, changes nothing.
 """
 
 import logging
@@ -16,11 +16,11 @@ from brim.jobs.registry.outputs import output_of
 from brim.jobs.status import UNFINISHED
 from brim.jobs.store import Catalogue, JobRow
 
-SLOW_S: Final = 2.0  # an API that has not queued its job by then is gone
-LOST_S: Final = 10.0  # a job without a word for so long is not in the middle of a change
-STUCK_S: Final = 5.0  # a job that was to stop has its worker killed: the worker's own patience is shorter
+SLOW_S: Final = 2.0  # an API process that has not queued its job by then is gone
+LOST_S: Final = 10.0  # a job without an update for so long is not in the middle of a change
+STUCK_S: Final = 5.0  # after which the worker of a job that should stop is killed; its own patience is shorter
 MAX_DEATHS: Final = 10  # of workers in a row, without the job getting further
-MAX_KILLS: Final = 100  # the same by a bare SIGKILL: somebody's doing, or memory that ran out where nobody counts it
+MAX_KILLS: Final = 100  # the same by SIGKILL: somebody's doing, or the kernel's when memory ran out
 KEEP_S: Final = 3600.0  # of a completed job's records in the queue
 
 Action = Literal["submit", "show queued", "resume", "cancel", "settle", "kill", "give up"]
@@ -41,7 +41,7 @@ def decide(job: JobRow, state: DbosState | None, now_s: float) -> Action | None:
         return "show queued" if late else None
     if known in ("CANCELLED", "ERROR", "MAX_RECOVERY_ATTEMPTS_EXCEEDED"):
         if job.status != "running":
-            return "resume" if quiet_s > SLOW_S else None  # asked for by an API that died before it told the queue
+            return "resume" if quiet_s > SLOW_S else None  # by an API process that died before it told the queue
         return "give up" if quiet_s > LOST_S else None
     return None  # a worker has it, or has just completed it
 
@@ -56,9 +56,9 @@ def _decide_stopping(job: JobRow, known: str | None, now_s: float) -> Action | N
 
 
 def once(catalogue: Catalogue, queue: Queue, now_s: float, data: Path) -> list[str]:
-    """Mend what is amiss with the jobs that are not finished; names of workers to kill.
+    """Complete what is missing for unfinished jobs; names of workers to kill.
 
-    Tell `Deaths` of the workers that ended before this, so that none is killed twice for one job.
+    Call `Deaths.note` for workers that ended before this, so that none is killed twice for one job.
     """
     jobs = catalogue.jobs.unfinished()
     active = queue.active()
@@ -84,7 +84,7 @@ def is_leftover(job: JobRow | None, now_s: float) -> bool:
         return True
     if job.wanted != "run":
         return job.status not in UNFINISHED and job.status != "completed"
-    return job.status == "failed" and now_s - job.updated_at > LOST_S  # before that its worker is about to say so
+    return job.status == "failed" and now_s - job.updated_at > LOST_S  # before that its worker is about to record it
 
 
 def orphans(catalogue: Catalogue, queue: Queue, live: set[str], data: Path) -> int:

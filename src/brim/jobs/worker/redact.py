@@ -54,9 +54,9 @@ class Redactor:
         return value
 
 
-def _named(name: str, found: re.Match[str]) -> str:
+def _named(name: str, match: re.Match[str]) -> str:
     """The name instead of the path; a file within it follows after a space."""
-    return f"{name} " if found[1] else name
+    return f"{name} " if match[1] else name
 
 
 def _own_words() -> list[tuple[re.Pattern[str], str]]:

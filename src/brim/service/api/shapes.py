@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from brim.jobs.status import JobProgress, Status
+from brim.jobs.status import JobProgress, JobStatus
 
 JsonObject = dict[str, Any]
 MAX_PAGE = 10**6
@@ -41,7 +41,7 @@ class JobOut(AnswerModel):
     id: str
     kind: str
     name: str
-    status: Status
+    status: JobStatus
     progress: ProgressOut
     config: JsonObject
     result: JsonObject | None

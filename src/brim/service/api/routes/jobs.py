@@ -17,7 +17,7 @@ from starlette.concurrency import run_in_threadpool
 from brim.errors import ConfigError, Conflict, NotFound, TooMany, Unavailable
 from brim.jobs.kinds import MAX_TEXT
 from brim.jobs.registry.outputs import output_of
-from brim.jobs.status import FINISHED, RESUMABLE, UNFINISHED, Status
+from brim.jobs.status import FINISHED, RESUMABLE, UNFINISHED, JobStatus
 from brim.jobs.store import JobRow
 from brim.jobs.worker import disk
 from brim.jobs.worker.joblog import log_file, read_log
@@ -96,7 +96,7 @@ async def validate_job(request: Request, here: Here) -> shapes.ValidatedOut:
 @router.get("", response_model=shapes.JobPageOut, responses=problems(422, 503), summary="List jobs, newest first")
 def list_jobs(
     here: Here,
-    status: Annotated[Status | Literal[""], Query()] = "",
+    status: Annotated[JobStatus | Literal[""], Query()] = "",
     kind: Annotated[str, Query(json_schema_extra={"enum": ["", *KIND_NAMES]})] = "",
     name: Annotated[str, Query(max_length=MAX_TEXT, description="A part of the name, in capitals or not.")] = "",
     page: PageNumber = 1,
@@ -338,7 +338,7 @@ def _input_ids(spec: "Spec") -> dict[str, Any]:
 
 def _stop(here: Context, row: JobRow, wanted: Literal["cancel", "pause"]) -> JobRow:
     jobs = here.catalogue.jobs
-    to: Status = "cancelled" if wanted == "cancel" else "paused"
+    to: JobStatus = "cancelled" if wanted == "cancel" else "paused"
     idle = ["pending", "queued", "paused"] if wanted == "cancel" else ["pending", "queued"]
     if row.status != to:
         # a job that no worker has begun ends here, and none will begin it; otherwise its worker ends it
