@@ -48,7 +48,7 @@ _LIMITS = {"cuda": 4096, "cpu": 256}  # largest batch tried; a CPU is full long 
 _SAME = 0.02  # settings this close are as fast: the plainer one is taken
 _QUICK_BELOW_S = 15.0  # less time than this buys fewer repeats; what is safe is proven all the same
 
-Progress = Callable[[str], None]
+OnMessage = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,7 +72,7 @@ def tune_model(
     setting: ComputeConfig | None = None,
     images: Tensor | None = None,
     trained: bool | None = None,
-    progress: Progress | None = None,
+    progress: OnMessage | None = None,
 ) -> Tuned:
     """Find setting and batch size of a network for images of config.size × config.size pixels.
 
@@ -108,7 +108,7 @@ def tune(
     *,
     out: Path | str = "auto",
     make: Callable[[str], nn.Module] = create_model,
-    progress: Progress | None = None,
+    progress: OnMessage | None = None,
 ) -> dict[str, Tuned]:
     """Tune several models; each result is saved to the file as soon as it is known ("auto": see sizes_file).
 
@@ -260,7 +260,7 @@ class _Tuning:
         device: torch.device,
         size: int,
         probe: ProbeConfig,
-        progress: Progress,
+        progress: OnMessage,
     ) -> None:
         self.name, self.module, self.device, self.size = name, module, device, size
         self._probe = probe
