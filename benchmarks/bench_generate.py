@@ -27,7 +27,7 @@ import torch
 from brim.engine.device import format_size, parse_size, resolve_device, worker_count
 from brim.rf import GenerateConfig, generate, preset
 from brim.rf.config import CHANNEL_HZ, NUM_CHUNKS, SAMPLE_RATE_HZ
-from brim.rf.features import Grid
+from brim.rf.features import FeatureGrid
 from brim.rf.generation.backend import Backend, Transmissions, make_transmissions, open_backend
 from brim.rf.physics.channel import fading_points
 from brim.rf.physics.geometry import SPEED_OF_LIGHT
@@ -269,7 +269,7 @@ def kernel_group(event: str, names: list[str]) -> str:
 
 def traffic(config: GenerateConfig, records_per_sample: float) -> dict[str, float]:
     """Bytes per record that each kernel must read and write: its inputs and outputs once, shared ones shared."""
-    grid = Grid.of(config, max_baseline_m(config))
+    grid = FeatureGrid.of(config, max_baseline_m(config))
     table = table_points(config) * 4 / records_per_sample  # one for all records of a sample
     gain = NUM_PATHS * fading_points(config) * 8
     signal = channel_points(config) * 8  # 50 kHz

@@ -13,9 +13,10 @@ from typing import Any
 
 from brim.engine.device import resolve_device
 from brim.rf import generate, preset
+from brim.rf.config import LocatorTraining
+from brim.rf.location import train
 from brim.rf.location.page import write_evaluation
-from brim.rf.location.run import Evaluation, evaluate_run
-from brim.rf.location.train import LocatorTraining, train
+from brim.rf.location.run import LocatorEvaluation, evaluate_run
 from page import machine, table, tell
 
 COLUMNS = ("median_error_m", "mean_error_m", "p95_error_m", "crlb_ratio", "crlb_ratio_trimmed", "crlb_ratio_median")
@@ -64,7 +65,7 @@ def parse_options() -> argparse.Namespace:
     return options
 
 
-def write_page(found: Evaluation, path: Path) -> None:
+def write_page(found: LocatorEvaluation, path: Path) -> None:
     """The evaluation report, with plots."""
     write_evaluation("hybrid", "production, seed 2", found.metrics, found.rows, found.estimate, found.baselines, path)
 

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from brim.cli import main
-from brim.cluster import ports
-from brim.cluster.ports import Listener
+from brim.cluster import exposure as ports
+from brim.cluster.exposure import Listener
 from ray_head import TOKEN, Head, environment, free_port, ray_head
 
 pytest.importorskip("ray")
@@ -78,7 +78,7 @@ def test_an_address_nobody_answers_is_a_problem_with_a_next_step():
 
 def test_what_is_no_address_is_refused(capsys):
     assert main(["doctor", "--cluster", "http://somewhere"]) == 2
-    assert 'cluster="http://somewhere" is no address' in capsys.readouterr().err
+    assert 'cluster="http://somewhere" is not an address' in capsys.readouterr().err
     assert main(["doctor", "ray://10.0.0.1:10001"]) == 2
     assert "brim doctor --cluster ray://10.0.0.1:10001" in capsys.readouterr().err
 
@@ -101,14 +101,14 @@ def test_who_may_connect_to_an_address(address, reach):
 def test_a_dashboard_on_every_interface_is_a_danger_of_its_own():
     found = [Listener("dashboard", "0.0.0.0", 8265)]
 
-    (first, fix), (second, _) = ports.problems(found, {}, ["10.0.0.1"])
+    (first, fix), (second, _) = ports.problems_of(found, {}, ["10.0.0.1"])
     assert "dashboard" in first
     assert "--dashboard-host 127.0.0.1" in fix
     assert "here 10.0.0.1" in second
 
 
 def test_a_public_address_behind_the_wildcard_is_named():
-    ((problem, _),) = ports.problems([Listener("GCS", "::", 6379)], {}, ["10.0.0.1", "8.8.8.8"])
+    ((problem, _),) = ports.problems_of([Listener("GCS", "::", 6379)], {}, ["10.0.0.1", "8.8.8.8"])
 
     assert "the public 8.8.8.8 among them" in problem
 
@@ -117,7 +117,7 @@ def test_private_ports_that_ask_for_a_token_are_no_problem():
     found = [Listener("GCS", "10.0.0.1", 6379), Listener("dashboard", "127.0.0.1", 8265)]
     told = {("10.0.0.1", 6379): ("GCS", "refuses"), ("10.0.0.1", 8265): ("dashboard", "no answer")}
 
-    assert ports.problems(found, told, ["10.0.0.1"]) == []  # type: ignore[arg-type]
+    assert ports.problems_of(found, told, ["10.0.0.1"]) == []  # type: ignore[arg-type]
 
 
 def test_a_dashboard_that_answers_without_a_token_is_found_out():

@@ -40,14 +40,14 @@ HOMES = {  # where else than in COMPUTE's layers a package may be imported, by p
     "matplotlib": ("segmentation/tuning/plot.py", "sequences/ablation/plot.py"),
     "pynvml": ("engine/nvml.py", "doctor.py"),
     "fsspec": ("engine/storage/places.py",),
-    "pyarrow": ("rf/datasets/export.py", "engine/rows/sql.py"),
-    "h5py": ("rf/datasets/export.py",),
+    "pyarrow": ("rf/datasets/formats.py", "engine/rows/sql.py"),
+    "h5py": ("rf/datasets/formats.py",),
     "adbc_driver_manager": ("engine/rows/sql.py",),
     "adbc_driver_postgresql": ("engine/rows/sql.py",),
     "adbc_driver_sqlite": ("engine/rows/sql.py",),
-    "onnx": ("rf/location/run.py", "rf/location/train.py"),
-    "onnxruntime": ("rf/location/run.py", "rf/location/train.py"),
-    "onnxscript": ("rf/location/run.py", "rf/location/train.py"),
+    "onnx": ("rf/location/run.py", "rf/location/training.py"),
+    "onnxruntime": ("rf/location/run.py", "rf/location/training.py"),
+    "onnxscript": ("rf/location/run.py", "rf/location/training.py"),
     "tensorboard": ("engine/training/report.py",),
     "dbos": ("jobs/durable.py",),
     "sqlalchemy": ("jobs/store/",),
@@ -186,7 +186,7 @@ def _is_at_home(package: str, file: str) -> bool:
     if package in HOMES:
         return file.startswith(HOMES[package])
     if package == "a name known when it runs":
-        return file in ("rf/datasets/export.py", "lazy.py")
+        return file in ("rf/datasets/formats.py", "lazy.py")
     return package in COMPUTE or layer_of_file(file) not in ("engine", "rf", "segmentation", "sequences")
 
 
@@ -209,7 +209,7 @@ def test_packages_are_imported_at_home():
 
 def test_radio_runs_without_what_only_the_terminal_or_the_exports_need():
     code = (
-        "import sys, brim.rf, brim.rf.datasets.export, brim.rf.datasets.inspect, brim.rf.datasets.page\n"
+        "import sys, brim.rf, brim.rf.datasets.formats, brim.rf.datasets.summary, brim.rf.datasets.page\n"
         "print(*{'rich', 'typer', 'pyarrow', 'h5py', 'triton'} & set(sys.modules))"
     )
 
@@ -295,16 +295,16 @@ def test_an_arrow_down_or_within_is_allowed(file, line):
         ("rf/physics/scene.py", "import cv2"),
         ("segmentation/tuning/tune.py", "def f():\n    import matplotlib"),
         ("segmentation/images/reading.py", "import scipy"),
-        ("rf/datasets/export.py", "import pyarrow"),
-        ("rf/datasets/inspect.py", "def f():\n    import h5py"),
-        ("rf/datasets/inspect.py", "def f(name):\n    return import_module(name)"),
+        ("rf/datasets/formats.py", "import pyarrow"),
+        ("rf/datasets/summary.py", "def f():\n    import h5py"),
+        ("rf/datasets/summary.py", "def f(name):\n    return import_module(name)"),
         ("engine/meter/throughput.py", "def f():\n    import pynvml"),
         ("engine/nvml.py", "import pynvml"),
         ("engine/rows/sql.py", "import pyarrow"),
         ("engine/rows/files.py", "def f():\n    import adbc_driver_sqlite.dbapi"),
         ("engine/rows/sql.py", "import adbc_driver_postgresql.dbapi"),
         ("rf/location/model.py", "def f():\n    import onnx"),
-        ("rf/location/train.py", "import onnxruntime"),
+        ("rf/location/training.py", "import onnxruntime"),
         ("engine/training/report.py", "from torch.utils.tensorboard import SummaryWriter"),
         ("engine/training/trainer.py", "def f():\n    from torch.utils import tensorboard"),
         ("jobs/kinds/rf.py", "def f():\n    import ray"),
@@ -319,11 +319,11 @@ def test_a_package_away_from_home_is_seen(file, line):
 @pytest.mark.parametrize(
     ("file", "line"),
     [
-        ("rf/datasets/export.py", "def f():\n    import pyarrow"),
+        ("rf/datasets/formats.py", "def f():\n    import pyarrow"),
         ("engine/rows/sql.py", "def f():\n    from pyarrow import types"),
         ("engine/rows/sql.py", "def f():\n    import adbc_driver_sqlite.dbapi"),
         ("rf/location/run.py", "def f():\n    import onnxruntime, onnxscript"),
-        ("rf/location/train.py", "def f():\n    import onnx"),
+        ("rf/location/training.py", "def f():\n    import onnx"),
         ("engine/training/report.py", "def f():\n    from torch.utils.tensorboard import SummaryWriter"),
         ("cluster/ray_pool.py", "def f():\n    import ray"),
     ],

@@ -253,7 +253,7 @@ def _cluster(address: str) -> dict[str, Any]:
 
     none: dict[str, Any] = {"address": address, "nodes": [], "ports": [], "without_token": []}
     try:
-        from brim.cluster.survey import survey
+        from brim.cluster import survey
 
         return survey(address)
     except ConfigError:  # not an address: the user's mistake

@@ -27,7 +27,8 @@ import json, sys
 from pathlib import Path
 import torch
 from brim.rf import from_mapping, generate
-from brim.rf.location.train import LocatorTraining, train
+from brim.rf.config import LocatorTraining
+from brim.rf.location import train
 out, samples, config, recipe = Path(sys.argv[1]), int(sys.argv[2]), json.loads(sys.argv[3]), json.loads(sys.argv[4])
 generate(from_mapping(config), out / "data", samples, device="cpu")
 generate(from_mapping({**config, "seed": 5}), out / "train-data", 64, device="cpu")

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from brim.rf import from_mapping, generate
-from brim.rf.location.train import LocatorTraining, evaluate_run, load_run, train
+from brim.rf.config import LocatorTraining
+from brim.rf.location import evaluate_run, load_run, train
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU here")]
 

@@ -5,25 +5,25 @@ from torch import Tensor
 from brim.rf.features import FEATURES, STATISTICS
 from brim.rf.generation.rows import TRUTH, TRUTH_CHUNKS
 
-Rows = dict[str, Tensor]
+SampleRows = dict[str, Tensor]
 
 
-def feature(rows: Rows, name: str, statistic: str = "mean") -> Tensor:
+def feature(rows: SampleRows, name: str, statistic: str = "mean") -> Tensor:
     """(n, R) one aggregate of a feature."""
     return rows["features"][..., _place(FEATURES, name), STATISTICS.index(statistic)]
 
 
-def feature_chunks(rows: Rows, name: str) -> Tensor:
+def feature_chunks(rows: SampleRows, name: str) -> Tensor:
     """(n, R, 5) a feature per chunk."""
     return rows["features_chunks"][..., _place(FEATURES, name)]
 
 
-def truth(rows: Rows, name: str) -> Tensor:
+def truth(rows: SampleRows, name: str) -> Tensor:
     """(n, R) what made the signal."""
     return rows["truth"][..., _place(TRUTH, name)]
 
 
-def truth_chunks(rows: Rows, name: str) -> Tensor:
+def truth_chunks(rows: SampleRows, name: str) -> Tensor:
     """(n, R, 5) the same per chunk."""
     return rows["truth_chunks"][..., _place(TRUTH_CHUNKS, name)]
 

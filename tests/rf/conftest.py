@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from columns import Rows
+from columns import SampleRows
 
 from brim.rf.config import GenerateConfig
 from brim.rf.generation.stages import generate_batch
@@ -25,7 +25,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(scope="session")
-def nbfm_rows(tmp_path_factory: pytest.TempPathFactory) -> Rows:
+def nbfm_rows(tmp_path_factory: pytest.TempPathFactory) -> SampleRows:
     """250 samples at the built-in network, every SNR, chunk by chunk; made by one of pytest's workers for all."""
     folder = tmp_path_factory.getbasetemp()
     folder = folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder
@@ -38,11 +38,11 @@ def nbfm_rows(tmp_path_factory: pytest.TempPathFactory) -> Rows:
 
 
 @pytest.fixture(scope="session")
-def rows_of(nbfm_rows: Rows) -> Callable[[str], Rows]:
+def rows_of(nbfm_rows: SampleRows) -> Callable[[str], SampleRows]:
     """The same of another waveform, fewer samples."""
     made = {"nbfm": nbfm_rows}
 
-    def get(waveform: str) -> Rows:
+    def get(waveform: str) -> SampleRows:
         if waveform not in made:
             made[waveform] = generate_batch(GenerateConfig(**WIDE, waveform=waveform), range(24), chunks=True)
         return made[waveform]

@@ -1,4 +1,4 @@
-"""Rows as a dataset holds them, with measurements drawn straight from the model that the bound assumes: no IQ."""
+"""SampleRows as a dataset holds them, with measurements drawn straight from the model that the bound assumes: no IQ."""
 
 import numpy as np
 import torch
@@ -16,7 +16,7 @@ EXACT = NoiseModel(strength_bias_db=0.0, strength_db=0.0, timing_us=0.0, timing_
 
 
 def gaussian_rows(config: GenerateConfig = PRODUCTION, attempts: int = 64, *, noisy: bool = True, level: bool = False):
-    """Rows of the accepted attempts; `level` puts every transmitter at the height that solvers assume."""
+    """SampleRows of the accepted attempts; `level` puts every transmitter at the height that solvers assume."""
     scenes = make_scenes(config, np.arange(attempts))
     scenes = scenes[np.nonzero(scenes.accepted)[0]]
     place = scenes.transmitter.copy()

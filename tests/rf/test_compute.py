@@ -1,4 +1,4 @@
-"""Rows of a batch: what is where, what agrees with what, and that no number is ever lost to infinity."""
+"""SampleRows of a batch: what is where, what agrees with what, and that no number is ever lost to infinity."""
 
 from dataclasses import replace
 

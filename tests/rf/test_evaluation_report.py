@@ -184,7 +184,7 @@ def test_hostile_names_stay_text(tmp_path, found):
     got = Page(page)
     assert "script" not in {tag for tag, _, _ in got.values}
     assert bad in got.words
-    assert f"Evaluation of {bad}" in got.words
+    assert f"LocatorEvaluation of {bad}" in got.words
 
 
 def test_no_samples_are_refused(tmp_path, found):
@@ -199,7 +199,7 @@ def test_unwritable_file_is_a_storage_error_and_leaves_nothing(tmp_path, found):
     (tmp_path / "page.html").mkdir()
     with pytest.raises(StorageError, match="cannot write"):
         write(tmp_path, metrics, rows, others["arrival_strength"], {})
-    with pytest.raises(StorageError, match="--report"):
+    with pytest.raises(StorageError, match="another file for report"):
         write(tmp_path / "missing", metrics, rows, others["arrival_strength"], {})
     assert [file.name for file in tmp_path.iterdir()] == ["page.html"]
 

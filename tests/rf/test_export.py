@@ -17,7 +17,7 @@ from small_dataset import write_dataset
 from brim.engine.storage import Dataset, ShardWriter
 from brim.errors import ConfigError, DatasetError, ShardCorrupt, StorageError
 from brim.rf.config import BUILTIN_STATIONS, GenerateConfig
-from brim.rf.datasets.export import FORMATS, export
+from brim.rf.datasets.formats import FORMATS, export
 from brim.rf.features import FEATURES, STATISTICS
 from brim.rf.generation.rows import TRUTH
 
@@ -193,7 +193,7 @@ def test_sigmf_metadata_says_what_was_recorded(recorded, recordings):
 
 
 def test_sigmf_without_iq_is_refused(dataset, tmp_path):
-    with pytest.raises(ConfigError, match="--dataset-type iq_raw"):
+    with pytest.raises(ConfigError, match="dataset_type iq_raw"):
         export(dataset[0], tmp_path / "out", "sigmf")
     assert list(tmp_path.iterdir()) == []
 
@@ -202,14 +202,14 @@ def test_sigmf_without_iq_is_refused(dataset, tmp_path):
 
 
 def test_unknown_format_is_refused_with_those_there_are(dataset, tmp_path):
-    with pytest.raises(ConfigError, match="'csv' is unknown; choose one of sigmf, parquet, hdf5"):
+    with pytest.raises(ConfigError, match='"csv" is unknown; choose one of sigmf, parquet, hdf5'):
         export(dataset[0], tmp_path / "out", "csv")
 
 
 @pytest.mark.parametrize(("fmt", "package"), [("parquet", "pyarrow"), ("hdf5", "h5py")])
 def test_missing_package_is_named_with_the_next_step(dataset, tmp_path, monkeypatch, fmt, package):
     monkeypatch.setitem(sys.modules, package, None)
-    with pytest.raises(ConfigError, match=rf"{package}; pip install 'brim\[export\]'"):
+    with pytest.raises(ConfigError, match=rf"{package}; install it with pip install 'brim\[export\]'"):
         export(dataset[0], tmp_path / "out", fmt)
     assert list(tmp_path.iterdir()) == []
 
@@ -288,7 +288,7 @@ def test_full_disk_is_a_storage_error_and_leaves_nothing(recorded, tmp_path, fmt
     code = (
         "import sys\n"
         "from brim.errors import StorageError\n"
-        "from brim.rf.datasets.export import export\n"
+        "from brim.rf.datasets.formats import export\n"
         "try:\n"
         "    export(sys.argv[1], sys.argv[2], sys.argv[3])\n"
         "except StorageError as failure:\n"

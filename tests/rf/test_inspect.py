@@ -8,8 +8,8 @@ from small_dataset import REPORT, write_dataset
 from brim.engine.storage import Dataset, ShardWriter
 from brim.errors import DatasetError, ShardCorrupt
 from brim.rf.config import GenerateConfig
-from brim.rf.datasets import inspect as module
-from brim.rf.datasets.inspect import inspect
+from brim.rf.datasets import summary as module
+from brim.rf.datasets.summary import inspect
 from brim.rf.features import F
 
 CONFIG = GenerateConfig(duration_s=0.2, tx_power_dbm=20.0, max_gdop=5.0, seed=3)  # rejects a part by each gate

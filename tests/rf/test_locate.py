@@ -12,9 +12,9 @@ from brim.rf.config import GenerateConfig
 from brim.rf.features import F
 from brim.rf.location.evaluate import coverage, mahalanobis
 from brim.rf.location.solver import (
-    Loss,
     NoiseModel,
     SolverConfig,
+    StrengthModel,
     by_strength,
     calibrate,
     centroid,
@@ -60,7 +60,7 @@ def test_local_frame_and_its_inverse_agree():
 
 
 def test_geographic_gives_back_the_place_a_target_came_from(noisy, seen):
-    height = Loss.of(PRODUCTION).tx_height_m
+    height = StrengthModel.of(PRODUCTION).tx_height_m
     place = geographic(target(noisy, seen.origin, PRODUCTION), seen.origin, height)
 
     assert place[:, :2] == pytest.approx(noisy["transmitter"][:, :2], abs=1e-7)
@@ -256,7 +256,7 @@ def test_loss_is_the_generators(loss):
     config = GenerateConfig(loss=loss)
     distance = torch.tensor([50.0, 400.0, 999.0, 1_001.0, 30_000.0, 250_000.0], dtype=torch.float64)
 
-    power, _ = Loss.of(config).power_dbm(distance)
+    power, _ = StrengthModel.of(config).power_dbm(distance)
 
     assert power.numpy() == pytest.approx(config.tx_power_dbm - path_loss_db(config, distance.numpy()), abs=1e-9)
 

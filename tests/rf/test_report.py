@@ -12,7 +12,7 @@ from small_dataset import write_dataset
 from brim.engine.storage import Dataset, ShardWriter
 from brim.errors import DatasetError, ShardCorrupt, StorageError
 from brim.report.page import metres, number, percent, plain, size
-from brim.report.svg import Axis, Frame
+from brim.report.svg import ChartAxis, MapFrame
 from brim.rf.config import BUILTIN_STATIONS, CHANNEL_HZ, GenerateConfig, Station
 from brim.rf.datasets.page import first_record, welch, write_report
 from brim.rf.physics.link import noise_dbm
@@ -202,7 +202,7 @@ def test_spectrum_holds_the_power_of_the_record(dataset):
 
 @given(st.floats(-1e6, 1e6), st.floats(1e-3, 1e6))
 def test_linear_ticks_are_round_and_inside(low, wide):
-    axis = Axis.linear(low, low + wide)
+    axis = ChartAxis.linear(low, low + wide)
     assert 1 <= len(axis.ticks) <= 6
     slack = 1e-6 * (wide + abs(low))
     assert all(axis.low - slack <= tick <= axis.high + slack for tick in axis.ticks)
@@ -210,24 +210,24 @@ def test_linear_ticks_are_round_and_inside(low, wide):
 
 @given(st.floats(1e-3, 1e6), st.floats(1.5, 1e6))
 def test_logarithmic_ticks_are_one_two_or_five(low, ratio):
-    axis = Axis.logarithmic(low, low * ratio)
+    axis = ChartAxis.logarithmic(low, low * ratio)
     assert {f"{tick:.6e}"[0] for tick in axis.ticks} <= {"1", "2", "5"}
     assert axis.share(low) == 0
     assert axis.share(low * ratio) == pytest.approx(1)
 
 
 def test_axis_of_equal_values_has_a_width():
-    assert Axis.fitting(np.array([3.0, 3.0])).high > 3
-    assert Axis.logarithmic(5.0, 5.0).high > 5
+    assert ChartAxis.fitting(np.array([3.0, 3.0])).high > 3
+    assert ChartAxis.logarithmic(5.0, 5.0).high > 5
 
 
 def test_map_has_equal_scales_in_metres():
-    frame = Frame.around(np.array([59.0, 61.0]), np.array([10.0, 12.0]))
+    frame = MapFrame.around(np.array([59.0, 61.0]), np.array([10.0, 12.0]))
     assert frame.per_deg_lon == pytest.approx(frame.per_deg_lat * 0.5)
 
 
 def test_map_of_one_point_is_drawn():
-    x, y = Frame.around(np.array([45.0]), np.array([7.0])).at(45.0, 7.0)
+    x, y = MapFrame.around(np.array([45.0]), np.array([7.0])).at(45.0, 7.0)
     assert np.isfinite([x, y]).all()
 
 

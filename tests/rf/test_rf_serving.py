@@ -13,12 +13,12 @@ from small_dataset import write_dataset
 from brim.engine.batching.servable import Answer, Payload
 from brim.engine.batching.warm_up import warm_up
 from brim.errors import CheckpointError, ConfigError, TooLarge
-from brim.rf.config import GenerateConfig
+from brim.rf.config import GenerateConfig, LocatorTraining
 from brim.rf.features import FEATURES, STATISTICS
+from brim.rf.location import train
 from brim.rf.location.model import Locator
 from brim.rf.location.run import locate
 from brim.rf.location.serving import LocateServable, padded
-from brim.rf.location.train import LocatorTraining, train
 
 CPU = torch.device("cpu")
 CONFIG = GenerateConfig(duration_s=0.2, tx_power_dbm=45.0, seed=1)

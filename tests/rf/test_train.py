@@ -16,10 +16,10 @@ from small_dataset import write_dataset
 from brim.engine.storage import Dataset
 from brim.engine.training.checkpoint import load_checkpoint, save_checkpoint
 from brim.errors import CheckpointError, ConfigError, DatasetError
-from brim.rf.config import GenerateConfig
+from brim.rf.config import GenerateConfig, LocatorTraining
+from brim.rf.location import evaluate_run, export_onnx, load_run, locate, split, train
 from brim.rf.location.model import prepare, solver_estimate
 from brim.rf.location.solver import target
-from brim.rf.location.train import LocatorTraining, evaluate_run, export_onnx, load_run, locate, split, train
 
 CONFIG = GenerateConfig(duration_s=0.2, tx_power_dbm=45.0, seed=1)
 QUICK = LocatorTraining(epochs=3, batch_size=16, learning_rate=0.003)
@@ -126,7 +126,8 @@ def test_stopped_while_solving_leaves_nothing_in_the_way(data, tmp_path):
 def test_a_killed_run_goes_on(data, tmp_path):
     out, state = tmp_path / "run", tmp_path / "run/train/last/state.json"
     code = (
-        "from brim.rf.location.train import LocatorTraining, train\n"
+        "from brim.rf.config import LocatorTraining\n"
+        "from brim.rf.location import train\n"
         f"train([{str(data)!r}], {str(out)!r}, LocatorTraining(epochs=5000, batch_size=16, checkpoint_every_s=0.1),"
         " device='cpu')"
     )
@@ -160,7 +161,7 @@ def test_every_tier_trains_a_pure_network_too(data, tmp_path, tier):
 
 
 def test_a_run_is_not_begun_over_another(run, data, held_out):
-    with pytest.raises(CheckpointError, match="--resume"):
+    with pytest.raises(CheckpointError, match="add resume to continue it"):
         train([data], run, QUICK, device="cpu", resume=False)
     with pytest.raises(CheckpointError, match="datasets was"):
         train([held_out], run, QUICK, device="cpu")

@@ -13,7 +13,7 @@ from live_api import Api, running
 
 from brim.jobs.kinds import KINDS, Inputs, Task, read_body
 from brim.jobs.store import JobRow, Output
-from brim.rf.location.error_points import ellipses
+from brim.rf.location.page import ellipses
 from brim.rf.location.solver import TX_HEIGHT_M
 from brim.rf.physics.geometry import enu
 
@@ -135,7 +135,7 @@ def test_draws_from_a_covariance_lie_inside_its_ellipse_as_often_as_the_level_sa
 
 
 def test_points_of_many_samples_are_evenly_taken(api, located, monkeypatch):
-    from brim.rf.location.error_points import error_points
+    from brim.rf.location.page import error_points
     from brim.rf.location.run import evaluate_run, load_run
 
     run = load_run(api.settings.data / "runs" / located["run"])

@@ -235,7 +235,7 @@ def test_what_does_not_fit_on_the_disk_is_refused(api, made, tmp_path, monkeypat
 
 
 def test_a_disk_that_fills_meanwhile_ends_it(api, made, tmp_path, monkeypatch):
-    from brim.rf.datasets import export as library
+    from brim.rf.datasets import formats as library
 
     free = tmp_path / "free"
     free.write_text(str(2**30))

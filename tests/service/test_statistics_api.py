@@ -13,7 +13,8 @@ from test_datasets_api import NAMED, SEQUENCES, Part, array, picture, upload
 
 from brim.engine.storage import Dataset
 from brim.rf import from_mapping, preset
-from brim.rf.datasets.inspect import named_columns
+from brim.rf.datasets import summary
+from brim.rf.datasets.summary import named_columns
 from brim.rf.generation.dataset import generate
 
 SAMPLES = 12
@@ -88,10 +89,8 @@ def test_receivers_of_samples_that_have_their_own_are_not_listed(api, made):
 
 
 def test_transmitters_of_a_large_dataset_are_evenly_taken(api, made, monkeypatch):
-    from brim.rf.datasets import inspect, statistics
-
-    monkeypatch.setattr(inspect, "MAX_KEPT", 6)
-    monkeypatch.setattr(statistics, "MAX_TRANSMITTERS", 4)
+    monkeypatch.setattr(summary, "MAX_KEPT", 6)
+    monkeypatch.setattr(summary, "MAX_TRANSMITTERS", 4)
     lat = Dataset(made["fixed"]).load(("transmitter",))["transmitter"][:, 0].tolist()
 
     found = figures(api, bring(api, made["fixed"]))
@@ -128,11 +127,9 @@ def test_a_growing_dataset_shows_what_is_there(api, made, tmp_path):
 
 
 def test_figures_are_kept_until_the_files_change(api, made, tmp_path, monkeypatch):
-    from brim.rf.datasets import statistics
-
     calls = []
-    survey = statistics.survey
-    monkeypatch.setattr(statistics, "survey", lambda *args, **more: calls.append(1) or survey(*args, **more))
+    survey = summary.survey
+    monkeypatch.setattr(summary, "survey", lambda *args, **more: calls.append(1) or survey(*args, **more))
     place = tmp_path / "copy"
     shutil.copytree(made["fixed"], place)
     id = bring(api, place)
@@ -154,11 +151,9 @@ def test_figures_are_kept_until_the_files_change(api, made, tmp_path, monkeypatc
 
 
 def test_too_many_at_once_are_refused(api, made, tmp_path, monkeypatch):
-    from brim.rf.datasets import statistics
-
     go_on = threading.Event()
-    survey = statistics.survey
-    monkeypatch.setattr(statistics, "survey", lambda *args, **more: go_on.wait(30) and survey(*args, **more))
+    survey = summary.survey
+    monkeypatch.setattr(summary, "survey", lambda *args, **more: go_on.wait(30) and survey(*args, **more))
     monkeypatch.setattr(api.api.state.context.reader, "limit", 3)
     places = [tmp_path / f"copy{number}" for number in range(8)]
     for place in places:

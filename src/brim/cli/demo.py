@@ -148,7 +148,7 @@ class Demo:
 
 
 def _generate(demo: Demo) -> None:
-    from brim.rf.datasets.page import write_report
+    from brim.rf.datasets import write_report
 
     dataset, held_out = demo.out / "dataset", demo.out / "held-out"
     report = run_generate(from_mapping({**RADIO, "seed": 0}), dataset, max(2, demo.samples), demo.stop)

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from brim.engine.training import TrainReport
     from brim.rf import GenerateReport
     from brim.rf.generation import Pool
-    from brim.rf.location.run import Evaluation
+    from brim.rf.location import LocatorEvaluation
 
 rf = typer.Typer(no_args_is_help=True, epilog="Example: brim rf generate --out data --samples 1000")
 
@@ -144,8 +144,8 @@ def generate(
 @rf.command(epilog="Example: brim rf inspect data --report report.html")
 def inspect(dataset: DatasetPlace, report: HtmlReport = None, as_json: AsJson = False) -> None:
     """Verify a dataset and summarise its contents."""
-    from brim.rf.datasets.inspect import inspect as inspect_dataset
-    from brim.rf.datasets.page import write_report
+    from brim.rf.datasets import inspect as inspect_dataset
+    from brim.rf.datasets import write_report
 
     with Display() as display:
         facts = inspect_dataset(dataset, progress=display.counting("verifying", "shards")).as_dict()
@@ -176,7 +176,7 @@ def export(
     as_json: AsJson = False,
 ) -> None:
     """Write a dataset in a format that other tools read."""
-    from brim.rf.datasets.export import export as export_dataset
+    from brim.rf.datasets import export as export_dataset
 
     with Display() as display:
         written = export_dataset(dataset, out, format, progress=display.counting("exporting", "shards"))
@@ -268,7 +268,7 @@ def locate(
     as_json: AsJson = False,
 ) -> None:
     """Locate transmitters: points and 50, 90 and 95 % ellipses as GeoJSON."""
-    from brim.rf.location.train import locate as locate_observations
+    from brim.rf.location import locate as locate_observations
 
     positions = locate_observations(run, observations)
     if as_json:
@@ -284,7 +284,7 @@ def export_onnx(
     as_json: AsJson = False,
 ) -> None:
     """Write the network of a run as ONNX, checked against torch with onnxruntime."""
-    from brim.rf.location.train import export_onnx as export_run
+    from brim.rf.location import export_onnx as export_run
 
     written = export_run(run, out)
     (print_json if as_json else print_facts)(written)
@@ -356,7 +356,7 @@ def run_train(
     resume: bool = True,
 ) -> "TrainReport":
     """Train with progress on the terminal, until done or stopped."""
-    from brim.rf.location.train import train
+    from brim.rf.location import train
 
     with remarks(), Display(stop, preparing=("solving", "samples")) as display:
         return train(datasets, out, config, device=device, progress=display.training, stop=stop, resume=resume)
@@ -364,10 +364,9 @@ def run_train(
 
 def run_evaluate(
     run: Path, dataset: Path | str, page: Path | None, progress: Callable[[int, int], None], *, device: str = "auto"
-) -> "Evaluation":
+) -> "LocatorEvaluation":
     """Evaluate, and write a page if one is wanted."""
-    from brim.rf.location.page import write_evaluation
-    from brim.rf.location.train import evaluate_run
+    from brim.rf.location import evaluate_run, write_evaluation
 
     evaluation = evaluate_run(run, dataset, device=device, progress=progress)
     if page is not None:

@@ -143,7 +143,7 @@ def predict(
             loader = ModelLoader({model: weights}, device, batch_sizes, precision, config.tile, config.resize)
             report = predict_files(images, loader, out, config, progress=display.predicting, stop=stop, resume=resume)
         else:
-            from brim.cluster.predict import predict_many
+            from brim.cluster import predict_many
             from brim.segmentation.prediction import Recipe
 
             report = predict_many(

@@ -4,8 +4,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+from brim.lazy import lazy
+
 if TYPE_CHECKING:
-    from brim.rf.generation import Pool
+    from brim.cluster.exposure import survey as survey
+    from brim.cluster.predict import predict_many as predict_many
+    from brim.rf.generation import Pool as Pool
+
+__getattr__, __all__ = lazy(__name__, __file__)
 
 
 @contextmanager

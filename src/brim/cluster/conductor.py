@@ -33,6 +33,7 @@ from brim.segmentation.prediction import (
 TRIES = 2  # of a parcel whose worker dies; then of each of its images alone, which fails when workers die over it
 AT_ONCE = 2  # parcels in a scorer: one is prepared while the other is on the device
 WAIT_S = 0.5  # longest wait for an outcome before progress is told
+_AGAIN = "finished images are recorded: run the same again to continue"
 AHEAD = 8  # outcomes that wait to be taken
 
 
@@ -89,9 +90,7 @@ def conducted(ray: Any, plan: Plan, weights: bytes) -> Iterator[Iterator[BulkPar
         ray.get(conductor.start.remote(pickle.dumps(plan), weights))
         yield _outcomes(ray, conductor)
     except ray.exceptions.RayError as failure:
-        raise ClusterError(
-            f"the cluster lost the work: {_words(failure)}; what is finished is recorded, the same command goes on"
-        ) from failure
+        raise ClusterError(f"the cluster lost the work: {_words(failure)}", code="lost", hint=_AGAIN) from failure
     finally:
         ray.kill(conductor)  # and with it all that it started
 
@@ -107,9 +106,7 @@ def _outcomes(ray: Any, conductor: Any) -> Iterator[BulkParcel | None]:
         outcome = pickle.loads(found)
         raise_if_told(outcome)
         if isinstance(outcome, _Lost):
-            raise ClusterError(
-                f"the cluster gave up: {outcome.message}; what is finished is recorded, the same command goes on"
-            )
+            raise ClusterError(f"the cluster gave up: {outcome.message}", code="lost", hint=_AGAIN)
         yield outcome
 
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from brim.cluster.conductor import Plan, Resources, Told, conducted, raise_if_told
-from brim.cluster.ray_connect import Cluster, Node, connect, import_ray
+from brim.cluster.ray_connect import Node, RayCluster, connect, import_ray
 from brim.engine.device import format_size
 from brim.engine.meter import ceiling_share
 from brim.engine.storage import Place, place_of
@@ -69,7 +69,13 @@ def predict_many(
     whose results may differ in their last bits.
     """
     if recipe.device not in ("auto", "cpu"):
-        raise ConfigError(f"device={recipe.device} names one device; on a cluster use auto or cpu")
+        raise ConfigError(
+            "is one device",
+            field="device",
+            value=recipe.device,
+            code="conflict",
+            hint="on a cluster use auto or cpu",
+        )
     images = {str(image): image for image in find_inputs(inputs, out)}
     packed = pack_weights(recipe.model, weights)
     sizes = BatchSizes.read(batch_sizes).as_json() if batch_sizes is not None else None  # a broken file is named now
@@ -126,7 +132,7 @@ class _Run:
         self._batch_size = 1
         self._stopped = False
 
-    def work(self, cluster: Cluster, weights: bytes, sizes: str | None, sizes_file: Path | str | None) -> None:
+    def work(self, cluster: RayCluster, weights: bytes, sizes: str | None, sizes_file: Path | str | None) -> None:
         """Predict what is missing."""
         ray = import_ray()
         resources = _resources(cluster, self._recipe)
@@ -267,7 +273,7 @@ def _save(sizes: str, file: Path | str) -> None:
 # What the cluster can do
 
 
-def _resources(cluster: Cluster, recipe: Recipe) -> Resources:
+def _resources(cluster: RayCluster, recipe: Recipe) -> Resources:
     if recipe.device == "auto" and cluster.gpus:
         return Resources(num_scorers=cluster.gpus, score={"num_gpus": 1, "num_cpus": 0}, beside={"num_cpus": 1})
     half = {"num_cpus": 1 - 2 * SHARE, "num_gpus": 0}  # of a core: what is beside it needs the rest
@@ -293,10 +299,14 @@ def check_alike(nodes: Iterable[dict[str, Any]]) -> None:
                 kinds.setdefault(name.partition(":")[2], str(node["NodeManagerAddress"]))
     if len(kinds) > 1:
         found = ", ".join(f"{kind} on {host}" for kind, host in kinds.items())
-        raise ClusterError(f"the cluster mixes GPUs ({found}), whose last bits may differ; allow it with --allow-mixed")
+        raise ClusterError(
+            f"the cluster mixes GPUs ({found}), whose last bits may differ",
+            code="mixed_devices",
+            hint="accept the difference with {allow_mixed}",
+        )
 
 
-def _check_seen(cluster: Cluster, images: Iterable[ImageFile]) -> None:
+def _check_seen(cluster: RayCluster, images: Iterable[ImageFile]) -> None:
     """Refuse files of this machine that another node does not see: it could only list them all as failed."""
     paths = [image for image in images if isinstance(image, Path)]
     if not paths:

@@ -37,9 +37,9 @@ def device_names(devices: str | int) -> tuple[str, ...]:
     num_here = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if isinstance(devices, int):
         if devices < 1:
-            raise ConfigError(f"devices={devices} must be at least 1")
+            raise ConfigError("must be at least 1", field="devices", value=devices, code="out_of_range")
         if num_here and devices > num_here:
-            raise DeviceError(f"devices={devices} is more than the {num_here} CUDA devices here")
+            raise DeviceError(f"is more than the {num_here} CUDA devices here", field="devices", value=devices)
         return tuple(f"cuda:{k}" for k in range(devices)) if num_here else ("cpu",) * devices
     if devices == "all":
         return tuple(f"cuda:{k}" for k in range(num_here)) or ("cpu",)
@@ -47,10 +47,17 @@ def device_names(devices: str | int) -> tuple[str, ...]:
     names = tuple(f"cuda:{int(word)}" if word.isdecimal() and len(word) < 5 else word for word in words)
     for name in names:
         if name != "cpu" and not name.startswith("cuda:"):
-            raise ConfigError(f'devices="{devices}": "{name}" is no device; write all, 0,1 or cpu,cpu')
+            raise ConfigError(
+                f'"{name}" is no device',
+                field="devices",
+                code="unknown_choice",
+                hint="set {devices} to all, 0,1 or cpu,cpu",
+            )
         resolve_device(name)
         if name != "cpu" and names.count(name) > 1:
-            raise ConfigError(f'devices="{devices}" names {name} twice; a GPU takes one worker')
+            raise ConfigError(
+                f"names {name} twice; a GPU takes one worker", field="devices", value=devices, code="conflict"
+            )
     return names
 
 
@@ -74,7 +81,7 @@ class ProcessPool:
     def __init__(self, devices: Sequence[str]) -> None:
         """Store; names as device_names gives them."""
         if not devices:
-            raise ConfigError("devices is empty; name one at least")
+            raise ConfigError("devices is empty", field="devices", code="missing")
         num_cpu = sum(name == "cpu" for name in devices)
         threads = max(1, worker_count() // max(1, num_cpu))
         self._slots = [_Slot(name, threads if name == "cpu" else None) for name in devices]
@@ -212,8 +219,8 @@ def _in_words(code: int) -> str:
     if code >= 0:
         return f"its process ended with exit code {code}"
     name = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"
-    hint = "; the system may have run out of memory" if name == "SIGKILL" else ""
-    return f"its process was killed by {name}{hint}"
+    reason = "; the system may have run out of memory" if name == "SIGKILL" else ""
+    return f"its process was killed by {name}{reason}"
 
 
 # Within a worker

@@ -1,7 +1,7 @@
-"""Connecting to a Ray cluster: an answer or an error in seconds, and nodes that fit together.
+"""Connecting to a Ray cluster: success or an error within seconds, and nodes with the same versions.
 
-Everything that can be refused is refused here, before anything is written: an address nobody answers, a token that is
-missing or wrong, nodes without brim or with other versions of what decides the bytes.
+Everything that can be wrong is reported here, before anything is written: an address without an answer, a missing or
+wrong token, nodes without brim or with other versions of the packages that decide the bytes.
 """
 
 import logging
@@ -47,7 +47,7 @@ class Node:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Cluster:
+class RayCluster:
     """A connection to Ray: where, and which nodes are there now."""
 
     address: str
@@ -65,7 +65,7 @@ class Cluster:
 
 
 @contextmanager
-def connect(address: str) -> Iterator[Cluster]:
+def connect(address: str) -> Iterator[RayCluster]:
     """Ray at "auto" (the cluster of this machine or of RAY_ADDRESS), "local" (one of our own) or "ray://HOST:PORT".
 
     A connection that this process has already is used and left as it is.
@@ -73,14 +73,14 @@ def connect(address: str) -> Iterator[Cluster]:
     check_address(address)
     ray = import_ray()
     if ray.is_initialized():
-        yield Cluster(address=address, nodes=look_at_nodes(address))
+        yield RayCluster(address=address, nodes=look_at_nodes(address))
         return
     handlers = _handlers()
     try:
         with _quiet():
             _open(ray, address)
         _restore(handlers)  # Ray takes SIGTERM for itself
-        yield Cluster(address=address, nodes=look_at_nodes(address))
+        yield RayCluster(address=address, nodes=look_at_nodes(address))
     finally:
         with _quiet():
             ray.shutdown()
@@ -88,16 +88,21 @@ def connect(address: str) -> Iterator[Cluster]:
 
 
 def check_address(address: str) -> None:
-    """Refuse what is no address, in words."""
     if address in ("auto", "local"):
         return
-    found = _CLIENT.fullmatch(address)
-    if found is None or not 0 < int(found[2] or CLIENT_PORT) < 65_536:
-        raise ConfigError(f'cluster="{address}" is no address; use auto, local or ray://HOST:PORT')
+    match = _CLIENT.fullmatch(address)
+    if match is None or not 0 < int(match[2] or CLIENT_PORT) < 65_536:
+        raise ConfigError(
+            "is not an address",
+            field="cluster",
+            value=address,
+            code="unknown_choice",
+            hint="use auto, local or ray://HOST:PORT",
+        )
 
 
 def import_ray() -> ModuleType:
-    """Ray, or an error that says how to get it; its statistics of usage stay off."""
+    """Ray, with its usage statistics off; an error with the next step if it is not installed."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_CLIENT_INITIAL_CONNECTION_TIMEOUT_S", "3")  # three tries, instead of half a minute
     os.environ.setdefault("RAY_CLIENT_MAX_CONNECTION_TIMEOUT_S", "3")
@@ -105,7 +110,12 @@ def import_ray() -> ModuleType:
     try:
         import ray
     except ModuleNotFoundError as failure:
-        raise ConfigError('--cluster needs brim[cluster]: pip install "brim[cluster]"') from failure
+        raise ConfigError(
+            "a cluster needs the package ray",
+            field="cluster",
+            code="missing_package",
+            hint='pip install "brim[cluster]"',
+        ) from failure
     return ray  # type: ignore[no-any-return]
 
 
@@ -127,11 +137,13 @@ def _open(ray: ModuleType, address: str) -> None:
         ray.init(where, **quiet)
     except ray.exceptions.AuthenticationError as failure:
         raise ClusterError(
-            f"{where} refuses us: its token is missing here or differs; copy it from the head node to "
-            "~/.ray/auth_token, or name its file in RAY_AUTH_TOKEN_PATH, and set RAY_AUTH_MODE=token"
+            f"{where} rejects the connection: its token is missing here or differs",
+            code="unauthorized",
+            hint="copy it from the head node to ~/.ray/auth_token, or set RAY_AUTH_TOKEN_PATH to its file, and set "
+            "RAY_AUTH_MODE=token",
         ) from failure
     except (ConnectionError, RuntimeError, ValueError, TimeoutError, ray.exceptions.RayError) as failure:
-        raise ClusterError(f"{where} is no Ray cluster that we can use: {first_line(failure)}") from failure
+        raise ClusterError(f"{where} is not a usable Ray cluster: {first_line(failure)}") from failure
 
 
 def _find(address: str) -> str:
@@ -144,17 +156,18 @@ def _find(address: str) -> str:
     if given.startswith("ray://"):
         check_address(given)
         return given
-    nowhere = (
-        f'no Ray cluster runs on this machine and RAY_ADDRESS="{given}" names none; '
-        "start one with: ray start --head, or use --cluster local"
-    )
     try:
-        found = canonicalize_bootstrap_address("auto")
-    except (ConnectionError, ValueError) as failure:
-        raise ClusterError(nowhere) from failure
-    if found is None:
-        raise ClusterError(nowhere)
-    return str(found)
+        bootstrap = canonicalize_bootstrap_address("auto")
+    except (ConnectionError, ValueError):
+        bootstrap = None
+    if bootstrap is None:
+        raise ClusterError(
+            f'no Ray cluster runs on this machine and RAY_ADDRESS="{given}" names none',
+            field="cluster",
+            code="not_found",
+            hint="start one with ray start --head, or set {cluster} to local",
+        )
+    return str(bootstrap)
 
 
 def _check_answers(address: str, where: str) -> None:
@@ -166,8 +179,9 @@ def _check_answers(address: str, where: str) -> None:
     except OSError as failure:
         named = f' (cluster="{address}")' if where != address else ""
         raise ClusterError(
-            f"nobody answers at {where}{named}: {failure.strerror or failure}; "
-            "check the address, and that the head node runs: ray status"
+            f"nobody answers at {where}{named}: {failure.strerror or failure}",
+            code="unreachable",
+            hint="check the address, and that the head node runs: ray status",
         ) from failure
 
 
@@ -184,7 +198,7 @@ def _restore(handlers: dict[int, Any]) -> None:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Without what Ray remarks while it starts and ends; its errors are raised."""
+    """Without Ray's log lines while it starts and ends; its errors are raised."""
     logger = logging.getLogger("ray")
     before = logger.level
     logger.setLevel(logging.ERROR)
@@ -197,7 +211,7 @@ def _quiet() -> Iterator[None]:
 
 
 def first_line(failure: BaseException) -> str:
-    """The first line of what an exception says; Ray says much."""
+    """The first line of an exception's message; Ray's are long."""
     return str(failure).strip().split("\n")[0] or type(failure).__name__
 
 
@@ -205,11 +219,13 @@ def first_line(failure: BaseException) -> str:
 
 
 def look_at_nodes(address: str) -> tuple[Node, ...]:
-    """Ask every node what it is; nodes that differ from this process are refused."""
+    """Ask every node for its resources and versions; nodes that differ from this process are rejected."""
     ray = import_ray()
     alive = _alive(ray)
     if not alive:
-        raise ClusterError(f'cluster="{address}" has no nodes; start one with: ray start --head')
+        raise ClusterError(
+            "has no nodes", field="cluster", value=address, code="empty", hint="start one with ray start --head"
+        )
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     ask = ray.remote(num_cpus=0, max_retries=0)(_make_probe())
@@ -217,7 +233,7 @@ def look_at_nodes(address: str) -> tuple[Node, ...]:
         name: ask.options(scheduling_strategy=NodeAffinitySchedulingStrategy(name, soft=False)).remote()
         for name in alive
     }
-    found = (_hear(ray, node, replies[name]) for name, node in alive.items())
+    found = (_read_reply(ray, node, replies[name]) for name, node in alive.items())
     nodes = tuple(node for node in found if node is not None)
     check_versions(nodes)
     return nodes
@@ -227,45 +243,52 @@ def _alive(ray: ModuleType) -> dict[str, dict[str, Any]]:
     return {node["NodeID"]: node for node in ray.nodes() if node["Alive"]}
 
 
-def _hear(ray: ModuleType, node: dict[str, Any], reply: Any) -> Node | None:
-    """What a node said; None for one that turns out to be gone, which Ray notices after some seconds."""
+def _read_reply(ray: ModuleType, node: dict[str, Any], reply: Any) -> Node | None:
+    """A node's reply; None if the node is gone, which Ray notices after some seconds."""
     host, amounts = str(node["NodeManagerAddress"]), node["Resources"]
     try:
-        said = ray.get(reply, timeout=PROBE_S)
+        answer = ray.get(reply, timeout=PROBE_S)
     except ray.exceptions.RayError as failure:
         deadline_s = time.monotonic() + GONE_S
         while time.monotonic() < deadline_s:
             if node["NodeID"] not in _alive(ray):
                 return None
             time.sleep(0.2)
-        raise ClusterError(f"node {host} does not answer: {first_line(failure)}; look at: ray status") from failure
+        raise ClusterError(
+            f"node {host} does not answer: {first_line(failure)}", code="unreachable", hint="check it with ray status"
+        ) from failure
     return Node(
         id=node["NodeID"],
         host=host,
         cpus=float(amounts.get("CPU", 0)),
         gpus=float(amounts.get("GPU", 0)),
-        free_bytes=int(said["free_bytes"]),
-        versions=said["versions"],
+        free_bytes=int(answer["free_bytes"]),
+        versions=answer["versions"],
     )
 
 
 def check_versions(nodes: Iterable[Node]) -> None:
-    """Refuse nodes whose python, brim, torch or ray is another than here."""
+    """Reject nodes whose python, brim, torch or ray differs from this process."""
     here = own_versions()
     for node in nodes:
         for name in COMPARED:
-            found = node.versions.get(name)
-            if found is None:
-                raise ClusterError(f"node {node.host} has no {name}, expected {here[name]}; install it there")
-            if found != here[name]:
+            installed = node.versions.get(name)
+            if installed is None:
                 raise ClusterError(
-                    f"node {node.host} has {name} {found}, this process has {here[name]}; "
-                    "install the same version on every node"
+                    f"node {node.host} has no {name}, expected {here[name]}",
+                    code="other_version",
+                    hint="install it there",
+                )
+            if installed != here[name]:
+                raise ClusterError(
+                    f"node {node.host} has {name} {installed}, this process has {here[name]}",
+                    code="other_version",
+                    hint="install the same version on every node",
                 )
 
 
 def own_versions() -> dict[str, str | None]:
-    """What this process runs on, by the names that are compared."""
+    """Versions of this process."""
     return {"python": platform.python_version(), "brim": __version__, **{n: _version(n) for n in ("torch", "ray")}}
 
 

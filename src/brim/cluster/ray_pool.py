@@ -4,7 +4,7 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
-from brim.cluster.ray_connect import Cluster, first_line, import_ray
+from brim.cluster.ray_connect import RayCluster, first_line, import_ray
 from brim.errors import BrimError, ClusterError
 from brim.rf.generation import Assignment, PackedError, PoolEvent, TaskDone, TaskFailed, WorkerLost, WorkerReady
 
@@ -29,7 +29,7 @@ class _Actor:
 class RayPool:
     """Actors all over a cluster that is connected; see `brim.cluster.ray_connect.connect`."""
 
-    def __init__(self, cluster: Cluster) -> None:
+    def __init__(self, cluster: RayCluster) -> None:
         """Store."""
         self._cluster = cluster
         self._ray = import_ray()
@@ -53,7 +53,11 @@ class RayPool:
                     self._launch(node.host, node.id, has_gpu=False, threads=int(node.cpus))
         if not self._actors:
             raise ClusterError(
-                f'cluster="{self._cluster.address}" has neither GPUs nor CPUs for workers; add nodes with: ray start'
+                "has neither GPUs nor CPUs for workers",
+                field="cluster",
+                value=self._cluster.address,
+                code="empty",
+                hint="add nodes with ray start",
             )
         self._restarts = RESTARTS * len(self._actors)
         return len(self._actors)

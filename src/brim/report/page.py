@@ -33,7 +33,9 @@ def write_page(file: Path, text: str) -> None:
         with suppress(OSError):
             temporary.unlink(missing_ok=True)
         reason = failure.strerror or str(failure)
-        raise StorageError(f"report {file}: cannot write, {reason}; choose another --report FILE.html") from failure
+        raise StorageError(
+            f"report {file}: cannot write, {reason}", field="report", hint="choose another file for {report}"
+        ) from failure
 
 
 def tiles(entries: list[tuple[str, str, str]]) -> str:

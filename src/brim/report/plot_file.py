@@ -1,4 +1,4 @@
-"""A picture that matplotlib draws, as a PNG file: whether it can be, asked early, and written whole or not at all."""
+"""Charts of matplotlib as PNG files: checked before anything is measured, and written atomically."""
 
 import importlib.util
 import io
@@ -12,15 +12,17 @@ from brim.errors import ConfigError, StorageError
 
 
 def check_plot(file: Path | str | None = None) -> None:
-    """Refuse a plot that could not be drawn, or not be written, before the minutes it takes to measure one."""
+    """Reject a plot that cannot be drawn or written, before the minutes of measuring for it."""
     if importlib.util.find_spec("matplotlib") is None:
-        raise ConfigError('plotting needs matplotlib; install it with pip install "brim[plot]"')
+        raise ConfigError(
+            "plotting needs matplotlib", code="missing_package", hint='install it with pip install "brim[plot]"'
+        )
     if file is None:
         return
     file = Path(file)
     if file.suffix.lower() != ".png" or file.is_dir():
-        raise ConfigError(f"{file} is not a PNG file; choose another --plot FILE.png")
-    with _refusals(file):
+        raise ConfigError(f"{file} is not a PNG file", field="plot", hint="choose another file for {plot}")
+    with _write_errors(file):
         probe = _temporary(file)
         probe.touch()
         probe.unlink()
@@ -30,7 +32,7 @@ def save_figure(figure: Any, file: Path | str) -> None:
     """Write a matplotlib figure; the file that was there stays until the new one is whole."""
     file, picture = Path(file), io.BytesIO()
     figure.savefig(picture, format="png", dpi=130)
-    with _refusals(file):
+    with _write_errors(file):
         temporary = _temporary(file)
         temporary.write_bytes(picture.getvalue())
         temporary.replace(file)
@@ -42,11 +44,13 @@ def _temporary(file: Path) -> Path:
 
 
 @contextmanager
-def _refusals(file: Path) -> Iterator[None]:
+def _write_errors(file: Path) -> Iterator[None]:
     try:
         yield
     except OSError as failure:
         with suppress(OSError):
             _temporary(file).unlink()
         reason = failure.strerror or failure
-        raise StorageError(f"{file}: cannot write, {reason}; choose another --plot FILE.png") from failure
+        raise StorageError(
+            f"{file}: cannot write, {reason}", field="plot", hint="choose another file for {plot}"
+        ) from failure

@@ -21,7 +21,7 @@ _CHARACTER = 7.4  # width of a letter of a label, a little more than true: label
 
 
 @dataclass(frozen=True, slots=True)
-class Axis:
+class ChartAxis:
     """A range of values with its ticks; a logarithmic one takes the logarithm itself."""
 
     low: float
@@ -83,8 +83,8 @@ def num_bins(values: Values) -> int:
 class Plot:
     """A chart under construction; marks are drawn in the order they are added."""
 
-    x: Axis
-    y: Axis
+    x: ChartAxis
+    y: ChartAxis
     height: float = 280.0
     marks: list[str] = field(default_factory=list)
 
@@ -220,7 +220,7 @@ def stacked_bars(
 
 
 @dataclass(frozen=True, slots=True)
-class Frame:
+class MapFrame:
     """The part of the Earth a map shows, both scales equal in metres."""
 
     west: float
@@ -259,8 +259,8 @@ class Frame:
     def graticule(self) -> list[str]:
         """Parallels and meridians at round degrees, with their names at the left and below."""
         wide = WIDTH - _LEFT - _RIGHT
-        lats = Axis.linear(self.south, self.south + self.height / self.per_deg_lat)
-        lons = Axis.linear(self.west, self.west + wide / self.per_deg_lon)
+        lats = ChartAxis.linear(self.south, self.south + self.height / self.per_deg_lat)
+        lons = ChartAxis.linear(self.west, self.west + wide / self.per_deg_lon)
         base, marks, path = _TOP + self.height, [], ""
         for lat in lats.ticks:
             y = float(self.at(lat, self.west)[1])

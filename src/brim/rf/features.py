@@ -58,7 +58,7 @@ UNKNOWN_SIGMA_US = 1e6  # an arrival difference that cannot be measured
 
 
 @dataclass(frozen=True, slots=True)
-class Grid:
+class FeatureGrid:
     """Sizes that follow from the record length."""
 
     points: int  # W
@@ -69,7 +69,7 @@ class Grid:
     lags: int  # of the coarse search, on either side of 0
 
     @classmethod
-    def of(cls, config: GenerateConfig, baseline_m: float) -> "Grid":
+    def of(cls, config: GenerateConfig, baseline_m: float) -> "FeatureGrid":
         """The grid of a configuration whose receivers stand at most `baseline_m` apart."""
         points = round(config.duration_s * STREAM_HZ) // NUM_CHUNKS
         per_hz = points / STREAM_HZ
@@ -88,7 +88,7 @@ def lag_slack_s(config: GenerateConfig) -> float:
     return 5 * config.clock_sigma_s + 10e-6
 
 
-def channel_power(spectrum: Tensor, grid: Grid) -> Tensor:
+def channel_power(spectrum: Tensor, grid: FeatureGrid) -> Tensor:
     """Power per bin of the channel, from −6.25 kHz up.
 
     spectrum  (..., W)  complex64  FFT of the stream
@@ -99,7 +99,7 @@ def channel_power(spectrum: Tensor, grid: Grid) -> Tensor:
     return inside.abs().square_().div_(float(grid.points) ** 2)
 
 
-def measure_truth(clean: Tensor, grid: Grid) -> Tensor:
+def measure_truth(clean: Tensor, grid: FeatureGrid) -> Tensor:
     """Power in the channel and 99 % occupied bandwidth of the noiseless signal.
 
     clean    (M, C, W)  complex64
@@ -156,7 +156,7 @@ def sum_envelope(stream: Tensor, config: GenerateConfig) -> tuple[EnvelopeSums, 
     return sums, torch.nn.functional.pad(p if config.waveform == "am" else t, (0, 1))
 
 
-def envelope_features(sums: EnvelopeSums, snr: Tensor, config: GenerateConfig, grid: Grid) -> dict[str, Tensor]:
+def envelope_features(sums: EnvelopeSums, snr: Tensor, config: GenerateConfig, grid: FeatureGrid) -> dict[str, Tensor]:
     """Features of the stream in time, (M, C) by name; envelopes are relative to the chunk's rms.
 
     snr  (M, C)  float32  linear
@@ -176,7 +176,7 @@ def envelope_features(sums: EnvelopeSums, snr: Tensor, config: GenerateConfig, g
     }
 
 
-def _delay_spread(sums: EnvelopeSums, snr: Tensor, config: GenerateConfig, grid: Grid) -> tuple[Tensor, Tensor]:
+def _delay_spread(sums: EnvelopeSums, snr: Tensor, config: GenerateConfig, grid: FeatureGrid) -> tuple[Tensor, Tensor]:
     """Delay spread in s and its confidence, from how the strength follows the instantaneous frequency.
 
     Echoes make the gain vary over frequency; a modulated carrier sweeps a few kHz and shows the slope of the gain,
@@ -209,7 +209,7 @@ class SpectrumSums:
     occupied: Tensor  # width in bands that holds 99 % of the power, noise taken off
 
 
-def sum_spectrum(power: Tensor, floor: Tensor, grid: Grid) -> SpectrumSums:
+def sum_spectrum(power: Tensor, floor: Tensor, grid: FeatureGrid) -> SpectrumSums:
     """Reduce the channel's spectrum.
 
     power  (M, C, bins)  float32
@@ -279,7 +279,7 @@ def _occupied_bands(bands: Tensor) -> Tensor:
     return (edges[1] - edges[0]).squeeze(-1).clamp(0, NUM_BANDS)
 
 
-def timing_scale(sums: EnvelopeSums, grid: Grid) -> Tensor:
+def timing_scale(sums: EnvelopeSums, grid: FeatureGrid) -> Tensor:
     """(M,) what a demodulated record is multiplied by for unit power; without it strong pairs overflow float32."""
     return grid.points * NUM_CHUNKS / sum_chunks(sums.square).clamp(min=1e-30)
 
@@ -302,7 +302,7 @@ def only_heard(value: Tensor, sigma: Tensor, heard: Tensor) -> tuple[Tensor, Ten
 
 
 def measure_arrival(
-    demodulated: Tensor, reference: int, limit_s: Tensor, config: GenerateConfig, grid: Grid
+    demodulated: Tensor, reference: int, limit_s: Tensor, config: GenerateConfig, grid: FeatureGrid
 ) -> tuple[Tensor, Tensor]:
     """Arrival differences to the reference record of one sample, and their own standard deviations.
 
@@ -338,7 +338,7 @@ def measure_arrival(
     return value, sigma
 
 
-def _coarse_lag(whole: Tensor, limit_s: Tensor, turn: Tensor, grid: Grid) -> Tensor:
+def _coarse_lag(whole: Tensor, limit_s: Tensor, turn: Tensor, grid: FeatureGrid) -> Tensor:
     lags = torch.arange(-grid.lags, grid.lags + 1, dtype=torch.float32) * LAG_STEP_S
     angle = turn[:, None] * lags
     height = whole.real @ torch.cos(angle) - whole.imag @ torch.sin(angle)  # (M, lags)

@@ -70,7 +70,7 @@ class GenerateJob(GenerateConfig, JobConfig):
 
 
 def generate_bytes(spec: Spec, inputs: Inputs) -> int:
-    from brim.rf.generation.rows import dataset_bytes
+    from brim.rf.generation import dataset_bytes
 
     job = read(GenerateJob, spec.config)
     return dataset_bytes(part(GenerateConfig, job), job.num_samples)
@@ -151,9 +151,8 @@ class LocatorTrainJob(LocatorTraining, JobConfig):
 
 def check_train(spec: Spec, inputs: Inputs) -> None:
     """Reject datasets that cannot be trained on together, and too few samples to hold some out."""
-    from brim.rf.datasets.inspect import open_dataset
-    from brim.rf.location.run import differences, read_generation
-    from brim.rf.location.train import split
+    from brim.rf.datasets import open_dataset
+    from brim.rf.location import differences, read_generation, split
 
     generations: list[GenerateConfig] = []
     num_items = 0
@@ -186,7 +185,7 @@ def run_train(task: Task) -> dict[str, Any]:
     if (result := by_ranks(task)) is not None:
         return result
     from brim.engine.training import TrainProgress
-    from brim.rf.location.train import train
+    from brim.rf.location import train
 
     def tell(progress: TrainProgress) -> None:
         task.report(in_training(progress, "solving"))
@@ -206,7 +205,7 @@ def run_train(task: Task) -> dict[str, Any]:
 
 def check_evaluate(spec: Spec, inputs: Inputs) -> None:
     """Reject a run that has no weights, or not those of this version."""
-    from brim.rf.location.run import load_run
+    from brim.rf.location import load_run
 
     assert inputs.run is not None
     with checking("config.run_id", inputs.run):
@@ -220,9 +219,7 @@ def evaluate_bytes(spec: Spec, inputs: Inputs) -> int:
 @with_progress
 def run_evaluate(task: Task) -> dict[str, Any]:
     """Evaluate the run, and write its page."""
-    from brim.rf.location.error_points import LEVEL, error_points
-    from brim.rf.location.page import write_evaluation
-    from brim.rf.location.run import evaluate_run, load_run
+    from brim.rf.location import LEVEL, error_points, evaluate_run, load_run, write_evaluation
 
     def tell(done: int, total: int) -> None:
         task.report_or_stop(JobProgress(current=done, total=total, message="locating"))

@@ -188,7 +188,7 @@ def _predict_here(task: Task, run: Path, files: FilesConfig) -> "Callable[..., F
 
 def _predict_on_cluster(task: Task, run: Path, files: FilesConfig) -> "Callable[..., FilesReport]":
     """Prediction on the service's cluster; images that have a result are skipped there too."""
-    from brim.cluster.predict import predict_many
+    from brim.cluster import predict_many
     from brim.jobs.worker.devices import service_cluster
     from brim.segmentation.prediction import Recipe
 

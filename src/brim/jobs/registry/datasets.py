@@ -149,7 +149,7 @@ _EXPECTED: Final = {
 
 def _look_at_rf(path: Path) -> DatasetSummary:
     from brim.engine.storage import check_bytes
-    from brim.rf.datasets.inspect import open_dataset
+    from brim.rf.datasets import open_dataset
 
     dataset = open_dataset(path)
     if not len(dataset):

@@ -107,7 +107,7 @@ def _look_segment(path: Path, network: str | None) -> ModelSummary:
 
 
 def _look_locator(path: Path) -> ModelSummary:
-    from brim.rf.location.run import load_run
+    from brim.rf.location import load_run
 
     return ModelSummary(kind="locate", network="locator", about=_size(load_run(path).module))
 

@@ -27,10 +27,10 @@ from brim.report.page import (
     with_unit,
     write_page,
 )
-from brim.report.svg import Axis, Frame, Plot, Values, num_bins, stacked_bars
+from brim.report.svg import ChartAxis, MapFrame, Plot, Values, num_bins, stacked_bars
 from brim.rf.config import CHANNEL_HZ, SAMPLE_RATE_HZ
-from brim.rf.datasets.inspect import SITE, Progress, Summary, Survey, fixed_receivers, survey
-from brim.rf.datasets.recording import IQ, recordings, welch
+from brim.rf.datasets.records import IQ, recordings, welch
+from brim.rf.datasets.summary import SITE, ShardProgress, Summary, Survey, fixed_receivers, survey
 from brim.rf.physics.geometry import SPEED_OF_LIGHT
 
 MAX_POINTS = 3_000  # drawn on the map
@@ -39,7 +39,7 @@ REASONS = {"receivers": "too few receivers heard it", "gdop": "GDOP too high"}
 
 
 def write_report(
-    path: Path | str, html_path: Path | str, *, verify: bool = True, progress: Progress | None = None
+    path: Path | str, html_path: Path | str, *, verify: bool = True, progress: ShardProgress | None = None
 ) -> Summary:
     """Write the page of a dataset; returns the summary it shows."""
     found = survey(path, verify=verify, progress=progress)
@@ -120,7 +120,7 @@ def _map(found: Survey) -> str:
     if not stations:
         sites = sites[:: max(1, -(-len(sites) // MAX_POINTS))]
     everything = np.concatenate([place[:, :2], sites])
-    frame = Frame.around(everything[:, 0], everything[:, 1])
+    frame = MapFrame.around(everything[:, 0], everything[:, 1])
     limits = _limits(bound)
     colours = [f"s{_colour(k, len(limits))}" for k in range(len(limits) + 1)]
     group = np.searchsorted(limits, bound, side="right")
@@ -169,15 +169,15 @@ def _ranges(limits: list[float]) -> list[str]:
 # Histograms
 
 
-def _tall(*counts: NDArray[np.int64]) -> Axis:
-    return Axis.linear(0, 1.06 * max(1, *(int(c.max()) for c in counts)), 4)
+def _tall(*counts: NDArray[np.int64]) -> ChartAxis:
+    return ChartAxis.linear(0, 1.06 * max(1, *(int(c.max()) for c in counts)), 4)
 
 
 def _snr(found: Survey) -> str:
     truth, measured = found.columns.truth_snr_db, found.columns.measured_snr_db
     both = np.concatenate([truth, measured])
     low, high = np.quantile(both, [0.001, 0.999])
-    x = Axis.linear(float(low), float(high), 6)
+    x = ChartAxis.linear(float(low), float(high), 6)
     edges = x.edges(num_bins(truth))
     counts = [np.histogram(values, edges)[0] for values in (truth, measured)]
     plot = Plot(x, _tall(*counts))
@@ -212,7 +212,7 @@ def _spread(values: Values, label: str, title: str, limit: tuple[str, float | No
     values = values[np.isfinite(values)]
     if not len(values):
         return ""
-    x = Axis.fitting(values)
+    x = ChartAxis.fitting(values)
     edges = x.edges(num_bins(values))
     counts, _ = np.histogram(values, edges)
     plot = Plot(x, _tall(counts))
@@ -231,7 +231,7 @@ def _arrival(found: Survey) -> str:
     reach = float(np.quantile(np.abs(error), 0.99)) or 1.0
     beyond = float((np.abs(error) > reach).mean())
     middle = float(np.median(np.abs(error)))
-    x = Axis.linear(-reach, reach, 6)
+    x = ChartAxis.linear(-reach, reach, 6)
     edges = x.edges(num_bins(error) | 1)  # odd: one bin is centred on 0
     counts, _ = np.histogram(error, edges)
     plot = Plot(x, _tall(counts))
@@ -267,7 +267,7 @@ def _spectrum(data: Dataset) -> Iterator[str]:
     for kind, half_khz, points in (("spectrum", 100.0, 1024), ("channel", 10.0, 4096)):
         found = welch(iq, points).within(half_khz * 1e3)
         level = found.power_dbm_hz
-        plot = Plot(Axis.linear(-half_khz, half_khz, 5), _levels(level, density))
+        plot = Plot(ChartAxis.linear(-half_khz, half_khz, 5), _levels(level, density))
         plot.band(-CHANNEL_HZ / 2e3, CHANNEL_HZ / 2e3, "12.5 kHz channel")
         plot.line(found.frequency_hz / 1e3, level, "a")
         if density is not None:
@@ -281,9 +281,9 @@ def _spectrum(data: Dataset) -> Iterator[str]:
         yield card(kind, title, note, plot.render(carrier, "power density (dBm/Hz)", title))
 
 
-def _levels(level: Values, density: float | None) -> Axis:
+def _levels(level: Values, density: float | None) -> ChartAxis:
     low = min(float(np.quantile(level, 0.02)), density if density is not None else np.inf) - 6
-    return Axis.linear(low, float(level.max()) + 10, 5)
+    return ChartAxis.linear(low, float(level.max()) + 10, 5)
 
 
 def first_record(data: Dataset) -> tuple[IQ, int, int]:

@@ -107,7 +107,7 @@ def make_transmissions(config: GenerateConfig, scenes: Scenes) -> Transmissions:
 
 def feature_chunks(
     config: GenerateConfig,
-    grid: ft.Grid,
+    grid: ft.FeatureGrid,
     spectrum: ft.SpectrumSums,
     envelope: ft.EnvelopeSums,
     floor: Tensor,
@@ -131,7 +131,7 @@ class CpuBackend:
 
     def __init__(self, config: GenerateConfig, workers: int | None = None) -> None:
         self.config = config
-        self.grid = ft.Grid.of(config, max_baseline_m(config))
+        self.grid = ft.FeatureGrid.of(config, max_baseline_m(config))
         self.noise_dbm = noise_dbm(config)
         self.threads_before = torch.get_num_threads()
         self.pool = ThreadPoolExecutor(

@@ -57,7 +57,7 @@ class CudaBackend:
 
     def __init__(self, config: GenerateConfig, device: torch.device) -> None:
         self.config, self.device = config, device
-        self.grid = ft.Grid.of(config, max_baseline_m(config))
+        self.grid = ft.FeatureGrid.of(config, max_baseline_m(config))
         self.fast = os.environ.get("TRITON_INTERPRET") != "1"
         self.filters = torch.from_numpy(filter_matrix()).to(device)
         self.upsampling = torch.from_numpy(upsampling_weights()).to(device)

@@ -80,7 +80,7 @@ def generate(
                 f"{place} is not empty",
                 field="out",
                 code="occupied",
-                hint="continue it with {resume} or choose another {out}",
+                hint="add {resume} to continue it or choose another {out}",
             )
         if resume and (dataset := find_finished(config, place, samples)) is not None:
             tally.attend("verifying", lambda: verify_dataset(dataset, verify))

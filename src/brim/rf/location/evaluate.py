@@ -20,7 +20,7 @@ from brim.rf.location.model import Estimate
 from brim.rf.location.solver import (
     TX_HEIGHT_M,
     NoiseModel,
-    Rows,
+    SampleRows,
     SolverConfig,
     by_strength,
     centroid,
@@ -84,7 +84,7 @@ def ellipse_scale(level: float) -> float:
     return math.sqrt(-2 * math.log1p(-level))
 
 
-def breakdown(position: Tensor, covariance: Tensor, true: Tensor, rows: Rows) -> dict[str, Any]:
+def breakdown(position: Tensor, covariance: Tensor, true: Tensor, rows: SampleRows) -> dict[str, Any]:
     """Coverage by thirds of arrival sigma and of GDOP; error by mean SNR and by number of receivers."""
     here = rows["present"]
     count = here.sum(-1)
@@ -126,7 +126,7 @@ def _by(group: Tensor, names: Any, data: tuple[Tensor, ...]) -> dict[str, Any]:
 
 
 def baselines(
-    rows: Rows, config: GenerateConfig, noise: NoiseModel | None = None, solver: SolverConfig | None = None
+    rows: SampleRows, config: GenerateConfig, noise: NoiseModel | None = None, solver: SolverConfig | None = None
 ) -> dict[str, Estimate]:
     """Classical answers by name, in the frame that `prepare` uses."""
     parts: dict[str, list[Estimate]] = {"centroid": [], "strength": [], "arrival_strength": []}
@@ -143,7 +143,7 @@ def baselines(
 
 def evaluate(
     estimate: Estimate,
-    rows: Rows,
+    rows: SampleRows,
     config: GenerateConfig,
     noise: NoiseModel | None = None,
     solver: SolverConfig | None = None,
@@ -217,7 +217,7 @@ def _feature(kind: str, coordinates: Any, properties: dict[str, Any]) -> dict[st
 # Observations
 
 
-def read_observations(path: Path, config: GenerateConfig) -> tuple[list[str], Rows]:
+def read_observations(path: Path, config: GenerateConfig) -> tuple[list[str], SampleRows]:
     """Observations from a JSON file; see `parse_observations`."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
@@ -228,7 +228,9 @@ def read_observations(path: Path, config: GenerateConfig) -> tuple[list[str], Ro
     return parse_observations(value, config, f"observations {path}")
 
 
-def parse_observations(value: Any, config: GenerateConfig, source: str = "observations") -> tuple[list[str], Rows]:
+def parse_observations(
+    value: Any, config: GenerateConfig, source: str = "observations"
+) -> tuple[list[str], SampleRows]:
     """Names and rows as a dataset has them, from `{"observations": [{"id", "reference", "stations": […]}, …]}`.
 
     One observation, or a list of them, may stand alone. A station has `lat`, `lon`, `alt` (ground, metres), optionally
@@ -248,14 +250,14 @@ def parse_observations(value: Any, config: GenerateConfig, source: str = "observ
     return names, {key: torch.stack([rows[key] for rows in padded]) for key in padded[0]}
 
 
-def _pad(rows: Rows, most: int) -> Rows:
+def _pad(rows: SampleRows, most: int) -> SampleRows:
     def grow(tensor: Tensor) -> Tensor:
         return torch.cat([tensor, tensor.new_zeros(most - len(tensor), *tensor.shape[1:])])
 
     return {name: grow(tensor) if tensor.ndim else tensor for name, tensor in rows.items()}
 
 
-def _observation(one: Any, config: GenerateConfig, source: str) -> tuple[str, Rows]:
+def _observation(one: Any, config: GenerateConfig, source: str) -> tuple[str, SampleRows]:
     stations = one.get("stations") if isinstance(one, Mapping) else None
     if not isinstance(stations, list) or not all(isinstance(station, Mapping) for station in stations):
         raise ConfigError(f"{source}: no list of stations; each needs lat, lon, alt and what it measured")

@@ -13,12 +13,13 @@ Positions, arrival differences and covariances stay float32 under autocast; only
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from brim.config import Length, Range, check
 from brim.engine.training import Dropout, drawn
 from brim.errors import ConfigError
 from brim.rf.config import GenerateConfig
@@ -26,7 +27,7 @@ from brim.rf.features import FEATURES, STATISTICS, F
 from brim.rf.location.solver import (
     METRES_PER_US,
     NoiseModel,
-    Rows,
+    SampleRows,
     SolverConfig,
     observe,
     residuals,
@@ -49,34 +50,31 @@ class LocatorConfig:
     """The network's shape; saved with every checkpoint."""
 
     hybrid: bool = True  # start from the solver's answer
-    width: int = 64
-    heads: int = 4
-    layers: int = 3
-    dropout: float = 0.2  # there is little to learn beyond the solver, and much to learn by heart
-    features: tuple[str, ...] = tuple(name for name, _ in FEATURES)  # a checkpoint of others is refused
+    width: Annotated[int, Range(1)] = 64
+    heads: Annotated[int, Range(1)] = 4
+    layers: Annotated[int, Range(1)] = 3
+    dropout: Annotated[float, Range(0, below=1)] = 0.2  # beyond the solver there is little to learn: it overfits easily
+    features: Annotated[tuple[str, ...], Length(1)] = tuple(name for name, _ in FEATURES)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "features", tuple(self.features))
-        if self.layers < 1 or self.heads < 1 or self.width < 1 or self.width % self.heads:
+        check(self)
+        if self.width % self.heads:
             raise ConfigError(
-                f"width={self.width}, heads={self.heads}, layers={self.layers}: each at least 1, "
-                "width a multiple of heads; 64, 4 and 3 are usual"
+                f"must be a multiple of heads={self.heads}", field="width", value=self.width, code="conflict"
             )
-        if not 0 <= self.dropout < 1:
-            raise ConfigError(f"dropout={self.dropout} must be in [0, 1); 0.2 is usual")
-        if not self.features:
-            raise ConfigError("features is empty; give the names of the dataset's features")
 
     def as_dict(self) -> dict[str, Any]:
         """JSON-able values; LocatorConfig(**values) reads them back."""
         return asdict(self) | {"features": list(self.features)}
 
     def check_features(self, names: Sequence[str], source: str) -> None:
-        """Refuse data whose features are not those the network was made for."""
+        """Reject data whose features are not those of the network."""
         if tuple(names) != self.features:
             odd = sorted(set(names) ^ set(self.features)) or ["their order"]
             raise ConfigError(
-                f"{source}: features differ from the model's ({', '.join(odd)}); use data of the same brim version"
+                f"{source}: features differ from the model's ({', '.join(odd)})",
+                code="conflict",
+                hint="use data made with the same version of brim",
             )
 
 
@@ -90,13 +88,13 @@ class Estimate(NamedTuple):
 
 
 def prepare(
-    rows: Rows,
+    rows: SampleRows,
     config: GenerateConfig,
     noise: NoiseModel | None = None,
     solver: SolverConfig | None = None,
     *,
     chunk: int | None = None,
-) -> Rows:
+) -> SampleRows:
     """The columns a Locator reads beside `features` and `present`, on the device of the rows; the solver runs here.
 
     stations         (B, R, 2)  float32  m east, north in the frame
@@ -115,7 +113,9 @@ def prepare(
     return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
 
 
-def _prepare(rows: Rows, config: GenerateConfig, noise: NoiseModel | None, solver: SolverConfig | None) -> Rows:
+def _prepare(
+    rows: SampleRows, config: GenerateConfig, noise: NoiseModel | None, solver: SolverConfig | None
+) -> SampleRows:
     seen = observe(rows, config, noise)
     found = solve(seen, solver)
     left = residuals(seen, found)
@@ -145,7 +145,7 @@ def principal_axes(covariance: Tensor) -> Tensor:
     return torch.stack([torch.stack([long * cos, -short * sin], -1), torch.stack([long * sin, short * cos], -1)], -2)
 
 
-def flip(batch: Rows, rng: torch.Generator) -> Rows:
+def flip(batch: SampleRows, rng: torch.Generator) -> SampleRows:
     """The same batch with axes of random sign: an ellipse has no head, and the network should not see one."""
     shape = (len(batch["axes"]), 1, 2)
 
@@ -188,7 +188,7 @@ class Locator(nn.Module):
         self.feature_mean.copy_(seen.mean(0))
         self.feature_std.copy_(seen.std(0, correction=0).clamp(min=1e-6))
 
-    def forward(self, batch: Rows) -> Estimate:
+    def forward(self, batch: SampleRows) -> Estimate:
         """Positions and covariances of a batch."""
         solver = [batch[name] for name in ("axes", "solver_position", "solver_tokens")] if self.config.hybrid else []
         position, root = self.compute(batch["features"], batch["present"], batch["stations"], *solver)
@@ -242,13 +242,13 @@ def gaussian_nll(position: Tensor, root: Tensor, true: Tensor) -> Tensor:
         return 0.5 * size + det.abs().log() + _LOG2PI
 
 
-def loss(model: nn.Module, batch: Rows) -> Tensor:
+def loss(model: nn.Module, batch: SampleRows) -> Tensor:
     """Mean negative log-likelihood of a batch, for a trainer."""
     found: Estimate = model(batch)
     return gaussian_nll(found.position_en, found.root, batch["target"]).mean()
 
 
-def solver_estimate(batch: Rows) -> Estimate:
+def solver_estimate(batch: SampleRows) -> Estimate:
     """What `prepare` found, in the form of a network's answer."""
     axes = batch["axes"]
     return Estimate(batch["solver_position"], axes @ axes.mT, batch["origin"], axes)
@@ -350,7 +350,7 @@ class LocatorGraph(nn.Module):
         return position, root @ root.mT
 
 
-def graph_inputs(model: Locator, batch: Rows) -> dict[str, Tensor]:
+def graph_inputs(model: Locator, batch: SampleRows) -> dict[str, Tensor]:
     """The tensors LocatorGraph takes, by name and in order, from a prepared batch."""
     names = ["features", "present", "stations"]
     if model.config.hybrid:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from html import escape
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -18,17 +18,20 @@ from torch import Tensor
 
 from brim.errors import ConfigError
 from brim.report.page import card, count, document, legend, metres, number, percent, table, tiles, write_page
-from brim.report.svg import Axis, Frame, Plot, stacked_bars
+from brim.report.svg import ChartAxis, MapFrame, Plot, stacked_bars
+from brim.rf.config import GenerateConfig
 from brim.rf.features import F
 from brim.rf.location import evaluate
 from brim.rf.location.evaluate import LEVELS, ellipse_scale
 from brim.rf.location.model import Estimate
-from brim.rf.location.solver import TX_HEIGHT_M, Rows, geographic
+from brim.rf.location.run import LocatorEvaluation
+from brim.rf.location.solver import TX_HEIGHT_M, SampleRows, geographic, target
 from brim.rf.physics.geometry import to_local
 
 MAX_DRAWN = 300  # samples on the map
 MAX_ELLIPSES = 60  # of them
-MAX_POINTS = 2_000  # dots of a scatter
+MAX_POINTS = 2_000  # dots of a scatter or of a map
+LEVEL = 0.95  # probability inside an ellipse of the map
 MAX_STATIONS = 40  # more places than these are no fixed network
 NUM_BINS = 10  # of the SNR
 SERIES = ("a", "b", "c", "d", "e")  # the model first
@@ -45,7 +48,7 @@ class _View:
     """What the sections draw, on the host."""
 
     metrics: dict[str, Any]
-    rows: Rows
+    rows: SampleRows
     estimate: Estimate
     true: Tensor  # (B, 2) m in the estimate's frame
     others: dict[str, Estimate]
@@ -57,7 +60,7 @@ def write_evaluation(
     run: str,
     dataset: str,
     metrics: dict[str, Any],
-    rows: Rows,
+    rows: SampleRows,
     estimate: Estimate,
     baselines: dict[str, Estimate],
     html_path: Path | str,
@@ -72,12 +75,12 @@ def write_evaluation(
     view = _view(metrics, rows, estimate, baselines)
     drawn = (_map, _coverage, _against_bound, _cumulative, _against_snr, _against_receivers)
     cards = "\n".join(draw(view) for draw in drawn)
-    head = f"<header><h1>Evaluation of {escape(run)}</h1><p>on {escape(dataset)}</p></header>"
+    head = f"<header><h1>LocatorEvaluation of {escape(run)}</h1><p>on {escape(dataset)}</p></header>"
     body = f'{head}\n{_headline(view)}\n{_compared(view)}\n<div class="cards">\n{cards}\n</div>'
-    write_page(Path(html_path), document(f"Evaluation of {run} · brim", body))
+    write_page(Path(html_path), document(f"LocatorEvaluation of {run} · brim", body))
 
 
-def _view(metrics: dict[str, Any], rows: Rows, estimate: Estimate, baselines: dict[str, Estimate]) -> _View:
+def _view(metrics: dict[str, Any], rows: SampleRows, estimate: Estimate, baselines: dict[str, Estimate]) -> _View:
     here = {name: rows[name].detach().cpu() for name in _COLUMNS}
     if not len(here["present"]):
         raise ConfigError("nothing to report: the split has no samples; give a dataset with at least one")
@@ -87,7 +90,7 @@ def _view(metrics: dict[str, Any], rows: Rows, estimate: Estimate, baselines: di
     return _View(metrics, here, model, _true(here, model), found, here["crlb_m"].double().numpy(), errors)
 
 
-def _true(rows: Rows, estimate: Estimate) -> Tensor:
+def _true(rows: SampleRows, estimate: Estimate) -> Tensor:
     """(B, 2) true positions in the frame of the estimate, at the height that solvers assume."""
     place = rows["transmitter"].double().clone()
     place[:, 2] = TX_HEIGHT_M
@@ -153,10 +156,10 @@ def _map(view: _View) -> str:
     true, origin, off, covariance = (v[finite] for v in (true, origin, off, view.estimate.covariance[::every]))
     sites, fixed = _sites(view.rows)
     here = geographic(true, origin)[:, :2].numpy()
-    ground = Frame.around(*np.concatenate([here, sites]).T)
+    ground = MapFrame.around(*np.concatenate([here, sites]).T)
     metre = ground.per_deg_lat / 111_195  # units
     stretch = _MEDIAN_UNITS / max(metre * view.metrics["median_error_m"], 1e-6)
-    times = Axis.logarithmic(1.0, stretch).ticks[-1] if stretch > 1 else 1.0  # a round number
+    times = ChartAxis.logarithmic(1.0, stretch).ticks[-1] if stretch > 1 else 1.0  # a round number
     answer = geographic(true + times * off, origin)[:, :2].numpy()
     shown = ground.holds(*answer.T)
     ends = np.stack([here[shown], answer[shown]], 1)
@@ -182,7 +185,7 @@ def _map(view: _View) -> str:
     return card("map", title, " ".join(filter(None, notes)), body)
 
 
-def _sites(rows: Rows) -> tuple[NDArray[np.float64], bool]:
+def _sites(rows: SampleRows) -> tuple[NDArray[np.float64], bool]:
     """Latitude and longitude of receivers, and whether they are a fixed network; some of them where they are not."""
     places = np.unique(rows["receivers"].double()[rows["present"]][:, :2].numpy(), axis=0)
     fixed = len(places) <= MAX_STATIONS
@@ -228,7 +231,7 @@ def _against_bound(view: _View) -> str:
     known = np.isfinite(view.errors["model"]) & np.isfinite(view.bound) & (view.bound > 0)
     error, bound = np.maximum(view.errors["model"][known], _LEAST_M), view.bound[known]
     every = max(1, -(-len(error) // MAX_POINTS))
-    plot = Plot(Axis.spanning(bound), Axis.spanning(error), 340.0)
+    plot = Plot(ChartAxis.spanning(bound), ChartAxis.spanning(error), 340.0)
     plot.dots(bound[::every], error[::every], "a fine")
     low, high = max(plot.x.low, plot.y.low), min(plot.x.high, plot.y.high)
     if high > low:
@@ -244,8 +247,8 @@ def _against_bound(view: _View) -> str:
 def _cumulative(view: _View) -> str:
     errors = {name: np.sort(values[np.isfinite(values)]) for name, values in view.errors.items()}
     errors = {name: np.maximum(values, _LEAST_M) for name, values in errors.items() if len(values)}
-    x = Axis.spanning(*errors.values())
-    plot = Plot(x, Axis.linear(0, 100))
+    x = ChartAxis.spanning(*errors.values())
+    plot = Plot(x, ChartAxis.linear(0, 100))
     at = x.edges(160)
     for series, values in reversed(list(zip(SERIES, errors.values(), strict=False))):
         plot.line(at, 100 * np.searchsorted(values, at, side="right") / len(values), series)
@@ -267,7 +270,7 @@ def _against_snr(view: _View) -> str:
     parts = np.array_split(np.argsort(snr, kind="stable"), bins)
     at = [float(np.median(snr[part])) for part in parts]
     note = f"Measured SNR, mean over a sample's receivers; {count(bins, 'bin')} of equally many samples."
-    return _trend(view, "snr", Axis.linear(min(at) - 1, max(at) + 1), at, parts, ("mean SNR (dB)", "dB"), note)
+    return _trend(view, "snr", ChartAxis.linear(min(at) - 1, max(at) + 1), at, parts, ("mean SNR (dB)", "dB"), note)
 
 
 def _against_receivers(view: _View) -> str:
@@ -275,17 +278,19 @@ def _against_receivers(view: _View) -> str:
     sizes = np.bincount(heard)
     at = [n for n, size in enumerate(sizes) if size >= min(_FEW, sizes.max())]
     ticks = tuple(range(min(at), max(at) + 1, 1 + (max(at) - min(at)) // 12))
-    x = Axis(min(at) - 0.5, max(at) + 0.5, ticks)
+    x = ChartAxis(min(at) - 0.5, max(at) + 0.5, ticks)
     note = f"Receivers that heard the transmission; numbers with fewer than {_FEW} samples are left out."
     return _trend(view, "receivers", x, at, [np.nonzero(heard == n)[0] for n in at], ("receivers", "receivers"), note)
 
 
-def _trend(view: _View, kind: str, x: Axis, at: list[Any], parts: list[Any], words: tuple[str, str], note: str) -> str:
+def _trend(
+    view: _View, kind: str, x: ChartAxis, at: list[Any], parts: list[Any], words: tuple[str, str], note: str
+) -> str:
     """Median and 90th percentile of the errors, and the median bound, in parts of the samples."""
     error = np.maximum(np.nan_to_num(view.errors["model"], nan=np.inf), _LEAST_M)
     middle, high = (np.array([np.quantile(error[part], q, method="lower") for part in parts]) for q in (0.5, 0.9))
     bound = np.array([np.median(view.bound[part]) for part in parts])
-    plot = Plot(x, Axis.spanning(middle, high, bound, margin=1.4))
+    plot = Plot(x, ChartAxis.spanning(middle, high, bound, margin=1.4))
     where = np.array(at, np.float64)
     for values, series in ((bound, "rule"), (high, "b"), (middle, "a")):
         known = np.isfinite(values)
@@ -297,3 +302,63 @@ def _trend(view: _View, kind: str, x: Axis, at: list[Any], parts: list[Any], wor
     body = plot.render(words[0], "error (m), logarithmic", title)
     keys = [("stroke a", "median error"), ("stroke b", "90th percentile"), ("rule", "median bound")]
     return card(kind, title, note, body + legend(keys))
+
+
+# Points for a map
+
+
+class Ellipses(NamedTuple):
+    """Half-axes in metres, and the azimuth of the longer one: degrees clockwise from north, 0 to below 180."""
+
+    semi_major_m: Tensor  # (B,) float64
+    semi_minor_m: Tensor
+    azimuth_deg: Tensor
+
+
+def ellipses(covariance: Tensor, level: float = LEVEL) -> Ellipses:
+    """The ellipses that hold this probability.
+
+    covariance  (B, 2, 2)  m², of east and north
+    """
+    variance, axes = torch.linalg.eigh(covariance.double())  # ascending; axes are columns
+    half = ellipse_scale(level) * variance.clamp(min=0).sqrt()
+    east, north = axes[:, 0, 1], axes[:, 1, 1]
+    azimuth = torch.rad2deg(torch.atan2(east, north)) % 180.0
+    return Ellipses(half[:, 1], half[:, 0], torch.where(azimuth >= 180.0, 0.0, azimuth))
+
+
+def error_points(
+    evaluation: LocatorEvaluation, config: GenerateConfig, limit: int = MAX_POINTS
+) -> list[dict[str, Any]]:
+    """Truth, estimate, error, bound and 95 % ellipse of at most `limit` samples, by the names of the API.
+
+    config is the run's: its solver assumes a height, so that errors are those of the metrics.
+    """
+    total = len(evaluation.estimate.position_en)
+    rows = torch.arange(0, total, max(1, math.ceil(total / limit)))
+    position, covariance, origin = (part[rows].double() for part in evaluation.estimate[:3])
+    true = {"transmitter": evaluation.rows["transmitter"][rows]}
+    error = (position - target(true, origin, config)).norm(dim=-1)
+    place, around = geographic(position, origin), ellipses(covariance)
+    columns = (true["transmitter"], place, error, evaluation.rows["crlb_m"][rows], *around)
+    return [
+        {
+            "truth": [round(value, 7) for value in truth[:2]],
+            "estimate": [round(value, 7) for value in estimate[:2]],
+            "error_m": _metres(error_m),
+            "bound_m": _metres(bound_m),
+            "ellipse": {
+                "semi_major_m": _metres(major_m),
+                "semi_minor_m": _metres(minor_m),
+                "azimuth_deg": round(azimuth_deg, 3) % 180,
+            },
+        }
+        for truth, estimate, error_m, bound_m, major_m, minor_m, azimuth_deg in zip(
+            *(column.tolist() for column in columns), strict=True
+        )
+    ]
+
+
+def _metres(value: float) -> float | None:
+    """To the centimetre; JSON has no infinity."""
+    return round(value, 2) if math.isfinite(value) else None

@@ -1,7 +1,7 @@
-"""A trained locator on disk, and what can be done with it: predict, evaluate, locate, export.
+"""A trained locator on disk: loading it, and using it to predict, evaluate, locate and export.
 
-Axes: B samples, R receivers. A run is a directory: `run.json` says what its weights are of, the trainer's `train/`
-holds them.
+Axes: B samples, R receivers. A run is a directory: `run.json` describes the model, the trainer's `train/` holds its
+weights.
 """
 
 import json
@@ -20,11 +20,11 @@ from brim.engine.device import resolve_device, stream
 from brim.engine.training import load_weights
 from brim.errors import BrimError, CheckpointError, ConfigError, DatasetError, StorageError
 from brim.rf.config import GenerateConfig, from_mapping
-from brim.rf.datasets.inspect import named_columns, open_dataset
+from brim.rf.datasets.summary import named_columns, open_dataset
 from brim.rf.features import FEATURES, STATISTICS
 from brim.rf.location.evaluate import baselines, breakdown, geojson, metrics, read_observations
 from brim.rf.location.model import Estimate, Locator, LocatorConfig, LocatorGraph, graph_inputs, prepare
-from brim.rf.location.solver import NoiseModel, Rows, solver_batch, target
+from brim.rf.location.solver import NoiseModel, SampleRows, solver_batch, target
 
 log = logging.getLogger("brim")
 
@@ -40,13 +40,12 @@ _CHOOSING = {
     "seed", "stations", "use_random_receivers", "inside_ratio", "dataset_type", "samples_per_shard", "min_receivers",
     "min_snr_db", "max_gdop",
 }  # fmt: skip
-_ONNX_HINT = "pip install 'brim[onnx]'"
 _ONNX_TOLERANCE = 1e-3  # of the uncertainty: float32 kernels differ by far less
 
 
 @dataclass(frozen=True, slots=True)
 class LocatorRun:
-    """A trained locator with all it needs to answer."""
+    """A trained locator with its noise model and the configuration of its training data."""
 
     path: Path
     module: Locator  # on the host, in eval mode, with the best weights
@@ -56,9 +55,9 @@ class LocatorRun:
 
     @torch.no_grad()
     def predict(
-        self, rows: Rows, device: torch.device | None = None, progress: Callable[[int, int], None] | None = None
+        self, rows: SampleRows, device: torch.device | None = None, progress: Callable[[int, int], None] | None = None
     ) -> Estimate:
-        """Positions and covariances of rows as a dataset has them; the answer is on the device, by default theirs.
+        """Positions and covariances of a dataset's rows; the result is on the device, by default that of the rows.
 
         rows  features (B, R, F, 4), present (B, R), receivers (B, R, 3), reference (B,)
         """
@@ -73,21 +72,20 @@ class LocatorRun:
         return Estimate(*map(torch.cat, zip(*parts, strict=True)))
 
 
-class Evaluation(NamedTuple):
-    """How good a run is on a dataset, and the answers behind the figures, all on the host."""
+class LocatorEvaluation(NamedTuple):
+    """Metrics of a run on a dataset, and the estimates behind them, on the host."""
 
     metrics: dict[str, Any]  # with the breakdowns
-    rows: Rows
+    rows: SampleRows
     estimate: Estimate
     baselines: dict[str, Estimate]
 
     def as_dict(self) -> dict[str, Any]:
-        """The figures of the contract."""
         return {name: self.metrics[name] for name in CONTRACT}
 
 
 def load_run(run: Path | str) -> LocatorRun:
-    """The locator of a run; a missing, damaged or foreign one is a CheckpointError."""
+    """The locator of a run; raises CheckpointError if it is missing, damaged or of another model."""
     path = Path(run)
     about = read_about(path)
     try:
@@ -96,14 +94,14 @@ def load_run(run: Path | str) -> LocatorRun:
         before = about["untrained_val_loss"]
     except (KeyError, TypeError, ValueError, ConfigError) as failure:
         raise CheckpointError(
-            f"{path / RUN} cannot be used ({failure}); restore it from a copy, or train again"
+            f"{path / RUN} cannot be used ({failure})", code="damaged", hint="restore it from a copy, or train again"
         ) from failure
     check_features(model.features, str(path), CheckpointError)
     module = Locator(model)
     state = load_weights(module, path)
-    found = state.get("val_loss")
-    if model.hybrid and before is not None and (found is None or found >= before):
-        torch.nn.init.zeros_(module.head.weight)  # no epoch was better than the solver: answer as it does
+    val_loss = state.get("val_loss")
+    if model.hybrid and before is not None and (val_loss is None or val_loss >= before):
+        torch.nn.init.zeros_(module.head.weight)  # no epoch was better than the solver: repeat its answer
         torch.nn.init.zeros_(module.head.bias)
     return LocatorRun(path, module.eval(), noise, generation, about)
 
@@ -114,15 +112,15 @@ def evaluate_run(
     *,
     device: str = "auto",
     progress: Callable[[int, int], None] | None = None,
-) -> Evaluation:
-    """Errors, bound and coverage of a run on a held-out dataset, beside those of the classical baselines."""
+) -> LocatorEvaluation:
+    """Errors, bound and coverage of a run on a held-out dataset, and those of the classical baselines."""
     loaded, where = run if isinstance(run, LocatorRun) else load_run(run), resolve_device(device)
     data = open_dataset(dataset)
     check_features([name for name, _ in named_columns(data.manifest, "features")], str(dataset), DatasetError)
     for name, (ours, theirs) in differences(read_generation(data.manifest, dataset), loaded.generation).items():
         log.warning("%s: %s is %s, the run was trained with %s; its solver assumes that", dataset, name, ours, theirs)
     if not len(data):
-        raise ConfigError(f"{dataset} has no samples; give a dataset with at least one")
+        raise ConfigError(f"{dataset} has no samples", code="empty", hint="give a dataset with at least one")
     rows = data.load(_EVALUATED)
     estimate = _to_host(loaded.predict(rows, where, progress))
     measured = {name: rows[name].to(where) for name in MEASURED}
@@ -137,7 +135,7 @@ def evaluate_run(
         },
         **breakdown(estimate.position_en, estimate.covariance, true, rows),
     }
-    return Evaluation(found, rows, estimate, compared)
+    return LocatorEvaluation(found, rows, estimate, compared)
 
 
 def locate(run: Path | str | LocatorRun, observations: Path | str) -> dict[str, Any]:
@@ -155,7 +153,7 @@ def export_onnx(run: Path | str | LocatorRun, file: Path | str) -> dict[str, Any
     """Write the network as ONNX, checked against torch at another size; the solver stays outside of it."""
     loaded, file = run if isinstance(run, LocatorRun) else load_run(run), Path(file)
     if file.is_dir():
-        raise ConfigError(f"{file} is a directory; give the file to write")
+        raise ConfigError(f"{file} is a directory", field="out", code="occupied", hint="give a file in {out}")
     runtime, module = _import_onnx(), loaded.module.cpu()
     new = file.with_name(f".{file.name}.new")
     try:
@@ -165,10 +163,10 @@ def export_onnx(run: Path | str | LocatorRun, file: Path | str) -> dict[str, Any
         new.replace(file)
     except torch.onnx.OnnxExporterError as failure:
         raise ConfigError(
-            f"torch {torch.__version__} cannot export the network ({failure}); use another version"
+            f"torch {torch.__version__} cannot export the network ({failure})", hint="use another version of torch"
         ) from failure
     except OSError as failure:
-        raise StorageError(f"{file}: cannot write, {failure.strerror or failure}; choose another --out") from failure
+        raise _write_error(file, failure) from failure
     finally:
         new.unlink(missing_ok=True)
     return {
@@ -201,11 +199,13 @@ def _import_onnx() -> Any:
         import onnxruntime  # optional, as what torch exports with
         import onnxscript  # noqa: F401
     except ImportError as failure:
-        raise ConfigError(f"export to ONNX needs {failure.name}; {_ONNX_HINT}") from failure
+        raise ConfigError(
+            f"export to ONNX needs {failure.name}", code="missing_package", hint="pip install 'brim[onnx]'"
+        ) from failure
     return onnxruntime
 
 
-def _made_up(module: Locator, *, num_items: int, num_stations: int) -> Rows:
+def _made_up(module: Locator, *, num_items: int, num_stations: int) -> SampleRows:
     """Inputs as large as real ones, the last station of the first item absent."""
     rng = stream(0, "onnx", num_items, device=torch.device("cpu"))
 
@@ -239,8 +239,8 @@ def _compare(runtime: Any, file: Path, module: Locator) -> float:
     )
     if not off <= _ONNX_TOLERANCE:
         raise ConfigError(
-            f"the exported graph answers otherwise than torch, by {off:.3g} of the uncertainty; "
-            "use other versions of torch and onnxruntime"
+            f"the exported graph differs from torch by {off:.3g} of the uncertainty",
+            hint="use other versions of torch and onnxruntime",
         )
     return off
 
@@ -249,29 +249,37 @@ def _compare(runtime: Any, file: Path, module: Locator) -> float:
 
 
 def read_about(path: Path) -> dict[str, Any]:
-    """What run.json says; that of another model, version or feature set is refused."""
+    """The contents of run.json; another model or version is rejected."""
     file = path / RUN
     try:
         about = json.loads(file.read_text(encoding="utf-8"))
     except (FileNotFoundError, NotADirectoryError) as failure:
         fault = f"has no {RUN}" if path.is_dir() else "is not a directory"
-        raise CheckpointError(f'{path} {fault}; give the directory of a run made by "brim rf train"') from failure
+        raise CheckpointError(
+            f"{path} {fault}", code="not_found", hint="give the directory of a run made with {rf train}"
+        ) from failure
     except OSError as failure:
-        raise StorageError(f"{file} cannot be read: {failure.strerror or failure}; check its permissions") from failure
+        raise StorageError(
+            f"{file} cannot be read: {failure.strerror or failure}", hint="check its permissions"
+        ) from failure
     except (ValueError, RecursionError) as failure:
-        raise CheckpointError(f"{file} is not valid JSON ({failure}); restore it from a copy") from failure
+        raise CheckpointError(
+            f"{file} is not valid JSON ({failure})", code="damaged", hint="restore it from a copy"
+        ) from failure
     if not isinstance(about, dict) or about.get("kind") != KIND:
         kind = about.get("kind") if isinstance(about, dict) else None
-        raise CheckpointError(f'{path} is a run of another model: kind={kind!r}, expected "{KIND}"')
+        raise CheckpointError(f'{path} is a run of another model: kind={kind!r}, expected "{KIND}"', code="wrong_kind")
     if about.get("format_version") != FORMAT_VERSION:
         raise CheckpointError(
-            f"{file}: format_version is {about.get('format_version')!r}, expected {FORMAT_VERSION}; use its own brim"
+            f"{file}: format_version is {about.get('format_version')!r}, expected {FORMAT_VERSION}",
+            code="other_version",
+            hint="use the version of brim that made it",
         )
     return about
 
 
 def write_about(path: Path, about: Mapping[str, Any]) -> None:
-    """Write run.json; it is there entirely or not at all."""
+    """Write run.json atomically."""
     new = path / UNFINISHED
     try:
         path.mkdir(parents=True, exist_ok=True)
@@ -281,7 +289,11 @@ def write_about(path: Path, about: Mapping[str, Any]) -> None:
             os.fsync(out.fileno())
         new.replace(path / RUN)
     except OSError as failure:
-        raise StorageError(f"{path}: cannot write, {failure.strerror or failure}; choose another --out") from failure
+        raise _write_error(path, failure) from failure
+
+
+def _write_error(path: Path, failure: OSError) -> StorageError:
+    return StorageError(f"{path}: cannot write, {failure.strerror or failure}", hint="choose another {out}")
 
 
 def read_generation(manifest: Mapping[str, Any], path: Path | str) -> GenerateConfig:
@@ -290,22 +302,24 @@ def read_generation(manifest: Mapping[str, Any], path: Path | str) -> GenerateCo
         return from_mapping(manifest["config"])
     except (KeyError, TypeError, ValueError, ConfigError) as failure:
         raise DatasetError(
-            f"{path}: the manifest's config cannot be read ({failure}); use the brim that made it"
+            f"{path}: the manifest's config cannot be read ({failure})",
+            code="other_version",
+            hint="use the version of brim that made it",
         ) from failure
 
 
 def differences(ours: GenerateConfig, theirs: GenerateConfig) -> dict[str, tuple[Any, Any]]:
-    """Fields that change what a measurement means, where two configurations differ."""
+    """Settings that affect measurements and differ between two configurations."""
     mine, other = ours.as_dict(), theirs.as_dict()
     return {name: (mine[name], other[name]) for name in mine if name not in _CHOOSING and mine[name] != other[name]}
 
 
 def check_features(names: Sequence[str], source: str, error: type[BrimError]) -> None:
-    """Refuse features that are not those of this brim, with the error of whoever has them."""
+    """Reject features that this version does not have, with the caller's error class."""
     try:
         LocatorConfig().check_features(names, source)
     except ConfigError as failure:
-        raise error(str(failure)) from failure
+        raise error(failure.message, code="other_version", hint=failure.hint) from failure
 
 
 def _to_host(estimate: Estimate) -> Estimate:

@@ -21,7 +21,7 @@ from brim.errors import ConfigError, TooLarge
 from brim.rf.location.evaluate import MIN_STATIONS, geojson, parse_observations
 from brim.rf.location.model import Estimate
 from brim.rf.location.run import load_run
-from brim.rf.location.solver import Rows
+from brim.rf.location.solver import SampleRows
 
 MEDIA_TYPE = "application/geo+json"
 MOST = {"cuda": 1024, "cpu": 64}  # observations of a batch; on a CPU what the solver takes at once
@@ -61,14 +61,14 @@ class LocateServable:
         return RequestShape((self._number, most), len(listed), cost=float(most), expected_s=expected_s)
 
     def decode(self, payload: Payload) -> DecodedRequest:
-        """Rows as a dataset has them."""
+        """SampleRows as a dataset has them."""
         names, rows = parse_observations(_read(payload), self._run.generation, payload.name or "observations")
         most = padded(rows["present"].shape[1])
         rows = {name: _grown(tensor, most) if tensor.ndim > 1 else tensor for name, tensor in rows.items()}
         parts = [{name: tensor[n] for name, tensor in rows.items()} for n in range(len(names))]
         return DecodedRequest((self._number, most), parts, names)
 
-    def forward(self, parts: list[Rows]) -> Estimate:
+    def forward(self, parts: list[SampleRows]) -> Estimate:
         """Queue observations of one number of receivers."""
         rows = {name: torch.stack([part[name] for part in parts]) for name in parts[0]}
         with self._lock:
@@ -97,7 +97,7 @@ class LocateServable:
 
     # Warming up
 
-    def example(self, num: int) -> list[Rows]:
+    def example(self, num: int) -> list[SampleRows]:
         """Observations of stations around a place."""
         stations = [
             {"lat": 47 + 0.1 * (n % 3), "lon": 8 + 0.1 * (n // 3), "alt": 400, "rssi_dbm": -80.0 - n,

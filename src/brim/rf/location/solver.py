@@ -1,4 +1,4 @@
-"""Where the transmitter is, the classical way: centroid, strength, and arrival differences with strength.
+"""Classical location of a transmitter: by centroid, by strength, and by arrival differences with strength.
 
 Axes: B samples, R receivers, S starting points. Positions are metres east and north of the mean position of the present
 receivers; everything is masked by `present`, runs on the device of its input and never asks the host for a value.
@@ -12,19 +12,19 @@ are then independent between receivers, and the emission time is one unknown mor
 
 import math
 from dataclasses import dataclass, replace
-from typing import NamedTuple, Self
+from typing import Annotated, NamedTuple, Self
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from brim.errors import ConfigError
+from brim.config import Range, check
 from brim.rf.config import NUM_CHUNKS, GenerateConfig
 from brim.rf.features import UNKNOWN_SIGMA_US, F
 from brim.rf.physics.geometry import SPEED_OF_LIGHT, from_local, to_local
 from brim.rf.physics.link import loss_exponent, path_loss_db
 
-Rows = dict[str, Tensor]
+SampleRows = dict[str, Tensor]
 
 TX_HEIGHT_M = 300.0  # ground at the transmitter above the ellipsoid
 EARTH_RADIUS_M = 6_371_000.0  # the frame is a plane, the ground curves away from it
@@ -49,33 +49,28 @@ class NoiseModel:
     """
 
     strength_bias_db: float = -1.01  # the mean of fading in dB
-    strength_db: float = 1.54  # its spread, added to the shadowing
-    timing_us: float = 0.22  # echoes
-    timing_snr_us: float = 2.9  # noise, at 0 dB
-    timing_spread: float = 1.05  # share of the chunks' disagreement
+    strength_db: Annotated[float, Range(0)] = 1.54  # its spread, added to the shadowing
+    timing_us: Annotated[float, Range(0)] = 0.22  # echoes
+    timing_snr_us: Annotated[float, Range(0)] = 2.9  # noise, at 0 dB
+    timing_spread: Annotated[float, Range(0)] = 1.05  # share of the chunks' disagreement
 
     def __post_init__(self) -> None:
-        for name in ("strength_db", "timing_us", "timing_snr_us", "timing_spread"):
-            if not 0 <= getattr(self, name) < math.inf:
-                raise ConfigError(f"{name}={getattr(self, name)} must be finite and not negative")
+        check(self)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SolverConfig:
     """How the cost is searched; the defaults miss the lowest minimum in none of 500 held-out samples."""
 
-    grid: int = 24  # points per side of the coarse search
-    margin_m: float = 60_000.0  # of the search area around the stations; transmitters lie within half a degree
-    starts: int = 5  # lowest local minima of the grid that are refined, besides the centroid
-    steps: int = 25  # of Gauss-Newton, whether needed or not: no host decides
-    huber: float = 3.0  # standard deviations beyond which a residual counts linearly
+    grid: Annotated[int, Range(3)] = 24  # points per side of the coarse search
+    margin_m: Annotated[float, Range(above=0)] = 60_000.0  # around the stations; transmitters lie within half a degree
+    starts: Annotated[int, Range(1)] = 5  # lowest local minima of the grid that are refined, besides the centroid
+    steps: Annotated[int, Range(1)] = 25  # of Gauss-Newton, whether needed or not: no host decides
+    huber: Annotated[float, Range(above=0)] = 3.0  # standard deviations beyond which a residual counts linearly
     power_known: bool = True  # else the transmit power is one unknown more
 
     def __post_init__(self) -> None:
-        if self.grid < 3 or self.starts < 1 or self.steps < 1:
-            raise ConfigError(f"grid={self.grid}, starts={self.starts}, steps={self.steps}: at least 3, 1 and 1")
-        if not (self.margin_m > 0 and self.huber > 0):
-            raise ConfigError(f"margin_m={self.margin_m} and huber={self.huber} must be positive")
+        check(self)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,7 +85,7 @@ class Observations:
     strength_db: Tensor  # (B, R) its standard deviation
     arrival_m: Tensor  # (B, R) arrival differences times the speed of light
     arrival_sigma_m: Tensor  # (B, R) clock error included
-    loss: "Loss"
+    loss: "StrengthModel"
 
     def to(self, dtype: torch.dtype) -> Self:
         """The same in another float dtype; the origin stays float64."""
@@ -99,7 +94,7 @@ class Observations:
 
 
 @dataclass(frozen=True, slots=True)
-class Loss:
+class StrengthModel:
     """Strength over distance, as two straight lines over log distance that meet at 1 km; and the height to expect."""
 
     power_at_km_dbm: float
@@ -108,7 +103,7 @@ class Loss:
     tx_height_m: float  # above the ellipsoid, antenna included
 
     @classmethod
-    def of(cls, config: GenerateConfig) -> "Loss":
+    def of(cls, config: GenerateConfig) -> "StrengthModel":
         """The model of a configuration, its transmit power and gains included."""
         total = config.tx_power_dbm + config.tx_gain_dbi + config.rx_gain_dbi
         at_km = float(path_loss_db(config, np.array([_BREAK_M]))[0])
@@ -133,7 +128,7 @@ class Solution:
     power_db: Tensor  # (B,) transmit power over the assumed one; 0 where it is known
 
 
-def observe(rows: Rows, config: GenerateConfig, noise: NoiseModel | None = None) -> Observations:
+def observe(rows: SampleRows, config: GenerateConfig, noise: NoiseModel | None = None) -> Observations:
     """Measurements of a batch in its local frame, in float64.
 
     rows  features (B, R, F, 4), present (B, R), receivers (B, R, 3), reference (B,), as a dataset holds them
@@ -164,7 +159,7 @@ def observe(rows: Rows, config: GenerateConfig, noise: NoiseModel | None = None)
         strength_db=sigma_db * ones,
         arrival_m=torch.where(present, METRES_PER_US * features[..., _ARRIVAL, _MEAN], 0.0),
         arrival_sigma_m=torch.where(present, (METRES_PER_US * sigma_us).clamp(min=_MIN_SIGMA_M), 1.0),
-        loss=Loss.of(config),
+        loss=StrengthModel.of(config),
     )
 
 
@@ -174,10 +169,10 @@ def frame_origin(receivers: Tensor, present: Tensor) -> Tensor:
     return (receivers * weight).sum(1) / weight.sum(1).clamp(min=1)
 
 
-def target(rows: Rows, origin: Tensor, config: GenerateConfig) -> Tensor:
+def target(rows: SampleRows, origin: Tensor, config: GenerateConfig) -> Tensor:
     """(B, 2) the true position in the frame: its latitude and longitude at the height a solver assumes."""
     place = rows["transmitter"].double()
-    level = torch.full_like(place[:, 2], Loss.of(config).tx_height_m)
+    level = torch.full_like(place[:, 2], StrengthModel.of(config).tx_height_m)
     return to_local(torch.cat([place[:, :2], level[:, None]], -1), origin)[:, :2]
 
 
@@ -195,7 +190,7 @@ def geographic(position: Tensor, origin: Tensor, height_m: float = TX_HEIGHT_M) 
     return from_local(torch.cat([level, up[:, None]], -1), origin)
 
 
-def calibrate(rows: Rows, config: GenerateConfig) -> NoiseModel:
+def calibrate(rows: SampleRows, config: GenerateConfig) -> NoiseModel:
     """The noise model of a dataset whose transmitters are known: strengths by moments, arrivals by likelihood."""
     seen = observe(rows, config, NoiseModel(strength_bias_db=0.0))
     true = target(rows, seen.origin, config)
@@ -206,7 +201,7 @@ def calibrate(rows: Rows, config: GenerateConfig) -> NoiseModel:
     return _fit_timing(rows, config, base, distance)
 
 
-def _fit_timing(rows: Rows, config: GenerateConfig, base: NoiseModel, distance: Tensor) -> NoiseModel:
+def _fit_timing(rows: SampleRows, config: GenerateConfig, base: NoiseModel, distance: Tensor) -> NoiseModel:
     """Coordinate search of the three timing terms by Gaussian likelihood, emission time eliminated."""
     best, lowest = base, math.inf
     for factors in (4.0, 2.0, 2**0.5, 2**0.25):

@@ -32,10 +32,12 @@ class Purpose(IntEnum):
     NOISE = 7
 
 
-Word = U64 | np.uint64
+PhiloxWord = U64 | np.uint64
 
 
-def philox(c0: Word, c1: Word, c2: Word, c3: Word, *, seed: int) -> tuple[Word, Word, Word, Word]:
+def philox(
+    c0: PhiloxWord, c1: PhiloxWord, c2: PhiloxWord, c3: PhiloxWord, *, seed: int
+) -> tuple[PhiloxWord, PhiloxWord, PhiloxWord, PhiloxWord]:
     """Four 32-bit words (in uint64) for each counter; the arguments broadcast and hold 32-bit values."""
     key0, key1 = seed & 0xFFFFFFFF, (seed >> 32) & 0xFFFFFFFF
     for _ in range(_ROUNDS):

@@ -22,10 +22,10 @@ _HEADS: Final = (4 * 1024, 256 * 1024, 256 * 1024**2)  # bytes read for an image
 def import_libraries() -> None:
     """Import what the functions use; torch alone takes seconds."""
     import brim.jobs.registry.datasets
-    import brim.rf.datasets.export
-    import brim.rf.datasets.sample
-    import brim.rf.datasets.statistics
-    import brim.rf.location.train
+    import brim.rf.datasets.formats
+    import brim.rf.datasets.records
+    import brim.rf.datasets.summary
+    import brim.rf.location.training
     import brim.segmentation.images.reading
     import brim.segmentation.training.run
     import brim.sequences.corpus.packing
@@ -53,8 +53,8 @@ def statistics(path: str, kind: str, stamp: list[int] | None = None) -> JsonReco
 
 def sample(path: str, index: int) -> JsonRecord:
     """One radio sample with the spectrum of each receiver."""
-    from brim.rf.datasets.inspect import open_dataset
-    from brim.rf.datasets.sample import sample as read_sample
+    from brim.rf.datasets import open_dataset
+    from brim.rf.datasets import sample as read_sample
 
     data = open_dataset(Path(path))
     if index >= len(data):
@@ -83,8 +83,8 @@ def list_files(path: str, kind: str) -> JsonRecord:
 
 def export(path: str, folder: str, format: str, min_free_bytes: int) -> list[str]:
     """Write radio samples in another format to a new folder; the paths of its files."""
-    from brim.rf.datasets.export import export as write
-    from brim.rf.datasets.inspect import open_dataset
+    from brim.rf.datasets import export as write
+    from brim.rf.datasets import open_dataset
 
     place, out = Path(path), Path(folder)
     _check_room(out, sum(entry.bytes for entry in open_dataset(place).shards), min_free_bytes)
@@ -148,7 +148,7 @@ FUNCTIONS: Final[dict[str, Callable[..., Any]]] = {
 
 
 def _preview_samples(path: Path, limit: int) -> list[JsonRecord]:
-    from brim.rf.datasets.inspect import named_columns, open_dataset
+    from brim.rf.datasets import named_columns, open_dataset
 
     dataset = open_dataset(path)
     if not len(dataset):
@@ -218,7 +218,7 @@ def _stamp(files: Iterable[Path]) -> list[int]:
 
 
 def _rf_figures(place: Path) -> JsonRecord:
-    from brim.rf.datasets.statistics import statistics as rf_statistics
+    from brim.rf.datasets import statistics as rf_statistics
 
     return {"kind": "rf", **rf_statistics(place)}
 
@@ -233,7 +233,7 @@ def _image_figures(place: Path) -> JsonRecord:
 
 
 def _sequence_figures(place: Path) -> JsonRecord:
-    from brim.rf.datasets.statistics import histogram
+    from brim.rf.datasets import histogram
     from brim.sequences.corpus.packed import Corpus
 
     corpus = Corpus.open(place)

@@ -333,7 +333,7 @@ class Models:
                 wanted.network, wanted.path, device, lock=lock, batch_sizes=self._batch_sizes, may_tune=alone
             )
         if wanted.kind == "locate":
-            from brim.rf.location.serving import LocateServable
+            from brim.rf.location import LocateServable
 
             return LocateServable(wanted.path, device, lock=lock)
         if wanted.kind == "classify":

@@ -1,7 +1,7 @@
-"""From datasets to a locator: split, calibrate, solve once, train.
+"""Training a locator: split, calibrate, solve once, train.
 
-The solver runs once, over all rows, before the first epoch; what it found is kept in host memory, from where the
-tiers take it. Of several ranks each solves and holds its own rows, and rank 0 those held out.
+The solver runs once over all rows before the first epoch; its results are kept in host memory, from where the tiers
+load them. With several ranks, each solves and holds its own rows, and rank 0 those held out.
 """
 
 import logging
@@ -25,7 +25,7 @@ from brim.engine.training import Ranks, TrainProgress, TrainReport, check_enough
 from brim.engine.training import train as run_trainer
 from brim.errors import CheckpointError, ConfigError, DatasetError
 from brim.rf.config import GenerateConfig, LocatorTraining
-from brim.rf.datasets.inspect import named_columns, open_dataset
+from brim.rf.datasets.summary import named_columns, open_dataset
 from brim.rf.features import FEATURES
 from brim.rf.location.model import Estimate, Locator, LocatorConfig, flip, gaussian_nll, loss, prepare
 from brim.rf.location.run import (
@@ -33,22 +33,13 @@ from brim.rf.location.run import (
     KIND,
     MEASURED,
     UNFINISHED,
-    LocatorRun,
     check_features,
     differences,
-    evaluate_run,
-    export_onnx,
-    load_run,
-    locate,
     read_about,
     read_generation,
     write_about,
 )
-from brim.rf.location.solver import NoiseModel, Rows, calibrate
-
-__all__ = [
-    "LocatorRun", "LocatorTraining", "evaluate_run", "export_onnx", "load_run", "locate", "split", "train",
-]  # fmt: skip
+from brim.rf.location.solver import NoiseModel, SampleRows, calibrate
 
 log = logging.getLogger("brim")
 
@@ -57,8 +48,6 @@ _CALIBRATED = 20_000  # samples; more would not change the third digit
 _CHUNK = {"cpu": 256, "cuda": 8192}  # rows solved between two reports of progress
 _FREE = ("epochs", "tier", "preload_to_gpu", "num_workers", "checkpoint_every_s", "early_stopping_patience")
 
-Told = Callable[[TrainProgress], None]
-
 
 def train(
     datasets: Sequence[Path | str],
@@ -66,13 +55,13 @@ def train(
     config: LocatorTraining | None = None,
     *,
     device: str = "auto",
-    progress: Told | None = None,
+    progress: Callable[[TrainProgress], None] | None = None,
     stop: Callable[[], bool] | None = None,
     resume: bool = True,
 ) -> TrainReport:
-    """Train a locator on datasets and leave it in `out`, going on with the run that is there if resume allows it.
+    """Train a locator on datasets and save it in `out`, continuing an existing run if resume is set.
 
-    Under torchrun all its ranks train as one.
+    Under torchrun all ranks train one model.
     """
     with joined(device) as ranks:
         return _train(
@@ -86,7 +75,7 @@ def _train(
     out: Path,
     config: LocatorTraining,
     ranks: Ranks,
-    progress: Told | None,
+    progress: Callable[[TrainProgress], None] | None,
     stop: Callable[[], bool] | None,
     resume: bool,
 ) -> TrainReport:
@@ -128,12 +117,15 @@ def _train(
 
 
 def split(num_items: int, config: LocatorTraining) -> tuple[Tensor, Tensor]:
-    """Rows to train on and rows held out, each sorted; a function of the seed and the number of samples."""
+    """SampleRows to train on and rows held out, each sorted; a function of the seed and the number of samples."""
     num_val = max(1, round(config.val_share * num_items))
     if num_val >= num_items:
         raise ConfigError(
-            f"val_share={config.val_share} of {num_items} samples leaves nothing to train on; "
-            "give more samples or another val_share"
+            f"of {num_items} samples leaves nothing to train on",
+            field="val_share",
+            value=config.val_share,
+            code="conflict",
+            hint="give more samples or lower {val_share}",
         )
     order = torch.randperm(num_items, generator=stream(config.seed, "split", device=torch.device("cpu")))
     return order[num_val:].sort().values, order[:num_val].sort().values
@@ -146,8 +138,9 @@ def _open(paths: Sequence[Path | str]) -> tuple[DatasetSource, GenerateConfig]:
         check_features([name for name, _ in named_columns(dataset.manifest, "features")], str(path), DatasetError)
         for name, (ours, theirs) in differences(config, configs[0]).items():
             raise DatasetError(
-                f"{path} and {paths[0]} differ: {name} is {ours} and {theirs}; the solver needs one value: "
-                "train on them apart or make them again with equal settings"
+                f"{path} and {paths[0]} differ: {name} is {ours} and {theirs}, but the solver needs one value",
+                code="conflict",
+                hint="train on them separately, or generate them again with equal settings",
             )
     return source, configs[0]
 
@@ -155,7 +148,7 @@ def _open(paths: Sequence[Path | str]) -> tuple[DatasetSource, GenerateConfig]:
 def _describe(
     source: DatasetSource, generation: GenerateConfig, config: LocatorTraining, num_train: int
 ) -> dict[str, Any]:
-    """What run.json says before anything is computed."""
+    """run.json before anything is computed."""
     return {
         "format_version": FORMAT_VERSION,
         "kind": KIND,
@@ -173,13 +166,18 @@ def _describe(
 
 
 def _occupied(out: Path, about: dict[str, Any], resume: bool) -> dict[str, Any] | None:
-    """What is known of the run in `out`; None where there is none yet, an error where it is another one."""
+    """run.json of the run in `out`; None if there is none yet, an error if it is another run."""
     if out.is_file():
-        raise CheckpointError(f"{out} is a file; choose another --out")
+        raise CheckpointError(f"{out} is a file", field="out", code="occupied", hint="choose another {out}")
     if not out.is_dir() or all(file.name == UNFINISHED for file in out.iterdir()):
         return None
     if not resume:
-        raise CheckpointError(f"{out} is not empty; add --resume to continue it or choose another --out")
+        raise CheckpointError(
+            f"{out} is not empty",
+            field="out",
+            code="occupied",
+            hint="add {resume} to continue it or choose another {out}",
+        )
     known = read_about(out)
     for part in ("model", "datasets", "split", "training"):
         old, new = known.get(part), about[part]
@@ -187,25 +185,27 @@ def _occupied(out: Path, about: dict[str, Any], resume: bool) -> dict[str, Any] 
             old, new = ({name: v for name, v in side.items() if name not in _FREE} for side in (old, new))
         if old != new:
             raise CheckpointError(
-                f"{out}: {part} was {old} and is {new} now; resume with the same, or choose another --out"
+                f"{out}: {part} was {old} and is {new} now",
+                field="out",
+                code="conflict",
+                hint="resume with the same settings, or choose another {out}",
             )
     return known
 
 
 def _thin(rows: Tensor) -> Tensor:
-    """Enough of the rows for statistics, evenly."""
+    """Evenly spaced rows, enough for statistics."""
     return rows[:: -(-len(rows) // _CALIBRATED)]
 
 
 def _measured(source: DatasetSource, rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Features and presence of some rows."""
     out = allocate({name: source.fields[name] for name in ("features", "present")}, len(rows))
     read_rows(source, rows, out)
     return out["features"], out["present"]
 
 
-def _before(module: Locator, held: Rows, config: LocatorTraining, device: torch.device) -> float | None:
-    """What the solver's own answer is worth, which a hybrid repeats until it is trained."""
+def _before(module: Locator, held: SampleRows, config: LocatorTraining, device: torch.device) -> float | None:
+    """Validation loss of the solver's own answer, which an untrained hybrid repeats."""
     untrained = _validate(module, held, device)["val_loss"]
     return untrained if config.hybrid and math.isfinite(untrained) else None
 
@@ -218,12 +218,12 @@ def _calibrate(source: DatasetSource, rows: Tensor, config: GenerateConfig, devi
 
 
 class _Data(NamedTuple):
-    """What a rank trains on."""
+    """The data of a rank."""
 
-    columns: Rows  # on the host, of all samples or of this rank's own
+    columns: SampleRows  # on the host, of all samples or of this rank's own
     rows: Tensor | None  # of them those to train on; None: all
     total: int | None  # samples that all ranks train on together; None: those here are all
-    held: Rows  # columns of the samples held out; none on ranks that do not evaluate
+    held: SampleRows  # columns of the samples held out; none on ranks that do not evaluate
 
 
 def _prepare(
@@ -233,10 +233,10 @@ def _prepare(
     config: GenerateConfig,
     noise: NoiseModel,
     ranks: Ranks,
-    progress: Told | None,
+    progress: Callable[[TrainProgress], None] | None,
     stop: Callable[[], bool] | None,
 ) -> _Data | None:
-    """Columns of what this rank needs, the solver run on its device; None when stopped."""
+    """Columns of this rank's rows, solved on its device; None if stopped."""
     wanted = torch.arange(source.num_items)
     if not ranks.alone:
         own = train_rows[ranks.rank :: ranks.size]
@@ -256,23 +256,23 @@ def _solve(
     config: GenerateConfig,
     noise: NoiseModel,
     device: torch.device,
-    progress: Told | None,
+    progress: Callable[[TrainProgress], None] | None,
     stop: Callable[[], bool] | None,
-) -> Rows | None:
-    """Columns of the wanted rows on the host, the solver run on the device; None when stopped."""
+) -> SampleRows | None:
+    """Columns of these rows on the host, solved on the device; None if stopped."""
     total, step, began_s = len(wanted), _CHUNK[device.type], time.perf_counter()
-    columns: Rows = {}
+    columns: SampleRows = {}
     for start in range(0, total, step):
         if stop is not None and stop():
             return None
         end = min(start + step, total)
         rows = allocate(source.fields, end - start)
         read_rows(source, wanted[start:end], rows)
-        there = {name: tensor.to(device) for name, tensor in rows.items()}
-        found = {name: rows[name] for name in ("features", "present")} | prepare(there, config, noise)
+        on_device = {name: tensor.to(device) for name, tensor in rows.items()}
+        solved = {name: rows[name] for name in ("features", "present")} | prepare(on_device, config, noise)
         if not columns:
-            columns = allocate({name: (value.dtype, tuple(value.shape[1:])) for name, value in found.items()}, total)
-        for name, value in found.items():
+            columns = allocate({name: (value.dtype, tuple(value.shape[1:])) for name, value in solved.items()}, total)
+        for name, value in solved.items():
             columns[name][start:end] = value.cpu()
         if progress is not None:
             rate = end / (time.perf_counter() - began_s)
@@ -286,20 +286,20 @@ def _solve(
 
 
 @torch.no_grad()
-def _validate(module: torch.nn.Module, held: Rows, device: torch.device) -> dict[str, float]:
+def _validate(module: torch.nn.Module, held: SampleRows, device: torch.device) -> dict[str, float]:
     """Loss and median error over the held-out rows; the module is in eval mode."""
     losses, errors = [], []
     for start in range(0, len(held["target"]), _CHUNK["cuda"]):
         batch = {name: tensor[start : start + _CHUNK["cuda"]].to(device) for name, tensor in held.items()}
-        found: Estimate = module(batch)
-        losses.append(gaussian_nll(found.position_en, found.root, batch["target"]))
-        errors.append((found.position_en - batch["target"]).norm(dim=-1))
+        estimate: Estimate = module(batch)
+        losses.append(gaussian_nll(estimate.position_en, estimate.root, batch["target"]))
+        errors.append((estimate.position_en - batch["target"]).norm(dim=-1))
     error = torch.cat(errors)
     return {"val_loss": float(torch.cat(losses).double().mean()), "val_median_error_m": float(error.median())}
 
 
 def _model_bytes(module: Locator, num_items: int) -> int:
-    """Weights, gradients, moments and what a step keeps for the way back; an estimate from above."""
+    """Upper estimate of weights, gradients, moments and the activations kept for the backward pass."""
     weights = sum(param.numel() for param in module.parameters())
     shape = module.config
     return 4 * (4 * weights + num_items * 32 * shape.width * shape.layers * 16)

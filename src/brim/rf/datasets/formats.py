@@ -1,4 +1,4 @@
-"""The same samples for other tools: SigMF recordings, Parquet tables, one HDF5 file.
+"""Export of a dataset for other tools: SigMF recordings, Parquet tables, one HDF5 file.
 
 Axes: n samples of a shard, R receivers, M rows (one valid receiver of one sample). Shards are read one at a time and
 compared with their checksums. A directory appears whole or not at all.
@@ -22,10 +22,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from brim.config import nearest
 from brim.engine.storage import Dataset
-from brim.errors import BrimError, ConfigError, DatasetError, StorageError
+from brim.errors import ConfigError, DatasetError, StorageError
 from brim.rf.config import CHANNEL_HZ, SAMPLE_RATE_HZ
-from brim.rf.datasets.inspect import Progress, named_columns, open_dataset
+from brim.rf.datasets.summary import ShardProgress, named_columns, open_dataset
 from brim.rf.features import STATISTICS
 
 FORMATS = ("sigmf", "parquet", "hdf5")
@@ -36,21 +37,21 @@ _PLACE = (("lat", "deg"), ("lon", "deg"), ("alt", "m"))
 _UNITS = {"gdop": "1", "crlb_m": "m", "iq": "sqrt(mW)", "index": "1", "reference": "1"}
 
 
-def export(path: Path | str, out: Path | str, fmt: str, *, progress: Progress | None = None) -> dict[str, Any]:
-    """Write a dataset in another format into a new directory; returns what was written.
+def export(path: Path | str, out: Path | str, fmt: str, *, progress: ShardProgress | None = None) -> dict[str, Any]:
+    """Write a dataset in another format into a new directory; returns a report.
 
     sigmf    one recording per receiver that heard a sample (needs dataset_type iq_raw)
     parquet  a row per sample and receiver, a file per shard
     hdf5     one file with the tensors of all shards
     """
     if fmt not in FORMATS:
-        raise ConfigError(f"format={fmt!r} is unknown; choose one of {', '.join(FORMATS)}")
+        raise ConfigError(f"is unknown; {nearest(fmt, FORMATS)}", field="format", value=fmt, code="unknown_choice")
     data, target = open_dataset(path), Path(out).resolve()
     _check_source(data, fmt)
     _check_target(data, target)
     write = {"sigmf": _write_sigmf, "parquet": _write_parquet, "hdf5": _write_hdf5}[fmt]
     with _directory(target) as place:
-        records = write(data, place, progress or _silent)
+        records = write(data, place, progress or _ignore)
         sizes = [file.stat().st_size for file in place.iterdir()]
     return {
         "dataset": str(data.place),
@@ -63,8 +64,8 @@ def export(path: Path | str, out: Path | str, fmt: str, *, progress: Progress | 
     }
 
 
-def _silent(done: int, total: int) -> None:
-    """Tell nobody."""
+def _ignore(done: int, total: int) -> None:
+    pass
 
 
 # Before anything is written
@@ -74,11 +75,14 @@ def _check_source(data: Dataset, fmt: str) -> None:
     for package in {"parquet": ("pyarrow",), "hdf5": ("h5py",), "sigmf": ()}[fmt]:
         _package(package, fmt)
     if not len(data):
-        raise DatasetError(f'{data.place} holds no samples yet; continue it with "brim rf generate --resume"')
+        raise DatasetError(f"{data.place} holds no samples yet", code="empty", hint="continue it with {rf generate}")
     if fmt == "sigmf" and "iq" not in data.fields:
         raise ConfigError(
-            f"format=sigmf needs IQ records, {data.place} has features only; "
-            "generate it with --dataset-type iq_raw, or choose parquet or hdf5"
+            f"needs IQ records, {data.place} has features only",
+            field="format",
+            value=fmt,
+            code="conflict",
+            hint="generate it with {dataset_type} iq_raw, or choose parquet or hdf5",
         )
 
 
@@ -87,20 +91,24 @@ def _package(name: str, fmt: str) -> Any:
         return import_module(name)
     except ImportError as failure:
         raise ConfigError(
-            f"format={fmt} needs the package {name.partition('.')[0]}; pip install 'brim[export]'"
+            f"needs the package {name.partition('.')[0]}",
+            field="format",
+            value=fmt,
+            code="missing_package",
+            hint="install it with pip install 'brim[export]'",
         ) from failure
 
 
 def _check_target(data: Dataset, target: Path) -> None:
     if data.place.path is not None and target.is_relative_to(data.path.resolve()):
-        raise DatasetError(f"{target} is inside the dataset {data.place}; choose another --out")
+        raise _occupied(f"{target} is inside the dataset {data.place}")
     try:
         if target.exists() and not target.is_dir():
-            raise DatasetError(f"{target} is a file, expected a directory; choose another --out")
+            raise _occupied(f"{target} is a file, expected a directory")
         if target.exists() and any(target.iterdir()):
-            raise DatasetError(f"{target} is not empty; choose another --out")
+            raise _occupied(f"{target} is not empty")
     except OSError as failure:
-        raise _refused(target, failure) from failure
+        raise _storage_error(target, failure) from failure
 
 
 @contextmanager
@@ -118,17 +126,21 @@ def _directory(target: Path) -> Iterator[Path]:
             for parent in missing:
                 parent.rmdir()
         if isinstance(failure, OSError):
-            raise _refused(target, failure) from failure
+            raise _storage_error(target, failure) from failure
         raise
 
 
-def _refused(target: Path, failure: OSError) -> BrimError:
+def _occupied(message: str) -> DatasetError:
+    return DatasetError(message, field="out", code="occupied", hint="choose another {out}")
+
+
+def _storage_error(target: Path, failure: OSError) -> StorageError:
     reason = failure.strerror or str(failure)
-    return StorageError(f"{target}: cannot write, {reason}; free some space or choose another --out")
+    return StorageError(f"{target}: cannot write, {reason}", hint="free some space or choose another {out}")
 
 
 def _manifest_text(data: Dataset) -> str:
-    """The manifest without its list of shards, whose checksums say nothing of another format, and where it was made."""
+    """The manifest without its list of shards and without its path, which mean nothing in another format."""
     kept = {key: value for key, value in data.manifest.items() if key != "shards"}
     if isinstance(report := kept.get("report"), dict):
         kept["report"] = {key: value for key, value in report.items() if key != "dataset"}
@@ -138,7 +150,7 @@ def _manifest_text(data: Dataset) -> str:
 # SigMF
 
 
-def _write_sigmf(data: Dataset, place: Path, progress: Progress) -> int:
+def _write_sigmf(data: Dataset, place: Path, progress: ShardProgress) -> int:
     names = [name for name, _ in named_columns(data.manifest, "truth")]
     records = 0
     for number in range(len(data.shards)):
@@ -153,7 +165,7 @@ def _write_sigmf(data: Dataset, place: Path, progress: Progress) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Record:
-    """What one receiver recorded of one sample."""
+    """The record of one receiver of one sample."""
 
     manifest: dict[str, Any]
     rows: dict[str, Tensor]  # of the shard
@@ -240,7 +252,7 @@ def _finite(value: float) -> float | None:
 # Parquet
 
 
-def _write_parquet(data: Dataset, place: Path, progress: Progress) -> int:
+def _write_parquet(data: Dataset, place: Path, progress: ShardProgress) -> int:
     pa, pq = _package("pyarrow", "parquet"), _package("pyarrow.parquet", "parquet")
     text = _manifest_text(data)
     records = 0
@@ -295,8 +307,8 @@ def _table(data: Dataset, number: int) -> Iterator[tuple[str, str, NDArray[Any]]
 # HDF5
 
 
-def _write_hdf5(data: Dataset, place: Path, progress: Progress) -> int:
-    """Room first, then rows: a disk that fills up while HDF5 writes can end the whole process."""
+def _write_hdf5(data: Dataset, place: Path, progress: ShardProgress) -> int:
+    """Reserves space before writing rows: a disk that fills up while HDF5 writes can end the whole process."""
     h5py = _package("h5py", "hdf5")
     path, first, records = place / "dataset.h5", 0, 0
     text = _manifest_text(data)
@@ -317,7 +329,7 @@ def _write_hdf5(data: Dataset, place: Path, progress: Progress) -> int:
 
 
 def _lay_out(h5py: Any, path: Path, data: Dataset, text: str) -> None:
-    """All of the file but its rows, whose places are set but not filled."""
+    """Everything but the rows, whose space is allocated and not filled."""
     layout = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
     layout.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
     layout.set_fill_time(h5py.h5d.FILL_TIME_NEVER)
@@ -330,14 +342,14 @@ def _lay_out(h5py: Any, path: Path, data: Dataset, text: str) -> None:
 
 
 def _reserve(path: Path, num_bytes: int) -> None:
-    """Make the file system set bytes aside, or refuse now."""
+    """Make the file system reserve the bytes, or fail now."""
     with path.open("ab") as file:
         os.posix_fallocate(file.fileno(), 0, num_bytes)
 
 
 @contextmanager
 def _hdf5_failures() -> Iterator[None]:
-    """A disk that refuses while the file is closed is reported by the library as a RuntimeError."""
+    """The library reports a write that fails while the file is closed as a RuntimeError."""
     try:
         yield
     except RuntimeError as failure:

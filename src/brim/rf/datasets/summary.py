@@ -1,7 +1,7 @@
-"""What a dataset holds, without loading it: counts, bounds and quantiles, read shard by shard.
+"""Summary of a dataset without loading it: counts, bounds, quantiles and histograms, read shard by shard.
 
-Axes: S samples kept, M records (one heard receiver of one kept sample), R receivers. Counts and bounds are of every
-sample; quantiles are of every `step`-th, so that memory does not grow with the dataset.
+Axes: S samples kept, M records (one heard receiver of one kept sample), R receivers. Counts and bounds cover every
+sample; quantiles every `step`-th one, so that memory does not grow with the dataset.
 """
 
 from collections.abc import Callable, Iterable
@@ -19,14 +19,16 @@ from torch import Tensor
 from brim.engine.device import worker_count
 from brim.engine.storage import MANIFEST, Dataset
 from brim.errors import DatasetError
+from brim.report.svg import ChartAxis, num_bins
 from brim.rf.features import FEATURES, UNKNOWN_SIGMA_US
 from brim.rf.generation.rows import TRUTH
 
 F32 = NDArray[np.float32]
 F64 = NDArray[np.float64]
-Progress = Callable[[int, int], None]  # told (shards done, shards in all)
+ShardProgress = Callable[[int, int], None]  # called with (shards done, all shards)
 
 MAX_KEPT = 200_000  # samples the quantiles are taken from
+MAX_TRANSMITTERS = 2_000  # in the statistics
 MAX_SITED = 500  # samples whose receivers are kept
 SITE = ("name", "lat", "lon", "alt")  # what the manifest says of a receiver
 QUANTILES = {"min": 0.0, "p5": 0.05, "p25": 0.25, "median": 0.5, "p75": 0.75, "p95": 0.95, "max": 1.0}
@@ -37,7 +39,7 @@ _MEAN = 0  # place of the mean among the statistics
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Summary:
-    """What `brim rf inspect` says of a dataset."""
+    """Summary of a dataset, as the command and the page show it."""
 
     dataset: str
     format_version: int
@@ -67,7 +69,6 @@ class Summary:
     throughput: dict[str, Any] | None  # as generation reported it
 
     def as_dict(self) -> dict[str, Any]:
-        """JSON-able values."""
         return asdict(self)
 
 
@@ -95,12 +96,12 @@ class Survey:
     columns: Columns
 
 
-def inspect(path: Path | str, *, verify: bool = True, progress: Progress | None = None) -> Summary:
+def inspect(path: Path | str, *, verify: bool = True, progress: ShardProgress | None = None) -> Summary:
     """Summarise a dataset; verify compares every shard with its checksum."""
     return survey(path, verify=verify, progress=progress).summary
 
 
-def survey(path: Path | str, *, verify: bool = True, progress: Progress | None = None) -> Survey:
+def survey(path: Path | str, *, verify: bool = True, progress: ShardProgress | None = None) -> Survey:
     """Summarise a dataset and keep what its charts need."""
     data = open_dataset(path)
     steps = tuple(max(1, -(-len(data) // limit)) for limit in (MAX_KEPT, MAX_SITED))
@@ -117,18 +118,20 @@ def survey(path: Path | str, *, verify: bool = True, progress: Progress | None =
 
 
 def open_dataset(path: Path | str) -> Dataset:
-    """Open a dataset of radio samples; any other kind is refused."""
+    """Open a dataset of radio samples; any other kind is rejected."""
     data = Dataset(path)
     kind = data.manifest.get("kind")
     if kind != "rf":
         raise DatasetError(
-            f'{data.place} holds kind={kind!r}, expected "rf"; give a dataset made by "brim rf generate"'
+            f'{data.place} holds kind={kind!r}, expected "rf"',
+            code="wrong_kind",
+            hint="give a dataset made with {rf generate}",
         )
     return data
 
 
 def fixed_receivers(data: Dataset) -> list[dict[str, Any]]:
-    """name, lat, lon and alt of a fixed network's receivers; none where each sample has its own."""
+    """name, lat, lon and alt of a fixed network's receivers; empty if each sample has its own."""
     config = _mapping(data.manifest.get("config"))
     if config.get("use_random_receivers", True):
         return []
@@ -144,14 +147,14 @@ def named_columns(manifest: dict[str, Any], key: str) -> list[tuple[str, str]]:
         return [(str(entry["name"]), str(entry["unit"])) for entry in listed]
     except (TypeError, KeyError) as failure:
         raise DatasetError(
-            f"{MANIFEST}: {key} must be a list of name and unit; restore the manifest from a copy"
+            f"{MANIFEST}: {key} must be a list of name and unit",
+            code="damaged",
+            hint="restore the manifest from a copy",
         ) from failure
 
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """What one shard adds."""
-
     columns: Columns
     heard: tuple[int, int, int]  # fewest, sum and most receivers that heard a sample
     low: F64  # (2, 3) of transmitters and receivers
@@ -159,7 +162,7 @@ class _Part:
 
 
 def _places(manifest: dict[str, Any]) -> dict[str, int]:
-    """Column numbers of what is read, e.g. "truth.snr_db" → 1."""
+    """Numbers of the columns read, e.g. "truth.snr_db" → 1."""
     wanted = {
         "features": ("snr_db", "arrival_difference_us", "arrival_sigma_us"),
         "truth": ("link_snr_db", "snr_db", "arrival_difference_us"),
@@ -169,7 +172,11 @@ def _places(manifest: dict[str, Any]) -> dict[str, int]:
         known = [name for name, _ in named_columns(manifest, key)]
         for name in names:
             if name not in known:
-                raise DatasetError(f"{MANIFEST}: {key} has no {name}; use the brim that made the dataset")
+                raise DatasetError(
+                    f"{MANIFEST}: {key} has no {name}",
+                    code="other_version",
+                    hint="use the version of brim that made the dataset",
+                )
             out[f"{key}.{name}"] = known.index(name)
     return out
 
@@ -197,7 +204,7 @@ def _read(
 
 
 def _records(rows: dict[str, Tensor], places: dict[str, int]) -> dict[str, F32]:
-    """What is known of each record, packed over the receivers that heard; and of the best one of each sample."""
+    """Values of each record, packed over the receivers that heard; and the best one of each sample."""
     present = rows["present"].numpy()
 
     def packed(place: str) -> F32:
@@ -280,7 +287,7 @@ def _summary(data: Dataset, parts: list[_Part], columns: Columns, verify: bool) 
 
 
 def _counts(manifest: dict[str, Any]) -> tuple[int | None, dict[str, int]]:
-    """Attempts and rejections by reason: as counted at the end, or of what a stopped run had written."""
+    """Attempts and rejections by reason: counted at the end, or up to where a run was stopped."""
     counts, totals = _mapping(manifest.get("counts")), _mapping(manifest.get("totals"))
     rejected = _mapping(counts.get("rejected"))
     reasons = [reason for reason in ("receivers", "gdop") if reason in rejected or reason in totals]
@@ -306,3 +313,63 @@ def _bounds(parts: list[_Part], group: int) -> dict[str, list[float]] | None:
     low = np.min([part.low[group] for part in parts], 0)
     high = np.max([part.high[group] for part in parts], 0)
     return {name: [float(low[k]), float(high[k])] for k, name in enumerate(("lat", "lon", "alt"))}
+
+
+# Statistics for charts and a map
+
+
+def statistics(path: Path | str) -> dict[str, Any]:
+    """Statistics of the samples written so far, by the names of the API; values may be infinite or NaN.
+
+    Counts cover every sample. Histograms cover at most MAX_KEPT samples, evenly spaced; that of the SNR counts each
+    receiver that heard one.
+    """
+    view = survey(path, verify=False)
+    summary, columns = view.summary, view.columns
+    return {
+        "samples": summary.samples,
+        "complete": summary.complete,
+        "attempted": summary.attempted,
+        "acceptance_rate": summary.acceptance_rate,
+        "rejected": summary.rejected,
+        "histograms": {
+            "snr_db": histogram(columns.measured_snr_db, "dB"),
+            "gdop": histogram(columns.gdop, "1"),
+            "crlb_m": histogram(columns.crlb_m, "m"),
+        },
+        "receivers": [
+            {"name": str(one["name"]), "lat": one["lat"], "lon": one["lon"], "alt_m": one["alt"]}
+            for one in fixed_receivers(view.data)
+        ],
+        "transmitters": _transmitters(columns, summary.samples),
+    }
+
+
+def histogram(values: NDArray[Any], unit: str) -> dict[str, Any]:
+    """Edges and counts of the finite values; bins are logarithmic if values span decades, except for decibels."""
+    finite = values[np.isfinite(values)]
+    if not len(finite):
+        return {"edges": [0.0, 1.0], "counts": [0], "unit": unit}
+    axis = ChartAxis.linear(float(finite.min()), float(finite.max())) if unit == "dB" else ChartAxis.fitting(finite)
+    edges = axis.edges(num_bins(finite))
+    counts, _ = np.histogram(finite, edges)
+    return {"edges": edges.tolist(), "counts": counts.tolist(), "unit": unit}
+
+
+def _transmitters(columns: Columns, samples: int) -> list[dict[str, Any]]:
+    kept = len(columns.gdop)
+    if not kept:
+        return []
+    step = -(-samples // kept)  # between the rows that were kept
+    chosen = np.arange(0, kept, max(1, -(-kept // MAX_TRANSMITTERS)))
+    return [
+        {
+            "index": at * step,
+            "lat": float(columns.transmitter[at, 0]),
+            "lon": float(columns.transmitter[at, 1]),
+            "snr_db": float(columns.best_snr_db[at]),
+            "gdop": float(columns.gdop[at]),
+            "crlb_m": float(columns.crlb_m[at]),
+        }
+        for at in chosen.tolist()
+    ]

@@ -1,19 +1,22 @@
-"""Who can reach Ray: the ports its processes listen on here, and whether they answer whoever has no token.
+"""Survey of a cluster: its nodes, and whether strangers could use it.
 
-Whoever reaches these ports runs code as the user who started Ray: that is what they are for. So what is asked here is
-what such a stranger would find out: which addresses they listen on, and whether a request without a token is taken.
-No Ray is needed for any of it.
+Anyone who reaches Ray's ports runs code as the user who started Ray. So the survey looks at what a stranger would find:
+the addresses Ray listens on, and whether a request without a token is accepted. That part needs no Ray.
 """
 
 import ipaddress
+import os
 import socket
 import urllib.error
 import urllib.request
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final, Literal
+
+from brim.cluster.ray_connect import check_address, connect
+from brim.errors import BrimError
 
 GCS_PORT: Final = 6379
 CLIENT_PORT: Final = 10001
@@ -23,7 +26,7 @@ PROC: Final = Path("/proc")
 DOCS: Final = "docs/cluster.md"
 
 Reach = Literal["loopback", "private", "public", "every interface"]
-Answer = Literal["refuses", "open", "no answer", "unknown"]
+TokenAnswer = Literal["refuses", "open", "no answer", "unknown"]
 
 # Parts of a command line → what the process is; the first that fits
 _PROGRAMS: Final = (
@@ -45,6 +48,9 @@ _QUESTIONS: Final = {
 }
 
 
+ASKED: Final = ("GCS", "client server", "dashboard")  # ports that start code for everyone they accept requests from
+
+
 @dataclass(frozen=True, slots=True, order=True)
 class Listener:
     """A port of Ray on this machine."""
@@ -55,12 +61,81 @@ class Listener:
 
     @property
     def reach(self) -> Reach:
-        """Who may connect, as far as the address says."""
         return reach_of(self.address)
 
 
+def survey(address: str) -> dict[str, Any]:
+    """Facts about the cluster as JSON-able values; problems are pairs of what is wrong and the next step.
+
+    An invalid address raises ConfigError; a cluster that cannot be reached or used is one of the problems.
+    """
+    check_address(address)
+    found = listeners()
+    answers = {
+        (host, port): (program, ask_without_token(program, host, port))
+        for (host, port), program in _doors(address, found).items()
+    }
+    problems = problems_of(found, answers, own_addresses())
+    nodes: list[dict[str, Any]] = []
+    if "refuses" in {answer for _, answer in answers.values()} and not _has_token():
+        problems.append(
+            (
+                "the cluster asks for a token, and there is none here",
+                "set RAY_AUTH_MODE=token and copy the head node's token to ~/.ray/auth_token, for you alone to read",
+            )
+        )
+    else:
+        try:
+            with connect(address) as cluster:
+                nodes = [asdict(node) for node in cluster.nodes]
+        except BrimError as failure:
+            whole, failure.hint = str(failure), ""
+            problems.append(
+                (str(failure), whole.removeprefix(f"{failure}; ") if whole != str(failure) else f"see {DOCS}")
+            )
+    return {
+        "address": address,
+        "nodes": nodes,
+        "ports": [{**asdict(one), "reach": one.reach} for one in found],
+        "without_token": [_answer(place, *answer) for place, answer in sorted(answers.items())],
+        "problems": [{"problem": problem, "fix": fix} for problem, fix in problems],
+    }
+
+
+def _doors(address: str, found: list[Listener]) -> dict[tuple[str, int], str]:
+    """Ports to ask: those found on this machine, and the default ones of a cluster elsewhere."""
+    doors = {
+        (_reachable(one), one.port): one.program
+        for one in found
+        if one.program in ASKED and (one.program != "client server" or one.reach != "loopback")
+    }
+    named = os.environ.get("RAY_ADDRESS", "") if address == "auto" else address
+    is_client = named.startswith("ray://")
+    host, colon, port = named.removeprefix("ray://").rstrip("/").rpartition(":")
+    if colon and port.isdigit():
+        usual = {(host, GCS_PORT): "GCS", (host, DASHBOARD_PORT): "dashboard"}
+        own = {(host, int(port)): "client server" if is_client else "GCS"}
+        doors |= {(place[0].strip("[]"), place[1]): program for place, program in {**usual, **own}.items()}
+    return doors
+
+
+def _reachable(one: Listener) -> str:
+    return "127.0.0.1" if one.reach == "every interface" else one.address
+
+
+def _answer(place: tuple[str, int], program: str, answer: TokenAnswer) -> dict[str, Any]:
+    return {"host": place[0], "port": place[1], "program": program, "answer": answer}
+
+
+def _has_token() -> bool:
+    """Whether this process would send a token."""
+    if os.environ.get("RAY_AUTH_MODE", "token").lower() != "token":
+        return False
+    file = Path(os.environ.get("RAY_AUTH_TOKEN_PATH") or Path.home() / ".ray" / "auth_token")
+    return bool(os.environ.get("RAY_AUTH_TOKEN")) or file.is_file()
+
+
 def reach_of(address: str) -> Reach:
-    """Who may connect to an address that is listened on."""
     found = ipaddress.ip_address(address)
     found = getattr(found, "ipv4_mapped", None) or found
     if found.is_unspecified:
@@ -71,7 +146,7 @@ def reach_of(address: str) -> Reach:
 
 
 def listeners(proc: Path = PROC) -> list[Listener]:
-    """The ports that Ray's processes listen on here; none where the system does not tell."""
+    """The ports that Ray's processes listen on here; empty if the system does not say."""
     sockets = _listening(proc)
     found = {
         Listener(program, *sockets[number])
@@ -84,22 +159,21 @@ def listeners(proc: Path = PROC) -> list[Listener]:
 
 
 def own_addresses(proc: Path = PROC) -> list[str]:
-    """Addresses of this machine that others may reach, those of loopback left out."""
+    """Addresses of this machine without loopback."""
     found = {*_ipv4(proc / "net" / "fib_trie"), *_ipv6(proc / "net" / "if_inet6")}
     return sorted(address for address in found if reach_of(address) != "loopback")
 
 
-def ask_without_token(program: str, host: str, port: int) -> Answer:
-    """Whether a port of Ray takes a request that has no token."""
+def ask_without_token(program: str, host: str, port: int) -> TokenAnswer:
     if program == "dashboard":
         return _ask_http(host, port)
     return _ask_rpc(host, port, _QUESTIONS[program]) if program in _QUESTIONS else "unknown"
 
 
-def problems(
-    found: Iterable[Listener], answers: Mapping[tuple[str, int], tuple[str, Answer]], own: Iterable[str]
+def problems_of(
+    found: Iterable[Listener], answers: Mapping[tuple[str, int], tuple[str, TokenAnswer]], own: Iterable[str]
 ) -> list[tuple[str, str]]:
-    """What is unsafe, each with the next step.
+    """Security problems, each with the next step.
 
     found    ports of Ray here
     answers  (host, port) → program and its answer to a request without a token
@@ -111,8 +185,8 @@ def problems(
         if answer == "open":
             unsafe.append(
                 (
-                    f"Ray's {program} at {_joined(host, port)} takes requests without a token: whoever reaches it runs "
-                    "code on every node",
+                    f"Ray's {program} at {_joined(host, port)} accepts requests without a token: anyone who reaches it "
+                    "can run code on every node",
                     f"stop Ray, set RAY_AUTH_MODE=token and the same token on every node, start it again: see {DOCS}",
                 )
             )
@@ -122,9 +196,7 @@ def problems(
             where = ", ".join(sorted({one.address for one in programs}))
             unsafe.append((f"Ray listens on the public address {where}: {named}", f"{_PRIVATE}: see {DOCS}"))
         elif reach == "every interface" and any(one.program == "dashboard" for one in programs):
-            unsafe.append(
-                ("Ray's dashboard, which starts jobs for whoever asks, listens on every interface", _DASHBOARD)
-            )
+            unsafe.append(("Ray's dashboard, which starts jobs for anyone, listens on every interface", _DASHBOARD))
         if reach == "every interface":
             public = [address for address in own if reach_of(address) == "public"]
             names = ", ".join(public or own) or "unknown"
@@ -135,7 +207,7 @@ def problems(
 
 _PRIVATE: Final = "start Ray with --node-ip-address of a private interface, behind a firewall"
 _FIREWALL: Final = (
-    "Ray has no setting that keeps all its ports to one interface: let a firewall admit the cluster's subnet alone"
+    "Ray has no setting that keeps all its ports to one interface: let a firewall admit only the cluster's subnet"
 )
 _DASHBOARD: Final = 'start Ray with --dashboard-host 127.0.0.1 and reach it by "ssh -L 8265:127.0.0.1:8265 HEAD"'
 
@@ -154,7 +226,7 @@ def _joined(host: str, port: int) -> str:
 # Asking
 
 
-def _ask_rpc(host: str, port: int, question: str) -> Answer:
+def _ask_rpc(host: str, port: int, question: str) -> TokenAnswer:
     try:
         import grpc  # type: ignore[import-untyped,unused-ignore]
     except ImportError:
@@ -168,11 +240,11 @@ def _ask_rpc(host: str, port: int, question: str) -> Answer:
             if code in (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED):
                 return "refuses"
             away = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
-            return "no answer" if code in away else "open"  # it looked at the question before it asked who we are
+            return "no answer" if code in away else "open"  # the request was handled before authentication
     return "open"
 
 
-def _ask_http(host: str, port: int) -> Answer:
+def _ask_http(host: str, port: int) -> TokenAnswer:
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
         with opener.open(f"http://{_joined(host, port)}/api/version", timeout=PROBE_S):
@@ -195,7 +267,7 @@ def _program(folder: Path) -> str | None:
 
 
 def _sockets_of(folder: Path) -> set[str]:
-    """Numbers of the sockets that a process has; none of another user's."""
+    """Inode numbers of a process's sockets; empty for another user's process."""
     found = set()
     try:
         for file in (folder / "fd").iterdir():
@@ -211,7 +283,7 @@ def _sockets_of(folder: Path) -> set[str]:
 
 
 def _listening(proc: Path) -> dict[str, tuple[str, int]]:
-    """Number of each socket that listens → its address and port."""
+    """Inode number of each listening socket → its address and port."""
     found = {}
     for name in ("tcp", "tcp6"):
         try:
@@ -226,7 +298,7 @@ def _listening(proc: Path) -> dict[str, tuple[str, int]]:
 
 
 def _address(text: str) -> str:
-    """Of /proc/net/tcp: words of four bytes, each the wrong way round."""
+    """An address of /proc/net/tcp: words of four bytes, each in reverse order."""
     words = bytes.fromhex(text)
     ordered = b"".join(words[at : at + 4][::-1] for at in range(0, len(words), 4))
     found = ipaddress.ip_address(ordered)
@@ -234,7 +306,7 @@ def _address(text: str) -> str:
 
 
 def _ipv4(file: Path) -> set[str]:
-    """Addresses that a routing table calls local: each stands in the line before that word."""
+    """Local addresses of a routing table: each is in the line before the word LOCAL."""
     try:
         lines = file.read_text().splitlines()
     except OSError:
