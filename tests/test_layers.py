@@ -62,7 +62,7 @@ HOMES = {  # where else than in COMPUTE's layers a package may be imported, by p
     "websockets": ("service/",),
     "prometheus_client": ("service/",),
     "ray": ("cluster/",),
-    "grpc": ("cluster/ports.py",),
+    "grpc": ("cluster/exposure.py",),
     "s3fs": ("engine/storage/places.py",),
     "botocore": ("engine/storage/places.py",),
     "aiobotocore": ("engine/storage/places.py",),
