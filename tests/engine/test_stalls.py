@@ -1,3 +1,4 @@
+import itertools
 import time
 from types import SimpleNamespace
 
@@ -82,10 +83,19 @@ def test_clock_counts_training_alone_and_goes_on_after_a_resume() -> None:
     assert again.waiting == clock.waiting
 
 
-def test_a_step_is_timed_by_its_median() -> None:
-    found = time_step(lambda: time.sleep(0.01), torch.device("cpu"), captured=False, budget_s=0.05)
-    assert found.step_s == pytest.approx(0.01, rel=0.5)
-    assert found.device_s is None
+def test_a_step_is_timed_by_its_median(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+    durations = itertools.cycle([0.01, 0.01, 0.03])
+
+    def step() -> None:
+        nonlocal now
+        now += next(durations)
+
+    monkeypatch.setattr("time.perf_counter", lambda: now)
+    times = time_step(step, torch.device("cpu"), captured=False, budget_s=0.2)
+
+    assert times.step_s == pytest.approx(0.01)
+    assert times.device_s is None
 
 
 def test_steps_on_several_shapes_count_as_often_as_they_came():

@@ -200,7 +200,7 @@ def test_packing_whose_listing_fails_leaves_no_files(catalogue, data, tmp_path, 
 
 def test_a_packing_that_was_killed_is_swept_away_and_one_that_goes_on_is_not(catalogue, data, tmp_path):
     code = (
-        "import os, signal, sys; from pathlib import Path; from brim.jobs import sources\n"
+        "import os, signal, sys; from pathlib import Path; from brim.jobs.registry import datasets as sources\n"
         "sources.pack(Path(sys.argv[1]), Path(sys.argv[2]), 'a' * 32, progress=lambda p: os.kill(os.getpid(), 9))"
     )
     make_sequences(tmp_path / "npy", 12, dim=4, classes=2, mean_length=6)

@@ -60,7 +60,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
-from brim.rf import kernels
+from brim.rf.generation import kernels
 from brim.rf.generation.backend import make_transmissions
 from brim.rf.config import GenerateConfig
 from brim.rf.generation.cuda import CudaBackend

@@ -34,12 +34,12 @@ def test_built_in_names_can_be_made():
 
 def test_a_registered_network_is_a_valid_choice(monkeypatch):
     with pytest.raises(ConfigError):
-        SegmentTrainConfig(model="mine")
+        SegmentTrainConfig(model="just_registered")
 
-    monkeypatch.setitem(REGISTERED, "mine", object)
+    monkeypatch.setitem(REGISTERED, "just_registered", object)
 
-    assert SegmentTrainConfig(model="mine").model == "mine"
-    assert TuneConfig(models=("mine",)).models == ("mine",)
+    assert SegmentTrainConfig(model="just_registered").model == "just_registered"
+    assert TuneConfig(models=("just_registered",)).models == ("just_registered",)
 
 
 @pytest.mark.parametrize(

@@ -479,7 +479,7 @@ def test_what_cannot_be_trained_is_refused_before_anything_is_written(folder, co
     refused(ConfigError, "has no labels, which supervised mode needs", plain, out, SUPERVISED)
     refused(ConfigError, "clusters=49 is more than the 48 sequences", corpus, out, replace(SELF, clusters=49))
     refused(DatasetError, "is not a directory", tmp_path / "nothing", out, SELF)
-    refused(ConfigError, "max_frames=8 holds not one", corpus, out, replace(SELF, max_frames=8))
+    refused(ConfigError, "max_frames=8 cannot hold the longest", corpus, out, replace(SELF, max_frames=8))
     refused(ConfigError, "needs a GPU", corpus, out, replace(SELF, precision="fp16"))
 
     assert not out.exists()

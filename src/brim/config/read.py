@@ -68,7 +68,7 @@ def _accept(setting: Setting, value: Any, path: str) -> Any:
     """The value in the field's own type, or a ConfigError."""
     if value is None and setting.optional:
         return None
-    if not isinstance(value, bool) and value in _hashable(setting.choices, value):
+    if any(type(choice) is type(value) and choice == value for choice in setting.choices):
         return value
     for kind in setting.types:
         converted = _convert(setting, kind, value, path)
@@ -151,10 +151,6 @@ def _expected(setting: Setting) -> str:
 
 def _error(path: str, value: Any, rest: str, code: str) -> ConfigError:
     return ConfigError(rest, field=path, value=value, code=code)
-
-
-def _hashable(choices: tuple[Any, ...], value: Any) -> tuple[Any, ...]:
-    return choices if isinstance(value, str | int | float) else ()
 
 
 def _join(path: str, name: str) -> str:

@@ -68,7 +68,7 @@ class _BodyForm:
         _reject_unknown(config, [name for name in settings(self.kind.config) if name not in self.moved], "config.")
         outer = {key: body[key] for key in self.beside if key in body}
         for key, value in outer.items():
-            if config.get(key, value) != value:
+            if key in config and (config[key] != value or type(config[key]) is not type(value)):  # 0 is not false
                 other = f"and config.{key}={printable(str(config[key]), 60)} differ; give one of them"
                 raise ConfigError(other, field=key, value=value, code="conflict")
         try:

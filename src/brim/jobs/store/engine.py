@@ -5,7 +5,9 @@ A database that does not answer raises `Unavailable`.
 
 import json
 import math
+import sqlite3
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -139,8 +141,17 @@ def _finite(value: Any) -> Any:
 
 def _set_up_sqlite(connection: Any, _entry: ConnectionPoolEntry) -> None:
     connection.isolation_level = None  # Python's own idea of when a transaction begins leaves reads out of it
-    for pragma in (f"busy_timeout={_BUSY_MS}", "journal_mode=WAL", "synchronous=FULL", "foreign_keys=ON"):
+    for pragma in (f"busy_timeout={_BUSY_MS}", "synchronous=FULL", "foreign_keys=ON"):
         connection.execute(f"PRAGMA {pragma}")
+    until_s = time.monotonic() + _BUSY_MS / 1000
+    while True:  # SQLite does not wait for the lock here: two processes may switch a new file to WAL at once
+        try:
+            connection.execute("PRAGMA journal_mode=WAL")
+            return
+        except sqlite3.OperationalError:
+            if time.monotonic() > until_s:
+                raise
+            time.sleep(0.01)
 
 
 def _begin_sqlite(connection: sa.Connection) -> None:

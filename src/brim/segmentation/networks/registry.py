@@ -52,6 +52,7 @@ def register_model(name: str, factory: Factory, *, replace: bool = False) -> Non
 
 
 def model_names() -> tuple[str, ...]:
+    """The networks that can be named: built-in ones first, then those registered."""
     return network_names()
 
 
