@@ -25,7 +25,6 @@ KEYS = {
     "config",
     "result",
     "error",
-    "failure",
     "created_at",
     "started_at",
     "finished_at",

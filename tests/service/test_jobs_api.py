@@ -12,7 +12,7 @@ from brim.jobs.store import Output
 
 KEYS = {
     *("id", "kind", "name", "status", "progress", "config", "result", "error"),
-    *("failure", "created_at", "started_at", "finished_at", "attempts"),
+    *("created_at", "started_at", "finished_at", "attempts"),
 }
 
 

@@ -46,7 +46,6 @@ class JobOut(AnswerModel):
     config: JsonObject
     result: JsonObject | None
     error: str | None
-    failure: JsonObject | None  # of the error: field, code and hint
     created_at: str
     started_at: str | None
     finished_at: str | None
@@ -259,7 +258,6 @@ def job(row: Any, redact: Callable[[str], str]) -> JobOut:
         config=row.config,
         result=None if row.result is None else redacted(row.result, redact),
         error=None if row.error is None else redact(row.error),
-        failure=None if row.failure is None else redacted(row.failure, redact),
         created_at=time_text(row.created_at),
         started_at=_maybe_time(row.started_at),
         finished_at=_maybe_time(row.finished_at),
