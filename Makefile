@@ -41,7 +41,7 @@ test: check
 
 # the long half of tests/faults: 200 kills on each database; an hour or so
 soak: setup
-	BRIM_SOAK=1 BRIM_KILLS=200 $(BIN)/python -m pytest tests/faults tests/jobs/test_worker_rf.py
+	BRIM_SOAK=1 BRIM_KILLS=200 $(BIN)/python -m pytest tests/faults tests/cluster tests/jobs/test_worker_rf.py
 
 # the documentation as a site, in site/
 docs: setup

@@ -22,6 +22,10 @@ RETRIED: dict[str, str] = {}  # file::test → why a second try is allowed; at m
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if not os.environ.get("BRIM_SOAK"):
+        for item in items:
+            if item.get_closest_marker("soak"):
+                item.add_marker(pytest.mark.skip(reason="make soak"))
     for item in items:
         name = f"{item.path.name}::{getattr(item, 'originalname', item.name)}"
         if name in RETRIED:

@@ -206,7 +206,7 @@ def test_a_node_without_memory_is_refused_by_name():
 # Last: the client server of Ray cannot start beside the zombie that a simulated node leaves
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_a_node_dies_and_every_result_is_there_once(world, tmp_path):
     extra, killed = world.nodes.add(), []
 

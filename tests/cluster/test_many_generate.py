@@ -215,6 +215,7 @@ def test_wrong_places_to_work_are_refused_at_once(tmp_path, capsys, flags, said)
 # Ray
 
 
+@pytest.mark.soak
 def test_three_nodes_of_which_one_dies_make_the_bytes_of_one_device(config, reference, tmp_path, ray_cluster, caplog):
     from brim.cluster.ray_connect import connect
     from brim.cluster.ray_pool import RayPool

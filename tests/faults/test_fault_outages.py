@@ -8,7 +8,7 @@ from datetime import datetime
 from pathlib import Path
 
 import pytest
-from fault_service import QUICK, SOAK, Reader, Serve, shards, until
+from fault_service import QUICK, Reader, Serve, shards, until
 
 from brim.engine.storage.dataset import Dataset
 from brim.rf import from_mapping, generate
@@ -109,7 +109,7 @@ def test_a_disk_that_fills_fails_the_job_in_words_and_resuming_completes_it(smal
     serve.close()  # before its disk is taken away
 
 
-@pytest.mark.skipif(not SOAK, reason="waits for workers to be tried again: make soak")
+@pytest.mark.soak  # waits for workers to be tried again
 def test_a_disk_full_with_databases_and_all_costs_time_and_nothing_else(small_disk, tmp_path, undisturbed):
     disk = small_disk(tmp_path / "disk", "24m")
     serve = Serve(disk / "data", BRIM_MIN_FREE_BYTES="0")

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from fault_service import QUICK, SOAK, Reader, Serve, is_running, shards, until
+from fault_service import QUICK, Reader, Serve, is_running, shards, until
 
 from brim.rf import from_mapping, generate
 
@@ -128,7 +128,7 @@ def test_jobs_of_workers_that_are_no_more_go_on_after_a_start_with_fewer(make_se
         assert made(serve, done) == undisturbed
 
 
-@pytest.mark.skipif(not SOAK, reason="ten deaths take a minute: make soak")
+@pytest.mark.soak  # ten deaths take a minute
 def test_a_job_that_ends_every_worker_is_given_up_and_the_others_run(make_serve):
     """Ten deaths in a row without progress: as of a job that always runs out of memory."""
     serve: Serve = make_serve(BRIM_TEST_DEADLY="deadly").start()
