@@ -158,14 +158,14 @@ def test_a_cancelled_request_never_runs():
 
 
 def test_a_request_that_cannot_be_in_time_is_refused_with_a_time_to_come_again():
-    with serving(Sleeper(0.05, (1,))) as (runner, _):
+    with serving(Sleeper(0.3, (1,))) as (runner, _):
         for _ in range(3):
             send(runner, "learn").result(5)
-        replies = [send(runner, str(number), within_s=0.23) for number in range(4)]
+        replies = [send(runner, str(number), within_s=1.35) for number in range(4)]
         with pytest.raises(Overloaded) as refused:
-            send(runner, "hasty", within_s=0.23)
+            send(runner, "hasty", within_s=1.35)
         time.sleep(refused.value.retry_after_s + 0.02)
-        hasty = send(runner, "hasty", within_s=0.23)
+        hasty = send(runner, "hasty", within_s=1.35)
 
         assert hasty.result(5).body == b"HASTY/0"
         assert all(reply.result(5) for reply in replies)
