@@ -18,7 +18,17 @@ os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell's background job; what tests start would inherit it
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-RETRIED: dict[str, str] = {}  # file::test → why a second try is allowed; at most ten
+# file::test → why a second try is allowed; at most ten
+RETRIED = {
+    "test_fault_load.py::test_a_hundred_jobs_by_ten_clients_and_quick_lists_and_cancels_meanwhile": "p95 of answers",
+    "test_jobs_pages.py::test_a_thousand_jobs_are_paged_through_and_stay_fluid": "frames that a browser draws a second",
+    "test_data_pages.py::test_a_dataset_of_a_hundred_thousand_samples_stays_fluid": "frames that a browser draws a second",
+    "test_trainer.py::test_a_slow_copy_is_named": "share of a step that waits, of milliseconds",
+    "test_prediction_deaths.py::test_two_predictors_share_what_arrives_at_once": "which of two processes is idle first",
+    "test_devices.py::test_a_cluster_that_nobody_answers_at_fails_the_job_at_once": "seconds until a failure",
+    "test_devices.py::test_ranks_stop_when_asked_and_go_on_from_there": "seconds until three processes have stopped",
+    "test_worker_rf.py::test_a_cancelled_generation_is_a_valid_dataset_within_five_seconds": "seconds until a stop",
+}
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
