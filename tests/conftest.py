@@ -21,8 +21,8 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell's background jo
 # file::test → why a second try is allowed; at most ten
 RETRIED = {
     "test_fault_load.py::test_a_hundred_jobs_by_ten_clients_and_quick_lists_and_cancels_meanwhile": "p95 of answers",
-    "test_jobs_pages.py::test_a_thousand_jobs_are_paged_through_and_stay_fluid": "frames that a browser draws a second",
-    "test_data_pages.py::test_a_dataset_of_a_hundred_thousand_samples_stays_fluid": "frames that a browser draws a second",
+    "test_jobs_pages.py::test_a_thousand_jobs_are_paged_through_and_stay_fluid": "frames drawn a second",
+    "test_data_pages.py::test_a_dataset_of_a_hundred_thousand_samples_stays_fluid": "frames drawn a second",
     "test_trainer.py::test_a_slow_copy_is_named": "share of a step that waits, of milliseconds",
     "test_prediction_deaths.py::test_two_predictors_share_what_arrives_at_once": "which of two processes is idle first",
     "test_devices.py::test_a_cluster_that_nobody_answers_at_fails_the_job_at_once": "seconds until a failure",
