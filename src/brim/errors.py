@@ -53,6 +53,7 @@ class BrimError(Exception):
         super().__init__(message)
         self.message, self.field, self.hint = message, field, hint
         self.code = code or self.default_code
+        self.more: tuple[BrimError, ...] = ()  # other fields of the same input that are wrong too
         # Kept as text: a value may be large, or not survive pickling.
         self._shown = None if value is _ABSENT else shown(value)
 
@@ -197,3 +198,9 @@ class Overloaded(BrimError):
 
 class DeadlinePassed(BrimError):
     """A request that was accepted, but whose deadline passed before it ran."""
+
+
+def with_article(value: object) -> str:
+    """The type of a value in a sentence: a Tensor, an int."""
+    name = type(value).__name__
+    return f"{'an' if name[0] in 'aeiouAEIOU' else 'a'} {name}"

@@ -33,7 +33,8 @@ def lazy(package: str, file: str) -> tuple[Callable[[str], Any], list[str]]:
         if name not in origins:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         module, attribute = origins[name]
-        value = getattr(import_module(module), attribute)
+        own = module == package  # a module of the package itself
+        value = import_module(f"{package}.{name}") if own else getattr(import_module(module), attribute)
         setattr(import_module(package), name, value)
         return value
 

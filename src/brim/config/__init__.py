@@ -6,12 +6,12 @@ A setting is a field of a frozen dataclass:
 
 `check` validates an instance (call it first in `__post_init__`), `read` makes one from plain JSON or TOML values and
 `plain` turns it back; `part` takes the settings of a base class out of a larger configuration. `settings` lists the
-fields, `schema` describes them as JSON schema and `table` as Markdown. Command-line options, request bodies, form
+fields, `schema` describes them as JSON schema. Command-line options, request bodies, form
 fields and the tables in the documentation all come from here. Nothing in this package imports torch.
 """
 
-from brim.config.read import check, part, plain, read
-from brim.config.schema import schema, table
+from brim.config.read import check, part, plain, raise_all, read
+from brim.config.schema import schema
 from brim.config.settings import PRINTABLE, Doc, Length, OneOf, Range, Setting, Unit, nearest, settings
 
 __all__ = [
@@ -26,8 +26,8 @@ __all__ = [
     "nearest",
     "part",
     "plain",
+    "raise_all",
     "read",
     "schema",
     "settings",
-    "table",
 ]

@@ -8,12 +8,12 @@ A configuration's own `__post_init__` raises with code `conflict` where values a
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import is_dataclass
 from typing import Any, TypeVar, get_origin
 
 from brim.config.settings import PRINTABLE, Length, Setting, nearest, settings
-from brim.errors import ConfigError, printable
+from brim.errors import BrimError, ConfigError, printable
 
 _T = TypeVar("_T")
 _SURROGATE = re.compile("[\ud800-\udfff]")  # half a character; most schema validators do not know them
@@ -30,26 +30,40 @@ def check(config: object) -> None:
 
 
 def read(config: type[_T], values: Mapping[str, Any], path: str = "config") -> _T:
-    """The configuration from plain values; a field in an error begins with path."""
+    """The configuration from plain values; a field in an error begins with path, and the error has all wrong fields."""
     known = settings(config)
     if not isinstance(values, Mapping):
         raise ConfigError(f"{path} must be an object with {', '.join(known)}", field=path, code="wrong_type")
+    faults, ready = list[BrimError](), dict[str, Any]()
     for name in values:
         if name not in known:
             where = printable(_join(path, str(name)))
             near = nearest(str(name), list(known))
-            raise ConfigError(f"{where} is unknown; {near}", field=where, code="unknown_field")
+            faults.append(ConfigError(f"{where} is unknown; {near}", field=where, code="unknown_field"))
     for name, setting in known.items():
         if setting.required and name not in values:
             where = _join(path, name)
-            raise ConfigError(f"{where} is missing", field=where, code="missing")
-    ready = {name: _accept(known[name], value, _join(path, name)) for name, value in values.items()}
+            faults.append(ConfigError(f"{where} is missing", field=where, code="missing"))
+    for name, value in values.items():
+        try:
+            if name in known:
+                ready[name] = _accept(known[name], value, _join(path, name))
+        except ConfigError as failure:
+            faults += [failure, *failure.more]
+    raise_all(faults)
     try:
         return config(**ready)
     except ConfigError as failure:
         if failure.code == ConfigError.default_code:  # every value was accepted by itself
             failure.code = "conflict"
         raise failure.within(path) from failure
+
+
+def raise_all(faults: Sequence[BrimError]) -> None:
+    """Raise the first, if there is any, with the others."""
+    if faults:
+        faults[0].more = tuple(faults[1:])
+        raise faults[0]
 
 
 def part(config: type[_T], whole: object) -> _T:
@@ -121,7 +135,10 @@ def _bounded(setting: Setting, value: Any, path: str) -> Any:
     if setting.length is not None and isinstance(value, str | tuple):
         _check_length(setting.length, value, path)
     if setting.names is not None and isinstance(value, str) and value not in setting.names.names():
-        raise _error(path, value, f"is unknown; {nearest(value, setting.names.names())}", "unknown_choice")
+        known = setting.names.names()
+        raise _error(
+            path, value, f"is unknown; {nearest(value, known)}" if known else "is not accepted here", "unknown_choice"
+        )
     if isinstance(value, float) and not math.isfinite(value):
         raise _error(path, value, "must be a finite number", "out_of_range")
     return value

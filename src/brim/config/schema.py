@@ -1,4 +1,4 @@
-"""A configuration class described for others: as JSON schema for the API and its forms, as Markdown for the docs."""
+"""A configuration class as JSON schema, for the API and its forms."""
 
 from dataclasses import is_dataclass
 from typing import Any, get_origin
@@ -21,15 +21,6 @@ def schema(config: type) -> dict[str, Any]:
     }
 
 
-def table(config: type) -> str:
-    """The settings of the class as a Markdown table: name, values, default and meaning."""
-    lines = ["| setting | values | default | meaning |", "| --- | --- | --- | --- |"]
-    for name, setting in settings(config).items():
-        default = "required" if setting.required else _shown_default(setting)
-        lines.append(f"| `{name}` | {_values(setting)} | {default} | {setting.doc} |")
-    return "\n".join(lines)
-
-
 def _property(setting: Setting) -> dict[str, Any]:
     out = _shape(setting)
     out["title"] = setting.name
@@ -41,7 +32,8 @@ def _property(setting: Setting) -> dict[str, Any]:
 
 
 def _shape(setting: Setting) -> dict[str, Any]:
-    parts = [_part(setting, kind) for kind in setting.types]
+    is_closed = setting.names is not None and not setting.names.names()  # no text is accepted
+    parts = [_part(setting, kind) for kind in setting.types if not (kind is str and is_closed)]
     if setting.choices:
         parts.append({"enum": list(setting.choices), "type": "string"})
     if setting.optional:
@@ -84,24 +76,3 @@ def _bounds(setting: Setting) -> dict[str, Any]:
     }
     odd = {"not": {"multipleOf": 2}} if range_.step == 2 and range_.low and range_.low % 2 else {}
     return {key: value for key, value in bounds.items() if value is not None} | odd
-
-
-def _values(setting: Setting) -> str:
-    words = [f"`{choice}`" for choice in setting.choices]
-    if setting.range is not None:
-        words.append(f"{setting.range}{f' {setting.unit}' if setting.unit else ''}")
-    elif setting.types:
-        named = {bool: "true or false", int: "whole number", float: "number", str: "text"}
-        words += [named.get(kind, "list" if get_origin(kind) is tuple else "object") for kind in setting.types]
-    return ", ".join(words)
-
-
-def _shown_default(setting: Setting) -> str:
-    value = setting.default
-    if value is None:
-        return "none"
-    if isinstance(value, bool):
-        return f"`{str(value).lower()}`"
-    if isinstance(value, tuple) and all(isinstance(item, str) for item in value):
-        return ", ".join(f"`{item}`" for item in value) or "none"
-    return "" if isinstance(value, tuple) or is_dataclass(value) else f"`{value}`"

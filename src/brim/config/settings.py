@@ -170,7 +170,9 @@ def _settings(config: Any) -> dict[str, Setting]:
 
 def nearest(name: str, known: Collection[str]) -> str:
     """How to go on after an unknown name: the nearest known one, or all of them."""
-    near = difflib.get_close_matches(str(name)[:200], list(known), 1)
+    text = str(name)[:200].lower()
+    begin = [one for one in known if text and one.lower().startswith(text)]  # unet: unet_tiny rather than hrnet
+    near = begin or difflib.get_close_matches(text, list(known), 1)
     return f"did you mean {near[0]}?" if near else f"choose one of {', '.join(known)}"
 
 

@@ -4,37 +4,53 @@ Knows no dataset. Light and dark follow the reader's setting; charts are inline 
 """
 
 import secrets
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from html import escape
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from brim.errors import StorageError
-from brim.report.svg import tick_text
+
+if TYPE_CHECKING:
+    from brim.report.svg import Plot
 
 
-def document(title: str, body: str) -> str:
-    """A page around HTML; the title is plain text."""
+def document(title: str, body: str, cards: Sequence[str] = (), foot: str = "") -> str:
+    """A page: HTML, cards in columns, HTML; the title is plain text."""
+    columns = "\n".join(['<div class="cards">', *cards, "</div>"]) if cards else ""
     return (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
         f"<title>{escape(title)}</title>\n<style>{_STYLE}</style>\n</head>\n"
-        f"<body>\n<main>\n{body}\n</main>\n</body>\n</html>\n"
+        f"<body>\n<main>\n{body}\n{columns}\n{foot}\n</main>\n</body>\n</html>\n"
     )
 
 
 def write_page(file: Path, text: str) -> None:
-    """Write a page whole or not at all."""
+    write_whole(file, text.encode("utf-8", "replace"), "report")
+
+
+def write_whole(file: Path, data: bytes, field: str) -> None:
+    """Write a file whole or not at all; field is the setting that names it."""
     temporary = file.parent / f".{file.name}.{secrets.token_hex(4)}.tmp"
-    try:
-        temporary.write_text(text, encoding="utf-8", errors="replace")
-        temporary.replace(file)
-    except OSError as failure:
-        with suppress(OSError):
+    with write_errors(file, field):
+        try:
+            temporary.write_bytes(data)
+            temporary.replace(file)
+        finally:
             temporary.unlink(missing_ok=True)
-        reason = failure.strerror or str(failure)
+
+
+@contextmanager
+def write_errors(file: Path, field: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as failure:
         raise StorageError(
-            f"report {file}: cannot write, {reason}", field="report", hint="choose another file for {report}"
+            f"{field} {file}: cannot write, {failure.strerror or failure}",
+            field=field,
+            hint=f"choose another file for {{{field}}}",
         ) from failure
 
 
@@ -50,6 +66,13 @@ def tiles(entries: list[tuple[str, str, str]]) -> str:
 def card(kind: str, title: str, note: str, body: str = "") -> str:
     """A section with what is seen as its title; the body is HTML, the rest plain text."""
     return f'<section class="card {kind}" id="{kind}"><h2>{escape(title)}</h2>{body}<p>{escape(note)}</p></section>'
+
+
+def chart(
+    kind: str, title: str, note: str, plot: "Plot", labels: tuple[str, str], keys: list[tuple[str, str]] | None = None
+) -> str:
+    """A card around a plot, whose axes have these labels."""
+    return card(kind, title, note, plot.render(*labels, title) + (legend(keys) if keys else ""))
 
 
 def legend(entries: list[tuple[str, str]]) -> str:
@@ -82,7 +105,6 @@ def number(value: float | None) -> str:
 
 
 def metres(value: float | None) -> str:
-    """A length in m or km."""
     if value is not None and abs(value) >= 999.5:
         return f"{number(value / 1000)}\u00a0km"
     return with_unit(value, "m")
@@ -94,17 +116,14 @@ def with_unit(value: float | None, unit: str) -> str:
 
 
 def count(value: int | None, noun: str) -> str:
-    """So many of something."""
     return f"{number(value)} {noun}{'' if value == 1 else 's'}"
 
 
 def percent(share: float | None) -> str:
-    """A share of 1 in percent."""
     return "–" if share is None else f"{share * 100:.3g}\u00a0%"
 
 
 def size(num_bytes: float) -> str:
-    """A number of bytes in words."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if num_bytes < 999.5:
             return f"{number(num_bytes)}\u00a0{unit}"
@@ -119,6 +138,8 @@ def plain(value: Any) -> str:
     if isinstance(value, list | tuple):
         return ", ".join(plain(item) for item in value)
     if isinstance(value, int | float) and (value == 0 or 1e-3 <= abs(value) < 1e12):
+        from brim.report.svg import tick_text  # loads NumPy, which pages without charts do not need
+
         return tick_text(value) if value == round(value) else f"{value:.7g}".replace("-", "−")
     return str(value)
 
@@ -155,6 +176,9 @@ svg .note{fill:var(--soft);paint-order:stroke;stroke:var(--card);stroke-width:3p
 svg .town{fill:var(--ink);font-weight:600;paint-order:stroke;stroke:var(--card);stroke-width:3.5px;
 stroke-linejoin:round}
 svg .grid{stroke:var(--grid);fill:none}
+svg .land{fill:var(--faint);fill-rule:evenodd;opacity:.16}
+svg .coast{stroke:var(--faint);stroke-width:1.2;fill:none}
+svg .border{stroke:var(--faint);stroke-dasharray:4 3;fill:none;opacity:.7}
 svg .axis,svg .edge{stroke:var(--edge);fill:none}
 svg .rule,svg .box{stroke:var(--faint);stroke-dasharray:4 4;fill:none}
 svg .band{fill:var(--band)}

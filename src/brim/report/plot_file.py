@@ -2,13 +2,28 @@
 
 import importlib.util
 import io
-import os
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+import tempfile
 from pathlib import Path
 from typing import Any
 
-from brim.errors import ConfigError, StorageError
+from brim.errors import ConfigError
+from brim.report.page import write_errors, write_whole
+
+INK, GREY = "#2b2b2b", "#8a8a8a"
+STYLE: dict[Any, Any] = {  # for matplotlib.rc_context
+    "font.size": 9.5,
+    "axes.edgecolor": GREY,
+    "axes.labelcolor": INK,
+    "text.color": INK,
+    "xtick.color": INK,
+    "ytick.color": INK,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "grid.color": "#e6e6e6",
+    "axes.axisbelow": True,
+    "figure.constrained_layout.w_pad": 0.08,  # inches
+}
 
 
 def check_plot(file: Path | str | None = None) -> None:
@@ -22,35 +37,15 @@ def check_plot(file: Path | str | None = None) -> None:
     file = Path(file)
     if file.suffix.lower() != ".png" or file.is_dir():
         raise ConfigError(f"{file} is not a PNG file", field="plot", hint="choose another file for {plot}")
-    with _write_errors(file):
-        probe = _temporary(file)
-        probe.touch()
-        probe.unlink()
+    with write_errors(file, "plot"):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=file.parent).close()
 
 
 def save_figure(figure: Any, file: Path | str) -> None:
     """Write a matplotlib figure; the file that was there stays until the new one is whole."""
     file, picture = Path(file), io.BytesIO()
     figure.savefig(picture, format="png", dpi=130)
-    with _write_errors(file):
-        temporary = _temporary(file)
-        temporary.write_bytes(picture.getvalue())
-        temporary.replace(file)
-
-
-def _temporary(file: Path) -> Path:
-    file.parent.mkdir(parents=True, exist_ok=True)
-    return file.with_name(f".{file.name}.{os.getpid()}.new")
-
-
-@contextmanager
-def _write_errors(file: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as failure:
-        with suppress(OSError):
-            _temporary(file).unlink()
-        reason = failure.strerror or failure
-        raise StorageError(
-            f"{file}: cannot write, {reason}", field="plot", hint="choose another file for {plot}"
-        ) from failure
+    with write_errors(file, "plot"):
+        file.parent.mkdir(parents=True, exist_ok=True)
+    write_whole(file, picture.getvalue(), "plot")

@@ -5,13 +5,15 @@ decides them for light and dark. Charts are WIDTH units wide and scale with the 
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from html import escape
 from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
+
+from brim.report.land import land_areas, land_lines
 
 Values = NDArray[np.floating[Any]]
 
@@ -88,16 +90,24 @@ class Plot:
     height: float = 280.0
     marks: list[str] = field(default_factory=list)
 
+    @classmethod
+    def histograms(cls, x: ChartAxis, filled: Values, outlined: Values | None = None, *, centred: bool = False) -> Self:
+        """Histograms of one or two quantities; centred: one bin lies in the middle."""
+        edges = x.edges(num_bins(filled) | int(centred))
+        counts = [np.histogram(values, edges)[0] for values in (filled, outlined) if values is not None]
+        plot = cls(x, ChartAxis.linear(0, 1.06 * max(1, *(int(c.max()) for c in counts)), 4))
+        plot.bars(edges, counts[0], "a")
+        if outlined is not None:
+            plot.steps(edges, counts[1], "b")
+        return plot
+
     def at_x(self, value: Any) -> Any:
-        """Horizontal place of values."""
         return _LEFT + self.x.share(value) * (WIDTH - _LEFT - _RIGHT)
 
     def at_y(self, value: Any) -> Any:
-        """Vertical place of values."""
         return self.height - _BOTTOM - self.y.share(value) * (self.height - _BOTTOM - _TOP)
 
     def bars(self, edges: Values, counts: Values, series: str) -> None:
-        """Filled bars of a histogram."""
         left, top, base = self.at_x(edges), self.at_y(counts), self.at_y(self.y.low)
         parts = [
             f"M{left[k] + 0.5:.1f} {base:.1f}V{top[k]:.1f}H{left[k + 1] - 0.5:.1f}V{base:.1f}z"
@@ -107,7 +117,6 @@ class Plot:
         self.marks.append(f'<path class="fill {series}" d="{"".join(parts)}"/>')
 
     def steps(self, edges: Values, counts: Values, series: str) -> None:
-        """Outline of a histogram."""
         left, top, base = self.at_x(edges), self.at_y(counts), self.at_y(self.y.low)
         parts = [f"V{top[k]:.1f}H{left[k + 1]:.1f}" for k in range(len(counts))]
         self.marks.append(f'<path class="line {series}" d="M{left[0]:.1f} {base:.1f}{"".join(parts)}V{base:.1f}"/>')
@@ -137,7 +146,6 @@ class Plot:
         )
 
     def rule_x(self, value: float, label: str) -> None:
-        """A vertical line with its name."""
         if not self.x.low <= value <= self.x.high:
             return
         x = float(self.at_x(value))
@@ -148,7 +156,6 @@ class Plot:
         )
 
     def rule_y(self, value: float, label: str) -> None:
-        """A horizontal line with its name."""
         y = float(self.at_y(value))
         right = WIDTH - _RIGHT
         self.marks.append(
@@ -247,12 +254,10 @@ class MapFrame:
         )
 
     def at(self, lat: Any, lon: Any) -> tuple[Any, Any]:
-        """Place of points on the drawing."""
         x = _LEFT + (np.asarray(lon) - self.west) * self.per_deg_lon
         return x, _TOP + self.height - (np.asarray(lat) - self.south) * self.per_deg_lat
 
     def holds(self, lat: Any, lon: Any) -> Any:
-        """Whether points lie on the map."""
         x, y = self.at(lat, lon)
         return (x > _LEFT) & (x < WIDTH - _RIGHT) & (y > _TOP) & (y < _TOP + self.height)
 
@@ -272,8 +277,17 @@ class MapFrame:
             marks.append(f'<text x="{x:.1f}" y="{base + 17:.1f}" text-anchor="middle">{_degrees(lon, "EW")}</text>')
         return [f'<path class="grid" d="{path}"/>', *marks]
 
+    def land(self) -> list[str]:
+        """Land, coasts and borders."""
+        wide = (WIDTH - _LEFT - _RIGHT) / self.per_deg_lon
+        box = (self.south, self.south + self.height / self.per_deg_lat, self.west, self.west + wide)
+        lines = land_lines(*box)
+        kinds = {kind: [line for line in lines if line.is_border == (kind == "border")] for kind in ("coast", "border")}
+        shapes = {kind: [self.at(line.lat, line.lon) for line in chosen] for kind, chosen in kinds.items()}
+        shapes = {"land": [self.at(ring[:, 0], ring[:, 1]) for ring in land_areas(*box)], **shapes}
+        return [_path(shape, kind) for kind, shape in shapes.items() if shape]
+
     def box(self, lat: Values, lon: Values) -> str:
-        """Dashed bounding box of points."""
         (left, right), (base, top) = self.at([lat.min(), lat.max()], [lon.min(), lon.max()])
         size = f'width="{right - left:.1f}" height="{base - top:.1f}"'
         return f'<rect class="box" x="{left:.1f}" y="{top:.1f}" {size}/>'
@@ -287,8 +301,7 @@ class MapFrame:
     def paths(self, lat: Values, lon: Values, kind: str) -> str:
         """Lines through points: (lines, points) each, all in one path."""
         x, y = self.at(lat, lon)
-        joined = ("L".join(f"{a:.1f} {b:.1f}" for a, b in zip(*line, strict=True)) for line in zip(x, y, strict=True))
-        return f'<path class="line {kind}" d="{"".join(f"M{points}" for points in joined)}"/>'
+        return _path(zip(x, y, strict=True), f"line {kind}")
 
     def sites(self, lat: Values, lon: Values, names: Sequence[str]) -> list[str]:
         """Triangles, each with its name beside it where that touches no other; a name may be empty."""
@@ -314,36 +327,30 @@ class MapFrame:
     ) -> tuple[str, float, float, tuple[float, float, float, float]] | None:
         """Right, left, above, below or further off: the first place for a text that is on the map and free."""
         for anchor, at_x, at_y in (
-            ("start", x + 10, y + 5),
-            ("end", x - 10, y + 5),
-            ("middle", x, y - 12),
-            ("middle", x, y + 20),
-            ("start", x + 8, y - 9),
-            ("end", x - 8, y - 9),
-            ("start", x + 8, y + 18),
-            ("end", x - 8, y + 18),
-            ("start", x + 2, y - 24),
-            ("end", x - 2, y - 24),
-            ("start", x + 2, y + 33),
-            ("end", x - 2, y + 33),
-        ):
+            ("start", x + 10, y + 5), ("end", x - 10, y + 5), ("middle", x, y - 12), ("middle", x, y + 20),
+            ("start", x + 8, y - 9), ("end", x - 8, y - 9), ("start", x + 8, y + 18), ("end", x - 8, y + 18),
+            ("start", x + 2, y - 24), ("end", x - 2, y - 24), ("start", x + 2, y + 33), ("end", x - 2, y + 33),
+        ):  # fmt: skip
             left = at_x - {"start": 0.0, "middle": wide / 2, "end": wide}[anchor]
             area = (left, at_y - 13, left + wide, at_y + 4)
             if area[0] < _LEFT or area[2] > WIDTH - 4 or area[1] < _TOP or area[3] > _TOP + self.height:
                 continue
-            if not any(_overlap(area, other) for other in taken):
+            if not any(
+                area[0] < other[2] and other[0] < area[2] and area[1] < other[3] and other[1] < area[3]
+                for other in taken
+            ):
                 return anchor, at_x, at_y, area
         return None
 
     def render(self, marks: Sequence[str], title: str) -> str:
-        """The map as SVG."""
         wide = WIDTH - _LEFT - _RIGHT
         edge = f'<rect class="edge" x="{_LEFT}" y="{_TOP}" width="{wide}" height="{self.height:.1f}"/>'
-        return drawing(_TOP + self.height + 26, [edge, *self.graticule(), *marks], title)
+        return drawing(_TOP + self.height + 26, [edge, *self.graticule(), *self.land(), *marks], title)
 
 
-def _overlap(a: tuple[float, float, float, float], b: tuple[float, float, float, float]) -> bool:
-    return a[0] < b[2] and b[0] < a[2] and a[1] < b[3] and b[1] < a[3]
+def _path(lines: Iterable[tuple[Any, Any]], kind: str) -> str:
+    joined = ("L".join(f"{a:.1f} {b:.1f}" for a, b in zip(*line, strict=True)) for line in lines)
+    return f'<path class="{kind}" d="{"".join(f"M{points}" for points in joined)}"/>'
 
 
 def _degrees(value: float, signs: str) -> str:
