@@ -1,10 +1,9 @@
 """Settings of the engine: the training recipe, where data is held, how batches are cut, and the batch size search.
 
 Workloads build their own settings on these. The annotated types (`LearningRate`, `TierChoice`, …) declare a setting
-that several workloads share, so that its range and its sentence stand once. Nothing here imports torch.
+that several workloads share, so that its range and help are written once. Nothing here imports torch.
 """
 
-import importlib.util
 import math
 from dataclasses import dataclass, fields
 from typing import Annotated, Any, Literal, get_args
@@ -16,6 +15,8 @@ Precision = Literal["auto", "fp32", "bf16", "fp16"]
 Compile = Literal["auto", "none", "compile", "graph"]
 Tier = Literal["vram", "ram", "window"]
 TIERS: tuple[Tier, ...] = get_args(Tier)
+SHORT_RUN = 200  # steps: a run of fewer logs each of them
+LOG_EVERY = 50
 
 Epochs = Annotated[int, Range(1), Doc("Passes over the training data.")]
 LearningRate = Annotated[
@@ -67,7 +68,11 @@ class TrainConfig:
     max_graphs: Annotated[
         int, Range(1), Doc("Batch shapes captured as CUDA graphs at most; each keeps its inputs in GPU memory.")
     ] = 32
-    log_every: Annotated[int, Range(1), Doc("Steps between log lines; each one synchronises the device.")] = 50
+    log_every: Annotated[
+        int | None,
+        Range(1),
+        Doc("Steps between log lines; each one synchronises the device. None: 50, in runs of under 200 steps 1."),
+    ] = None
     checkpoint_every_s: Annotated[
         float | None,
         Range(above=0),
@@ -78,7 +83,35 @@ class TrainConfig:
         None
     )
     tensorboard: Annotated[bool, Doc("Write TensorBoard events beside metrics.jsonl.")] = True
-    measure_ceiling: Annotated[bool, Doc("Time the step on one fixed batch at the end of training.")] = True
+    measure_ceiling: Annotated[bool, Doc("Time the step on fixed batches now and then during training.")] = True
+
+    def __post_init__(self) -> None:
+        check(self)
+
+    def log_interval(self, num_steps: int) -> int:
+        """Steps between log lines of a run of num_steps."""
+        return self.log_every or (LOG_EVERY if num_steps >= SHORT_RUN else 1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModuleTraining:
+    """How a module that is not brim's own is trained."""
+
+    epochs: Epochs = 10
+    batch_size: Annotated[int, Range(1), Doc("Rows in a step.")] = 256
+    learning_rate: LearningRate = 1e-3
+    weight_decay: WeightDecay = 0.01
+    tier: TierChoice = "auto"
+    precision: PrecisionChoice = "auto"
+    compile: CompileChoice = "auto"
+    seed: Annotated[
+        int, Range(0, 2**63 - 1), Doc("Random seed of the split, the initial weights, the order and the dropout.")
+    ] = 0
+    val_share: Annotated[
+        float, Range(0, below=1, note="0.1 is usual"), Doc("Share of the rows held out for val_loss; 0: none.")
+    ] = 0.1
+    early_stopping_patience: EarlyStoppingPatience = None
+    checkpoint_every_s: CheckpointEveryS = 10.0
 
     def __post_init__(self) -> None:
         check(self)
@@ -87,8 +120,7 @@ class TrainConfig:
 def recipe_of(settings: Any, epochs: int) -> TrainConfig:
     """The trainer's part of a workload's settings, a dataclass: the fields of the same names."""
     names = {field.name for field in fields(TrainConfig)} & {field.name for field in fields(settings)} - {"epochs"}
-    events = importlib.util.find_spec("tensorboard") is not None
-    return TrainConfig(epochs=epochs, **{name: getattr(settings, name) for name in names}, tensorboard=events)
+    return TrainConfig(epochs=epochs, **{name: getattr(settings, name) for name in names})
 
 
 def learning_rate_at(config: TrainConfig, step: int, num_steps: int) -> float:

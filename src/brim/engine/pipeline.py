@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Generic, Self, TypeVar
 
 import torch
@@ -141,21 +142,78 @@ class Pipeline(Iterator[Any]):
         return ", ".join(thread.name for thread in lost)
 
     def _make_threads(self) -> list[threading.Thread]:
-        first = self._channels[0]
-        threads = [self._thread(self._names[0], _Feed(self._source, self._names[0], first, self._meter))]
+        threads = [self._thread(self._names[0], self._feed, None, self._channels[0])]
         for stage, inbox, outbox in zip(self._stages, self._channels, self._channels[1:], strict=False):
             for worker in range(stage.workers):
                 name = stage.name if stage.workers == 1 else f"{stage.name}-{worker}"
-                threads.append(self._thread(name, _Worker(stage, inbox, outbox, self._meter)))
+                threads.append(self._thread(name, partial(self._work, stage, inbox, outbox), inbox, outbox))
         return threads
 
-    def _thread(self, name: str, body: "_Feed | _Worker") -> threading.Thread:
+    def _thread(
+        self, name: str, body: Callable[[], None], inbox: "_Channel | None", outbox: "_Channel"
+    ) -> threading.Thread:
         def run() -> None:
-            _run_to_end(body)
+            try:
+                body()
+            except _Stopped:
+                if inbox is not None:
+                    inbox.stop()
+            except BaseException as failure:
+                outbox.close_now(failure)
             self._settled.add(thread)
 
         thread = threading.Thread(target=run, name=f"pipeline-{name}", daemon=True)
         return thread
+
+    def _feed(self) -> None:
+        """The source's thread: waits for room first, so that it never runs more than the depth ahead."""
+        name, outbox, index = self._names[0], self._channels[0], 0
+        iterator: Iterator[Any] | None = None
+        while True:
+            with self._meter.waiting(name, ROOM):
+                outbox.wait_for_room(index)
+            try:
+                if iterator is None:
+                    iterator = self._begin()
+                with self._meter.busy(name):
+                    item = next(iterator)
+            except StopIteration:
+                outbox.close(_End(index, None))
+                return
+            except BaseException as failure:
+                outbox.close(_End(index, failure))
+                return
+            outbox.put(index, item)
+            del item  # not kept alive while the thread waits
+            index += 1
+
+    def _begin(self) -> Iterator[Any]:
+        try:
+            return iter(self._source)
+        except StopIteration as failure:
+            raise RuntimeError(f"{self._names[0]!r} raised StopIteration in __iter__") from failure
+
+    def _work(self, stage: Stage[Any, Any], inbox: "_Channel", outbox: "_Channel") -> None:
+        """One thread of a stage."""
+        while True:
+            with self._meter.waiting(stage.name, INPUT):
+                entry = inbox.get()
+            assert entry is not None
+            if isinstance(entry, _End):
+                outbox.close(entry)
+                return
+            index, item = entry
+            try:
+                with self._meter.busy(stage.name):
+                    result = stage.work(item)
+            except BaseException as failure:
+                outbox.close(_End(index, _surfaced(failure, stage.name)))
+                inbox.stop()  # items before this one are already with other workers
+                return
+            del entry, item  # not kept alive while the thread waits
+            with self._meter.waiting(stage.name, ROOM):
+                outbox.put(index, result)
+            del result
 
     def _stop(self) -> None:
         for channel in self._channels:
@@ -177,28 +235,25 @@ class HostCopy:
 
     def start(self, tensors: Mapping[str, Tensor]) -> "Pending":
         """Queue the copies on the current stream; tensors already on the host pass through."""
-        host = {name: self._copy(tensor) for name, tensor in tensors.items()}
-        devices = {tensor.device for tensor in tensors.values() if tensor.is_cuda}
+        host = {}
+        for name, tensor in tensors.items():
+            host[name] = tensor
+            if tensor.is_cuda:
+                buffer = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+                host[name] = buffer.copy_(tensor.detach(), non_blocking=True)
         events = []
-        for device in devices:
+        for device in {tensor.device for tensor in tensors.values() if tensor.is_cuda}:
             # blocking: the waiting thread sleeps rather than spins
             event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
             event.record(torch.cuda.current_stream(device))
             events.append(event)
         return Pending(host, tuple(tensors.values()), events)
 
-    def _copy(self, tensor: Tensor) -> Tensor:
-        if not tensor.is_cuda:
-            return tensor
-        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-        return host.copy_(tensor.detach(), non_blocking=True)
-
 
 class Pending:
     """Host copies in progress; holds the device tensors until they are finished."""
 
     def __init__(self, host: dict[str, Tensor], sources: Sequence[Tensor], events: Sequence[torch.cuda.Event]) -> None:
-        """The events follow the copies on their streams."""
         self._host = host
         self._sources = sources
         self._events = events
@@ -209,11 +264,6 @@ class Pending:
             event.synchronize()
         self._events = self._sources = ()
         return self._host
-
-    def release(self) -> None:
-        """Drop the host tensors; their memory is reused when the caller has dropped them too."""
-        self.wait()
-        self._host = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -328,93 +378,15 @@ class _Channel:
         return self._next in self._slots or at_end or self._stopped
 
 
-class _Feed:
-    """The source's thread: waits for room first, so that it never runs more than the depth ahead."""
-
-    def __init__(self, source: Iterable[Any], name: str, outbox: _Channel, meter: Meter) -> None:
-        self.inbox = None
-        self.outbox = outbox
-        self._source = source
-        self._iterator: Iterator[Any] | None = None
-        self._name = name
-        self._meter = meter
-        self._index = 0
-
-    def step(self) -> bool:
-        with self._meter.waiting(self._name, ROOM):
-            self.outbox.wait_for_room(self._index)
-        try:
-            if self._iterator is None:
-                self._iterator = self._begin()
-            with self._meter.busy(self._name):
-                item = next(self._iterator)
-        except StopIteration:
-            self.outbox.close(_End(self._index, None))
-            return False
-        except BaseException as failure:
-            self.outbox.close(_End(self._index, failure))
-            return False
-        self.outbox.put(self._index, item)
-        self._index += 1
-        return True
-
-    def _begin(self) -> Iterator[Any]:
-        try:
-            return iter(self._source)
-        except StopIteration as failure:
-            raise RuntimeError(f"{self._name!r} raised StopIteration in __iter__") from failure
-
-
-class _Worker:
-    """One thread of a stage."""
-
-    def __init__(self, stage: Stage[Any, Any], inbox: _Channel, outbox: _Channel, meter: Meter) -> None:
-        self.inbox = inbox
-        self.outbox = outbox
-        self._stage = stage
-        self._meter = meter
-
-    def step(self) -> bool:
-        # a call per item, so that no local keeps the last item alive while the thread waits
-        with self._meter.waiting(self._stage.name, INPUT):
-            entry = self.inbox.get()
-        assert entry is not None
-        if isinstance(entry, _End):
-            self.outbox.close(entry)
-            return False
-        index, item = entry
-        try:
-            with self._meter.busy(self._stage.name):
-                result = self._stage.work(item)
-        except BaseException as failure:
-            self.outbox.close(_End(index, self._surfaced(failure)))
-            self.inbox.stop()  # items before this one are already with other workers
-            return False
-        del entry, item
-        with self._meter.waiting(self._stage.name, ROOM):
-            self.outbox.put(index, result)
-        return True
-
-    def _surfaced(self, failure: BaseException) -> BaseException:
-        if not isinstance(failure, StopIteration):
-            return failure
-        # raised by next() as it is, it would silently end the caller's loop
-        error = RuntimeError(f"stage {self._stage.name!r} raised StopIteration")
-        error.__cause__ = failure
-        return error
-
-
-def _run_to_end(body: _Feed | _Worker) -> None:
-    try:
-        while body.step():
-            pass
-    except _Stopped:
-        if body.inbox is not None:
-            body.inbox.stop()
-    except BaseException as failure:
-        body.outbox.close_now(failure)
+def _surfaced(failure: BaseException, stage: str) -> BaseException:
+    if not isinstance(failure, StopIteration):
+        return failure
+    # raised by next() as it is, it would silently end the caller's loop
+    error = RuntimeError(f"stage {stage!r} raised StopIteration")
+    error.__cause__ = failure
+    return error
 
 
 def _check_depth(name: str, depth: int) -> None:
     if depth < 1:
-        raise ConfigError(f"{name!r}: depth={depth} must be at least 1; 2 lets two items wait")
+        raise ConfigError(f"{name!r}: depth={depth} must be at least 1", hint="2 lets two items wait")

@@ -6,16 +6,6 @@ from brim.engine.batching.servable import Answer, DecodedRequest, Payload, Reque
 from brim.engine.batching.service_times import PoolTimes
 
 __all__ = [
-    "Answer",
-    "BatchPolicy",
-    "BatchRunner",
-    "BatcherConfig",
-    "DecodedRequest",
-    "Payload",
-    "PoolTimes",
-    "RequestPart",
-    "RequestShape",
-    "Servable",
-    "StartBatch",
-    "Wait",
-]
+    "Answer", "BatchPolicy", "BatchRunner", "BatcherConfig", "DecodedRequest", "Payload", "PoolTimes",
+    "RequestPart", "RequestShape", "Servable", "StartBatch", "Wait",
+]  # fmt: skip

@@ -16,12 +16,13 @@ from typing import Annotated
 from brim.config import Range, check
 from brim.engine.batching.queue import Lane, Request, RequestQueue, WaitingPart, forecast
 from brim.engine.batching.service_times import GAIN, MAX_KEYS, QUANTILE, ServiceTimes, StepTable, Windows
-from brim.errors import Overloaded
+from brim.errors import Overloaded, TooLarge
 
 RATE_WINDOW_S = 0.25  # for the arrival rate: longer than a batch, shorter than a change of load
 IN_FLIGHT = 2  # batches on the device: one running and one queued behind it
 QUEUED = 0.6  # a launch that took less than this share of the batch's time returned before the device was done
 MAX_LEAD_S = 0.01
+RETRY = 20  # least time between tries of work that is later than max_late_s, in multiples of its lateness
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +66,11 @@ class BatcherConfig:
     # Least time between requests that an idle device tries although they should be late: only running a batch
     # corrects an estimate, and one above a deadline would otherwise reject its requests forever. None: it never tries.
     probe_s: Annotated[float | None, Range(0)] = 1.0
+    # Requests expected to be later than this are not tried: those behind them would wait as long. Where the estimate
+    # was measured, one slow batch may be the reason; then they are tried, but rarely (RETRY).
+    max_late_s: Annotated[float, Range(0)] = 1.0
+    # Longest time one part may be expected to take: it cannot be divided, and the device runs nothing else meanwhile.
+    max_part_s: Annotated[float, Range(above=0)] = 30.0
 
     def __post_init__(self) -> None:
         check(self)
@@ -135,12 +141,14 @@ class BatchPolicy:
         after_s: float = 0.0,
         alone: bool = False,
     ) -> int:
-        """Queue a request and return its id, or raise Overloaded; its parts run only after `ready`.
+        """Queue a request and return its id, or raise Overloaded or TooLarge; its parts run only after `ready`.
 
         before_s and after_s: expected time of decoding before the device, and of finishing after it.
         """
         self._times.table(key)  # raises if the batch sizes are invalid, before anything is queued
-        self._arrive(key, parts, now_s)
+        self._rates.setdefault(key, _Rate()).add(parts, now_s)
+        if len(self._rates) > MAX_KEYS:
+            self._rates = {key: rate for key, rate in self._rates.items() if rate.per_s(now_s) * RATE_WINDOW_S > 0.5}
         due_s = deadline_s - after_s
         give_up_s = due_s + self.config.grace * (deadline_s - now_s)
         request = Request(self._count, key, alone, parts, deadline_s, due_s, now_s, now_s + before_s, give_up_s)
@@ -151,11 +159,12 @@ class BatchPolicy:
                 max(0.001, self._drained_s(now_s) - now_s),
             )
         self._queue.insert(request)
-        late_s = self._late_by(request, now_s)
-        if late_s > 0:
-            if not self._may_try(now_s, besides=parts):
+        late_s, part_s = self._late_by(request, now_s), self._times.table(key).seconds[1]
+        is_too_long = part_s > self.config.max_part_s
+        if late_s > 0 or is_too_long:
+            if not self._may_try(now_s, key, max(late_s, part_s) if is_too_long else late_s, besides=parts):
                 self._queue.remove(request)
-                raise self._rejection(request, late_s, now_s)
+                raise self._too_long(part_s) if is_too_long else self._rejection(request, late_s, now_s)
             self._tried_s, request.give_up_s = now_s, math.inf
         self._requests[request.number] = request
         self._count += 1
@@ -238,7 +247,10 @@ class BatchPolicy:
         place = next(place for place, run in enumerate(self._running) if run.batch is batch)
         run = self._running.pop(place)
         if learn:
-            self._times.note(batch[0].key, len(batch), now_s - max(run.started_s, self._freed_s))
+            took_s = now_s - max(run.started_s, self._freed_s)
+            self._times.note(batch[0].key, len(batch), took_s)
+            if took_s > self.config.max_late_s:
+                self._tried_s = now_s
             if launch_s is not None and launch_s < QUEUED * (now_s - run.started_s):
                 self._launches.note(batch[0].key, launch_s)
         self._freed_s = now_s
@@ -251,13 +263,12 @@ class BatchPolicy:
 
     def wait_s(self, key: Hashable, now_s: float, *, within_s: float = math.inf) -> float:
         """Seconds until a request of this key, due within within_s, would leave the device if it arrived now."""
-        if self._may_try(now_s):
+        if self._may_try(now_s, key):
             return 0.0
         return self._drained_s(now_s, now_s + within_s) + self._times.table(key).seconds[1] - now_s
 
     @property
     def depth(self) -> int:
-        """Waiting parts, decoded or not."""
         return self._queue.parts
 
     @property
@@ -266,16 +277,22 @@ class BatchPolicy:
 
     # Admission
 
-    def _arrive(self, key: Hashable, parts: int, now_s: float) -> None:
-        self._rates.setdefault(key, _Rate()).add(parts, now_s)
-        if len(self._rates) > MAX_KEYS:
-            self._rates = {key: rate for key, rate in self._rates.items() if rate.per_s(now_s) * RATE_WINDOW_S > 0.5}
-
-    def _may_try(self, now_s: float, *, besides: int = 0) -> bool:
-        """Whether a request expected to be late is admitted all the same: the device is idle."""
-        is_idle = not self._running and self._queue.parts == besides
+    def _may_try(self, now_s: float, key: Hashable, late_s: float = 0.0, *, besides: int = 0) -> bool:
+        """Whether a request expected to be late_s late is still admitted, because the device is idle."""
         probe_s = self.config.probe_s
-        return is_idle and probe_s is not None and now_s - self._tried_s > probe_s
+        if self._running or self._queue.parts != besides or probe_s is None:
+            return False
+        if late_s > self.config.max_late_s:
+            return self._times.is_measured(key) and now_s - self._tried_s > max(probe_s, RETRY * late_s)
+        return now_s - self._tried_s > probe_s
+
+    def _too_long(self, part_s: float) -> TooLarge:
+        limit_s = self.config.max_part_s
+        return TooLarge(
+            f"it would keep the device from other requests for {part_s:.1f} s, at most {limit_s:g} s are allowed",
+            code="too_long",
+            hint="send it in smaller pieces",
+        )
 
     def _rate(self, key: Hashable, now_s: float) -> float:
         return self._rates[key].per_s(now_s) if key in self._rates else 0.0

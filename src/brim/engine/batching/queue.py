@@ -82,7 +82,7 @@ class Forecast:
 
 
 def forecast(lanes: Sequence[LaneView], free_s: float, newcomer: Request | None = None, full: int = 1) -> Forecast:
-    """Run the waiting parts through the device in thought: earliest deadline first, one batch after the other.
+    """Simulate the waiting parts on the device: earliest deadline first, one batch after the other.
 
     A batch takes the decoded parts of the lane whose first part is due first: the largest useful size they fill, or
     the largest that still ends in time for that first part. `full` is the size the newcomer's batch may grow to before

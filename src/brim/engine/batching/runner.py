@@ -26,28 +26,13 @@ from typing import Any, Self
 from brim.engine.batching.policy import BatcherConfig, BatchPolicy, StartBatch
 from brim.engine.batching.servable import Answer, DecodedRequest, Payload, RequestShape, Servable
 from brim.engine.batching.service_times import MAX_KEYS, PoolTimes
-from brim.engine.batching.work import (
-    BatchStats,
-    DeviceBatch,
-    Failed,
-    OpenRequest,
-    Piece,
-    Reply,
-    forward,
-    halves,
-    too_late,
-)
+from brim.engine.batching.work import BatchStats, DeviceBatch, OpenRequest, Piece, Reply
 from brim.errors import BrimError, DeadlinePassed, Overloaded
-
-__all__ = ["Answer", "BatchRunner", "DecodedRequest", "Payload", "Reply", "RequestShape", "Servable"]
 
 log = logging.getLogger("brim")
 
 LOOK_S = 0.02  # how often waiting requests are checked against their deadlines while nothing else happens
 JOIN_S = 5.0  # for a thread to end; one in a hung forward pass ends with the process
-
-
-def _nothing(requests: list[int]) -> None: ...
 
 
 class BatchRunner:
@@ -61,7 +46,7 @@ class BatchRunner:
         decoders: int = 2,
         finishers: int = 2,
         clock: Callable[[], float] = time.monotonic,
-        on_start: Callable[[list[int]], None] = _nothing,
+        on_start: Callable[[list[int]], None] = lambda requests: None,
     ) -> None:
         """submit calls find(model); the device thread calls on_start, perhaps before submit returns."""
         self._find, self._clock, self._on_start = find, clock, on_start
@@ -82,9 +67,7 @@ class BatchRunner:
         self._on_device: list[Piece] = []
         self._freed_s = 0.0
         self._sizes: dict[Hashable, tuple[int, ...]] = {}
-        self._served: dict[
-            str, tuple[Callable[[], Servable | None], int]
-        ] = {}  # latest servable and its token, per model
+        self._served: dict[str, tuple[weakref.ref[Servable], int]] = {}  # latest servable and its token, per model
         self._latest: dict[int, tuple[Hashable, float]] = {}  # latest key and its cost, per token
         self._tokens = itertools.count()
         self._ending = self._closed = self._broken = False
@@ -149,18 +132,21 @@ class BatchRunner:
 
     def close(self) -> None:
         """End the threads; unanswered requests fail with an error that says so."""
-        with self._lock:
-            self._ending = self._closed = True
-            left = list(self._open.values())
-            for condition in (self._for_device, self._for_decoders, self._for_finishers):
-                condition.notify_all()
-        for request in left:
+        for request in self._end():
             self._stats.reject("ending")
             self._resolve(request, Overloaded("the service ended before this request was answered; send it again", 1.0))
         self._to_collect.put(None)
         for thread in self._threads:
             if thread is not threading.current_thread():
                 thread.join(JOIN_S)
+
+    def _end(self) -> list[OpenRequest]:
+        """Wake the threads to end; returns the unanswered requests."""
+        with self._lock:
+            self._ending = self._closed = True
+            for condition in (self._for_device, self._for_decoders, self._for_finishers):
+                condition.notify_all()
+            return list(self._open.values())
 
     # State
 
@@ -197,17 +183,13 @@ class BatchRunner:
     # The threads
 
     def _guarded(self, run: Callable[[], None]) -> None:
-        """A failing thread ends the runner: a queue that nobody serves would be worse."""
+        """A failing thread ends the runner, so that requests fail instead of waiting for ever."""
         try:
             run()
         except BaseException as failure:
             log.exception("the batch runner failed")
-            with self._lock:
-                self._broken = self._ending = self._closed = True
-                left = list(self._open.values())
-                for condition in (self._for_device, self._for_decoders, self._for_finishers):
-                    condition.notify_all()
-            for request in left:
+            self._broken = True
+            for request in self._end():
                 self._fail(
                     request, BrimError(f"the batch runner failed: {type(failure).__name__}: {failure}; send it again")
                 )
@@ -245,7 +227,13 @@ class BatchRunner:
     def _run_device(self) -> None:
         while (piece := self._next_piece()) is not None:
             if piece.places:
-                running = forward(piece)
+                running: Any  # the handle for collect, or the error of the forward pass
+                try:
+                    running = piece.places[0][0].servable.forward(
+                        [request.item.parts[number] for request, number in piece.places if request.item is not None]
+                    )
+                except BaseException as failure:
+                    running = failure
                 piece.launch_s = self._clock() - piece.since_s
                 self._to_collect.put((piece, running))
                 del running
@@ -260,9 +248,16 @@ class BatchRunner:
                 self._give_up(request)
             if self._closed:
                 return None
-            if piece is not None:
-                self._tell_start(piece)
-                return piece
+            if piece is None:
+                continue
+            for request, _ in piece.places:
+                request.started_s = request.started_s or piece.since_s
+            if piece.places:
+                try:
+                    self._on_start(sorted({request.reply.request for request, _ in piece.places}))
+                except BaseException:
+                    log.exception("on_start failed; the batch runs all the same")
+            return piece
 
     def _look(self) -> tuple[Piece | None, list[OpenRequest]]:
         """Wait until there is something to run, or a request that is too late."""
@@ -303,15 +298,6 @@ class BatchRunner:
             self._end_piece(piece, now_s)
         return piece
 
-    def _tell_start(self, piece: Piece) -> None:
-        for request, _ in piece.places:
-            request.started_s = request.started_s or piece.since_s
-        if piece.places:
-            try:
-                self._on_start(sorted({request.reply.request for request, _ in piece.places}))
-            except BaseException:
-                log.exception("on_start failed; the batch runs all the same")
-
     def _run_collect(self) -> None:
         while (launched := self._to_collect.get()) is not None:
             self._collect(*launched)
@@ -319,8 +305,8 @@ class BatchRunner:
 
     def _collect(self, piece: Piece, running: Any) -> None:
         try:
-            if isinstance(running, Failed):
-                raise running.failure
+            if isinstance(running, BaseException):
+                raise running
             outputs: Sequence[Any] = piece.places[0][0].servable.collect(running)
             if len(outputs) != len(piece.places):
                 raise BrimError(f"a batch of {len(piece.places)} gave {len(outputs)} outputs; expected one for each")
@@ -333,12 +319,14 @@ class BatchRunner:
         """Run the halves of a batch that failed; a part that fails alone is the cause."""
         with self._lock:
             piece.batch.failed = True
-            parts = halves(piece.places, self._sizes_of(piece.batch.parts[0].key))
-            if len(piece.places) > 1:
+            num = len(piece.places)
+            if num > 1:
+                size = max(size for size in self._sizes_of(piece.batch.parts[0].key) if size <= num // 2)
+                parts = [piece.places[start : start + size] for start in range(0, num, size)]
                 piece.batch.pieces += len(parts)
-                self._again.extend(Piece(piece.batch, half) for half in parts)
+                self._again.extend(Piece(piece.batch, part) for part in parts)
             self._end_piece(piece, self._clock())
-        if len(piece.places) == 1:
+        if num == 1:
             self._fail(piece.places[0][0], failure)
 
     def _spread(self, piece: Piece, outputs: Sequence[Any]) -> None:
@@ -411,7 +399,7 @@ class BatchRunner:
             "total": now_s - request.submitted_s,
         }
         if self._resolve(request, replace(answer, facts={**answer.facts, "seconds": seconds})):
-            self._stats.answer(seconds)
+            self._stats.resolve("answered", seconds)
         return now_s - began_s
 
     def _pop(self, heap: list[tuple[float, int, OpenRequest]], condition: threading.Condition) -> OpenRequest | None:
@@ -424,10 +412,15 @@ class BatchRunner:
 
     def _fail(self, request: OpenRequest, failure: BaseException) -> None:
         if self._resolve(request, failure):
-            self._stats.fail()
+            self._stats.resolve("failed", {})
 
     def _give_up(self, request: OpenRequest) -> None:
-        if self._resolve(request, DeadlinePassed(too_late(request, self._clock()))):
+        limit_s, waited_s = request.deadline_s - request.submitted_s, self._clock() - request.submitted_s
+        message = (
+            f"accepted with {limit_s * 1e3:.0f} ms to its deadline, but {waited_s * 1e3:.0f} ms later it could no "
+            "longer be answered in time; send it again, or allow more time"
+        )
+        if self._resolve(request, DeadlinePassed(message)):
             self._stats.reject("deadline")
 
     def _resolve(self, request: OpenRequest, result: Answer | BaseException) -> bool:
@@ -446,7 +439,7 @@ class BatchRunner:
         if reply.cancelled() and isinstance(reply, Reply):
             request = self._open.get(reply.request)
             if request is not None and self._forget(request):
-                self._stats.cancel()
+                self._stats.resolve("cancelled", {})
 
     def _forget(self, request: OpenRequest) -> bool:
         """Remove a request everywhere; False if it was removed before."""
@@ -475,7 +468,7 @@ class BatchRunner:
         if held is None or held() is not servable:
             self._latest.pop(token, None)
             token = next(self._tokens)
-            self._served[model] = (_weak(servable), token)
+            self._served[model] = (weakref.ref(servable), token)
         return token
 
     def _introduce(self, key: Hashable, token: int, shape: RequestShape, sizes: Sequence[int]) -> None:
@@ -496,11 +489,3 @@ class BatchRunner:
 
     def _sizes_of(self, key: Hashable) -> tuple[int, ...]:
         return self._sizes.get(key, (1,))
-
-
-def _weak(servable: Servable) -> Callable[[], Servable | None]:
-    """A weak reference to a model, if its class supports it."""
-    try:
-        return weakref.ref(servable)
-    except TypeError:
-        return lambda: servable

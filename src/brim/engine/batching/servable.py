@@ -53,28 +53,21 @@ class Servable(Protocol):
     @property
     def sizes(self) -> Sequence[int]:
         """Batch sizes that may run, ascending from 1 up to the tuned one."""
-        ...
 
     def inspect(self, payload: Payload) -> RequestShape:
         """Read key and number of parts from the header, cheaply; raise for requests that can be rejected now."""
-        ...
 
     def decode(self, payload: Payload) -> DecodedRequest:
         """Bytes → parts, in a decode thread; the payload's memory may be reused after it returns."""
-        ...
 
     def forward(self, parts: list[Any]) -> Any:
         """Launch a batch, in the device thread only, and return a handle for collect; need not wait."""
-        ...
 
     def collect(self, running: Any) -> list[Any]:
         """Wait for a launched batch, in the collect thread; an output or an exception per part, in order."""
-        ...
 
     def finish(self, item: DecodedRequest, outputs: list[Any]) -> Answer:
         """All outputs of a request, in the order of its parts → its answer, in a finish thread."""
-        ...
 
     def close(self) -> None:
         """Release the model's memory; called when nothing of it runs any more."""
-        ...

@@ -89,6 +89,9 @@ class ServiceTimes:
         """Whether anything was measured or guessed for this key."""
         return key in self._keys and bool(self._keys[key].sizes)
 
+    def is_measured(self, key: Hashable) -> bool:
+        return key in self._keys and any(size.samples for size in self._keys[key].sizes.values())
+
     def table(self, key: Hashable) -> StepTable:
         known = self._key(key)
         if known.table is None:
@@ -116,20 +119,14 @@ class ServiceTimes:
         useful: list[int] = []
         quickest = float("inf")
         for size in sizes:
-            if seconds[size] / size <= quickest * (1 - GAIN) or self._untried(known, size):
+            at = known.sizes.get(size)
+            is_untried = at is None or (at.guess_s is None and len(at.samples) < TRIES)
+            is_stale = at is not None and known.batches - at.tried_at >= STALE
+            if seconds[size] / size <= quickest * (1 - GAIN) or is_untried or is_stale:
                 useful.append(size)
             quickest = min(quickest, seconds[size] / size)
         best = tuple(useful[bisect_right(useful, max(1, parts)) - 1] for parts in range(useful[-1] + 1))
         return StepTable(sizes, tuple(useful), seconds, best)
-
-    @staticmethod
-    def _untried(known: _Key, size: int) -> bool:
-        at = known.sizes.get(size)
-        if at is None:
-            return True
-        if at.guess_s is None and len(at.samples) < TRIES:
-            return True
-        return known.batches - at.tried_at >= STALE
 
 
 def _read_off(points: list[tuple[int, float]], size: int) -> float:

@@ -20,7 +20,7 @@ RUNS = {"cuda": 2, "cpu": 1}  # of each size: on a GPU the next one captures a g
 CAPTURE_RUNS = 3  # on a GPU, from the largest size down: the capture, and two to time
 WORTH = 0.05  # a larger batch must be this much faster per item to be worth its latency
 TUNED = 16  # items: up to here a tuned size is used as it is; beyond, only where it pays: a batch of 82 that was 4 %
-# faster an item than one of 16 took five times as long, and all who wait for the device wait for it
+# faster per item than one of 16 took five times as long, and every other request waits for it
 PATIENCE = 2  # sizes that may be no faster before the climb ends: throughput goes up in steps
 
 
@@ -34,11 +34,9 @@ class Warmable(Protocol):
     @property
     def tuned(self) -> bool:
         """Whether the largest size is known to be the best; otherwise sizes are tried while throughput rises."""
-        ...
 
     def example(self, num: int) -> list[Any]:
         """Parts like those of real requests."""
-        ...
 
     def forward(self, parts: list[Any]) -> Any: ...
 
@@ -77,7 +75,10 @@ def warm_up(
         try:
             runs = RUNS[device.type] + (size == 1)  # the very first is slow on any device
             seconds, batch_bytes = _run(model, size, device, lock, runs)
-            _check_fits(model, batch_bytes, limit_bytes)
+            total = model.weight_bytes + batch_bytes
+            if limit_bytes is not None and total > limit_bytes:
+                used, limit = format_size(total), format_size(limit_bytes)
+                raise OutOfMemory(f"it takes {used} with its weights, and {limit} may be used")
         except OutOfMemory:
             if size == 1:
                 raise
@@ -91,7 +92,7 @@ def warm_up(
         for size in reversed(sizes):
             expected_s[size], _ = _run(model, size, device, lock, CAPTURE_RUNS)
     model.sizes, model.expected_s = sizes, {size: expected_s[size] for size in sizes}
-    graph_bytes = _held_bytes(device) - before_bytes  # graphs keep what they computed in
+    graph_bytes = _held_bytes(device) - before_bytes  # graphs keep their working memory
     return Warmed(
         sizes=sizes,
         expected_s=dict(model.expected_s),
@@ -116,20 +117,14 @@ def _run(
     return least_s, most_bytes
 
 
-def _check_fits(model: Warmable, batch_bytes: int, limit_bytes: int | None) -> None:
-    total = model.weight_bytes + batch_bytes
-    if limit_bytes is not None and total > limit_bytes:
-        raise OutOfMemory(f"it takes {format_size(total)} with its weights, and {format_size(limit_bytes)} may be used")
-
-
 def _levelled_off(expected_s: Mapping[int, float]) -> bool:
-    """Whether the last sizes gained nothing over the best before them."""
+    """Whether the last sizes were no faster per item than the best before them."""
     rates = [size / seconds for size, seconds in expected_s.items()]
     return len(rates) > PATIENCE and max(rates[-PATIENCE:]) < (1 + WORTH) * max(rates[:-PATIENCE])
 
 
 def _worth(expected_s: Mapping[int, float], least: int) -> tuple[int, ...]:
-    """Sizes up to least, and on to the smallest that is about as fast an item as the best."""
+    """Sizes up to least, and further up to the smallest that is about as fast per item as the best."""
     rates = {size: size / seconds for size, seconds in expected_s.items()}
     best = max(rates.values())
     top = next(size for size, rate in rates.items() if rate >= best / (1 + WORTH))

@@ -3,10 +3,10 @@
 import threading
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from brim.engine.batching.policy import RequestPart
 from brim.engine.batching.servable import Answer, DecodedRequest, Payload, Servable
@@ -59,53 +59,8 @@ class Piece:
     launch_s: float | None = None  # host time of launching it
 
 
-@dataclass(frozen=True, slots=True)
-class Failed:
-    """Replaces the handle for collect if the forward pass failed."""
-
-    failure: BaseException
-
-
-def forward(piece: Piece) -> Any:
-    """Launch a piece on the device; returns the handle for collect, or a Failed."""
-    try:
-        parts = [request.item.parts[number] for request, number in piece.places if request.item is not None]
-        return piece.places[0][0].servable.forward(parts)
-    except BaseException as failure:
-        return Failed(failure)
-
-
-def halves(places: list[tuple[OpenRequest, int]], sizes: Sequence[int]) -> list[list[tuple[OpenRequest, int]]]:
-    """A batch in two parts, or more if half of it is not a batch size."""
-    if len(places) < 2:
-        return []
-    size = max(size for size in sizes if size <= max(1, len(places) // 2))
-    return [places[start : start + size] for start in range(0, len(places), size)]
-
-
-def too_late(request: OpenRequest, now_s: float) -> str:
-    """Message for a request that was accepted but could not be answered in time."""
-    limit_s, waited_s = request.deadline_s - request.submitted_s, now_s - request.submitted_s
-    return (
-        f"accepted with {limit_s * 1e3:.0f} ms to its deadline, but {waited_s * 1e3:.0f} ms later it "
-        "could no longer be answered in time; send it again, or allow more time"
-    )
-
-
 STAGES = ("wait", "decode", "forward", "finish", "total")
 BOUNDS_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
-
-
-@dataclass(slots=True)
-class TimeHistogram:
-    """Times by bucket; counts[i] holds those up to BOUNDS_S[i], the last one those beyond."""
-
-    counts: list[int] = field(default_factory=lambda: [0] * (len(BOUNDS_S) + 1))
-    sum_s: float = 0.0
-
-    def add(self, seconds: float) -> None:
-        self.counts[bisect_left(BOUNDS_S, seconds)] += 1
-        self.sum_s += seconds
 
 
 class BatchStats:
@@ -113,34 +68,28 @@ class BatchStats:
 
     def __init__(self, now_s: float) -> None:
         self._lock = threading.Lock()
-        self._stages = {stage: TimeHistogram() for stage in STAGES}
+        # by stage: how many took up to each of BOUNDS_S, the last one beyond; and their sum
+        self._counts = {stage: [0] * (len(BOUNDS_S) + 1) for stage in STAGES}
+        self._sums_s = dict.fromkeys(STAGES, 0.0)
         self._sizes: Counter[int] = Counter()
         self._rejected: Counter[str] = Counter()
-        self._answered = self._failed = self._cancelled = 0
-        self._began_s = now_s
+        self._resolved: Counter[str] = Counter()
+        self._began_s = self._since_s = now_s
         self._busy_s = 0.0
         self._on_device = 0
-        self._since_s = now_s
 
     def reject(self, reason: str) -> None:
         """A request was rejected or dropped: overloaded, deadline, ending."""
         with self._lock:
             self._rejected[reason] += 1
 
-    def answer(self, seconds: dict[str, float]) -> None:
-        """A request was answered; seconds by stage."""
+    def resolve(self, how: Literal["answered", "failed", "cancelled"], seconds: Mapping[str, float]) -> None:
+        """A request was answered, with seconds by stage, failed or was cancelled."""
         with self._lock:
-            self._answered += 1
+            self._resolved[how] += 1
             for stage, took_s in seconds.items():
-                self._stages[stage].add(took_s)
-
-    def fail(self) -> None:
-        with self._lock:
-            self._failed += 1
-
-    def cancel(self) -> None:
-        with self._lock:
-            self._cancelled += 1
+                self._counts[stage][bisect_left(BOUNDS_S, took_s)] += 1
+                self._sums_s[stage] += took_s
 
     def start(self, size: int, now_s: float) -> None:
         with self._lock:
@@ -161,12 +110,11 @@ class BatchStats:
                 "batch_sizes": {str(size): count for size, count in sorted(self._sizes.items())},
                 "bounds_s": list(BOUNDS_S),
                 "seconds": {
-                    stage: {"counts": list(times.counts), "sum_s": times.sum_s} for stage, times in self._stages.items()
+                    stage: {"counts": list(counts), "sum_s": self._sums_s[stage]}
+                    for stage, counts in self._counts.items()
                 },
                 "rejected": dict(self._rejected),
-                "answered": self._answered,
-                "failed": self._failed,
-                "cancelled": self._cancelled,
+                **{how: self._resolved[how] for how in ("answered", "failed", "cancelled")},
                 "busy_s": self._busy_s + (now_s - self._since_s if self._on_device else 0.0),
                 "up_s": now_s - self._began_s,
             }

@@ -8,13 +8,14 @@ import gc
 import logging
 import os
 import re
+import resource
 import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from decimal import Decimal
 from pathlib import Path, PurePosixPath
-from typing import Any, Protocol, Self, TypeVar, cast
+from typing import Any, Self, TypeVar
 
 import torch
 
@@ -29,8 +30,7 @@ CGROUP_ROOT = Path("/sys/fs/cgroup")
 SAMPLE_S = 0.005  # short enough to see a batch's peak; one read of /proc costs about 20 µs
 
 _UNITS = {
-    "": 1,
-    "b": 1,
+    **{"": 1, "b": 1},
     **{f"{prefix}b": 1000**power for power, prefix in enumerate("kmgt", 1)},
     **{f"{prefix}ib": 1024**power for power, prefix in enumerate("kmgt", 1)},
 }
@@ -46,7 +46,9 @@ def parse_size(text: str) -> int:
     factor = _UNITS.get(match[2].lower()) if match else None
     size = int(Decimal(match[1]) * factor) if match and factor else 0
     if size < 1:
-        raise ConfigError(f'size "{text}" is not a positive number of bytes; write it like 2GiB, 500MB or 1073741824')
+        raise ConfigError(
+            f'size "{text}" is not a positive number of bytes', hint="write it like 2GiB, 500MB or 1073741824"
+        )
     return size
 
 
@@ -97,7 +99,9 @@ def memory_share() -> float:
     except ValueError:
         share = 0.0
     if not 0 < share <= 1:
-        raise ConfigError(f'{SHARE_VARIABLE}="{text}" must be above 0 and at most 1; set it like 0.8 or unset it')
+        raise ConfigError(
+            f'{SHARE_VARIABLE}="{text}" must be above 0 and at most 1', hint="set it like 0.8 or unset it"
+        )
     return share
 
 
@@ -144,9 +148,8 @@ def _cgroup_memory() -> Iterator[tuple[int, int]]:
 
 def _host_free_bytes() -> int:
     available_kib = _field(PROC / "meminfo", "MemAvailable:")
-    if available_kib is not None:
-        return available_kib * 1024
-    return _host_total_bytes() // 2  # no /proc, as on macOS: assume that others use half
+    # no /proc, as on macOS: assume that others use half
+    return _host_total_bytes() // 2 if available_kib is None else available_kib * 1024
 
 
 def _host_total_bytes() -> int:
@@ -214,21 +217,12 @@ def check_injected(batch: int) -> None:
     above = _injected_above
     if above is None and (text := os.environ.get(INJECT_VARIABLE)):
         if not text.isdecimal():
-            raise ConfigError(f'{INJECT_VARIABLE}="{text}" is not a number of items; set it like 64 or unset it')
+            raise ConfigError(f'{INJECT_VARIABLE}="{text}" is not a number of items', hint="set it like 64 or unset it")
         above = int(text)
     if above is not None and batch > above:
         raise OutOfMemory(f"batch of {batch} is above the injected limit of {above} ({INJECT_VARIABLE})")
 
 
-class Sliceable(Protocol):
-    """A sequence that Halving can cut: a list, a range, a tensor."""
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, key: slice, /) -> Any: ...
-
-
-_Items = TypeVar("_Items", bound=Sliceable)
 _Result = TypeVar("_Result")
 
 
@@ -236,14 +230,12 @@ class Halving:
     """A batch size that halves when a batch does not fit, and stays halved."""
 
     def __init__(self, size: int, device: torch.device) -> None:
-        """Start with batches of `size` items on the device."""
-        self.size = size
-        self.device = device
+        self.size, self.device = size, device
         self._warned = False
         self._lock = threading.Lock()  # several workers may share one batch size
 
-    def run(self, fn: Callable[[_Items], _Result], items: _Items) -> list[_Result]:
-        """Results of fn over items in order: one when they fit at once, else one for each part."""
+    def run(self, fn: Callable[[Any], _Result], items: Any) -> list[_Result]:
+        """Results of fn over items (a list, range or tensor), in order: one if they fit at once, else one per part."""
         results: list[_Result] = []
         waiting = [items]
         while waiting:
@@ -255,10 +247,10 @@ class Halving:
                 # Only now, outside the except block, is the traceback gone that kept fn's tensors alive.
                 self._shrink(len(part))
             middle = (len(part) + 1) // 2
-            waiting += [cast(_Items, part[middle:]), cast(_Items, part[:middle])]
+            waiting += [part[middle:], part[:middle]]
         return results
 
-    def _fits(self, fn: Callable[[_Items], _Result], part: _Items, results: list[_Result]) -> bool:
+    def _fits(self, fn: Callable[[Any], _Result], part: Any, results: list[_Result]) -> bool:
         try:
             check_injected(len(part))
             with guard():
@@ -316,7 +308,6 @@ class PeakMemory:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Stop measuring; bytes keeps its value."""
         self._stop.set()
         if self._sampler is not None:
             self._sampler.join()
@@ -360,8 +351,6 @@ def _peak_bytes(device: torch.device) -> int:
     peak_kib = _field(PROC / "self/status", "VmHWM:")
     if peak_kib is not None:
         return peak_kib * 1024
-    import resource  # absent on Windows, where the rest of this module still works
-
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # since the process began: the best macOS has
     return peak if sys.platform == "darwin" else peak * 1024
 

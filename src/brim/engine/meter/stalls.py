@@ -18,6 +18,7 @@ import torch
 CAUSES = ("data", "copy", "host_sync", "logging", "checkpoint")
 NAMED_ABOVE = 0.05  # share of the time from which a cause is reported
 LAUNCH_BOUND_BELOW = 0.6  # share of a step in which the device works; less, and it waits for launches
+ROUNDS = 5  # of steps on a fixed batch
 SAMPLE_EVERY = 5  # steps; two events cost about 3 µs of device time, and 5 shares no factor with usual block sizes
 
 _ADVICE = {
@@ -71,77 +72,23 @@ def split_wait(host_s: float, copy_s: float, device_s: float | None) -> tuple[fl
 
 
 class Copies(Protocol):
-    """A source of batches that counts the seconds it waited for copies."""
-
-    copy_s: float
-
-
-class FeedTimer:
-    """Splits the time between steps into waiting for data and for copies.
-
-    The source counts in `copy_s` the seconds it waited for copies on the host.
-    """
-
-    def __init__(self, device: torch.device, source: Copies) -> None:
-        self._cuda = device.type == "cuda"
-        self._source = source
-        self._calls = 0
-        self._sampled = 0
-        self._sums = [0.0, 0.0]  # data, copy; of the sampled steps
-        self._pending: list[tuple[Any, Any, float, float]] = []
-        self._before: tuple[float, float, Any] = (0.0, 0.0, None)
-
-    def begin(self) -> None:
-        event = self._record() if self._cuda and self._calls % SAMPLE_EVERY == 0 else None
-        self._before = (time.perf_counter(), self._source.copy_s, event)
-
-    def end(self) -> None:
-        """After the batch has arrived, or its copy is queued."""
-        began_s, copied_s, event = self._before
-        host_s, copy_s = time.perf_counter() - began_s, self._source.copy_s - copied_s
-        self._calls += 1
-        if event is not None:
-            self._pending.append((event, self._record(), host_s, copy_s))
-        elif not self._cuda:
-            self._add(*split_wait(host_s, copy_s, None))
-
-    def settle(self) -> None:
-        """Read the events; only right after the device was synchronised."""
-        for first, last, host_s, copy_s in self._pending:
-            self._add(*split_wait(host_s, copy_s, first.elapsed_time(last) / 1e3))
-        self._pending.clear()
-
-    @property
-    def is_known(self) -> bool:
-        """Whether the waiting time of any step is known."""
-        return self._sampled > 0
-
-    def seconds(self) -> tuple[float, float]:
-        """Waiting for data and for copies so far, extrapolated from the sampled steps."""
-        scale = self._calls / self._sampled if self._sampled else 0.0
-        return self._sums[0] * scale, self._sums[1] * scale
-
-    def _add(self, data_s: float, copy_s: float) -> None:
-        self._sampled += 1
-        self._sums[0] += data_s
-        self._sums[1] += copy_s
-
-    def _record(self) -> Any:
-        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        event.record()
-        return event
+    copy_s: float  # seconds a source of batches has waited for copies
 
 
 class RunClock:
-    """Seconds, steps and samples of training, and the time lost; continued after a resume."""
+    """Seconds, steps and samples of training, and the time lost; continued after a resume.
+
+    On a GPU the waiting of every SAMPLE_EVERY-th step is measured, by events, and extrapolated.
+    """
 
     def __init__(self, device: torch.device, source: Copies) -> None:
-        self._device = device
-        self._feed = FeedTimer(device, source)
+        self._device, self._source = device, source
         self._began_s: float | None = None
         self._counted_s = 0.0  # until the last pause
         self._before: dict[str, float] = {}  # waiting of earlier runs
-        self._spent = dict.fromkeys(CAUSES, 0.0)
+        self._spent = dict.fromkeys(CAUSES, 0.0)  # data and copy: of the sampled steps
+        self._fed, self._sampled = 0, 0  # batches, and those of which the waiting is known
+        self._pending: list[tuple[Any, Any, float, float]] = []
         self.steps = 0
         self.samples = 0
         self.samples_before = 0  # of earlier runs
@@ -153,14 +100,14 @@ class RunClock:
 
     @property
     def waiting(self) -> dict[str, float]:
-        data_s, copy_s = self._feed.seconds()
-        now = {**self._spent, "data": data_s, "copy": copy_s}
+        scale = self._fed / max(1, self._sampled)
+        now = {cause: seconds * (scale if cause in ("data", "copy") else 1) for cause, seconds in self._spent.items()}
         return {cause: now[cause] + self._before.get(cause, 0.0) for cause in CAUSES}
 
     @property
     def waiting_now(self) -> dict[str, float] | None:
         """Seconds lost by the causes known during training; None until the first are measured."""
-        if not self._feed.is_known:
+        if not self._sampled:
             return None
         return {cause: seconds for cause, seconds in self.waiting.items() if cause != "host_sync"}
 
@@ -174,14 +121,22 @@ class RunClock:
         if self._began_s is not None:
             if self._device.type == "cuda":
                 torch.cuda.synchronize(self._device)
-                self._feed.settle()
+                self._settle()
             self._counted_s, self._began_s = self.seconds, None
 
     @contextmanager
     def feeding(self) -> Iterator[None]:
-        self._feed.begin()
+        """Around the wait for a batch, until it has arrived or its copy is queued."""
+        on_gpu = self._device.type == "cuda"
+        event = _record() if on_gpu and self._fed % SAMPLE_EVERY == 0 else None
+        began_s, copied_s = time.perf_counter(), self._source.copy_s
         yield
-        self._feed.end()
+        host_s, copy_s = time.perf_counter() - began_s, self._source.copy_s - copied_s
+        self._fed += 1
+        if event is not None:
+            self._pending.append((event, _record(), host_s, copy_s))
+        elif not on_gpu:
+            self._add(*split_wait(host_s, copy_s, None))
 
     @contextmanager
     def stepping(self, num_items: int) -> Iterator[None]:
@@ -197,26 +152,37 @@ class RunClock:
 
         Counts only while the clock runs: the checkpoint after the last step delays nothing.
         """
-        self._feed.settle()
+        self._settle()
         began_s = time.perf_counter()
         yield
         if self._began_s is not None:
             self._spent[cause] += time.perf_counter() - began_s
 
+    def _settle(self) -> None:
+        """Read the events; only right after the device was synchronised."""
+        for first, last, host_s, copy_s in self._pending:
+            self._add(*split_wait(host_s, copy_s, first.elapsed_time(last) / 1e3))
+        self._pending.clear()
+
+    def _add(self, data_s: float, copy_s: float) -> None:
+        self._sampled += 1
+        self._spent["data"] += data_s
+        self._spent["copy"] += copy_s
+
     def as_state(self) -> dict[str, Any]:
-        return {
-            "seconds": self.seconds,
-            "steps": self.steps,
-            "samples": self.samples,
-            "step_s": self.step_s,
-            "waiting": self.waiting,
-        }
+        state = {"seconds": self.seconds, "steps": self.steps, "samples": self.samples, "step_s": self.step_s}
+        return {**state, "waiting": self.waiting}
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Continue from a checkpoint."""
         self._counted_s, self.steps, self.samples = state["seconds"], state["steps"], state["samples"]
         self.samples_before = self.samples
         self.step_s, self._before = state["step_s"], dict(state["waiting"])
+
+
+def _record() -> Any:
+    event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    event.record()
+    return event
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -246,31 +212,22 @@ def mean_times(timed: Sequence[tuple[StepTimes, int]]) -> StepTimes:
 def time_step(step: Callable[[], object], device: torch.device, *, captured: bool, budget_s: float = 0.3) -> StepTimes:
     """Time a step that is repeated on one fixed batch; the caller restores what the step changes."""
     if device.type != "cuda":
-        return StepTimes(step_s=_median_s(step, budget_s))
-    step_s = _stream_s(step, budget_s)
+        times_s: list[float] = []
+        while sum(times_s) < budget_s or len(times_s) < 2:
+            began_s = time.perf_counter()
+            step()
+            times_s.append(time.perf_counter() - began_s)
+        return StepTimes(step_s=statistics.median(times_s))
+    # the median over rounds of many steps each: one alone would count the latency of its first launch
+    repeats = max(2, min(1000, round(budget_s / ROUNDS / max(_elapsed_s(step, 2), 1e-6))))
+    step_s = statistics.median(_elapsed_s(step, repeats) for _ in range(ROUNDS))
     if captured:  # its kernels follow each other without the host
         return StepTimes(step_s=step_s, device_s=step_s)
     syncs = tuple(find_syncs(step))
-    device_s, blocked = _behind_sleep_s(step, step_s)
+    device_s, blocked = behind_sleep_s(step, step_s)
     if blocked and not syncs:
         syncs = ("a wait in the step, such as torch.cuda.synchronize()",)
     return StepTimes(step_s=step_s, device_s=min(device_s, step_s), syncs=syncs)
-
-
-def _median_s(step: Callable[[], object], budget_s: float) -> float:
-    times_s: list[float] = []
-    while sum(times_s) < budget_s or len(times_s) < 2:
-        began_s = time.perf_counter()
-        step()
-        times_s.append(time.perf_counter() - began_s)
-    return statistics.median(times_s)
-
-
-def _stream_s(step: Callable[[], object], budget_s: float, rounds: int = 5) -> float:
-    """Median over rounds of many steps each: a round alone would count the latency of its first launch."""
-    once_s = _elapsed_s(step, 2)
-    repeats = max(2, min(1000, round(budget_s / rounds / max(once_s, 1e-6))))
-    return statistics.median(_elapsed_s(step, repeats) for _ in range(rounds))
 
 
 def _elapsed_s(step: Callable[[], object], repeats: int) -> float:
@@ -284,7 +241,7 @@ def _elapsed_s(step: Callable[[], object], repeats: int) -> float:
     return float(first.elapsed_time(last)) / 1e3 / repeats
 
 
-def _behind_sleep_s(step: Callable[[], object], step_s: float) -> tuple[float, bool]:
+def behind_sleep_s(step: Callable[[], object], step_s: float) -> tuple[float, bool]:
     """Device seconds of a step whose launches were hidden by a sleeping kernel, and whether the host was held by it."""
     first, awake, last = (torch.cuda.Event(enable_timing=True) for _ in range(3))  # type: ignore[no-untyped-call]
     torch.cuda.synchronize()

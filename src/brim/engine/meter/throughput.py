@@ -132,7 +132,7 @@ def ceiling_rate(
     for at least the given seconds, after warmup calls that do not count.
     """
     if seconds <= 0:
-        raise ConfigError(f"seconds={seconds} must be above 0; 1.0 is enough for batches of some ms")
+        raise ConfigError(f"seconds={seconds} must be above 0", hint="1.0 is enough for batches of some ms")
     for _ in range(warmup):
         run()
     rates: list[float] = []
@@ -148,34 +148,38 @@ def ceiling_rate(
 def ceiling_share(rate: float, ceiling: float) -> float:
     """Return the share of the ceiling that a run reached, both in items/s."""
     if ceiling <= 0:
-        raise ConfigError(f"ceiling={ceiling} items/s must be above 0; measure it with ceiling_rate")
+        raise ConfigError(f"ceiling={ceiling} items/s must be above 0", hint="measure it with ceiling_rate")
     return rate / ceiling
 
 
 class GpuSampler:
     """Power, utilisation and memory of one GPU, sampled in a thread while the with block runs.
 
-    Does nothing on other devices and where NVML is missing; NVML never makes a run fail.
+    Keeps running sums, not samples: a run may take days. Does nothing on other devices and where NVML is missing.
     """
 
     def __init__(self, device: torch.device, interval_s: float = 0.1) -> None:
-        """interval_s is the time between samples."""
-        self._device = device
-        self._interval_s = interval_s
+        self._device, self._interval_s = device, interval_s
         self._nvml: ModuleType | None = None
         self._handle: Any = None
-        self._tally = _Tally()
         self._leave = threading.Event()
         self._thread: threading.Thread | None = None
+        self._lock = threading.Lock()
+        self._samples = 0
+        self._sums: defaultdict[str, float] = defaultdict(float)
+        self._counts: defaultdict[str, int] = defaultdict(int)
+        self._peak_bytes: int | None = None
+        self._last: tuple[float, float | None] | None = None  # time in s, power in W
+        self._integral_j: float | None = None
+        self._counter_mj: tuple[int, int] | None = None  # first and latest reading
 
     def __enter__(self) -> Self:
-        """Find the GPU in NVML and start sampling."""
         self._nvml = open_nvml() if self._device.type == "cuda" else None
         if self._nvml is None:
             return self
         self._handle = find_gpu(self._nvml, gpu_uuid(self._device))
         if self._handle is None:
-            self._shut_down()
+            close_nvml(self._nvml)
             return self
         self._sample()
         self._leave.clear()
@@ -184,39 +188,55 @@ class GpuSampler:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Take a last sample and join the thread."""
-        if self._thread is None:
+        if self._thread is None or self._nvml is None:
             return
         self._leave.set()
         self._thread.join()
         self._thread = None
         self._sample()
-        self._shut_down()
+        close_nvml(self._nvml)
 
     def summary(self) -> dict[str, Any] | None:
-        """Return what was sampled so far, or None; a reading the GPU does not offer is None."""
-        return self._tally.summary()
+        """What was sampled so far, or None; a reading the GPU does not offer is None."""
+        with self._lock:
+            if not self._samples:
+                return None
+            counter_mj = self._counter_mj
+            return {
+                "power_w_mean": self._mean("power_w"),
+                "energy_j": self._integral_j if counter_mj is None else (counter_mj[1] - counter_mj[0]) / 1e3,
+                "utilisation_mean": self._mean("utilisation"),
+                "memory_bytes_peak": self._peak_bytes,
+                "samples": self._samples,
+            }
+
+    def _mean(self, name: str) -> float | None:
+        return self._sums[name] / self._counts[name] if self._counts[name] else None
 
     def _keep_sampling(self) -> None:
         while not self._leave.wait(self._interval_s):
             self._sample()
 
     def _sample(self) -> None:
-        nvml, handle = self._nvml, self._handle
+        nvml, handle, now_s = self._nvml, self._handle, time.perf_counter()
         assert nvml is not None
-        power_mw = quietly(lambda: nvml.nvmlDeviceGetPowerUsage(handle))
-        self._tally.add(
-            now_s=time.perf_counter(),
-            power_w=None if power_mw is None else power_mw / 1e3,
-            utilisation=quietly(lambda: nvml.nvmlDeviceGetUtilizationRates(handle).gpu),
-            memory_bytes=quietly(lambda: nvml.nvmlDeviceGetMemoryInfo(handle).used),
-            counter_mj=quietly(lambda: nvml.nvmlDeviceGetTotalEnergyConsumption(handle)),
-        )
-
-    def _shut_down(self) -> None:
-        if self._nvml is not None:
-            close_nvml(self._nvml)
-        self._nvml = self._handle = None
+        power_w = quietly(lambda: nvml.nvmlDeviceGetPowerUsage(handle) / 1e3)
+        utilisation = quietly(lambda: nvml.nvmlDeviceGetUtilizationRates(handle).gpu)
+        memory_bytes = quietly(lambda: nvml.nvmlDeviceGetMemoryInfo(handle).used)
+        energy_mj = quietly(lambda: nvml.nvmlDeviceGetTotalEnergyConsumption(handle))
+        with self._lock:
+            self._samples += 1
+            for name, value in (("power_w", power_w), ("utilisation", utilisation)):
+                if value is not None:
+                    self._sums[name] += value
+                    self._counts[name] += 1
+            if memory_bytes is not None:
+                self._peak_bytes = max(memory_bytes, self._peak_bytes or 0)
+            if energy_mj is not None:
+                self._counter_mj = (self._counter_mj[0] if self._counter_mj else energy_mj, energy_mj)
+            last, self._last = self._last, (now_s, power_w)
+            if last is not None and last[1] is not None and power_w is not None:
+                self._integral_j = (self._integral_j or 0.0) + (now_s - last[0]) * (last[1] + power_w) / 2
 
 
 class _Span:
@@ -226,11 +246,7 @@ class _Span:
     __slots__ = ("_began_s", "_clock", "_items", "_kind", "_meter", "_stage")
 
     def __init__(self, meter: Meter, clock: Callable[[], float], stage: str, kind: str, items: int) -> None:
-        self._meter = meter
-        self._clock = clock
-        self._stage = stage
-        self._kind = kind
-        self._items = items
+        self._meter, self._clock, self._stage, self._kind, self._items = meter, clock, stage, kind, items
         self._began_s = 0.0
 
     def __enter__(self) -> None:
@@ -239,72 +255,6 @@ class _Span:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         seconds = self._clock() - self._began_s
         self._meter.add(self._stage, seconds, self._kind, items=self._items if kind is None else 0)
-
-
-class _Tally:
-    """Running sums of the samples: a run of days keeps no list of them."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._samples = 0
-        self._sums: dict[str, tuple[float, int]] = {}
-        self._memory_bytes_peak: int | None = None
-        self._last: tuple[float, float | None] | None = None  # time in s, power in W
-        self._integral_j: float | None = None
-        self._counter_mj: tuple[int, int] | None = None  # first and latest reading
-
-    def add(
-        self,
-        *,
-        now_s: float,
-        power_w: float | None,
-        utilisation: float | None,
-        memory_bytes: int | None,
-        counter_mj: int | None,
-    ) -> None:
-        with self._lock:
-            self._samples += 1
-            self._sum("power_w", power_w)
-            self._sum("utilisation", utilisation)
-            if memory_bytes is not None:
-                self._memory_bytes_peak = max(memory_bytes, self._memory_bytes_peak or 0)
-            if counter_mj is not None:
-                first_mj = self._counter_mj[0] if self._counter_mj else counter_mj
-                self._counter_mj = (first_mj, counter_mj)
-            self._integrate(now_s, power_w)
-
-    def summary(self) -> dict[str, Any] | None:
-        with self._lock:
-            if not self._samples:
-                return None
-            return {
-                "power_w_mean": self._mean("power_w"),
-                "energy_j": self._energy_j(),
-                "utilisation_mean": self._mean("utilisation"),
-                "memory_bytes_peak": self._memory_bytes_peak,
-                "samples": self._samples,
-            }
-
-    def _sum(self, name: str, value: float | None) -> None:
-        if value is not None:
-            total, num = self._sums.get(name, (0.0, 0))
-            self._sums[name] = (total + value, num + 1)
-
-    def _mean(self, name: str) -> float | None:
-        total, num = self._sums.get(name, (0.0, 0))
-        return total / num if num else None
-
-    def _integrate(self, now_s: float, power_w: float | None) -> None:
-        last, self._last = self._last, (now_s, power_w)
-        if last is not None and last[1] is not None and power_w is not None:
-            joules = (now_s - last[0]) * (last[1] + power_w) / 2
-            self._integral_j = (self._integral_j or 0.0) + joules
-
-    def _energy_j(self) -> float | None:
-        if self._counter_mj is None:
-            return self._integral_j
-        first_mj, latest_mj = self._counter_mj
-        return (latest_mj - first_mj) / 1e3
 
 
 def _ratio(part: float, whole: float) -> float:

@@ -39,7 +39,7 @@ class Bucketed:
 
 
 @dataclass(frozen=True, slots=True)
-class _Run:
+class _BatchRun:
     """A bucket: a range of the sorted items, cut into batches."""
 
     length: int  # padded
@@ -49,7 +49,7 @@ class _Run:
 
 
 @dataclass(frozen=True, slots=True)
-class _Size:
+class _MaxBatch:
     """How many items of a padded length make a batch."""
 
     batch_size: int | None  # at most
@@ -89,7 +89,9 @@ class Buckets:
         self._spans = [span for run in runs for span in _spans(run, drop_last)]
         self.num_batches = len(self._spans)
         if not self._spans:
-            raise ConfigError(f"drop_last leaves no batch: {self.num_items} items do not fill one; use a smaller batch")
+            raise ConfigError(
+                f"drop_last leaves no batch: {self.num_items} items do not fill one", hint="use a smaller batch"
+            )
         self.batch_size = max(stop - start for _, start, stop in self._spans)  # items of the largest
         self.num_frames = int(frames.sum())
         self.max_batch_frames = max(length * (stop - start) for length, start, stop in self._spans)  # with padding
@@ -123,20 +125,20 @@ def _checked(lengths: Tensor) -> Array:
         raise ConfigError(f"lengths is {lengths.dtype} {list(lengths.shape)}, expected one whole number for each item")
     frames: Array = lengths.to(HOST, torch.int64).numpy()
     if not len(frames):
-        raise ConfigError("lengths is empty: no items to make batches of; choose at least one")
+        raise ConfigError("lengths is empty: no items to make batches of", hint="choose at least one")
     shortest = int(frames.argmin())
     if frames[shortest] < 1:
-        raise DatasetError(f"item {shortest} has {frames[shortest]} frames, expected at least 1; leave it out")
+        raise DatasetError(f"item {shortest} has {frames[shortest]} frames, expected at least 1", hint="leave it out")
     return frames
 
 
 # Buckets
 
 
-def _choose(line: Array, config: BucketConfig) -> tuple[int, list[_Run]]:
+def _choose(line: Array, config: BucketConfig) -> tuple[int, list[_BatchRun]]:
     """The largest multiple that pads little enough, or little more than the best of them, and its buckets."""
     longest, num_frames = int(line[0]), int(line.sum())
-    arrangements: dict[int, list[_Run]] = {}
+    arrangements: dict[int, list[_BatchRun]] = {}
     for multiple in (config.multiple,) if config.multiple else _MULTIPLES:
         room = -(-longest // multiple) * multiple
         if config.max_frames is not None and config.max_frames < room:
@@ -156,13 +158,13 @@ def _choose(line: Array, config: BucketConfig) -> tuple[int, list[_Run]]:
     return next((multiple, runs) for multiple, runs in arrangements.items() if _waste(runs, num_frames) <= enough)
 
 
-def _mixes(runs: list[_Run], usual: list[_Run]) -> bool:
+def _mixes(runs: list[_BatchRun], usual: list[_BatchRun]) -> bool:
     """Whether items still mix: a bucket of one batch gives the same batch in every epoch."""
     num_batches = sum(-(-(run.stop - run.start) // run.size) for run in runs)
     return len(runs) <= max(len(usual), num_batches // 2)
 
 
-def _arrange(padded: Array, num_frames: int, config: BucketConfig) -> list[_Run]:
+def _arrange(padded: Array, num_frames: int, config: BucketConfig) -> list[_BatchRun]:
     """The fewest buckets that pad little enough, or those that pad least; of lengths that fall."""
     size_of, best = _size_of(padded, config), None
     for stops in _least_padding(*_cells(padded, size_of), config.max_buckets):
@@ -175,14 +177,14 @@ def _arrange(padded: Array, num_frames: int, config: BucketConfig) -> list[_Run]
     return best
 
 
-def _size_of(padded: Array, config: BucketConfig) -> _Size:
+def _size_of(padded: Array, config: BucketConfig) -> _MaxBatch:
     if config.batch_size is None:
-        return _Size(None, config.max_frames or 0)
+        return _MaxBatch(None, config.max_frames or 0)
     mean = float(padded[min(len(padded) - 1, -(-len(padded) // 20)) :].mean())  # outliers would raise their own limit
-    return _Size(config.batch_size, int(config.max_stretch * config.batch_size * mean))
+    return _MaxBatch(config.batch_size, int(config.max_stretch * config.batch_size * mean))
 
 
-def _cells(padded: Array, size_of: _Size) -> tuple[Array, Array]:
+def _cells(padded: Array, size_of: _MaxBatch) -> tuple[Array, Array]:
     """Padded length and number of items of each cell, from long to short."""
     rising, num_items, start = padded[::-1], len(padded), 0
     lengths, stops = [], []
@@ -228,13 +230,13 @@ def _least_padding(lengths: Array, counts: Array, max_buckets: int) -> Iterator[
         yield stops[ends[::-1]].tolist()
 
 
-def _cut(padded: Array, stops: list[int], size_of: _Size, more: bool) -> list[_Run]:
+def _cut(padded: Array, stops: list[int], size_of: _MaxBatch, more: bool) -> list[_BatchRun]:
     """Buckets of whole batches that stop near the given places: at or after them with more, else at the nearest.
 
     With a fixed number of items a place is a whole number of batches; with a fixed number of frames it is one only for
     the batches of its own cell.
     """
-    runs: list[_Run] = []
+    runs: list[_BatchRun] = []
     start, num_items = 0, len(padded)
     for stop in stops:
         if start >= stop:
@@ -247,20 +249,20 @@ def _cut(padded: Array, stops: list[int], size_of: _Size, more: bool) -> list[_R
         if runs and runs[-1].length == length:
             runs[-1] = replace(runs[-1], stop=end)
         else:
-            runs.append(_Run(length, size, start, end))
+            runs.append(_BatchRun(length, size, start, end))
         start = end
     return runs
 
 
-def _padded_frames(runs: list[_Run]) -> int:
+def _padded_frames(runs: list[_BatchRun]) -> int:
     return sum(run.length * (run.stop - run.start) for run in runs)
 
 
-def _waste(runs: list[_Run], num_frames: int) -> float:
+def _waste(runs: list[_BatchRun], num_frames: int) -> float:
     return 1 - num_frames / _padded_frames(runs)
 
 
-def _spans(run: _Run, drop_last: bool) -> list[tuple[int, int, int]]:
+def _spans(run: _BatchRun, drop_last: bool) -> list[tuple[int, int, int]]:
     """(padded length, start, stop) of every batch."""
     starts = range(run.start, run.stop - run.size + 1 if drop_last else run.stop, run.size)
     return [(run.length, start, min(run.stop, start + run.size)) for start in starts]

@@ -1,67 +1,30 @@
-"""Sources of rows in files: brim datasets and folders of .npy; `open_source` finds the source for a path or URL."""
+"""Sources of rows in files: brim datasets and folders of .npy."""
 
-import json
 import re
 import threading
 from bisect import bisect_right
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
+from io import RawIOBase
 from itertools import accumulate
 from math import prod
 from pathlib import Path
-from typing import Any, Literal, NoReturn, Protocol, TypeAlias
+from typing import Any, Literal, NoReturn
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from brim.engine.rows.source import Source, TensorSource, check_some, choose, read_rows, row_bytes
-from brim.engine.rows.sql import SqlSource, without_password
-from brim.engine.storage import MANIFEST, Dataset, RowFields, ShardPath, Stored, is_url, place_of
-from brim.errors import ConfigError, DatasetError, ShardCorrupt, StorageError
+from brim.engine.rows.npy import VERSIONS, read_npy_header
+from brim.engine.rows.source import check_some, choose, row_bytes
+from brim.engine.storage import Dataset, RowFields, ShardPath, Stored, corrupt, unreadable
+from brim.errors import ConfigError, DatasetError, StorageError
 
-__all__ = [
-    "DatasetSource",
-    "NpyFolderSource",
-    "Source",
-    "SqlSource",
-    "TensorSource",
-    "open_source",
-    "read_rows",
-    "row_bytes",
-]
-
-_DATABASE = re.compile(r"(postgres(ql)?|sqlite):/", re.IGNORECASE)
 # Shards of an object store kept in memory: readers take neighbouring rows, and one request per read would be slow.
 _KEPT = 4
 _DESCRIBING = ("kind", "features", "truth")  # keys of a manifest that describe the columns of its fields
-
-
-def open_source(
-    spec: Source | str | Path | Sequence[str | Path] | Mapping[str, Tensor],
-    *,
-    query: str | None = None,
-    names: Sequence[str] | None = None,
-) -> Source:
-    """The source for datasets in directories or at URLs, .npy files, a database with a query, or tensors."""
-    if isinstance(spec, Mapping):
-        return TensorSource(spec, names)
-    if isinstance(spec, str) and (_DATABASE.match(spec) or (query is not None and is_url(spec))):
-        if query is None:
-            raise ConfigError(f'{without_password(spec)} needs a query; give one like "SELECT x, y FROM samples"')
-        return SqlSource(spec, query, names)
-    if query is not None:
-        raise ConfigError("a query needs a database URL, postgresql://… or sqlite:///…, not a path")
-    if isinstance(spec, str | Path):
-        path = place_of(spec).path
-        if path is None:
-            return DatasetSource(spec, names)
-        is_folder = not (path / MANIFEST).exists() and path.is_dir() and any(path.glob("*.npy"))
-        return NpyFolderSource(path, names) if is_folder else DatasetSource(path, names)
-    if isinstance(spec, Sequence):
-        return DatasetSource(spec, names)
-    return spec
 
 
 # brim datasets
@@ -74,7 +37,7 @@ class DatasetSource:
         """Read the manifests at once, so that a wrong path or a dataset that does not match fails here."""
         paths = [paths] if isinstance(paths, str | Path) else list(paths)
         if not paths:
-            raise ConfigError("no dataset given; name at least one directory")
+            raise ConfigError("no dataset given", hint="name at least one directory")
         self.datasets = [Dataset(path) for path in paths]
         for dataset in self.datasets:
             check_some(len(dataset), dataset.fields, str(dataset.place))
@@ -84,14 +47,22 @@ class DatasetSource:
         items = (dataset.shards[index].items for dataset, index in self._shards)
         self.blocks: Sequence[int] = [0, *accumulate(items)]
         self.num_items = int(self.blocks[-1])
-        self.nbytes = self.num_items * row_bytes(self.fields)
         self.description = f"{self.num_items} items in {len(self._shards)} shards of " + ", ".join(map(str, paths))
         self._offsets: dict[int, dict[str, int]] = {}  # shard → field → where its bytes begin
         self._fetched: dict[int, Future[dict[str, Tensor]]] = {}  # shards of a store, the last used last
         self._lock = threading.Lock()
+        self._is_verified = False
 
     def read(self, start: int, stop: int, out: dict[str, Tensor]) -> None:
-        """Read straight into out: mapping a file costs a page fault for every 64 KiB, and an extra copy."""
+        """Read straight into out: mapping a file costs a page fault for every 64 KiB, and an extra copy.
+
+        The first read verifies all shards, at once: by themselves the readers would wait for one after the other.
+        """
+        with self._lock:
+            if not self._is_verified:
+                for dataset in self.datasets:
+                    dataset.verify(again=False)
+            self._is_verified = True
         shard = bisect_right(self.blocks, start) - 1
         while start < stop:
             first, end = self.blocks[shard], min(stop, self.blocks[shard + 1])
@@ -109,14 +80,16 @@ class DatasetSource:
             return
         offsets = self._offsets.get(shard)
         if offsets is None:
-            offsets = self._offsets[shard] = self._find(dataset, index, file)
+            spans = {name: span for name, span in dataset.header(index).items() if name in self.fields}
+            self._check({name: (span.dtype, span.shape[1:]) for name, span in spans.items()}, file)
+            offsets = self._offsets[shard] = {name: span.bytes[0] for name, span in spans.items()}
         try:
             with file.open("rb", buffering=0) as opened:
                 for name, tensor in out.items():
                     offset = offsets[name] + row * row_bytes({name: self.fields[name]})
-                    _read_into(opened, offset, tensor, lambda: _cut_short(file))
+                    _read_into(opened, offset, tensor, partial(corrupt, file, "is shorter than its header says"))
         except OSError as failure:
-            raise StorageError(f"{file} cannot be read: {failure.strerror or failure}; check the disk") from failure
+            unreadable(file, failure)
 
     def _fetch(self, shard: int, file: Stored) -> dict[str, Tensor]:
         """The fields of a shard in an object store: fetched once for all threads, and kept for later reads."""
@@ -131,30 +104,21 @@ class DatasetSource:
         if ours:
             dataset, index = self._shards[shard]
             try:
-                rows.set_result(self._check(dataset.shard(index, tuple(self.fields)), file))
+                fetched = dataset.shard(index, tuple(self.fields))
+                self._check({name: (part.dtype, tuple(part.shape[1:])) for name, part in fetched.items()}, file)
+                rows.set_result(fetched)
             except BaseException as failure:
                 with self._lock:
                     self._fetched.pop(shard, None)
                 rows.set_exception(failure)
         return rows.result()
 
-    def _check(self, rows: dict[str, Tensor], file: ShardPath) -> dict[str, Tensor]:
-        for name, tensor in rows.items():
-            actual, expected = (tensor.dtype, tuple(tensor.shape[1:])), self.fields[name]
+    def _check(self, fields: RowFields, file: ShardPath) -> None:
+        for name, expected in self.fields.items():
+            actual = fields.get(name)
             if actual != expected:
-                raise ShardCorrupt(f'{file}: "{name}" is {_say(actual)}, in the first shard it is {_say(expected)}')
-        return rows
-
-    def _find(self, dataset: Dataset, index: int, file: Path) -> dict[str, int]:
-        self._check(dataset.shard(index, tuple(self.fields)), file)  # checks the file; maps, reads nothing
-        with file.open("rb") as opened:
-            size = int.from_bytes(opened.read(8), "little")
-            header = json.loads(opened.read(size))
-        return {name: 8 + size + int(header[name]["data_offsets"][0]) for name in self.fields}
-
-
-def _cut_short(file: Path) -> NoReturn:
-    raise ShardCorrupt(f"shard {file.name}: shorter than its header says; restore it from a copy ({file})")
+                what = "missing" if actual is None else _say(actual)
+                corrupt(file, f'"{name}" is {what}, in the first shard it is {_say(expected)}')
 
 
 def _check_alike(dataset: Dataset, first: Dataset) -> None:
@@ -164,14 +128,16 @@ def _check_alike(dataset: Dataset, first: Dataset) -> None:
     where, fields, expected = f"{dataset.place} and {first.place}", dataset.fields, first.fields
     for name in sorted(fields.keys() ^ expected.keys()):
         owner = dataset if name in fields else first
-        raise DatasetError(f'{where} differ: only {owner.place} has the field "{name}"; choose names that both have')
+        raise DatasetError(
+            f'{where} differ: only {owner.place} has the field "{name}"', hint="choose names that both have"
+        )
     for name, field in fields.items():
         if field != expected[name]:
-            raise DatasetError(f'{where} differ: "{name}" is {_say(field)} and {_say(expected[name])}; {_APART}')
+            raise DatasetError(f'{where} differ: "{name}" is {_say(field)} and {_say(expected[name])}', hint=_APART)
     for key in _DESCRIBING:
         ours, theirs = dataset.manifest.get(key), first.manifest.get(key)
         if ours != theirs:
-            raise DatasetError(f'{where} differ in "{key}": {_difference(ours, theirs)}; {_APART}')
+            raise DatasetError(f'{where} differ in "{key}": {_difference(ours, theirs)}', hint=_APART)
 
 
 _APART = "train on them separately, or make them again with equal settings"
@@ -214,24 +180,29 @@ class NpyFolderSource:
         """Check every header; no pickled objects are ever loaded. Layout "auto" decides by the headers."""
         self.path = Path(path)
         if not self.path.is_dir():
-            raise DatasetError(f"{self.path} is not a directory; give a folder of .npy files")
+            raise DatasetError(f"{self.path} is not a directory", hint="give a folder of .npy files")
         parsed: dict[bytes, tuple[np.dtype[Any], tuple[int, ...], bool]] = {}
         files = [_read_header(file, parsed) for file in sorted(self.path.glob("*.npy"), key=_natural)]
         if not files:
-            raise DatasetError(f"{self.path} holds no .npy file; give a folder of .npy files")
+            raise DatasetError(f"{self.path} holds no .npy file", hint="give a folder of .npy files")
+        first = files[0]
         self.layout = _layout(files) if layout == "auto" else layout
         if self.layout == "items":
-            _check_items(files)
+            for npy in files:
+                if (npy.dtype, npy.shape) != (first.dtype, first.shape):
+                    fault = f"is {npy.dtype} {list(npy.shape)}, {first.file.name} is {first.dtype} {list(first.shape)}"
+                    _bad_npy(npy.file, f"{fault}; items must be alike")
             fields = {"data": (_torch_dtype(files[0]), files[0].shape)}
             self._files = {"data": files}
         else:
-            _check_fields(files)
+            for npy in files:
+                if not npy.shape or not first.shape or npy.shape[0] != first.shape[0]:
+                    fault = f"has shape {list(npy.shape)}, {first.file.name} has {list(first.shape)}"
+                    _bad_npy(npy.file, f"{fault}; arrays of fields must be equally long, arrays of items alike")
             fields = {npy.file.stem: (_torch_dtype(npy), npy.shape[1:]) for npy in files}
             self._files = {npy.file.stem: [npy] for npy in files}
         self.fields: RowFields = choose(fields, names, str(self.path))
         self.num_items = len(files) if self.layout == "items" else files[0].shape[0]
-        self.nbytes = self.num_items * row_bytes(self.fields)
-        self.blocks: Sequence[int] = (0, self.num_items)
         kind = "one array per item" if self.layout == "items" else f"one array per field: {', '.join(fields)}"
         self.description = f"{self.num_items} items in {self.path}, {kind}"
         check_some(self.num_items, self.fields, str(self.path))
@@ -251,7 +222,7 @@ def _read_npy(npy: _Npy, part: Any, offset: int, out: Tensor) -> None:
     try:
         if npy.plain:
             with npy.file.open("rb", buffering=0) as opened:
-                _read_into(opened, npy.offset + offset, out, lambda: _bad_npy(npy.file, "is truncated"))
+                _read_into(opened, npy.offset + offset, out, partial(_bad_npy, npy.file, "is truncated"))
         else:
             array = np.load(npy.file, mmap_mode="r", allow_pickle=False)[part]
             out.copy_(torch.from_numpy(np.array(array, dtype=npy.dtype.newbyteorder("="), order="C")))
@@ -266,7 +237,7 @@ def _read_header(file: Path, parsed: dict[bytes, tuple[np.dtype[Any], tuple[int,
     try:
         with file.open("rb") as opened:
             version = np.lib.format.read_magic(opened)
-            if version not in ((1, 0), (2, 0)):
+            if version not in VERSIONS:
                 _bad_npy(file, f"has format version {version}, expected 1.0 or 2.0")
             start = opened.tell()
             width = 2 if version == (1, 0) else 4
@@ -275,14 +246,15 @@ def _read_header(file: Path, parsed: dict[bytes, tuple[np.dtype[Any], tuple[int,
             header = opened.read(length)
             if header not in parsed:
                 opened.seek(start)
-                read = np.lib.format.read_array_header_1_0 if width == 2 else np.lib.format.read_array_header_2_0
-                shape, fortran, dtype = read(opened)
+                shape, fortran, dtype = read_npy_header(opened, version)
                 parsed[header] = (dtype, shape, dtype.isnative and not (fortran and len(shape) > 1))
             size = opened.seek(0, 2)
     except ValueError as failure:
         _bad_npy(file, f"is no .npy file ({str(failure).splitlines()[0]})", failure)
     except OSError as failure:
-        raise StorageError(f"{file} cannot be read: {failure.strerror or failure}; check its permissions") from failure
+        raise StorageError(
+            f"{file} cannot be read: {failure.strerror or failure}", hint="check its permissions"
+        ) from failure
     dtype, shape, plain = parsed[header]
     npy = _Npy(file, dtype, shape, plain, offset)
     _torch_dtype(npy)
@@ -312,24 +284,8 @@ def _layout(files: list[_Npy]) -> Literal["items", "fields"]:
     return "items"
 
 
-def _check_items(files: list[_Npy]) -> None:
-    first = files[0]
-    for npy in files:
-        if (npy.dtype, npy.shape) != (first.dtype, first.shape):
-            fault = f"is {npy.dtype} {list(npy.shape)}, {first.file.name} is {first.dtype} {list(first.shape)}"
-            _bad_npy(npy.file, f"{fault}; items must be alike")
-
-
-def _check_fields(files: list[_Npy]) -> None:
-    first = files[0]
-    for npy in files:
-        if not npy.shape or not first.shape or npy.shape[0] != first.shape[0]:
-            fault = f"has shape {list(npy.shape)}, {first.file.name} has {list(first.shape)}"
-            _bad_npy(npy.file, f"{fault}; arrays of fields must be equally long, arrays of items alike")
-
-
 def _bad_npy(file: Path, fault: str, cause: BaseException | None = None) -> NoReturn:
-    raise DatasetError(f"{file} {fault}; write plain numeric arrays with numpy.save") from cause
+    raise DatasetError(f"{file} {fault}", hint="write plain numeric arrays with numpy.save") from cause
 
 
 def _natural(file: Path) -> list[str | int]:
@@ -344,16 +300,7 @@ def _say(field: tuple[torch.dtype, tuple[int, ...]]) -> str:
     return f"{str(field[0]).removeprefix('torch.')} {list(field[1])}"
 
 
-class _Reader(Protocol):
-    def seek(self, offset: int, /) -> int: ...
-
-    def readinto(self, buffer: Any, /) -> int | None: ...
-
-
-_Missing: TypeAlias = Callable[[], NoReturn]
-
-
-def _read_into(opened: _Reader, offset: int, out: Tensor, missing: _Missing) -> None:
+def _read_into(opened: RawIOBase, offset: int, out: Tensor, missing: Callable[[], NoReturn]) -> None:
     """Fill a contiguous host tensor from a file, without the interpreter's lock."""
     left = memoryview(out.view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
     opened.seek(offset)

@@ -3,6 +3,7 @@
 Axes: N rows.
 """
 
+from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from math import prod
 from typing import Any, Literal
@@ -14,7 +15,7 @@ from torch import Tensor
 from brim.engine.config import TIERS, Tier
 from brim.engine.device import format_size, stream
 from brim.engine.storage import RowFields
-from brim.engine.training import Batch
+from brim.engine.training import Batch, Fetcher
 from brim.errors import ConfigError
 
 Shuffle = bool | Literal["blocks"]
@@ -124,7 +125,7 @@ class Turns:
 def check_tier(tier: str) -> None:
     """Raise ConfigError for a name that is neither a tier nor "auto"."""
     if tier not in ("auto", *TIERS):
-        raise ConfigError(f"tier={tier} is unknown; choose one of auto, {', '.join(TIERS)}")
+        raise ConfigError(f"tier={tier} is unknown", hint=f"choose one of auto, {', '.join(TIERS)}")
 
 
 def check_options(
@@ -139,16 +140,19 @@ def check_options(
     """Raise ConfigError when options are unknown, out of range or contradict each other."""
     check_tier(tier)
     if tier != "auto" and preload_to_gpu is not None and preload_to_gpu != (tier == "vram"):
-        raise ConfigError(f'preload_to_gpu={preload_to_gpu} contradicts tier="{tier}"; give one of them')
+        raise ConfigError(f'preload_to_gpu={preload_to_gpu} contradicts tier="{tier}"', hint="give one of them")
     if shuffle not in (True, False, "blocks"):
-        raise ConfigError(f'shuffle={shuffle!r} is not known; use True, False or "blocks"')
+        raise ConfigError(f"shuffle={shuffle!r} is not known", hint='use True, False or "blocks"')
     if tier == "window" and shuffle is True:
-        raise ConfigError('tier="window" holds a part of the rows and shuffles by blocks; give shuffle="blocks"')
+        raise ConfigError('tier="window" holds a part of the rows and shuffles by blocks', hint='give shuffle="blocks"')
     for name, value in (("batch_size", batch_size), ("window_bytes", window_bytes), ("block_items", block_items)):
+        needed = name == "batch_size"
+        if (value is not None or needed) and (isinstance(value, bool) or not isinstance(value, int)):
+            raise ConfigError(f"{name}={value!r} must be a whole number, at least 1")
         if value is not None and value < 1:
             raise ConfigError(f"{name}={value} must be at least 1")
     if not 0 < window_share <= 1:
-        raise ConfigError(f"window_share={window_share} must be above 0 and at most 1; 0.25 holds a quarter")
+        raise ConfigError(f"window_share={window_share} must be above 0 and at most 1", hint="0.25 holds a quarter")
 
 
 _CARRIERS = ((8, torch.int64), (4, torch.int32), (2, torch.int16), (1, torch.uint8))
@@ -170,18 +174,18 @@ class RowLayout:
             self._matrices[name] = (carrier, size // width)
 
     def pack(self, tensors: Batch) -> Batch:
-        """The same memory as matrices."""
-        return {name: self._pack(name, tensors[name]) for name in self.fields}
+        return {
+            name: tensors[name].view(len(tensors[name]), prod(shape)).view(self._matrices[name][0])
+            for name, (_, shape) in self.fields.items()
+        }
 
     def unpack(self, matrices: Batch) -> Batch:
-        """The same memory as fields."""
         return {
             name: matrices[name].view(dtype).view(len(matrices[name]), *shape)
             for name, (dtype, shape) in self.fields.items()
         }
 
     def allocate(self, num_rows: int, device: torch.device) -> Batch:
-        """Uninitialised matrices for num_rows rows."""
         return {
             name: torch.empty((num_rows, columns), dtype=carrier, device=device)
             for name, (carrier, columns) in self._matrices.items()
@@ -203,10 +207,6 @@ class RowLayout:
     def _padded(self, num_rows: int, name: str) -> int:
         carrier, columns = self._matrices[name]
         return -(-num_rows * columns * carrier.itemsize // _ALIGN) * _ALIGN
-
-    def _pack(self, name: str, tensor: Tensor) -> Tensor:
-        _, shape = self.fields[name]
-        return tensor.view(len(tensor), prod(shape)).view(self._matrices[name][0])
 
 
 class Target:
@@ -234,6 +234,53 @@ class Target:
         return self._out if num == self._rows else {name: tensor[:num] for name, tensor in self._out.items()}
 
 
+class RowFetcher(Fetcher):
+    """Batches of rows that are on the device, in the order of an epoch that is there too.
+
+    rows   by name (N, columns)  as RowLayout has them
+    order  of an epoch: (N,)  int64  positions of the rows, on the host
+    """
+
+    def __init__(
+        self, rows: Batch, layout: RowLayout, batch_size: int, num_batches: int, order: Callable[[int], Tensor]
+    ) -> None:
+        self._rows, self._layout, self._batch_size, self._num_batches, self._order = (
+            rows,
+            layout,
+            batch_size,
+            num_batches,
+            order,
+        )
+        device = next(iter(rows.values())).device
+        self._matrices = [layout.allocate(batch_size, device) for _ in range(2)]
+        self.inputs = (layout.unpack(self._matrices[0]), layout.unpack(self._matrices[1]))
+        self._positions = torch.zeros(len(next(iter(rows.values()))), dtype=torch.int64, device=device)
+        self._at = torch.zeros((), dtype=torch.int64, device=device)  # position in the order of the batch fetched next
+        self._batch = torch.arange(batch_size, device=device)
+        self._places, self._index = torch.zeros_like(self._batch), torch.zeros_like(self._batch)
+
+    def fetch(self, turn: int) -> None:
+        torch.add(self._batch, self._at, out=self._places)
+        self._places.clamp_(max=len(self._positions) - 1)  # after the last full batch something is fetched in vain
+        torch.index_select(self._positions, 0, self._places, out=self._index)
+        gather(self._rows, self._index, self._matrices[turn])
+        self._at += self._batch_size
+
+    def epoch(self, number: int, start_batch: int) -> Generator[Batch]:
+        order = self._order(number)
+        num_full = len(order) // self._batch_size
+        on_gpu = self._positions.is_cuda
+        self._positions.copy_(order.pin_memory() if on_gpu else order, non_blocking=on_gpu)
+        self._at.fill_(start_batch * self._batch_size)
+        if start_batch < num_full:
+            self.fetch(0)
+        for batch in range(start_batch, self._num_batches):
+            if batch < num_full:
+                yield self.inputs[(batch - start_batch) % 2]
+            else:
+                yield self._layout.unpack(gather(self._rows, self._positions[num_full * self._batch_size :]))
+
+
 def gather(rows: Batch, index: Tensor, out: Batch | None = None) -> Batch:
     """Gather rows by index, all on one device; on the host with NumPy, as torch's threads cost more than they save."""
     if index.is_cuda:
@@ -256,6 +303,8 @@ def check_out(out: Batch, fields: RowFields, batch_size: int, device: torch.devi
         tensor, expected = out.get(name), (batch_size, *shape)
         if tensor is None or tensor.dtype != dtype or tuple(tensor.shape) != expected:
             actual = "nothing" if tensor is None else f"{tensor.dtype} {list(tensor.shape)}"
-            raise ConfigError(f'out["{name}"] is {actual}, expected {dtype} {list(expected)}; use static_batch()')
+            raise ConfigError(
+                f'out["{name}"] is {actual}, expected {dtype} {list(expected)}', hint="use static_batch()"
+            )
         if tensor.device != device or not tensor.is_contiguous() or tensor.data_ptr() % 8:
-            raise ConfigError(f'out["{name}"] must be contiguous on {device}; use static_batch()')
+            raise ConfigError(f'out["{name}"] must be contiguous on {device}', hint="use static_batch()")

@@ -12,7 +12,6 @@ With several ranks each holds its own items and its part of the same batches, wh
 Axes: B sequences, T frames they are padded to, D features.
 """
 
-import weakref
 from collections.abc import Generator, Mapping, Sequence
 from typing import Any, Literal, cast
 
@@ -28,7 +27,6 @@ from brim.engine.rows.ragged_tiers import (
     FrameRuns,
     FrameStore,
     HostFrames,
-    InputsFor,
     RaggedItems,
     RaggedSource,
     SourceFrames,
@@ -37,7 +35,7 @@ from brim.engine.rows.ragged_tiers import (
 )
 from brim.engine.rows.resident import Epoch, Held
 from brim.engine.rows.source import RowSplit
-from brim.engine.training import Batch, BatchSource, Ranks, Share, StepInputs
+from brim.engine.training import Batch, BatchSource, InputsFor, Ranks, Share
 from brim.errors import ConfigError
 
 RowChoice = slice | range | Sequence[int] | Tensor | None
@@ -66,8 +64,8 @@ class RaggedView(BatchSource):
         self.padding_share = self.buckets.padding_share
         self._mine = None if resident.own is None else resident.own[rows]  # (n,) bool
         self._planned: tuple[int, list[Bucketed]] | None = None  # of the epoch last asked for
-        self._resident = weakref.ref(resident)
-        self._items: tuple[weakref.ref[FrameStore], RaggedItems] | None = None
+        self._resident = resident
+        self._items: tuple[FrameStore, RaggedItems] | None = None
 
     def __len__(self) -> int:
         return self.num_items
@@ -77,10 +75,10 @@ class RaggedView(BatchSource):
         """Where the frames are; known inside the with block."""
         return self._store()[0].tier
 
-    def epoch(self, number: int, start_batch: int = 0, place: InputsFor | None = None) -> Epoch:
+    def epoch(self, number: int, start_batch: int = 0, inputs: InputsFor | None = None) -> Epoch:
         """Batches of an epoch from start_batch on, each a dict of tensors on the device.
 
-        A batch gathered on the device is written into the tensors that place("frames", shape) returns, if any, and
+        A batch gathered on the device is written into the tensors that inputs("frames", shape) returns, if any, and
         yielded as that dict: the inputs of a step captured for the shape.
 
         frames  (B, T, D)  in the stored or the requested dtype; zeros after the end of an item
@@ -89,14 +87,14 @@ class RaggedView(BatchSource):
         …       (B, …)     the columns of the source
         """
         self._store()
-        return self._owner().opened.begin(self._batches(number, start_batch, place), start_batch, self.num_batches)
+        return self._resident.opened.begin(self._batches(number, start_batch, inputs), start_batch, self.num_batches)
 
-    def epoch_into(self, number: int, start_batch: int, step: StepInputs) -> Generator[Batch]:
-        yield from self.epoch(number, start_batch, step.inputs_with)
+    def epoch_into(self, number: int, start_batch: int, inputs: InputsFor) -> Generator[Batch]:
+        yield from self.epoch(number, start_batch, inputs)
 
     def share(self, epoch: int, batch: int) -> Share | None:
         """The items of a batch that this rank has; None: all of them."""
-        ranks = self._owner().ranks
+        ranks = self._resident.ranks
         if self._mine is None or ranks is None:
             return None
         items = self._plan(epoch)[batch].items
@@ -106,35 +104,29 @@ class RaggedView(BatchSource):
         """The batches of an epoch: how long they are padded, and the rows of the source in them."""
         return [Bucketed(batch.length, self.rows[batch.items]) for batch in self.buckets.epoch(epoch)]
 
-    def _batches(self, number: int, start_batch: int, place: InputsFor | None) -> Generator[Batch]:
+    def _batches(self, number: int, start_batch: int, inputs: InputsFor | None) -> Generator[Batch]:
         store, items = self._store()
         plan = self._plan(number)[start_batch:]
         if self._mine is not None:
-            lengths = self._owner().source.lengths[self.rows]
+            lengths = self._resident.source.lengths[self.rows]
             plan = [part_of(batch, self._mine, lengths) for batch in plan]
-        yield from store.batches(items, plan, place)
+        yield from store.batches(items, plan, inputs)
 
     def _plan(self, number: int) -> list[Bucketed]:
         if self._planned is None or self._planned[0] != number:
             self._planned = (number, self.buckets.epoch(number))
         return self._planned[1]
 
-    def _owner(self) -> "RaggedResident":
-        resident = self._resident()
-        if resident is None:
-            raise RuntimeError("the RaggedResident of this view is gone; keep it while its views are used")
-        return resident
-
     def _store(self) -> tuple[FrameStore, RaggedItems]:
-        resident = self._owner()
+        resident = self._resident
         store = resident.loaded()
-        if self._items is None or self._items[0]() is not store:
+        if self._items is None or self._items[0] is not store:
             starts = store.start[resident.positions(self.rows if self._mine is None else self.rows[self._mine])]
             if self._mine is not None:
                 starts = torch.zeros(len(self.rows), dtype=torch.int64).masked_scatter_(self._mine, starts)
             columns = {name: column[self.rows].contiguous() for name, column in self.columns.items()}
             lengths = resident.source.lengths[self.rows]
-            self._items = (weakref.ref(store), RaggedItems(starts, lengths, self.rows, columns))
+            self._items = (store, RaggedItems(starts, lengths, self.rows, columns))
         return store, self._items[1]
 
 
@@ -200,14 +192,10 @@ class RaggedResident(RaggedView, Held[FrameStore]):
         chosen = self.rows if rows is None else _chosen(self.source, rows)
         self.positions(chosen if self.own is None else chosen[self.own[chosen]])
         return RaggedView(
-            self,
-            chosen,
-            self.columns if fields is None else check_columns(fields, self.source.num_items),
-            buckets or self.buckets.config,
-            self.seed if seed is None else seed,
-            self.shuffle if shuffle is None else shuffle,
-            drop_last,
-        )
+            self, chosen, self.columns if fields is None else check_columns(fields, self.source.num_items),
+            buckets or self.buckets.config, self.seed if seed is None else seed,
+            self.shuffle if shuffle is None else shuffle, drop_last,
+        )  # fmt: skip
 
     def describe(self) -> dict[str, object]:
         """Facts for a report: tier and reason, sizes, buckets, loading speed."""
@@ -233,7 +221,7 @@ class RaggedResident(RaggedView, Held[FrameStore]):
         places = torch.searchsorted(ordered, rows).clamp(max=len(ordered) - 1)
         missing = (ordered[places] != rows).nonzero()
         if len(missing):
-            raise ConfigError(f"rows={int(rows[missing[0]])} is not loaded here; load it, or choose other rows")
+            raise ConfigError(f"rows={int(rows[missing[0]])} is not loaded here", hint="load it, or choose other rows")
         return place[places]
 
     # Loading

@@ -7,11 +7,12 @@
 Axes: B sequences of a batch, T frames they are padded to, D features, n items, N frames held.
 """
 
+from abc import abstractmethod
 from bisect import bisect_right
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -20,45 +21,39 @@ from torch import Tensor
 
 from brim.engine.config import Tier
 from brim.engine.device import worker_count
-from brim.engine.pipeline import Pipeline, Stage
+from brim.engine.pipeline import Stage
 from brim.engine.rows.buckets import Bucketed
 from brim.engine.rows.order import HOST, RowLayout, gather
-from brim.engine.rows.tiers import load_rows, mark, pinned, to_device
+from brim.engine.rows.tiers import Copied, Loaded, copied_ahead, load_rows, mark, pinned, side_stream, to_device
 from brim.engine.storage import RowFields
-from brim.engine.training import Batch
+from brim.engine.training import Batch, InputsFor
 from brim.errors import DatasetError
 
 OWN_FIELDS = ("frames", "length", "item")  # fields of a batch besides the columns of its source
 
 
 class RaggedSource(Protocol):
-    """Sequences of frames that can be read by position, from any thread."""
+    """Sequences of frames that can be read by position, from any thread.
+
+    lengths  (n,)  int64  frames of each item
+    starts   (n,)  int64  first frame of each item, in any order, with gaps where frames belong to no item
+    fields   (n, …) each  further columns, such as a label
+    """
 
     @property
     def num_items(self) -> int: ...
-
     @property
-    def lengths(self) -> Tensor:
-        """(n,) int64, frames of each item."""
-
+    def lengths(self) -> Tensor: ...
     @property
-    def starts(self) -> Tensor:
-        """(n,) int64, first frame of each item; in any order, with gaps where frames belong to no item."""
-
+    def starts(self) -> Tensor: ...
     @property
-    def num_frames(self) -> int:
-        """Frames that can be read, those of no item included."""
-
+    def num_frames(self) -> int: ...
     @property
     def dim(self) -> int: ...
-
     @property
     def dtype(self) -> torch.dtype: ...
-
     @property
-    def fields(self) -> Mapping[str, Tensor]:
-        """Further columns, (n, …) each: a label, for instance."""
-
+    def fields(self) -> Mapping[str, Tensor]: ...
     @property
     def description(self) -> str: ...
 
@@ -129,7 +124,8 @@ def check_source(source: RaggedSource) -> None:
         item = int(outside.nonzero()[0])
         raise DatasetError(
             f"{where}: item {item} has {int(source.lengths[item])} frames from {int(source.starts[item])} on, expected "
-            f"at least 1 among {source.num_frames}; pack it again"
+            f"at least 1 among {source.num_frames}",
+            hint="pack it again",
         )
 
 
@@ -137,7 +133,7 @@ def check_columns(columns: Mapping[str, Tensor], num_items: int) -> Batch:
     """The columns on the host, contiguous; DatasetError unless they have a row for every item of the source."""
     for name, column in columns.items():
         if name in OWN_FIELDS:
-            raise DatasetError(f'field "{name}" has a name that every batch already uses; rename it')
+            raise DatasetError(f'field "{name}" has a name that every batch already uses', hint="rename it")
         if column.ndim < 1 or len(column) != num_items:
             raise DatasetError(f'field "{name}" is {list(column.shape)}, expected a row for each of {num_items} items')
     return {name: column.to(HOST).contiguous() for name, column in columns.items()}
@@ -155,10 +151,6 @@ def batch_fields(length: int, dim: int, dtype: torch.dtype, columns: Batch) -> R
 
 _SHARED_BYTES = 2**20  # a smaller batch is copied by one thread: waking others takes longer
 _IN_FLIGHT_BYTES = 2**30  # bytes of batches made ahead, unless the minimum number needs more
-
-
-# (field, shape) → tensors to write the batch into, or None
-InputsFor = Callable[[str, tuple[int, ...]], Batch | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,18 +177,16 @@ class RaggedItems:
         return self._there[device]
 
 
-class FrameStore(Protocol):
-    tier: Tier
+class FrameStore(Loaded):
     start: Tensor  # (n,) int64, where each item begins
     held_bytes: int
 
-    def batches(self, items: RaggedItems, plan: list[Bucketed], place: InputsFor | None = None) -> Iterator[Batch]:
-        """The batches of a plan, padded with zeros, on the device; written into `place` where the store can."""
+    @abstractmethod
+    def batches(self, items: RaggedItems, plan: list[Bucketed], inputs: InputsFor | None = None) -> Iterator[Batch]:
+        """The batches of a plan, padded with zeros, on the device; written into inputs where the store can."""
 
-    def close(self) -> None: ...
 
-
-class DeviceFrames:
+class DeviceFrames(FrameStore):
     """Tier vram: a batch is one gather on the device; positions after the end of an item gather a frame of zeros."""
 
     tier: Tier = "vram"
@@ -209,7 +199,7 @@ class DeviceFrames:
         self._zeros = runs.num_frames
         self.held_bytes = self._frames["frames"].nbytes
 
-    def batches(self, items: RaggedItems, plan: list[Bucketed], place: InputsFor | None = None) -> Iterator[Batch]:
+    def batches(self, items: RaggedItems, plan: list[Bucketed], inputs: InputsFor | None = None) -> Iterator[Batch]:
         """A few kernels per batch, queued without waiting; the order of the epoch is copied to the device once."""
         if not plan:
             return
@@ -219,7 +209,7 @@ class DeviceFrames:
         for batch in plan:
             stop = start + len(batch.items)
             shape = (len(batch.items), batch.length, self._layout.fields["frames"][1][0])
-            out = place("frames", shape) if place is not None else None
+            out = inputs("frames", shape) if inputs is not None else None
             yield self._batch(items, order[start:stop], ramp[: batch.length], out)
             start = stop
 
@@ -241,7 +231,7 @@ class DeviceFrames:
         self._frames = {}
 
 
-class SourceFrames:
+class SourceFrames(FrameStore):
     """Tier window: sequences are read from the source when they are needed, ahead and in threads."""
 
     tier: Tier = "window"
@@ -250,42 +240,25 @@ class SourceFrames:
         self.start, self.device, self.held_bytes = source.starts[rows], device, 0
         self._source, self._dtype, self._dim = source, dtype, source.dim
         self._copiers = max(1, min(8, worker_count() - 1))  # the caller's thread launches kernels meanwhile
-        self._side = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        self._side = side_stream(device)
 
-    def batches(self, items: RaggedItems, plan: list[Bucketed], place: InputsFor | None = None) -> Iterator[Batch]:
+    def batches(self, items: RaggedItems, plan: list[Bucketed], inputs: InputsFor | None = None) -> Iterator[Batch]:
         """Batches padded ahead by threads and copied on a side stream, in order."""
         largest = max((len(batch.items) * batch.length for batch in plan), default=0)
         few = 8 * largest * self._dim * self._dtype.itemsize > _IN_FLIGHT_BYTES
-        done: deque[Any] = deque()
         with ThreadPoolExecutor(self._copiers, thread_name_prefix="brim-pad") as pool:
-
-            def work(batch: Bucketed) -> "_Made":
-                return self._make(items, batch, pool)
-
+            make = partial(self._make, items, pool)
             # two workers: one pads while the other's copy is queued; more would only share the same copiers
-            stage: Stage[Any, Any] = Stage(name="pad", work=work, workers=1 if few else 2, depth=1 if few else 3)
-            with Pipeline(plan, [stage], source_name="buckets") as ready:
-                for padded in ready:
-                    yield self._handed(padded)
-                    del padded
-                    if self._side is not None:
-                        done.append(mark(self.device))
-                        if len(done) > (1 if few else 3):
-                            done.popleft().synchronize()  # the GPU still has the last few batches to work on
+            stage: Stage[Any, Copied] = Stage(name="pad", work=make, workers=1 if few else 2, depth=1 if few else 3)
+            yield from copied_ahead(plan, stage, self.device, lag=1 if few else 3)
 
     def close(self) -> None: ...
 
-    def _handed(self, padded: "_Made") -> Batch:
-        if padded.copied is not None:
-            current = torch.cuda.current_stream(self.device)
-            current.wait_event(padded.copied)
-            padded.flat.record_stream(current)
-        return padded.batch
-
-    def _make(self, items: RaggedItems, batch: Bucketed, pool: Executor) -> "_Made":
+    def _make(self, items: RaggedItems, pool: Executor, batch: Bucketed) -> Copied:
         layout = RowLayout(batch_fields(batch.length, self._dim, self._dtype, items.columns))
         num = len(batch.items)
-        flat = (pinned if self._side is not None else _pageable)(layout.flat_bytes(num))
+        size = layout.flat_bytes(num)
+        flat = pinned(size) if self._side is not None else torch.empty(size, dtype=torch.uint8)
         out = layout.unpack(layout.carve(flat, num))
         self._pad(items.start[batch.items].tolist(), items.length[batch.items].tolist(), out["frames"], pool)
         out["length"].copy_(items.length[batch.items])
@@ -293,10 +266,10 @@ class SourceFrames:
         for name, column in items.columns.items():
             out[name].copy_(column[batch.items])
         if self._side is None:
-            return _Made(out, flat, None)
+            return out, (), None
         with torch.cuda.stream(self._side):
             on_device = flat.to(self.device, non_blocking=True)
-            return _Made(layout.unpack(layout.carve(on_device, num)), on_device, mark(self.device))
+            return layout.unpack(layout.carve(on_device, num)), (on_device,), mark(self.device)
 
     def _pad(self, starts: list[int], lengths: list[int], out: Tensor, pool: Executor) -> None:
         """Copy every sequence into its row and fill the rest with zeros."""
@@ -316,10 +289,7 @@ class SourceFrames:
             part.result()
 
     def _copy(self, start: int, stop: int, out: Tensor) -> None:
-        if self._dtype == self._source.dtype:
-            self._source.read(start, stop, out)
-        else:
-            _read_as(self._source.read, start, stop, out, self._source.dtype)
+        _read_as(self._source.read, start, stop, out, self._source.dtype)
 
 
 class HostFrames(SourceFrames):
@@ -340,23 +310,11 @@ class HostFrames(SourceFrames):
         self._frames = self._frames[:0].copy()
 
 
-@dataclass(frozen=True, slots=True)
-class _Made:
-    """A batch, the memory it lies in, and the event after its copy."""
-
-    batch: Batch
-    flat: Tensor
-    copied: Any
-
-
 def _load(runs: FrameRuns, dtype: torch.dtype, where: torch.device, extra: int = 0) -> Batch:
     """All frames as a matrix of integers, read and converted by several threads; `extra` rows at its end."""
 
     def read(start: int, stop: int, out: Batch) -> None:
-        if dtype == runs.source.dtype:
-            runs.read(start, stop, out["frames"])
-        else:
-            _read_as(runs.read, start, stop, out["frames"], runs.source.dtype)
+        _read_as(runs.read, start, stop, out["frames"], runs.source.dtype)
 
     layout = RowLayout({"frames": (dtype, (runs.source.dim,))})
     return load_rows(read, runs.num_frames, layout, where, extra)
@@ -364,13 +322,12 @@ def _load(runs: FrameRuns, dtype: torch.dtype, where: torch.device, extra: int =
 
 def _read_as(read: Callable[[int, int, Tensor], None], start: int, stop: int, out: Tensor, stored: torch.dtype) -> None:
     """Read in the stored dtype, then convert: always on the host, so that every tier rounds alike."""
+    if out.dtype == stored:
+        read(start, stop, out)
+        return
     part = torch.empty(out.shape, dtype=stored)
     read(start, stop, part)
     out.copy_(part)
-
-
-def _pageable(num_bytes: int) -> Tensor:
-    return torch.empty(num_bytes, dtype=torch.uint8)
 
 
 def _bytes(tensor: Tensor) -> np.ndarray[Any, Any]:

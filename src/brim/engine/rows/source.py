@@ -25,18 +25,8 @@ class Source(Protocol):
 
     @property
     def num_items(self) -> int: ...
-
     @property
-    def fields(self) -> RowFields:
-        """Name → (dtype, shape of one row)."""
-
-    @property
-    def nbytes(self) -> int: ...
-
-    @property
-    def blocks(self) -> Sequence[int]:
-        """Rows at which the storage starts a new file, then num_items; (0, num_items) for a single one."""
-
+    def fields(self) -> RowFields: ...
     @property
     def description(self) -> str: ...
 
@@ -81,7 +71,6 @@ class TensorSource:
     """Tensors already in memory, all with the same leading length."""
 
     def __init__(self, tensors: Mapping[str, Tensor], names: Sequence[str] | None = None) -> None:
-        """Does not copy contiguous tensors."""
         chosen = choose(tensors, names, "these tensors")
         for name, tensor in chosen.items():
             first_name, first = next(iter(chosen.items()))
@@ -95,8 +84,6 @@ class TensorSource:
             name: (tensor.dtype, tuple(tensor.shape[1:])) for name, tensor in self.tensors.items()
         }
         self.num_items = len(next(iter(self.tensors.values())))
-        self.nbytes = self.num_items * row_bytes(self.fields)
-        self.blocks: Sequence[int] = (0, self.num_items)
         self.description = f"{self.num_items} items in memory"
         check_some(self.num_items, self.fields, "these tensors")
 
@@ -105,14 +92,31 @@ class TensorSource:
             target.copy_(self.tensors[name][start:stop])
 
 
+class SideBySide:
+    """The fields of several sources of equally many rows."""
+
+    def __init__(self, sources: Sequence[Source]) -> None:
+        self.sources, self.num_items = sources, sources[0].num_items
+        counts = [source.num_items for source in sources]
+        if len(set(counts)) > 1:
+            raise DatasetError(f"sources side by side have {', '.join(map(str, counts))} items, expected equally many")
+        self.fields: RowFields = {name: field for source in sources for name, field in source.fields.items()}
+        self.description = ", beside ".join(source.description for source in sources)
+
+    def read(self, start: int, stop: int, out: dict[str, Tensor]) -> None:
+        for source in self.sources:
+            part = {name: tensor for name, tensor in out.items() if name in source.fields}
+            if part:
+                source.read(start, stop, part)
+
+
 def choose(known: Mapping[str, Any], names: Iterable[str] | None, where: str) -> dict[str, Any]:
-    """The named entries, by default all."""
     wanted = list(known) if names is None else list(names)
     for name in wanted:
         if name not in known:
-            raise DatasetError(f'{where} has no field "{name}"; it has {", ".join(known)}')
+            raise DatasetError(f'{where} has no field "{name}"', hint=f"it has {', '.join(known)}")
     if not wanted:
-        raise DatasetError(f"{where}: no field left to read; name at least one")
+        raise DatasetError(f"{where}: no field left to read", hint="name at least one")
     return {name: known[name] for name in wanted}
 
 
@@ -122,7 +126,9 @@ def check_some(num_items: int, fields: RowFields, where: str) -> None:
         raise DatasetError(f"{where}: no items; nothing to train on")
     for name, (_, shape) in fields.items():
         if not prod(shape):
-            raise DatasetError(f'{where}: a row of "{name}" has shape {list(shape)} and so no values; leave it out')
+            raise DatasetError(
+                f'{where}: a row of "{name}" has shape {list(shape)} and so no values', hint="leave it out"
+            )
 
 
 class RowSplit:
@@ -139,7 +145,9 @@ class RowSplit:
         self._first = rows.start if isinstance(rows, range) and rows.step == 1 else None
         self._index = _as_index(rows, num)
         if not len(self._index):
-            raise ConfigError(f"the split is empty: no rows chosen of {num}; make the split or the dataset larger")
+            raise ConfigError(
+                f"the split is empty: no rows chosen of {num}", hint="make the split or the dataset larger"
+            )
         low, high = int(self._index.min()), int(self._index.max())
         if low < 0 or high >= num:
             raise ConfigError(f"rows={low if low < 0 else high} is not in the source, which has rows 0 to {num - 1}")
@@ -185,11 +193,3 @@ def _as_index(rows: range | Sequence[int] | Tensor, num: int) -> Tensor:
             return torch.empty(0, dtype=torch.int64)
         raise ConfigError(f"rows has {index.dtype} {list(index.shape)}, expected row numbers or a mask of {num}")
     return index.to(torch.int64)
-
-
-def chosen_fields(fields: RowFields, names: Sequence[str] | None) -> RowFields:
-    """The named fields, by default all."""
-    for name in names or ():
-        if name not in fields:
-            raise ConfigError(f'the source has no field "{name}"; it has {", ".join(fields)}')
-    return {name: fields[name] for name in (fields if names is None else names)}

@@ -3,14 +3,11 @@
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 from urllib.parse import parse_qsl, quote, unquote, urlsplit
 
-import numpy as np
-import torch
-from torch import Tensor
-
 from brim.engine.device import guard
+from brim.engine.rows.columns import arrow_tensor
 from brim.engine.rows.source import TensorSource, choose
 from brim.errors import ConfigError, DatasetError, StorageError
 
@@ -27,13 +24,28 @@ class SqlSource(TensorSource):
         columns = list(table.column_names)
         for name in columns:
             if columns.count(name) > 1:
-                raise DatasetError(f'the query returns two columns "{name}"; rename one with AS')
+                raise DatasetError(f'the query returns two columns "{name}"', hint="rename one with AS")
         wanted = choose({name: table.column(name) for name in columns}, names, "the query's result")
         if not table.num_rows:
-            raise DatasetError(f"the query returned no rows from {self.url}; check its conditions")
+            raise DatasetError(f"the query returned no rows from {self.url}", hint="check its conditions")
         with guard():
-            super().__init__({name: _to_tensor(name, column) for name, column in wanted.items()})
+            super().__init__(
+                {
+                    name: arrow_tensor(
+                        name, column, cast=f"leave it out or cast it, as in CAST({name} AS DOUBLE PRECISION)"
+                    )
+                    for name, column in wanted.items()
+                }
+            )
         self.description = f"{self.num_items} rows of a query to {self.url}"
+
+
+def sql(url: str, query: str) -> SqlSource:
+    """Rows of a query, for a Resident: sql("postgresql://host/database", "select x, y from rows")."""
+    for name, value in (("url", url), ("query", query)):
+        if not isinstance(value, str) or not value.strip():
+            raise ConfigError(f"{name}={value!r} must be text", hint='as in brim.sql("postgresql://…", "select …")')
+    return SqlSource(url, query)
 
 
 def _driver(scheme: str) -> Any:
@@ -49,7 +61,9 @@ def _driver(scheme: str) -> Any:
 
         return adbc_driver_postgresql.dbapi
     except ImportError as failure:
-        raise ConfigError(f"{failure.name} is missing to read from {scheme}; pip install 'brim[sql]'") from failure
+        raise ConfigError(
+            f"{failure.name} is missing to read from {scheme}", hint="pip install 'brim[sql]'"
+        ) from failure
 
 
 def _fetch(url: str, query: str) -> Any:
@@ -63,7 +77,7 @@ def _fetch(url: str, query: str) -> Any:
         connection = driver.connect(target)
     except driver.Error as failure:
         fault = _scrub(str(failure), url)
-        raise StorageError(f"{without_password(url)} cannot be opened: {fault}; check URL and server") from None
+        raise StorageError(f"{without_password(url)} cannot be opened: {fault}", hint="check URL and server") from None
     with connection, connection.cursor() as cursor:
         try:
             cursor.execute(query.strip().rstrip(";"))
@@ -72,7 +86,7 @@ def _fetch(url: str, query: str) -> Any:
             raise DatasetError(f"the query's data cannot be read: {_scrub(str(failure), url)}") from None
         except driver.Error as failure:
             fault = _scrub(str(failure), url)
-            raise ConfigError(f"the query fails on {without_password(url)}: {fault}; check the query") from None
+            raise ConfigError(f"the query fails on {without_password(url)}: {fault}", hint="check the query") from None
         except (OSError, ValueError) as failure:  # Arrow's, while rows arrive
             raise _interrupted(_scrub(str(failure), url), [column[0] for column in cursor.description or ()]) from None
 
@@ -81,9 +95,9 @@ def _interrupted(fault: str, columns: list[str]) -> DatasetError | StorageError:
     """In SQLite a column's type may change from row to row; else the server or the connection is at fault."""
     mismatch = re.search(r"mismatch in column (\d+)", fault)
     if mismatch is None:
-        return StorageError(f"the query was interrupted: {fault}; check the server and try again")
+        return StorageError(f"the query was interrupted: {fault}", hint="check the server and try again")
     column = columns[int(mismatch[1])] if int(mismatch[1]) < len(columns) else mismatch[1]
-    return DatasetError(f'column "{column}" changes its type: {fault}; cast it in the query')
+    return DatasetError(f'column "{column}" changes its type: {fault}', hint="cast it in the query")
 
 
 def _sqlite_file(url: str) -> str:
@@ -91,7 +105,7 @@ def _sqlite_file(url: str) -> str:
     if not path:
         raise ConfigError(f'database URL "{url}": write sqlite:///relative.db or sqlite:////absolute.db')
     if not Path(path).is_file():
-        raise StorageError(f"{path} is not a file; check the path of the SQLite database")
+        raise StorageError(f"{path} is not a file", hint="check the path of the SQLite database")
     return f"file:{quote(str(Path(path).absolute()))}?mode=ro"
 
 
@@ -105,7 +119,6 @@ _USER = re.compile(r"^(\w+://[^/?#@:]*):(.*)@(?=[^@]*$)")  # up to the last @: p
 
 
 def without_password(url: str) -> str:
-    """The URL for messages."""
     url = _USER.sub(r"\1:***@", url)
     return re.sub(r"(?i)((?:ssl)?password=)[^&#]*", r"\1***", url)
 
@@ -119,50 +132,3 @@ def _scrub(text: str, url: str) -> str:
         for form in (secret, unquote(secret), quote(secret, safe="")):
             text = text.replace(form, "***")
     return " ".join(text.split())
-
-
-def _to_tensor(name: str, column: Any) -> Tensor:
-    out: Tensor | None = None
-    row = 0
-    for chunk in column.chunks:
-        if not len(chunk):
-            continue
-        values = torch.from_numpy(_to_numpy(name, chunk, row, 1))
-        if out is None:
-            out = torch.empty((len(column), *values.shape[1:]), dtype=values.dtype)
-        if out.shape[1:] != values.shape[1:]:
-            _ragged(name, row)
-        out[row : row + len(chunk)] = values
-        row += len(chunk)
-    assert out is not None
-    return out
-
-
-def _to_numpy(name: str, array: Any, row: int, per_row: int) -> np.ndarray[Any, Any]:
-    """Values of an Arrow array whose first value belongs to this row, per_row values to each."""
-    from pyarrow import types
-
-    kind = array.type
-    if array.null_count:
-        null = int(np.nonzero(array.is_null().to_numpy(zero_copy_only=False))[0][0])
-        fault = f'column "{name}" is null in row {row + null // per_row}'
-        raise DatasetError(f"{fault}, counted from 0; leave such rows out or use COALESCE")
-    if types.is_fixed_size_list(kind) or types.is_list(kind) or types.is_large_list(kind):
-        lengths = array.value_lengths().to_numpy(zero_copy_only=False)
-        width = int(lengths[0])
-        odd = np.nonzero(lengths != width)[0]
-        if len(odd) or not width:
-            _ragged(name, row + (int(odd[0]) // per_row if len(odd) else 0))
-        values = _to_numpy(name, array.flatten(), row, per_row * width)
-        return values.reshape(len(array), width, *values.shape[1:])
-    if not (types.is_boolean(kind) or types.is_integer(kind) or types.is_floating(kind)):
-        fault = f'column "{name}" is {getattr(kind, "type_name", kind)} from row {row} on'
-        raise DatasetError(f"{fault}, not a number; leave it out or cast it, as in CAST({name} AS DOUBLE PRECISION)")
-    return np.array(array.to_numpy(zero_copy_only=False))  # a copy: Arrow's memory is read-only
-
-
-def _ragged(name: str, row: int) -> NoReturn:
-    raise DatasetError(
-        f'column "{name}" has a list of another length, or an empty one, in row {row}, counted from 0; '
-        "all rows need equally many values"
-    )

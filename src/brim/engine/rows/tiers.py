@@ -3,159 +3,113 @@
 A store yields chunks of several batches each, in the order of an epoch. It does not know what a row means.
 """
 
-import gc
 import logging
 import threading
+from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
-from typing import Any, Protocol, Self, TypeVar
+from functools import partial
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 
-from brim.engine.config import TIERS, Tier
-from brim.engine.device import format_size, free_bytes, guard, worker_count
+from brim.engine.config import Tier
+from brim.engine.device import format_size, free_bytes, worker_count
 from brim.engine.pipeline import Pipeline, Stage
-from brim.engine.rows.order import HOST, Blocks, Choice, RowLayout, Turns, gather
+from brim.engine.rows.order import HOST, Blocks, RowLayout, Turns, gather
 from brim.engine.rows.source import RowSplit, TensorSource, row_bytes
-from brim.engine.storage import RowFields
-from brim.engine.training import Batch, Ranks
+from brim.engine.training import Batch
 from brim.errors import OutOfMemory
 
 log = logging.getLogger("brim")
 
+ReadRows = Callable[[int, int, Batch], None]  # reads rows from start to stop into tensors that hold that many
 _IN_FLIGHT_BYTES = 2**30  # most bytes gathered by all threads together, unless one chunk is larger
-_AHEAD = 4  # chunks the GPU may lag behind the host; bounds the memory in flight
+
+Copied = tuple[Batch, tuple[Tensor, ...], Any]  # a batch, the device memory it lies in, the event after its copy
 
 
-@dataclass(frozen=True, slots=True)
-class EpochPlan:
-    """The chunks that an epoch needs from a store."""
-
-    epoch: int
-    positions: Callable[[int], Tensor]
-    in_order: bool
-    spans: list[tuple[int, int]]  # ranges of the order, one per chunk
-
-
-class Store(Protocol):
-    """Rows in one tier; a chunk is a dict of matrices on the device."""
+class Loaded(ABC):
+    """Data in one tier, until it is closed."""
 
     tier: Tier
-    exclusive: bool  # only one epoch at a time
-    pinned: bool
-    held_items: int  # in this tier's memory
 
-    def chunk_items(self, chunk_batches: int, batch_size: int) -> int:
-        """Rows of a chunk, given the preferred number of batches."""
-
-    def chunks(self, plan: EpochPlan) -> Iterator[Batch]: ...
-
+    @abstractmethod
     def close(self) -> None: ...
 
 
-@dataclass(frozen=True, slots=True)
-class Memory:
-    """All rows, as matrices; not owned when they are the caller's own tensors."""
+class Store(Loaded):
+    """Rows in one tier; a chunk is a dict of matrices on the device."""
 
-    rows: Batch
-    owned: bool
+    exclusive = False  # only one epoch at a time
+    pinned = False
+    held_items: int  # in this tier's memory
+
+    def chunk_batches(self, preferred: int, batch_size: int) -> int:
+        """Batches of a chunk; any rows can be gathered, so there is no limit."""
+        return preferred
+
+    @abstractmethod
+    def chunks(self, order: Tensor, spans: list[tuple[int, int]], in_order: bool) -> Iterator[Batch]:
+        """The rows at these spans of an epoch's order; in_order: the order is 0, 1, 2, …"""
 
 
-class DeviceStore:
+class DeviceStore(Store):
     """Tier vram: all rows on the device, a chunk is an index-select there."""
 
     tier: Tier = "vram"
-    exclusive = False
-    pinned = False
 
-    def __init__(self, memory: Memory, device: torch.device) -> None:
-        self.rows = memory.rows
-        self.device = device
-        self.held_items = len(next(iter(memory.rows.values())))
-        self._order: tuple[int, Tensor] | None = None
+    def __init__(self, rows: Batch, device: torch.device) -> None:
+        self.rows, self.device = rows, device
+        self.held_items = len(next(iter(rows.values())))
 
-    def chunk_items(self, chunk_batches: int, batch_size: int) -> int:
-        """Any rows can be gathered, so there is no limit."""
-        return chunk_batches * batch_size
-
-    def order(self, epoch: int, positions: Callable[[int], Tensor]) -> Tensor:
-        """The order of an epoch on the device, copied there once."""
-        if self._order is None or self._order[0] != epoch:
-            self._order = (epoch, to_device(positions(epoch), self.device))
-        return self._order[1]
-
-    def chunks(self, plan: EpochPlan) -> Iterator[Batch]:
-        index = self.order(plan.epoch, plan.positions)
-        for start, stop in plan.spans:
+    def chunks(self, order: Tensor, spans: list[tuple[int, int]], in_order: bool) -> Iterator[Batch]:
+        index = to_device(order, self.device)
+        for start, stop in spans:
             yield gather(self.rows, index[start:stop])
 
     def close(self) -> None:
-        self.rows, self._order = {}, None
+        self.rows = {}
 
 
-class HostStore:
+class HostStore(Store):
     """Tier ram: all rows in host memory, pinned for a GPU; threads gather and a side stream copies."""
 
     tier: Tier = "ram"
-    exclusive = False
 
-    def __init__(self, memory: Memory, layout: RowLayout, device: torch.device) -> None:
-        self.rows = memory.rows
-        self.device = device
-        self.held_items = len(next(iter(memory.rows.values())))
+    def __init__(self, rows: Batch, layout: RowLayout, device: torch.device, *, pin: bool) -> None:
+        self.rows, self.device = rows, device
+        self.held_items = len(next(iter(rows.values())))
         self._layout = layout
         self._registered: list[int] = []
-        self._side = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
-        self.pinned = device.type == "cuda" and memory.owned and self._register()
+        self._side = side_stream(device)
+        self.pinned = pin and device.type == "cuda" and self._register()
 
-    def chunk_items(self, chunk_batches: int, batch_size: int) -> int:
-        """Any rows can be gathered, so there is no limit."""
-        return chunk_batches * batch_size
-
-    def chunks(self, plan: EpochPlan) -> Iterator[Batch]:
-        """Chunks gathered ahead by threads and copied on a side stream, in order."""
-        order = plan.positions(plan.epoch)
-
-        def work(span: tuple[int, int]) -> tuple[Batch, Tensor | None, Any]:
-            return self._make(order, span, plan.in_order)
-
-        chunk_bytes = max((self._layout.flat_bytes(stop - start) for start, stop in plan.spans[:1]), default=1)
+    def chunks(self, order: Tensor, spans: list[tuple[int, int]], in_order: bool) -> Iterator[Batch]:
+        """Chunks gathered ahead by threads and copied on a side stream."""
+        chunk_bytes = max((self._layout.flat_bytes(stop - start) for start, stop in spans[:1]), default=1)
         workers = max(1, min(4, worker_count() // 4, _IN_FLIGHT_BYTES // chunk_bytes))
-        stage: Stage[Any, Any] = Stage(name="gather", work=work, workers=workers, depth=2)
-        done: deque[Any] = deque()
-        with Pipeline(plan.spans, [stage], source_name="order") as ready:
-            for chunk, flat, event in ready:
-                if event is not None:
-                    current = torch.cuda.current_stream(self.device)
-                    current.wait_event(event)
-                    for tensor in chunk.values() if flat is None else (flat,):
-                        tensor.record_stream(current)
-                del flat
-                yield chunk
-                del chunk
-                if event is not None:
-                    done.append(mark(self.device))
-                    if len(done) > _AHEAD:
-                        done.popleft().synchronize()  # the GPU still has the last few chunks to work on
+        make = partial(self._make, order, in_order and self.pinned)
+        stage: Stage[tuple[int, int], Copied] = Stage(name="gather", work=make, workers=workers, depth=2)
+        return copied_ahead(spans, stage, self.device, lag=4)
 
-    def _make(self, order: Tensor, span: tuple[int, int], in_order: bool) -> tuple[Batch, Tensor | None, Any]:
+    def _make(self, order: Tensor, in_order: bool, span: tuple[int, int]) -> Copied:
         start, stop = span
         if self._side is None:
-            return gather(self.rows, order[start:stop]), None, None
-        if in_order and self.pinned:
+            return gather(self.rows, order[start:stop]), (), None
+        if in_order:
             with torch.cuda.stream(self._side):
                 parts = {name: matrix[start:stop] for name, matrix in self.rows.items()}
                 chunk = {name: part.to(self.device, non_blocking=True) for name, part in parts.items()}
-                return chunk, None, mark(self.device)
+                return chunk, tuple(chunk.values()), mark(self.device)
         host = pinned(self._layout.flat_bytes(stop - start))
         gather(self.rows, order[start:stop], self._layout.carve(host, stop - start))
         with torch.cuda.stream(self._side):
             flat = host.to(self.device, non_blocking=True)
-            return self._layout.carve(flat, stop - start), flat, mark(self.device)
+            return self._layout.carve(flat, stop - start), (flat,), mark(self.device)
 
     def _register(self) -> bool:
         """Pin the memory where it is: torch's pinned allocator would round it up to a power of two."""
@@ -164,7 +118,8 @@ class HostStore:
                 code = int(torch.cuda.cudart().cudaHostRegister(matrix.data_ptr(), matrix.nbytes, 1))  # type: ignore[no-untyped-call]
                 if code:
                     self._unregister()
-                    _forget_error(self.device)
+                    with suppress(RuntimeError):
+                        torch.zeros(1, device=self.device)  # CUDA would report the error again from the next launch
                     log.warning("host memory cannot be pinned (CUDA error %d); copies go through small buffers", code)
                     return False
                 self._registered.append(matrix.data_ptr())
@@ -178,7 +133,6 @@ class HostStore:
                 torch.cuda.cudart().cudaHostUnregister(pointer)  # type: ignore[no-untyped-call]
 
     def close(self) -> None:
-        """Unpin the rows and release them."""
         self._unregister()
         self.rows = {}
 
@@ -201,10 +155,8 @@ def pinned(num_bytes: int) -> Tensor:
         return torch.empty(num_bytes, dtype=torch.uint8)
 
 
-def _forget_error(device: torch.device) -> None:
-    """Clear the error that CUDA would report again from the next launch."""
-    with suppress(RuntimeError):
-        torch.zeros(1, device=device)
+def side_stream(device: torch.device) -> Any:
+    return torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
 
 def to_device(index: Tensor, device: torch.device) -> Tensor:
@@ -219,7 +171,48 @@ def mark(device: torch.device) -> Any:
     return event
 
 
-class WindowStore:
+def copied_ahead(plan: Iterable[Any], stage: Stage[Any, Copied], device: torch.device, *, lag: int) -> Iterator[Batch]:
+    """Batches that the threads of a stage make and copy ahead, in order; the GPU lags at most `lag` of them behind."""
+    done: deque[Any] = deque()
+    with Pipeline(plan, [stage], source_name="order") as ready:
+        for batch, memory, copied in ready:
+            if copied is not None:
+                current = torch.cuda.current_stream(device)
+                current.wait_event(copied)
+                for tensor in memory:
+                    tensor.record_stream(current)
+            del memory
+            yield batch
+            del batch
+            if copied is not None:
+                done.append(mark(device))
+                if len(done) > lag:
+                    done.popleft().synchronize()  # the GPU still has the last few batches to work on
+
+
+def read_into(
+    read: ReadRows, start: int, place: Batch, layout: RowLayout, side: Any, wait: Callable[[], None] = lambda: None
+) -> Any:
+    """Read rows into matrices, through pinned memory if they are on a GPU; returns the event after the copy.
+
+    wait() returns when the matrices may be overwritten.
+    """
+    matrix = next(iter(place.values()))
+    num = len(matrix)
+    if side is None:
+        wait()
+        read(start, start + num, layout.unpack(place))
+        return None
+    host = layout.carve(pinned(layout.flat_bytes(num)), num)
+    read(start, start + num, layout.unpack(host))
+    wait()
+    with torch.cuda.stream(side):
+        for name, part in host.items():
+            place[name].copy_(part, non_blocking=True)
+        return mark(matrix.device)
+
+
+class WindowStore(Store):
     """Tier window: block k of an epoch lies in slot k modulo the number of slots, so any batch is one gather."""
 
     tier: Tier = "window"
@@ -228,41 +221,42 @@ class WindowStore:
     def __init__(
         self, layout: RowLayout, rows: RowSplit, device: torch.device, blocks: Blocks, held_items: int
     ) -> None:
-        self.device = device
-        self.pinned = device.type == "cuda"
-        self.held_items = held_items
-        self._rows = rows
-        self._layout = layout
-        self._blocks = blocks
+        self.device, self.held_items, self.pinned = device, held_items, device.type == "cuda"
+        self._rows, self._layout, self._blocks = rows, layout, blocks
         self._num_slots = held_items // blocks.items
         self._ring = layout.allocate(held_items, device)
         self._last_read: Any = None  # event after the latest gather from the ring
-        self._side = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        self._side = side_stream(device)
         if self._side is not None:
             self._side.wait_stream(torch.cuda.current_stream(device))  # the ring's memory may be in use until now
 
-    def chunk_items(self, chunk_batches: int, batch_size: int) -> int:
+    def chunk_batches(self, preferred: int, batch_size: int) -> int:
         """At most a block, so that a chunk touches two of them; num_slots allows for longer batches."""
-        return max(1, min(chunk_batches, self._blocks.items // batch_size)) * batch_size
+        return max(1, min(preferred, self._blocks.items // batch_size))
 
-    def chunks(self, plan: EpochPlan) -> Iterator[Batch]:
+    def chunks(self, order: Tensor, spans: list[tuple[int, int]], in_order: bool) -> Iterator[Batch]:
         """Chunks gathered from the ring, while threads load the next blocks into slots that are no longer needed."""
-        if not plan.spans:
+        if not spans:
             return
-        turns = Turns(plan.positions(plan.epoch), self._blocks, self._num_slots)
-        first, last = turns.block_at(plan.spans[0][0]), turns.block_at(plan.spans[-1][1] - 1)
+        turns = Turns(order, self._blocks, self._num_slots)
+        first, last = turns.block_at(spans[0][0]), turns.block_at(spans[-1][1] - 1)
         index = to_device(turns.ring_index, self.device)
         # the device may still be reading for the previous epoch
         slots = _Slots(first, self._num_slots, self._last_read)
 
-        def work(turn: int) -> Any:
-            return self._load_block(turn, turns.blocks[turn], slots)
+        def load(turn: int) -> Any:
+            block = turns.blocks[turn]
+            start = self._blocks.start(block)
+            num = min(self._blocks.start(block + 1), len(self._rows)) - start
+            at = (turn % self._num_slots) * self._blocks.items
+            slot = {name: matrix[at : at + num] for name, matrix in self._ring.items()}
+            return read_into(self._rows.read, start, slot, self._layout, self._side, lambda: slots.wait(turn))
 
         workers = max(1, min(4, worker_count() // 2))
-        stage: Stage[Any, Any] = Stage(name="load", work=work, workers=workers, depth=self._num_slots)
+        stage: Stage[int, Any] = Stage(name="load", work=load, workers=workers, depth=self._num_slots)
         with Pipeline(range(first, last + 1), [stage], source_name="blocks") as ready, slots:
             here = first
-            for start, stop in plan.spans:
+            for start, stop in spans:
                 for _ in range(here, turns.block_at(stop - 1) + 1):
                     event = next(ready)
                     if event is not None:
@@ -274,28 +268,7 @@ class WindowStore:
                 yield chunk
                 del chunk
 
-    def _load_block(self, turn: int, block: int, slots: "_Slots") -> Any:
-        """Read a block into its slot; returns the event after its copy."""
-        start = self._blocks.start(block)
-        num = min(self._blocks.start(block + 1), len(self._rows)) - start
-        at = (turn % self._num_slots) * self._blocks.items
-        slot = {name: matrix[at : at + num] for name, matrix in self._ring.items()}
-        if self._side is None:
-            slots.wait(turn)
-            self._rows.read(start, start + num, self._layout.unpack(slot))
-            return None
-        host = self._layout.carve(pinned(self._layout.flat_bytes(num)), num)
-        self._rows.read(start, start + num, self._layout.unpack(host))
-        last_read = slots.wait(turn)
-        if last_read is not None:
-            last_read.synchronize()  # in this thread, so that each thread keeps one block ready in pinned memory
-        with torch.cuda.stream(self._side):
-            for name, matrix in host.items():
-                slot[name].copy_(matrix, non_blocking=True)
-            return mark(self.device)
-
     def close(self) -> None:
-        """Wait for running copies and release the ring."""
         if self._side is not None:
             self._side.synchronize()
         self._ring = {}
@@ -329,12 +302,15 @@ class _Slots:
             self._stopped = True
             self._changed.notify_all()
 
-    def wait(self, turn: int) -> Any:
+    def wait(self, turn: int) -> None:
+        """Wait, in the loading thread, until the slot of this turn may be overwritten."""
         with self._changed:
             self._changed.wait_for(lambda: self._stopped or turn < self._below + self._num_slots)
             if self._stopped:
                 raise RuntimeError("the window was closed")
-            return self._event
+            last_read = self._event
+        if last_read is not None:
+            last_read.synchronize()  # each thread keeps one block ready in pinned memory meanwhile
 
     def free(self, below: int, event: Any) -> None:
         with self._changed:
@@ -345,101 +321,31 @@ class _Slots:
 _PIECE_BYTES = 4 * 2**20  # read by one thread at once while loading; pinning more takes longer than it saves
 
 
-class Closable(Protocol):
-    def close(self) -> None: ...
-
-
-Kept = TypeVar("Kept", bound=Closable)
-
-
-def first_that_fits(
-    choice: Choice,
-    make: Callable[[Tier], Kept],
-    say_order: Callable[[Tier], str],
-    device: torch.device,
-    ranks: Ranks | None = None,
-) -> tuple[Choice, Kept]:
-    """Load the chosen tier, or the next lower one that fits; say_order describes how it changes the order of rows.
-
-    Several ranks take the same tier, the highest that has room on all of them: the order of rows may depend on it.
-    """
-    if ranks is not None:
-        choice = _agreed(choice, ranks)
-    for tier in TIERS[TIERS.index(choice.tier) :]:
-        store = _try(make, tier)
-        # only here, outside the except block, is the traceback that kept the tensors alive gone
-        if ranks is not None and ranks.greatest(int(isinstance(store, str)))[0] and not isinstance(store, str):
-            store.close()
-            store = "no room on another rank"
-        if not isinstance(store, str):
-            return choice, store
-        gc.collect()
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
-        if tier == TIERS[-1]:
-            raise OutOfMemory(f"not even a window of the data fits on {device} ({store}); lower window_bytes")
-        below = TIERS[TIERS.index(tier) + 1]
-        log.warning("tier %s did not fit (%s); using tier %s%s", tier, store, below, say_order(below))
-        choice = Choice(below, f"tier {tier} did not fit")
-    raise AssertionError("the last tier is either loaded or raises")
-
-
-def _agreed(choice: Choice, ranks: Ranks) -> Choice:
-    lowest = TIERS[ranks.greatest(TIERS.index(choice.tier))[0]]
-    return choice if lowest == choice.tier else Choice(lowest, "another rank has no room for more")
-
-
-def _try(make: Callable[[Tier], Kept], tier: Tier) -> Kept | str:
-    """The tier, or why it did not fit."""
-    try:
-        with guard():
-            return make(tier)
-    except OutOfMemory as failure:
-        return str(failure)
-
-
-def fill_memory(rows: RowSplit, layout: RowLayout, where: torch.device) -> Memory:
-    """Load all rows; tensors that are already on that device are used without a copy."""
+def fill_memory(rows: RowSplit, layout: RowLayout, where: torch.device) -> tuple[Batch, bool]:
+    """All rows as matrices, and whether they are our own: tensors already on that device are used without a copy."""
     source = rows.source
-    if isinstance(source, TensorSource) and rows.all and _adoptable(source, layout.fields, where):
-        return Memory(layout.pack({name: source.tensors[name] for name in layout.fields}), owned=False)
-    return Memory(load_rows(rows.read, len(rows), layout, where), owned=True)
+    if isinstance(source, TensorSource) and rows.all:
+        tensors = {name: source.tensors[name] for name in layout.fields}
+        if all(tensor.device == where and tensor.storage_offset() == 0 for tensor in tensors.values()):
+            return layout.pack(tensors), False
+    return load_rows(rows.read, len(rows), layout, where), True
 
 
-def _adoptable(source: TensorSource, fields: RowFields, where: torch.device) -> bool:
-    """Whether the tensors can be used where they are."""
-    tensors = [source.tensors[name] for name in fields]
-    return all(tensor.device == where and tensor.storage_offset() == 0 for tensor in tensors)
-
-
-def load_rows(
-    read: Callable[[int, int, Batch], None], num_rows: int, layout: RowLayout, device: torch.device, extra: int = 0
-) -> Batch:
-    """All rows as matrices on the device, with `extra` uninitialised rows at the end.
-
-    Several threads call read(start, stop, out), straight into place or through pinned memory.
-    """
+def load_rows(read: ReadRows, num_rows: int, layout: RowLayout, device: torch.device, extra: int = 0) -> Batch:
+    """All rows as matrices on the device, read by several threads; `extra` uninitialised rows at the end."""
     item_bytes = row_bytes(layout.fields)
     size = (num_rows + extra) * item_bytes
     if device.type == "cpu" and size > free_bytes(HOST):  # Linux would grant it, and kill the process later
         raise OutOfMemory(f"{format_size(size)} of data, {format_size(free_bytes(HOST))} free on the host")
     into = layout.allocate(num_rows + extra, device)
     piece = max(1, _PIECE_BYTES // max(1, item_bytes))
-    side = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+    side = side_stream(device)
 
     def load(start: int) -> None:
-        num = min(piece, num_rows - start)
-        place = {name: matrix[start : start + num] for name, matrix in into.items()}
-        if side is None:
-            read(start, start + num, layout.unpack(place))
-            return
-        host = layout.carve(pinned(layout.flat_bytes(num)), num)
-        read(start, start + num, layout.unpack(host))
-        with torch.cuda.stream(side):
-            for name, matrix in host.items():
-                place[name].copy_(matrix, non_blocking=True)
-            copied = mark(device)
-        copied.synchronize()
+        place = {name: matrix[start : min(start + piece, num_rows)] for name, matrix in into.items()}
+        copied = read_into(read, start, place, layout, side)
+        if copied is not None:
+            copied.synchronize()
 
     if side is not None:
         side.wait_stream(torch.cuda.current_stream(device))  # the memory may be in use there until now

@@ -13,14 +13,20 @@ if TYPE_CHECKING:
     from brim.engine.storage.dataset import allocate as allocate
     from brim.engine.storage.places import LocalPlace as LocalPlace
     from brim.engine.storage.places import Place as Place
+    from brim.engine.storage.places import cache_folder as cache_folder
+    from brim.engine.storage.places import cache_home as cache_home
     from brim.engine.storage.places import is_url as is_url
+    from brim.engine.storage.places import lock_directory as lock_directory
     from brim.engine.storage.places import place_of as place_of
+    from brim.engine.storage.places import sync as sync
     from brim.engine.storage.shard_file import RowFields as RowFields
     from brim.engine.storage.shard_file import ShardEntry as ShardEntry
     from brim.engine.storage.shard_file import ShardPath as ShardPath
     from brim.engine.storage.shard_file import Stored as Stored
     from brim.engine.storage.shard_file import check_bytes as check_bytes
+    from brim.engine.storage.shard_file import corrupt as corrupt
     from brim.engine.storage.shard_file import shard_name as shard_name
+    from brim.engine.storage.shard_file import unreadable as unreadable
     from brim.engine.storage.shard_file import write_shard as write_shard
     from brim.engine.storage.writer import COMMIT_S as COMMIT_S
     from brim.engine.storage.writer import ShardWriter as ShardWriter

@@ -4,7 +4,6 @@ Both keep a second writer out, write a shard completely or not at all, write the
 remove the leftovers of a crash. A directory renames and syncs; a store accepts an object completely or not at all.
 """
 
-import fcntl
 import json
 import os
 import re
@@ -12,17 +11,14 @@ import secrets
 import socket
 import threading
 import time
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
 from brim.engine.storage.dataset import MANIFEST
-from brim.engine.storage.places import ObjectPlace, Place, sync
-from brim.engine.storage.shard_file import unfinished, upload, write_safetensors
+from brim.engine.storage.places import ObjectPlace, Place, lock_directory, sync
+from brim.engine.storage.shard_file import unfinished
 from brim.errors import DatasetError, StorageError
 
 LEASE_S = 60.0  # longest time a dead writer keeps others out
@@ -115,62 +111,18 @@ _OURS = re.compile(r"[0-9]{6}\.safetensors|\.[0-9]{6}(\.[0-9a-f]{8})?\.tmp")
 
 def destination_of(place: Place) -> "Destination":
     """The destination of a dataset at a place."""
-    if isinstance(place, ObjectPlace):
-        return StoreDestination(place)
-    assert place.path is not None
-    return DirectoryDestination(place.path)
+    return StoreDestination(place) if isinstance(place, ObjectPlace) else DirectoryDestination(place)
 
 
-class Destination(ABC):
-    """The operations a writer needs on the place of its dataset."""
-
-    @abstractmethod
-    def is_vacant(self) -> bool:
-        """Whether there is nothing but leftovers of a crash before the first manifest."""
-
-    @abstractmethod
-    def has_manifest(self) -> bool: ...
-
-    @abstractmethod
-    def create(self) -> None:
-        """Create the place of a new dataset and keep other writers out."""
-
-    @abstractmethod
-    def lock(self) -> None:
-        """Keep other writers out of an existing dataset."""
-
-    @abstractmethod
-    def prepare(self) -> None:
-        """Make room for shards, once the manifest is written."""
-
-    @abstractmethod
-    def put_shard(self, name: str, tensors: dict[str, Tensor], before: Callable[[], None]) -> tuple[int, str]:
-        """Write a shard, calling `before` just before it takes its name; returns its bytes and sha256."""
-
-    @abstractmethod
-    def put_manifest(self, text: str, shards: Collection[str]) -> None:
-        """Make these shards durable, then replace the manifest."""
-
-    @abstractmethod
-    def sweep(self, listed: Collection[str]) -> None:
-        """Remove temporary files and shards that are not listed; foreign files stay."""
-
-    @abstractmethod
-    def undo(self) -> None:
-        """Undo `create`: remove what was created, if nothing else is in it."""
-
-    @abstractmethod
-    def unlock(self) -> None: ...
-
-
-class DirectoryDestination(Destination):
-    def __init__(self, path: Path) -> None:
-        self.path = path
+class DirectoryDestination:
+    def __init__(self, place: Place) -> None:
+        assert place.path is not None
+        self.path = place.path
         self._made: list[Path] = []  # directories that did not exist before, outermost first
         self._lock: int | None = None
 
     def is_vacant(self) -> bool:
-        """There is no directory, or an empty one."""
+        """Whether there is nothing but leftovers of a crash before the first manifest."""
         if not self.path.exists():
             return True
         if not self.path.is_dir():
@@ -179,11 +131,8 @@ class DirectoryDestination(Destination):
             )
         return {entry.name for entry in self.path.iterdir()} <= {f".{MANIFEST}.tmp"}
 
-    def has_manifest(self) -> bool:
-        return (self.path / MANIFEST).exists()
-
     def create(self) -> None:
-        """Create the directory and its parents."""
+        """Create the directory and its parents, and keep other writers out."""
         missing = [place for place in (self.path, *self.path.parents) if not place.exists()]
         for place in reversed(missing):
             place.mkdir(exist_ok=True)
@@ -191,34 +140,13 @@ class DirectoryDestination(Destination):
         self.lock()
 
     def lock(self) -> None:
-        """A lock of the operating system, which ends with the process, however it ends."""
-        handle = os.open(self.path, os.O_RDONLY)
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as failure:
-            os.close(handle)
-            raise DatasetError(
-                f"{self.path} is being written by another process", code="in_use", hint="wait for it to end"
-            ) from failure
-        except OSError:
-            pass  # a file system without locks, such as some NFS: continue without
-        self._lock = handle
+        self._lock = lock_directory(self.path, DatasetError)
 
     def prepare(self) -> None:
-        """Create the directory of the shards."""
+        """Make room for shards, once the manifest is written."""
         (self.path / "shards").mkdir(exist_ok=True)
         if self._made:
             sync(self.path.parent)
-
-    def put_shard(self, name: str, tensors: dict[str, Tensor], before: Callable[[], None]) -> tuple[int, str]:
-        """Written under another name, then renamed; synced with the manifest, for several shards at once."""
-        file = self.path / "shards" / name
-        temporary = file.with_name(f".{file.stem}.tmp")
-        with unfinished(temporary):
-            written = write_safetensors(temporary, tensors)
-            before()
-            temporary.replace(file)
-        return written
 
     def put_manifest(self, text: str, shards: Collection[str]) -> None:
         """Sync the shards, then the manifest, then rename it."""
@@ -236,6 +164,7 @@ class DirectoryDestination(Destination):
             sync(self.path)
 
     def sweep(self, listed: Collection[str]) -> None:
+        """Remove temporary files and shards that are not listed; foreign files stay."""
         for file in (self.path / "shards").iterdir():
             if _OURS.fullmatch(file.name) and file.name not in listed:
                 file.unlink()
@@ -257,17 +186,13 @@ class DirectoryDestination(Destination):
             self._lock = None
 
 
-class StoreDestination(Destination):
+class StoreDestination:
     def __init__(self, place: ObjectPlace) -> None:
         self.place = place
         self._lease = Lease(place)
 
     def is_vacant(self) -> bool:
-        """There is no object under the prefix, except a lease."""
         return set(self.place.walk()) <= {LEASE_FILE}
-
-    def has_manifest(self) -> bool:
-        return self.place.exists(MANIFEST)
 
     def create(self) -> None:
         """Take the lease, then check again: another writer may have written since the prefix was found empty."""
@@ -276,15 +201,10 @@ class StoreDestination(Destination):
             raise DatasetError(f"{self.place} is no longer empty", code="occupied", hint="add {resume} to continue it")
 
     def lock(self) -> None:
-        """Takes a lease, which expires when this process dies."""
         self._lease.acquire()
 
     def prepare(self) -> None:
         """An object store has no directories."""
-
-    def put_shard(self, name: str, tensors: dict[str, Tensor], before: Callable[[], None]) -> tuple[int, str]:
-        """Write a local file, then upload it."""
-        return upload(self.place, name, tensors, before)
 
     def put_manifest(self, text: str, shards: Collection[str]) -> None:
         """Shards are durable once uploaded; only the holder of the lease may list them."""
@@ -305,3 +225,6 @@ class StoreDestination(Destination):
 
     def unlock(self) -> None:
         self._lease.release()
+
+
+Destination = DirectoryDestination | StoreDestination

@@ -6,22 +6,24 @@ the environment, as the store's own tools read them, and are never printed.
 """
 
 import errno
+import fcntl
 import logging
 import os
 import re
 import secrets
 import shutil
+import tempfile
 import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from functools import partial
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import unquote, urlsplit
 
-from brim.errors import ConfigError, StorageError
+from brim.errors import BrimError, ConfigError, StorageError
 
 RETRY_S = 60.0  # how long a store that does not answer is retried; BRIM_STORAGE_RETRY_S changes it
 FIRST_S = 10.0  # the same before its first answer: a wrong address should be reported soon
@@ -30,9 +32,35 @@ CONNECT_S, SILENT_S = 5, 60  # timeout for connecting and for reading
 SLOWEST_BYTES_PER_S = 100_000  # slower uploads are aborted and retried
 PART_BYTES = 16 * 2**20  # part of a large object; parts are requested in parallel
 
+UNUSED_S = 30 * 86400.0  # after which an entry of the cache is removed
 _URL = re.compile(r"[a-zA-Z][a-zA-Z0-9+.\-]*://")
 _Result = TypeVar("_Result")
 _log = logging.getLogger("brim")
+
+
+def cache_home() -> Path:
+    """brim's folder in the user's cache directory; it may not exist, or not be writable."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    if not cache.is_absolute():  # the specification says to ignore a relative path
+        try:
+            cache = Path.home() / ".cache"
+        except RuntimeError:  # a user without a home, as in some containers
+            cache = Path(tempfile.gettempdir())
+    return cache / "brim"
+
+
+def cache_folder(name: str) -> Path | None:
+    """A folder of brim's cache whose entries were used within a month; None if it cannot be made."""
+    folder = cache_home() / name
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for entry in folder.iterdir():
+            if time.time() - entry.stat().st_mtime > UNUSED_S:
+                shutil.rmtree(entry, ignore_errors=True)
+    except OSError as failure:
+        _log.warning("nothing is kept in %s (%s)", folder, failure.strerror or failure)
+        return None
+    return folder
 
 
 def is_url(text: str | Path) -> bool:
@@ -60,10 +88,6 @@ class Place(ABC):
 
     path: Path | None  # the directory, where it is on this machine
     name: str  # the last part, for titles
-
-    @abstractmethod
-    def __str__(self) -> str:
-        """As shown in messages, without credentials."""
 
     @abstractmethod
     def read_bytes(self, name: str, start: int = 0, stop: int | None = None) -> bytes:
@@ -111,30 +135,20 @@ class Place(ABC):
 # This machine
 
 
+@dataclass(frozen=True)
 class LocalPlace(Place):
     """A directory of this machine; it need not exist until something is written to it."""
 
     path: Path
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
     def __str__(self) -> str:
         return str(self.path)
 
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, LocalPlace) and self.path == other.path
-
-    def __hash__(self) -> int:
-        return hash(self.path)
-
     @property
     def name(self) -> str:  # type: ignore[override]  # read-only here
-        """The directory's own name, also of `.`."""
         return self.path.resolve().name
 
     def read_bytes(self, name: str, start: int = 0, stop: int | None = None) -> bytes:
-        """A file's bytes from start to stop."""
         with self._refusals(name, "read"), (self.path / name).open("rb") as opened:
             opened.seek(start)
             return opened.read(-1 if stop is None else max(0, stop - start))
@@ -146,7 +160,6 @@ class LocalPlace(Place):
             return (self.path / name).stat().st_size
 
     def sizes(self, under: str = "") -> dict[str, int]:
-        """Name → bytes of the files directly in a directory."""
         with suppress(FileNotFoundError), self._refusals(under, "list"):
             return {entry.name: entry.stat().st_size for entry in (self.path / under).iterdir() if entry.is_file()}
         return {}
@@ -157,12 +170,10 @@ class LocalPlace(Place):
             return sorted(str(file.relative_to(self.path)) for file in files)
 
     def put_file(self, local: Path, name: str) -> None:
-        """Copy, sync, rename."""
         with self._new(name) as temporary:
             shutil.copyfile(local, temporary)
 
     def put_bytes(self, data: bytes, name: str) -> None:
-        """Write, sync, rename."""
         with self._new(name) as temporary:
             temporary.write_bytes(data)
 
@@ -196,7 +207,7 @@ class LocalPlace(Place):
         except OSError as failure:
             reason = failure.strerror or failure
             step = "free some space" if failure.errno in (errno.ENOSPC, errno.EDQUOT) else "check its permissions"
-            raise StorageError(f"{self.path / name}: cannot {what}, {reason}; {step}") from failure
+            raise StorageError(f"{self.path / name}: cannot {what}, {reason}", hint=step) from failure
 
 
 def sync(path: Path) -> None:
@@ -208,10 +219,25 @@ def sync(path: Path) -> None:
         os.close(handle)
 
 
+def lock_directory(path: Path, error: type[BrimError]) -> int:
+    """Lock a directory against other writers until the returned handle is closed or the process ends."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as failure:
+        os.close(handle)
+        raise error(
+            f"{path} is being written by another process", code="in_use", hint="wait for it to end"
+        ) from failure
+    except OSError:
+        pass  # a file system without locks, such as some NFS: continue without
+    return handle
+
+
 def _local_path(url: str) -> Path:
     parts = urlsplit(url)
     if parts.netloc not in ("", "localhost") or not parts.path:
-        raise ConfigError(f"{url} is no path of this machine; write file:///absolute/path")
+        raise ConfigError(f"{url} is no path of this machine", hint="write file:///absolute/path")
     return Path(unquote(parts.path))
 
 
@@ -224,20 +250,14 @@ class ObjectPlace(Place):
     path = None
 
     def __init__(self, url: str, answered: bool = False, patience_s: float | None = None) -> None:
-        """Check the URL's form.
-
-        answered    the store has answered before, so that it is worth waiting for when it is silent
-        patience_s  how long a silent store is retried, instead of `RETRY_S`
-        """
+        """answered: the store has answered before, so a silent one is retried longer; patience_s: how long instead."""
         scheme, _, rest = url.partition("://")
         if "@" in rest.partition("/")[0]:
-            raise ConfigError(
-                f"{_tidy(url)}: credentials do not belong in a URL; put them in the environment, for S3 as "
-                "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
-            )
+            hint = "put them in the environment, for S3 as AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
+            raise ConfigError(f"{_tidy(url)}: credentials do not belong in a URL", hint=hint)
         self.url = f"{scheme.lower()}://{rest.strip('/')}"
         if not rest.strip("/"):
-            raise ConfigError(f"{url} names no bucket; write {scheme}://bucket/prefix")
+            raise ConfigError(f"{url} names no bucket", hint=f"write {scheme}://bucket/prefix")
         self.name = self.url.rpartition("/")[2]
         self.answered, self.patience_s = answered, patience_s
         self._gave_up = False  # after giving up once, do not wait again until the store answers
@@ -270,7 +290,6 @@ class ObjectPlace(Place):
         return int(info["size"])
 
     def sizes(self, under: str = "") -> dict[str, int]:
-        """Name → bytes of the objects directly under a prefix."""
         top = self.at(under) if under else self.url
         try:
             entries = self._ask("list", under, lambda fs: fs.ls(top, detail=True))
@@ -350,10 +369,9 @@ class ObjectPlace(Place):
 
     def _tell(self, reason: str, patience_s: float) -> None:
         with self._lock:
-            if self._told:
-                return
-            self._told = True
-        _log.warning("%s does not answer (%s); trying again for up to %g s", self, reason, patience_s)
+            warned, self._told = self._told, True
+        if not warned:
+            _log.warning("%s does not answer (%s); trying again for up to %g s", self, reason, patience_s)
 
     def _heard(self) -> None:
         with self._lock:
@@ -381,7 +399,9 @@ def _open(scheme: str) -> Any:
     try:
         opened = fsspec.filesystem(scheme, **options)
     except ValueError as failure:
-        raise ConfigError(f"{scheme}:// is no kind of URL that is known ({failure}); use s3:// or a path") from failure
+        raise ConfigError(
+            f"{scheme}:// is no kind of URL that is known ({failure})", hint="use s3:// or a path"
+        ) from failure
     except ImportError as failure:
         raise ConfigError(f"{scheme}:// URLs need another package: {failure}") from failure
     if hasattr(opened, "retries"):
@@ -396,28 +416,21 @@ def _upload_limits(num_bytes: int) -> Callable[[Any], dict[str, float]]:
 
 
 def _fetch(fs: Any, key: str, start: int, stop: int | None) -> bytes:
+    """A range of bytes, requested in parallel parts where it is large; shorter if the object ends before."""
     if stop is None or stop - start <= PART_BYTES:
-        # always with a range: without one the library requests the size first, and an error of that has no reason
-        return _part(lambda: fs.cat_file(key, start=start, end=stop))
+        try:
+            # always with a range: without one the library requests the size first, and an error of that has no reason
+            return bytes(fs.cat_file(key, start=start, end=stop))
+        except Exception as failure:
+            if _status(failure)[0] == 416:  # it starts after the object's end
+                return b""
+            raise
     starts = list(range(start, stop, PART_BYTES))
     parts = fs.cat_ranges([key] * len(starts), starts, [*starts[1:], stop], on_error="return")
-    return b"".join(_part(partial(_given, part)) for part in parts)
-
-
-def _part(ask: Callable[[], Any]) -> bytes:
-    """A range of bytes; empty if it starts after the object's end."""
-    try:
-        return bytes(ask())
-    except Exception as failure:
-        if _status(failure)[0] == 416:
-            return b""
-        raise
-
-
-def _given(part: Any) -> Any:
-    if isinstance(part, Exception):
-        raise part
-    return part
+    for part in parts:
+        if isinstance(part, Exception) and _status(part)[0] != 416:
+            raise part
+    return b"".join(b"" if isinstance(part, Exception) else bytes(part) for part in parts)
 
 
 def _retry_s() -> float:
@@ -425,7 +438,9 @@ def _retry_s() -> float:
     try:
         return max(0.0, float(text)) if text else RETRY_S
     except ValueError:
-        raise ConfigError(f"BRIM_STORAGE_RETRY_S={text!r} is not a number of seconds; write one such as 60") from None
+        raise ConfigError(
+            f"BRIM_STORAGE_RETRY_S={text!r} is not a number of seconds", hint="write one such as 60"
+        ) from None
 
 
 # Failures
@@ -438,11 +453,7 @@ _PASSING = {  # names of the libraries' exceptions for failed connections
 _PASSING_CODES = {"SlowDown", "RequestTimeout", "IncompleteBody", "BadDigest", "OperationAborted"}
 _NO_CREDENTIALS = {"NoCredentialsError", "PartialCredentialsError", "CredentialRetrievalError", "TokenRetrievalError"}
 _BAD_CREDENTIALS = {
-    "InvalidAccessKeyId",
-    "SignatureDoesNotMatch",
-    "ExpiredToken",
-    "InvalidToken",
-    "InvalidClientTokenId",
+    *("InvalidAccessKeyId", "SignatureDoesNotMatch", "ExpiredToken", "InvalidToken", "InvalidClientTokenId")
 }
 _MAY = "s3:GetObject, s3:PutObject, s3:DeleteObject and s3:ListBucket"
 
@@ -454,24 +465,24 @@ def _judge(failure: Exception, place: ObjectPlace, what: str, name: str) -> str:
     reason = _tidy(str(getattr(failure, "strerror", None) or failure)) or type(failure).__name__
     where = place.at(name) if name else str(place)
     if kinds & _NO_CREDENTIALS:
-        raise StorageError(
-            f"{where}: no credentials; set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE"
-        ) from failure
+        hint = "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE"
+        raise StorageError(f"{where}: no credentials", hint=hint) from failure
     if code in _BAD_CREDENTIALS:
-        raise StorageError(f"{where}: the store does not accept the credentials ({code}); check them") from failure
+        raise StorageError(
+            f"{where}: the store does not accept the credentials ({code})", hint="check them"
+        ) from failure
     if code == "NoSuchBucket":
-        raise StorageError(f"{where}: there is no such bucket; create it or correct the URL") from failure
+        raise StorageError(f"{where}: there is no such bucket", hint="create it or correct the URL") from failure
     if status == 412 or isinstance(failure, FileExistsError):
         raise FileExistsError(errno.EEXIST, "is there already", where) from failure
     if status in (401, 403) or isinstance(failure, PermissionError):
-        raise StorageError(
-            f"{where}: no permission to {what}; let these credentials do {_MAY} there, or use others"
-        ) from failure
+        hint = f"let these credentials do {_MAY} there, or use others"
+        raise StorageError(f"{where}: no permission to {what}", hint=hint) from failure
     if (status >= 500 and status != 501) or status in (408, 409, 429) or code in _PASSING_CODES or kinds & _PASSING:
         return reason
     if isinstance(failure, FileNotFoundError):
         raise FileNotFoundError(errno.ENOENT, "no such object", where) from failure
-    raise StorageError(f"{where}: cannot {what}, {reason}; check the URL and the store") from failure
+    raise StorageError(f"{where}: cannot {what}, {reason}", hint="check the URL and the store") from failure
 
 
 def _chain(failure: BaseException | None) -> Iterator[BaseException]:
@@ -493,5 +504,4 @@ def _status(failure: BaseException) -> tuple[int, str]:
 
 
 def _tidy(text: str) -> str:
-    """One line without possible passwords."""
     return re.sub(r"//[^/@\s]*@", "//…@", " ".join(text.split()))

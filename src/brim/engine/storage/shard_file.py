@@ -10,6 +10,8 @@ import json
 import secrets
 import struct
 import tempfile
+import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
@@ -21,7 +23,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from brim.engine.storage.places import Place, sync
+from brim.engine.storage.places import Place, cache_home, sync
 from brim.errors import ConfigError, DatasetError, ShardCorrupt, StorageError
 
 RowFields = dict[str, tuple[torch.dtype, tuple[int, ...]]]  # name → (dtype, shape of one row)
@@ -29,22 +31,16 @@ RowFields = dict[str, tuple[torch.dtype, tuple[int, ...]]]  # name → (dtype, s
 REMAKE = "restore it from a copy, or make the dataset again in another {out}"
 
 _HEADER_GUESS = 16 * 1024  # bytes read first; headers are smaller
+_MAX_VERIFIED_BYTES = 8 * 2**20  # of the list of verified files; beyond, it begins anew
+_SETTLED_NS = 100_000_000  # a file changed again this soon may have the same time: it is not remembered
 _GAP = 256 * 1024  # gaps up to this many bytes are read rather than split into two requests
 
 # In the order safetensors lays tensors out: wide types first, so that each is aligned in the mapped file.
 DTYPES = {
-    torch.int64: "I64",
-    torch.float64: "F64",
-    torch.complex64: "C64",
-    torch.float32: "F32",
-    torch.int32: "I32",
-    torch.bfloat16: "BF16",
-    torch.float16: "F16",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
+    torch.int64: "I64", torch.float64: "F64", torch.complex64: "C64", torch.float32: "F32", torch.int32: "I32",
+    torch.bfloat16: "BF16", torch.float16: "F16", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8",
     torch.bool: "BOOL",
-}
+}  # fmt: skip
 _BY_NAME = {name: dtype for dtype, name in DTYPES.items()}
 
 
@@ -62,7 +58,7 @@ class ShardEntry:
 def shard_name(number: int) -> str:
     """The file's name, in the directory `shards`."""
     if not 0 <= number <= 999_999:
-        raise ConfigError(f"shard {number} is above 999999, the last there can be; raise the items per shard")
+        raise ConfigError(f"shard {number} is above 999999, the last there can be", hint="raise the items per shard")
     return f"{number:06d}.safetensors"
 
 
@@ -75,24 +71,35 @@ def write_shard(place: Place, number: int, rows: dict[str, Tensor], totals: dict
     Another process may write the same shard at the same time, as long as its bytes are equal.
     """
     rows = {name: tensor.detach().cpu().contiguous() for name, tensor in rows.items()}
-    items = check_fields(rows, str(place))
-    name = shard_name(number)
-    if place.path is None:
-        size, sha256 = upload(place, name, rows)
-    else:
-        file = place.path / "shards" / name
-        temporary = file.with_name(f".{number:06d}.{secrets.token_hex(4)}.tmp")
-        with refusals(file), unfinished(temporary):
-            size, sha256 = write_safetensors(temporary, rows)
-            sync(temporary)
-            temporary.replace(file)
+    items, name = check_fields(rows, str(place)), shard_name(number)
+    with refusals(place.at(f"shards/{name}")):
+        size, sha256 = put_shard(place, number, rows, durable=True)
     return ShardEntry(name=name, items=items, bytes=size, sha256=sha256, totals=dict(totals))
 
 
-def upload(
-    place: Place, name: str, tensors: dict[str, Tensor], before: Callable[[], None] = lambda: None
+def put_shard(
+    place: Place,
+    number: int,
+    tensors: dict[str, Tensor],
+    *,
+    before: Callable[[], None] = lambda: None,
+    durable: bool = False,
 ) -> tuple[int, str]:
-    """Write a shard to a temporary file and upload it, calling `before` just before; returns its bytes and sha256."""
+    """Write a shard completely or not at all, calling `before` just before it gets its name; its bytes and sha256.
+
+    In a directory it is written under another name, synced if durable, and renamed; in a store it is uploaded.
+    """
+    name = shard_name(number)
+    if place.path is not None:
+        file = place.path / "shards" / name
+        temporary = file.with_name(f".{number:06d}.{secrets.token_hex(4)}.tmp")
+        with unfinished(temporary):
+            written = write_safetensors(temporary, tensors)
+            if durable:
+                sync(temporary)
+            before()
+            temporary.replace(file)
+        return written
     with ExitStack() as stack:
         try:
             file = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="brim-"))) / name
@@ -107,11 +114,11 @@ def upload(
     return written
 
 
-def check_fields(rows: dict[str, Tensor], where: str) -> int:
+def check_fields(rows: dict[str, Tensor], where: str, *totals: Tensor) -> int:
     """Check that the rows can be written, and return their number."""
-    counts = {len(tensor) for tensor in rows.values()}
-    if len(counts) != 1:
-        raise DatasetError(f"{where}: rows must have one length, got {sorted(counts)}")
+    counts = {len(tensor) for tensor in (*rows.values(), *totals)}
+    if len(counts) != 1 or not rows:
+        raise DatasetError(f"{where}: rows and totals must have one length, got {sorted(counts)}")
     for name, tensor in rows.items():
         if tensor.dtype not in DTYPES:
             raise DatasetError(f'{where}: "{name}" is {tensor.dtype}, expected one of {list(DTYPES)}')
@@ -203,11 +210,11 @@ def shard_path(place: Place, name: str) -> ShardPath:
 
 
 def read_shard(
-    file: ShardPath, entry: ShardEntry, names: Sequence[str] | None = None, *, verify: bool = False
+    file: ShardPath, entry: ShardEntry, names: Sequence[str] | None = None, *, verify: bool | None = None
 ) -> dict[str, Tensor]:
     """Rows of one shard: mapped from a local file until touched, fetched from a store, only what names says.
 
-    verify compares the checksum first, for which all of the file is read.
+    verify compares the checksum first, for which all of the file is read; None: at the first use of the file.
     """
     rows = _fetch(file, entry, names, verify) if isinstance(file, Stored) else _map(file, entry, names, verify)
     for name, tensor in rows.items():
@@ -216,7 +223,7 @@ def read_shard(
     return rows
 
 
-def _map(file: Path, entry: ShardEntry, names: Sequence[str] | None, verify: bool) -> dict[str, Tensor]:
+def _map(file: Path, entry: ShardEntry, names: Sequence[str] | None, verify: bool | None) -> dict[str, Tensor]:
     check_bytes(file, entry, checksum=verify)
     try:
         with safe_open(file, "pt") as opened:
@@ -228,9 +235,9 @@ def _map(file: Path, entry: ShardEntry, names: Sequence[str] | None, verify: boo
         unreadable(file, failure)
 
 
-def _fetch(file: Stored, entry: ShardEntry, names: Sequence[str] | None, verify: bool) -> dict[str, Tensor]:
+def _fetch(file: Stored, entry: ShardEntry, names: Sequence[str] | None, verify: bool | None) -> dict[str, Tensor]:
     if verify or names is None:
-        data = _whole(file, entry, checksum=verify)
+        data = _whole(file, entry, checksum=verify is not False)  # all of it is here
         spans = _parse(file, entry, data)
         pieces = {0: data}
     else:
@@ -251,8 +258,8 @@ class Span:
     bytes: tuple[int, int]  # first and behind the last, of the file
 
 
-def read_header(file: Stored, entry: ShardEntry) -> dict[str, Span]:
-    """The tensors' positions in a shard of an object store, usually with one small request."""
+def read_header(file: ShardPath, entry: ShardEntry) -> dict[str, Span]:
+    """The tensors' positions in a shard, of an object store usually with one small request."""
     start = _range(file, 0, min(entry.bytes, _HEADER_GUESS))
     length = 8 + int.from_bytes(start[:8], "little")
     if len(start) < length <= entry.bytes:
@@ -260,7 +267,7 @@ def read_header(file: Stored, entry: ShardEntry) -> dict[str, Span]:
     return _parse(file, entry, start)
 
 
-def _parse(file: Stored, entry: ShardEntry, data: bytes) -> dict[str, Span]:
+def _parse(file: ShardPath, entry: ShardEntry, data: bytes) -> dict[str, Span]:
     length = 8 + int.from_bytes(data[:8], "little")
     try:
         if length > len(data):
@@ -268,7 +275,7 @@ def _parse(file: Stored, entry: ShardEntry, data: bytes) -> dict[str, Span]:
         header = json.loads(data[8:length])
         header.pop("__metadata__", None)
         spans = {name: _span(one, length) for name, one in header.items()}
-    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as failure:
+    except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError) as failure:
         corrupt(file, f"is no safetensors file ({failure})", failure)
     end = max((span.bytes[1] for span in spans.values()), default=length)
     if end != entry.bytes:
@@ -305,12 +312,17 @@ def _tensor(span: Span, pieces: dict[int, bytes]) -> Tensor:
     return out
 
 
-def _range(file: Stored, start: int, stop: int) -> bytes:
-    """Bytes of a shard in an object store; raises ShardCorrupt if there are fewer than requested."""
+def _range(file: ShardPath, start: int, stop: int) -> bytes:
+    """Bytes of a shard; raises ShardCorrupt if there are fewer than requested."""
     try:
-        data = file.place.read_bytes(file.key, start, stop)
-    except FileNotFoundError as failure:
-        corrupt(file, "is missing", failure)
+        if isinstance(file, Stored):
+            data = file.place.read_bytes(file.key, start, stop)
+        else:
+            with file.open("rb") as opened:
+                opened.seek(start)
+                data = opened.read(stop - start)
+    except OSError as failure:
+        unreadable(file, failure)
     if len(data) != stop - start:
         corrupt(file, f"ends at byte {start + len(data)}, expected {stop} at least")
     return data
@@ -332,41 +344,73 @@ def _whole(file: Stored, entry: ShardEntry, *, checksum: bool) -> bytes:
 # Checking
 
 
-def check_bytes(file: ShardPath, entry: ShardEntry, *, checksum: bool) -> None:
-    """Raise ShardCorrupt if a shard's file differs from the manifest."""
-    if isinstance(file, Stored):
-        _check_stored(file, entry, checksum=checksum)
-        return
+def check_bytes(file: ShardPath, entry: ShardEntry, *, checksum: bool | None) -> None:
+    """Raise ShardCorrupt if a shard's file differs from the manifest.
+
+    checksum None: only if this file, of that inode, size and time, was not verified before, here or by another process;
+    a store checks its own objects.
+    """
     try:
-        size = file.stat().st_size
-        if size != entry.bytes:
-            corrupt(file, f"has {size} bytes, the manifest says {entry.bytes}")
-        if checksum:
+        if isinstance(file, Stored):
+            if checksum:
+                _whole(file, entry, checksum=True)
+            elif checksum is False and (size := file.place.size(file.key)) != entry.bytes:
+                corrupt(file, f"has {size} bytes, the manifest says {entry.bytes}")
+            return
+        status = file.stat()
+        if status.st_size != entry.bytes:
+            corrupt(file, f"has {status.st_size} bytes, the manifest says {entry.bytes}")
+        state = f"{status.st_dev} {status.st_ino} {status.st_size} {status.st_mtime_ns} {entry.sha256}"
+        if checksum or (checksum is None and not _verified.has(state)):
             with file.open("rb") as opened:
                 if hashlib.file_digest(opened, "sha256").hexdigest() != entry.sha256:
                     corrupt(file, "checksum differs from the manifest")
+            if time.time_ns() - status.st_mtime_ns > _SETTLED_NS:
+                _verified.add(state)
     except OSError as failure:
         unreadable(file, failure)
 
 
-def _check_stored(file: Stored, entry: ShardEntry, *, checksum: bool) -> None:
-    if checksum:
-        _whole(file, entry, checksum=True)
-        return
-    try:
-        size = file.place.size(file.key)
-    except FileNotFoundError as failure:
-        corrupt(file, "is missing", failure)
-    if size != entry.bytes:
-        corrupt(file, f"has {size} bytes, the manifest says {entry.bytes}")
+class _Verified:
+    """States of files whose checksum was compared, one a line of a file in the user's cache directory."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._states: set[str] | None = None
+
+    def has(self, state: str) -> bool:
+        with self._lock:
+            if self._states is None:
+                self._states = set()
+                with suppress(OSError, UnicodeDecodeError):
+                    if self._file().stat().st_size > _MAX_VERIFIED_BYTES:
+                        self._file().unlink()
+                    self._states = set(self._file().read_text().splitlines())
+            return state in self._states
+
+    def add(self, state: str) -> None:
+        if self.has(state):
+            return
+        with self._lock, suppress(OSError):  # without a cache directory this process alone remembers
+            assert self._states is not None
+            self._states.add(state)
+            self._file().parent.mkdir(parents=True, exist_ok=True)
+            with self._file().open("a") as out:
+                out.write(f"{state}\n")
+
+    @staticmethod
+    def _file() -> Path:
+        return cache_home() / "verified.txt"
+
+
+_verified = _Verified()
 
 
 def check_names(names: Sequence[str] | None, known: Iterable[str], where: object) -> Sequence[str]:
-    """The requested names, by default all."""
     known = list(known)
     for name in names or ():
         if name not in known:
-            raise DatasetError(f'{where} has no field "{name}"; it has {", ".join(known) or "no items yet"}')
+            raise DatasetError(f'{where} has no field "{name}"', hint=f"it has {', '.join(known) or 'no items yet'}")
     return known if names is None else names
 
 
@@ -375,9 +419,9 @@ def corrupt(file: ShardPath, fault: str, cause: BaseException | None = None) -> 
     raise ShardCorrupt(f"shard {file.name}: {fault} ({file})", code="damaged", hint=REMAKE) from cause
 
 
-def unreadable(file: Path, failure: OSError) -> NoReturn:
+def unreadable(file: ShardPath, failure: OSError) -> NoReturn:
     """Raise for a file that cannot be read or is missing."""
     if isinstance(failure, FileNotFoundError):
         corrupt(file, "is missing", failure)
     reason = failure.strerror or failure
-    raise StorageError(f"{file} cannot be read: {reason}; check its permissions and the disk") from failure
+    raise StorageError(f"{file} cannot be read: {reason}", hint="check its permissions and the disk") from failure

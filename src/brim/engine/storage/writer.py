@@ -18,13 +18,19 @@ from typing import Any, Literal, Self
 from torch import Tensor
 
 from brim.engine.device import guard
-from brim.engine.storage.dataset import FORMAT_VERSION, MANIFEST, Dataset, RowFields, ShardEntry, allocate, check_bytes
+from brim.engine.storage.dataset import FORMAT_VERSION, MANIFEST, Dataset, allocate
 from brim.engine.storage.destination import destination_of
 from brim.engine.storage.places import Place, place_of
-from brim.engine.storage.shard_file import DTYPES, refusals, shard_name, write_shard
+from brim.engine.storage.shard_file import (
+    RowFields,
+    ShardEntry,
+    check_bytes,
+    check_fields,
+    put_shard,
+    refusals,
+    shard_name,
+)
 from brim.errors import ConfigError, DatasetError, ShardCorrupt, StorageError
-
-__all__ = ["COMMIT_S", "ShardWriter", "Verify", "verify", "write_shard"]
 
 COMMIT_S = 1.0  # shards written within this time share one commit: syncing each would cost more than writing it
 
@@ -66,9 +72,11 @@ class ShardWriter:
         resume: bool = False,
         derived: Callable[[int, dict[str, int]], dict[str, Any]] | None = None,
         verify: Verify = "all",
+        version: int = FORMAT_VERSION,
     ) -> None:
         """The header's keys go to the manifest; those in identity must be equal to resume.
 
+        version is what the rows mean, which must be the same to resume.
         derived gives further keys from the items and totals of each commit, so that they hold after a crash too.
         verify "all" reads every shard of a dataset that is continued; "sizes" trusts its own crashes: see `verify`.
         """
@@ -79,6 +87,7 @@ class ShardWriter:
         self.resume = resume
         self.derived = derived
         self.verify: Verify = verify
+        self.version = version
         self._full: list[ShardEntry] = []
         self._texts: list[str] = []  # the first of them as the manifest has them
         self._partial: ShardEntry | None = None  # listed last; goes once a longer shard takes its place
@@ -184,7 +193,8 @@ class ShardWriter:
             known = self._partial
         if known is not None and known.sha256 != entry.sha256:
             raise DatasetError(
-                f"{self.place}: shard {entry.name} was made twice with different bytes; use devices of one type only"
+                f"{self.place}: shard {entry.name} was made twice with different bytes",
+                hint="use devices of one type only",
             )
         if known is None:
             self._ahead[number] = entry
@@ -228,7 +238,7 @@ class ShardWriter:
             raise
 
     def _continue(self) -> None:
-        if not self._destination.has_manifest():
+        if not self.place.exists(MANIFEST):
             raise DatasetError(
                 f"{self.place} has no {MANIFEST} to resume from", code="occupied", hint="choose another {out}"
             )
@@ -242,14 +252,18 @@ class ShardWriter:
         self._committed_at = time.monotonic()
 
     def _check_identity(self, manifest: dict[str, Any]) -> None:
-        wanted = json.loads(json.dumps({**self.header, "items_per_shard": self.items_per_shard}))
-        for key in ("items_per_shard", *self.identity):
+        own = {"format_version": self.version, "items_per_shard": self.items_per_shard}
+        wanted = json.loads(json.dumps({**self.header, **own}))
+        for key in (*own, *self.identity):
             difference = _first_difference(key, manifest.get(key, _ABSENT), wanted.get(key, _ABSENT))
             if difference:
+                is_of_another_version = key == "format_version"
                 raise DatasetError(
                     f"{self.place} cannot be resumed: {difference}",
                     code="differs",
-                    hint="use the same options, or choose another {out}",
+                    hint="it was made by another version of brim; remove it or choose another {out}"
+                    if is_of_another_version
+                    else "use the same options, or choose another {out}",
                 )
 
     def _keep(self, dataset: Dataset) -> None:
@@ -285,30 +299,24 @@ class ShardWriter:
 
     def _check_rows(self, rows: dict[str, Tensor], totals: dict[str, Tensor]) -> int:
         """Check that the rows match the previous ones and return their number; allocates on the first call."""
-        counts = {len(tensor) for tensor in (*rows.values(), *totals.values())}
+        num_rows = check_fields(rows, str(self.place), *totals.values())
         fields = {name: (tensor.dtype, tuple(tensor.shape[1:])) for name, tensor in rows.items()}
-        if len(counts) != 1 or not fields:
-            raise DatasetError(f"{self.place}: rows and totals must have one length, got {sorted(counts)}")
         if fields != (self._fields or fields):
             raise DatasetError(f"{self.place}: rows are {fields}, the shards before hold {self._fields}")
-        for name, (dtype, _) in fields.items():
-            if dtype not in DTYPES:
-                raise DatasetError(f'{self.place}: "{name}" is {dtype}, expected one of {list(DTYPES)}')
         if not self._buffer:
             self._fields = fields
             with guard():
                 self._buffer = allocate(fields, self.items_per_shard)
-        return counts.pop()
+        return num_rows
 
     def _write_shard(self) -> None:
         """Write the buffered rows as the next shard and list it, full or partial."""
         number, count = len(self._full), self._buffered()
-        if number > 999_999:
-            raise ConfigError(f"items_per_shard={self.items_per_shard} needs over a million shards; raise it")
         name = shard_name(number)
         tensors = {field: rows[:count] for field, rows in self._buffer.items()}
         with refusals(self.place.at(f"shards/{name}"), kept=bool(self._listed())):
-            size, sha256 = self._destination.put_shard(name, tensors, before=self._unlist_partial)
+            # synced with the manifest, for several shards at once
+            size, sha256 = put_shard(self.place, number, tensors, before=self._unlist_partial)
         self._list(ShardEntry(name=name, items=count, bytes=size, sha256=sha256, totals=self._row_totals))
 
     def _unlist_partial(self) -> None:
@@ -357,7 +365,7 @@ class ShardWriter:
         """The manifest without its list of shards."""
         last = self._partial or (self._full[-1] if self._full else None)
         items, totals = self.items + (self._partial.items if self._partial else 0), last.totals if last else {}
-        own_first = {"format_version": FORMAT_VERSION, "created": self._created}
+        own_first = {"format_version": self.version, "created": self._created}
         own_last = {
             **(self.derived(items, totals) if self.derived is not None else {}),
             "items": items,

@@ -4,7 +4,6 @@ A checkpoint is written whole under another name, synced, then renamed; the one 
 crash at any moment one of the two is complete. Nothing is pickled: loading runs no code.
 """
 
-import fcntl
 import hashlib
 import json
 import logging
@@ -24,6 +23,8 @@ from safetensors.torch import load, save
 from torch import Tensor, nn
 
 from brim.engine.meter import RunClock
+from brim.engine.storage import lock_directory, sync
+from brim.engine.training.run_directory import check_same
 from brim.engine.training.step import Stepper
 from brim.errors import CheckpointError, StorageError
 
@@ -39,15 +40,19 @@ def save_checkpoint(directory: Path, groups: Mapping[str, Mapping[str, Tensor]],
     with _refusals(directory):
         shutil.rmtree(new, ignore_errors=True)
         new.mkdir(parents=True)
-        files = {stem: _write(new / f"{stem}.safetensors", _to_bytes(group)) for stem, group in groups.items()}
+        files = {}
+        for stem, group in groups.items():
+            # to("cpu") before clone(): tied weights must not share memory in the file, nor a GPU hold the clone
+            host = {name: tensor.detach().to("cpu").clone().contiguous() for name, tensor in group.items()}
+            files[stem] = _write(new / f"{stem}.safetensors", save(host))
         text = json.dumps({"format_version": FORMAT_VERSION, **state, "files": files}, allow_nan=False, indent=1)
         _write(new / STATE, text.encode())
-        _sync(new)
+        sync(new)
         if directory.exists():
             shutil.rmtree(old, ignore_errors=True)
             directory.rename(old)  # a directory cannot be replaced in one call: load_checkpoint looks here too
         new.rename(directory)
-        _sync(directory.parent)
+        sync(directory.parent)
         shutil.rmtree(old, ignore_errors=True)
 
 
@@ -105,16 +110,7 @@ def locked(directory: Path) -> Iterator[None]:
     """Create the directory and lock it against other writers; the lock ends with the process, however it ends."""
     with _refusals(directory):
         directory.mkdir(parents=True, exist_ok=True)
-        handle = os.open(directory, os.O_RDONLY)
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as failure:
-        os.close(handle)
-        raise CheckpointError(
-            f"{directory} is being written by another process", code="in_use", hint="wait for it to end"
-        ) from failure
-    except OSError:
-        pass  # a file system without locks, such as some NFS: continue without
+        handle = lock_directory(directory, CheckpointError)
     try:
         yield
     finally:
@@ -129,25 +125,12 @@ def _beside(directory: Path, kind: str) -> Path:
     return directory.with_name(f".{directory.name}.{kind}")
 
 
-def _to_bytes(group: Mapping[str, Tensor]) -> bytes:
-    # to("cpu") before clone(): tied weights must not share memory in the file, and a GPU need not hold the clone
-    return save({name: tensor.detach().to("cpu").clone().contiguous() for name, tensor in group.items()})
-
-
 def _write(file: Path, content: bytes) -> dict[str, Any]:
     with file.open("wb") as out:
         out.write(content)
         out.flush()
         os.fsync(out.fileno())
     return {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
-
-
-def _sync(directory: Path) -> None:
-    handle = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def _read_state(file: Path) -> dict[str, Any]:
@@ -226,7 +209,6 @@ class LossWindow:
         self.sizes.append(num_items)
 
     def values(self, start: int = 0) -> list[float]:
-        """The losses from position start on."""
         return list(self._losses[start : len(self.sizes)].tolist())
 
     def first_bad(self, *, newest_only: bool = False) -> tuple[int, float] | None:
@@ -264,7 +246,8 @@ class PhaseState:
         self.best: dict[str, Any] | None = None  # val_loss, epoch, step
         self._best_weights: dict[str, Tensor] | None = None  # on the device until the next checkpoint
         self.stale = 0  # evaluations since the best
-        self.losses = LossWindow(stepper.config.log_every, stepper.device)
+        self.log_every = stepper.config.log_interval(self.num_steps)
+        self.losses = LossWindow(self.log_every, stepper.device)
         self.clock = RunClock(stepper.device, source)
         self.log_bytes = 0
         self.saved_step: int | None = None
@@ -297,7 +280,7 @@ class PhaseState:
         if self._best_weights is not None:  # first: "last" must not refer to a "best" that does not exist
             best = {**self._identity(), **(self.best or {})}
             save_checkpoint(self._folder / "best", {"model": self._best_weights}, best)
-        weights, moments = self._stepper.module.state_dict(), self._stepper.optimizer_tensors()
+        weights, moments = self._stepper.module.state_dict(), self._stepper.optimization.tensors()
         save_checkpoint(self._folder / "last", {"model": weights, "optimizer": moments}, self._as_json(log_bytes))
 
     def open(self, resume: bool) -> None:
@@ -308,8 +291,12 @@ class PhaseState:
             return
         groups, state = checkpoint
         copy_in(groups.get("model", {}), self._stepper.module.state_dict(), last)
-        copy_in(groups.get("optimizer", {}), self._stepper.optimizer_tensors(), last)
+        optimization, moments = self._stepper.optimization, groups.get("optimizer", {})
+        if optimization.own:
+            copy_in(moments, optimization.tensors(), last)
         try:
+            if not optimization.own:
+                optimization.load(moments, state["optimizer"])
             self._load(state)
         except (KeyError, TypeError, ValueError, AttributeError) as failure:
             raise CheckpointError(
@@ -321,23 +308,15 @@ class PhaseState:
         if not has_checkpoint(last):
             return None
         if not resume:
-            raise CheckpointError(
-                f"{last} holds a checkpoint",
-                code="occupied",
-                hint="add {resume} to continue it or choose another {out}",
-            )
+            hint = "add {resume} to continue it or choose another {out}"
+            raise CheckpointError(f"{last} holds a checkpoint", code="occupied", hint=hint)
         groups, state = load_checkpoint(last)
         self._check_identity(state, last)
         return groups, state
 
     def _identity(self) -> dict[str, Any]:
         config = asdict(self._stepper.config)
-        return {
-            "phase": self._stepper.phase,
-            "config": config,
-            "source": self._source,
-            "torch": torch.__version__,
-        }
+        return {"phase": self._stepper.phase, "config": config, "source": self._source, "torch": torch.__version__}
 
     def _as_json(self, log_bytes: int) -> dict[str, Any]:
         return {
@@ -350,6 +329,7 @@ class PhaseState:
             "rng": {"seed": self._stepper.config.seed, "stream": [self._stepper.phase, self.step]},  # of the next step
             "scaler": self._stepper.scaler.state_dict(),
             "micro_batch": self._stepper.micro,
+            "optimizer": self._stepper.optimization.numbers(),
             "window": self.losses.as_state(),
             "log_bytes": log_bytes,
             "clock": self.clock.as_state(),
@@ -369,15 +349,8 @@ class PhaseState:
         mine = self._identity()
         for part, names in (("source", _SOURCE), ("config", _IDENTITY)):
             saved = state.get(part) if isinstance(state.get(part), dict) else {}
-            for name in names:
-                old, new = (saved or {}).get(name), mine[part][name]
-                if old != new:
-                    raise CheckpointError(
-                        f"{last}: {name} was {old} and is {new} now",
-                        field=name,
-                        code="differs",
-                        hint="resume with the same settings, or choose another {out}",
-                    )
+            check_same(last, *({name: side.get(name) for name in names} for side in (saved or {}, mine[part])))
+        self._stepper.optimization.check(state.get("optimizer") or {}, last)
         old, new = state["config"].get("epochs"), self._stepper.config.epochs
         if old != new:
             log.warning("epochs was %s and is %d now: the learning rate follows the new length", old, new)

@@ -123,7 +123,7 @@ def own_rows(num_rows: int, device: torch.device) -> Tensor:
 
 
 class _Gather(torch.autograd.Function):
-    """Each row is in its place on one rank and zero on the others; their sum is the whole."""
+    """Each row is in place on one rank and zero on the others, so the sum over ranks is the whole batch."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, share: Share) -> Tensor:
@@ -146,7 +146,9 @@ def share_norms(module: nn.Module) -> None:
             if not isinstance(child, _BatchNorm) or isinstance(child, nn.SyncBatchNorm | SharedNorm):
                 continue
             if not child.track_running_stats or child.momentum is None:
-                raise ConfigError(f'batch norm "{name}" keeps no running mean with a momentum; several ranks need one')
+                raise ConfigError(
+                    f'batch norm "{name}" keeps no running mean with a momentum', hint="several ranks need one"
+                )
             setattr(parent, name, SharedNorm(child))
 
 
@@ -232,7 +234,6 @@ class Cut:
     _counts: Tensor  # (b,) int64: items of the whole batches
 
     def share(self, ranks: Ranks, batch: int) -> Share:
-        """This rank's share of a batch."""
         places = self._places[int(self._owned[batch]) : int(self._owned[batch + 1])]
         return Share(ranks, int(self._counts[batch]), places)
 
@@ -250,7 +251,7 @@ def cut(order: Tensor, sizes: Tensor, ranks: Ranks) -> Cut:
     batch = torch.repeat_interleave(torch.arange(len(sizes)), owned.diff())
     empty = torch.nonzero(owned.diff() == 0).flatten()
     if not len(mine):
-        raise ConfigError(f"rank {ranks.rank} of {ranks.size} has no item of the epoch; use fewer ranks")
+        raise ConfigError(f"rank {ranks.rank} of {ranks.size} has no item of the epoch", hint="use fewer ranks")
     # the neighbour in the order, which a rotating window also holds
     near = mine[owned[empty].clamp(max=len(mine) - 1)]
     places = torch.cat([mine, near])

@@ -34,14 +34,8 @@ LOOK_S = 0.25  # between two checks whether any rank wants to stop, log or save
 _BLAME_S = 3.0  # how long a failing rank may take to report why before the others end
 _DRAIN_S = 0.1
 _FAILURE = "brim-failure"
-_BROKEN = (
-    "gloo",
-    "connection closed",
-    "connection reset",
-    "broken pipe",
-    "nccl",
-    "socket",
-)  # found in torch's messages
+# found in torch's messages
+_BROKEN = ("gloo", "connection closed", "connection reset", "broken pipe", "nccl", "socket")
 
 T = TypeVar("T")
 
@@ -103,12 +97,9 @@ class Ranks:
         distributed.all_reduce(together, distributed.ReduceOp.MAX, self._control)
         return [int(value) for value in together]
 
-    def meet(self) -> None:
-        self.greatest(0)
-
     def leave(self) -> None:
         """Close the connections, once all ranks are here: the first to leave would break those of the others."""
-        self.meet()
+        self.greatest(0)
         distributed.barrier(self._control)  # of no tensors
         # gloo's threads release the last tensors only now and need the interpreter lock for it
         time.sleep(_DRAIN_S)
@@ -232,14 +223,14 @@ def _place(environment: Mapping[str, str]) -> tuple[int, int, int]:
         )
     rank = _number(environment, "RANK", 0)
     if not 0 <= rank < size:
-        raise ConfigError(f"RANK={rank} must be from 0 to {size - 1}, as WORLD_SIZE={size}; start with torchrun")
+        raise ConfigError(f"RANK={rank} must be from 0 to {size - 1}, as WORLD_SIZE={size}", hint="start with torchrun")
     return rank, size, _number(environment, "LOCAL_RANK", rank)
 
 
 def _number(environment: Mapping[str, str], name: str, otherwise: int) -> int:
     text = environment.get(name) or str(otherwise)
     if not text.isdecimal():
-        raise ConfigError(f"{name}={text} is not a whole number; torchrun sets it, or unset it")
+        raise ConfigError(f"{name}={text} is not a whole number", hint="torchrun sets it, or unset it")
     return int(text)
 
 

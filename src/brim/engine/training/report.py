@@ -3,22 +3,22 @@
 import json
 import logging
 import os
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
 from brim.engine.device import format_size
-from brim.engine.meter import StepTimes, Times, diagnose
-from brim.engine.training.checkpoint import PhaseState
-from brim.engine.training.step import Stepper
+from brim.engine.meter import Spent
+from brim.loggers import Logger, LogsValues
+from brim.report.summary import Summarised
 
 log = logging.getLogger("brim")
 
 METRICS = "metrics.jsonl"
 _KEYS = (
     "run", "epochs", "samples_per_s", "epoch_seconds", "tier", "ceiling_share", "busy_share", "waiting",
-    "best_val_loss", "peak_bytes", "joules_per_sample",
+    "best_val_loss", "peak_bytes", "joules_per_sample", "ceiling_spread",
 )  # fmt: skip
 
 
@@ -38,8 +38,8 @@ class TrainProgress:
     waiting: Mapping[str, float] | None = None  # seconds of it lost, by cause; None: not known yet
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrainReport:
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class TrainReport(Summarised):
     """Result of a run; times count training only, not evaluation, compilation or capture."""
 
     run: str
@@ -49,7 +49,7 @@ class TrainReport:
     samples_per_s: float
     epoch_seconds: float  # mean
     tier: str  # of the source
-    ceiling_share: float | None  # throughput relative to the step on one fixed batch; None: not measured
+    ceiling_share: float | None  # throughput relative to the step on fixed batches, timed in between; None: not known
     busy_share: float  # share of the time in which the device was busy
     waiting: dict[str, float]  # seconds by cause
     best_val_loss: float | None
@@ -60,20 +60,37 @@ class TrainReport:
     diagnosis: tuple[str, ...]  # what kept the device from working, worst first
     stopped: bool  # by request, before the last epoch
     stopped_early: bool  # because val_loss no longer improved
+    ceiling_spread: float | None = None  # standard deviation of ceiling_share between measurements
+    ceiling_words: str = "ceiling not measured"
+    spent: Spent | None = field(default=None, compare=False)  # of the whole call, or of the command that it is part of
 
     def as_dict(self) -> dict[str, Any]:
-        """The report as JSON-able values, by the names of the contract."""
-        return {key: getattr(self, key) for key in _KEYS}
+        """The report as JSON-able values, by their public names."""
+        return {key: getattr(self, key) for key in _KEYS} | (self.spent.as_dict() if self.spent is not None else {})
+
+    def _summary(self) -> tuple[str, Mapping[str, Any]]:
+        ended = "stopped early" if self.stopped_early else "stopped" if self.stopped else "done"
+        facts = {
+            "run": self.run,
+            "speed": f"{self.samples_per_s:,.0f} samples/s".replace(",", " "),
+            "ceiling": self.ceiling_words,
+            "busy": f"{self.busy_share:.1%} of the time",
+            "tier": f"{self.tier}, steps {self.step_kind}",
+            "best val_loss": "not evaluated" if self.best_val_loss is None else f"{self.best_val_loss:.4g}",
+            "peak memory": format_size(self.peak_bytes),
+        }
+        if self.diagnosis:
+            facts["lost time"] = self.diagnosis[0]
+        return f"TrainReport: {ended} after {self.epochs} epochs, {self.steps} steps", facts
 
 
 def summary_line(report: TrainReport) -> str:
-    """The last line of a run."""
     waiting = ", ".join(f"{cause} {seconds:.2f} s" for cause, seconds in report.waiting.items())
     joules = report.joules_per_sample
     parts = [
         f"{report.samples_per_s:,.0f} samples/s".replace(",", " "),
         f"busy {report.busy_share:.1%}",
-        "ceiling not measured" if report.ceiling_share is None else f"{report.ceiling_share:.1%} of the ceiling",
+        report.ceiling_words,
         f"waiting: {waiting}",
         f"peak {format_size(report.peak_bytes)}",
         "energy not measured" if joules is None else f"{joules:.3g} J/sample",
@@ -81,119 +98,70 @@ def summary_line(report: TrainReport) -> str:
     return " · ".join(parts)
 
 
-def make_report(
-    out: Path,
-    stopped: bool,
-    stepper: Stepper,
-    num_items: int,
-    tier: str,
-    state: PhaseState,
-    static: StepTimes | None,
-    peak_bytes: int,
-    energy_j: float | None,
-) -> TrainReport:
-    clock, times = state.clock, _times(stepper, state, static)
-    rate = clock.samples / times.seconds if times.seconds > 0 else 0.0
-    busy_s = clock.step_s if times.device_s is None else times.device_s * clock.steps
-    num_here = clock.samples - clock.samples_before
-    unfinished = state.epoch < stepper.config.epochs
-    return TrainReport(
-        run=str(out),
-        phase=stepper.phase,
-        epochs=state.epoch,
-        steps=state.step,
-        samples_per_s=rate,
-        epoch_seconds=num_items / rate if rate > 0 else 0.0,
-        tier=tier,
-        ceiling_share=None if static is None or times.step_s is None else rate * times.step_s / static.items,
-        busy_share=min(1.0, busy_s / times.seconds) if times.seconds > 0 else 0.0,
-        waiting=dict(times.waiting),
-        best_val_loss=None if state.best is None else state.best["val_loss"],
-        peak_bytes=peak_bytes,
-        joules_per_sample=energy_j / num_here if energy_j is not None and num_here else None,
-        step_kind=stepper.kind,
-        micro_batch=stepper.micro,
-        diagnosis=tuple(diagnose(times)),
-        stopped=stopped and unfinished,
-        stopped_early=not stopped and unfinished,
-    )
-
-
-def _times(stepper: Stepper, state: PhaseState, static: StepTimes | None) -> Times:
-    waiting = state.clock.waiting
-    static = static or StepTimes(step_s=None)
-    if static.syncs and static.step_s is not None and static.device_s is not None:
-        waiting["host_sync"] += state.clock.steps * max(0.0, static.step_s - static.device_s)
-    return Times(
-        seconds=state.clock.seconds,
-        steps=state.clock.steps,
-        waiting=waiting,
-        step_s=static.step_s,
-        device_s=static.device_s,
-        captured=stepper.kind == "graph",
-        syncs=static.syncs,
-    )
-
-
 class RunLog:
-    """Metrics of a phase, as JSON lines and as TensorBoard events; anything logged after `log_bytes` is removed."""
+    """Metrics of a phase, as JSON lines and with loggers; without a directory nothing is written."""
 
-    def __init__(self, directory: Path, *, tensorboard: bool, log_bytes: int = 0, step: int = 0) -> None:
-        """log_bytes and step come from the checkpoint that is resumed."""
-        self._file = directory / METRICS
-        self._events = directory / "tensorboard"
-        self._tensorboard = tensorboard
-        self._start = (log_bytes, step)
+    def __init__(
+        self,
+        directory: Path | None,
+        loggers: Sequence[LogsValues] = (),
+        *,
+        others: Sequence[LogsValues] = (),
+        log_bytes: int = 0,
+        step: int = 0,
+    ) -> None:
+        """Other loggers are those of a setting: where one cannot begin, the training goes on without it.
+
+        log_bytes and step come from the checkpoint that is resumed; anything logged after log_bytes is removed.
+        """
+        self._directory, self._loggers, self._start = directory, list(loggers), (log_bytes, step)
+        self._others = list(others)
         self._lines: Any = None
-        self._writer: Any = None
 
     def __enter__(self) -> Self:
-        """Open the logs where the checkpoint left them."""
+        if self._directory is None:
+            self._loggers = []
+            return self
         log_bytes, step = self._start
-        self._lines = self._file.open("ab")
+        for logger in self._loggers:
+            if isinstance(logger, Logger):
+                logger.begin(self._directory, step)
+        wanted, self._loggers = self._loggers, self._others
+        folder = self._directory
+        self._tell("begin", lambda logger: logger.begin(folder, step) if isinstance(logger, Logger) else None)
+        self._loggers = [*wanted, *self._loggers]
+        self._lines = (self._directory / METRICS).open("ab")
         if self._lines.tell() > log_bytes:  # lines of steps that will be repeated
             self._lines.truncate(log_bytes)
             self._lines.seek(0, os.SEEK_END)
-        if self._tensorboard:
-            self._writer = _open_tensorboard(self._events, step)
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._lines.close()
-        if self._writer is not None:
-            self._writer.close()
+        if self._lines is not None:
+            self._lines.close()
+        self._tell("end", lambda logger: logger.end() if isinstance(logger, Logger) else None)
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of metrics.jsonl so far."""
-        return int(self._lines.tell())
+        return 0 if self._lines is None else int(self._lines.tell())
 
     def write(self, *, step: int, epoch: int, values: Mapping[str, float]) -> None:
         """Add one line, and one point per value."""
-        self._lines.write(json.dumps({"step": step, "epoch": epoch, **values}).encode() + b"\n")
-        self._lines.flush()
-        if self._writer is not None:
-            for name, value in values.items():
-                self._writer.add_scalar(name, value, step)
+        if self._lines is not None:
+            self._lines.write(json.dumps({"step": step, "epoch": epoch, **values}).encode() + b"\n")
+            self._lines.flush()
+        self._tell("log", lambda logger: logger.log(values, step))
 
+    def keep(self, file: Path) -> None:
+        """Give a file to the loggers."""
+        if file.exists():
+            self._tell("artifact", lambda logger: logger.artifact(file))
 
-class NoLog:
-    """Replaces RunLog on ranks that write nothing."""
-
-    size_bytes = 0
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None: ...
-
-    def write(self, *, step: int, epoch: int, values: Mapping[str, float]) -> None: ...
-
-
-def _open_tensorboard(directory: Path, step: int) -> Any:
-    try:
-        from torch.utils.tensorboard import SummaryWriter  # slow to import, and an optional dependency
-    except ImportError as failure:
-        log.warning("no TensorBoard events (%s); install tensorboard, or set tensorboard=False", failure)
-        return None
-    return SummaryWriter(str(directory), purge_step=step + 1 if step else None)
+    def _tell(self, what: str, call: Callable[[LogsValues], None]) -> None:
+        """Call a method of every logger; one that fails is left out from here on: the training is worth more."""
+        for logger in list(self._loggers):
+            try:
+                call(logger)
+            except Exception as failure:  # a tracking server that is gone, a full disk, the caller's own code
+                self._loggers.remove(logger)
+                log.warning("%s failed in %s (%s); going on without it", type(logger).__name__, what, failure)

@@ -1,4 +1,4 @@
-"""One optimisation step: forward, loss, backward, clipping and AdamW; run eagerly or replayed as a CUDA graph.
+"""One optimisation step: forward, loss, backward, clipping and update; run eagerly or replayed as a CUDA graph.
 
 Nothing in it waits for the device. The learning rate is a device tensor, random numbers depend on (seed, phase, step)
 alone, and everything that ran to prepare a graph is undone: the weights are those of a run without preparation.
@@ -6,9 +6,10 @@ alone, and everything that ran to prepare a graph is undone: the weights are tho
 
 import gc
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -17,9 +18,10 @@ from torch import Tensor, nn
 from brim.engine.config import Precision, TrainConfig
 from brim.engine.device import check_injected, guard, stream
 from brim.engine.meter import find_syncs
+from brim.engine.training.optimization import MakeOptimizer, MakeScheduler, Optimization
 from brim.engine.training.rank_share import Share, computing
 from brim.engine.training.ranks import Ranks
-from brim.engine.training.source import Batch
+from brim.engine.training.source import Batch, Fetcher
 from brim.errors import ConfigError, OutOfMemory
 
 log = logging.getLogger("brim")
@@ -43,6 +45,8 @@ class Stepper:
         transform: Transform | None = None,
         phase: str = "train",
         ranks: Ranks | None = None,
+        optimizer: MakeOptimizer | torch.optim.Optimizer | None = None,
+        scheduler: MakeScheduler | Any = None,
     ) -> None:
         """Make the optimiser and its state; the module must be on the device."""
         self.module, self.config, self.device, self.phase = module, config, device, phase
@@ -53,34 +57,27 @@ class Stepper:
         self._loss_fn, self._compiled, self._transform = loss_fn, loss_fn, transform
         self._first: tuple[Any, ...] | None = None  # shape of the first batch, the only one that is compiled
         on_gpu = device.type == "cuda"
+        self.optimization = Optimization(self.params, config, device, optimizer, scheduler)
+        self.optimizer = self.optimization.optimizer
         # eager with several ranks: shares vary in size, and gradients are sent during the backward pass
         self._compile = config.compile == "compile" and self.ranks.alone
-        self._capture = on_gpu and config.compile != "none" and self.ranks.alone
+        self._capture = on_gpu and config.compile != "none" and self.ranks.alone and self.optimization.can_capture
         if config.compile == "graph" and not on_gpu:
             log.warning("compile=graph: %s has no CUDA graphs; steps run eagerly", device)
-        self._lr = torch.tensor(config.learning_rate, dtype=torch.float32, device=device)
-        self.optimizer = torch.optim.AdamW(
-            list(self.params.values()), self._lr, weight_decay=config.weight_decay, fused=True, capturable=on_gpu
-        )
         self.scaler = torch.amp.GradScaler(device.type, enabled=self.precision == "fp16")
         self._generator = torch.cuda.default_generators[device.index] if on_gpu else torch.default_generator
         self._graphs: dict[tuple[Any, ...], _Graph] = {}
+        self.fetcher: Fetcher | None = None  # of the captured steps that fetch the batch after theirs
+        self._fetching: dict[int, _Graph] = {}  # those steps, by the identity of their inputs
         self._seen: set[tuple[Any, ...]] = set()
         self._pool: Any = None
         self._warned_memory = False
-        self._make_state()
         self._computed = self.ranks.averaging(module)  # what the loss calls
 
     # State
 
-    def optimizer_tensors(self) -> dict[str, Tensor]:
-        """The optimiser's tensors, as "parameter/name"; their memory, not copies."""
-        state = self.optimizer.state
-        return {f"{name}/{key}": value for name, param in self.params.items() for key, value in state[param].items()}
-
     def tensors(self) -> list[Tensor]:
-        """Everything a step changes."""
-        return [*self.module.parameters(), *self.module.buffers(), *self.optimizer_tensors().values()]
+        return [*self.module.parameters(), *self.module.buffers()]
 
     @property
     def kind(self) -> str:
@@ -89,15 +86,17 @@ class Stepper:
             return "graph"
         return "compiled" if self._compile else "eager"
 
-    def _make_state(self) -> None:
-        """Create AdamW's state now, by a step that changes nothing, so that it can be loaded, saved and captured."""
-        self._lr.zero_()
-        for param in self.params.values():
-            param.grad = torch.zeros_like(param)
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
-        for tensor in self.optimizer_tensors().values():
-            tensor.zero_()
+    def release_graphs(self) -> None:
+        """Run the steps from here on eagerly: something changed that captured ones hold as a constant."""
+        if self._graphs:
+            log.warning("the scheduler changes more than the learning rate; steps run eagerly")
+        self._forget_graphs()
+        self._capture = False
+
+    def _forget_graphs(self) -> None:
+        self._graphs.clear()
+        self._fetching.clear()
+        self.fetcher = None
 
     # Steps
 
@@ -126,14 +125,38 @@ class Stepper:
         if graph is not None:
             self._graphs[shape] = graph
 
+    def prepare_fetching(self, fetcher: Fetcher, batch: Batch) -> None:
+        """Capture the step twice more, once for each of the fetcher's inputs, so that it fetches the next batch itself.
+
+        Both are used by turns. The gathering runs beside the step, on a branch of the graph. Without effect if full
+        batches like this one are not captured.
+        """
+        if shape_of(batch) not in self._graphs or shape_of(batch) != shape_of(fetcher.inputs[0]):
+            return
+        for inputs in fetcher.inputs:  # values that the step can run on, for the runs before the capture
+            _copy(batch, inputs)
+        kept = Snapshot(self)
+        try:
+            with guard():
+                graphs = [
+                    self._record(inputs, partial(fetcher.fetch, 1 - n)) for n, inputs in enumerate(fetcher.inputs)
+                ]
+        except Exception as failure:  # of many kinds; full batches are captured anew, and filled from outside
+            self._clean_up()
+            log.warning("a captured step cannot fetch its own batches (%s); they are copied", _first_line(failure))
+            return
+        finally:
+            kept.restore()
+        self.fetcher, self._fetching = fetcher, {id(graph.inputs): graph for graph in graphs}
+
     def step(self, batch: Batch, number: int, learning_rate: float, share: Share | None = None) -> Tensor:
         """Train on a batch; returns its loss, () float32, on the device until the next step.
 
         With a share the batch is this rank's part of one, and all ranks step together: the loss is that of the whole.
         """
         shape = shape_of(batch)
-        graph = self._graphs.get(shape)
-        self._lr.fill_(learning_rate)
+        graph = self._fetching.get(id(batch)) or self._graphs.get(shape)
+        self.optimization.begin_step(learning_rate)
         self.seed(number)
         if graph is None:
             self._seen.add(shape)
@@ -142,15 +165,8 @@ class Stepper:
         graph.graph.replay()
         return graph.loss
 
-    def inputs(self, num_items: int) -> Batch | None:
-        """The inputs of the graph for batches of that many items, for a source that fills them itself."""
-        for graph in self._graphs.values():
-            if batch_items(graph.inputs) == num_items:
-                return graph.inputs
-        return None
-
     def inputs_with(self, name: str, shape: tuple[int, ...]) -> Batch | None:
-        """The inputs of the graph for batches whose field of that name has that shape, likewise."""
+        """The inputs of the graph for batches whose field of that name has that shape, for a source that fills them."""
         for graph in self._graphs.values():
             if tuple(graph.inputs[name].shape) == shape:
                 return graph.inputs
@@ -205,8 +221,7 @@ class Stepper:
         self._update()
         return self.ranks.add_up(loss.detach() / self.ranks.size)
 
-    def _loss_for(self, batch: Batch) -> LossFn:
-        # other shapes run uncompiled: each would need a compilation
+    def _loss_for(self, batch: Batch) -> LossFn:  # other shapes run uncompiled: each would need a compilation
         return self._compiled if self._compile and shape_of(batch) == self._first else self._loss_fn
 
     def _fitting(self, batch: Batch, loss_fn: LossFn) -> Tensor | None:
@@ -222,11 +237,15 @@ class Stepper:
         num_items = batch_items(batch)
         dtype = _DTYPES[self.precision]
         losses = []
-        for part, num in _parts(batch, num_items, self.micro or num_items):
+        size = min(self.micro or num_items, num_items)
+        for start in range(0, num_items, size):
+            num = min(size, num_items - start)
+            is_whole = num == num_items
+            part = batch if is_whole else {name: tensor[start : start + num] for name, tensor in batch.items()}
             check_injected(num)
             with torch.autocast(self.device.type, dtype, enabled=dtype is not None):
                 loss = _checked(loss_fn(self.module, part)).float()
-            if num != num_items:
+            if not is_whole:
                 loss = loss * (num / num_items)
             self.scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
             losses.append(loss.detach())
@@ -242,7 +261,8 @@ class Stepper:
     def _raise_if_single(self, batch: Batch, failure: OutOfMemory) -> None:
         if min(self.micro or batch_items(batch), batch_items(batch)) <= 1:
             raise OutOfMemory(
-                f"a single item does not fit on {self.device} ({failure}); use a smaller model or a larger device"
+                f"a single item does not fit on {self.device} ({failure})",
+                hint="use a smaller model or a larger device",
             ) from failure
 
     def _halve(self, num_items: int) -> None:
@@ -274,7 +294,7 @@ class Stepper:
             while True:
                 try:
                     with guard():
-                        return self._record(batch)
+                        return self._record(_clone(batch))
                 except OutOfMemory as failure:
                     self._raise_if_single(batch, failure)
                 self._clean_up()
@@ -288,12 +308,14 @@ class Stepper:
             self._capture = False
             return None
 
-    def _record(self, batch: Batch) -> "_Graph":
-        inputs = _clone(batch)
+    def _record(self, inputs: Batch, beside: Callable[[], None] | None = None) -> "_Graph":
+        """The step on these inputs as a graph; `beside` runs at the same time, on a stream of its own."""
         current = torch.cuda.current_stream(self.device)
         side = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
         side.wait_stream(current)
         with torch.cuda.stream(side):  # libraries initialise in the first runs, which must not be captured
+            if beside is not None:
+                beside()
             self._whole(inputs)
             syncs = find_syncs(lambda: self._whole(inputs))
             if syncs:  # before the capture: one that fails half way leaves torch's allocator in an invalid state
@@ -305,7 +327,14 @@ class Stepper:
         graph = torch.cuda.CUDAGraph()
         # thread_local: the source's threads continue to copy
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            if beside is not None:
+                captured = torch.cuda.current_stream(self.device)
+                side.wait_stream(captured)
+                with torch.cuda.stream(side):
+                    beside()
             loss = self._whole(inputs)
+            if beside is not None:
+                captured.wait_stream(side)
         return _Graph(graph, inputs, loss)
 
     def _whole(self, inputs: Batch) -> Tensor:
@@ -319,7 +348,7 @@ class Stepper:
 
         Earlier graphs follow the old random stream, so they go too.
         """
-        self._graphs.clear()
+        self._forget_graphs()
         with suppress(RuntimeError, AttributeError, TypeError):
             torch._C._cuda_endAllocateToPool(self.device.index, self._pool)
         with suppress(RuntimeError):
@@ -336,7 +365,7 @@ class _Graph:
 
     def fill(self, batch: Batch) -> None:
         if batch is not self.inputs:
-            torch._foreach_copy_(list(self.inputs.values()), [batch[name] for name in self.inputs], non_blocking=True)
+            _copy(batch, self.inputs)
 
 
 class Snapshot:
@@ -345,14 +374,15 @@ class Snapshot:
     def __init__(self, stepper: Stepper) -> None:
         self._stepper = stepper
         self._copies = [tensor.detach().clone() for tensor in stepper.tensors()]
+        self._optimizer = stepper.optimization.copy()
         self._scaler = dict(stepper.scaler.state_dict())
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Put everything back, in place."""
         self._stepper.optimizer.zero_grad(set_to_none=True)
         for tensor, copy in zip(self._stepper.tensors(), self._copies, strict=True):
             tensor.copy_(copy)
+        self._stepper.optimization.restore(self._optimizer)
         if self._scaler:
             self._stepper.scaler._per_optimizer_states.clear()  # a step that failed half way may have changed them
             self._stepper.scaler.load_state_dict(self._scaler)
@@ -362,17 +392,12 @@ def batch_items(batch: Batch) -> int:
     return len(next(iter(batch.values())))
 
 
+def _copy(batch: Batch, inputs: Batch) -> None:
+    torch._foreach_copy_(list(inputs.values()), [batch[name] for name in inputs], non_blocking=True)
+
+
 def _clone(batch: Batch) -> Batch:
     return {name: tensor.clone() for name, tensor in batch.items()}
-
-
-def _parts(batch: Batch, num_items: int, size: int) -> Iterator[tuple[Batch, int]]:
-    if size >= num_items:
-        yield batch, num_items
-        return
-    for start in range(0, num_items, size):
-        stop = min(num_items, start + size)
-        yield {name: tensor[start:stop] for name, tensor in batch.items()}, stop - start
 
 
 def shape_of(batch: Batch) -> tuple[Any, ...]:
@@ -383,17 +408,23 @@ def shape_of(batch: Batch) -> tuple[Any, ...]:
 def _trainable(module: nn.Module, device: torch.device) -> dict[str, nn.Parameter]:
     params = {name: param for name, param in module.named_parameters() if param.requires_grad}
     if not params:
-        raise ConfigError("the module has no trainable parameters; give one whose parameters require gradients")
+        raise ConfigError("the module has no trainable parameters", hint="give one whose parameters require gradients")
     for name, param in params.items():
         if param.device != device:
-            raise ConfigError(f'parameter "{name}" is on {param.device}, training runs on {device}; move the module')
+            raise ConfigError(
+                f'parameter "{name}" is on {param.device}, training runs on {device}', hint="move the module"
+            )
     return params
 
 
 def _checked(loss: Tensor) -> Tensor:
     if not isinstance(loss, Tensor) or loss.ndim != 0:
         got = list(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
-        raise ConfigError(f"loss_fn returned {got}, expected a scalar tensor; take the mean over the items")
+        raise ConfigError(f"loss_fn returned {got}, expected a scalar tensor", hint="take the mean over the items")
+    if torch.is_grad_enabled() and not loss.requires_grad:
+        raise ConfigError(
+            "loss_fn returned a loss that depends on no parameter", hint="compute it from the model, without .detach()"
+        )
     return loss
 
 

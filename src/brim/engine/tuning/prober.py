@@ -7,7 +7,7 @@ import ctypes
 import gc
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Annotated
@@ -17,7 +17,9 @@ import torch
 from brim.config import Range, check
 from brim.engine.config import SweepConfig
 from brim.engine.device import PeakMemory, check_injected, free_bytes, guard
-from brim.engine.tuning.search import Sweep, Trial, sweep
+from brim.engine.meter import behind_sleep_s
+from brim.engine.tuning.search import Sweep, sweep
+from brim.engine.tuning.trials import Trial
 from brim.errors import OutOfMemory
 
 StepFn = Callable[[], object]  # runs one step; its result is ignored
@@ -26,7 +28,6 @@ MakeStep = Callable[[int], StepFn]  # batch → its step, inputs allocated
 MAX_WARMUP = 6  # calls: compilers and graph captures settle after the second or third
 SETTLED = 0.9  # warm-up ends with a call that takes more than this share of the previous one
 MAX_SLEEP_S = 0.5  # longest head start given to the host when the device's own time is measured
-SLEEP_HZ = 2e9  # cycles of a device's sleep per second, at the clock of recent GPUs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,20 +68,12 @@ class Prober:
     Every trial makes a new step and drops it at the end, so that sizes do not share memory.
     """
 
-    def __init__(
-        self,
-        make_step: MakeStep,
-        device: torch.device,
-        config: ProbeConfig | None = None,
-        *,
-        stages: Callable[[], Mapping[str, float]] | None = None,
-    ) -> None:
-        """stages() returns the seconds of a step per stage after a trial, for the verdict."""
-        self.make_step, self.device, self.stages = make_step, device, stages
+    def __init__(self, make_step: MakeStep, device: torch.device, config: ProbeConfig | None = None) -> None:
+        self.make_step, self.device = make_step, device
         self.config = config or ProbeConfig()
         self.warmup_s = 0.0  # in first calls of a size so far: compilation, plan search, capture
         self._latencies_ms: dict[int, list[float]] = {}
-        self._device_s: dict[int, float | None] = {}
+        self._device_s: dict[int, float] = {}
         self._fresh = True
         self._clean()
         self.budget_bytes = budget_bytes(device)
@@ -111,7 +104,7 @@ class Prober:
             with guard(), _Peak(self.device) as peak:
                 trial = measure(self.make_step(batch))
                 self._wait()
-            return replace(trial, peak_bytes=peak.bytes, stages=dict(self.stages()) if self.stages else None)
+            return replace(trial, peak_bytes=peak.bytes)
         except OutOfMemory as failure:
             return OutOfMemory(str(failure))
         except RuntimeError as failure:
@@ -122,35 +115,26 @@ class Prober:
         num_warmup, first_s, step_s = self._warm_up(batch, step)
         rates, num_timed = self._time_blocks(batch, step, step_s)
         seconds = batch / statistics.median(rates)
-        latencies_ms = self._time_singles(batch, step, seconds)
-        warmup_s = max(0.0, first_s - seconds)
-        self.warmup_s += warmup_s
-        return Trial(
-            batch=batch,
-            seconds=seconds,
+        self._time_singles(batch, step, seconds)
+        return replace(
+            self._trial(batch, seconds, num_warmup + num_timed, first_s),
             spread=(max(rates) - min(rates)) / 2 / statistics.median(rates),
-            p50_ms=statistics.median(latencies_ms),
-            p95_ms=_quantile(latencies_ms, 0.95),
-            steps=num_warmup + num_timed,
             device_share=self._device_share(batch, step, seconds),
-            warmup_s=warmup_s,
         )
 
     def _repeat(self, batch: int, step: StepFn, steps: int) -> Trial:
         took_s = [self._timed(step) for _ in range(max(2, steps))]
-        seconds = statistics.median(took_s[1:])
-        warmup_s = max(0.0, took_s[0] - seconds)
-        self.warmup_s += warmup_s
         self._latencies_ms.setdefault(batch, []).extend(second * 1e3 for second in took_s[1:])
-        latencies_ms = self._latencies_ms[batch]
+        return self._trial(batch, statistics.median(took_s[1:]), len(took_s), took_s[0])
+
+    def _trial(self, batch: int, seconds: float, steps: int, first_s: float) -> Trial:
+        latencies_ms, warmup_s = sorted(self._latencies_ms[batch]), max(0.0, first_s - seconds)
+        self.warmup_s += warmup_s
+        p95_ms = latencies_ms[min(len(latencies_ms) - 1, int(0.95 * len(latencies_ms)))]
         return Trial(
-            batch=batch,
-            seconds=seconds,
-            p50_ms=statistics.median(latencies_ms),
-            p95_ms=_quantile(latencies_ms, 0.95),
-            steps=len(took_s),
+            batch=batch, seconds=seconds, p50_ms=statistics.median(latencies_ms), p95_ms=p95_ms, steps=steps,
             warmup_s=warmup_s,
-        )
+        )  # fmt: skip
 
     # Its parts
 
@@ -185,39 +169,25 @@ class Prober:
                 break
         return rates, each * len(rates)
 
-    def _time_singles(self, batch: int, step: StepFn, seconds: float) -> list[float]:
-        """Milliseconds of single steps of this size, earlier probes included."""
+    def _time_singles(self, batch: int, step: StepFn, seconds: float) -> None:
+        """Time single steps of this size, in addition to those of earlier probes."""
         latencies_ms = self._latencies_ms.setdefault(batch, [])
-        if latencies_ms and seconds * self.config.latencies > self.config.enough_s:
-            return latencies_ms
-        num = 1 if seconds * self.config.latencies > self.config.enough_s else self.config.latencies
-        latencies_ms.extend(self._timed(step) * 1e3 for _ in range(num))
-        return latencies_ms
+        is_long = seconds * self.config.latencies > self.config.enough_s
+        if not (latencies_ms and is_long):
+            latencies_ms.extend(self._timed(step) * 1e3 for _ in range(1 if is_long else self.config.latencies))
 
     def _device_share(self, batch: int, step: StepFn, seconds: float) -> float | None:
         """Share of a step's time in which the device is busy; measured once, for sizes probed twice."""
-        if self.device.type != "cuda" or len(self._latencies_ms[batch]) <= self.config.latencies:
+        if (
+            self.device.type != "cuda"
+            or len(self._latencies_ms[batch]) <= self.config.latencies
+            or seconds > MAX_SLEEP_S
+        ):
             return None
         if batch not in self._device_s:
-            self._device_s[batch] = self._device_seconds(step, seconds)
-        device_s = self._device_s[batch]
-        return None if device_s is None else min(1.0, device_s / seconds)
-
-    def _device_seconds(self, step: StepFn, seconds: float) -> float | None:
-        """Device time of one step without the gaps in which the device waits for the host.
-
-        The device sleeps while the host issues the whole step behind it; what follows has no gaps.
-        """
-        if seconds > MAX_SLEEP_S:
-            return None
-        started, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-        with torch.cuda.device(self.device):
-            torch.cuda._sleep(int(1.5 * seconds * SLEEP_HZ))  # type: ignore[no-untyped-call]
-            started.record()
-            step()
-            ended.record()
-        self._wait()
-        return float(started.elapsed_time(ended)) / 1e3
+            with torch.cuda.device(self.device):
+                self._device_s[batch], _ = behind_sleep_s(step, seconds)
+        return min(1.0, self._device_s[batch] / seconds)
 
     def _timed(self, step: StepFn) -> float:
         began_s = time.perf_counter()
@@ -235,7 +205,8 @@ class Prober:
             torch.cuda.synchronize(self.device)
             torch.cuda.empty_cache()
         else:
-            _trim_heap()
+            with suppress(OSError, AttributeError):  # freed memory would otherwise count for the next trial
+                ctypes.CDLL(None).malloc_trim(0)
 
 
 def budget_bytes(device: torch.device) -> int:
@@ -258,15 +229,3 @@ class _Peak(PeakMemory):
         if self.device.type == "cuda":
             return int(torch.cuda.max_memory_reserved(self.device))
         return super().bytes
-
-
-def _trim_heap() -> None:
-    """Return freed memory to the system, if libc can: otherwise it would count for the next trial."""
-    with suppress(OSError, AttributeError):
-        ctypes.CDLL(None).malloc_trim(0)
-
-
-def _quantile(values: list[float], share: float) -> float:
-    """The value below which this share of them is."""
-    ordered = sorted(values)
-    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]

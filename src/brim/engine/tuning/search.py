@@ -10,15 +10,16 @@ A probe measures one size briefly; repeating it gives more precision. `prober.py
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
+from typing import Any
 
 from brim.engine.config import SweepConfig
-from brim.engine.tuning.trials import Trial, TrialBook, TrialStatus, merge, verdict
+from brim.engine.tuning.trials import Trial, TrialBook, verdict
 from brim.errors import OutOfMemory
-
-__all__ = ["Probe", "Prove", "Sweep", "Trial", "TrialStatus", "merge", "sweep"]
+from brim.report.page import number
+from brim.report.summary import Summarised
 
 Probe = Callable[[int], Trial]  # batch → one short measurement; OutOfMemory when it does not fit
 Prove = Callable[[int, int], Trial]  # batch, steps → that many steps at least, with the peak memory of all
@@ -33,8 +34,8 @@ WORTH = 0.03  # gain in the safe batch that is worth another try
 FAILURES = 5  # tries above the proven size that may fail
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Sweep:
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class Sweep(Summarised):
     batch: int  # the optimum: the smallest within noise and tolerance of the best
     max_safe: int  # the largest that repeated steps have shown to fit; never below the optimum
     trials: list[Trial]  # all, in the order in which they ran
@@ -45,6 +46,12 @@ class Sweep:
     seconds: float = 0.0  # the whole search took
     warmup_s: float = 0.0  # of these, in first calls: compilation, plan search, capture
     proof_s: float = 0.0  # of these, in the proof of the largest batch
+
+    def _summary(self) -> tuple[str, Mapping[str, Any]]:
+        ran = {trial.batch: trial for trial in self.trials if trial.status == "ok"}
+        rates = ", ".join(f"{batch}: {number(ran[batch].throughput)}" for batch in sorted(ran)[:12])
+        facts = {"verdict": self.verdict, "items/s": rates, "took": f"{self.seconds:.1f} s"}
+        return f"Sweep: fastest batch {self.batch}, largest safe batch {self.max_safe}", facts
 
 
 def sweep(
@@ -69,17 +76,11 @@ def sweep(
     chosen = min(search.choose(), max_safe)  # proofs are measurements too, also of sizes there was no time for before
     book, seconds = search.book, search.elapsed_s()
     return Sweep(
-        batch=chosen,
-        max_safe=max_safe,
-        trials=book.trials,
-        best=book.merged(book.best() or chosen),
-        chosen=book.merged(chosen),
-        skipped=search.skipped,
-        verdict=verdict(book, chosen),
-        seconds=clock() - search.began_s,
-        warmup_s=sum(trial.warmup_s for trial in book.trials),
+        batch=chosen, max_safe=max_safe, trials=book.trials, best=book.merged(book.best() or chosen),
+        chosen=book.merged(chosen), skipped=search.skipped, verdict=verdict(book, chosen),
+        seconds=clock() - search.began_s, warmup_s=sum(trial.warmup_s for trial in book.trials),
         proof_s=seconds - searched_s,
-    )
+    )  # fmt: skip
 
 
 class _Search:
@@ -122,7 +123,9 @@ class _Search:
             return self.probe(batch) if steps is None or self.prove is None else self.prove(batch, steps)
         except OutOfMemory as failure:
             if batch == 1:
-                raise OutOfMemory(f"a batch of 1 does not fit ({failure}); use smaller items or free memory") from None
+                raise OutOfMemory(
+                    f"a batch of 1 does not fit ({failure})", hint="use smaller items or free memory"
+                ) from None
             return Trial(batch=batch, seconds=0.0, steps=0, status="oom", detail=_first_line(failure))
         except RuntimeError as failure:
             # A size that ran before and fails now is not too large: the device has a problem.
@@ -302,7 +305,8 @@ class _Search:
                     self.measure(size)
         if len(finalists) > 1:
             error = max(map(self.book.error, finalists))
-            self._skip(f"batches {_listed(finalists)}: told apart no further than ±{error:.1%}")
+            sizes = ", ".join(map(str, finalists))
+            self._skip(f"batches {sizes}: told apart no further than ±{error:.1%}")
 
     def choose(self) -> int:
         """The smallest good size, once enough steps have shown that it fits; 1 if no size keeps the limits."""
@@ -402,7 +406,3 @@ def _first_line(failure: BaseException) -> str:
 
 def _mb(size_bytes: float) -> str:
     return f"{size_bytes / 1e6:.0f} MB"
-
-
-def _listed(sizes: list[int]) -> str:
-    return ", ".join(map(str, sizes))

@@ -5,9 +5,11 @@ Pure arithmetic: no device, no clock, no search.
 
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
+
+from brim.report.page import number
 
 TrialStatus = Literal["ok", "oom", "over budget", "failed", "slow"]
 
@@ -27,7 +29,6 @@ class Trial:
     peak_bytes: int | None = None  # most memory in use at any moment, weights included
     steps: int = 1  # steps that ran, warm-up included: they prove that the batch fits
     device_share: float | None = None  # of the wall time, the device was busy; None: not measured
-    stages: Mapping[str, float] | None = None  # seconds of a step per named stage; the device's own is "device"
     warmup_s: float = 0.0  # what the first call took above a normal one: compilation, plan search, capture
     status: TrialStatus = "ok"  # "slow": above the latency limit; "over budget": ran, but took too much memory
     detail: str = ""  # why, when not ok
@@ -52,14 +53,10 @@ def merge(trials: Sequence[Trial]) -> Trial:
     middle = statistics.median(seconds)
     half_width = (max(seconds) - min(seconds)) / 2 / middle if middle > 0 else 0.0
     return replace(
-        last,
-        seconds=middle,
-        spread=max(half_width, statistics.median(trial.spread for trial in trials)),
-        peak_bytes=max(peaks, default=None),
-        steps=sum(trial.steps for trial in trials),
-        device_share=statistics.median(shares) if shares else None,
-        warmup_s=sum(trial.warmup_s for trial in trials),
-    )
+        last, seconds=middle, spread=max(half_width, statistics.median(trial.spread for trial in trials)),
+        peak_bytes=max(peaks, default=None), steps=sum(trial.steps for trial in trials),
+        device_share=statistics.median(shares) if shares else None, warmup_s=sum(trial.warmup_s for trial in trials),
+    )  # fmt: skip
 
 
 class TrialBook:
@@ -174,23 +171,18 @@ def verdict(book: TrialBook, chosen: int) -> str:
         return f"no batch keeps the limits: even batch {chosen} is {trial.status}, {trial.detail}"
     host = _not_the_device(trial)
     if book.sizes() == [1]:
-        return f"only batch 1 was measured: {trial.throughput:.4g}/s" + f"; {host}" * bool(host)
+        return f"only batch 1 was measured: {number(trial.throughput)}/s" + f"; {host}" * bool(host)
     single = book.rate(1)
     share = single / best.throughput
     if chosen == 1:
         why = host or "one item keeps the device as busy as many"
         return f"batching does not matter: batch 1 reaches {min(1.0, share):.0%} of the best; {why}"
-    gain = f"batch {chosen} gives {trial.throughput:.4g}/s, {trial.throughput / single:.3g} times batch 1"
+    gain = f"batch {chosen} gives {number(trial.throughput)}/s, {trial.throughput / single:.3g} times batch 1"
     return f"{gain}; {host}" if host else gain
 
 
 def _not_the_device(trial: Trial) -> str:
     """A sentence if the step waits for something other than the device, else nothing."""
-    stages = trial.stages or {}
-    total_s = sum(stages.values())
-    name = max(stages, key=lambda stage: stages[stage], default="device")
-    if name != "device" and stages[name] > 0.5 * total_s:
-        return f"not limited by the device: {stages[name] / total_s:.0%} of the time in {name}"
-    if trial.device_share is not None and trial.device_share < STALLED:
-        return f"not limited by the device: it is busy for {trial.device_share:.0%} of the time and waits for the host"
-    return ""
+    if trial.device_share is None or trial.device_share >= STALLED:
+        return ""
+    return f"not limited by the device: it is busy for {trial.device_share:.0%} of the time and waits for the host"
