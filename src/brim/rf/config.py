@@ -24,9 +24,11 @@ from brim.engine.config import (
 from brim.errors import ConfigError
 
 Waveform = Literal["nbfm", "am", "cw", "fsk"]
-PathLoss = Literal["free_space", "log_distance", "hata"]
+PathLoss = Literal["free_space", "log_distance", "hata", "cost231", "ground_wave", "two_ray"]
 AreaType = Literal["city", "residential", "rural"]
 DatasetType = Literal["feature_based", "iq_raw"]
+ClockKind = Literal["sample", "station", "drift", "none"]
+BoundKind = Literal["all", "timing", "strength"]
 
 CHANNEL_HZ = 12_500.0  # every SNR and every power in the channel refers to this bandwidth
 SAMPLE_RATE_HZ = 200_000  # of the IQ records; the noise fills this band
@@ -34,6 +36,7 @@ NUM_CHUNKS = 5  # features are measured per chunk, a fifth of the record each
 RANDOM_RECEIVERS = (5, 10)  # fewest and most receivers of a sample with random receivers
 RANDOM_AREA = ((44.0, 46.0), (7.0, 10.0))  # latitude and longitude range of random receivers, degrees
 MAX_EXTENT_KM = 2_000.0  # widest network; the delay tables grow with it
+FRACTAL = "fractal"  # terrain drawn from the seed; any other name is a file or folder
 PATH_STRIDE = 4_096  # random numbers of path p of a receiver are those of receiver + p · this: the most stations
 
 
@@ -66,7 +69,7 @@ class GenerateConfig:
     """Everything that decides what a sample looks like; sample i depends on this and on i alone."""
 
     frequency_mhz: Annotated[
-        float, Range(30, 3000, note="VHF and UHF carriers"), Unit("MHz"), Doc("Carrier frequency.")
+        float, Range(0.01, 6000, note="10 kHz to 6 GHz"), Unit("MHz"), Doc("Carrier frequency.")
     ] = 145.0
     tx_power_dbm: Annotated[
         float, Range(0, 50, note="1 mW to 100 W"), Unit("dBm"), Doc("Transmitter power; 30 is 1 W, 40 is 10 W.")
@@ -148,6 +151,94 @@ class GenerateConfig:
         Unit("s"),
         Doc("Standard deviation of a station's clock, drawn for each sample; 1e-6 is disciplined by GPS."),
     ] = 1e-6
+    clock: Annotated[
+        ClockKind,
+        Doc(
+            "Clock errors: drawn for each sample, once for each station, or drifting slowly from sample to sample; "
+            "none: there is no common clock, and arrival times mean nothing."
+        ),
+    ] = "sample"
+    bound: Annotated[
+        BoundKind, Doc("What the Cramér-Rao bound counts: arrivals and strengths (all), or one of them alone.")
+    ] = "all"
+
+    # What makes real networks differ from the model above; all of it off by default
+    environment_seed: Annotated[
+        int | None,
+        Range(0, 2**63 - 1),
+        Doc(
+            "Random seed of what datasets of one place share: fractal terrain, shadowing maps, gains and clocks "
+            "of stations; none: the seed."
+        ),
+    ] = None
+    horizon: Annotated[bool, Doc("Add the diffraction loss of the smooth Earth beyond the horizon (ITU-R P.526).")] = (
+        False
+    )
+    terrain: Annotated[
+        str | None,
+        Length(1, 4096),
+        Doc("fractal: hills drawn from the seed; or a height map: GeoTIFF, SRTM .hgt, a folder of them."),
+    ] = None
+    terrain_relief_m: Annotated[
+        float, Range(1, 3000), Unit("m"), Doc("Standard deviation of the heights of fractal terrain.")
+    ] = 100.0
+    shadowing_distance_m: Annotated[
+        float,
+        Range(0, 1e5),
+        Unit("m"),
+        Doc(
+            "Shadowing of a station is a map in which it loses correlation over this distance (Gudmundson); 0: drawn "
+            "anew for each link."
+        ),
+    ] = 0.0
+    paths: Annotated[
+        str | None,
+        Length(1, 4096),
+        Doc("File of paths that a ray tracer found (.npz or HDF5); they replace loss, shadowing, blocking and echoes."),
+    ] = None
+    blocked_share: Annotated[float, Range(0, 1), Doc("Share of the links whose direct path is blocked.")] = 0.0
+    blocked_delay_us: Annotated[
+        float, Range(0, 20), Unit("µs"), Doc("Mean extra delay of a blocked link's first arrival, exponential.")
+    ] = 1.0
+    blocked_loss_db: Annotated[float, Range(0, 60), Unit("dB"), Doc("Extra loss of a blocked link.")] = 10.0
+    echo_spread_us: Annotated[
+        float,
+        Range(0, 10),
+        Unit("µs"),
+        Doc("Delay spread of dense echoes, after 3GPP TR 38.901; 0: two or three weak echoes."),
+    ] = 0.0
+    station_gain_db: Annotated[
+        float, Range(0, 20), Unit("dB"), Doc("Standard deviation of each station's own gain error, fixed by the seed.")
+    ] = 0.0
+    power_spread_db: Annotated[
+        float, Range(0, 30), Unit("dB"), Doc("Transmit power of a sample is uniform within ± this of the power given.")
+    ] = 0.0
+    adc_clip_db: Annotated[
+        float,
+        Range(0, 150),
+        Unit("dB"),
+        Doc("Receivers clip I and Q at this level over the noise in the channel; 0: never."),
+    ] = 0.0
+    agc_step_db: Annotated[
+        float, Range(0, 60), Unit("dB"), Doc("Receivers change their gain in a few steps within ± this.")
+    ] = 0.0
+    phase_noise_deg: Annotated[
+        float, Range(0, 180), Unit("°"), Doc("Rms phase noise of the receivers' oscillators, from 1 Hz to 1 kHz.")
+    ] = 0.0
+    filter_ripple_db: Annotated[
+        float, Range(0, 20), Unit("dB"), Doc("Ripple of the receivers' filters, from crest to trough.")
+    ] = 0.0
+    lost_share: Annotated[float, Range(0, 0.9), Doc("Share of blocks of 20 ms that receivers lose.")] = 0.0
+    interferer_share: Annotated[
+        float, Range(0, 1), Doc("Share of samples with another carrier on or next to the channel for a while.")
+    ] = 0.0
+    interferer_db: Annotated[
+        float, Range(-20, 80), Unit("dB"), Doc("Median level of that carrier over the noise in the channel.")
+    ] = 10.0
+    impulses_per_s: Annotated[float, Range(0, 512), Doc("Impulses of noise in a second.")] = 0.0
+    impulse_db: Annotated[
+        float, Range(0, 120), Unit("dB"), Doc("Mean power of an impulse over the noise in the channel.")
+    ] = 40.0
     duration_s: Annotated[
         float, Range(0.2, 10, step=0.2, note="1.0 is usual"), Unit("s"), Doc("Length of a record at 200 kHz.")
     ] = 1.0
@@ -169,6 +260,30 @@ class GenerateConfig:
             )
         if not self.use_random_receivers:
             check_network(self.stations)
+        if self.bound == "timing" and (self.clock == "none" or self.waveform == "cw"):
+            reason = "without a common clock" if self.clock == "none" else "of a carrier without modulation"
+            raise ConfigError(
+                f"counts arrival times, which mean nothing {reason}",
+                field="bound",
+                value=self.bound,
+                code="conflict",
+                hint="set {bound} to strength or all",
+            )
+        if self.paths is not None and (self.use_random_receivers or self.terrain is not None):
+            other = "random receivers" if self.use_random_receivers else "terrain"
+            raise ConfigError(f"excludes {other}: the file says what arrives", field="paths", code="conflict")
+
+    @property
+    def place_seed(self) -> int:
+        """Random seed of terrain, maps of shadowing, and the gains and clocks of stations."""
+        return self.seed if self.environment_seed is None else self.environment_seed
+
+    @property
+    def is_fixed_environment(self) -> bool:
+        """Whether what a station hears from a place is partly the same in all samples."""
+        clocks = self.clock in ("station", "drift") and self.clock_sigma_s > 0
+        maps = self.terrain is not None or self.paths is not None or self.shadowing_distance_m > 0
+        return not self.use_random_receivers and (maps or clocks or self.station_gain_db > 0)
 
     @property
     def max_receivers(self) -> int:
@@ -182,7 +297,6 @@ class GenerateConfig:
 
     @property
     def shard_items(self) -> int:
-        """Samples per shard."""
         return self.samples_per_shard or (8 if self.dataset_type == "iq_raw" else 512)
 
     def as_dict(self) -> dict[str, Any]:
@@ -207,6 +321,18 @@ class LocatorTraining:
         float, Range(above=0, below=1, note="0.1 is usual"), Doc("Share of the samples held out for validation.")
     ] = 0.1
     hybrid: Annotated[bool, Doc("Start from the solver's answer; false: the network alone.")] = True
+    components: Annotated[int, Range(1, 64), Doc("Number of Gaussians in the posterior.")] = 12
+    width: Annotated[int, Range(4, 1024, step=4), Doc("Width of the network.")] = 96
+    layers: Annotated[int, Range(1, 32), Doc("Layers of the network.")] = 3
+    power: Annotated[
+        Literal["unknown", "known"],
+        Doc("unknown: transmitters of any power are located, and datasets of different power can be combined."),
+    ] = "unknown"
+    real_weight: Annotated[
+        float,
+        Range(above=0, high=1000),
+        Doc("Weight of a sample from recordings, relative to a generated one."),
+    ] = 1.0
     early_stopping_patience: EarlyStoppingPatience = None
     checkpoint_every_s: CheckpointEveryS = 10.0
     num_workers: Annotated[
@@ -232,6 +358,49 @@ PRESETS: dict[str, dict[str, Any]] = {
         "max_gdop": 20.0,
         "min_receivers": 4,
     },
+    "valley": {
+        "environment_seed": 0,
+        "terrain": FRACTAL,
+        "loss": "free_space",
+        "clock": "none",
+        "shadowing_db": 4.0,
+        "shadowing_distance_m": 500.0,
+    },
+    "city": {
+        "environment": "city",
+        "clock_sigma_s": 1e-7,
+        "blocked_share": 0.4,
+        "blocked_delay_us": 3.0,
+        "blocked_loss_db": 10.0,
+        "echo_spread_us": 0.5,
+        "min_receivers": 4,
+    },
+    "amateur": {
+        "environment_seed": 0,
+        "horizon": True,
+        "clock": "drift",
+        "blocked_share": 0.25,
+        "blocked_delay_us": 2.0,
+        "station_gain_db": 4.0,
+        "power_spread_db": 10.0,
+        "shadowing_distance_m": 500.0,
+        "adc_clip_db": 45.0,
+        "min_receivers": 4,
+    },
+    "hostile": {
+        "environment_seed": 0,
+        "terrain": FRACTAL,
+        "loss": "free_space",
+        "clock": "drift",
+        "environment": "city",
+        "blocked_share": 0.4,
+        "blocked_delay_us": 3.0,
+        "echo_spread_us": 0.5,
+        "station_gain_db": 4.0,
+        "power_spread_db": 10.0,
+        "shadowing_distance_m": 500.0,
+        "min_receivers": 4,
+    },
 }
 
 
@@ -249,7 +418,6 @@ def from_mapping(values: Mapping[str, Any], *, preset: str | None = None, path: 
 
 
 def preset_values(name: str) -> dict[str, Any]:
-    """The fields a preset sets."""
     if not isinstance(name, str) or name not in PRESETS:
         raise ConfigError(f"is unknown; {nearest(name, PRESETS)}", field="preset", value=name, code="unknown_choice")
     return PRESETS[name]
@@ -266,7 +434,7 @@ def read_toml(path: Path) -> dict[str, Any]:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"config file {path}: {_reason(error)}", code="unreadable") from error
-    except tomllib.TOMLDecodeError as error:
+    except (tomllib.TOMLDecodeError, RecursionError) as error:
         raise ConfigError(f"config file {path}: not valid TOML: {error}", code="unreadable") from error
 
 
@@ -283,22 +451,19 @@ def read_stations(path: Path) -> tuple[Station, ...]:
     missing = [column for column in ("name", "lat", "lon", "alt") if column not in rows[0]]
     if missing:
         raise ConfigError(f"stations file {path}: missing column {', '.join(missing)}", code="missing", hint=hint)
-    stations = tuple(_station(row, f"stations file {path}, line {number}") for number, row in enumerate(rows, 2))
+    stations, source = [], ""
     try:
-        check_network(stations)
+        for number, row in enumerate(rows, 2):
+            source = f", line {number}"
+            stations.append(Station(row["name"].strip(), float(row["lat"]), float(row["lon"]), float(row["alt"])))
+        source = ""
+        check_network(tuple(stations))
     except ConfigError as failure:
-        raise ConfigError(f"stations file {path}: {failure}", code=failure.code) from failure
-    return stations
-
-
-def _station(row: Mapping[str, str], source: str) -> Station:
-    try:
-        numbers = {column: float(row[column]) for column in ("lat", "lon", "alt")}
-        return Station(row["name"].strip(), **numbers)
-    except (TypeError, ValueError) as error:
-        raise ConfigError(f"{source}: lat, lon and alt must be numbers, got {row!r}", code="wrong_type") from error
-    except ConfigError as failure:
-        raise ConfigError(f"{source}: {failure}", code=failure.code) from failure
+        raise ConfigError(f"stations file {path}{source}: {failure}", code=failure.code) from failure
+    except (TypeError, ValueError, AttributeError) as failure:
+        problem = f"lat, lon and alt must be numbers, got {row!r}"
+        raise ConfigError(f"stations file {path}{source}: {problem}", code="wrong_type") from failure
+    return tuple(stations)
 
 
 def check_network(stations: tuple[Station, ...]) -> None:

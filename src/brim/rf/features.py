@@ -14,29 +14,16 @@ from torch import Tensor
 from brim.rf.config import CHANNEL_HZ, NUM_CHUNKS, GenerateConfig
 from brim.rf.physics.geometry import SPEED_OF_LIGHT
 from brim.rf.physics.receiver import STREAM_HZ
+from brim.rf.physics.scene import max_excess_s
 
 FEATURES: tuple[tuple[str, str], ...] = (
-    ("rssi_dbm", "dBm"),
-    ("snr_db", "dB"),
-    ("noise_floor_dbm", "dBm"),
-    ("frequency_offset_hz", "Hz"),
-    ("bandwidth_hz", "Hz"),
-    ("psd_dbm_per_hz", "dBm/Hz"),
-    ("spectral_centroid_hz", "Hz"),
-    ("spectral_rolloff_hz", "Hz"),
-    ("spectral_flatness", "1"),
-    ("envelope_mean", "1"),
-    ("envelope_std", "1"),
-    ("envelope_max", "1"),
-    ("peak_to_avg_ratio_db", "dB"),
-    ("zero_crossing_rate", "1/s"),
-    ("multipath_delay_spread_us", "us"),
-    ("coherence_bandwidth_khz", "kHz"),
-    ("delay_spread_confidence", "1"),
-    ("confidence_score", "1"),
-    ("arrival_difference_us", "us"),
-    ("arrival_sigma_us", "us"),
-)
+    ("rssi_dbm", "dBm"), ("snr_db", "dB"), ("noise_floor_dbm", "dBm"), ("frequency_offset_hz", "Hz"),
+    ("bandwidth_hz", "Hz"), ("psd_dbm_per_hz", "dBm/Hz"), ("spectral_centroid_hz", "Hz"),
+    ("spectral_rolloff_hz", "Hz"), ("spectral_flatness", "1"), ("envelope_mean", "1"), ("envelope_std", "1"),
+    ("envelope_max", "1"), ("peak_to_avg_ratio_db", "dB"), ("zero_crossing_rate", "1/s"),
+    ("multipath_delay_spread_us", "us"), ("coherence_bandwidth_khz", "kHz"), ("delay_spread_confidence", "1"),
+    ("confidence_score", "1"), ("arrival_difference_us", "us"), ("arrival_sigma_us", "us"),
+)  # fmt: skip
 F = {name: i for i, (name, _) in enumerate(FEATURES)}
 STATISTICS = ("mean", "std", "min", "max")
 
@@ -45,15 +32,18 @@ BAND_HZ = CHANNEL_HZ / NUM_BANDS
 OFFSET_HZ = 3_750.0  # the carrier is looked for within ± this
 OCCUPIED = 0.99  # share of the power in the occupied bandwidth
 ROLLOFF = 0.85
-MIN_SNR = 0.01  # −20 dB: below this an SNR is not told from nothing
+MIN_SNR = 0.01  # −20 dB: below this, an SNR cannot be told from no signal
 MAX_COHERENCE_KHZ = 1_000.0
 TIMING_HZ = (300.0, 3_000.0)  # band of the demodulated signal that is correlated
 TIMING_BAND_HZ = 100.0  # fading correlates neighbouring bins, bands this wide are independent
 LAG_STEP_S = 20e-6  # of the coarse search: a sixteenth of the highest tone's period
+ECHO_SIGMA_S = 0.4e-6  # what echoes that cannot be resolved shift an arrival by: 0.35 to 0.77 µs above 40 dB
+FINE_LAGS = 2  # steps on either side once records are aligned to a point, which is two steps
+FINE_LIMIT_S = 2.5 * LAG_STEP_S
 NEWTON_STEPS = 4
 MAX_STEP_S = 20e-6  # a chunk moves no further than this from the whole record's lag
 PRIOR = 0.25  # weight of the whole record's lag in a chunk's, in chunks of mean information
-TIMING_SNR = 10**-0.5  # −5 dB over the record: below it the correlation's peak is often another, sigma cannot tell
+TIMING_SNR = 10**-0.5  # −5 dB over the record: below it, another peak is often higher; sigma does not show it
 UNKNOWN_SIGMA_US = 1e6  # an arrival difference that cannot be measured
 
 
@@ -85,7 +75,7 @@ class FeatureGrid:
 
 def lag_slack_s(config: GenerateConfig) -> float:
     """How far beyond the light time of the baseline an arrival difference may lie."""
-    return 5 * config.clock_sigma_s + 10e-6
+    return 5 * config.clock_sigma_s + 10e-6 + max_excess_s(config)
 
 
 def channel_power(spectrum: Tensor, grid: FeatureGrid) -> Tensor:
@@ -135,7 +125,7 @@ def sum_envelope(stream: Tensor, config: GenerateConfig) -> tuple[EnvelopeSums, 
     """Reduce the stream in time, and demodulate the signal that carries the timing.
 
     stream   (M, C, W)  complex64
-    returns  sums, and (M, C, W) float32 with 0 as its last point
+    returns  sums, and (M, C, W) float32 with 0 as the record's last point
     """
     power = stream.abs().square_()
     envelope = power.sqrt()
@@ -153,7 +143,8 @@ def sum_envelope(stream: Tensor, config: GenerateConfig) -> tuple[EnvelopeSums, 
         tt=(t * t).sum(-1),
         pt=(p * t).sum(-1),
     )
-    return sums, torch.nn.functional.pad(p if config.waveform == "am" else t, (0, 1))
+    demodulated = torch.nn.functional.pad(p if config.waveform == "am" else t, (0, 1))
+    return sums, bridge_chunks(stream, demodulated, config)
 
 
 def envelope_features(sums: EnvelopeSums, snr: Tensor, config: GenerateConfig, grid: FeatureGrid) -> dict[str, Tensor]:
@@ -284,6 +275,11 @@ def timing_scale(sums: EnvelopeSums, grid: FeatureGrid) -> Tensor:
     return grid.points * NUM_CHUNKS / sum_chunks(sums.square).clamp(min=1e-30)
 
 
+def reference_power(sums: SpectrumSums) -> Tensor:
+    """(M,) measured power of a record; the strongest of a sample is what the others' arrivals are compared with."""
+    return sum_chunks(sums.total)
+
+
 def timing_heard(sums: SpectrumSums, floor: Tensor) -> Tensor:
     """(M,) whether a record is strong enough for its arrival to be measured."""
     return sum_chunks(sums.total) > (1 + TIMING_SNR) * sum_chunks(floor)
@@ -310,16 +306,75 @@ def measure_arrival(
     limit_s      (M,)       float32  how far a difference may lie from 0
     returns      (M, C) and (M, C) float32, in s; 0 and 1 s where nothing can be measured
 
-    The lag comes from the whole record; chunks only refine around it, so that none can be an outlier.
+    The lag comes from the whole record; chunks only refine around it, so that none can be an outlier. Records are
+    aligned to a point of the stream before they are compared in chunks: unaligned ones share less of each chunk the
+    later they are, which pulls the difference towards 0.
     """
     if config.waveform == "cw":
         return unknown_arrival(len(demodulated))
     first, last = grid.timing
     spectrum = torch.fft.rfft(demodulated)[..., first:last]
-    cross = spectrum * spectrum[reference].conj()  # (M, C, K)
-    turn = torch.arange(first, last, dtype=torch.float32) * (2 * math.pi * grid.bin_hz)  # rad/s
+    rough, _ = _compare(spectrum, spectrum[reference], limit_s, grid.lags, grid)
+    points = whole_points(rough)
+    stations, references = align(demodulated, demodulated[reference].expand_as(demodulated), points)
+    stations, references = (torch.fft.rfft(part)[..., first:last] for part in (stations, references))
+    fine_s = torch.full_like(limit_s, FINE_LIMIT_S)
+    value, sigma = _compare(stations, references, fine_s, FINE_LAGS, grid)
+    own = torch.arange(len(value)) == reference
+    return whole_arrival(value, sigma, points, limit_s, own)
+
+
+def bridge_chunks(stream: Tensor, demodulated: Tensor, config: GenerateConfig) -> Tensor:
+    """(M, C, W) the demodulated signal with its last point of each chunk, which needs the next chunk's first."""
+    last, following = stream[:, :-1, -1], stream[:, 1:, 0]
+    if config.waveform == "am":
+        power = [last.real.square() + last.imag.square(), following.real.square() + following.imag.square()]
+        demodulated[:, :-1, -1] = (power[0] + power[1]) * 0.5
+    else:
+        demodulated[:, :-1, -1] = following.imag * last.real - following.real * last.imag
+    return demodulated
+
+
+def whole_points(rough_s: Tensor) -> Tensor:
+    """(M,) int64: points of the stream that records lie behind the reference, from their chunks (M, C) in s."""
+    return (sum_chunks(rough_s) * (STREAM_HZ / NUM_CHUNKS)).round().to(torch.int64)
+
+
+def align(stations: Tensor, references: Tensor, points: Tensor) -> tuple[Tensor, Tensor]:
+    """Stations moved earlier by whole points; both 0 where only one of them has been recorded.
+
+    stations, references  (M, C, W)  float32
+    points                (M,)       int64
+    """
+    shape, length = stations.shape, stations.shape[1] * stations.shape[2]
+    place = torch.arange(length, device=points.device) + points[:, None]
+    inside = (place >= 0) & (place < length)
+    moved = stations.reshape(-1, length).gather(1, place.clamp(0, length - 1))
+    zero = torch.zeros((), device=points.device)
+    return (
+        torch.where(inside, moved, zero).view(shape),
+        torch.where(inside, references.reshape(-1, length), zero).view(shape),
+    )
+
+
+def whole_arrival(value: Tensor, sigma: Tensor, points: Tensor, limit_s: Tensor, own: Tensor) -> tuple[Tensor, Tensor]:
+    """(M, C) differences with the points that records were moved by, and their sigmas; 0 for the reference."""
+    known = sigma < UNKNOWN_SIGMA_US * 1e-6
+    reach = (limit_s + MAX_STEP_S)[:, None]
+    moved = value + (points.to(torch.float32) / STREAM_HZ)[:, None]
+    value = torch.where(known, torch.maximum(torch.minimum(moved, reach), -reach), 0.0)
+    sigma = torch.where(known, (sigma.square() + ECHO_SIGMA_S**2).sqrt(), sigma)
+    return torch.where(own[:, None], 0.0, value), torch.where(own[:, None], 0.0, sigma)
+
+
+def _compare(
+    spectrum: Tensor, references: Tensor, limit_s: Tensor, lags: int, grid: FeatureGrid
+) -> tuple[Tensor, Tensor]:
+    """(M, C) lags of chunks behind their references by the timing band's spectra (M, C, K), and their sigmas, s."""
+    cross = spectrum * references.conj()  # (M, C, K)
+    turn = torch.arange(*grid.timing, dtype=torch.float32) * (2 * math.pi * grid.bin_hz)  # rad/s
     whole = cross.sum(1)
-    lag = _coarse_lag(whole, limit_s, turn, grid)
+    lag = _coarse_lag(whole, limit_s, turn, lags)
     for _ in range(NEWTON_STEPS):
         pull, stiff = _pull(whole, lag, turn)
         step = (pull / stiff.clamp(min=1e-30)).clamp(-MAX_STEP_S, MAX_STEP_S)
@@ -333,13 +388,11 @@ def measure_arrival(
     value = lag[:, None] + (torque.sum(-1) / safe).clamp(-MAX_STEP_S, MAX_STEP_S)
     bands = torque.reshape(*torque.shape[:2], -1, grid.timing_group).sum(-1)
     sigma = (bands.square().sum(-1).sqrt() / safe).clamp(max=UNKNOWN_SIGMA_US * 1e-6)
-    value, sigma = torch.where(known, value, 0.0), torch.where(known, sigma, UNKNOWN_SIGMA_US * 1e-6)
-    value[reference], sigma[reference] = 0.0, 0.0
-    return value, sigma
+    return torch.where(known, value, 0.0), torch.where(known, sigma, UNKNOWN_SIGMA_US * 1e-6)
 
 
-def _coarse_lag(whole: Tensor, limit_s: Tensor, turn: Tensor, grid: FeatureGrid) -> Tensor:
-    lags = torch.arange(-grid.lags, grid.lags + 1, dtype=torch.float32) * LAG_STEP_S
+def _coarse_lag(whole: Tensor, limit_s: Tensor, turn: Tensor, reach: int) -> Tensor:
+    lags = torch.arange(-reach, reach + 1, dtype=torch.float32) * LAG_STEP_S
     angle = turn[:, None] * lags
     height = whole.real @ torch.cos(angle) - whole.imag @ torch.sin(angle)  # (M, lags)
     allowed = lags.abs() <= limit_s[:, None]

@@ -6,13 +6,6 @@ from brim.rf.datasets.records import sample
 from brim.rf.datasets.summary import histogram, inspect, named_columns, open_dataset, statistics
 
 __all__ = [
-    "FORMATS",
-    "export",
-    "histogram",
-    "inspect",
-    "named_columns",
-    "open_dataset",
-    "sample",
-    "statistics",
+    "FORMATS", "export", "histogram", "inspect", "named_columns", "open_dataset", "sample", "statistics",
     "write_report",
-]
+]  # fmt: skip

@@ -12,7 +12,7 @@ import secrets
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from datetime import datetime, timedelta
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -30,9 +30,15 @@ from brim.rf.datasets.summary import ShardProgress, named_columns, open_dataset
 from brim.rf.features import STATISTICS
 
 FORMATS = ("sigmf", "parquet", "hdf5")
+PACKAGES = {"parquet": "pyarrow", "hdf5": "h5py"}
 SIGMF_VERSION = "1.2.0"  # of the specification
 NAMESPACE = {"name": "brim", "version": "1.0.0", "optional": True}  # what the brim: keys of a recording belong to
+SIGMF_EPOCH = datetime(2000, 1, 1)  # of the first attempt
+SIGMF_SPACING_S = 20  # longer than any record
 HDF5_ROOM = 1 << 20  # bytes for the structure of the file
+COLUMNS = (
+    "features", "truth", "valid", "present", "receivers", "transmitter", "reference", "gdop", "crlb_m", "index",
+)  # fmt: skip
 _PLACE = (("lat", "deg"), ("lon", "deg"), ("alt", "m"))
 _UNITS = {"gdop": "1", "crlb_m": "m", "iq": "sqrt(mW)", "index": "1", "reference": "1"}
 
@@ -51,7 +57,7 @@ def export(path: Path | str, out: Path | str, fmt: str, *, progress: ShardProgre
     _check_target(data, target)
     write = {"sigmf": _write_sigmf, "parquet": _write_parquet, "hdf5": _write_hdf5}[fmt]
     with _directory(target) as place:
-        records = write(data, place, progress or _ignore)
+        records = write(data, place, progress or (lambda done, total: None))
         sizes = [file.stat().st_size for file in place.iterdir()]
     return {
         "dataset": str(data.place),
@@ -64,16 +70,12 @@ def export(path: Path | str, out: Path | str, fmt: str, *, progress: ShardProgre
     }
 
 
-def _ignore(done: int, total: int) -> None:
-    pass
-
-
 # Before anything is written
 
 
 def _check_source(data: Dataset, fmt: str) -> None:
-    for package in {"parquet": ("pyarrow",), "hdf5": ("h5py",), "sigmf": ()}[fmt]:
-        _package(package, fmt)
+    if fmt in PACKAGES:
+        _package(PACKAGES[fmt], fmt)
     if not len(data):
         raise DatasetError(f"{data.place} holds no samples yet", code="empty", hint="continue it with {rf generate}")
     if fmt == "sigmf" and "iq" not in data.fields:
@@ -151,92 +153,78 @@ def _manifest_text(data: Dataset) -> str:
 
 
 def _write_sigmf(data: Dataset, place: Path, progress: ShardProgress) -> int:
-    names = [name for name, _ in named_columns(data.manifest, "truth")]
     records = 0
     for number in range(len(data.shards)):
         rows = data.shard(number, verify=True)
         for sample, receiver in rows["present"].nonzero().tolist():
-            record = _Record(data.manifest, rows, names, sample, receiver)
-            record.write(place)
+            _write_recording(data.manifest, {name: tensor[sample] for name, tensor in rows.items()}, receiver, place)
             records += 1
         progress(number + 1, len(data.shards))
     return records
 
 
-@dataclass(frozen=True, slots=True)
-class _Record:
-    """The record of one receiver of one sample."""
-
-    manifest: dict[str, Any]
-    rows: dict[str, Tensor]  # of the shard
-    truth: list[str]  # names of its columns
-    sample: int
-    receiver: int
-
-    def write(self, place: Path) -> None:
-        name = f"sample_{int(self.rows['index'][self.sample])}_rx{self.receiver}"
-        iq = self.rows["iq"][self.sample, self.receiver].numpy().astype("<c8", copy=False)
-        content = iq.tobytes()
-        meta = {
-            "global": self._global(hashlib.sha512(content).hexdigest()),
-            "captures": [self._capture()],
-            "annotations": [self._annotation(len(iq))],
-        }
-        (place / f"{name}.sigmf-data").write_bytes(content)
-        text = json.dumps(meta, indent=2, ensure_ascii=False, allow_nan=False)
-        (place / f"{name}.sigmf-meta").write_text(f"{text}\n", encoding="utf-8")
-
-    def _global(self, sha512: str) -> dict[str, Any]:
-        iq = self.manifest.get("iq") or {}
-        unit = iq.get("unit", _UNITS["iq"])
-        return {
-            "core:datatype": "cf32_le",
-            "core:sample_rate": iq.get("sample_rate_hz", SAMPLE_RATE_HZ),
-            "core:version": SIGMF_VERSION,
-            "core:num_channels": 1,
-            "core:sha512": sha512,
-            "core:description": f"Synthetic {self._config('waveform', 'signal')}; amplitude in {unit}, "
-            "noise over the whole sampled band",
-            "core:recorder": f"brim {self.manifest.get('brim', '')}".strip(),
-            "core:extensions": [NAMESPACE],
-        }
-
-    def _capture(self) -> dict[str, Any]:
-        where = _point(self.rows["receivers"][self.sample, self.receiver])
-        capture: dict[str, Any] = {"core:sample_start": 0, "core:geolocation": where}
-        if self._carrier_hz:
-            capture["core:frequency"] = self._carrier_hz
-        return capture
-
-    def _annotation(self, num_samples: int) -> dict[str, Any]:
-        row = {name: self.rows[name][self.sample] for name in ("index", "reference", "gdop", "crlb_m")}
-        values = self.rows["truth"][self.sample, self.receiver].tolist()
-        half = CHANNEL_HZ / 2
+def _write_recording(manifest: dict[str, Any], row: dict[str, Tensor], receiver: int, place: Path) -> None:
+    """The record of one receiver of one sample, whose row this is."""
+    config, iq = manifest.get("config") or {}, manifest.get("iq") or {}
+    waveform, unit = config.get("waveform", "signal"), iq.get("unit", _UNITS["iq"])
+    carrier_hz = round(float(config.get("frequency_mhz", 0.0)) * 1e6, 3)
+    content = row["iq"][receiver].numpy().astype("<c8", copy=False).tobytes()
+    names = [name for name, _ in named_columns(manifest, "truth")]
+    about = {
+        "core:datatype": "cf32_le",
+        "core:sample_rate": iq.get("sample_rate_hz", SAMPLE_RATE_HZ),
+        "core:version": SIGMF_VERSION,
+        "core:num_channels": 1,
+        "core:sha512": hashlib.sha512(content).hexdigest(),
+        "core:description": f"Synthetic {waveform}; amplitude in {unit}, noise over the whole sampled band",
+        "core:recorder": f"brim {manifest.get('brim', '')}".strip(),
+        "core:extensions": [NAMESPACE],
+        "brim:station": _station_name(config, receiver),
+        "brim:unit": unit,
+    }
+    capture: dict[str, Any] = {
+        "core:sample_start": 0,
+        "core:datetime": _start(int(row["index"])),
+        "core:geolocation": _point(row["receivers"][receiver]),
+    }
+    edges = {}
+    if carrier_hz:
+        capture["core:frequency"] = carrier_hz
         edges = {
-            "core:freq_lower_edge": self._carrier_hz - half,
-            "core:freq_upper_edge": self._carrier_hz + half,
+            "core:freq_lower_edge": carrier_hz - CHANNEL_HZ / 2,
+            "core:freq_upper_edge": carrier_hz + CHANNEL_HZ / 2,
         }
-        return {
-            "core:sample_start": 0,
-            "core:sample_count": num_samples,
-            **(edges if self._carrier_hz else {}),
-            "core:label": self._config("waveform", "signal"),
-            "brim:index": int(row["index"]),
-            "brim:seed": self.manifest.get("seed", self._config("seed", None)),
-            "brim:receiver": self.receiver,
-            "brim:reference": int(row["reference"]) == self.receiver,
-            "brim:transmitter": _point(self.rows["transmitter"][self.sample]),
-            "brim:gdop": _finite(float(row["gdop"])),
-            "brim:crlb_m": _finite(float(row["crlb_m"])),
-            "brim:truth": {name: _finite(value) for name, value in zip(self.truth, values, strict=True)},
-        }
+    annotation = {
+        "core:sample_start": 0,
+        "core:sample_count": row["iq"].shape[1],
+        **edges,
+        "core:label": waveform,
+        "brim:index": int(row["index"]),
+        "brim:seed": manifest.get("seed", config.get("seed")),
+        "brim:receiver": receiver,
+        "brim:reference": int(row["reference"]) == receiver,
+        "brim:transmitter": _point(row["transmitter"]),
+        "brim:gdop": _finite(float(row["gdop"])),
+        "brim:crlb_m": _finite(float(row["crlb_m"])),
+        "brim:truth": dict(zip(names, map(_finite, row["truth"][receiver].tolist()), strict=True)),
+    }
+    name = f"sample_{int(row['index'])}_rx{receiver}"
+    (place / f"{name}.sigmf-data").write_bytes(content)
+    meta = {"global": about, "captures": [capture], "annotations": [annotation]}
+    text = json.dumps(meta, indent=2, ensure_ascii=False, allow_nan=False)
+    (place / f"{name}.sigmf-meta").write_text(f"{text}\n", encoding="utf-8")
 
-    @property
-    def _carrier_hz(self) -> float:
-        return round(float(self._config("frequency_mhz", 0.0)) * 1e6, 3)
 
-    def _config(self, name: str, default: Any) -> Any:
-        return (self.manifest.get("config") or {}).get(name, default)
+def _station_name(config: dict[str, Any], receiver: int) -> str:
+    stations = config.get("stations") or []
+    known = not config.get("use_random_receivers") and receiver < len(stations)
+    return str(stations[receiver]["name"]) if known else f"rx{receiver}"
+
+
+def _start(index: int) -> str:
+    """A time of its own for each sample, so that recordings of different samples do not seem simultaneous."""
+    moment = SIGMF_EPOCH + timedelta(seconds=SIGMF_SPACING_S * index)
+    return moment.strftime("%Y-%m-%dT%H:%M:%S.000000000Z")
 
 
 def _point(place: Tensor) -> dict[str, Any]:
@@ -272,19 +260,7 @@ def _write_parquet(data: Dataset, place: Path, progress: ShardProgress) -> int:
 
 def _table(data: Dataset, number: int) -> Iterator[tuple[str, str, NDArray[Any]]]:
     """Name, unit and values (M,) of every column of a shard: a row per valid receiver of a sample."""
-    names = (
-        "features",
-        "truth",
-        "valid",
-        "present",
-        "receivers",
-        "transmitter",
-        "reference",
-        "gdop",
-        "crlb_m",
-        "index",
-    )
-    rows = {name: tensor.numpy() for name, tensor in data.shard(number, names, verify=True).items()}
+    rows = {name: tensor.numpy() for name, tensor in data.shard(number, COLUMNS, verify=True).items()}
     valid = rows["valid"]
     sample, receiver = np.nonzero(valid)
     yield "index", "1", rows["index"][sample]
@@ -337,8 +313,9 @@ def _lay_out(h5py: Any, path: Path, data: Dataset, text: str) -> None:
         file.attrs["manifest"] = text
         for name, (dtype, shape) in data.fields.items():
             kind = torch.empty(0, dtype=dtype).numpy().dtype
-            made = file.create_dataset(name, (len(data), *shape), kind, dcpl=layout.copy())
-            made.attrs.update(_attributes(data, name))
+            file.create_dataset(name, (len(data), *shape), kind, dcpl=layout.copy()).attrs.update(
+                _attributes(data, name)
+            )
 
 
 def _reserve(path: Path, num_bytes: int) -> None:

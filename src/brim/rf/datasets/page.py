@@ -1,7 +1,4 @@
-"""One HTML page that shows a dataset: map, histograms, a spectrum, rejections, throughput, configuration.
-
-The page is one file that loads nothing: its frame is in `page.py`, its charts are inline SVG from `svg.py`.
-"""
+"""One HTML page that shows a dataset: map, histograms, a spectrum, rejections, throughput, configuration."""
 
 from collections.abc import Iterator
 from html import escape
@@ -9,12 +6,12 @@ from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
-from numpy.typing import NDArray
 
 from brim.engine.storage import Dataset
 from brim.errors import ConfigError
 from brim.report.page import (
     card,
+    chart,
     count,
     document,
     legend,
@@ -27,7 +24,7 @@ from brim.report.page import (
     with_unit,
     write_page,
 )
-from brim.report.svg import ChartAxis, MapFrame, Plot, Values, num_bins, stacked_bars
+from brim.report.svg import ChartAxis, MapFrame, Plot, Values, stacked_bars
 from brim.rf.config import CHANNEL_HZ, SAMPLE_RATE_HZ
 from brim.rf.datasets.records import IQ, recordings, welch
 from brim.rf.datasets.summary import SITE, ShardProgress, Summary, Survey, fixed_receivers, survey
@@ -42,41 +39,32 @@ def write_report(
     path: Path | str, html_path: Path | str, *, verify: bool = True, progress: ShardProgress | None = None
 ) -> Summary:
     """Write the page of a dataset; returns the summary it shows."""
-    found = survey(path, verify=verify, progress=progress)
-    write_page(Path(html_path), render(found))
-    return found.summary
+    view = survey(path, verify=verify, progress=progress)
+    name = view.data.place.name
+    head = f"<header><h1>{escape(name)}</h1>{_subtitle(view)}</header>\n{_headline(view.summary)}"
+    write_page(Path(html_path), document(f"{name} · brim", head, list(_cards(view)), _configuration(view)))
+    return view.summary
 
 
-def render(found: Survey) -> str:
-    """The page as text."""
-    name = found.data.place.name
-    cards = "\n".join(_cards(found))
-    return document(
-        f"{name} · brim",
-        f"<header><h1>{escape(name)}</h1>{_subtitle(found)}</header>\n{_headline(found.summary)}\n"
-        f'<div class="cards">\n{cards}\n</div>\n{_configuration(found)}',
-    )
-
-
-def _cards(found: Survey) -> Iterator[str]:
-    if found.summary.samples:
-        yield _map(found)
-        yield _snr(found)
-        yield _bound(found)
-        yield _gdop(found)
-        yield _arrival(found)
-        yield from _spectrum(found.data)
+def _cards(view: Survey) -> Iterator[str]:
+    if view.summary.samples:
+        yield _map(view)
+        yield _snr(view)
+        yield _bound(view)
+        yield _gdop(view)
+        yield _arrival(view)
+        yield from _spectrum(view.data)
     else:
-        yield card("samples", "No samples yet", "Generation stopped before the first shard was written.", "")
-    yield _rejections(found.summary)
-    yield _throughput(found.summary)
+        yield card("samples", "No samples yet", "Generation stopped before the first shard was written.")
+    yield _rejections(view.summary)
+    yield _throughput(view.summary)
 
 
 # Head of the page
 
 
-def _subtitle(found: Survey) -> str:
-    summary, config = found.summary, found.data.manifest.get("config") or {}
+def _subtitle(view: Survey) -> str:
+    summary, config = view.summary, view.data.manifest.get("config") or {}
     parts = [
         summary.waveform and f"{summary.waveform} at {config.get('frequency_mhz', 0):g} MHz",
         summary.dataset_type,
@@ -112,20 +100,18 @@ def _headline(summary: Summary) -> str:
 # Map
 
 
-def _map(found: Survey) -> str:
-    every = max(1, -(-len(found.columns.crlb_m) // MAX_POINTS))
-    place, bound = found.columns.transmitter[::every], found.columns.crlb_m[::every]
-    stations = fixed_receivers(found.data)
-    sites = np.array([[s["lat"], s["lon"]] for s in stations]) if stations else found.columns.sites[:, :2]
+def _map(view: Survey) -> str:
+    every = max(1, -(-len(view.columns.crlb_m) // MAX_POINTS))
+    place, bound = view.columns.transmitter[::every], view.columns.crlb_m[::every]
+    stations = fixed_receivers(view.data)
+    sites = np.array([[s["lat"], s["lon"]] for s in stations]) if stations else view.columns.sites[:, :2]
     if not stations:
         sites = sites[:: max(1, -(-len(sites) // MAX_POINTS))]
     everything = np.concatenate([place[:, :2], sites])
     frame = MapFrame.around(everything[:, 0], everything[:, 1])
     limits = _limits(bound)
-    colours = [f"s{_colour(k, len(limits))}" for k in range(len(limits) + 1)]
-    group = np.searchsorted(limits, bound, side="right")
-    here = [place[group == k] for k in range(len(colours))]
-    dots = [frame.dots(part[:, 0], part[:, 1], kind) for part, kind in zip(here, colours, strict=True)]
+    groups, group = _groups(limits), np.searchsorted(limits, bound, side="right")
+    dots = [frame.dots(place[group == k, 0], place[group == k, 1], kind) for k, (kind, _) in enumerate(groups)]
     lat, lon = sites[:, 0], sites[:, 1]
     if stations:
         marks = [frame.box(lat, lon), *dots, *frame.sites(lat, lon, [str(s["name"]) for s in stations])]
@@ -133,12 +119,11 @@ def _map(found: Survey) -> str:
     else:
         marks = [frame.dots(lat, lon, "site"), *dots]
         about = "Receivers are drawn anew for every sample."
-    title = f"Where {count(found.summary.samples, 'transmitter')} are, and how well they can be placed"
+    title = f"Where {count(view.summary.samples, 'transmitter')} are, and how well they can be placed"
     drawn = f" {number(len(bound))} transmitters drawn." if every > 1 else ""
     note = f"Colour: the Cramér-Rao bound on the horizontal position error (crlb_m). {about}{drawn}"
-    keys = [(f"dot {kind}", text) for kind, text in zip(colours, _ranges(limits), strict=True)]
-    receiver = ("tri" if stations else "dot site", "receiver")
-    return card("map", title, note, frame.render(marks, title) + legend([*keys, receiver]))
+    keys = [*((f"dot {kind}", text) for kind, text in groups), ("tri" if stations else "dot site", "receiver")]
+    return card("map", title, note, frame.render(marks, title) + legend(keys))
 
 
 def _limits(bound: Values) -> list[float]:
@@ -154,88 +139,66 @@ def _limits(bound: Values) -> list[float]:
     return [inside[k] for k in dict.fromkeys(picks.tolist())]
 
 
-def _colour(group: int, num_limits: int) -> int:
-    """Spread the groups over the whole scale of colours."""
-    return round(group * (NUM_COLOURS - 1) / num_limits) if num_limits else NUM_COLOURS // 2
-
-
-def _ranges(limits: list[float]) -> list[str]:
+def _groups(limits: list[float]) -> list[tuple[str, str]]:
+    """Colour and name of each group; the groups are spread over the whole scale of colours."""
     if not limits:
-        return ["transmitter"]
+        return [(f"s{NUM_COLOURS // 2}", "transmitter")]
     middle = [f"{metres(a)} – {metres(b)}" for a, b in pairwise(limits)]
-    return [f"< {metres(limits[0])}", *middle, f"≥ {metres(limits[-1])}"]
+    names = [f"< {metres(limits[0])}", *middle, f"≥ {metres(limits[-1])}"]
+    return [(f"s{round(k * (NUM_COLOURS - 1) / len(limits))}", name) for k, name in enumerate(names)]
 
 
 # Histograms
 
 
-def _tall(*counts: NDArray[np.int64]) -> ChartAxis:
-    return ChartAxis.linear(0, 1.06 * max(1, *(int(c.max()) for c in counts)), 4)
-
-
-def _snr(found: Survey) -> str:
-    truth, measured = found.columns.truth_snr_db, found.columns.measured_snr_db
-    both = np.concatenate([truth, measured])
-    low, high = np.quantile(both, [0.001, 0.999])
-    x = ChartAxis.linear(float(low), float(high), 6)
-    edges = x.edges(num_bins(truth))
-    counts = [np.histogram(values, edges)[0] for values in (truth, measured)]
-    plot = Plot(x, _tall(*counts))
-    plot.bars(edges, counts[0], "a")
-    plot.steps(edges, counts[1], "b")
-    found_db, true_db = (with_unit(float(np.median(values)), "dB") for values in (measured, truth))
-    title = f"SNR: median {found_db} measured, {true_db} true"
-    body = plot.render("SNR in the 12.5 kHz channel (dB)", "IQ records", title)
-    off = float(np.median(np.abs(measured - truth)))
-    note = (
-        f"Mean over the chunks of a record, fading included. Median difference between the two: {with_unit(off, 'dB')}."
+def _snr(view: Survey) -> str:
+    truth, measured = view.columns.truth_snr_db, view.columns.measured_snr_db
+    low, high = np.quantile(np.concatenate([truth, measured]), [0.001, 0.999])
+    plot = Plot.histograms(ChartAxis.linear(float(low), float(high), 6), truth, measured)
+    measured_db, true_db, off_db = (
+        with_unit(float(np.median(values)), "dB") for values in (measured, truth, np.abs(measured - truth))
     )
-    return card("snr", title, note, body + legend([("a", "true"), ("stroke b", "measured")]))
+    title = f"SNR: median {measured_db} measured, {true_db} true"
+    note = f"Mean over the chunks of a record, fading included. Median difference between the two: {off_db}."
+    keys = [("a", "true"), ("stroke b", "measured")]
+    return chart("snr", title, note, plot, ("SNR in the 12.5 kHz channel (dB)", "IQ records"), keys)
 
 
-def _gdop(found: Survey) -> str:
-    title = f"Geometry: median GDOP {number((found.summary.gdop or {}).get('median'))}"
-    limit = (found.data.manifest.get("config") or {}).get("max_gdop")
+def _gdop(view: Survey) -> str:
+    title = f"Geometry: median GDOP {number((view.summary.gdop or {}).get('median'))}"
+    limit = (view.data.manifest.get("config") or {}).get("max_gdop")
     note = "Horizontal position and emission time, from the receivers that heard; lower is better."
-    return card("gdop", title, note, _spread(found.columns.gdop, "GDOP (dimensionless)", title, ("max_gdop", limit)))
+    return _spread("gdop", title, note, view.columns.gdop, "GDOP (dimensionless)", limit)
 
 
-def _bound(found: Survey) -> str:
-    values = found.columns.crlb_m
-    title = f"Best possible position error: median {metres((found.summary.crlb_m or {}).get('median'))}"
+def _bound(view: Survey) -> str:
+    title = f"Best possible position error: median {metres((view.summary.crlb_m or {}).get('median'))}"
     note = "Cramér-Rao bound from strengths and arrival times, clock errors included; echoes and fading are not in it."
-    return card("bound", title, note, _spread(values, "bound crlb_m (m)", title, ("", None)))
+    return _spread("bound", title, note, view.columns.crlb_m, "bound crlb_m (m)", None)
 
 
-def _spread(values: Values, label: str, title: str, limit: tuple[str, float | None]) -> str:
+def _spread(kind: str, title: str, note: str, values: Values, label: str, limit: float | None) -> str:
     """Histogram of one quantity, logarithmic where it spans decades."""
     values = values[np.isfinite(values)]
     if not len(values):
-        return ""
+        return card(kind, title, note)
     x = ChartAxis.fitting(values)
-    edges = x.edges(num_bins(values))
-    counts, _ = np.histogram(values, edges)
-    plot = Plot(x, _tall(counts))
-    plot.bars(edges, counts, "a")
-    if limit[1] is not None:
-        plot.rule_x(limit[1], f"{limit[0]} {limit[1]:g}")
-    return plot.render(f"{label}, logarithmic" if x.log else label, "samples", title)
+    plot = Plot.histograms(x, values)
+    if limit is not None:
+        plot.rule_x(limit, f"max_{kind} {limit:g}")
+    return chart(kind, title, note, plot, (f"{label}, logarithmic" if x.log else label, "samples"))
 
 
-def _arrival(found: Survey) -> str:
-    error = found.columns.arrival_error_us
+def _arrival(view: Survey) -> str:
+    error = view.columns.arrival_error_us
     if not len(error):
         title = "Arrival differences could not be measured"
-        note = f"The waveform {found.summary.waveform} carries no timing, or no second receiver heard."
-        return card("arrival", title, note, "")
+        note = f"The waveform {view.summary.waveform} carries no timing, or no second receiver heard."
+        return card("arrival", title, note)
     reach = float(np.quantile(np.abs(error), 0.99)) or 1.0
     beyond = float((np.abs(error) > reach).mean())
     middle = float(np.median(np.abs(error)))
-    x = ChartAxis.linear(-reach, reach, 6)
-    edges = x.edges(num_bins(error) | 1)  # odd: one bin is centred on 0
-    counts, _ = np.histogram(error, edges)
-    plot = Plot(x, _tall(counts))
-    plot.bars(edges, counts, "a")
+    plot = Plot.histograms(ChartAxis.linear(-reach, reach, 6), error, centred=True)
     title = f"Arrival differences: median error {with_unit(middle, 'µs')}"
     rms = float(np.sqrt(np.mean(error[np.abs(error) <= reach].astype(np.float64) ** 2)))
     note = (
@@ -243,8 +206,7 @@ def _arrival(found: Survey) -> str:
         f"{with_unit(middle, 'µs')} is {metres(middle * 1e-6 * SPEED_OF_LIGHT)} of path. "
         f"Rms {with_unit(rms, 'µs')} of those shown; {percent(beyond)} lie beyond the axis."
     )
-    body = plot.render("measured − true arrival difference (µs)", "IQ records", title)
-    return card("arrival", title, note, body)
+    return chart("arrival", title, note, plot, ("measured − true arrival difference (µs)", "IQ records"))
 
 
 # Spectrum
@@ -255,8 +217,7 @@ def _spectrum(data: Dataset) -> Iterator[str]:
     try:
         iq, index, receiver = first_record(data)
     except ConfigError as failure:
-        title = "Spectrum: the record could not be made again"
-        yield card("spectrum", title, str(failure), "")
+        yield card("spectrum", "Spectrum: the record could not be made again", str(failure))
         return
     config = data.manifest.get("config") or {}
     names = fixed_receivers(data)
@@ -265,25 +226,22 @@ def _spectrum(data: Dataset) -> Iterator[str]:
     density = None if floor is None else floor - 10 * np.log10(CHANNEL_HZ)
     carrier = f"frequency from the carrier at {config.get('frequency_mhz', 0):g} MHz (kHz)"
     for kind, half_khz, points in (("spectrum", 100.0, 1024), ("channel", 10.0, 4096)):
-        found = welch(iq, points).within(half_khz * 1e3)
-        level = found.power_dbm_hz
-        plot = Plot(ChartAxis.linear(-half_khz, half_khz, 5), _levels(level, density))
+        spectrum = welch(iq, points).within(half_khz * 1e3)
+        level = spectrum.power_dbm_hz
+        lowest = min(float(np.quantile(level, 0.02)), density if density is not None else np.inf) - 6
+        y = ChartAxis.linear(lowest, float(level.max()) + 10, 5)
+        plot = Plot(ChartAxis.linear(-half_khz, half_khz, 5), y)
         plot.band(-CHANNEL_HZ / 2e3, CHANNEL_HZ / 2e3, "12.5 kHz channel")
-        plot.line(found.frequency_hz / 1e3, level, "a")
+        plot.line(spectrum.frequency_hz / 1e3, level, "a")
         if density is not None:
             plot.rule_y(density, "noise")
-        view = "whole sampled band" if kind == "spectrum" else "channel close up"
-        title = f"Spectrum at {where}, {view}"
+        band = "whole sampled band" if kind == "spectrum" else "channel close up"
+        title = f"Spectrum at {where}, {band}"
         note = (
             f"Sample {index}, the receiver with the greatest power. Welch's method, "
             f"{with_unit(SAMPLE_RATE_HZ / points, 'Hz')} per bin; peak {with_unit(float(level.max()), 'dBm/Hz')}."
         )
-        yield card(kind, title, note, plot.render(carrier, "power density (dBm/Hz)", title))
-
-
-def _levels(level: Values, density: float | None) -> ChartAxis:
-    low = min(float(np.quantile(level, 0.02)), density if density is not None else np.inf) - 6
-    return ChartAxis.linear(low, float(level.max()) + 10, 5)
+        yield chart(kind, title, note, plot, (carrier, "power density (dBm/Hz)"))
 
 
 def first_record(data: Dataset) -> tuple[IQ, int, int]:
@@ -299,8 +257,7 @@ def first_record(data: Dataset) -> tuple[IQ, int, int]:
 def _rejections(summary: Summary) -> str:
     attempted = summary.attempted
     if not attempted:
-        title = "Attempts were not counted"
-        return card("rejections", title, "The manifest has no counts.", "")
+        return card("rejections", "Attempts were not counted", "The manifest has no counts.")
     kinds = [("accepted", summary.samples, "a")]
     kinds += [(f"rejected: {REASONS.get(key, key)}", n, "b") for key, n in summary.rejected.items()]
     rows = [
@@ -315,9 +272,8 @@ def _throughput(summary: Summary) -> str:
     report = summary.throughput or {}
     seconds, stages = float(report.get("seconds") or 0), report.get("stages") or {}
     if not seconds or not stages:
-        title = "Throughput was not recorded"
         note = "Generation writes it when it ends; this dataset was stopped before."
-        return card("throughput", title, note, "")
+        return card("throughput", "Throughput was not recorded", note)
     kinds = ("busy_s", "wait_input_s", "wait_room_s")
     rows = []
     for name, stage in stages.items():
@@ -344,18 +300,16 @@ def _throughput(summary: Summary) -> str:
 # Configuration
 
 
-def _configuration(found: Survey) -> str:
-    manifest = found.data.manifest
+def _configuration(view: Survey) -> str:
+    manifest = view.data.manifest
     config = dict(manifest.get("config") or {})
     stations = config.pop("stations", None) or []
     rows = {**config, "noise_dbm": manifest.get("noise_dbm"), **(manifest.get("waveform") or {})}
     tables = table([[key, value] for key, value in rows.items() if value is not None])
     if stations and not config.get("use_random_receivers"):
-        tables += table([[station.get(key) for key in SITE] for station in stations], list(_HEADINGS))
+        head = ["station", "lat (°)", "lon (°)", "alt (m)"]
+        tables += table([[station.get(key) for key in SITE] for station in stations], head)
     return (
         '<details class="card" id="configuration"><summary>Configuration</summary>'
         f'<div class="tables">{tables}</div></details>'
     )
-
-
-_HEADINGS = ("station", "lat (°)", "lon (°)", "alt (m)")

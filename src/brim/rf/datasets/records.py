@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from brim.engine.storage import Dataset
 from brim.errors import ConfigError
 from brim.rf.config import CHANNEL_HZ, SAMPLE_RATE_HZ, from_mapping
-from brim.rf.datasets.summary import fixed_receivers, named_columns
+from brim.rf.datasets.summary import column, fixed_receivers
 from brim.rf.features import milliwatt_units
 from brim.rf.generation.backend import make_transmissions
 from brim.rf.physics.channel import receive
@@ -97,7 +97,8 @@ def sample(data: Dataset, row: int) -> dict[str, Any]:
     except ConfigError as failure:
         spectra, note = {}, f"no spectra: {failure}"
     stations = fixed_receivers(data)
-    measured, link = _column(data, fields, "features", "snr_db"), _column(data, fields, "truth", "link_snr_db")
+    measured = column(data.manifest, fields["features"], "features", "snr_db")
+    link = column(data.manifest, fields["truth"], "truth", "link_snr_db")
     receivers = [
         {
             "name": str(stations[at]["name"]) if stations else f"receiver {at}",
@@ -133,12 +134,6 @@ def _spectra(data: Dataset, row: int, heard: list[int]) -> dict[int, dict[str, A
             "noise_db": density,
         }
     return out
-
-
-def _column(data: Dataset, row: dict[str, Any], key: str, name: str) -> Any:
-    """(R,) one quantity of every receiver; the mean over the chunks where there are statistics."""
-    values = row[key][:, [known for known, _ in named_columns(data.manifest, key)].index(name)]
-    return values[:, 0] if values.ndim == 2 else values
 
 
 def _place(position: Any) -> dict[str, float]:

@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from torch import Tensor
 
 from brim.engine.device import worker_count
 from brim.engine.storage import MANIFEST, Dataset
@@ -108,7 +107,7 @@ def survey(path: Path | str, *, verify: bool = True, progress: ShardProgress | N
     firsts = accumulate((entry.items for entry in data.shards), initial=0)
     parts = []
     with ThreadPoolExecutor(worker_count()) as pool:  # hashing and page faults let other threads run
-        read = partial(_read, data, _places(data.manifest), steps, verify)
+        read = partial(_read, data, steps, verify)
         for part in pool.map(read, range(len(data.shards)), firsts):
             parts.append(part)
             if progress is not None:
@@ -135,7 +134,8 @@ def fixed_receivers(data: Dataset) -> list[dict[str, Any]]:
     config = _mapping(data.manifest.get("config"))
     if config.get("use_random_receivers", True):
         return []
-    return [station for station in config.get("stations") or [] if station.keys() >= set(SITE)]
+    stations = config.get("stations") or []
+    return [station for station in stations if isinstance(station, dict) and station.keys() >= set(SITE)]
 
 
 def named_columns(manifest: dict[str, Any], key: str) -> list[tuple[str, str]]:
@@ -153,49 +153,40 @@ def named_columns(manifest: dict[str, Any], key: str) -> list[tuple[str, str]]:
         ) from failure
 
 
+def column(manifest: dict[str, Any], table: NDArray[Any], key: str, name: str) -> F32:
+    """(…, R) one quantity of the receivers' `features` or `truth`; of a feature, its mean over the chunks."""
+    known = [known for known, _ in named_columns(manifest, key)]
+    if name not in known:
+        raise DatasetError(
+            f"{MANIFEST}: {key} has no {name}",
+            code="other_version",
+            hint="use the version of brim that made the dataset",
+        )
+    values: F32 = table[..., known.index(name), _MEAN] if key == "features" else table[..., known.index(name)]
+    return values
+
+
 @dataclass(frozen=True, slots=True)
-class _Part:
+class _FilePart:
     columns: Columns
     heard: tuple[int, int, int]  # fewest, sum and most receivers that heard a sample
     low: F64  # (2, 3) of transmitters and receivers
     high: F64  # (2, 3)
 
 
-def _places(manifest: dict[str, Any]) -> dict[str, int]:
-    """Numbers of the columns read, e.g. "truth.snr_db" → 1."""
-    wanted = {
-        "features": ("snr_db", "arrival_difference_us", "arrival_sigma_us"),
-        "truth": ("link_snr_db", "snr_db", "arrival_difference_us"),
-    }
-    out = {}
-    for key, names in wanted.items():
-        known = [name for name, _ in named_columns(manifest, key)]
-        for name in names:
-            if name not in known:
-                raise DatasetError(
-                    f"{MANIFEST}: {key} has no {name}",
-                    code="other_version",
-                    hint="use the version of brim that made the dataset",
-                )
-            out[f"{key}.{name}"] = known.index(name)
-    return out
-
-
-def _read(
-    data: Dataset, places: dict[str, int], steps: tuple[int, ...], verify: bool, number: int, first: int
-) -> _Part:
-    rows = data.shard(number, _FIELDS, verify=verify)
+def _read(data: Dataset, steps: tuple[int, ...], verify: bool, number: int, first: int) -> _FilePart:
+    rows = {name: tensor.numpy() for name, tensor in data.shard(number, _FIELDS, verify=verify).items()}
     kept, sited = (slice(-first % step, None, step) for step in steps)
-    transmitter, receivers = rows["transmitter"].numpy(), rows["receivers"].numpy()
-    valid, heard = rows["valid"].numpy(), rows["present"].sum(-1)
+    transmitter, receivers, valid = rows["transmitter"], rows["receivers"], rows["valid"]
+    heard = rows["present"].sum(-1)
     groups = (transmitter, receivers[valid])
-    return _Part(
+    return _FilePart(
         columns=Columns(
             transmitter=transmitter[kept].copy(),  # a view would keep the file mapped
-            gdop=rows["gdop"].numpy()[kept].copy(),
-            crlb_m=rows["crlb_m"].numpy()[kept].copy(),
+            gdop=rows["gdop"][kept].copy(),
+            crlb_m=rows["crlb_m"][kept].copy(),
             sites=receivers[sited][valid[sited]],
-            **_records({name: tensor[kept] for name, tensor in rows.items()}, places),
+            **_records({name: array[kept] for name, array in rows.items()}, data.manifest),
         ),
         heard=(int(heard.min()), int(heard.sum()), int(heard.max())),
         low=np.stack([group.min(0) for group in groups]),
@@ -203,25 +194,22 @@ def _read(
     )
 
 
-def _records(rows: dict[str, Tensor], places: dict[str, int]) -> dict[str, F32]:
+def _records(rows: dict[str, NDArray[Any]], manifest: dict[str, Any]) -> dict[str, F32]:
     """Values of each record, packed over the receivers that heard; and the best one of each sample."""
-    present = rows["present"].numpy()
+    present = rows["present"]
 
-    def packed(place: str) -> F32:
-        table = rows[place.partition(".")[0]]
-        column = table[:, :, places[place]]
-        values: F32 = (column[..., _MEAN] if column.ndim == 3 else column).numpy()[present]
+    def packed(key: str, name: str) -> F32:
+        values: F32 = column(manifest, rows[key], key, name)[present]
         return values
 
     measured = np.full(present.shape, -np.inf, np.float32)
-    measured[present] = packed("features.snr_db")
-    receiver = np.arange(present.shape[1])
-    others = (receiver != rows["reference"].numpy()[:, None])[present]
-    known = others & (packed("features.arrival_sigma_us") < UNKNOWN_SIGMA_US)
-    error = packed("features.arrival_difference_us") - packed("truth.arrival_difference_us")
+    measured[present] = packed("features", "snr_db")
+    others = (np.arange(present.shape[1]) != rows["reference"][:, None])[present]
+    known = others & (packed("features", "arrival_sigma_us") < UNKNOWN_SIGMA_US)
+    error = packed("features", "arrival_difference_us") - packed("truth", "arrival_difference_us")
     return {
-        "link_snr_db": packed("truth.link_snr_db"),
-        "truth_snr_db": packed("truth.snr_db"),
+        "link_snr_db": packed("truth", "link_snr_db"),
+        "truth_snr_db": packed("truth", "snr_db"),
         "measured_snr_db": measured[present],
         "best_snr_db": measured.max(-1),
         "arrival_error_us": error[known],
@@ -230,19 +218,21 @@ def _records(rows: dict[str, Tensor], places: dict[str, int]) -> dict[str, F32]:
 
 def _join(parts: Iterable[Columns]) -> Columns:
     listed = list(parts)
-    empty = {"transmitter": (0, 3), "sites": (0, 3)}
 
     def joined(name: str) -> NDArray[Any]:
-        arrays = [getattr(part, name) for part in listed]
-        return np.concatenate(arrays) if arrays else np.zeros(empty.get(name, (0,)), np.float32)
+        none = np.zeros((0, 3) if name in ("transmitter", "sites") else (0,), np.float32)
+        return np.concatenate([getattr(part, name) for part in listed]) if listed else none
 
     return Columns(**{name: joined(name) for name in Columns.__slots__})
 
 
-def _summary(data: Dataset, parts: list[_Part], columns: Columns, verify: bool) -> Summary:
+def _summary(data: Dataset, parts: list[_FilePart], columns: Columns, verify: bool) -> Summary:
     manifest, samples = data.manifest, len(data)
     config = _mapping(manifest.get("config"))
-    attempted, rejected = _counts(manifest)
+    # Counted at the end, or up to where a run was stopped
+    counts, totals = _mapping(manifest.get("counts")), _mapping(manifest.get("totals"))
+    attempted = counts.get("attempted", totals.get("attempted"))
+    rejected = {**totals, **_mapping(counts.get("rejected"))}
     report = _mapping(manifest.get("report"))
     heard = [part.heard for part in parts]
     records = sum(total for _, total, _ in heard)
@@ -260,7 +250,7 @@ def _summary(data: Dataset, parts: list[_Part], columns: Columns, verify: bool) 
         seed=manifest.get("seed", config.get("seed")),
         samples=samples,
         attempted=attempted,
-        rejected=rejected,
+        rejected={reason: int(rejected[reason]) for reason in ("receivers", "gdop") if reason in rejected},
         acceptance_rate=samples / attempted if attempted else None,
         records=records,
         receivers_per_sample={
@@ -286,15 +276,6 @@ def _summary(data: Dataset, parts: list[_Part], columns: Columns, verify: bool) 
     )
 
 
-def _counts(manifest: dict[str, Any]) -> tuple[int | None, dict[str, int]]:
-    """Attempts and rejections by reason: counted at the end, or up to where a run was stopped."""
-    counts, totals = _mapping(manifest.get("counts")), _mapping(manifest.get("totals"))
-    rejected = _mapping(counts.get("rejected"))
-    reasons = [reason for reason in ("receivers", "gdop") if reason in rejected or reason in totals]
-    attempted = counts.get("attempted", totals.get("attempted"))
-    return attempted, {reason: int(rejected.get(reason, totals.get(reason, 0))) for reason in reasons}
-
-
 def _mapping(value: Any) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
@@ -307,12 +288,12 @@ def _quantiles(values: F32) -> dict[str, float] | None:
     return {name: float(level) for name, level in zip(QUANTILES, levels, strict=True)}
 
 
-def _bounds(parts: list[_Part], group: int) -> dict[str, list[float]] | None:
+def _bounds(parts: list[_FilePart], group: int) -> dict[str, list[float]] | None:
     if not parts:
         return None
-    low = np.min([part.low[group] for part in parts], 0)
-    high = np.max([part.high[group] for part in parts], 0)
-    return {name: [float(low[k]), float(high[k])] for k, name in enumerate(("lat", "lon", "alt"))}
+    low = np.min([part.low[group] for part in parts], 0).tolist()
+    high = np.max([part.high[group] for part in parts], 0).tolist()
+    return {name: list(ends) for name, ends in zip(("lat", "lon", "alt"), zip(low, high, strict=True), strict=True)}
 
 
 # Statistics for charts and a map

@@ -6,6 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from typing import Any, TypeVar
 
+from brim.engine.meter import Spent
 from brim.rf.generation.attempts import REASONS
 
 _Result = TypeVar("_Result")
@@ -38,16 +39,19 @@ class GenerateReport:
     iq_per_s: float
     device: str
     batch_size: int
-    ceiling_share: float | None  # rate of the whole run over that of the compute stage alone; None: not measured
+    ceiling_share: float | None  # rate of the whole run over that of the compute stage alone; None: not known
     stages: dict[str, Any]
     peak_bytes: int
     workers: int | None = None  # workers of the pool; None without a pool
     stopped: bool = False  # on request, before all samples were made
+    ceiling_spread: float | None = None  # standard deviation of ceiling_share between measurements
+    ceiling_words: str = "ceiling not measured"
+    spent: Spent | None = None  # of the whole call, or of the command that it is part of
 
     def as_dict(self) -> dict[str, Any]:
-        """JSON-able values."""
-        left_out = {"stopped"} if self.workers is not None else {"stopped", "workers"}
-        return {name: value for name, value in asdict(self).items() if name not in left_out}
+        left_out = {"stopped", "ceiling_words", "spent"} | ({"workers"} if self.workers is None else set())
+        values = {name: value for name, value in asdict(self).items() if name not in left_out}
+        return values | (self.spent.as_dict() if self.spent is not None else {})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

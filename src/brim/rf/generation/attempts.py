@@ -6,8 +6,10 @@ A range names its accepted attempts and the totals after them, so a worker needs
 same on every worker, in every order and on every try.
 """
 
+import math
 from collections import deque
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, fields
 
 import numpy as np
@@ -20,6 +22,7 @@ from brim.rf.physics.scene import Scenes, make_scenes
 REASONS = ("receivers", "gdop")  # a sample that fails both counts under the first
 MAX_TRIES = 200_000  # attempts in a row without an accepted one before the run gives up
 BLOCK = 4_096  # scenes made at once, at most: some tens of ms
+THREAD_BLOCK = 1_024  # by each of several threads
 FIRST_BLOCK = 1_024  # attempts of the first block at most, doubled from block to block: the first shard starts soon
 LAST_BLOCK = 8 * BLOCK  # attempts: about 0.15 s of a core, so that handing it out costs nothing in comparison
 
@@ -42,29 +45,70 @@ class Accepted:
 
 
 def accepted_batches(
-    config: GenerateConfig, num_samples: int, start: dict[str, int], batch_size: Callable[[], int]
+    config: GenerateConfig, num_samples: int, start: dict[str, int], batch_size: Callable[[], int], threads: int = 1
 ) -> Iterator[Accepted]:
     """The next `num_samples` accepted samples in batches, after the totals of an earlier run.
 
-    batch_size is called before every batch: it may have shrunk to fit the memory.
+    batch_size is called before every batch: it may have shrunk to fit the memory. With several threads, scenes are
+    drawn ahead for two batches.
     """
-    at = start.get("attempted", 0)
     rejected = {reason: start.get(reason, 0) for reason in REASONS}
-    pending, in_a_row = _gate(config, np.arange(0), rejected)[0], 0
-    while num_samples > 0:
-        size = max(1, min(batch_size(), num_samples))
-        while len(pending) < size:
-            block = max(
-                2 * (size - len(pending)) + 16, in_a_row
-            )  # the more rejected in a row, the larger the next block
-            index = np.arange(at, at + min(BLOCK, block))
-            more, rejected = _gate(config, index, rejected)
-            at, in_a_row = at + len(index), 0 if len(more) else in_a_row + len(index)
-            if in_a_row >= MAX_TRIES:
-                raise nothing_accepted(config, in_a_row, rejected)
-            pending = _join(pending, more)
-        yield pending[:size]
-        pending, num_samples = pending[size:], num_samples - size
+    pending, in_a_row = _gate(make_scenes(config, np.arange(0)), rejected)[0], 0
+    with ThreadPoolExecutor(threads, "brim-scene") as pool:
+        blocks = _SceneBlocks(config, start.get("attempted", 0), pool, threads)
+        try:
+            while num_samples > 0:
+                size = max(1, min(batch_size(), num_samples))
+                ahead = min(num_samples, 2 * size) if threads > 1 else size
+                while len(pending) < size:
+                    scenes = blocks.next(ahead - len(pending), in_a_row)
+                    more, rejected = _gate(scenes, rejected)
+                    in_a_row = 0 if len(more) else in_a_row + len(scenes)
+                    if in_a_row >= MAX_TRIES:
+                        raise nothing_accepted(config, in_a_row, rejected)
+                    pending = _join(pending, more)
+                blocks.draw(ahead - len(pending), in_a_row)
+                yield pending[:size]
+                pending, num_samples = pending[size:], num_samples - size
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
+
+
+class _SceneBlocks:
+    """Scenes of one attempt after the other in blocks, drawn by threads."""
+
+    def __init__(self, config: GenerateConfig, first: int, pool: ThreadPoolExecutor, threads: int) -> None:
+        self.config, self.pool, self.threads = config, pool, threads
+        self._frontier = first  # first attempt of no block
+        self._under_way: deque[tuple[int, Future[Scenes]]] = deque()
+        self._tried = self._kept = 0
+
+    def next(self, wanted: int, in_a_row: int) -> Scenes:
+        """The next block; others are begun until about `wanted` samples are under way."""
+        self.draw(wanted, in_a_row)
+        if not self._under_way:
+            self._begin(wanted, in_a_row)
+        size, drawn = self._under_way.popleft()
+        scenes = drawn.result()
+        self._tried, self._kept = self._tried + size, self._kept + int(scenes.accepted.sum())
+        return scenes
+
+    def draw(self, wanted: int, in_a_row: int) -> None:
+        """Begin blocks until about `wanted` samples are under way, the larger the more were rejected in a row."""
+        while len(self._under_way) < 2 * self.threads:
+            rate = (self._kept + 0.5) / (self._tried + 0.5)
+            missing = wanted - rate * sum(size for size, _ in self._under_way)
+            if missing <= 0:
+                return
+            self._begin(math.ceil(missing), in_a_row)
+            if self.threads == 1:
+                return
+
+    def _begin(self, missing: int, in_a_row: int) -> None:
+        size = min(BLOCK if self.threads == 1 else THREAD_BLOCK, max(2 * missing + 16, in_a_row))
+        index = np.arange(self._frontier, self._frontier + size)
+        self._under_way.append((size, self.pool.submit(make_scenes, self.config, index)))
+        self._frontier += size
 
 
 def first_accepted(config: GenerateConfig) -> Scenes:
@@ -72,16 +116,13 @@ def first_accepted(config: GenerateConfig) -> Scenes:
     return next(accepted_batches(config, 1, {}, lambda: 1)).scenes
 
 
-def _gate(
-    config: GenerateConfig, index: NDArray[np.int64], rejected: dict[str, int]
-) -> tuple[Accepted, dict[str, int]]:
+def _gate(scenes: Scenes, rejected: dict[str, int]) -> tuple[Accepted, dict[str, int]]:
     """The accepted attempts, and the rejections after the last attempt."""
-    scenes = make_scenes(config, index)
     keep = np.nonzero(scenes.accepted)[0]
     few = rejected["receivers"] + np.cumsum(~scenes.enough)
     wide = rejected["gdop"] + np.cumsum(scenes.enough & ~scenes.accepted)
-    totals = {"attempted": index[keep] + 1, "receivers": few[keep], "gdop": wide[keep]}
-    after = {"receivers": int(few[-1]), "gdop": int(wide[-1])} if len(index) else rejected
+    totals = {"attempted": scenes.index[keep] + 1, "receivers": few[keep], "gdop": wide[keep]}
+    after = {"receivers": int(few[-1]), "gdop": int(wide[-1])} if len(scenes) else rejected
     return Accepted(scenes=scenes[keep], totals=totals), after
 
 
@@ -98,21 +139,20 @@ def _join(first: Accepted, second: Accepted) -> Accepted:
 def nothing_accepted(config: GenerateConfig, tried: int, rejected: dict[str, int]) -> NothingAccepted:
     """The error for this many attempts in a row that were rejected."""
     counts = ", ".join(f"{reason} {rejected[reason]}" for reason in REASONS)
-    message = f"none of {tried} attempts in a row was accepted (rejected so far: {counts}); mostly"
+    message = f"none of {tried} attempts in a row was accepted (rejected so far: {counts}); mostly because"
     if rejected["gdop"] > rejected["receivers"]:
-        return NothingAccepted(
-            f"{message} because the GDOP was above max_gdop={config.max_gdop:g}",
-            field="max_gdop",
-            code="conflict",
-            hint="raise {max_gdop} or spread the stations",
+        field, reason = "max_gdop", f"the GDOP was above max_gdop={config.max_gdop:g}"
+        hint = "raise {max_gdop} or spread the stations"
+    else:
+        field, reason = (
+            "min_receivers",
+            (
+                f"fewer than min_receivers={config.min_receivers} heard the transmission at "
+                f"min_snr_db={config.min_snr_db:g} with tx_power_dbm={config.tx_power_dbm:g}"
+            ),
         )
-    return NothingAccepted(
-        f"{message} because fewer than min_receivers={config.min_receivers} heard the transmission at "
-        f"min_snr_db={config.min_snr_db:g} with tx_power_dbm={config.tx_power_dbm:g}",
-        field="min_receivers",
-        code="conflict",
-        hint="raise {tx_power_dbm}, or lower {min_snr_db} or {min_receivers}",
-    )
+        hint = "raise {tx_power_dbm}, or lower {min_snr_db} or {min_receivers}"
+    return NothingAccepted(f"{message} {reason}", field=field, code="conflict", hint=hint)
 
 
 # Ranges for several workers
@@ -179,10 +219,6 @@ class RangeBook:
     def remaining(self) -> int:
         """Ranges that were not taken yet, ready or not."""
         return len(self._ready) + -(-self._left // self.config.shard_items)
-
-    @property
-    def is_empty(self) -> bool:
-        return not self._ready and self._left == 0
 
     def next_block(self, ahead: int) -> Block | None:
         """Attempts to gate; None if those under way suffice for `ahead` ready ranges, or for all samples."""

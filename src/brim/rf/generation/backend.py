@@ -7,9 +7,9 @@ torch and is the reference for the GPU (`cuda.py`).
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from threading import Thread
-from typing import Protocol, Self
+from typing import Any, Protocol, Self
 
 import numpy as np
 import torch
@@ -21,11 +21,13 @@ from brim.rf import features as ft
 from brim.rf.config import NUM_CHUNKS, GenerateConfig
 from brim.rf.physics.channel import Links, make_links, receive
 from brim.rf.physics.geometry import SPEED_OF_LIGHT
+from brim.rf.physics.impairments import impair, is_impaired
 from brim.rf.physics.link import noise_dbm
 from brim.rf.physics.receiver import record, tune
 from brim.rf.physics.scene import Scenes, baselines_m, max_baseline_m
 from brim.rf.physics.waveform import MARGIN, TABLE_HZ, Messages, make_messages, make_table, scale
 
+PASS_RECORDS = 16_384  # that go through a GPU's kernels together, at most: some 36 GB; each pass costs the host 3 ms
 STREAM_STRIDE = TABLE_HZ // 25_000  # points of the channel at 50 kHz per point of the stream
 
 
@@ -61,17 +63,13 @@ class Measured:
     peak: Tensor  # (B,) float32, of each message
     truth: Tensor  # (M, C, 2) float32: power in the channel, in units of its noise; occupied bandwidth in Hz
     features: Tensor  # (M, F, 4) float32
+    power: Tensor  # (M,) float32, measured; the strongest record of a sample is its reference
     chunks: Tensor | None = None  # (M, C, F) float32
     iq: Tensor | None = None  # (M, N) complex64, in sqrt(mW)
 
     def to(self, device: str) -> Self:
-        return type(self)(
-            peak=self.peak.to(device),
-            truth=self.truth.to(device),
-            features=self.features.to(device),
-            chunks=None if self.chunks is None else self.chunks.to(device),
-            iq=None if self.iq is None else self.iq.to(device),
-        )
+        tensors = {column.name: getattr(self, column.name) for column in fields(self)}
+        return replace(self, **{name: tensor.to(device) for name, tensor in tensors.items() if tensor is not None})
 
 
 class Backend(Protocol):
@@ -79,6 +77,14 @@ class Backend(Protocol):
 
     def measure(self, batch: Transmissions, *, iq: bool) -> Measured:
         """Signals, noise and features of a batch, on the device; may return before the device is done."""
+        ...
+
+    def limit_records(self, most: int) -> None:
+        """Take so many records at once, at most, where a batch is computed as a whole."""
+        ...
+
+    def abandon(self) -> None:
+        """Let `measure` raise soon, in whichever threads it runs: nobody wants the results any more."""
         ...
 
 
@@ -133,12 +139,10 @@ class CpuBackend:
         self.config = config
         self.grid = ft.FeatureGrid.of(config, max_baseline_m(config))
         self.noise_dbm = noise_dbm(config)
+        self.impaired = is_impaired(config)
         self.threads_before = torch.get_num_threads()
         self.pool = ThreadPoolExecutor(
-            workers or worker_count(),
-            thread_name_prefix="brim-rf",
-            initializer=torch.set_num_threads,
-            initargs=(1,),
+            workers or worker_count(), thread_name_prefix="brim-rf", initializer=torch.set_num_threads, initargs=(1,)
         )
 
     def __enter__(self) -> Self:
@@ -151,16 +155,20 @@ class CpuBackend:
         restore.start()
         restore.join()
 
+    def limit_records(self, most: int) -> None:
+        """Each thread holds one sample."""
+
+    def abandon(self) -> None:
+        self.pool.shutdown(wait=False, cancel_futures=True)
+
     def measure(self, batch: Transmissions, *, iq: bool) -> Measured:
         futures = [self.pool.submit(self._sample, batch, row, iq) for row in range(len(batch))]
         parts = [future.result() for future in futures]
-        return Measured(
-            peak=torch.cat([p.peak for p in parts]),
-            truth=torch.cat([p.truth for p in parts]),
-            features=torch.cat([p.features for p in parts]),
-            chunks=torch.cat([p.chunks for p in parts if p.chunks is not None]),
-            iq=torch.cat([p.iq for p in parts if p.iq is not None]) if iq else None,
-        )
+        joined: dict[str, Any] = {}
+        for column in fields(Measured):
+            values = [getattr(part, column.name) for part in parts]
+            joined[column.name] = None if values[0] is None else torch.cat(values)
+        return Measured(**joined)
 
     def _sample(self, batch: Transmissions, row: int, iq: bool) -> Measured:
         config, links = self.config, batch.links
@@ -170,6 +178,8 @@ class CpuBackend:
         for m in rows:
             signal = receive(config, links, m, table, float(scale(config, peak)))
             raw = record(config, signal, int(links.index[m]), int(links.receiver[m]))
+            if self.impaired:
+                raw = impair(config, raw[None], links.index[m : m + 1], links.receiver[m : m + 1])[0]
             stream, floor = tune(config, raw)
             streams.append(stream)
             floors.append(floor)
@@ -177,26 +187,29 @@ class CpuBackend:
             if iq:
                 records.append(raw.mul_(ft.milliwatt_units(self.noise_dbm)))
         truth = ft.measure_truth(torch.stack(cleans), self.grid)
-        chunks = self._features(batch, row, torch.stack(streams), torch.stack(floors), truth)
+        chunks, power = self._features(batch, row, torch.stack(streams), torch.stack(floors))
         return Measured(
             peak=torch.tensor([peak]),
             truth=truth,
             chunks=chunks,
             features=ft.aggregate(chunks),
+            power=power,
             iq=torch.stack(records) if iq else None,
         )
 
-    def _features(self, batch: Transmissions, row: int, stream: Tensor, floor: Tensor, truth: Tensor) -> Tensor:
-        power = ft.channel_power(torch.fft.fft(stream), self.grid)
-        spectrum = ft.sum_spectrum(power, floor, self.grid)
+    def _features(self, batch: Transmissions, row: int, stream: Tensor, floor: Tensor) -> tuple[Tensor, Tensor]:
+        """(M, C, F) features of one sample's records and (M,) their measured power."""
+        bins = ft.channel_power(torch.fft.fft(stream), self.grid)
+        spectrum = ft.sum_spectrum(bins, floor, self.grid)
         sums, demodulated = ft.sum_envelope(stream, self.config)
-        reference = int(record_power(truth).argmax())
+        power = ft.reference_power(spectrum)
+        reference = int(power.argmax())
         limit = arrival_limit_s(self.config, batch, row, reference)
         demodulated = demodulated * ft.timing_scale(sums, self.grid)[:, None, None]
         value, sigma = ft.measure_arrival(demodulated, reference, limit, self.config, self.grid)
         heard = ft.timing_heard(spectrum, floor)
         value, sigma = ft.only_heard(value, sigma, heard & heard[reference])
-        return feature_chunks(self.config, self.grid, spectrum, sums, floor, value, sigma)
+        return feature_chunks(self.config, self.grid, spectrum, sums, floor, value, sigma), power
 
 
 def arrival_limit_s(config: GenerateConfig, batch: Transmissions, row: int, reference: int) -> Tensor:

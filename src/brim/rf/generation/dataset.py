@@ -7,24 +7,24 @@ run keeps its last, partial shard; workers of a pool make whole shards wherever 
 """
 
 import logging
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack
-from dataclasses import replace
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, Self
 
 import torch
 
 from brim import __version__
-from brim.engine.device import PeakMemory, resolve_device
-from brim.engine.meter import GpuSampler, ceiling_share
+from brim.engine.device import PeakMemory, format_size, resolve_device
+from brim.engine.meter import Account, CeilingShare, GpuSampler, accounting, current_account, within
+from brim.engine.meter.spent import WORK
 from brim.engine.storage import MANIFEST, Dataset, Place, ShardWriter, Verify, place_of
 from brim.engine.storage import verify as verify_dataset
 from brim.errors import ConfigError, DatasetError
 from brim.rf.config import SAMPLE_RATE_HZ, GenerateConfig
 from brim.rf.features import FEATURES, STATISTICS
 from brim.rf.generation.accounting import DeviceAccount, GenerateProgress, GenerateReport, Tally
-from brim.rf.generation.attempts import REASONS, Totals, accepted_batches, first_accepted
+from brim.rf.generation.attempts import REASONS, accepted_batches, first_accepted
 from brim.rf.generation.head import PoolHead
 from brim.rf.generation.pool import Pool
 from brim.rf.generation.rows import TRUTH
@@ -35,6 +35,7 @@ from brim.rf.physics.link import noise_dbm, warn_outside_validity
 from brim.rf.physics.scene import Scenes, max_delay_s
 from brim.rf.physics.waveform import PARAMETERS
 
+ROWS_VERSION = 2  # 1: arrivals of unaligned chunks, noise by sixth differences, the truly strongest record as reference
 _log = logging.getLogger("brim")
 
 
@@ -59,12 +60,18 @@ def generate(
     and however often the run was stopped or killed. With a pool, its workers make the dataset instead of `device`,
     batch_size and memory are each worker's, and the pool is closed at the end; allow_mixed accepts workers of several
     device types, whose bytes may differ in their last bits. `progress` is called at least once a second, from the
-    caller's thread; `stop` is called at each batch boundary, and the samples made until then stay a usable dataset.
+    caller's thread; `stop` is called several times a second, and the samples made until then stay a usable dataset.
     `verify` "sizes" does not read existing shards again.
     """
     for name, value in {"samples": samples, "batch_size": batch_size, "memory": memory}.items():
         if value is not None and value < 1:
             raise ConfigError("must be at least 1", field=name, value=value, code="out_of_range")
+    least = sample_bytes(config)
+    if memory is not None and memory < least:
+        raise ConfigError(
+            f"is less than one sample needs, {format_size(least)}", field="memory", value=memory, code="out_of_range",
+            hint=f"give at least {format_size(least)}, or leave it out",
+        )  # fmt: skip
     place, tally, stop = place_of(out), Tally(samples, progress), stop or (lambda: False)
     maker: OneDevice | PoolHead
     if pool is None:
@@ -72,37 +79,46 @@ def generate(
     else:
         assignment = GenerateAssignment(config=config, batch_size=batch_size, memory=memory)
         maker = PoolHead(assignment, place, pool, tally, stop)
-    with maker:
+    with accounting() as account, maker:
         warn_outside_validity(config, max_delay_s(config) * SPEED_OF_LIGHT)
         first = first_accepted(config)  # before anything is written: the gates may reject everything
-        if not resume and place.exists(MANIFEST):
-            raise DatasetError(
-                f"{place} is not empty",
-                field="out",
-                code="occupied",
-                hint="add {resume} to continue it or choose another {out}",
-            )
-        if resume and (dataset := find_finished(config, place, samples)) is not None:
-            tally.attend("verifying", lambda: verify_dataset(dataset, verify))
+        begun = _begun(place, samples, resume)
+        same = begun is not None and begun.manifest.get("config") == config.as_dict()  # else the writer says so
+        if begun is not None and same and begun.manifest["complete"] and len(begun) == samples:
+            with within("verifying"):
+                tally.attend("verifying", lambda: verify_dataset(begun, verify))
             tally.done = tally.listed = samples
-            tally.totals = dict(dataset.shards[-1].totals)
-            return _report(place, maker, tally)
+            tally.totals = dict(begun.shards[-1].totals)
+            return _report(place, maker, tally, account)
         maker.start(first, allow_mixed=allow_mixed)
-        _warn_other_device(config, place, maker.device_name)
+        if begun is not None and same and (other := begun.manifest.get("device")) != (here := maker.device_name):
+            _log.warning("%s was begun on %s: shards made on %s differ in their last bits", place, other, here)
         with open_writer(config, place, maker.device_name, resume=resume, verify=verify) as writer:
             tally.done = tally.listed = writer.items
             tally.totals.update(writer.totals)
             maker.make(writer)
-            report = _report(place, maker, tally)
+            report = _report(place, maker, tally, account)
             if not report.stopped:
                 writer.finish(report=report.as_dict())
     return report
 
 
-def find_finished(config: GenerateConfig, out: Place, samples: int) -> Dataset | None:
-    """The dataset if it already holds the samples, not verified; one that holds more is rejected."""
+def sample_bytes(config: GenerateConfig) -> int:
+    """Bytes of the IQ of one sample heard by every receiver, signal and noise: no run needs less."""
+    return 2 * config.max_receivers * config.num_samples_iq * 8
+
+
+def _begun(out: Place, samples: int, resume: bool) -> Dataset | None:
+    """The dataset that is there already, of fewer samples or as many, not verified."""
     if not out.exists(MANIFEST):
         return None
+    if not resume:
+        raise DatasetError(
+            f"{out} is not empty",
+            field="out",
+            code="occupied",
+            hint="add {resume} to continue it or choose another {out}",
+        )
     dataset = Dataset(out)
     if len(dataset) > samples:
         raise DatasetError(
@@ -111,17 +127,25 @@ def find_finished(config: GenerateConfig, out: Place, samples: int) -> Dataset |
             code="occupied",
             hint="raise {samples} or choose another {out}",
         )
-    if dataset.manifest.get("kind") != "rf" or dataset.manifest.get("config") != config.as_dict():
-        return None  # the writer says what differs
-    return dataset if dataset.manifest["complete"] and len(dataset) == samples else None
+    return dataset
 
 
 def open_writer(
-    config: GenerateConfig, out: Place, device_name: str, *, resume: bool, verify: Verify = "all"
+    config: GenerateConfig,
+    out: Place,
+    device_name: str,
+    *,
+    resume: bool,
+    verify: Verify = "all",
+    source: str | None = None,
 ) -> ShardWriter:
-    """The writer of a dataset with its manifest; config, features and truth must be equal to continue one."""
+    """The writer of a dataset with its manifest; config, features and truth must be equal to continue one.
+
+    source says where rows come from that were not generated.
+    """
     header = {
         "kind": "rf",
+        **({} if source is None else {"source": source}),
         "config": config.as_dict(),
         "seed": config.seed,
         "features": [{"name": name, "unit": unit} for name, unit in FEATURES],
@@ -142,6 +166,7 @@ def open_writer(
         resume=resume,
         derived=_counts,
         verify=verify,
+        version=ROWS_VERSION,
     )
 
 
@@ -151,18 +176,10 @@ def _counts(items: int, totals: dict[str, int]) -> dict[str, Any]:
     return {"counts": {"accepted": items, "attempted": totals.get("attempted", 0), "rejected": rejected}}
 
 
-def _warn_other_device(config: GenerateConfig, out: Place, device_name: str) -> None:
-    if not out.exists(MANIFEST):
-        return
-    manifest = Dataset(out).manifest
-    begun = manifest.get("device")
-    if manifest.get("config") == config.as_dict() and begun != device_name:
-        _log.warning("%s was begun on %s: shards made on %s differ in their last bits", out, begun, device_name)
-
-
-def _report(out: Place, maker: "OneDevice | PoolHead", tally: Tally) -> GenerateReport:
+def _report(out: Place, maker: "OneDevice | PoolHead", tally: Tally, whole: Account) -> GenerateReport:
     account, seconds = maker.account(), tally.seconds
     rate, iq_rate = (count / max(seconds, 1e-9) for count in (tally.made, tally.records))
+    ceiling = CeilingShare() if tally.stopped else maker.ceiling(tally.records, seconds)
     return GenerateReport(
         dataset=str(out),
         accepted=tally.listed,
@@ -173,12 +190,19 @@ def _report(out: Place, maker: "OneDevice | PoolHead", tally: Tally) -> Generate
         iq_per_s=iq_rate,
         device=maker.device,
         batch_size=account.batch_size,
-        ceiling_share=ceiling_share(iq_rate, account.ceiling) if account.ceiling and not tally.stopped else None,
+        ceiling_share=ceiling.share,
+        ceiling_spread=ceiling.spread,
+        ceiling_words=ceiling.words(),
         stages=account.stages,
         peak_bytes=account.peak_bytes,
         workers=maker.num_workers,
         stopped=tally.stopped,
+        spent=whole.spent(),
     )
+
+
+class _Stop(Exception):
+    """The run is to end here."""
 
 
 class OneDevice:
@@ -217,45 +241,51 @@ class OneDevice:
         tally, stages = self.tally, self.stages
         message = "compiling kernels" if self.batch_size else "fitting the batch"
         with PeakMemory(stages.device) as peak:
-            tally.attend(message, lambda: stages.prepare(self.first, self.batch_size, self.memory))
-            with GpuSampler(stages.device) as gpu:
+            with within("compiling" if stages.on_gpu else "fitting"):
+                tally.attend(message, lambda: stages.prepare(self.first, self.batch_size, self.memory))
+            with GpuSampler(stages.device) as gpu, within(WORK):
                 self._run(writer)
+            if (account := current_account()) is not None:
+                account.move(stages.probe.cost_s, "ceiling")
             self._account = stages.account(peak.bytes, gpu.summary())
-        if tally.made and not tally.stopped:
-            ceiling = tally.attend("measuring the ceiling", stages.ceiling)
-            self._account = replace(self._account, ceiling=ceiling)
 
     def account(self) -> DeviceAccount:
         return self._account
+
+    def ceiling(self, records: int, seconds: float) -> CeilingShare:
+        probe = self.stages.probe
+        return probe.share(records / max(seconds - probe.cost_s, 1e-9))
 
     def _run(self, writer: ShardWriter) -> None:
         tally, meter = self.tally, self.stages.meter
         tally.waiting = self._waiting
         tally.begin()
         meter.start()
-        with self.stages.run(self._scenes(), tally.tick) as results:
-            for batch in results:
+        left = tally.samples - tally.done
+        batches = accepted_batches(self.config, left, tally.totals, self.stages.next_batch, self.stages.scene_threads)
+        scenes = ((batch.scenes, batch.totals) for batch in batches)
+        with suppress(_Stop), self.stages.run(scenes, self._tick) as results:
+            for rows, totals in results:
                 with meter.busy("write"):
-                    writer.append(batch.rows, {name: torch.from_numpy(values) for name, values in batch.tag.items()})
-                num = len(batch.rows["index"])
+                    writer.append(rows, {name: torch.from_numpy(values) for name, values in totals.items()})
+                num = len(rows["index"])
                 tally.done, tally.made = tally.done + num, tally.made + num
-                tally.listed, tally.totals = tally.done, {name: int(values[-1]) for name, values in batch.tag.items()}
-                tally.records += int(batch.rows["present"].sum())
+                tally.listed, tally.totals = tally.done, {name: int(values[-1]) for name, values in totals.items()}
+                tally.records += int(rows["present"].sum())
                 meter.count(num)
-                tally.tick()
-                if tally.done < tally.samples and self.stop():
-                    tally.stopped = True
-                    break
-            if not tally.stopped:
-                with meter.busy("write"):
-                    writer.flush_partial()
+                self._tick()
+            with meter.busy("write"):
+                writer.flush_partial()
         meter.stop()
         tally.end()
 
-    def _scenes(self) -> Iterator[tuple[Scenes, Totals]]:
-        left = self.tally.samples - self.tally.done
-        for batch in accepted_batches(self.config, left, self.tally.totals, self.stages.next_batch):
-            yield batch.scenes, batch.totals
+    def _tick(self) -> None:
+        """Tell the caller where the run is; raise _Stop if it is to end and has made something."""
+        self.tally.tick()
+        if self.tally.made > 0 and self.tally.done < self.tally.samples and self.stop():
+            self.tally.stopped = True
+            self.stages.abandon()  # before the threads are joined, which wait for what they compute
+            raise _Stop
 
     def _waiting(self) -> dict[str, float]:
         """Seconds that the compute stage waited: for scenes to be prepared, and for its results to be written."""

@@ -10,6 +10,7 @@ all there is to a death or a straggler.
 import logging
 import math
 import secrets
+import statistics
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -17,17 +18,30 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Self
 
+from brim.engine.meter import CeilingShare, within
+from brim.engine.meter.ceiling import of_several
+from brim.engine.meter.spent import WORK
 from brim.engine.storage import LocalPlace, Place, ShardWriter
 from brim.errors import BrimError, ClusterError, OutOfMemory
 from brim.rf.generation.accounting import DeviceAccount, Tally
 from brim.rf.generation.attempts import Block, RangeBook, ShardRange, Verdicts, gate_block
-from brim.rf.generation.pool import Pool, PoolEvent, TaskDone, TaskFailed, WorkerFacts, WorkerLost, WorkerReady
+from brim.rf.generation.pool import (
+    START_S,
+    TICK_S,
+    Pool,
+    PoolEvent,
+    TaskDone,
+    TaskFailed,
+    WorkerFacts,
+    WorkerLost,
+    WorkerReady,
+    start_workers,
+)
 from brim.rf.generation.rows import dataset_bytes
-from brim.rf.generation.worker import CloseAccount, GateBlock, GenerateAssignment, MadeShard, MakeShards, ShardsMade
+from brim.rf.generation.worker import CloseAccount, GenerateAssignment, MadeShard, MakeShards, ShardsMade
 from brim.rf.physics.scene import Scenes
 
-START_S = 180.0  # for workers to be ready: they import, compile and fit their batch
-ACCOUNT_S = 15.0  # for workers to measure their ceiling: about a second each, all at once
+ACCOUNT_S = 15.0  # for workers to report time, memory and ceiling
 STOP_S = 2.0  # that a stop waits for missing shards, without which later ones would be lost
 TASK_S = 1.0  # of work in a task, about: the granularity of progress and of lost work
 TASKS_EACH = 2  # in a worker's queue: the current one, and the next
@@ -35,14 +49,10 @@ MAX_RANGES = 64  # in a task
 TASK_BYTES = 64 * 2**20  # of shards in a task whose bytes are sent to the head
 TRIES = 4  # of a range; the first failure may have been a neighbour's in the same task, the next are its own
 COPIES = 2  # of a range at once, when nothing else is left to do
-TICK_S = 0.2
 _log = logging.getLogger("brim")
 
 
-@dataclass(slots=True)
-class _Submitted:
-    task: MakeShards | GateBlock | CloseAccount
-    submitted_s: float
+WorkerTask = MakeShards | Block | CloseAccount
 
 
 @dataclass(slots=True)
@@ -51,15 +61,12 @@ class _Worker:
 
     name: str
     facts: WorkerFacts
-    tasks: dict[int, _Submitted] = field(default_factory=dict)  # by ticket
+    tasks: dict[int, tuple[WorkerTask, float]] = field(default_factory=dict)  # by ticket, with the time of submission
     ended_s: float = 0.0  # when its last task ended
     rate: float = 0.0  # ranges/s
 
-    def making(self) -> int:
-        return sum(isinstance(entry.task, MakeShards) for entry in self.tasks.values())
-
-    def is_gating(self) -> bool:
-        return any(isinstance(entry.task, GateBlock) for entry in self.tasks.values())
+    def holds(self, kind: type[WorkerTask]) -> int:
+        return sum(isinstance(task, kind) for task, _ in self.tasks.values())
 
 
 @dataclass(slots=True)
@@ -78,14 +85,8 @@ class PoolHead:
     def __init__(
         self, assignment: GenerateAssignment, out: Place, pool: Pool, tally: Tally, stop: Callable[[], bool]
     ) -> None:
-        self.assignment, self.config, self.pool, self.tally, self.stop = (
-            assignment,
-            assignment.config,
-            pool,
-            tally,
-            stop,
-        )
-        self.out = out
+        self.assignment, self.config, self.out = assignment, assignment.config, out
+        self.pool, self.tally, self.stop = pool, tally, stop
         self.num_workers = 0  # that the pool was to start
         self.workers: dict[int, _Worker] = {}
         self.open: dict[int, _OpenRange] = {}  # by number of the shard
@@ -109,42 +110,22 @@ class PoolHead:
 
     @property
     def device_name(self) -> str:
-        """As in the manifest."""
         return ", ".join(sorted({worker.facts.device_name for worker in self.workers.values()}))
 
     @property
     def device(self) -> str:
-        """As in the report."""
         return f"{self.num_workers} × {self.device_name}" if self.workers else "none"
 
     # Before the first range
 
     def start(self, first: Scenes, *, allow_mixed: bool) -> None:
-        """Wait until every worker is ready; one that cannot be opened is an error."""
         self.tally.message = "starting workers"
-        self.num_workers, deadline_s = self.pool.start(self.assignment), time.monotonic() + START_S
-        while len(self.workers) < self.num_workers and not self.stop():
-            for event in self.pool.wait(TICK_S):
-                if isinstance(event, WorkerLost):
-                    raise event.error
+        with within("starting workers"):
+            for event in start_workers(
+                self.pool, self.assignment, allow_mixed=allow_mixed, stop=self.stop, tick=self.tally.tick
+            ):
                 self._handle(event)
-            self.tally.tick()
-            if time.monotonic() > deadline_s:
-                raise ClusterError(
-                    f"{len(self.workers)} of {self.num_workers} workers were ready after {START_S:.0f} s",
-                    code="timeout",
-                    hint="check that the nodes have free CPUs and GPUs: ray status",
-                )
-        kinds: dict[str, list[str]] = {}
-        for worker in self.workers.values():
-            kinds.setdefault(worker.facts.kind, []).append(worker.name)
-        if len(kinds) > 1 and not allow_mixed:
-            named = "; ".join(f"{kind}: {', '.join(names)}" for kind, names in sorted(kinds.items()))
-            raise ClusterError(
-                f"devices are of {len(kinds)} types ({named}), whose shards differ in their last bits",
-                code="mixed_devices",
-                hint="use devices of one type, or accept the difference with {allow_mixed}",
-            )
+        self.num_workers = len(self.workers)
 
     def make(self, writer: ShardWriter) -> None:
         """Hand out everything until the samples are made or the run is stopped."""
@@ -153,7 +134,7 @@ class PoolHead:
         left = self.tally.samples - self.tally.done
         self.book = RangeBook(self.config, left, number=self.next, start=self.tally.totals)
         writer.vacate()
-        with self._shared(), ThreadPoolExecutor(1, "brim-gate") as gates:
+        with self._shared(), ThreadPoolExecutor(1, "brim-gate") as gates, within(WORK):
             self.tally.begin()
             while self.tally.done < self.tally.samples:
                 if self.stop():
@@ -163,7 +144,9 @@ class PoolHead:
                 is_short = self.gating is not None and self.book.ready == 0
                 for event in self.pool.wait(0.005 if is_short else TICK_S):
                     self._handle(event)
-                self._book_gated()
+                if self.gating is not None and self.gating[1].done():
+                    (block, verdicts), self.gating = self.gating, None
+                    self.book.add(block, verdicts.result())
                 self._check_workers()
                 self.tally.tick()
             self.tally.end()
@@ -181,6 +164,9 @@ class PoolHead:
             batch_size=max((one.batch_size for one in self.accounts), default=0),
             peak_bytes=max((one.peak_bytes for one in self.accounts), default=0),
         )
+
+    def ceiling(self, records: int, seconds: float) -> CeilingShare:
+        return of_several(records / max(seconds, 1e-9), self.account().ceiling)
 
     @contextmanager
     def _shared(self) -> Iterator[None]:
@@ -200,7 +186,7 @@ class PoolHead:
 
     def _feed(self, gates: ThreadPoolExecutor) -> None:
         for number, worker in self.workers.items():
-            while worker.making() < TASKS_EACH:
+            while worker.holds(MakeShards) < TASKS_EACH:
                 ranges = self._next(number, worker)
                 if not ranges:
                     break
@@ -210,9 +196,9 @@ class PoolHead:
             self.gating = block, gates.submit(gate_block, self.config, block)
         # The gates of one core keep some five GPUs busy; beyond that the workers help.
         for number, worker in self.workers.items():
-            if self.book.ready >= ahead // 2 or worker.is_gating() or (block := self.book.next_block(ahead)) is None:
+            if self.book.ready >= ahead // 2 or worker.holds(Block) or (block := self.book.next_block(ahead)) is None:
                 continue
-            self._submit(number, GateBlock(block=block))
+            self._submit(number, block)
 
     def _next(self, number: int, worker: _Worker) -> list[ShardRange]:
         """A worker's next ranges: one that was lost, new ones, or the oldest that another worker has."""
@@ -220,19 +206,15 @@ class PoolHead:
             return [self.open[self.again.pop(0)].range]
         if self.book.ready:
             return self.book.take(self._size(worker))
-        if self.book.remaining or worker.making():
+        if self.book.remaining or worker.holds(MakeShards):
             return []
-        late = [
-            entry
-            for entry in self.open.values()
-            if len(entry.holders) < COPIES and number not in entry.holders and self._is_alike(worker, entry)
-        ]
-        return [min(late, key=lambda entry: entry.since_s).range] if late else []
 
-    def _is_alike(self, worker: _Worker, entry: _OpenRange) -> bool:
-        """Whether a second copy would be the same bytes."""
-        kinds = {self.workers[holder].facts.kind for holder in entry.holders if holder in self.workers}
-        return kinds <= {worker.facts.kind}
+        def may_copy(entry: _OpenRange) -> bool:  # by a device of the same kind: the copy must be the same bytes
+            kinds = {self.workers[holder].facts.kind for holder in entry.holders if holder in self.workers}
+            return len(entry.holders) < COPIES and number not in entry.holders and kinds <= {worker.facts.kind}
+
+        late = min(filter(may_copy, self.open.values()), key=lambda entry: entry.since_s, default=None)
+        return [late.range] if late is not None else []
 
     def _size(self, worker: _Worker) -> int:
         """Ranges of a task: about a second of work, less towards the end, so that all workers end together."""
@@ -242,9 +224,9 @@ class PoolHead:
         share = self.book.remaining / (len(self.workers) * TASKS_EACH)
         return max(1, min(size, math.ceil(share)))
 
-    def _submit(self, number: int, task: MakeShards | GateBlock | CloseAccount) -> None:
+    def _submit(self, number: int, task: WorkerTask) -> None:
         now_s = time.monotonic()
-        self.workers[number].tasks[self.pool.submit(number, task)] = _Submitted(task, now_s)
+        self.workers[number].tasks[self.pool.submit(number, task)] = task, now_s
         if isinstance(task, MakeShards):
             for one in task.ranges:
                 self.open.setdefault(one.number, _OpenRange(one, now_s)).holders.add(number)
@@ -256,29 +238,26 @@ class PoolHead:
             self.workers[event.worker] = _Worker(event.name, event.facts, ended_s=time.monotonic())
         elif isinstance(event, WorkerLost):
             self._lose(event)
-        elif (worker := self.workers.get(event.worker)) is not None:
-            entry = worker.tasks.pop(event.ticket, None)
-            if entry is not None and isinstance(event, TaskFailed):
-                self._retry(event.worker, entry.task, event.error)
-            elif entry is not None and isinstance(event, TaskDone):
-                self._finish(worker, entry, event.value)
+        elif (worker := self.workers.get(event.worker)) is not None and event.ticket in worker.tasks:
+            task, submitted_s = worker.tasks.pop(event.ticket)
+            if isinstance(event, TaskFailed):
+                self._retry(event.worker, task, event.error)
+            elif isinstance(task, CloseAccount):
+                self.accounts.append(event.value)
+            elif isinstance(task, MakeShards):
+                self._finish(worker, event.value, submitted_s)
+            elif not self.tally.stopped:
+                self.book.add(task, event.value)
 
-    def _finish(self, worker: _Worker, entry: _Submitted, value: Any) -> None:
-        if isinstance(entry.task, CloseAccount):
-            self.accounts.append(value)
-        elif isinstance(entry.task, GateBlock):
-            if not self.tally.stopped:
-                self.book.add(entry.task.block, value)
-        else:
-            assert isinstance(value, ShardsMade), value
-            now_s = time.monotonic()
-            rate = len(value.shards) / max(now_s - max(worker.ended_s, entry.submitted_s), 1e-3)
-            worker.rate = rate if not worker.rate else (worker.rate + rate) / 2
-            worker.ended_s = now_s
-            for warning in value.warnings:
-                _log.warning("worker %s: %s", worker.name, warning)
-            for shard in value.shards:
-                self._keep(shard)
+    def _finish(self, worker: _Worker, result: ShardsMade, submitted_s: float) -> None:
+        now_s = time.monotonic()
+        rate = len(result.shards) / max(now_s - max(worker.ended_s, submitted_s), 1e-3)
+        worker.rate = rate if not worker.rate else (worker.rate + rate) / 2
+        worker.ended_s = now_s
+        for warning in result.warnings:
+            _log.warning("worker %s: %s", worker.name, warning)
+        for shard in result.shards:
+            self._keep(shard)
 
     def _keep(self, shard: MadeShard) -> None:
         """List a shard; one that two workers made counts once, and its bytes must be the same."""
@@ -304,15 +283,15 @@ class PoolHead:
             return
         if not self.stop():
             _log.warning("%s; other workers take over its tasks", event.error)
-        for entry in worker.tasks.values():
-            self._retry(event.worker, entry.task, event.error)
+        for task, _ in worker.tasks.values():
+            self._retry(event.worker, task, event.error)
 
-    def _retry(self, number: int, task: MakeShards | GateBlock | CloseAccount, error: BrimError) -> None:
+    def _retry(self, number: int, task: WorkerTask, error: BrimError) -> None:
         """Hand out a failed task again, unless it would fail in the same way."""
         if not isinstance(error, ClusterError | OutOfMemory):
             raise error
-        if isinstance(task, GateBlock):
-            self.book.put_back(task.block)
+        if isinstance(task, Block):
+            self.book.put_back(task)
         elif isinstance(task, MakeShards):
             for one in task.ranges:
                 entry = self.open.get(one.number)
@@ -324,12 +303,6 @@ class PoolHead:
                     raise type(error)(f"shard {one.number} failed {entry.tries} times, the last time: {error}")
                 if not entry.holders:
                     self.again.append(one.number)
-
-    def _book_gated(self) -> None:
-        if self.gating is not None and self.gating[1].done():
-            block, verdicts = self.gating
-            self.gating = None
-            self.book.add(block, verdicts.result())
 
     def _check_workers(self) -> None:
         """Without workers there is nothing to wait for, unless some are starting."""
@@ -359,7 +332,7 @@ class PoolHead:
 
     def _close_accounts(self) -> None:
         """Ask the workers for their time and memory, and for the ceiling, all at once as they worked."""
-        self.tally.message = "measuring the ceiling"
+        self.tally.message = "closing the accounts"
         idle = {number for number, worker in self.workers.items() if not worker.tasks}  # others still make a copy
         for number in idle:
             self._submit(number, CloseAccount())
@@ -373,21 +346,18 @@ class PoolHead:
             self.tally.tick()
 
 
+_COMBINED: dict[str, Callable[[list[Any]], Any]] = {"memory_bytes_peak": max, "utilisation_mean": statistics.fmean}
+
+
 def _sum_stages(accounts: list[dict[str, Any]], seconds: float) -> dict[str, Any]:
     """The stages of all workers as one; shares add up to the number of workers."""
     total: dict[str, Any] = {}
     for name in dict.fromkeys(name for stages in accounts for name in stages):
         parts = [stages[name] for stages in accounts if name in stages]
-        total[name] = {key: _combine(key, [part[key] for part in parts]) for key in parts[0]}
+        total[name] = {}
+        for key in parts[0]:
+            known = [part[key] for part in parts if part[key] is not None]
+            total[name][key] = _COMBINED.get(key, sum)(known) if known else None
         if "busy_s" in total[name]:
             total[name]["share"] = total[name]["busy_s"] / seconds if seconds else 0.0
     return total
-
-
-def _combine(key: str, values: list[Any]) -> Any:
-    known = [value for value in values if value is not None]
-    if not known:
-        return None
-    if key == "memory_bytes_peak":
-        return max(known)
-    return sum(known) / len(known) if key == "utilisation_mean" else sum(known)

@@ -212,38 +212,131 @@ def _dot(x, h, total):
 
 @triton.jit
 def tune_kernel(
-    iq, filters, stream, floor,
-    floor_scale, num_padded,
-    CHUNK_ROWS: tl.constexpr, C: tl.constexpr, ROW: tl.constexpr, POINTS: tl.constexpr, WINDOW: tl.constexpr,
-    COLUMNS: tl.constexpr, ROWS: tl.constexpr, STEP: tl.constexpr,
+    iq, filters, stream,
+    num_padded, num_rows, num_points,
+    ROW: tl.constexpr, POINTS: tl.constexpr, WINDOW: tl.constexpr, COLUMNS: tl.constexpr,
+    ROWS: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
-    """receiver.tune: the channel filter as a matrix product.  stream (M, C, W, 2), floor (M, C); one chunk each
+    """receiver.tune: the channel filter as a matrix product.  stream (M, C·W, 2); a block of a record's rows each
 
-    The record is padded so that no load needs a mask; rows past the chunk repeat its last and are not stored.
+    The record is padded so that no load needs a mask; rows past its last repeat that and are not stored.
     """
-    record, chunk = tl.program_id(0) // C, tl.program_id(0) % C
-    source = iq + record.to(tl.int64) * 2 * num_padded
+    record = tl.program_id(0).to(tl.int64)
+    row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, COLUMNS)
-    noise = 0.0
-    for begin in range(0, CHUNK_ROWS, ROWS):
-        row = begin + tl.arange(0, ROWS)
-        start = (chunk * CHUNK_ROWS + tl.minimum(row, CHUNK_ROWS - 1)) * ROW
-        real = tl.zeros([ROWS, COLUMNS], tl.float32)
-        imag = tl.zeros([ROWS, COLUMNS], tl.float32)
-        for first in range(0, WINDOW, STEP):
-            tap = first + tl.arange(0, STEP)
-            at = source + start[:, None] + tap[None, :]
-            h = tl.load(filters + tap[:, None] * COLUMNS + column[None, :])
-            real = _dot(tl.load(at), h, real)
-            imag = _dot(tl.load(at + num_padded), h, imag)
-        inside = row < CHUNK_ROWS
-        place = (tl.program_id(0).to(tl.int64) * CHUNK_ROWS + row)[:, None] * POINTS + column[None, :]
-        kept = inside[:, None] & (column < POINTS)[None, :]
-        pair = 2 * place[:, :, None] + tl.arange(0, 2)[None, None, :]
-        tl.store(stream + pair, tl.join(real, imag), mask=kept[:, :, None])
-        probes = inside[:, None] & (column >= POINTS)[None, :]
-        noise += tl.sum(tl.where(probes, real * real + imag * imag, 0.0))
-    tl.store(floor + tl.program_id(0), noise * floor_scale)
+    source = iq + record * 2 * num_padded
+    start = tl.minimum(row, num_rows - 1) * ROW
+    real = tl.zeros([ROWS, COLUMNS], tl.float32)
+    imag = tl.zeros([ROWS, COLUMNS], tl.float32)
+    for first in range(0, WINDOW, STEP):
+        tap = first + tl.arange(0, STEP)
+        at = source + start[:, None] + tap[None, :]
+        h = tl.load(filters + tap[:, None] * COLUMNS + column[None, :])
+        real = _dot(tl.load(at), h, real)
+        imag = _dot(tl.load(at + num_padded), h, imag)
+    place = row[:, None] * POINTS + column[None, :]
+    kept = (column < POINTS)[None, :] & (place < num_points)
+    pair = 2 * (record * num_points + place)[:, :, None] + tl.arange(0, 2)[None, None, :]
+    tl.store(stream + pair, tl.join(real, imag), mask=kept[:, :, None])
+
+
+@triton.jit
+def segment_kernel(
+    iq, starts, taper, segments,
+    num_padded, num_segments,
+    POINTS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """receiver.floor_samples, tapered.  starts (C·T,) samples of the padded record; segments (M, C·T, POINTS, 2)"""
+    record = tl.program_id(0).to(tl.int64)
+    segment = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = (segment < num_segments)[:, None]
+    point = tl.arange(0, POINTS)
+    start = tl.load(starts + segment, segment < num_segments, 0)
+    at = iq + record * 2 * num_padded + start[:, None] + point[None, :]
+    weight = tl.load(taper + point)[None, :]
+    real, imag = tl.load(at, inside, 0.0) * weight, tl.load(at + num_padded, inside, 0.0) * weight
+    place = (record * num_segments + segment[:, None]) * POINTS * 2 + tl.arange(0, 2 * POINTS)[None, :]
+    tl.store(segments + place, tl.interleave(real, imag), mask=inside)
+
+
+@triton.jit
+def _rank(values, number, counts):
+    """How many of the values that count come before each in ascending order; equal ones keep theirs."""
+    one, other = values[:, None], values[None, :]
+    before = (other < one) | ((other == one) & (number[None, :] < number[:, None]))
+    return tl.sum((before & counts[None, :]).to(tl.int32), 1)
+
+
+@triton.jit
+def floor_kernel(
+    spectrum, bins, floor,
+    first, second, third, quiet_nepers, unit,
+    POINTS: tl.constexpr, SEGMENTS: tl.constexpr, BINS: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr,
+    ROWS: tl.constexpr, FAST: tl.constexpr,
+):  # fmt: skip
+    """receiver.noise_floor.  spectrum (M, C, T, POINTS, 2) of the segments, floor (M, C); one chunk each
+
+    bins (POINTS,) is 1 for the BINS bins that are looked at. Rows are read whole, in wide loads.
+    """
+    program = tl.program_id(0).to(tl.int64)
+    row, column = tl.arange(0, ROWS), tl.arange(0, POINTS)
+    counted, looked_at = row < SEGMENTS, tl.load(bins + column) > 0
+    at = spectrum + (program * SEGMENTS + row[:, None]) * POINTS * 2 + tl.arange(0, 2 * POINTS)[None, :]
+    parts = tl.load(at, counted[:, None], 0.0)
+    power = tl.sum(tl.reshape(parts * parts, [ROWS, POINTS, 2]), 2)
+    floored = tl.maximum(power, 1e-30)
+    logarithm = libdevice.fast_logf(floored) if FAST else tl.log(floored)
+    level = tl.sum(tl.where(looked_at[None, :], logarithm, 0.0), 1) / BINS
+    quartile = tl.sum(tl.where((_rank(level, row, counted) == SEGMENTS // 4) & counted, level, 0.0))
+    quiet = counted & (level <= quartile + quiet_nepers)
+    kept = tl.sum(quiet.to(tl.float32))
+    mean = tl.sum(tl.where(quiet[:, None], power, 0.0), 0) / kept
+    rank = _rank(mean, column, looked_at)
+    low = tl.sum(tl.where((rank >= LOW) & (rank < HIGH) & looked_at, mean, 0.0)) / (HIGH - LOW)
+    a, b = 1 - 1 / (9 * kept), 1 / (3 * tl.sqrt(kept))
+    expected = a * a * a + 3 * a * a * b * first + 3 * a * b * b * second + b * b * b * third
+    tl.store(floor + program, low / expected / unit)
+
+
+@triton.jit
+def align_kernel(
+    demodulated, scales, references, shifts, packed,
+    POINTS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """features.align.  packed (M, C·W, 2): a record moved earlier beside its reference, each with unit power"""
+    record, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    reference = tl.load(references + record).to(tl.int64)
+    at = block * BLOCK + tl.arange(0, BLOCK)
+    place = at + tl.load(shifts + record)
+    inside = (at < POINTS) & (place >= 0) & (place < POINTS)
+    one = tl.load(demodulated + record * POINTS + place, inside, 0.0) * tl.load(scales + record)
+    two = tl.load(demodulated + reference * POINTS + at, inside, 0.0) * tl.load(scales + reference)
+    pair = 2 * (record * POINTS + at)[:, None] + tl.arange(0, 2)[None, :]
+    tl.store(packed + pair, tl.join(one, two), mask=(at < POINTS)[:, None])
+
+
+@triton.jit(do_not_specialize=["first_chunk", "num_chunks"])
+def unpack_kernel(
+    spectrum, band, first_chunk, num_chunks,
+    first_line,
+    POINTS: tl.constexpr, LINES: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The timing band of two real signals from the spectrum of one complex signal.
+
+    spectrum (chunks, W, 2) of a tile; band (2 · num_chunks, LINES, 2): the records' chunks, then their references'
+    """
+    chunk = tl.program_id(0).to(tl.int64)
+    line = tl.arange(0, BLOCK)
+    inside = line < LINES
+    here = spectrum + (chunk * POINTS + first_line + line) * 2
+    mirrored = spectrum + (chunk * POINTS + POINTS - first_line - line) * 2
+    a, b = tl.load(here, inside, 0.0), tl.load(here + 1, inside, 0.0)
+    c, d = tl.load(mirrored, inside, 0.0), tl.load(mirrored + 1, inside, 0.0)
+    pair = 2 * line[:, None] + tl.arange(0, 2)[None, :]
+    one = band + (first_chunk + chunk) * LINES * 2
+    tl.store(one + pair, tl.join((a + c) * 0.5, (b - d) * 0.5), mask=inside[:, None])
+    two = band + (num_chunks + first_chunk + chunk) * LINES * 2
+    tl.store(two + pair, tl.join((b + d) * 0.5, (c - a) * 0.5), mask=inside[:, None])
 
 
 @triton.jit

@@ -52,15 +52,8 @@ class MakeShards:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GateBlock:
-    """Attempts to gate; the result is their verdicts."""
-
-    block: Block
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class CloseAccount:
-    """Measure the ceiling and report time and memory; the result is a DeviceAccount."""
+    """Report the ceiling, time and memory; the result is a DeviceAccount."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,13 +118,17 @@ class _MakeTask:
 
 
 class RangeServer:
-    """Serves MakeShards, GateBlock and CloseAccount; its threads end with the block."""
+    """Serves MakeShards, CloseAccount, and Blocks to gate; its threads end with the block."""
 
     def __init__(self, stages: Stages, peak: PeakMemory, gpu: GpuSampler) -> None:
         self.stages, self.peak, self.gpu = stages, peak, gpu
-        kind = stages.device_name if stages.on_gpu else _cpu_kind()
+        # CPUs of one kind run the same instructions, so their bytes are equal.
+        cpu = f"cpu {platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
         self.facts = WorkerFacts(
-            device=str(stages.device), device_name=stages.device_name, kind=kind, batch_size=stages.halving.size
+            device=str(stages.device),
+            device_name=stages.device_name,
+            kind=stages.device_name if stages.on_gpu else cpu,
+            batch_size=stages.halving.size,
         )
         self._tasks: queue.SimpleQueue[_MakeTask | None] = queue.SimpleQueue()
         self._under_way: deque[_MakeTask] = deque()
@@ -159,18 +156,18 @@ class RangeServer:
         logging.getLogger("brim").removeHandler(self._warnings)
 
     def submit(self, task: Any) -> "Future[Any]":
-        if isinstance(task, GateBlock):
-            return self._gates.submit(gate_block, self.stages.config, task.block)
+        if isinstance(task, Block):
+            return self._gates.submit(gate_block, self.stages.config, task)
         if isinstance(task, CloseAccount):
-            return self._gates.submit(self._account)
+            return self._gates.submit(self._close_account)
         assert isinstance(task, MakeShards), task
         future: Future[ShardsMade] = Future()
         self._tasks.put(_MakeTask(task, future))
         return future
 
-    def _account(self) -> DeviceAccount:
+    def _close_account(self) -> DeviceAccount:
         self.stages.meter.stop()
-        return self.stages.account(self.peak.bytes, self.gpu.summary(), ceiling=self.stages.ceiling())
+        return self.stages.account(self.peak.bytes, self.gpu.summary())
 
     # The stream of ranges
 
@@ -213,7 +210,10 @@ class RangeServer:
     def _store(self, request: MakeShards, one: ShardRange, rows: dict[str, Tensor]) -> MadeShard:
         records = int(rows["present"].sum())
         with self.stages.meter.busy("write"):
-            if self._sees(request):
+            token = request.token
+            if token is not None and token not in self._visible:
+                self._visible[token] = request.place.exists(token)
+            if token is None or self._visible[token]:
                 entry = write_shard(request.place, one.number, rows, one.totals)
                 return MadeShard(number=one.number, entry=entry, records=records)
             with tempfile.TemporaryDirectory(prefix="brim-") as folder:
@@ -221,13 +221,6 @@ class RangeServer:
                 entry = write_shard(LocalPlace(Path(folder)), one.number, rows, one.totals)
                 data = (Path(folder) / "shards" / shard_name(one.number)).read_bytes()
         return MadeShard(number=one.number, entry=entry, records=records, data=data)
-
-    def _sees(self, request: MakeShards) -> bool:
-        if request.token is None:
-            return True
-        if request.token not in self._visible:
-            self._visible[request.token] = request.place.exists(request.token)
-        return self._visible[request.token]
 
     def _finish(self, task: _MakeTask) -> None:
         """Runs in the writers' threads after the task's shards were begun, so none of them waits for it."""
@@ -250,10 +243,10 @@ def make_ranges(
     with stages.run(_batches(stages, tasks)) as results:
         parts: list[dict[str, Tensor]] = []
         try:
-            for batch in results:
+            for rows, pieces in results:
                 at = 0
-                for whole, count, is_last in batch.tag:
-                    parts.append({name: tensor[at : at + count] for name, tensor in batch.rows.items()})
+                for whole, count, is_last in pieces:
+                    parts.append({name: tensor[at : at + count] for name, tensor in rows.items()})
                     at += count
                     if is_last:
                         yield whole, join(parts)
@@ -294,8 +287,3 @@ class _WarningLog(logging.Handler):
     def take(self) -> tuple[str, ...]:
         messages, self._messages = self._messages, []
         return tuple(messages)
-
-
-def _cpu_kind() -> str:
-    """CPUs of one kind run the same instructions, so their bytes are equal."""
-    return f"cpu {platform.machine()} {torch.backends.cpu.get_cpu_capability()}"

@@ -1,7 +1,6 @@
 """One HTML page that shows how well a run places transmitters: map, bound, baselines, SNR, receivers, ellipses.
 
-The page is one file that loads nothing: its frame is in `page.py`, its charts are inline SVG from `svg.py`.
-Axes: B samples, R receivers. What `metrics` says is shown as it says it; curves are drawn from the estimates.
+Axes: B samples, R receivers. Metrics are shown as `evaluate` returned them; curves are drawn from the estimates.
 """
 
 import math
@@ -9,7 +8,7 @@ from dataclasses import dataclass
 from html import escape
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,12 +16,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from brim.errors import ConfigError
-from brim.report.page import card, count, document, legend, metres, number, percent, table, tiles, write_page
+from brim.report.page import card, chart, count, document, legend, metres, number, percent, table, tiles, write_page
 from brim.report.svg import ChartAxis, MapFrame, Plot, stacked_bars
 from brim.rf.config import GenerateConfig
 from brim.rf.features import F
-from brim.rf.location import evaluate
-from brim.rf.location.evaluate import LEVELS, ellipse_scale
+from brim.rf.location.evaluate import LEVELS, ellipse_rings, ellipse_scale
 from brim.rf.location.model import Estimate
 from brim.rf.location.run import LocatorEvaluation
 from brim.rf.location.solver import TX_HEIGHT_M, SampleRows, geographic, target
@@ -32,11 +30,20 @@ MAX_DRAWN = 300  # samples on the map
 MAX_ELLIPSES = 60  # of them
 MAX_POINTS = 2_000  # dots of a scatter or of a map
 LEVEL = 0.95  # probability inside an ellipse of the map
-MAX_STATIONS = 40  # more places than these are no fixed network
+MAX_STATIONS = 40  # more positions than these are not a fixed network
 NUM_BINS = 10  # of the SNR
-SERIES = ("a", "b", "c", "d", "e")  # the model first
-NAMES = {"centroid": "power-weighted centroid", "strength": "strength", "arrival_strength": "arrival times + strength"}
-_COLUMNS = ("features", "present", "receivers", "transmitter", "gdop", "crlb_m")
+SERIES = ("a", "b", "c", "d", "e", "f", "g", "h", "i", "j")  # the model first
+NAMES = {
+    "centroid": "power-weighted centroid",
+    "strength": "strength",
+    "arrival_strength": "arrival times + strength",
+    "geman_mcclure": "the same, Geman-McClure loss",
+    "drop_one": "the same without the worst arrival",
+    "unknown_power": "the same, power unknown",
+    "mixture": "the same, with the law of blocked paths",
+    "grid": "posterior on a grid",
+    "fingerprint": "kernel fingerprinting",
+}
 _CLOSE = 0.05  # coverage this near to nominal is as it should be
 _FEW = 5  # samples
 _LEAST_M = 0.01  # keeps the logarithm of an exact answer finite
@@ -51,7 +58,6 @@ class _View:
     rows: SampleRows
     estimate: Estimate
     true: Tensor  # (B, 2) m in the estimate's frame
-    others: dict[str, Estimate]
     bound: NDArray[np.float64]  # (B,) m
     errors: dict[str, NDArray[np.float64]]  # (B,) m by name, the model's first
 
@@ -67,27 +73,24 @@ def write_evaluation(
 ) -> None:
     """Write the page of an evaluation.
 
-    metrics    as `evaluate.evaluate` returns them; the breakdown may stand under that name, or is computed
-    rows       columns of the dataset: features, present, receivers, transmitter, gdop, crlb_m
+    metrics    as `evaluate.evaluate` returns them
+    rows       columns of the dataset: features, present, receivers, transmitter, crlb_m
     estimate   the model's answers to the rows, in their order
     baselines  other answers to the rows, by name
     """
-    view = _view(metrics, rows, estimate, baselines)
-    drawn = (_map, _coverage, _against_bound, _cumulative, _against_snr, _against_receivers)
-    cards = "\n".join(draw(view) for draw in drawn)
-    head = f"<header><h1>LocatorEvaluation of {escape(run)}</h1><p>on {escape(dataset)}</p></header>"
-    body = f'{head}\n{_headline(view)}\n{_compared(view)}\n<div class="cards">\n{cards}\n</div>'
-    write_page(Path(html_path), document(f"LocatorEvaluation of {run} · brim", body))
-
-
-def _view(metrics: dict[str, Any], rows: SampleRows, estimate: Estimate, baselines: dict[str, Estimate]) -> _View:
-    here = {name: rows[name].detach().cpu() for name in _COLUMNS}
-    if not len(here["present"]):
+    rows = {name: rows[name].detach().cpu() for name in ("features", "present", "receivers", "transmitter", "crlb_m")}
+    if not len(rows["present"]):
         raise ConfigError("nothing to report: the split has no samples; give a dataset with at least one")
-    found = {name: Estimate(*(v.detach().cpu().double() for v in e)) for name, e in {"": estimate, **baselines}.items()}
-    errors = {name or "model": (e.position_en - _true(here, e)).norm(dim=-1).numpy() for name, e in found.items()}
-    model = found.pop("")
-    return _View(metrics, here, model, _true(here, model), found, here["crlb_m"].double().numpy(), errors)
+    model, *others = (Estimate(*(v.detach().cpu().double() for v in one)) for one in (estimate, *baselines.values()))
+    errors = {
+        name: (one.position_en - _true(rows, one)).norm(dim=-1).numpy()
+        for name, one in zip(("model", *baselines), (model, *others), strict=True)
+    }
+    view = _View(metrics, rows, model, _true(rows, model), rows["crlb_m"].double().numpy(), errors)
+    drawn = (_map, _coverage, _against_bound, _cumulative, _against_snr, _against_receivers)
+    title = f"LocatorEvaluation of {run}"
+    head = f"<header><h1>{escape(title)}</h1><p>on {escape(dataset)}</p></header>\n{_headline(view)}\n{_compared(view)}"
+    write_page(Path(html_path), document(f"{title} · brim", head, [draw(view) for draw in drawn]))
 
 
 def _true(rows: SampleRows, estimate: Estimate) -> Tensor:
@@ -101,15 +104,18 @@ def _true(rows: SampleRows, estimate: Estimate) -> Tensor:
 
 
 def _headline(view: _View) -> str:
-    found, inside = view.metrics, view.metrics["coverage"]
-    variants = [("crlb_ratio_trimmed", "without the worst 1 %"), ("crlb_ratio_median", "of the medians")]
-    rest = ", ".join(f"{number(found[key])} {words}" for key, words in variants if key in found)
+    metrics, inside = view.metrics, view.metrics["coverage"]
     errors = [
         ("samples", number(len(view.true)), "evaluated"),
-        ("median error", metres(found["median_error_m"]), f"bound {metres(float(np.median(view.bound)))}"),
-        ("mean error", metres(found["mean_error_m"]), f"bound {metres(float(view.bound.mean()))}"),
-        ("95th percentile", metres(found["p95_error_m"]), "of the errors"),
-        ("error / bound", number(found["crlb_ratio"]), rest or "root mean square"),
+        ("median error", metres(metrics["median_error_m"]), f"bound {metres(float(np.median(view.bound)))}"),
+        ("mean error", metres(metrics["mean_error_m"]), f"bound {metres(float(view.bound.mean()))}"),
+        ("95th percentile", metres(metrics["p95_error_m"]), "of the errors"),
+        (
+            "error / bound",
+            number(metrics["crlb_ratio"]),
+            f"{number(metrics['crlb_ratio_trimmed'])} without the worst 1 %, "
+            f"{number(metrics['crlb_ratio_median'])} of the medians",
+        ),
     ]
     shares = [(f"in {name} % ellipses", percent(inside[name]), _verdict(inside[name], LEVELS[name])) for name in LEVELS]
     return tiles(errors + shares)
@@ -122,25 +128,20 @@ def _verdict(share: float, nominal: float) -> str:
 
 
 def _compared(view: _View) -> str:
-    listed = dict(view.metrics.get("baselines") or {})
-    for name, one in view.others.items():
-        if name not in listed:
-            true = _true(view.rows, one)
-            listed[name] = evaluate.metrics(one.position_en, one.covariance, true, view.rows["crlb_m"])
+    listed = view.metrics["baselines"]
     lines = []
-    for name, found in {"model": view.metrics, **listed}.items():
-        errors = [metres(found.get(key)) for key in ("median_error_m", "mean_error_m", "p95_error_m")]
-        ratios = [number(found.get(key)) for key in ("crlb_ratio", "crlb_ratio_trimmed", "crlb_ratio_median")]
-        inside = [percent((found.get("coverage") or {}).get(level)) for level in LEVELS]
-        lines.append([NAMES.get(name, name), *errors, *ratios, *inside])
+    for name, metrics in {"model": view.metrics, **listed}.items():
+        errors = [metres(metrics[key]) for key in ("median_error_m", "mean_error_m", "p95_error_m")]
+        ratios = [number(metrics[key]) for key in ("crlb_ratio", "crlb_ratio_trimmed", "crlb_ratio_median")]
+        lines.append(
+            [NAMES.get(name, name), *errors, *ratios, *(percent(metrics["coverage"][level]) for level in LEVELS)]
+        )
     head = ["", "median", "mean", "95th percentile", "error / bound", "without worst 1 %", "of medians"]
-    title, note = "The model alone", "No other answers were compared."
-    if listed:
-        best = min(listed, key=lambda name: listed[name]["median_error_m"])
-        ratio = view.metrics["median_error_m"] / max(listed[best]["median_error_m"], _LEAST_M)
-        title = f"Median error {ratio:.3f} times that of the best other answer, {NAMES.get(best, best)}"
-        note = "Error / bound: root mean square of the errors, each over its Cramér-Rao bound; without the worst 1 %; "
-        note += "median error over median bound. Last, the share of true positions inside the ellipses."
+    best = min(listed, key=lambda name: listed[name]["median_error_m"])
+    ratio = view.metrics["median_error_m"] / max(listed[best]["median_error_m"], _LEAST_M)
+    title = f"Median error {ratio:.3f} times that of the best other answer, {NAMES.get(best, best)}"
+    note = "Error / bound: root mean square of the errors, each over its Cramér-Rao bound; without the worst 1 %; "
+    note += "median error over median bound. Last, the share of true positions inside the ellipses."
     body = f'<div class="wide">{table(lines, [*head, *(f"in {level} %" for level in LEVELS)])}</div>'
     return card("baselines", title, note, body)
 
@@ -150,11 +151,14 @@ def _compared(view: _View) -> str:
 
 def _map(view: _View) -> str:
     every = max(1, -(-len(view.true) // MAX_DRAWN))
-    true, origin = view.true[::every], view.estimate.origin[::every]
-    off = view.estimate.position_en[::every] - true
+    off = (view.estimate.position_en - view.true)[::every]
     finite = off.isfinite().all(-1)
-    true, origin, off, covariance = (v[finite] for v in (true, origin, off, view.estimate.covariance[::every]))
-    sites, fixed = _sites(view.rows)
+    estimate = view.estimate
+    true, origin, root = (v[::every][finite] for v in (view.true, estimate.origin, estimate.root))
+    off = off[finite]
+    places = np.unique(view.rows["receivers"].double()[view.rows["present"]][:, :2].numpy(), axis=0)
+    fixed = len(places) <= MAX_STATIONS
+    sites = places if fixed else places[:: -(-len(places) // MAX_DRAWN)]
     here = geographic(true, origin)[:, :2].numpy()
     ground = MapFrame.around(*np.concatenate([here, sites]).T)
     metre = ground.per_deg_lat / 111_195  # units
@@ -164,7 +168,8 @@ def _map(view: _View) -> str:
     shown = ground.holds(*answer.T)
     ends = np.stack([here[shown], answer[shown]], 1)
     some = np.nonzero(shown)[0][:: max(1, -(-int(shown.sum()) // MAX_ELLIPSES))]
-    rings = _rings(true[some] + times * off[some], times**2 * covariance[some], origin[some])
+    around = ellipse_rings(true[some] + times * off[some], times * root[some], origin[some], 0.9, points=32)
+    rings = around.flip(-1).numpy()  # latitude first
     rings = rings[ground.holds(rings[..., 0], rings[..., 1]).all(-1)]
     lat, lon = sites.T
     stations = ground.sites(lat, lon, [""] * len(lat)) if fixed else [ground.dots(lat, lon, "site")]
@@ -185,40 +190,21 @@ def _map(view: _View) -> str:
     return card("map", title, " ".join(filter(None, notes)), body)
 
 
-def _sites(rows: SampleRows) -> tuple[NDArray[np.float64], bool]:
-    """Latitude and longitude of receivers, and whether they are a fixed network; some of them where they are not."""
-    places = np.unique(rows["receivers"].double()[rows["present"]][:, :2].numpy(), axis=0)
-    fixed = len(places) <= MAX_STATIONS
-    return places if fixed else places[:: -(-len(places) // MAX_DRAWN)], fixed
-
-
-def _rings(middle: Tensor, covariance: Tensor, origin: Tensor, points: int = 33) -> NDArray[np.float64]:
-    """(B, points, 2) latitude and longitude along the 90 % ellipses."""
-    angle = torch.linspace(0, 2 * math.pi, points, dtype=torch.float64)
-    circle = ellipse_scale(0.9) * torch.stack([angle.cos(), angle.sin()], -1)
-    around = middle[:, None] + circle @ torch.linalg.cholesky_ex(covariance)[0].mT
-    flat = geographic(around.flatten(0, 1), origin.repeat_interleave(points, 0))
-    return flat[:, :2].reshape(-1, points, 2).numpy()
-
-
 # Charts
 
 
 def _coverage(view: _View) -> str:
     overall = view.metrics["coverage"]
-    thirds = view.metrics.get("breakdown") or view.metrics
-    if "coverage_by_gdop" not in thirds or "coverage_by_arrival_sigma" not in thirds:
-        thirds = evaluate.breakdown(view.estimate.position_en, view.estimate.covariance, view.true, view.rows)
     groups = [("all samples", overall)]
     for key, words in (("coverage_by_arrival_sigma", "arrival sigma"), ("coverage_by_gdop", "GDOP")):
-        groups += [(f"{words}, {name} third", found["coverage"]) for name, found in thirds[key].items()]
+        groups += [(f"{words}, {name} third", third["coverage"]) for name, third in view.metrics[key].items()]
     bars = []
-    for name, found in groups:
-        shares = [found[level] for level in LEVELS]
+    for name, inside in groups:
+        shares = [inside[level] for level in LEVELS]
         parts = [shares[0], *(b - a for a, b in pairwise(shares))]
         bars.append((name, parts, " · ".join(f"{share * 100:.3g}" for share in shares) + " %"))
     off = max(abs(overall[level] - LEVELS[level]) for level in LEVELS)
-    worst = max(abs(found[level] - LEVELS[level]) for _, found in groups for level in LEVELS)
+    worst = max(abs(inside[level] - LEVELS[level]) for _, inside in groups for level in LEVELS)
     title = f"The 90 % ellipses hold {percent(overall['90'])} of the true positions"
     note = "Bars end at the share inside the 50, 90 and 95 % ellipses, marks show where they should. Off by at most "
     note += f"{off * 100:.2g} points over all, {worst * 100:.2g} in a third of the samples by arrival_sigma_us or GDOP."
@@ -240,8 +226,8 @@ def _against_bound(view: _View) -> str:
     title = f"Error against bound: {percent(below)} of the errors are smaller than their bound"
     note = "Every dot a sample; its bound is the root mean square error that no unbiased answer beats. "
     note += "Of answers that reach it, about two thirds lie below the line."
-    body = plot.render("bound crlb_m (m), logarithmic", "error (m), logarithmic", title)
-    return card("bound", title, note, body + legend([("dot a", "sample"), ("rule", "error = bound")]))
+    keys = [("dot a", "sample"), ("rule", "error = bound")]
+    return chart("bound", title, note, plot, ("bound crlb_m (m), logarithmic", "error (m), logarithmic"), keys)
 
 
 def _cumulative(view: _View) -> str:
@@ -258,8 +244,7 @@ def _cumulative(view: _View) -> str:
     note = "Share of samples whose error is below the value on the axis; further left is better. "
     note += f"Medians: {', '.join(halves)}."
     keys = [(f"stroke {series}", NAMES.get(name, name)) for series, name in zip(SERIES, errors, strict=False)]
-    body = plot.render("error (m), logarithmic", "samples (%)", title)
-    return card("cumulative", title, note, body + legend(keys))
+    return chart("cumulative", title, note, plot, ("error (m), logarithmic", "samples (%)"), keys)
 
 
 def _against_snr(view: _View) -> str:
@@ -299,32 +284,11 @@ def _trend(
             plot.dots(where[known], values[known], series)
     ends = [f"{metres(float(middle[k]))} at {number(round(at[k], 1))}" for k in (0, -1)]
     title = f"Median error {ends[0]} {words[1]}" + (f", {ends[1]} {words[1]}" if len(at) > 1 else "")
-    body = plot.render(words[0], "error (m), logarithmic", title)
     keys = [("stroke a", "median error"), ("stroke b", "90th percentile"), ("rule", "median bound")]
-    return card(kind, title, note, body + legend(keys))
+    return chart(kind, title, note, plot, (words[0], "error (m), logarithmic"), keys)
 
 
 # Points for a map
-
-
-class Ellipses(NamedTuple):
-    """Half-axes in metres, and the azimuth of the longer one: degrees clockwise from north, 0 to below 180."""
-
-    semi_major_m: Tensor  # (B,) float64
-    semi_minor_m: Tensor
-    azimuth_deg: Tensor
-
-
-def ellipses(covariance: Tensor, level: float = LEVEL) -> Ellipses:
-    """The ellipses that hold this probability.
-
-    covariance  (B, 2, 2)  m², of east and north
-    """
-    variance, axes = torch.linalg.eigh(covariance.double())  # ascending; axes are columns
-    half = ellipse_scale(level) * variance.clamp(min=0).sqrt()
-    east, north = axes[:, 0, 1], axes[:, 1, 1]
-    azimuth = torch.rad2deg(torch.atan2(east, north)) % 180.0
-    return Ellipses(half[:, 1], half[:, 0], torch.where(azimuth >= 180.0, 0.0, azimuth))
 
 
 def error_points(
@@ -339,8 +303,11 @@ def error_points(
     position, covariance, origin = (part[rows].double() for part in evaluation.estimate[:3])
     true = {"transmitter": evaluation.rows["transmitter"][rows]}
     error = (position - target(true, origin, config)).norm(dim=-1)
-    place, around = geographic(position, origin), ellipses(covariance)
-    columns = (true["transmitter"], place, error, evaluation.rows["crlb_m"][rows], *around)
+    variance, axes = torch.linalg.eigh(covariance)  # ascending; axes are columns
+    minor, major = (ellipse_scale(LEVEL) * variance.clamp(min=0).sqrt()).unbind(-1)
+    azimuth = torch.rad2deg(torch.atan2(axes[:, 0, 1], axes[:, 1, 1])) % 180  # of the longer axis, from north
+    place = geographic(position, origin)
+    columns = (true["transmitter"], place, error, evaluation.rows["crlb_m"][rows], major, minor, azimuth)
     return [
         {
             "truth": [round(value, 7) for value in truth[:2]],

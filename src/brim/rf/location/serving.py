@@ -10,7 +10,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from torch import Tensor
 from brim.engine.batching import Answer, DecodedRequest, Payload, RequestShape
 from brim.engine.batching.warm_up import ladder
 from brim.errors import ConfigError, TooLarge
-from brim.rf.location.evaluate import MIN_STATIONS, geojson, parse_observations
+from brim.rf.location.evaluate import MIN_STATIONS, geojson, parse_observations, station_names
 from brim.rf.location.model import Estimate
 from brim.rf.location.run import load_run
 from brim.rf.location.solver import SampleRows
@@ -37,7 +37,6 @@ class LocateServable:
     def __init__(
         self, run: str | Path, device: torch.device, *, lock: AbstractContextManager[Any] | None = None
     ) -> None:
-        """Load; whoever uses the device holds the lock."""
         self._run, self._device, self._lock = load_run(run), device, lock or threading.RLock()
         self._run.module.to(device)
         self.weight_bytes = sum(tensor.nbytes for tensor in self._run.module.state_dict().values())
@@ -61,12 +60,12 @@ class LocateServable:
         return RequestShape((self._number, most), len(listed), cost=float(most), expected_s=expected_s)
 
     def decode(self, payload: Payload) -> DecodedRequest:
-        """SampleRows as a dataset has them."""
-        names, rows = parse_observations(_read(payload), self._run.generation, payload.name or "observations")
+        value = _read(payload)
+        names, rows = parse_observations(value, self._run.generation, payload.name or "observations")
         most = padded(rows["present"].shape[1])
         rows = {name: _grown(tensor, most) if tensor.ndim > 1 else tensor for name, tensor in rows.items()}
         parts = [{name: tensor[n] for name, tensor in rows.items()} for n in range(len(names))]
-        return DecodedRequest((self._number, most), parts, names)
+        return DecodedRequest((self._number, most), parts, (names, station_names(value)))
 
     def forward(self, parts: list[SampleRows]) -> Estimate:
         """Queue observations of one number of receivers."""
@@ -75,30 +74,28 @@ class LocateServable:
             return self._run.predict(rows, self._device)
 
     def collect(self, running: Estimate) -> list[Any]:
-        """Position, covariance and origin of each, on the host."""
-        found = (part.cpu() for part in (running.position_en, running.covariance, running.origin))
-        return [_Found(*row) for row in zip(*found, strict=True)]
+        """The parts of each estimate, on the host."""
+        parts = (part.cpu() for part in running)
+        return list(zip(*parts, strict=True))
 
     def finish(self, item: DecodedRequest, outputs: list[Any]) -> Answer:
         """GeoJSON of all observations of a request."""
-        for name, found in zip(item.context, outputs, strict=True):
-            if not all(bool(part.isfinite().all()) for part in found):
+        names, stations = item.context
+        for name, parts in zip(names, outputs, strict=True):
+            if not all(bool(part.isfinite().all()) for part in parts):
                 raise ConfigError(f'observation "{name}" has no position: its numbers lead to none; check its stations')
         try:
-            position, covariance, origin = map(torch.stack, zip(*outputs, strict=True))
-            value = geojson(position, covariance, origin, item.context)
+            value = geojson(Estimate(*map(torch.stack, zip(*outputs, strict=True))), names, stations)
         except torch.linalg.LinAlgError as failure:  # type: ignore[attr-defined]
             raise ConfigError("an observation has no ellipse; check its stations and what they measured") from failure
         return Answer(json.dumps(value, separators=(",", ":")).encode(), MEDIA_TYPE, {"observations": len(outputs)})
 
     def close(self) -> None:
-        """Give back the weights."""
         del self._run
 
     # Warming up
 
     def example(self, num: int) -> list[SampleRows]:
-        """Observations of stations around a place."""
         stations = [
             {"lat": 47 + 0.1 * (n % 3), "lon": 8 + 0.1 * (n // 3), "alt": 400, "rssi_dbm": -80.0 - n,
              "arrival_difference_us": 5.0 * n}
@@ -106,14 +103,6 @@ class LocateServable:
         ]  # fmt: skip
         data = json.dumps({"stations": stations}).encode()
         return self.decode(Payload(data, "warm-up")).parts * num
-
-
-class _Found(NamedTuple):
-    """Of one observation."""
-
-    position: Tensor  # (2,) m
-    covariance: Tensor  # (2, 2) m²
-    origin: Tensor  # (3,) lat, lon, alt
 
 
 def padded(num: int) -> int:

@@ -11,7 +11,8 @@ are then independent between receivers, and the emission time is one unknown mor
 """
 
 import math
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
 from typing import Annotated, NamedTuple, Self
 
 import numpy as np
@@ -31,8 +32,18 @@ EARTH_RADIUS_M = 6_371_000.0  # the frame is a plane, the ground curves away fro
 METRES_PER_US = SPEED_OF_LIGHT * 1e-6
 _BREAK_M = 1_000.0  # where loss models may change their slope
 _MIN_DISTANCE_M = 10.0
+_PER_DECADE = 40  # entries of a table of powers
 _MIN_SIGMA_M = 1.0  # no arrival is known better, however good the clocks
 _MIN_SIGMA_DB = 0.1
+_EMISSION_STEPS = 4
+RobustLoss = Callable[[Tensor, float], tuple[Tensor, Tensor, Tensor]]
+_HALF_LOG_2PI = 0.5 * math.log(2 * math.pi)
+_LEAST_TIMED = 4  # arrivals of which one can be left out
+_WORTH_DROPPING = 4.5  # of the cost: three standard deviations
+_GRID_ROOT, _GRID_FINER, _GRID_LEVELS = 32, 4, 5  # cells per side, each time finer, so many times
+_GRID_WIDTH, _GRID_CELLS = 24, 128  # cells that are divided each time; cells of the answer
+_GRID_HELD = 0.97  # of the probability, by the cells of the answer
+_GRID_LIMIT = 6.0  # standard deviations beyond which a residual counts linearly
 _USUAL_SPREAD_US = 0.4  # of an arrival difference over the chunks, where only the mean is known
 _SNR, _FLOOR = F["snr_db"], F["noise_floor_dbm"]
 _ARRIVAL, _SIGMA = F["arrival_difference_us"], F["arrival_sigma_us"]
@@ -67,10 +78,13 @@ class SolverConfig:
     starts: Annotated[int, Range(1)] = 5  # lowest local minima of the grid that are refined, besides the centroid
     steps: Annotated[int, Range(1)] = 25  # of Gauss-Newton, whether needed or not: no host decides
     huber: Annotated[float, Range(above=0)] = 3.0  # standard deviations beyond which a residual counts linearly
-    power_known: bool = True  # else the transmit power is one unknown more
+    redescending: bool = False  # or, after Geman and McClure, hardly at all: beyond the same number
 
     def __post_init__(self) -> None:
         check(self)
+
+
+_QUICK = SolverConfig(starts=2, steps=12)  # where many fits are made of the same sample
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,6 +100,9 @@ class Observations:
     arrival_m: Tensor  # (B, R) arrival differences times the speed of light
     arrival_sigma_m: Tensor  # (B, R) clock error included
     loss: "StrengthModel"
+    blocked_share: float = 0.0  # of the links; their arrivals are late by an exponential law
+    blocked_m: float = 0.0  # its mean
+    power_known: bool = True  # else one offset of all strengths is unknown, and eliminated
 
     def to(self, dtype: torch.dtype) -> Self:
         """The same in another float dtype; the origin stays float64."""
@@ -95,12 +112,16 @@ class Observations:
 
 @dataclass(frozen=True, slots=True)
 class StrengthModel:
-    """Strength over distance, as two straight lines over log distance that meet at 1 km; and the height to expect."""
+    """Strength over distance, as two straight lines over log distance that meet at 1 km; and the height to expect.
+
+    Models with other slopes have a table of the power from 10 m to 10 000 km, in steps of equal ratio.
+    """
 
     power_at_km_dbm: float
     near: float  # exponent below 1 km
     far: float
     tx_height_m: float  # above the ellipsoid, antenna included
+    table_dbm: tuple[float, ...] = ()
 
     @classmethod
     def of(cls, config: GenerateConfig) -> "StrengthModel":
@@ -108,13 +129,25 @@ class StrengthModel:
         total = config.tx_power_dbm + config.tx_gain_dbi + config.rx_gain_dbi
         at_km = float(path_loss_db(config, np.array([_BREAK_M]))[0])
         near, far = loss_exponent(config, np.array([_BREAK_M / 2, _BREAK_M * 2])).tolist()
-        return cls(total - at_km, near, far, TX_HEIGHT_M + config.tx_antenna_m)
+        table: tuple[float, ...] = ()
+        if config.loss in ("ground_wave", "two_ray"):
+            table = tuple((total - path_loss_db(config, np.logspace(1, 7, 6 * _PER_DECADE + 1))).tolist())
+        return cls(total - at_km, near, far, TX_HEIGHT_M + config.tx_antenna_m, table)
 
     def power_dbm(self, distance_m: Tensor) -> tuple[Tensor, Tensor]:
         """Median received power, and the exponent there."""
+        if self.table_dbm:
+            return self._looked_up(distance_m)
         exponent = self.near + (self.far - self.near) * (distance_m > _BREAK_M).to(distance_m.dtype)
         d = distance_m.clamp(min=_MIN_DISTANCE_M)
         return self.power_at_km_dbm - 10 * exponent * torch.log10(d / _BREAK_M), exponent
+
+    def _looked_up(self, distance_m: Tensor) -> tuple[Tensor, Tensor]:
+        table = distance_m.new_tensor(self.table_dbm)
+        at = _PER_DECADE * (torch.log10(distance_m.clamp(min=_MIN_DISTANCE_M)) - 1)
+        low = at.floor().clamp(max=len(table) - 2).long()
+        step = table[low + 1] - table[low]
+        return table[low] + (at - low) * step, step * (-_PER_DECADE / 10)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,10 +158,11 @@ class Solution:
     covariance: Tensor  # (B, 2, 2) m²
     cost: Tensor  # (B,) half the sum of squared whitened residuals
     emission_m: Tensor  # (B,) emission time times the speed of light, on the reference's clock
-    power_db: Tensor  # (B,) transmit power over the assumed one; 0 where it is known
 
 
-def observe(rows: SampleRows, config: GenerateConfig, noise: NoiseModel | None = None) -> Observations:
+def observe(
+    rows: SampleRows, config: GenerateConfig, noise: NoiseModel | None = None, *, power_known: bool = True
+) -> Observations:
     """Measurements of a batch in its local frame, in float64.
 
     rows  features (B, R, F, 4), present (B, R), receivers (B, R, 3), reference (B,), as a dataset holds them
@@ -136,16 +170,17 @@ def observe(rows: SampleRows, config: GenerateConfig, noise: NoiseModel | None =
     noise = noise or NoiseModel()
     present, features = rows["present"], rows["features"].double()
     ground = rows["receivers"].double()
-    origin = frame_origin(ground, present)
+    weight = present.to(ground.dtype)[..., None]
+    origin = (ground * weight).sum(1) / weight.sum(1).clamp(min=1)  # (B, 3) mean of the present receivers
     antennas = torch.cat([ground[..., :2], ground[..., 2:] + config.rx_antenna_m], -1)
     stations = to_local(antennas, origin[:, None])
     ones = torch.ones_like(stations[..., 0])
     is_reference = torch.arange(present.shape[1], device=present.device) == rows["reference"][:, None]
     unmeasured = (features[..., _ARRIVAL, _MEAN] == 0) & (features[..., _SIGMA, _MIN] >= 0.99 * UNKNOWN_SIGMA_US)
-    timed = present & (is_reference | ~unmeasured)
+    timed = present & (is_reference | ~unmeasured) & (config.clock != "none")
     snr_db = features[..., _SNR, _MEAN]
     strength = snr_db + features[..., _FLOOR, _MEAN] - noise.strength_bias_db
-    sigma_db = max(math.hypot(config.shadowing_db, noise.strength_db), _MIN_SIGMA_DB)
+    sigma_db = max(math.hypot(config.shadowing_db, config.station_gain_db, noise.strength_db), _MIN_SIGMA_DB)
     spread = torch.nan_to_num(features[..., _ARRIVAL, _STD], nan=_USUAL_SPREAD_US)
     spread = spread * (noise.timing_spread / math.sqrt(NUM_CHUNKS))
     variance = (config.clock_sigma_s * 1e6) ** 2 + noise.timing_us**2 + spread.square()
@@ -154,19 +189,16 @@ def observe(rows: SampleRows, config: GenerateConfig, noise: NoiseModel | None =
         origin=origin,
         stations=torch.where(present[..., None], stations, 0.0),
         present=present,
-        timed=timed & (timed.sum(-1, keepdim=True) > 1),  # one alone tells the emission time and nothing else
+        timed=timed & (timed.sum(-1, keepdim=True) > 1),  # one alone determines the emission time and nothing else
         strength_dbm=torch.where(present, strength, 0.0),
         strength_db=sigma_db * ones,
         arrival_m=torch.where(present, METRES_PER_US * features[..., _ARRIVAL, _MEAN], 0.0),
         arrival_sigma_m=torch.where(present, (METRES_PER_US * sigma_us).clamp(min=_MIN_SIGMA_M), 1.0),
         loss=StrengthModel.of(config),
+        blocked_share=config.blocked_share if config.blocked_delay_us else 0.0,
+        blocked_m=METRES_PER_US * config.blocked_delay_us,
+        power_known=power_known,
     )
-
-
-def frame_origin(receivers: Tensor, present: Tensor) -> Tensor:
-    """(B, 3) mean latitude, longitude and altitude of the present receivers."""
-    weight = present.to(receivers.dtype)[..., None]
-    return (receivers * weight).sum(1) / weight.sum(1).clamp(min=1)
 
 
 def target(rows: SampleRows, origin: Tensor, config: GenerateConfig) -> Tensor:
@@ -190,32 +222,44 @@ def geographic(position: Tensor, origin: Tensor, height_m: float = TX_HEIGHT_M) 
     return from_local(torch.cat([level, up[:, None]], -1), origin)
 
 
-def calibrate(rows: SampleRows, config: GenerateConfig) -> NoiseModel:
-    """The noise model of a dataset whose transmitters are known: strengths by moments, arrivals by likelihood."""
+def calibrate(rows: SampleRows, config: GenerateConfig, *, power_known: bool = True) -> NoiseModel:
+    """The noise model of a dataset whose transmitters are known: strengths by moments, arrivals by likelihood.
+
+    Where the power is not known, strengths count relative to the mean of their sample.
+    """
     seen = observe(rows, config, NoiseModel(strength_bias_db=0.0))
     true = target(rows, seen.origin, config)
     distance = _ranges(seen, true[:, None])[0][:, 0]
-    left_db = (seen.strength_dbm - seen.loss.power_dbm(distance)[0])[seen.present]
-    excess = max(float(left_db.var()) - config.shadowing_db**2, 0.0) ** 0.5 if len(left_db) > 1 else 0.0
-    base = NoiseModel(strength_bias_db=float(left_db.mean()), strength_db=excess)
-    return _fit_timing(rows, config, base, distance)
-
-
-def _fit_timing(rows: SampleRows, config: GenerateConfig, base: NoiseModel, distance: Tensor) -> NoiseModel:
-    """Coordinate search of the three timing terms by Gaussian likelihood, emission time eliminated."""
-    best, lowest = base, math.inf
-    for factors in (4.0, 2.0, 2**0.5, 2**0.25):
+    left_db = seen.strength_dbm - seen.loss.power_dbm(distance)[0]
+    count = seen.present.sum(-1, keepdim=True).clamp(min=1)
+    if not power_known:
+        left_db = left_db - torch.where(seen.present, left_db, 0.0).sum(-1, keepdim=True) / count
+    free = float((count - 1).sum()) if not power_known else float(seen.present.sum()) - 1
+    bias = 0.0 if not power_known else float(left_db[seen.present].mean())
+    variance = float((left_db[seen.present] - bias).square().sum()) / max(free, 1.0)
+    excess = max(variance - config.shadowing_db**2, 0.0) ** 0.5 if free > 0 else 0.0
+    best = NoiseModel(strength_bias_db=bias, strength_db=excess)
+    lowest = math.inf
+    for factors in (4.0, 2.0, 2**0.5, 2**0.25):  # coordinate search of the three timing terms
         for name in ("timing_us", "timing_snr_us", "timing_spread"):
             value = getattr(best, name)
             for factor in (1 / factors, 1.0, factors):
                 trial = replace(best, **{name: value * factor})
-                found = float(_timing_nll(observe(rows, config, trial), distance))
-                if found < lowest:
-                    best, lowest = trial, found
+                cost = float(_timing_nll(observe(rows, config, trial), distance))
+                if cost < lowest:
+                    best, lowest = trial, cost
     return best
 
 
 def _timing_nll(seen: Observations, distance: Tensor) -> Tensor:
+    """Negative log likelihood of the arrivals at known distances; the emission time is eliminated, or fitted."""
+    if seen.blocked_share:
+        emission = _fitted_emission(seen, distance[:, None])
+        time = (distance[:, None] + emission[..., None] - seen.arrival_m[:, None]) * (
+            seen.timed / seen.arrival_sigma_m
+        )[:, None]
+        cost = _time_loss(seen, time, math.inf)[0][:, 0].sum(-1) + (seen.timed * seen.arrival_sigma_m.log()).sum(-1)
+        return torch.where(seen.timed.sum(-1) > 1, cost, 0.0).mean()
     weight = seen.timed / seen.arrival_sigma_m.square()
     total = weight.sum(-1).clamp(min=1e-30)
     left = seen.arrival_m - distance
@@ -232,11 +276,10 @@ def centroid(seen: Observations) -> Solution:
     off = (seen.stations[..., :2] - place[:, None]) * seen.present[..., None]
     scatter = off.mT @ off / seen.present.sum(-1).clamp(min=1)[:, None, None]
     nothing = torch.zeros_like(place[:, 0])
-    return Solution(position=place, covariance=scatter, cost=nothing, emission_m=nothing, power_db=nothing)
+    return Solution(position=place, covariance=scatter, cost=nothing, emission_m=nothing)
 
 
 def by_strength(seen: Observations, config: SolverConfig | None = None) -> Solution:
-    """Maximum likelihood on received strength alone."""
     return solve(replace(seen, timed=torch.zeros_like(seen.timed)), config)
 
 
@@ -246,8 +289,7 @@ def solve(seen: Observations, config: SolverConfig | None = None) -> Solution:
     area = _search_area(seen, config)
     starts = _grid_starts(seen.to(torch.float32), config, area.to(torch.float32)).to(area.dtype)
     place = torch.cat([starts, centroid(seen).position[:, None]], 1)
-    emission, power = _nuisances(seen, config, place)
-    at = _linearise(seen, config, place, emission, power)
+    at = _linearise(seen, config, place, _emission(seen, place))
     damping = torch.full_like(at.cost, 1e-3)
     for _ in range(config.steps):
         at, damping = _step(seen, config, at, damping, area)
@@ -258,12 +300,73 @@ def solve(seen: Observations, config: SolverConfig | None = None) -> Solution:
         return value.gather(1, index)[:, 0]
 
     return Solution(
-        position=pick(at.place),
-        covariance=invert(pick(at.normal)),
-        cost=pick(at.cost),
-        emission_m=pick(at.emission),
-        power_db=pick(at.power),
+        position=pick(at.place), covariance=invert(pick(at.normal)), cost=pick(at.cost), emission_m=pick(at.emission)
     )
+
+
+def drop_one(seen: Observations, config: SolverConfig | None = None) -> Solution:
+    """The answer without the one arrival that contradicts the others most, where there is such a one."""
+    best, config = solve(seen, config), config or _QUICK
+    whole, spare = best.cost, seen.timed.sum(-1) > _LEAST_TIMED
+    for number in range(seen.timed.shape[1]):
+        dropped = torch.arange(seen.timed.shape[1], device=seen.timed.device) == number
+        one = solve(replace(seen, timed=seen.timed & ~dropped), config)
+        better = spare & seen.timed[:, number] & (one.cost < torch.minimum(best.cost, whole - _WORTH_DROPPING))
+        best = Solution(
+            **{
+                name: torch.where(better.view(-1, *[1] * (old.ndim - 1)), getattr(one, name), old)
+                for name, old in ((item.name, getattr(best, item.name)) for item in fields(best))
+            }
+        )
+    return best
+
+
+class GridPosterior(NamedTuple):
+    """The posterior on the finest grid whose H likeliest cells hold nearly all of it."""
+
+    log_weight: Tensor  # (B, H)
+    middle: Tensor  # (B, H, 2) m
+    side: Tensor  # (B, H, 2) m
+
+
+def grid_posterior(seen: Observations, config: SolverConfig | None = None) -> GridPosterior:
+    """The likelihood over the search area, on cells that are divided again and again where it is high.
+
+    Arrivals are blurred by the pitch of the grid.
+    """
+    config, seen = config or SolverConfig(), seen.to(torch.float32)
+    area = _search_area(seen, config)
+    side = ((area[:, 1] - area[:, 0]) / _GRID_ROOT)[:, None]  # (B, 1, 2) of a cell
+    step = torch.arange(_GRID_ROOT, dtype=area.dtype, device=area.device) + 0.5
+    place = area[:, None, 0] + side * torch.stack(torch.meshgrid(step, step, indexing="ij"), -1).reshape(1, -1, 2)
+    inner = (torch.arange(_GRID_FINER, dtype=area.dtype, device=area.device) + 0.5) / _GRID_FINER - 0.5
+    shifts = torch.stack(torch.meshgrid(inner, inner, indexing="ij"), -1).reshape(1, 1, -1, 2)
+    posterior: GridPosterior | None = None
+    fits = torch.ones_like(seen.present[:, 0])
+    for _ in range(_GRID_LEVELS + 1):
+        height = _log_likelihood(seen, place, side.amax((-2, -1)))
+        best = height.topk(_GRID_CELLS, -1)
+        kept = place.gather(1, best.indices[..., None].expand(-1, -1, 2))
+        finer = GridPosterior(best.values, kept, side.expand_as(kept))
+        if posterior is not None:
+            fits = fits & ((best.values.logsumexp(-1) - height.logsumexp(-1)).exp() > _GRID_HELD)
+            finer = GridPosterior(
+                *(torch.where(fits.view(-1, *[1] * (o.ndim - 1)), n, o) for n, o in zip(finer, posterior, strict=True))
+            )
+        posterior = finer
+        place = (kept[:, :_GRID_WIDTH, None] + shifts * side[:, :, None]).flatten(1, 2)
+        side = side / _GRID_FINER
+    assert posterior is not None
+    return posterior
+
+
+def _log_likelihood(seen: Observations, place: Tensor, pitch: Tensor) -> Tensor:
+    """(B, S) up to a constant, with arrivals blurred by the pitch (B,) of the places."""
+    sigma = (seen.arrival_sigma_m.square() + (pitch[:, None] / 3).square()).sqrt()
+    blurred = replace(seen, arrival_sigma_m=sigma)
+    distance, _ = _ranges(blurred, place)
+    strength, _, time, _ = _left(blurred, distance, _emission(blurred, place))
+    return -(_huber(strength, _GRID_LIMIT)[0] + _time_loss(blurred, time, _GRID_LIMIT)[0]).sum(-1)
 
 
 def solver_batch(device: torch.device) -> int:
@@ -271,20 +374,14 @@ def solver_batch(device: torch.device) -> int:
     return 64 if device.type == "cpu" else 4096
 
 
-class Residuals(NamedTuple):
-    """What is left of every measurement at a position, in its standard deviations; 0 where there is none."""
+def residuals(seen: Observations, solution: Solution) -> tuple[Tensor, Tensor, Tensor]:
+    """What is left of times and strengths in their standard deviations, 0 where there is none; and distances in m.
 
-    time: Tensor  # (B, R)
-    strength: Tensor  # (B, R)
-    direction: Tensor  # (B, R, 2) horizontal unit vector from the station to the position
-    distance: Tensor  # (B, R) m
-
-
-def residuals(seen: Observations, found: Solution) -> Residuals:
-    """Whitened residuals of a solution, for a network to look at."""
-    distance, slope = _ranges(seen, found.position[:, None])
-    strength, _, time, _ = _left(seen, distance, found.emission_m[:, None], found.power_db[:, None])
-    return Residuals(time[:, 0], strength[:, 0], slope[:, 0] * seen.present[..., None], distance[:, 0])
+    Each (B, R).
+    """
+    distance, _ = _ranges(seen, solution.position[:, None])
+    strength, _, time, _ = _left(seen, distance, solution.emission_m[:, None])
+    return time[:, 0], strength[:, 0], distance[:, 0]
 
 
 def invert(matrix: Tensor) -> Tensor:
@@ -300,16 +397,14 @@ def invert(matrix: Tensor) -> Tensor:
 
 
 class _At(NamedTuple):
-    """The cost at a point, and the normal equations with the nuisances eliminated; leading axes (B, S)."""
+    """The cost at a point, and the normal equations with the emission time eliminated; leading axes (B, S)."""
 
     place: Tensor  # (B, S, 2)
     emission: Tensor  # (B, S)
-    power: Tensor  # (B, S)
     cost: Tensor  # (B, S)
     normal: Tensor  # (B, S, 2, 2)
     slope: Tensor  # (B, S, 2) gradient
     emission_terms: Tensor  # (B, S, 4): gradient, two mixed terms, stiffness
-    power_terms: Tensor  # (B, S, 4)
 
 
 def _level_up(level: Tensor, origin_alt: Tensor, height_m: float) -> Tensor:
@@ -327,43 +422,54 @@ def _ranges(seen: Observations, place: Tensor) -> tuple[Tensor, Tensor]:
     return distance, (off[..., :2] + tilt) / distance[..., None]
 
 
-def _left(
-    seen: Observations, distance: Tensor, emission: Tensor, power: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _left(seen: Observations, distance: Tensor, emission: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Whitened residuals of strength and time with their derivatives by distance, each (B, S, R)."""
     expected, exponent = seen.loss.power_dbm(distance)
     weight = (seen.present / seen.strength_db)[:, None]
-    strength = (expected + power[..., None] - seen.strength_dbm[:, None]) * weight
+    strength = (expected - seen.strength_dbm[:, None]) * weight
+    if not seen.power_known:
+        strength = strength - weight * _level(strength, weight)
     per_metre = -10 * exponent / (math.log(10) * distance) * weight
     certain = (seen.timed / seen.arrival_sigma_m)[:, None]
     time = (distance + emission[..., None] - seen.arrival_m[:, None]) * certain
     return strength, per_metre, time, certain
 
 
-def _linearise(seen: Observations, config: SolverConfig, place: Tensor, emission: Tensor, power: Tensor) -> _At:
+def _linearise(seen: Observations, config: SolverConfig, place: Tensor, emission: Tensor) -> _At:
     distance, slope = _ranges(seen, place)
-    strength, per_metre, time, certain = _left(seen, distance, emission, power)
-    cost_s, weight_s = _huber(strength, config.huber)
-    cost_t, weight_t = _huber(time, config.huber)
-    per_db = (seen.present / seen.strength_db)[:, None] * float(not config.power_known)
-    normal_s, grad_s, power_terms = _normal(slope, strength, per_metre, per_db, weight_s)
-    normal_t, grad_t, emission_terms = _normal(slope, time, certain, certain, weight_t)
-    cost = (cost_s + cost_t).sum(-1)
-    return _At(place, emission, power, cost, normal_s + normal_t, grad_s + grad_t, emission_terms, power_terms)
-
-
-def _normal(
-    slope: Tensor, left: Tensor, per_metre: Tensor, per_unknown: Tensor, weight: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Normal matrix and gradient of the position with one further unknown eliminated, and that unknown's terms."""
-    row = slope * per_metre[..., None]  # (B, S, R, 2)
-    heavy = row * weight[..., None]
-    normal, grad = heavy.mT @ row, (heavy * left[..., None]).sum(-2)
-    own = weight * per_unknown
-    mixed, stiff, pull = (row * own[..., None]).sum(-2), (own * per_unknown).sum(-1), (own * left).sum(-1)
+    strength, per_metre, time, certain = _left(seen, distance, emission)
+    robust = _geman_mcclure if config.redescending else _huber
+    cost_s, pull_s, weight_s = robust(strength, config.huber)
+    cost_t, pull_t, weight_t = _time_loss(seen, time, config.huber, robust)
+    rows_s = slope * per_metre[..., None]  # (B, S, R, 2)
+    if not seen.power_known:
+        weight = (seen.present / seen.strength_db)[:, None, :, None]
+        rows_s = rows_s - weight * _level(rows_s, weight, -2)
+    normal_s, grad_s = _normal(rows_s, pull_s, weight_s)
+    normal_t, grad_t = _normal(slope * certain[..., None], pull_t, weight_t)
+    # The emission time is eliminated: what it would take up of a step is taken off the arrivals' share.
+    own = weight_t * certain
+    mixed = (slope * certain[..., None] * own[..., None]).sum(-2)
+    stiff, pull = (own * certain).sum(-1), (certain * pull_t).sum(-1)
     share = mixed / stiff.clamp(min=1e-30)[..., None]
     terms = torch.cat([pull[..., None], mixed, stiff[..., None]], -1)
-    return normal - share[..., :, None] * mixed[..., None, :], grad - share * pull[..., None], terms
+    normal = normal_s + (normal_t - share[..., :, None] * mixed[..., None, :])
+    slope_t = grad_t - share * pull[..., None]
+    return _At(place, emission, (cost_s + cost_t).sum(-1), normal, grad_s + slope_t, terms)
+
+
+def _level(whitened: Tensor, weight: Tensor, axis: int = -1) -> Tensor:
+    """The offset of all strengths that fits best: their weighted mean over the receivers."""
+    return (whitened * weight).sum(axis, keepdim=True) / weight.square().sum(axis, keepdim=True).clamp(min=1e-30)
+
+
+def _normal(rows: Tensor, pull: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Normal matrix and gradient of the position from the loss's derivatives by residual, and those of residuals.
+
+    rows          (B, S, R, 2)  derivatives of whitened residuals by position
+    pull, weight  (B, S, R)
+    """
+    return (rows * weight[..., None]).mT @ rows, (rows * pull[..., None]).sum(-2)
 
 
 def _step(seen: Observations, config: SolverConfig, at: _At, damping: Tensor, area: Tensor) -> tuple[_At, Tensor]:
@@ -371,42 +477,65 @@ def _step(seen: Observations, config: SolverConfig, at: _At, damping: Tensor, ar
     lift = torch.diag_embed(at.normal.diagonal(dim1=-2, dim2=-1) * damping[..., None])
     move = -(invert(at.normal + lift) @ at.slope[..., None])[..., 0]
     place = torch.minimum(torch.maximum(at.place + move, area[:, None, 0]), area[:, None, 1])
-    move = place - at.place
-    new = _linearise(
-        seen,
-        config,
-        place,
-        at.emission + _follow(at.emission_terms, move),
-        at.power + _follow(at.power_terms, move),
-    )
+    pull, mixed, stiff = at.emission_terms[..., 0], at.emission_terms[..., 1:3], at.emission_terms[..., 3]
+    later = -(pull + (mixed * (place - at.place)).sum(-1)) / stiff.clamp(min=1e-30)  # the emission time follows
+    new = _linearise(seen, config, place, at.emission + torch.where(stiff > 0, later, 0.0))
     better = new.cost < at.cost
     kept = [torch.where(better.reshape(*better.shape, *[1] * (n.ndim - 2)), n, o) for n, o in zip(new, at, strict=True)]
     return _At(*kept), torch.where(better, damping * 0.2, damping * 6).clamp(1e-9, 1e9)
 
 
-def _follow(terms: Tensor, move: Tensor) -> Tensor:
-    """The step of an eliminated unknown, given that of the position."""
-    pull, mixed, stiff = terms[..., 0], terms[..., 1:3], terms[..., 3]
-    return torch.where(stiff > 0, -(pull + (mixed * move).sum(-1)) / stiff.clamp(min=1e-30), 0.0)
-
-
-def _huber(left: Tensor, limit: float) -> tuple[Tensor, Tensor]:
-    """Cost and weight of whitened residuals: square up to the limit, linear beyond."""
+def _huber(left: Tensor, limit: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Cost, derivative and weight of whitened residuals: square up to the limit, linear beyond."""
     size = left.abs()
     cost = torch.where(size <= limit, 0.5 * left.square(), limit * size - 0.5 * limit**2)
-    return cost, limit / size.clamp(min=limit)
+    weight = limit / size.clamp(min=limit)
+    return cost, weight * left, weight
 
 
-def _nuisances(seen: Observations, config: SolverConfig, place: Tensor) -> tuple[Tensor, Tensor]:
-    """Emission time (in metres) and power that fit best at given places, each (B, S)."""
-    distance, _ = _ranges(seen, place)
-    zero = torch.zeros_like(place[..., 0])
-    strength, _, time, certain = _left(seen, distance, zero, zero)
-    emission = -(time * certain).sum(-1) / certain.square().sum(-1).clamp(min=1e-30)
-    if config.power_known:
-        return emission, zero
-    known = (seen.present / seen.strength_db)[:, None]
-    return emission, -(strength * known).sum(-1) / known.square().sum(-1).clamp(min=1e-30)
+def _geman_mcclure(left: Tensor, limit: float) -> tuple[Tensor, Tensor, Tensor]:
+    """The same for a loss that levels off: limit²·r² / (2·(limit² + r²))."""
+    share = 1 / (1 + (left / limit).square())
+    return 0.5 * left.square() * share, share.square() * left, share.square()
+
+
+def _time_loss(
+    seen: Observations, time: Tensor, limit: float, robust: RobustLoss = _huber
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The same for arrivals (B, S, R); where links may be blocked, the likelihood of a mixture: normal, or later by an
+    exponential delay."""
+    if not seen.blocked_share:
+        return robust(time, limit) if math.isfinite(limit) else (0.5 * time.square(), time, torch.ones_like(time))
+    rate = (seen.arrival_sigma_m / seen.blocked_m)[:, None]
+    late = -time - rate
+    below = torch.special.log_ndtr(late)
+    clear = (
+        math.log1p(-seen.blocked_share) - 0.5 * time.square() - _HALF_LOG_2PI if seen.blocked_share < 1 else -math.inf
+    )
+    blocked = math.log(seen.blocked_share) + rate.log() + 0.5 * rate.square() + rate * time + below
+    total = torch.logaddexp(torch.as_tensor(clear, dtype=time.dtype, device=time.device), blocked)
+    share = (blocked - total).exp()  # how likely this link is blocked
+    hazard = (-0.5 * late.square() - _HALF_LOG_2PI - below).exp()
+    pull = (1 - share) * time - share * (rate - hazard)
+    weight = (1 - share) + share * (hazard * (hazard + late)).clamp(1e-3, 1.0)
+    return torch.where(seen.timed[:, None], -total, 0.0), pull, weight
+
+
+def _emission(seen: Observations, place: Tensor) -> Tensor:
+    """(B, S) emission time in metres that fits best at given places."""
+    return _fitted_emission(seen, _ranges(seen, place)[0])
+
+
+def _fitted_emission(seen: Observations, distance: Tensor) -> Tensor:
+    """(B, S) likewise, at given distances (B, S, R): the weighted mean, refined where links may be blocked."""
+    certain = (seen.timed / seen.arrival_sigma_m)[:, None]
+    early = (seen.arrival_m[:, None] - distance) * certain
+    emission = (early * certain).sum(-1) / certain.square().sum(-1).clamp(min=1e-30)
+    for _ in range(_EMISSION_STEPS if seen.blocked_share else 0):
+        _, pull, weight = _time_loss(seen, emission[..., None] * certain - early, math.inf)
+        stiff = (weight * certain.square()).sum(-1).clamp(min=1e-30)
+        emission = emission - (certain * pull).sum(-1) / stiff
+    return emission
 
 
 def _search_area(seen: Observations, config: SolverConfig) -> Tensor:
@@ -427,8 +556,8 @@ def _grid_starts(seen: Observations, config: SolverConfig, area: Tensor) -> Tens
     pitch = ((area[:, 1] - area[:, 0]).amax(-1) / (size - 1))[:, None]
     blurred = replace(seen, arrival_sigma_m=(seen.arrival_sigma_m.square() + (pitch / 2).square()).sqrt())
     distance, _ = _ranges(blurred, place)
-    strength, _, time, _ = _left(blurred, distance, *_nuisances(blurred, config, place))
-    cost = (_huber(strength, config.huber)[0] + _huber(time, config.huber)[0]).sum(-1)
+    strength, _, time, _ = _left(blurred, distance, _emission(blurred, place))
+    cost = (_huber(strength, config.huber)[0] + _time_loss(blurred, time, config.huber)[0]).sum(-1)
     image = -cost.reshape(-1, 1, size, size)
     peak = torch.nn.functional.max_pool2d(image, 3, 1, 1) == image
     height = torch.where(peak, image, image - 1e6).flatten(1)  # others only when minima run out

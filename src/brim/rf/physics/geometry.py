@@ -1,4 +1,4 @@
-"""Where things are: WGS-84, straight lines between points, the geometry's dilution of precision.
+"""Where things are: WGS-84, straight lines and geodesics between points, the geometry's dilution of precision.
 
 Axes: B samples, R receivers (always last, so that reductions add in one order whatever the batch).
 """
@@ -22,11 +22,7 @@ def ecef(lat: F64, lon: F64, alt: F64) -> tuple[F64, F64, F64]:
     phi, lam = np.radians(lat), np.radians(lon)
     sin, cos = np.sin(phi), np.cos(phi)
     radius = _SEMI_MAJOR_M / np.sqrt(1 - _E2 * sin * sin)  # of the prime vertical
-    return (
-        (radius + alt) * cos * np.cos(lam),
-        (radius + alt) * cos * np.sin(lam),
-        (radius * (1 - _E2) + alt) * sin,
-    )
+    return ((radius + alt) * cos * np.cos(lam), (radius + alt) * cos * np.sin(lam), (radius * (1 - _E2) + alt) * sin)
 
 
 def enu(lat: F64, lon: F64, alt: F64, lat0: F64, lon0: F64, alt0: F64) -> tuple[F64, F64, F64]:
@@ -36,11 +32,42 @@ def enu(lat: F64, lon: F64, alt: F64, lat0: F64, lon0: F64, alt0: F64) -> tuple[
     dx, dy, dz = x - x0, y - y0, z - z0
     phi, lam = np.radians(lat0), np.radians(lon0)
     sp, cp, sl, cl = np.sin(phi), np.cos(phi), np.sin(lam), np.cos(lam)
-    return (
-        -sl * dx + cl * dy,
-        -sp * cl * dx - sp * sl * dy + cp * dz,
-        cp * cl * dx + cp * sl * dy + sp * dz,
-    )
+    return (-sl * dx + cl * dy, -sp * cl * dx - sp * sl * dy + cp * dz, cp * cl * dx + cp * sl * dy + sp * dz)
+
+
+def geodesic_m(lat1: F64, lon1: F64, lat2: F64, lon2: F64) -> F64:
+    """Length in metres of the shortest line on the ellipsoid between points in degrees; the arguments broadcast.
+
+    Vincenty's inverse solution (Survey Review 23, 1975), to a tenth of a millimetre. Between points nearly opposite on
+    the Earth it does not converge; from 19 000 km on the result is rough.
+    """
+    flat = 1 - _FLATTENING
+    lat1, lon1, lat2, lon2 = np.broadcast_arrays(*(np.radians(angle) for angle in (lat1, lon1, lat2, lon2)))
+    u1, u2 = np.arctan(flat * np.tan(lat1)), np.arctan(flat * np.tan(lat2))  # reduced latitudes
+    s1, c1, s2, c2 = np.sin(u1), np.cos(u1), np.sin(u2), np.cos(u2)
+    span = (lon2 - lon1 + np.pi) % (2 * np.pi) - np.pi
+    lam = span
+    for _ in range(20):
+        sl, cl = np.sin(lam), np.cos(lam)
+        sin = np.hypot(c2 * sl, c1 * s2 - s1 * c2 * cl)
+        cos = s1 * s2 + c1 * c2 * cl
+        sigma = np.arctan2(sin, cos)
+        sin_alpha = c1 * c2 * sl / np.where(sin == 0, 1.0, sin)
+        cos2_alpha = 1 - sin_alpha**2
+        on_equator = cos2_alpha < 1e-15
+        cos_2m = np.where(on_equator, 0.0, cos - 2 * s1 * s2 / np.where(on_equator, 1.0, cos2_alpha))
+        c = _FLATTENING / 16 * cos2_alpha * (4 + _FLATTENING * (4 - 3 * cos2_alpha))
+        further = sigma + c * sin * (cos_2m + c * cos * (2 * cos_2m**2 - 1))
+        new = span + (1 - c) * _FLATTENING * sin_alpha * further
+        moved, lam = float(np.abs(new - lam).max(initial=0.0)), new
+        if moved < 1e-12:
+            break
+    u = cos2_alpha * _E2 / (1 - _E2)  # e'² cos² α
+    a = 1 + u / 16384 * (4096 + u * (-768 + u * (320 - 175 * u)))
+    b = u / 1024 * (256 + u * (-128 + u * (74 - 47 * u)))
+    wave = cos * (2 * cos_2m**2 - 1) - b / 6 * cos_2m * (4 * sin**2 - 3) * (4 * cos_2m**2 - 3)
+    length: F64 = _SEMI_MAJOR_M * flat * a * (sigma - b * sin * (cos_2m + b / 4 * wave))
+    return length
 
 
 def gdop(east: F64, north: F64, mask: B1) -> F64:

@@ -30,6 +30,19 @@ class Purpose(IntEnum):
     MESSAGE = 5
     FADING = 6
     NOISE = 7
+    TERRAIN = 8
+    SHADOWING = 9
+    BLOCKED = 10
+    STATION = 11
+    POWER = 12
+    CLOCK = 13
+    FILTER = 14
+    OSCILLATOR = 15
+    AGC = 16
+    LOST = 17
+    INTERFERER = 18
+    INTERFERER_LINK = 19
+    IMPULSE = 20
 
 
 PhiloxWord = U64 | np.uint64

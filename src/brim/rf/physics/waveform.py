@@ -13,7 +13,7 @@ from torch import Tensor
 
 from brim.rf.config import SAMPLE_RATE_HZ, GenerateConfig, Waveform
 from brim.rf.physics.philox import Purpose, uniform, words
-from brim.rf.physics.scene import ECHO_DELAY_S, max_delay_s
+from brim.rf.physics.scene import max_clock_s, max_delay_s, max_echo_s
 
 TABLE_HZ = 50_000  # 17 points per cycle of the highest message tone: cubic interpolation errs below −80 dB
 OVERSAMPLING = SAMPLE_RATE_HZ // TABLE_HZ
@@ -69,14 +69,14 @@ class Messages:
 
 def guard_points(config: GenerateConfig) -> int:
     """Table points before time 0, so that the latest arrival still finds its past; a multiple of a symbol."""
-    late = max_delay_s(config) + ECHO_DELAY_S[1] + 8 * config.clock_sigma_s
+    late = max_delay_s(config) + max_echo_s(config) + max_clock_s(config)
     points = int(np.ceil(late * TABLE_HZ)) + 2 * MARGIN + 4
     return -(-points // POINTS_PER_SYMBOL) * POINTS_PER_SYMBOL
 
 
 def table_points(config: GenerateConfig) -> int:
     """T, points in a table: the guard, the record and a margin for early clocks."""
-    early = int(np.ceil(8 * config.clock_sigma_s * TABLE_HZ))
+    early = int(np.ceil(max_clock_s(config) * TABLE_HZ))
     return guard_points(config) + channel_points(config) + early + 2 * MARGIN + 4
 
 
