@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from brim.segmentation.networks import register_model as register_model
     from brim.segmentation.objects import Polygon as Polygon
     from brim.segmentation.objects import Prediction as Prediction
+    from brim.segmentation.objects.contours import contours as contours
     from brim.segmentation.prediction import ModelLoader as ModelLoader
     from brim.segmentation.scenes import write_cells as write_cells
     from brim.segmentation.training import SegmentTrainReport as SegmentTrainReport

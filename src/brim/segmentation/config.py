@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Annotated, Any, Final, Literal, get_args
 
 from brim.config import Doc, Length, OneOf, Range, Unit, check
@@ -14,12 +15,25 @@ from brim.engine.config import (
     PrecisionChoice,
     TierChoice,
 )
+from brim.engine.networks.source import NetworkSource, declared, find_source, is_reference, named_source
 from brim.errors import ConfigError
 
-NETWORKS: Final = ("hrnet", "resunet_small", "resunet_advanced", "unet_tiny")  # built in
-REGISTERED: Final[dict[str, Callable[[], Any]]] = {}  # added by register_model: name → what makes a new module
+NETWORKS: Final = (
+    *("hrnet", "resunet_small", "resunet_advanced", "unet_tiny", "cells"),
+    *("unet_resnet18", "unet_resnet34", "unet_resnet50"),
+)  # built in
+DEFAULT_MODEL: Final = "default"  # the name of the model that comes with brim
+DEFAULT_NETWORK: Final = "cells"  # and its network
+DEFAULT_WEIGHTS: Final = Path(__file__).parent / "weights" / "default.safetensors"
+REGISTERED: Final[dict[str, Callable[..., Any]]] = {}  # by register_model and bring: name → factory of a new module
 
-Format = Literal["geojson", "coco", "roi", "mask", "overlay"]
+SegmentTask = Literal["mask", "instances"]
+OUTPUTS: Final[dict[str, int]] = {"mask": 1, "instances": 2}  # maps of a network: foreground; and height
+
+SCENES: Final = ("nuclei", "cytoplasm", "brightfield", "phase", "tissue", "bacteria", "round")  # kinds that are drawn
+SCENE_CHOICES: Final = ("all", *SCENES)  # all: every kind, nuclei six times as often as another
+
+Format = Literal["geojson", "coco", "roi", "mask", "overlay", "labels", "csv", "imagej", "ome-zarr"]  # imagej is roi
 FORMATS: Final[tuple[Format, ...]] = get_args(Format)
 SEARCHES: Final = ("precision", "layout", "compile")
 
@@ -28,14 +42,71 @@ MAX_CROP: Final = 4096  # pixels; a larger crop fits no device together with its
 DEFAULT_TILE: Final = 1024  # pixels
 QUICK_SECONDS: Final = 10.0  # for tuning on first use, while a caller waits for a prediction
 
+Threshold = Annotated[
+    float, Range(above=0, below=1, note="0.5 is usual"), Doc("A pixel above this probability is foreground.")
+]
+MinArea = Annotated[
+    int | None,
+    Range(0),
+    Unit("px"),
+    Doc("Smaller objects are left out; none: those of fewer than 16 px, of masks none."),
+]
+Diameter = Annotated[
+    float | None,
+    Range(4, 10_000),
+    Unit("px"),
+    Doc("Typical diameter of an object; none: estimated for each image, if the model was trained for that."),
+]
+DetectHoles = Annotated[bool, Doc("Polygons may have holes.")]
+
+
+class BroughtFactory:
+    """Makes the network of a source; its code is imported with the first one."""
+
+    def __init__(self, source: NetworkSource) -> None:
+        self.source = source
+
+    def __call__(self, **settings: Any) -> Any:
+        from brim.engine.networks import factory_of
+
+        return factory_of(self.source)(**settings)
+
 
 def network_names() -> tuple[str, ...]:
-    """The built-in networks and the registered ones."""
-    return tuple(dict.fromkeys((*NETWORKS, *REGISTERED)))
+    """The built-in networks, the registered ones, and those that packages and the administrator declare."""
+    return tuple(dict.fromkeys((*NETWORKS, *REGISTERED, *declared())))
 
 
-def _searches() -> tuple[str, ...]:
-    return SEARCHES
+def bring(text: str) -> str:
+    """Make the network of FILE.py:factory, of a traced program or of a declared name usable here; returns its name.
+
+    The name of a built-in or registered network stands for itself.
+    """
+    if text in NETWORKS or text in REGISTERED:
+        return text
+    if not is_reference(text) and text not in declared():
+        known = ", ".join(network_names())
+        raise ConfigError(
+            f"is unknown; give FILE.py:factory, a program (.pt2, .pt), or one of {known}",
+            field="network",
+            value=text,
+            code="unknown_choice",
+        )
+    source = find_source(text)
+    REGISTERED[source.name] = BroughtFactory(source)
+    return source.name
+
+
+def source_named(name: str) -> NetworkSource | None:
+    """Where the network of that name comes from; None for built-in ones, and for functions without a file."""
+    factory = REGISTERED.get(name)
+    if isinstance(factory, BroughtFactory):
+        return factory.source
+    if factory is not None:
+        from brim.engine.networks import source_of_object
+
+        return source_of_object(factory)
+    return None if name in NETWORKS else named_source(name)
 
 
 def check_network(name: str) -> None:
@@ -68,10 +139,44 @@ class CropAugmentation:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SegmentTrainConfig:
+class ImagePlanes:
+    """What is read of images with several channels, Z slices or times."""
+
+    channels: Annotated[
+        tuple[Annotated[str, Length(1, 200)], ...] | None,
+        Length(1, 100),
+        Doc("Channels by name or number, from 0; several are averaged. None: a colour image as it is, else all."),
+    ] = None
+    z: Annotated[
+        int | Literal["max"] | None,
+        Range(0),
+        Doc("Z slice, from 0, or max: the maximum over all. None: the maximum, of pages without axes the first."),
+    ] = None
+    t: Annotated[int | None, Range(0), Doc("Time, from 0; none: the first.")] = None
+
+    def __post_init__(self) -> None:
+        check(self)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SegmentTrainConfig(ImagePlanes):
     """How a network is trained to segment."""
 
     model: Annotated[str, OneOf(network_names), Doc("Network to train.")]
+    task: Annotated[
+        Literal["auto", "mask", "instances"],
+        Doc(
+            "What it predicts: a mask, whose blobs become polygons, or instances, one polygon for each object; auto: "
+            "instances where label images number the objects."
+        ),
+    ] = "auto"
+    scenes: Annotated[
+        tuple[str, ...],
+        Length(0, 100),
+        OneOf(lambda: SCENE_CHOICES),
+        Doc("Train on drawn scenes of these kinds instead of images; all: every kind, mostly nuclei."),
+    ] = ()
+    scenes_per_epoch: Annotated[int, Range(1), Doc("Scenes drawn in an epoch; none is drawn twice.")] = 8192
     size: Annotated[
         int,
         Range(MIN_SIDE, MAX_CROP, note="512 is usual"),
@@ -102,17 +207,42 @@ class SegmentTrainConfig:
         check(self)
 
 
+# Settings that differ when training starts from the default model
+FINE_TUNING: Final[dict[str, Any]] = {
+    "size": 256,
+    "epochs": 100,
+    "batch_size": 4,
+    "learning_rate": 2e-4,
+}
+SCENE_TRAINING: Final[dict[str, Any]] = {"size": 256, "batch_size": 64, "learning_rate": 2e-3}  # and on scenes
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PredictConfig:
+class SampleConfig:
+    """Which scenes are drawn and written as files."""
+
+    kind: Annotated[
+        tuple[str, ...], Length(1, 100), OneOf(lambda: SCENE_CHOICES), Doc("Kinds of scene; all: every kind.")
+    ] = ("nuclei",)
+    images: Annotated[int, Range(1, 10_000_000), Doc("Number of images.")] = 100
+    size: Annotated[int, Range(MIN_SIDE, MAX_CROP), Unit("px"), Doc("Side of an image.")] = 256
+    seed: Annotated[int, Range(0, 2**63 - 1), Doc("Seed; the images of a seed are the same on every machine.")] = 0
+
+    def __post_init__(self) -> None:
+        check(self)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PredictConfig(ImagePlanes):
     """How images become polygons."""
 
     batch_size: Annotated[int | None, Range(1), Doc("Patches the network sees at once; none: the tuned optimum.")] = (
         None
     )
-    threshold: Annotated[
-        float, Range(above=0, below=1, note="0.5 is usual"), Doc("A pixel above this probability is foreground.")
-    ] = 0.5
-    detect_holes: Annotated[bool, Doc("Polygons may have holes.")] = True
+    threshold: Threshold = 0.5
+    detect_holes: DetectHoles = True
+    min_area: MinArea = None
+    diameter: Diameter = None
     strict: Annotated[bool, Doc("Run every patch alone: the same bits whatever else is predicted, but slower.")] = False
     tile: Annotated[
         int, Range(MIN_SIDE), Unit("px"), Doc("Larger images are cut into windows of this side and blended.")
@@ -128,7 +258,7 @@ class PredictConfig:
     ] = None
 
     def __post_init__(self) -> None:
-        check(self)
+        ImagePlanes.__post_init__(self)
         if self.overlap is not None and self.overlap > self.tile // 2:
             raise ConfigError(
                 f"must be at most {self.tile // 2} px, half the tile",
@@ -141,7 +271,7 @@ class PredictConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FilesConfig(PredictConfig):
-    """What to predict images with, and what to write."""
+    """How files of images become files of results."""
 
     model: Annotated[
         str | None,
@@ -156,10 +286,12 @@ class FilesConfig(PredictConfig):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestConfig:
-    """What one request to a served network may choose."""
+    """Options of one request to a served network."""
 
-    threshold: Annotated[float, Range(above=0, below=1), Doc("A pixel above this probability is foreground.")] = 0.5
-    detect_holes: Annotated[bool, Doc("Polygons may have holes.")] = True
+    threshold: Threshold = 0.5
+    detect_holes: DetectHoles = True
+    min_area: MinArea = None
+    diameter: Diameter = None
     format: Annotated[Format, Doc("Format of the answer.")] = "geojson"
     max_pixels: Annotated[int, Range(1), Doc("Largest image accepted, width times height.")] = 2**26
     as_rings: Annotated[bool, Doc("Answer GeoJSON requests with packed rings, to be written as text elsewhere.")] = (
@@ -183,7 +315,9 @@ class TuneConfig:
         float | None, Range(above=0), Unit("ms"), Doc("Longest step allowed, as a 95th percentile; none: any.")
     ] = None
     search: Annotated[
-        tuple[str, ...], OneOf(_searches), Doc("What to search besides the batch size: precision, layout, compile.")
+        tuple[str, ...],
+        OneOf(lambda: SEARCHES),
+        Doc("What to search besides the batch size: precision, layout, compile."),
     ] = ()
     reserve: Annotated[float, Range(0, below=1, note="0.1 is usual"), Doc("Share of the memory left free.")] = 0.1
     tolerance: Annotated[

@@ -25,7 +25,6 @@ class ConvNorm(nn.Module):
         self.folded = False
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        """x (B, C, H, W) → (B, outputs, H/stride, W/stride)."""
         conv = self.conv
         if self.folded:
             bias = cast(Tensor, conv.bias)
@@ -40,10 +39,9 @@ class ConvNorm(nn.Module):
 
 
 class ProjectionConv(nn.Module):
-    """Convolution and batch norm without ReLU: what brings a shortcut or a branch to another's shape.
+    """Convolution and batch norm without ReLU, for a shortcut or branch that changes shape.
 
-    Once folded it leaves out its shift, for whoever adds the result to something to add too: on its own that is a
-    pass over memory.
+    Once folded, it leaves its shift to the layer that adds the result, which saves a pass over memory.
     """
 
     def __init__(self, inputs: int, outputs: int, kernel: int = 1, stride: int = 1) -> None:
@@ -53,12 +51,11 @@ class ProjectionConv(nn.Module):
         self.shift: Tensor | None = None  # (outputs,) float32 in every precision, still to be added
 
     def forward(self, x: Tensor) -> Tensor:
-        """x (B, C, H, W) → (B, outputs, H/stride, W/stride)."""
         if self.shift is None:
             return cast(Tensor, self.norm(self.conv(x)))
         stride = self.conv.stride[0]
         if self.conv.kernel_size == (1, 1) and stride > 1 and fused.fast(x):
-            # cuDNN is slow at it: leave out the pixels first
+            # cuDNN is slow at strided 1 × 1 convolutions: drop the pixels first
             x = x[:, :, ::stride, ::stride].contiguous(memory_format=torch.channels_last)
             return F.conv2d(x, self.conv.weight)
         return cast(Tensor, self.conv(x))
@@ -67,9 +64,13 @@ class ProjectionConv(nn.Module):
         """Move the norm's scale into the convolution; for inference only, in float32."""
         self.shift = _fold(self)
 
+    def add_shift(self) -> None:
+        """Let the convolution add the shift, after fold: on a CPU that takes no pass of its own."""
+        self.conv.bias, self.shift = nn.Parameter(cast(Tensor, self.shift), requires_grad=False), None
+
 
 def _fold(layer: ConvNorm | ProjectionConv) -> Tensor:
-    """Scale the layer's weights by what its norm would; return the shift that the norm would add."""
+    """Move the norm's scale into the layer's weights; return the norm's shift."""
     scale, shift = affine(layer.norm)
     layer.conv.weight = nn.Parameter(layer.conv.weight.detach() * scale[:, None, None, None], requires_grad=False)
     layer.norm = cast(nn.BatchNorm2d, nn.Identity())
@@ -85,7 +86,6 @@ class NormReLU(nn.Module):
         self.affine: fused.Affine | None = None  # scale and shift once folded, float32 in every precision
 
     def forward(self, x: Tensor) -> Tensor:
-        """x (B, C, H, W) → the same shape, not negative."""
         return F.relu(self.norm(x)) if self.affine is None else fused.affine_relu(x, *self.affine)
 
     def fold(self) -> None:
@@ -94,48 +94,46 @@ class NormReLU(nn.Module):
 
 
 def affine(norm: nn.BatchNorm2d) -> fused.Affine:
-    """Scale and shift, (C,) each, that the running statistics amount to."""
+    """Scale and shift, (C,) each, equivalent to the running statistics."""
     scale = norm.weight.detach() * torch.rsqrt(cast(Tensor, norm.running_var) + norm.eps)
     return scale, norm.bias.detach() - cast(Tensor, norm.running_mean) * scale
 
 
 class PixelScore(nn.Conv2d):
-    """One number for each pixel from its channels: a 1 × 1 convolution to one channel."""
+    """A 1 × 1 convolution to a few maps."""
 
-    def __init__(self, channels: int) -> None:
-        super().__init__(channels, 1, 1)
+    def __init__(self, channels: int, outputs: int = 1) -> None:
+        super().__init__(channels, outputs, 1)
 
     def forward(self, x: Tensor) -> Tensor:
-        """x (B, C, H, W) → (B, 1, H, W)."""
         if not fused.fast(x):
             return super().forward(x)
         # cuDNN has no fast kernel for one output channel
-        return (x.permute(0, 2, 3, 1) @ self.weight.flatten() + cast(Tensor, self.bias)).unsqueeze(1)
+        pixels, weight, bias = x.permute(0, 2, 3, 1), self.weight.flatten(1), cast(Tensor, self.bias)
+        if self.out_channels == 1:
+            return (pixels @ weight[0] + bias).unsqueeze(1)
+        return (pixels @ weight.T + bias).permute(0, 3, 1, 2)
 
 
 class NoAttention(nn.Module):
-    """Leaves a map as it is."""
-
     def weigh(self, x: Tensor) -> AttentionWeights:
-        """x (B, C, H, W) → nothing to multiply by."""
         return AttentionWeights()
 
 
 class SqueezeExcite(nn.Module):
-    """A weight for each channel from the mean of all channels."""
+    """A weight per channel from the means of all channels."""
 
     def __init__(self, channels: int) -> None:
         super().__init__()
         self.mlp = _mlp(channels)
 
     def weigh(self, x: Tensor) -> AttentionWeights:
-        """x (B, C, H, W) → a weight per channel."""
         mean = fused.channel_stats(x).mean if fused.fast(x) else x.mean((2, 3))
         return AttentionWeights(channel=torch.sigmoid(self.mlp(mean.to(x.dtype)).float()))
 
 
 class CBAM(nn.Module):
-    """Which channels, from their mean and maximum; then which pixels, from the same over channels."""
+    """A weight per channel from means and maxima over pixels, then one per pixel from those over channels."""
 
     def __init__(self, channels: int) -> None:
         super().__init__()
@@ -143,7 +141,6 @@ class CBAM(nn.Module):
         self.spatial = SpatialAttention()
 
     def weigh(self, x: Tensor) -> AttentionWeights:
-        """x (B, C, H, W) → a weight per channel and one per pixel."""
         stats = fused.channel_stats(x)
         both = self.mlp(stats.mean.to(x.dtype)) + self.mlp(stats.most.to(x.dtype))
         channel = torch.sigmoid(both.float())
@@ -151,7 +148,7 @@ class CBAM(nn.Module):
 
 
 class SpatialAttention(nn.Module):
-    """A weight for each pixel from the mean and the maximum over channels."""
+    """A weight per pixel from the mean and the maximum over channels."""
 
     def __init__(self, kernel: int = 7) -> None:
         super().__init__()
@@ -162,28 +159,26 @@ class SpatialAttention(nn.Module):
         return torch.sigmoid(self.conv(seen))
 
     def forward(self, x: Tensor) -> Tensor:
-        """x (B, C, H, W) → weighted x."""
         return x * self.score(torch.stack((x.mean(1), x.amax(1)), 1))
 
 
 class SimAM(nn.Module):
-    """A weight for each value from how far it lies from its channel's mean; no parameters."""
+    """A weight per value from its distance to the channel's mean; no parameters."""
 
     def __init__(self, regularisation: float = 1e-4) -> None:
         super().__init__()
         self.regularisation = regularisation
 
     def weigh(self, x: Tensor) -> AttentionWeights:
-        """x (B, C, H, W) → centre and inverse variance per channel."""
         stats = fused.channel_stats(x)
         return AttentionWeights(channel=1 / (4 * (stats.variance + self.regularisation)), centre=stats.mean)
 
 
 class AttentionGate(nn.Module):
-    """AttentionWeights the pixels of a skip connection by the coarser features that will use it."""
+    """Weights for the pixels of a skip connection from the coarser features it is merged with."""
 
     def __init__(self, skip: int, gate: int) -> None:
-        """Compare both in half the skip's channels, at the gate's resolution."""
+        """Both are compared in half the skip's channels, at the gate's resolution."""
         super().__init__()
         self.skip = nn.Conv2d(skip, skip // 2, 2, 2, bias=False)
         self.gate = nn.Conv2d(gate, skip // 2, 1)
@@ -193,15 +188,15 @@ class AttentionGate(nn.Module):
         """skip (B, C, H, W), gate (B, G, about H/2, about W/2) → weights (B, 1, H/2, W/2) of the skip's pixels."""
         coarse = F.conv2d(gate, self.gate.weight)
         bias = cast(Tensor, self.gate.bias).float()
-        compared = fused.merge((fused.halve(skip, self.skip.weight), coarse), _half(skip), bias)
+        half = torch.Size(size // 2 for size in skip.shape[2:])
+        compared = fused.merge((fused.halve(skip, self.skip.weight), coarse), half, bias)
         return torch.sigmoid(self.score(compared))
 
 
 class SelfAttention(nn.Module):
-    """Every pixel looks at every other; for the coarsest level."""
+    """Attention of every pixel to every other, for the coarsest level."""
 
     def __init__(self, channels: int, head_channels: int = 64) -> None:
-        """As many heads as head_channels divide the channels."""
         super().__init__()
         self.norm = nn.LayerNorm(channels)
         self.heads = channels // head_channels
@@ -209,13 +204,13 @@ class SelfAttention(nn.Module):
         self.out = nn.Linear(channels, channels)
 
     def forward(self, x: Tensor) -> Tensor:
-        """x (B, C, H, W) → x plus what it found."""
+        """x (B, C, H, W) → x plus its attention."""
         batch, channels, height, width = x.shape
         pixels = x.permute(0, 2, 3, 1).reshape(batch, height * width, channels)  # no copy in channels-last
         qkv = self.qkv(self.norm(pixels)).view(batch, height * width, 3, self.heads, channels // self.heads)
         query, key, value = qkv.permute(2, 0, 3, 1, 4).unbind()  # (B, heads, HW, C/heads) each
-        found = F.scaled_dot_product_attention(query, key, value).transpose(1, 2).reshape(pixels.shape)
-        pixels = pixels + self.out(found)
+        attended = F.scaled_dot_product_attention(query, key, value).transpose(1, 2).reshape(pixels.shape)
+        pixels = pixels + self.out(attended)
         return cast(Tensor, pixels).view(batch, height, width, channels).permute(0, 3, 1, 2)
 
 
@@ -224,16 +219,12 @@ def _mlp(channels: int, reduction: int = 16) -> nn.Sequential:
     return nn.Sequential(nn.Linear(channels, hidden), nn.ReLU(), nn.Linear(hidden, channels))
 
 
-def _half(x: Tensor) -> torch.Size:
-    return torch.Size(size // 2 for size in x.shape[2:])
-
-
-Pieces = Mapping[tuple[int, int], Sequence[tuple[int, int]]]  # (channels, padded) → those of each tensor concatenated
+Pieces = Mapping[tuple[int, int], Sequence[tuple[int, int]]]  # (channels, padded) → the same of concatenated tensors
 
 
 @torch.no_grad()
 def embed(source: nn.Module, target: nn.Module, pieces: Pieces) -> nn.Module:
-    """Copy a network's tensors into a wider one of the same structure; what is left over stays without effect."""
+    """Copy a network's tensors into a wider one of the same structure; the extra channels have no effect."""
     device = next(source.parameters()).device
     wide = target.to(device).state_dict()
     for name, tensor in source.state_dict().items():
@@ -248,7 +239,7 @@ def embed(source: nn.Module, target: nn.Module, pieces: Pieces) -> nn.Module:
 
 
 def _places(size: int, padded: int, pieces: Pieces, device: torch.device) -> Tensor:
-    """Where each of `size` channels is among the padded ones."""
+    """Index of each of `size` channels among the padded ones."""
     parts, start = [], 0
     for own, room in pieces.get((size, padded), [(size, padded)]):
         parts.append(torch.arange(start, start + own, device=device))
@@ -257,6 +248,6 @@ def _places(size: int, padded: int, pieces: Pieces, device: torch.device) -> Ten
 
 
 def pad_channels(images: Tensor, channels: int) -> Tensor:
-    """images (B, 3, H, W) → (B, channels, H, W), zeros behind."""
+    """images (B, 3, H, W) → (B, channels, H, W), padded with zeros."""
     missing = channels - images.shape[1]
     return nn.functional.pad(images, (0, 0, 0, 0, 0, missing)) if missing else images

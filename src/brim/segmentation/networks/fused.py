@@ -1,9 +1,8 @@
-"""What the networks do between and around convolutions: one pass over memory on a GPU, plain torch elsewhere.
+"""Operations between and around convolutions: one pass over memory on a GPU, plain torch elsewhere.
 
-Every function has one meaning and two implementations: Triton kernels (or cuDNN's fused convolution) for inference in
-16 bits and channels-last on a GPU, torch for all else. Eager torch spends more than half of an image's time here, a
-pass over memory per addition; compiled it still resamples slowly:
-see benchmarks/results/segment_kernels_h200_2026-11-15.md.
+Every function has two implementations: Triton kernels (or cuDNN's fused convolution) for 16-bit channels-last inference
+on a GPU, and torch for everything else. Eager torch spends more than half of the time here, with a pass over memory per
+addition; compiled torch still resamples slowly: see benchmarks/results/segment_kernels_h200_2026-11-15.md.
 """
 
 from collections.abc import Sequence
@@ -14,15 +13,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-_ELEMENTS = 4096  # of a program's block: 32 a thread, enough loads in flight
-_CHUNK_STEPS = 16  # blocks of pixels a program of channel_stats adds up
+_ELEMENTS = 4096  # in the block of a program: 32 per thread, enough loads in flight
+_CHUNK_STEPS = 16  # blocks of pixels that a program of channel_stats sums
 
 
-Affine = tuple[Tensor, Tensor]  # scale and shift (C,) float32 that a batch norm amounts to
+Affine = tuple[Tensor, Tensor]  # scale and shift (C,) float32, equivalent to a batch norm
 
 
 class AttentionWeights(NamedTuple):
-    """What an attention multiplies a map by; fields that do not apply are None."""
+    """Factors of an attention; those that do not apply are None."""
 
     channel: Tensor | None = None  # (B, C) float32
     pixel: Tensor | None = None  # (B, 1, H, W)
@@ -30,7 +29,7 @@ class AttentionWeights(NamedTuple):
 
 
 class ChannelStats(NamedTuple):
-    """Of every channel of every image, (B, C) float32 each."""
+    """Per channel and image, (B, C) float32 each."""
 
     mean: Tensor
     variance: Tensor  # over H·W − 1
@@ -38,7 +37,7 @@ class ChannelStats(NamedTuple):
 
 
 def fast(x: Tensor) -> bool:
-    """Whether the GPU's kernels take this tensor."""
+    """Whether the GPU kernels accept this tensor."""
     return (
         x.is_cuda
         and x.dtype in (torch.bfloat16, torch.float16)
@@ -49,7 +48,7 @@ def fast(x: Tensor) -> bool:
 
 
 def resize(x: Tensor, size: torch.Size | tuple[int, int]) -> Tensor:
-    """x (B, C, h, w) resampled bilinearly; itself when it has that size."""
+    """x (B, C, h, w) resampled bilinearly; x itself if it has that size."""
     return x if x.shape[2:] == size else F.interpolate(x, size=tuple(size), mode="bilinear", align_corners=False)
 
 
@@ -78,7 +77,7 @@ def conv_bias_relu(
     if fast(x):
         return cast(Tensor, _conv_bias_relu(x, weight, bias, stride, padding, residual))
     y = F.conv2d(x, weight, bias, stride, padding)
-    return F.relu(y if residual is None else y + residual)
+    return F.relu_(y if residual is None else y + residual)
 
 
 def halve(x: Tensor, weight: Tensor) -> Tensor:
@@ -86,7 +85,7 @@ def halve(x: Tensor, weight: Tensor) -> Tensor:
     batch, channels, height, width = x.shape
     if not fast(x) or height % 2 or width % 2:
         return F.conv2d(x, weight, stride=2)
-    # cuDNN leaves the tensor cores here. Two neighbours in a row are one vector of 2·C: a product per parity of rows.
+    # cuDNN does not use tensor cores here. Two neighbours in a row form a vector of 2·C: one product per row parity.
     rows = x.permute(0, 2, 3, 1).view(batch, height // 2, 2, width // 2, 2 * channels)
     matrices = weight.permute(2, 3, 1, 0).reshape(2, 2 * channels, -1)  # (row, column and channel, O)
     count = batch * height // 2
@@ -102,7 +101,7 @@ def halve(x: Tensor, weight: Tensor) -> Tensor:
 def affine_relu(x: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
     """ReLU of x · scale + shift; scale and shift (C,) float32."""
     if not fast(x):
-        return F.relu(torch.addcmul(shift[:, None, None], x, scale[:, None, None]).to(x.dtype))
+        return F.relu_(torch.addcmul(shift[:, None, None], x, scale[:, None, None]).to(x.dtype))
     out = torch.empty_like(x)
     channels, blocks, sizes = _blocks(x)
     _kernels().affine_relu[blocks](x, scale, shift, out, _pixels(x), C=channels, **sizes)
@@ -129,7 +128,7 @@ def merge_score(parts: Sequence[Tensor], bias: Tensor, weight: Tensor, size: tor
     batch, channels = parts[0].shape[:2]
     out = torch.empty((batch, 1, *size), dtype=torch.float32, device=parts[0].device)
     _, _, sizes = _blocks(parts[0])
-    sizes["BP"] = 32  # all channels of a pixel are one program's: fewer pixels leave enough programs
+    sizes["BP"] = 32  # one program handles all channels of a pixel, so fewer pixels leave enough programs
     blocks = (-(-_pixels(out) // sizes["BP"]),)
     _kernels().merge_score[blocks](
         *_slots(parts), bias.float(), weight.float(), out, _pixels(out), *size, *_sizes(parts),
@@ -141,9 +140,9 @@ def merge_score(parts: Sequence[Tensor], bias: Tensor, weight: Tensor, size: tor
 def beside(
     low: Tensor, low_shift: Tensor, skip: Tensor, weight: Tensor, scale: Tensor, shift: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """`low` brought up to the skip and the skip times its weights, in one tensor (B, 2C, H, W), and its affine_relu.
+    """`low` upsampled to the skip's size beside the weighted skip, (B, 2C, H, W), and the affine_relu of that.
 
-    low (B, C, h, w) still lacks low_shift (C,), skip (B, C, H, W), weight (B, 1, h', w'), scale and shift (2C,)
+    low (B, C, h, w) without its low_shift (C,), skip (B, C, H, W), weight (B, 1, h', w'), scale and shift (2C,)
     """
     if not (fast(skip) and fast(low)):
         size = skip.shape[2:]
@@ -164,7 +163,7 @@ def beside(
 def weigh_add(
     x: Tensor, shortcut: Tensor, weights: AttentionWeights, shift: Tensor | None = None, then: Affine | None = None
 ) -> tuple[Tensor, Tensor | None]:
-    """shortcut + shift (C,) + x times its weights, all of x's shape, and what affine_relu makes of it then."""
+    """shortcut + shift (C,) + x · weights, of x's shape, and its affine_relu by `then`."""
     if not (fast(x) and fast(shortcut)):
         y = shortcut + _weighed(x, weights)
         y = y if shift is None else y + shift[:, None, None].to(y.dtype)
@@ -220,7 +219,7 @@ def pixel_stats(x: Tensor, channel: Tensor) -> Tensor:
     return out
 
 
-# How kernels are launched
+# Launching kernels
 
 
 def _kernels() -> ModuleType:
@@ -256,5 +255,5 @@ def _sizes(parts: Sequence[Tensor]) -> list[int]:
 
 def _kinds(parts: Sequence[Tensor], size: torch.Size) -> dict[str, int]:
     """Whether each of four slots is empty (0), of the output's size (1) or resampled to it (2)."""
-    found = [1 if part.shape[2:] == size else 2 for part in parts]
-    return dict(zip(("KA", "KB", "KD", "KE"), [*found, 0, 0, 0], strict=False))
+    kinds = [1 if part.shape[2:] == size else 2 for part in parts]
+    return dict(zip(("KA", "KB", "KD", "KE"), [*kinds, 0, 0, 0], strict=False))

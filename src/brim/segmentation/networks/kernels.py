@@ -1,4 +1,4 @@
-"""Triton kernels for what lies between convolutions, on channels-last tensors.
+"""Triton kernels for the operations between convolutions, on channels-last tensors.
 
 Axes: P = B·H·W pixels, C channels; element (p, c) is at p·C + c. A program handles a block of pixels and of channels.
 Sums are float32 in a fixed order, so that a result does not depend on what else is in the batch.
@@ -103,7 +103,7 @@ def beside(low_ptr, low_shift_ptr, skip_ptr, score_ptr, scale_ptr, shift_ptr, ra
     inside = (p < num_pixels)[:, None]
     if tl.program_id(2) == 0:
         value = _part(low_ptr, p, c, inside, H, W, h, w, C, 2) + tl.load(low_shift_ptr + c)[None, :]
-        there = c
+        channel = c
     else:
         p00, p01, p10, p11, fy, fx = _corners(p, H, W, hs, ws)
         ok = p < num_pixels
@@ -114,10 +114,10 @@ def beside(low_ptr, low_shift_ptr, skip_ptr, score_ptr, scale_ptr, shift_ptr, ra
         weight = (s00 * (1 - fx) + s01 * fx) * (1 - fy) + (s10 * (1 - fx) + s11 * fx) * fy
         skip = tl.load(skip_ptr + p[:, None] * C + c[None, :], mask=inside, other=0.0).to(tl.float32)
         value = skip * weight[:, None]
-        there = c + C
-    out = p[:, None] * (2 * C) + there[None, :]
+        channel = c + C
+    out = p[:, None] * (2 * C) + channel[None, :]
     tl.store(raw_ptr + out, value.to(raw_ptr.dtype.element_ty), mask=inside)
-    act = value * tl.load(scale_ptr + there)[None, :] + tl.load(shift_ptr + there)[None, :]
+    act = value * tl.load(scale_ptr + channel)[None, :] + tl.load(shift_ptr + channel)[None, :]
     tl.store(act_ptr + out, tl.maximum(act, 0.0).to(act_ptr.dtype.element_ty), mask=inside)
 
 

@@ -1,7 +1,7 @@
-"""A network as it runs: an inference copy on a device, in a precision and a memory layout, compiled or not.
+"""A network for inference: a copy on a device, in a precision and a memory layout, compiled or not.
 
-Axes: B images, H rows, W columns. On a GPU a shape that comes again is captured as a CUDA graph and replayed: a
-network of a thousand small kernels then costs the host one launch, however busy its threads are with images.
+Axes: B images, H rows, W columns. On a GPU a shape that repeats is captured as a CUDA graph and replayed, so that the
+host launches a network of a thousand small kernels at once.
 """
 
 import copy
@@ -11,13 +11,15 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, cast, get_args, runtime_checkable
+from functools import cache
+from typing import Any, Literal, Protocol, cast, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 
+from brim.config import check
 from brim.engine.meter import find_syncs
-from brim.errors import ConfigError
+from brim.segmentation.config import SegmentTask
 
 log = logging.getLogger("brim")
 
@@ -27,8 +29,8 @@ MemoryLayout = Literal["contiguous", "channels_last"]
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 MEMORY_FORMATS = {"contiguous": torch.contiguous_format, "channels_last": torch.channels_last}
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet: what published weights expect
-GRAPHS = 8  # shapes kept captured; they share the memory of the largest
-CAPTURE_AFTER = 2  # runs of a shape: a folder of images that all differ captures nothing
+GRAPHS = 8  # captured shapes that are kept; they share the memory of the largest
+CAPTURE_AFTER = 2  # runs of a shape; a folder of images that all differ captures nothing
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,78 +42,87 @@ class ComputeConfig:
     compiled: bool = False  # by torch.compile
 
     def __post_init__(self) -> None:
-        for field, choices in (("precision", get_args(NetworkPrecision)), ("layout", get_args(MemoryLayout))):
-            if getattr(self, field) not in choices:
-                raise ConfigError(f'{field}="{getattr(self, field)}" must be one of {", ".join(choices)}')
+        check(self)
 
     def __str__(self) -> str:
-        return f"{self.precision} {self.layout}{' compiled' * self.compiled}"
+        return "/".join([self.precision, self.layout, *["compiled"] * self.compiled])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelTraits:
+    """What prediction needs to know about weights besides their network."""
+
+    task: SegmentTask = "mask"
+    stretches: bool = False  # images are shown with their own range of values stretched to all levels
+    classes: tuple[str, ...] = ()  # kinds of object that are distinguished, each with a map of its own
+    scale: float | None = 1.0  # of images; None: the one at which the objects have the diameter it was trained for
 
 
 def default_setting(device: torch.device) -> ComputeConfig:
-    """What runs when nobody searched: fp16 in channels-last on a GPU, fp32 on a CPU.
+    """The setting without a search: channels-last, in fp16 on a GPU, fp32 on a CPU.
 
-    fp16 is as fast as bf16 and rounds eight times finer. Its range is smaller: tuning finds out where it overflows.
+    fp16 is as fast as bf16 and rounds eight times finer; its range is smaller, and tuning checks for overflow.
     """
-    return ComputeConfig(precision="fp16", layout="channels_last") if device.type == "cuda" else ComputeConfig()
+    return ComputeConfig(precision="fp16" if device.type == "cuda" else "fp32", layout="channels_last")
 
 
 def normalise(images: Tensor) -> Tensor:
     """images (B, 3, H, W) uint8 or float of 0 to 255 → float32 with ImageNet's mean and deviation."""
-    return torch.addcmul(_constant(images.device, "shift"), images.float(), _constant(images.device, "scale"))
+    shift, scale = _constants(images.device)
+    return torch.addcmul(shift, images.float(), scale)
 
 
-_constants: dict[tuple[torch.device, str], Tensor] = {}
-
-
-def _constant(device: torch.device, name: str) -> Tensor:
-    """(3, 1, 1) float32, made once: a graph under capture cannot copy from the host."""
-    if (device, name) not in _constants:
-        shift = [-mean / std for mean, std in zip(MEAN, STD, strict=True)]
-        scale = [1 / (255 * std) for std in STD]
-        with torch.inference_mode(False):
-            for key, values in (("shift", shift), ("scale", scale)):
-                _constants[device, key] = torch.tensor(values, device=device)[:, None, None]
-    return _constants[device, name]
+@cache
+def _constants(device: torch.device) -> tuple[Tensor, Tensor]:
+    """Shift and scale, (3, 1, 1) float32 each; created once, since a captured graph cannot copy from the host."""
+    shift = [-mean / std for mean, std in zip(MEAN, STD, strict=True)]
+    scale = [1 / (255 * std) for std in STD]
+    with torch.inference_mode(False):
+        return tuple(torch.tensor(values, device=device)[:, None, None] for values in (shift, scale))  # type: ignore[return-value]
 
 
 @runtime_checkable
 class Alignable(Protocol):
     """A network that can pad its channels for tensor cores."""
 
-    def aligned(self) -> nn.Module:
-        """The same function in channels that tensor cores prefer."""
-        ...
+    def aligned(self) -> nn.Module: ...
 
 
 @runtime_checkable
 class Foldable(Protocol):
-    """A layer that can prepare itself for inference."""
+    """A layer that can fold its batch norm for inference."""
 
     def fold(self) -> None: ...
 
 
 class InferenceNetwork:
-    """An inference copy of a module; the module itself stays as it is."""
+    """An inference copy of a module; the module itself is not changed."""
 
     def __init__(
-        self, module: nn.Module, device: torch.device, setting: ComputeConfig, *, graphs: int = GRAPHS
+        self,
+        module: nn.Module,
+        device: torch.device,
+        setting: ComputeConfig,
+        *,
+        graphs: int = GRAPHS,
+        traits: ModelTraits | None = None,
     ) -> None:
-        """Copy, fold the norms, convert; so many shapes stay captured."""
+        """graphs is the number of captured shapes that are kept; traits are those of the weights."""
+        self.traits = traits or ModelTraits()
         self.device, self.setting, self._num_graphs = device, setting, graphs
         self.compile_s = 0.0  # spent compiling and capturing so far
         module = copy.deepcopy(module)
         if device.type == "cuda" and setting.precision != "fp32" and isinstance(module, Alignable):
             module = module.aligned()
         module.to(device).eval().requires_grad_(False)
-        for layer in reversed(list(module.modules())):  # a layer may use what the layers inside it made
+        for layer in reversed(list(module.modules())):  # inner layers first: outer ones use their shifts
             if isinstance(layer, Foldable):
                 layer.fold()
         module.to(dtype=DTYPES[setting.precision], memory_format=MEMORY_FORMATS[setting.layout])  # type: ignore[call-overload]
         self._run = _runner(module, DTYPES[setting.precision], MEMORY_FORMATS[setting.layout])
         if setting.compiled:
             self._run = torch.compile(self._run, dynamic=False)
-        # Not in fp32: graphs of it were seen to hold 130 GB, for one image of resunet_advanced at 1024².
+        # Not in fp32: its graphs can be huge, 130 GB for one image of resunet_advanced at 1024².
         self._captures = device.type == "cuda" and setting.precision != "fp32"
         self._graphs: OrderedDict[torch.Size, _Graph] = OrderedDict()
         self._pool: Any = None  # one for all graphs: they never run at the same time
@@ -119,7 +130,7 @@ class InferenceNetwork:
 
     @torch.inference_mode()
     def __call__(self, images: Tensor) -> Tensor:
-        """images (B, 3, H, W) uint8 on the device → logits (B, 1, H, W) float32 there."""
+        """images (B, 3, H, W) uint8 on the device → logits (B, maps, H, W) float32 there."""
         with _kernels():
             graph = self._graph_for(images)
             return self._timed(images) if graph is None else graph(images)
@@ -130,7 +141,7 @@ class InferenceNetwork:
         self._pool = None
 
     def _timed(self, images: Tensor) -> Tensor:
-        """Run; the first run of a shape counts as compilation where it is one."""
+        """Run; the first run of a shape counts as compilation if the network is compiled."""
         runs = self._runs[images.shape] = self._runs.get(images.shape, 0) + 1
         if runs > 1 or not self.setting.compiled:
             return self._run(images)
@@ -140,16 +151,15 @@ class InferenceNetwork:
         return logits
 
     def _marked(self, images: Tensor) -> Tensor:
-        """The images, with a mark for torch.compile: one compilation for every batch but that of one."""
+        """Mark the batch size as dynamic for torch.compile: one compilation for all sizes above one."""
         if self.setting.compiled and len(images) > 1:
             torch._dynamo.mark_dynamic(images, 0)
         return images
 
     def _prepared(self, images: Tensor) -> Tensor:
-        """Images for a graph to keep, after a run on these very tensors: what is compiled must be so by then.
+        """A copy for the graph to keep, after a run on it, so that everything is compiled before the capture.
 
-        A network that waits for the device is found out here: a capture that fails half way leaves torch's allocator
-        in disorder.
+        A network that synchronises with the device is detected here: a failed capture corrupts torch's allocator.
         """
         own = self._marked(images.clone())
         self._run(own)
@@ -158,7 +168,7 @@ class InferenceNetwork:
         return own
 
     def _graph_for(self, images: Tensor) -> "_Graph | None":
-        """The graph of this shape, captured now if the shape has come often enough."""
+        """The graph of this shape, captured now if the shape has run often enough."""
         graph = self._graphs.get(images.shape)
         if graph is not None:
             self._graphs.move_to_end(images.shape)
@@ -170,28 +180,27 @@ class InferenceNetwork:
         began_s = time.perf_counter()
         if len(self._graphs) >= self._num_graphs:
             evicted, _ = self._graphs.popitem(last=False)
-            self._runs[evicted] = (
-                -self._num_graphs * CAPTURE_AFTER
-            )  # more shapes than graphs: capturing in turns costs more
-        torch.cuda.empty_cache()  # what the eager run left cached would be taken a second time by the graph
+            # with more shapes than graphs, capturing them in turns costs more than it saves
+            self._runs[evicted] = -self._num_graphs * CAPTURE_AFTER
+        torch.cuda.empty_cache()  # the graph cannot use memory that the eager run left cached
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
         try:
             graph = self._graphs[images.shape] = _Graph(self._prepared(images), self._run, self._pool)
         except torch.OutOfMemoryError:
-            # Two pools may not fit where one does: this shape stays without a graph.
+            # The graph's memory pool may not fit beside the eager one: this shape runs without a graph.
             log.debug("no room for a CUDA graph of %s", tuple(images.shape))
             self._runs[images.shape] = -(2**62)
             graph = None
         except _Waits as failure:
-            log.warning("the network waits for the host in %s: it runs without CUDA graphs", failure)
+            log.warning("the network synchronises with the host in %s: it runs without CUDA graphs", failure)
             self._captures, graph = False, None
         self.compile_s += time.perf_counter() - began_s
         return graph
 
 
 def _runner(module: nn.Module, dtype: torch.dtype, layout: torch.memory_format) -> Callable[[Tensor], Tensor]:
-    # not a method: a network that refers to itself would keep its memory until the garbage collector comes by
+    # not a method: a network in a reference cycle would keep its memory until the next garbage collection
     def run(images: Tensor) -> Tensor:
         x = normalise(images).to(dtype=dtype, memory_format=layout)
         return cast(Tensor, module(x)).float()
@@ -200,7 +209,7 @@ def _runner(module: nn.Module, dtype: torch.dtype, layout: torch.memory_format) 
 
 
 class _Waits(Exception):
-    """A network cannot be captured, since it waits for the device."""
+    """A network that synchronises with the device cannot be captured."""
 
 
 class _Graph:
@@ -209,7 +218,7 @@ class _Graph:
         torch.cuda.synchronize(images.device)
         torch.cuda.empty_cache()
         self._graph = torch.cuda.CUDAGraph()
-        # thread_local: other threads copy images meanwhile, and must not spoil the capture
+        # thread_local: other threads copy images meanwhile, which must not invalidate the capture
         with torch.cuda.graph(self._graph, pool=pool, capture_error_mode="thread_local"):
             self._logits = run(self._images)
 
@@ -221,6 +230,6 @@ class _Graph:
 
 @contextmanager
 def _kernels() -> Iterator[None]:
-    """No TF32 in fp32. cuDNN chooses by its heuristics: timing them would choose other bits from run to run."""
+    """No TF32 in fp32; kernels by cuDNN's heuristics, since timing them would change bits from run to run."""
     with torch.backends.cudnn.flags(enabled=True, benchmark=False, deterministic=False, allow_tf32=False):
         yield

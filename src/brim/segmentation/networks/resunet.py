@@ -1,7 +1,7 @@
-"""ResUNet (Zhang et al., "Road Extraction by Deep Residual U-Net") with attention, in two sizes and a tiny one.
+"""ResUNet (Zhang et al., "Road Extraction by Deep Residual U-Net") with attention, in two sizes, and two small ones.
 
-Encoder and decoder are pre-activation residual units; a level halves the resolution with a stride, as in the paper.
-Every level of the decoder brings its input up to the size of the skip, whatever that is, so odd sizes need no care.
+Encoder and decoder are pre-activation residual units; each level halves the resolution with a stride, as in the paper.
+Every level of the decoder resamples its input to the size of the skip, so any image size works.
 """
 
 from collections.abc import Callable, Sequence
@@ -31,7 +31,7 @@ Attention = NoAttention | SqueezeExcite | CBAM | SimAM
 
 
 class ResUNet(nn.Module):
-    """Image (B, 3, H, W) → logits (B, 1, H, W), any H and W from 32 on."""
+    """Image (B, 3, H, W) → logits (B, outputs, H, W), any H and W from 32 on."""
 
     def __init__(
         self,
@@ -42,11 +42,12 @@ class ResUNet(nn.Module):
         attention: Callable[[int, int], Attention],
         bottleneck: Callable[[int], nn.Module],
         inputs: int = 3,
+        outputs: int = 1,
     ) -> None:
-        """widths of the levels, the last one the bottleneck's; units per level of the encoder and of the decoder.
+        """widths of the levels, the last is the bottleneck's; units per level of the encoder and of the decoder.
 
-        attention(level, channels) makes what weights the result of a unit there, bottleneck(channels) what follows
-        the coarsest level. Images are padded with zeros to `inputs` channels.
+        attention(level, channels) makes the attention of a unit, bottleneck(channels) the layer after the coarsest
+        level. Images are padded with zeros to `inputs` channels.
         """
         super().__init__()
         self.inputs = inputs
@@ -64,10 +65,10 @@ class ResUNet(nn.Module):
             for level in reversed(range(len(widths) - 1))
         )
         self.norm = NormReLU(widths[0])
-        self.score = PixelScore(widths[0])
+        self.score = PixelScore(widths[0], outputs)
 
     def forward(self, images: Tensor) -> Tensor:
-        """images (B, 3, H, W) normalised → logits (B, 1, H, W)."""
+        """images (B, 3, H, W) normalised → logits (B, outputs, H, W)."""
         x = self.stem(pad_channels(images, self.inputs))
         entered: Tensor | None = None
         levels = cast("list[Units]", self.encoder)
@@ -82,10 +83,9 @@ class ResUNet(nn.Module):
 
 
 class ResidualUnit(nn.Module):
-    """Pre-activation residual unit: norm, ReLU, convolution, twice; attention on what is added."""
+    """Pre-activation residual unit: norm, ReLU, convolution, twice; attention on the residual."""
 
     def __init__(self, inputs: int, outputs: int, attention: Attention, stride: int = 1) -> None:
-        """Project the shortcut where shape or channels differ."""
         super().__init__()
         self.enter = NormReLU(inputs)
         self.first = ConvNorm(inputs, outputs, stride=stride)
@@ -97,15 +97,18 @@ class ResidualUnit(nn.Module):
     def forward(
         self, x: Tensor, entered: Tensor | None = None, following: NormReLU | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        """x (B, inputs, H, W) → (B, outputs, H/stride, W/stride).
+        """x (B, inputs, H, W) → (B, outputs, H/stride, W/stride), and following(result) if following is folded.
 
-        entered is self.enter(x) where that is known already; with it in turn goes the result that following would
-        make, where that is folded: two results of one pass over memory.
+        entered is self.enter(x) if the previous unit has computed it: both results take one pass over memory.
         """
-        found = self.last(self.first(self.enter(x) if entered is None else entered))
+        residual = self.last(self.first(self.enter(x) if entered is None else entered))
         shift = self.shortcut.shift if isinstance(self.shortcut, ProjectionConv) else None
         then = None if following is None else following.affine
-        return fused.weigh_add(found, self.shortcut(x), self.attention.weigh(found), shift, then)
+        return fused.weigh_add(residual, self.shortcut(x), self.attention.weigh(residual), shift, then)
+
+    def fold(self) -> None:
+        if isinstance(self.shortcut, ProjectionConv) and self.last.weight.device.type == "cpu":
+            self.shortcut.add_shift()
 
 
 class Units(nn.ModuleList):
@@ -113,7 +116,6 @@ class Units(nn.ModuleList):
 
     @property
     def enter(self) -> NormReLU:
-        """The norm that the first one begins with."""
         return cast(ResidualUnit, self[0]).enter
 
     def forward(self, x: Tensor, entered: Tensor | None, following: NormReLU | None) -> tuple[Tensor, Tensor | None]:
@@ -124,10 +126,10 @@ class Units(nn.ModuleList):
 
 
 class Up(nn.Module):
-    """One level of the decoder: up to the size of the gated skip, beside it, residual units."""
+    """One level of the decoder: upsample, concatenate with the gated skip, residual units."""
 
     def __init__(self, width: int, below: int, attentions: Sequence[Attention]) -> None:
-        """From `below` channels to `width`, with a unit for each attention."""
+        """From `below` channels to `width`, with one unit per attention."""
         super().__init__()
         self.gate = AttentionGate(width, below)
         self.reduce = ProjectionConv(below, width)  # before the resize: a quarter of the pixels
@@ -137,7 +139,7 @@ class Up(nn.Module):
         )
 
     def forward(self, x: Tensor, skip: Tensor, following: NormReLU | None) -> tuple[Tensor, Tensor | None]:
-        """x (B, below, about H/2, about W/2), skip (B, width, H, W) → (B, width, H, W) and what following makes."""
+        """x (B, below, about H/2, about W/2), skip (B, width, H, W) → (B, width, H, W), and following of that."""
         low, weight, size = self.reduce(x), self.gate(skip, x), skip.shape[2:]
         entered: Tensor | None = None
         if self.reduce.shift is None or self.units.enter.affine is None:
@@ -146,11 +148,15 @@ class Up(nn.Module):
             raw, entered = fused.beside(low, self.reduce.shift, skip, weight, *self.units.enter.affine)
         return cast("tuple[Tensor, Tensor | None]", self.units(raw, entered, following))
 
+    def fold(self) -> None:
+        if self.reduce.conv.weight.device.type == "cpu":
+            self.reduce.add_shift()
+
 
 class ResUNetSmall(ResUNet):
     """Five levels of 48 to 512 channels over a bottleneck of 1024, squeeze-excite in every unit, gated skips."""
 
-    def __init__(self, width: int = 48, inputs: int = 3) -> None:
+    def __init__(self, width: int = 48, inputs: int = 3, outputs: int = 1) -> None:
         super().__init__(
             (width, 96, 192, 384, 512, 1024),
             encoder=(1, 1, 1, 1, 1, 2),
@@ -158,18 +164,20 @@ class ResUNetSmall(ResUNet):
             attention=lambda level, channels: SqueezeExcite(channels),
             bottleneck=lambda channels: SpatialAttention(),
             inputs=inputs,
+            outputs=outputs,
         )
 
     def aligned(self) -> nn.Module:
-        """The same function in channels that tensor cores prefer."""
-        return embed(self, ResUNetSmall(64, inputs=8), {(96, 128): [(48, 64), (48, 64)]})
+        """An equivalent network with numbers of channels that suit tensor cores."""
+        wide = ResUNetSmall(64, inputs=8, outputs=self.score.out_channels)
+        return embed(self, wide, {(96, 128): [(48, 64), (48, 64)]})
 
 
 class ResUNetAdvanced(ResUNet):
     """Four levels of 64 to 512 channels over a bottleneck of 1024 with self-attention, attention in every unit."""
 
-    def __init__(self, inputs: int = 3) -> None:
-        """SimAM where the maps are large: it reads them once less than CBAM."""
+    def __init__(self, inputs: int = 3, outputs: int = 1) -> None:
+        """SimAM on the large maps, which it reads once less than CBAM."""
         super().__init__(
             (64, 128, 256, 512, 1024),
             encoder=(2, 2, 2, 3, 2),
@@ -177,22 +185,42 @@ class ResUNetAdvanced(ResUNet):
             attention=lambda level, channels: SimAM() if level < 2 else CBAM(channels),
             bottleneck=SelfAttention,
             inputs=inputs,
+            outputs=outputs,
         )
 
     def aligned(self) -> nn.Module:
-        """The same function in channels that tensor cores prefer."""
-        return embed(self, ResUNetAdvanced(inputs=8), {})
+        """An equivalent network with numbers of channels that suit tensor cores."""
+        return embed(self, ResUNetAdvanced(inputs=8, outputs=self.score.out_channels), {})
 
 
 class UNetTiny(ResUNet):
-    """Three levels of 16 to 64 channels and no attention but the gates: for CPUs, demonstrations and tests."""
+    """Three levels of 16 to 64 channels, with attention gates only: for CPUs, demonstrations and tests."""
 
-    def __init__(self) -> None:
-        """A five-hundredth of the others' parameters."""
+    def __init__(self, outputs: int = 1) -> None:
         super().__init__(
             (16, 32, 64),
             encoder=(1, 1, 1),
             decoder=(1, 1),
             attention=lambda level, channels: NoAttention(),
             bottleneck=lambda channels: nn.Identity(),
+            outputs=outputs,
         )
+
+
+class CellsUNet(ResUNet):
+    """Five levels of 16 to 256 channels, with attention gates only: the network of the default model."""
+
+    def __init__(self, inputs: int = 3, outputs: int = 1) -> None:
+        super().__init__(
+            (16, 32, 64, 128, 256),
+            encoder=(1, 1, 1, 1, 1),
+            decoder=(1, 1, 1, 1),
+            attention=lambda level, channels: NoAttention(),
+            bottleneck=lambda channels: nn.Identity(),
+            inputs=inputs,
+            outputs=outputs,
+        )
+
+    def aligned(self) -> nn.Module:
+        """An equivalent network with numbers of channels that suit tensor cores."""
+        return embed(self, CellsUNet(inputs=8, outputs=self.score.out_channels), {})

@@ -1,17 +1,17 @@
 """The rings along the pixel edges of masks, by array operations alone.
 
-Many threads trace at once, and whatever runs in Python, or allocates one array per object as OpenCV's findContours
-does, runs under the interpreter's lock, one thread at a time. Here every step is an operation on all corners of all
-objects, without the lock. To take the lock again after each operation costs too: on 16 cores, four threads that traced
-one mask at a time did 225 a second, sixteen 130. So the masks of a batch are traced together, as if one lay below the
-other; only what looks at every pixel goes through them one by one, since a mask fits the cache and ten do not.
+Many threads trace at once. Python code, and calls that allocate one array per object like OpenCV's findContours, hold
+the interpreter lock; here every step is one NumPy operation on all corners of all objects, which releases it. Taking
+the lock back after each operation also costs: on 16 cores, four threads that traced one mask at a time did 225 a
+second, sixteen 130. So the masks of a batch are traced together, as if stacked; only the steps that read every pixel
+run mask by mask, since one mask fits the cache and ten do not.
 
-A corner is a point where an outline turns. Where two pixels touch only there, diagonally, two outlines turn: such a
-crossing is listed twice. Then every corner has one level and one upright edge, and edges need no search: in reading
-order corners 0 and 1, 2 and 3, ... are the ends of level edges; column by column, of upright ones.
+A corner is a point where an outline turns. Where two pixels touch only diagonally, two outlines turn: such a crossing
+is listed twice. Then every corner has one horizontal and one vertical edge, and edges need no search: in reading order
+corners 0 and 1, 2 and 3, … are the ends of horizontal edges; sorted by column, of vertical ones.
 
-Probabilities are rounded to whole numbers of 2⁻²³, and so all sums of them are exact, in any order: device_rings.py,
-which does the same on a GPU, gives the same bits."""
+Probabilities are rounded to multiples of 2⁻²³, so sums of them are exact in any order, and device_rings.py, which does
+the same on a GPU, gives the same bits."""
 
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
@@ -23,40 +23,9 @@ import numpy as np
 from brim.errors import ConfigError
 from brim.segmentation.objects.polygons import Polygon, Rings, to_polygons
 
+# Axes: H rows, W columns; C corners; E = C / 2 horizontal edges, edge e from corner 2e on its left to 2e + 1; R rings
 
-def trace(mask: np.ndarray, probability: np.ndarray | None = None, *, detect_holes: bool = True) -> list[Polygon]:
-    """Polygons of a mask's objects, from top to bottom.
-
-    mask         (H, W)  any dtype  non-zero is inside
-    probability  (H, W)  float      in [0, 1]; without it every confidence is 1
-
-    Without detect_holes an outline stands for all it encloses: holes, and whatever lies in them, count as inside.
-    """
-    if mask.ndim != 2 or (probability is not None and probability.shape != mask.shape):
-        got = "" if probability is None else f" with probabilities {probability.shape}"
-        raise ConfigError(f"mask {mask.shape}{got}: expected (H, W), and probabilities of the same shape")
-    if not mask.size:
-        return []
-    return trace_all([mask], None if probability is None else [probability], detect_holes=detect_holes)[0]
-
-
-def trace_all(
-    masks: Sequence[np.ndarray], probabilities: Sequence[np.ndarray] | None = None, *, detect_holes: bool = True
-) -> list[list[Polygon]]:
-    """What trace gives for each of several masks, at least a pixel in each; they are found together."""
-    pile = stack(masks)
-    rings = find_rings(pile, probabilities, detect_holes)
-    ends = np.searchsorted(rings.points[rings.first[:-1], 1], pile.tops)  # rings come from top to bottom
-    return [
-        to_polygons(rings.between(start, end, top))
-        for (start, end), top in zip(pairwise(ends.tolist()), pile.tops.tolist(), strict=False)
-    ]
-
-
-# Axes: H rows, W columns; C corners; E = C / 2 level edges, edge e from corner 2e on its left to 2e + 1; R rings
-
-
-_BAND_PIXELS = 2**21  # looked at together: what is as large as the mask is a band only, and fits the cache
+_BAND_PIXELS = 2**21  # examined together, so that temporary arrays fit the cache
 
 
 class _Corners(NamedTuple):
@@ -66,42 +35,68 @@ class _Corners(NamedTuple):
     y: np.ndarray  # (C,)
     above: np.ndarray  # (C,) bool, whether the pixel above and to the right is inside
     double: np.ndarray  # (C,) bool, whether this is one of the two at a crossing
-    mass: (
-        np.ndarray
-    )  # (C,) float64, sum of the probabilities of all pixels above and to the left, each one more than it is
+    mass: np.ndarray  # (C,) float64, sum of 1 + probability over all pixels above and to the left
 
 
 class _Links(NamedTuple):
-    """What belongs together and in what order, from level edge to level edge."""
+    """How edges form rings."""
 
-    upright: np.ndarray  # (C,) corners column by column: 0 and 1, 2 and 3, ... are the ends of upright edges
-    mate: np.ndarray  # (C,) the other end of a corner's upright edge
+    upright: np.ndarray  # (C,) corners by column: 0 and 1, 2 and 3, … are the ends of vertical edges
+    mate: np.ndarray  # (C,) the other end of a corner's vertical edge
     heads: np.ndarray  # (R,) the first edge of each ring, in reading order
     ring: np.ndarray  # (E,) the ring of each edge
-    rank: np.ndarray  # (E,) its place there; the first edge has 0
+    rank: np.ndarray  # (E,) its position in the ring; the first edge has 0
 
 
-class Stack(NamedTuple):
+class _Stack(NamedTuple):
     """Masks that are traced as if one lay below the other."""
 
     masks: Sequence[np.ndarray]  # (H, W) each, H and W at least 1; W may differ
-    tops: np.ndarray  # the row where each begins, and where the last one ends: one row is left free between any two
+    tops: np.ndarray  # first row of each mask, and one past the last; one row is free between two masks
 
 
-def stack(masks: Sequence[np.ndarray]) -> Stack:
-    return Stack(masks, np.cumsum([0, *(len(mask) + 1 for mask in masks)]))
+def trace(mask: np.ndarray, probability: np.ndarray | None = None, *, detect_holes: bool = True) -> list[Polygon]:
+    """Polygons of a mask's objects, from top to bottom.
+
+    mask         (H, W)  any dtype  non-zero is inside
+    probability  (H, W)  float      in [0, 1]; without it every confidence is 1
+
+    Without detect_holes, an outline includes all that it encloses: holes and objects inside them.
+    """
+    if mask.ndim != 2 or (probability is not None and probability.shape != mask.shape):
+        got = "" if probability is None else f" with probabilities {probability.shape}"
+        raise ConfigError(f"mask {mask.shape}{got}: expected (H, W), and probabilities of the same shape")
+    if not mask.size:
+        return []
+    (rings,) = find_rings([mask], None if probability is None else [probability], detect_holes=detect_holes)
+    return to_polygons(rings)
 
 
-def find_rings(stack: Stack, probabilities: Sequence[np.ndarray] | None, detect_holes: bool) -> Rings:
-    """Rings of the 4-connected objects of masks; the rows of their points are those of the stack.
+def find_rings(
+    masks: Sequence[np.ndarray], probabilities: Sequence[np.ndarray] | None = None, *, detect_holes: bool = True
+) -> list[Rings]:
+    """Rings of the 4-connected objects of each mask, found together; a mask has at least one pixel.
 
     Without detect_holes the owner of holes, and of outlines inside holes, is -1.
     """
+    if not masks:
+        return []
+    stack = _Stack(masks, np.cumsum([0, *(len(mask) + 1 for mask in masks)]))
+    rings = _find(stack, probabilities, detect_holes)
+    ends = np.searchsorted(rings.points[rings.first[:-1], 1], stack.tops)  # rings come from top to bottom
+    return [
+        rings.between(start, end, top)
+        for (start, end), top in zip(pairwise(ends.tolist()), stack.tops.tolist(), strict=False)
+    ]
+
+
+def _find(stack: _Stack, probabilities: Sequence[np.ndarray] | None, detect_holes: bool) -> Rings:
+    """Rings of all masks; the rows of their points are those of the stack."""
     corners = _corners(stack, probabilities)
     links = _links(corners)
-    to_right, ring, num_rings = corners.above[::2], links.ring, len(links.heads)  # the inside is left of the way
+    to_right, ring, num_rings = corners.above[::2], links.ring, len(links.heads)  # the inside is on the left
     sign = np.where(to_right, 1.0, -1.0)
-    # Green's theorem: what lies inside a ring is what lies above its lower edges less what lies above its upper ones
+    # Green's theorem: a ring encloses what lies above its lower edges minus what lies above its upper edges.
     area = np.bincount(ring, sign * (corners.x[1::2] - corners.x[::2]) * corners.y[::2], num_rings)
     mass = area
     if probabilities is not None:
@@ -116,9 +111,9 @@ def find_rings(stack: Stack, probabilities: Sequence[np.ndarray] | None, detect_
 
 
 def _in_order(corners: _Corners, mate: np.ndarray, position: np.ndarray) -> np.ndarray:
-    """Points (C, 2) of level edges whose place (E,) is known: where each ends, and where the upright one after it does.
+    """Points (C, 2) of horizontal edges by position (E,): the end of each, and of the vertical edge after it.
 
-    The first edge of an outline is on top and runs to the left: what it ends at is the upper left corner.
+    The first edge of an outline is on top and runs to the left: it ends at the upper left corner.
     """
     end = np.arange(0, len(mate), 2) + corners.above[::2]
     order = np.empty((len(end), 2), np.intp)
@@ -133,7 +128,7 @@ def _in_order(corners: _Corners, mate: np.ndarray, position: np.ndarray) -> np.n
 # Corners
 
 
-def _corners(stack: Stack, probabilities: Sequence[np.ndarray] | None) -> _Corners:
+def _corners(stack: _Stack, probabilities: Sequence[np.ndarray] | None) -> _Corners:
     bands = [
         _Corners(*band)
         for index, mask in enumerate(stack.masks)
@@ -147,7 +142,7 @@ def _corners(stack: Stack, probabilities: Sequence[np.ndarray] | None) -> _Corne
 
 
 def _bands(mask: np.ndarray, probability: np.ndarray | None, start: int) -> Iterator[tuple[np.ndarray, ...]]:
-    """Corners of some rows after the other, crossings listed once; start is the row of the first in the stack."""
+    """Corners of some rows at a time, crossings listed once; start is the mask's first row in the stack."""
     height, width = mask.shape
     num_rows = max(1, _BAND_PIXELS // width)
     sums = np.zeros(width + 1)  # of the bands before
@@ -165,14 +160,14 @@ def _bands(mask: np.ndarray, probability: np.ndarray | None, start: int) -> Iter
 
 
 def _turns(mask: np.ndarray, top: int, bottom: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Corners at the upper ends of the pixel rows from top to bottom: x, y from top on, above, double."""
+    """Corners at the upper edges of the pixel rows from top to bottom: x, y - top, above, double."""
     stride = mask.shape[1] + 2
     rows = mask[max(top - 1, 0) : bottom]
-    framed = np.zeros((bottom - top + 1, stride), bool)  # the row above too, and nothing around the image
+    framed = np.zeros((bottom - top + 1, stride), bool)  # with the row above, and a background frame
     np.not_equal(rows, 0, out=framed[int(top == 0) :][: len(rows), 1:-1])
     pixels = framed.view(np.uint8).ravel()
     size = (bottom - top) * stride - 1
-    # Around a point: an upright edge comes from above, one leaves below; at a crossing both, and the level ones too.
+    # At a corner one vertical edge ends, above or below; at a crossing both do, and both horizontal ones.
     upright = pixels[:-1] ^ pixels[1:]
     double = pixels[:size] ^ pixels[stride : stride + size]
     double &= upright[:size]
@@ -191,7 +186,7 @@ def _integral(probability: np.ndarray) -> np.ndarray:
     """
     raised = np.add(probability, np.float32(1), dtype=np.float32)
     sums = cv2.integral(raised, sdepth=cv2.CV_64F)
-    if not np.isfinite(sums[-1, -1]):  # one NaN, inside or outside, would reach every sum behind it
+    if not np.isfinite(sums[-1, -1]):  # one NaN spoils all later sums
         sums = cv2.integral(np.nan_to_num(raised, copy=False, nan=1, posinf=1, neginf=1), sdepth=cv2.CV_64F)
     return np.asarray(sums)
 
@@ -200,10 +195,10 @@ def _integral(probability: np.ndarray) -> np.ndarray:
 
 
 def _links(corners: _Corners) -> _Links:
-    """Crossings first part what touches there. Where that leaves a ring that touches itself, it becomes two.
+    """Separate the outlines that touch at crossings; then split every ring that still touches itself.
 
-    So objects that share only a corner are two, and where an object touches itself its hole touches its outline, or
-    another hole, in a single point: both are valid polygons.
+    So objects that share only a corner are two, and where an object touches itself, its hole touches its outline or
+    another hole in a single point: both are valid polygons.
     """
     column = corners.x.astype(np.uint16) if corners.x.max(initial=0) < 2**16 else corners.x  # sorts in linear time
     upright = np.argsort(column, kind="stable")
@@ -217,7 +212,7 @@ def _links(corners: _Corners) -> _Links:
 
 
 def _swapped(upright: np.ndarray, crossings: np.ndarray) -> np.ndarray:
-    """Let the two corners at each crossing trade their upright edges."""
+    """Exchange the vertical edges of the two corners at each crossing."""
     if not len(crossings):
         return upright
     other = np.arange(len(upright))
@@ -227,10 +222,10 @@ def _swapped(upright: np.ndarray, crossings: np.ndarray) -> np.ndarray:
 
 
 def _ranked(upright: np.ndarray, corners: _Corners) -> _Links:
-    """Find every edge's ring and its place there, by steps back along the ring that double in length.
+    """Find each edge's ring and position by pointer doubling along the rings, backwards.
 
-    A number holds the first edge, in reading order, seen so far (high half) and the steps back to it (low half): the
-    smaller the better. When no edge sees a better one, all have been round their rings.
+    `seen` packs the first edge in reading order seen so far (high half) and the steps back to it (low half); the
+    minimum wins. When nothing changes, every edge has seen its whole ring.
     """
     mate = np.empty_like(upright)
     mate[upright[::2]], mate[upright[1::2]] = upright[1::2], upright[::2]
@@ -240,7 +235,7 @@ def _ranked(upright: np.ndarray, corners: _Corners) -> _Links:
     while True:
         further = seen[back]
         further += step
-        if step > 4 and not (further < seen).any():  # rings are seldom shorter: not worth a look before
+        if step > 4 and not (further < seen).any():  # rings are seldom shorter: not worth testing before
             break
         np.minimum(seen, further, out=seen)
         back, step = back[back], step * 2
@@ -254,28 +249,28 @@ def _ranked(upright: np.ndarray, corners: _Corners) -> _Links:
 # Holes to objects
 
 
-def _hole_owners(stack: Stack, corners: _Corners, links: _Links, is_hole: np.ndarray) -> np.ndarray:
+def _hole_owners(stack: _Stack, corners: _Corners, links: _Links, is_hole: np.ndarray) -> np.ndarray:
     """(R,) the outline of each ring's object.
 
-    Above a hole's first edge lies its object: what ends that to the left is its outline, or a hole that began higher.
+    Above a hole's first edge lies its object; to the left that ends at its outline, or at a hole that began higher.
     """
     at, owner = 2 * links.heads[is_hole], np.arange(len(is_hole))
     owner[is_hole] = _ring_to_the_left(stack, corners, links, corners.y[at] - 1, corners.x[at])
     return _roots(owner)
 
 
-def _outermost(stack: Stack, corners: _Corners, links: _Links, is_hole: np.ndarray) -> np.ndarray:
-    """(R,) the ring itself where it is an outline that lies in no hole, else -1.
+def _outermost(stack: _Stack, corners: _Corners, links: _Links, is_hole: np.ndarray) -> np.ndarray:
+    """(R,) the ring itself if it is an outline that lies in no hole, else -1.
 
-    Left of an outline's first edge lies the hole that it is in, or an outline in the same place, or nothing.
+    Left of an outline's first edge is the hole it lies in, or an outline in the same hole, or nothing.
     """
     outlines = np.flatnonzero(~is_hole)
     at = 2 * links.heads[outlines]
-    found = _ring_to_the_left(stack, corners, links, corners.y[at], corners.x[at] - 1)
+    left = _ring_to_the_left(stack, corners, links, corners.y[at], corners.x[at] - 1)
     in_hole = np.zeros(len(is_hole), bool)
-    in_hole[outlines] = (found >= 0) & is_hole[found]
+    in_hole[outlines] = (left >= 0) & is_hole[left]
     beside = np.arange(len(is_hole))
-    beside[outlines] = np.where((found >= 0) & ~is_hole[found], found, outlines)
+    beside[outlines] = np.where((left >= 0) & ~is_hole[left], left, outlines)
     return np.where(is_hole | in_hole[_roots(beside)], -1, np.arange(len(is_hole)))
 
 
@@ -285,11 +280,11 @@ def _roots(parent: np.ndarray) -> np.ndarray:
     return parent
 
 
-def _ring_to_the_left(stack: Stack, corners: _Corners, links: _Links, row: np.ndarray, x: np.ndarray) -> np.ndarray:
-    """(K,) the ring of the first upright edge at or left of x (K,) in a pixel row (K,); -1: there is none."""
+def _ring_to_the_left(stack: _Stack, corners: _Corners, links: _Links, row: np.ndarray, x: np.ndarray) -> np.ndarray:
+    """(K,) the ring of the nearest vertical edge at or left of x (K,) in a pixel row (K,); -1 if there is none."""
     height, width = stack.tops[-1], max(mask.shape[1] for mask in stack.masks)
     rows, line = np.unique(row, return_inverse=True)
-    inside = np.zeros(len(rows) * (width + 1) + 1, bool)  # nothing left of the first pixel, nor right of the last
+    inside = np.zeros(len(rows) * (width + 1) + 1, bool)  # background left of the first pixel and right of the last
     lines, first = inside[:-1].reshape(len(rows), -1)[:, 1:], np.searchsorted(rows, stack.tops)
     for index, mask in enumerate(stack.masks):
         own = slice(first[index], first[index + 1])

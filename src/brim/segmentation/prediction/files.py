@@ -1,40 +1,47 @@
-"""From files and folders to files: every image found is predicted and written as soon as it is ready.
+"""From files and folders to files: every image is predicted and written as soon as it is ready.
 
-Inputs and outputs may be URLs of an object store: images are read from there by the threads that decode them.
+Inputs and outputs may be URLs of an object store; the decoding threads read images from there.
 """
 
-from collections.abc import Callable, Generator, Iterable, Sequence
+import time
+from collections.abc import Callable, Generator, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
+from brim.config import part
+from brim.engine.meter import within
+from brim.engine.meter.spent import WORK
 from brim.engine.storage import is_url, place_of
-from brim.errors import ConfigError, ImageError
-from brim.segmentation.config import FilesConfig
+from brim.errors import ConfigError, ImageError, OutOfMemory
+from brim.segmentation.config import NETWORKS, FilesConfig, PredictConfig
 from brim.segmentation.images import ImageFile, StoredImage, find_images, is_image_name
+from brim.segmentation.images.files import unreadable_kind
 from brim.segmentation.images.reading import read_image
 from brim.segmentation.images.writing import Writer
-from brim.segmentation.objects import Prediction
+from brim.segmentation.objects import ImageObjects, Prediction
 from brim.segmentation.prediction.loader import ModelLoader
-from brim.segmentation.prediction.stream import PredictProgress, PredictReport
+from brim.segmentation.prediction.patches import ImageFrame
+from brim.segmentation.prediction.slide_files import is_slide, predict_slide_file
+from brim.segmentation.prediction.stream import PredictProgress, PredictReport, prediction_of
+
+FEW_IMAGES = 64  # one by one they take less time than ten seconds of tuning would save
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FilesReport:
     report: PredictReport | None  # None: stopped before the end
-    failures: dict[str, str]  # image → why
+    failures: dict[str, str]  # image → reason
     written: int
-    kept: int = 0  # written by a run before this one
-    kept_polygons: int | None = 0  # in them; None: their format does not tell
+    kept: int = 0  # written by an earlier run
+    kept_polygons: int | None = 0  # in the kept files; None if their format cannot be counted
     stopped: bool
 
     def as_dict(self) -> dict[str, Any]:
-        """The report as JSON-able values, by the names of the contract."""
         assert self.report is not None
-        found = self.report.as_dict()
         polygons = None if self.kept_polygons is None else self.report.polygons + self.kept_polygons
-        return found | {"images": self.report.images + self.kept, "polygons": polygons}
+        return self.report.as_dict() | {"images": self.report.images + self.kept, "polygons": polygons}
 
 
 def predict_files(
@@ -49,105 +56,123 @@ def predict_files(
 ) -> FilesReport:
     """Predict all images in files and folders, in order; images that fail are listed, the others are written.
 
-    resume keeps what is there: an image whose file exists is not predicted again, since a file appears whole or not at
-    all. Not so for coco, whose one file spans all images and is made anew.
+    A few images are predicted one by one unless the batch size is known; more are worth tuning it first. With resume,
+    images whose file exists are skipped; files are written atomically. The one file of the format coco
+    spans all images and is written anew.
     """
-    images = {str(image): image for image in find_inputs(inputs, out)}
-    names = list(images)
+    with within("reading"):
+        images = {str(image): image for image in find_inputs(inputs, out)}
+    model = config.model or loader.only_model
+    if model not in NETWORKS:
+        with within("loading"):
+            loader.load(model)  # code of others: before anything is created
     reports: list[PredictReport] = []
     failures: dict[str, str] = {}
-    done = 0
-    with Writer(out, config.format, names) as writer:
-        left = [name for name in names if not (resume and config.format != "coco" and writer.has(name))]
-        kept, kept_polygons = len(names) - len(left), _count(writer, set(names).difference(left))
-        stream = loader.predict_stream(
-            [images[name] for name in left], config.model or loader.only_model, config.batch_size, config.threshold,
-            config.detect_holes, config.strict, progress=_watched(progress, stop, kept), on_report=reports.append,
-        )  # fmt: skip
-        with closing(cast("Generator[Prediction]", stream)), suppress(_Stopped):
+    written: list[str] = []
+    is_done = False
+    classes = loader.load(model).traits.classes if config.format == "coco" else ()
+    with Writer(out, config.format, list(images), classes) as writer:
+        kept = {name for name in images if resume and config.format != "coco" and writer.has(name)}
+        counts = [writer.polygons_in(name) for name in kept]
+        left = [image for name, image in images.items() if name not in kept]
+        slides = [image for image in left if isinstance(image, Path) and is_slide(image, config.format)]
+        whole = [image for image in left if image not in slides] if slides else left
+        if config.batch_size is None and len(whole) <= FEW_IMAGES and not loader.is_tuned(model):
+            config = replace(config, batch_size=1)
+
+        def report_progress(state: PredictProgress) -> None:
+            if progress is not None:
+                progress(replace(state, done=state.done + len(kept), total=len(images)))
+            if stop is not None and stop():
+                raise _Stopped
+
+        def write(frame: ImageFrame, objects: ImageObjects) -> Prediction:
+            """Write an image's file, in one of several threads; the polygons are not kept."""
+            if not writer.write_objects(frame.name, (frame.height, frame.width), objects):
+                shown = config.format in ("overlay", "csv")  # the image may have been removed since: an ImageError
+                pixels = (
+                    frame.pixels
+                    if frame.pixels is not None or not shown
+                    else read_image(images[frame.name], planes=config)
+                )
+                writer.write(prediction_of(frame, objects), pixels)
+            written.append(frame.name)
+            return Prediction(frame.name, frame.height, frame.width)
+
+        def predict_slides() -> None:
+            """After the others: each takes minutes."""
+            for number, slide in enumerate(slides):
+                began_s, name = time.perf_counter(), str(slide)
+
+                def tell(share: float, done: int = len(whole) + number, began_s: float = began_s) -> None:
+                    failed = len(failures)
+                    report_progress(PredictProgress(done=done, failed=failed, total=len(left), rate=0.0, share=share))
+
+                try:
+                    num_objects = predict_slide_file(slide, loader, writer.path(name), config, tell)
+                    written.append(name)
+                except (ImageError, OutOfMemory) as failure:
+                    failures[name], num_objects = str(failure), 0
+                reports[0] = reports[0].with_image(num_objects, time.perf_counter() - began_s)
+
+        with within("loading"):
+            stream = loader.stream(
+                whole, model, part(PredictConfig, config), progress=report_progress, on_report=reports.append,
+                make=write,
+            )  # fmt: skip
+        with closing(cast("Generator[Prediction]", stream)), suppress(_Stopped), within(WORK):
             for prediction in stream:
-                image = images[prediction.name] if config.format == "overlay" else None
-                reason = _write(writer, prediction, image)
-                if reason is not None:
-                    failures[prediction.name] = reason
-                done += 1
-    if not reports:
-        return FilesReport(
-            report=None, failures=failures, written=done - len(failures), kept=kept, kept_polygons=kept_polygons,
-            stopped=True,
-        )  # fmt: skip
-    report = replace(reports[0], failed=len(failures))  # an image may be gone when its overlay is drawn
+                if prediction.error is not None:
+                    failures[prediction.name] = prediction.error
+            predict_slides()
+            is_done = True
     return FilesReport(
-        report=report, failures=failures, written=done - len(failures), kept=kept, kept_polygons=kept_polygons,
-        stopped=False,
-    )  # fmt: skip
+        report=replace(reports[0], failed=len(failures)) if is_done else None,
+        failures=failures,
+        written=len(written),
+        kept=len(kept),
+        kept_polygons=None if None in counts else sum(count for count in counts if count),
+        stopped=not is_done,
+    )
 
 
 def find_inputs(inputs: Sequence[Path | str], out: Path | str) -> list[ImageFile]:
-    """Images of files, folders and URLs; results in a folder below those searched are not taken for images."""
-    found: dict[str, ImageFile] = {}
-    for given in inputs:
-        for image in _find(given, out):
-            found.setdefault(str(image), image)
-    if not found:
-        raise ConfigError(f"{', '.join(map(str, inputs))}: no images found; give image files or a folder of them")
-    return list(found.values())
+    """Images of files, folders and URLs, without results in an output folder below them."""
+    images = {str(image): image for source in inputs for image in _find(source, out)}
+    if not images:
+        folders = [Path(source) for source in inputs if not is_url(str(source))]
+        kinds = (unreadable_kind(file.name) for folder in folders if folder.is_dir() for file in folder.rglob("*.*"))
+        hint = next((kind for kind in kinds if kind), "give image files or a folder of them")
+        raise ConfigError(f"{', '.join(map(str, inputs))}: no images found; {hint}")
+    return list(images.values())
 
 
-def _find(given: Path | str, out: Path | str) -> list[ImageFile]:
-    path, results = place_of(given).path, place_of(out)
+def _find(source: Path | str, out: Path | str) -> list[ImageFile]:
+    path, results = place_of(source).path, place_of(out)
     if path is None:
         own = f"{results}/"
-        asked = f"{given.rstrip('/')}/".startswith(own) if isinstance(given, str) else False
-        return [image for image in _find_stored(str(given)) if asked or not str(image).startswith(own)]
+        below = f"{source.rstrip('/')}/".startswith(own) if isinstance(source, str) else False
+        return [image for image in _find_stored(str(source)) if below or not str(image).startswith(own)]
     if results.path is None:
         return list(find_images([path]))
     place = results.path.resolve()
-    asked = path.resolve().is_relative_to(place)
-    return [image for image in find_images([path]) if asked or not image.resolve().is_relative_to(place)]
+    below = path.resolve().is_relative_to(place)
+    return [image for image in find_images([path]) if below or not image.resolve().is_relative_to(place)]
 
 
 def _find_stored(url: str) -> list[StoredImage]:
-    """The object of that URL, else the images among the objects below it."""
+    """The object at that URL, else the images among the objects below it."""
     place, (folder, _, name) = place_of(url), url.rstrip("/").rpartition("/")
     if name and is_image_name(name) and is_url(folder + "/") and not folder.endswith("//"):
-        around = place_of(folder)
-        if around.exists(name):
-            return [StoredImage(around, name)]
-    found = [StoredImage(place, key) for key in place.walk() if is_image_name(key.rpartition("/")[2] or ".")]
-    for image in found:
+        parent = place_of(folder)
+        if parent.exists(name):
+            return [StoredImage(parent, name)]
+    images = [StoredImage(place, key) for key in place.walk() if is_image_name(key.rpartition("/")[2] or ".")]
+    for image in images:
         if {"", ".", ".."} & set(str(image).partition("://")[2].split("/")):
-            raise ConfigError(f'{image}: a part of its name is empty, "." or ".."; rename it, it is no name of a file')
-    return found
-
-
-def _count(writer: Writer, names: Iterable[str]) -> int | None:
-    """Polygons in files that are there; None where one does not tell."""
-    counts = [writer.polygons_in(name) for name in names]
-    return None if None in counts else sum(count for count in counts if count)
+            raise ConfigError(f'{image}: a part of its name is empty, "." or "..", which is no file name; rename it')
+    return images
 
 
 class _Stopped(Exception):
-    """Leaves the stream in the middle of an image: one may take minutes."""
-
-
-def _watched(
-    progress: Callable[[PredictProgress], None] | None, stop: Callable[[], bool] | None, kept: int
-) -> Callable[[PredictProgress], None]:
-    def tell(where: PredictProgress) -> None:
-        if progress is not None:
-            total = None if where.total is None else where.total + kept
-            progress(replace(where, done=where.done + kept, total=total))
-        if stop is not None and stop():
-            raise _Stopped
-
-    return tell
-
-
-def _write(writer: Writer, prediction: Prediction, image: ImageFile | None) -> str | None:
-    """Write the prediction, on its image where one is given; why there is none, if so."""
-    try:
-        writer.write(prediction, read_image(image) if image is not None and prediction.error is None else None)
-    except ImageError as failure:
-        return str(failure)
-    return prediction.error
+    """Leaves the stream while an image is computed, which may take minutes."""

@@ -1,19 +1,19 @@
-"""A segmentation network that answers requests: one image in, polygons in any of the formats out.
+"""A segmentation network that serves requests: one image in, polygons in any of the formats out.
 
-Axes: h, w pixels of a patch. A part is a patch: an image no larger than the tile has one, a larger one a window each.
-Patches of one shape and threshold share a batch, whatever images they are of; results are those of `predict`.
+Axes: h, w pixels of a patch. A part of a request is a patch: the whole image, or a window of one larger than the tile.
+Patches of equal shape and threshold share a batch, whichever images they are of; results are those of `predict`.
 """
 
 import itertools
 import threading
 import time
 import weakref
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import cv2
 import numpy as np
@@ -23,24 +23,57 @@ from torch import Tensor
 from brim.engine.batching import Answer, DecodedRequest, Payload, RequestShape
 from brim.engine.batching.warm_up import ladder
 from brim.errors import ImageError, OutOfMemory, TooLarge
-from brim.segmentation.config import DEFAULT_TILE, QUICK_SECONDS, PredictConfig, RequestConfig
+from brim.segmentation.config import DEFAULT_NETWORK, DEFAULT_TILE, QUICK_SECONDS, PredictConfig, RequestConfig
 from brim.segmentation.images import image_size
 from brim.segmentation.images.reading import read_image
 from brim.segmentation.images.writing import encoded
-from brim.segmentation.networks import DTYPES, InferenceNetwork, create_model, find_model, load_weights
+from brim.segmentation.networks import DTYPES, InferenceNetwork, admit, load_model, traits_of
 from brim.segmentation.objects import MEDIA_TYPES, RINGS
-from brim.segmentation.prediction.patches import ImageFrame, Patch, PatchBatch, TileGrid, cut, padded, usable_tile
+from brim.segmentation.prediction.patches import (
+    ImageFrame,
+    Patch,
+    PatchBatch,
+    TileGrid,
+    cut,
+    padded,
+    prepare,
+    scale_of,
+    scaled_size,
+    usable_tile,
+)
 from brim.segmentation.prediction.scoring import ScoredImage, TracedImage
-from brim.segmentation.prediction.stream import DECODED_BYTES, PredictRun
-from brim.segmentation.tuning import BatchSizeEntry, KnownSizes
+from brim.segmentation.prediction.stream import DECODED_BYTES, PredictRun, prediction_of
+from brim.segmentation.tuning import KnownSizes
 
-_UNTUNED = {"cuda": 32, "cpu": 4}  # largest batch tried where nobody tuned
+_UNTUNED = {"cuda": 32, "cpu": 4}  # largest batch tried if the network is not tuned
 _MOST = 256  # patches of a batch of small images
 _GRAPHS = 64  # sizes × shapes that stay captured; they share the memory of the largest
-_RUNS = 16  # thresholds whose state is kept
-_ANY = 1 << 20  # patches: the batch is formed elsewhere
+_RUNS = 16  # combinations of threshold, detect_holes, min_area and diameter whose state is kept
+_ANY = 1 << 20  # no limit: the runner forms the batches
+
+RunKey = tuple[float, bool, int | None, float | None]
 
 _numbers = itertools.count()
+
+
+class ImageReader(Protocol):
+    """Reads the images of requests; a service does so in other processes."""
+
+    def size(self, payload: Payload) -> tuple[int, int]:
+        """Width and height from the header alone."""
+
+    def read(self, payload: Payload, max_pixels: int) -> np.ndarray:
+        """(H, W, 3) uint8, perhaps read-only."""
+
+
+class ReadHere(ImageReader):
+    """Reads images in this process."""
+
+    def size(self, payload: Payload) -> tuple[int, int]:
+        return image_size(payload.data, payload.name)
+
+    def read(self, payload: Payload, max_pixels: int) -> np.ndarray:
+        return read_image(bytes(payload.data), max_pixels=max_pixels, name=payload.name)
 
 
 class SegmentServable:
@@ -56,60 +89,71 @@ class SegmentServable:
         batch_sizes: str | Path | None = None,
         may_tune: bool = True,
         tile: int = DEFAULT_TILE,
+        images: ImageReader | None = None,
     ) -> None:
-        """Load; where no batch size of the network is known on this device it is tuned for some seconds, and saved.
+        """Load the network; tune it for some seconds if no batch size of it is known on this device.
 
-        lock         whoever uses the device holds it
+        network      a name, or the file it comes from as the catalogue names it
+        lock         held while the device is used
         batch_sizes  the file that tuning reads and writes
-        may_tune     False where others use the device: sizes are then found by warming up, and not saved; so they
-                     are where the known one is of smaller images
+        may_tune     False if others use the device: sizes are then found by warming up, and not saved, as they are
+                     if the known size is for smaller images
+        images       reads the images of requests; by default in this process
         """
-        find_model(network)
-        cv2.setNumThreads(1)  # requests are decoded side by side: OpenCV's own threads would only compete
-        self._lock, self._tile, self._device = (
-            lock or threading.RLock(),
-            usable_tile(PredictConfig(tile=tile).tile),
-            device,
-        )
-        module = create_model(network)
-        load_weights(module, weights)
+        admit(network)
+        self._images = images or ReadHere()
+        cv2.setNumThreads(1)  # requests are decoded in parallel: OpenCV's own threads would compete
+        self._lock, self._device = lock or threading.RLock(), device
+        self._tile = usable_tile(PredictConfig(tile=tile).tile)
+        module = load_model(network, weights)
         known = KnownSizes(device, batch_sizes, "auto", QUICK_SECONDS)
         entry = known.find(network)
-        if entry is None and may_tune:
+        # a CPU is as fast with one image at a time, and the first user of the default model waits for it
+        one_at_a_time = device.type == "cpu" and network == DEFAULT_NETWORK
+        if entry is None and may_tune and not one_at_a_time:
             entry = known.find_or_tune(network, self._tile, lambda _: module)
-        self._network = InferenceNetwork(module, device, known.setting(entry), graphs=_GRAPHS)
+        self._traits = traits_of(weights)
+        self._network = InferenceNetwork(module, device, known.setting(entry), graphs=_GRAPHS, traits=self._traits)
         if entry is not None and entry.image_size < self._tile:
-            entry = None  # of smaller images, by somebody who wanted just that: it stays in the file
-        self._set_sizes(entry)
+            entry = None  # for smaller images; it stays in the file
+        self.tuned = entry is not None
+        self.max_batch_size = entry.max_safe_batch_size if entry else 1 if one_at_a_time else _UNTUNED[device.type]
+        self.sizes: Sequence[int] = ladder(entry.optimal_batch_size if entry else self.max_batch_size)
         itemsize = DTYPES[self._network.setting.precision].itemsize
         self.weight_bytes = sum(tensor.numel() * itemsize for tensor in module.state_dict().values())
         self.expected_s: Mapping[int, float] = {}
-        self._number = next(_numbers)  # in the keys: no batch holds parts of two versions of a model
-        self._runs: OrderedDict[tuple[float, bool], PredictRun] = OrderedDict()
+        self._number = next(_numbers)  # part of the keys: no batch mixes two versions of a model
+        self._runs: dict[RunKey, PredictRun] = {}  # the least recently used first
         self._runs_lock = threading.Lock()
         self._rehearsal = self._new_run(0.5, True)
-        self._blank = cut(ImageFrame(0, "warm-up"), _ramps(self._tile), **self._cutting()).patches[0].pixels
-
-    def _set_sizes(self, entry: BatchSizeEntry | None) -> None:
-        self.tuned = entry is not None
-        self.max_batch_size = entry.max_safe_batch_size if entry else _UNTUNED[self._device.type]
-        self.sizes: Sequence[int] = ladder(entry.optimal_batch_size if entry else self.max_batch_size)
+        noise = np.random.default_rng(0).integers(0, 256, (self._tile, self._tile, 3), np.uint8)
+        self._example = cut(ImageFrame(0, "warm-up"), noise, **self._cutting()).patches[0].pixels
 
     # Requests
 
     def inspect(self, payload: Payload) -> RequestShape:
         """Key and patches from the image's header."""
         options = _options(payload)
-        width, height = image_size(payload.data, payload.name)
-        # a thin strip is small as a file and large as windows
-        whole = padded(width) * padded(height)
-        if width * height > options.max_pixels or whole > max(2 * options.max_pixels, self._tile**2):
+        width, height = self._images.size(payload)
+        # a thin strip has few pixels, and many once it is padded
+        with_padding = padded(width) * padded(height)
+        if width * height > options.max_pixels or with_padding > max(2 * options.max_pixels, self._tile**2):
             raise TooLarge(
-                f"{payload.name}: {width} x {height} pixels, at most {options.max_pixels} are taken; send it in parts"
+                f"{payload.name}: {width} x {height} pixels, at most {options.max_pixels} are accepted; "
+                "send it in parts"
             )
         if not width or not height:
             raise ImageError(f"{payload.name}: {width} x {height} pixels; expected sides of at least 1")
-        shape, num = self._patches(height, width)
+        shown = scaled_size((height, width), scale_of(self._traits, options.diameter))
+        if shown[0] * shown[1] > 2 * options.max_pixels:
+            raise TooLarge(
+                f"{payload.name}: {width} x {height} pixels with objects of {options.diameter:g} are shown enlarged to "
+                f"{shown[1]} x {shown[0]}, at most {2 * options.max_pixels} are accepted; send it in parts"
+            )
+        shape, num = (padded(shown[0]), padded(shown[1])), 1  # as `cut` makes them
+        if max(shape) > self._tile:
+            grid = TileGrid(*shape, self._tile)
+            shape, num = (grid.rows.size, grid.columns.size), len(grid)
         scale = shape[0] * shape[1] / self._tile**2
         sizes = self._sizes_at(scale)
         return RequestShape(
@@ -121,32 +165,31 @@ class SegmentServable:
         """Pixels, cut into patches; in pinned memory for a GPU."""
         options = _options(payload)
         _room.wait()
-        image = read_image(bytes(payload.data), max_pixels=options.max_pixels, name=payload.name)
-        frame = cut(ImageFrame(0, payload.name), image, **self._cutting())
+        image = self._images.read(payload, options.max_pixels)
+        frame = prepare(ImageFrame(0, payload.name), image, self._traits, options.diameter, **self._cutting())
         run, patches = self._run_of(options), frame.patches
-        frame.patches = []  # which refer to it
+        frame.patches = []  # they refer to the frame
         for patch in patches:
             _room.take(patch.pixels)
-        overlaid = image if options.format == "overlay" else None
-        context = _Context(run, frame, options.format, overlaid, options.as_rings and options.format == "geojson")
+        context = _Context(run, frame, options, image if options.format in ("overlay", "csv") else None)
         return DecodedRequest(self._key(patches[0].shape, options), [_Part(run, patch) for patch in patches], context)
 
-    def forward(self, parts: list["_Part"]) -> "_Running":
+    def forward(self, parts: list["_Part"]) -> "_RunningParts":
         """Queue patches of one shape and threshold."""
         run = parts[0].run
         patches = [part.patch for part in parts]
-        run.scorer.restore(_ANY)  # memory that was short once may be there now: no batch pays for one before it
-        return _Running(run, patches, run.scorer.forward(PatchBatch(patches)))
+        run.scorer.restore(_ANY)  # a batch that did not fit must not make later ones smaller
+        return _RunningParts(run, patches, run.scorer.forward(PatchBatch(patches)))
 
-    def collect(self, running: "_Running") -> list[Any]:
-        """What is done by a batch: an image with its last window, None for those before, a failure.
+    def collect(self, running: "_RunningParts") -> list[Any]:
+        """An output per patch: the batch's scored images for the last patch of an image, None before, or a failure.
 
-        Only the forward is waited for, so that the next one follows at once; the rings are found beside it.
+        Waits for the forward alone, so that the next one follows at once; rings are found meanwhile.
         """
         running.run.tracer.wait(running.done)
         if running.run is self._rehearsal and running.run.scorer.size() < len(running.patches):
             raise OutOfMemory(f"a batch of {len(running.patches)} did not fit on {self._device}")
-        scored = _ScoredPatches(running.run, running.done)
+        scored = _ScoredBatch(running.run, running.done)
         complete = {id(done.frame) for done in running.done}
         last = {id(patch.frame): number for number, patch in enumerate(running.patches)}
         return [
@@ -155,88 +198,81 @@ class SegmentServable:
         ]
 
     def finish(self, item: DecodedRequest, outputs: list[Any]) -> Answer:
-        """Polygons, and the answer in the format asked for."""
         context: _Context = item.context
-        (scored,) = [output for output in outputs if isinstance(output, _ScoredPatches)]
-        traced = scored.trace(context.frame)
-        if context.as_rings:
-            rings = context.run.rings(traced)
-            facts = {"polygons": rings.num_outlines, "width": context.frame.width, "height": context.frame.height}
-            return Answer(rings.to_bytes(), RINGS, facts)
-        ((_, prediction),) = context.run.finish([traced])
-        if context.frame.failure is not None:
-            raise context.frame.failure
-        facts = {"polygons": len(prediction.polygons), "width": prediction.width, "height": prediction.height}
-        return Answer(encoded(prediction, context.format, context.image), MEDIA_TYPES[context.format], facts)
+        (scored,) = [output for output in outputs if isinstance(output, _ScoredBatch)]
+        traced, format = scored.trace(context.frame), context.options.format
+        if context.options.as_rings and format == "geojson":
+            objects = context.run.finish_one(traced, lambda frame, objects: objects)
+            body, media_type, num = objects.to_bytes(), RINGS, objects.rings.num_outlines
+        else:
+            prediction = context.run.finish_one(traced, prediction_of)
+            body, media_type = encoded(prediction, format, context.image), MEDIA_TYPES[format]
+            num = len(prediction.polygons)
+        return Answer(body, media_type, {"polygons": num, "width": context.frame.width, "height": context.frame.height})
 
     def close(self) -> None:
         self._network.release()
         self._runs.clear()
-        del self._network, self._rehearsal, self._blank
-
-    # Warming up
+        del self._network, self._rehearsal, self._example
 
     def example(self, num: int) -> list["_Part"]:
         shape = (self._tile, self._tile)
         frames = [ImageFrame(0, "warm-up", *shape) for _ in range(num)]
-        return [_Part(self._rehearsal, Patch(frame, self._blank, shape)) for frame in frames]
+        return [_Part(self._rehearsal, Patch(frame, self._example, shape)) for frame in frames]
 
     # What a request needs
 
     def _cutting(self) -> dict[str, Any]:
         return {"tile": self._tile, "overlap": None, "resize": None, "pinned": self._device.type == "cuda"}
 
-    def _patches(self, height: int, width: int) -> tuple[tuple[int, int], int]:
-        """Shape and number of an image's patches, as `cut` makes them."""
-        shape = (padded(height), padded(width))
-        if max(shape) <= self._tile:
-            return shape, 1
-        grid = TileGrid(*shape, self._tile)
-        return (grid.rows.size, grid.columns.size), len(grid)
-
     def _key(self, shape: tuple[int, int], options: RequestConfig) -> tuple[Any, ...]:
-        return (self._number, shape, options.threshold, options.detect_holes)
+        return (self._number, shape, *_run_key(options))
 
     def _sizes_at(self, scale: float) -> Sequence[int]:
-        """Sizes for patches of so much of a tile: a GPU is as full with more of smaller ones, in the same memory."""
+        """Batch sizes for patches of this share of a tile: a GPU takes more of smaller ones in the same memory."""
         if self._device.type != "cuda" or scale > 0.5:
             return self.sizes
         return ladder(max(self.sizes[-1], min(_MOST, int(self.sizes[-1] / scale))))
 
     def _expected(self, size: int, scale: float) -> float:
-        """Seconds of a batch, by its pixels: between those measured, beyond them in proportion."""
-        sizes, seconds = list(self.expected_s), list(self.expected_s.values())
-        tiles = size * scale
+        """Seconds of a batch by its pixels: interpolated between the measured ones, in proportion beyond them."""
+        sizes, tiles = list(self.expected_s), size * scale
         share = min(1.0, tiles / sizes[0]) * max(1.0, tiles / sizes[-1])
-        between = float(np.interp(tiles, sizes, seconds))
-        return between * share
+        return float(np.interp(tiles, sizes, list(self.expected_s.values()))) * share
 
     def _run_of(self, options: RequestConfig) -> PredictRun:
-        key = (options.threshold, options.detect_holes)
+        key = _run_key(options)
         with self._runs_lock:
-            run = self._runs.get(key)
-            if run is None:
-                run = self._runs[key] = self._new_run(*key)
-                if len(self._runs) > _RUNS:
-                    self._runs.popitem(last=False)
-            self._runs.move_to_end(key)
+            run = self._runs[key] = self._runs.pop(key) if key in self._runs else self._new_run(*key)
+            if len(self._runs) > _RUNS:
+                del self._runs[next(iter(self._runs))]
             return run
 
-    def _new_run(self, threshold: float, detect_holes: bool) -> PredictRun:
-        config = PredictConfig(batch_size=_ANY, threshold=threshold, detect_holes=detect_holes, tile=self._tile)
+    def _new_run(
+        self, threshold: float, detect_holes: bool, min_area: int | None = None, diameter: float | None = None
+    ) -> PredictRun:
+        config = PredictConfig(
+            batch_size=_ANY, threshold=threshold, detect_holes=detect_holes, min_area=min_area, diameter=diameter,
+            tile=self._tile,
+        )  # fmt: skip
         return PredictRun(self._network, config, self._lock)
 
 
+def _run_key(options: RequestConfig) -> "RunKey":
+    """Requests that may share a batch."""
+    return options.threshold, options.detect_holes, options.min_area, options.diameter
+
+
 class _Room:
-    """Bounds the bytes of decoded pixels that wait for the device; they count until nobody has them."""
+    """Limits the bytes of decoded pixels; they count until their tensors are deleted."""
 
     def __init__(self, limit_bytes: int) -> None:
         self._limit_bytes, self._held_bytes = limit_bytes, 0
-        self._changes: deque[int] = deque()  # what came and went: finalisers run anywhere and may take no lock
+        self._changes: deque[int] = deque()  # bytes added and freed: finalisers run anywhere and may take no lock
         self._lock = threading.Lock()
 
     def wait(self) -> None:
-        """Until there is room; one image may always pass."""
+        """Wait until the limit is not reached; the next image may exceed it."""
         while self.held_bytes() >= self._limit_bytes:
             time.sleep(0.005)
 
@@ -245,76 +281,65 @@ class _Room:
         weakref.finalize(pixels, self._changes.append, -pixels.nbytes).atexit = False
 
     def held_bytes(self) -> int:
-        """Decoded and not yet dropped."""
         with self._lock:
             while self._changes:
                 self._held_bytes += self._changes.popleft()
             return self._held_bytes
 
 
-_room = _Room(DECODED_BYTES)  # of the process, whatever the model
+_room = _Room(DECODED_BYTES)  # for all models of the process
 
 
 class _Part(NamedTuple):
-    """A patch, and the run of its threshold."""
-
     run: PredictRun
     patch: Patch
 
 
-class _Running(NamedTuple):
+class _RunningParts(NamedTuple):
     run: PredictRun
     patches: list[Patch]
     done: list[ScoredImage]
 
 
-class _ScoredPatches:
-    """Images that the network has seen together; whoever finishes the first of them finds the rings of all."""
+class _ScoredBatch:
+    """The images of a batch; whoever finishes the first of them traces all."""
 
     def __init__(self, run: PredictRun, done: list[ScoredImage]) -> None:
-        self._run, self._done = run, {id(each.frame): each for each in done}
+        self._run, self._scored = run, {id(each.frame): each for each in done}
         self._traced: dict[int, TracedImage] = {}
         self._lock = threading.Lock()
 
     def trace(self, frame: ImageFrame) -> TracedImage:
-        """The rings of one image, once."""
+        """One image of the batch; each is taken once."""
         with self._lock:
-            if id(frame) in self._done:
+            if id(frame) in self._scored:
                 try:
-                    self._find(list(self._done.values()))
-                except Exception:  # broad on purpose: whatever one image did, the others shall not suffer
-                    self._find([self._done[id(frame)]])
+                    self._trace(list(self._scored.values()))
+                except Exception:  # broad on purpose: one image must not fail the others
+                    self._trace([self._scored[id(frame)]])
             return self._traced.pop(id(frame))
 
-    def _find(self, done: list[ScoredImage]) -> None:
+    def _trace(self, scored: list[ScoredImage]) -> None:
         with _tracing:
-            traced = self._run.trace(done)
+            traced = self._run.trace(scored)
         for each in traced:
-            del self._done[id(each.frame)]
+            del self._scored[id(each.frame)]
             self._traced[id(each.frame)] = each
 
 
-_tracing = threading.Lock()  # a tracer is for one thread at a time, and the stream it uses is the device's
+_tracing = threading.Lock()  # a tracer is for one thread at a time, and its stream is shared by all runs of a device
 
 
 class _Context(NamedTuple):
-    """What is needed of a request once its pixels are scored."""
+    """What finish needs of a request."""
 
     run: PredictRun
     frame: ImageFrame
-    format: str
-    image: np.ndarray | None  # (H, W, 3), of an overlay
-    as_rings: bool  # instead of text
+    options: RequestConfig
+    image: np.ndarray | None  # (H, W, 3), for an overlay or measurements
 
 
 def _options(payload: Payload) -> RequestConfig:
-    """Options of a payload; those that are meant for others are left out."""
+    """The options of a payload that segmentation knows."""
     known = {field.name for field in fields(RequestConfig)}
     return RequestConfig(**{name: value for name, value in payload.options.items() if name in known})
-
-
-def _ramps(side: int) -> np.ndarray:
-    """(side, side, 3) uint8: some image, the same every time."""
-    ramp = np.linspace(0, 255, side).astype(np.uint8)
-    return np.stack([np.broadcast_to(ramp, (side, side)), np.broadcast_to(ramp[:, None], (side, side)),
-                     np.full((side, side), 128, np.uint8)], -1)  # fmt: skip

@@ -1,8 +1,7 @@
-"""Generated images of cells with their truth, for tests, examples and benchmarks; no sample is needed to try brim.
+"""Generated images of cells with their masks, for tests, examples and benchmarks.
 
-Axes: H rows, W columns. Cells are stained, textured, of many sizes, and touch at most; illumination is uneven, the
-camera blurs and adds noise, and dirt lies about that is no cell. An image is a function of (seed, index) and its size
-alone.
+Axes: H rows, W columns. Cells are stained and textured, vary in size and may touch but not overlap; illumination is
+uneven, the camera blurs and adds noise, and there is debris. An image depends only on (seed, index) and its size.
 """
 
 from collections.abc import Iterator
@@ -20,15 +19,15 @@ ColourImage = NDArray[np.uint8]
 LabelImage = NDArray[np.int32]
 FloatImage = NDArray[np.float32]
 
-MIN_SIDE = 32  # pixels; below that hardly a cell fits
+MIN_SIDE = 32  # pixels; hardly a cell fits into less
 _RADII = (5.0, 17.0)  # pixels, of the mean cell of an image
 _ANGLES = np.linspace(0, 2 * np.pi, 40, endpoint=False, dtype=np.float32)
-# Share of the area that cells are tried on: a tenth of the images is nearly empty, a third is crowded.
+# Probability, and limits of the area of proposed cells: a tenth of the images is nearly empty, a third is crowded.
 _COVERED = ((0.1, 0.0, 0.02), (0.57, 0.08, 0.35), (0.33, 0.5, 1.2))
 
 
 def make_cells(seed: int, index: int, height: int, width: int) -> tuple[ColourImage, NDArray[np.bool_]]:
-    """ColourImage number `index` of a seed, and where its cells are.
+    """Image number `index` of a seed, and its mask.
 
     image  (H, W, 3)  uint8
     mask   (H, W)     bool   True inside a cell
@@ -38,7 +37,7 @@ def make_cells(seed: int, index: int, height: int, width: int) -> tuple[ColourIm
 
 
 def make_labels(seed: int, index: int, height: int, width: int) -> tuple[ColourImage, LabelImage]:
-    """The same image, with cell k of the truth numbered k; 0 is what is no cell."""
+    """The same image, with the labels (H, W) int32 of its cells; 0 is background."""
     for name, value, least in (("height", height, MIN_SIDE), ("width", width, MIN_SIDE), ("seed", seed, 0)):
         if value < least:
             raise ConfigError(f"{name}={value} must be at least {least}")
@@ -52,7 +51,7 @@ def make_labels(seed: int, index: int, height: int, width: int) -> tuple[ColourI
 
 
 def write_cells(images: Path | str, masks: Path | str, count: int, seed: int, height: int, width: int) -> None:
-    """Write images and label masks as PNG files of the same names, cell_00000.png and on."""
+    """Write images and label masks as PNG files cell_00000.png, cell_00001.png, …"""
     if count < 1:
         raise ConfigError(f"count={count} must be at least 1")
     folders = Path(images), Path(masks)
@@ -80,7 +79,7 @@ class _Cell:
 
 
 def _add_cells(rng: np.random.Generator, labels: LabelImage, stain: FloatImage) -> None:
-    """Draw cells where they fit, each numbered."""
+    """Draw numbered cells where they fit."""
     _, low, high = _COVERED[rng.choice(len(_COVERED), p=[share for share, _, _ in _COVERED])]
     radius = rng.uniform(*_RADII)
     tries = int(np.ceil(rng.uniform(low, high) * labels.size / (np.pi * radius**2)))
@@ -98,7 +97,7 @@ def _add_cells(rng: np.random.Generator, labels: LabelImage, stain: FloatImage) 
 
 
 def _propose(rng: np.random.Generator, shape: tuple[int, ...], radius: float, tries: int) -> Iterator[_Cell]:
-    """Irregular ellipses anywhere, cut off at the border."""
+    """Irregular ellipses at random places, cut off at the border."""
     height, width = shape
     for _ in range(tries):
         size = radius * rng.uniform(0.6, 1.5)
@@ -121,12 +120,12 @@ def _interior(rng: np.random.Generator, shape: ColourImage) -> FloatImage:
     depth = depth[1:-1, 1:-1]
     body, rim, nucleus = rng.uniform(0.3, 0.55), rng.uniform(0.1, 0.3), rng.uniform(0.15, 0.4)
     edge = 0.55 * float(depth.max())
-    found: FloatImage = (body + rim * np.exp(-depth / 1.5) + nucleus / (1 + np.exp(edge - depth))).astype(np.float32)
-    return found
+    stain = body + rim * np.exp(-depth / 1.5) + nucleus / (1 + np.exp(edge - depth))
+    return np.asarray(stain, np.float32)
 
 
 def _add_debris(rng: np.random.Generator, stain: FloatImage, labels: LabelImage) -> None:
-    """Dust, fibres and faint bubbles outside the cells; none of it is truth."""
+    """Dust, fibres and faint bubbles outside the cells; not in the mask."""
     height, width = stain.shape
     dirt = np.zeros_like(stain)
     for _ in range(rng.poisson(6 * stain.size / 256**2)):
@@ -143,27 +142,23 @@ def _add_debris(rng: np.random.Generator, stain: FloatImage, labels: LabelImage)
 
 
 def _photograph(rng: np.random.Generator, stain: FloatImage) -> ColourImage:
-    """Light through the stain onto a camera: absorption, uneven lamp, blur, noise."""
+    """The camera's image of the stain: absorption, uneven illumination, blur, noise."""
     height, width = stain.shape
     blurred = cv2.GaussianBlur(stain, (0, 0), float(rng.uniform(0.5, 1.1)))
     colour = np.array([0.75, 1.15, 0.5], np.float32) * rng.uniform(0.8, 1.2, 3).astype(np.float32)
-    lamp = 1 + 0.12 * _smooth(rng, height, width, max(height, width) // 2) + _tilt(rng, height, width)
+    lamp = 1 + 0.12 * _smooth(rng, height, width, max(height, width) // 2)
+    down, across = rng.uniform(-0.12, 0.12, 2)
+    lamp = lamp + (
+        np.linspace(-down, down, height, dtype=np.float32)[:, None]
+        + np.linspace(-across, across, width, dtype=np.float32)[None]
+    )
     white = rng.uniform(195, 235) * rng.uniform(0.96, 1.04, 3).astype(np.float32)
     light = white * lamp[:, :, None] * np.exp(-blurred[:, :, None] * colour)
     light += rng.standard_normal(light.shape, np.float32) * rng.uniform(2, 7)
     return np.asarray(np.rint(light).clip(0, 255), np.uint8)
 
 
-def _tilt(rng: np.random.Generator, height: int, width: int) -> FloatImage:
-    down, across = rng.uniform(-0.12, 0.12, 2)
-    found: FloatImage = (
-        np.linspace(-down, down, height, dtype=np.float32)[:, None]
-        + np.linspace(-across, across, width, dtype=np.float32)[None]
-    )
-    return found
-
-
 def _smooth(rng: np.random.Generator, height: int, width: int, grain: int) -> FloatImage:
-    """Random field that changes over `grain` pixels, about -1 to 1."""
+    """Random field of about -1 to 1 that varies over `grain` pixels."""
     coarse = rng.uniform(-1, 1, (height // max(1, grain) + 2, width // max(1, grain) + 2)).astype(np.float32)
     return np.asarray(cv2.resize(coarse, (width, height), interpolation=cv2.INTER_CUBIC), np.float32)

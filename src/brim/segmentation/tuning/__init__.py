@@ -6,10 +6,10 @@ from brim.segmentation.tuning.batch_sizes import (
     BatchSizes,
     device_info,
     device_key,
+    save_entry,
     sizes_file,
 )
-from brim.segmentation.tuning.known_sizes import KnownSizes
-from brim.segmentation.tuning.tuner import Tuned, tune, tune_model
+from brim.segmentation.tuning.tuner import KnownSizes, Tuned, tune, tune_model
 
 __all__ = [
     "FILE_NAME",
@@ -19,6 +19,7 @@ __all__ = [
     "Tuned",
     "device_info",
     "device_key",
+    "save_entry",
     "sizes_file",
     "tune",
     "tune_model",
