@@ -3,10 +3,10 @@
 Nothing here imports torch or NumPy: the command line and the API describe and check settings without them.
 """
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import MISSING, asdict, dataclass, field, fields
 from typing import Annotated, Any, Literal
 
-from brim.config import Doc, Range, check
+from brim.config import Doc, Length, Range, Unit, check
 from brim.engine.config import (
     BucketConfig,
     CheckpointEveryS,
@@ -18,11 +18,26 @@ from brim.engine.config import (
     WeightDecay,
     recipe_of,
 )
+from brim.engine.networks.source import find_source
 from brim.errors import ConfigError
 
 Mode = Literal["self", "supervised"]
+Method = Literal["auto", "rocket", "cnn_lstm", "ensemble"]
 Reverse = Literal["gate", "gather"]
+Front = Literal["plain", "residual"]
+Layout = Literal["auto", "frames-first", "features-first"]
+AudioChoice = Literal["logmel", "mfcc"]
+LayerChoice = Literal["last", "all"]
+TaskChoice = Literal["auto", "classification", "regression"]
 
+LEAVE_ONE_OUT = "leave-one-group-out"
+
+_NETWORK_SETTINGS = (
+    "classifier_epochs", "batch_size", "max_frames", "learning_rate", "weight_decay", "label_smoothing", "precision",
+    "compile", "encoder", "members", "network", "model", "augmentation", "variants",
+)  # fmt: skip
+
+_SELF_EPOCHS = 15
 DEFAULT_CLUSTERS = 10  # where neither the settings nor labels say how many there are
 
 _Width = Range(1, 16384)
@@ -51,6 +66,18 @@ class EncoderShape:
         Range(0, below=1, note="0.1 is usual"),
         Doc("Dropout after each convolution, between LSTM layers and before the embedding."),
     ] = 0.1
+    stride: Annotated[
+        int,
+        Range(0, 100_000),
+        Doc("Frames between steps of the LSTM; 0: as many as limit it to 250 steps; without labels, 1."),
+    ] = 0
+    front: Annotated[
+        Front,
+        Doc(
+            "plain: convolutions normalised within a frame; residual: within a batch, with shortcuts, and their mean "
+            "and maximum over time go into the embedding."
+        ),
+    ] = "plain"
     normalise: Annotated[
         bool, Doc("Whether frames are normalised by the mean and standard deviation of the training data.")
     ] = True
@@ -68,11 +95,20 @@ class EncoderShape:
 class SequenceConfig(EncoderShape):
     """The shape of an encoder for frames with `dim` features; saved with every run."""
 
-    dim: Annotated[int, Range(1), Doc("Features of a frame.")]
+    dim: Annotated[int, Range(1), Doc("Features of a frame; of several layers, those of all.")]
+    stack: Annotated[
+        int, Range(1), Doc("Layers that a frame holds one after the other; their weighted sum is encoded.")
+    ] = 1
+
+    def __post_init__(self) -> None:
+        EncoderShape.__post_init__(self)
+        if self.dim % self.stack:
+            raise ConfigError(f"does not divide the {self.dim} features", field="stack", value=self.stack)
 
     def as_dict(self) -> dict[str, Any]:
         """JSON-able values; SequenceConfig(**values) reads them back."""
-        return asdict(self)
+        values = asdict(self)
+        return values if self.stack > 1 else {name: value for name, value in values.items() if name != "stack"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,16 +150,53 @@ class SelfConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class KmeansConfig:
-    """How k-means looks for clusters."""
+class SequenceSample:
+    """Which sequences are made up and written as files."""
 
-    clusters: Annotated[int, Range(1), Doc("Number of clusters.")]
-    restarts: Annotated[int, Range(1), Doc("Random starts; the one with the lowest inertia is kept.")] = 8
-    steps: Annotated[int, Range(1), Doc("Lloyd iterations, at most.")] = 100
-    tolerance: Annotated[
-        float, Range(0), Doc("Squared movement of all centres at which to stop, relative to the points' variance.")
-    ] = 1e-4
-    seed: Annotated[int, Doc("Seed of the random starts.")] = 0
+    sequences: Annotated[int, Range(1, 10_000_000), Doc("Number of sequences.")] = 100
+    features: Annotated[int, Range(1, 100_000), Doc("Features of a frame.")] = 8
+    classes: Annotated[int, Range(1, 10_000), Doc("Number of classes.")] = 3
+    mean_length: Annotated[float, Range(1, 1_000_000), Doc("Mean length; lengths are log-normal."), Unit("frames")] = (
+        30.0
+    )
+    seed: Annotated[int, Range(0, 2**63 - 1), Doc("Seed; sequence i depends on it and i alone.")] = 0
+
+    def __post_init__(self) -> None:
+        check(self)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SourceConfig:
+    """How files become sequences; each setting concerns some kinds of files only."""
+
+    layout: Annotated[
+        Layout,
+        Doc(".npy: whether arrays are (frames, features) or (features, frames); auto: recognised by what varies."),
+    ] = "auto"
+    id_column: Annotated[
+        str | None,
+        Length(1, 200),
+        Doc(".csv, .parquet: column that tells sequences apart; none: one called id or similar, if there is one."),
+    ] = None
+    time_column: Annotated[
+        str | None, Length(1, 200), Doc(".csv, .parquet: column that orders frames; none: one called time or similar.")
+    ] = None
+    features: Annotated[AudioChoice, Doc("Audio: log mel spectra, or cepstral coefficients (MFCC).")] = "logmel"
+    sample_rate: Annotated[
+        int, Range(1000, 384_000), Unit("Hz"), Doc("Audio: rate to which recordings are resampled.")
+    ] = 16_000
+    window_ms: Annotated[float, Range(1, 1000), Unit("ms"), Doc("Audio: length of a window.")] = 25.0
+    hop_ms: Annotated[float, Range(1, 1000), Unit("ms"), Doc("Audio: time between two frames.")] = 10.0
+    mels: Annotated[int, Range(1, 512), Doc("Audio: mel bands.")] = 64
+    coefficients: Annotated[int, Range(1, 512), Doc("Audio: coefficients of an MFCC, at most as many as bands.")] = 20
+    speech_model: Annotated[
+        str | None,
+        Doc("Audio: folder of a Hugging Face speech model whose hidden states are the frames; none: spectra."),
+    ] = None
+    speech_layers: Annotated[
+        LayerChoice, Doc("Audio: the last layer of the speech model, or all, whose weights are learned.")
+    ] = "last"
+    device: Annotated[str, Doc("Audio: device that computes features: auto, cpu, cuda or cuda:N.")] = "auto"
 
     def __post_init__(self) -> None:
         check(self)
@@ -158,13 +231,35 @@ class SequenceTraining:
     """How a network is trained on sequences, without labels or with them."""
 
     mode: Annotated[Mode, Doc("self: learn without labels; supervised: learn from labels.")] = "self"
+    method: Annotated[
+        Method,
+        Doc(
+            "rocket: fixed kernels with a linear model; cnn_lstm: the network; ensemble: both, averaged; auto: the "
+            "best of them by cross-validation on the training part, or cnn_lstm if settings of the network are given. "
+            "Without labels: which clusters are kept."
+        ),
+    ] = "auto"
+    budget: Annotated[
+        float | None,
+        Range(above=0),
+        Unit("s"),
+        Doc(
+            "Time for training; none: 8 s for auto, 35 s for ensemble and for cnn_lstm on up to 5000 sequences without "
+            "settings of the network, else no limit."
+        ),
+    ] = None
     iterations: Annotated[
         int, Range(1, 1000), Doc("self: rounds of training the encoder, clustering and training the classifier.")
     ] = 3
     encoder_epochs: Annotated[int, Range(1), Doc("self: epochs of the encoder in each round.")] = 15
     classifier_epochs: Annotated[
-        int, Range(1), Doc("self: epochs of the classifier in each round; supervised: all epochs.")
-    ] = 15
+        int | None,
+        Range(1),
+        Doc(
+            "self: epochs of the classifier in each round; supervised: all epochs; none: 15 without labels, with "
+            "labels 1500 steps, or until the validation loss has not improved for a quarter of them."
+        ),
+    ] = None
     batch_size: Annotated[int, Range(1), Doc("Sequences per batch.")] = 64
     max_frames: Annotated[
         int | None, Range(1), Doc("Frames per batch, padding included, instead of a number of sequences.")
@@ -174,12 +269,21 @@ class SequenceTraining:
     label_smoothing: Annotated[
         float, Range(0, below=1, note="0.1 is usual"), Doc("Share of the target probability spread over all classes.")
     ] = 0.0
+    balance: Annotated[
+        float,
+        Range(0, 1, note="0.5 is usual"),
+        Doc("supervised: classes are weighted by their inverse frequency to this power; 0: all sequences count alike."),
+    ] = 0.5
     tier: TierChoice = "auto"
     precision: PrecisionChoice = "auto"
     compile: CompileChoice = "auto"
     autotune: Annotated[bool, Doc("Whether cuDNN benchmarks its algorithms for every batch shape.")] = True
     num_workers: Annotated[
-        int, Range(0), Doc("Processes that read a folder that is not packed; a packed corpus needs none.")
+        int,
+        Range(0),
+        Doc(
+            "Processes that read a folder that is not packed; none for a packed corpus, nor by default for a small one."
+        ),
     ] = 8
     prefetch_factor: Annotated[int, Range(1), Doc("Batches each of these processes reads ahead.")] = 6
     seed: Annotated[
@@ -192,6 +296,34 @@ class SequenceTraining:
     ] = None
     members: Annotated[
         int, Range(1), Doc("supervised: networks trained one after another, whose probabilities are averaged.")
+    ] = 1
+    network: Annotated[
+        str | None,
+        Doc("supervised: a network of your own: FILE.py:factory, a .pt2 program or a declared name; none: brim's."),
+    ] = None
+    label: Annotated[
+        str | None, Length(1, 200), Doc("Column of labels.csv to learn; none: the one that was packed as the label.")
+    ] = None
+    task: Annotated[
+        TaskChoice,
+        Doc("Whether labels are classes or numbers; auto: numbers if there are ten different ones, with decimals."),
+    ] = "auto"
+    groups: Annotated[
+        str | None,
+        Length(1, 200),
+        Doc("Column of labels.csv, such as speaker; no group is in two of training, validation and held-out part."),
+    ] = None
+    folds: Annotated[
+        int | str | None,
+        Range(2, 10_000),
+        Length(1, 200),
+        Doc(
+            "supervised: cross-validation: a number of folds, leave-one-group-out, or a column of labels.csv that "
+            "names them; none: one split."
+        ),
+    ] = None
+    seeds: Annotated[
+        int, Range(1, 1000), Doc("With folds: repetitions of all folds, with the seeds seed, seed + 1 and so on.")
     ] = 1
     clusters: Annotated[
         int | None,
@@ -224,6 +356,11 @@ class SequenceTraining:
 
     def __post_init__(self) -> None:
         check(self)
+        self._check_folds()
+        if self.network is not None:
+            self._check_network()
+        if self.mode == "self" and self.classifier_epochs is None:
+            object.__setattr__(self, "classifier_epochs", _SELF_EPOCHS)
         if self.mode == "self":
             self._check_self()
         elif self.variants and self.augmentation is None:
@@ -231,9 +368,35 @@ class SequenceTraining:
         elif self.variants and self.max_frames is not None:
             raise self._conflict("variants", "needs batches of a fixed size", "set {batch_size}, not {max_frames}")
 
+    def _check_network(self) -> None:
+        hint = "omit {network}, or set {mode} to supervised"
+        if self.mode == "self":
+            raise self._conflict("network", "learns from labels", hint)
+        if self.method in ("rocket", "ensemble"):
+            raise self._conflict("network", f"is not part of the method {self.method}", "set {method} to cnn_lstm")
+        if self.encoder is not None or self.members > 1:
+            other = "encoder" if self.encoder is not None else "members"
+            raise self._conflict(other, "is for brim's own network")
+        name = find_source(str(self.network)).name
+        object.__setattr__(self, "network", name)  # with the digest of the file
+
+    def _check_folds(self) -> None:
+        if self.folds is None:
+            if self.seeds > 1:
+                raise self._conflict("seeds", "repeats the folds of a cross-validation", "set {folds} too")
+            return
+        if self.mode == "self":
+            raise self._conflict("folds", "is for supervised mode", "set {mode} to supervised")
+        if self.folds == LEAVE_ONE_OUT and self.groups is None:
+            raise self._conflict("folds", "needs to know the groups", "set {groups} to a column of labels.csv")
+        if self.seed + self.seeds > 2**63:
+            raise self._conflict("seeds", "leads to seeds beyond 2⁶³", "choose a smaller {seed}")
+
     def _check_self(self) -> None:
         labels_only = "is for supervised mode"
         hint = "set {mode} to supervised"
+        if self.method == "ensemble":
+            raise self._conflict("method", f"{labels_only}; clusters have no common names to average", hint)
         if self.members > 1:
             raise self._conflict("members", f"{labels_only}; clusters have no common names to average", hint)
         if self.encoder is not None:
@@ -248,18 +411,31 @@ class SequenceTraining:
     def _conflict(self, name: str, message: str, hint: str = "") -> ConfigError:
         return ConfigError(message, field=name, value=getattr(self, name), code="conflict", hint=hint)
 
-    def shape(self, dim: int) -> SequenceConfig:
-        """The encoder's shape for frames with `dim` features."""
-        return SequenceConfig(dim=dim, **asdict(self.model))
+    def shape(self, dim: int, stack: int = 1) -> SequenceConfig:
+        """The encoder's shape for frames with `dim` features, those of `stack` layers."""
+        return SequenceConfig(dim=dim, stack=stack, **asdict(self.model))
+
+    @property
+    def resolved_method(self) -> Method:
+        """The method; auto with a setting of the network is the network."""
+        if self.method != "auto":
+            return self.method
+        defaults = {setting.name: setting for setting in fields(SequenceTraining)}
+
+        def is_default(name: str) -> bool:
+            setting = defaults[name]
+            known = setting.default if setting.default_factory is MISSING else setting.default_factory()
+            return bool(getattr(self, name) == known)
+
+        names = [name for name in _NETWORK_SETTINGS if self.mode == "supervised" or name != "classifier_epochs"]
+        return "auto" if all(map(is_default, names)) else "cnn_lstm"
 
     def buckets(self) -> BucketConfig:
-        """How sequences are grouped into batches."""
         if self.max_frames is None:
             return BucketConfig(batch_size=self.batch_size)
         return BucketConfig(batch_size=None, max_frames=self.max_frames)
 
     def recipe(self, epochs: int) -> TrainConfig:
-        """The trainer's settings for one phase."""
         return recipe_of(self, epochs)
 
     def num_clusters(self, num_classes: int) -> int:

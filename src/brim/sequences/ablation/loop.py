@@ -3,8 +3,8 @@
 Axes: B sequences, T frames, D features, H hidden units of a direction.
 """
 
-from collections.abc import Callable, Generator
-from contextlib import ExitStack, closing, nullcontext
+from collections.abc import Generator
+from contextlib import closing, nullcontext
 from dataclasses import dataclass
 from itertools import count
 from typing import Literal
@@ -16,7 +16,7 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from brim.engine.config import BucketConfig, TrainConfig
 from brim.engine.rows import RaggedResident
 from brim.engine.training import Batch, Stepper
-from brim.sequences.batches import SequenceLoader, augment
+from brim.sequences.batches import BatchPlan, SequenceLoader, augment
 from brim.sequences.config import Augmentation, LoaderConfig, SequenceConfig
 from brim.sequences.corpus import Corpus, SequenceFolder
 from brim.sequences.model import BiLstm, Classifier, Encoder
@@ -62,70 +62,52 @@ class FedBatch:
     """A batch on the device, and its sizes on the host."""
 
     batch: Batch
-    length: Tensor | None  # (B,) on the host, if the loader had it there
-    num_items: int
-    num_frames: int  # without padding, before any augmentation
-    num_padded: int  # frames, padding included
+    length: Tensor | None = None  # (B,) on the host, if the loader had it there
+    num_frames: int = 0  # without padding, before any augmentation
+
+    @property
+    def num_padded(self) -> int:
+        return self.batch["frames"].shape[:2].numel()
 
 
 # Batches
 
 
-class BatchFeed:
-    """Batches epoch after epoch without end, from a DataLoader or from resident data."""
+def make_source(
+    setup: LoopSetup, data: AblationData, device: torch.device, seed: int
+) -> SequenceLoader | RaggedResident:
+    """Resident data, or a DataLoader over the corpus or over single files."""
+    buckets, fields = BucketConfig(batch_size=setup.batch_size), {"label": data.labels}
+    if setup.resident:
+        return RaggedResident(data.corpus, buckets=buckets, device=device, seed=seed, rows=data.rows, fields=fields)
+    config = LoaderConfig(
+        batch_size=setup.batch_size,
+        num_workers=setup.num_workers,
+        prefetch_factor=setup.prefetch_factor,
+        persistent_workers=setup.persistent,
+        pin_memory=setup.persistent,
+        non_blocking=setup.persistent,
+        augmentation=None if setup.device_augmentation else AUGMENTATION,
+        buckets=buckets if setup.buckets else None,
+    )
+    if setup.packed:
+        return SequenceLoader(data.corpus, config, device=device, seed=seed, rows=data.rows, fields=fields)
+    return SequenceLoader(data.files, config, device=device, seed=seed, fields={"label": data.labels[data.rows]})
 
-    def __init__(self, setup: LoopSetup, data: AblationData, device: torch.device, seed: int) -> None:
-        self.setup = setup
-        self.source: SequenceLoader | RaggedResident
-        if setup.resident:
-            self.source = RaggedResident(
-                data.corpus.source(), buckets=BucketConfig(batch_size=setup.batch_size), device=device, seed=seed,
-                rows=data.rows, fields={"label": data.labels},
-            )  # fmt: skip
-            self._lengths = data.corpus.lengths
-        elif setup.packed:
-            self.source = SequenceLoader(
-                data.corpus, self._config(), device=device, seed=seed, rows=data.rows, fields={"label": data.labels}
-            )
-            self._lengths = data.corpus.lengths
-        else:
-            fields = {"label": data.labels[data.rows]}
-            self.source = SequenceLoader(data.files, self._config(), device=device, seed=seed, fields=fields)
-            self._lengths = data.files.lengths
 
-    def _config(self) -> LoaderConfig:
-        setup = self.setup
-        return LoaderConfig(
-            batch_size=setup.batch_size,
-            num_workers=setup.num_workers,
-            prefetch_factor=setup.prefetch_factor,
-            persistent_workers=setup.persistent,
-            pin_memory=setup.persistent,
-            non_blocking=setup.persistent,
-            augmentation=None if setup.device_augmentation else AUGMENTATION,
-            buckets=BucketConfig(batch_size=setup.batch_size) if setup.buckets else None,
-        )
-
-    def batches(self) -> Generator[FedBatch]:
-        """Inside the source's with block."""
-        with ExitStack() as opened:
-            for number in count():
-                if isinstance(self.source, SequenceLoader):
-                    epoch = self.source.host_epoch(number)
-                    rows = [torch.tensor(plan.rows) for plan in self.source.order(number)]
+def endless(source: SequenceLoader | RaggedResident, lengths: Tensor) -> Generator[FedBatch]:
+    """Batches epoch after epoch, inside the source's with block; lengths are those of all its sequences."""
+    for number in count():
+        loader = source if isinstance(source, SequenceLoader) else None
+        with closing(loader.host_epoch(number) if loader else source.epoch(number)) as epoch:
+            planned = source.order(number)
+            rows = [torch.tensor(p.rows) if isinstance(p, BatchPlan) else p.items for p in planned]
+            for batch, items in zip(epoch, rows, strict=True):
+                num_frames = int(lengths[items].sum())
+                if loader is None:
+                    yield FedBatch(batch, None, num_frames)
                 else:
-                    epoch = self.source.epoch(number)
-                    rows = [batch.items for batch in self.source.order(number)]
-                opened.enter_context(closing(epoch))
-                for batch, items in zip(epoch, rows, strict=True):
-                    yield self._fed(batch, items)
-                opened.close()
-
-    def _fed(self, batch: Batch, items: Tensor) -> FedBatch:
-        frames, padded = int(self._lengths[items].sum()), len(items) * batch["frames"].shape[1]
-        if isinstance(self.source, SequenceLoader):
-            return FedBatch(self.source.to_device(batch), batch["length"], len(items), frames, padded)
-        return FedBatch(batch, None, len(items), frames, padded)
+                    yield FedBatch(loader.to_device(batch), batch["length"], num_frames)
 
 
 # Steps
@@ -175,9 +157,6 @@ class HandStep:
         self.dtype = DTYPES[setup.precision]
         self.scaler = torch.amp.GradScaler(device.type, enabled=setup.precision == "fp16")
         self.rng = torch.Generator(device).manual_seed(seed)
-
-    def prepare(self, fed: FedBatch) -> None:
-        """Nothing to do: the first steps are the warm-up."""
 
     def __call__(self, fed: FedBatch) -> Tensor:
         """Train on a batch; returns its loss, on the device."""
@@ -230,11 +209,6 @@ class EngineStep:
 
 
 TrainStep = HandStep | EngineStep
-
-
-def make_step(module: Classifier, setup: LoopSetup, device: torch.device, seed: int) -> TrainStep:
-    make: Callable[[Classifier, LoopSetup, torch.device, int], TrainStep] = EngineStep if setup.compiled else HandStep
-    return make(module, setup, device, seed)
 
 
 def _augmented(batch: Batch, rng: torch.Generator) -> Batch:

@@ -18,13 +18,12 @@ class AblationStep:
     """One training loop, with all earlier optimisations switched on."""
 
     name: str
-    samples_per_s: float | None  # None: it did not fit in memory
-    busy_share: float | None  # GPU: of the time; CPU: of all cores' time, in the training process
-    ceiling_share: float | None  # rate relative to the same step on batches already on the device
-    peak_bytes: int | None  # GPU: of tensors; CPU: of the training process
     verdict: Verdict  # compared to the previous step
+    samples_per_s: float | None = None  # None: it did not fit in memory
+    busy_share: float | None = None  # GPU: of the time; CPU: of all cores' time, in the training process
+    ceiling_share: float | None = None  # rate relative to the same step on batches already on the device
+    peak_bytes: int | None = None  # GPU: of tensors; CPU: of the training process
     change: float | None = None  # rate relative to the previous step
-    noise: float = 0.0  # relative standard error of the rate
     note: str = ""
 
 
@@ -49,41 +48,22 @@ class Ablation:
         return {"steps": [{key: getattr(step, key) for key in keys} for step in self.steps]}
 
     def table(self) -> str:
-        """As text for a terminal."""
         rows: list[tuple[str, ...]] = [("switched on", "samples/s", "×", "busy", "ceiling", "memory", "")]
-        rows += [_row(step) for step in self.steps]
-        columns = list(zip(*rows, strict=True))
-        widths = [max(map(len, column)) for column in columns]
-        aligned = [
-            [cell.ljust(width) if k in (0, 6) else cell.rjust(width) for cell in column]
-            for k, (column, width) in enumerate(zip(columns, widths, strict=True))
-        ]
-        lines = ["  ".join(row).rstrip() for row in zip(*aligned, strict=True)]
+        for step in self.steps:
+            remark = ", ".join(filter(None, [step.verdict.replace("start", ""), step.note]))
+            numbers = ["–"] * 5
+            if step.samples_per_s is not None:
+                change = "" if step.change is None else f"{step.change:.2f}"
+                shares = [f"{share:.0%}" for share in (step.busy_share, step.ceiling_share)]
+                numbers = [format_rate(step.samples_per_s), change, *shares, format_size(step.peak_bytes or 0)]
+            rows.append((step.name, *numbers, remark))
+        name, *columns, _ = (max(map(len, column)) for column in zip(*rows, strict=True))
+        lines = ["  ".join([row[0].ljust(name), *map(str.rjust, row[1:-1], columns), row[-1]]).rstrip() for row in rows]
         return "\n".join(lines + [f"· {note}" for note in self.notes])
 
 
-def _row(step: AblationStep) -> tuple[str, ...]:
-    remark = ", ".join(filter(None, [step.verdict.replace("start", ""), step.note]))
-    if step.samples_per_s is None:
-        return (step.name, "–", "–", "–", "–", "–", remark)
-    rate = f"{step.samples_per_s:,.0f}".replace(",", " ") if step.samples_per_s >= 100 else f"{step.samples_per_s:.3g}"
-    return (
-        step.name,
-        rate,
-        "" if step.change is None else f"{step.change:.2f}",
-        f"{step.busy_share:.0%}",
-        f"{step.ceiling_share:.0%}",
-        format_size(step.peak_bytes or 0),
-        remark,
-    )
-
-
-def unfitting(name: str) -> AblationStep:
-    """A step that did not fit in memory."""
-    return AblationStep(
-        name=name, samples_per_s=None, busy_share=None, ceiling_share=None, peak_bytes=None, verdict="did not fit",
-        note="left switched off",
-    )  # fmt: skip
+def format_rate(per_s: float) -> str:
+    return f"{per_s:,.0f}".replace(",", " ") if per_s >= 100 else f"{per_s:.3g}"
 
 
 # Judging

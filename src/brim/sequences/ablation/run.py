@@ -30,14 +30,16 @@ from brim.engine.rows import HOST
 from brim.errors import ConfigError, OutOfMemory, StorageError
 from brim.sequences.ablation.loop import (
     AblationData,
-    BatchFeed,
+    EngineStep,
     FedBatch,
+    HandStep,
     LoopSetup,
     TrainStep,
+    endless,
     make_module,
-    make_step,
+    make_source,
 )
-from brim.sequences.ablation.report import Ablation, AblationProgress, AblationStep, judge, relative_noise, unfitting
+from brim.sequences.ablation.report import Ablation, AblationProgress, AblationStep, judge
 from brim.sequences.config import SequenceConfig
 from brim.sequences.corpus import Corpus, SequenceFolder
 from brim.sequences.training import cudnn_autotune
@@ -78,7 +80,10 @@ def ablate(
     opened.verify()
     config = model or SequenceConfig(dim=opened.dim)
     with _unpacked(opened, seed) as (data, notes), torch.random.fork_rng([where.index] if where.type == "cuda" else []):
-        bench = _Bench(data, config, where, seed, steps, cap_s or CAP_S[where.type], progress)
+        cap_s = cap_s or CAP_S[where.type]
+        bench = _Bench(
+            data=data, model=config, device=where, seed=seed, steps=steps, cap_s=cap_s, progress=progress
+        )  # fmt: skip
         measured = bench.run(list(_plan(where)))
         notes.append(f"measured again at the end, the first configuration differed by {bench.drift:.1%}")
     return Ablation(steps=tuple(measured), device=str(describe(where)["name"]), notes=tuple(notes))
@@ -95,11 +100,8 @@ def _plan(device: torch.device) -> Iterator[_Change]:
     yield "batch 64", {"batch_size": 64}, ""
     yield "workers", {"num_workers": workers}, f"{workers} workers"
     yield "prefetch", {"prefetch_factor": PREFETCH_FACTOR}, ""
-    yield (
-        "persistent, pinned, non-blocking",
-        {"persistent": True},
-        "" if on_gpu else "a CPU needs no pinned memory and no copies",
-    )
+    copies = "" if on_gpu else "a CPU needs no pinned memory and no copies"
+    yield "persistent, pinned, non-blocking", {"persistent": True}, copies
     yield "mixed precision", {"precision": half}, half if half != "fp32" else "this CPU has no half precision: fp32"
     yield "cuDNN autotuner", {"autotuner": True}, "" if on_gpu else "only on a GPU"
     yield "set_to_none", {"set_to_none": True}, ""
@@ -166,33 +168,28 @@ class _Measurement:
     note: str
 
 
+@dataclass(slots=True, kw_only=True)
 class _Bench:
     """The steps of one ablation."""
 
-    def __init__(
-        self,
-        data: AblationData,
-        model: SequenceConfig,
-        device: torch.device,
-        seed: int,
-        steps: int,
-        cap_s: float,
-        progress: Callable[[AblationProgress], None] | None,
-    ) -> None:
-        self.data, self.model, self.device, self.seed = data, model, device, seed
-        self.steps, self.cap_s, self.progress = steps, cap_s, progress
-        self.mean_length = float(data.corpus.lengths[data.rows].double().mean())
-        self.now = (0, 0, "")  # number of the step, of how many, its name
-        self.reported_s = 0.0
-        self.drift = 0.0  # relative, between two measurements of the same loop
+    data: AblationData
+    model: SequenceConfig
+    device: torch.device
+    seed: int
+    steps: int
+    cap_s: float
+    progress: Callable[[AblationProgress], None] | None
+    current: AblationProgress | None = None
+    reported_s: float = 0.0
+    drift: float = 0.0  # relative, between two measurements of the same loop
 
     def run(self, plan: list[_Change]) -> list[AblationStep]:
         """All steps; the first configuration is measured again at the end, to know the drift."""
         loops: list[_Measurement | None] = []
         setup = LoopSetup()
         for number, (name, change, _) in enumerate(plan):
-            self.now = (number, len(plan), name)
-            self._report(0.0, now=True)
+            self.current, self.reported_s = AblationProgress(step=number, steps=len(plan), name=name, share=0.0), 0.0
+            self._report(0.0)
             candidate = replace(setup, **change)
             loops.append(self._try(candidate))
             setup = candidate if loops[-1] is not None else setup  # what does not fit stays switched off
@@ -208,40 +205,51 @@ class _Bench:
         except OutOfMemory:
             return None
         finally:
-            self._release()
+            gc.collect()
+            if self.device.type == "cuda":
+                torch.cuda.empty_cache()
+            else:
+                with suppress(OSError, AttributeError):  # glibc; otherwise freed memory would count in the next peak
+                    ctypes.CDLL(None).malloc_trim(0)
 
     def _judged(self, plan: list[_Change], loops: list[_Measurement | None]) -> Iterator[AblationStep]:
+        mean_length = float(self.data.corpus.lengths[self.data.rows].double().mean())
         before: list[float] | None = None
         for (name, change, remark), loop in zip(plan, loops, strict=True):
             if loop is None:
-                yield unfitting(name)
+                yield AblationStep(name=name, verdict="did not fit", note="left switched off")
                 continue
             rate = statistics.median(loop.rates)
             verdict = "start" if before is None else judge(before, loop.rates, self.drift)
             yield AblationStep(
                 name=name,
-                samples_per_s=rate / self.mean_length,
+                samples_per_s=rate / mean_length,
                 busy_share=loop.busy_share,
                 ceiling_share=loop.ceiling_share,
                 peak_bytes=loop.peak_bytes,
                 verdict="no difference" if "autotuner" in change and self.device.type == "cpu" else verdict,
                 change=None if before is None else rate / statistics.median(before),
-                noise=relative_noise(loop.rates),
                 note=", ".join(filter(None, [remark, loop.note])),
             )
             before = loop.rates
 
     def _measure(self, setup: LoopSetup) -> _Measurement:
+        data, device, seed = self.data, self.device, self.seed
         with cudnn_autotune(setup.autotuner):
-            module = make_module(self.model, self.data.num_classes, setup, self.device)
-            step = make_step(module, setup, self.device, self.seed)
-            feed = BatchFeed(setup, self.data, self.device, self.seed)
-            with PeakMemory(self.device) as peak, feed.source, closing(feed.batches()) as batches:
+            module = make_module(self.model, data.num_classes, setup, device)
+            step = (EngineStep if setup.compiled else HandStep)(module, setup, device, seed)
+            source = make_source(setup, data, device, seed)
+            lengths = (data.corpus if setup.packed or setup.resident else data.files).lengths
+            with PeakMemory(device) as peak, source, closing(endless(source, lengths)) as batches:
                 self._warm_up(step, batches, setup)
                 blocks, busy = self._time_blocks(step, batches)
                 peak_bytes = peak.bytes
-                held = self._hold(batches, feed.source.batch_size)
-                note = f"tier {feed.source.tier}" if setup.resident else ""
+                whole = (fed for fed in batches if len(fed.batch["frames"]) == source.batch_size)  # every epoch has one
+                held = [
+                    replace(fed, batch={name: tensor.clone() for name, tensor in fed.batch.items()})
+                    for fed in itertools.islice(whole, HELD[device.type])
+                ]  # copied, because a source may reuse its buffers
+                note = f"tier {source.tier}" if setup.resident else ""
             step_s, device_s = self._time_held(step, held)
         # in padded frames: the batches held may be longer or shorter than the others
         rate = statistics.median(padded / seconds for _, padded, seconds in blocks)
@@ -253,7 +261,7 @@ class _Bench:
 
     def _warm_up(self, step: TrainStep, batches: Iterator[FedBatch], setup: LoopSetup) -> None:
         """Start workers and libraries; with graphs, capture every shape of an epoch."""
-        if setup.compiled:
+        if isinstance(step, EngineStep):
             shapes: set[torch.Size] = set()
             for fed in itertools.islice(batches, max(1, len(self.data.rows) // setup.batch_size)):
                 if fed.batch["frames"].shape not in shapes:
@@ -271,33 +279,20 @@ class _Bench:
     def _time_blocks(self, step: TrainStep, batches: Iterator[FedBatch]) -> tuple[list[_Block], float]:
         """Time blocks of the loop; also returns the share of the cores' time that this process used."""
         blocks: list[_Block] = []
-        began_s, began_cpu_s, num_steps = time.perf_counter(), time.process_time(), 0
-        while num_steps < self.steps and (len(blocks) < 2 or time.perf_counter() - began_s < self.cap_s):
-            num, block = self._time_block(step, batches, min(self.steps - num_steps, math.ceil(self.steps / BLOCKS)))
-            blocks.append(block)
-            num_steps += num
-            self._report(max(num_steps / self.steps, (time.perf_counter() - began_s) / self.cap_s))
+        began_s, began_cpu_s, left = time.perf_counter(), time.process_time(), self.steps
+        while left and (len(blocks) < 2 or time.perf_counter() - began_s < self.cap_s):
+            most, num, frames, padded = min(left, math.ceil(self.steps / BLOCKS)), 0, 0, 0
+            block_s = time.perf_counter()
+            while num < most and time.perf_counter() - block_s < self.cap_s / BLOCKS:
+                fed = next(batches)
+                step(fed)
+                num, frames, padded = num + 1, frames + fed.num_frames, padded + fed.num_padded
+            self._wait()
+            blocks.append((frames, padded, time.perf_counter() - block_s))
+            left -= num
+            self._report(max(1 - left / self.steps, (time.perf_counter() - began_s) / self.cap_s))
         busy_s = time.process_time() - began_cpu_s
         return blocks, min(1.0, busy_s / (time.perf_counter() - began_s) / worker_count())
-
-    def _time_block(self, step: TrainStep, batches: Iterator[FedBatch], most: int) -> tuple[int, _Block]:
-        """Time at most `most` steps, fewer if they are slow; their number, frames, padded frames and seconds."""
-        frames = padded = num = 0
-        began_s = time.perf_counter()
-        while num < most and time.perf_counter() - began_s < self.cap_s / BLOCKS:
-            fed = next(batches)
-            step(fed)
-            frames, padded, num = frames + fed.num_frames, padded + fed.num_padded, num + 1
-        self._wait()
-        return num, (frames, padded, time.perf_counter() - began_s)
-
-    def _hold(self, batches: Iterator[FedBatch], full: int) -> list[FedBatch]:
-        """A few full batches, copied, because a source may reuse its buffers."""
-        whole = (fed for fed in batches if fed.num_items == full)  # every epoch has one
-        return [
-            replace(fed, batch={name: tensor.clone() for name, tensor in fed.batch.items()})
-            for fed in itertools.islice(whole, HELD[self.device.type])
-        ]
 
     def _time_held(self, step: TrainStep, held: Sequence[FedBatch]) -> tuple[float, float | None]:
         """Seconds per padded frame of batches already on the device: of the step, and on the GPU (None on a CPU)."""
@@ -322,17 +317,7 @@ class _Bench:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
-    def _release(self) -> None:
-        gc.collect()
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()
-        else:
-            with suppress(OSError, AttributeError):  # glibc; otherwise freed memory would count in the next peak
-                ctypes.CDLL(None).malloc_trim(0)
-
-    def _report(self, share: float, *, now: bool = False) -> None:
-        if self.progress is None or (not now and time.perf_counter() - self.reported_s < PROGRESS_S):
-            return
-        self.reported_s = time.perf_counter()
-        number, steps, name = self.now
-        self.progress(AblationProgress(step=number, steps=steps, name=name, share=min(1.0, share)))
+    def _report(self, share: float) -> None:
+        if self.progress is not None and self.current and time.perf_counter() - self.reported_s >= PROGRESS_S:
+            self.reported_s = time.perf_counter()
+            self.progress(replace(self.current, share=min(1.0, share)))

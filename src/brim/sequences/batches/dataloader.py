@@ -22,7 +22,6 @@ from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from multiprocessing.context import BaseContext
-from types import TracebackType
 from typing import Any, Self
 
 import torch
@@ -57,22 +56,13 @@ class SequenceLoader(BatchSource):
         *,
         device: torch.device,
         seed: int = 0,
-        rows: Sequence[int] | Tensor | None = None,
-        dtype: torch.dtype | None = None,
-        shuffle: bool = True,
-        fields: Mapping[str, Tensor] | None = None,
-        ranks: Ranks | None = None,
-        own: Tensor | None = None,
+        rows: Sequence[int] | Tensor | None = None,  # numbers of sequences; None: all
+        dtype: torch.dtype | None = None,  # of the frames in batches; None: that of the files
+        shuffle: bool = True,  # False: always the same order, for evaluation
+        fields: Mapping[str, Tensor] | None = None,  # columns with one row per sequence, instead of the labels
+        ranks: Ranks | None = None,  # which share each batch
+        own: Tensor | None = None,  # (n,) bool: the sequences that this rank reads
     ) -> None:
-        """Workers start with the first epoch.
-
-        rows     numbers of sequences, by default all
-        dtype    of the frames in batches; by default that of the files
-        shuffle  False: always the same order, for evaluation
-        fields   columns with one row per sequence, instead of the labels
-        ranks    which share each batch
-        own      (n,) bool: the sequences that this rank reads
-        """
         self._ranks = ranks if ranks is not None and not ranks.alone else None
         self._own = None if self._ranks is None else own
         self.sequences, self.device, self.seed, self.shuffle = sequences, device, seed, shuffle
@@ -80,9 +70,7 @@ class SequenceLoader(BatchSource):
         self.dtype = dtype or sequences.dtype
         self.lengths = sequences.lengths[self.rows]
         self.num_items = len(self.rows)
-        self._buckets = (
-            Buckets(self.lengths, config.buckets, seed=seed, shuffle=shuffle) if config.buckets is not None else None
-        )
+        self._buckets = config.buckets and Buckets(self.lengths, config.buckets, seed=seed, shuffle=shuffle)
         self.batch_size = self._buckets.batch_size if self._buckets else min(config.batch_size, self.num_items)
         self.num_batches = self._buckets.num_batches if self._buckets else -(-self.num_items // config.batch_size)
         self.config = self._fitted(config)
@@ -93,17 +81,32 @@ class SequenceLoader(BatchSource):
         self._loader: DataLoader[Any] | None = None
         self._iterator: Any = None
         self._opened = OpenEpochs()
-        self.padding_share = self._buckets.padding_share if self._buckets else self._random_padding()
+        padded = sum(plan.length * len(plan.rows) for plan in self.order(0)) if not self._buckets else 0
+        self.padding_share = self._buckets.padding_share if self._buckets else 1 - int(self.lengths.sum()) / padded
 
     def __enter__(self) -> Self:
-        if self._loader is None:
-            self._loader = DataLoader(self._reader, batch_size=None, sampler=self._plans, **self._options())
+        if self._loader is not None:
+            return self
+        options: dict[str, Any] = {}
+        if self.config.num_workers:
+            options = {
+                "prefetch_factor": self.config.prefetch_factor,
+                "persistent_workers": self.config.persistent_workers,
+                "multiprocessing_context": _worker_context(),
+                "worker_init_fn": _end_with_parent,
+            }
+        self._loader = DataLoader(
+            self._reader,
+            batch_size=None,
+            sampler=self._plans,
+            num_workers=self.config.num_workers,
+            pin_memory=self.config.pin_memory and self.device.type == "cuda",
+            generator=torch.Generator(),  # for the workers' seeds: the global one belongs to training
+            **options,
+        )
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """End open epochs and all workers."""
+    def __exit__(self, *_: object) -> None:
         self._opened.cut("its SequenceLoader was closed")
         self._end_workers()
         self._loader = None
@@ -111,23 +114,13 @@ class SequenceLoader(BatchSource):
     def order(self, epoch: int) -> list["BatchPlan"]:
         """The batches of an epoch: padded lengths and rows."""
         if self._buckets:
-            return [
-                BatchPlan(epoch, batch.length, tuple(self.rows[batch.items].tolist()))
-                for batch in self._buckets.epoch(epoch)
-            ]
-        parts = self._random_batches(epoch)
-        return [BatchPlan(epoch, int(self.lengths[part].max()), tuple(self.rows[part].tolist())) for part in parts]
-
-    def _random_batches(self, epoch: int) -> Sequence[Tensor]:
-        items = torch.arange(self.num_items)
-        if self.shuffle:
-            items = torch.randperm(self.num_items, generator=stream(self.seed, "loader", epoch, device=HOST))
-        return torch.split(items, self.config.batch_size)
-
-    def _random_padding(self) -> float:
-        """Share of padding in epoch 0 without buckets."""
-        padded = sum(int(self.lengths[part].max()) * len(part) for part in self._random_batches(0))
-        return 1 - int(self.lengths.sum()) / padded
+            parts = [(batch.length, batch.items) for batch in self._buckets.epoch(epoch)]
+        else:
+            items = torch.arange(self.num_items)
+            if self.shuffle:
+                items = torch.randperm(self.num_items, generator=stream(self.seed, "loader", epoch, device=HOST))
+            parts = [(int(self.lengths[part].max()), part) for part in torch.split(items, self.config.batch_size)]
+        return [BatchPlan(epoch, length, tuple(self.rows[items].tolist())) for length, items in parts]
 
     def share(self, epoch: int, batch: int) -> Share | None:
         """This rank's items of a batch; None: all of them."""
@@ -137,8 +130,7 @@ class SequenceLoader(BatchSource):
         return Share(self._ranks, len(rows), self._own[rows].nonzero().flatten())
 
     def _part(self, plan: "BatchPlan") -> "BatchPlan":
-        if self._own is None:
-            return plan
+        assert self._own is not None
         part = part_of(Bucketed(plan.length, torch.tensor(plan.rows)), self._own, self.sequences.lengths)
         return BatchPlan(plan.epoch, part.length, tuple(part.items.tolist()))
 
@@ -174,7 +166,9 @@ class SequenceLoader(BatchSource):
         return self._opened.begin(batches, start_batch, self.num_batches, alone=alone)
 
     def _batches(self, number: int, start_batch: int, on_host: bool) -> Generator[Batch]:
-        plans = [self._part(plan) for plan in self.order(number)[start_batch:]]
+        plans = self.order(number)[start_batch:]
+        if self._own is not None:
+            plans = [self._part(plan) for plan in plans]
         if not plans:
             return
         assert self._loader is not None
@@ -216,22 +210,6 @@ class SequenceLoader(BatchSource):
 
     # Settings
 
-    def _options(self) -> dict[str, Any]:
-        options: dict[str, Any] = {
-            "num_workers": self.config.num_workers,
-            "pin_memory": self.config.pin_memory and self.device.type == "cuda",
-            "collate_fn": _identity,
-            "generator": torch.Generator(),  # for the workers' seeds: the global one belongs to training
-        }
-        if self.config.num_workers:
-            options |= {
-                "prefetch_factor": self.config.prefetch_factor,
-                "persistent_workers": self.config.persistent_workers,
-                "multiprocessing_context": _worker_context(),
-                "worker_init_fn": _end_with_parent,
-            }
-        return options
-
     def _fitted(self, config: LoaderConfig) -> LoaderConfig:
         """Limit workers to the cores, and batches in flight to what shared memory holds."""
         cores = worker_count()
@@ -239,8 +217,7 @@ class SequenceLoader(BatchSource):
             log.warning("num_workers=%d is more than the %d cores; using %d", config.num_workers, cores, cores)
             config = replace(config, num_workers=cores)
         frames = self._buckets.max_batch_frames if self._buckets else self.batch_size * int(self.lengths.max())
-        batch_bytes = frames * self.sequences.dim * self.dtype.itemsize
-        fitted = _fit_shared(config, batch_bytes, shared_bytes())
+        fitted = _fit_shared(config, frames * self.sequences.dim * self.dtype.itemsize, shared_bytes())
         if fitted != config:
             log.warning(
                 "shared memory (%s) is small: num_workers=%d, prefetch_factor=%d instead of %d and %d",
@@ -292,20 +269,14 @@ class _BatchReader(TorchDataset[Any]):
 
     def __getitem__(self, plan: BatchPlan) -> Batch | BrimError:
         """A batch, or the error: raised here, it would arrive with a traceback as its message."""
+        frames = torch.zeros(len(plan.rows), plan.length, self.sequences.dim, dtype=self.dtype)
+        item = torch.tensor(plan.rows)
         try:
-            return self._read(plan)
+            length = [self._fill(plan.epoch, row, out) for row, out in zip(plan.rows, frames, strict=True)]
         except BrimError as failure:
             return failure
-
-    def _read(self, plan: BatchPlan) -> Batch:
-        frames = torch.zeros(len(plan.rows), plan.length, self.sequences.dim, dtype=self.dtype)
-        length = torch.empty(len(plan.rows), dtype=torch.int64)
-        for place, row in enumerate(plan.rows):
-            length[place] = self._fill(plan.epoch, row, frames[place])
-        item = torch.tensor(plan.rows)
-        return {"frames": frames, "length": length, "item": item} | {
-            name: column[item] for name, column in self.columns.items()
-        }
+        columns = {name: column[item] for name, column in self.columns.items()}
+        return {"frames": frames, "length": torch.tensor(length), "item": item} | columns
 
     def _fill(self, epoch: int, row: int, out: Tensor) -> int:
         """Read one sequence to the front of out; returns its frames after augmentation."""
@@ -331,10 +302,6 @@ def _worker_context() -> BaseContext:
     return context
 
 
-def _identity(batch: Any) -> Any:
-    return batch  # the reader has already collated it
-
-
 def _end_with_parent(number: int) -> None:
     """End this worker when the training process is gone, but not by a Ctrl-C meant for that process.
 
@@ -344,9 +311,9 @@ def _end_with_parent(number: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to workers too
     parent = multiprocessing.parent_process()
     if parent is not None:
-        threading.Thread(target=_exit_after, args=(parent,), name=f"brim-watch-{number}", daemon=True).start()
 
+        def watch() -> None:
+            parent.join()
+            os._exit(1)  # sys.exit would end only this thread
 
-def _exit_after(parent: Any) -> None:
-    parent.join()
-    os._exit(1)  # sys.exit would end only this thread
+        threading.Thread(target=watch, name=f"brim-watch-{number}", daemon=True).start()

@@ -11,9 +11,6 @@ packing.py writes one.
 
 import hashlib
 import json
-import os
-from bisect import bisect_right
-from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple, Self
@@ -22,12 +19,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from brim.engine.storage import MANIFEST, Dataset, check_bytes
+from brim.engine.storage import Dataset, LocalPlace, check_bytes
 from brim.errors import DatasetError, ShardCorrupt, StorageError
-from brim.sequences.corpus.folder import SequenceFolder, Skipped
-from brim.sequences.corpus.labels import SPLITS
-from brim.sequences.corpus.npy import STORED
+from brim.sequences.corpus.labels import LABEL, SPLITS
 from brim.sequences.corpus.sequences import CountProgress, Sequences, digest
+from brim.sequences.corpus.source import STORED, Skipped
 
 KIND = "sequences"
 FRAMES = "frames"
@@ -36,28 +32,29 @@ TABLE = "items.json"
 _REMAKE = "restore it from a copy, or pack the corpus again"
 
 
-def open_sequences(path: Path | str) -> Sequences:
-    """Open a packed corpus, or read the headers of a folder of .npy files."""
-    path = Path(path)
-    if (path / MANIFEST).is_file():
-        return Corpus.open(path)
-    if not path.is_dir():
-        raise DatasetError(f"{path} is not a directory; give a packed corpus, or a folder of .npy sequences")
-    return SequenceFolder(path)
-
-
 class Corpus(Sequences):
-    """A corpus opened for reading; an unfinished, altered or foreign one is an error that gives the reason."""
+    """A corpus opened for reading, a ragged source of the engine.
+
+    An unfinished, altered or foreign one is an error that gives the reason.
+    """
 
     def __init__(self, dataset: Dataset, table: "_Table", dim: int, dtype: torch.dtype) -> None:
         """Use open() instead."""
         self.dataset, self.dim, self.dtype = dataset, dim, dtype
         self.path = dataset.path
-        self.ids, self.lengths, self.starts, self.labels, self.split, self.classes = table
-        self.num_frames = len(dataset)
+        self.ids, self.lengths, self.starts, self.labels, self.split, self.classes, self.columns = table[:7]
+        self.label_column = table.label_column
+        self.num_items, self.num_frames = len(self.ids), len(dataset)
+        self.fields = {"label": self.labels}
+        self.description = f"{self.num_items} sequences, {self.num_frames} frames of {self.path}"
+        layers = dataset.manifest.get("layers", 1)
+        self.layers = layers if isinstance(layers, int) and layers > 0 and dim % layers == 0 else 1
         self.skipped = read_skipped(dataset.path, dataset.manifest)
         self._per_shard = int(dataset.manifest["items_per_shard"])
         self._mapped: dict[int, Tensor] = {}
+
+    def _set_labels(self, labels: Tensor) -> None:
+        self.labels, self.fields = labels, {"label": labels}
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_mapped": {}}  # maps belong to this process
@@ -116,10 +113,6 @@ class Corpus(Sequences):
             np.copyto(out[at : at + num].numpy(), self._shard(shard)[row : row + num].numpy(), casting="same_kind")
             start, at = start + num, at + num
 
-    def source(self, rows: Sequence[int] | Tensor | None = None) -> "CorpusSource":
-        """All sequences, or these rows, as a source of ragged batches."""
-        return CorpusSource(self, rows)
-
     def verify(self, progress: CountProgress | None = None) -> None:
         """Compare every shard's checksum with the manifest; progress counts shards."""
         self.dataset.verify(progress)
@@ -151,42 +144,6 @@ class Corpus(Sequences):
         return mapped
 
 
-class CorpusSource:
-    """Sequences of a corpus as a ragged source of the engine: frames are numbered without gaps."""
-
-    def __init__(self, corpus: Corpus, rows: Sequence[int] | Tensor | None = None) -> None:
-        self.corpus = corpus
-        self.rows = corpus.rows(rows)
-        self.num_items = len(self.rows)
-        self.lengths = corpus.lengths[self.rows]
-        self.starts = self.lengths.cumsum(0) - self.lengths
-        self.num_frames = int(self.lengths.sum())
-        self.dim, self.dtype = corpus.dim, corpus.dtype
-        self.nbytes = self.num_frames * self.dim * self.dtype.itemsize
-        self.fields = {"label": corpus.labels[self.rows]}
-        self.description = f"{self.num_items} sequences, {self.num_frames} frames of {corpus.path}"
-        self._runs, self._places = self._find_runs()
-
-    def read(self, start: int, stop: int, out: Tensor) -> None:
-        """Copy the frames from start to stop of these sequences; safe to call from several threads.
-
-        out  (stop - start, D)  of the corpus's dtype, on the host
-        """
-        run, at = bisect_right(self._runs, start) - 1, 0
-        while start < stop:
-            num = min(stop, self._runs[run + 1]) - start
-            place = self._places[run] + start - self._runs[run]
-            self.corpus.read(place, place + num, out[at : at + num])
-            start, at, run = start + num, at + num, run + 1
-
-    def _find_runs(self) -> tuple[list[int], list[int]]:
-        """Where each run of consecutive sequences begins: own frame numbers, with the end, and those of the store."""
-        first = self.corpus.starts[self.rows]
-        breaks = torch.ones(self.num_items, dtype=torch.bool)
-        breaks[1:] = first[1:] != (first + self.lengths)[:-1]
-        return [*self.starts[breaks].tolist(), self.num_frames], first[breaks].tolist()
-
-
 def read_skipped(path: Path, manifest: dict[str, Any]) -> tuple[Skipped, ...]:
     """The files that were left out, from the manifest."""
     try:
@@ -205,22 +162,14 @@ class _Table(NamedTuple):
     labels: Tensor  # (n,) int64, number of the class, -1 without one
     split: tuple[str, ...]  # "train", "test" or ""
     classes: tuple[str, ...]
+    columns: dict[str, tuple[str, ...]]
+    label_column: str
 
 
 def write_items(path: Path, columns: dict[str, Any]) -> dict[str, Any]:
     """Write the table atomically, synced; returns its entry in the manifest."""
     text = (json.dumps(columns, ensure_ascii=False, indent=0) + "\n").encode()
-    file, temporary = path / TABLE, path / f".{TABLE}.tmp"
-    try:
-        with temporary.open("wb") as out:
-            out.write(text)
-            out.flush()
-            os.fsync(out.fileno())
-        temporary.replace(file)
-    except OSError as failure:
-        raise StorageError(
-            f"{file}: cannot write, {failure.strerror or failure}", hint="make room, then continue with {resume}"
-        ) from failure
+    LocalPlace(path).put_bytes(text, TABLE)
     return {"name": TABLE, "bytes": len(text), "sha256": hashlib.sha256(text).hexdigest()}
 
 
@@ -237,7 +186,7 @@ def _read_table(path: Path, entry: Any, num_frames: int) -> _Table:
         raise DatasetError(f"{file}: checksum differs from the manifest, it was altered after packing; {_REMAKE}")
     try:
         return _build_table(json.loads(text), num_frames)
-    except (ValueError, KeyError, TypeError, RuntimeError) as failure:
+    except (ValueError, KeyError, TypeError, AttributeError, RuntimeError) as failure:
         raise DatasetError(f"{file} does not fit its shards ({failure}); {_REMAKE}") from failure
 
 
@@ -254,4 +203,8 @@ def _build_table(columns: dict[str, Any], num_frames: int) -> _Table:
         raise ValueError(f"its sequences have {int(lengths.sum())} frames, the shards {num_frames}")
     if int(labels.min()) < -1 or int(labels.max()) >= len(classes) or not set(split) <= {*SPLITS, ""}:
         raise ValueError("a label or split is not among those allowed")
-    return _Table(ids, lengths, starts, labels, split, classes)
+    others = columns.get("columns", {})  # corpora of older versions have none
+    more = {str(name): tuple(map(str, others[name])) for name in others}
+    if any(len(values) != len(ids) for values in more.values()):
+        raise ValueError("columns differ in length")
+    return _Table(ids, lengths, starts, labels, split, classes, more, str(columns.get("label_column", LABEL)))

@@ -16,9 +16,9 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
-from itertools import accumulate
+from itertools import accumulate, chain
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -27,14 +27,18 @@ from brim.engine.device import guard, worker_count
 from brim.engine.pipeline import Pipeline, Stage
 from brim.engine.storage import MANIFEST, Dataset, ShardWriter
 from brim.errors import ConfigError, DatasetError
-from brim.sequences.corpus.folder import FolderSurvey, Skipped, bad_files, survey
-from brim.sequences.corpus.labels import number_classes
-from brim.sequences.corpus.npy import CHUNK_VALUES, STORED, FrameReader, NpyFile
-from brim.sequences.corpus.packed import FRAMES, KIND, TABLE, Corpus, read_skipped, write_items
+from brim.sequences.config import SourceConfig
+from brim.sequences.corpus.audio import AudioFile
+from brim.sequences.corpus.labels import merge_columns, number_classes
+from brim.sequences.corpus.npy import CHUNK_VALUES
+from brim.sequences.corpus.packed import FRAMES, KIND, Corpus, read_skipped, write_items
+from brim.sequences.corpus.source import STORED, SequencePart, SequenceSource, Skipped
+from brim.sequences.corpus.survey import FolderSurvey, bad_files, survey
 
 _Result = TypeVar("_Result")
 
 SHARD_BYTES = 64 << 20
+SMALL_VALUES = 1 << 26  # of a corpus that has room for float32, which some data needs
 CHUNK_BYTES = 8 << 20  # of source: amortises hand-overs, and a few of them in flight need little memory
 _READERS = 4  # at most; more would only wait for the writer
 
@@ -66,6 +70,7 @@ class PackReport:
     source_bytes: int  # read and packed by this call
     seconds: float  # of this call, from the first header to the last sync
     bytes_per_s: float  # source_bytes / seconds
+    notes: tuple[str, ...] = ()  # what was recognised or noticed, in words
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -76,158 +81,154 @@ def pack(
     out: Path | str,
     *,
     labels: Path | str | None = None,
-    dtype: Literal["float16", "float32"] = "float16",
+    label: str | None = None,
+    dtype: Literal["auto", "float16", "float32"] = "auto",
+    source: SourceConfig | None = None,
     skip_bad: bool = False,
     resume: bool = False,
     shard_bytes: int = SHARD_BYTES,
     progress: Callable[[PackProgress], None] | None = None,
     stop: Callable[[], bool] | None = None,
 ) -> PackReport:
-    """Pack the .npy sequences below a folder, each (T, D) with one D, into a corpus.
+    """Pack the sequences of a folder or file, each (T, D) with one D, into a corpus.
 
-    `labels` is a CSV file with the header file,label[,split]; without one, labels.csv in the folder or the
-    sub-folders are used. Bad files are an error, and nothing is left behind, unless `skip_bad` leaves them out.
+    survey.py says which files are read, and `source` how. dtype "auto" is float32 for up to 2²⁶
+    values, and above that float16 for .npy and audio.
+    `labels` is a CSV file with the columns file, label, and split or others; without one, labels.csv in the folder or
+    the sub-folders are used. `label` names the column that is the label, if it is not called so. Bad files are an
+    error, and nothing is left behind, unless `skip_bad` leaves them out.
     `resume` continues a corpus that was stopped or killed, and gives the same bytes. `progress` is called at least
     once a second, from the caller's thread; `stop` is called between chunks.
     """
-    if dtype not in STORED:
-        raise ConfigError(f"must be one of {', '.join(STORED)}", field="dtype", value=dtype, code="unknown_choice")
+    if dtype not in ("auto", *STORED):
+        raise ConfigError(
+            f"must be one of auto, {', '.join(STORED)}", field="dtype", value=dtype, code="unknown_choice"
+        )
     if shard_bytes < 1:
         raise ConfigError("must be above 0", field="shard_bytes", value=shard_bytes, code="out_of_range")
-    packing = _Packing(Path(folder), Path(out), dtype, skip_bad, shard_bytes, progress)
-    return packing.execute(labels, resume, stop)
+    path, out, state = Path(folder), Path(out), _Progress(progress)
+    begun = (out / MANIFEST).is_file()
+    if begun and not resume:
+        raise DatasetError(
+            f"{out} is not empty", code="occupied", hint="add {resume} to continue it or choose another {out}"
+        )
+    content = state.run("reading headers", lambda: survey(path, labels, label=label, skip_bad=skip_bad, source=source))
+    stored: str = dtype
+    if dtype == "auto":
+        is_small = sum(file.length * file.dim for file in content.files) <= SMALL_VALUES
+        stored = "float32" if is_small or content.kind not in ("npy", "audio") else "float16"
+        if begun and (known := Dataset(out).manifest.get("dtype")) in STORED:
+            stored = str(known)
+    skip_bad = skip_bad or content.kind == "audio"
+    packing = _Packing(content, out, stored, skip_bad, state)
+    identity = _identity(content, stored, skip_bad, source)
+    per_shard = max(1, shard_bytes // (content.dim * STORED[stored].itemsize))
+    if begun:
+        manifest = Dataset(out).manifest
+        _compare(manifest, {**identity, "items_per_shard": per_shard}, path, out)
+        known = [[skipped.file, skipped.fault] for skipped in read_skipped(out, manifest)]
+        packing.skipped = known or packing.skipped
+        if manifest["complete"]:
+            state.run("verifying", Corpus.open(out).verify)
+            packing.is_complete = True
+    if not packing.is_complete:
+        missing = [parent for parent in (out, *out.parents) if not parent.exists()]
+        header, is_rejected = {**identity, "skipped": packing.skipped}, False
+        writer = ShardWriter(out, header, items_per_shard=per_shard, identity=tuple(identity), resume=resume)
+        try:
+            with ExitStack() as stack:
+                state.run("opening", lambda: stack.enter_context(writer))
+                try:
+                    packing.run(writer, stop)
+                except DatasetError:
+                    is_rejected = True
+                    raise
+        finally:
+            if is_rejected:  # it can never become complete
+                _discard(out, missing)
+    return packing.report()
+
+
+def _identity(content: FolderSurvey, stored: str, skip_bad: bool, source: SourceConfig | None) -> dict[str, Any]:
+    """What must be the same when packing is resumed."""
+    identity: dict[str, Any] = {
+        "kind": KIND, "dim": content.dim, "dtype": stored, "skip_bad": skip_bad, "source": content.fingerprint,
+    }  # fmt: skip
+    if content.layers > 1:
+        identity["layers"] = content.layers
+    if content.kind == "audio":
+        settings = asdict(source or SourceConfig())
+        identity["audio"] = {name: value for name, value in settings.items() if name != "device"}
+    return identity
+
+
+class _Progress:
+    """What is being done and how far it is, reported while threads work."""
+
+    def __init__(self, call: Callable[[PackProgress], None] | None) -> None:
+        self.call, self.began_s = call, time.perf_counter()
+        self.message, self.done_bytes, self.total_bytes = "reading headers", 0, 0
+        self.packed_bytes = 0  # by this call
+
+    def tick(self) -> None:
+        if self.call is not None:
+            rate = self.packed_bytes / max(time.perf_counter() - self.began_s, 1e-9)
+            eta_s = (self.total_bytes - self.done_bytes) / rate if rate else float("inf")
+            self.call(
+                PackProgress(
+                    message=self.message, done_bytes=self.done_bytes, total_bytes=self.total_bytes,
+                    bytes_per_s=rate, eta_s=eta_s,
+                )
+            )  # fmt: skip
+
+    def run(self, message: str, work: Callable[[], _Result]) -> _Result:
+        """Run something long in a thread while this one reports progress."""
+        self.message = message
+        with Pipeline([None], [Stage(name="work", work=lambda _: work())], tick=self.tick) as results:
+            result: _Result = next(results)
+            return result
 
 
 class _Packing:
-    """The state of one call of pack."""
+    """The frames of a folder on their way into a corpus."""
 
-    def __init__(
-        self,
-        path: Path,
-        out: Path,
-        dtype: str,
-        skip_bad: bool,
-        shard_bytes: int,
-        progress: Callable[[PackProgress], None] | None,
-    ) -> None:
-        self.path, self.out, self.dtype, self.skip_bad, self.shard_bytes = path, out, dtype, skip_bad, shard_bytes
-        self.progress = progress
-        self.began_s = time.perf_counter()
-        self.message, self.done_bytes, self.total_bytes, self.packed_bytes = "reading headers", 0, 0, 0
-        self.folder: FolderSurvey
-        self.writer: ShardWriter
-        self.skipped: list[list[str]] = []  # as the manifest lists them at every commit: a resume needs them
+    writer: ShardWriter
+
+    def __init__(self, folder: FolderSurvey, out: Path, dtype: str, skip_bad: bool, progress: _Progress) -> None:
+        self.folder, self.out, self.dtype, self.skip_bad, self.progress = folder, out, dtype, skip_bad, progress
+        # as the manifest lists them at every commit: a resume needs them
+        self.skipped = [[skipped.file, skipped.fault] for skipped in folder.bad]
         self.bad: list[Skipped] = []  # those of them that this call found while reading frames
-        self.is_complete = self.is_rejected = False
+        self.is_complete = False
 
-    def execute(self, labels: Path | str | None, resume: bool, stop: Callable[[], bool] | None) -> PackReport:
-        """Check everything, write what is missing, and report."""
-        begun = (self.out / MANIFEST).is_file()
-        if begun and not resume:
-            raise DatasetError(
-                f"{self.out} is not empty", code="occupied", hint="add {resume} to continue it or choose another {out}"
-            )
-        self.folder = self._run_in_thread("reading headers", lambda: survey(self.path, labels, skip_bad=self.skip_bad))
-        if not (begun and self._is_finished()):
-            missing = [folder for folder in (self.out, *self.out.parents) if not folder.exists()]
-            try:
-                self._make(resume, stop)
-            finally:
-                if self.is_rejected:  # it can never become complete
-                    _discard(self.out, missing)
-        return self._report()
-
-    # Opening
-
-    def _identity(self) -> dict[str, Any]:
-        return {
-            "kind": KIND,
-            "dim": self.folder.dim,
-            "dtype": self.dtype,
-            "skip_bad": self.skip_bad,
-            "source": self.folder.fingerprint,
-        }
-
-    def _is_finished(self) -> bool:
-        """Whether the corpus is packed already, and verified; raises if it began with another folder or settings."""
-        manifest = Dataset(self.out).manifest
-        self._compare(manifest)
-        self.skipped = [[skipped.file, skipped.fault] for skipped in read_skipped(self.out, manifest)]
-        if not manifest["complete"]:
-            return False
-        corpus = Corpus.open(self.out)
-        self._run_in_thread("verifying", corpus.verify)
-        self.is_complete = True
-        return True
-
-    def _compare(self, manifest: dict[str, Any]) -> None:
-        """Raise DatasetError if the corpus was begun from another folder or with other settings."""
-        if manifest.get("kind") != KIND:
-            raise DatasetError(
-                f"{self.out} is not a corpus but of kind {manifest.get('kind')!r}", hint="choose another {out}"
-            )
-        now, then = self.folder.fingerprint, manifest.get("source")
-        if now != then:
-            raise DatasetError(
-                f"{self.path} has changed since {self.out} was begun: {_summary(then)} then, {_summary(now)} now",
-                code="changed",
-                hint="pack it again into another {out}",
-            )
-        for key, value in {**self._identity(), "items_per_shard": self._frames_per_shard()}.items():
-            if manifest.get(key) != value:
-                raise DatasetError(
-                    f"{self.out} was begun with {key}={manifest.get(key)!r}, now it is {value!r}",
-                    code="conflict",
-                    hint="use the same settings, or another {out}",
-                )
-
-    def _frames_per_shard(self) -> int:
-        return max(1, self.shard_bytes // (self.folder.dim * STORED[self.dtype].itemsize))
-
-    def _writer(self, resume: bool) -> ShardWriter:
-        self.skipped = self.skipped or [[skipped.file, skipped.fault] for skipped in self.folder.bad]
-        identity = self._identity()
-        header = {**identity, "skipped": self.skipped}
-        per_shard = self._frames_per_shard()
-        return ShardWriter(self.out, header, items_per_shard=per_shard, identity=tuple(identity), resume=resume)
-
-    def _files(self) -> list[NpyFile]:
+    def files(self) -> list[SequenceSource]:
         """The files not known to be bad so far."""
         known = {file for file, _ in self.skipped}
         return [file for file in self.folder.files if file.id not in known]
 
-    # Running
-
-    def _make(self, resume: bool, stop: Callable[[], bool] | None) -> None:
-        with ExitStack() as stack:
-            writer = self._writer(resume)
-            self.writer = self._run_in_thread("opening", lambda: stack.enter_context(writer))
-            try:
-                self._run(stop)
-            except DatasetError:
-                self.is_rejected = True
-                raise
-
-    def _run(self, stop: Callable[[], bool] | None) -> None:
+    def run(self, writer: ShardWriter, stop: Callable[[], bool] | None) -> None:
+        """Write what is missing, until done or stopped."""
+        self.writer, progress, files = writer, self.progress, self.files()
+        progress.message, progress.total_bytes = "packing", sum(file.nbytes for file in files)
+        progress.done_bytes = bytes_before(files, writer.items)
+        stored = STORED[self.dtype]
         stages: list[Stage[Any, Any]] = [
-            Stage(name="read", work=self._read, workers=min(_READERS, worker_count())),
+            Stage(
+                name="read",
+                work=lambda chunk: chunk and _read_chunk(chunk, stored),
+                workers=min(_READERS, worker_count()),
+            ),
             Stage(name="write", work=self._write, depth=1),
         ]
-        files = self._files()
-        self.total_bytes = sum(file.nbytes for file in files)
-        chunks = plan_chunks(files, self.writer.items)
-        self.done_bytes = bytes_before(files, self.writer.items)
-        self.message = "packing"
-        with Pipeline(_and_end(chunks), stages, source_name="plan", tick=self._tick) as results:
+        # None is the end: finishing syncs, and progress is reported meanwhile
+        chunks = chain(plan_chunks(files, writer.items), [None])
+        with Pipeline(chunks, stages, source_name="plan", tick=progress.tick) as results:
             for _ in results:
-                self._tick()
+                progress.tick()
                 if not self.is_complete and stop is not None and stop():
                     break
         if self.bad and not self.skip_bad:
-            raise bad_files(self.path, self.bad)
-
-    def _read(self, chunk: "_Chunk | None") -> "_ChunkFrames | None":
-        return None if chunk is None else _read_chunk(chunk, STORED[self.dtype])
+            raise bad_files(self.folder.path, self.bad)
 
     def _write(self, read: "_ChunkFrames | None") -> None:
         """Append the frames; after a bad file that may not be skipped, only look for further bad ones."""
@@ -235,74 +236,47 @@ class _Packing:
             if self.skip_bad or not self.bad:
                 self._finish()
             return
-        name = read.chunk.parts[0].file.id
+        name = read.chunk.parts[0].source.id
         if read.chunk.is_piece and any(skipped.file == name for skipped in self.bad):
             return
         if read.chunk.is_piece and read.faults:
-            raise DatasetError(f"{self.path / name} {read.faults[0].fault}, and was good when checked; pack it again")
+            reason = read.faults[0].fault
+            raise DatasetError(f"{self.folder.path / name} {reason}, and was good when checked; pack it again")
         for fault in read.faults:
             self.bad.append(fault)
             self.skipped.append([fault.file, fault.fault])  # before frames of later files are listed
         if len(read.frames) and (self.skip_bad or not self.bad):
-            self._append(read.frames)
-        self.packed_bytes += read.chunk.nbytes
-        self.done_bytes += read.chunk.nbytes
-
-    def _append(self, frames: Tensor) -> None:
-        step = max(1, CHUNK_VALUES // self.folder.dim)
-        for first in range(0, len(frames), step):
-            self.writer.append({FRAMES: frames[first : first + step]}, {})
+            for frames in torch.split(read.frames, max(1, CHUNK_VALUES // self.folder.dim)):
+                self.writer.append({FRAMES: frames}, {})
+        self.progress.packed_bytes += read.chunk.nbytes
+        self.progress.done_bytes += read.chunk.nbytes
 
     def _finish(self) -> None:
-        self.message = "finishing"
-        files = self._files()
+        self.progress.message = "finishing"
+        files = self.files()
         if not files:
-            raise bad_files(self.path, self.bad, any_left=False)
-        table = write_items(self.out, self._columns(files))
-        self.writer.finish(sequences=len(files), table=table)
-        self.is_complete = True
-
-    def _columns(self, files: list[NpyFile]) -> dict[str, Any]:
+            raise bad_files(self.folder.path, self.bad, any_left=False)
         labels = [self.folder.labels.of[file.id] for file in files]
         lengths = [file.length for file in files]
         classes, numbers = number_classes([label.name for label in labels])
-        return {
+        columns = {
             "ids": [file.id for file in files],
             "starts": list(accumulate(lengths, initial=0))[:-1],
             "lengths": lengths,
             "labels": numbers,
             "split": [label.split for label in labels],
             "classes": classes,
+            "columns": merge_columns(labels),
+            "label_column": self.folder.labels.column,
         }
+        self.writer.finish(sequences=len(files), table=write_items(self.out, columns))
+        self.is_complete = True
 
-    # Progress and report
-
-    def _tick(self) -> None:
-        if self.progress is None:
-            return
-        rate = self.packed_bytes / max(time.perf_counter() - self.began_s, 1e-9)
-        self.progress(
-            PackProgress(
-                message=self.message,
-                done_bytes=self.done_bytes,
-                total_bytes=self.total_bytes,
-                bytes_per_s=rate,
-                eta_s=(self.total_bytes - self.done_bytes) / rate if rate else float("inf"),
-            )
-        )
-
-    def _run_in_thread(self, message: str, work: Callable[[], _Result]) -> _Result:
-        """Run something long in a thread while this one reports progress."""
-        self.message = message
-        with Pipeline([None], [Stage(name="work", work=lambda _: work())], tick=self._tick) as results:
-            result: _Result = next(results)
-            return result
-
-    def _report(self) -> PackReport:
-        dataset = Dataset(self.out)
-        frames, seconds = len(dataset), time.perf_counter() - self.began_s
-        ends = accumulate(file.length for file in self._files())
-        whole = [file for file, end in zip(self._files(), ends, strict=True) if end <= frames]
+    def report(self) -> PackReport:
+        dataset, packed_bytes = Dataset(self.out), self.progress.packed_bytes
+        frames, seconds = len(dataset), time.perf_counter() - self.progress.began_s
+        files = self.files()
+        whole = [file for file, end in zip(files, accumulate(f.length for f in files), strict=True) if end <= frames]
         names = [self.folder.labels.of[file.id].name for file in whole]
         return PackReport(
             path=str(self.out),
@@ -316,16 +290,37 @@ class _Packing:
             classes=number_classes(names)[0],
             labels_from=self.folder.labels.source,
             skipped=tuple(Skipped(file=file, fault=fault) for file, fault in self.skipped),
-            source_bytes=self.packed_bytes,
+            source_bytes=packed_bytes,
             seconds=seconds,
-            bytes_per_s=self.packed_bytes / seconds,
+            bytes_per_s=packed_bytes / seconds,
+            notes=(*self.folder.notes, *_remarks(self.folder)),
         )
 
 
-def _and_end(chunks: "Iterator[_Chunk]") -> "Iterator[_Chunk | None]":
-    """The chunks, then None for the end: finishing syncs, and progress is reported meanwhile."""
-    yield from chunks
-    yield None
+def _remarks(folder: FolderSurvey) -> list[str]:
+    """What was noticed while audio was decoded; every file shares the same remarks."""
+    first = next((file for file in folder.files if isinstance(file, AudioFile)), None)
+    return [] if first is None else [f"{file} {remark}" for file, remark in sorted(first.remarks.items())]
+
+
+def _compare(manifest: dict[str, Any], now: dict[str, Any], path: Path, out: Path) -> None:
+    """Raise DatasetError if the corpus was begun from another folder or with other settings."""
+    if manifest.get("kind") != KIND:
+        raise DatasetError(f"{out} is not a corpus but of kind {manifest.get('kind')!r}", hint="choose another {out}")
+    if manifest.get("source") != now["source"]:
+        then = _summary(manifest.get("source"))
+        raise DatasetError(
+            f"{path} has changed since {out} was begun: {then} then, {_summary(now['source'])} now",
+            code="changed",
+            hint="pack it again into another {out}",
+        )
+    for key, value in now.items():
+        if manifest.get(key) != value:
+            raise DatasetError(
+                f"{out} was begun with {key}={manifest.get(key)!r}, now it is {value!r}",
+                code="conflict",
+                hint="use the same settings, or another {out}",
+            )
 
 
 def _summary(source: Any) -> str:
@@ -334,15 +329,14 @@ def _summary(source: Any) -> str:
     return f"{source.get('files')} files of {source.get('bytes')} bytes, {str(source.get('sha256'))[:8]}"
 
 
-_OURS = re.compile(r"[0-9]{6}\.safetensors|\.[0-9]{6}\.tmp")
+_OURS = re.compile(r"[0-9]{6}\.safetensors|\.[0-9]{6}\.tmp|\.?(manifest|items)\.json(\.[0-9a-f]+)?(\.tmp)?")
 
 
 def _discard(out: Path, missing: list[Path]) -> None:
     """Remove a rejected corpus, its manifest first; files that are not ours stay, and their folders."""
     with suppress(OSError):
-        for name in (MANIFEST, f".{MANIFEST}.tmp", TABLE, f".{TABLE}.tmp"):
-            (out / name).unlink(missing_ok=True)
-        for file in (out / "shards").iterdir():
+        (out / MANIFEST).unlink(missing_ok=True)
+        for file in (*out.iterdir(), *(out / "shards").iterdir()):
             if _OURS.fullmatch(file.name):
                 file.unlink()
         for folder in (out / "shards", *missing):
@@ -353,23 +347,10 @@ def _discard(out: Path, missing: list[Path]) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class _FileFrames:
-    """Neighbouring frames of one file."""
-
-    file: NpyFile
-    first: int
-    stop: int
-
-    @property
-    def nbytes(self) -> int:
-        return (self.stop - self.first) * self.file.row_bytes
-
-
-@dataclass(frozen=True, slots=True)
 class _Chunk:
     """Whole files, or the check of a long file, or a piece of a long file that an earlier chunk has checked."""
 
-    parts: tuple[_FileFrames, ...]
+    parts: tuple[SequencePart, ...]
     is_check: bool = False  # read and keep nothing
     is_piece: bool = False
 
@@ -379,28 +360,30 @@ class _Chunk:
         return 0 if self.is_check else sum(part.nbytes for part in self.parts)
 
 
-@dataclass(frozen=True, slots=True)
-class _ChunkFrames:
-    """Frames of a chunk's good files, (n, D), and the faults of the others."""
-
+class _ChunkFrames(NamedTuple):
     chunk: _Chunk
-    frames: Tensor
-    faults: list[Skipped]
+    frames: Tensor  # (n, D) of its good files
+    faults: list[Skipped]  # of the others
 
 
-def plan_chunks(files: Sequence[NpyFile], first_frame: int) -> Iterator[_Chunk]:
+def plan_chunks(files: Sequence[SequenceSource], first_frame: int) -> Iterator[_Chunk]:
     """Chunks with the frames of the files, in order, beginning with frame first_frame of all of them."""
-    waiting: list[_FileFrames] = []
+    waiting: list[SequencePart] = []
     waiting_bytes = 0
     for file in files:
         first = min(first_frame, file.length)
         first_frame -= first
-        part = _FileFrames(file, first, file.length)
+        part = SequencePart(file, first, file.length)
         if waiting and waiting_bytes + part.nbytes > CHUNK_BYTES:
             yield _Chunk(tuple(waiting))
             waiting, waiting_bytes = [], 0
-        if file.nbytes > CHUNK_BYTES:
-            yield from _split(file, first)
+        if file.in_pieces and file.nbytes > CHUNK_BYTES:
+            if first == 0:  # otherwise some of its frames are stored, so it has been checked
+                yield _Chunk((part,), is_check=True)
+            step = max(1, CHUNK_BYTES // file.row_bytes)
+            for start in range(first, file.length, step):
+                piece = SequencePart(file, start, min(start + step, file.length))
+                yield _Chunk((piece,), is_piece=True)
         elif first < file.length:
             waiting.append(part)
             waiting_bytes += part.nbytes
@@ -408,7 +391,7 @@ def plan_chunks(files: Sequence[NpyFile], first_frame: int) -> Iterator[_Chunk]:
         yield _Chunk(tuple(waiting))
 
 
-def bytes_before(files: Sequence[NpyFile], first_frame: int) -> int:
+def bytes_before(files: Sequence[SequenceSource], first_frame: int) -> int:
     """Bytes of the frames before first_frame in their files."""
     total = 0
     for file in files:
@@ -419,32 +402,20 @@ def bytes_before(files: Sequence[NpyFile], first_frame: int) -> int:
     return total
 
 
-def _split(file: NpyFile, first: int) -> Iterator[_Chunk]:
-    if first == 0:  # otherwise some of its frames are stored, so it has been checked
-        yield _Chunk((_FileFrames(file, 0, file.length),), is_check=True)
-    step = max(1, CHUNK_BYTES // file.row_bytes)
-    for start in range(first, file.length, step):
-        yield _Chunk((_FileFrames(file, start, min(start + step, file.length)),), is_piece=True)
-
-
 def _read_chunk(chunk: _Chunk, dtype: torch.dtype) -> _ChunkFrames:
     """Read, check and convert; a bad file contributes no frame."""
-    dim = chunk.parts[0].file.dim
-    faults: list[Skipped] = []
-    if chunk.is_check:
-        file = chunk.parts[0].file
-        fault = FrameReader(file).check(dtype)
-        return _ChunkFrames(
-            chunk, torch.empty(0, dim, dtype=dtype), [Skipped(file=file.id, fault=fault)] if fault else []
-        )
+    skipped: list[Skipped] = []
+    num = 0 if chunk.is_check else sum(part.stop - part.first for part in chunk.parts)
     with guard():
-        out = torch.empty(sum(part.stop - part.first for part in chunk.parts), dim, dtype=dtype)
-    filled = 0
-    for part in chunk.parts:
-        num = part.stop - part.first
-        fault = FrameReader(part.file).read(part.first, out[filled : filled + num])
+        out = torch.empty(num, chunk.parts[0].source.dim, dtype=dtype)
+    if chunk.is_check:
+        faults = [part.source.check(dtype) for part in chunk.parts]
+    else:
+        outs = list(torch.split(out, [part.stop - part.first for part in chunk.parts]))
+        faults = type(chunk.parts[0].source).read_all(chunk.parts, outs)
+        if any(faults):
+            out = torch.cat([rows for rows, fault in zip(outs, faults, strict=True) if not fault] or [out[:0]])
+    for part, fault in zip(chunk.parts, faults, strict=True):
         if fault:
-            faults.append(Skipped(file=part.file.id, fault=fault))
-        else:
-            filled += num
-    return _ChunkFrames(chunk, out[:filled], faults)
+            skipped.append(Skipped(file=part.source.id, fault=fault))
+    return _ChunkFrames(chunk, out, skipped)

@@ -3,25 +3,26 @@
 Axes: n sequences, B of a batch, T frames, D features, E embedding, K classes or clusters.
 """
 
-from collections.abc import Callable
 from contextlib import closing
 from functools import partial
 from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from brim.engine.device import Halving
-from brim.engine.training import BatchSource, Ranks
+from brim.engine.training import Batch, BatchSource, Ranks
 from brim.sequences.corpus import CountProgress
-from brim.sequences.model import Encoder, Network, frame_mask
+from brim.sequences.model import Network, frame_mask
 
 
-class RowValues(NamedTuple):
-    """One value per sequence, sorted by row, on the host."""
+class Encodings(NamedTuple):
+    """Sequences sorted by row, on the host."""
 
     row: Tensor  # (n,) int64, sorted
-    value: Tensor  # (n, …)
+    embedding: Tensor  # (n, E) float32
+    prediction: Tensor  # (n,) int64, the most likely class or cluster
+    output: Tensor  # (n, K) float32, probabilities; for regression values
 
 
 class FeatureStatistics(NamedTuple):
@@ -31,98 +32,60 @@ class FeatureStatistics(NamedTuple):
     std: Tensor
 
 
-def embed_rows(
-    encoder: Encoder,
-    source: BatchSource | None,
-    device: torch.device,
-    progress: CountProgress | None = None,
-    ranks: Ranks | None = None,
-) -> RowValues:
-    """Embeddings, (n, E) float32."""
-    return _run(encoder, lambda frames, length: encoder(frames, length).embedding, source, device, progress, ranks)
-
-
-def predict(
+def encode(
     module: Network,
     source: BatchSource | None,
     device: torch.device,
     progress: CountProgress | None = None,
     ranks: Ranks | None = None,
-) -> RowValues:
-    """The most likely class or cluster, (n,) int64."""
-    return _run(module, lambda frames, length: module(frames, length).argmax(-1), source, device, progress, ranks)
+) -> Encodings:
+    """Embeddings and predictions of the source's sequences; with several ranks each computes its own, and all get all.
 
-
-def embed_and_predict(
-    module: Network,
-    source: BatchSource | None,
-    device: torch.device,
-    progress: CountProgress | None = None,
-    ranks: Ranks | None = None,
-) -> tuple[RowValues, Tensor]:
-    """Embeddings and the most likely class or cluster of each, from one pass."""
-
-    def both(frames: Tensor, length: Tensor) -> Tensor:
-        embedding = module.embedding(frames, length)
-        return torch.cat([embedding, module.head(embedding).argmax(-1, keepdim=True).to(embedding.dtype)], 1)
-
-    row, value = _run(module, both, source, device, progress, ranks)
-    return RowValues(row, value[:, :-1].contiguous()), value[:, -1].long()
-
-
-def _run(
-    module: nn.Module,
-    forward: Callable[[Tensor, Tensor], Tensor],
-    source: BatchSource | None,
-    device: torch.device,
-    progress: CountProgress | None,
-    ranks: Ranks | None,
-) -> RowValues:
-    """Outputs for the source's sequences; with several ranks each computes its own, and all get all."""
-    mine = None if source is None else _run_own(module, forward, source, device, progress)
+    In full precision and without dropout; the module's mode is restored.
+    """
+    mine = None if source is None else _encode_own(module, source, device, progress)
     parts = [part for part in ([mine] if ranks is None else ranks.all_of(mine)) if part is not None]
-    if len(parts) == 1:
-        return parts[0]
-    row, order = torch.cat([part.row for part in parts]).sort()
-    return RowValues(row, torch.cat([part.value for part in parts])[order])
+    row, *others = map(torch.cat, zip(*parts, strict=True))
+    row, order = row.sort()
+    return Encodings(row, *(other[order] for other in others))
 
 
 @torch.no_grad()
-def _run_own(
-    module: nn.Module,
-    forward: Callable[[Tensor, Tensor], Tensor],
-    source: BatchSource,
-    device: torch.device,
-    progress: CountProgress | None,
-) -> RowValues:
-    """In full precision and without dropout; the module's mode is restored."""
-
-    def run(batch: dict[str, Tensor], part: range) -> Tensor:
-        at = slice(part.start, part.stop)
-        return forward(batch["frames"][at], batch["length"][at])
+def _encode_own(
+    module: Network, source: BatchSource, device: torch.device, progress: CountProgress | None
+) -> Encodings:
+    def run(batch: Batch, part: range) -> Encodings:
+        row, frames, length = (batch[name][part.start : part.stop] for name in ("item", "frames", "length"))
+        embedding, output = module.outputs_of(frames, length)
+        output = output.float()
+        return Encodings(row, embedding, output.argmax(-1), output if module.is_regression else output.softmax(-1))
 
     training, halving, done = module.training, Halving(source.batch_size, device), 0
-    rows, values = [], []
+    parts: list[Encodings] = []
     module.eval()
     try:
         with closing(source.epoch(0)) as batches:  # type: ignore[type-var]
             for batch in batches:
-                values += halving.run(partial(run, batch), range(len(batch["item"])))
-                rows.append(batch["item"])
-                done += len(rows[-1])
+                parts += halving.run(partial(run, batch), range(len(batch["item"])))
+                done += len(batch["item"])
                 if progress is not None:
                     progress(done, source.num_items)
     finally:
         module.train(training)
-    row, order = torch.cat(rows).cpu().sort()
-    return RowValues(row, torch.cat(values).cpu()[order])
+    return Encodings(*(torch.cat(values).cpu() for values in zip(*parts, strict=True)))
 
 
 def measure(source: BatchSource | None, device: torch.device, ranks: Ranks | None = None) -> FeatureStatistics:
     """Mean and standard deviation of every feature over all frames, in one pass; each rank reads its own."""
     mine = None if source is None else _moments(source, device)
     parts = [part for part in ([mine] if ranks is None else ranks.all_of(mine)) if part is not None]
-    mean, variance, _num = parts[0] if len(parts) == 1 else _joined(parts)
+    mean, variance, _ = parts[0]
+    if len(parts) > 1:
+        count = torch.stack([part.frames for part in parts])  # (parts,)
+        share = (count / count.sum()).double()[:, None]
+        mean = (share * torch.stack([part.mean for part in parts])).sum(0)
+        squares = torch.stack([part.variance + (part.mean - mean).square() for part in parts])
+        variance = (share * squares).sum(0)
     # rounding gives a constant feature a tiny deviation, which normalisation would scale up to 1
     spread = torch.where(variance > 1e-12 * mean.square(), variance.sqrt(), 0.0)
     return FeatureStatistics(mean.float(), spread.float())
@@ -132,15 +95,6 @@ class _Moments(NamedTuple):
     mean: Tensor  # (D,) float64, on the host
     variance: Tensor  # (D,) float64
     frames: Tensor  # () int64, how many
-
-
-def _joined(parts: list[_Moments]) -> _Moments:
-    """Moments of all frames, from the moments of parts."""
-    count = torch.stack([part.frames for part in parts])  # (parts,)
-    share = (count / count.sum()).double()[:, None]
-    mean = (share * torch.stack([part.mean for part in parts])).sum(0)
-    squares = torch.stack([part.variance + (part.mean - mean).square() for part in parts])
-    return _Moments(mean, (share * squares).sum(0), count.sum())
 
 
 @torch.no_grad()

@@ -8,8 +8,6 @@ computed from the contingency table of clusters and classes, in float64:
     matched accuracy     accuracy when each cluster stands for at most one class, under the best matching
 """
 
-from dataclasses import dataclass
-
 import numpy as np
 import torch
 from torch import Tensor
@@ -21,41 +19,15 @@ _PROBE_DECAY = 1e-3  # of squared weights, on embeddings of unit variance
 _PROBE_STEPS = 200
 
 
-@dataclass(frozen=True, slots=True)
-class ClusterScores:
-    ari: float
-    nmi: float
-    matched_accuracy: float
-
-    def as_dict(self) -> dict[str, float]:
-        return {name: getattr(self, name) for name in self.__slots__}
-
-
-def cluster_scores(predicted: Tensor, truth: Tensor) -> ClusterScores:
+def cluster_scores(predicted: Tensor, truth: Tensor) -> dict[str, float]:
     """All scores; predicted and truth are (N,) integers of any numbering, truth not negative."""
     table = contingency(predicted, truth)
-    return ClusterScores(_ari(table), _nmi(table), _matched(table))
+    return {"ari": _ari(table), "nmi": _nmi(table), "matched_accuracy": _matched(table)}
 
 
 def accuracy(predicted: Tensor, truth: Tensor) -> float:
-    """Share of correct predictions."""
     _check(predicted, truth)
     return float((predicted == truth).double().mean())
-
-
-def adjusted_rand_index(predicted: Tensor, truth: Tensor) -> float:
-    """Agreement on pairs, corrected for chance."""
-    return _ari(contingency(predicted, truth))
-
-
-def normalised_mutual_info(predicted: Tensor, truth: Tensor) -> float:
-    """Mutual information over the arithmetic mean of both entropies."""
-    return _nmi(contingency(predicted, truth))
-
-
-def matched_accuracy(predicted: Tensor, truth: Tensor) -> float:
-    """Accuracy under the best one-to-one matching; items of an unmatched cluster count as wrong."""
-    return _matched(contingency(predicted, truth))
 
 
 def contingency(predicted: Tensor, truth: Tensor) -> Tensor:

@@ -16,12 +16,15 @@ from torch import Tensor
 from brim.engine.device import resolve_device
 from brim.engine.training import Ranks
 from brim.errors import CheckpointError, ConfigError, DatasetError, StorageError
-from brim.sequences.batches import SequenceBatches, open_batches
+from brim.report.frames import data_frame
+from brim.sequences.batches import SequenceBatches
 from brim.sequences.config import SequenceTraining
 from brim.sequences.corpus import CountProgress, Sequences, SequenceSplit, open_sequences
-from brim.sequences.evaluation.encode import embed_and_predict, embed_rows, predict
+from brim.sequences.evaluation.encode import Encodings, encode
+from brim.sequences.evaluation.folds import FoldPrediction
+from brim.sequences.evaluation.measures import class_measures, confusion, number_measures, per_class, sums
 from brim.sequences.evaluation.runs import TrainedRun, load_run, write_tensors
-from brim.sequences.evaluation.scores import accuracy, cluster_scores, probe_accuracy
+from brim.sequences.evaluation.scores import cluster_scores, probe_accuracy
 from brim.sequences.model import Network
 
 log = logging.getLogger("brim")
@@ -39,27 +42,50 @@ class Evaluation:
     ari: float | None = None  # without labels: of the clusters
     nmi: float | None = None
     matched_accuracy: float | None = None  # under the best matching of clusters and classes
+    uar: float | None = None  # supervised: unweighted average recall
+    macro_f1: float | None = None
+    # precision, recall, f1 and number of sequences, in the order of classes
+    per_class: dict[str, list[float | None]] | None = None
+    confusion: list[list[int]] | None = None  # rows are true classes
+    classes: list[str] | None = None
+    ccc: float | None = None  # of numbers: concordance correlation coefficient
+    rmse: float | None = None
+    r2: float | None = None
 
     def as_dict(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in self.__slots__}
+
+    def to_pandas(self) -> Any:
+        """A DataFrame with a row for each class, or one row of scores where there are none."""
+        if self.per_class and self.classes:
+            return data_frame(self.per_class, self.classes)
+        scores = {name: value for name, value in self.as_dict().items() if isinstance(value, int | float)}
+        return data_frame({name: [value] for name, value in scores.items()})
 
 
 def evaluate(
     run: Path | str, corpus: Path | str, *, device: str = "auto", progress: CountProgress | None = None
 ) -> Evaluation:
     """Score a run: on its own corpus the items held out, on another one all labelled items."""
-    where, loaded, data = resolve_device(device), load_run(run), open_sequences(corpus)
+    where, loaded = resolve_device(device), load_run(run)
+    data = _open(loaded, corpus)
     _check_fits(loaded, data)
     rows = _scored_rows(loaded, data)
-    truth = _truth(loaded, data, rows)
+    truth = torch.empty(0) if data.targets is not None else _truth(loaded, data, rows)
     data.verify()
     if len(rows) < len(data.ids):
         log.info("%s: scoring the %d of %d sequences that are labelled and unseen", data.path, len(rows), len(data.ids))
-    config = _reading_settings(loaded, data)
-    with open_batches(data, config, where, rows) as batches:
-        source = batches.view(rows, shuffle=False)
-        predicted = predict(loaded.module.to(where), source, where, progress)
-    return Evaluation(items=len(rows), **_scores(config.mode, predicted.value, truth))
+    encoded = _encode_rows(loaded, data, rows, where, progress)
+    if data.targets is not None:
+        numbers: dict[str, Any] = {**_number_scores(encoded.output[:, 0], data.targets[rows])}
+        return Evaluation(items=len(rows), **numbers)
+    predicted = encoded.prediction
+    scores: dict[str, Any] = {**_scores(loaded.about["mode"], predicted, truth)}
+    if loaded.about["mode"] == "supervised":
+        classes = list(loaded.about["classes"])
+        table = confusion(predicted, truth, len(classes))
+        scores |= {"classes": classes, "confusion": table.tolist(), "per_class": per_class(table)}
+    return Evaluation(items=len(rows), **scores)
 
 
 def embed(
@@ -76,22 +102,33 @@ def embed(
     prediction  (n,)    int64    most likely class or cluster
     label       (n,)    int64    true class in the corpus's numbering, -1 without one
 
-    The metadata holds, as JSON, the ids, the names of the predicted classes (empty for clusters) and those of the
-    corpus.
+    Of a run that predicts numbers, these two are float32, NaN for no label. The metadata holds, as JSON, the ids, the
+    names of the predicted classes (empty for clusters) and those of the corpus.
     """
-    where, loaded, data, file = resolve_device(device), load_run(run), open_sequences(corpus), Path(out)
+    where, loaded, file = resolve_device(device), load_run(run), Path(out)
+    data = _open(loaded, corpus)
     _check_fits(loaded, data)
     _check_file(file)
     data.verify()
-    config, rows = _reading_settings(loaded, data), torch.arange(len(data.ids))
-    with open_batches(data, config, where) as batches:
-        source = batches.view(rows, shuffle=False)
-        (_, embedding), prediction = embed_and_predict(loaded.module.to(where), source, where, progress)
-    named = loaded.about["classes"] if config.mode == "supervised" else []
-    texts = {"ids": data.ids, "predicted_classes": named, "classes": data.classes, "mode": config.mode}
+    _, embedding, prediction, output = _encode_rows(loaded, data, torch.arange(len(data)), where, progress)
+    mode = loaded.about["mode"]
+    named = loaded.about["classes"] if mode == "supervised" else []
+    texts = {"ids": data.ids, "predicted_classes": named, "classes": data.classes, "mode": mode}
     tensors = {"embedding": embedding, "prediction": prediction, "label": data.labels}
+    if data.targets is not None:
+        tensors |= {"prediction": output[:, 0], "label": data.targets.float()}
     write_tensors(file, tensors, {name: json.dumps(value, ensure_ascii=False) for name, value in texts.items()})
     return {"file": str(file), "items": len(data.ids), "embedding": embedding.shape[1], "bytes": file.stat().st_size}
+
+
+@torch.no_grad()
+def predict(
+    run: Path | str, data: Sequences, rows: Tensor, *, device: str = "auto", progress: CountProgress | None = None
+) -> FoldPrediction:
+    """What a run predicts for some sequences: probabilities and embeddings."""
+    where, loaded = resolve_device(device), load_run(run)
+    row, embedding, _, output = _encode_rows(loaded, data, rows, where, progress)
+    return FoldPrediction(row, output, embedding)
 
 
 def score(
@@ -100,51 +137,75 @@ def score(
     data: Sequences,
     parts: SequenceSplit,
     ranks: Ranks | None = None,
-) -> ScoresByName | None:
-    """Scores at the end of training, on the labelled items held out; None without any.
+) -> tuple[ScoresByName | None, FoldPrediction | None]:
+    """Scores at the end of training, on the labelled items held out, and their predictions; None without any.
 
     Without labels also the accuracy of a linear layer fitted to the embeddings of the labelled training items.
     """
     mode, device = batches.config.mode, batches.device
     rows = parts.held_out[data.labels[parts.held_out] >= 0]
     if not len(rows):
-        return None
-    test, predicted = embed_and_predict(module, batches.plain(rows), device, ranks=ranks)
-    scores = _scores(mode, predicted, data.labels[rows])
+        return None, None
+    test = encode(module, batches.plain(rows), device, ranks=ranks)
+    predictions = FoldPrediction(test.row, test.output, test.embedding)
+    if data.targets is not None and mode == "supervised":
+        return _number_scores(test.output[:, 0], data.targets[rows]), predictions
+    scores = _scores(mode, test.prediction, data.labels[rows])
     if mode == "self":
         scores["probe_accuracy"] = None
         known_rows = parts.train[data.labels[parts.train] >= 0]
         if len(known_rows):
-            known = embed_rows(module.encoder, batches.plain(known_rows), device, ranks=ranks)
+            known = encode(module, batches.plain(known_rows), device, ranks=ranks).embedding
             scores["probe_accuracy"] = probe_accuracy(
-                known.value, data.labels[known_rows], test.value, data.labels[test.row]
+                known, data.labels[known_rows], test.embedding, data.labels[test.row]
             )
-    return scores
+    return scores, predictions
 
 
 def _scores(mode: str, predicted: Tensor, truth: Tensor) -> ScoresByName:
     if mode == "supervised":
-        return {"accuracy": accuracy(predicted, truth)}
-    return dict(cluster_scores(predicted, truth).as_dict())
+        table = confusion(predicted, truth, int(torch.maximum(predicted.max(), truth.max())) + 1)
+        return {name: float(value) for name, value in class_measures(table).items()}
+    return dict(cluster_scores(predicted, truth))
+
+
+def _number_scores(predicted: Tensor, truth: Tensor) -> ScoresByName:
+    middle = truth.mean()  # squares far from 0 would lose their variance to rounding
+    measured = number_measures(sums(predicted.double() - middle, truth - middle).sum(0))
+    return {name: float(value) if math.isfinite(float(value)) else None for name, value in measured.items()}
 
 
 # Checks
 
 
-def _reading_settings(loaded: TrainedRun, data: Sequences) -> SequenceTraining:
-    """The run's settings that matter for reading: mode and batch sizes; the tier is chosen again."""
+def _open(loaded: TrainedRun, corpus: Path | str) -> Sequences:
+    """A corpus with the labels that the run has learned, if it has that column."""
+    data, training = open_sequences(corpus), loaded.about.get("training")
+    column = training.get("label") if isinstance(training, dict) else None
+    if not isinstance(column, str) or column.lower() not in data.columns:
+        column = None
+    is_regression = loaded.about.get("task") == "regression" and bool((data.labels >= 0).any())
+    return data.with_labels(column, "regression" if is_regression else "classification")
+
+
+def _encode_rows(
+    loaded: TrainedRun, data: Sequences, rows: Tensor, device: torch.device, progress: CountProgress | None
+) -> Encodings:
+    """Encode rows in batches of the run's size; the tier is chosen again."""
     try:
         training, mode = loaded.about["training"], loaded.about["mode"]
         sizes = {name: training[name] for name in ("batch_size", "max_frames", "num_workers", "prefetch_factor")}
         if sizes["max_frames"] is not None:  # chosen for the run's sequences; these may be longer
             sizes["max_frames"] = max(sizes["max_frames"], int(data.lengths.max()))
-        return SequenceTraining(mode=mode, **sizes)
+        config = SequenceTraining(mode=mode, **sizes)
     except (KeyError, TypeError, ConfigError) as failure:
         raise CheckpointError(f"{loaded.path}/run.json was altered ({failure}); restore it from a copy") from failure
+    with SequenceBatches(data, config, device, rows) as batches:
+        return encode(loaded.module.to(device), batches.view(rows, shuffle=False), device, progress)
 
 
 def _check_fits(loaded: TrainedRun, data: Sequences) -> None:
-    dim = loaded.module.encoder.config.dim
+    dim = loaded.module.dim
     if data.dim != dim:
         raise DatasetError(
             f"{data.path} has {data.dim} features, {loaded.path} was trained on {dim}; give a corpus of the same kind"
@@ -210,6 +271,15 @@ class PlaneProjection:
     labels: list[str]  # true classes
     predicted: list[str]  # classes, or "cluster K"
 
+    def as_dict(self) -> dict[str, Any]:
+        """The points with their labels, as JSON-able values."""
+        places = ([round(value, 6) for value in point] for point in self.points.tolist())
+        points = [
+            {"x": x, "y": y, "label": label, "predicted": predicted}
+            for (x, y), label, predicted in zip(places, self.labels, self.predicted, strict=True)
+        ]
+        return {"explained": list(self.explained), "points": points}
+
 
 def project(
     run: Path | str,
@@ -220,15 +290,13 @@ def project(
     limit: int = MAX_POINTS,
 ) -> PlaneProjection:
     """Project the embeddings of at most limit sequences that `evaluate` scores."""
-    where, loaded, data = resolve_device(device), load_run(run), open_sequences(corpus)
+    where, loaded = resolve_device(device), load_run(run)
+    data = _open(loaded, corpus)
     rows = _scored_rows(loaded, data)
     rows = rows[:: max(1, math.ceil(len(rows) / limit))]
-    config = _reading_settings(loaded, data)
-    with open_batches(data, config, where, rows) as batches:
-        source = batches.view(rows, shuffle=False)
-        (_, embedding), prediction = embed_and_predict(loaded.module.to(where), source, where, progress)
+    _, embedding, prediction, _ = _encode_rows(loaded, data, rows, where, progress)
     points, explained = principal_plane(embedding)
-    names = loaded.about["classes"] if config.mode == "supervised" else None
+    names = loaded.about["classes"] if loaded.about["mode"] == "supervised" else None
     return PlaneProjection(
         explained=explained,
         points=points,

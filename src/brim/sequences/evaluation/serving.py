@@ -37,10 +37,13 @@ class ClassifyServable:
         self, run: str | Path, device: torch.device, *, lock: AbstractContextManager[Any] | None = None
     ) -> None:
         """The lock is held while the device is used."""
-        loaded = load_run(run)
+        loaded = load_run(run, strict=True)
         self._module, self._device, self._lock = loaded.module.to(device), device, lock or threading.RLock()
-        self._dim = loaded.module.encoder.config.dim
-        self._classes = _names(loaded.about)
+        self._dim = loaded.module.dim
+        about = loaded.about  # clusters are named by their numbers
+        self._classes = list(
+            about["classes"] if about["mode"] == "supervised" else map(str, range(int(about["outputs"])))
+        )
         self.weight_bytes = sum(tensor.nbytes for tensor in self._module.state_dict().values())
         self.max_batch_size = MOST[device.type]
         self.sizes: Sequence[int] = ladder(self.max_batch_size)
@@ -62,8 +65,10 @@ class ClassifyServable:
         self._check_dim(name, dim)
         frames = padded(length)
         scale = frames / _EXAMPLE_FRAMES
+        most = max(1, MAX_VALUES // (frames * self._dim))  # long sequences allow smaller batches
+        sizes = self.sizes if most >= self.sizes[-1] else ladder(most)
         return RequestShape(
-            (self._number, frames), cost=float(frames), sizes=self._sizes_at(frames),
+            (self._number, frames), cost=float(frames), sizes=sizes,
             expected_s={size: seconds * scale for size, seconds in self.expected_s.items()},
         )  # fmt: skip
 
@@ -83,17 +88,20 @@ class ClassifyServable:
         with self._lock, torch.inference_mode():
             frames = torch.stack([part.frames.to(self._device, non_blocking=True) for part in parts])
             logits: Tensor = self._module(frames, length.to(self._device))
-            return logits.float().softmax(-1)
+            return logits.float() if self._module.is_regression else logits.float().softmax(-1)
 
     def collect(self, running: Tensor) -> list[Any]:
         """Probabilities (K,) of each, on the host."""
         return list(running.cpu())
 
     def finish(self, item: DecodedRequest, outputs: list[Any]) -> Answer:
-        """The most likely class, and the probability of each."""
+        """The most likely class, and the probability of each; of numbers the predicted one."""
         (probability,) = outputs
         if not bool(probability.isfinite().all()):
             raise DatasetError(f"the network's output for {item.context} is not finite; check its values")
+        if self._module.is_regression:
+            value = float(probability[0])
+            return Answer(json.dumps({"value": value}).encode(), MEDIA_TYPE, {"value": f"{value:.6g}"})
         values = [round(value, 6) for value in probability.tolist()]
         best = int(probability.argmax())
         answer = {
@@ -104,24 +112,17 @@ class ClassifyServable:
         return Answer(json.dumps(answer, ensure_ascii=False).encode(), MEDIA_TYPE, {"class": self._classes[best]})
 
     def close(self) -> None:
-        """Free the weights."""
         del self._module
 
     # Warming up
 
     def example(self, num: int) -> list["_PaddedSequence"]:
-        """Sequences of zeros."""
         return [self._padded(torch.zeros(_EXAMPLE_FRAMES, self._dim), _EXAMPLE_FRAMES)] * num
 
     def _padded(self, sequence: Tensor, length: int) -> "_PaddedSequence":
         frames = torch.zeros(length, self._dim, pin_memory=self._device.type == "cuda")
         frames[: len(sequence)] = sequence
         return _PaddedSequence(frames, len(sequence))
-
-    def _sizes_at(self, frames: int) -> Sequence[int]:
-        """Batch sizes for sequences of that length: long ones allow smaller batches."""
-        most = max(1, MAX_VALUES // (frames * self._dim))
-        return self.sizes if most >= self.sizes[-1] else ladder(most)
 
     def _check_dim(self, name: str, dim: int) -> None:
         if dim != self._dim:
@@ -137,10 +138,3 @@ def padded(length: int) -> int:
     """The length a sequence is padded to: 16, 24, 32, 48, … so that there are few shapes."""
     step = max(_SHORTEST, 1 << (max(1, length) - 1).bit_length())
     return step * 3 // 4 if step > _SHORTEST and length <= step * 3 // 4 else step
-
-
-def _names(about: Mapping[str, Any]) -> list[str]:
-    """Class names by number; clusters are named by their numbers."""
-    if about["mode"] == "supervised":
-        return list(about["classes"])
-    return [str(number) for number in range(int(about["outputs"]))]

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from brim.engine.training import dropout
+from brim.engine.training import dropout, uncompiled
 from brim.errors import ConfigError
 from brim.sequences.config import Reverse
 
@@ -84,7 +84,7 @@ class BiLstm(nn.Module):
         states: Tensor = self._run(x, length)
         return states
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]  # the compiler cannot see into cuDNN
+    @uncompiled  # the compiler cannot see into cuDNN
     def _run(self, x: Tensor, length: Tensor) -> Tensor:
         valid = (torch.arange(x.shape[1], device=x.device)[:, None] < length).unsqueeze(-1)  # (T, B, 1)
         dtype, after = _dtypes(x)

@@ -13,9 +13,10 @@ from torch import Tensor
 
 from brim.engine.device import stream
 from brim.errors import ConfigError
-from brim.sequences.config import KmeansConfig
 
 _CHUNK_NUMBERS = {"cpu": 1 << 21, "cuda": 1 << 25}  # distances computed at once
+_STEPS = 100  # Lloyd iterations, at most
+_TOLERANCE = 1e-4  # squared movement of all centres at which to stop, relative to the points' variance
 _LEAST = 1e-30  # squared distance: copies of a centre are not drawn while there are other points
 
 
@@ -36,57 +37,40 @@ class _Nearest(NamedTuple):
 
 
 @torch.no_grad()
-def kmeans(points: Tensor, config: KmeansConfig) -> Clusters:
-    """Cluster points, (N, E) any float, finite; the result depends on points, config and kind of device alone."""
-    _check(points, config)
+def kmeans(points: Tensor, clusters: int, *, restarts: int = 8, seed: int = 0) -> Clusters:
+    """Cluster points, (N, E) any float, finite; of all random starts the one with the lowest inertia is kept.
+
+    The result depends on these values and the kind of device alone.
+    """
+    if points.ndim != 2 or not points.is_floating_point():
+        raise ConfigError(f"points of shape {list(points.shape)} and {points.dtype}, expected (N, E) floats")
+    if not 1 <= clusters <= len(points):
+        message = f"must be between 1 and the {len(points)} items"
+        raise ConfigError(message, field="clusters", value=clusters, code="conflict")
+    if not bool(torch.isfinite(points).all()):
+        raise ConfigError("points hold NaN or Inf", hint="lower {learning_rate}")
     with torch.autocast(points.device.type, enabled=False):
         middle = points.mean(0, dtype=torch.float32)
         x = points.float() - middle  # squares of coordinates far from 0 would lose their differences to rounding
-        centres = _start_centres(x, config)
-        centres, steps = _lloyd(x, centres, config)
+        centres, steps = _lloyd(x, _start_centres(x, clusters, restarts, seed))
         nearest = _nearest(x, centres)
         inertias = nearest.distance.sum(0, dtype=torch.float64)
         best = int(inertias.argmin())
         return Clusters(nearest.label[:, best].clone(), centres[best] + middle, float(inertias[best]), steps)
 
 
-@torch.no_grad()
-def assign(points: Tensor, centres: Tensor) -> Tensor:
-    """The nearest centre of each point, (N,) int64; points (N, E), centres (K, E)."""
-    if points.ndim != 2 or points.shape[1] != centres.shape[1]:
-        raise ConfigError(f"points of shape {list(points.shape)} do not match centres of {list(centres.shape)}")
-    middle = centres.float().mean(0)
-    with torch.autocast(points.device.type, enabled=False):
-        parts = (
-            _distances(part.float() - middle, (centres.float() - middle)[None])[:, 0].argmin(1)
-            for part, _ in _chunks(points, len(centres))
-        )
-        return torch.cat([*parts, torch.empty(0, dtype=torch.int64, device=points.device)])
-
-
-def _check(points: Tensor, config: KmeansConfig) -> None:
-    if points.ndim != 2 or not points.is_floating_point():
-        raise ConfigError(f"points of shape {list(points.shape)} and {points.dtype}, expected (N, E) floats")
-    if config.clusters > len(points):
-        raise ConfigError(
-            f"is more than the {len(points)} items", field="clusters", value=config.clusters, code="conflict"
-        )
-    if not bool(torch.isfinite(points).all()):
-        raise ConfigError("points hold NaN or Inf", hint="lower {learning_rate}")
-
-
 # Starts
 
 
-def _start_centres(x: Tensor, config: KmeansConfig) -> Tensor:
+def _start_centres(x: Tensor, clusters: int, restarts: int, seed: int) -> Tensor:
     """(R, K, E) k-means++: each next centre is a point drawn by its squared distance to the nearest earlier centre."""
-    rng = stream(config.seed, "kmeans", device=x.device)
-    shape = (config.restarts, len(x))
-    chosen = torch.randint(len(x), (config.restarts,), device=x.device, generator=rng)
+    rng = stream(seed, "kmeans", device=x.device)
+    shape = (restarts, len(x))
+    chosen = torch.randint(len(x), (restarts,), device=x.device, generator=rng)
     centres = [x[chosen]]
     distance = torch.full(shape, torch.inf, device=x.device)
-    for _ in range(config.clusters - 1):
-        for part, rows in _chunks(x, config.restarts):
+    for _ in range(clusters - 1):
+        for part, rows in _chunks(x, restarts):
             distance[:, rows] = distance[:, rows].minimum(_distances(part, centres[-1][:, None])[..., 0].T)
         # the smallest exponential draw over weight falls on a point in proportion to its weight, without running sums
         draws = torch.empty(shape, device=x.device).exponential_(generator=rng)
@@ -97,15 +81,15 @@ def _start_centres(x: Tensor, config: KmeansConfig) -> Tensor:
 # Steps
 
 
-def _lloyd(x: Tensor, centres: Tensor, config: KmeansConfig) -> tuple[Tensor, int]:
-    tolerance = config.tolerance * x.var(0, correction=0).mean()
-    for step in range(config.steps):
+def _lloyd(x: Tensor, centres: Tensor) -> tuple[Tensor, int]:
+    tolerance = _TOLERANCE * x.var(0, correction=0).mean()
+    for step in range(_STEPS):
         moved = _means(x, _nearest(x, centres))
         movement = (moved - centres).square().sum((1, 2)).max()
         centres = moved
         if bool(movement <= tolerance):
             return centres, step + 1
-    return centres, config.steps
+    return centres, _STEPS
 
 
 def _means(x: Tensor, nearest: _Nearest) -> Tensor:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from brim.engine.training import Batch, current, gathered, own_rows
+from brim.engine.training import Batch, gathered, own_rows
 from brim.sequences.config import SelfConfig
 from brim.sequences.model import Encoder, FrameNorm, frame_mask
 
@@ -40,42 +40,39 @@ class SelfSupervised(nn.Module):
 
 
 def self_supervised_loss(module: nn.Module, batch: Batch) -> Tensor:
-    """Loss of a SelfSupervised module."""
     losses: dict[str, Tensor] = module(batch)
     return losses["loss"]
 
 
-def classification_loss(module: nn.Module, batch: Batch, smoothing: float = 0.0) -> Tensor:
-    """Cross entropy of a Classifier on `frames`, `length` and `label`."""
-    return cross_entropy(module(batch["frames"], batch["length"]), batch["label"], smoothing)
+def classification_loss(
+    module: nn.Module, batch: Batch, smoothing: float = 0.0, weight: Tensor | None = None
+) -> Tensor:
+    """Cross entropy of a Classifier on `frames`, `length` and `label`; weight is (K,), of mean 1 over the items."""
+    return cross_entropy(module(batch["frames"], batch["length"]), batch["label"], smoothing, weight)
+
+
+def regression_loss(module: nn.Module, batch: Batch) -> Tensor:
+    """Mean squared error of a Classifier for numbers on `frames`, `length` and `label`, (B,) float."""
+    return functional.mse_loss(module(batch["frames"], batch["length"]).float()[:, 0], batch["label"])
 
 
 def nt_xent(first: Tensor, second: Tensor, temperature: float) -> Tensor:
     """Normalised temperature-scaled cross entropy: each view has to identify its twin among all others of the batch.
 
     first, second  (B, E)  two views of each sequence; a batch of one has no others, and a loss of 0
+
+    A rank computes it for its own sequences, among those of all ranks.
     """
     with torch.autocast(first.device.type, enabled=False):
-        if current() is not None:
-            return _nt_xent_shared(first, second, temperature)
-        views = functional.normalize(torch.cat([first, second]).float(), dim=1)
-        logits = views @ views.T / temperature
-        same = torch.eye(len(views), dtype=torch.bool, device=views.device)
-        twin = torch.arange(len(views), device=views.device).roll(len(first))
-        return functional.cross_entropy(logits.masked_fill(same, -torch.inf), twin)
-
-
-def _nt_xent_shared(first: Tensor, second: Tensor, temperature: float) -> Tensor:
-    """The same for this rank's sequences, among those of all ranks."""
-    mine = own_rows(len(first), first.device)
-    sides = functional.normalize(torch.stack([first, second], 1).float(), dim=2)
-    everyone = gathered(sides)  # (B, 2, E) of the whole batch
-    num = len(everyone)
-    views = torch.cat([everyone[:, 0], everyone[:, 1]])
-    logits = torch.cat([sides[:, 0], sides[:, 1]]) @ views.T / temperature
-    itself = torch.cat([mine, mine + num])
-    twin = torch.cat([mine + num, mine])
-    return functional.cross_entropy(logits.scatter(1, itself[:, None], -torch.inf), twin)
+        mine = own_rows(len(first), first.device)
+        sides = functional.normalize(torch.stack([first, second], 1).float(), dim=2)
+        everyone = gathered(sides)  # (B, 2, E) of the whole batch
+        num = len(everyone)
+        views = torch.cat([everyone[:, 0], everyone[:, 1]])
+        logits = torch.cat([sides[:, 0], sides[:, 1]]) @ views.T / temperature
+        itself = torch.cat([mine, mine + num])
+        twin = torch.cat([mine + num, mine])
+        return functional.cross_entropy(logits.scatter(1, itself[:, None], -torch.inf), twin)
 
 
 def reconstruction(predicted: Tensor, target: Tensor, hidden: Tensor) -> Tensor:
@@ -89,6 +86,17 @@ def reconstruction(predicted: Tensor, target: Tensor, hidden: Tensor) -> Tensor:
     return per_item.mean()
 
 
-def cross_entropy(logits: Tensor, label: Tensor, smoothing: float = 0.0) -> Tensor:
-    """Mean cross entropy of logits (B, K) and labels (B,) int64."""
-    return functional.cross_entropy(logits.float(), label, label_smoothing=smoothing)
+def cross_entropy(logits: Tensor, label: Tensor, smoothing: float = 0.0, weight: Tensor | None = None) -> Tensor:
+    """Mean cross entropy of logits (B, K) and labels (B,) int64; weight, (K,), multiplies that of each class."""
+    if weight is None:
+        return functional.cross_entropy(logits.float(), label, label_smoothing=smoothing)
+    each = functional.cross_entropy(logits.float(), label, label_smoothing=smoothing, reduction="none")
+    return (each * weight[label]).mean()
+
+
+def class_weights(labels: Tensor, num_classes: int, power: float) -> Tensor | None:
+    """(K,) float32: inverse frequency to a power, of mean 1 over the items; None if all are 1."""
+    counts = torch.bincount(labels, minlength=num_classes).float()
+    weight = counts.clamp(min=1) ** -power
+    weight = weight * len(labels) / (weight * counts).sum()
+    return None if torch.allclose(weight[counts > 0], torch.ones(())) else weight
