@@ -1,4 +1,4 @@
-"""Workers on several devices: processes of this machine, or actors and Ray Data on a Ray cluster."""
+"""Workers on several devices: processes of this machine, or actors of a Ray cluster."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

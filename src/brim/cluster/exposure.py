@@ -6,10 +6,10 @@ the addresses Ray listens on, and whether a request without a token is accepted.
 
 import ipaddress
 import os
-import socket
 import urllib.error
 import urllib.request
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -19,7 +19,6 @@ from brim.cluster.ray_connect import check_address, connect
 from brim.errors import BrimError
 
 GCS_PORT: Final = 6379
-CLIENT_PORT: Final = 10001
 DASHBOARD_PORT: Final = 8265  # jobs are submitted there too
 PROBE_S: Final = 3.0  # for an answer
 PROC: Final = Path("/proc")
@@ -70,61 +69,51 @@ def survey(address: str) -> dict[str, Any]:
     An invalid address raises ConfigError; a cluster that cannot be reached or used is one of the problems.
     """
     check_address(address)
-    found = listeners()
+    ports = listeners()
     answers = {
         (host, port): (program, ask_without_token(program, host, port))
-        for (host, port), program in _doors(address, found).items()
+        for (host, port), program in _doors(address, ports).items()
     }
-    problems = problems_of(found, answers, own_addresses())
+    problems = problems_of(ports, answers, own_addresses())
     nodes: list[dict[str, Any]] = []
     if "refuses" in {answer for _, answer in answers.values()} and not _has_token():
-        problems.append(
-            (
-                "the cluster asks for a token, and there is none here",
-                "set RAY_AUTH_MODE=token and copy the head node's token to ~/.ray/auth_token, for you alone to read",
-            )
-        )
+        problem = "the cluster asks for a token, and there is none here"
+        fix = "set RAY_AUTH_MODE=token and copy the head node's token to ~/.ray/auth_token, for you alone to read"
+        problems.append((problem, fix))
     else:
         try:
             with connect(address) as cluster:
                 nodes = [asdict(node) for node in cluster.nodes]
         except BrimError as failure:
             whole, failure.hint = str(failure), ""
-            problems.append(
-                (str(failure), whole.removeprefix(f"{failure}; ") if whole != str(failure) else f"see {DOCS}")
-            )
+            problem = str(failure)
+            problems.append((problem, whole.removeprefix(f"{problem}; ") if whole != problem else f"see {DOCS}"))
     return {
         "address": address,
         "nodes": nodes,
-        "ports": [{**asdict(one), "reach": one.reach} for one in found],
-        "without_token": [_answer(place, *answer) for place, answer in sorted(answers.items())],
+        "ports": [{**asdict(one), "reach": one.reach} for one in ports],
+        "without_token": [
+            {"host": host, "port": port, "program": program, "answer": answer}
+            for (host, port), (program, answer) in sorted(answers.items())
+        ],
         "problems": [{"problem": problem, "fix": fix} for problem, fix in problems],
     }
 
 
-def _doors(address: str, found: list[Listener]) -> dict[tuple[str, int], str]:
-    """Ports to ask: those found on this machine, and the default ones of a cluster elsewhere."""
+def _doors(address: str, ports: list[Listener]) -> dict[tuple[str, int], str]:
+    """Ports to ask: those of this machine, and the default ones of a cluster elsewhere."""
     doors = {
-        (_reachable(one), one.port): one.program
-        for one in found
+        ("127.0.0.1" if one.reach == "every interface" else one.address, one.port): one.program
+        for one in ports
         if one.program in ASKED and (one.program != "client server" or one.reach != "loopback")
     }
     named = os.environ.get("RAY_ADDRESS", "") if address == "auto" else address
-    is_client = named.startswith("ray://")
     host, colon, port = named.removeprefix("ray://").rstrip("/").rpartition(":")
+    host = host.strip("[]")
     if colon and port.isdigit():
-        usual = {(host, GCS_PORT): "GCS", (host, DASHBOARD_PORT): "dashboard"}
-        own = {(host, int(port)): "client server" if is_client else "GCS"}
-        doors |= {(place[0].strip("[]"), place[1]): program for place, program in {**usual, **own}.items()}
+        doors |= {(host, GCS_PORT): "GCS", (host, DASHBOARD_PORT): "dashboard"}
+        doors[host, int(port)] = "client server" if named.startswith("ray://") else "GCS"
     return doors
-
-
-def _reachable(one: Listener) -> str:
-    return "127.0.0.1" if one.reach == "every interface" else one.address
-
-
-def _answer(place: tuple[str, int], program: str, answer: TokenAnswer) -> dict[str, Any]:
-    return {"host": place[0], "port": place[1], "program": program, "answer": answer}
 
 
 def _has_token() -> bool:
@@ -136,32 +125,35 @@ def _has_token() -> bool:
 
 
 def reach_of(address: str) -> Reach:
-    found = ipaddress.ip_address(address)
-    found = getattr(found, "ipv4_mapped", None) or found
-    if found.is_unspecified:
+    parsed = ipaddress.ip_address(address)
+    parsed = getattr(parsed, "ipv4_mapped", None) or parsed
+    if parsed.is_unspecified:
         return "every interface"
-    if found.is_loopback:
+    if parsed.is_loopback:
         return "loopback"
-    return "private" if found.is_private or found.is_link_local else "public"
+    return "private" if parsed.is_private or parsed.is_link_local else "public"
 
 
 def listeners(proc: Path = PROC) -> list[Listener]:
     """The ports that Ray's processes listen on here; empty if the system does not say."""
     sockets = _listening(proc)
-    found = {
+    ports = {
         Listener(program, *sockets[number])
         for folder in proc.glob("[0-9]*")
         if (program := _program(folder)) is not None
         for number in _sockets_of(folder)
         if number in sockets
     }
-    return sorted(found)
+    return sorted(ports)
 
 
 def own_addresses(proc: Path = PROC) -> list[str]:
-    """Addresses of this machine without loopback."""
-    found = {*_ipv4(proc / "net" / "fib_trie"), *_ipv6(proc / "net" / "if_inet6")}
-    return sorted(address for address in found if reach_of(address) != "loopback")
+    """Addresses of this machine without loopback and link-local ones, as the routing table and if_inet6 list them."""
+    routes, interfaces = (_lines(proc / "net" / name) for name in ("fib_trie", "if_inet6"))
+    addresses = {before.split()[-1] for before, line in pairwise(routes) if "/32 host LOCAL" in line}
+    v6 = (ipaddress.ip_address(bytes.fromhex(line.split()[0])) for line in interfaces)
+    addresses |= {str(address) for address in v6 if not address.is_link_local}
+    return sorted(address for address in addresses if reach_of(address) != "loopback")
 
 
 def ask_without_token(program: str, host: str, port: int) -> TokenAnswer:
@@ -171,33 +163,34 @@ def ask_without_token(program: str, host: str, port: int) -> TokenAnswer:
 
 
 def problems_of(
-    found: Iterable[Listener], answers: Mapping[tuple[str, int], tuple[str, TokenAnswer]], own: Iterable[str]
+    ports: Iterable[Listener], answers: Mapping[tuple[str, int], tuple[str, TokenAnswer]], own: Sequence[str]
 ) -> list[tuple[str, str]]:
     """Security problems, each with the next step.
 
-    found    ports of Ray here
+    ports    of Ray here
     answers  (host, port) → program and its answer to a request without a token
     own      addresses of this machine
     """
-    unsafe = []
-    own = list(own)
-    for (host, port), (program, answer) in sorted(answers.items()):
-        if answer == "open":
-            unsafe.append(
-                (
-                    f"Ray's {program} at {_joined(host, port)} accepts requests without a token: anyone who reaches it "
-                    "can run code on every node",
-                    f"stop Ray, set RAY_AUTH_MODE=token and the same token on every node, start it again: see {DOCS}",
-                )
-            )
-    for reach, programs in _by_reach(found).items():
-        named = ", ".join(f"{one.program} {one.port}" for one in programs)
+    unsafe = [
+        (
+            f"Ray's {program} at {_joined(host, port)} accepts requests without a token: anyone who reaches it "
+            "can run code on every node",
+            f"stop Ray, set RAY_AUTH_MODE=token and the same token on every node, start it again: see {DOCS}",
+        )
+        for (host, port), (program, answer) in sorted(answers.items())
+        if answer == "open"
+    ]
+    groups: dict[Reach, list[Listener]] = {}
+    for one in sorted(set(ports)):
+        groups.setdefault(one.reach, []).append(one)
+    for reach, group in groups.items():
+        named = ", ".join(f"{one.program} {one.port}" for one in group)
         if reach == "public":
-            where = ", ".join(sorted({one.address for one in programs}))
+            where = ", ".join(sorted({one.address for one in group}))
             unsafe.append((f"Ray listens on the public address {where}: {named}", f"{_PRIVATE}: see {DOCS}"))
-        elif reach == "every interface" and any(one.program == "dashboard" for one in programs):
-            unsafe.append(("Ray's dashboard, which starts jobs for anyone, listens on every interface", _DASHBOARD))
-        if reach == "every interface":
+        elif reach == "every interface":
+            if any(one.program == "dashboard" for one in group):
+                unsafe.append(("Ray's dashboard, which starts jobs for anyone, listens on every interface", _DASHBOARD))
             public = [address for address in own if reach_of(address) == "public"]
             names = ", ".join(public or own) or "unknown"
             which = f"the public {names} among them" if public else f"here {names}"
@@ -210,13 +203,6 @@ _FIREWALL: Final = (
     "Ray has no setting that keeps all its ports to one interface: let a firewall admit only the cluster's subnet"
 )
 _DASHBOARD: Final = 'start Ray with --dashboard-host 127.0.0.1 and reach it by "ssh -L 8265:127.0.0.1:8265 HEAD"'
-
-
-def _by_reach(found: Iterable[Listener]) -> dict[Reach, list[Listener]]:
-    groups: dict[Reach, list[Listener]] = {}
-    for one in sorted(set(found)):
-        groups.setdefault(one.reach, []).append(one)
-    return groups
 
 
 def _joined(host: str, port: int) -> str:
@@ -268,56 +254,36 @@ def _program(folder: Path) -> str | None:
 
 def _sockets_of(folder: Path) -> set[str]:
     """Inode numbers of a process's sockets; empty for another user's process."""
-    found = set()
-    try:
+    numbers = set()
+    with suppress(OSError):
         for file in (folder / "fd").iterdir():
-            try:
+            with suppress(OSError):
                 target = str(file.readlink())
-            except OSError:
-                continue
-            if target.startswith("socket:["):
-                found.add(target[8:-1])
-    except OSError:
-        return set()
-    return found
+                if target.startswith("socket:["):
+                    numbers.add(target[8:-1])
+    return numbers
 
 
 def _listening(proc: Path) -> dict[str, tuple[str, int]]:
     """Inode number of each listening socket → its address and port."""
-    found = {}
-    for name in ("tcp", "tcp6"):
-        try:
-            lines = (proc / "net" / name).read_text().splitlines()[1:]
-        except OSError:
-            continue
-        for words in (line.split() for line in lines):
-            if words[3] == _LISTENING:
-                address, _, port = words[1].partition(":")
-                found[words[9]] = (_address(address), int(port, 16))
-    return found
+    sockets = {}
+    for words in (line.split() for name in ("tcp", "tcp6") for line in _lines(proc / "net" / name)[1:]):
+        if words[3] == _LISTENING:
+            address, _, port = words[1].partition(":")
+            sockets[words[9]] = (_address(address), int(port, 16))
+    return sockets
+
+
+def _lines(file: Path) -> list[str]:
+    try:
+        return file.read_text().splitlines()
+    except OSError:
+        return []
 
 
 def _address(text: str) -> str:
     """An address of /proc/net/tcp: words of four bytes, each in reverse order."""
     words = bytes.fromhex(text)
     ordered = b"".join(words[at : at + 4][::-1] for at in range(0, len(words), 4))
-    found = ipaddress.ip_address(ordered)
-    return str(getattr(found, "ipv4_mapped", None) or found)
-
-
-def _ipv4(file: Path) -> set[str]:
-    """Local addresses of a routing table: each is in the line before the word LOCAL."""
-    try:
-        lines = file.read_text().splitlines()
-    except OSError:
-        return {one[4][0] for one in socket.getaddrinfo(socket.gethostname(), None, socket.AF_INET)}  # type: ignore[misc]
-    return {before.split()[-1] for before, line in pairwise(lines) if "/32 host LOCAL" in line}
-
-
-def _ipv6(file: Path) -> set[str]:
-    try:
-        lines = file.read_text().split("\n")
-    except OSError:
-        return set()
-    found = (ipaddress.ip_address(bytes.fromhex(line.split()[0])) for line in lines if line.strip())
-    return {str(address) for address in found if not address.is_link_local}
+    parsed = ipaddress.ip_address(ordered)
+    return str(getattr(parsed, "ipv4_mapped", None) or parsed)

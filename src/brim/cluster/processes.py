@@ -15,17 +15,15 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from brim.engine.device import resolve_device, worker_count
-from brim.errors import BrimError, ClusterError, ConfigError, DeviceError
-from brim.rf.generation import Assignment, PackedError, PoolEvent, TaskDone, TaskFailed, WorkerLost, WorkerReady
+from brim.errors import ClusterError, ConfigError, DeviceError
+from brim.rf.generation import LEAVE_S, Assignment, PackedError, Pool, PooledWorker, PoolEvent, WorkerHost
 
-RESTARTS = 3  # of one device's worker: what dies more often dies of something that stays
-LEAVE_S = 3.0  # for a worker to end by itself
 _ENTRY = (
     "import sys; from multiprocessing.connection import Connection; here = Connection(int(sys.argv[1])); "
     "sys.path[:] = here.recv(); from brim.cluster.processes import serve; serve(here)"
@@ -61,149 +59,93 @@ def device_names(devices: str | int) -> tuple[str, ...]:
     return names
 
 
-@dataclass(slots=True)
-class _Slot:
-    """A device and its worker."""
-
+@dataclass(slots=True, kw_only=True)
+class _Process(PooledWorker):
     device: str
     threads: int | None
-    restarts: int = 0
-    worker: int = -1
-    process: "subprocess.Popen[bytes] | None" = None
-    here: "mp.Connection[Any, Any] | None" = None
-    is_ready: bool = False
-    tickets: set[int] = field(default_factory=set)
+    process: "subprocess.Popen[bytes]"
+    here: "mp.Connection[Any, Any]"
 
 
-class ProcessPool:
+class ProcessPool(Pool):
     """One process for each of the named devices; CPU workers share the cores."""
 
     def __init__(self, devices: Sequence[str]) -> None:
-        """Store; names as device_names gives them."""
+        super().__init__()
         if not devices:
             raise ConfigError("devices is empty", field="devices", code="missing")
-        num_cpu = sum(name == "cpu" for name in devices)
-        threads = max(1, worker_count() // max(1, num_cpu))
-        self._slots = [_Slot(name, threads if name == "cpu" else None) for name in devices]
+        self._devices = devices
         self._assignment: Assignment | None = None
-        self._workers = 0
-        self._ticket = 0
-        self._events: list[PoolEvent] = []
 
     def start(self, assignment: Assignment) -> int:
-        """Start a process for each device."""
         self._assignment = assignment
-        for slot in self._slots:
-            self._launch(slot)
-        return len(self._slots)
-
-    def submit(self, worker: int, task: Any) -> int:
-        """Send a task."""
-        self._ticket += 1
-        slot = self._find(worker)
-        if slot is not None and slot.here is not None:
-            slot.tickets.add(self._ticket)
-            with suppress(OSError):  # it died: wait() says so
-                slot.here.send((self._ticket, task))
-        return self._ticket
+        threads = max(1, worker_count() // max(1, self._devices.count("cpu")))
+        for place, device in enumerate(self._devices):
+            name = device if self._devices.count(device) == 1 else f"{device}#{self._devices[:place].count(device)}"
+            self._launch(name, device, threads if device == "cpu" else None)
+        return len(self._devices)
 
     def wait(self, timeout_s: float) -> list[PoolEvent]:
-        """Read what the workers sent."""
-        open_slots = {slot.here: slot for slot in self._slots if slot.here is not None}
-        if not self._events and open_slots:
-            for here in mp.wait(list(open_slots), timeout_s):
-                self._read(open_slots[here])  # type: ignore[index]
-        elif not self._events:
+        workers = {worker.here: worker for worker in self._workers.values()}
+        if not workers:
             time.sleep(min(timeout_s, 0.05))
-        events, self._events = self._events, []
-        return events
-
-    def expects(self) -> int:
-        """Workers that are starting."""
-        return sum(slot.here is not None and not slot.is_ready for slot in self._slots)
+        return [self._read(workers[here]) for here in mp.wait(list(workers), timeout_s)] if workers else []
 
     def close(self) -> None:
-        """Close the sockets; whoever does not end by itself is killed."""
-        for slot in self._slots:
-            if slot.here is not None:
-                slot.here.close()
-        deadline = time.monotonic() + LEAVE_S
-        for slot in self._slots:
-            if slot.process is not None:
-                try:
-                    slot.process.wait(max(0.0, deadline - time.monotonic()))
-                except subprocess.TimeoutExpired:
-                    slot.process.kill()
-                    slot.process.wait()
-            slot.here, slot.process, slot.is_ready = None, None, False
+        """Close the sockets; workers that do not end by themselves are killed."""
+        for worker in self._workers.values():
+            worker.here.close()
+        for worker in self._workers.values():
+            self._end(worker)
+        self._workers.clear()
 
-    # Processes
-
-    def _launch(self, slot: _Slot) -> None:
-        here, there = socket.socketpair()
+    def _launch(self, name: str, device: str, threads: int | None, restarts: int = 0) -> None:
+        ours, theirs = socket.socketpair()
         try:
-            command = [sys.executable, "-c", _ENTRY, str(there.fileno())]
-            slot.process = subprocess.Popen(
-                command,
-                pass_fds=[there.fileno()],
-                env=_environment(slot.device),
+            process = subprocess.Popen(
+                [sys.executable, "-c", _ENTRY, str(theirs.fileno())],
+                pass_fds=[theirs.fileno()],
+                env=_environment(device),
                 stdin=subprocess.DEVNULL,
                 stdout=2,  # standard output is for the result alone
             )
         except OSError as failure:
-            here.close()
-            raise ClusterError(f"worker {slot.device} cannot be started: {failure.strerror}") from failure
+            ours.close()
+            raise ClusterError(f"worker {device} cannot be started: {failure.strerror}") from failure
         finally:
-            there.close()
-        slot.here, slot.is_ready, slot.worker = mp.Connection(here.detach()), False, self._workers
-        slot.tickets = set()
-        self._workers += 1
-        device = "cuda:0" if slot.device.startswith("cuda") else slot.device  # it sees its own alone
+            theirs.close()
+        worker = _Process(
+            number=next(self._numbers), name=name, restarts=restarts, device=device, threads=threads, process=process,
+            here=mp.Connection(ours.detach()),
+        )  # fmt: skip
+        self._workers[worker.number] = worker
+        seen = "cuda:0" if device.startswith("cuda") else device  # it sees its own alone
         with suppress(OSError):  # it died: wait() says so
-            slot.here.send(sys.path)
-            slot.here.send((self._assignment, device, slot.threads))
+            worker.here.send(sys.path)
+            worker.here.send((self._assignment, seen, threads))
 
-    def _read(self, slot: _Slot) -> None:
-        assert slot.here is not None
+    def _send(self, worker: _Process, ticket: int, task: Any) -> None:
+        with suppress(OSError):  # it died: wait() says so
+            worker.here.send((ticket, task))
+
+    def _read(self, worker: _Process) -> PoolEvent:
         try:
-            kind, ticket, value = slot.here.recv()
+            kind, ticket, value = worker.here.recv()
         except (EOFError, OSError):
-            self._lose(slot, None)
-            return
-        slot.tickets.discard(ticket)
-        name = self._name(slot)
-        if kind == "ready":
-            slot.is_ready = True
-            self._events.append(WorkerReady(slot.worker, name, value))
-        elif kind == "refused":
-            self._lose(slot, value.error(name))
-        elif kind == "done":
-            self._events.append(TaskDone(slot.worker, ticket, value))
-        else:
-            self._events.append(TaskFailed(slot.worker, ticket, value.error(name)))
+            self._end(worker)
+            return self._lose(worker, ClusterError(f"worker {worker.name} died: {_in_words(worker.process.wait())}"))
+        return self._event(worker, kind, ticket, value)
 
-    def _lose(self, slot: _Slot, error: BrimError | None) -> None:
-        assert slot.here is not None
-        assert slot.process is not None
-        slot.here.close()
+    def _end(self, worker: _Process) -> None:
+        worker.here.close()
         try:
-            code = slot.process.wait(LEAVE_S)
+            worker.process.wait(LEAVE_S)
         except subprocess.TimeoutExpired:
-            slot.process.kill()
-            code = slot.process.wait()
-        error = error or ClusterError(f"worker {self._name(slot)} died: {_in_words(code)}")
-        self._events.append(WorkerLost(slot.worker, self._name(slot), error, slot.is_ready))
-        was_ready, slot.here, slot.process, slot.is_ready = slot.is_ready, None, None, False
-        if was_ready and slot.restarts < RESTARTS:
-            slot.restarts += 1
-            self._launch(slot)
+            worker.process.kill()
+            worker.process.wait()
 
-    def _find(self, worker: int) -> _Slot | None:
-        return next((slot for slot in self._slots if slot.worker == worker), None)
-
-    def _name(self, slot: _Slot) -> str:
-        same = [other for other in self._slots if other.device == slot.device]
-        return slot.device if len(same) == 1 else f"{slot.device}#{same.index(slot)}"
+    def _replace(self, worker: _Process) -> None:
+        self._launch(worker.name, worker.device, worker.threads, worker.restarts + 1)
 
 
 def _environment(device: str) -> dict[str, str]:
@@ -230,13 +172,13 @@ def serve(here: "mp.Connection[Any, Any]") -> None:
     """Open the work, then serve tasks until the head is gone."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # the head decides; when it goes, the socket closes
-    lock = threading.Lock()
+    lock, host = threading.Lock(), WorkerHost()
 
     def send(kind: str, ticket: int, value: Any) -> None:
         with lock, suppress(OSError):
             here.send((kind, ticket, value))
 
-    def told(ticket: int, future: "Future[Any]") -> None:
+    def answer(ticket: int, future: "Future[Any]") -> None:
         failure = future.exception()
         if failure is None:
             send("done", ticket, future.result())
@@ -244,18 +186,11 @@ def serve(here: "mp.Connection[Any, Any]") -> None:
             send("failed", ticket, PackedError.of(failure))
 
     with suppress(EOFError, OSError):
-        work, device, threads = here.recv()
-        try:
-            opened = work.open(device, threads)
-            server = opened.__enter__()
-        except Exception as failure:  # whatever it is, the head must hear it
-            send("refused", 0, PackedError.of(failure))
-            os._exit(1)
-        send("ready", 0, server.facts)
-        with suppress(EOFError, OSError):
-            while True:
-                ticket, task = here.recv()
-                server.submit(task).add_done_callback(lambda future, ticket=ticket: told(ticket, future))
-        opened.__exit__(None, None, None)
+        kind, value = host.enter(*here.recv())
+        send(kind, 0, value)
+        while kind == "ready":
+            ticket, task = here.recv()
+            host.server.submit(task).add_done_callback(lambda future, ticket=ticket: answer(ticket, future))
+    host.leave()
     sys.stdout.flush()
     os._exit(0)  # threads that still compute have nobody to compute for

@@ -6,7 +6,6 @@ wrong token, nodes without brim or with other versions of the packages that deci
 
 import logging
 import os
-import platform
 import re
 import signal
 import socket
@@ -16,11 +15,9 @@ import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from types import ModuleType
 from typing import Any
 
-from brim import __version__
 from brim.engine.device import worker_count
 from brim.errors import ClusterError, ConfigError
 
@@ -53,16 +50,6 @@ class RayCluster:
     address: str
     nodes: tuple[Node, ...]
 
-    @property
-    def gpus(self) -> int:
-        """Whole GPUs of all nodes."""
-        return sum(int(node.gpus) for node in self.nodes)
-
-    @property
-    def cpus(self) -> int:
-        """Cores of all nodes, as Ray counts them."""
-        return sum(int(node.cpus) for node in self.nodes)
-
 
 @contextmanager
 def connect(address: str) -> Iterator[RayCluster]:
@@ -75,16 +62,13 @@ def connect(address: str) -> Iterator[RayCluster]:
     if ray.is_initialized():
         yield RayCluster(address=address, nodes=look_at_nodes(address))
         return
-    handlers = _handlers()
     try:
         with _quiet():
             _open(ray, address)
-        _restore(handlers)  # Ray takes SIGTERM for itself
         yield RayCluster(address=address, nodes=look_at_nodes(address))
     finally:
         with _quiet():
             ray.shutdown()
-        _restore(handlers)
 
 
 def check_address(address: str) -> None:
@@ -134,7 +118,11 @@ def _open(ray: ModuleType, address: str) -> None:
     where = _find(address)
     _check_answers(address, where)
     try:
-        ray.init(where, **quiet)
+        try:
+            ray.init(where, **quiet)
+        except ConnectionAbortedError as failure:  # the head did not get our process there ready in time: it is busy
+            _log.warning("%s could not serve this connection: %s; trying once more", where, last_line(failure))
+            ray.init(where, **quiet)
     except ray.exceptions.AuthenticationError as failure:
         raise ClusterError(
             f"{where} rejects the connection: its token is missing here or differs",
@@ -143,7 +131,9 @@ def _open(ray: ModuleType, address: str) -> None:
             "RAY_AUTH_MODE=token",
         ) from failure
     except (ConnectionError, RuntimeError, ValueError, TimeoutError, ray.exceptions.RayError) as failure:
-        raise ClusterError(f"{where} is not a usable Ray cluster: {first_line(failure)}") from failure
+        is_told_last = isinstance(failure, ConnectionAbortedError)  # behind a traceback of the head's
+        reason = last_line(failure) if is_told_last else first_line(failure)
+        raise ClusterError(f"{where} is not a usable Ray cluster: {reason}") from failure
 
 
 def _find(address: str) -> str:
@@ -152,17 +142,17 @@ def _find(address: str) -> str:
         return address if address.count(":") > 1 else f"{address.rstrip('/')}:{CLIENT_PORT}"
     from ray._private.services import canonicalize_bootstrap_address
 
-    given = os.environ.get("RAY_ADDRESS", "")
-    if given.startswith("ray://"):
-        check_address(given)
-        return given
+    named = os.environ.get("RAY_ADDRESS", "")
+    if named.startswith("ray://"):
+        check_address(named)
+        return named
     try:
         bootstrap = canonicalize_bootstrap_address("auto")
     except (ConnectionError, ValueError):
         bootstrap = None
     if bootstrap is None:
         raise ClusterError(
-            f'no Ray cluster runs on this machine and RAY_ADDRESS="{given}" names none',
+            f'no Ray cluster runs on this machine and RAY_ADDRESS="{named}" names none',
             field="cluster",
             code="not_found",
             hint="start one with ray start --head, or set {cluster} to local",
@@ -171,7 +161,6 @@ def _find(address: str) -> str:
 
 
 def _check_answers(address: str, where: str) -> None:
-    """Ray itself tries for minutes."""
     host, _, port = where.removeprefix("ray://").rstrip("/").rpartition(":")
     try:
         with socket.create_connection((host.strip("[]"), int(port)), ANSWER_S):
@@ -185,20 +174,11 @@ def _check_answers(address: str, where: str) -> None:
         ) from failure
 
 
-def _handlers() -> dict[int, Any]:
-    if threading.current_thread() is not threading.main_thread():
-        return {}
-    return {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-
-
-def _restore(handlers: dict[int, Any]) -> None:
-    for number, handler in handlers.items():
-        signal.signal(number, handler)
-
-
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Without Ray's log lines while it starts and ends; its errors are raised."""
+    """Ray starts or ends: without its log lines, since its errors are raised, and without its taking SIGTERM."""
+    is_main = threading.current_thread() is threading.main_thread()
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM) if is_main}
     logger = logging.getLogger("ray")
     before = logger.level
     logger.setLevel(logging.ERROR)
@@ -208,11 +188,17 @@ def _quiet() -> Iterator[None]:
             yield
     finally:
         logger.setLevel(before)
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
 
 
 def first_line(failure: BaseException) -> str:
     """The first line of an exception's message; Ray's are long."""
     return str(failure).strip().split("\n")[0] or type(failure).__name__
+
+
+def last_line(failure: BaseException) -> str:
+    return str(failure).strip().split("\n")[-1] or type(failure).__name__
 
 
 # Nodes
@@ -229,12 +215,11 @@ def look_at_nodes(address: str) -> tuple[Node, ...]:
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     ask = ray.remote(num_cpus=0, max_retries=0)(_make_probe())
-    replies = {
-        name: ask.options(scheduling_strategy=NodeAffinitySchedulingStrategy(name, soft=False)).remote()
-        for name in alive
-    }
-    found = (_read_reply(ray, node, replies[name]) for name, node in alive.items())
-    nodes = tuple(node for node in found if node is not None)
+    replies = [
+        ask.options(scheduling_strategy=NodeAffinitySchedulingStrategy(name, soft=False)).remote() for name in alive
+    ]
+    read = (_read_reply(ray, node, reply) for node, reply in zip(alive.values(), replies, strict=True))
+    nodes = tuple(node for node in read if node is not None)
     check_versions(nodes)
     return nodes
 
@@ -269,34 +254,17 @@ def _read_reply(ray: ModuleType, node: dict[str, Any], reply: Any) -> Node | Non
 
 def check_versions(nodes: Iterable[Node]) -> None:
     """Reject nodes whose python, brim, torch or ray differs from this process."""
-    here = own_versions()
+    here = _make_probe()()["versions"]
     for node in nodes:
         for name in COMPARED:
             installed = node.versions.get(name)
-            if installed is None:
-                raise ClusterError(
-                    f"node {node.host} has no {name}, expected {here[name]}",
-                    code="other_version",
-                    hint="install it there",
-                )
             if installed != here[name]:
+                has = f"{name} {installed}" if installed is not None else f"no {name}"
                 raise ClusterError(
-                    f"node {node.host} has {name} {installed}, this process has {here[name]}",
+                    f"node {node.host} has {has}, this process has {here[name]}",
                     code="other_version",
                     hint="install the same version on every node",
                 )
-
-
-def own_versions() -> dict[str, str | None]:
-    """Versions of this process."""
-    return {"python": platform.python_version(), "brim": __version__, **{n: _version(n) for n in ("torch", "ray")}}
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
 
 
 def _make_probe() -> Any:
@@ -304,23 +272,25 @@ def _make_probe() -> Any:
 
     def probe() -> dict[str, Any]:
         import platform
+        from contextlib import suppress
         from importlib.metadata import PackageNotFoundError, version
         from pathlib import Path
 
-        found: dict[str, str | None] = {"python": platform.python_version()}
+        versions: dict[str, str | None] = {
+            "python": platform.python_version(),
+            "torch": None,
+            "ray": None,
+            "brim": None,
+        }
         for package in ("torch", "ray"):
-            try:
-                found[package] = version(package)
-            except PackageNotFoundError:
-                found[package] = None
-        try:
+            with suppress(PackageNotFoundError):
+                versions[package] = version(package)
+        with suppress(ImportError):
             import brim
-        except ImportError:
-            found["brim"] = None
-        else:
-            found["brim"] = brim.__version__
+
+            versions["brim"] = brim.__version__
         lines = Path("/proc/meminfo").read_text().splitlines()
         free = sum(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
-        return {"versions": found, "free_bytes": free}
+        return {"versions": versions, "free_bytes": free}
 
     return probe

@@ -19,7 +19,7 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from brim.errors import Conflict, Unavailable
 
@@ -36,15 +36,21 @@ _log = logging.getLogger("brim.jobs")
 T = TypeVar("T")
 
 
+def import_library() -> None:
+    """Import DBOS, which takes a second, before it is needed."""
+    import dbos  # noqa: F401
+
+
 def migrate(url: str) -> None:
     """Create or update the queue's tables; only the supervisor does this, before any worker or API starts."""
     from dbos import DBOS
 
     _silence()
-    with _named("the queue's database"):
+    with _answering():
         if url.startswith("sqlite"):
             with closing(sqlite3.connect(url.removeprefix("sqlite:///"))) as connection:
                 connection.execute("PRAGMA journal_mode=WAL")  # stays with the file: readers do not wait for writers
+                check_file(connection.execute)
         DBOS.migrate(system_database_url=url)
 
 
@@ -55,10 +61,40 @@ class DbosState:
     status: str  # ENQUEUED, PENDING (a worker has it), SUCCESS, ERROR, CANCELLED
     executor: str | None  # the worker that had it last
 
-    @property
-    def is_active(self) -> bool:
-        """Whether it is queued or running."""
-        return self.status in ("ENQUEUED", "PENDING", "DELAYED")
+
+def is_database_error(failure: Exception) -> bool:
+    names = {base.__name__ for base in type(failure).__mro__}  # not imported: its home is the catalogue
+    is_of_value = type(failure).__name__ == "StatementError"  # it never came to the database
+    return isinstance(failure, sqlite3.Error | OSError) or ("SQLAlchemyError" in names and not is_of_value)
+
+
+def is_damaged(text: str) -> bool:
+    """Whether SQLite's message says that its file is not a database, or no longer one."""
+    return "file is not a database" in text or "malformed" in text
+
+
+def check_file(execute: Callable[[str], Any]) -> None:
+    """Read an SQLite file whole, at a start: a damaged page is found now and not in the middle of a job."""
+    (verdict,) = execute("PRAGMA quick_check(1)").fetchone()
+    if verdict != "ok":
+        raise sqlite3.DatabaseError(f"database disk image is malformed: {verdict}")
+
+
+@contextmanager
+def _answering() -> Iterator[None]:
+    """Database errors become Unavailable; their texts, which may name hosts and users, go to the log."""
+    try:
+        yield
+    except Exception as failure:
+        if not is_database_error(failure):
+            raise
+        if is_damaged(str(failure)):
+            raise Unavailable(
+                "the queue's database is damaged; restore jobs.sqlite from a copy, or move it away, and unfinished "
+                "jobs are queued anew"
+            ) from failure
+        _log.warning("the queue's database: %s", failure)
+        raise Unavailable("the queue's database does not answer for now; try again in a moment") from failure
 
 
 class Queue:
@@ -81,15 +117,15 @@ class Queue:
             lazy=True,
         )
 
+    @_answering()
     def submit(self, job_id: str) -> None:
         """Queue a job; submitting it twice changes nothing."""
-        with _named("the queue's database"):
-            self._client.enqueue({"workflow_name": WORKFLOW, "queue_name": QUEUE, "workflow_id": job_id}, job_id)
+        self._client.enqueue({"workflow_name": WORKFLOW, "queue_name": QUEUE, "workflow_id": job_id}, job_id)
 
+    @_answering()
     def cancel(self, job_id: str) -> None:
         """Remove a job from the queue, or have its worker stop it at the next poll; a finished job is not changed."""
-        with _named("the queue's database"):
-            self._client.cancel_workflow(job_id)
+        self._client.cancel_workflow(job_id)
 
     def resume(self, job_id: str, *, failed: bool) -> None:
         """Queue a job again that was cancelled or has failed; its worker must have let it go before.
@@ -101,19 +137,17 @@ class Queue:
             self.submit(job_id)
         elif state.status == "ENQUEUED":
             return  # by a resume before this one
-        elif state.is_active:
+        elif state.status in ("PENDING", "DELAYED"):
             raise Conflict(f"job {job_id} is still being stopped; try again in a few seconds")
-        elif failed or state.status != "CANCELLED":
-            with _named("the queue's database"):
-                self._client.rewind_workflow(job_id, queue_name=QUEUE)
         else:
-            with _named("the queue's database"):
-                self._client.resume_workflow(job_id, queue_name=QUEUE)
+            anew = failed or state.status != "CANCELLED"
+            with _answering():
+                (self._client.rewind_workflow if anew else self._client.resume_workflow)(job_id, queue_name=QUEUE)
 
+    @_answering()
     def forget(self, job_id: str) -> None:
         """Drop a finished job's records, if there are any."""
-        with _named("the queue's database"):
-            self._client.delete_workflow(job_id)
+        self._client.delete_workflow(job_id)
 
     def states(self, ids: Collection[str]) -> dict[str, DbosState]:
         """States of these jobs, without those that were never queued."""
@@ -127,15 +161,24 @@ class Queue:
         when = datetime.fromtimestamp(max(0.0, at), UTC).isoformat()
         return list(self._list(status="SUCCESS", completed_before=when, limit=100))
 
+    def is_cancelled(self, job_id: str) -> bool:
+        """Whether the job was cancelled; False while the database is away."""
+        try:
+            state = self.states([job_id]).get(job_id)
+        except Unavailable as failure:
+            _log.warning("cannot see whether job %s is cancelled: %s", job_id, failure)
+            return False
+        return state is None or state.status == "CANCELLED"
+
     def orphans(self, live: Collection[str]) -> list[str]:
         """Jobs held by workers other than the live ones."""
         held = self._list(status="PENDING", queue_name=QUEUE)
         return [job_id for job_id, state in held.items() if state.executor not in live]
 
+    @_answering()
     def adopt(self, job_id: str) -> None:
         """Requeue a job whose worker is gone for good; a job that still ran would run twice."""
-        with _named("the queue's database"):
-            self._client.resume_workflow(job_id, queue_name=QUEUE)
+        self._client.resume_workflow(job_id, queue_name=QUEUE)
 
     def check(self) -> None:
         """Raise Unavailable when the database does not answer."""
@@ -145,70 +188,41 @@ class Queue:
         if "_client" in vars(self):
             self._client.destroy()
 
+    @_answering()
     def _list(self, **filters: Any) -> dict[str, DbosState]:
-        with _named("the queue's database"):
-            rows = self._client.list_workflows(load_input=False, load_output=False, **filters)
+        rows = self._client.list_workflows(load_input=False, load_output=False, **filters)
         return {row.workflow_id: DbosState(row.status, row.executor_id) for row in rows}
 
 
-class Steps(Protocol):
-    """How a workflow runs its steps: each runs once, and its recorded result is returned again after a crash."""
+def take_jobs(url: str, executor_id: str, job: Callable[[str], dict[str, Any]]) -> None:
+    """Start taking jobs, one at a time, in a thread of the queue; first those this worker was running when it died.
 
-    def __call__(self, name: str, step: Callable[[], T]) -> T:
-        """Run a step, or return its recorded result."""
-        ...
-
-
-class Runner:
-    """The worker's half of the queue: takes one job at a time and runs the workflow in a thread of its own.
-
-    `job(steps, job_id)` is left by a BaseException when the job was cancelled or another worker has it.
+    `job(job_id)` is left by a BaseException when the job was cancelled or another worker has it.
     """
+    from dbos import DBOS, DBOSConfig, DBOSPortableJSONSerializer
 
-    def __init__(self, url: str, executor_id: str, job: Callable[[Steps, str], dict[str, Any]]) -> None:
-        self.queue = Queue(url)
-        self._url, self._executor_id, self._job = url, executor_id, job
+    @DBOS.workflow(name=WORKFLOW, max_recovery_attempts=None)
+    def workflow(job_id: str) -> dict[str, Any]:
+        return job(job_id)
 
-    def launch(self) -> None:
-        """Start taking jobs, first those this worker was running when it died."""
-        from dbos import DBOS, DBOSConfig, DBOSPortableJSONSerializer
-
-        @DBOS.workflow(name=WORKFLOW, max_recovery_attempts=None)
-        def workflow(job_id: str) -> dict[str, Any]:
-            return self._job(_run_step, job_id)
-
-        config = DBOSConfig(
-            name=APPLICATION,
-            system_database_url=self._url,
-            executor_id=self._executor_id,
-            application_version=VERSION,
-            serializer=DBOSPortableJSONSerializer(),
-            log_level="CRITICAL",
-            run_migrations=False,
-        )
-        DBOS(config=config)
-        DBOS.listen_queues([QUEUE])
-        with _named("the queue's database"):
-            DBOS.launch()
-            DBOS.register_queue(QUEUE, worker_concurrency=1, polling_interval_sec=POLL_S, on_conflict="always_update")
-
-    def is_cancelled(self, job_id: str) -> bool:
-        """Whether the job was cancelled; False while the database is away."""
-        try:
-            state = self.queue.states([job_id]).get(job_id)
-        except Unavailable as failure:
-            _log.warning("cannot see whether job %s is cancelled: %s", job_id, failure)
-            return False
-        return state is None or state.status == "CANCELLED"
-
-    def cancel(self, job_id: str) -> None:
-        """Take the job from this worker: the current step is not recorded, and the workflow ends."""
-        from dbos import DBOS
-
-        DBOS.cancel_workflow(job_id)
+    config = DBOSConfig(
+        name=APPLICATION,
+        system_database_url=url,
+        executor_id=executor_id,
+        application_version=VERSION,
+        serializer=DBOSPortableJSONSerializer(),
+        log_level="CRITICAL",
+        run_migrations=False,
+    )
+    DBOS(config=config)
+    DBOS.listen_queues([QUEUE])
+    with _answering():
+        DBOS.launch()
+        DBOS.register_queue(QUEUE, worker_concurrency=1, polling_interval_sec=POLL_S, on_conflict="always_update")
 
 
-def _run_step(name: str, step: Callable[[], T]) -> T:
+def run_step(name: str, step: Callable[[], T]) -> T:
+    """Run a step of a job once, or return its recorded result after a crash."""
     from dbos import DBOS
 
     return DBOS.run_step({"name": name}, step)
@@ -217,21 +231,3 @@ def _run_step(name: str, step: Callable[[], T]) -> T:
 def _silence() -> None:
     """DBOS logs each migration, an advertisement of its console, and a traceback for every cancelled job."""
     logging.getLogger("dbos").setLevel(logging.CRITICAL)
-
-
-@contextmanager
-def _named(what: str) -> Iterator[None]:
-    """Database errors become Unavailable; their texts, which may name hosts and users, go to the log."""
-    try:
-        yield
-    except (sqlite3.Error, OSError) as failure:
-        raise _unavailable(what, failure) from failure
-    except Exception as failure:
-        if "SQLAlchemyError" not in {base.__name__ for base in type(failure).__mro__}:  # its home is the catalogue
-            raise
-        raise _unavailable(what, failure) from failure
-
-
-def _unavailable(what: str, failure: Exception) -> Unavailable:
-    _log.warning("%s: %s", what, failure)
-    return Unavailable(f"{what} does not answer for now; try again in a moment")

@@ -1,7 +1,9 @@
 """What a job is to do, its status, and its progress."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Final, Literal, get_args
 
 JobStatus = Literal["pending", "queued", "running", "paused", "completed", "failed", "cancelled"]
@@ -11,6 +13,7 @@ KIND_NAMES: Final = (
     "rf.generate",
     "rf.train",
     "rf.evaluate",
+    "rf.measure",
     "segment.tune",
     "segment.predict",
     "segment.train",
@@ -21,6 +24,7 @@ STATUSES: Final[tuple[str, ...]] = get_args(JobStatus)
 UNFINISHED: Final = frozenset({"pending", "queued", "running"})
 RESUMABLE: Final = frozenset({"paused", "cancelled", "failed"})
 FINISHED: Final = frozenset({"completed", "failed", "cancelled"})
+MAX_NESTING: Final = 50  # levels of JSON
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,3 +78,24 @@ class JobProgress:
             "eta_s": self.eta_s,
             "message": self.message,
         }
+
+
+def jsonable(value: Any, depth: int = MAX_NESTING) -> Any:
+    """As JSON and every database take it, whatever file it comes from: no NaN, no infinity, no tuple, no text that is
+    not UTF-8, nothing nested deeper than that; a path is its name."""
+    if isinstance(value, Mapping | list | tuple) and not depth:
+        return None
+    if isinstance(value, Mapping):
+        return {clean(str(name)): jsonable(item, depth - 1) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [jsonable(item, depth - 1) for item in value]
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, str):
+        return clean(value)
+    return value.name if isinstance(value, Path) else value
+
+
+def clean(text: str) -> str:
+    """Text that both databases can store: no NUL, no lone surrogate."""
+    return text.replace("\0", "").encode("utf-8", "replace").decode()

@@ -2,7 +2,7 @@
 
 from brim.jobs.kinds.bodies import KINDS, body_schema, config_schema, read_body
 from brim.jobs.kinds.kind import MAX_TEXT, JobConfig, Kind
-from brim.jobs.kinds.task import Inputs, Stopped, Task, job_phrase
+from brim.jobs.kinds.task import Inputs, Stopped, Task, job_phrase, reporting
 from brim.jobs.status import Spec
 
 __all__ = [
@@ -18,4 +18,5 @@ __all__ = [
     "config_schema",
     "job_phrase",
     "read_body",
+    "reporting",
 ]

@@ -15,8 +15,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Final
 
-from brim.config import Length, check, nearest, schema, settings
-from brim.errors import ConfigError, printable
+from brim.config import Length, check, nearest, raise_all, schema, settings
+from brim.errors import BrimError, ConfigError, printable
 from brim.jobs.kinds import rf, segment, sequence
 from brim.jobs.kinds.kind import MAX_COUNT, MAX_TEXT, Kind
 from brim.jobs.status import Spec
@@ -45,7 +45,6 @@ class _BodyForm:
 
     @property
     def beside(self) -> list[str]:
-        """Settings that may stand beside config."""
         return [*self.moved, *self.both, *(name for name in _EITHER if name in settings(self.kind.config))]
 
     @property
@@ -58,26 +57,36 @@ class _BodyForm:
         return [*(["kind"] if self.is_explicit else []), self.name_key, *self.beside, "config"]
 
     def read(self, body: Mapping[str, Any]) -> Spec:
-        _reject_unknown(body, self.keys)
+        faults: list[BrimError] = [*_unknown(body, self.keys)]
         for key in (self.name_key, *self.moved, *(["config"] if self.needs_config else [])):
             if key not in body:
-                raise ConfigError(f"{key} is missing", field=key, code="missing")
-        name, config = _read_name(body[self.name_key], self.name_key), body.get("config", {})
-        if not isinstance(config, Mapping):
-            raise ConfigError("must be an object", field="config", value=config, code="wrong_type")
-        _reject_unknown(config, [name for name in settings(self.kind.config) if name not in self.moved], "config.")
+                faults.append(ConfigError(f"{key} is missing", field=key, code="missing"))
+        config, name = body.get("config", {}), ""
+        try:
+            name = _read_name(body.get(self.name_key, "-"), self.name_key)
+            if not isinstance(config, Mapping):
+                raise ConfigError("must be an object", field="config", value=config, code="wrong_type")
+        except ConfigError as failure:
+            faults.append(failure)
+        if not isinstance(config, Mapping) or any(fault.code == "missing" for fault in faults):
+            raise_all(faults)
+        known = [name for name in settings(self.kind.config) if name not in self.moved]
+        faults += _unknown({name: 0 for name in config if name in self.moved}, known, "config.")
         outer = {key: body[key] for key in self.beside if key in body}
         for key, value in outer.items():
             if key in config and (config[key] != value or type(config[key]) is not type(value)):  # 0 is not false
                 other = f"and config.{key}={printable(str(config[key]), 60)} differ; give one of them"
                 raise ConfigError(other, field=key, value=value, code="conflict")
         try:
-            return Spec(self.kind.name, name.strip(), self.kind.resolve({**config, **outer}))
+            resolved = self.kind.resolve({**config, **outer})
         except ConfigError as failure:
-            key = (failure.field or "").removeprefix("config.")
-            if key in outer and key not in config:
-                failure.field = key  # as the request has it
-            raise
+            for one in (failure, *failure.more):
+                key = (one.field or "").removeprefix("config.")
+                if key in outer and key not in config:
+                    one.field = key  # as the request has it
+            faults += [failure, *failure.more]
+        raise_all(faults)
+        return Spec(self.kind.name, name.strip(), resolved)
 
     def schema(self) -> dict[str, Any]:
         config = config_schema(self.kind.name)
@@ -123,7 +132,7 @@ def read_body(body: Any) -> Spec:
     config = body.get("config")
     if "job_name" in body or (isinstance(config, Mapping) and "dataset_ids" in config):
         return _TRAINING.read(body)
-    _reject_unknown(body, sorted({*_GENERATION.keys, *_TRAINING.keys, "kind", "name"}))
+    raise_all(_unknown(body, sorted({*_GENERATION.keys, *_TRAINING.keys, "kind", "name"})))
     raise ConfigError(f"kind is missing; {_FORMS}", field="kind", code="missing")
 
 
@@ -154,11 +163,12 @@ def _read_name(value: Any, key: str) -> str:
         raise
 
 
-def _reject_unknown(values: Mapping[str, Any], known: Sequence[str], path: str = "") -> None:
-    for name in values:
-        if name not in known:
-            field = printable(f"{path}{name}")
-            raise ConfigError(f"{field} is unknown; {nearest(str(name), known)}", field=field, code="unknown_field")
+def _unknown(values: Mapping[str, Any], known: Sequence[str], path: str = "") -> list[ConfigError]:
+    fields = {name: printable(f"{path}{name}") for name in values if name not in known}
+    return [
+        ConfigError(f"{field} is unknown; {nearest(str(name), known)}", field=field, code="unknown_field")
+        for name, field in fields.items()
+    ]
 
 
 def _limited(part: Any) -> Any:

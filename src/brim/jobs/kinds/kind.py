@@ -53,15 +53,9 @@ class RunOnDataset(JobConfig):
 
     run_id: Annotated[TextId, Doc("Id of the run to evaluate.")]
     dataset_ids: Annotated[
-        tuple[TextId, ...],
-        Length(1, 1),
-        Doc("Id of the dataset to evaluate on, one that the run was not trained on."),
+        tuple[TextId, ...], Length(1, 1), Doc("Id of the dataset to evaluate on, one that the run was not trained on.")
     ]
     accelerator: Accelerator = "auto"
-
-
-def _accept_inputs(spec: Spec, inputs: Inputs) -> None:
-    """For kinds whose inputs need no check beyond the catalogue's."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,12 +66,15 @@ class Kind:
     title: str  # two or three words, as a button says it
     description: str  # one sentence, for someone who is about to choose
     makes: Literal["dataset", "run", "result"]  # where Task.out is: datasets/ID, runs/ID or results/JOB
-    reads: Literal["rf", "images", "sequences"] | None  # kind of the datasets that config.dataset_ids names
+    reads: (
+        Literal["rf", "images", "sequences", "recordings"] | None
+    )  # kind of the datasets that config.dataset_ids names
     reads_run: str | None = None  # kind of the job that made the run of config.run_id
     config: type[JobConfig]
-    run: Callable[[Task], dict[str, Any]]  # the result, as JSON-able values
+    run: Callable[[Task], dict[str, Any]]  # the result
+    spread: Literal["ranks", "leader"] | None = None  # on several devices: a process for each, or one that leads them
     estimate_bytes: Callable[[Spec, Inputs], int]  # on disk when it is done; from above
-    check: Callable[[Spec, Inputs], None] = _accept_inputs  # a Conflict where inputs and config do not fit
+    check: Callable[[Spec, Inputs], None] = lambda spec, inputs: None  # a Conflict where they do not fit each other
     presets: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # by name, values of settings to start with
 
     def resolve(self, values: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,11 +1,11 @@
-"""Radio: rf.generate, rf.train and rf.evaluate, by the functions of the command line."""
+"""Radio: rf.generate, rf.train, rf.evaluate and rf.measure, by the functions of the command line."""
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-from brim.config import Doc, Length, OneOf, Range, part, read
+from brim.config import Doc, Length, OneOf, Range, Unit, part, plain, read
 from brim.errors import ConfigError, Conflict
 from brim.jobs.kinds.kind import (
     CHECKPOINT_S,
@@ -21,12 +21,18 @@ from brim.jobs.kinds.kind import (
     check_place,
     tier_of,
 )
-from brim.jobs.kinds.task import Inputs, Stopped, Task, checking, counted, flow_of, in_training, with_progress
+from brim.jobs.kinds.task import Inputs, Task, checking, counted, flow_of, in_training
+from brim.jobs.measuring import measure_confined
 from brim.jobs.registry.outputs import ERRORS, write_json
 from brim.jobs.status import JobProgress, Spec
-from brim.rf.config import PRESETS, GenerateConfig, LocatorTraining
+from brim.rf.config import FRACTAL, PRESETS, GenerateConfig, LocatorTraining
+from brim.rf.measurement.config import MeasureConfig
+
+if TYPE_CHECKING:
+    from brim.engine.training import TrainProgress
 
 REPORT = "evaluation.html"
+OBSERVATIONS, POSITION, MAP = "observations.json", "position.geojson", "map.html"
 _SHARDS = 1_000_000  # of a dataset: their names have six digits
 _RUN_BYTES = 128 * 2**20  # of a locator's run: checkpoints and logs
 _REPORT_BYTES = 16 * 2**20
@@ -39,6 +45,9 @@ class GenerateJob(GenerateConfig, JobConfig):
     """The config of rf.generate."""
 
     num_samples: Annotated[int, Range(1, MAX_COUNT), Doc("Samples to generate: transmissions that pass the gates.")]
+    # jobs read no files by name
+    terrain: Annotated[str | None, OneOf(lambda: (FRACTAL,)), Doc("fractal: hills drawn from the seed.")] = None
+    paths: Annotated[str | None, OneOf(tuple), Doc("For the command line alone: a job reads no files by name.")] = None
     preset: Annotated[
         str | None, OneOf(lambda: tuple(PRESETS)), Doc("Values to start with; settings that are given override them.")
     ] = None
@@ -76,21 +85,23 @@ def generate_bytes(spec: Spec, inputs: Inputs) -> int:
     return dataset_bytes(part(GenerateConfig, job), job.num_samples)
 
 
-@with_progress
 def run_generate(task: Task) -> dict[str, Any]:
     """Generate the dataset, or the rest of it."""
-    from brim.jobs.worker.devices import by_leader
-
-    if (result := by_leader(task)) is not None:
-        return result
     from brim.engine.storage import Dataset
     from brim.rf import GenerateProgress, generate
 
     def tell(progress: GenerateProgress) -> None:
-        task.report(counted(progress.done, progress.total, progress.message, progress.rate, flow_of(progress)))
+        flow = flow_of(progress.seconds, progress.waiting)
+        task.report(counted(progress.done, progress.total, progress.message, progress.rate, flow))
 
     job = read(GenerateJob, task.spec.config)
-    with _devices(task) as devices:
+    with ExitStack() as stack:
+        devices: dict[str, Any] = {"device": task.torch_device}
+        if task.is_member:
+            from brim.cluster import open_pool
+
+            place = {"cluster": task.cluster_address} if job.cluster else {"devices": task.num_devices}
+            devices = {"pool": stack.enter_context(open_pool(**place))}
         report = generate(
             part(GenerateConfig, job),
             task.out,
@@ -102,25 +113,9 @@ def run_generate(task: Task) -> dict[str, Any]:
             progress=tell,
             stop=task.stop,
         )
-    if report.stopped:
-        raise Stopped
     # from the manifest: the report of an attempt that found the dataset complete would be empty
-    values = Dataset(task.out).manifest["report"]
-    return {name: value for name, value in values.items() if name != "dataset"} | {"dataset_id": task.out.name}
-
-
-@contextmanager
-def _devices(task: Task) -> Iterator[dict[str, Any]]:
-    """The job's device, or a pool of its devices or of the cluster."""
-    if not task.is_member:
-        yield {"device": task.torch_device}
-        return
-    from brim.cluster import open_pool
-    from brim.jobs.worker.devices import num_devices, service_cluster
-
-    on_cluster = task.spec.config.get("cluster")
-    with open_pool(**{"cluster": service_cluster(task)} if on_cluster else {"devices": num_devices(task)}) as pool:
-        yield {"pool": pool}
+    values = {} if report.stopped else Dataset(task.out).manifest["report"]
+    return task.result("dataset", values, stopped=report.stopped)
 
 
 # rf.train
@@ -173,21 +168,11 @@ def check_train(spec: Spec, inputs: Inputs) -> None:
         split(num_items, part(LocatorTraining, job))
 
 
-def train_bytes(spec: Spec, inputs: Inputs) -> int:
-    return _RUN_BYTES
-
-
-@with_progress
 def run_train(task: Task) -> dict[str, Any]:
     """Train the locator, or continue its training."""
-    from brim.jobs.worker.devices import by_ranks
-
-    if (result := by_ranks(task)) is not None:
-        return result
-    from brim.engine.training import TrainProgress
     from brim.rf.location import train
 
-    def tell(progress: TrainProgress) -> None:
+    def tell(progress: "TrainProgress") -> None:
         task.report(in_training(progress, "solving"))
 
     task.say("reading the datasets")
@@ -195,12 +180,19 @@ def run_train(task: Task) -> dict[str, Any]:
     report = train(
         task.inputs.datasets, task.out, recipe, device=task.torch_device, progress=tell, stop=task.stop, resume=True
     )
-    if report.stopped:
-        raise Stopped
-    return {name: value for name, value in report.as_dict().items() if name != "run"} | {"run_id": task.out.name}
+    return task.result("run", report.as_dict(), stopped=report.stopped)
 
 
 # rf.evaluate
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LocatorEvaluateJob(RunOnDataset):
+    """The config of rf.evaluate."""
+
+    allow_training_data: Annotated[
+        bool, Doc("Accept a dataset that the run was trained on, whose errors say little about others.")
+    ] = False
 
 
 def check_evaluate(spec: Spec, inputs: Inputs) -> None:
@@ -212,11 +204,6 @@ def check_evaluate(spec: Spec, inputs: Inputs) -> None:
         load_run(inputs.run)
 
 
-def evaluate_bytes(spec: Spec, inputs: Inputs) -> int:
-    return _REPORT_BYTES
-
-
-@with_progress
 def run_evaluate(task: Task) -> dict[str, Any]:
     """Evaluate the run, and write its page."""
     from brim.rf.location import LEVEL, error_points, evaluate_run, load_run, write_evaluation
@@ -236,6 +223,41 @@ def run_evaluate(task: Task) -> dict[str, Any]:
     return {"metrics": evaluation.as_dict(), "samples": evaluation.metrics["samples"], "files": [REPORT, ERRORS]}
 
 
+# rf.measure
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeasureJob(MeasureConfig, JobConfig):
+    """The config of rf.measure."""
+
+    dataset_ids: Annotated[
+        tuple[TextId, ...], Length(1, 1), Doc("Id of the recordings of one transmission, with their stations.csv.")
+    ]
+    power_dbm: Annotated[
+        float | None, Range(-50, 120), Unit("dBm"), Doc("Power of the transmitter; null: unknown.")
+    ] = None
+
+    def __post_init__(self) -> None:
+        MeasureConfig.__post_init__(self)
+
+
+def run_measure(task: Task) -> dict[str, Any]:
+    """Measure the recordings and locate their transmission; the files are parsed in a confined process."""
+
+    def tell(done: int, total: int) -> None:
+        task.report_or_stop(JobProgress(current=done, total=total, message="measuring"))
+
+    job = read(MeasureJob, task.spec.config)
+    task.say("reading the recordings")
+    answers = measure_confined(task.inputs.datasets[0], plain(part(MeasureConfig, job)), job.power_dbm, tell)
+    task.out.mkdir(parents=True, exist_ok=True)
+    write_json(task.out / OBSERVATIONS, answers["observations"])
+    write_json(task.out / POSITION, answers["position"])
+    (task.out / MAP).write_text(answers["map"], encoding="utf-8")
+    point = answers["position"]["features"][0]
+    return {"position": point["geometry"], **point["properties"], "files": [OBSERVATIONS, POSITION, MAP]}
+
+
 KINDS = (
     Kind(
         name="rf.generate",
@@ -245,6 +267,7 @@ KINDS = (
         reads=None,
         config=GenerateJob,
         run=run_generate,
+        spread="leader",
         estimate_bytes=generate_bytes,
         presets=PRESETS,
     ),
@@ -256,7 +279,8 @@ KINDS = (
         reads="rf",
         config=LocatorTrainJob,
         run=run_train,
-        estimate_bytes=train_bytes,
+        spread="ranks",
+        estimate_bytes=lambda spec, inputs: _RUN_BYTES,
         check=check_train,
     ),
     Kind(
@@ -266,9 +290,19 @@ KINDS = (
         makes="result",
         reads="rf",
         reads_run="rf.train",
-        config=RunOnDataset,
+        config=LocatorEvaluateJob,
         run=run_evaluate,
-        estimate_bytes=evaluate_bytes,
+        estimate_bytes=lambda spec, inputs: _REPORT_BYTES,
         check=check_evaluate,
+    ),
+    Kind(
+        name="rf.measure",
+        title="Locate recordings",
+        description="Measure a transmission in recordings of several receivers, and find where it came from.",
+        makes="result",
+        reads="recordings",
+        config=MeasureJob,
+        run=run_measure,
+        estimate_bytes=lambda spec, inputs: _REPORT_BYTES,
     ),
 )

@@ -3,14 +3,14 @@
 A dataset of images is a folder of them, or one with the folders images and masks.
 """
 
-import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any
 
 from brim.config import Doc, Length, OneOf, Range, part, read
 from brim.errors import BrimError, ConfigError, Conflict, DatasetError
+from brim.jobs.decoding import confined_images
 from brim.jobs.kinds.kind import (
     CHECKPOINT_S,
     Accelerator,
@@ -22,7 +22,7 @@ from brim.jobs.kinds.kind import (
     TextId,
     tier_of,
 )
-from brim.jobs.kinds.task import Inputs, Stopped, Task, checking, counted, in_training, with_progress
+from brim.jobs.kinds.task import Inputs, Stopped, Task, checking, counted, in_training
 from brim.jobs.registry.datasets import image_folders
 from brim.jobs.registry.outputs import read_json, write_json
 from brim.jobs.status import JobProgress, Spec
@@ -31,6 +31,7 @@ from brim.segmentation.config import FilesConfig, SegmentTrainConfig, TuneConfig
 if TYPE_CHECKING:
     from torch import nn
 
+    from brim.engine.training import TrainProgress
     from brim.segmentation.prediction import FilesReport, PredictProgress
 
 LISTED = 1000  # files that a result names; the folder has the rest
@@ -45,10 +46,7 @@ class TuneJob(TuneConfig, JobConfig):
     """The config of segment.tune; complete, it names its networks in models alone."""
 
     models: Annotated[
-        tuple[str, ...] | None,
-        Length(1, 100),
-        OneOf(network_names),
-        Doc("Networks to tune; null: all built-in ones."),
+        tuple[str, ...] | None, Length(1, 100), OneOf(network_names), Doc("Networks to tune; null: all built-in ones.")
     ] = None  # type: ignore[assignment]  # optional here
     model: Annotated[str | None, OneOf(network_names), Doc("One network, instead of several.")] = None
     run_id: Annotated[TextId | None, Doc("Id of a run whose weights to tune with; null: initial weights.")] = None
@@ -71,11 +69,6 @@ class TuneJob(TuneConfig, JobConfig):
             object.__setattr__(self, name, value)
 
 
-def tune_bytes(spec: Spec, inputs: Inputs) -> int:
-    return _LOG_BYTES
-
-
-@with_progress
 def run_tune(task: Task) -> dict[str, Any]:
     """Tune one network after the other; those that an earlier attempt saved are not tuned again."""
     job = read(TuneJob, task.spec.config)
@@ -83,38 +76,27 @@ def run_tune(task: Task) -> dict[str, Any]:
     for done, name in enumerate(job.models or ()):
         task.report_or_stop(JobProgress(current=done, total=len(job.models or ()), message=name))
         saved = read_json(task.out / f"{name}.json")
-        tuned[name] = _tune_one(task, name, job) if saved is None else _without_trials(saved)
+        tuned[name] = saved or _tune_one(task, name, job)
+        tuned[name].pop("trials", None)
     task.report(JobProgress(current=len(tuned), total=len(tuned), message="tuned"))
     return {"models": tuned, "files": [f"{name}.json" for name in tuned]}
 
 
 def _tune_one(task: Task, name: str, job: TuneJob) -> dict[str, Any]:
+    from brim.segmentation.networks import create_model, load_model
     from brim.segmentation.tuning import tune
 
     def tell(text: str) -> None:
         task.report_or_stop(replace(task.last, message=text))
 
-    def module(_: str) -> "nn.Module":
-        return _module(name, task.inputs.run)
+    def make(_: str) -> "nn.Module":
+        return create_model(name) if task.inputs.run is None else load_model(name, task.inputs.run)
 
     options = replace(part(TuneConfig, job), models=(name,))
-    result = tune(options, task.torch_device, out=task.batch_sizes, make=module, progress=tell)[name]
+    result = tune(options, task.torch_device, out=task.batch_sizes, make=make, progress=tell)[name]
     entry = {**asdict(result.entry), "messages": result.messages}
     write_json(task.out / f"{name}.json", {**entry, "trials": result.trials})
     return entry
-
-
-def _without_trials(entry: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in entry.items() if name != "trials"}
-
-
-def _module(name: str, run: Path | None) -> "nn.Module":
-    from brim.segmentation.networks import create_model, load_weights
-
-    module = create_model(name)
-    if run is not None:
-        load_weights(module, run)
-    return module
 
 
 # segment.predict
@@ -140,96 +122,56 @@ def predict_bytes(spec: Spec, inputs: Inputs) -> int:
     return int(size * {"overlay": 4, "mask": 1}.get(spec.config["format"], 0.25))  # overlays are PNG, images often JPEG
 
 
-@with_progress
 def run_predict(task: Task) -> dict[str, Any]:
     """Predict every image that has no result yet; each of several datasets has its own folder, named by its id."""
-    from brim.jobs.worker.devices import by_leader
+    from brim.segmentation.images import find_images
+    from brim.segmentation.networks import network_of
 
-    if (result := by_leader(task)) is not None:
-        return result
     run, job = task.inputs.run, read(PredictJob, task.spec.config)
     assert run is not None
-    model = job.model or trained_model(run)
+    model = job.model or network_of(run)
     if model is None:
         raise Conflict("config.model is missing, and the weights do not say what network they are of", field="model")
-    files = replace(part(FilesConfig, job), model=model)
     task.say("loading the network")
-    predict = _predict_on_cluster(task, run, files) if job.cluster else _predict_here(task, run, files)
-    parts = _parts(task)
-    done, reports, failures = 0, list[dict[str, Any]](), dict[str, str]()
-    for one in parts:
-        tell = _teller(task, done, sum(part.num_images for part in parts))
-        report = predict([one.images], one.out, progress=tell, stop=task.stop)
+    predict = _predictor(task, run, replace(part(FilesConfig, job), model=model), job.cluster)
+    folders = [image_folders(path)[0] for path in task.inputs.datasets]
+    counts = [len(find_images([folder])) for folder in folders]
+    reports, failures = list[dict[str, Any]](), dict[str, str]()
+    for number, (id, folder) in enumerate(zip(task.spec.dataset_ids, folders, strict=True)):
+        prefix, before = f"{id}/" if len(folders) > 1 else "", sum(counts[:number])
+
+        def tell(progress: "PredictProgress", before: int = before) -> None:
+            failed = f", {progress.failed} failed" if progress.failed else ""
+            task.report(counted(before + progress.done, sum(counts), f"predicting{failed}", progress.rate))
+
+        with confined_images():
+            report = predict([folder], task.out / prefix, progress=tell, stop=task.stop)
         if report.stopped:
             raise Stopped
-        done += one.num_images
         reports.append(report.as_dict())
-        failures |= {
-            one.name_of(image): why.replace(image, one.name_of(image)) for image, why in report.failures.items()
-        }
+        for image, why in report.failures.items():
+            path = Path(image)
+            name = prefix + (path.relative_to(folder).as_posix() if path.is_relative_to(folder) else path.name)
+            failures[name] = why.replace(image, name)
     names = files_in(task.out)
     return {**_together(reports), "failures": failures, "files": names[:LISTED], "num_files": len(names)}
 
 
-def _predict_here(task: Task, run: Path, files: FilesConfig) -> "Callable[..., FilesReport]":
-    """Prediction in this process, with a network that stays loaded."""
-    from brim.segmentation.prediction import ModelLoader, predict_files
+def _predictor(task: Task, run: Path, files: FilesConfig, on_cluster: bool) -> "Callable[..., FilesReport]":
+    """Prediction in this process, with a network that stays loaded, or on the service's cluster."""
+    from brim.segmentation.prediction import ModelLoader, Recipe, predict_files
 
+    if on_cluster:
+        from brim.cluster import predict_many
+
+        recipe = Recipe(files=files, device="cpu" if task.spec.config["accelerator"] == "cpu" else "auto")
+        address, sizes = task.cluster_address, task.batch_sizes
+        return lambda images, out, **hooks: predict_many(images, out, recipe, run, address, batch_sizes=sizes, **hooks)
     loader = ModelLoader(
         {str(files.model): run}, task.torch_device, task.batch_sizes, files.precision, files.tile, files.resize,
-        overlap=files.overlap,
+        overlap=files.overlap, planes=files,
     )  # fmt: skip
-
-    def predict(images: Sequence[Path], out: Path, **hooks: Any) -> "FilesReport":
-        return predict_files(images, loader, out, files, resume=True, **hooks)
-
-    return predict
-
-
-def _predict_on_cluster(task: Task, run: Path, files: FilesConfig) -> "Callable[..., FilesReport]":
-    """Prediction on the service's cluster; images that have a result are skipped there too."""
-    from brim.cluster import predict_many
-    from brim.jobs.worker.devices import service_cluster
-    from brim.segmentation.prediction import Recipe
-
-    recipe = Recipe(files=files, device="cpu" if task.spec.config["accelerator"] == "cpu" else "auto")
-
-    def predict(images: Sequence[Path], out: Path, **hooks: Any) -> "FilesReport":
-        return predict_many(images, out, recipe, run, service_cluster(task), batch_sizes=task.batch_sizes, **hooks)
-
-    return predict
-
-
-class _DatasetPart(NamedTuple):
-    prefix: str  # of its files
-    images: Path
-    out: Path
-    num_images: int
-
-    def name_of(self, image: str) -> str:
-        """As a result names it: relative to its dataset."""
-        path = Path(image)
-        inner = path.relative_to(self.images) if path.is_relative_to(self.images) else Path(path.name)
-        return self.prefix + inner.as_posix()
-
-
-def _parts(task: Task) -> list[_DatasetPart]:
-    from brim.segmentation.images import find_images
-
-    several = len(task.inputs.datasets) > 1
-    parts = []
-    for id, path in zip(task.spec.dataset_ids, task.inputs.datasets, strict=True):
-        images, out = image_folders(path)[0], task.out / id if several else task.out
-        parts.append(_DatasetPart(f"{id}/" if several else "", images, out, len(find_images([images]))))
-    return parts
-
-
-def _teller(task: Task, before: int, total: int) -> "Callable[[PredictProgress], None]":
-    def tell(progress: "PredictProgress") -> None:
-        failed = f", {progress.failed} failed" if progress.failed else ""
-        task.report(counted(before + progress.done, total, f"predicting{failed}", progress.rate))
-
-    return tell
+    return lambda images, out, **hooks: predict_files(images, loader, out, files, resume=True, **hooks)
 
 
 def _together(reports: list[dict[str, Any]]) -> dict[str, Any]:
@@ -275,16 +217,15 @@ class SegmentTrainJob(SegmentTrainConfig, JobConfig):
 
 
 def check_train(spec: Spec, inputs: Inputs) -> None:
-    """Reject images without masks, pairs that do not match, and too few to hold one out."""
-    from brim.segmentation.training import pair_files, split
+    """Reject images without masks, and pairs that do not match."""
+    from brim.segmentation.training import pair_files
 
     (dataset,), field = inputs.datasets, "config.dataset_ids[0]"
     images, masks = image_folders(dataset)
     if masks is None:
         raise Conflict(f"{field} has no masks; add a dataset with a mask for every image", field=field)
-    recipe = part(SegmentTrainConfig, read(SegmentTrainJob, spec.config))
     with checking(field, dataset):
-        split(len(pair_files(images, masks)), recipe)
+        pair_files(images, masks)
     check_weights(spec, inputs)
 
 
@@ -311,38 +252,30 @@ def _crop_bytes(folder: Path, size: int) -> int:
     return int(len(files) * crops * size * size * 4)
 
 
-@with_progress
 def run_train(task: Task) -> dict[str, Any]:
     """Train the network, or continue its training."""
-    from brim.jobs.worker.devices import by_ranks
-
-    if (result := by_ranks(task)) is not None:
-        return result
-    from brim.engine.training import TrainProgress
     from brim.segmentation.training import train
 
-    def tell(progress: TrainProgress) -> None:
+    def tell(progress: "TrainProgress") -> None:
         task.report(in_training(progress, "cutting crops"))
 
     images, masks = image_folders(task.inputs.datasets[0])
     if masks is None:
         raise DatasetError("the dataset has no masks; add one with a mask for every image")
     task.say("pairing images and masks")
-    report = train(
-        images,
-        masks,
-        part(SegmentTrainConfig, read(SegmentTrainJob, task.spec.config)),
-        task.out,
-        device=task.torch_device,
-        weights=task.inputs.run,
-        resume=True,
-        progress=tell,
-        stop=task.stop,
-    )
-    if report.stopped:
-        raise Stopped
-    kept = {name: value for name, value in report.to_json().items() if name not in ("run", "weights")}
-    return {**kept, "run_id": task.out.name}
+    with confined_images():
+        report = train(
+            images,
+            masks,
+            part(SegmentTrainConfig, read(SegmentTrainJob, task.spec.config)),
+            task.out,
+            device=task.torch_device,
+            weights=task.inputs.run,
+            resume=True,
+            progress=tell,
+            stop=task.stop,
+        )
+    return task.result("run", report.to_json(), stopped=report.stopped)
 
 
 # Weights
@@ -350,30 +283,21 @@ def run_train(task: Task) -> dict[str, Any]:
 
 def check_weights(spec: Spec, inputs: Inputs) -> None:
     """Reject a run of another network than the one named."""
+    from brim.segmentation.networks import network_of
+
     if inputs.run is None:
         return
     named = spec.config.get("model") or (spec.config.get("models") or [None])[0]
     try:
-        trained = trained_model(inputs.run)
+        trained = network_of(inputs.run)
     except BrimError as failure:
         raise Conflict(
             "config.run_id has no weights yet; let its job continue first", field="config.run_id"
         ) from failure
+    if trained is not None and named is None and trained not in network_names():
+        raise Conflict("the run of config.run_id has a network that this service does not know", field="config.run_id")
     if named is not None and trained is not None and named != trained:
         raise Conflict(f'config.model="{named}" but the run of config.run_id is of "{trained}"', field="config.model")
-
-
-def trained_model(run: Path) -> str | None:
-    """The network that a run's weights are of, if anything says so: those of a run cut short do not."""
-    from brim.segmentation.networks import read_metadata
-    from brim.segmentation.training import CONFIG
-
-    if "model" in (metadata := read_metadata(run)):
-        return metadata["model"]
-    try:
-        return str(json.loads((run / CONFIG).read_text(encoding="utf-8"))["training"]["model"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
 
 
 KINDS = (
@@ -386,7 +310,7 @@ KINDS = (
         reads_run="segment.train",
         config=TuneJob,
         run=run_tune,
-        estimate_bytes=tune_bytes,
+        estimate_bytes=lambda spec, inputs: _LOG_BYTES,
         check=check_weights,
     ),
     Kind(
@@ -398,6 +322,7 @@ KINDS = (
         reads_run="segment.train",
         config=PredictJob,
         run=run_predict,
+        spread="leader",
         estimate_bytes=predict_bytes,
         check=check_weights,
     ),
@@ -410,6 +335,7 @@ KINDS = (
         reads_run="segment.train",
         config=SegmentTrainJob,
         run=run_train,
+        spread="ranks",
         estimate_bytes=train_bytes,
         check=check_train,
     ),

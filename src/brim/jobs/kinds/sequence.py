@@ -21,7 +21,7 @@ from brim.jobs.kinds.kind import (
     TextId,
     tier_of,
 )
-from brim.jobs.kinds.task import Inputs, Stopped, Task, checking, in_training, with_progress
+from brim.jobs.kinds.task import Inputs, Task, checking, in_training
 from brim.jobs.registry.outputs import EMBEDDING, write_json
 from brim.jobs.status import JobProgress, Spec
 from brim.sequences.config import SequenceTraining
@@ -29,6 +29,7 @@ from brim.sequences.config import SequenceTraining
 if TYPE_CHECKING:
     from brim.engine.training import TrainProgress
 
+_EPOCHS = 15  # of a phase that ends by itself, for the progress
 _LOG_BYTES = 32 * 2**20
 
 # sequence.train
@@ -39,6 +40,7 @@ class SequenceTrainJob(SequenceTraining, JobConfig):
     """The config of sequence.train."""
 
     encoder: None = field(init=False, default=None)  # a path, which no request may give
+    network: None = field(init=False, default=None)  # code, which the administrator chooses
     dataset_ids: Annotated[tuple[TextId, ...], Length(1, 1), Doc("Id of the packed corpus to train on.")]
     epochs: Annotated[
         int | None,
@@ -52,6 +54,8 @@ class SequenceTrainJob(SequenceTraining, JobConfig):
 
     @classmethod
     def completed(cls, values: Mapping[str, Any]) -> Mapping[str, Any]:
+        if values.get("folds") is not None and "mode" not in values:
+            values = {**values, "mode": "supervised"}  # the only mode that has folds
         if values.get("epochs") is None:
             return values
         phases = ("encoder_epochs", "classifier_epochs")
@@ -69,15 +73,20 @@ def _recipe(spec: Spec) -> SequenceTraining:
 def check_train(spec: Spec, inputs: Inputs) -> None:
     """Reject a corpus that the settings do not fit: no labels, too few sequences, batches too small."""
     from brim.engine.rows import Buckets
-    from brim.sequences.corpus import Corpus, check_labels, open_sequences, split
+    from brim.sequences.corpus import Corpus, check_labels, open_sequences, split_sequences
+    from brim.sequences.evaluation import check_folds
 
     field, recipe = "config.dataset_ids[0]", _recipe(spec)
     with checking(field, inputs.datasets[0], spec.config):
         data = open_sequences(inputs.datasets[0])
         if not isinstance(data, Corpus):
             raise DatasetError("it is not packed")
-        parts = split(data.labels, data.split, recipe, name=field)
-        check_labels(data.labels, data.classes, parts, recipe, field)
+        data = data.with_labels(recipe.label, recipe.task)
+        if recipe.folds is not None:
+            check_folds(data, recipe)
+        else:
+            parts = split_sequences(data, recipe, field)
+            check_labels(data.labels, data.classes, parts, recipe, field, is_regression=data.targets is not None)
         Buckets(data.lengths, recipe.buckets())
 
 
@@ -94,13 +103,8 @@ def train_bytes(spec: Spec, inputs: Inputs) -> int:
     return len(_phases(recipe)) * 3 * 3 * weights + weights + _LOG_BYTES  # last, the next and best, with two moments
 
 
-@with_progress
 def run_train(task: Task) -> dict[str, Any]:
     """Train the network, or continue its training."""
-    from brim.jobs.worker.devices import by_ranks
-
-    if (result := by_ranks(task)) is not None:
-        return result
     from brim.sequences.training.run import train
 
     task.say("reading the corpus")
@@ -111,17 +115,11 @@ def run_train(task: Task) -> dict[str, Any]:
         task.report(phases.overall(progress))
 
     report = train(
-        task.inputs.datasets[0],
-        task.out,
-        recipe,
-        device=task.torch_device,
-        resume=True,
-        progress=tell,
-        stop=task.stop,
+        task.inputs.datasets[0], task.out, recipe, device=task.torch_device, resume=True, progress=tell, stop=task.stop
     )
-    if report.stopped:
-        raise Stopped
-    return {name: value for name, value in report.as_dict().items() if name != "run"} | {"run_id": task.out.name}
+    if not report.stopped and task.last.total:  # not every phase that could have come did
+        task.report(replace(task.last, current=task.last.total))
+    return task.result("run", report.as_dict(), stopped=report.stopped)
 
 
 class _PhaseProgress:
@@ -146,11 +144,11 @@ class _PhaseProgress:
 
 
 def _phases(recipe: SequenceTraining) -> dict[str, int]:
-    """Epochs of every phase, in order."""
     if recipe.mode == "supervised":
-        return {"supervised": recipe.classifier_epochs}
+        method, network = recipe.resolved_method, {"supervised": recipe.classifier_epochs or _EPOCHS}
+        return network if method == "cnn_lstm" else {"rocket": 1} if method == "rocket" else {"rocket": 1, **network}
     rounds = range(1, recipe.iterations + 1)
-    both = (("encoder", recipe.encoder_epochs), ("classifier", recipe.classifier_epochs))
+    both = (("encoder", recipe.encoder_epochs), ("classifier", recipe.classifier_epochs or _EPOCHS))
     return {f"{name}-{number}": epochs for number in rounds for name, epochs in both}
 
 
@@ -165,7 +163,7 @@ def check_evaluate(spec: Spec, inputs: Inputs) -> None:
     field, (path,) = "config.dataset_ids[0]", inputs.datasets
     assert inputs.run is not None
     with checking("config.run_id", inputs.run):
-        dim = load_run(inputs.run).module.encoder.config.dim
+        dim = load_run(inputs.run).module.dim
     with checking(field, path):
         data = open_sequences(path)
     if data.dim != dim:
@@ -174,11 +172,6 @@ def check_evaluate(spec: Spec, inputs: Inputs) -> None:
         raise Conflict(f"{field} has no labels to score against; give a corpus with labels", field=field)
 
 
-def evaluate_bytes(spec: Spec, inputs: Inputs) -> int:
-    return 2**20
-
-
-@with_progress
 def run_evaluate(task: Task) -> dict[str, Any]:
     """Score the run, and project its embeddings to the plane."""
     from brim.sequences.evaluation import evaluate, project
@@ -194,12 +187,7 @@ def run_evaluate(task: Task) -> dict[str, Any]:
     task.say("reading the corpus")
     evaluation = evaluate(run, corpus, device=task.torch_device, progress=tell)
     projection = project(run, corpus, device=task.torch_device, progress=tell_drawing)
-    places = ([round(value, 6) for value in point] for point in projection.points.tolist())
-    points = [
-        {"x": x, "y": y, "label": label, "predicted": predicted}
-        for (x, y), label, predicted in zip(places, projection.labels, projection.predicted, strict=True)
-    ]
-    write_json(task.out / EMBEDDING, {"explained": list(projection.explained), "points": points})
+    write_json(task.out / EMBEDDING, projection.as_dict())
     return {"metrics": evaluation.as_dict(), "files": [EMBEDDING]}
 
 
@@ -212,6 +200,7 @@ KINDS = (
         reads="sequences",
         config=SequenceTrainJob,
         run=run_train,
+        spread="ranks",
         estimate_bytes=train_bytes,
         check=check_train,
     ),
@@ -224,7 +213,7 @@ KINDS = (
         reads_run="sequence.train",
         config=RunOnDataset,
         run=run_evaluate,
-        estimate_bytes=evaluate_bytes,
+        estimate_bytes=lambda spec, inputs: 2**20,
         check=check_evaluate,
     ),
 )

@@ -4,7 +4,6 @@ A kind's run(task) calls the same function as the command line, in the thread it
 result, raises Stopped if it ended early because stop() said so, and raises a BrimError if it cannot continue.
 """
 
-import functools
 import math
 import threading
 import time
@@ -12,10 +11,11 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from brim.errors import BrimError, CheckpointError, ConfigError, Conflict, DatasetError
-from brim.jobs.status import KIND_NAMES, Flow, JobProgress, Spec
+from brim.jobs.status import KIND_NAMES, Flow, JobProgress, Spec, jsonable
+from brim.jobs.worker.process import cores
 
 if TYPE_CHECKING:
     from brim.engine.training import TrainProgress
@@ -62,6 +62,43 @@ class Task:
         wanted = self.spec.config.get("accelerator", "auto")
         return {"auto": self.device, "cpu": "cpu"}.get(wanted, "cuda")
 
+    @property
+    def num_devices(self) -> int:
+        """Devices that share the task; "all" on a CPU means one."""
+        wanted, on_cpu = self.spec.config.get("devices", 1), self.torch_device == "cpu"
+        available = cores() if on_cpu else max(1, len(self.gpus))
+        if wanted == "all":
+            return 1 if on_cpu else available
+        if wanted > available:
+            devices = f"{available} {'core' if on_cpu else 'GPU'}{'s' * (available > 1)}"
+            raise ConfigError(
+                f"is more than the {devices} of this machine; submit the job with fewer",
+                field="devices",
+                value=wanted,
+                code="conflict",
+            )
+        return int(wanted)
+
+    @property
+    def cluster_address(self) -> str:
+        if self.cluster is None:  # the service was started anew without it
+            raise ConfigError(
+                "the service no longer has a cluster", field="cluster", hint="have the service started with one"
+            )
+        return self.cluster
+
+    def for_member(self) -> dict[str, Any]:
+        """The arguments of a task in another process, except how it reports and stops."""
+        names = ("spec", "inputs", "out", "device", "batch_sizes", "gpus", "cluster")
+        return {name: getattr(self, name) for name in names}
+
+    def result(self, kind: str, report: Mapping[str, Any], *, stopped: bool) -> dict[str, Any]:
+        """A workload's report as the job's result: paths are left out, and the id of what it made is added."""
+        if stopped:
+            raise Stopped
+        kept = {name: value for name, value in report.items() if name not in (kind, "weights")}
+        return {**kept, f"{kind}_id": self.out.name}
+
     def report(self, progress: JobProgress) -> None:
         with self._lock:
             self.last, self._heard_s = progress, time.monotonic()
@@ -103,46 +140,26 @@ class Task:
         self.tell(progress)
 
 
-RunFunction = Callable[[Task], dict[str, Any]]
+def reporting(task: Task, run: Callable[[Task], dict[str, Any]]) -> dict[str, Any]:
+    """Run a task, with a report every second; the result, as plain JSON values.
 
-
-def with_progress(run: RunFunction) -> RunFunction:
-    """A kind's run that reports every second, waits for a previous writer to end, and returns plain JSON values."""
-
-    @functools.wraps(run)
-    def reporting(task: Task) -> dict[str, Any]:
-        with task.repeating():
-            return dict(_finite(_when_free(run, task)))
-
-    return reporting
-
-
-def _when_free(run: RunFunction, task: Task) -> dict[str, Any]:
-    """Run once the output is free: a worker that was killed a moment ago may still be writing it."""
+    Its output may be in use for a moment, by a worker that was killed and still writes.
+    """
     until_s = time.monotonic() + PATIENCE_S
-    while True:
-        try:
-            return run(task)
-        except (DatasetError, CheckpointError) as failure:
-            if failure.code != "in_use" or time.monotonic() > until_s:
-                raise
-        task.say("waiting for the previous process to end")
-        if task.stop():
-            raise Stopped
-        time.sleep(0.5)
+    with task.repeating():
+        while True:
+            try:
+                return dict(jsonable(run(task)))
+            except (DatasetError, CheckpointError) as failure:
+                if failure.code != "in_use" or time.monotonic() > until_s:
+                    raise
+            task.say("waiting for the previous process to end")
+            if task.stop():
+                raise Stopped
+            time.sleep(0.5)
 
 
 # Progress of the workloads
-
-
-class Timed(Protocol):
-    """Progress that says where its time went."""
-
-    @property
-    def seconds(self) -> float: ...
-
-    @property
-    def waiting(self) -> Mapping[str, float] | None: ...
 
 
 def counted(done: int, total: int, message: str, rate: float = 0.0, flow: Flow | None = None) -> JobProgress:
@@ -150,9 +167,8 @@ def counted(done: int, total: int, message: str, rate: float = 0.0, flow: Flow |
     return JobProgress(current=done, total=total, rate=rate, eta_s=eta_s, message=message, flow=flow)
 
 
-def flow_of(progress: Timed) -> Flow | None:
-    """Where the time went, from the workload's own progress."""
-    return None if progress.waiting is None else Flow(seconds=progress.seconds, waiting=progress.waiting)
+def flow_of(seconds: float, waiting: Mapping[str, float] | None) -> Flow | None:
+    return None if waiting is None else Flow(seconds=seconds, waiting=waiting)
 
 
 def in_training(progress: "TrainProgress", preparing: str) -> JobProgress:
@@ -170,7 +186,7 @@ def in_training(progress: "TrainProgress", preparing: str) -> JobProgress:
         rate=progress.samples_per_s,
         eta_s=progress.eta_s if math.isfinite(progress.eta_s) else None,
         message=f"epoch {min(progress.epoch + 1, progress.epochs)}/{progress.epochs}{loss}",
-        flow=flow_of(progress),
+        flow=flow_of(progress.seconds, progress.waiting),
     )
 
 
@@ -205,14 +221,3 @@ def checking(field: str, path: Path, config: Collection[str] = ()) -> Iterator[N
         if isinstance(failure, ConfigError) and failure.field in config:
             raise Conflict(text, field=data["field"]) from failure
         raise Conflict(f"{field} cannot be used: {text}", field=field) from failure
-
-
-def _finite(value: Any) -> Any:
-    """As JSON and every database take it: no NaN, no infinity, no tuple, no path."""
-    if isinstance(value, Mapping):
-        return {str(name): _finite(one) for name, one in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(one) for one in value]
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    return value.name if isinstance(value, Path) else value

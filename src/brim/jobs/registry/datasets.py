@@ -1,6 +1,6 @@
 """Datasets that no job made: checked, counted and listed.
 
-Radio datasets and images stay where they are: deleting such a dataset only removes its row. A folder of .npy sequences
+Radio datasets and images stay where they are: deleting such a dataset only removes its row. A folder of sequences
 is packed into the data directory. Images are a folder of them, or a folder with `images` and `masks` in it.
 """
 
@@ -8,7 +8,7 @@ import logging
 import shutil
 from collections.abc import Callable
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("brim")
 
-KINDS: Final = ("rf", "images", "sequences")
+KINDS: Final = ("rf", "images", "sequences", "recordings")
 IMAGES: Final = "images"
 MASKS: Final = "masks"
 
@@ -58,8 +58,7 @@ def add(
     """List the content of a path as a dataset; None if packing it was stopped."""
     path = _checked(path, data)
     if kind != "sequences" or (path / "manifest.json").is_file():
-        summary = look(path, kind)
-        return _list(catalogue, name, kind, str(path), owned=False, summary=summary)
+        return _list(catalogue, name, kind, str(path), look(path, kind))
     from brim.jobs.store import new_id
 
     id = new_id()
@@ -67,7 +66,7 @@ def add(
     if packed is None:
         return None
     try:
-        return _list(catalogue, name, kind, f"datasets/{id}", owned=True, summary=packed, id=id)
+        return _list(catalogue, name, kind, f"datasets/{id}", packed, id)
     except BaseException:
         _discard(data / "datasets" / id)
         raise
@@ -77,7 +76,8 @@ def look(path: Path, kind: "DatasetKind") -> DatasetSummary:
     """Check and count the content of a path; if it is missing, foreign or empty, raise a DatasetError."""
     if not path.is_dir():
         raise DatasetError(f"{path} is not a directory", hint=f"give {_EXPECTED[kind]}")
-    return {"rf": _look_at_rf, "images": _look_at_images, "sequences": _look_at_sequences}[kind](path)
+    looks = {"rf": _look_at_rf, "images": _look_at_images, "sequences": _look_at_sequences}
+    return looks.get(kind, _look_at_recordings)(path)
 
 
 def pack(
@@ -89,7 +89,8 @@ def pack(
     progress: Callable[["PackProgress"], None] | None = None,
     stop: Callable[[], bool] | None = None,
 ) -> DatasetSummary | None:
-    """Pack a folder of .npy sequences to DATA/datasets/ID, completely or not at all; None if stopped."""
+    """Pack a folder or file of sequences to DATA/datasets/ID, completely or not at all; None if stopped."""
+    from brim.sequences.config import SourceConfig
     from brim.sequences.corpus.packing import pack as pack_sequences
 
     unfinished, finished = data / "uploads" / f"{id}{_PACKING}", data / "datasets" / id
@@ -98,7 +99,8 @@ def pack(
         unfinished.parent.mkdir(parents=True, exist_ok=True)
         lock.take()
     try:
-        report = pack_sequences(folder, unfinished, labels=labels, progress=progress, stop=stop)
+        source = SourceConfig(device="cpu")  # the GPU is the workers' and the predictors'
+        report = pack_sequences(folder, unfinished, labels=labels, source=source, progress=progress, stop=stop)
         if not report.complete:
             return None
         with _in_words(finished):
@@ -124,11 +126,12 @@ def tidy(catalogue: "Catalogue", data: Path) -> None:
             log.warning("%s; it stays for the next start", failure)
     for file in (data / "uploads").glob(f"*{_LOCK}"):
         lock = FileLock(file)
-        with _in_words(file):
-            abandoned = lock.take()
-        if abandoned:
-            _discard(file.with_suffix(_PACKING))
-            _give_back(lock)
+        try:
+            if lock.take():
+                _discard(file.with_suffix(_PACKING))
+                _give_back(lock)
+        except OSError as failure:
+            log.warning("%s: %s; it stays for the next start", file, failure.strerror)
 
 
 def image_folders(path: Path) -> tuple[Path, Path | None]:
@@ -143,7 +146,8 @@ def image_folders(path: Path) -> tuple[Path, Path | None]:
 _EXPECTED: Final = {
     "rf": "the directory of a dataset made by {rf generate}",
     "images": "a folder of images, or one with the folders images and masks",
-    "sequences": "a folder of .npy sequences, or a corpus made by {sequence pack}",
+    "sequences": "a folder or file of sequences, or a corpus made by {sequence pack}",
+    "recordings": "a folder of recordings, with a stations.csv where they do not say where they were made",
 }
 
 
@@ -201,6 +205,23 @@ def _look_at_sequences(path: Path) -> DatasetSummary:
     return DatasetSummary(items=len(corpus), bytes=sum(entry.bytes for entry in corpus.dataset.shards), about=about)
 
 
+def _look_at_recordings(path: Path) -> DatasetSummary:
+    """Counted, not parsed: the job that measures them does that, confined."""
+    files = recording_files(path)
+    if not files:
+        raise DatasetError(f"{path} holds no recordings", hint=f"give {_EXPECTED['recordings']}")
+    with _in_words(path):
+        num_bytes = sum(file.stat().st_size for file in path.iterdir() if file.is_file())
+    return DatasetSummary(items=len(files), bytes=num_bytes, about={"stations": (path / "stations.csv").is_file()})
+
+
+def recording_files(path: Path) -> list[Path]:
+    """The recordings of a folder by name; a SigMF recording counts by its metadata."""
+    with _in_words(path):
+        files = sorted(file for file in path.iterdir() if file.is_file() and not file.name.startswith("."))
+    return [file for file in files if file.suffix not in (".sigmf-data", ".csv", ".json")]
+
+
 # Helpers
 
 
@@ -217,27 +238,11 @@ def _checked(path: Path, data: Path) -> Path:
 
 
 def _list(
-    catalogue: "Catalogue",
-    name: str,
-    kind: "DatasetKind",
-    path: str,
-    *,
-    owned: bool,
-    summary: DatasetSummary,
-    id: str | None = None,
+    catalogue: "Catalogue", name: str, kind: "DatasetKind", path: str, summary: DatasetSummary, id: str | None = None
 ) -> "DatasetRow":
+    """List a dataset; one with an id is ours."""
     try:
-        return catalogue.datasets.add(
-            name=name,
-            kind=kind,
-            path=path,
-            owned=owned,
-            items=summary.items,
-            bytes=summary.bytes,
-            about=summary.about,
-            state=summary.state,
-            id=id,
-        )
+        return catalogue.datasets.add(name=name, kind=kind, path=path, owned=id is not None, id=id, **asdict(summary))
     except Conflict as failure:
         raise Conflict(f"{path}: {failure}") from failure
 

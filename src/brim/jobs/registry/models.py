@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from brim.errors import CheckpointError, ConfigError, StorageError
+from brim.errors import CheckpointError, ConfigError, Conflict, StorageError
 from brim.jobs.kinds import KINDS
-from brim.jobs.registry.outputs import run_output
+from brim.jobs.registry.outputs import read_json, run_output
+from brim.segmentation.config import NETWORKS
 
 if TYPE_CHECKING:
     from torch import nn
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from brim.jobs.store import Catalogue, ModelKind, ModelRow, RunRow
 
 NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+HUB_CONFIG = "config.json"
 _RUN_JSON = "run.json"  # of locators and of sequence runs; those of segmentation have a config.json
 
 
@@ -44,7 +46,7 @@ def add(
         raise StorageError(f"{path}: {failure.strerror}; check its permissions") from failure
     if not there:
         raise CheckpointError(f"{path} does not exist; give the directory of a run or a file of weights")
-    summary = look(path, network)
+    summary = look(path, network, may_run_code=True)
     if stop():
         return None
     return catalogue.models.put(
@@ -52,20 +54,38 @@ def add(
     )  # fmt: skip
 
 
+def put_run(
+    catalogue: "Catalogue", run: "RunRow", *, name: str, path: Path, summary: ModelSummary
+) -> tuple["ModelRow", bool]:
+    """List the model that a run trained, and whether it replaced another of its name.
+
+    path     the run's directory, absolute
+    summary  what `look` finds there
+    """
+    about = {**summary.about, "run_id": run.id, "run_name": run.name}
+    return catalogue.models.put(name=name, kind=summary.kind, network=summary.network, path=str(path), about=about)
+
+
+def check_trained(run: "RunRow") -> None:
+    """Raise Conflict while the weights of a run still change."""
+    if run.state == "training":
+        raise Conflict(f'the run "{run.name}" is still training', hint="wait for its job, or cancel it")
+
+
 def check_name(name: str) -> None:
     """Reject a name that could not stand in a URL or a form as it is."""
     if not NAME.fullmatch(name):
-        raise ConfigError(
-            f"NAME {name!r} must be 1 to 100 letters, digits, dots, - or _, and begin with a letter or digit"
-        )
+        text = "must be 1 to 100 letters, digits, dots, - or _, and begin with a letter or digit"
+        raise ConfigError(f"NAME {name!r} {text}", field="name", code="unknown_choice")
 
 
-def look(path: Path, network: str | None = None) -> ModelSummary:
+def look(path: Path, network: str | None = None, *, may_run_code: bool = False) -> ModelSummary:
     """Find out what a run or a file is of, and load it; what is missing, foreign or damaged is an error that says so.
 
-    network  what a file of weights is of; a run says that itself
+    network       what a file of weights is of; a run says that itself
+    may_run_code  whether a network may come from a file that it or the run names; only the administrator says so
     """
-    kind = _said_kind(path / _RUN_JSON) if path.is_dir() else None
+    kind = _said_kind(path) if path.is_dir() else None
     if kind in _OTHERS:
         if network is not None:
             raise ConfigError(
@@ -75,17 +95,26 @@ def look(path: Path, network: str | None = None) -> ModelSummary:
                 code="conflict",
                 hint="omit {network}",
             )
+        about = read_json(path / _RUN_JSON) or read_json(path / HUB_CONFIG) or {}
+        if about.get("network") and not may_run_code:
+            raise ConfigError(
+                f"{path.name} was trained with code, which only the administrator may load", field="network"
+            )
         return _OTHERS[kind](path)
-    return _look_segment(path, network)
+    return _look_segment(path, network, may_run_code)
 
 
-def _look_segment(path: Path, network: str | None) -> ModelSummary:
-    from brim.jobs.kinds.segment import trained_model
-    from brim.segmentation.networks import create_model, find_weights, load_weights, model_names
+def _look_segment(path: Path, network: str | None, may_run_code: bool) -> ModelSummary:
+    from brim.engine.networks import is_program, is_reference
+    from brim.segmentation.config import bring, source_named
+    from brim.segmentation.networks import find_weights, load_model, model_names, network_of, recall
 
     find_weights(path)  # first: what is missing is said before what it is of is asked
     known = ", ".join(model_names())
-    trained = trained_model(path) if path.is_dir() else None
+    if may_run_code and network is not None and is_reference(network):
+        network = bring(network)
+    says = path.is_dir() or is_program(path)
+    trained = (recall if may_run_code and network is None else network_of)(path) if says else None
     if network is not None and network not in model_names():
         raise ConfigError(f"is unknown; choose one of {known}", field="network", value=network, code="unknown_choice")
     if network is None and trained is None:
@@ -95,15 +124,18 @@ def _look_segment(path: Path, network: str | None) -> ModelSummary:
             code="missing",
             hint=f"add {{network}}, one of {known}",
         )
-    if network is not None and trained is not None and network != trained:
+    if network is not None and trained is not None and network != trained and trained in NETWORKS:
         raise ConfigError(
             f"but {path} is a run of {trained}", field="network", value=network, code="conflict", hint="omit {network}"
         )
     named = network or trained
     assert named is not None
-    module = create_model(named)
-    load_weights(module, path)
-    return ModelSummary(kind="segment", network=named, about=_size(module))
+    module = load_model(named, path)
+    source = source_named(named)
+    if source is None:
+        return ModelSummary(kind="segment", network=named, about=_size(module))
+    about = {**_size(module), "source": source.as_dict()}
+    return ModelSummary(kind="segment", network=source.name, about=about)
 
 
 def _look_locator(path: Path) -> ModelSummary:
@@ -114,24 +146,31 @@ def _look_locator(path: Path) -> ModelSummary:
 
 def _look_classifier(path: Path) -> ModelSummary:
     from brim.sequences.evaluation.runs import load_run
+    from brim.sequences.rocket import Rocket, RocketBlend
 
     run = load_run(path)
     about = {"classes": list(run.about["classes"]), "mode": run.about["mode"]}
-    return ModelSummary(kind="classify", network="cnn_lstm", about={**_size(run.module), **about})
+    names = {Rocket: "rocket", RocketBlend: "rocket + cnn_lstm"}
+    network = names.get(type(run.module), "cnn_lstm")
+    if isinstance(run.about.get("network"), dict):
+        network, about = str(run.about["network"]["name"]), {**about, "source": run.about["network"]}
+    return ModelSummary(kind="classify", network=network, about={**_size(run.module), **about})
 
 
-_OTHERS: Final[dict[str, Callable[[Path], ModelSummary]]] = {
-    "rf-locator": _look_locator,
-    "sequence-train": _look_classifier,
-}
+_OTHERS: Final = {"rf-locator": _look_locator, "sequence-train": _look_classifier}
 
 
 def _size(module: "nn.Module") -> dict[str, Any]:
-    return {"parameters": sum(parameter.numel() for parameter in module.parameters())}
+    trained = sum(parameter.numel() for parameter in module.parameters())
+    return {"parameters": trained or sum(buffer.numel() for buffer in module.buffers())}  # solved for, not trained
 
 
-def _said_kind(file: Path) -> str | None:
-    """The kind in a run.json; None if there is no such file."""
+def _said_kind(path: Path) -> str | None:
+    """The kind in a run.json, or in the config.json of a folder that was shared; None for segmentation."""
+    if not (path / _RUN_JSON).is_file() and (path / HUB_CONFIG).is_file():
+        value = read_json(path / HUB_CONFIG) or {}
+        return value["kind"] if value.get("kind") in _OTHERS else None
+    file = path / _RUN_JSON
     try:
         value = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -149,15 +188,26 @@ def _said_kind(file: Path) -> str | None:
 # Training runs
 
 
-def add_run(catalogue: "Catalogue", *, name: str, path: Path, kind: str, config: Mapping[str, Any]) -> "RunRow":
+def add_run(
+    catalogue: "Catalogue",
+    *,
+    name: str,
+    path: Path,
+    kind: str,
+    config: Mapping[str, Any],
+    scores: Mapping[str, Any] | None = None,
+) -> "RunRow":
     """List the run in a directory, which stays where it is; one that is listed already is returned as it is.
 
     kind    of the job that would have made it, such as rf.train
     config  of that job; what is left out is its default
+    scores  what its evaluation measured
     """
     path = path.resolve()
     output = run_output(path)
     if not output.items:
         raise CheckpointError(f"{path} holds no checkpoint; give the directory of a run that has been trained")
     resolved = KINDS[kind].resolve(dict(config))
-    return catalogue.runs.add(name=name, kind=kind, path=str(path), config=resolved, summary=output.about)
+    return catalogue.runs.add(
+        name=name, kind=kind, path=str(path), config=resolved, summary={**output.about, **(scores or {})}
+    )

@@ -4,6 +4,7 @@ Used when a job ends, stops or is given up, by workers and by the supervisor, wh
 """
 
 import json
+import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
@@ -16,37 +17,51 @@ ERRORS: Final = "errors.json"  # of rf.evaluate: estimated and true positions
 EMBEDDING: Final = "embedding.json"  # of sequence.evaluate: sequences as points in the plane
 LAST: Final = ("last", ".last.old")  # a checkpoint, and where it is between the two renames that replace it
 
+_log = logging.getLogger("brim.jobs")
+
 
 def output_of(data: Path, job: JobRow) -> Output:
-    """Items and bytes of a job's dataset, or steps of its run; items=0 if nothing was written."""
-    out = data / job.out
-    if job.makes == "dataset":
-        manifest = read_json(out / "manifest.json") or {}
-        shards = manifest.get("shards") or []
-        num_bytes = sum(int(shard["bytes"]) for shard in shards)
-        about = {"config": manifest.get("config"), "shards": len(shards)}  # as of datasets that people bring
-        return Output(items=int(manifest.get("items", 0)), bytes=num_bytes, about=about)
-    return run_output(out) if job.makes == "run" else Output(items=0)
+    """Items and bytes of a job's dataset, or steps of its run; items=0 if nothing was written.
+
+    Whatever its files hold, this never fails: people must be able to stop a job, and other jobs to go on.
+    """
+    if job.makes == "result":
+        return Output(items=0)
+    try:
+        return _dataset_output(data / job.out) if job.makes == "dataset" else run_output(data / job.out)
+    except Exception as failure:
+        _log.warning("what job %s has written cannot be read: %s: %s", job.id, type(failure).__name__, failure)
+        return Output(items=None)
+
+
+def _dataset_output(out: Path) -> Output:
+    try:
+        manifest = json.loads((out / "manifest.json").read_bytes())
+    except FileNotFoundError:
+        return Output(items=0)
+    shards = manifest.get("shards") or []
+    num_bytes = sum(_count(shard["bytes"]) for shard in shards)
+    about = {"config": manifest.get("config"), "shards": len(shards)}  # as of datasets that people bring
+    return Output(items=_count(manifest["items"]), bytes=num_bytes, about=about)
 
 
 def run_output(out: Path) -> Output:
     """Steps and bytes of the run in a directory; items=0 if there is none."""
-    states = [state for file in _checkpoints(out) if (state := read_json(file))]
+    files = [file for name in LAST for file in out.glob(f"*/{name}/state.json")]  # the last checkpoints of all phases
+    states = [state for file in sorted(files, key=_written_at) if (state := read_json(file))]
     if not states:
         return Output(items=0)
-    return Output(items=max(1, int(states[-1].get("step", 0))), bytes=used_bytes(out), about=_summary(states[-1]))
+    state = states[-1]
+    about = {name: state.get(name) for name in ("phase", "epoch", "step")}
+    about["best_val_loss"] = (state.get("best") or {}).get("val_loss")
+    return Output(items=max(1, _count(state.get("step", 0))), bytes=used_bytes(out), about=about)
 
 
-def _summary(state: dict[str, Any]) -> dict[str, Any]:
-    best = state.get("best") or {}
-    place = {"phase": state.get("phase"), "epoch": state.get("epoch"), "step": state.get("step")}
-    return {**place, "best_val_loss": best.get("val_loss")}
-
-
-def _checkpoints(out: Path) -> list[Path]:
-    """State files of the last checkpoints of all phases, in the order in which they were written."""
-    files = [file for name in LAST for file in out.glob(f"*/{name}/state.json")]
-    return sorted(files, key=_written_at)
+def _count(value: Any) -> int:
+    """A count that databases can hold."""
+    if not isinstance(value, int) or not 0 <= value < 2**63:
+        raise ValueError(f"{str(value)[:60]} is no count")
+    return value
 
 
 def _written_at(file: Path) -> float:
@@ -74,6 +89,6 @@ def read_json(file: Path) -> dict[str, Any] | None:
     """The JSON object in a file; None where the file is missing or damaged."""
     try:
         value = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return None
     return value if isinstance(value, dict) else None

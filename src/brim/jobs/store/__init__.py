@@ -1,9 +1,9 @@
 """The catalogue: what people see of jobs, datasets, runs and models. The only home of the database toolkit."""
 
-from brim.jobs.store.catalogue import Catalogue, ModelTable
-from brim.jobs.store.engine import to_json, upgrade
+from brim.jobs.store.catalogue import Catalogue, ModelTable, RunTable
+from brim.jobs.store.engine import RowPage, to_json, upgrade
 from brim.jobs.store.jobs import EventTable
-from brim.jobs.store.rows import (
+from brim.jobs.store.tables import (
     DatasetKind,
     DatasetRow,
     DatasetState,
@@ -13,7 +13,6 @@ from brim.jobs.store.rows import (
     ModelKind,
     ModelRow,
     Output,
-    RowPage,
     RunRow,
     is_id,
     new_id,
@@ -34,6 +33,7 @@ __all__ = [
     "Output",
     "RowPage",
     "RunRow",
+    "RunTable",
     "is_id",
     "new_id",
     "to_json",

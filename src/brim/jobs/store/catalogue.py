@@ -7,24 +7,28 @@ from typing import Any, Self
 import sqlalchemy as sa
 
 from brim.errors import Conflict, NotFound
-from brim.jobs.store.engine import clean, insert_for, open_engine, reading, writing
+from brim.jobs.status import clean
+from brim.jobs.store.engine import RowPage, RowTable, fetch, insert_for, open_engine, reading, row_of, writing
 from brim.jobs.store.jobs import EventTable, JobTable
 from brim.jobs.store.links import check_unread
-from brim.jobs.store.rows import (
+from brim.jobs.store.tables import (
     DatasetKind,
     DatasetRow,
     DatasetState,
     DeviceRow,
     ModelKind,
     ModelRow,
-    RowPage,
     RunRow,
+    datasets,
+    devices,
     is_id,
+    meta,
+    models,
     new_id,
-    page_of,
-    row_of,
+    runs,
 )
-from brim.jobs.store.tables import datasets, devices, meta, models, runs
+
+_OWNER = sa.select(meta.c.value).where(meta.c.key == "installation")
 
 
 class Catalogue:
@@ -58,24 +62,27 @@ class Catalogue:
         with reading(self._engine) as connection:
             connection.execute(sa.select(meta.c.key).limit(1)).all()
 
+    def owner(self) -> str | None:
+        """The installation that claimed this catalogue, if any."""
+        with reading(self._engine) as connection:
+            return connection.execute(_OWNER).scalar_one_or_none()
+
     def claim(self, installation: str) -> str:
         """The installation that owns this catalogue: this one, unless another claimed it first."""
         with writing(self._engine) as connection:
             insert = insert_for(connection)(meta).values(key="installation", value=installation)
             connection.execute(insert.on_conflict_do_nothing(index_elements=["key"]))
-            owner = connection.execute(sa.select(meta.c.value).where(meta.c.key == "installation")).scalar_one()
-            return str(owner)
+            return str(connection.execute(_OWNER).scalar_one())
 
 
-class DatasetTable:
+class DatasetTable(RowTable[DatasetRow]):
     """All datasets.
 
     Deleting takes two steps: `retire` marks a dataset that nothing uses, then its files are removed, then `forget`
     drops the row. A process killed in between leaves a row that `retired` lists.
     """
 
-    def __init__(self, engine: sa.Engine) -> None:
-        self._engine = engine
+    table, row = datasets, DatasetRow
 
     def add(
         self,
@@ -91,50 +98,31 @@ class DatasetTable:
         state: DatasetState = "ready",
     ) -> DatasetRow:
         """List a dataset that no job made; Conflict if its path is already listed."""
-        values = {
-            "id": id or new_id(),
-            "name": clean(name),
-            "kind": kind,
-            "state": state,
-            "path": path,
-            "owned": owned,
-            "items": items,
-            "bytes": bytes,
-            "about": dict(about or {}),
-            "created_at": time.time(),
-        }
+        values = {"id": id or new_id(), "name": clean(name), "kind": kind, "state": state, "path": path, "owned": owned}
+        values |= {"items": items, "bytes": bytes, "about": dict(about or {}), "created_at": time.time()}
         with writing(self._engine) as connection:
             query = sa.select(datasets.c.name, datasets.c.id).where(datasets.c.path == path)
             if known := connection.execute(query).first():
                 raise Conflict(f'it is listed already, as "{known.name}" with the id {known.id}')
             return row_of(DatasetRow, connection.execute(sa.insert(datasets).values(values).returning(datasets)).one())
 
-    def get(self, id: str) -> DatasetRow | None:
-        if not is_id(id):
-            return None
-        with reading(self._engine) as connection:
-            row = connection.execute(sa.select(datasets).where(datasets.c.id == id)).one_or_none()
-            return None if row is None else row_of(DatasetRow, row)
-
     def named(self, name: str) -> list[DatasetRow]:
         """The datasets of that name, oldest first: names need not be unique."""
-        return self._list(datasets.c.name == clean(name))
+        return self._all(datasets.c.name == clean(name))
 
     def page(self, *, kind: str | None = None, page: int = 1, per_page: int = 50) -> RowPage[DatasetRow]:
         """One page of datasets, newest first, without those being deleted."""
         where = [datasets.c.state != "deleting"]
         where += [datasets.c.kind == clean(kind)] if kind is not None else []
-        with reading(self._engine) as connection:
-            return page_of(connection, datasets, DatasetRow, where, page, per_page)
+        return self._page(where, page, per_page)
 
     def retire(self, id: str) -> DatasetRow:
         """Mark a dataset that nothing writes or reads for deletion; otherwise Conflict or NotFound."""
         with writing(self._engine) as connection:
             query = sa.select(datasets).where(datasets.c.id == id).with_for_update()
-            row = connection.execute(query).one_or_none() if is_id(id) else None
-            if row is None:
+            dataset = fetch(connection, DatasetRow, query) if is_id(id) else None
+            if dataset is None:
                 raise NotFound("no dataset has this id", hint="{datasets list} shows all datasets")
-            dataset = row_of(DatasetRow, row)
             if dataset.state == "writing":
                 raise Conflict(f'the dataset "{dataset.name}" is still being written; cancel its job first')
             check_unread(connection, id)
@@ -143,7 +131,7 @@ class DatasetTable:
 
     def retired(self) -> list[DatasetRow]:
         """Datasets whose deletion has begun and is not complete."""
-        return self._list(datasets.c.state == "deleting")
+        return self._all(datasets.c.state == "deleting")
 
     def forget(self, id: str) -> bool:
         """Drop the row of a dataset that was retired."""
@@ -151,49 +139,35 @@ class DatasetTable:
             gone = sa.delete(datasets).where(datasets.c.id == id, datasets.c.state == "deleting")
             return connection.execute(gone).rowcount == 1
 
-    def _list(self, *where: sa.ColumnElement[bool]) -> list[DatasetRow]:
-        with reading(self._engine) as connection:
-            rows = connection.execute(sa.select(datasets).where(*where).order_by(datasets.c.number))
-            return [row_of(DatasetRow, row) for row in rows]
 
-
-class RunTable:
-    def __init__(self, engine: sa.Engine) -> None:
-        self._engine = engine
+class RunTable(RowTable[RunRow]):
+    table, row = runs, RunRow
 
     def add(self, *, name: str, kind: str, path: str, config: Mapping[str, Any], summary: Mapping[str, Any]) -> RunRow:
         """List a finished run that no job made; if its path is already listed, return that run."""
-        values = {
-            "id": new_id(),
-            "name": clean(name),
-            "kind": kind,
-            "state": "ready",
-            "path": path,
-            "config": dict(config),
-            "summary": dict(summary),
-            "created_at": time.time(),
-        }
+        values: dict[str, Any] = {"id": new_id(), "name": clean(name), "kind": kind, "state": "ready", "path": path}
+        values |= {"config": dict(config), "summary": dict(summary), "created_at": time.time()}
         with writing(self._engine) as connection:
             known = connection.execute(sa.select(runs).where(runs.c.path == path)).first()
-            row = known or connection.execute(sa.insert(runs).values(values).returning(runs)).one()
-            return row_of(RunRow, row)
+            return row_of(RunRow, known or connection.execute(sa.insert(runs).values(values).returning(runs)).one())
 
-    def get(self, id: str) -> RunRow | None:
-        if not is_id(id):
-            return None
-        with reading(self._engine) as connection:
-            row = connection.execute(sa.select(runs).where(runs.c.id == id)).one_or_none()
-            return None if row is None else row_of(RunRow, row)
+    def page(
+        self, *, kind: str | None = None, name: str | None = None, page: int = 1, per_page: int = 50
+    ) -> RowPage[RunRow]:
+        """One page of runs, newest first; name matches a part of theirs, ignoring case."""
+        where = [] if kind is None else [runs.c.kind == clean(kind)]
+        where += [runs.c.name.icontains(clean(name), autoescape=True)] if name is not None else []
+        return self._page(where, page, per_page)
 
-    def page(self, *, kind: str | None = None, page: int = 1, per_page: int = 50) -> RowPage[RunRow]:
-        where = [runs.c.kind == clean(kind)] if kind is not None else []
-        with reading(self._engine) as connection:
-            return page_of(connection, runs, RunRow, where, page, per_page)
+    def remark(self, id: str, remarks: Mapping[str, Any]) -> RunRow | None:
+        """Replace the tags and notes of a run."""
+        with writing(self._engine) as connection:
+            change = sa.update(runs).where(runs.c.id == id).values(remarks=dict(remarks)).returning(runs)
+            return fetch(connection, RunRow, change)
 
 
-class ModelTable:
-    def __init__(self, engine: sa.Engine) -> None:
-        self._engine = engine
+class ModelTable(RowTable[ModelRow]):
+    table, row = models, ModelRow
 
     def put(
         self, *, name: str, kind: ModelKind, network: str, path: str, about: Mapping[str, Any] | None = None
@@ -207,14 +181,10 @@ class ModelTable:
             return row_of(ModelRow, row), gone > 0
 
     def get(self, name: str) -> ModelRow | None:
-        with reading(self._engine) as connection:
-            row = connection.execute(sa.select(models).where(models.c.name == clean(name))).one_or_none()
-            return None if row is None else row_of(ModelRow, row)
+        return self._one(models.c.name == clean(name))
 
     def all(self) -> list[ModelRow]:
-        with reading(self._engine) as connection:
-            rows = connection.execute(sa.select(models).order_by(models.c.name))
-            return [row_of(ModelRow, row) for row in rows]
+        return sorted(self._all(), key=lambda model: model.name)
 
     def remove(self, name: str) -> bool:
         """Remove a model; whether there was one."""
@@ -222,21 +192,17 @@ class ModelTable:
             return connection.execute(sa.delete(models).where(models.c.name == clean(name))).rowcount == 1
 
 
-class DeviceTable:
-    def __init__(self, engine: sa.Engine) -> None:
-        self._engine = engine
+class DeviceTable(RowTable[DeviceRow]):
+    table, row = devices, DeviceRow
 
     def put(self, worker: str, info: Mapping[str, Any]) -> None:
-        """Store a worker's device."""
         values = {"info": dict(info), "at": time.time()}
         with writing(self._engine) as connection:
             insert = insert_for(connection)(devices).values(worker=worker, **values)
             connection.execute(insert.on_conflict_do_update(index_elements=["worker"], set_=values))
 
     def all(self) -> list[DeviceRow]:
-        with reading(self._engine) as connection:
-            rows = connection.execute(sa.select(devices).order_by(devices.c.worker))
-            return [row_of(DeviceRow, row) for row in rows]
+        return self._all()
 
     def clear(self) -> None:
         """Remove all, before workers start: a worker of an earlier start may not come back."""

@@ -4,25 +4,28 @@ A database that does not answer raises `Unavailable`.
 """
 
 import json
-import math
 import sqlite3
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Generic, TypeVar
 
 import sqlalchemy as sa
 from sqlalchemy.dialects import postgresql, sqlite
-from sqlalchemy.exc import ArgumentError, InterfaceError, NoSuchModuleError, OperationalError, ProgrammingError
+from sqlalchemy.exc import ArgumentError, DatabaseError, InterfaceError, NoSuchModuleError, OperationalError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 from sqlalchemy.pool import ConnectionPoolEntry
 
-from brim.errors import ConfigError, Unavailable
-from brim.jobs.store.tables import SCHEMA
+from brim.errors import ConfigError, Conflict, Unavailable
+from brim.jobs.durable import check_file, is_damaged
+from brim.jobs.status import jsonable
+from brim.jobs.store.tables import ID_LENGTH, ID_LETTERS, MIN_ID, SCHEMA, is_id, metadata
 
 VERSION_TABLE: Final = "brim_version"
+_Row = TypeVar("_Row")
 
 _LOCK = 0x6272696D  # "brim": PostgreSQL's advisory lock, so that two starts do not migrate at once
 _BUSY_MS = 30_000  # how long a writer waits for another's transaction; ours take milliseconds
@@ -83,14 +86,20 @@ def upgrade(url: str) -> None:
     with ExitStack() as stack:
         stack.callback(engine.dispose)
         connection = stack.enter_context(writing(engine))
-        if connection.dialect.name == "postgresql":
+        if connection.dialect.name == "sqlite":
+            check_file(connection.exec_driver_sql)
+        else:
             connection.execute(sa.select(sa.func.pg_advisory_xact_lock(_LOCK)))
             connection.execute(sa.schema.CreateSchema(SCHEMA, if_not_exists=True))
         config = Config()
         config.set_main_option("script_location", str(Path(__file__).parent / "migrations").replace("%", "%%"))
         config.attributes["connection"] = connection  # read by migrations/env.py
         try:
-            command.upgrade(config, "head")
+            if sa.inspect(connection).has_table(VERSION_TABLE):
+                command.upgrade(config, "head")
+            else:
+                metadata.create_all(connection)
+                command.stamp(config, "head")
         except CommandError as failure:
             raise Unavailable(
                 f"the catalogue's database is of a version that this brim does not know ({failure}); "
@@ -100,12 +109,81 @@ def upgrade(url: str) -> None:
 
 def to_json(value: Any) -> str:
     """Standard JSON: numbers that are not finite become null."""
-    return json.dumps(_finite(value), allow_nan=False)
+    return json.dumps(jsonable(value), allow_nan=False)
 
 
-def clean(text: str) -> str:
-    """Text that both databases can store: no NUL, no lone surrogate."""
-    return text.replace("\0", "").encode("utf-8", "replace").decode()
+# Rows
+
+
+@dataclass(frozen=True, slots=True)
+class RowPage(Generic[_Row]):
+    """One page of a list, newest first."""
+
+    rows: list[_Row]
+    page: int  # from 1
+    per_page: int
+    total: int  # rows on all pages
+
+    @property
+    def pages(self) -> int:
+        """At least 1: an empty list is one empty page."""
+        return max(1, -(-self.total // self.per_page))
+
+
+def row_of(kind: type[_Row], row: sa.Row[Any]) -> _Row:
+    values = row._mapping
+    return kind(**{each.name: values[each.name] for each in fields(kind)})  # type: ignore[arg-type]  # all are dataclasses
+
+
+class RowTable(Generic[_Row]):
+    """A table whose rows are given out as frozen values; every method is one transaction."""
+
+    table: sa.Table
+    row: type[_Row]
+
+    def __init__(self, engine: sa.Engine) -> None:
+        self._engine = engine
+
+    def get(self, id: str) -> _Row | None:
+        return self._one(self.table.c.id == id) if is_id(id) else None
+
+    def find(self, text: str) -> _Row | None:
+        """The row whose id is this text, or begins with it; Conflict if several do."""
+        if not MIN_ID <= len(text) < ID_LENGTH or set(text) - ID_LETTERS:
+            return self.get(text)
+        with reading(self._engine) as connection:
+            query = sa.select(self.table).where(self.table.c.id.startswith(text)).limit(2)
+            rows = [row_of(self.row, row) for row in connection.execute(query)]
+        if len(rows) > 1:
+            raise Conflict(f"several ids begin with {text}; give more of the id")
+        return rows[0] if rows else None
+
+    def _one(self, *where: sa.ColumnElement[bool]) -> _Row | None:
+        with reading(self._engine) as connection:
+            return fetch(connection, self.row, sa.select(self.table).where(*where))
+
+    def _all(self, *where: sa.ColumnElement[bool]) -> list[_Row]:
+        with reading(self._engine) as connection:
+            query = sa.select(self.table).where(*where).order_by(*self.table.primary_key.columns)
+            return [row_of(self.row, row) for row in connection.execute(query)]
+
+    def _page(self, where: Sequence[sa.ColumnElement[bool]], page: int, per_page: int) -> RowPage[_Row]:
+        """A page, newest first; one beyond the end is empty."""
+        first = (page - 1) * per_page
+        rows: list[_Row] = []
+        with reading(self._engine) as connection:
+            total = connection.execute(sa.select(sa.func.count()).select_from(self.table).where(*where)).scalar_one()
+            if 0 <= first < total:  # else the number may be larger than the database can count
+                query = sa.select(self.table).where(*where).order_by(self.table.c.number.desc())
+                query = query.limit(per_page).offset(first)
+                rows = [row_of(self.row, row) for row in connection.execute(query)]
+        return RowPage(rows, page, per_page, total)
+
+
+def fetch(connection: sa.Connection, kind: type[_Row], query: sa.Executable) -> _Row | None:
+    """The row that a query gives, if any."""
+    row = connection.execute(query).one_or_none()
+    return None if row is None else row_of(kind, row)
 
 
 # Helpers
@@ -125,18 +203,6 @@ def _parse(url: str) -> sa.URL:
 
 
 _FORMS = "give postgresql://USER:PASSWORD@HOST:PORT/NAME or sqlite:///FILE"
-
-
-def _finite(value: Any) -> Any:
-    match value:
-        case float():
-            return value if math.isfinite(value) else None
-        case dict():
-            return {key: _finite(item) for key, item in value.items()}
-        case list() | tuple():
-            return [_finite(item) for item in value]
-        case _:
-            return value
 
 
 def _set_up_sqlite(connection: Any, _entry: ConnectionPoolEntry) -> None:
@@ -189,12 +255,11 @@ def _answering() -> Iterator[None]:
     """Connection errors become `Unavailable`; the driver's text, which names hosts, stays in the cause."""
     try:
         yield
-    except (OperationalError, InterfaceError, PoolTimeout) as failure:
-        raise Unavailable(_reason(failure) or "the catalogue's database does not answer; try again soon") from failure
-    except ProgrammingError as failure:
-        if reason := _reason(failure):
-            raise Unavailable(reason) from failure
-        raise
+    except (DatabaseError, sqlite3.Error, PoolTimeout) as failure:
+        reason = _reason(failure)
+        if reason is None and not isinstance(failure, OperationalError | InterfaceError | sqlite3.Error | PoolTimeout):
+            raise
+        raise Unavailable(reason or "the catalogue's database does not answer; try again soon") from failure
 
 
 def _reason(failure: Exception) -> str | None:
@@ -204,4 +269,9 @@ def _reason(failure: Exception) -> str | None:
         return "the catalogue's database has no tables yet; start the service once, which creates them"
     if "disk is full" in text or "DiskFull" in text:
         return "the disk of the catalogue's database is full; free some space"
+    if is_damaged(text):
+        return (
+            "the catalogue's database is damaged; restore catalogue.sqlite from a copy, or move it and jobs.sqlite "
+            "away to begin with an empty catalogue"
+        )
     return None

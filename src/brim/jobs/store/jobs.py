@@ -7,16 +7,28 @@ changes in the same transaction as the job.
 
 import time
 from collections.abc import Collection, Mapping
-from typing import Any, Final, TypedDict, Unpack
+from dataclasses import asdict
+from typing import Any, Final
 
 import sqlalchemy as sa
 
 from brim.errors import ConfigError, Conflict, NotFound, TooMany
-from brim.jobs.status import FINISHED, RESUMABLE, UNFINISHED, JobProgress, JobStatus, Spec, Wanted
-from brim.jobs.store.engine import clean, insert_for, reading, writing
+from brim.jobs.status import FINISHED, RESUMABLE, UNFINISHED, JobProgress, JobStatus, Spec, Wanted, clean
+from brim.jobs.store.engine import RowPage, RowTable, fetch, insert_for, reading, row_of, writing
 from brim.jobs.store.links import begin_output, check_inputs, check_unread, end_output, note_uses
-from brim.jobs.store.rows import EventKind, EventRow, JobRow, Makes, Output, RowPage, is_id, new_id, page_of, row_of
-from brim.jobs.store.tables import events, jobs, uses
+from brim.jobs.store.tables import (
+    EventKind,
+    EventRow,
+    JobRow,
+    Makes,
+    Output,
+    events,
+    is_id,
+    is_lost,
+    jobs,
+    new_id,
+    uses,
+)
 
 STOPPING: Final = "stopping"
 KEEP: Final = 2000  # newest events kept of each job; those of its status are never dropped
@@ -24,18 +36,8 @@ _PRUNE_EVERY: Final = 100
 _MAX_SEQ: Final = 2**31 - 1
 
 
-class Changes(TypedDict, total=False):
-    wanted: Wanted
-    worker: str
-    message: str
-    error: str
-    failure: Mapping[str, Any] | None
-    result: Mapping[str, Any]
-
-
-class JobTable:
-    def __init__(self, engine: sa.Engine) -> None:
-        self._engine = engine
+class JobTable(RowTable[JobRow]):
+    table, row = jobs, JobRow
 
     def submit(
         self,
@@ -47,6 +49,7 @@ class JobTable:
         reads: str | None = None,
         reads_run: str | None = None,
         limit: int | None = None,
+        submitted_by: str | None = None,
     ) -> tuple[JobRow, bool]:
         """Note a job with the dataset or run it will make; a key seen before gives its job, and False.
 
@@ -60,7 +63,7 @@ class JobTable:
             check_inputs(connection, inputs, reads, reads_run)
             if limit is not None and _count_unfinished(connection) >= limit:
                 raise TooMany(f"{limit} jobs are waiting or running, which is the limit; try again when some are done")
-            made = _insert(connection, spec, key_hash, inputs, makes)
+            made = _insert(connection, spec, key_hash, inputs, makes, submitted_by)
             if made is None:  # another client's transaction with the same key came first
                 known = _by_key(connection, key_hash or "")
                 assert known is not None
@@ -75,16 +78,9 @@ class JobTable:
         with reading(self._engine) as connection:
             check_inputs(connection, inputs, reads, reads_run)
 
-    def get(self, id: str) -> JobRow | None:
-        if not is_id(id):
-            return None
-        with reading(self._engine) as connection:
-            return _get(connection, id)
-
     def of_key(self, key_hash: str) -> JobRow | None:
         """The job that was submitted with this idempotency key, or None."""
-        with reading(self._engine) as connection:
-            return _by_key(connection, key_hash)
+        return self._one(jobs.c.key_hash == key_hash)
 
     def page(
         self,
@@ -95,24 +91,18 @@ class JobTable:
         page: int = 1,
         per_page: int = 50,
     ) -> RowPage[JobRow]:
-        """One page of jobs, newest first; name matches a part of theirs, ignoring case."""
-        where = [jobs.c.status == clean(status)] if status is not None else []
+        """One page of jobs, newest first, by their shown status; name matches a part of theirs, ignoring case."""
+        where = [_is_shown(clean(status))] if status is not None else []
         where += [jobs.c.kind == clean(kind)] if kind is not None else []
         where += [jobs.c.name.icontains(clean(name), autoescape=True)] if name is not None else []
-        with reading(self._engine) as connection:
-            return page_of(connection, jobs, JobRow, where, page, per_page)
+        return self._page(where, page, per_page)
 
     def unfinished(self) -> list[JobRow]:
-        """Queued and running jobs, oldest first."""
-        return self._list(jobs.c.status.in_(UNFINISHED))
+        return self._all(jobs.c.status.in_(UNFINISHED))
 
     def of_worker(self, worker: str) -> list[JobRow]:
         """Jobs that this worker runs, or ran when it died."""
-        return self._list(jobs.c.worker == worker)
-
-    def finished_before(self, at: float, status: JobStatus) -> list[JobRow]:
-        """Jobs that ended with that status before a time."""
-        return self._list(jobs.c.status == status, jobs.c.finished_at < at)
+        return self._all(jobs.c.worker == worker)
 
     def newest_on_run(self, run_id: str, kind: str) -> JobRow | None:
         """The last completed job of that kind that read a run, or None."""
@@ -122,29 +112,31 @@ class JobTable:
         query = query.where(uses.c.run_id == run_id, jobs.c.kind == kind, jobs.c.status == "completed")
         query = query.order_by(jobs.c.finished_at.desc(), jobs.c.number.desc()).limit(1)
         with reading(self._engine) as connection:
-            row = connection.execute(query).one_or_none()
-            return None if row is None else row_of(JobRow, row)
+            return fetch(connection, JobRow, query)
+
+    def results_on_runs(self, run_ids: Collection[str], kind: str) -> dict[str, dict[str, Any]]:
+        """By run, the result of the last completed job of that kind that read it."""
+        query = sa.select(uses.c.run_id, jobs.c.result).join(uses, uses.c.job_id == jobs.c.id)
+        query = query.where(uses.c.run_id.in_(list(run_ids)), jobs.c.kind == kind, jobs.c.status == "completed")
+        with reading(self._engine) as connection:
+            rows = connection.execute(query.order_by(jobs.c.finished_at, jobs.c.number))
+            return {str(row[0]): row[1] or {} for row in rows}
 
     def count_unfinished(self) -> int:
         with reading(self._engine) as connection:
             return _count_unfinished(connection)
 
     def counts(self) -> dict[str, int]:
-        """Number of jobs by status, without empty ones."""
+        """Number of jobs by shown status, without empty ones."""
+        shown = sa.case((is_lost(), "queued"), else_=jobs.c.status)
         with reading(self._engine) as connection:
-            query = sa.select(jobs.c.status, sa.func.count().label("num")).group_by(jobs.c.status)
-            return {row.status: row.num for row in connection.execute(query)}
+            rows = connection.execute(sa.select(shown, sa.func.count()).group_by(sa.text("1")))
+            return {str(row[0]): int(row[1]) for row in rows}
 
     def move(
-        self,
-        id: str,
-        to: JobStatus,
-        *,
-        of: Collection[str],
-        output: Output | None = None,
-        **changes: Unpack[Changes],
+        self, id: str, to: JobStatus, *, of: Collection[str], output: Output | None = None, **changes: Any
     ) -> bool:
-        """Give a job another status if it has one of `of`; whether it had.
+        """Give a job another status, and other columns, if it has one of `of`; whether it had.
 
         A job whose end or pause was asked for neither starts nor completes any more. `output` is what the job has
         made: completed makes it ready, all else partial, and nothing made is no longer listed. Going on after an
@@ -157,7 +149,7 @@ class JobTable:
             return job is not None
 
     def want(self, id: str, wanted: Wanted) -> bool:
-        """Store what the user wants of a job, if its status allows it; cancel outranks pause."""
+        """Store what the user wants of a job, if its status allows it; cancel takes precedence over pause."""
         now = time.time()
         stops = wanted != "run"
         where = [jobs.c.id == id, jobs.c.status.in_(UNFINISHED if stops else RESUMABLE)]
@@ -168,15 +160,15 @@ class JobTable:
             values["stopping_at"] = sa.func.coalesce(jobs.c.stopping_at, now)
             values["message"] = sa.case((jobs.c.status == "running", STOPPING), else_=jobs.c.message)
         with writing(self._engine) as connection:
-            row = connection.execute(sa.update(jobs).where(*where).values(values).returning(jobs)).one_or_none()
-            if row is not None:
-                _tell_status(connection, row_of(JobRow, row))
-            return row is not None
+            job = fetch(connection, JobRow, sa.update(jobs).where(*where).values(values).returning(jobs))
+            if job is not None:
+                _tell_status(connection, job)
+            return job is not None
 
     def settle(self, id: str, output: Output | None = None) -> JobStatus | None:
         """Mark a job that was asked to stop as paused or cancelled; its new status, or None if it was not."""
         with writing(self._engine) as connection:
-            job = _get(connection, id, lock=True)
+            job = fetch(connection, JobRow, sa.select(jobs).where(jobs.c.id == id).with_for_update())
             if job is None or job.wanted == "run" or job.status not in UNFINISHED:
                 return None
             to: JobStatus = "paused" if job.wanted == "pause" else "cancelled"
@@ -195,10 +187,10 @@ class JobTable:
             "updated_at": time.time(),
         }
         with writing(self._engine) as connection:
-            where = (jobs.c.id == id, jobs.c.status == "running")
-            row = connection.execute(sa.update(jobs).where(*where).values(values).returning(jobs)).one_or_none()
-            if row is not None:
-                EventTable.add(connection, id, "progress", row_of(JobRow, row).progress.as_dict())
+            update = sa.update(jobs).where(jobs.c.id == id, jobs.c.status == "running").values(values)
+            job = fetch(connection, JobRow, update.returning(jobs))
+            if job is not None:
+                _add_event(connection, id, "progress", job.progress.as_dict())
 
     def died(self, id: str) -> int:
         """Count a death of the job's worker; how many in a row without progress."""
@@ -214,11 +206,6 @@ class JobTable:
             gone = sa.delete(jobs).where(jobs.c.id == id, jobs.c.status.not_in(UNFINISHED))
             return connection.execute(gone).rowcount == 1
 
-    def _list(self, *where: sa.ColumnElement[bool]) -> list[JobRow]:
-        with reading(self._engine) as connection:
-            rows = connection.execute(sa.select(jobs).where(*where).order_by(jobs.c.number))
-            return [row_of(JobRow, row) for row in rows]
-
 
 class EventTable:
     """What happened to each job, numbered without gaps, so that a watcher can continue where it left off.
@@ -230,38 +217,14 @@ class EventTable:
     def __init__(self, engine: sa.Engine) -> None:
         self._engine = engine
 
-    @staticmethod
-    def add(connection: sa.Connection, job_id: str, kind: EventKind, data: Mapping[str, Any]) -> int:
-        """Append to a job's events within a transaction; the event's number, or 0 if the job is gone."""
-        seq = connection.execute(
-            sa.update(jobs)
-            .where(jobs.c.id == job_id)
-            .values(event_seq=jobs.c.event_seq + 1)
-            .returning(jobs.c.event_seq)
-        ).scalar_one_or_none()
-        if seq is None:
-            return 0
-        connection.execute(sa.insert(events).values(job_id=job_id, seq=seq, kind=kind, data=data, at=time.time()))
-        if seq % _PRUNE_EVERY == 0:
-            _prune(connection, job_id, seq - KEEP)
-        return int(seq)
-
-    def post(self, job_id: str, kind: EventKind, data: Mapping[str, Any]) -> int:
-        with writing(self._engine) as connection:
-            return self.add(connection, job_id, kind, data)
-
     def after(self, job_id: str, seq: int, limit: int = 500) -> list[EventRow]:
         """The job's events after the one numbered seq, oldest first."""
         if not is_id(job_id):
             return []
-        query = (
-            sa.select(events)
-            .where(events.c.job_id == job_id, events.c.seq > max(-1, min(seq, _MAX_SEQ)))
-            .order_by(events.c.seq)
-            .limit(limit)
-        )
+        query = sa.select(events).where(events.c.job_id == job_id, events.c.seq > max(-1, min(seq, _MAX_SEQ)))
         with reading(self._engine) as connection:
-            return [row_of(EventRow, row) for row in connection.execute(query)]
+            rows = connection.execute(query.order_by(events.c.seq).limit(limit))
+            return [row_of(EventRow, row) for row in rows]
 
     def heads(self, ids: Collection[str]) -> dict[str, int]:
         """The newest event number of each job that exists."""
@@ -269,30 +232,22 @@ class EventTable:
         with reading(self._engine) as connection:
             return {row.id: row.event_seq for row in connection.execute(query)}
 
-    def prune(self, job_id: str, keep: int = KEEP) -> None:
-        """Remove all but the newest `keep` events; status events stay."""
-        with writing(self._engine) as connection:
-            newest = connection.execute(sa.select(jobs.c.event_seq).where(jobs.c.id == job_id)).scalar_one_or_none()
-            _prune(connection, job_id, (newest or 0) - keep)
-
-
-def _prune(connection: sa.Connection, job_id: str, upto: int) -> None:
-    old = (events.c.job_id == job_id, events.c.seq <= upto, events.c.kind != "status")
-    connection.execute(sa.delete(events).where(*old))
-
 
 # Within a transaction
 
 
-def _get(connection: sa.Connection, id: str, *, lock: bool = False) -> JobRow | None:
-    query = sa.select(jobs).where(jobs.c.id == id)
-    row = connection.execute(query.with_for_update() if lock else query).one_or_none()
-    return None if row is None else row_of(JobRow, row)
+def _add_event(connection: sa.Connection, job_id: str, kind: EventKind, data: Mapping[str, Any]) -> None:
+    """Append to a job's events; now and then, forget old ones."""
+    number = sa.update(jobs).where(jobs.c.id == job_id).values(event_seq=jobs.c.event_seq + 1)
+    seq = connection.execute(number.returning(jobs.c.event_seq)).scalar_one()
+    connection.execute(sa.insert(events).values(job_id=job_id, seq=seq, kind=kind, data=data, at=time.time()))
+    if seq % _PRUNE_EVERY == 0:
+        old = (events.c.job_id == job_id, events.c.seq <= seq - KEEP, events.c.kind != "status")
+        connection.execute(sa.delete(events).where(*old))
 
 
 def _by_key(connection: sa.Connection, key_hash: str) -> JobRow | None:
-    row = connection.execute(sa.select(jobs).where(jobs.c.key_hash == key_hash)).one_or_none()
-    return None if row is None else row_of(JobRow, row)
+    return fetch(connection, JobRow, sa.select(jobs).where(jobs.c.key_hash == key_hash))
 
 
 def _count_unfinished(connection: sa.Connection) -> int:
@@ -302,48 +257,49 @@ def _count_unfinished(connection: sa.Connection) -> int:
 
 
 def _insert(
-    connection: sa.Connection, spec: Spec, key_hash: str | None, inputs: Mapping[str, Any], makes: Makes
+    connection: sa.Connection,
+    spec: Spec,
+    key_hash: str | None,
+    inputs: Mapping[str, Any],
+    makes: Makes,
+    submitted_by: str | None,
 ) -> JobRow | None:
     """The new job; None if its key is taken."""
     id, now = new_id(), time.time()
-    values = {
-        "id": id,
-        "kind": spec.kind,
-        "name": clean(spec.name),
-        "status": "pending",
-        "wanted": "run",
-        "config": dict(spec.config),
-        "inputs": inputs,
-        "makes": makes,
-        "output_id": id if makes == "result" else new_id(),
-        "key_hash": key_hash,
-        "attempts": 0,
-        "deaths": 0,
-        "deaths_at": -1,
-        "current": 0,
-        "total": 0,
-        "rate": 0.0,
-        "message": "",
-        "event_seq": 0,
-        "created_at": now,
-        "updated_at": now,
-    }
+    job = JobRow(
+        id=id,
+        kind=spec.kind,
+        name=clean(spec.name),
+        config=dict(spec.config),
+        inputs=dict(inputs),
+        makes=makes,
+        output_id=id if makes == "result" else new_id(),
+        key_hash=key_hash,
+        submitted_by=submitted_by,
+        created_at=now,
+        updated_at=now,
+    )
+    values = {name: value for name, value in asdict(job).items() if name != "number"}
     insert = insert_for(connection)(jobs).values(values).on_conflict_do_nothing(index_elements=["key_hash"])
-    row = connection.execute(insert.returning(jobs)).one_or_none()
-    return None if row is None else row_of(JobRow, row)
+    return fetch(connection, JobRow, insert.returning(jobs))
 
 
 def _move(
-    connection: sa.Connection, id: str, to: JobStatus, of: Collection[str], output: Output | None, changes: Changes
+    connection: sa.Connection,
+    id: str,
+    to: JobStatus,
+    of: Collection[str],
+    output: Output | None,
+    changes: Mapping[str, Any],
 ) -> JobRow | None:
     where = [jobs.c.id == id, jobs.c.status.in_(of)]
     if to in ("running", "completed"):
         where.append(jobs.c.wanted == "run")
-    values = {**_along(to), **_stored(changes), "status": to, "updated_at": time.time()}
-    row = connection.execute(sa.update(jobs).where(*where).values(values).returning(jobs)).one_or_none()
-    if row is None:
+    stored = {name: clean(value) if isinstance(value, str) else value for name, value in changes.items()}
+    values = {**_along(to), **stored, "status": to, "updated_at": time.time()}
+    job = fetch(connection, JobRow, sa.update(jobs).where(*where).values(values).returning(jobs))
+    if job is None:
         return None
-    job = row_of(JobRow, row)
     if to in UNFINISHED:
         begin_output(connection, job)
     elif output is not None:
@@ -364,29 +320,24 @@ def _check_again(connection: sa.Connection, job: JobRow) -> None:
 
 def _along(to: JobStatus) -> dict[str, Any]:
     now = time.time()
-    if to in FINISHED:
-        ended = sa.case((jobs.c.started_at > now, jobs.c.started_at), else_=now)  # a clock may have been put back
-        return {"finished_at": ended, "worker": None, "stopping_at": None, "message": "", "eta_s": None, "rate": 0.0}
-    if to == "paused":
-        return {"worker": None, "stopping_at": None, "message": "", "eta_s": None, "rate": 0.0}
     if to == "running":
         return {"started_at": sa.func.coalesce(jobs.c.started_at, now), "attempts": jobs.c.attempts + 1}
-    queued = {"queued_at": now} if to == "queued" else {}
-    return {
-        **queued,
-        "finished_at": None,
-        "error": None,
-        "failure": None,
-        "worker": None,
-        "stopping_at": None,
-        "message": "",
-    }
+    idle: dict[str, Any] = {"worker": None, "stopping_at": None, "message": ""}
+    if to in UNFINISHED:
+        queued = {"queued_at": now} if to == "queued" else {}
+        return {**idle, **queued, "finished_at": None, "error": None, "failure": None}
+    if to in FINISHED:
+        idle["finished_at"] = sa.case((jobs.c.started_at > now, jobs.c.started_at), else_=now)  # a clock was put back
+    return {**idle, "eta_s": None, "rate": 0.0}
 
 
-def _stored(changes: Changes) -> dict[str, Any]:
-    return {name: clean(value) if isinstance(value, str) else value for name, value in changes.items()}
+def _is_shown(status: str) -> sa.ColumnElement[bool]:
+    is_stored = jobs.c.status == status
+    if status == "running":
+        return is_stored & ~is_lost()
+    return is_stored | is_lost() if status == "queued" else is_stored
 
 
 def _tell_status(connection: sa.Connection, job: JobRow) -> None:
     data = {"status": job.status, "wanted": job.wanted, "attempts": job.attempts, "error": job.error}
-    EventTable.add(connection, job.id, "status", data)
+    _add_event(connection, job.id, "status", data)

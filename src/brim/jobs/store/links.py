@@ -14,9 +14,8 @@ import sqlalchemy as sa
 
 from brim.errors import Conflict, NotFound
 from brim.jobs.status import UNFINISHED
-from brim.jobs.store.engine import insert_for
-from brim.jobs.store.rows import DatasetRow, JobRow, Output, is_id, row_of
-from brim.jobs.store.tables import datasets, jobs, runs, uses
+from brim.jobs.store.engine import fetch, insert_for
+from brim.jobs.store.tables import DatasetRow, JobRow, Output, RunRow, datasets, is_id, jobs, runs, uses
 
 _HOLDING = UNFINISHED | {"paused"}  # a paused job is meant to go on
 
@@ -57,13 +56,10 @@ def check_unread(connection: sa.Connection, dataset_id: str) -> None:
 
 
 def _check_dataset(connection: sa.Connection, id: str, field: str, reads: str | None) -> None:
-    row = None
-    if is_id(id):
-        query = sa.select(datasets).where(datasets.c.id == id).with_for_update(read=True)
-        row = connection.execute(query).one_or_none()
-    if row is None or row.state == "deleting":
+    query = sa.select(datasets).where(datasets.c.id == id).with_for_update(read=True)
+    dataset = fetch(connection, DatasetRow, query) if is_id(id) else None
+    if dataset is None or dataset.state == "deleting":
         raise NotFound(f'{field} names no dataset; "GET /api/datasets" lists those there are', field=field)
-    dataset = row_of(DatasetRow, row)
     if dataset.state == "writing":
         raise Conflict(
             f'{field}: the dataset "{dataset.name}" is still being written; wait for its job, or cancel it', field=field
@@ -78,9 +74,8 @@ def _check_dataset(connection: sa.Connection, id: str, field: str, reads: str | 
 
 def _check_run(connection: sa.Connection, id: str, reads_run: str | None) -> None:
     field = "config.run_id"
-    row = None
-    if is_id(id):
-        row = connection.execute(sa.select(runs).where(runs.c.id == id).with_for_update(read=True)).one_or_none()
+    query = sa.select(runs).where(runs.c.id == id).with_for_update(read=True)
+    row = fetch(connection, RunRow, query) if is_id(id) else None
     if row is None:
         raise NotFound(f'{field} names no run; "GET /api/runs" lists those there are', field=field)
     if row.state == "training":
@@ -109,7 +104,7 @@ def begin_output(connection: sa.Connection, job: JobRow) -> None:
 
 
 def end_output(connection: sa.Connection, job: JobRow, output: Output, *, complete: bool) -> None:
-    """List the job's output as ready or partial; an empty one is removed."""
+    """List the job's output as ready or partial; an empty one is removed, a damaged one stays as it was listed."""
     if job.makes == "result":
         return
     table = datasets if job.makes == "dataset" else runs
@@ -118,7 +113,9 @@ def end_output(connection: sa.Connection, job: JobRow, output: Output, *, comple
         connection.execute(sa.delete(table).where(ours))
         return
     values: dict[str, Any] = {"state": "ready" if complete else "partial"}
-    if job.makes == "dataset":
+    if output.items is None:
+        pass
+    elif job.makes == "dataset":
         values |= {"items": output.items, "bytes": output.bytes, "about": dict(output.about)}
     else:
         values |= {"summary": dict(output.about)}

@@ -43,12 +43,16 @@ def used_bytes(folder: Path) -> int:
 def check(folder: Path, need_bytes: int, reserve: int | None = None) -> None:
     """Reject a job whose estimated bytes do not fit; what it wrote before is counted."""
     reserve = reserve_bytes() if reserve is None else reserve
-    free, missing = free_bytes(folder), max(0, need_bytes - used_bytes(folder))
-    if missing + reserve > free:
-        raise StorageError(
-            f"the job needs about {words(missing)} of disk and {words(reserve)} must stay free, but only "
-            f"{words(free)} are free; free some space, then resume the job"
-        )
+    missing = max(0, need_bytes - used_bytes(folder))
+    check_room(folder, missing, reserve, "job", "free some space, then resume the job")
+
+
+def check_room(folder: Path, need_bytes: int, reserve: int, thing: str, hint: str) -> None:
+    """Reject what would leave less than the reserve free."""
+    free = free_bytes(folder)
+    if need_bytes + reserve > free:
+        text = f"the {thing} needs about {words(need_bytes)} of disk and {words(reserve)} must stay free, but only "
+        raise StorageError(f"{text}{words(free)} are free", hint=hint)
 
 
 def watch(folder: Path, reserve: int | None = None) -> StorageError | None:

@@ -11,8 +11,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
 
+from brim.errors import StorageError
+
 MAX_BYTES: Final = 16 * 1024**2  # a job that logs more has its later lines dropped
 MAX_TEXT: Final = 4000  # characters of one line
+_MAX_AT: Final = 1e11  # seconds since 1970, of times that have a date
 LOGGER: Final = "brim"  # of the library and of jobs
 
 
@@ -24,9 +27,14 @@ class JobLog(logging.Handler):
     def __init__(self, path: Path, redact: Callable[[str], str] = str) -> None:
         """Open the log for appending, creating its folder; a line that a kill cut off is completed first."""
         super().__init__(logging.INFO)
-        path.parent.mkdir(parents=True, exist_ok=True)
         self._redact = redact
-        self._file = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except OSError as failure:
+            raise StorageError(
+                f"the job's log cannot be opened: {failure.strerror}; see to {path}, then resume the job"
+            ) from failure
         self._bytes = os.fstat(self._file).st_size
         if self._bytes and os.pread(self._file, 1, self._bytes - 1) != b"\n":
             self._write(b"\n")
@@ -76,7 +84,7 @@ def read_log(path: Path, after: int = 0, limit: int = 1000) -> tuple[list[dict[s
     lines: list[dict[str, Any]] = []
     try:
         file = path.open("rb")
-    except FileNotFoundError:
+    except OSError:
         return lines, max(0, after)
     with file:
         place = min(max(0, after), file.seek(0, os.SEEK_END))
@@ -91,6 +99,7 @@ def read_log(path: Path, after: int = 0, limit: int = 1000) -> tuple[list[dict[s
 def _parse(line: bytes) -> dict[str, Any] | None:
     try:
         entry = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
-    return entry if isinstance(entry, dict) and entry.keys() == {"at", "level", "text"} else None
+    is_ours = isinstance(entry, dict) and entry.keys() == {"at", "level", "text"} and isinstance(entry["at"], float)
+    return entry if is_ours and 0 <= entry["at"] < _MAX_AT else None

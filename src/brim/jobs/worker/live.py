@@ -5,6 +5,7 @@ atomically, and not synced, since it is worthless after a crash. Nothing depends
 """
 
 import json
+import os
 import time
 from collections import deque
 from contextlib import suppress
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Final
 
 from brim.jobs.status import Flow
+from brim.jobs.worker.process import cores
 
 WINDOW: Final = 10  # reports, a second apart, to average over: fewer would jump with every log and checkpoint
 STALE_S: Final = 10.0  # a report this old is that of a worker that died
@@ -27,19 +29,26 @@ class LiveStatus:
     job_id: str
     ceiling_share: float | None  # None: not known
     stalls: dict[str, float] = field(default_factory=dict)  # share of the time, by cause
+    cpu_share: float | None = None  # of all cores, used by the worker since its last report
 
 
-class Live:
+class LiveFile:
     """The file of one worker, for one attempt at a job."""
 
     def __init__(self, data: Path, worker: str) -> None:
         self._file = _file(data, worker)
         self._shares = Shares()
+        self._used = (time.monotonic(), _cpu_s())
 
     def tell(self, job_id: str, flow: Flow | None) -> None:
         """Write what the job is doing; on a disk error the file stays as it was."""
         ceiling_share, stalls = self._shares.add(flow)
-        word = LiveStatus(at=time.time(), job_id=job_id, ceiling_share=ceiling_share, stalls=stalls)
+        (before_s, before_cpu_s), self._used = self._used, (time.monotonic(), _cpu_s())
+        passed_s = self._used[0] - before_s
+        cpu_share = _share((self._used[1] - before_cpu_s) / cores(), passed_s) if passed_s > 0 else None
+        word = LiveStatus(
+            at=time.time(), job_id=job_id, ceiling_share=ceiling_share, stalls=stalls, cpu_share=cpu_share
+        )  # fmt: skip
         new = self._file.with_suffix(".live-new")
         with suppress(OSError):
             new.write_text(json.dumps(asdict(word)), encoding="utf-8")
@@ -89,6 +98,11 @@ class Shares:
 def _share(part_s: float, whole_s: float) -> float:
     """Between 0 and 1: a GPU reports waiting time later than it happened."""
     return round(min(1.0, max(0.0, part_s / whole_s)), _DIGITS)
+
+
+def _cpu_s() -> float:
+    """CPU time of this process and of its ended children."""
+    return sum(os.times()[:4])
 
 
 def _file(data: Path, worker: str) -> Path:

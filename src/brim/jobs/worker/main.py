@@ -16,15 +16,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
-from brim.errors import BrimError
-from brim.jobs.durable import Queue, Runner, Steps
+from brim.errors import BrimError, StorageError
+from brim.jobs.durable import Queue, is_database_error, run_step, take_jobs
 from brim.jobs.registry.outputs import output_of
 from brim.jobs.status import UNFINISHED
 from brim.jobs.store import Catalogue
 from brim.jobs.worker.joblog import LOGGER
 from brim.jobs.worker.process import FileLock, Heartbeat, die_with_supervisor, give_way_to_others, read_settings, urls
 from brim.jobs.worker.reconcile import settle_stopped
-from brim.jobs.worker.run import Attempt, SliceRecord, WorkerSettings, slice_s, surely
+from brim.jobs.worker.redact import Redactor
+from brim.jobs.worker.run import Attempt, JobRecord, WorkerSettings, failed, surely
 
 IDLE_S: Final = 0.25  # between two heartbeats without a job
 LOCK_S: Final = 60.0  # for the process that had this name to end
@@ -40,16 +41,16 @@ class Worker:
     """Runs jobs from the queue until told to leave."""
 
     def __init__(self, settings: WorkerSettings, catalogue: Catalogue, jobs_url: str) -> None:
-        self._settings, self._catalogue = settings, catalogue
-        self._runner = Runner(jobs_url, settings.worker, self._job)
-        self._attempts = dict[str, Attempt]()  # open ones, by job
+        self._settings, self._catalogue, self._jobs_url = settings, catalogue, jobs_url
+        self._queue = Queue(jobs_url)
+        self._attempt: Attempt | None = None
         self._inbox = queue.Queue[Attempt]()  # for the main thread
         self._leaving = self._is_worn = False
 
     def serve(self, facts: dict[str, Any]) -> None:
         """Store what this worker computes on, then run jobs until `leave`."""
         self._catalogue.devices.put(self._settings.worker, facts)
-        self._runner.launch()
+        take_jobs(self._jobs_url, self._settings.worker, self._job)
         while not self._leaving:
             with suppress(queue.Empty):
                 self._inbox.get(timeout=IDLE_S).run()
@@ -58,99 +59,103 @@ class Worker:
     def leave(self, *_: object) -> None:
         """Stop at the next batch and exit; the next worker of this name continues the job."""
         self._leaving = True
-        for attempt in list(self._attempts.values()):
-            attempt.leave()
+        if self._attempt is not None:
+            self._attempt.leave()
 
     # The workflow. After a crash it runs again from the records of its steps, so it depends on nothing else.
 
-    def _job(self, steps: Steps, job_id: str) -> SliceRecord:
+    def _job(self, job_id: str) -> JobRecord:
         try:
-            spent_s = 0.0
-            while not (record := steps("slice", partial(self._advance, job_id, slice_s(spent_s))))["ended"]:
-                spent_s += record["seconds"]
-            self._close(job_id)
+            while not (record := run_step("slice", partial(self._run, job_id)))["ended"]:
+                pass  # an earlier brim recorded a job's progress in slices, and of `publish` nothing
+            if record["error"] is None:
+                record |= run_step("publish", partial(self._publish, job_id, record["result"])) or {}
             if record["error"] is not None:
-                steps("fail", partial(self._fail, job_id, record["error"], record.get("failure")))
+                run_step("fail", partial(self._fail, job_id, record["error"], record.get("failure")))
                 raise JobFailed(record["error"])
-            result: SliceRecord = record["result"]
-            steps("publish", partial(self._publish, job_id, result))
+            result: JobRecord = record["result"]
             return result
         except JobFailed:
-            self._close(job_id)
             raise
-        except Exception:  # a record that the queue's database refused, as on a full disk: end as a crash would
-            _log.exception("job %s: the queue takes no record; its worker is ended and goes on later", job_id)
-            self._close(job_id)
-            os._exit(1)
+        except Exception as failure:
+            if is_database_error(failure):  # it took no record, as on a full disk: end as a crash would
+                _log.exception("job %s: the queue takes no record; its worker is ended and goes on later", job_id)
+                os._exit(1)
+            record = self._failed(failure)  # as an earlier brim recorded it: it would be raised again at every start
+            self._fail(job_id, record["error"], record["failure"])
+            raise JobFailed(record["error"]) from failure
         except BaseException:  # cancelled, or in other hands by now: the queue's own way to end a workflow
-            self._close(job_id)
             self._settle(job_id)
             raise
 
-    # Its steps
+    # Its steps. An exception would be recorded and raised again for ever, so what fails is part of the record.
 
-    def _advance(self, job_id: str, seconds: float) -> SliceRecord:
-        """Let the job run for about so many seconds; the record is all that the queue stores."""
-        attempt = self._attempts.get(job_id) or self._open(job_id)
-        if attempt is None:  # it is no longer to run: the queue refuses this record and ends the workflow
-            return {"ended": False, "seconds": 0.0}
-        record = attempt.wait(seconds, partial(self._runner.is_cancelled, job_id))
-        self._is_worn |= attempt.is_unexpected
-        if record["ended"] and self._leaving:  # by our own wish: no record, as in a crash, and the next worker goes on
-            os._exit(0)
-        return record
-
-    def _open(self, job_id: str) -> Attempt | None:
-        """Start an attempt; None if the job should no longer run."""
+    def _run(self, job_id: str) -> JobRecord:
+        """Run the job in the main thread until it ends; the record is all that the queue stores."""
         if self._is_worn:  # by the job before, which failed in a way nobody foresaw: a new process takes this one
             os._exit(0)
         job = surely(partial(self._catalogue.jobs.get, job_id))
         running = partial(self._catalogue.jobs.move, job_id, "running", of=UNFINISHED, worker=self._settings.worker)
         if job is None or not surely(running):
-            surely(partial(self._runner.queue.cancel, job_id))
-            return None
-        attempt = self._attempts[job_id] = Attempt(job, self._settings, self._catalogue)
-        if self._leaving:
-            attempt.leave()
-        self._inbox.put(attempt)
-        return attempt
+            surely(partial(self._queue.cancel, job_id))  # the queue refuses this record and ends the workflow
+            return {"ended": False}
+        try:
+            with closing(Attempt(job, self._settings, self._catalogue)) as attempt:
+                self._attempt = attempt
+                if self._leaving:
+                    attempt.leave()
+                self._inbox.put(attempt)
+                record = attempt.wait(partial(self._queue.is_cancelled, job_id))
+                self._is_worn |= attempt.is_unexpected
+        except Exception as failure:
+            _log.exception("job %s cannot be run", job_id)
+            record = self._failed(failure)
+        if self._leaving:  # by our own wish: no record, as in a crash, and the next worker goes on
+            os._exit(0)
+        return record
 
-    def _publish(self, job_id: str, result: SliceRecord) -> None:
+    def _publish(self, job_id: str, result: JobRecord) -> JobRecord:
         """Mark the job as completed, unless a stop was requested at the last moment."""
-        job = surely(partial(self._catalogue.jobs.get, job_id))
-        if job is None:
-            return
-        output = output_of(self._settings.data, job)
-        if job.makes == "run":
-            output = replace(output, about={**output.about, **result})
-        done = partial(self._catalogue.jobs.move, job_id, "completed", of=UNFINISHED, output=output, result=result)
-        if not surely(done) and job.status in UNFINISHED:
-            surely(partial(self._runner.queue.cancel, job_id))  # refuses the record of this step; then _settle
+        try:
+            job = surely(partial(self._catalogue.jobs.get, job_id))
+            if job is None:
+                return {}
+            output = output_of(self._settings.data, job)
+            if output.items is None:
+                raise StorageError("what it has written is damaged; submit the job again")
+            if job.makes == "run":
+                output = replace(output, about={**output.about, **result})
+            done = partial(self._catalogue.jobs.move, job_id, "completed", of=UNFINISHED, output=output, result=result)
+            if not surely(done) and job.status in UNFINISHED:
+                surely(partial(self._queue.cancel, job_id))  # refuses the record of this step; then _settle
+            return {}
+        except Exception as failure:
+            _log.exception("job %s cannot be listed", job_id)
+            return self._failed(failure)
 
-    def _fail(self, job_id: str, error: str, failure: SliceRecord | None) -> None:
+    def _fail(self, job_id: str, error: str, failure: JobRecord | None) -> None:
         """Mark the job as failed; its output so far stays."""
         job = surely(partial(self._catalogue.jobs.get, job_id))
         if job is not None:
             output = output_of(self._settings.data, job)
-            move = partial(self._catalogue.jobs.move, job_id, "failed", of=UNFINISHED, output=output)
-            surely(partial(move, error=error, failure=failure))
+            move = partial(self._catalogue.jobs.move, job_id, "failed", of=UNFINISHED, error=error, failure=failure)
+            surely(partial(move, output=output))
+
+    def _failed(self, failure: Exception) -> JobRecord:
+        redact = Redactor({self._settings.data: "(data)"})
+        return dict(redact.values(failed(failure)))
 
     def _settle(self, job_id: str) -> None:
         """Mark the job as paused or cancelled, unless another worker has it."""
-        state = surely(partial(self._runner.queue.states, [job_id])).get(job_id)
+        state = surely(partial(self._queue.states, [job_id])).get(job_id)
         job = surely(partial(self._catalogue.jobs.get, job_id))
         if job is not None and (state is None or state.status == "CANCELLED"):
             surely(partial(self._catalogue.jobs.settle, job_id, output_of(self._settings.data, job)))
 
-    def _close(self, job_id: str) -> None:
-        attempt = self._attempts.pop(job_id, None)
-        if attempt is not None:
-            attempt.close()
 
-
-def main() -> int:
+def main(argv: list[str]) -> int:
     """Run the worker of that name until SIGTERM; the service's settings are on standard input."""
-    name, beat, lifeline = sys.argv[1], Heartbeat(int(sys.argv[2])), int(sys.argv[3])
+    name, beat, lifeline = argv[0], Heartbeat(int(argv[1])), int(argv[2])
     die_with_supervisor(lifeline)
     settings = read_settings()
     give_way_to_others()
@@ -178,7 +183,7 @@ def _run(name: str, settings: dict[str, Any], beat: Heartbeat) -> None:
     jobs_url, catalogue_url = urls(data, settings.get("database"))
     catalogue = Catalogue.open(catalogue_url)
     with closing(Queue(jobs_url)) as queue:
-        settle_stopped(catalogue, queue, name, data)  # first: people wait for it
+        settle_stopped(catalogue, queue, catalogue.jobs.of_worker(name), data)  # first: people wait for it
 
     from brim.engine.device import (  # brings torch, which takes seconds
         describe,
@@ -203,4 +208,4 @@ def _run(name: str, settings: dict[str, Any], beat: Heartbeat) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

@@ -23,7 +23,7 @@ _COMMON = frozenset({"", "root", "user", "admin", "ubuntu", "nobody", "localhost
 class Redactor:
     """Replaces what a text reveals of this machine: known paths by their names, others by (path)."""
 
-    def __init__(self, known: Mapping[Path | str, str]) -> None:
+    def __init__(self, known: Mapping[Path, str]) -> None:
         """Take the names of known paths, such as {DATA/datasets/ID: 'dataset "night run"'}."""
         paths = {str(path): name for path, name in known.items() if len(str(path)) > 1}
         paths |= {str(Path(path).resolve()): name for path, name in paths.items()}
@@ -32,7 +32,6 @@ class Redactor:
         self._words = _own_words()
 
     def __call__(self, text: str) -> str:
-        """The redacted text."""
         for path, name in self._known:
             text = path.sub(partial(_named, name), text)
         text = _FILE_URL.sub("(path)", text)
@@ -68,9 +67,6 @@ def _own_words() -> list[tuple[re.Pattern[str], str]]:
     except (KeyError, OSError):  # a number without an entry, as in containers
         user = ""
     words = [(name, "(host)") for name in hosts] + [(user, "(user)")]
-    kept = sorted(((name, stand_in) for name, stand_in in words if _is_telling(name)), key=lambda item: -len(item[0]))
+    telling = [(name, stand_in) for name, stand_in in words if len(name) > 2 and name.lower() not in _COMMON]
+    kept = sorted(telling, key=lambda item: -len(item[0]))
     return [(re.compile(rf"(?<![\w.-]){re.escape(name)}(?![\w-])"), stand_in) for name, stand_in in kept]
-
-
-def _is_telling(name: str) -> bool:
-    return len(name) > 2 and name.lower() not in _COMMON

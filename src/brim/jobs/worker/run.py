@@ -1,7 +1,6 @@
-"""One attempt at one job: the workload runs in the main thread, and a workflow's thread watches it in slices.
+"""One attempt at one job: the workload runs in the main thread, and the queue's thread watches it.
 
-The main thread, because libraries expect it (signals, CUDA graphs, OpenMP). Slices, because a workflow's history must
-stay short while a cancel must be noticed soon; between two slices the workload simply goes on.
+The main thread, because libraries expect it (signals, CUDA graphs, OpenMP).
 """
 
 import logging
@@ -9,10 +8,9 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
@@ -20,29 +18,22 @@ from brim.errors import BrimError, NotFound, Unavailable
 from brim.jobs.kinds import KINDS, Inputs, Spec, Stopped, Task, job_phrase
 from brim.jobs.status import JobProgress
 from brim.jobs.store import Catalogue, DatasetRow, JobRow, RunRow
-from brim.jobs.worker import disk
-from brim.jobs.worker.devices import leased
+from brim.jobs.worker import disk, member
 from brim.jobs.worker.joblog import log_file, logging_to
-from brim.jobs.worker.live import Live
+from brim.jobs.worker.live import LiveFile
+from brim.jobs.worker.process import FileLock
 from brim.jobs.worker.redact import Redactor
 
-SLICE_SHARE: Final = 0.05  # of the seconds recorded so far: steps grow with the logarithm of a job's length
-SLICE_MIN_S: Final = 1.0
-SLICE_MAX_S: Final = 600.0
 POLL_S: Final = 0.3  # between two checks for a cancel
 STOP_S: Final = 3.5  # a workload that does not stop within this is killed: with a poll and a restart, five in all
 TELL_S: Final = 0.9  # between two progress reports to the catalogue: at least one a second
+LEASE_POLL_S: Final = 0.3
 MAX_WORDS: Final = 500  # characters of an unexpected failure
 RETRY_S: Final = (1.0, 2.0, 5.0, 10.0)  # between tries to write what must not be lost; the last one repeats
 
 _log = logging.getLogger("brim.jobs")
 T = TypeVar("T")
-SliceRecord = dict[str, Any]  # what the queue keeps of a slice
-
-
-def slice_s(spent_s: float) -> float:
-    """Seconds of the next slice of a job that has run for spent_s: 191 slices in ten hours."""
-    return min(SLICE_MAX_S, max(SLICE_MIN_S, SLICE_SHARE * spent_s))
+JobRecord = dict[str, Any]  # {ended, result, error, failure}: what the queue keeps of an attempt
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,16 +58,20 @@ class Attempt:
         self.progress = JobProgress(message="starting")
         self.is_unexpected = False  # the failure: then the process may be broken too, as after a CUDA error
         self._stop, self._done = threading.Event(), threading.Event()
-        self._result: SliceRecord | None = None
+        self._result: JobRecord | None = None
         self._failure: BaseException | None = None
         self._is_left = False
-        self._redact = Redactor(surely(self._known_paths))
-        self._live, self._told_s = Live(settings.data, settings.worker), 0.0
+        self._read = surely(self._look_up)
+        out, data = f'the {job.makes} "{job.name}"', settings.data
+        names = {data / row.path: f'the {noun} "{row.name}"' for noun, _, row in self._read if row is not None}
+        self._redact = Redactor({data: "(data)", data / job.out: out, **names})
+        self._live, self._told_s = LiveFile(settings.data, settings.worker), 0.0
         self._stack = ExitStack()
         self._stack.enter_context(logging_to(log_file(settings.data, job.id), self._redact))
-        _log.info(
-            "attempt %d at job %s, by worker %s on %s", job.attempts + 1, job.id, settings.worker, settings.device
-        )
+        self._stack.callback(self._live.clear)
+        device = "the CPU" if settings.device == "cpu" else "a GPU"
+        again = f" again, attempt {job.attempts + 1}: continues with what is saved" if job.attempts else ""
+        _log.info('the job "%s" starts on %s%s', job.name, device, again)
 
     # In the main thread
 
@@ -96,11 +91,11 @@ class Attempt:
         self.progress = progress
         self._settings.beat()
 
-    def _work(self) -> SliceRecord:
-        job, settings, kind = self.job, self._settings, KINDS[self.job.kind]
+    def _work(self) -> JobRecord:
+        job, settings = self.job, self._settings
         settings.beat()
         spec, inputs, out = Spec(job.kind, job.name, job.config), self._inputs(), settings.data / job.out
-        disk.check(out, kind.estimate_bytes(spec, inputs), settings.min_free_bytes)
+        disk.check(out, KINDS[job.kind].estimate_bytes(spec, inputs), settings.min_free_bytes)
         settings.beat()  # importing the workload took seconds
         with self._gpus() as gpus:
             task = Task(
@@ -114,7 +109,7 @@ class Attempt:
                 gpus=gpus,
                 cluster=settings.cluster,
             )
-            return kind.run(task)
+            return member.run(task)
 
     @contextmanager
     def _gpus(self) -> Iterator[tuple[str, ...]]:
@@ -136,40 +131,33 @@ class Attempt:
 
     def _inputs(self) -> Inputs:
         """Paths of what the job reads; it existed at submission and may have been deleted since."""
-        names, catalogue = self.job.inputs, self._catalogue
-        datasets = [self._path("dataset", id, catalogue.datasets.get) for id in names.get("dataset_ids") or ()]
-        run_id = names.get("run_id")
-        run = None if run_id is None else self._path("run", run_id, catalogue.runs.get)
-        return Inputs(datasets=tuple(datasets), run=run)
+        paths: dict[str, list[Path]] = {"dataset": [], "run": []}
+        for noun, id, row in self._read:
+            if row is None or not (self._settings.data / row.path).exists():
+                raise NotFound(f"the {noun} {id} that the job reads no longer exists; submit the job with another")
+            paths[noun].append(self._settings.data / row.path)
+        return Inputs(datasets=tuple(paths["dataset"]), run=next(iter(paths["run"]), None))
 
-    def _path(self, noun: str, id: str, get: Callable[[str], DatasetRow | RunRow | None]) -> Path:
-        row = surely(partial(get, id))
-        if row is None or not (self._settings.data / row.path).exists():
-            raise NotFound(f"the {noun} {id} that the job reads no longer exists; submit the job with another")
-        return self._settings.data / row.path
+    # In the queue's thread
 
-    # In the workflow's thread
-
-    def wait(self, seconds: float, is_cancelled: Callable[[], bool]) -> SliceRecord:
-        """Let the work go on for at most so many seconds: {ended, result, error, failure, seconds, progress}."""
-        began_s = time.monotonic()
-        result = error = failure = None
-        if ended := self._watch(began_s + seconds, is_cancelled):
-            if self._failure is not None:
-                error, failure = self._describe(self._failure)
-            elif self._result is not None:
-                result = self._redact.values(self._result)
-            else:
-                error = "it stopped without having been asked to; resume the job"
+    def wait(self, is_cancelled: Callable[[], bool]) -> JobRecord:
+        """Wait for the end of the work, tell the catalogue of its progress, and stop it when the job is cancelled."""
+        while not self._done.wait(POLL_S):
+            if time.monotonic() - self._told_s >= TELL_S:
+                self._check_disk()
+                self._tell_catalogue()
+            if self._stop.is_set() or is_cancelled():
+                self._stop_work()
         self._tell_catalogue()
-        return {
-            "ended": ended,
-            "result": result,
-            "error": error,
-            "failure": failure,
-            "seconds": round(time.monotonic() - began_s, 3),
-            "progress": self.progress.as_dict(),
-        }
+        record: JobRecord = {"ended": True, "result": self._result, "error": None, "failure": None}
+        if self._failure is not None:
+            record = failed(self._failure, self.job.config)
+            self.is_unexpected = not isinstance(self._failure, BrimError)
+            trace = self._failure if self.is_unexpected else None
+            _log.error("job %s failed: %s", self.job.id, record["error"], exc_info=trace)
+        elif self._result is None:
+            record["error"] = "it stopped without having been asked to; resume the job"
+        return dict(self._redact.values(record))
 
     def leave(self) -> None:
         """Stop because the process ends; a workload that takes long is killed by the supervisor."""
@@ -179,20 +167,7 @@ class Attempt:
     def close(self) -> None:
         """Stop the work, wait for its end and close the log."""
         self._stop_work()
-        self._live.clear()
         self._stack.close()
-
-    def _watch(self, end_s: float, is_cancelled: Callable[[], bool]) -> bool:
-        """Wait for the end of the slice, of the work, or for a cancel; whether the work has ended."""
-        while not self._done.wait(min(POLL_S, max(0.0, end_s - time.monotonic()))):
-            if time.monotonic() - self._told_s >= TELL_S:
-                self._check_disk()
-                self._tell_catalogue()
-            if is_cancelled() or self._stop.is_set():
-                self._stop_work()
-            elif time.monotonic() >= end_s:
-                return False
-        return True
 
     def _stop_work(self) -> None:
         self._stop.set()
@@ -214,34 +189,78 @@ class Attempt:
     def _tell_catalogue(self) -> None:
         self._told_s = time.monotonic()
         self._live.tell(self.job.id, self.progress.flow)
+        now, before = self.progress, self.job.progress
+        if not now.total and not now.current:  # until it knows its position, show that of the attempt before
+            now = replace(now, current=before.current, total=before.total)
         try:
-            self._catalogue.jobs.tell(self.job.id, _onward(self.job.progress, self.progress))
+            self._catalogue.jobs.tell(self.job.id, now)
         except Unavailable as failure:
             _log.warning("the progress of job %s could not be stored: %s", self.job.id, failure)
 
-    def _describe(self, failure: BaseException) -> tuple[str, SliceRecord]:
-        """A failure for people, and its field, code and hint; the log gets an unexpected one in full."""
-        if isinstance(failure, BrimError):
-            text, data = job_phrase(failure, self.job.config)
-            _log.error("job %s failed: %s", self.job.id, text)
-        else:
-            self.is_unexpected = True
-            first = next(iter(str(failure).splitlines()), "")[:MAX_WORDS]
-            text = f"unexpected {type(failure).__name__}: {first}; the job's log has more"
-            data = {"field": None, "code": "unexpected", "hint": ""}
-            _log.error("job %s failed unexpectedly", self.job.id, exc_info=failure)
-        return self._redact(text), self._redact.values(data)
+    def _look_up(self) -> list[tuple[str, str, DatasetRow | RunRow | None]]:
+        """What the job reads: noun, id, and the catalogue's row if it still has one."""
+        ids, catalogue = self.job.inputs, self._catalogue
+        rows: list[Any] = [("dataset", id, catalogue.datasets.get(id)) for id in ids.get("dataset_ids") or ()]
+        rows += [("run", id, catalogue.runs.get(id)) for id in (ids.get("run_id"),) if id is not None]
+        return rows
 
-    def _known_paths(self) -> dict[Path | str, str]:
-        """Names for the directories that messages may mention."""
-        data, job = self._settings.data, self.job
-        known: dict[Path | str, str] = {data: "(data)", data / job.out: f'the {job.makes} "{job.name}"'}
-        for id in job.inputs.get("dataset_ids") or ():
-            if (dataset := self._catalogue.datasets.get(id)) is not None:
-                known[data / dataset.path] = f'the dataset "{dataset.name}"'
-        if (run := self._catalogue.runs.get(job.inputs.get("run_id") or "")) is not None:
-            known[data / run.path] = f'the run "{run.name}"'
-        return known
+
+def failed(failure: BaseException, config: Collection[str] = ()) -> JobRecord:
+    """The record of a failure: in words, and its field, code and hint."""
+    if isinstance(failure, BrimError):
+        text, data = job_phrase(failure, config)
+    else:
+        first = next(iter(str(failure).splitlines()), "")[:MAX_WORDS]
+        text = f"unexpected {type(failure).__name__}: {first}; the job's log has more"
+        data = {"field": None, "code": "unexpected", "hint": ""}
+    return {"ended": True, "result": None, "error": text, "failure": data}
+
+
+# GPUs: a lock for each, so that a job on several of them and the other workers' jobs take turns. A worker's job holds
+# the worker's own GPU, and others where it asked for more. Everybody takes them in one order and keeps them, so that
+# there is no deadlock and no stream of small jobs starves a large one. Locks end with their process.
+
+
+@contextmanager
+def leased(
+    folder: Path, gpus: Sequence[str], own: str, wanted: Any, tell: Callable[[str], None], stop: Callable[[], bool]
+) -> Iterator[tuple[str, ...]]:
+    """Have the GPUs of a job, for as long as the block runs; while others have them, that is told again and again.
+
+    folder  where the locks are, one for all workers
+    """
+    names = choose(gpus, own, wanted, lambda name: _is_free(folder, name))
+    with ExitStack() as stack:
+        for name in names:
+            lock = FileLock(_lock_file(folder, name))
+            while not lock.take():
+                tell(f"waiting for GPU {name}, which another job has")
+                if stop():
+                    raise Stopped
+                time.sleep(LEASE_POLL_S)
+            stack.callback(lock.release)
+        yield names
+
+
+def choose(gpus: Sequence[str], own: str, wanted: Any, is_free: Callable[[str], bool]) -> tuple[str, ...]:
+    """The GPUs for a job of one worker: its own, then free ones, then those that others have now; in their order.
+
+    More than there are is all there are: the task says what is wrong with that.
+    """
+    count = len(gpus) if wanted == "all" else min(int(wanted), len(gpus))
+    others = sorted((name for name in gpus if name != own), key=lambda name: not is_free(name))
+    return tuple(sorted((own, *others[: max(0, count - 1)]), key=gpus.index))
+
+
+def _is_free(folder: Path, name: str) -> bool:
+    lock = FileLock(_lock_file(folder, name))
+    is_free = lock.take()
+    lock.release()
+    return is_free
+
+
+def _lock_file(folder: Path, name: str) -> Path:
+    return folder / f"gpu-{''.join(letter if letter.isalnum() else '-' for letter in name)}.lock"
 
 
 def free_cached() -> None:
@@ -262,8 +281,3 @@ def surely(call: Callable[[], T]) -> T:
             _log.warning("%s; trying again in %.0f s", failure, wait_s)
             time.sleep(wait_s)
             tries += 1
-
-
-def _onward(before: JobProgress, now: JobProgress) -> JobProgress:
-    """Until an attempt has found its position, show that of the attempt before."""
-    return now if now.total or now.current else replace(now, current=before.current, total=before.total)

@@ -10,7 +10,6 @@ _BIG = sa.BigInteger().with_variant(sa.Integer, "sqlite")
 
 
 def upgrade() -> None:
-    """Add the table."""
     op.create_table(
         "models",
         sa.Column("number", _BIG, sa.Identity(), nullable=False),
@@ -25,8 +24,3 @@ def upgrade() -> None:
         sa.UniqueConstraint("name", name="uq_models_name"),
         sqlite_autoincrement=True,
     )
-
-
-def downgrade() -> None:
-    """Drop it."""
-    op.drop_table("models")

@@ -8,10 +8,4 @@ down_revision = "0002"
 
 
 def upgrade() -> None:
-    """Add the column."""
     op.add_column("jobs", sa.Column("failure", sa.JSON))
-
-
-def downgrade() -> None:
-    """Drop it."""
-    op.drop_column("jobs", "failure")
