@@ -6,6 +6,7 @@ It never fails: what cannot be read is left out, and the report says so.
 import importlib.metadata
 import os
 import platform
+import shlex
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -49,6 +50,7 @@ def collect(cluster: str | None = None) -> dict[str, Any]:
         "triton": _triton(bool(cuda["devices"])),
         "disk": _attempt(_disk),
         "shared_memory": _attempt(_shared_memory),
+        "sandbox": _attempt(_sandbox).get("walls", []),
         "uses": _attempt(_uses),
     }
     facts["problems"] = _problems(facts)
@@ -56,6 +58,13 @@ def collect(cluster: str | None = None) -> dict[str, Any]:
         facts["cluster"] = _cluster(cluster)
         facts["problems"] += facts["cluster"].pop("problems")
     return facts
+
+
+def _sandbox() -> dict[str, Any]:
+    """What the kernel takes from processes that parse untrusted files."""
+    from brim.jobs.sandbox import available
+
+    return {"walls": available()}
 
 
 def num_gpus() -> int:
@@ -100,6 +109,7 @@ def _rows(facts: dict[str, Any]) -> list[tuple[str, str]]:
         ("Triton", facts["triton"]["reason"]),
         ("disk", f"{_free_of(disk)} in {disk.get('path', '.')}"),
         ("shared memory", f"{_free_of(facts['shared_memory'])} in {SHARED}"),
+        ("sandbox", ", ".join(facts["sandbox"]) or "none: files are parsed with limits of memory and time only"),
         ("uses", f"{uses.get('device', 'unknown')}; {uses.get('batch_size', 'unknown')}"),
     ]
     return [*rows, *(_cluster_rows(facts["cluster"]) if "cluster" in facts else ())]
@@ -273,7 +283,7 @@ _TORCH_PAGE = "https://pytorch.org/get-started"
 
 
 def _problems(facts: dict[str, Any]) -> list[dict[str, str]]:
-    pairs = [*_device_problems(facts), *_space_problems(facts), *_missing(facts["packages"])]
+    pairs = [*_device_problems(facts), *_space_problems(facts), *_data_problems(), *_missing(facts["packages"])]
     return [{"problem": problem, "fix": fix} for problem, fix in pairs]
 
 
@@ -306,6 +316,15 @@ def _space_problems(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
     if shared is not None and shared < LOW_SHARED_BYTES:
         fix = "remount it with size=2G, give a container --shm-size=2g, or --num-workers 0 to brim sequence train"
         yield f"only {shared / 1024**2:.0f} MiB of shared memory is free in {SHARED}", fix
+
+
+def _data_problems() -> Iterator[tuple[str, str]]:
+    """The data directory that a service started here would use."""
+    from brim.service.settings import data_folder, open_to_others
+
+    data = data_folder(None)
+    if problem := open_to_others(data):
+        yield problem, f"chmod 700 {shlex.quote(str(data))}"
 
 
 def _missing(packages: dict[str, str | None]) -> Iterator[tuple[str, str]]:

@@ -17,24 +17,20 @@ VARIABLE = "BRIM_TOKEN"
 _PRINTABLE = re.compile(r"[\x21-\x7e]{1,512}$")  # what a header and a quoted URL can hold
 
 
-def is_chosen(file: Path, environ: Mapping[str, str] = os.environ) -> bool:
-    """Whether a token was given or made earlier; without one, only this machine may connect."""
-    return bool(environ.get(VARIABLE)) or _read(file) is not None
+def find(file: Path, environ: Mapping[str, str] = os.environ) -> str | None:
+    """The token in BRIM_TOKEN or else in the file; None if there is neither."""
+    token = environ.get(VARIABLE) or _read(file)
+    if token is not None and not _PRINTABLE.match(token):
+        source = VARIABLE if environ.get(VARIABLE) else file
+        raise ConfigError(
+            f"{source} must hold 1 to 512 printable ASCII characters without spaces; choose another token"
+        )
+    return token
 
 
 def ensure(file: Path, environ: Mapping[str, str] = os.environ) -> str:
     """The token in BRIM_TOKEN or else in the file, which is created if it is missing."""
-    given = environ.get(VARIABLE)
-    if given:
-        return _checked(given, VARIABLE)
-    found = _read(file)
-    return _make(file) if found is None else _checked(found, str(file))
-
-
-def find(file: Path, environ: Mapping[str, str] = os.environ) -> str | None:
-    """The token for a client, from BRIM_TOKEN or else the file; None if there is neither."""
-    given = environ.get(VARIABLE) or _read(file)
-    return None if given is None else _checked(given, VARIABLE if environ.get(VARIABLE) else str(file))
+    return find(file, environ) or _make(file)
 
 
 def session_value(token: str) -> str:
@@ -45,14 +41,6 @@ def session_value(token: str) -> str:
 def equals(given: str, expected: str) -> bool:
     """Whether two secrets are equal, in constant time."""
     return hmac.compare_digest(given.encode("utf-8", "surrogateescape"), expected.encode())
-
-
-def _checked(token: str, source: str) -> str:
-    if not _PRINTABLE.match(token):
-        raise ConfigError(
-            f"{source} must hold 1 to 512 printable ASCII characters without spaces; choose another token"
-        )
-    return token
 
 
 def _read(file: Path) -> str | None:
@@ -71,15 +59,25 @@ def _read(file: Path) -> str | None:
 
 def _make(file: Path) -> str:
     token = secrets.token_urlsafe(32)
+    write_secret(file, token)
+    return token
+
+
+def write_secret(file: Path, text: str) -> None:
+    """Write a file that only its owner can read, whole or not at all, and so that a power cut cannot take it back."""
     temporary = file.with_name(f".{file.name}.{os.getpid()}")
     try:
         temporary.unlink(missing_ok=True)
         handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         with os.fdopen(handle, "w") as out:
-            out.write(token + "\n")
+            out.write(text + "\n")
             out.flush()
             os.fsync(out.fileno())
         temporary.replace(file)
+        folder = os.open(file.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
     except OSError as failure:
         raise StorageError(f"{file} cannot be written: {failure.strerror}", hint="choose another {data}") from failure
-    return token

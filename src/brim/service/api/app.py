@@ -1,13 +1,14 @@
 """The API as one ASGI application: metrics and log → authentication → limits → routes.
 
-make_app(settings, catalogue, queue)   what a server runs
-make_api(…)                            the routes alone, without authentication, for tests
+make_api(settings, catalogue, queue)   the routes alone, without authentication
+guard(api)                             what a server runs
 """
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, nullcontext
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import fastapi_offline
 from fastapi import FastAPI
@@ -18,21 +19,25 @@ from starlette.types import ASGIApp
 from brim import __version__
 from brim.jobs.store import Catalogue
 from brim.jobs.worker.redact import Redactor
+from brim.service.access import Access, Actions
 from brim.service.api import errors
 from brim.service.api.auth import Gate
 from brim.service.api.body import BodyLimit
-from brim.service.api.context import Context, JobQueue
+from brim.service.api.context import Context
 from brim.service.api.dashboard_proxy import DashboardProxy, is_api
 from brim.service.api.devices import DeviceHistory
 from brim.service.api.events import Hub
 from brim.service.api.metrics import CSP, Observed, ServiceMetrics
 from brim.service.api.openapi import document
-from brim.service.api.routes import datasets, jobs, predict, runs, system
-from brim.service.prediction.client import Predictions
-from brim.service.prediction.known_models import KnownModels
-from brim.service.prediction.request import Admission
+from brim.service.api.routes import access, datasets, jobs, locate, predict, runs, system
+from brim.service.api.sign_in import SignIn
+from brim.service.prediction.client import KnownModels, Predictions
+from brim.service.prediction.request import Admission, EarlyRefusal
 from brim.service.reader.client import Reader
 from brim.service.settings import Settings
+
+if TYPE_CHECKING:
+    from brim.jobs.durable import Queue
 
 ASSETS = Path(fastapi_offline.__file__).parent / "static"  # Swagger UI, so that /docs needs no network
 _DOCS_CSP = f"{CSP}; img-src 'self' data:; style-src 'self' 'unsafe-inline'"
@@ -57,42 +62,29 @@ _START = """SwaggerUIBundle({
   presets: [SwaggerUIBundle.presets.apis, SwaggerUIBundle.SwaggerUIStandalonePreset],
 });
 """
+_LINKS = {
+    "/docs": "API documentation", "/api/training/jobs": "jobs", "/api/datasets": "datasets", "/api/runs": "runs",
+    "/api/models": "models", "/api/devices": "devices", "/api/batch-sizes": "tuned batch sizes",
+    "/ready": "readiness", "/metrics": "metrics",
+}  # fmt: skip
 _HOME = f"""<!DOCTYPE html>
 <html lang="en">
 <head><meta charset="utf-8"><title>brim</title></head>
-<body>
-<h1>brim {__version__}</h1>
-<p>The service is running.</p>
-<ul>
-<li><a href="/docs">API documentation</a></li>
-<li><a href="/api/training/jobs">jobs</a></li>
-<li><a href="/api/datasets">datasets</a></li>
-<li><a href="/api/runs">runs</a></li>
-<li><a href="/api/models">models</a></li>
-<li><a href="/api/devices">devices</a></li>
-<li><a href="/api/batch-sizes">tuned batch sizes</a></li>
-<li><a href="/ready">readiness</a></li>
-<li><a href="/metrics">metrics</a></li>
-</ul>
-</body>
+<body><h1>brim {__version__}</h1><p>The service is running.</p>
+<ul>{"".join(f'<li><a href="{path}">{text}</a></li>' for path, text in _LINKS.items())}</ul></body>
 </html>
 """
-
-
-def make_app(settings: Settings, catalogue: Catalogue, queue: JobQueue) -> ASGIApp:
-    """The whole API, guarded."""
-    return guard(make_api(settings, catalogue, queue))
 
 
 def make_api(
     settings: Settings,
     catalogue: Catalogue,
-    queue: JobQueue,
+    queue: "Queue",
     predictions: Predictions | None = None,
     reader: Reader | None = None,
 ) -> FastAPI:
     """The routes without authentication: not to be served as they are."""
-    predictions = predictions or Predictions.of(settings)
+    predictions = predictions or Predictions(settings.predict_sockets)
     reader = reader or Reader(settings.reader_socket)
     dashboard = DashboardProxy(settings.dashboard_socket, tile_url=settings.tile_url) if settings.dashboard else None
     context = Context(
@@ -104,9 +96,12 @@ def make_api(
         metrics=ServiceMetrics(),
         reader=reader,
         statistics=datasets.CachedStatistics(reader),
+        images=datasets.CachedImages(reader),
         predictions=predictions,
-        models=KnownModels(catalogue.models, predictions),
-        admission=Admission(settings.max_predicting),
+        models=KnownModels(catalogue.models, predictions, catalogue.runs, settings.data),
+        admission=Admission(settings.max_predicting, settings.max_held_bytes),
+        access=Access(settings.data, settings.token),
+        actions=Actions(settings.data),
         history=DeviceHistory(settings.data, catalogue.devices.all),
         dashboard=dashboard,
     )
@@ -116,7 +111,7 @@ def make_api(
     )  # fmt: skip
     api.state.context = context
     errors.install(api, context.redact)
-    for routes in (jobs, datasets, runs, predict, system):
+    for routes in (jobs, datasets, runs, predict, locate, system, access):
         api.router.routes.extend(routes.router.routes)  # not included: each stays visible in api.routes
     _add_pages(api)
     return api
@@ -132,16 +127,19 @@ def guard(api: FastAPI) -> ASGIApp:
         of_page = settings.max_predict_bytes + settings.max_body_bytes  # a file dropped onto a page
         return larger.get(path, settings.max_body_bytes if is_api(path) else of_page)
 
-    served = api if context.dashboard is None else context.dashboard.before(api)
+    refusing = EarlyRefusal(api, context, predict.KINDS, api.routes)
+    served = refusing if context.dashboard is None else context.dashboard.before(refusing)
     limited = BodyLimit(served, limit_of=limit_of)
-    return Observed(Gate(limited, token=settings.token, hosts=settings.hosts), context.metrics)
+    sign_in = SignIn(settings, context.access, context.actions) if settings.oidc_issuer else None
+    gate = Gate(limited, context.access, hosts=settings.hosts, sign_in=sign_in)
+    return Observed(gate, context.metrics, context.actions)
 
 
 @asynccontextmanager
 async def _lifespan(api: FastAPI) -> AsyncIterator[None]:
     context: Context = api.state.context
     if context.settings.api_processes == 1:  # others may be using theirs; the supervisor cleaned up at the start
-        datasets.discard_uploads(context.settings.data)
+        context.settings.discard_uploads()
     with context.history:
         async with context.predictions, context.models, context.dashboard or nullcontext():
             yield
@@ -149,7 +147,6 @@ async def _lifespan(api: FastAPI) -> AsyncIterator[None]:
 
 
 def _add_pages(api: FastAPI) -> None:
-    """The first page and the documentation."""
     page = partial(api.add_api_route, methods=["GET"], include_in_schema=False)
 
     def openapi() -> Response:

@@ -1,26 +1,41 @@
-"""Request bodies: how many bytes they may have, and JSON parsed strictly.
+"""Request bodies: how many bytes they may have, JSON parsed strictly, and multipart parsed in pieces as they arrive.
 
 `BodyLimit` is pure ASGI behind the gate and counts bytes as they arrive, so chunked bodies are limited too. JSON may
-hold no NaN, no key twice, no lone surrogates, and no more than MAX_NESTING levels.
+hold no NaN, no key twice, no lone surrogates, and no more than MAX_NESTING levels. Uploads go straight to disk: a file
+is written to FOLDER/FIELD/NAME, where the field is one of ours and the name is plain; labels go to FOLDER/labels.csv.
 """
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable
-from contextlib import suppress
-from typing import Any, NoReturn, TypeVar
+import re
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import IO, Any, Final, NoReturn, Self
 
+import python_multipart
 from fastapi import Request
+from python_multipart.exceptions import FormParserError
+from python_multipart.multipart import parse_options_header
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from brim.service.api.errors import problem_bytes
+from brim.errors import ConfigError, Conflict, StorageError
+from brim.jobs.status import MAX_NESTING
+from brim.jobs.worker import disk
+from brim.service.api.errors import send_problem
 
-MAX_NESTING = 50
-DRAIN_BYTES = 16 * 1024**2  # of a rejected body that are read and dropped
-DRAIN_S = 5.0
-_T = TypeVar("_T")
+FILES: Final = ("images", "masks", "sequences", "recordings")
+LABELS: Final = "labels"
+TEXTS: Final = ("name", "kind")
+UPLOAD_HINT: Final = "free some space, then send it again"
+NAME: Final = re.compile(r"[^\W_.-][\w. -]{0,199}|_[\w. -]{0,199}")
+_MAX_HEADER: Final = 4096  # bytes of a part's header
+_MAX_HEADERS: Final = 16
+_MAX_NAME_BYTES: Final = 255  # of a file's name; file systems take no more
+_MAX_TEXT: Final = 1000  # bytes of a text field
+_CHECK_BYTES: Final = 16 * 1024**2  # written between two checks of the disk
 
 
 class Unreadable(HTTPException):
@@ -44,44 +59,34 @@ class BodyLimit:
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
         limit = self._limit_of(scope["path"])
-        if _content_length(scope) > limit:
-            await drain(scope, receive)
-            return await _reject(limit, send)
-        await self._app(scope, _counting(scope, receive, limit), send)
+        length = dict(scope["headers"]).get(b"content-length", b"0")
+        if length.isdigit() and int(length) > limit:  # the server has rejected what is not a number
+            return await _reject(send, limit)
+        try:
+            await self._app(scope, _counting(receive, limit), send)
+        except BodyTooLarge:  # of a page, which has no handler of exceptions
+            await _reject(send, limit)
         return None
 
 
-async def drain(scope: Scope, receive: Receive, limit_bytes: int = DRAIN_BYTES) -> None:
-    """Read and drop the rest of a body, within limits: a client still sending would not read the answer."""
-    if any(name == b"expect" for name, _ in scope["headers"]):
-        return  # the client waits for our word before it sends
-    num_bytes = 0
-    with suppress(TimeoutError):
-        async with asyncio.timeout(DRAIN_S):
-            while num_bytes <= limit_bytes:
-                message = await receive()
-                num_bytes += len(message.get("body", b""))
-                if not message.get("more_body", False):  # complete, or the client is gone
-                    return
-
-
-async def unless_gone(request: Request, work: Awaitable[_T]) -> _T:
-    """The result of work, which is cancelled when the client disconnects. The body must have been read."""
-    task, gone = asyncio.current_task(), False
+@asynccontextmanager
+async def unless_gone(request: Request) -> AsyncIterator[None]:
+    """Cancels the block when the client disconnects, as ClientDisconnect. The body must have been read."""
+    task, is_gone = asyncio.current_task(), False
     assert task is not None
 
     async def watch() -> None:
-        nonlocal gone
+        nonlocal is_gone
         while (await request.receive())["type"] != "http.disconnect":
             pass
-        gone = True
+        is_gone = True
         task.cancel()
 
     watching = asyncio.create_task(watch())
     try:
-        return await work
+        yield
     except asyncio.CancelledError:
-        if gone and not task.uncancel():
+        if is_gone and not task.uncancel():
             raise ClientDisconnect from None
         raise
     finally:
@@ -119,14 +124,11 @@ def parse(body: bytes) -> Any:
     return value
 
 
-def _content_length(scope: Scope) -> int:
-    for name, value in scope["headers"]:
-        if name == b"content-length":
-            return int(value) if value.isdigit() else 0  # the server has rejected what is not a number
-    return 0
+async def _reject(send: Send, limit: int) -> None:
+    await send_problem(send, 413, _sentence(limit), [(b"connection", b"close")])  # there may be more of the body
 
 
-def _counting(scope: Scope, receive: Receive, limit: int) -> Receive:
+def _counting(receive: Receive, limit: int) -> Receive:
     num_bytes = 0
 
     async def counted() -> Message:
@@ -134,23 +136,10 @@ def _counting(scope: Scope, receive: Receive, limit: int) -> Receive:
         message = await receive()
         num_bytes += len(message.get("body", b""))
         if num_bytes > limit:
-            if message.get("more_body", False):
-                await drain(scope, receive)
             raise BodyTooLarge(limit)
         return message
 
     return counted
-
-
-async def _reject(limit: int, send: Send) -> None:
-    body = problem_bytes(_sentence(limit))
-    headers = [
-        (b"content-type", b"application/json"),
-        (b"content-length", str(len(body)).encode()),
-        (b"connection", b"close"),  # there may be more of the body
-    ]
-    await send({"type": "http.response.start", "status": 413, "headers": headers})
-    await send({"type": "http.response.body", "body": body})
 
 
 def _sentence(limit: int) -> str:
@@ -198,3 +187,194 @@ def _check(value: Any, depth: int) -> None:
     elif isinstance(value, list):
         for item in value:
             _check(item, depth - 1)
+
+
+# Multipart
+
+
+def boundary_of(content_type: str) -> bytes:
+    """The boundary of a multipart body; 415 for other types, 400 if it is missing."""
+    kind, options = parse_options_header(content_type)
+    if kind != b"multipart/form-data":
+        shown = kind.decode("latin-1")[:60]
+        raise Unreadable(415, f'the body is of type "{shown}"; send files as multipart/form-data')
+    boundary = options.get(b"boundary", b"")
+    if not 1 <= len(boundary) <= 70:
+        raise Unreadable(400, "the multipart body has no valid boundary; let the client make it")
+    return boundary
+
+
+class Multipart:
+    """Splits a body into its parts, one after another: `open`, any number of `write`, `end`."""
+
+    def __init__(self, boundary: bytes) -> None:
+        self._headers: dict[bytes, bytes] = {}
+        self._name, self._value = bytearray(), bytearray()  # of the header that is being read
+        self._is_complete = False
+        callbacks: dict[str, Any] = {
+            "on_part_begin": self._begin,
+            "on_header_field": self._header_name,
+            "on_header_value": self._header_value,
+            "on_header_end": self._header_end,
+            "on_headers_finished": self._headers_end,
+            "on_part_data": self.write,
+            "on_part_end": self.end,
+            "on_end": self._complete,
+        }
+        self._parser = python_multipart.MultipartParser(boundary, callbacks)  # type: ignore[arg-type]
+
+    def open(self, field: str, name: str | None) -> None:
+        """Begin a part; name is that of a file."""
+        raise NotImplementedError
+
+    def write(self, data: bytes, start: int, end: int) -> None:
+        """Take data[start:end], which must not be kept without a copy."""
+        raise NotImplementedError
+
+    def end(self) -> None:
+        raise NotImplementedError
+
+    def feed(self, chunk: bytes) -> None:
+        try:
+            self._parser.write(chunk)
+        except FormParserError as failure:
+            raise Unreadable(400, "the multipart body cannot be read; let the client make it") from failure
+
+    def finish(self) -> None:
+        if not self._is_complete:
+            raise Unreadable(400, "the multipart body ends before its last boundary; send it again")
+
+    def _begin(self) -> None:
+        self._headers = {}
+
+    def _header_name(self, data: bytes, start: int, end: int) -> None:
+        self._name += data[start:end]
+        self._check_header()
+
+    def _header_value(self, data: bytes, start: int, end: int) -> None:
+        self._value += data[start:end]
+        self._check_header()
+
+    def _check_header(self) -> None:
+        if len(self._name) + len(self._value) > _MAX_HEADER or len(self._headers) > _MAX_HEADERS:
+            raise Unreadable(400, f"a part's headers are longer than {_MAX_HEADER} bytes; use shorter names")
+
+    def _header_end(self) -> None:
+        self._headers[bytes(self._name).lower()] = bytes(self._value)
+        self._name, self._value = bytearray(), bytearray()
+
+    def _headers_end(self) -> None:
+        kind, options = parse_options_header(self._headers.get(b"content-disposition", b""))
+        if kind != b"form-data" or b"name" not in options:
+            raise Unreadable(400, "a part of the body has no name; send each as form-data with a name")
+        name = text_of(options[b"filename"]) if b"filename" in options else None
+        self.open(text_of(options[b"name"]).removesuffix("[]"), name)
+
+    def _complete(self) -> None:
+        self._is_complete = True
+
+
+def text_of(value: bytes | bytearray) -> str:
+    """A name or text in a body."""
+    try:
+        return value.decode()
+    except UnicodeDecodeError:
+        raise Unreadable(400, "a name or text in the body is not UTF-8") from None
+
+
+class Upload(Multipart):
+    """Writes the files of a body below a folder, inside a with block. Blocking: feed it from a thread."""
+
+    def __init__(
+        self,
+        folder: Path,
+        boundary: bytes,
+        *,
+        max_files: int,
+        min_free_bytes: int,
+        files: tuple[str, ...] = FILES,
+        table: str = LABELS,
+        texts: tuple[str, ...] = TEXTS,
+    ) -> None:
+        """files, table and texts name the fields of many files, of one CSV file, and of texts."""
+        super().__init__(boundary)
+        self.texts: dict[str, str] = {}
+        self.num_files: dict[str, int] = dict.fromkeys(files, 0)
+        self.labels: Path | None = None  # the table
+        self._file_fields, self._table, self._text_fields = files, table, texts
+        self._folder, self._max_files, self._min_free = folder, max_files, min_free_bytes
+        self._field, self._text = "", bytearray()
+        self._file: IO[bytes] | None = None
+        self._names: set[tuple[str, str]] = set()
+        self._unchecked = _CHECK_BYTES  # check the disk before the first byte
+
+    def __enter__(self) -> Self:
+        self._folder.mkdir(mode=0o700, parents=True)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._close()
+
+    def feed(self, chunk: bytes) -> None:
+        self._check_disk(len(chunk))
+        try:
+            super().feed(chunk)
+        except OSError as failure:
+            raise StorageError(f"the upload cannot be stored: {failure.strerror}", hint="free some space") from failure
+
+    def open(self, field: str, name: str | None) -> None:
+        self._field, self._text, self._file = "", bytearray(), None
+        if field in self._text_fields and field not in self.texts:
+            self._field, self.texts[field] = field, ""
+        elif field in self._file_fields:
+            self._field, self._file = field, self._create(field, name or "")
+        elif field == self._table and self.labels is None:
+            self.labels = self._folder / f"{field}.csv"
+            self._field, self._file = field, self.labels.open("xb")
+        elif field in (*self._text_fields, self._table):
+            raise ConfigError(f"{field} is given twice; give it once", field=field)
+        else:
+            known = ", ".join((*self._text_fields, *self._file_fields, self._table))
+            raise ConfigError(f"{field[:60]} is unknown; known: {known}", field=field[:60])
+
+    def _create(self, field: str, name: str) -> IO[bytes]:
+        if not NAME.fullmatch(name) or name.endswith((".", " ")) or len(name.encode()) > _MAX_NAME_BYTES:
+            expected = (
+                "1 to 200 letters, digits, spaces, dots, - or _, in at most 255 bytes, without a folder and not "
+                "beginning with a dot"
+            )
+            raise ConfigError(f"{field}: a file's name must be {expected}", field=field)
+        if (field, name.casefold()) in self._names:
+            raise Conflict(f'{field}: "{name}" comes twice; give each file a name of its own', field=field)
+        if len(self._names) >= self._max_files:
+            raise ConfigError(
+                f"{field}: more than {self._max_files} files at once; send fewer, as several datasets", field=field
+            )
+        self._names.add((field, name.casefold()))
+        self.num_files[field] += 1
+        (self._folder / field).mkdir(mode=0o700, exist_ok=True)
+        return (self._folder / field / name).open("xb")
+
+    def write(self, data: bytes, start: int, end: int) -> None:
+        if self._file is not None:
+            self._file.write(data[start:end])
+            return
+        self._text.extend(data[start:end])
+        if len(self._text) > _MAX_TEXT:
+            raise ConfigError(f"{self._field} is longer than {_MAX_TEXT} bytes", field=self._field)
+
+    def end(self) -> None:
+        if self._file is None:
+            self.texts[self._field] = text_of(self._text)
+        self._close()
+
+    def _close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def _check_disk(self, num_bytes: int) -> None:
+        self._unchecked += num_bytes
+        if self._unchecked >= _CHECK_BYTES:
+            self._unchecked = 0
+            disk.check_room(self._folder, num_bytes, self._min_free, "upload", UPLOAD_HINT)

@@ -1,47 +1,29 @@
 """What every route works with: settings, catalogue, queue, event streams, predictions, the reader."""
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Annotated, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 from fastapi import Depends, Request
 
 from brim.errors import NotFound
 from brim.jobs.store import Catalogue, DatasetRow, JobRow, RunRow
 from brim.jobs.worker.redact import Redactor
+from brim.service.access import SHARED, Access, Actions, Actor
 from brim.service.api.dashboard_proxy import DashboardProxy
 from brim.service.api.devices import DeviceHistory
 from brim.service.api.events import Hub
 from brim.service.api.export import Exports
 from brim.service.api.metrics import ServiceMetrics
-from brim.service.prediction.client import Predictions
-from brim.service.prediction.known_models import KnownModels
+from brim.service.prediction.client import KnownModels, Predictions
 from brim.service.reader.client import Reader
 from brim.service.settings import Settings
 
 if TYPE_CHECKING:
-    from brim.service.api.routes.datasets import CachedStatistics
+    from brim.jobs.durable import Queue
+    from brim.service.api.routes.datasets import CachedImages, CachedStatistics
     from brim.service.prediction.request import Admission
 
 _T = TypeVar("_T")
-
-
-class JobQueue(Protocol):
-    """The client half of `brim.jobs.durable.Queue`: all that requests do with it."""
-
-    def submit(self, job_id: str) -> None:
-        """Queue a job; a second time changes nothing."""
-
-    def cancel(self, job_id: str) -> None:
-        """Take a job from the queue, or have its worker stop it."""
-
-    def resume(self, job_id: str, *, failed: bool) -> None:
-        """Queue a job again that was stopped or has failed."""
-
-    def forget(self, job_id: str) -> None:
-        """Drop a finished job's records."""
-
-    def check(self) -> None:
-        """Raise Unavailable if the database does not answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,29 +32,32 @@ class Context:
 
     settings: Settings
     catalogue: Catalogue
-    queue: JobQueue
+    queue: "Queue"
     redact: Redactor
     hub: Hub
     metrics: ServiceMetrics
     reader: Reader
     statistics: "CachedStatistics"
+    images: "CachedImages"
     predictions: Predictions
     models: KnownModels
     admission: "Admission"
+    access: Access
+    actions: Actions
     history: DeviceHistory
     dashboard: DashboardProxy | None = None
     exports: Exports = field(default_factory=Exports)
 
     def job(self, id: str) -> JobRow:
-        return _existing(self.catalogue.jobs.get(id), "job", "/api/training/jobs")
+        return _existing(self.catalogue.jobs.find(id), "job", "/api/training/jobs")
 
     def dataset(self, id: str) -> DatasetRow:
         """A dataset by its id, unless it is being deleted."""
-        row = self.catalogue.datasets.get(id)
+        row = self.catalogue.datasets.find(id)
         return _existing(None if row is not None and row.state == "deleting" else row, "dataset", "/api/datasets")
 
     def run(self, id: str) -> RunRow:
-        return _existing(self.catalogue.runs.get(id), "run", "/api/runs")
+        return _existing(self.catalogue.runs.find(id), "run", "/api/runs")
 
 
 def _existing(row: _T | None, thing: str, address: str) -> _T:
@@ -87,4 +72,17 @@ async def context_of(request: Request) -> Context:  # async: a plain function wo
     return context
 
 
+async def actor_of(request: Request) -> Actor:
+    """Who asks, as the gate found."""
+    actor: Any = request.scope["actor"]
+    assert isinstance(actor, Actor)
+    return actor
+
+
+def name_of(actor: Actor) -> str | None:
+    """As jobs keep it: nobody can tell who has the shared token."""
+    return None if actor.name == SHARED else actor.name
+
+
+By = Annotated[Actor, Depends(actor_of)]
 Here = Annotated[Context, Depends(context_of)]

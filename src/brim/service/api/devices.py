@@ -17,7 +17,7 @@ from typing import Any, Final, Literal, NamedTuple, Self
 from brim.engine.nvml import close_nvml, find_gpu, open_nvml, quietly
 from brim.errors import Unavailable
 from brim.jobs.store import DeviceRow
-from brim.jobs.worker.live import LiveStatus, read_live
+from brim.jobs.worker.live import read_live
 
 INTERVAL_S: Final = 1.0
 MAX_SAMPLES: Final = 3600
@@ -115,16 +115,16 @@ class DeviceHistory:
         now, cpu = time.time(), gauges.cpu()
         for device in self._devices.values():
             reading = cpu if device.kind == "cpu" else gauges.gpu(device.uuid)
-            self._add(device, now, reading, read_live(self._data, device.worker))
-
-    def _add(self, device: DeviceRecord, at: float, reading: "Reading", live: LiveStatus | None) -> None:
-        ceiling_share = None if live is None else live.ceiling_share
-        sample = DeviceSample(at, reading.busy_share, reading.memory_bytes, reading.power_w, ceiling_share)
-        with self._lock:
-            device.samples.append(sample)
-            device.memory_total_bytes = reading.memory_total_bytes or device.memory_total_bytes
-            device.job_id = None if live is None else live.job_id
-            device.stalls = {} if live is None else live.stalls
+            live = read_live(self._data, device.worker)
+            ceiling_share = None if live is None else live.ceiling_share
+            busy_share = reading.busy_share
+            if device.kind == "cpu" and busy_share is not None:  # the machine may be busy with others
+                busy_share = 0.0 if live is None else min(busy_share, live.cpu_share or 0.0)
+            sample = DeviceSample(now, busy_share, reading.memory_bytes, reading.power_w, ceiling_share)
+            with self._lock:
+                device.samples.append(sample)
+                device.memory_total_bytes = reading.memory_total_bytes or device.memory_total_bytes
+                device.job_id, device.stalls = (None, {}) if live is None else (live.job_id, live.stalls)
 
     def _list(self) -> None:
         """Look up the workers now and then; while the database does not answer, the known ones stay."""
@@ -141,23 +141,19 @@ class DeviceHistory:
 
     def _record(self, row: DeviceRow) -> DeviceRecord:
         """A worker's device with the samples taken so far, unless the worker has another device now."""
-        current = _device(row.worker, row.info)
+        info, total = row.info, row.info.get("total_bytes")
+        is_gpu = "cuda" in str(info.get("device", info.get("type", "")))
+        current = DeviceRecord(
+            worker=row.worker,
+            name=str(info.get("name") or ("GPU" if is_gpu else "CPU")),
+            kind="gpu" if is_gpu else "cpu",
+            memory_total_bytes=total if isinstance(total, int) else None,
+            uuid=info.get("uuid"),
+        )
         before = self._devices.get(row.worker)
         if before is None or (before.kind, before.uuid, before.name) != (current.kind, current.uuid, current.name):
             return current
         return before
-
-
-def _device(worker: str, info: dict[str, Any]) -> DeviceRecord:
-    is_gpu = "cuda" in str(info.get("device", info.get("type", "")))
-    total = info.get("total_bytes")
-    return DeviceRecord(
-        worker=worker,
-        name=str(info.get("name") or ("GPU" if is_gpu else "CPU")),
-        kind="gpu" if is_gpu else "cpu",
-        memory_total_bytes=total if isinstance(total, int) else None,
-        uuid=info.get("uuid"),
-    )
 
 
 # Gauges
@@ -176,13 +172,13 @@ class Gauges:
     """Readings of this machine's devices, inside a with block; for one thread."""
 
     def __init__(self, proc: Path = PROC) -> None:
-        self._cpu = Cpu(proc)
+        self._proc, self._ticks = proc, (0, 0)  # all and idle ones, at the reading before
         self._nvml: ModuleType | None = None
         self._gpus: dict[str, Any] = {}
         self._tried = False
 
     def __enter__(self) -> Self:
-        self._cpu.read()
+        self.cpu()
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -191,8 +187,21 @@ class Gauges:
         self._nvml, self._gpus = None, {}
 
     def cpu(self) -> Reading:
-        """All cores of this machine, and its memory."""
-        return self._cpu.read()
+        """Busy share of all cores since the reading before, and this machine's memory."""
+        try:
+            ticks = [int(text) for text in (self._proc / "stat").read_text().splitlines()[0].split()[1:]]
+        except (OSError, ValueError, IndexError):
+            return Reading()  # not Linux
+        total, idle = sum(ticks[:_GUESTS]), sum(ticks[column] for column in _IDLE if column < len(ticks))
+        spent, idled = total - self._ticks[0], idle - self._ticks[1]
+        self._ticks = (total, idle)
+        busy = min(1.0, max(0.0, 1 - idled / spent)) if spent > 0 else None
+        try:
+            lines = (self._proc / "meminfo").read_text().splitlines()
+            memory = {name: int(rest.split()[0]) * 1024 for name, _, rest in (line.partition(":") for line in lines)}
+            return Reading(busy, memory["MemTotal"] - memory["MemAvailable"], memory["MemTotal"])
+        except (OSError, ValueError, KeyError, IndexError):
+            return Reading(busy)
 
     def gpu(self, uuid: str | None) -> Reading:
         """The GPU with that UUID, or the only one if the worker does not name it."""
@@ -205,35 +214,6 @@ class Gauges:
         if handle is None:
             handle = self._gpus[uuid or ""] = find_gpu(nvml, uuid) if uuid else _only_gpu(nvml)
         return Reading() if handle is None else _read_gpu(nvml, handle)
-
-
-class Cpu:
-    """The processor's ticks between two readings."""
-
-    def __init__(self, proc: Path = PROC) -> None:
-        self._proc, self._before = proc, (0, 0)
-
-    def read(self) -> Reading:
-        """Busy share of all cores since the reading before, and the memory."""
-        try:
-            ticks = [int(text) for text in (self._proc / "stat").read_text().splitlines()[0].split()[1:]]
-        except (OSError, ValueError, IndexError):
-            return Reading()  # not Linux
-        total = sum(ticks[:_GUESTS])
-        idle = sum(ticks[column] for column in _IDLE if column < len(ticks))
-        spent, idled = total - self._before[0], idle - self._before[1]
-        self._before = (total, idle)
-        used_bytes, total_bytes = self._memory()
-        busy = min(1.0, max(0.0, 1 - idled / spent)) if spent > 0 else None
-        return Reading(busy, used_bytes, total_bytes)
-
-    def _memory(self) -> tuple[int | None, int | None]:
-        try:
-            lines = (self._proc / "meminfo").read_text().splitlines()
-            values = {name: int(rest.split()[0]) * 1024 for name, _, rest in (line.partition(":") for line in lines)}
-            return values["MemTotal"] - values["MemAvailable"], values["MemTotal"]
-        except (OSError, ValueError, KeyError, IndexError):
-            return None, None
 
 
 def _only_gpu(nvml: ModuleType) -> Any:

@@ -1,4 +1,5 @@
-"""Errors as answers: one table from the error's family to a status, one body, `{"detail", "field"}`.
+"""Errors as answers: one table from the error's family to a status, one body, `{"detail", "field"}`,
+with `errors` of the same shape where several fields are wrong.
 
 No path, host name or traceback leaves the service: texts of our own errors are redacted, all others become
 "internal error".
@@ -8,7 +9,7 @@ import json
 import logging
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -17,6 +18,7 @@ from fastapi.responses import Response
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.routing import Match
+from starlette.types import Send
 
 from brim import errors
 from brim.jobs.kinds import job_phrase
@@ -65,14 +67,37 @@ def phrase(error: errors.BrimError) -> str:
     return job_phrase(error)[0]
 
 
-def problem_bytes(detail: str, field: str | None = None) -> bytes:
-    """The body of every answer that is an error."""
-    return json.dumps({"detail": detail, "field": field}, ensure_ascii=False).encode(errors="replace")
+def problem_bytes(detail: str, field: str | None = None, faults: Sequence[tuple[str, str | None]] = ()) -> bytes:
+    """The body of every answer that is an error; faults are sentence and field of each, where several are wrong."""
+    body: dict[str, Any] = {"detail": detail, "field": field}
+    if len(faults) > 1:
+        body["errors"] = [{"detail": text, "field": name} for text, name in faults]
+    return json.dumps(body, ensure_ascii=False).encode(errors="replace")
 
 
-def problem(status: int, detail: str, field: str | None = None, headers: Mapping[str, str] | None = None) -> Response:
+async def send_problem(
+    send: Send,
+    status: int,
+    detail: str,
+    headers: Iterable[tuple[bytes, bytes]] = (),
+    kind: str = "http.response",
+) -> None:
+    """The same below the framework; without a detail there is no body."""
+    body = problem_bytes(detail) if detail else b""
+    about = [(b"content-length", str(len(body)).encode()), *([(b"content-type", b"application/json")] if body else [])]
+    await send({"type": f"{kind}.start", "status": status, "headers": [*headers, *about]})
+    await send({"type": f"{kind}.body", "body": body})
+
+
+def problem(
+    status: int,
+    detail: str,
+    field: str | None = None,
+    headers: Mapping[str, str] | None = None,
+    faults: Sequence[tuple[str, str | None]] = (),
+) -> Response:
     extra = {"Retry-After": str(RETRY_AFTER_S[status])} if status in RETRY_AFTER_S else {}
-    body = problem_bytes(detail, field)
+    body = problem_bytes(detail, field, faults)
     return Response(body, status, media_type="application/json", headers={**extra, **(headers or {})})
 
 
@@ -81,7 +106,7 @@ def redacted(text: str, redact: Callable[[str], str]) -> str:
     return "".join(part if _ADDRESS.match(part) else redact(part) for part in _ADDRESS.split(text))
 
 
-def _retry_after(error: errors.BrimError) -> dict[str, str]:
+def retry_after(error: errors.BrimError) -> dict[str, str]:
     """Whole seconds, rounded up, for an error that knows better than the table."""
     wait_s = getattr(error, "retry_after_s", None)
     return {} if wait_s is None else {"Retry-After": str(max(1, math.ceil(min(wait_s, 3600))))}
@@ -92,8 +117,8 @@ def install(app: FastAPI, redact: Callable[[str], str]) -> None:
 
     def brim_error(request: Request, error: Exception) -> Response:
         assert isinstance(error, errors.BrimError)
-        detail = redacted(phrase(error), redact)
-        return problem(status_of(error), detail, error.field or None, _retry_after(error))
+        faults = [(redacted(phrase(one), redact), one.field or None) for one in (error, *error.more)]
+        return problem(status_of(error), *faults[0], retry_after(error), faults)
 
     def http_error(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)

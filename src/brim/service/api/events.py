@@ -14,12 +14,14 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 from starlette.concurrency import run_in_threadpool
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from brim.errors import Unavailable
 from brim.jobs.status import FINISHED
 from brim.jobs.store import EventRow, EventTable, JobRow
+from brim.service.api.body import unless_gone
 from brim.service.api.errors import problem
 from brim.service.api.shapes import redacted
 
@@ -37,7 +39,7 @@ class Hub:
 
     def __init__(self, events: EventTable, *, limit: int) -> None:
         self._events, self._limit = events, limit
-        self._watched: dict[str, _Watched] = {}
+        self._watched: dict[str, _WatchedJob] = {}
         self._poller: asyncio.Task[None] | None = None
         self.num_watchers = 0
         self.is_closed = False
@@ -45,106 +47,89 @@ class Hub:
     def close(self) -> None:
         """End all streams; their clients reconnect to the next process."""
         self.is_closed = True
-        for watched in self._watched.values():
-            watched.wake()
+        for job in self._watched.values():
+            job.wake()
         if self._poller is not None:
             self._poller.cancel()
 
     @contextmanager
-    def watch(self, job_id: str, after: int) -> Iterator["Watcher"]:
+    def watch(self, job_id: str, after: int) -> Iterator["_WatchedJob"]:
         """Watch a job; Unavailable if there are too many watchers."""
         if self.is_closed or self.num_watchers >= self._limit:
             raise Unavailable(f"{self.num_watchers} event streams are open, the most at once; close one or try later")
-        watched = self._watched.setdefault(job_id, _Watched(after))
-        watched.watchers += 1
+        job = self._watched.setdefault(job_id, _WatchedJob(job_id, after))
+        job.num_watchers += 1
         self.num_watchers += 1
         if self._poller is None or self._poller.done():
             self._poller = asyncio.create_task(self._poll())
         try:
-            yield Watcher(self, watched, job_id, after)
+            yield job
         finally:
             self.num_watchers -= 1
-            watched.watchers -= 1
-            if not watched.watchers:
+            job.num_watchers -= 1
+            if not job.num_watchers:
                 self._watched.pop(job_id, None)
 
-    async def after(self, job_id: str, watched: "_Watched", seq: int) -> list[EventRow]:
+    async def next(self, job: "_WatchedJob", seq: int, timeout_s: float) -> list[EventRow]:
+        """Events after a number; empty after a time-out, or when the job itself should be looked at."""
+        news = job.news  # taken before reading, so that events in between are not missed
+        events = await self._after(job, seq)
+        if not events and not self.is_closed:
+            with suppress(TimeoutError):
+                await asyncio.wait_for(news.wait(), timeout_s)
+            events = await self._after(job, seq)
+        return events
+
+    async def _after(self, job: "_WatchedJob", seq: int) -> list[EventRow]:
         """Events after a number, from the cache if it reaches back far enough."""
-        if watched.recent and watched.recent[0].seq <= seq + 1:
-            return [event for event in watched.recent if event.seq > seq]
-        return await run_in_threadpool(self._events.after, job_id, seq)
+        if job.is_polled and job.head <= seq:
+            return []
+        if job.recent and job.recent[0].seq <= seq + 1:
+            return [event for event in job.recent if event.seq > seq]
+        try:
+            return await run_in_threadpool(self._events.after, job.id, seq)
+        except Unavailable:
+            await asyncio.sleep(POLL_S)
+            return []
 
     async def _poll(self) -> None:
         while self._watched and not self.is_closed:
             try:
                 heads = await run_in_threadpool(self._events.heads, list(self._watched))
-                for job_id, watched in list(self._watched.items()):
-                    await self._read_on(job_id, watched, heads.get(job_id))
+                for job in list(self._watched.values()):
+                    await self._read_on(job, heads.get(job.id))
             except Unavailable as failure:
                 log.warning("events: %s", failure)  # the streams stay open and continue when it answers again
             except Exception:  # without a poller every watcher would wait for ever
                 log.exception("events cannot be read")
             await asyncio.sleep(POLL_S)
 
-    async def _read_on(self, job_id: str, watched: "_Watched", head: int | None) -> None:
+    async def _read_on(self, job: "_WatchedJob", head: int | None) -> None:
         if head is None:
-            watched.wake()  # the job was deleted: its watchers notice and end
+            job.wake()  # the job was deleted: its watchers notice and end
             return
-        while watched.head < head:
-            events = await run_in_threadpool(self._events.after, job_id, watched.head)
+        while job.head < head:
+            events = await run_in_threadpool(self._events.after, job.id, job.head)
             if not events:
                 break
-            watched.add(events)
+            job.recent.extend(events)
+            job.head = events[-1].seq
+            job.wake()
+        job.is_polled = True
 
 
-class _Watched:
+class _WatchedJob:
     """The newest number of one job's events, and those that arrived while it is watched."""
 
-    def __init__(self, head: int) -> None:
-        self.head, self.watchers = head, 0
+    def __init__(self, id: str, head: int) -> None:
+        self.id, self.head, self.num_watchers = id, head, 0
+        self.is_polled = False  # the head is the catalogue's, not only that of its first watcher
         self.recent: deque[EventRow] = deque(maxlen=RECENT)
         self.news = asyncio.Event()  # set when events arrive, then replaced
-
-    def add(self, events: list[EventRow]) -> None:
-        self.recent.extend(events)
-        self.head = events[-1].seq
-        self.wake()
 
     def wake(self) -> None:
         self.news.set()
         self.news = asyncio.Event()
-
-
-class Watcher:
-    """One client's position in a job's events."""
-
-    def __init__(self, hub: Hub, watched: _Watched, job_id: str, after: int) -> None:
-        self._hub, self._watched, self._job_id = hub, watched, job_id
-        self._is_first = True
-        self.seq = after  # of the last event handed out
-
-    async def next(self, timeout_s: float) -> list[EventRow]:
-        """New events; empty after a time-out, or when the job itself should be looked at."""
-        news = self._watched.news  # taken before reading, so that events in between are not missed
-        events = await self._read()
-        if not events and not self._hub.is_closed:
-            with suppress(TimeoutError):
-                await asyncio.wait_for(news.wait(), timeout_s)
-            events = await self._read()
-        if events:
-            self.seq = events[-1].seq
-        return events
-
-    async def _read(self) -> list[EventRow]:
-        if not self._is_first and self._watched.head <= self.seq:
-            return []
-        try:
-            events = await self._hub.after(self._job_id, self._watched, self.seq)
-        except Unavailable:
-            await asyncio.sleep(POLL_S)
-            return []
-        self._is_first = False
-        return events
 
 
 class EventStream(Response):
@@ -170,24 +155,28 @@ class EventStream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            with self._hub.watch(self._job_id, self._after) as watcher:
-                await _until_gone(self._stream(watcher, send), receive)
+            gone = suppress(ClientDisconnect, TimeoutError, OSError)  # the client, or it reads nothing
+            with self._hub.watch(self._job_id, self._after) as job, gone:
+                async with unless_gone(Request(scope, receive)):
+                    await self._stream(job, send)
         except Unavailable as failure:  # before the first byte: see watch
             await problem(503, str(failure))(scope, receive, send)
 
-    async def _stream(self, watcher: Watcher, send: Send) -> None:
+    async def _stream(self, job: _WatchedJob, send: Send) -> None:
+        seq = self._after  # of the last event sent
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         first = f"retry: {RETRY_MS}\n\n".encode()
         if self._snapshot is not None:
             first += message("status", self._snapshot, self._after)
         await _send(send, first)
-        over = await self._is_over(watcher.seq)
+        over = await self._is_over(seq)
         while not over and not self._hub.is_closed:
-            events = await watcher.next(KEEP_ALIVE_S)
+            events = await self._hub.next(job, seq, KEEP_ALIVE_S)
+            seq = events[-1].seq if events else seq
             messages = [message(event.kind, redacted(event.data, self._redact), event.seq) for event in events]
             await _send(send, b"".join(messages) or b": keep-alive\n\n")
             if not events or any(event.kind == "status" for event in events):
-                over = await self._is_over(watcher.seq)
+                over = await self._is_over(seq)
         await send({"type": "http.response.body", "body": b""})
 
     async def _is_over(self, seq: int) -> bool:
@@ -203,26 +192,6 @@ async def _send(send: Send, body: bytes) -> None:
     await asyncio.wait_for(send({"type": "http.response.body", "body": body, "more_body": True}), SEND_S)
 
 
-async def _until_gone(stream: Any, receive: Receive) -> None:
-    """Run the stream until it ends or the client disconnects."""
-
-    async def gone() -> None:
-        while (await receive())["type"] != "http.disconnect":
-            pass
-
-    tasks = [asyncio.ensure_future(stream), asyncio.ensure_future(gone())]
-    try:
-        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        if tasks[0].done():
-            with suppress(TimeoutError, OSError):  # the client reads nothing, or is gone
-                tasks[0].result()
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-
-
 def message(kind: str, data: Any, seq: int) -> bytes:
-    """One event as it is sent."""
     text = json.dumps(data, ensure_ascii=False)
     return f"id: {seq}\nevent: {kind}\ndata: {text}\n\n".encode(errors="replace")

@@ -17,7 +17,7 @@ from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from brim.errors import TooMany
-from brim.jobs.store import DatasetRow, new_id
+from brim.jobs.store import DatasetRow, JobRow, new_id
 
 MAX_EXPORTS: Final = 2  # of one API process, until they are fetched: each may need a dataset's size of disk
 CHUNK_BYTES: Final = 1024**2
@@ -27,33 +27,25 @@ ZipEntry = tuple[str, Path | bytes]  # name in the zip, and content
 
 
 class Exports:
-    """The exports of one API process."""
+    """Slots for the exports of one API process, each with a folder that exists while it is needed."""
 
     def __init__(self, limit: int = MAX_EXPORTS) -> None:
         self._limit = self.num_free = limit
 
-    def open(self, data: Path) -> "Export":
-        """Take a slot; close the export once, whatever happens."""
+    def open(self, data: Path) -> Path:
+        """The folder of a new export; close it once, whatever happens."""
         if not self.num_free:
             raise TooMany(f"{self._limit} exports are being made or fetched, the most at once", hint="try again later")
         self.num_free -= 1
-        return Export(self, data / "uploads" / new_id())
+        return data / "uploads" / new_id()
 
-
-class Export:
-    """One export: a slot, and a folder that exists while it is needed."""
-
-    def __init__(self, exports: Exports, folder: Path) -> None:
-        self.folder = folder
-        self._exports = exports
-
-    async def close(self) -> None:
+    async def close(self, folder: Path) -> None:
         """Remove the folder, also when the request is cancelled meanwhile."""
-        removing = asyncio.get_running_loop().run_in_executor(None, shutil.rmtree, self.folder, True)
+        removing = asyncio.get_running_loop().run_in_executor(None, shutil.rmtree, folder, True)
         try:
             await asyncio.shield(removing)
         finally:
-            self._exports.num_free += 1
+            self.num_free += 1
 
 
 class Download(StreamingResponse):
@@ -61,8 +53,8 @@ class Download(StreamingResponse):
 
     media_type = "application/zip"
 
-    def __init__(self, export: Export, entries: Iterable[ZipEntry], name: str) -> None:
-        self._export, self._chunks = export, zipped(entries)
+    def __init__(self, exports: Exports, folder: Path, entries: Iterable[ZipEntry], name: str) -> None:
+        self._exports, self._folder, self._chunks = exports, folder, zipped(entries)
         super().__init__(self._chunks, headers={"Content-Disposition": f'attachment; filename="{name}"'})
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -71,10 +63,10 @@ class Download(StreamingResponse):
                 await super().__call__(scope, receive, send)
         finally:
             self._chunks.close()  # type: ignore[attr-defined]  # a generator: closes the file it reads
-            await self._export.close()
+            await self._exports.close(self._folder)
 
 
-def file_name(row: DatasetRow, format: str) -> str:
+def file_name(row: DatasetRow | JobRow, format: str) -> str:
     """A name such as night-sky.parquet.zip that every file system accepts."""
     plain = "".join(letter if letter.isascii() and letter.isalnum() else "-" for letter in row.name)
     stem = "-".join(filter(None, plain.split("-")))[:60] or "dataset"
@@ -116,6 +108,5 @@ class _Buffer:
         pass
 
     def take(self) -> bytes:
-        """All written since the last call."""
         taken, self._pieces = b"".join(self._pieces), []
         return taken

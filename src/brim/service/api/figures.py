@@ -37,7 +37,7 @@ class TransmitterOut(AnswerModel):
 
 
 class RfStatisticsOut(AnswerModel):
-    """Of the radio samples that are written, also while more are."""
+    """Statistics of the radio samples written so far."""
 
     kind: Literal["rf"] = "rf"
     samples: int
@@ -69,7 +69,7 @@ class ImageStatisticsOut(AnswerModel):
 
 
 class SequenceStatisticsOut(AnswerModel):
-    """Of packed sequences."""
+    """Statistics of packed sequences."""
 
     kind: Literal["sequences"] = "sequences"
     items: int
@@ -79,7 +79,15 @@ class SequenceStatisticsOut(AnswerModel):
     histograms: dict[Literal["frames"], HistogramOut]
 
 
-StatisticsOut = Annotated[RfStatisticsOut | ImageStatisticsOut | SequenceStatisticsOut, Field(discriminator="kind")]
+class RecordingStatisticsOut(AnswerModel):
+    kind: Literal["recordings"] = "recordings"
+    items: int
+    bytes: int
+
+
+StatisticsOut = Annotated[
+    RfStatisticsOut | ImageStatisticsOut | SequenceStatisticsOut | RecordingStatisticsOut, Field(discriminator="kind")
+]
 
 
 class SpectrumOut(AnswerModel):
@@ -91,7 +99,7 @@ class SpectrumOut(AnswerModel):
 
 
 class SampleReceiverOut(StationOut):
-    """What one receiver had of a sample."""
+    """What one receiver measured of a sample."""
 
     snr_db: float | None = Field(description="measured in the 12.5 kHz channel; null where it did not hear")
     link_snr_db: float | None = Field(description="mean of the link, also where too weak to be heard")
@@ -112,7 +120,7 @@ class SampleOut(AnswerModel):
 
 
 class EllipseOut(AnswerModel):
-    """What holds the transmitter with the probability that the answer's level says."""
+    """Contains the transmitter with the probability given by the answer's level."""
 
     semi_major_m: float | None
     semi_minor_m: float | None
@@ -123,7 +131,7 @@ LatLon = Annotated[list[float], Field(min_length=2, max_length=2, description="l
 
 
 class ErrorPointOut(AnswerModel):
-    """Where a transmitter was put, and where it is."""
+    """The estimated and the true position of a transmitter."""
 
     truth: LatLon
     estimate: LatLon
@@ -153,10 +161,24 @@ class EmbeddingPointOut(AnswerModel):
 
 
 class RunEmbeddingOut(AnswerModel):
-    """What a network makes of labelled sequences in its newest evaluation, along the two principal axes."""
+    """Embeddings of labelled sequences in the newest evaluation, along the two principal axes."""
 
     job_id: str
     dataset_id: str
     scores: JsonObject
     explained: list[float] = Field(description="share of the variance along x and along y")
     points: list[EmbeddingPointOut] = Field(description="at most 2000, evenly taken")
+
+
+class WorstPictureOut(AnswerModel):
+    """A part of an image that was held out from training."""
+
+    caption: str = Field(description="the image, and how its objects compare")
+    picture: str = Field(description="JPEG as base64: with the true outlines, and beside it with those predicted")
+
+
+class RunWorstOut(AnswerModel):
+    """Where a trained segmentation network does worst."""
+
+    note: str
+    pictures: list[WorstPictureOut] = Field(description="the worst first")

@@ -9,11 +9,13 @@ import logging
 import socket
 import sys
 from collections.abc import Callable
+from functools import partial
 
 import uvicorn
 from starlette.types import ASGIApp
 
 from brim.jobs.worker.process import die_with_supervisor, read_settings
+from brim.service.api.connections import Connection, Waiting, raise_file_limit
 from brim.service.run.supervisor import BACKLOG
 from brim.service.settings import Settings
 
@@ -39,11 +41,12 @@ class ApiServer(uvicorn.Server):
         await super().shutdown(sockets)
 
 
-def make_server(app: ASGIApp, end_streams: Callable[[], None]) -> ApiServer:
+def make_server(app: ASGIApp, end_streams: Callable[[], None], settings: Settings) -> ApiServer:
     """A server without a server header, access log or trust in proxies."""
+    waiting = Waiting(head_s=settings.head_s, max_waiting=settings.max_waiting)
     config = uvicorn.Config(
         app,
-        http="h11",  # limits the bytes of a request's head
+        http=partial(Connection, waiting=waiting),  # type: ignore[arg-type]  # it is only called
         ws="websockets-sansio",  # the dashboard's; no other route takes one
         ws_max_size=MAX_MESSAGE_BYTES,
         ws_per_message_deflate=False,
@@ -72,7 +75,8 @@ def main(argv: list[str]) -> int:
     logging.getLogger("httpx").setLevel("WARNING")
     logging.getLogger("uvicorn.error").setLevel("WARNING")  # the supervisor logs starts and stops
     api = make_api(settings, Catalogue.open(settings.catalogue_url), Queue(settings.jobs_url))
-    server = make_server(guard(api), api.state.context.hub.close)
+    raise_file_limit()
+    server = make_server(guard(api), api.state.context.hub.close, settings)
     server.run(sockets=[socket.socket(fileno=listening)])
     return 0
 

@@ -17,7 +17,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from brim.errors import Unavailable
 from brim.jobs.status import STATUSES
-from brim.service.api.errors import INTERNAL, problem_bytes, template
+from brim.service.access import SHARED, Actions
+from brim.service.api.errors import INTERNAL, send_problem, template
 from brim.service.settings import DASHBOARD
 
 log = logging.getLogger("brim.service.access")
@@ -25,6 +26,8 @@ log = logging.getLogger("brim.service.access")
 CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
 PAGES: Final = "(dashboard)"  # route of all pages and their files
 CSP: Final = "default-src 'self'; base-uri 'none'; form-action 'self'; frame-ancestors 'none'"
+_CHANGES: Final = frozenset({"POST", "PUT", "PATCH", "DELETE"})
+_UNNOTED: Final = ("/api/training/jobs/validate", "/api/segment", "/api/batch-segment", "/api/classify", "/api/locate")
 _METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
 _STAGES_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 _BUCKETS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.2, 0.5, 1.0, 2.5, 5.0, 10.0)
@@ -49,35 +52,33 @@ class ServiceMetrics:
     """
 
     def __init__(self) -> None:
-        self._registry = CollectorRegistry()
-        self._requests = Counter(
-            "brim_http_requests", "Requests answered.", ("method", "route", "status"), registry=self._registry
-        )
+        self._registry = registry = CollectorRegistry()
+        labels = ("method", "route", "status")
+        self._requests = Counter("brim_http_requests", "Requests answered.", labels, registry=registry)
         self._seconds = Histogram(
-            "brim_http_request_seconds",
-            "From a request to the first byte of its answer.",
-            ("route",),
-            buckets=_BUCKETS_S,
-            registry=self._registry,
-        )
-        self._predicted = Counter(
-            "brim_predict_requests", "Prediction requests by status.", ("model", "status"),
-            registry=self._registry,
+            "brim_http_request_seconds", "From a request to the first byte of its answer.", ("route",),
+            buckets=_BUCKETS_S, registry=registry,
         )  # fmt: skip
+        self._predicted = Counter(
+            "brim_predict_requests", "Prediction requests by status.", ("model", "status"), registry=registry
+        )
         self._rejected = Counter(
-            "brim_predict_rejected", "Requests without a prediction, by reason.", ("reason",), registry=self._registry
+            "brim_predict_rejected", "Requests without a prediction, by reason.", ("reason",), registry=registry
         )
         self._stages = Histogram(
-            "brim_predict_seconds", "Seconds of a prediction, by stage.", ("stage",), buckets=_STAGES_S,
-            registry=self._registry,
-        )  # fmt: skip
+            "brim_predict_seconds",
+            "Seconds of a prediction by stage.",
+            ("stage",),
+            buckets=_STAGES_S,
+            registry=registry,
+        )
         self._jobs = self._gauge("brim_jobs", "Jobs by status.", "status")
         self._streams = self._gauge("brim_event_streams", "Event streams that are open.")
         self._free = self._gauge("brim_free_bytes", "Free bytes where the data lies.")
         self._workers = self._gauge("brim_workers", "Workers that have reported their device.")
         self._database = self._gauge("brim_database_up", "Whether the catalogue answers.")
         self._predictors = PredictorMetrics()
-        self._shown = self._registry
+        self._shown = registry
         if os.environ.get("PROMETHEUS_MULTIPROC_DIR"):
             self._shown = CollectorRegistry()
             MultiProcessCollector(self._shown)  # type: ignore[no-untyped-call]
@@ -178,8 +179,8 @@ class PredictorMetrics(Collector):
 class Observed:
     """Counts and logs every answer, adds common headers, and answers 500 for uncaught exceptions."""
 
-    def __init__(self, app: ASGIApp, metrics: ServiceMetrics) -> None:
-        self._app, self._metrics = app, metrics
+    def __init__(self, app: ASGIApp, metrics: ServiceMetrics, actions: Actions) -> None:
+        self._app, self._metrics, self._actions = app, metrics, actions
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -193,6 +194,7 @@ class Observed:
                 answered = True
                 message = {**message, "headers": _with_headers(scope["path"], message.get("headers", ()))}
                 self._note(scope, message["status"], time.perf_counter() - began_s)
+                self._note_action(scope, message)
             await send(message)
 
         try:
@@ -201,7 +203,7 @@ class Observed:
             if answered:  # the framework has answered and logged it
                 return None
             log.exception("internal error before any route")
-            await _internal_error(watched)
+            await send_problem(watched, 500, INTERNAL)
         return None
 
     def _note(self, scope: Scope, status: int, seconds: float) -> None:
@@ -210,7 +212,19 @@ class Observed:
         is_page = route == PAGES or (b"user-agent", DASHBOARD.encode()) in scope["headers"]
         # a page is dozens of files, and polls every second
         level = logging.DEBUG if is_page and status < 400 else logging.INFO
-        log.log(level, "%s %s %d %.1f ms", scope["method"][:20], route, status, 1e3 * seconds)
+        actor = scope.get("actor")
+        by = f" {actor.name}" if actor is not None and actor.name != SHARED else ""
+        log.log(level, "%s %s %d %.1f ms%s", scope["method"][:20], route, status, 1e3 * seconds, by)
+
+    def _note_action(self, scope: Scope, message: Message) -> None:
+        """Log what changes something; predictions and checks change nothing."""
+        actor, route = scope.get("actor"), scope.get("route")
+        is_change = scope["method"] in _CHANGES and scope["path"].startswith("/api/")
+        if actor is None or not is_change or scope["path"] in _UNNOTED:
+            return
+        made = dict(message.get("headers", ())).get(b"location", b"").decode("latin-1")
+        action = getattr(route, "summary", None) or scope["method"]
+        self._actions.note(actor.name, actor.role, action, about=made or scope["path"], status=message["status"])
 
 
 def _headed(scope: Scope, send: Send) -> Send:
@@ -231,10 +245,3 @@ def _with_headers(path: str, headers: Iterable[tuple[bytes, bytes]]) -> list[tup
     may_be_cached = path.startswith("/docs/")  # files of the documentation
     ours = [*_HEADERS] if may_be_cached else [*_HEADERS, (b"cache-control", b"no-store")]
     return present + [(name, value) for name, value in ours if name not in names]
-
-
-async def _internal_error(send: Send) -> None:
-    body = problem_bytes(INTERNAL)
-    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
-    await send({"type": "http.response.start", "status": 500, "headers": headers})
-    await send({"type": "http.response.body", "body": body})

@@ -1,6 +1,5 @@
 """The OpenAPI document: FastAPI's, with the schema of job bodies and the ways to authenticate."""
 
-from collections.abc import Mapping
 from typing import Annotated, Any, Final, Literal
 
 from fastapi import FastAPI, Path, Query
@@ -26,7 +25,7 @@ _MEANINGS: Final = {
 }
 _ALWAYS: Final = {
     401: "The token is missing or wrong.",
-    403: "The request comes from another site's page.",
+    403: "The role of the token does not allow it, or the request comes from another site's page.",
     421: "The Host header names no host of this service.",
 }
 
@@ -40,7 +39,6 @@ def problems(*statuses: int) -> dict[int | str, dict[str, Any]]:
 
 
 def document(app: FastAPI) -> dict[str, Any]:
-    """The whole document, made once."""
     if app.openapi_schema is None:
         from brim.jobs.kinds import body_schema
 
@@ -72,8 +70,4 @@ def _complete(path: str, operation: dict[str, Any]) -> None:
     for status, meaning in _ALWAYS.items():
         if not (is_open and status == 401):
             operation["responses"][str(status)] = {"description": meaning, "content": problem}
-    operation["responses"] = _sorted(operation["responses"])
-
-
-def _sorted(responses: Mapping[str, Any]) -> dict[str, Any]:
-    return dict(sorted(responses.items()))
+    operation["responses"] = dict(sorted(operation["responses"].items()))

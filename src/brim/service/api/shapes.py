@@ -3,27 +3,39 @@
 import math
 from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from brim.engine.networks.source import title_of
 from brim.jobs.status import JobProgress, JobStatus
+from brim.service.access import Role
 
 JsonObject = dict[str, Any]
 MAX_PAGE = 10**6
+_REPORTED = ("result", "error", "about", "summary")  # by workers: redacted
 
 
 class AnswerModel(BaseModel):
     """Base of all answers."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, from_attributes=True)
 
 
-class Problem(AnswerModel):
-    """Every error: one sentence, and the field it is about if there is one."""
+_Out = TypeVar("_Out", bound=AnswerModel)
+
+
+class Fault(AnswerModel):
+    """One sentence, and the field it is about if there is one."""
 
     detail: str
     field: str | None
+
+
+class Problem(Fault):
+    """Every error; where several fields are wrong, all of them, the first one's sentence above."""
+
+    errors: list[Fault] = []
 
 
 class ProgressOut(AnswerModel):
@@ -50,6 +62,9 @@ class JobOut(AnswerModel):
     started_at: str | None
     finished_at: str | None
     attempts: int
+    submitted_by: str | None = Field(
+        None, exclude_if=lambda by: by is None, description="name of the token or person; left out for the shared token"
+    )
 
 
 class PageOut(AnswerModel):
@@ -69,7 +84,7 @@ class DatasetOut(AnswerModel):
 
     id: str
     name: str
-    kind: Literal["rf", "images", "sequences"]
+    kind: Literal["rf", "images", "sequences", "recordings"]
     state: str
     items: int
     bytes: int
@@ -85,8 +100,16 @@ class DatasetPageOut(PageOut):
 class PreviewOut(AnswerModel):
     """The first items of a dataset."""
 
-    kind: Literal["rf", "images", "sequences"]
+    kind: Literal["rf", "images", "sequences", "recordings"]
     items: list[JsonObject]
+
+
+class QualityOut(AnswerModel):
+    """The one figure by which runs of a kind are compared."""
+
+    name: Literal["median_error_m", "ap50", "dice", "accuracy", "ccc"]
+    value: float
+    smaller_is_better: bool
 
 
 class RunOut(AnswerModel):
@@ -97,6 +120,9 @@ class RunOut(AnswerModel):
     job_id: str | None
     config: JsonObject | None
     summary: JsonObject | None
+    quality: QualityOut | None = Field(description="null before it is known; of a locator, from its newest evaluation")
+    tags: list[str]
+    notes: str
     created_at: str
 
 
@@ -156,13 +182,59 @@ class ModelOut(AnswerModel):
     batch_size: int | None = Field(description="as tuned: the most that run together")
     max_batch_size: int | None = Field(description="the largest that is known to fit")
     device: str | None
+    run_id: str | None = Field(description="of the run that trained it, where that is listed")
+    run_name: str | None
     added_at: str
+
+
+class AddedModelOut(ModelOut):
+    replaced: bool = Field(description="whether there was a model of this name")
 
 
 class ModelsOut(AnswerModel):
     """The models that requests may name, by name."""
 
     models: list[ModelOut]
+
+
+class ActorOut(AnswerModel):
+    """Who asks."""
+
+    name: str
+    role: Role
+
+
+class TokenOut(AnswerModel):
+    name: str
+    role: Role
+    source: Literal["token", "sign-in"] = Field(description="a token, or a person who signed in at the provider")
+    created_at: str
+    expires_at: str | None
+
+
+class NewTokenOut(TokenOut):
+    token: str = Field(description="not kept: it cannot be shown again")
+
+
+class TokensOut(AnswerModel):
+    """The named tokens, oldest first."""
+
+    tokens: list[TokenOut]
+
+
+class ActionOut(AnswerModel):
+    at: str
+    by: str
+    role: str
+    action: str
+    about: str = Field(description="the address it was about, or made")
+    status: int | None = Field(description="of the answer")
+
+
+class ActionsOut(AnswerModel):
+    """What was done, newest first."""
+
+    actions: list[ActionOut]
 
 
 class HealthOut(AnswerModel):
@@ -186,6 +258,9 @@ class ValidatedOut(AnswerModel):
     name: str
     config: JsonObject = Field(description="with every default filled in")
     estimated_bytes: int = Field(description="on disk when it is done; from above")
+    estimated_seconds: float | None = Field(
+        description="to run, from completed jobs of its kind on this machine; null before the first"
+    )
 
 
 class KindOut(AnswerModel):
@@ -195,7 +270,9 @@ class KindOut(AnswerModel):
     title: str
     description: str
     makes: Literal["dataset", "run", "result"]
-    reads: Literal["rf", "images", "sequences"] | None = Field(description="kind of the datasets it reads")
+    reads: Literal["rf", "images", "sequences", "recordings"] | None = Field(
+        description="kind of the datasets it reads"
+    )
     reads_run: str | None = Field(description="kind of the job that made the run it reads")
     schema_: JsonObject = Field(alias="schema", description="JSON schema of its config, complete in itself")
     presets: dict[str, JsonObject] = Field(description="by name, initial values of fields")
@@ -216,7 +293,7 @@ class DeviceSampleOut(AnswerModel):
     """One second of a device; null where it cannot be read."""
 
     at: float = Field(description="seconds since 1970")
-    busy_share: float | None = Field(description="of the GPU, or of all cores of the machine")
+    busy_share: float | None = Field(description="of the GPU; of a CPU the share of all cores that a job uses")
     memory_bytes: int | None = Field(description="in use, by any process")
     power_w: float | None
     ceiling_share: float | None = Field(
@@ -248,66 +325,56 @@ class DeviceHistoriesOut(AnswerModel):
 def job(row: Any, redact: Callable[[str], str]) -> JobOut:
     """A job; what the worker reported is redacted once more."""
     progress = JobProgress(current=row.current, total=row.total, rate=row.rate, eta_s=row.eta_s, message=row.message)
-    shown = finite(progress.as_dict())
-    return JobOut(
-        id=row.id,
-        kind=row.kind,
-        name=row.name,
-        status=row.status,
-        progress=ProgressOut(**{**shown, "rate": shown["rate"] or 0.0, "message": redact(progress.message)}),
-        config=row.config,
-        result=None if row.result is None else redacted(row.result, redact),
-        error=None if row.error is None else redact(row.error),
-        created_at=time_text(row.created_at),
-        started_at=_maybe_time(row.started_at),
-        finished_at=_maybe_time(row.finished_at),
-        attempts=row.attempts,
-    )
+    shown = redacted(progress.as_dict(), redact)
+    progress_out = ProgressOut(**{**shown, "rate": shown["rate"] or 0.0})
+    return _of(JobOut, row, redact, status=row.shown_status, progress=progress_out)
 
 
 def dataset(row: Any, redact: Callable[[str], str]) -> DatasetOut:
     """A dataset without its path."""
-    return DatasetOut(
-        id=row.id,
-        name=row.name,
-        kind=row.kind,
-        state=row.state,
-        items=row.items,
-        bytes=row.bytes,
-        job_id=row.job_id,
-        about=None if row.about is None else redacted(row.about, redact),
-        created_at=time_text(row.created_at),
-    )
+    return _of(DatasetOut, row, redact)
 
 
-def run(row: Any, redact: Callable[[str], str]) -> RunOut:
-    """A run without its path."""
-    return RunOut(
-        id=row.id,
-        name=row.name,
-        kind=row.kind,
-        state=row.state,
-        job_id=row.job_id,
-        config=row.config,
-        summary=None if row.summary is None else redacted(row.summary, redact),
-        created_at=time_text(row.created_at),
-    )
+def run(
+    row: Any, redact: Callable[[str], str], evaluated: Mapping[str, Any] | None = None, *, brief: bool = False
+) -> RunOut:
+    """A run without its path; evaluated is the result of its newest evaluation, if any. Brief: without its settings."""
+    remarks = row.remarks or {}
+    others: dict[str, Any] = {"config": None, "summary": None} if brief else {}
+    return _of(
+        RunOut, row, redact, quality=quality(row.summary or {}, evaluated or {}), tags=list(remarks.get("tags", ())),
+        notes=str(remarks.get("notes", "")), **others,
+    )  # fmt: skip
+
+
+def quality(summary: Mapping[str, Any], evaluated: Mapping[str, Any]) -> QualityOut | None:
+    """The figure of a run that its kind is judged by."""
+    scores = {**(summary.get("scores") or {}), **(evaluated.get("metrics") or {})}
+    known = {**summary, **scores}
+    for name in ("median_error_m", "ap50", "dice", "accuracy", "ccc"):
+        value = known.get(name)
+        if isinstance(value, int | float) and math.isfinite(value):
+            return QualityOut(name=name, value=float(value), smaller_is_better=name.endswith("_m"))
+    return None
 
 
 def model(row: Any, report: Mapping[str, Any], redact: Callable[[str], str]) -> ModelOut:
     """A model without its path; report is what a predictor says of it."""
-    return ModelOut(
-        name=row.name,
-        kind=row.kind,
-        network=row.network,
-        state=report.get("state", "cold"),
-        error=None if report.get("error") is None else redact(str(report["error"])),
-        memory_bytes=report.get("memory_bytes"),
-        batch_size=report.get("batch_size"),
-        max_batch_size=report.get("max_batch_size"),
-        device=report.get("device"),
-        added_at=time_text(row.added_at),
-    )
+    known = {name: report.get(name) for name in ("error", "memory_bytes", "batch_size", "max_batch_size", "device")}
+    origin = {name: row.about.get(name) for name in ("run_id", "run_name")}
+    network = title_of(row.network)  # without the folder of a file that it comes from
+    more = {"state": report.get("state", "cold"), "network": network, **origin, **redacted(known, redact)}
+    return _of(ModelOut, row, redact, **more)
+
+
+def _of(kind: type[_Out], row: Any, redact: Callable[[str], str], **others: Any) -> _Out:
+    """An answer from the attributes of a row that have its fields' names."""
+    for name in kind.model_fields.keys() - others.keys():
+        value = getattr(row, name)
+        if name.endswith("_at") and value is not None:
+            value = time_text(value)
+        others[name] = redacted(value, redact) if name in _REPORTED else value
+    return kind(**others)
 
 
 def time_text(at_s: float) -> str:
@@ -335,7 +402,3 @@ def redacted(value: Any, redact: Callable[[str], str]) -> Any:
     if isinstance(value, list | tuple):
         return [redacted(item, redact) for item in value]
     return finite(value)
-
-
-def _maybe_time(at_s: float | None) -> str | None:
-    return None if at_s is None else time_text(at_s)

@@ -1,39 +1,54 @@
-"""The REST API as the pages use it: one connection pool, one token, and what was just read is not asked for again."""
+"""The REST API as the pages use it: one connection pool, and recent answers shared between one person's pages.
+
+Pages use the session of the person looking at them, and so have that person's rights, until the token is revoked.
+"""
 
 import asyncio
+import re
 import time
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, Final
 from urllib.parse import quote
 
 import httpx
+from nicegui import context
 
-from brim.service.settings import DASHBOARD, Settings
+from brim.service.settings import COOKIE, DASHBOARD, SESSION, Settings
 
 TIMEOUT_S = 60.0
-FRESH_S = 0.9  # what many pages show is asked for once in as long
+FRESH_S = 0.9  # an answer is shared between pages for this long
 KEPT = 512  # answers
+_PAGES: Final = {"training/jobs": "Jobs", "datasets": "Datasets", "runs": "Runs", "models": "Segment"}
+_ROUTE: Final = re.compile(rf'"GET /api/({"|".join(_PAGES)})"')  # what the API advises is a page here
 
 JsonValue = Any
 
 
-class Refused(Exception):
-    """An answer that is no 2xx: the API's own sentence, and the field it is about where there is one."""
+class Rejected(Exception):
+    """An answer other than 2xx: the API's message, and the field it is about if there is one.
 
-    def __init__(self, status: int, detail: str, field: str | None = None) -> None:
+    faults  sentences by field, of all fields that are wrong
+    """
+
+    def __init__(
+        self, status: int, detail: str, field: str | None = None, faults: Mapping[str, str] | None = None
+    ) -> None:
         super().__init__(detail)
-        self.status, self.detail, self.field = status, detail, field
+        self.status, self.detail, self.field = status, as_page(detail), field
+        faults = faults or ({field: detail} if field else {})
+        self.faults = {name: as_page(text) for name, text in faults.items()}
 
 
 class Api:
-    """The service's REST API."""
+    """The service's REST API, with its settings: address, token and what pages show of them."""
 
-    def __init__(self, settings: Settings) -> None:
-        """Take the settings: address, token and the choices that pages show."""
+    def __init__(self, settings: Settings, session: Callable[[], str] | None = None) -> None:
+        """session returns that of the person looking at the current page."""
         self.settings = settings
+        self._session = session or _session_of_page
         self._http = httpx.AsyncClient(
             base_url=settings.url,
-            headers={"Authorization": f"Bearer {settings.token}", "User-Agent": DASHBOARD},
+            headers={"User-Agent": DASHBOARD},
             timeout=TIMEOUT_S,
             limits=httpx.Limits(max_connections=32),
             trust_env=False,
@@ -41,57 +56,66 @@ class Api:
         self._kept: dict[str, tuple[float, asyncio.Future[JsonValue]]] = {}
 
     async def get(self, path: str, **query: Any) -> JsonValue:
-        """What is there now."""
-        return (await self.ask("GET", path, params=_given(query))).json()
+        return await self._ask("GET", path, params=query)
 
     async def seen(self, path: str, *, fresh_s: float = FRESH_S, **query: Any) -> JsonValue:
-        """What is there, or was just now: however many pages look, the API is asked about once a second."""
-        key = str(httpx.URL(path, params=_given(query)))
-        found = self._kept.get(key)
-        if found is None or _is_old(*found, fresh_s):
+        """Like get, but however many pages look, the API is asked about once a second."""
+        session = self._session()  # here: another task knows no page
+        key = f"{session} {httpx.URL(path, params=query)}"
+        kept = self._kept.get(key)
+        if kept is None or _is_old(*kept, fresh_s):
             if len(self._kept) >= KEPT:
                 self._kept = {name: one for name, one in self._kept.items() if not one[1].done()}
-            found = (time.monotonic(), asyncio.ensure_future(self.get(path, **query)))
-            self._kept[key] = found
-        return await asyncio.shield(found[1])
+            answer = asyncio.ensure_future(self._ask("GET", path, session, params=query))
+            kept = self._kept[key] = (time.monotonic(), answer)
+        return await asyncio.shield(kept[1])
 
     async def post(self, path: str, body: JsonValue = None) -> JsonValue:
-        """Ask for a change; the answer's JSON."""
-        return (await self.ask("POST", path, json={} if body is None else body)).json()
+        return await self._ask("POST", path, json=body or {})
+
+    async def patch(self, path: str, body: JsonValue) -> JsonValue:
+        return await self._ask("PATCH", path, json=body)
 
     async def delete(self, path: str) -> None:
-        await self.ask("DELETE", path)
-
-    async def ask(self, method: str, path: str, **options: Any) -> httpx.Response:
-        """One request; what is no 2xx is raised as Refused, also where nobody answers."""
-        try:
-            answer = await self._http.request(method, path, **options)
-        except httpx.HTTPError:
-            raise Refused(503, "the service does not answer; it may be starting again") from None
-        if answer.is_success:
-            return answer
-        try:
-            told = answer.json()
-            raise Refused(answer.status_code, str(told["detail"]), told.get("field"))
-        except (ValueError, LookupError, TypeError):
-            raise Refused(answer.status_code, f"the service answered {answer.status_code}") from None
+        await self._ask("DELETE", path)
 
     async def close(self) -> None:
         await self._http.aclose()
 
+    async def _ask(self, method: str, path: str, session: str = "", **options: Any) -> JsonValue:
+        """The answer's JSON; Rejected unless it is a 2xx, and if nobody answers."""
+        cookie = {"Cookie": f"{COOKIE}={session or self._session()}"}
+        try:
+            answer = await self._http.request(method, path, headers=cookie, **options)
+        except httpx.HTTPError:
+            raise Rejected(503, "the service does not answer; it may be restarting") from None
+        if answer.is_success:
+            return answer.json() if answer.content else None
+        try:
+            problem = answer.json()
+            faults = {one["field"]: str(one["detail"]) for one in problem.get("errors", []) if one["field"]}
+            raise Rejected(answer.status_code, str(problem["detail"]), problem.get("field"), faults)
+        except (ValueError, LookupError, TypeError):
+            raise Rejected(answer.status_code, f"the service answered {answer.status_code}") from None
+
+
+def as_page(detail: str) -> str:
+    return _ROUTE.sub(lambda match: f"the page {_PAGES[match[1]]}", detail)
+
+
+def _session_of_page() -> str:
+    """Session of the person looking at the current page, as the API process wrote it into the page's request."""
+    return str(context.client.request.headers.get(SESSION, ""))
+
 
 def part(text: str) -> str:
-    """A text as one part of a path."""
+    """A text as one segment of a path."""
     return quote(text, safe="")
 
 
 def _is_old(asked_s: float, answer: "asyncio.Future[JsonValue]", fresh_s: float) -> bool:
-    """Whether to ask again; a refusal is not kept for as long as an answer may be."""
+    """Whether to ask again; a failure is never kept for longer than FRESH_S."""
     if not answer.done():
         return False
     failed = answer.cancelled() or answer.exception() is not None
     return time.monotonic() - asked_s > (min(fresh_s, FRESH_S) if failed else fresh_s)
-
-
-def _given(values: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in values.items() if value is not None}

@@ -1,18 +1,18 @@
-"""From the JSON schema of a config to the fields of a form, and from what was filled in back to a config.
+"""From the JSON schema of a config to the fields of a form, and from their values back to a config.
 
-Pure: what a page draws with it is no matter here. A value is kept as the form has it: text of a number, a choice, true
-or false, a list of ids. What is empty or as the default says is left out of the config, so that a request says only
-what somebody chose; what cannot be read as a number is sent as it is, and the API says what is wrong with it.
+Pure. A value is what the form holds: the text of a number, a choice, true or false, a list of ids. Empty values and
+defaults are left out of the config; what cannot be read as a number is sent as text, and the API rejects it in words.
 """
 
 import json
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, Final, Literal
 
 JsonSchema = dict[str, Any]
-Sort = Literal["number", "switch", "choice", "choices", "text", "json", "datasets", "run"]
+Sort = Literal["number", "switch", "choice", "choices", "text", "json", "dataset", "datasets", "run"]
 
 _HIDDEN: Final = ("preset",)  # a preset fills the fields instead
 _COMMON: Final = {
@@ -29,7 +29,7 @@ _UNITS: Final = {
 _WORDS: Final = {
     "num": "number of", "tx": "TX", "rx": "RX", "snr": "SNR", "gdop": "GDOP", "gpu": "GPU", "val": "validation"
 }  # fmt: skip
-_START: Final = {"num_samples": "1000"}  # to begin with, where the schema has no default
+_START: Final = {"num_samples": "1000"}  # where the schema has no default
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,204 +43,165 @@ class FormField:
     nullable: bool = False
     choices: tuple[Any, ...] = ()
     is_whole: bool = False  # numbers
-    is_one: bool = False  # datasets: at most one
     help: str = ""
-    common: bool = False
+    common: bool = False  # shown before "All settings"
 
     @property
     def label(self) -> str:
-        """As a person reads it."""
         parts = self.path.removesuffix("_ids").removesuffix("_id").replace(".", "_·_").split("_")
         unit = _UNITS.get(parts[-1]) if len(parts) > 1 else None
         text = " ".join(_WORDS.get(word, word) for word in (parts[:-1] if unit else parts))
         return text[:1].upper() + text[1:] + (f", {unit}" if unit else "")
 
     @property
-    def start(self) -> Any:
-        """What the form holds at first."""
-        if self.sort in ("switch", "choice"):
-            return self.default
-        if self.sort in ("choices", "datasets"):
-            return list(self.default or [])
-        if self.sort == "run":
-            return self.default
-        return _START.get(self.path, "") if self.required else ""
+    def is_typed(self) -> bool:
+        return self.sort in ("number", "text", "json")
 
     @property
-    def hint(self) -> str:
+    def is_many(self) -> bool:
+        return self.sort in ("choices", "datasets")
+
+    @property
+    def start(self) -> Any:
+        """The value of a new form."""
+        if self.is_typed:
+            return _START.get(self.path, "") if self.required else ""
+        return list(self.default or []) if self.is_many else self.default
+
+    @property
+    def placeholder(self) -> str:
         """What an empty field means."""
-        if self.sort == "json":
-            return ""
         if self.default is None:
             return "not set" if self.nullable else ""
-        return str(self.default)
+        return "" if self.sort == "json" else str(self.default)
 
     def filled(self, value: Any) -> Any:
         """A value of a config as the form holds it."""
-        if self.sort in ("number", "text"):
-            return "" if value is None else _plain(value)
-        if self.sort == "json":
-            return "" if value is None else json.dumps(value, ensure_ascii=False)
-        return list(value or []) if self.sort in ("choices", "datasets") else value
+        if self.sort == "dataset":
+            return value[0] if value else None
+        if not self.is_typed:
+            return list(value or []) if self.is_many else value
+        if value is None:
+            return ""
+        if isinstance(value, float) and value.is_integer() and abs(value) < 1e15:
+            value = int(value)
+        return json.dumps(value, ensure_ascii=False) if self.sort == "json" else str(value)
 
 
 def read_fields(kind: str, schema: JsonSchema) -> list[FormField]:
-    """The fields of a kind's config: those that people use most first."""
-    found = [
-        field for name, part in schema["properties"].items() for field in _read(name, part, _is_needed(schema, name))
+    """The fields of a kind's config: the common and the required ones first."""
+    fields = [
+        field
+        for name, part in schema["properties"].items()
+        if name not in _HIDDEN and part.get("type") != "null"  # null alone: nothing to fill in
+        for field in _read(name, part, name in schema.get("required", ()))
     ]
     order = _COMMON.get(kind, "run_id dataset_ids").split()
-    common = [_marked(field) for name in order for field in found if field.path == name]
-    also = [_marked(field) for field in found if field.required and field.path not in order]
-    named = {field.path for field in (*common, *also)}
-    return [*common, *also, *(field for field in found if field.path not in named and field.path not in _HIDDEN)]
+    common = [field for name in order for field in fields if field.path == name]
+    common += [field for field in fields if field.required and field not in common]
+    return [*(replace(field, common=True) for field in common), *(field for field in fields if field not in common)]
 
 
 def make_config(fields: Sequence[FormField], values: Mapping[str, Any]) -> JsonSchema:
-    """The config that was filled in."""
+    """The config of a form's values by path."""
     config: JsonSchema = {}
     for field in fields:
-        value = _value(field, values[field.path])
+        value = _config_value(field, values[field.path])
         if value is _LEFT_OUT:
             continue
-        place, names = config, field.path.split(".")
-        for name in names[:-1]:
-            inner = place.setdefault(name, {})
-            if inner is None:  # switched off as a whole
-                break
-            place = inner
-        else:
-            place[names[-1]] = value
+        place: JsonSchema | None = config
+        *outer, last = field.path.split(".")
+        for name in outer:
+            place = None if place is None else place.setdefault(name, {})
+        if place is not None:  # its part of the config was not switched off
+            place[last] = value
     return config
 
 
 def field_of(named: str | None, paths: Sequence[str]) -> str | None:
-    """The field of the form that a refusal is about: "config.stations[2].lat" is about stations."""
+    """The field of the form that a rejection is about: "config.stations[2].lat" is about stations."""
     text = (named or "").removeprefix("config.")
-    while text:
-        if text in paths:
-            return text
-        cut = max(text.rfind("."), text.rfind("["))
-        text = text[:cut] if cut > 0 else ""
-    return None
-
-
-# Reading a schema
+    while text and text not in paths:
+        text = text[: max(text.rfind("."), text.rfind("["), 0)]
+    return text or None
 
 
 def _read(path: str, part: JsonSchema, required: bool) -> list[FormField]:
-    nullable, inner = _unwrapped(part)
+    """The field of one property, or those of its parts."""
+    options = part.get("anyOf", [part])
+    inner = next(one for one in options if one.get("type") != "null")
     about: dict[str, Any] = {
         "path": path,
         "default": part.get("default"),
         "required": required,
-        "nullable": nullable,
+        "nullable": any(one.get("type") == "null" for one in options),
         "help": part.get("description", inner.get("description", "")),
     }
-    if inner.get("type") == "object" and "properties" in inner:
-        whole = (
-            [FormField(**{**about, "default": part.get("default", 0) is not None}, sort="switch")] if nullable else []
-        )
-        given = part.get("default") or {}
-        nested = [
-            field
-            for name, one in inner["properties"].items()
-            for field in _read(f"{path}.{name}", {**one, **({"default": given[name]} if name in given else {})}, False)
-        ]
-        return [*whole, *nested]
-    return [FormField(**about, **_sort(path, inner, nullable))]
+    if inner.get("type") != "object" or "properties" not in inner:
+        return [FormField(**about, **_sort(path, inner, about["nullable"]))]
+    fields = []
+    if about["nullable"]:  # a switch for the part as a whole
+        fields.append(FormField(**{**about, "default": part.get("default", 0) is not None}, sort="switch"))
+    defaults = part.get("default") or {}
+    for name, one in inner["properties"].items():
+        own = {**one, "default": defaults[name]} if name in defaults else one
+        fields += _read(f"{path}.{name}", own, False)
+    return fields
 
 
 def _sort(path: str, part: JsonSchema, nullable: bool) -> dict[str, Any]:
     if path == "dataset_ids":
-        return {"sort": "datasets", "is_one": part.get("maxItems") == 1}
+        return {"sort": "dataset" if part.get("maxItems") == 1 else "datasets"}
     if path == "run_id":
         return {"sort": "run"}
     if "enum" in part:
         return {"sort": "choice", "choices": tuple(part["enum"])}
-    sort = part.get("type")
-    if sort == "boolean":
+    kind = part.get("type")
+    if kind == "boolean":
         return {"sort": "choice", "choices": (True, False)} if nullable else {"sort": "switch"}
-    if sort in ("integer", "number"):
-        return {"sort": "number", "is_whole": sort == "integer"}
-    if sort == "array" and "enum" in part.get("items", {}):
+    if kind in ("integer", "number"):
+        return {"sort": "number", "is_whole": kind == "integer"}
+    if kind == "array" and "enum" in part.get("items", {}):
         return {"sort": "choices", "choices": tuple(part["items"]["enum"])}
-    return {"sort": "text" if sort == "string" else "json"}
-
-
-def _unwrapped(part: JsonSchema) -> tuple[bool, JsonSchema]:
-    """Whether it may be null, and what it is otherwise."""
-    options = part.get("anyOf", [part])
-    real = [one for one in options if one.get("type") != "null"]
-    return len(real) < len(options), real[0]
-
-
-def _is_needed(schema: JsonSchema, name: str) -> bool:
-    return name in schema.get("required", ())
-
-
-def _marked(field: FormField) -> FormField:
-    return replace(field, common=True)
-
-
-# Reading a form
+    return {"sort": "text" if kind == "string" else "json"}
 
 
 _LEFT_OUT: Final = object()
 
 
-def _value(field: FormField, value: Any) -> Any:
-    if field.sort in ("choices", "datasets"):
-        return _LEFT_OUT if value == list(field.default or []) else _listed(field, value)
-    if field.sort == "switch":
-        return _LEFT_OUT if value == field.default else _switched(field, value)
-    if field.sort in ("choice", "run"):
-        return _LEFT_OUT if value == field.default else value
-    text = (value or "").strip()
-    if not text:
+def _config_value(field: FormField, value: Any) -> Any:
+    """The value for the config, or _LEFT_OUT."""
+    if field.is_typed:
+        text = (value or "").strip()
+        if not text or field.sort == "text":
+            return text or _LEFT_OUT
+        value = _read_json(text) if field.sort == "json" else _read_number(text, field.is_whole)
+        return _LEFT_OUT if value == field.default and not isinstance(value, str) else value
+    if value == field.start:
         return _LEFT_OUT
-    if field.sort == "text":
-        return text
-    found = _read_json(text) if field.sort == "json" else _read_number(text, field.is_whole)
-    return _LEFT_OUT if found == field.default and type(found) is not str else found
-
-
-def _listed(field: FormField, value: Sequence[Any]) -> Any:
-    if value:
-        return list(value)
-    return None if field.nullable else [] if field.required or field.default else _LEFT_OUT
-
-
-def _switched(field: FormField, value: bool) -> Any:
-    if not field.nullable:
-        return value
-    return {} if value else None  # a part of the config as a whole
+    if field.sort == "switch" and field.nullable:
+        return {} if value else None  # a part of the config as a whole
+    if field.sort == "dataset":
+        return [value]
+    if field.is_many:
+        return list(value) or (None if field.nullable else [])
+    return value
 
 
 def _read_number(text: str, is_whole: bool) -> Any:
-    try:
-        return int(text)  # as it stands: a float would lose the end of a long seed
-    except ValueError:
-        pass
-    try:
-        value = float(text)
-    except ValueError:
-        return text
-    if not math.isfinite(value):
-        return text
-    return int(value) if is_whole and value.is_integer() else value
+    for read in (int, float):  # int first: a float would lose the end of a long seed
+        with suppress(ValueError):
+            value = read(text)
+            if math.isfinite(value):
+                return int(value) if is_whole and value == int(value) else value
+    return text
 
 
 def _read_json(text: str) -> Any:
+    def reject(name: str) -> Any:
+        raise ValueError(f"{name} is not JSON")
+
     try:
-        return json.loads(text, parse_constant=_refuse_constant)
+        return json.loads(text, parse_constant=reject)
     except ValueError:
         return text
-
-
-def _refuse_constant(name: str) -> Any:
-    raise ValueError(f"{name} is no JSON")  # such a text is sent as it is
-
-
-def _plain(value: Any) -> str:
-    return str(int(value)) if isinstance(value, float) and value.is_integer() and abs(value) < 1e15 else str(value)

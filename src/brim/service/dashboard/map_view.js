@@ -1,4 +1,4 @@
-// A map without tiles: lines of latitude and longitude with their degrees, stations by name, points by colour.
+// A map without tiles: land, coasts, borders, lines of latitude and longitude with their degrees, stations, points by colour.
 // Points are drawn on a canvas, so that some thousands of them move with the map.
 import { leaflet as L } from "nicegui-leaflet";
 
@@ -8,7 +8,8 @@ const METRES = 111320; // of a degree of latitude
 const CORNERS = 32; // of an ellipse
 
 export default {
-  props: { stations: Array, points: Array, errors: Array, tileUrl: String, resourcePath: String },
+  props: { stations: Array, points: Array, errors: Array, land: Object, tileUrl: String, placing: Boolean, resourcePath: String },
+  emits: ["pick", "place"],
   template: `<div></div>`,
   async mounted() {
     await this.$nextTick(); // until window.path_prefix is there
@@ -17,18 +18,25 @@ export default {
     const options = { renderer: L.canvas({ tolerance: 3 }), zoomSnap: 0.25, worldCopyJump: true };
     this.map = L.map(this.$el, { ...options, attributionControl: false, zoomControl: false, maxZoom: 18 });
     L.control.zoom({ position: "topright" }).addTo(this.map);
-    this.map.fitBounds(this.bounds(), { padding: [28, 28], maxZoom: 15 });
+    this.fit();
     if (this.tileUrl) L.tileLayer(this.tileUrl, { maxZoom: 18 }).addTo(this.map);
     this.grid = L.layerGroup().addTo(this.map);
     this.map.on("moveend", () => this.drawGrid());
     this.drawGrid();
+    this.coasts = L.layerGroup().addTo(this.map);
+    this.drawLand(this.land);
     this.errors.forEach((one) => this.drawError(one));
     this.points.forEach((one) => this.drawPoint(one));
     this.markers = this.stations.map((one) => this.drawStation(one));
     this.map.on("zoomend", () => this.placeNames());
     this.placeNames();
+    if (this.placing) this.map.on("click", ({ latlng }) => this.$emit("place", [latlng.lat, latlng.wrap().lng]));
     this.mark = L.circleMarker([0, 0], { radius: 9, color: "#d1383d", weight: 3, fill: false, interactive: false });
-    this.observer = new ResizeObserver(() => this.map.invalidateSize());
+    this.heard = L.layerGroup().addTo(this.map);
+    this.observer = new ResizeObserver(() => {
+      this.map.invalidateSize();
+      if (!this.isFitted) this.fit();
+    });
     this.observer.observe(this.$el);
     if (this.marked) this.choose(...this.marked);
   },
@@ -38,10 +46,35 @@ export default {
     this.map?.remove();
   },
   methods: {
-    // Called by the page: a ring around one place.
-    choose(lat, lon) {
-      this.marked = [lat, lon];
-      if (this.map) this.mark.setLatLng([lat, lon]).addTo(this.map);
+    // Once it has a size: it may be in a part of the page that is folded away.
+    fit() {
+      this.isFitted = this.$el.clientWidth > 0;
+      if (this.isFitted) this.map.fitBounds(this.bounds(), { padding: [28, 28], maxZoom: 15 });
+      else this.map.setView([0, 0], 1);
+    },
+    // Called by the page: other stations than before.
+    setStations(stations, land) {
+      this.markers?.forEach(({ marker }) => marker.remove());
+      this.markers = stations.map((one) => this.drawStation(one));
+      this.drawLand(land);
+      const places = stations.map(({ lat, lon }) => [lat, lon]);
+      if (!places.every((place) => this.map.getBounds().contains(place))) {
+        this.map.fitBounds(L.latLngBounds(places).pad(0.02), { padding: [28, 28], maxZoom: 10 });
+      }
+      this.placeNames();
+    },
+    // Called by the page: a ring around one place, and around the receivers that heard it, joined to it.
+    choose(lat, lon, heardBy) {
+      this.marked = [lat, lon, heardBy];
+      if (!this.map) return;
+      this.mark.setLatLng([lat, lon]).addTo(this.map);
+      this.heard.clearLayers();
+      for (const one of heardBy) {
+        const place = [one.lat, one.lon];
+        L.polyline([[lat, lon], place], { color: "#d1383d", weight: 1.5, opacity: 0.7, interactive: false }).addTo(this.heard);
+        const ring = { radius: 8, color: "#d1383d", weight: 2.5, fill: false, interactive: false };
+        L.circleMarker(place, ring).addTo(this.heard);
+      }
     },
     bounds() {
       const places = [
@@ -50,6 +83,15 @@ export default {
         ...this.errors.map(({ truth }) => truth),
       ];
       return places.length ? L.latLngBounds(places).pad(0.02) : [[-60, -180], [75, 180]];
+    },
+    drawLand(land) {
+      this.coasts.clearLayers();
+      if (this.tileUrl) return;
+      L.polygon(land.areas, { stroke: false, fillColor: "#8a8d94", fillOpacity: 0.16, interactive: false, isLand: true }).addTo(this.coasts);
+      for (const [isBorder, line] of land.lines) {
+        const look = isBorder ? { weight: 1, dashArray: "4 3", opacity: 0.6 } : { weight: 1.3, opacity: 0.9 };
+        L.polyline(line, { color: "#8a8d94", smoothFactor: 0.5, interactive: false, ...look }).addTo(this.coasts);
+      }
     },
     drawStation({ name, lat, lon }) {
       const marker = L.circleMarker([lat, lon], { radius: 6, color: "#fff", weight: 2, fillColor: "#c2367e", fillOpacity: 1 });

@@ -3,8 +3,12 @@
 The libraries are imported inside the functions, so that the API can name a function without loading them.
 """
 
+import base64
+import json
 import math
+import mmap
 import os
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import asdict
@@ -12,11 +16,13 @@ from pathlib import Path
 from typing import Any, Final
 
 from brim.errors import BrimError, CheckpointError, Conflict, DatasetError, ImageError, NotFound, StorageError
+from brim.jobs.worker import disk
 
 JsonRecord = dict[str, Any]
 MANIFEST: Final = "manifest.json"
+_DRAWABLE: Final = (".geojson", "_labels.tif", ".png")  # endings of results whose outlines are drawn over an image
+SETTLED_NS: Final = 2_000_000_000
 MAX_SIZES: Final = 1000  # different sizes of images that statistics list
-_HEADS: Final = (4 * 1024, 256 * 1024, 256 * 1024**2)  # bytes read for an image's size: a TIFF may have it at its end
 
 
 def import_libraries() -> None:
@@ -26,7 +32,9 @@ def import_libraries() -> None:
     import brim.rf.datasets.records
     import brim.rf.datasets.summary
     import brim.rf.location.training
+    import brim.rf.measurement.run
     import brim.segmentation.images.reading
+    import brim.segmentation.images.writing
     import brim.segmentation.training.run
     import brim.sequences.corpus.packing
     import brim.sequences.training.run  # noqa: F401
@@ -37,18 +45,23 @@ def import_libraries() -> None:
 
 def preview(path: str, kind: str, limit: int) -> list[JsonRecord]:
     """The first items of a dataset, small enough for a table."""
-    return {"rf": _preview_samples, "images": _preview_images, "sequences": _preview_sequences}[kind](Path(path), limit)
+    previews = {"rf": _preview_samples, "images": _preview_images, "sequences": _preview_sequences}
+    return previews.get(kind, _preview_recordings)(Path(path), limit)
 
 
 def statistics(path: str, kind: str, stamp: list[int] | None = None) -> JsonRecord:
     """Counts and histograms of a dataset; figures is None if its files still have the given stamp."""
     place = Path(path)
     files = _image_files(place)[0] if kind == "images" else [place / MANIFEST]
+    files = sorted(place.iterdir()) if kind == "recordings" else files
     current = _stamp(files)  # before the figures: files written meanwhile make them outdated, not wrong
     if current == stamp:
         return {"stamp": current, "figures": None}
-    figures = {"rf": _rf_figures, "images": _image_figures, "sequences": _sequence_figures}[kind](place)
-    return {"stamp": current, "figures": figures}
+    from brim.rf.datasets import statistics as rf_figures
+
+    makers = {"rf": rf_figures, "images": _image_figures, "sequences": _sequence_figures}
+    figures = makers.get(kind, _recording_figures)(place)
+    return {"stamp": current, "figures": {"kind": kind, **figures}}
 
 
 def sample(path: str, index: int) -> JsonRecord:
@@ -63,8 +76,62 @@ def sample(path: str, index: int) -> JsonRecord:
     return read_sample(data, index)
 
 
+def list_images(path: str) -> JsonRecord:
+    """Each image and its mask, as paths below the dataset's folders of them; and when each folder last changed."""
+    from brim.jobs.registry.datasets import image_folders
+    from brim.segmentation.images import find_images
+    from brim.segmentation.images.zarrs import SUFFIX
+
+    images, masks = image_folders(Path(path))
+    folders: dict[str, int] = {}
+    by_stem: dict[tuple[Path, str], str] = {}
+    for folder, inner, names in os.walk(path):
+        inner[:] = [name for name in inner if not name.lower().endswith(SUFFIX)]
+        place = Path(folder)
+        changed_ns = place.stat().st_mtime_ns
+        is_settled = time.time_ns() - changed_ns > SETTLED_NS
+        folders[folder] = changed_ns if is_settled else 0  # a file may still be added at the same time
+        if masks is not None and place.is_relative_to(masks):
+            below = place.relative_to(masks)
+            by_stem |= {(below, Path(name).stem): str(place / name) for name in sorted(names, reverse=True)}
+    found = [file.relative_to(images) for file in find_images([images])]
+    return {"folders": folders, "images": [(str(name), by_stem.get((name.parent, name.stem))) for name in found]}
+
+
+def image_tile(
+    path: str, image: str, mask: str | None, side: int, outlines: bool, results: str | None = None
+) -> JsonRecord:
+    """An image of a dataset as a PNG (base64) of at most that side, with the outlines of its mask; name and sizes.
+
+    results  the folder of a prediction, whose outlines are drawn too
+    """
+    from brim.jobs.registry.datasets import image_folders
+    from brim.rf.datasets import histogram as rf_histogram
+    from brim.segmentation.images.writing import outlined
+
+    name = Path(image)
+    predicted = None if results is None else _result_of(name, Path(results))
+    file = image_folders(Path(path))[0] / name
+    tile = outlined(file, None if mask is None else Path(mask), side, outlines=outlines, predicted=predicted)
+    about: JsonRecord = {"objects": None, "sizes": None}
+    if tile.areas is not None:
+        about["objects"] = len(tile.areas)
+        about["sizes"] = rf_histogram(tile.areas, "pixels") if len(tile.areas) else None
+    png = base64.b64encode(tile.png).decode()
+    return {"png": png, "name": image, "width": tile.width, "height": tile.height, **about}
+
+
+def _result_of(image: Path, results: Path) -> Path | None:
+    """What a prediction wrote for an image, if it can be drawn over it."""
+    place = results / image.parent
+    return next((one for ending in _DRAWABLE if (one := place / f"{image.stem}{ending}").is_file()), None)
+
+
 def list_files(path: str, kind: str) -> JsonRecord:
-    """The files of a dataset as they are: names in a zip with their paths, and the manifest where there is one."""
+    """The files of a dataset as they are: names in a zip with their paths, and the manifest where there is one.
+
+    Shards are compared with its checksums, at the first use of each.
+    """
     place = Path(path)
     if kind == "images":
         from brim.jobs.registry.datasets import image_folders
@@ -73,9 +140,13 @@ def list_files(path: str, kind: str) -> JsonRecord:
         folders = [folder for folder in image_folders(place) if folder is not None]
         files = [(file.relative_to(place).as_posix(), str(file)) for file in find_images(folders)]
         return {"files": files, "manifest": None}
-    from brim.engine.storage import Dataset
+    if kind == "recordings":
+        return {"files": [(file.name, str(file)) for file in sorted(place.iterdir())], "manifest": None}
+    from brim.engine.storage import Dataset, check_bytes
 
     data = Dataset(place)
+    for entry in data.shards:
+        check_bytes(place / "shards" / entry.name, entry, checksum=None)
     table = [(file.name, str(file)) for file in (place / "items.json",) if file.is_file()]
     shards = [(f"shards/{entry.name}", str(place / "shards" / entry.name)) for entry in data.shards]
     return {"files": [*table, *shards], "manifest": data.manifest}
@@ -87,16 +158,28 @@ def export(path: str, folder: str, format: str, min_free_bytes: int) -> list[str
     from brim.rf.datasets import open_dataset
 
     place, out = Path(path), Path(folder)
-    _check_room(out, sum(entry.bytes for entry in open_dataset(place).shards), min_free_bytes)
+
+    def check_room(need_bytes: int) -> None:
+        hint = "free some space, or take format=files, which needs none"
+        disk.check_room(out, need_bytes, min_free_bytes, "export", hint)
+
+    check_room(sum(entry.bytes for entry in open_dataset(place).shards))
     try:
         out.mkdir(mode=0o700, parents=True)
-        write(place, out / "export", format, progress=lambda done, total: _check_room(out, 0, min_free_bytes))
+        write(place, out / "export", format, progress=lambda done, total: check_room(0))
     except StorageError as error:
         cause = error.__cause__
         if not isinstance(cause, OSError) or not cause.strerror:
             raise
         raise StorageError(f"the export cannot be written: {cause.strerror}", hint="free some space") from error
     return [str(file) for file in sorted((out / "export").iterdir())]
+
+
+def look_model(path: str) -> JsonRecord:
+    """Load the model that a run trained, and say what it is: kind, network, about."""
+    from brim.jobs.registry.models import look
+
+    return asdict(look(Path(path)))
 
 
 # Uploads
@@ -110,12 +193,29 @@ def check_images(folder: str) -> JsonRecord:
 
 
 def pack_sequences(folder: str, data: str, id: str, labels: str | None) -> JsonRecord:
-    """Pack .npy files that were uploaded to DATA/datasets/ID."""
+    """Pack sequences that were uploaded to DATA/datasets/ID."""
     from brim.jobs.registry.datasets import pack
 
     contents = pack(Path(folder), Path(data), id, labels=None if labels is None else Path(labels))
     assert contents is not None  # nothing stops it
     return asdict(contents)
+
+
+# Recordings
+
+
+def locate_recordings(
+    folder: str, stations: str | None, power_dbm: float | None, format: str, config: JsonRecord
+) -> str:
+    """Measure the recordings in a folder and locate their transmission: GeoJSON, or the map page, as text."""
+    from brim.config import read
+    from brim.rf.location import collection, locate_inputs, map_page
+    from brim.rf.measurement import MeasureConfig
+
+    files = sorted(Path(folder).iterdir())
+    table = None if stations is None else Path(stations)
+    located = locate_inputs(files, table, power_dbm, measuring=read(MeasureConfig, config))
+    return map_page(located) if format == "html" else json.dumps(collection(located), separators=(",", ":"))
 
 
 # Jobs
@@ -139,9 +239,13 @@ def check_job(kind: str, name: str, config: JsonRecord, datasets: list[str], run
 FUNCTIONS: Final[dict[str, Callable[..., Any]]] = {
     function.__name__: function
     for function in (
-        preview, statistics, sample, list_files, export, check_images, pack_sequences, check_job,
+        preview, statistics, sample, list_files, export, check_images, pack_sequences, check_job, locate_recordings,
+        look_model, list_images, image_tile,
     )
 }  # fmt: skip
+
+
+WRITERS: Final = ("export", "pack_sequences", "check_job", "list_files")  # the others cannot write files
 
 
 # Previews
@@ -201,7 +305,20 @@ def _preview_sequences(path: Path, limit: int) -> list[JsonRecord]:
     ]
 
 
+def _preview_recordings(path: Path, limit: int) -> list[JsonRecord]:
+    from brim.jobs.registry.datasets import recording_files
+
+    return [{"name": file.name, "bytes": file.stat().st_size} for file in recording_files(path)[:limit]]
+
+
 # Statistics
+
+
+def _recording_figures(place: Path) -> JsonRecord:
+    from brim.jobs.registry.datasets import recording_files
+
+    files = recording_files(place)
+    return {"items": len(files), "bytes": sum(file.stat().st_size for file in files)}
 
 
 def _stamp(files: Iterable[Path]) -> list[int]:
@@ -217,19 +334,13 @@ def _stamp(files: Iterable[Path]) -> list[int]:
     return [number, num_bytes, newest, inodes]
 
 
-def _rf_figures(place: Path) -> JsonRecord:
-    from brim.rf.datasets import statistics as rf_statistics
-
-    return {"kind": "rf", **rf_statistics(place)}
-
-
 def _image_figures(place: Path) -> JsonRecord:
     files, _, masks = _image_files(place)
     sizes = Counter(map(_image_size, files))
     unreadable = sizes.pop((None, None), 0)
     common = [{"width": w, "height": h, "count": count} for (w, h), count in sizes.most_common(MAX_SIZES)]
     num_masks = len(files) if masks is not None else 0
-    return {"kind": "images", "items": len(files), "masks": num_masks, "sizes": common, "unreadable": unreadable}
+    return {"items": len(files), "masks": num_masks, "sizes": common, "unreadable": unreadable}
 
 
 def _sequence_figures(place: Path) -> JsonRecord:
@@ -239,7 +350,6 @@ def _sequence_figures(place: Path) -> JsonRecord:
     corpus = Corpus.open(place)
     counts = Counter(corpus.labels.tolist())
     return {
-        "kind": "sequences",
         "items": len(corpus),
         "features": corpus.dim,
         "classes": {name: counts[number] for number, name in enumerate(corpus.classes)},
@@ -261,31 +371,11 @@ def _image_files(place: Path) -> tuple[list[Path], Path, Path | None]:
 
 
 def _image_size(file: Path) -> tuple[int | None, int | None]:
-    """Width and height in pixels, from as little of the file as possible; neither if it cannot be read."""
+    """Width and height in pixels; neither if it cannot be read. Mapped: a TIFF may have them at its end."""
     from brim.segmentation.images import image_size
 
     try:
-        size = file.stat().st_size
-        for num_bytes in _HEADS:
-            with file.open("rb") as opened:
-                head = opened.read(num_bytes)
-            try:
-                return image_size(head, file.name)
-            except BrimError:
-                if num_bytes >= size:
-                    break
-    except OSError:
-        pass
-    return None, None
-
-
-def _check_room(folder: Path, need_bytes: int, min_free_bytes: int) -> None:
-    from brim.jobs.worker import disk
-
-    free = disk.free_bytes(folder)
-    if need_bytes + min_free_bytes > free:
-        raise StorageError(
-            f"the export needs about {disk.words(need_bytes)} of disk and {disk.words(min_free_bytes)} must stay free, "
-            f"but only {disk.words(free)} are free",
-            hint="free some space, or take format=files, which needs none",
-        )
+        with file.open("rb") as opened:
+            return image_size(memoryview(mmap.mmap(opened.fileno(), 0, prot=mmap.PROT_READ)), file.name)
+    except (OSError, ValueError, BrimError):  # ValueError: an empty file cannot be mapped
+        return None, None

@@ -18,13 +18,16 @@ import socket
 import sys
 from typing import Any, NoReturn
 
-from brim.errors import BrimError
+from brim.errors import BrimError, ImageError
+from brim.jobs import sandbox
 from brim.jobs.worker.process import Heartbeat, die_with_parent, read_settings
-from brim.service.reader.functions import FUNCTIONS, import_libraries
+from brim.service.reader.client import CALL_S, LONG_S
+from brim.service.reader.functions import FUNCTIONS, WRITERS, import_libraries
 
 log = logging.getLogger("brim.reader")
 
 BEAT_S = 0.5
+MEMORY_BYTES = 4 * 1024**3  # of one call, beyond the libraries
 
 
 def serve(listening: socket.socket, lifeline: int, beat: Heartbeat) -> None:
@@ -63,9 +66,15 @@ def _answer(connection: socket.socket) -> NoReturn:
 def _call(line: bytes) -> bytes:
     try:
         request = json.loads(line)
+        may_write = request["function"] in WRITERS
+        sandbox.confine(may_write=may_write)
+        sandbox.limit(MEMORY_BYTES, LONG_S if may_write else CALL_S)
         reply: dict[str, Any] = {"value": FUNCTIONS[request["function"]](**request["arguments"])}
     except BrimError as error:
         reply = {"error": error.as_dict()}
+    except MemoryError:
+        text = "reading it takes more memory than is allowed; a file in it is damaged or too large"
+        reply = {"error": ImageError(text).as_dict()}
     except Exception:
         log.exception("a call failed")
         reply = {"error": None}

@@ -13,8 +13,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from brim.jobs.worker.process import GIVE_UP
+from brim.service.run.prepared import ForkedProcess, Prepared
 
-SECRET = ("BRIM_TOKEN", "BRIM_DATABASE")  # not inherited: children read the settings
+SECRET = ("BRIM_TOKEN", "BRIM_DATABASE", "BRIM_OIDC_CLIENT_SECRET")  # not inherited: children read the settings
 SHORT_LIFE_S = 5.0  # a child that ends sooner waits before it is restarted
 FIRST_WAIT_S, LONGEST_WAIT_S = 0.5, 30.0
 START_S = 180.0  # until the first heartbeat: imports and the database's answer come before it
@@ -31,6 +32,7 @@ class Program:
     pass_fds: tuple[int, ...] = ()
     hang_s: float | None = None  # silent for longer: killed; None: not watched
     longest_wait_s: float = LONGEST_WAIT_S  # before a restart, after many short lives
+    is_forked: bool = False  # from the prepared process, where there is one: then the command is python -m MODULE …
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,12 +48,13 @@ class Death:
 class Child:
     """A program that is kept running."""
 
-    def __init__(self, program: Program, lifeline: int) -> None:
+    def __init__(self, program: Program, lifeline: int, prepared: Prepared | None = None) -> None:
         """lifeline is the reading end of the pipe that ends with this process; nothing is started yet."""
         self.name = program.name
         self.deaths = 0
         self._program, self._lifeline = program, lifeline
-        self._process: subprocess.Popen[bytes] | None = None
+        self._prepared = prepared if program.is_forked else None
+        self._process: subprocess.Popen[bytes] | ForkedProcess | None = None
         self._beats: int | None = None  # reading end
         self._started_s = self._beat_s = self._next_s = 0.0
         self._has_beaten = self._hung = self._gave_up = False
@@ -66,7 +69,7 @@ class Child:
     def step(self, now_s: float) -> Death | None:
         """Start it when it is due, kill it if it is silent for too long, and return its death."""
         if self._process is None:
-            if now_s >= self._next_s:
+            if now_s >= self._next_s and not (self._prepared is not None and self._prepared.is_starting()):
                 self._start(now_s)
             return None
         if (code := self._ended()) is not None:
@@ -86,7 +89,6 @@ class Child:
             self._process.send_signal(signal.SIGCONT)  # a stopped process handles no signal
 
     def kill(self) -> None:
-        """Kill it and all it started."""
         if self._process is not None:
             _kill_group(self._process.pid)
 
@@ -104,22 +106,31 @@ class Child:
         if program.hang_s is not None:
             ours, beats = os.pipe()
             os.set_blocking(ours, False)
-        inherited = [fd for fd in (self._lifeline, beats, *program.pass_fds) if fd is not None]
-        numbers = {"{lifeline}": str(self._lifeline), "{beat}": str(beats)}
-        self._process = subprocess.Popen(
-            [numbers.get(word, word) for word in program.command],
-            stdin=subprocess.PIPE,
-            stdout=2,  # our standard output holds only the address
-            env={**{name: value for name, value in os.environ.items() if name not in SECRET}, **program.env},
-            pass_fds=inherited,
-            process_group=0,  # Ctrl-C in a terminal is for this process alone; and a kill reaches its own children too
-        )
+        env = {**inherited_env(), **program.env}
+        self._process = self._fork(env, beats) or self._execute(env, beats)
         if beats is not None:
             os.close(beats)
         self._beats, self._started_s, self._beat_s = ours, now_s, now_s
         self._has_beaten = self._hung = self._gave_up = False
         self._oom_kills = oom_kills()
         _hand_over(self._process, program.stdin)
+
+    def _fork(self, env: Mapping[str, str], beats: int | None) -> ForkedProcess | None:
+        if self._prepared is None:
+            return None
+        command = [str(self._lifeline) if word == "{lifeline}" else word for word in self._program.command]
+        return self._prepared.fork(command, env, beats)
+
+    def _execute(self, env: Mapping[str, str], beats: int | None) -> "subprocess.Popen[bytes]":
+        numbers = {"{lifeline}": str(self._lifeline), "{beat}": str(beats)}
+        return subprocess.Popen(
+            [numbers.get(word, word) for word in self._program.command],
+            stdin=subprocess.PIPE,
+            stdout=2,  # our standard output holds only the address
+            env=env,
+            pass_fds=[fd for fd in (self._lifeline, beats, *self._program.pass_fds) if fd is not None],
+            process_group=0,  # Ctrl-C in a terminal is for this process alone; and a kill reaches its own children too
+        )
 
     def _ended(self) -> int | None:
         """Its exit code; all it started is killed while its process id is still reserved."""
@@ -167,6 +178,11 @@ class Child:
         return now_s - self._beat_s > allowed_s
 
 
+def inherited_env() -> dict[str, str]:
+    """Our environment without what is secret."""
+    return {name: value for name, value in os.environ.items() if name not in SECRET}
+
+
 def stop_all(children: Sequence[Child], seconds: float) -> None:
     """Ask all to end, wait for them together, then kill those that did not."""
     for child in children:
@@ -199,7 +215,7 @@ def _kill_group(group: int) -> None:
         return
 
 
-def _hand_over(process: subprocess.Popen[bytes], text: str) -> None:
+def _hand_over(process: subprocess.Popen[bytes] | ForkedProcess, text: str) -> None:
     assert process.stdin is not None
     try:
         process.stdin.write(text.encode())

@@ -4,19 +4,17 @@ One service per data directory, by a lock that ends with the process; databases 
 and API never race for it; jobs of workers that no longer exist return to the queue while nobody can be running them.
 """
 
-import os
-import secrets
+import resource
 import shutil
-import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
-from brim.errors import ConfigError, Conflict, StorageError
+from brim.errors import ConfigError, Conflict, StorageError, Unavailable
 from brim.jobs.durable import Queue, migrate
 from brim.jobs.registry import datasets as sources
-from brim.jobs.store import Catalogue, upgrade
+from brim.jobs.store import Catalogue, is_id, new_id, upgrade
 from brim.jobs.worker import reconcile
 from brim.jobs.worker.process import FileLock
 from brim.service import token
@@ -30,6 +28,8 @@ def serve(
     settings: Settings, gpus: Sequence[str], stop: Callable[[], bool], started: Callable[[Settings], None]
 ) -> None:
     """Run the service until stop returns True; `started` gets the complete settings, with token and port."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # a connection and a request take one each
     with ExitStack() as stack:
         stack.callback(hold(settings).release)
         settings = replace(settings, token=choose_token(settings))
@@ -40,7 +40,7 @@ def serve(
         stack.callback(queue.close)
         catalogue.devices.clear()  # workers report their devices at every start
         sources.tidy(catalogue, settings.data)
-        reconcile.orphans(catalogue, queue, {f"w{index}" for index in range(settings.workers)}, settings.data)
+        reconcile.adopt_orphans(catalogue, queue, {f"w{index}" for index in range(settings.workers)}, settings.data)
         tidy(settings)
         pages = None
         if settings.dashboard:
@@ -74,7 +74,7 @@ def hold(settings: Settings) -> FileLock:
 
 def choose_token(settings: Settings) -> str:
     """The token; other machines may connect only with one that somebody chose or has seen."""
-    if not settings.is_loopback and not token.is_chosen(settings.token_file):
+    if not settings.is_loopback and token.find(settings.token_file) is None:
         raise ConfigError(
             "lets other machines connect, and there is no token yet",
             field="host",
@@ -85,18 +85,31 @@ def choose_token(settings: Settings) -> str:
 
 
 def open_databases(settings: Settings) -> tuple[Catalogue, Queue]:
-    """Both databases, migrated, and of this data directory."""
+    """Both databases, migrated, and of this data directory.
+
+    The queue is made last: where there is one, the catalogue was complete before.
+    """
+    queue_file = Path(settings.jobs_url.removeprefix("sqlite:///"))
     upgrade(settings.catalogue_url)
-    migrate(settings.jobs_url)
     catalogue = Catalogue.open(settings.catalogue_url)
-    ours = _installation(settings.data / "installation")
-    if catalogue.claim(ours) != ours:
+    try:
+        owner = catalogue.owner()
+        if owner is None and queue_file.is_file() and queue_file.stat().st_size:
+            raise Unavailable(
+                f"the catalogue of {settings.data} is empty, but {queue_file.name} is of an earlier start; restore "
+                f"catalogue.sqlite from a copy, or move {queue_file.name} away to begin with an empty catalogue"
+            )
+        ours = _installation(settings.data / "installation", owner, is_own=settings.database is None)
+        if catalogue.claim(ours) != ours:
+            raise Conflict(
+                f"the database belongs to another data directory than {settings.data}",
+                field="database",
+                hint="give the {data} it was first used with, or another database",
+            )
+        migrate(settings.jobs_url)
+    except BaseException:
         catalogue.close()
-        raise Conflict(
-            f"the database belongs to another data directory than {settings.data}",
-            field="database",
-            hint="give the {data} it was first used with, or another database",
-        )
+        raise
     return catalogue, Queue(settings.jobs_url)
 
 
@@ -104,8 +117,7 @@ def tidy(settings: Settings) -> None:
     """Remove what processes of an earlier start left: unfinished uploads, counters, counts of loads."""
     for file in (settings.data / "workers").glob("predict-*.loading"):
         file.unlink(missing_ok=True)
-    for folder in (settings.data / "uploads").glob("[0-9a-f]" * 32):
-        shutil.rmtree(folder, ignore_errors=True)
+    settings.discard_uploads()
     shutil.rmtree(settings.metrics_folder, ignore_errors=True)
     if settings.api_processes > 1:
         settings.metrics_folder.mkdir(mode=0o700)
@@ -113,23 +125,28 @@ def tidy(settings: Settings) -> None:
 
 def overseer(settings: Settings, catalogue: Catalogue, queue: Queue) -> Oversee:
     """Looks after the jobs: notes deaths of workers, then compares the jobs with the queue."""
-    noted = reconcile.Deaths(catalogue, queue, settings.data)
+    reconciler = reconcile.Reconciler(catalogue, queue, settings.data)
 
     def oversee(deaths: Sequence[Death]) -> Sequence[str]:
         for death in deaths:
-            noted.note(death.name, death.reason)
-        return reconcile.once(catalogue, queue, time.time(), settings.data)
+            reconciler.died(death.name, death.reason)
+        return reconciler.once()
 
     return oversee
 
 
-def _installation(file: Path) -> str:
-    """The identifier of this data directory, made once."""
+def _installation(file: Path, owner: str | None, *, is_own: bool) -> str:
+    """The identifier of this data directory, made once; owner is what the catalogue says, which lies in it or not."""
     try:
-        return file.read_text().strip()
+        text = file.read_bytes().strip().decode(errors="replace")
     except FileNotFoundError:
-        made = secrets.token_hex(16)
-        temporary = file.with_name(f".{file.name}.{os.getpid()}")
-        temporary.write_text(made + "\n")
-        temporary.replace(file)
-        return made
+        if owner is not None and is_own:
+            raise StorageError(f"{file} is missing; restore it from a copy, or write {owner} to it") from None
+        text = new_id()
+        token.write_secret(file, text)
+    except OSError as failure:
+        raise StorageError(f"{file} cannot be read: {failure.strerror}; restore it from a copy") from failure
+    if not is_id(text):
+        remedy = "remove it to have one made" if owner is None else f"or write {owner} to it, as the database says"
+        raise StorageError(f"{file} is damaged; restore it from a copy, {remedy}")
+    return text

@@ -14,11 +14,12 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from brim.errors import BrimError, ConfigError
-from brim.service.run.process import Child, Death, Program, stop_all
+from brim.service.run.prepared import Prepared
+from brim.service.run.process import Child, Death, Program, inherited_env, stop_all
 
 if TYPE_CHECKING:
     from brim.service.settings import Settings
@@ -51,6 +52,7 @@ class Programs(NamedTuple):
     predictors: Sequence[Program] = ()
     pages: Sequence[Program] = ()
     readers: Sequence[Program] = ()
+    prepared_env: Mapping[str, str] | None = None  # of the prepared process; None: all are started the plain way
 
 
 class Supervisor:
@@ -59,8 +61,10 @@ class Supervisor:
     def __init__(self, programs: "Programs", oversee: Oversee) -> None:
         """oversee looks after the jobs and is called about once a second."""
         self._lifeline = os.pipe()  # the writing end is ours alone: it closes when we end, however we do
+        env, lifeline = programs.prepared_env, self._lifeline[0]
+        self._prepared = None if env is None else Prepared({**inherited_env(), **env}, lifeline)
         self._apis, self._workers, self._predictors, self._pages, self._readers = (
-            [Child(program, self._lifeline[0]) for program in group] for group in programs
+            [Child(program, lifeline, self._prepared) for program in group] for group in programs[:5]
         )
         self._oversight = Oversight(oversee)
 
@@ -83,11 +87,12 @@ class Supervisor:
             stop_all(self._pages, PAGES_STOP_S)
             stop_all(self._apis, API_STOP_S)
             stop_all([*self._predictors, *self._readers], PREDICT_STOP_S)
+            if self._prepared is not None:
+                self._prepared.close()
             for end in self._lifeline:
                 os.close(end)
 
     def pids(self) -> dict[str, int | None]:
-        """Process ids by name."""
         return {child.name: child.pid for child in self._children()}
 
     def _children(self) -> list[Child]:
@@ -133,7 +138,6 @@ class Oversight:
         self._deaths.put(death)
 
     def condemned(self) -> list[str]:
-        """Workers to kill, each once."""
         return _drain(self._condemned)
 
     def _run(self) -> None:
@@ -162,64 +166,55 @@ def programs(
 
     listening, pages and reading are the file descriptors of the sockets of API, dashboard and reader.
     """
-    text = settings.to_json()
     common = {"GOMP_SPINCOUNT": os.environ.get("GOMP_SPINCOUNT", "1000")}
+    no_gpu = {**common, "CUDA_VISIBLE_DEVICES": ""}
+    counters = {"PROMETHEUS_MULTIPROC_DIR": str(settings.metrics_folder)} if settings.api_processes > 1 else {}
     share = settings.predict_memory / 100
+
+    def program(name: str, module: str, *words: str, stdin: str = settings.to_json(), **more: Any) -> Program:
+        command = [sys.executable, "-m", f"brim.{module}", *words]
+        return Program(name=name, command=command, stdin=stdin, **more)
+
     apis = [
-        Program(
-            name=f"api{index}" if settings.api_processes > 1 else "api",
-            command=[sys.executable, "-m", "brim.service.api.main", "{lifeline}", str(listening)],
-            stdin=text,
-            env={**common, **_counters(settings), "CUDA_VISIBLE_DEVICES": ""},  # no GPU for the API
-            pass_fds=(listening,),
+        program(
+            f"api{index}" if settings.api_processes > 1 else "api", "service.api.main", "{lifeline}", str(listening),
+            env={**no_gpu, **counters}, pass_fds=(listening,),
         )
         for index in range(settings.api_processes)
-    ]
+    ]  # fmt: skip
     workers = [
-        Program(
-            name=f"w{index}",
-            command=[sys.executable, "-m", "brim.jobs.worker.main", f"w{index}", "{beat}", "{lifeline}"],
-            stdin=text,
+        program(
+            f"w{index}", "jobs.worker.main", f"w{index}", "{beat}", "{lifeline}", hang_s=settings.hang_s,
             env={**common, **_device(index, gpus, settings.workers), MEMORY_SHARE: f"{1 - share:g}"},
-            hang_s=settings.hang_s,
+            is_forked=True,
         )
         for index in range(settings.workers)
-    ]
+    ]  # fmt: skip
     predictors = [
-        Program(
-            name=f"predict{index}",
-            command=[sys.executable, "-m", "brim.service.prediction.process.main", str(index), "{beat}", "{lifeline}"],
-            stdin=text,
+        program(
+            f"predict{index}", "service.prediction.process.main", str(index), "{beat}", "{lifeline}",
             env={**common, **_device(index, gpus, settings.predictors), MEMORY_SHARE: f"{share:g}"},
-            hang_s=max(PREDICT_SILENCE_S, settings.predict_hang_s),
-            longest_wait_s=PREDICT_WAIT_S,
+            hang_s=max(PREDICT_SILENCE_S, settings.predict_hang_s), longest_wait_s=PREDICT_WAIT_S,
+            is_forked=True,
         )
         for index in range(len(settings.predict_sockets))
-    ]
-    dashboards = [
-        Program(
-            name="dashboard",
-            command=[sys.executable, "-m", "brim.service.dashboard.main", "{lifeline}", str(pages)],
-            stdin=text,
-            env={"CUDA_VISIBLE_DEVICES": "", "NICEGUI_STORAGE_PATH": str(settings.data / "dashboard")},
-            pass_fds=(pages,),
-            longest_wait_s=PREDICT_WAIT_S,
-        )
-        for pages in ([] if pages is None else [pages])
-    ]
-    readers = [
-        Program(
-            name="reader",
-            command=[sys.executable, "-m", "brim.service.reader.main", "{lifeline}", "{beat}", str(reading)],
-            stdin=json.dumps({"log_level": settings.log_level}),  # no token: it parses untrusted files
-            env={**common, "CUDA_VISIBLE_DEVICES": "", "OPENBLAS_NUM_THREADS": "1"},  # no threads, so that it can fork
-            pass_fds=(reading,),
-            hang_s=READER_SILENCE_S,
-            longest_wait_s=PREDICT_WAIT_S,
-        )
-        for reading in ([] if reading is None else [reading])
-    ]
-    return Programs(apis, workers, predictors, dashboards, readers)
+    ]  # fmt: skip
+    dashboards, readers = [], []
+    if pages is not None:
+        env = {"CUDA_VISIBLE_DEVICES": "", "NICEGUI_STORAGE_PATH": str(settings.data / "dashboard")}
+        words = ("service.dashboard.main", "{lifeline}", str(pages))
+        dashboards = [program("dashboard", *words, env=env, pass_fds=(pages,), longest_wait_s=PREDICT_WAIT_S)]
+    if reading is not None:
+        readers = [
+            program(
+                "reader", "service.reader.main", "{lifeline}", "{beat}", str(reading),
+                stdin=json.dumps({"log_level": settings.log_level}),  # no token: it parses untrusted files
+                env={**no_gpu, "OPENBLAS_NUM_THREADS": "1"},  # no threads, so that it can fork
+                pass_fds=(reading,), hang_s=READER_SILENCE_S, longest_wait_s=PREDICT_WAIT_S,
+            )
+        ]  # fmt: skip
+    prepared = {**common, **({} if gpus else _device(0, gpus, settings.workers))} if settings.prepared else None
+    return Programs(apis, workers, predictors, dashboards, readers, prepared)
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -250,11 +245,6 @@ def _device(index: int, gpus: Sequence[str], workers: int) -> dict[str, str]:
         return {"CUDA_VISIBLE_DEVICES": gpus[index], "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}  # NVML counts in that order
     threads = max(1, (os.cpu_count() or 1) // workers)
     return {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(threads))}
-
-
-def _counters(settings: "Settings") -> dict[str, str]:
-    """The folder for counters of several API processes; prometheus_client reads it when it is imported."""
-    return {"PROMETHEUS_MULTIPROC_DIR": str(settings.metrics_folder)} if settings.api_processes > 1 else {}
 
 
 def _drain(source: "queue.SimpleQueue[T]") -> list[T]:

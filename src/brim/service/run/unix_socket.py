@@ -17,10 +17,10 @@ def short_name(path: Path) -> Iterator[str]:
         os.close(folder)
 
 
-def listen(path: Path) -> socket.socket:
+def listen(path: Path, kind: socket.SocketKind = socket.SOCK_STREAM) -> socket.socket:
     """Listen at a path; a file that another process left is replaced."""
     path.unlink(missing_ok=True)
-    listening = socket.socket(socket.AF_UNIX)
+    listening = socket.socket(socket.AF_UNIX, kind)
     before = os.umask(0o177)
     try:
         with short_name(path) as name:

@@ -1,13 +1,15 @@
 """Datasets: list, show, preview, delete, upload, statistics, single samples, and export as a zip."""
 
 import asyncio
+import base64
 import json
 import re
 import shutil
-from collections import OrderedDict
-from contextlib import suppress
+from collections import OrderedDict, defaultdict
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal
+from urllib.parse import quote
 
 from fastapi import APIRouter, Query, Request, Response
 from fastapi import Path as PathParameter
@@ -15,25 +17,24 @@ from starlette.concurrency import run_in_threadpool
 from starlette.responses import StreamingResponse
 
 from brim.config import PRINTABLE
-from brim.errors import BrimError, ConfigError, Conflict, DatasetError, ImageError, StorageError
+from brim.errors import ConfigError, Conflict, DatasetError, ImageError, NotFound, StorageError
 from brim.jobs.kinds import MAX_TEXT
 from brim.jobs.registry import datasets as registry
 from brim.jobs.store import DatasetRow, new_id
+from brim.jobs.worker import disk
+from brim.jobs.worker.redact import Redactor
 from brim.service.api import figures, shapes
-from brim.service.api.body import unless_gone
+from brim.service.api.body import FILES, UPLOAD_HINT, Upload, boundary_of, unless_gone
 from brim.service.api.context import Context, Here
 from brim.service.api.errors import phrase
 from brim.service.api.export import Download, ZipEntry, file_name
-from brim.service.api.multipart import FILES, Upload, boundary_of, check_room
 from brim.service.api.openapi import Id, PageNumber, problems
 from brim.service.reader.client import LONG_S, Reader
 
 router = APIRouter(prefix="/api/datasets", tags=["datasets"])
 
-MAX_KEPT: Final = 32  # datasets whose statistics are cached; a large one takes about 1 MB
+MAX_KEPT: Final = 32  # datasets whose statistics and lists of images are cached; a large one takes about 1 MB
 MANIFEST: Final = "manifest.json"
-_DRAIN_BYTES = 64 * 1024**2  # of a rejected upload that is read to its end, so that the client gets to read the answer
-_UPLOAD = re.compile(r"[0-9a-f]{32}")
 
 _FILE: dict[str, Any] = {"type": "string", "format": "binary"}
 _FILES: dict[str, Any] = {"type": "array", "items": _FILE}
@@ -43,21 +44,23 @@ _FORM: dict[str, Any] = {
     "required": ["name", "kind"],
     "properties": {
         "name": {"type": "string", "minLength": 1, "maxLength": MAX_TEXT, "pattern": PRINTABLE},
-        "kind": {"type": "string", "enum": ["images", "sequences"]},
+        "kind": {"type": "string", "enum": ["images", "sequences", "recordings"]},
         "images": {**_FILES, "description": "kind images: at least one"},
         "masks": {**_FILES, "description": "kind images: none, or one for every image, of the same name"},
-        "sequences": {**_FILES, "description": "kind sequences: at least one, .npy"},
+        "sequences": {
+            **_FILES,
+            "description": "kind sequences: at least one; .npy, .npz, .csv, .parquet, .ts, .arff, .tsv or audio",
+        },
+        "recordings": {**_FILES, "description": "kind recordings: at least one, and stations.csv where they need it"},
         "labels": {**_FILE, "description": "kind sequences: none, or CSV of the file's name and its class"},
     },
 }
 
 
-@router.get(
-    "", response_model=shapes.DatasetPageOut, responses=problems(422, 503), summary="List datasets, newest first"
-)
+@router.get("", responses=problems(422, 503), summary="List datasets, newest first")
 def list_datasets(
     here: Here,
-    kind: Annotated[Literal["", "rf", "images", "sequences"], Query()] = "",
+    kind: Annotated[Literal["", "rf", "images", "sequences", "recordings"], Query()] = "",
     page: PageNumber = 1,
 ) -> shapes.DatasetPageOut:
     """50 a page; an empty kind means any."""
@@ -69,7 +72,6 @@ def list_datasets(
 @router.post(
     "",
     status_code=201,
-    response_model=shapes.DatasetOut,
     responses={
         **problems(400, 413, 415, 422, 503, 507),
         409: {"model": shapes.Problem, "description": "The files are not what kind says, or do not belong together."},
@@ -78,7 +80,7 @@ def list_datasets(
     summary="Upload a dataset",
 )
 async def upload_dataset(request: Request, response: Response, here: Here) -> shapes.DatasetOut:
-    """Images with or without masks, or .npy sequences with or without labels; files are matched by their names."""
+    """Images with or without masks, sequences with or without labels, matched by their names; or recordings."""
     boundary = boundary_of(request.headers.get("content-type", ""))
     id, settings = new_id(), here.settings
     folder = settings.data / "uploads" / id
@@ -86,7 +88,9 @@ async def upload_dataset(request: Request, response: Response, here: Here) -> sh
     try:
         length = request.headers.get("content-length", "")
         num_bytes = int(length) if length.isdigit() else 0
-        await run_in_threadpool(check_room, settings.data, num_bytes, settings.min_free_bytes)
+        await run_in_threadpool(
+            disk.check_room, settings.data, num_bytes, settings.min_free_bytes, "upload", UPLOAD_HINT
+        )
         upload = Upload(folder, boundary, max_files=settings.max_upload_files, min_free_bytes=settings.min_free_bytes)
         with upload:
             async for chunk in stream:
@@ -95,16 +99,13 @@ async def upload_dataset(request: Request, response: Response, here: Here) -> sh
         name, kind = _check_parts(upload)
         contents = await _store(here, id, kind, folder, upload)
         row = await run_in_threadpool(_add, here, id, name, kind, contents)
-    except BrimError:
-        await _drain(stream)
-        raise
     finally:
         await run_in_threadpool(shutil.rmtree, folder, True)
     response.headers["Location"] = f"{router.prefix}/{row.id}"
     return shapes.dataset(row, here.redact)
 
 
-@router.get("/{id}", response_model=shapes.DatasetOut, responses=problems(404, 503), summary="Show a dataset")
+@router.get("/{id}", responses=problems(404, 503), summary="Show a dataset")
 def show_dataset(id: Id, here: Here) -> shapes.DatasetOut:
     return shapes.dataset(here.dataset(id), here.redact)
 
@@ -115,12 +116,7 @@ def delete_dataset(id: Id, here: Here) -> None:
     registry.remove(here.catalogue, here.settings.data, here.dataset(id).id)
 
 
-@router.get(
-    "/{id}/preview",
-    response_model=shapes.PreviewOut,
-    responses=problems(404, 409, 422, 429, 503),
-    summary="The first items of a dataset",
-)
+@router.get("/{id}/preview", responses=problems(404, 409, 422, 429, 503), summary="The first items of a dataset")
 async def preview_dataset(id: Id, here: Here, limit: Annotated[int, Query(ge=1, le=100)] = 20) -> shapes.PreviewOut:
     """Radio samples, images by name and size, or sequences by length and label."""
     row, place = await run_in_threadpool(_find, here, id)
@@ -143,7 +139,6 @@ async def dataset_statistics(id: Id, here: Here) -> Any:
 
 @router.get(
     "/{id}/samples/{index}",
-    response_model=figures.SampleOut,
     responses=problems(404, 409, 422, 429, 503),
     summary="One sample of a radio dataset",
 )
@@ -158,6 +153,43 @@ async def show_sample(
         raise Conflict(f'the dataset "{row.name}" is of kind {row.kind}; only those of kind rf have samples to show')
     sample = shapes.finite(await _read(here.reader, "sample", row, place, index=index))
     return figures.SampleOut(**{**sample, "note": sample["note"] and here.redact(sample["note"])})
+
+
+@router.get(
+    "/{id}/images/{index}",
+    response_class=Response,
+    responses={200: {"content": {"image/png": {}}}, **problems(404, 409, 422, 429, 503)},
+    summary="One image of a dataset, small, with the outlines of its mask",
+)
+async def show_image(
+    id: Id,
+    index: Annotated[int, PathParameter(ge=0, le=2**53, description="From 0, in the order of the dataset.")],
+    here: Here,
+    side: Annotated[int, Query(ge=16, le=4096, description="The most pixels of a side.")] = 160,
+    outlines: Annotated[bool, Query(description="Whether the objects of its mask are outlined.")] = True,
+    job_id: Annotated[
+        str, Query(max_length=MAX_TEXT, description="A job of segment.predict, whose objects are outlined too.")
+    ] = "",
+) -> Response:
+    """A PNG; the headers Brim-Image, Brim-Size, Brim-Objects and Brim-Sizes tell its name, its own size, the number of
+    its objects and the histogram of their pixels: those predicted if a job is given, otherwise those of its mask."""
+    row, place = await run_in_threadpool(_find, here, id)
+    if row.kind != "images":
+        raise Conflict(f'the dataset "{row.name}" is of kind {row.kind}; only those of kind images have images to show')
+    results = await run_in_threadpool(_results, here, row, job_id) if job_id else None
+    images = await here.images.read(row, place)
+    if index >= len(images):
+        raise NotFound(f"there is no image {index}: there are {len(images)}, numbered from 0")
+    image, mask = images[index]
+    tile = await _read(
+        here.reader, "image_tile", row, place, image=image, mask=mask, side=side, outlines=outlines, results=results
+    )
+    about = {"Brim-Image": quote(tile["name"]), "Brim-Size": f"{tile['width']}x{tile['height']}"}
+    if tile["objects"] is not None:
+        about["Brim-Objects"] = str(tile["objects"])
+    if tile["sizes"] is not None:
+        about["Brim-Sizes"] = json.dumps(tile["sizes"], separators=(",", ":"))
+    return Response(base64.b64decode(tile["png"]), media_type="image/png", headers=about)
 
 
 @router.get(
@@ -182,16 +214,17 @@ async def export_dataset(
     _check_written(row)
     if chosen != "files" and row.kind != "rf":
         raise Conflict(f'the dataset "{row.name}" is of kind {row.kind}, which has format=files only')
-    export = here.exports.open(here.settings.data)
+    folder = here.exports.open(here.settings.data)
     try:
-        if chosen == "files":
-            entries = await _own_files(here, row, place)
-        else:
-            entries = await unless_gone(request, _converted(here, row, place, chosen, export.folder))
+        async with unless_gone(request):
+            if chosen == "files":
+                entries = await _own_files(here, row, place)
+            else:
+                entries = await _converted(here, row, place, chosen, folder)
     except BaseException:
-        await export.close()
+        await here.exports.close(folder)
         raise
-    return Download(export, entries, file_name(row, chosen))
+    return Download(here.exports, folder, entries, file_name(row, chosen))
 
 
 # Reading
@@ -224,6 +257,43 @@ class CachedStatistics:
         return current
 
 
+class CachedImages:
+    """The images and masks of the datasets that were shown last, until a folder of theirs changes."""
+
+    def __init__(self, reader: Reader) -> None:
+        self._reader = reader
+        self._kept: OrderedDict[str, Any] = OrderedDict()  # by id, last used last
+        self._locks: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
+
+    async def read(self, row: DatasetRow, place: Path) -> list[tuple[str, str | None]]:
+        """Each image below its folder, and the path of its mask; thumbnails asked for at once share one listing."""
+        async with self._locks[row.id]:
+            kept = self._kept.get(row.id)
+            if kept is None or await run_in_threadpool(_has_changed, kept["folders"]):
+                kept = self._kept[row.id] = await _read(self._reader, "list_images", row, place)
+            self._kept.move_to_end(row.id)
+            while len(self._kept) > MAX_KEPT:
+                self._kept.popitem(last=False)
+            images: list[tuple[str, str | None]] = kept["images"]
+            return images
+
+
+def _has_changed(folders: dict[str, int]) -> bool:
+    try:
+        return any(Path(folder).stat().st_mtime_ns != changed_ns for folder, changed_ns in folders.items())
+    except OSError:
+        return True
+
+
+def _results(here: Context, row: DatasetRow, job_id: str) -> str:
+    """The folder in which a job has predicted the images of a dataset; of several datasets each has its own."""
+    job = here.job(job_id)
+    datasets = job.config.get("dataset_ids", [])
+    if job.kind != "segment.predict" or row.id not in datasets:
+        raise Conflict(f'the job "{job.name}" has not predicted the dataset "{row.name}"', field="job_id")
+    return str(here.settings.data / "results" / job.id / (row.id if len(datasets) > 1 else ""))
+
+
 def _find(here: Context, id: str) -> tuple[DatasetRow, Path]:
     row = here.dataset(id)
     return row, here.settings.data / row.path
@@ -245,13 +315,13 @@ async def _read(reader: Reader, function: str, row: DatasetRow, place: Path, *, 
             raise Conflict(
                 f'the dataset "{row.name}" is still being written and has nothing to show yet; try again soon'
             ) from error
-        text = phrase(error).replace(str(place), f'dataset "{row.name}"')
+        text = Redactor({place: f'dataset "{row.name}"'})(phrase(error))
         raise Conflict(f"the dataset cannot be {verb}: {text}") from error
 
 
 async def _own_files(here: Context, row: DatasetRow, place: Path) -> list[ZipEntry]:
     """The dataset's own files; the manifest loses what it says of this machine."""
-    listed = await _read(here.reader, "list_files", row, place, kind=row.kind)
+    listed = await _read(here.reader, "list_files", row, place, timeout_s=LONG_S, kind=row.kind)
     entries: list[ZipEntry] = [(name, Path(path)) for name, path in listed["files"]]
     if listed["manifest"] is None:
         return entries
@@ -271,23 +341,6 @@ async def _converted(here: Context, row: DatasetRow, place: Path, format: str, f
 # Uploading
 
 
-def discard_uploads(data: Path) -> None:
-    """Remove the folders of uploads and exports whose process was killed."""
-    with suppress(OSError):
-        for folder in (data / "uploads").iterdir():
-            if _UPLOAD.fullmatch(folder.name):
-                shutil.rmtree(folder, ignore_errors=True)
-
-
-async def _drain(stream: Any) -> None:
-    num_bytes = 0
-    with suppress(Exception):  # too large, or the client is gone: the answer goes out either way
-        async for chunk in stream:
-            num_bytes += len(chunk)
-            if num_bytes > _DRAIN_BYTES:
-                return
-
-
 def _check_parts(upload: Upload) -> tuple[str, str]:
     """Name and kind of the dataset, once the parts of the form fit them."""
     name, kind = upload.texts.get("name"), upload.texts.get("kind", "")
@@ -295,12 +348,12 @@ def _check_parts(upload: Upload) -> tuple[str, str]:
         raise ConfigError("name is missing; give the dataset one", field="name")
     if len(name) > MAX_TEXT or not re.search(PRINTABLE, name):
         raise ConfigError(f"name must be 1 to {MAX_TEXT} characters that can be printed", field="name")
-    if kind not in ("images", "sequences"):
+    if kind not in ("images", "sequences", "recordings"):
         shown = f'kind="{kind[:60]}" must be' if "kind" in upload.texts else "kind is missing; it must be"
-        raise ConfigError(f"{shown} images or sequences", field="kind")
+        raise ConfigError(f"{shown} images, sequences or recordings", field="kind")
     if not upload.num_files[kind]:
         raise Conflict(f"{kind} is missing; send at least one file", field=kind)
-    expected = {"images": ("images", "masks"), "sequences": ("sequences", "labels")}[kind]
+    expected = {"images": ("images", "masks"), "sequences": ("sequences", "labels")}.get(kind, (kind,))
     present = [field for field in FILES if upload.num_files[field]] + ["labels"] * (upload.labels is not None)
     for field in present:
         if field not in expected:
@@ -315,6 +368,10 @@ async def _store(here: Context, id: str, kind: str, folder: Path, upload: Upload
         if kind == "images":
             contents: dict[str, Any] = await here.reader.call("check_images", timeout_s=LONG_S, folder=str(folder))
             await run_in_threadpool(folder.rename, data / "datasets" / id)
+            return contents
+        if kind == "recordings":
+            contents = asdict(await run_in_threadpool(registry.look, folder / kind, "recordings"))
+            await run_in_threadpool((folder / kind).rename, data / "datasets" / id)
             return contents
         labels = None if upload.labels is None else str(upload.labels)
         return await here.reader.call(  # type: ignore[no-any-return]

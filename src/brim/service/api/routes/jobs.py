@@ -6,16 +6,19 @@ import os
 import shutil
 import signal
 import time
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from statistics import median
+from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Header, Query, Request, Response
 from fastapi.responses import FileResponse
 from starlette.concurrency import run_in_threadpool
+from starlette.responses import StreamingResponse
 
-from brim.errors import ConfigError, Conflict, NotFound, TooMany, Unavailable
-from brim.jobs.kinds import MAX_TEXT
+from brim.errors import ConfigError, Conflict, NotFound, StorageError, TooMany, Unavailable
+from brim.jobs.kinds import KINDS, MAX_TEXT, Spec, read_body
 from brim.jobs.registry.outputs import output_of
 from brim.jobs.status import FINISHED, RESUMABLE, UNFINISHED, JobStatus
 from brim.jobs.store import JobRow
@@ -24,16 +27,15 @@ from brim.jobs.worker.joblog import log_file, read_log
 from brim.jobs.worker.process import cores
 from brim.service.api import shapes
 from brim.service.api.body import read_json
-from brim.service.api.context import Context, Here
+from brim.service.api.context import By, Context, Here, name_of
 from brim.service.api.events import EventStream
+from brim.service.api.export import Download, file_name
 from brim.service.api.openapi import KIND_NAMES, Id, PageNumber, problems
-
-if TYPE_CHECKING:
-    from brim.jobs.kinds import Spec
 
 router = APIRouter(prefix="/api/training/jobs", tags=["jobs"])
 
 SETTLE_S = 5.0  # a job that was told to stop does so by then; a resume waits for it
+ESTIMATED_FROM = 5  # completed jobs, of which the median counts
 _LOOK_S = 0.1
 KEY_PATTERN = r"^[!-~]([ -~]{0,198}[!-~])?$"
 
@@ -50,26 +52,25 @@ IdempotencyKey = Annotated[
 @router.post(
     "",
     status_code=202,
-    response_model=shapes.JobOut,
     responses=problems(400, 404, 409, 413, 415, 422, 429, 503, 507),
     summary="Submit a job",
 )
 async def submit_job(
-    request: Request, response: Response, here: Here, idempotency_key: IdempotencyKey = None
+    request: Request, response: Response, here: Here, by: By, idempotency_key: IdempotencyKey = None
 ) -> shapes.JobOut:
     """Queue a job; three forms of body: a dataset to generate, a locator to train, or any kind by its name.
 
     The job is stored in the catalogue first: if this process dies before it is queued, reconciling queues it.
     """
     body = await read_json(request)
-    spec = await run_in_threadpool(_read_spec, body)
+    spec = await run_in_threadpool(read_body, body)
     key_hash = None if idempotency_key is None else hashlib.sha256(idempotency_key.encode()).hexdigest()
     known = None if key_hash is None else await run_in_threadpool(here.catalogue.jobs.of_key, key_hash)
     if known is not None:  # its job, also if there is no room for another
         row, is_new = known, False
     else:
         await _check(here, spec)
-        row, is_new = await run_in_threadpool(_submit, here, spec, key_hash)
+        row, is_new = await run_in_threadpool(_submit, here, spec, key_hash, name_of(by))
     response.headers["Location"] = f"{router.prefix}/{row.id}"
     if not is_new:
         response.headers["Idempotency-Replayed"] = "true"
@@ -78,7 +79,6 @@ async def submit_job(
 
 @router.post(
     "/validate",
-    response_model=shapes.ValidatedOut,
     responses=problems(400, 404, 409, 413, 415, 422, 503, 507),
     summary="Check a job without submitting it",
 )
@@ -88,12 +88,15 @@ async def validate_job(request: Request, here: Here) -> shapes.ValidatedOut:
     Stores nothing, and does not count as a waiting job.
     """
     body = await read_json(request)
-    spec = await run_in_threadpool(_read_spec, body)
+    spec = await run_in_threadpool(read_body, body)
     num_bytes = await _check(here, spec)
-    return shapes.ValidatedOut(kind=spec.kind, name=spec.name, config=spec.config, estimated_bytes=num_bytes)
+    seconds = await run_in_threadpool(_estimate_s, here, spec)
+    return shapes.ValidatedOut(
+        kind=spec.kind, name=spec.name, config=spec.config, estimated_bytes=num_bytes, estimated_seconds=seconds
+    )
 
 
-@router.get("", response_model=shapes.JobPageOut, responses=problems(422, 503), summary="List jobs, newest first")
+@router.get("", responses=problems(422, 503), summary="List jobs, newest first")
 def list_jobs(
     here: Here,
     status: Annotated[JobStatus | Literal[""], Query()] = "",
@@ -109,7 +112,7 @@ def list_jobs(
     return shapes.JobPageOut(jobs=jobs, page=rows.page, pages=rows.pages, total=rows.total)
 
 
-@router.get("/{id}", response_model=shapes.JobOut, responses=problems(404, 503), summary="Show a job")
+@router.get("/{id}", responses=problems(404, 503), summary="Show a job")
 def show_job(id: Id, here: Here) -> shapes.JobOut:
     return shapes.job(here.job(id), here.redact)
 
@@ -118,46 +121,28 @@ def show_job(id: Id, here: Here) -> shapes.JobOut:
 def delete_job(id: Id, here: Here) -> None:
     """Delete a job that is neither waiting nor running, with its log and files; its dataset or run stays."""
     row = here.job(id)
-    if not here.catalogue.jobs.remove(id):
-        row = here.job(id)
+    if not here.catalogue.jobs.remove(row.id):
+        row = here.job(row.id)
         raise Conflict(f'the job "{row.name}" is {row.status}; cancel it first')
     with suppress(Unavailable):  # its records in the queue do no harm
-        here.queue.forget(id)
+        here.queue.forget(row.id)
     for folder in ("jobs", "results"):
         shutil.rmtree(here.settings.data / folder / row.id, ignore_errors=True)
 
 
-@router.post(
-    "/{id}/cancel",
-    status_code=202,
-    response_model=shapes.JobOut,
-    responses=problems(404, 409, 503),
-    summary="Cancel a job",
-)
+@router.post("/{id}/cancel", status_code=202, responses=problems(404, 409, 503), summary="Cancel a job")
 def cancel_job(id: Id, here: Here) -> shapes.JobOut:
     """Stop a job at its next batch; its output so far stays, and it can be resumed."""
-    return shapes.job(_stop(here, here.job(id), "cancel"), here.redact)
+    return _stop(here, here.job(id), "cancel")
 
 
-@router.post(
-    "/{id}/pause",
-    status_code=202,
-    response_model=shapes.JobOut,
-    responses=problems(404, 409, 503),
-    summary="Pause a job",
-)
+@router.post("/{id}/pause", status_code=202, responses=problems(404, 409, 503), summary="Pause a job")
 def pause_job(id: Id, here: Here) -> shapes.JobOut:
     """Stop a job at its next batch, to be resumed later."""
-    return shapes.job(_stop(here, here.job(id), "pause"), here.redact)
+    return _stop(here, here.job(id), "pause")
 
 
-@router.post(
-    "/{id}/resume",
-    status_code=202,
-    response_model=shapes.JobOut,
-    responses=problems(404, 409, 429, 503),
-    summary="Resume a job",
-)
+@router.post("/{id}/resume", status_code=202, responses=problems(404, 409, 429, 503), summary="Resume a job")
 async def resume_job(id: Id, here: Here) -> shapes.JobOut:
     """Queue a paused, cancelled or failed job again; it continues where it stopped."""
     until_s = time.monotonic() + SETTLE_S
@@ -190,17 +175,15 @@ def watch_job(
     is_known = last is not None and last <= row.event_seq
     return EventStream(
         here.hub,
-        lambda: here.catalogue.jobs.get(id),
-        job_id=id,
+        lambda: here.catalogue.jobs.get(row.id),
+        job_id=row.id,
         after=last if is_known and last is not None else row.event_seq,
         snapshot=None if is_known else shapes.job(row, here.redact).model_dump(),
         redact=here.redact,
     )
 
 
-@router.get(
-    "/{id}/logs", response_model=shapes.LogPageOut, responses=problems(404, 422, 503), summary="Read a job's log"
-)
+@router.get("/{id}/logs", responses=problems(404, 422, 503), summary="Read a job's log")
 def read_logs(
     id: Id,
     here: Here,
@@ -209,12 +192,15 @@ def read_logs(
 ) -> shapes.LogPageOut:
     """Lines from the last answer's `next` on."""
     entries, offset = read_log(log_file(here.settings.data, here.job(id).id), after, limit)
-    return shapes.LogPageOut(lines=[_line(entry, here) for entry in entries], next=offset)
+    lines = [
+        shapes.LogLineOut(at=shapes.time_text(float(entry["at"])), level=str(entry["level"]), text=text)
+        for entry in entries
+        for text in [here.redact(str(entry["text"]))]
+    ]
+    return shapes.LogPageOut(lines=lines, next=offset)
 
 
-@router.get(
-    "/{id}/files", response_model=shapes.ResultFilesOut, responses=problems(404, 503), summary="List a job's files"
-)
+@router.get("/{id}/files", responses=problems(404, 503), summary="List a job's files")
 def list_files(id: Id, here: Here) -> shapes.ResultFilesOut:
     """The files a prediction, evaluation or tuning made."""
     sizes = _files(here.settings.data / "results" / here.job(id).id)
@@ -239,81 +225,89 @@ def fetch_file(id: Id, name: str, here: Here) -> FileResponse:
     return FileResponse(folder / known, media_type="application/octet-stream", headers=headers)
 
 
+@router.get(
+    "/{id}/export",
+    response_class=StreamingResponse,
+    responses={200: {"content": {"application/zip": {}}}, **problems(404, 409, 429, 503)},
+    summary="All files of a job as a zip",
+)
+async def export_files(id: Id, here: Here) -> Response:
+    """One zip of what the job has written beside its dataset or run."""
+    row = await run_in_threadpool(here.job, id)
+    place = here.settings.data / "results" / row.id
+    names = await run_in_threadpool(_files, place)
+    if not names:
+        raise Conflict(f'the job "{row.name}" has no files')
+    folder = here.exports.open(here.settings.data)
+    entries = [(name, place / name) for name in sorted(names)]
+    return Download(here.exports, folder, entries, file_name(row, "files"))
+
+
 # Submitting
 
 
-def _read_spec(body: Any) -> "Spec":
-    from brim.jobs.kinds import read_body
-
-    return read_body(body)
-
-
-async def _check(here: Context, spec: "Spec") -> int:
+async def _check(here: Context, spec: Spec) -> int:
     """The bytes a job will take on disk; an error for one that could not run: no such device, unusable inputs,
     settings that do not fit them, or a full disk."""
     inputs = await run_in_threadpool(_inputs, here, spec)
     num_bytes: int = await here.reader.call("check_job", kind=spec.kind, name=spec.name, config=spec.config, **inputs)
-    settings = here.settings
-    free = disk.free_bytes(settings.data)
-    if num_bytes + settings.min_free_bytes > free:
-        raise Conflict(
-            f"the job needs about {disk.words(num_bytes)} of disk and {disk.words(settings.min_free_bytes)} must stay "
-            f"free, but only {disk.words(free)} are free; free some space or ask for less"
-        )
+    try:
+        disk.check_room(here.settings.data, num_bytes, here.settings.min_free_bytes, "job", "")
+    except StorageError as error:
+        raise Conflict(error.message, hint="free some space or ask for less") from error
     return num_bytes
 
 
-def _inputs(here: Context, spec: "Spec") -> dict[str, Any]:
+def _inputs(here: Context, spec: Spec) -> dict[str, Any]:
     """The paths of a job's inputs, once its devices and inputs exist."""
-    from brim.jobs.kinds import KINDS
-
     kind, data = KINDS[spec.kind], here.settings.data
-    accelerator = spec.config.get("accelerator", "auto")
-    if accelerator in ("gpu", "cuda") and not _has_gpu(here):
-        raise _conflict("accelerator", accelerator, 'is not possible: no worker has a GPU; use "auto"')
     _check_devices(here, spec)
     here.catalogue.jobs.check(_input_ids(spec), kind.reads, kind.reads_run)
+    _check_unseen(here, spec)
     datasets = [str(data / here.dataset(id).path) for id in spec.dataset_ids]
     return {"datasets": datasets, "run": None if spec.run_id is None else str(data / here.run(spec.run_id).path)}
 
 
-def _has_gpu(here: Context) -> bool:
-    rows = here.catalogue.devices.all()
-    return not rows or any("cuda" in str(row.info.get("device", row.info.get("type", ""))) for row in rows)
+def _check_unseen(here: Context, spec: Spec) -> None:
+    """Reject the evaluation of a run on what it was trained on, unless that is asked for."""
+    if spec.run_id is None or spec.config.get("allow_training_data", True):
+        return
+    run = here.run(spec.run_id)
+    trained = set((run.config or {}).get("dataset_ids", ()))
+    for index, id in enumerate(spec.dataset_ids):
+        if id in trained:
+            text = f'the run "{run.name}" was trained on the dataset "{here.dataset(id).name}"'
+            field = f"config.dataset_ids[{index}]"
+            raise Conflict(text, field=field, hint="choose another, or set {allow_training_data}")
 
 
-def _check_devices(here: Context, spec: "Spec") -> None:
-    """Reject more devices than this machine has, and a cluster if the service has none."""
+def _check_devices(here: Context, spec: Spec) -> None:
+    """Reject a GPU that no worker has, more devices than this machine has, and a cluster if the service has none."""
     config, gpus = spec.config, here.settings.gpus
+    accelerator, wanted = config.get("accelerator", "auto"), config.get("devices", 1)
+    if accelerator in ("gpu", "cuda"):
+        infos = [row.info for row in here.catalogue.devices.all()]
+        if infos and not any("cuda" in str(info.get("device", info.get("type", ""))) for info in infos):
+            text = 'is not possible: no worker has a GPU; use "auto"'
+            raise Conflict(text, field="config.accelerator", value=accelerator)
     if config.get("cluster") and here.settings.cluster is None:
-        raise _conflict("cluster", True, "is not possible: this service has no cluster; leave it out")
-    wanted = config.get("devices", 1)
-    on_cpu = not gpus or config.get("accelerator") == "cpu"
+        text = "is not possible: this service has no cluster; leave it out"
+        raise Conflict(text, field="config.cluster", value=True)
+    on_cpu = not gpus or accelerator == "cpu"
     available = cores() if on_cpu else len(gpus)
     if isinstance(wanted, int) and wanted > available:
         devices = f"{available} {'core' if on_cpu else 'GPU'}{'s' * (available > 1)}"
         text = f'is more than the {devices} of this machine; give at most {available}, or "all"'
-        raise _conflict("devices", wanted, text)
+        raise Conflict(text, field="config.devices", value=wanted)
 
 
-def _conflict(name: str, value: Any, text: str) -> Conflict:
-    return Conflict(text, field=f"config.{name}", value=value)
-
-
-def _submit(here: Context, spec: "Spec", key_hash: str | None) -> tuple[JobRow, bool]:
+def _submit(here: Context, spec: Spec, key_hash: str | None, by: str | None) -> tuple[JobRow, bool]:
     """The job, and whether it is new: another request with the same key may have been first."""
-    from brim.jobs.kinds import KINDS
-
     kind = KINDS[spec.kind]
     row, is_new = here.catalogue.jobs.submit(
-        spec,
-        key_hash=key_hash,
-        inputs=_input_ids(spec),
-        makes=kind.makes,
-        reads=kind.reads,
-        reads_run=kind.reads_run,
-        limit=here.settings.max_unfinished,
-    )
+        spec, key_hash=key_hash, inputs=_input_ids(spec), makes=kind.makes, reads=kind.reads, reads_run=kind.reads_run,
+        limit=here.settings.max_unfinished, submitted_by=by,
+    )  # fmt: skip
     return (_enqueue(here, row), True) if is_new else (row, False)
 
 
@@ -329,14 +323,38 @@ def _enqueue(here: Context, row: JobRow) -> JobRow:
         return row
 
 
-def _input_ids(spec: "Spec") -> dict[str, Any]:
+def _estimate_s(here: Context, spec: Spec) -> float | None:
+    """Seconds that a job may take, from the last completed ones of its kind on this machine; None before the first."""
+    rows = here.catalogue.jobs.page(kind=spec.kind, status="completed", per_page=ESTIMATED_FROM).rows
+    rates = []
+    for row in rows:
+        work = _work(here, row.config)
+        if work and row.started_at is not None and row.finished_at is not None:
+            rates.append((row.finished_at - row.started_at) / work)
+    work = _work(here, spec.config)
+    return round(median(rates) * work, 1) if rates and work else None
+
+
+def _work(here: Context, config: Mapping[str, Any]) -> float:
+    """What the time of a job grows with: items times epochs, or the time it was given; 0 if that is not known."""
+    if "seconds" in config:
+        return float(config["seconds"]) * max(1, len(config.get("models") or ()))
+    items = config.get("num_samples") or 0
+    for id in config.get("dataset_ids") or ():
+        row = here.catalogue.datasets.get(id)
+        items += 0 if row is None else row.items
+    epochs = config.get("epochs") or config.get("classifier_epochs") or 1
+    return float(items) * float(epochs)
+
+
+def _input_ids(spec: Spec) -> dict[str, Any]:
     return {"dataset_ids": list(spec.dataset_ids), "run_id": spec.run_id}
 
 
 # Changes
 
 
-def _stop(here: Context, row: JobRow, wanted: Literal["cancel", "pause"]) -> JobRow:
+def _stop(here: Context, row: JobRow, wanted: Literal["cancel", "pause"]) -> shapes.JobOut:
     jobs = here.catalogue.jobs
     to: JobStatus = "cancelled" if wanted == "cancel" else "paused"
     idle = ["pending", "queued", "paused"] if wanted == "cancel" else ["pending", "queued"]
@@ -351,7 +369,7 @@ def _stop(here: Context, row: JobRow, wanted: Literal["cancel", "pause"]) -> Job
         row = here.job(row.id)
     if row.status != to and (row.status in FINISHED or row.wanted != wanted):
         raise Conflict(f'the job "{row.name}" is {row.status}, and so cannot be {to}')
-    return row
+    return shapes.job(row, here.redact)
 
 
 def _resume(here: Context, row: JobRow) -> JobRow:
@@ -379,11 +397,6 @@ def _number(text: str, name: str) -> int | None:
     if not (text.isascii() and text.isdigit() and len(text) <= 18):
         raise ConfigError(f"{name} must be the number of an event, as its id says", field=name)
     return int(text)
-
-
-def _line(entry: dict[str, Any], here: Context) -> shapes.LogLineOut:
-    at = shapes.time_text(float(entry["at"]))
-    return shapes.LogLineOut(at=at, level=str(entry["level"]), text=here.redact(str(entry["text"])))
 
 
 def _files(folder: Path) -> dict[str, int]:

@@ -7,17 +7,20 @@ is not JSON keeps its number and is left out.
 
 import json
 from collections import deque
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Annotated, Any, Final, NamedTuple
+from typing import Annotated, Any, Final, Literal, NamedTuple
 
-from fastapi import APIRouter, Query
+from fastapi import APIRouter, Query, Request
+from starlette.concurrency import run_in_threadpool
 
+from brim.config import Doc, Length, check, plain, read, schema
 from brim.errors import Conflict, NotFound
 from brim.jobs.registry.outputs import EMBEDDING, ERRORS, read_json
-from brim.jobs.store import JobRow
-from brim.service.api import figures, shapes
+from brim.jobs.store import JobRow, RunRow
+from brim.service.api import body, figures, shapes
 from brim.service.api.context import Context, Here
 from brim.service.api.openapi import Id, PageNumber, problems
 
@@ -26,33 +29,66 @@ router = APIRouter(prefix="/api/runs", tags=["runs"])
 NUM_LINES: Final = 200
 MAX_LINES: Final = 10_000
 METRICS: Final = "metrics.jsonl"
+WORST: Final = "worst.json"
 _TAIL_BYTES: Final = 1024**2
 
 MetricLine = dict[str, Any]
 
 
-@router.get("", response_model=shapes.RunPageOut, responses=problems(422, 503), summary="List runs, newest first")
-def list_runs(here: Here, page: PageNumber = 1) -> shapes.RunPageOut:
-    """50 a page."""
-    rows = here.catalogue.runs.page(page=page or 1)
-    runs = [shapes.run(row, here.redact) for row in rows.rows]
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunRemarks:
+    """What people note about a run; what is left out stays."""
+
+    tags: Annotated[
+        tuple[Annotated[str, Length(1, 60)], ...] | None, Length(0, 20, unique=True), Doc("Short words to find it by.")
+    ] = None
+    notes: Annotated[str | None, Length(0, 4000), Doc("Anything worth remembering.")] = None
+
+    def __post_init__(self) -> None:
+        check(self)
+
+
+@router.get("", responses=problems(422, 503), summary="List runs, newest first")
+def list_runs(
+    here: Here,
+    kind: Annotated[Literal["", "rf.train", "segment.train", "sequence.train"], Query()] = "",
+    name: Annotated[str, Query(max_length=200, description="A part of the name, in capitals or not.")] = "",
+    page: PageNumber = 1,
+    per_page: Annotated[int, Query(ge=1, le=1000)] = 50,
+    brief: Annotated[bool, Query(description="Leave out config and summary.")] = False,
+) -> shapes.RunPageOut:
+    """50 a page unless more are asked for; an empty kind or name means any."""
+    rows = here.catalogue.runs.page(kind=kind or None, name=name or None, page=page or 1, per_page=per_page)
+    evaluated = _evaluated(here, rows.rows)
+    runs = [shapes.run(row, here.redact, evaluated.get(row.id), brief=brief) for row in rows.rows]
     return shapes.RunPageOut(runs=runs, page=rows.page, pages=rows.pages, total=rows.total)
 
 
-@router.get("/{id}", response_model=shapes.RunDetailOut, responses=problems(404, 503), summary="Show a run")
+@router.patch(
+    "/{id}",
+    responses=problems(400, 404, 413, 415, 422, 503),
+    openapi_extra={"requestBody": {"required": True, "content": {"application/json": {"schema": schema(RunRemarks)}}}},
+    summary="Change the tags and notes of a run",
+)
+async def remark_run(id: Id, request: Request, here: Here) -> shapes.RunOut:
+    """Replaces the tags, the notes, or both."""
+    given = plain(read(RunRemarks, await body.read_json(request), path=""))
+    row = await run_in_threadpool(here.run, id)
+    kept = {**(row.remarks or {}), **{name: value for name, value in given.items() if value is not None}}
+    changed = await run_in_threadpool(here.catalogue.runs.remark, row.id, kept)
+    return shapes.run(changed or row, here.redact, _evaluated(here, [row]).get(row.id))
+
+
+@router.get("/{id}", responses=problems(404, 503), summary="Show a run")
 def show_run(id: Id, here: Here) -> shapes.RunDetailOut:
     """One run with the last 200 lines of its metrics; those of a run in several phases say which."""
     row = here.run(id)
     metrics = shapes.redacted(last_lines(here.settings.data / row.path, NUM_LINES), here.redact)
-    return shapes.RunDetailOut(**shapes.run(row, here.redact).model_dump(), metrics=metrics)
+    shown = shapes.run(row, here.redact, _evaluated(here, [row]).get(row.id))
+    return shapes.RunDetailOut(**shown.model_dump(), metrics=metrics)
 
 
-@router.get(
-    "/{id}/metrics",
-    response_model=shapes.MetricLinesOut,
-    responses=problems(404, 422, 503),
-    summary="Read a run's metrics",
-)
+@router.get("/{id}/metrics", responses=problems(404, 422, 503), summary="Read a run's metrics")
 def read_metrics(
     id: Id,
     here: Here,
@@ -72,12 +108,7 @@ def read_metrics(
     return shapes.MetricLinesOut(lines=shapes.redacted(metrics.lines, here.redact), next=metrics.next)
 
 
-@router.get(
-    "/{id}/errors",
-    response_model=figures.RunErrorsOut,
-    responses=problems(404, 409, 503),
-    summary="Where a locator placed transmitters",
-)
+@router.get("/{id}/errors", responses=problems(404, 409, 503), summary="Where a locator placed transmitters")
 def run_errors(id: Id, here: Here) -> figures.RunErrorsOut:
     """Truth, estimate and ellipse of the samples of the run's newest rf.evaluate."""
     job, points = _newest(here, id, "rf.train", "rf.evaluate", ERRORS)
@@ -87,12 +118,7 @@ def run_errors(id: Id, here: Here) -> figures.RunErrorsOut:
     )
 
 
-@router.get(
-    "/{id}/embedding",
-    response_model=figures.RunEmbeddingOut,
-    responses=problems(404, 409, 503),
-    summary="How a network embeds sequences",
-)
+@router.get("/{id}/embedding", responses=problems(404, 409, 503), summary="How a network embeds sequences")
 def run_embedding(id: Id, here: Here) -> figures.RunEmbeddingOut:
     """The sequences of the run's newest sequence.evaluate as points of a plane."""
     job, points = _newest(here, id, "sequence.train", "sequence.evaluate", EMBEDDING)
@@ -100,12 +126,35 @@ def run_embedding(id: Id, here: Here) -> figures.RunEmbeddingOut:
     return figures.RunEmbeddingOut(**_origin(job), scores=scores, **points)
 
 
+@router.get("/{id}/worst", responses=problems(404, 409, 503), summary="Where a segmentation network does worst")
+def run_worst(id: Id, here: Here) -> figures.RunWorstOut:
+    """Pictures of what was held out: while it trains of a few crops as they are predicted now, then of the worst."""
+    run = here.run(id)
+    if run.kind != "segment.train":
+        raise Conflict(f'the run "{run.name}" was made by {run.kind}; only those of segment.train have this')
+    worst = read_json(here.settings.data / run.path / WORST)
+    if worst is None:
+        raise NotFound(f'the run "{run.name}" has no pictures; they are made at its evaluations')
+    # captions alone: base64 can look like a path
+    pictures = [
+        figures.WorstPictureOut(caption=here.redact(one["caption"]), picture=one["picture"])
+        for one in worst["pictures"]
+    ]
+    return figures.RunWorstOut(note=worst["note"], pictures=pictures)
+
+
+def _evaluated(here: Context, rows: Sequence[RunRow]) -> dict[str, dict[str, Any]]:
+    """Results of the newest evaluations of locators, whose training measures no distance, by run."""
+    ids = [row.id for row in rows if row.kind == "rf.train"]
+    return here.catalogue.jobs.results_on_runs(ids, "rf.evaluate") if ids else {}
+
+
 def _newest(here: Context, id: str, made_by: str, kind: str, name: str) -> tuple[JobRow, dict[str, Any]]:
     """The newest completed evaluation of a run, and the file it left."""
     run = here.run(id)
     if run.kind != made_by:
         raise Conflict(f'the run "{run.name}" was made by {run.kind}; only those of {made_by} have this')
-    job = here.catalogue.jobs.newest_on_run(id, kind)
+    job = here.catalogue.jobs.newest_on_run(run.id, kind)
     if job is None:
         raise NotFound(f'the run "{run.name}" has no evaluation; evaluate it first, with a job of kind {kind}')
     points = read_json(here.settings.data / job.out / name)

@@ -14,23 +14,28 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
+from brim.engine.batching import BatcherConfig
 from brim.errors import BrimError
+from brim.jobs import sandbox
 from brim.jobs.worker.process import FileLock, Heartbeat, die_with_supervisor, read_settings
+from brim.service.prediction.process.decoders import SPARE
 from brim.service.prediction.process.models import LoadModel, Models, Registered
-from brim.service.prediction.process.predictor import Predictor
-from brim.service.prediction.process.work import Watched
+from brim.service.prediction.process.predictor import Predictor, Watched
 from brim.service.settings import Settings
 
 log = logging.getLogger("brim.prediction")
 
 LOCK_S: Final = 60.0  # for the earlier process of this number to end
-MAX_LOADS: Final = 3  # that may die: a process may also die of something else while a model is loaded
+MAX_LOADS: Final = 3  # attempts: a process may also die of something else while a model is loaded
 SWITCH_S: Final = 0.001  # a thread holds the interpreter no longer than this: an answer passes through a dozen
 
 
 def serve(index: int, settings: Settings, beat: Heartbeat, make: LoadModel | None = None) -> None:
     """Be the predictor of that number until SIGTERM; make loads models, by default according to their kind."""
     lock = FileLock(settings.data / "workers" / f"predict-{index}.lock").wait(LOCK_S, idle=beat)
+    # an image takes a core 10 ms as a JPEG and 30 as a PNG, its answer 2 to 3
+    cores = (os.cpu_count() or 1) / settings.predictors
+    decoders, finishers = max(2, int(0.75 * cores)), max(2, int(0.25 * cores))
     models = Models(
         "auto",
         share=settings.predict_memory / 100,
@@ -38,13 +43,15 @@ def serve(index: int, settings: Settings, beat: Heartbeat, make: LoadModel | Non
         make=make,
         wrap=Watched,
         attempt=Attempts(settings.data / "workers" / f"predict-{index}.loading"),
+        decoders=decoders,
     )
     sys.setswitchinterval(SWITCH_S)
-    cores = (os.cpu_count() or 1) / settings.predictors
     path = settings.predict_sockets[index]
-    # an image takes a core 10 ms as a JPEG and 30 as a PNG, its answer 2 to 3
-    decoders, finishers = max(2, int(0.75 * cores)), max(2, int(0.25 * cores))
-    predictor = Predictor(path, models, beat, hang_s=settings.predict_hang_s, decoders=decoders, finishers=finishers)
+    config = BatcherConfig(max_late_s=settings.max_predict_late_ms / 1e3, max_part_s=settings.max_predict_part_s)
+    predictor = Predictor(
+        path, models, beat, config=config, hang_s=settings.predict_hang_s, decoders=decoders + SPARE,
+        finishers=finishers,
+    )  # fmt: skip
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, predictor.leave)
     predictor.run()
@@ -98,6 +105,7 @@ def main(argv: list[str]) -> int:
     die_with_supervisor(lifeline)
     settings = Settings.from_json(json.dumps(read_settings()))
     logging.basicConfig(level=settings.log_level, format=f"%(asctime)s predict{index} %(levelname)s %(message)s")
+    sandbox.no_internet()  # code of users' networks runs here
     try:
         serve(index, settings, beat)
     except BrimError as failed:

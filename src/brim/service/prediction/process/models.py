@@ -15,12 +15,12 @@ import logging
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal
 
 from brim.errors import BrimError, ConfigError, NotFound, OutOfMemory, Unavailable
 
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     import torch
 
     from brim.engine.batching import Servable
+    from brim.service.prediction.process.decoders import Decoders
 
 log = logging.getLogger("brim")
 
@@ -55,15 +56,6 @@ class Registered:
         return cls(**{each.name: str(values[each.name]) for each in fields(cls)})
 
 
-class Loaded(Protocol):
-    """A servable as it is held here, with the batch sizes that are proven to fit."""
-
-    sizes: Sequence[int]
-    max_batch_size: int
-
-    def close(self) -> None: ...
-
-
 LoadModel = Callable[[Registered, "torch.device", Any], Any]  # model, device, and the lock of the device
 
 
@@ -72,7 +64,7 @@ class _Entry:
     """A name, the version registered under it, and the loaded one."""
 
     wanted: Registered
-    servable: Loaded | None = None  # warm
+    servable: Any = None  # warm, with the batch sizes that are proven to fit
     polite: bool = False  # nobody requested it: it loads only if there is room
     loaded: Registered | None = None
     memory_bytes: int = 0
@@ -104,14 +96,6 @@ class _Failure:
         return self.wanted == wanted and not (self.is_for_memory and time.monotonic() - self.at_s > RETRY_S)
 
 
-@dataclass(frozen=True, slots=True)
-class _Retired:
-    """An evicted model that may still be in use."""
-
-    servable: "weakref.ref[Any]"
-    memory_bytes: int
-
-
 class Models:
     """Loaded models by name; safe to use from any thread."""
 
@@ -125,6 +109,7 @@ class Models:
         make: LoadModel | None = None,
         wrap: Callable[[Any], Any] = lambda servable: servable,
         attempt: Callable[[Registered], AbstractContextManager[None]] = lambda wanted: nullcontext(),
+        decoders: int = 2,
     ) -> None:
         """Nothing is loaded yet.
 
@@ -134,16 +119,20 @@ class Models:
         make          loads a model; by default by its kind
         wrap          wraps a warm model for requests
         attempt       context in which a model is loaded and warmed up; may reject it
+        decoders      images decoded at a time
         """
         self._device_name, self._share, self._budget_bytes = device, share, budget_bytes
         self._batch_sizes, self._make, self._wrap, self._attempt = batch_sizes, make or self._by_kind, wrap, attempt
+        self._num_decoders = decoders
+        self._decoders: Decoders | None = None  # started with the first model of images
         self._device: torch.device | None = None
         self.device_lock = threading.RLock()  # held while using the device: forward passes, and each size of a warm-up
         self._lock = threading.RLock()  # guards all below
         self._entries: dict[str, _Entry] = {}
-        self._retired: list[_Retired] = []
+        self._retired: list[tuple[weakref.ref[Any], int]] = []  # evicted and perhaps in use, and their bytes
         self._clock = itertools.count(1)
         self._closed = False
+        self._waiting: list[_Entry] = []  # for the loader
         self._loader = ThreadPoolExecutor(1, thread_name_prefix="brim-load")
 
     # Registration
@@ -186,8 +175,11 @@ class Models:
         """The warm model, now or once it is loaded; Unavailable with the reason if it cannot be loaded."""
         with self._lock:
             entry = self._entries.get(name)
-            if entry is None or self._closed:
-                return _settled(failure=_stopping() if self._closed else _unknown(name))
+            if self._closed:
+                return _settled(failure=_stopping())
+            if entry is None:
+                text = f'model "{name}" is not registered; "GET /api/models" lists the registered ones'
+                return _settled(failure=NotFound(text))
             entry.used, entry.polite = next(self._clock), False
             if entry.servable is not None:
                 return _settled(entry.servable)
@@ -200,7 +192,6 @@ class Models:
         return self.ask(name).result()
 
     def describe(self) -> list[dict[str, Any]]:
-        """Every known model, for GET /api/models."""
         with self._lock:
             return [self._facts(entry) for entry in self._entries.values()]
 
@@ -223,6 +214,8 @@ class Models:
             if entry.servable is not None:
                 entry.servable.close()
                 entry.servable = None
+        if self._decoders is not None:
+            self._decoders.close()
         self._free()
 
     def _facts(self, entry: _Entry) -> dict[str, Any]:
@@ -247,37 +240,50 @@ class Models:
         if entry.loading is None:
             entry.loading = Future()
             entry.loading.set_running_or_notify_cancel()  # several may wait for it: none of them may cancel it
-            self._loader.submit(self._load, entry)
+            self._enqueue(entry)
         return entry.loading
+
+    def _enqueue(self, entry: _Entry) -> None:
+        self._waiting.append(entry)
+        self._loader.submit(self._load_next)
+
+    def _load_next(self) -> None:
+        with self._lock:
+            entry = min(self._waiting, key=lambda each: each.polite)  # requested ones first, else in order
+            self._waiting.remove(entry)
+        self._load(entry)
 
     def _load(self, entry: _Entry) -> None:
         wanted = entry.wanted
-        made, failure = self._tried(entry, wanted)
+        loaded, failure = self._try(entry, wanted)
         with self._lock:
-            if failure is not None and failure.is_for_room and not entry.polite and not self._closed:
-                self._loader.submit(self._load, entry)  # requested meanwhile
-                return
+            if failure is not None and failure.is_for_room:
+                if not entry.polite and not self._closed:
+                    self._enqueue(entry)  # requested meanwhile
+                    return
+                entry.failure = None
+            else:
+                entry.failure = failure
             loading, entry.loading = entry.loading, None
             assert loading is not None
-            if made is not None:
+            if loaded is not None:
                 self._retire(entry)  # the version before
-                entry.servable, entry.memory_bytes = made
+                entry.servable, entry.memory_bytes = loaded
                 entry.loaded = wanted
-            entry.failure = None if failure is not None and failure.is_for_room else failure
-            answer = entry.servable
+            servable = entry.servable  # the version before, if the new one failed
             if self._entries.get(wanted.name) is not entry:
                 self._retire(entry)  # forgotten meanwhile
             elif entry.wanted != wanted and not self._closed:
                 self._start(entry)
-        if answer is not None:  # the version before, if the new one failed
-            loading.set_result(answer)
+        if servable is not None:
+            loading.set_result(servable)
         else:
             loading.set_exception(_stopping() if failure is None else _cannot(wanted, failure))
 
-    def _tried(self, entry: _Entry, wanted: Registered) -> tuple[tuple[Loaded, int] | None, "_Failure | None"]:
+    def _try(self, entry: _Entry, wanted: Registered) -> tuple[tuple[Any, int] | None, "_Failure | None"]:
         """A warm model and its bytes, or why there is none, as text: an exception would keep its frames alive."""
         try:
-            return self._made(entry, wanted), None
+            return self._warm_in_budget(entry, wanted), None
         except BrimError as error:
             short = isinstance(error, OutOfMemory)
             reason = f"{error}; predictions need a larger share of the memory" if short else str(error)
@@ -286,30 +292,25 @@ class Models:
             log.exception("model %s cannot be loaded", wanted.name)
             return None, _Failure(wanted, f"{type(error).__name__}, a bug in brim; the service's log says more")
 
-    def _made(self, entry: _Entry, wanted: Registered) -> tuple[Loaded, int]:
+    def _warm_in_budget(self, entry: _Entry, wanted: Registered) -> tuple[Any, int]:
         """A warm model and its bytes; others are evicted for it."""
         budget_bytes = self._budget()
         guess_bytes = _file_bytes(Path(wanted.path))
-        if entry.polite and self._taken() + guess_bytes > budget_bytes:
-            raise _NoRoom("another model would be evicted")
         self._make_room(entry, guess_bytes, budget_bytes)
-        warm: tuple[Loaded, int] | None = None
+        warm: tuple[Any, int] | None = None
         try:
-            warm = self._warmed(wanted, budget_bytes)
+            warm = self._warm(wanted, budget_bytes)
         except OutOfMemory:
             if entry.polite or not self._evict(entry, everything=True):
                 raise
         if warm is None:  # outside the handler, which would keep the first attempt's tensors
             self._make_room(entry, guess_bytes, budget_bytes)
             self._free()
-            warm = self._warmed(wanted, budget_bytes)
-        servable, memory_bytes = warm
-        if entry.polite and self._taken() + memory_bytes > budget_bytes:
-            raise _NoRoom("another model would be evicted")
-        self._make_room(entry, memory_bytes, budget_bytes)
-        return servable, memory_bytes
+            warm = self._warm(wanted, budget_bytes)
+        self._make_room(entry, warm[1], budget_bytes)
+        return warm
 
-    def _warmed(self, wanted: Registered, budget_bytes: int) -> tuple[Loaded, int]:
+    def _warm(self, wanted: Registered, budget_bytes: int) -> tuple[Any, int]:
         from brim.engine.batching.warm_up import warm_up
 
         assert self._device is not None
@@ -326,12 +327,15 @@ class Models:
     def _by_kind(self, wanted: Registered, device: "torch.device", lock: Any) -> Any:
         if wanted.kind == "segment":
             from brim.segmentation.prediction import SegmentServable
+            from brim.service.prediction.process.decoders import Decoders
 
             with self._lock:
                 alone = all(entry.servable is None for entry in self._entries.values())
+            self._decoders = self._decoders or Decoders(self._num_decoders)
             return SegmentServable(
-                wanted.network, wanted.path, device, lock=lock, batch_sizes=self._batch_sizes, may_tune=alone
-            )
+                wanted.network, wanted.path, device, lock=lock, batch_sizes=self._batch_sizes, may_tune=alone,
+                images=self._decoders,
+            )  # fmt: skip
         if wanted.kind == "locate":
             from brim.rf.location import LocateServable
 
@@ -355,7 +359,12 @@ class Models:
         return self._budget_bytes
 
     def _make_room(self, entry: _Entry, needed_bytes: int, budget_bytes: int) -> None:
-        """Evict the least recently used until there is room, and wait for requests that still hold them."""
+        """Evict the least recently used until there is room, and wait for requests that still hold them.
+
+        _NoRoom if nobody requested the model and another would be evicted for it.
+        """
+        if entry.polite and self._taken() + needed_bytes > budget_bytes:
+            raise _NoRoom("another model would be evicted")
         while self._held() + needed_bytes > budget_bytes and self._evict(entry):
             pass
         for pause_s in (LEAVE_S / 10, LEAVE_S):
@@ -367,15 +376,14 @@ class Models:
             self._free()  # a cycle may keep it; not at first, since nothing is served meanwhile
 
     def _held(self) -> int:
-        """Bytes of warm models."""
         with self._lock:
             return sum(entry.memory_bytes for entry in self._entries.values() if entry.servable is not None)
 
     def _taken(self) -> int:
         """Bytes of warm models and of evicted ones still in use."""
         with self._lock:
-            self._retired = [each for each in self._retired if each.servable() is not None]
-            return self._held() + sum(each.memory_bytes for each in self._retired)
+            self._retired = [(servable, num_bytes) for servable, num_bytes in self._retired if servable() is not None]
+            return self._held() + sum(num_bytes for _, num_bytes in self._retired)
 
     def _evict(self, entry: _Entry, *, everything: bool = False) -> bool:
         """Drop the least recently used model other than this one, or all, an older version of this one too."""
@@ -391,7 +399,7 @@ class Models:
     def _retire(self, entry: _Entry) -> None:
         """Drop the loaded model of an entry; requests keep it. The lock is held."""
         if entry.servable is not None:
-            self._retired.append(_Retired(weakref.ref(entry.servable), entry.memory_bytes))
+            self._retired.append((weakref.ref(entry.servable), entry.memory_bytes))
             entry.servable, entry.loaded, entry.memory_bytes = None, None, 0
 
     def _free(self) -> None:
@@ -426,10 +434,6 @@ def _file_bytes(path: Path) -> int:
 
 def _cannot(wanted: Registered, failure: _Failure) -> Unavailable:
     return Unavailable(f'model "{wanted.name}" cannot be loaded: {failure.reason}')
-
-
-def _unknown(name: str) -> NotFound:
-    return NotFound(f'model "{name}" is not registered; "GET /api/models" lists the registered ones')
 
 
 def _stopping() -> Unavailable:

@@ -1,42 +1,30 @@
 """The main loop of a prediction process: requests from API processes go to the batch runner, answers go back.
 
 The main thread handles messages and the heartbeat and notices work that hangs; everything else runs in the threads of
-`Models` and `BatchRunner`. torch is imported with the first model.
+`Models`, `BatchRunner` and a pool that submits to it. torch is imported with the first model. Requests that are being
+worked on are marked in memory that the API has mapped too, where it reads them after this process has died.
 """
 
+import json
 import logging
-import queue
 import selectors
 import socket
 import threading
 import time
-from collections.abc import Callable
-from concurrent.futures import Future
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
-from brim.errors import BrimError, Unavailable
+from brim.engine.batching import Answer, BatcherConfig, BatchRunner, DecodedRequest, Payload, RequestShape, Servable
+from brim.errors import BrimError, Overloaded, Unavailable
 from brim.jobs.worker.process import Heartbeat
-from brim.service.prediction.arena import Arena, Shared
+from brim.service.prediction.channel import LIMITS_S, Body, Channel, Message, StatusPage, failure, view_of
 from brim.service.prediction.process.models import Models
-from brim.service.prediction.process.work import Incoming, RequestWork, Started
-from brim.service.prediction.protocol import (
-    INLINE_BYTES,
-    LIMITS_S,
-    Frames,
-    Message,
-    StatusPage,
-    failure,
-    frame,
-    receive_hello,
-    send_hello,
-)
 from brim.service.run.unix_socket import listen
-
-if TYPE_CHECKING:
-    from brim.engine.batching import BatchRunner, Servable
 
 log = logging.getLogger("brim.prediction")
 
@@ -46,25 +34,128 @@ DRAIN_S: Final = 10.0
 HANG_FACTOR: Final = 20  # a forward pass may take so many times its expected time
 STAGE_FACTOR: Final = 6  # decoding and finishing have no expected time: so many times the floor
 LOADING_FACTOR: Final = 12  # while a model warms up, others may wait for the device
-ANSWER_BYTES: Final = 256 * 1024**2  # of address space, for long answers that the API has not read yet
-READ_BYTES: Final = 256 * 1024
+
+
+class RequestWork:
+    """One request of one API process."""
+
+    def __init__(self, message: Message, peer: "Peer", busy: "set[RequestWork]") -> None:
+        self.id: int = message["id"]
+        self.model: str = message["model"]["name"]
+        self.deadline_s: float = message["deadline_s"]
+        self.alone: bool = message["alone"]
+        self.reply: Future[Answer] | None = None  # of the runner, once it is submitted
+        self.is_loading = True  # its model
+        self.is_over = False
+        self.began_s = 0.0  # of the stage it is in
+        self._ticket: int = message["ticket"]
+        self._peer, self._busy = peer, busy
+        self._lock = threading.Lock()
+
+    def mark(self, is_worked_on: bool = True) -> None:
+        with self._lock:
+            if not self.is_over:  # otherwise another request may have its ticket
+                self._peer.page.mark(self._ticket, is_worked_on)
+
+    @contextmanager
+    def stage(self) -> Iterator[None]:
+        if self.is_over:
+            raise Unavailable("nobody waits for this request any more")
+        self.began_s = time.monotonic()
+        self.mark()
+        self._busy.add(self)
+        try:
+            yield
+        finally:
+            self._busy.discard(self)
+            self.mark(False)
+
+    def end(self, message: Message | None = None, body: bytes = b"") -> None:
+        """Send its end, once; nothing if nobody waits."""
+        with self._lock:
+            if self.is_over:
+                return
+            self._peer.page.mark(self._ticket, False)
+            self.is_over = True
+        self._peer.works.pop(self.id, None)
+        if message is not None:
+            self._peer.channel.send(message, body)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Incoming(Payload):
+    """A payload that knows its request, and can be sent on."""
+
+    body: Body
+    work: RequestWork
+
+
+class Watched:
+    """A model that marks the requests it works on; otherwise the same."""
+
+    def __init__(self, inner: Servable) -> None:
+        self.inner = inner
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+    def inspect(self, payload: Payload) -> RequestShape:
+        assert isinstance(payload, Incoming)
+        with payload.work.stage():
+            return self.inner.inspect(payload)
+
+    def decode(self, payload: Payload) -> DecodedRequest:
+        assert isinstance(payload, Incoming)
+        work = payload.work
+        with work.stage():
+            item = self.inner.decode(payload)
+        item.parts = [(work, part) for part in item.parts]
+        item.context = work, item.context
+        return item
+
+    def forward(self, parts: list[Any]) -> Any:
+        for work, _ in parts:
+            work.mark()
+        return self.inner.forward([part for _, part in parts])
+
+    def finish(self, item: DecodedRequest, outputs: list[Any]) -> Answer:
+        work, item.context = item.context
+        with work.stage():
+            return self.inner.finish(item, outputs)
+
+
+class Peer:
+    """One API process: its connection, the page it reads, its requests."""
+
+    def __init__(self, connection: socket.socket, is_full: Callable[[], None]) -> None:
+        self.works: dict[int, RequestWork] = {}
+        self.registered: set[str] = set()  # models that this API process has registered
+        self.channel, self.page = Channel(connection, is_full), StatusPage()
+        assert self.page.shared is not None
+        self.channel.send({"type": "hello"}, self.page.shared)
 
 
 class Predictor:
     """Answers the requests of the API processes that connect."""
 
     def __init__(
-        self, path: Path, models: Models, beat: Heartbeat, *, hang_s: float, decoders: int, finishers: int
+        self,
+        path: Path,
+        models: Models,
+        beat: Heartbeat,
+        *,
+        config: BatcherConfig,
+        hang_s: float,
+        decoders: int,
+        finishers: int,
     ) -> None:
-        """Listens on path once it runs."""
-        self._path, self._models, self._beat = path, models, beat
+        self._path, self._models, self._beat, self._config = path, models, beat, config
         self._hang_s, self._decoders, self._finishers = hang_s, decoders, finishers
         self._runner: BatchRunner | None = None
+        self._starting = threading.Lock()  # of the runner
+        self._submitting = ThreadPoolExecutor(decoders, thread_name_prefix="brim-submit")
         self._peers: list[Peer] = []
-        self._loading: list[RequestWork] = []  # waiting for their model
-        self._started = Started()
-        self._submitting: Servable | None = None  # the model of the request that is being submitted
-        self._posted: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()  # calls for the main thread
+        self._busy: set[RequestWork] = set()  # in a stage of their own
         self._woken, self._waker = socket.socketpair()
         self._selector = selectors.DefaultSelector()
         self._is_leaving = False
@@ -73,7 +164,7 @@ class Predictor:
 
     def run(self) -> None:
         """Answer requests until told to leave, then those still in progress."""
-        listening = listen(self._path)
+        listening = listen(self._path, socket.SOCK_SEQPACKET)
         for end in (self._woken, self._waker, listening):
             end.setblocking(False)
         self._selector.register(self._woken, selectors.EVENT_READ, self._wakened)
@@ -83,26 +174,24 @@ class Predictor:
                 key.data(events)
             self._tick(time.monotonic())
         listening.close()
-        self._drain()
+        end_s = time.monotonic() + DRAIN_S
+        while self._is_busy and time.monotonic() < end_s:  # the API sends everything else to the next process
+            for peer in self._peers:
+                peer.channel.flush()
+            self._tick(time.monotonic())
+            time.sleep(BUSY_TICK_S)
 
     def leave(self, *_: object) -> None:
         """Accept nothing more, and end when all accepted requests are answered."""
         self._is_leaving = True
         self._wake()
 
-    def _drain(self) -> None:
-        """Answer what the runner has. The API sends everything else to the next process."""
-        end_s = time.monotonic() + DRAIN_S
-        while self._is_busy and time.monotonic() < end_s:
-            for peer in self._peers:
-                peer.flush()
-            self._tick(time.monotonic())
-            time.sleep(BUSY_TICK_S)
-
     @property
     def _is_busy(self) -> bool:
-        num_works = sum(len(peer.works) for peer in self._peers) - len(self._loading)
-        return num_works > 0 or any(peer.has_unsent for peer in self._peers)
+        for peer in self._peers:
+            if peer.channel.has_unsent or any(not work.is_loading for work in list(peer.works.values())):
+                return True
+        return False
 
     # Connections
 
@@ -111,40 +200,31 @@ class Predictor:
             connection, _address = listening.accept()
         except BlockingIOError:
             return
-        connection.setblocking(False)
-        self._selector.register(connection, selectors.EVENT_READ, partial(self._greet, connection))
-
-    def _greet(self, connection: socket.socket, _: int) -> None:
-        self._selector.unregister(connection)
-        try:
-            peer = Peer(connection, self._wake)
-        except (OSError, BrimError, ValueError):
-            connection.close()
-            return
+        peer = Peer(connection, self._wake)
         self._peers.append(peer)
         self._selector.register(connection, selectors.EVENT_READ, partial(self._serve, peer))
 
-    def _serve(self, peer: "Peer", events: int) -> None:
+    def _serve(self, peer: Peer, events: int) -> None:
         if events & selectors.EVENT_WRITE:
-            peer.flush()
-            if not peer.has_unsent:
-                self._selector.modify(peer.connection, selectors.EVENT_READ, partial(self._serve, peer))
-        if events & selectors.EVENT_READ and not self._is_leaving:
-            try:
-                messages = peer.read()
-                for message, _ in messages or ():
-                    self._handle(peer, message)
-            except Exception:
-                log.exception("an API process sent an invalid message; its connection is closed")
-                messages = None
-            if messages is None:
-                self._drop(peer)
+            peer.channel.flush()
+            if not peer.channel.has_unsent:
+                self._selector.modify(peer.channel.connection, selectors.EVENT_READ, partial(self._serve, peer))
+        if not events & selectors.EVENT_READ or self._is_leaving:
+            return
+        try:
+            while (received := peer.channel.receive()) is not None:
+                self._handle(peer, *received)
+        except EOFError:
+            self._drop(peer)
+        except Exception:
+            log.exception("an API process sent an invalid message; its connection is closed")
+            self._drop(peer)
 
-    def _drop(self, peer: "Peer") -> None:
+    def _drop(self, peer: Peer) -> None:
         """An API process is gone, and with it everybody who waited."""
-        self._selector.unregister(peer.connection)
+        self._selector.unregister(peer.channel.connection)
         self._peers.remove(peer)
-        peer.close()
+        peer.channel.close()
         for work in list(peer.works.values()):
             self._cancel(work)
 
@@ -158,89 +238,65 @@ class Predictor:
         self._woken.recv(4096)
         both = selectors.EVENT_READ | selectors.EVENT_WRITE
         for peer in self._peers:
-            if peer.has_unsent:
-                self._selector.modify(peer.connection, both, partial(self._serve, peer))
-        while not self._posted.empty():
-            self._posted.get()()
+            if peer.channel.has_unsent:
+                self._selector.modify(peer.channel.connection, both, partial(self._serve, peer))
 
     # Messages
 
-    def _handle(self, peer: "Peer", message: Message) -> None:
+    def _handle(self, peer: Peer, message: Message, body: Body) -> None:
         kind = message["type"]
-        if kind == "request":
-            self._take(peer, message)
+        if message.get("is_cut"):
+            error = Overloaded("the prediction process has too many files open; try again soon", 1.0)
+            peer.channel.send(failure(message["id"], error))
+        elif kind == "request":
+            self._take(peer, message, body)
         elif kind == "cancel":
             if (work := peer.works.get(message["id"])) is not None:
                 self._cancel(work)
-        elif kind == "taken":
-            peer.taken(message["at"])
         elif kind == "register":
-            self._models.register(message["models"])
-            peer.registered = {model["name"] for model in message["models"]}
-        elif kind == "models":
-            peer.send({"type": "report", "id": message["id"], "value": self._models.describe()})
-        elif kind == "snapshot":
-            peer.send({"type": "report", "id": message["id"], "value": self._snapshot()})
+            models = json.loads(bytes(view_of(body)))
+            self._models.register(models)
+            peer.registered = {model["name"] for model in models}
+        else:
+            snapshot = {} if self._runner is None else self._runner.snapshot()
+            report = self._models.describe() if kind == "models" else snapshot
+            peer.channel.send({"type": "report", "id": message["id"]}, json.dumps(report).encode())
 
-    def _take(self, peer: "Peer", message: Message) -> None:
-        work = peer.works[message["id"]] = RequestWork(message, peer.page, peer.end)
-        work.payload = Incoming(peer.payload(message["at"]), message["name"], message["options"], work)
+    def _take(self, peer: Peer, message: Message, body: Body) -> None:
+        work = peer.works[message["id"]] = RequestWork(message, peer, self._busy)
+        payload = Incoming(view_of(body), message["name"], message["options"], body=body, work=work)
         if work.model not in peer.registered:  # registered a moment ago: the API's next list will have it
             self._models.see(message["model"])
         loading = self._models.ask(work.model)
-        if loading.done():
-            self._submit(work, loading)
-        else:
-            self._loading.append(work)
-            loading.add_done_callback(lambda loaded: self._post(partial(self._loaded, work, loaded)))
+        loading.add_done_callback(lambda _: self._submitting.submit(self._submit, payload))
+        work.is_loading = not loading.done()
 
-    def _post(self, task: Callable[[], None]) -> None:
-        self._posted.put(task)
-        self._wake()
-
-    def _loaded(self, work: RequestWork, loaded: "Future[Servable]") -> None:
-        if work in self._loading:
-            self._loading.remove(work)
-            self._submit(work, loaded)
-
-    def _submit(self, work: RequestWork, loaded: "Future[Servable]") -> None:
-        if work.payload is None:
-            return  # it has ended
+    def _submit(self, payload: Incoming) -> None:
+        """In a thread of its own: inspecting a file takes a while, and may wait for its model."""
+        work = payload.work
+        work.is_loading = False
+        if work.is_over:
+            return
         try:
-            self._submitting = loaded.result()
-            self._started.expect()
-            reply = self._begun.submit(work.model, work.payload, work.deadline_s, alone=work.alone)
-            self._started.note(reply.request, work)
+            with self._starting:
+                if self._runner is None:
+                    self._runner = BatchRunner(
+                        self._models.find, config=self._config, decoders=self._decoders, finishers=self._finishers
+                    )
+            reply = self._runner.submit(work.model, payload, work.deadline_s, alone=work.alone)
         except Exception as error:
             self._fail(work, error)
             return
-        finally:
-            self._submitting = None
         work.reply = reply
         reply.add_done_callback(partial(self._answered, work))
+        if work.is_over:  # cancelled meanwhile
+            reply.cancel()
 
-    @property
-    def _begun(self) -> "BatchRunner":
-        """The runner, created with the first loaded model."""
-        if self._runner is None:
-            from brim.engine.batching import BatchRunner
-
-            self._runner = BatchRunner(
-                self._find, decoders=self._decoders, finishers=self._finishers, on_start=self._started.mark
-            )
-        return self._runner
-
-    def _find(self, name: str) -> "Servable":
-        if self._submitting is None:
-            return self._models.find(name)
-        return self._submitting
-
-    def _answered(self, work: RequestWork, reply: "Future[Any]") -> None:
+    def _answered(self, work: RequestWork, reply: "Future[Answer]") -> None:
         """Runs in the thread that ended the request."""
-        self._started.forget(work.reply.request)
         work.reply = None  # it refers to this work: a cycle would keep its memory
         if reply.cancelled():
-            work.end({"type": "gone", "id": work.id})
+            work.end()
         elif (error := reply.exception()) is not None:
             self._fail(work, error)
         else:
@@ -255,21 +311,17 @@ class Predictor:
         work.end(failure(work.id, error))
 
     def _cancel(self, work: RequestWork) -> None:
-        if work in self._loading:
-            self._loading.remove(work)
-        if work.reply is not None:
-            self._begun.cancel(work.reply)
-        work.end({"type": "gone", "id": work.id})
-
-    def _snapshot(self) -> dict[str, Any]:
-        return {} if self._runner is None else self._runner.snapshot()
+        work.end()
+        if (reply := work.reply) is not None:
+            reply.cancel()
 
     # Every tick
 
     def _tick(self, now_s: float) -> None:
-        for work in [work for work in self._loading if work.deadline_s <= now_s]:
-            self._loading.remove(work)
-            self._fail(work, Unavailable(f'model "{work.model}" is still being loaded; try again soon'))
+        works = [work for peer in self._peers for work in list(peer.works.values())] if self._models.loading else []
+        for work in works:
+            if work.is_loading and work.deadline_s <= now_s:
+                self._fail(work, Unavailable(f'model "{work.model}" is still being loaded; try again soon'))
         was_busy, self._was_busy = self._was_busy, self._is_busy
         # immediately when nothing is left to do: an idle predictor must not look busy until its next tick
         if now_s - self._publish_s >= BUSY_TICK_S or (was_busy and not self._was_busy):
@@ -301,96 +353,7 @@ class Predictor:
             if running_s > limit_s:
                 return f"a forward pass has run for {running_s:.1f} s, more than {limit_s:.1f}"
         limit_s = STAGE_FACTOR * floor_s
-        for work in [work for peer in self._peers for work in list(peer.works.values())]:
-            if (began_s := work.began_s) is not None and now_s - began_s > limit_s:
-                return f"{work.model} has been at one file for {now_s - began_s:.1f} s, more than {limit_s:.1f}"
+        for work in list(self._busy):
+            if now_s - work.began_s > limit_s:
+                return f"{work.model} has been at one file for {now_s - work.began_s:.1f} s, more than {limit_s:.1f}"
         return None
-
-
-class Peer:
-    """One API process: its connection, both sides' shared memory, its requests.
-
-    Messages are read by one thread, answers are sent by any: immediately if the socket takes them, otherwise when it
-    does, so that an API process which does not read blocks no thread.
-    """
-
-    def __init__(self, connection: socket.socket, wake: Callable[[], None]) -> None:
-        """Answer the hello that can be read from the connection; wake is called when there is something to flush."""
-        self.works: dict[int, RequestWork] = {}
-        self.registered: set[str] = set()  # models that this API process has registered
-        self.connection, self._wake = connection, wake
-        self._theirs = receive_hello(connection)
-        self._mine = Shared.make(StatusPage.BYTES + ANSWER_BYTES)
-        self.page = StatusPage(self._mine)
-        self._answers = Arena(self._mine, StatusPage.BYTES)
-        self._frames = Frames()
-        self._lock = threading.Lock()  # of the following, and the answers
-        self._unsent = bytearray()
-        self._is_gone = False
-        send_hello(connection, self._mine)
-
-    @property
-    def has_unsent(self) -> bool:
-        """Whether `flush` has something to do."""
-        return bool(self._unsent)
-
-    def read(self) -> list[tuple[Message, bytes]] | None:
-        """Messages that have arrived; None if the API process is gone."""
-        try:
-            data = self.connection.recv(READ_BYTES)
-            return list(self._frames.feed(data)) if data else None
-        except BlockingIOError:
-            return []
-        except (OSError, BrimError, ValueError):
-            return None
-
-    def payload(self, at: list[int]) -> memoryview:
-        """The payload of a request, in shared memory."""
-        return self._theirs.view(*at)
-
-    def send(self, message: Message, body: bytes = b"") -> None:
-        """Send from any thread; a long body goes through shared memory."""
-        with self._lock:
-            if self._is_gone:
-                return
-            if len(body) >= INLINE_BYTES:
-                with suppress(BrimError):  # no room for it: the socket takes it too
-                    message, body = {**message, "at": [self._answers.put(body), len(body)]}, b""
-            self._send(frame(message, body))
-
-    def taken(self, offset: int) -> None:
-        """The API has read the answer there."""
-        with self._lock:
-            self._answers.free(offset)
-
-    def end(self, work: RequestWork, message: Message, body: bytes) -> None:
-        self.works.pop(work.id, None)
-        self.send(message, body)
-
-    def flush(self) -> None:
-        """Send what the socket did not take before."""
-        with self._lock:
-            if self._unsent and not self._is_gone:
-                del self._unsent[: self._try(self._unsent)]
-
-    def close(self) -> None:
-        """Disconnect; payloads that are being read keep their memory until then."""
-        with self._lock:
-            self._is_gone = True
-            self.connection.close()
-            self._theirs.close()
-            self._mine.close()
-
-    def _send(self, data: bytes) -> None:
-        sent = 0 if self._unsent else self._try(data)
-        if sent < len(data):
-            self._unsent += data[sent:]
-            self._wake()
-
-    def _try(self, data: bytes | bytearray) -> int:
-        try:
-            return self.connection.send(data)
-        except BlockingIOError:
-            return 0
-        except OSError:
-            return len(data)  # it is gone, which the reading side notices

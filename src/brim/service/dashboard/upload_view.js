@@ -1,11 +1,11 @@
-// A form that sends files to the API as they are, and says how far it is.
+// A form that sends files to the API as they are, and shows how much was sent.
 export default {
-  emits: ["brought", "leave"],
+  emits: ["uploaded", "leave"],
   template: `
-    <form class="brim-bring" @submit.prevent="send">
+    <form class="brim-upload" @submit.prevent="send">
       <label class="brim-labelled">Name<input v-model.trim="name" required maxlength="200" autocomplete="off"></label>
       <label class="brim-labelled">Kind
-        <select v-model="kind"><option value="images">Images</option><option value="sequences">Sequences</option></select>
+        <select v-model="kind"><option value="images">Images</option><option value="sequences">Sequences</option><option value="recordings">Recordings</option></select>
       </label>
       <template v-if="kind === 'images'">
         <label class="brim-labelled">Images
@@ -13,17 +13,22 @@ export default {
         <label class="brim-labelled">Masks, to train on: none, or one of the same name for every image
           <input type="file" name="masks" multiple accept="image/*,.tif,.tiff"></label>
       </template>
+      <template v-else-if="kind === 'recordings'">
+        <label class="brim-labelled">Recordings of receivers, and stations.csv where they do not say where they were made
+          <input type="file" name="recordings" multiple required></label>
+      </template>
       <template v-else>
-        <label class="brim-labelled">Sequences: .npy files of frames × features
-          <input type="file" name="sequences" multiple required accept=".npy"></label>
-        <label class="brim-labelled">Labels: none, or a CSV whose first line is file,label
+        <label class="brim-labelled">Sequences: .npy files of frames × features, tables, archives or audio
+          <input type="file" name="sequences" multiple required
+                 accept=".npy,.npz,.csv,.parquet,.ts,.arff,.tsv,.wav,.flac,.ogg"></label>
+        <label class="brim-labelled">Labels: none, or a CSV with the columns file and label
           <input type="file" name="labels" accept=".csv"></label>
       </template>
       <div v-if="refusal" class="brim-error" role="alert">{{ refusal }}</div>
       <progress v-if="share !== null" :value="share" max="1" aria-label="Sent" class="brim-wide-bar"></progress>
       <div class="brim-tools row justify-end">
         <button type="button" class="brim-button" @click="leave">Cancel</button>
-        <button type="submit" class="brim-button brim-button-first" :disabled="share !== null">Bring it</button>
+        <button type="submit" class="brim-button brim-button-first" :disabled="share !== null">Upload</button>
       </div>
     </form>`,
   data: () => ({ name: "", kind: "images", refusal: "", share: null }),
@@ -48,8 +53,8 @@ export default {
     },
     end(status, answer) {
       this.share = null;
-      if (status === 201) return this.$emit("brought", answer.id);
-      const words = answer?.detail ?? "the service does not answer; it may be starting again";
+      if (status === 201) return this.$emit("uploaded", answer.id);
+      const words = answer?.detail ?? "the service does not answer; it may be restarting";
       this.refusal = words.charAt(0).toUpperCase() + words.slice(1) + (/[.?!]$/.test(words) ? "" : ".");
     },
     leave() {
