@@ -1,0 +1,1 @@
+"""What any training waits for: a script is watched unmodified, and what would help it is measured."""

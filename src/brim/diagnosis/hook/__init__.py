@@ -1,0 +1,1 @@
+"""What is put on a script's PYTHONPATH: Python imports `sitecustomize` from here before the script starts."""
