@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 DEMO_OUT ?= demo-output
 
-.PHONY: setup demo test soak lint types check docs bench clean
+.PHONY: setup demo test pytest soak model lint types check docs bench clean
 
 setup: $(STAMP)
 
@@ -29,23 +29,34 @@ types: setup
 
 check: lint types
 
-# three at a time on two cores, as many tests wait for processes; those with whole services or clusters, many processes
-# each, two at a time; what measures a service under load, alone
-SPREAD := --dist loadfile --no-loadscope-reorder
-HEAVY := tests/cluster tests/faults tests/browser
-ALONE := tests/faults/test_fault_load.py tests/faults/test_predict_faults.py
-test: check
-	$(BIN)/python -m pytest -n 3 $(SPREAD) --durations 40 $(HEAVY:%=--ignore %)
-	$(BIN)/python -m pytest -n 2 $(SPREAD) --durations 15 $(HEAVY) $(ALONE:%=--ignore %)
-	$(BIN)/python -m pytest $(ALONE)
+# Types are checked beside the tests. Four tests at a time on two cores, as many wait for other processes; those that
+# promise a time come last, alone.
+test: lint
+	$(MAKE) --no-print-directory -j 2 types pytest
+	$(BIN)/python -m pytest -m alone --durations 20 $$(grep -rl mark.alone tests --include 'test_*.py')
 
-# the long half of tests/faults: 200 kills on each database; an hour or so
+pytest: setup
+	$(BIN)/python -m pytest -n 4 -m "not alone" --durations 40
+
+# the long half of tests/faults; a million damaged inputs; then a service under jobs, predictions, uploads and up to 1 000
+# kills, half of them on each database: hours. Its table is in soak/
+SOAK_KILLS ?= 1000
+SOAK_MINUTES ?= 240
 soak: setup
-	BRIM_SOAK=1 BRIM_KILLS=200 $(BIN)/python -m pytest tests/faults tests/cluster tests/jobs/test_worker_rf.py
+	BRIM_SOAK=1 $(BIN)/python -m pytest tests/faults tests/cluster tests/jobs/test_worker_rf.py tests/rf tests/diagnosis tests/service/test_openapi.py
+	BRIM_FUZZ_INPUTS=1000000 BRIM_FUZZ_SEED=$$(date +%Y%m%d) $(BIN)/python -m pytest tests/fuzz
+	$(BIN)/python tests/faults/soak.py --kills $(SOAK_KILLS) --minutes $(SOAK_MINUTES) --out soak
+
+# the model that comes with brim, trained again from its seed; needs a GPU
+MODEL_RUN ?= model-run
+model: setup
+	$(BIN)/brim segment train --scenes all --scenes-per-epoch 65536 --epochs 15 --seed 1 --out $(MODEL_RUN)
+	$(BIN)/python -m brim.segmentation.networks.packing $(MODEL_RUN) src/brim/segmentation/weights/default.safetensors
 
 # the documentation as a site, in site/
 docs: setup
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
+	@echo "the site is in site/; open site/index.html"
 
 bench: setup
 	$(BIN)/python benchmarks/bench_generate.py

@@ -14,15 +14,19 @@ from typing import Annotated, Any
 import typer
 
 from brim import __version__
-from brim.cli.catalogue import datasets, models
+from brim.cli.catalogue import datasets, models, runs
 from brim.cli.demo import demo
 from brim.cli.jobs import jobs
-from brim.cli.options import AsJson
+from brim.cli.options import AsJson, argument
 from brim.cli.rf import rf
-from brim.cli.segment import segment
+from brim.cli.segment import segment, weights
 from brim.cli.sequence import sequence
-from brim.cli.serve import serve
-from brim.cli.terminal import logs, print_json, say, show
+from brim.cli.serve import serve, tokens
+from brim.cli.terminal import loading, logs, print_json, say, show
+from brim.cli.train import train
+from brim.cli.why import why
+from brim.engine.meter import Account, accounting, of_this_process
+from brim.engine.meter.spent import IMPORT
 from brim.errors import BrimError, ConfigError
 
 # typer brings its own copy of click in some versions and imports it in others: this is UsageError in both
@@ -36,12 +40,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     # beside another process, and 0.18 s with threads that soon sleep; alone 0.070 and 0.073 s.
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # torch reads it when it is imported
     args = sys.argv[1:] if argv is None else list(argv)
+    if args[:1] == ["help"]:
+        args = [*args[1:], "--help"]
     command = typer.main.get_command(app)
-    with logs():
+    _bare_flags(command)
+    account = of_this_process() if argv is None else Account(IMPORT)
+    with logs(), accounting(account), loading(args):
         try:
             code = command.main(args, prog_name="brim", standalone_mode=False)
         except BrimError as failure:
-            say(f"error: {failure.phrase(_spelling(command, args))}")
+            for one in (failure, *failure.more):
+                say(f"error: {one.phrase(_spelling(command, args))}")
             return 2
         except _UsageError as failure:
             _say_usage(failure)
@@ -58,10 +67,14 @@ app = typer.Typer(
 )
 app.add_typer(rf, name="rf", help="Radio: synthetic data, and networks that locate transmitters.")
 app.add_typer(segment, name="segment", help="Segmentation: tune batch sizes, turn images into polygons, train.")
+app.add_typer(weights, name="weights", help="Weights of other libraries: import.")
 app.add_typer(sequence, name="sequence", help="Sequences: pack, train with or without labels, evaluate.")
 app.add_typer(jobs, name="jobs", help="Jobs of a running service: submit, watch, cancel, resume.")
 app.add_typer(datasets, name="datasets", help="Datasets that the jobs of a service may read: add, list, remove.")
 app.add_typer(models, name="models", help="Models that requests to a service may name: add, list, remove.")
+app.add_typer(runs, name="runs", help="Runs of a service, which can be served as models: list.")
+app.add_typer(tokens, name="tokens", help="Tokens of people who share a service: add, list, revoke, log.")
+app.command(epilog="Example: brim train my_module.py:make --data rows.safetensors --out run --epochs 20")(train)
 app.command(epilog="Example: brim serve --data brim-data --port 8000")(serve)
 
 
@@ -74,7 +87,7 @@ def _show_version(wanted: bool) -> None:
 @app.callback(help="Fill a GPU to the brim: synthetic data, training and served predictions.")
 def _brim(
     version: Annotated[
-        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version.")
+        bool, typer.Option("--version", "-V", callback=_show_version, is_eager=True, help="Print the version.")
     ] = False,
 ) -> None: ...
 
@@ -82,8 +95,7 @@ def _brim(
 @app.command(epilog="Example: brim doctor --cluster ray://10.0.0.1:10001")
 def doctor(
     address: Annotated[
-        str | None,
-        typer.Argument(metavar="[ADDRESS]", show_default=False, help="With --cluster: auto or ray://HOST:PORT."),
+        str | None, argument("[ADDRESS]", "With --cluster: auto or ray://HOST:PORT.", show_default=False)
     ] = None,
     cluster: Annotated[
         bool, typer.Option("--cluster", help="Also check a Ray cluster: its nodes, and who can reach its ports.")
@@ -108,6 +120,21 @@ def doctor(
 
 
 app.command(epilog="Example: brim demo --out demo-output --samples 100")(demo)
+app.command(
+    epilog="Example: brim why --report why.html -- python train.py --epochs 3",
+    context_settings={"ignore_unknown_options": False, "allow_interspersed_args": False},
+)(why)
+
+
+def _bare_flags(command: Any) -> None:
+    """Help shows flags without a type: they take no value."""
+    context = typer.Context(command, **command.context_settings)
+    for param in (*command.params, command.get_help_option(context)):
+        if getattr(param, "is_bool_flag", False):
+            param.metavar = ""
+    for each in getattr(command, "commands", {}).values():
+        each.context_settings.setdefault("help_option_names", ["-h", "--help"])
+        _bare_flags(each)
 
 
 # Errors
@@ -118,10 +145,10 @@ def _spelling(root: Any, args: Sequence[str]) -> Callable[[str], str]:
 
     A setting that is not an option of any command, such as one that only a configuration file has, keeps its name.
     """
-    command = root
+    command, leaves = root, [leaf for _, leaf in _commands(root, "brim") if not hasattr(leaf, "commands")]
     for word in args:
         command = getattr(command, "commands", {}).get(word, command)
-    options = [param for each in (*_leaves(root), command) for param in each.params if param.opts[0].startswith("-")]
+    options = [param for each in (*leaves, command) for param in each.params if param.opts[0].startswith("-")]
     flags = {option.name: option.opts[0] for option in options}  # those of this command last: they count
 
     def spell(name: str) -> str:
@@ -132,9 +159,12 @@ def _spelling(root: Any, args: Sequence[str]) -> Callable[[str], str]:
     return spell
 
 
-def _leaves(group: Any) -> Iterator[Any]:
-    for command in group.commands.values():
-        yield from _leaves(command) if hasattr(command, "commands") else [command]
+def _commands(group: Any, path: str) -> Iterator[tuple[str, Any]]:
+    """Every command below a group, with its full path."""
+    for name, command in group.commands.items():
+        yield f"{path} {name}", command
+        if hasattr(command, "commands"):
+            yield from _commands(command, f"{path} {name}")
 
 
 def _say_usage(failure: Exception) -> None:
@@ -170,16 +200,8 @@ def _nearest(word: str, choices: Collection[str]) -> str | None:
 
 def _commands_like(word: str, context: Any) -> list[str]:
     """The nearest command: by its name if it belongs to this group, else the full path of each that has the name."""
-    paths = dict(_paths(context.find_root().command, "brim"))
-    name = _nearest(word, set(paths.values()))
+    paths = [path for path, _ in _commands(context.find_root().command, "brim")]
+    name = _nearest(word, {path.rpartition(" ")[2] for path in paths})
     if name in context.command.commands:
         return [str(name)]
-    return [path for path, last in paths.items() if last == name]
-
-
-def _paths(group: Any, path: str) -> Iterator[tuple[str, str]]:
-    """Full path and own name of every command below a group."""
-    for name, command in group.commands.items():
-        yield f"{path} {name}", name
-        if hasattr(command, "commands"):
-            yield from _paths(command, f"{path} {name}")
+    return [path for path in paths if path.rpartition(" ")[2] == name]

@@ -1,4 +1,4 @@
-"""`brim datasets | models  add | list | remove`: what the jobs of a service may read and its requests may name.
+"""`brim datasets | models  add | list | remove`, `brim runs list`: what jobs of a service may read and requests name.
 
 The commands open the catalogue of a service directly, whether it runs or not; a running service sees a new dataset at
 once and a new model within two seconds.
@@ -8,12 +8,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, cast
+from typing import TYPE_CHECKING, Annotated, Any, Final, cast
 
 import typer
 
-from brim.cli.options import AsJson, DataDir, count, needing_service, one_of
-from brim.cli.terminal import Display, Stop, print_json, say, show
+from brim.cli.options import AsJson, DataDir, argument, count, needing_service, one_of, option
+from brim.cli.terminal import Display, Stop, print_json, print_page, print_result, print_table, say
 from brim.errors import ConfigError, Conflict, NotFound, StorageError, Unavailable
 from brim.jobs.registry.datasets import KINDS
 
@@ -23,9 +23,11 @@ if TYPE_CHECKING:
 datasets = typer.Typer(no_args_is_help=True, epilog="Example: brim datasets add cells folder --kind images")
 models = typer.Typer(no_args_is_help=True, epilog="Example: brim models add cells run --data brim-data")
 
+runs = typer.Typer(no_args_is_help=True, epilog="Example: brim runs list --data brim-data")
+_RUNS: Final = ("rf.train", "segment.train", "sequence.train")
+
 DatabaseUrl = Annotated[
-    str | None,
-    typer.Option(metavar="URL", help="Database of the service, or BRIM_DATABASE.", show_default="files in --data"),
+    str | None, option("URL", "Database of the service, or BRIM_DATABASE.", show_default="files in --data")
 ]
 
 
@@ -60,19 +62,17 @@ def open_catalogue(
 
 @datasets.command("add", epilog="Example: brim datasets add cells folder --kind images")
 def add_dataset(
-    name: Annotated[str, typer.Argument(metavar="NAME", help="Name of the dataset.")],
+    name: Annotated[str, argument("NAME", "Name of the dataset.")],
     path: Annotated[
         Path,
-        typer.Argument(
-            metavar="PATH",
-            help='rf: made by "brim rf generate". images: a folder of images, or one with folders images and masks. '
+        argument(
+            "PATH",
+            'rf: made by "brim rf generate". images: a folder of images, or one with folders images and masks. '
             "sequences: a folder of .npy files, or a packed corpus.",
         ),
     ],
-    kind: Annotated[str, typer.Option(metavar="KIND", help="rf, images or sequences.", **one_of(*KINDS))],
-    labels: Annotated[
-        Path | None, typer.Option(metavar="FILE.csv", help='sequences: labels, as for "brim sequence pack".')
-    ] = None,
+    kind: Annotated[str, option("KIND", "rf, images, sequences or recordings.", **one_of(*KINDS))],
+    labels: Annotated[Path | None, option("FILE.csv", 'sequences: labels, as for "brim sequence pack".')] = None,
     data: DataDir = None,
     database: DatabaseUrl = None,
     as_json: AsJson = False,
@@ -90,28 +90,20 @@ def add_dataset(
         from brim.jobs.registry.datasets import add
 
         row = add(
-            catalogue,
-            folder,
-            name=name,
-            path=path,
-            kind=cast("DatasetKind", kind),
-            labels=labels,
-            progress=display.packing,
-            stop=stop,
-        )
+            catalogue, folder, name=name, path=path, kind=cast("DatasetKind", kind), labels=labels,
+            progress=display.packing, stop=stop,
+        )  # fmt: skip
     if row is None:
         say("stopped; nothing was added")
         stop.exit()
-    if as_json:
-        print_json(_dataset_json(row))
-    else:
-        show(_dataset_line(row))
+    values = _dataset_json(row)
+    print_result(values, as_json, _dataset_line(values))
 
 
 @datasets.command("list", epilog="Example: brim datasets list --kind images")
 def list_datasets(
-    kind: Annotated[str | None, typer.Option(metavar="KIND", help="rf, images or sequences.", **one_of(*KINDS))] = None,
-    page: Annotated[int, typer.Option(metavar="N", parser=count, help="Page of 50 datasets.")] = 1,
+    kind: Annotated[str | None, option("KIND", "rf, images, sequences or recordings.", **one_of(*KINDS))] = None,
+    page: Annotated[int, option("N", "Page of 50 datasets.", parser=count)] = 1,
     data: DataDir = None,
     database: DatabaseUrl = None,
     as_json: AsJson = False,
@@ -119,21 +111,14 @@ def list_datasets(
     """List datasets, the newest first."""
     with open_catalogue(data, database) as (catalogue, _):
         listed = catalogue.datasets.page(kind=kind, page=page)
-    if as_json:
-        rows = [_dataset_json(row) for row in listed.rows]
-        print_json({"datasets": rows, "page": listed.page, "pages": listed.pages, "total": listed.total})
-        return
-    for row in listed.rows:
-        show(_dataset_line(row))
-    if listed.pages > 1:
-        say(f"page {listed.page} of {listed.pages}, {listed.total} datasets")
-    elif not listed.rows:
-        say("no datasets")
+    rows = [_dataset_json(row) for row in listed.rows]
+    values = {"datasets": rows, "page": listed.page, "pages": listed.pages, "total": listed.total}
+    print_page(values, as_json, "datasets", ("ID", "NAME", "KIND", "ITEMS", "SIZE", "STATE"), _dataset_cells)
 
 
 @datasets.command("remove", epilog="Example: brim datasets remove cells")
 def remove_dataset(
-    dataset: Annotated[str, typer.Argument(metavar="ID|NAME", help='As shown by "brim datasets list".')],
+    dataset: Annotated[str, argument("ID|NAME", 'As shown by "brim datasets list".')],
     data: DataDir = None,
     database: DatabaseUrl = None,
     as_json: AsJson = False,
@@ -144,10 +129,8 @@ def remove_dataset(
 
         row = _find_dataset(catalogue, dataset)
         remove(catalogue, folder, row.id)
-    if as_json:
-        print_json({"id": row.id, "name": row.name, "files_deleted": row.owned})
-    else:
-        show(f"{row.id}  {row.name}: removed" + ("" if row.owned else f"; its files stay in {row.path}"))
+    text = f"{row.id}  {row.name}: removed" + ("" if row.owned else f"; its files stay in {row.path}")
+    print_result({"id": row.id, "name": row.name, "files_deleted": row.owned}, as_json, text)
 
 
 def _find_dataset(catalogue: "Catalogue", text: str) -> "DatasetRow":
@@ -167,9 +150,13 @@ def _dataset_json(row: "DatasetRow") -> dict[str, Any]:
     return {name: value for name, value in asdict(row).items() if name != "number"}
 
 
-def _dataset_line(row: "DatasetRow") -> str:
-    state = "" if row.state == "ready" else f", {row.state}"
-    return f"{row.id}  {row.name}  {row.kind}, {row.items} items, {row.bytes / 1e6:.1f} MB{state}"
+def _dataset_line(row: dict[str, Any]) -> str:
+    state = "" if row["state"] == "ready" else f", {row['state']}"
+    return f"{row['id']}  {row['name']}  {row['kind']}, {row['items']} items, {row['bytes'] / 1e6:.1f} MB{state}"
+
+
+def _dataset_cells(row: dict[str, Any]) -> tuple[str, ...]:
+    return row["id"], row["name"], row["kind"], str(row["items"]), f"{row['bytes'] / 1e6:.1f} MB", row["state"]
 
 
 # Models
@@ -177,16 +164,21 @@ def _dataset_line(row: "DatasetRow") -> str:
 
 @models.command("add", epilog="Example: brim models add cells weights.safetensors --network hrnet")
 def add_model(
-    name: Annotated[str, typer.Argument(metavar="NAME", help="Name for requests: letters, digits, . _ -")],
+    name: Annotated[str, argument("NAME", "Name for requests: letters, digits, . _ -")],
     path: Annotated[
         Path,
-        typer.Argument(
-            metavar="RUN|FILE",
-            help='A run of "brim segment train", "brim rf train" or "brim sequence train", or a file of weights.',
+        argument(
+            "RUN|FILE|RUN_ID",
+            'A run of "brim segment train", "brim rf train" or "brim sequence train", a file of weights, a traced '
+            "program (.pt2, .pt), or the id of a run of the service.",
         ),
     ],
     network: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Network of a file of weights; a run names its own.")
+        str | None,
+        option(
+            "NAME|FILE.py:FACTORY",
+            "Network of a file of weights: its name, or code that makes it; a run names its own.",
+        ),
     ] = None,
     data: DataDir = None,
     database: DatabaseUrl = None,
@@ -201,16 +193,30 @@ def add_model(
         from brim.jobs.registry.models import add, check_name
 
         check_name(name)
-        with open_catalogue(data, database, make=True) as (catalogue, _):
-            added = add(catalogue, name=name, path=path, network=network, stop=stop)
+        with open_catalogue(data, database, make=True) as (catalogue, folder):
+            added = _add_run_model(catalogue, folder, name, str(path), network) or add(
+                catalogue, name=name, path=path, network=network, stop=stop
+            )
     if added is None:
         say("stopped; nothing was added")
         stop.exit()
     row, replaced = added
-    if as_json:
-        print_json({**_model_json(row), "replaced": replaced})
-    else:
-        show(f"{_model_line(row)}: {'replaced' if replaced else 'added'}; requests may name it now")
+    text = f"{_model_line(row)}: {'replaced' if replaced else 'added'}; requests may name it now"
+    print_result({**_model_json(row), "replaced": replaced}, as_json, text)
+
+
+def _add_run_model(
+    catalogue: "Catalogue", folder: Path, name: str, text: str, network: str | None
+) -> tuple["ModelRow", bool] | None:
+    """List what a run of this service trained; None if the text is a path, or the id of no run."""
+    from brim.jobs.registry.models import check_trained, look, put_run
+
+    run = None if Path(text).exists() else catalogue.runs.find(text)
+    if run is None:
+        return None
+    check_trained(run)
+    path = (folder / run.path).resolve()
+    return put_run(catalogue, run, name=name, path=path, summary=look(path, network, may_run_code=True))
 
 
 @models.command("list", epilog="Example: brim models list --json")
@@ -221,15 +227,16 @@ def list_models(data: DataDir = None, database: DatabaseUrl = None, as_json: AsJ
     if as_json:
         print_json({"models": [_model_json(row) for row in rows]})
         return
-    for row in rows:
-        show(f"{_model_line(row)}  {row.path}")
     if not rows:
         say('no models; add one with "brim models add NAME RUN"')
+        return
+    head = ("NAME", "KIND", "NETWORK", "PARAMETERS", "PATH")
+    print_table(head, [(row.name, row.kind, _network(row), _parameters(row), row.path) for row in rows])
 
 
 @models.command("remove", epilog="Example: brim models remove cells")
 def remove_model(
-    name: Annotated[str, typer.Argument(metavar="NAME", help='As shown by "brim models list".')],
+    name: Annotated[str, argument("NAME", 'As shown by "brim models list".')],
     data: DataDir = None,
     database: DatabaseUrl = None,
     as_json: AsJson = False,
@@ -239,10 +246,28 @@ def remove_model(
         row = catalogue.models.get(name)
         if row is None or not catalogue.models.remove(name):
             raise NotFound(f"no model has the name {name}", hint='see them with "{models list}"')
-    if as_json:
-        print_json({"name": row.name, "path": row.path})
-    else:
-        show(f"{row.name}: removed; its files stay in {row.path}")
+    text = f"{row.name}: removed; its files stay in {row.path}"
+    print_result({"name": row.name, "path": row.path}, as_json, text)
+
+
+# Runs
+
+
+@runs.command("list", epilog="Example: brim runs list --data brim-data")
+def list_runs(
+    kind: Annotated[str | None, option("KIND", "rf.train, segment.train or sequence.train.", **one_of(*_RUNS))] = None,
+    page: Annotated[int, option("N", "Page of 50 runs.", parser=count)] = 1,
+    data: DataDir = None,
+    database: DatabaseUrl = None,
+    as_json: AsJson = False,
+) -> None:
+    """List runs, the newest first; their ids are for "brim models add NAME RUN_ID"."""
+    with open_catalogue(data, database) as (catalogue, _):
+        listed = catalogue.runs.page(kind=kind, page=page)
+    rows = [{name: value for name, value in asdict(row).items() if name != "number"} for row in listed.rows]
+    values = {"runs": rows, "page": listed.page, "pages": listed.pages, "total": listed.total}
+    names = ("id", "name", "kind", "state")
+    print_page(values, as_json, "runs", [name.upper() for name in names], lambda row: [row[name] for name in names])
 
 
 def _model_json(row: "ModelRow") -> dict[str, Any]:
@@ -251,4 +276,17 @@ def _model_json(row: "ModelRow") -> dict[str, Any]:
 
 
 def _model_line(row: "ModelRow") -> str:
-    return f"{row.name}  {row.kind}, {row.network}, {row.about.get('parameters', 0) / 1e6:.1f} M parameters"
+    return f"{row.name}  {row.kind}, {_network(row)}, {_parameters(row)} parameters"
+
+
+def _network(row: "ModelRow") -> str:
+    """Its name; for a network of the user's own, the file and its digest."""
+    source = row.about.get("source") or {}
+    if not source:
+        return row.network
+    file = f"{source['path']}:{source['factory']}" if "factory" in source else source["path"]
+    return f"{file} (sha256 {source['sha256']})"
+
+
+def _parameters(row: "ModelRow") -> str:
+    return f"{row.about.get('parameters', 0) / 1e6:.1f} M"

@@ -7,12 +7,13 @@ elsewhere.
 import http.client
 import json
 import os
+import re
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 from urllib.parse import urlencode, urlsplit
 
 from brim.errors import BrimError, ConfigError, Conflict, NotFound, StorageError, TooMany, Unavailable
@@ -20,9 +21,14 @@ from brim.errors import BrimError, ConfigError, Conflict, NotFound, StorageError
 DEFAULT_URL = "http://127.0.0.1:8000"
 TIMEOUT_S = 60.0  # event streams send a line at least every 15 s
 RETRY_S = 1.0
+MAX_LINE = 2**20  # bytes of an event; longer ones are cut, and then are not JSON
 AWAY_S = 120.0  # how long a watcher waits for a service that does not answer
 _TOKEN_HINT = "give {data} of the service, {token_file} or BRIM_TOKEN"
 _FAMILIES: Mapping[int, type[BrimError]] = {404: NotFound, 409: Conflict, 429: TooMany, 503: Unavailable}
+
+
+_COMMANDS: Mapping[str, str] = {"training/jobs": "jobs", "datasets": "datasets", "runs": "runs", "models": "models"}
+_ROUTE = re.compile(rf'"GET /api/({"|".join(_COMMANDS)})"')  # what the service advises is a command here
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +41,9 @@ class ServerEvent:
 class ServiceClient:
     """Requests to one service, with its token."""
 
-    def __init__(self, url: str, token: str) -> None:
+    def __init__(self, url: str, token: str, again: str = "") -> None:
+        """again: the options that name this service, for the commands that are suggested next."""
+        self.again = again
         self.url = url.rstrip("/")
         self._token = token
         try:
@@ -79,19 +87,16 @@ class ServiceClient:
         last, connected, away_s = "", False, 0.0  # away_s: when it stopped answering
         while True:
             try:
-                for event in self._stream(path, last):
-                    last, connected, away_s = event.id or last, True, 0.0
-                    yield event
+                with self._answer("GET", path, headers={"Last-Event-ID": last} if last else {}) as answer:
+                    for event in read_events(answer):
+                        last, connected, away_s = event.id or last, True, 0.0
+                        yield event
                 return
             except Unavailable:
                 away_s = away_s or time.monotonic()
                 if not connected or time.monotonic() - away_s > AWAY_S:
                     raise
                 time.sleep(RETRY_S)
-
-    def _stream(self, path: str, last: str) -> Iterator[ServerEvent]:
-        with self._answer("GET", path, headers={"Last-Event-ID": last} if last else {}) as answer:
-            yield from _events(answer)
 
     def _request(self, method: str, path: str, body: bytes = b"", **headers: str) -> dict[str, Any]:
         with self._answer(method, path, body, headers) as answer:
@@ -112,14 +117,12 @@ class ServiceClient:
                 raise _failure(answer.status, answer.read())
             yield answer
         except (OSError, http.client.HTTPException) as failure:
-            raise self._away(failure) from failure
+            known = (failure.strerror or "").lower() if isinstance(failure, OSError) else "it closed the connection"
+            reason = "it did not answer in time" if isinstance(failure, TimeoutError) else known or str(failure)
+            hint = 'start one with "brim serve", or give {url}'
+            raise Unavailable(f"no service at {self.url}: {reason}", hint=hint) from failure
         finally:
             connection.close()
-
-    def _away(self, failure: Exception) -> Unavailable:
-        known = (failure.strerror or "").lower() if isinstance(failure, OSError) else "it closed the connection"
-        reason = "it did not answer in time" if isinstance(failure, TimeoutError) else known or str(failure)
-        return Unavailable(f"no service at {self.url}: {reason}", hint='start one with "brim serve", or give {url}')
 
 
 def find_token(token_file: Path | None, data: Path | None) -> str:
@@ -146,29 +149,37 @@ def _failure(status: int, text: bytes) -> BrimError:
         return ConfigError("the service rejects the token", hint=_TOKEN_HINT)
     try:
         answer = json.loads(text)
-        sentence, field = str(answer["detail"]), answer.get("field")
-    except (ValueError, KeyError, TypeError, AttributeError):
-        sentence, field = f"the service answered {status} {http.client.responses.get(status, '')}".strip(), None
-    if field and str(field) not in sentence:
-        sentence = f"{field}: {sentence}"
-    return _FAMILIES.get(status, ConfigError)(sentence)
+        told = [(str(one["detail"]), one.get("field")) for one in answer.get("errors") or [answer]]
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        told = [(f"the service answered {status} {http.client.responses.get(status, '')}".strip(), None)]
+    faults = list[BrimError]()
+    for said, field in told:
+        sentence = _ROUTE.sub(lambda match: f'"brim {_COMMANDS[match[1]]} list"', said)
+        if field and str(field) not in sentence:
+            sentence = f"{field}: {sentence}"
+        faults.append(_FAMILIES.get(status, ConfigError)(sentence))
+    faults[0].more = tuple(faults[1:])
+    return faults[0]
 
 
 def _object(text: bytes) -> dict[str, Any]:
     try:
         answer = json.loads(text)
-    except ValueError as failure:
-        raise Unavailable("the answer is not JSON", hint="is there another program at {url}?") from failure
+    except (ValueError, RecursionError):
+        answer = None
     if not isinstance(answer, dict):
         raise Unavailable("the answer is not a JSON object", hint="is there another program at {url}?")
     return answer
 
 
-def _events(answer: http.client.HTTPResponse) -> Iterator[ServerEvent]:
+def read_events(stream: IO[bytes]) -> Iterator[ServerEvent]:
     """Parse a stream of events; lines that begin with a colon only keep it alive."""
     fields: dict[str, str] = {}
-    while line := answer.readline():
-        text = line.decode().rstrip("\r\n")
+    while line := stream.readline(MAX_LINE):
+        try:
+            text = line.decode().rstrip("\r\n")
+        except UnicodeDecodeError as failure:
+            raise Unavailable("the answer is not text", hint="is there another program at {url}?") from failure
         if text:
             name, _, value = text.partition(":")
             value = value.removeprefix(" ")

@@ -5,6 +5,7 @@
 Every stage continues what exists: killed at any point, the same command ends with the same results.
 """
 
+import hashlib
 import os
 import shutil
 import time
@@ -15,20 +16,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
 from urllib.parse import quote as quote_url
 
-import typer
-
 from brim.cli.catalogue import open_catalogue
-from brim.cli.options import AsJson, count
-from brim.cli.rf import print_generated, print_trained, run_evaluate, run_generate, run_train
+from brim.cli.options import AsJson, count, option
+from brim.cli.rf import PREPARING as SOLVING
+from brim.cli.rf import print_generated, print_trained, run_generate
 from brim.cli.sequence import PREPARING
-from brim.cli.terminal import Display, Stop, end_stopped, print_json, quote, remarks, say, show
+from brim.cli.terminal import Display, Stop, end_stopped, print_json, quote, say, show
 from brim.errors import ConfigError, Conflict
+from brim.jobs.status import jsonable
 from brim.rf.config import LocatorTraining, from_mapping
 from brim.segmentation.config import FilesConfig, SegmentTrainConfig, TuneConfig
 
 if TYPE_CHECKING:
     from brim.jobs.store import Catalogue, DatasetKind
-    from brim.segmentation.prediction import ModelLoader
 
 # A half-watt hand-held transmitter: weak enough that the gates reject some samples.
 RADIO: Final = {"tx_power_dbm": 27.0, "min_snr_db": 10.0, "max_gdop": 5.0, "min_receivers": 4}
@@ -39,42 +39,32 @@ CELLS: Final = {"count": 16, "seed": 1, "height": 128, "width": 128}  # to train
 NEW_CELLS: Final = {**CELLS, "count": 4, "seed": 2}  # to predict
 NETWORK: Final = "unet_tiny"
 SEGMENTING: Final[dict[str, Any]] = {
-    "model": NETWORK,
-    "size": 64,
-    "epochs": 8,
-    "learning_rate": 0.004,
-    "checkpoint_every_s": 5.0,
-}
+    "model": NETWORK, "size": 64, "epochs": 8, "learning_rate": 0.004, "checkpoint_every_s": 5.0
+}  # fmt: skip
 TUNE_S: Final = 4.0
 SEQUENCES: Final = {"count": 120, "dim": 8, "classes": 3, "seed": 1, "mean_length": 20}
 CLASSIFYING: Final[dict[str, Any]] = {
-    "mode": "supervised",
-    "classifier_epochs": 8,
-    "batch_size": 16,
-    "learning_rate": 0.005,
-    "model": {"channels": 32, "hidden": 24, "attention": 24, "embedding": 24},  # the defaults suit a GPU
-    "seed": 1,
+    "mode": "supervised", "classifier_epochs": 8, "batch_size": 16, "learning_rate": 0.005, "seed": 1,
     "checkpoint_every_s": 5.0,
-}
+    "model": {"channels": 32, "hidden": 24, "attention": 24, "embedding": 24},  # the defaults suit a GPU
+}  # fmt: skip
 PICTURES: Final = 4  # on the page
 
 
 def demo(
-    out: Annotated[Path, typer.Option(metavar="DIR", help="Directory for datasets, runs, results and reports.")] = Path(
-        "demo-output"
-    ),
+    out: Annotated[Path, option("DIR", "Directory for datasets, runs, results and reports.")] = Path("demo-output"),
     samples: Annotated[
         int | None,
-        typer.Option(
-            metavar="N",
+        option(
+            "N",
+            "Accepted radio samples to generate.",
             parser=count,
-            help="Accepted radio samples to generate.",
             show_default=f"{SAMPLES_CPU}, on a GPU {SAMPLES_GPU}",
         ),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Try every workload, small: generate, train, evaluate; tune, segment; sequences; with a page about all of it.
+    """Try every workload on small data: generate, train, evaluate, tune, segment, classify; and write a page about it.
 
     Ctrl-C stops cleanly; the same command continues where it stopped.
     """
@@ -164,7 +154,11 @@ def _generate(demo: Demo) -> None:
 
 
 def _train(demo: Demo) -> None:
-    report = run_train([demo.out / "dataset"], demo.run, LocatorTraining(**demo.locator), demo.stop)
+    from brim.rf.location import train
+
+    config = LocatorTraining(**demo.locator)
+    with Display(demo.stop, preparing=SOLVING) as display:
+        report = train([demo.out / "dataset"], demo.run, config, progress=display.training, stop=demo.stop, resume=True)
     demo.results["train"] = report.as_dict()
     demo.check_stop()
     if not demo.quiet:
@@ -172,10 +166,12 @@ def _train(demo: Demo) -> None:
 
 
 def _evaluate(demo: Demo) -> None:
-    page = demo.out / "evaluation.html"
+    from brim.rf.location import evaluate_run, write_evaluation
+
+    held_out, page = demo.out / "held-out", demo.out / "evaluation.html"
     with Display() as display:
-        progress = demo.watched(display.counting("locating", "samples"))
-        evaluation = run_evaluate(demo.run, demo.out / "held-out", page, progress)
+        evaluation = evaluate_run(demo.run, held_out, progress=demo.watched(display.counting("locating", "samples")))
+    write_evaluation(str(demo.run), str(held_out), *evaluation, page)
     demo.results |= {"evaluate": evaluation.as_dict(), "evaluation_report": str(page)}
     metrics = evaluation.metrics
     demo.show(
@@ -206,7 +202,7 @@ def _tune(demo: Demo) -> None:
 
 
 def _segment(demo: Demo) -> None:
-    from brim.segmentation.prediction import ModelLoader
+    from brim.segmentation.prediction import ModelLoader, predict_files
     from brim.segmentation.scenes import write_cells
     from brim.segmentation.training import train
 
@@ -214,28 +210,26 @@ def _segment(demo: Demo) -> None:
     _once(demo.out / "new-cells", lambda folder: write_cells(folder / "images", folder / "masks", **NEW_CELLS))
     images, masks, run = demo.out / "cells" / "images", demo.out / "cells" / "masks", demo.out / "cells-run"
     config = SegmentTrainConfig(**SEGMENTING)
-    with remarks(), Display(demo.stop, preparing=("cutting crops", "images")) as display:
+    with Display(demo.stop, preparing=("cutting crops", "images")) as display:
         report = train(images, masks, config, run, progress=display.training, stop=demo.stop)
     demo.results["segment"] = {"train": report.to_json()}
     demo.check_stop()
     loader = ModelLoader({NETWORK: run}, "auto", demo.batch_sizes, tile=CELLS["height"])
-    predicted = _predict(demo, loader, FilesConfig(model=NETWORK), demo.out / "polygons")
-    _predict(demo, loader, FilesConfig(model=NETWORK, format="overlay"), demo.out / "overlays")
+
+    def predict(config: FilesConfig, out: Path) -> dict[str, Any]:
+        folders = [demo.out / "new-cells" / "images"]
+        with Display(demo.stop) as display:
+            done = predict_files(folders, loader, out, config, progress=display.predicting, stop=demo.stop, resume=True)
+        demo.check_stop()
+        return done.as_dict()
+
+    predicted = predict(FilesConfig(model=NETWORK), demo.out / "polygons")
+    predict(FilesConfig(model=NETWORK, format="overlay"), demo.out / "overlays")
     demo.results["segment"]["predict"] = {**predicted, "polygons_in": str(demo.out / "polygons")}
     demo.show(
         f"Dice {report.dice:.3f} on held-out cells; {predicted['polygons']} polygons in {predicted['images']} new "
         f"images, as GeoJSON in {demo.out / 'polygons'}"
     )
-
-
-def _predict(demo: Demo, loader: "ModelLoader", config: FilesConfig, out: Path) -> dict[str, Any]:
-    from brim.segmentation.prediction import predict_files
-
-    images = [demo.out / "new-cells" / "images"]
-    with Display(demo.stop) as display:
-        report = predict_files(images, loader, out, config, progress=display.predicting, stop=demo.stop, resume=True)
-    demo.check_stop()
-    return report.as_dict()
 
 
 # Sequences
@@ -247,7 +241,7 @@ def _sequences(demo: Demo) -> None:
     folder, corpus, run = (demo.out / name for name in ("features", "corpus", "sequences-run"))
     _once(folder, lambda path: make_sequences(path, **SEQUENCES))
     results = demo.results["sequences"] = {}
-    with remarks(), Display(demo.stop, preparing=PREPARING) as display:
+    with Display(demo.stop, preparing=PREPARING) as display:
         packed = pack(folder, corpus, resume=True, progress=display.packing, stop=demo.stop)
         results["pack"] = packed.as_dict()
         demo.check_stop()
@@ -265,12 +259,7 @@ def _sequences(demo: Demo) -> None:
 
 
 STAGES: Final[dict[str, Callable[[Demo], None]]] = {
-    "generate": _generate,
-    "train": _train,
-    "evaluate": _evaluate,
-    "tune": _tune,
-    "segment": _segment,
-    "sequences": _sequences,
+    stage.__name__[1:]: stage for stage in (_generate, _train, _evaluate, _tune, _segment, _sequences)
 }
 
 
@@ -319,22 +308,87 @@ def _list_results(demo: Demo, catalogue: "Catalogue", data: Path) -> None:
 
     BatchSizes.read(demo.batch_sizes).write(data / "batch_sizes.json")
     radio = _list_dataset(catalogue, data, "demo radio", demo.out / "dataset", "rf")
-    _list_dataset(catalogue, data, "demo radio, held out", demo.out / "held-out", "rf")
+    held_out = _list_dataset(catalogue, data, "demo radio, held out", demo.out / "held-out", "rf")
     cells = _list_dataset(catalogue, data, "demo cells", demo.out / "cells", "images")
     _list_dataset(catalogue, data, "demo cells, new", demo.out / "new-cells", "images")
     corpus = _list_dataset(catalogue, data, "demo sequences", demo.out / "corpus", "sequences")
-    trained = (
-        ("locator", demo.run, "rf.train", radio, demo.locator),
-        ("cells", demo.out / "cells-run", "segment.train", cells, SEGMENTING),
-        ("classes", demo.out / "sequences-run", "sequence.train", corpus, CLASSIFYING),
+    results, scores = demo.results, {"accuracy": demo.results["sequences"]["evaluate"]["accuracy"]}
+    trained: tuple[tuple[str, Path, str, str, dict[str, Any], dict[str, Any]], ...] = (
+        ("locator", demo.run, "rf.train", radio, demo.locator, {}),
+        (
+            "cells",
+            demo.out / "cells-run",
+            "segment.train",
+            cells,
+            SEGMENTING,
+            {name: results["segment"]["train"].get(name) for name in ("dice", "ap50")},
+        ),
+        ("classes", demo.out / "sequences-run", "sequence.train", corpus, CLASSIFYING, {"scores": scores}),
     )
-    for name, path, kind, dataset, config in trained:
+    runs: dict[str, str] = {}
+    for name, path, kind, dataset, config, scored in trained:
         config = {"dataset_ids": [dataset], **config}
-        models.add_run(catalogue, name=f"demo {name}", path=path, kind=kind, config=config)
+        run = models.add_run(catalogue, name=f"demo {name}", path=path, kind=kind, config=config, scores=scored)
+        runs[name] = run.id
         known = catalogue.models.get(name)
         if known is None or known.path != str(path.resolve()):
             models.add(catalogue, name=name, path=path, stop=demo.stop)
         demo.check_stop()
+    _list_evaluations(demo, catalogue, data, runs, {"locator": held_out, "classes": corpus})
+
+
+def _list_evaluations(
+    demo: Demo, catalogue: "Catalogue", data: Path, runs: dict[str, str], datasets: dict[str, str]
+) -> None:
+    """List the evaluations as completed jobs, whose pages and points are those of this demo."""
+    from brim.jobs.registry.outputs import EMBEDDING, ERRORS
+    from brim.rf.location import LEVEL, error_points, evaluate_run, load_run
+    from brim.sequences.evaluation import evaluate, project
+
+    def locate() -> tuple[dict[str, Any], dict[str, Any]]:
+        loaded = load_run(demo.run)
+        located = evaluate_run(loaded, demo.out / "held-out")
+        metrics = located.as_dict()
+        points = {"level": LEVEL, "points": error_points(located, loaded.generation)}
+        return {"metrics": metrics, "samples": located.metrics["samples"]}, points
+
+    def classify() -> tuple[dict[str, Any], dict[str, Any]]:
+        run, corpus = demo.out / "sequences-run", demo.out / "corpus"
+        return {"metrics": evaluate(run, corpus).as_dict()}, project(run, corpus).as_dict()
+
+    for name, kind, make, file in (
+        ("locator", "rf.evaluate", locate, ERRORS),
+        ("classes", "sequence.evaluate", classify, EMBEDDING),
+    ):
+        _list_evaluation(catalogue, data, f"demo {name}, held out", kind, runs[name], datasets[name], make, file)
+        demo.check_stop()
+
+
+def _list_evaluation(
+    catalogue: "Catalogue",
+    data: Path,
+    name: str,
+    kind: str,
+    run: str,
+    dataset: str,
+    make: Callable[[], tuple[dict[str, Any], dict[str, Any]]],
+    file: str,
+) -> None:
+    """List one of them, unless it is: make gives its result, and the points for the file."""
+    from brim.jobs.kinds import KINDS, Spec
+    from brim.jobs.registry.outputs import write_json
+
+    key = hashlib.sha256(f"demo {run} {dataset}".encode()).hexdigest()
+    if catalogue.jobs.of_key(key) is not None:
+        return
+    result, points = make()
+    spec = Spec(kind=kind, name=name, config=KINDS[kind].resolve({"run_id": run, "dataset_ids": [dataset]}))
+    inputs = {"dataset_ids": [dataset], "run_id": run}
+    reads, reads_run = KINDS[kind].reads, KINDS[kind].reads_run
+    job, _ = catalogue.jobs.submit(spec, key_hash=key, inputs=inputs, makes="result", reads=reads, reads_run=reads_run)
+    write_json(data / job.out / file, points)
+    result = jsonable({**result, "files": [file]})
+    catalogue.jobs.move(job.id, "completed", of=["pending"], result=result, finished_at=time.time())
 
 
 def _list_dataset(catalogue: "Catalogue", data: Path, name: str, path: Path, kind: "DatasetKind") -> str:
@@ -374,19 +428,11 @@ def _write_page(demo: Demo) -> None:
 
     pages = {"dataset.html": "the dataset", "evaluation.html": "the locator on held-out samples"}
     links = "".join(f'<li><a href="{file}">{text}</a></li>' for file, text in pages.items())
-    radio = f"A transmitter is located from what receivers hear of it; the network is in {demo.run.name}."
-
     images = sorted((demo.out / "overlays").glob("*.png"))[:PICTURES]
     tags = [f'<img src="overlays/{quote_url(file.name)}" alt="outlined cells" width="160"> ' for file in images]
-    iou = percent(segmented["train"]["iou"])
-    outlines = f"Outlines predicted in new images; IoU {iou} on held-out ones. GeoJSON is in polygons."
-
-    entry = results["tune"][NETWORK]
+    entry, iou = results["tune"][NETWORK], percent(segmented["train"]["iou"])
     side = entry["image_size"]
-    measured = f"Measured on this device for images of {side} × {side} pixels; saved in batch_sizes.json."
     sizes = [NETWORK, entry["optimal_batch_size"], f"{entry['expected_throughput']:.4g}", entry["max_safe_batch_size"]]
-
-    lengths = "A CNN→LSTM on sequences of different lengths."
     sequences = [
         ["sequences", packed["items"]],
         ["frames", packed["frames"]],
@@ -394,18 +440,31 @@ def _write_page(demo: Demo) -> None:
         ["padding", percent(trained["padding_share"])],
         ["samples/s in training", number(trained["samples_per_s"])],
     ]
-
-    service = "Lists these datasets, runs and models in a browser, and makes more of them as durable jobs."
-    command = f"<pre>{escape(results['dashboard']['command'])}</pre>"
-
-    columns = ["network", "fastest batch", "images/s", "largest safe batch"]
     cards = [
-        card("radio", "Radio: generate, train, evaluate", radio, f"<ul>{links}</ul>"),
-        card("segment", "Segmentation: images to polygons", outlines, "".join(tags)),
-        card("tune", "Tuning: the fastest safe batch size", measured, table([sizes], columns)),
-        card("sequences", "Sequences: pack, train, evaluate", lengths, table(sequences)),
-        card("service", "The same as a service", service, command),
-    ]
+        card(
+            "radio", "Radio: generate, train, evaluate",
+            f"A transmitter is located from what receivers hear of it; the network is in {demo.run.name}.",
+            f"<ul>{links}</ul>",
+        ),
+        card(
+            "segment", "Segmentation: images to polygons",
+            f"Outlines predicted in new images; IoU {iou} on held-out ones. GeoJSON is in polygons.", "".join(tags),
+        ),
+        card(
+            "tune", "Tuning: the fastest safe batch size",
+            f"Measured on this device for images of {side} × {side} pixels; saved in batch_sizes.json.",
+            table([sizes], ["network", "fastest batch", "images/s", "largest safe batch"]),
+        ),
+        card(
+            "sequences", "Sequences: pack, train, evaluate", "A CNN→LSTM on sequences of different lengths.",
+            table(sequences),
+        ),
+        card(
+            "service", "The same as a service",
+            "Lists these datasets, runs and models in a browser, and makes more of them as durable jobs.",
+            f"<pre>{escape(results['dashboard']['command'])}</pre>",
+        ),
+    ]  # fmt: skip
     head = "<header><h1>brim demo</h1><p>Every workload once, small, on this machine.</p></header>"
     body = f'{head}\n{headline}\n<div class="cards">\n{"".join(cards)}\n</div>'
     write_page(demo.out / "report.html", document("brim demo", body))

@@ -3,40 +3,38 @@
 import json
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from brim.cli.client import DEFAULT_URL, ServiceClient, find_token
-from brim.cli.options import AsJson, DataDir, count, expand, one_of
-from brim.cli.terminal import Display, print_facts, print_json, say, show
+from brim.cli.options import AsJson, DataDir, argument, count, expand, one_of, option
+from brim.cli.terminal import Display, print_facts, print_json, print_page, print_result, quote, say, show
 from brim.errors import ConfigError, StorageError
 from brim.jobs.status import FINISHED, STATUSES
 
 JOBS = "/api/training/jobs"
 ENDED = FINISHED | {"paused"}  # nothing more to watch
 FOLLOW_S = 1.0
+SHORT_ID = 8  # letters of an id that are enough for people
 
 jobs = typer.Typer(no_args_is_help=True, epilog="Example: brim jobs submit job.json")
 
-JobId = Annotated[str, typer.Argument(metavar="ID", help="Id of a job.")]
+JobId = Annotated[str, argument("ID", "Id of a job.")]
 
 
 def _connect(
-    url: Annotated[
-        str | None, typer.Option("--url", metavar="URL", help="The service.", show_default=f"BRIM_URL, {DEFAULT_URL}")
-    ] = None,
+    url: Annotated[str | None, option("URL", "The service.", "--url", show_default=f"BRIM_URL, {DEFAULT_URL}")] = None,
     token_file: Annotated[
-        Path | None,
-        typer.Option(
-            "--token-file", metavar="FILE", help="File with the token.", show_default="BRIM_TOKEN, that of --data"
-        ),
+        Path | None, option("FILE", "File with the token.", "--token-file", show_default="BRIM_TOKEN, that of --data")
     ] = None,
     data: DataDir = None,
 ) -> ServiceClient:
-    return ServiceClient(url or os.environ.get("BRIM_URL") or DEFAULT_URL, find_token(token_file, data))
+    given = {"--url": url, "--token-file": token_file, "--data": data}
+    again = "".join(f" {flag} {quote(value)}" for flag, value in given.items() if value is not None)
+    return ServiceClient(url or os.environ.get("BRIM_URL") or DEFAULT_URL, find_token(token_file, data), again)
 
 
 with_client = expand("client", _connect)
@@ -46,55 +44,45 @@ with_client = expand("client", _connect)
 @with_client
 def submit(
     *,
-    file: Annotated[
-        Path, typer.Argument(metavar="FILE.json", help='The job, as the API takes it; "-" is standard input.')
-    ],
-    key: Annotated[
-        str | None, typer.Option(metavar="K", help="Idempotency key: the same key gives the same job, not a second.")
-    ] = None,
+    file: Annotated[Path, argument("FILE.json", 'The job, as the API takes it; "-" is standard input.')],
+    key: Annotated[str | None, option("K", "Idempotency key: the same key gives the same job, not a second.")] = None,
     client: ServiceClient,
     as_json: AsJson = False,
 ) -> None:
     """Queue a job."""
     body = _read_body(file)
-    headers = {"Idempotency-Key": _checked_key(key)} if key is not None else {}
-    job = client.post(JOBS, body, **headers)
-    if as_json:
-        print_json(job)
-        return
-    show(_line(job))
-    say(f"next: brim jobs watch {job['id']}")
+    if key is not None and not (0 < len(key) <= 200 and key.isascii() and key.isprintable()):
+        raise ConfigError("must be 1 to 200 printable ASCII characters", field="key", value=key)
+    job = client.post(JOBS, body, **({"Idempotency-Key": key} if key is not None else {}))
+    print_result(job, as_json, _line(job))
+    if not as_json:
+        say(f"next: brim jobs watch {job['id'][:SHORT_ID]}{client.again}")
 
 
 @jobs.command("list", epilog="Example: brim jobs list --status running")
 @with_client
 def list_(
     *,
-    status: Annotated[
-        str | None, typer.Option(metavar="STATUS", help=f"{', '.join(STATUSES)}.", **one_of(*STATUSES))
-    ] = None,
-    kind: Annotated[str | None, typer.Option(metavar="KIND", help="Such as rf.generate.")] = None,
-    page: Annotated[int, typer.Option(metavar="N", parser=count, help="Page of 50 jobs.")] = 1,
+    status: Annotated[str | None, option("STATUS", f"{', '.join(STATUSES)}.", **one_of(*STATUSES))] = None,
+    kind: Annotated[str | None, option("KIND", "Such as rf.generate.")] = None,
+    page: Annotated[int, option("N", "Page of 50 jobs.", parser=count)] = 1,
     client: ServiceClient,
     as_json: AsJson = False,
 ) -> None:
     """List jobs, the newest first."""
-    listed = client.get(JOBS, status=status, kind=kind, page=page)
-    if as_json:
-        print_json(listed)
-        return
-    for job in listed["jobs"]:
-        show(_line(job))
-    if listed["pages"] > 1:
-        say(f"page {listed['page']} of {listed['pages']}, {listed['total']} jobs")
-    elif not listed["jobs"]:
-        say("no jobs")
+    print_page(client.get(JOBS, status=status, kind=kind, page=page), as_json, "jobs", _HEAD, _cells)
 
 
 @jobs.command("show", epilog="Example: brim jobs show ID --json")
 @with_client
 def show_(job_id: JobId, client: ServiceClient, as_json: AsJson = False) -> None:
     """Show one job: its status, its configuration and its result."""
+
+    def brief(value: Any) -> Any:
+        if isinstance(value, list) and any(isinstance(item, dict) for item in value):
+            return f"{len(value)}, see --json"
+        return "auto" if value is None else value
+
     job = client.get(_path(job_id))
     if as_json:
         print_json(job)
@@ -104,14 +92,7 @@ def show_(job_id: JobId, client: ServiceClient, as_json: AsJson = False) -> None
     for title in ("config", "result"):
         if job[title]:
             show(f"\n{title}")
-            print_facts({f"  {name}": _brief(value) for name, value in job[title].items()})
-
-
-def _brief(value: Any) -> Any:
-    """A value that fits on a line: a list of objects as their number, null as auto."""
-    if isinstance(value, list) and any(isinstance(item, dict) for item in value):
-        return f"{len(value)}, see --json"
-    return "auto" if value is None else value
+            print_facts({f"  {name}": brief(value) for name, value in job[title].items()})
 
 
 @jobs.command(epilog="Example: brim jobs watch ID")
@@ -121,39 +102,28 @@ def watch(job_id: JobId, client: ServiceClient, as_json: AsJson = False) -> None
     try:
         job = _follow(client, job_id)
     except KeyboardInterrupt:
-        say(f"the job continues; watch it again with: brim jobs watch {job_id}")
+        say(f"the job continues; watch it again with: brim jobs watch {job_id}{client.again}")
         raise typer.Exit(130) from None
-    if as_json:
-        print_json(job)
-    else:
-        show(_line(job))
-        if job["result"]:
-            print_facts(job["result"])
+    print_result(job, as_json, _line(job))
+    if job["result"] and not as_json:
+        print_facts(job["result"])
     if job["status"] == "paused":
-        say(f"continue with: brim jobs resume {job_id}")
+        say(f"continue with: brim jobs resume {job_id}{client.again}")
     if job["status"] != "completed":
         raise typer.Exit(1)
 
 
-@jobs.command(epilog="Example: brim jobs cancel ID")
-@with_client
-def cancel(job_id: JobId, client: ServiceClient, as_json: AsJson = False) -> None:
-    """Stop a job at its next batch; its results so far stay usable."""
-    _act("cancel", job_id, client, as_json)
+def _add_action(verb: str, text: str) -> None:
+    @jobs.command(verb, help=text, epilog=f"Example: brim jobs {verb} ID")
+    @with_client
+    def act(job_id: JobId, client: ServiceClient, as_json: AsJson = False) -> None:
+        job = client.post(_path(job_id, verb))
+        print_result(job, as_json, _line(job))
 
 
-@jobs.command(epilog="Example: brim jobs pause ID")
-@with_client
-def pause(job_id: JobId, client: ServiceClient, as_json: AsJson = False) -> None:
-    """Stop a job at its next batch, to be resumed."""
-    _act("pause", job_id, client, as_json)
-
-
-@jobs.command(epilog="Example: brim jobs resume ID")
-@with_client
-def resume(job_id: JobId, client: ServiceClient, as_json: AsJson = False) -> None:
-    """Continue a paused, cancelled or failed job where it stopped."""
-    _act("resume", job_id, client, as_json)
+_add_action("cancel", "Stop a job at its next batch; its results so far stay usable.")
+_add_action("pause", "Stop a job at its next batch, to be resumed.")
+_add_action("resume", "Continue a paused, cancelled or failed job where it stopped.")
 
 
 @jobs.command(epilog="Example: brim jobs logs ID --follow")
@@ -169,11 +139,13 @@ def logs(
     if follow and as_json:
         raise ConfigError("--follow and --json exclude each other; give one of them")
     if as_json:
-        lines, after = _log_lines(client, job_id, 0)
-        print_json({"lines": lines, "next": after})
+        pages = list(_log_lines(client, job_id, follow=False))
+        print_json({"lines": [line for lines, _ in pages for line in lines], "next": pages[-1][1] if pages else 0})
         return
     try:
-        _print_logs(client, job_id, follow)
+        for lines, _ in _log_lines(client, job_id, follow):
+            for line in lines:
+                show(f"{line['at']} {line['level']:7} {line['text']}")
     except KeyboardInterrupt:
         raise typer.Exit(130) from None
 
@@ -183,10 +155,7 @@ def logs(
 def delete(job_id: JobId, client: ServiceClient, as_json: AsJson = False) -> None:
     """Delete the record of a finished job; its dataset or run stays."""
     client.delete(_path(job_id))
-    if as_json:
-        print_json({"id": job_id, "deleted": True})
-    else:
-        show(f"{job_id}  deleted")
+    print_result({"id": job_id, "deleted": True}, as_json, f"{job_id}  deleted")
 
 
 # Requests
@@ -205,23 +174,9 @@ def _read_body(file: Path) -> bytes:
         raise StorageError(f"{file} cannot be read: {failure.strerror}") from failure
     try:
         json.loads(body)
-    except ValueError as failure:
+    except (ValueError, RecursionError) as failure:
         raise ConfigError(f"{file} is not JSON: {failure}") from failure
     return body
-
-
-def _checked_key(key: str) -> str:
-    if not (0 < len(key) <= 200 and key.isascii() and key.isprintable()):
-        raise ConfigError("must be 1 to 200 printable ASCII characters", field="key", value=key)
-    return key
-
-
-def _act(verb: str, job_id: str, client: ServiceClient, as_json: bool) -> None:
-    job = client.post(_path(job_id, verb))
-    if as_json:
-        print_json(job)
-    else:
-        show(_line(job))
 
 
 def _follow(client: ServiceClient, job_id: str) -> dict[str, Any]:
@@ -244,22 +199,14 @@ def _follow(client: ServiceClient, job_id: str) -> dict[str, Any]:
     return job
 
 
-def _log_lines(client: ServiceClient, job_id: str, after: int) -> tuple[list[dict[str, Any]], int]:
-    lines: list[dict[str, Any]] = []
-    while True:
-        answer = client.get(_path(job_id, "logs"), after=after)
-        if not answer["lines"]:
-            return lines, after
-        lines, after = lines + answer["lines"], answer["next"]
-
-
-def _print_logs(client: ServiceClient, job_id: str, follow: bool) -> None:
+def _log_lines(client: ServiceClient, job_id: str, follow: bool) -> Iterator[tuple[list[dict[str, Any]], int]]:
+    """Pages of a job's log, each with the number of its last line; without follow, until there is no more for now."""
     after = 0
     while True:
         ended = not follow or client.get(_path(job_id))["status"] in ENDED  # before the last lines are read
-        lines, after = _log_lines(client, job_id, after)
-        for line in lines:
-            show(f"{line['at']} {line['level']:7} {line['text']}")
+        while (answer := client.get(_path(job_id, "logs"), after=after))["lines"]:
+            after = answer["next"]
+            yield answer["lines"], after
         if ended:
             return
         time.sleep(FOLLOW_S)
@@ -278,3 +225,13 @@ def _line(job: Mapping[str, Any]) -> str:
     tail = job["error"] or (job["progress"]["message"] if job["status"] not in ENDED else "")
     parts = [job["id"], f"{job['status']:9}", done, f"{job['kind']:17}", job["name"], tail]
     return "  ".join(part for part in parts if part)
+
+
+_HEAD = ("ID", "STATUS", "DONE", "KIND", "NAME", "MESSAGE")
+
+
+def _cells(job: Mapping[str, Any]) -> tuple[str, ...]:
+    percent = job["progress"]["percent"]
+    tail = job["error"] or (job["progress"]["message"] if job["status"] not in ENDED else "")
+    done = "" if percent is None else f"{percent:.0f}%"
+    return job["id"], job["status"], done, job["kind"], job["name"], tail

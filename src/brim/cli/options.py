@@ -16,7 +16,7 @@ from brim.errors import ConfigError
 _T = TypeVar("_T", bound=Callable[..., None])
 
 # Options whose names differ from those of their settings
-_FLAGS = {"use_random_receivers": "--random-receivers", "detect_holes": "--holes/--no-holes"}
+_FLAGS = {"use_random_receivers": "--random-receivers", "detect_holes": "--holes/--no-holes", "method": "--model"}
 _LARGE = 2**31  # a bound beyond this tells a reader nothing
 
 
@@ -74,7 +74,7 @@ def _option(setting: Setting, required: bool, only_given: bool, metavar: str | N
         metavar=None if kind is bool else metavar or letter,
         parser=parser,
         help=_help(setting),
-        show_default=str(setting.default) if only_given and kind is not bool else True,
+        show_default=_shown_default(setting) if only_given and kind is not bool else True,
         autocompletion=_offers(setting),
     )
     default = inspect.Parameter.empty if required or setting.required else setting.default
@@ -88,14 +88,25 @@ def _option(setting: Setting, required: bool, only_given: bool, metavar: str | N
     return inspect.Parameter(setting.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
 
 
+def _shown_default(setting: Setting) -> str | bool:
+    """The declared default, because that of the option is None; no default where nothing is the default."""
+    return False if setting.default in (None, ()) else str(setting.default)
+
+
 def _parsing(setting: Setting) -> tuple[Any, Callable[[str], Any] | None, str]:
     """Type, parser and metavar of an option."""
     if bool in setting.types:
         return bool, None, ""
     if setting.item is not None and str in setting.item.types:
         return str, words, "NAMES"
+    if setting.name == "budget":
+        return str, duration, "TIME"
     if float in setting.types:
         return float, number, "X"
+    if int in setting.types and setting.choices:  # a number, or a word in its place
+        return str, lambda text: text if text in setting.choices else whole(text), "N"
+    if int in setting.types and str in setting.types:
+        return str, number_or_name, "N|NAME"
     return (int, whole, "N") if int in setting.types else (str, None, "NAME")
 
 
@@ -126,6 +137,10 @@ def whole(text: str) -> int:
         raise typer.BadParameter(f"{text!r} is not a whole number") from None
 
 
+def number_or_name(text: str) -> int | str:
+    return int(text) if text.lstrip("-").isdecimal() else text
+
+
 def count(text: str) -> int:
     value = whole(text)
     if value < 1:
@@ -138,6 +153,26 @@ def number(text: str) -> float:
         return float(text)
     except ValueError:
         raise typer.BadParameter(f"{text!r} is not a number") from None
+
+
+def power(text: str) -> str:
+    """A power in dBm, or that it is unknown."""
+    if text != "unknown" and not -50 <= number(text) <= 120:  # not a number fails too
+        raise typer.BadParameter(f"{text!r} is no power in dBm between -50 and 120; write unknown if it is not known")
+    return text
+
+
+def duration(text: str | float) -> float:
+    """Seconds, from 60, 60s, 2m or 1h."""
+    units = {"s": 1, "m": 60, "h": 3600}
+    digits, factor = (str(text)[:-1], units[str(text)[-1]]) if str(text)[-1:] in units else (text, 1)
+    try:
+        value = float(digits) * factor
+    except ValueError:
+        value = math.nan
+    if not (math.isfinite(value) and value > 0):
+        raise typer.BadParameter(f"{text!r} is not a time; write it like 60s, 2m or 1h")
+    return value
 
 
 def words(text: str) -> tuple[str, ...]:
@@ -193,39 +228,42 @@ def directories(incomplete: str) -> list[str]:
     return [f"{folder}/{name}" if folder or incomplete.startswith("/") else name for name in names]
 
 
+def option(metavar: str, text: str, *flags: str, **more: Any) -> Any:
+    """typer.Option with what every option here has."""
+    return typer.Option(*flags, metavar=metavar, help=text, **more)
+
+
+def argument(metavar: str, text: str, **more: Any) -> Any:
+    return typer.Argument(metavar=metavar, help=text, **more)
+
+
+def is_typed(context: typer.Context, name: str) -> bool:
+    """Whether an option was given on the command line, rather than left at its default."""
+    source = context.get_parameter_source(name)
+    return source is not None and source.name == "COMMANDLINE"
+
+
 # Options that several commands share
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output, nothing else.")]
 
-DeviceName = Annotated[
-    str,
-    typer.Option(metavar="NAME", help="auto, cpu, cuda or cuda:N.", autocompletion=offer("auto", "cpu", "cuda")),
-]
+DeviceName = Annotated[str, option("NAME", "auto, cpu, cuda or cuda:N.", autocompletion=offer("auto", "cpu", "cuda"))]
 
 ClusterAddress = Annotated[
     str | None,
-    typer.Option(
-        metavar="ADDRESS",
-        help="Work on a Ray cluster: auto, local or ray://HOST:PORT.",
-        autocompletion=offer("auto", "local"),
-    ),
+    option("ADDRESS", "Work on a Ray cluster: auto, local or ray://HOST:PORT.", autocompletion=offer("auto", "local")),
 ]
 
-NewRun = Annotated[
-    Path, typer.Option("--out", metavar="RUN", help="Directory of the run; new or empty without --resume.")
-]
+NewRun = Annotated[Path, option("RUN", "Directory of the run; new or empty without --resume.", "--out")]
 
 Resume = Annotated[bool, typer.Option("--resume", help="Continue the run in --out, started with the same options.")]
 
-HtmlReport = Annotated[
-    Path | None, typer.Option("--report", metavar="FILE.html", help="Write a self-contained page with plots to FILE.")
-]
+HtmlReport = Annotated[Path | None, option("FILE.html", "Write a self-contained page with plots to FILE.", "--report")]
 
-PlotFile = Annotated[Path | None, typer.Option("--plot", metavar="FILE.png", help="Draw the measurements to FILE.")]
+PlotFile = Annotated[Path | None, option("FILE.png", "Draw the measurements to FILE.", "--plot")]
 
 DataDir = Annotated[
-    Path | None,
-    typer.Option("--data", metavar="DIR", help="Data directory of the service.", show_default="BRIM_DATA, brim-data"),
+    Path | None, option("DIR", "Data directory of the service.", "--data", show_default="BRIM_DATA, brim-data")
 ]
 
 

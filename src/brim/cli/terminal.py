@@ -1,5 +1,6 @@
 """Results on standard output, progress and logs on standard error, and what Ctrl-C does."""
 
+import itertools
 import json
 import logging
 import math
@@ -7,8 +8,9 @@ import os
 import shlex
 import signal
 import sys
+import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -17,6 +19,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 import typer
 
+from brim.engine.meter import current_account
 from brim.errors import StorageError
 
 if TYPE_CHECKING:
@@ -70,26 +73,92 @@ class Stop:
 # Standard error: progress and logs
 
 
+class _Loading:
+    """Says what is being imported until the command prints something itself.
+
+    On a terminal a spinner from the first moment that takes long, otherwise one line.
+    """
+
+    FRAMES = "⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏"
+    WAIT_S, FRAME_S = 0.05, 0.1
+    LINE_S = 0.3  # a command that ends sooner prints no line
+
+    def __init__(self) -> None:
+        self._over = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        self._over.clear()
+        self._thread = threading.Thread(target=self._show, daemon=True)
+        self._thread.start()
+
+    def end(self) -> None:
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            self._over.set()
+            thread.join()
+
+    def _show(self) -> None:
+        on_terminal = _on_terminal()
+        if self._over.wait(self.WAIT_S if on_terminal else self.LINE_S):
+            return
+        if not on_terminal:
+            os.write(2, b"loading libraries\n")
+            return
+        for frame in itertools.cycle(self.FRAMES):
+            os.write(2, f"\r\x1b[K{frame} loading {'torch' if 'torch' in sys.modules else 'libraries'}".encode())
+            if self._over.wait(self.FRAME_S):
+                break
+        os.write(2, b"\r\x1b[K")
+
+
+_loading = _Loading()
+
+
+@contextmanager
+def loading(args: Sequence[str]) -> Iterator[None]:
+    """While a command loads its libraries, say so; it ends with the command's first words."""
+    is_command = bool(args) and not args[0].startswith("-") and "_BRIM_COMPLETE" not in os.environ
+    is_heavy = is_command and args[0] not in ("serve", "jobs", "tokens", "help") and not {"--help", "-h"} & set(args)
+    if is_heavy and "torch" not in sys.modules and not is_silent():
+        _loading.start()
+    try:
+        yield
+    finally:
+        _loading.end()
+
+
 class Display:
     """Progress on standard error: a bar on a terminal, otherwise a line every few seconds."""
 
-    def __init__(self, stop: Stop | None = None, *, preparing: tuple[str, str] = ("preparing", "items")) -> None:
-        """preparing  what a training does before its first step, and in what it counts"""
+    def __init__(self, stop: Stop | None = None, *, preparing: tuple[str, str] | None = None) -> None:
+        """preparing  what a training does before its first step, and in what it counts
+
+        What a trainer logs at level INFO is printed too: the tier and why, where a run continues, its speed at the end.
+        """
         from rich.progress import BarColumn, Progress, TextColumn
 
         columns = [TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[text]}")]
         self._bar = Progress(*columns, console=_console()) if _on_terminal() and not is_silent() else None
         self._task = self._bar.add_task("starting", total=None, text="") if self._bar else None
         self._stop, self._preparing = stop, preparing
+        self._logger = logging.getLogger("brim")
+        self._level = self._logger.level
         self._stop_confirmed = False
         self._line_s = time.monotonic()  # a command that ends at once prints no progress
 
     def __enter__(self) -> Self:
+        if (account := current_account()) is not None:
+            account.begin()
         if self._bar is not None:
+            _loading.end()
             self._bar.start()
+        if self._preparing is not None:
+            self._logger.setLevel(logging.INFO)
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._logger.setLevel(self._level)
         if self._bar is not None:
             self._bar.stop()
 
@@ -101,8 +170,12 @@ class Display:
 
     def training(self, progress: "TrainProgress") -> None:
         message, things = f"epoch {min(progress.epoch + 1, progress.epochs)}/{progress.epochs}", "steps"
-        if progress.phase == "prepare":
+        if progress.phase == "prepare" and self._preparing is not None:
             message, things = self._preparing
+        if progress.phase == "pack":
+            message, things = "packing", "MB"
+        if progress.phase.startswith("fold "):
+            message = f"{progress.phase}, {message}"
         loss = "" if progress.loss is None else f"loss {progress.loss:.3f}"
         speed = f"{progress.samples_per_s:.0f} samples/s" if progress.samples_per_s > 0 else ""
         parts = [f"{progress.step}/{progress.steps} {things}", loss, speed, _time_left(progress.eta_s)]
@@ -113,6 +186,7 @@ class Display:
         failed = f"{progress.failed} failed" if progress.failed else ""
         left_s = (total - done) / rate if total and rate > 0 else math.inf
         count = f"{done}/{total} images" if total else f"{done} images"
+        failed += f"{', ' * bool(failed)}{progress.share:.0%} of a large image" if progress.share else ""
         self.update("predicting", done, total, count, failed, _rate(rate), _time_left(left_s))
 
     def packing(self, progress: "PackProgress") -> None:
@@ -170,6 +244,7 @@ def say(text: str) -> None:
 
 
 def _print(text: str) -> None:
+    _loading.end()
     _console().print(text, markup=False, highlight=False, soft_wrap=True)
 
 
@@ -189,18 +264,6 @@ def logs() -> Iterator[None]:
         yield
     finally:
         logger.removeHandler(handler)
-
-
-@contextmanager
-def remarks() -> Iterator[None]:
-    """Also print what a trainer logs at level INFO: the tier and why, where a run continues, its speed at the end."""
-    logger = logging.getLogger("brim")
-    before = logger.level
-    logger.setLevel(logging.INFO)
-    try:
-        yield
-    finally:
-        logger.setLevel(before)
 
 
 class _LogHandler(logging.Handler):
@@ -228,6 +291,7 @@ def show(text: str) -> None:
     """Print a line on standard output; typer handles a closed pipe, a full disk is an error like any other."""
     if is_silent():
         return
+    _loading.end()
     try:
         typer.echo(text)
     except BrokenPipeError:
@@ -241,6 +305,50 @@ def print_json(values: dict[str, Any]) -> None:
     show(json.dumps(values, ensure_ascii=False))
 
 
+def print_report(values: dict[str, Any], as_json: bool = True, text: str = "") -> None:
+    """A report with the seconds of the whole command: as JSON, or as text whose last line they are."""
+    if as_json:
+        account = current_account()
+        print_json(values if account is None else values | account.spent().as_dict())
+        return
+    if text:
+        show(text)
+    else:
+        print_facts(values)
+    show_spent()
+
+
+def show_spent() -> None:
+    """The last line of a command that works for a while: its seconds, and the largest cause of overhead."""
+    if (account := current_account()) is not None:
+        show(account.spent().line())
+
+
+def print_result(values: dict[str, Any], as_json: bool, text: str | None = None) -> None:
+    """A command's result as JSON or as text; without a text as names and values."""
+    if as_json:
+        print_json(values)
+    elif text is None:
+        print_facts(values)
+    else:
+        show(text)
+
+
+def print_page(
+    listed: dict[str, Any], as_json: bool, things: str, head: Sequence[str], cells: Callable[[Any], Sequence[str]]
+) -> None:
+    """A page of a list, as the API answers it: a table whose cells are given for each row."""
+    if as_json:
+        print_json(listed)
+        return
+    if listed[things]:
+        print_table(head, [cells(row) for row in listed[things]])
+    if listed["pages"] > 1:
+        say(f"page {listed['page']} of {listed['pages']}, {listed['total']} {things}")
+    elif not listed[things]:
+        say(f"no {things}")
+
+
 def print_facts(facts: dict[str, Any]) -> None:
     """Print names and values, a line each; a nested table takes a line for each of its rows."""
     lines: dict[str, Any] = {}
@@ -249,19 +357,50 @@ def print_facts(facts: dict[str, Any]) -> None:
         lines.update({f"{name} {key}": item for key, item in value.items()} if nested else {name: value})
     width = max(map(len, lines), default=0)
     for name, value in lines.items():
-        show(f"{name.replace('_', ' '):{width}}  {_words(value)}")
+        show(f"{name.replace('_', ' '):{width}}  {_words(value, name)}")
 
 
-def _words(value: Any) -> str:
+def print_table(head: Sequence[str], rows: Sequence[Sequence[str]], *, numbers: bool = False) -> None:
+    """Print rows below their heads; with numbers, all but the first column are aligned to the right."""
+    widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
+    for row in (head, *rows):
+        cells = [
+            f"{cell:{'>' if numbers and at else '<'}{width}}"
+            for at, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        show("  ".join(cells).rstrip())
+
+
+def figure(value: float) -> str:
+    """Four digits of a number without an exponent: 32 790, 0.0341; smaller ones than 0.0001 keep it."""
+    if not math.isfinite(value):
+        return str(value)
+    if abs(value) >= 9999.5:
+        return f"{value:,.0f}".replace(",", " ")
+    return f"{value:.4g}"
+
+
+def metres(value: float | None) -> str:
+    """346 m, 32.8 km."""
+    if value is None:
+        return "unknown"
+    return f"{figure(float(f'{value / 1000:.3g}'))} km" if abs(value) >= 999.5 else f"{value:.3g} m"
+
+
+def _words(value: Any, name: str = "") -> str:
     match value:
         case None:
             return "unknown"
         case bool():
             return "yes" if value else "no"
+        case float() if name.endswith("error_m") or name.endswith(("bound_m", "crlb_m")):
+            return metres(value)
         case float():
-            return f"{value:.4g}"
+            return figure(value)
+        case int() if name.endswith("bytes"):
+            return f"{figure(value / 1e6)} MB"
         case dict():
-            return ", ".join(f"{name} {_words(item)}" for name, item in value.items())
+            return ", ".join(f"{key} {_words(item, key)}" for key, item in value.items())
         case list():
             return " … ".join(map(_words, value))
         case _:
