@@ -87,6 +87,8 @@ def serve_s3() -> Iterator[Store]:
     finally:
         server.kill()
         server.wait()
+        if "s3fs" in sys.modules:  # it keeps clients of the store that is gone
+            sys.modules["s3fs"].S3FileSystem.clear_instance_cache()
 
 
 def free_port():

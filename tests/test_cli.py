@@ -1,3 +1,4 @@
+import ast
 import json
 import os
 import re
@@ -74,6 +75,19 @@ WITHOUT_TORCH = [
     ("jobs list --status odd", 2),
     ("serve --workers 0", 2),
 ]
+
+
+def test_a_command_imports_before_its_display_begins():
+    """What it imports later would be counted as "other": torch, in `segment predict`."""
+    late = [
+        f"{file.name}:{inner.lineno}: {ast.unparse(inner)}"
+        for file in (Path(brim.cli.__file__).parent / f"{name}.py" for name in ("rf", "segment", "sequence", "train"))
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.With) and any("Display(" in ast.unparse(item) for item in node.items)
+        for inner in ast.walk(node)
+        if isinstance(inner, ast.Import | ast.ImportFrom)
+    ]
+    assert late == []
 
 
 def test_help_and_wrong_options_import_no_torch(tmp_path):
@@ -379,13 +393,14 @@ def test_doctor_says_what_is_here(capsys):
     assert facts["packages"]["torch"]
     assert facts["cpu"]["cores"] >= 1
     assert facts["uses"]["device"] in ("cpu", "cuda:0")
+    assert set(facts["sandbox"]) <= {"read-only files", "no network"}
 
 
 def test_doctor_draws_a_table(capsys):
     assert main(["doctor"]) == 0
 
     out = capsys.readouterr().out
-    assert all(word in out for word in ("packages", "memory", "disk", "uses", "problem"))
+    assert all(word in out for word in ("packages", "memory", "disk", "sandbox", "uses", "problem"))
 
 
 def test_doctor_never_fails(monkeypatch, capsys):
@@ -453,6 +468,23 @@ def test_doctor_names_the_fix_for_a_driver_that_does_not_answer(monkeypatch, tmp
     monkeypatch.setattr(brim.doctor, "_nvml", lambda: {"works": False, "driver": None, "num_devices": 0})
 
     assert "nvidia-smi" in problem(brim.doctor.collect(), "driver is loaded")
+
+
+def test_a_data_folder_that_others_can_read_is_reported(monkeypatch, tmp_path, capsys):
+    data = tmp_path / "service data"
+    monkeypatch.setenv("BRIM_DATA", str(data))
+    monkeypatch.setattr("brim.service.run.start.serve", lambda *_: None)
+    assert not any("other users" in each["problem"] for each in brim.doctor.collect()["problems"])
+    data.mkdir()
+    data.chmod(0o755)
+
+    assert problem(brim.doctor.collect(), "can be read by other users (mode 755)") == f"chmod 700 '{data}'"
+    main(["serve", "--port", "0"])
+    assert f"make it private with: chmod 700 '{data}'" in capsys.readouterr().err
+
+    data.chmod(0o700)
+    main(["serve", "--port", "0"])
+    assert "other users" not in capsys.readouterr().err
 
 
 def test_every_extra_that_doctor_names_exists_and_brings_the_package():

@@ -1,6 +1,5 @@
 """Options made from settings, help, completion, and what the command line says to a word it does not know."""
 
-import contextlib
 import os
 import subprocess
 import sys
@@ -14,6 +13,7 @@ from typer.testing import CliRunner
 
 from brim.cli import app, main
 from brim.cli.options import from_settings, needing_service
+from brim.cli.terminal import figure, metres
 from brim.config import Doc, Range, Unit
 from brim.errors import ConfigError
 
@@ -37,11 +37,42 @@ def test_every_command_s_help_has_an_example_of_itself(path, capsys):
     printed = " ".join(capsys.readouterr().out.split())
     assert "Example: " in printed
     assert printed.split("Example: ")[1].startswith(path)
+    assert "default: (None)" not in printed
+    assert "default: (())" not in printed
+
+
+def test_help_is_a_word_too_and_flags_have_no_type(capsys):
+    assert main(["help", "rf", "generate"]) == 0
+    typed = capsys.readouterr().out
+    assert main(["rf", "generate", "--help"]) == 0
+
+    assert capsys.readouterr().out == typed
+    assert "--random-receivers" in typed
+    assert "<bool>" not in typed
+
+
+def test_the_version_has_a_short_flag(capsys):
+    assert main(["-V"]) == main(["--version"]) == 0
+
+    first, second = capsys.readouterr().out.splitlines()
+    assert first == second
+
+
+@pytest.mark.parametrize(
+    ("value", "words"), [(32790.0, "32.8 km"), (346.2, "346 m"), (999.6, "1 km"), (None, "unknown")]
+)
+def test_distances_are_written_as_people_write_them(value, words):
+    assert metres(value) == words
+
+
+@pytest.mark.parametrize(("value", "words"), [(32790.4, "32 790"), (0.03412345, "0.03412"), (12.0, "12")])
+def test_numbers_are_written_without_an_exponent(value, words):
+    assert figure(value) == words
 
 
 @pytest.mark.parametrize("path", TREE)
 def test_an_example_names_commands_and_options_that_exist(path):
-    words = TREE[path].epilog.removeprefix("Example: ").split()
+    words = TREE[path].epilog.removeprefix("Example: ").partition(" -- ")[0].split()  # then a command of the user's
     shown = next(known for known in sorted(TREE, key=len, reverse=True) if " ".join(words).startswith(known))
     flags = {word for word in words if word.startswith("--")}
 
@@ -56,10 +87,7 @@ def test_an_example_names_commands_and_options_that_exist(path):
     [
         ("genrate", "no such command 'genrate'; did you mean 'brim rf generate'?"),
         ("seqence", "no such command 'seqence'; did you mean 'sequence'?"),
-        (
-            "train",
-            "no such command 'train'; did you mean 'brim rf train', 'brim segment train' or 'brim sequence train'?",
-        ),
+        ("evaluate", "no such command 'evaluate'; did you mean 'brim rf evaluate' or 'brim sequence evaluate'?"),
         ("jobs submti job.json", "no such command 'submti'; did you mean 'submit'?"),
         ("xyzzy", "no such command 'xyzzy'\n"),
         ("rf generate --sampels 3", "no such option '--sampels'; did you mean '--samples'?"),
@@ -70,6 +98,7 @@ def test_an_example_names_commands_and_options_that_exist(path):
         ("rf train d --out r --tier vrma", "did you mean vram?"),
         ("rf export d --out e --format parqet", "did you mean parquet?"),
         ("segment train --images i --masks m --out r --model hrnt", '--model="hrnt"'),
+        ("segment train --images i --masks m --out r --model unet", "did you mean unet_tiny?"),
         ("segment predict i --weights w --out o --model unet_tny", "did you mean unet_tiny?"),
         ("segment predict i --weights w --out o --model hrnet --format geojsn", "did you mean geojson?"),
         ("segment predict i --weights w --out o --model hrnet --precision fp61", "did you mean fp16?"),
@@ -95,13 +124,15 @@ def test_a_word_that_does_not_exist_gets_the_nearest_that_does(argv, said, capsy
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
-def test_a_script_for_the_shell_is_printed(shell, capsys):
-    with contextlib.suppress(SystemExit):
-        main(["--show-completion", shell])
+def test_a_script_for_the_shell_is_printed(shell, monkeypatch, capsys):
+    monkeypatch.setenv("_BRIM_COMPLETE", f"source_{shell}")
+
+    with pytest.raises(SystemExit) as end:
+        main([])
 
     captured = capsys.readouterr()
-    assert "_BRIM_COMPLETE" in captured.out
-    assert captured.err == ""
+    assert f"complete_{shell}" in captured.out
+    assert (end.value.code, captured.err) == (0, "")
 
 
 @pytest.mark.parametrize(
@@ -132,7 +163,7 @@ def test_the_script_loads_in_bash_and_completes(tmp_path):
     (folder / "brim").write_text(f'#!/bin/sh\nexec "{sys.executable}" -m brim "$@"\n')
     (folder / "brim").chmod(0o755)
     script = (
-        'eval "$(brim --show-completion bash)"\nCOMP_WORDS=(brim sequence ab) COMP_CWORD=2\n'
+        'eval "$(brim --show-completion)"\nCOMP_WORDS=(brim sequence ab) COMP_CWORD=2\n'
         '_brim_completion brim\necho "${COMPREPLY[@]}"\n'
     )
     path = os.pathsep.join([str(folder), os.environ["PATH"]])

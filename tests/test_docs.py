@@ -13,7 +13,7 @@ import sys
 import time
 import urllib.request
 from contextlib import suppress
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 import pytest
@@ -43,6 +43,8 @@ RUN = [
     SEGMENTATION,
     SEQUENCES,
     TRAINING,
+    ROOT / "docs" / "networks.md",
+    ROOT / "docs" / "library.md",
 ]  # documents whose code blocks are executed, each in a directory of its own
 SERVED = [ROOT / "docs" / "service.md", ROOT / "docs" / "prediction.md"]  # likewise, with a service in the background
 SKIP = "<!-- skip -->"  # on the line before a block that is not to be executed
@@ -98,9 +100,19 @@ def test_the_code_blocks_run_one_after_another(document, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
 
+    if document.name != "README.md":  # which runs as it stands
+        blocks = [replace(block, code=shortened(block.code)) for block in blocks]
     for block in blocks:
         failure = run_block(block, tmp_path)
         assert failure is None, f"{document.name}, line {block.line}:\n{block.code}\n{failure}"
+
+
+def shortened(code: str) -> str:
+    """The same commands over fewer epochs, samples and seconds: that they work is tested here, not how well."""
+    for option, most in (("epochs", 2), ("samples", 12), ("seconds", 2)):
+        pattern = rf"((?:--|--\w+-){option} |\b{option}=|\w+_{option}=)(\d+)"
+        code = re.sub(pattern, lambda match, most=most: match[1] + str(min(most, int(match[2]))), code)
+    return code
 
 
 def run_block(block: Block, where: Path) -> str | None:
@@ -139,7 +151,7 @@ def test_the_code_blocks_run_against_a_service(document, tmp_path):
     service = Service(tmp_path)
     try:
         for block in blocks:
-            done = service.run(block.code)
+            done = service.run(shortened(block.code))
             assert done.returncode == 0, (
                 f"{document.name}, line {block.line}:\n{block.code}\n{done.stdout}{done.stderr}"
             )
@@ -155,6 +167,7 @@ class Service:
         with socket.create_server(("127.0.0.1", 0)) as free:
             self.port = free.getsockname()[1]
         self.folder, self.groups = folder, list[int]()
+        self.service: subprocess.Popen[bytes] | None = None
         (folder / ".curlrc").write_text("fail-with-body\n")  # a refusal ends the block
         self.env = {**os.environ, "CURL_HOME": str(folder), "BRIM_URL": f"http://127.0.0.1:{self.port}"}
         self.env |= {"BRIM_LOG_LEVEL": "WARNING", "CUDA_VISIBLE_DEVICES": "", "XDG_CACHE_HOME": str(folder / ".cache")}
@@ -162,9 +175,15 @@ class Service:
 
     def run(self, code: str) -> subprocess.CompletedProcess[str]:
         """One block, as it stands but for the port; one that starts a service is over when that answers."""
-        starts = re.search(r"^brim serve .*&", code, re.MULTILINE) is not None
         code = code.replace("127.0.0.1:8000", f"127.0.0.1:{self.port}")
-        code = re.sub(r"^brim serve ([^&]*)&", rf"brim serve --port {self.port} \1> serve.log 2>&1 &", code, flags=re.M)
+        before, *served = re.split(r"^brim serve ([^&]*)&.*$", code, maxsplit=1, flags=re.M)
+        done = self._shell(before)
+        if done.returncode == 0 and served:
+            self._serve(shlex.split(served[0]))
+            done = self._shell(served[1])
+        return done
+
+    def _shell(self, code: str) -> subprocess.CompletedProcess[str]:
         command = [*INTERPRETERS["sh"], code]
         with subprocess.Popen(
             command, cwd=self.folder, env=self.env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
@@ -172,11 +191,20 @@ class Service:
         ) as process:  # fmt: skip
             self.groups.append(process.pid)
             out, err = process.communicate(timeout=300)
+        return subprocess.CompletedProcess(command, process.returncode, out, err)
+
+    def _serve(self, options: list[str]) -> None:
+        with (self.folder / "serve.log").open("wb") as log:
+            process = subprocess.Popen(
+                ["brim", "serve", "--port", str(self.port), *options], cwd=self.folder, env=self.env, stdout=log,
+                stderr=log, start_new_session=True,
+            )  # fmt: skip
+        self.groups.append(process.pid)
+        self.service = process
         until_s = time.monotonic() + 60
-        while starts and not self.is_up():
+        while not self.is_up():
             assert time.monotonic() < until_s, (self.folder / "serve.log").read_text()
             time.sleep(0.2)
-        return subprocess.CompletedProcess(command, process.returncode, out, err)
 
     def is_up(self) -> bool:
         try:
@@ -194,6 +222,8 @@ class Service:
             until_s = time.monotonic() + 30
             while self._left() and time.monotonic() < until_s:
                 time.sleep(0.1)
+        if self.service is not None:
+            self.service.wait()
 
     def _left(self) -> list[int]:
         """Processes of the blocks' groups that run; the dead may wait for a parent that never asks."""
@@ -278,7 +308,7 @@ def test_every_option_of_generate_is_documented():
     assert [option for option in options_of(rf, "generate") if f"`{option}" not in text] == []
 
 
-@pytest.mark.parametrize("command", ["tune", "predict", "train"])
+@pytest.mark.parametrize("command", ["tune", "predict", "train", "sample"])
 def test_every_option_of_segment_is_in_the_command_s_own_table(command):
     reference = SEGMENTATION.read_text().split("\n## Command line\n")[1].split("\n## ")[0]
     table = reference.split(f"\n`brim segment {command}")[1].split("\n`brim")[0]
@@ -301,7 +331,7 @@ def test_no_network_is_left_out():
 
 # Sequences
 
-COMMANDS = {command.callback.__name__: command.callback for command in sequence.registered_commands}
+COMMANDS = {command.callback.__name__.replace("_", "-"): command.callback for command in sequence.registered_commands}
 
 
 def sequence_table(command: str) -> str:
@@ -313,9 +343,9 @@ def sequence_table(command: str) -> str:
 def test_every_option_of_sequence_is_in_the_command_s_own_table_with_its_default(command):
     table = sequence_table(command)
     for name, parameter in inspect.signature(COMMANDS[command]).parameters.items():
-        if name in ("folder", "corpus", "run"):
-            continue  # the arguments
-        flag = "--json" if name == "as_json" else "--" + name.replace("_", "-")
+        if name in ("folder", "corpus", "run", "context"):
+            continue  # not options
+        flag = {"as_json": "--json", "method": "--model"}.get(name, "--" + name.replace("_", "-"))
         row = re.search(rf"^\| `{flag}\b[^|]*\| (.*) \|$", table, re.MULTILINE)
         assert row is not None, flag
         if parameter.default is inspect.Parameter.empty:
@@ -331,6 +361,7 @@ def test_every_option_of_sequence_is_in_the_command_s_own_table_with_its_default
         ("train", _KEYS),
         ("evaluate", [field.name for field in fields(Evaluation)]),
         ("embed", ["file", "items", "embedding", "bytes"]),
+        ("export-onnx", ["file", "bytes", "inputs", "outputs", "classes", "max_difference"]),
         ("ablate", ["steps", "name", "samples_per_s", "busy_share", "ceiling_share", "peak_bytes"]),
     ],
 )

@@ -1,6 +1,7 @@
 """brim doctor --cluster against a real Ray head: what a stranger could do with it, and what its nodes are."""
 
 import json
+import os
 import socket
 import subprocess
 import sys
@@ -151,7 +152,7 @@ def test_the_sockets_of_a_process_are_found_by_what_it_is(tmp_path):
         port = listening.getsockname()[1]
         process = subprocess.Popen(
             [sys.executable, "-c", "import sys; sys.stdin.read()", "gcs/gcs_server"],
-            stdin=subprocess.PIPE, pass_fds=[listening.fileno()],
+            stdin=subprocess.PIPE, pass_fds=[listening.fileno()], env=os.environ | {"BRIM_TEST_EXEC": "1"},
         )  # fmt: skip
         try:
             assert Listener("GCS", "127.0.0.1", port) in ports.listeners()

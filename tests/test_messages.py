@@ -17,11 +17,14 @@ EXCEPTIONS = {
     ("cluster/exposure.py", "start Ray with --node-ip-address"): "an option of Ray",
     ("cluster/exposure.py", "start Ray with --dashboard-host"): "an option of Ray",
     ("cluster/ray_connect.py", "start one with ray start --head"): "an option of Ray",
-    ("service/api/routes/predict.py", 'as "brim rf locate" reads them'): "documents a request body by its file format",
-    ("service/dashboard/datasets.py", "Generate radio samples, bring images"): "tells an administrator what to type",
+    ("service/api/routes/locate.py", 'As "brim rf locate" reads them'): "documents a request body by its file format",
+    ("service/dashboard/lists.py", "Generate radio samples, upload images"): "tells an administrator what to type",
     ("service/dashboard/segment.py", 'Add one with "brim models add'): "tells an administrator what to type",
-    ("service/dashboard/job_parts.py", "brim jobs submit - --url"): "a form, copied as a command",
-    ("service/dashboard/job_parts.py", " --token-file DATA/token"): "a form, copied as a command",
+    ("service/dashboard/job.py", "brim jobs submit - --url"): "a form, copied as a command",
+    ("service/dashboard/job.py", " --token-file "): "a form, copied as a command",
+    ("service/dashboard/why.py", "brim why --json"): "tells what to type",
+    ("service/dashboard/why.py", "An answer of brim why"): "tells what to type",
+    ("service/dashboard/why.py", "This file is no answer"): "tells what to type",
 }
 
 

@@ -24,9 +24,9 @@ WIDE = {"width": 1280, "height": 800}
 PHONE = {"width": 390, "height": 844}
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
-    """The browser; one for all tests of a process."""
+    """The browser; one for all tests of a file, as it keeps an event loop in the tests' thread."""
     if CHROMIUM is None and os.environ.get("BRIM_NEED_BROWSER"):
         pytest.fail("there is no chromium on this machine, and BRIM_NEED_BROWSER is set; apt-get install chromium")
     if CHROMIUM is None:
@@ -38,7 +38,7 @@ def browser() -> Iterator[Any]:
         made.close()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def screenshots(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where pictures are kept."""
     chosen = os.environ.get("BRIM_SCREENSHOTS")
@@ -47,13 +47,13 @@ def screenshots(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def service(browser: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serve]:
     """The service that tests give jobs and data to."""
     yield from _serving(tmp_path_factory.mktemp("browser") / "data")
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def empty_service(browser: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serve]:
     """A service that nobody gives anything."""
     yield from _serving(tmp_path_factory.mktemp("browser_empty") / "data")
@@ -77,9 +77,9 @@ def empty_visit(browser: Any, empty_service: Serve, screenshots: Path) -> Iterat
     yield from _visiting(browser, empty_service, screenshots, WIDE)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def upload(service: Serve) -> Callable[..., str]:
-    """Bring a dataset over the API: `upload(name, kind, files)` gives its id."""
+    """Upload a dataset over the API: `upload(name, kind, files)` gives its id."""
 
     def send(name: str, kind: str, files: list[tuple[str, tuple[str, bytes]]]) -> str:
         answer = httpx.post(
@@ -95,13 +95,13 @@ def upload(service: Serve) -> Callable[..., str]:
     return send
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def images(upload: Callable[..., str]) -> str:
     """Id of a dataset of 6 small images of cells with masks."""
     return upload("cells", "images", cell_files(6, 64))
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def sequences(upload: Callable[..., str]) -> str:
     """Id of a dataset of 16 short sequences of two kinds."""
     rng = np.random.default_rng(5)

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import sys
 import time
 import zipfile
 from collections.abc import Callable
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import cv2
+import numpy as np
 import pytest
 import torch
 from fault_service import QUICK, Serve, until
@@ -19,8 +21,13 @@ from safetensors.torch import load_file, save_file
 from visits import Visit, cell_files
 
 from brim.cli import main
+from brim.diagnosis.answer import Diagnosis
+from brim.rf.physics.geometry import geodesic_m
 from brim.segmentation.scenes import make_cells
-from brim.segmentation.tuning import BatchSizeEntry, BatchSizes, device_info, device_key
+from brim.segmentation.tuning import BatchSizeEntry, device_info, device_key, save_entry
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "rf"))
+from made_recordings import STATIONS, Scene, write_kiwi, write_sites
 
 pytestmark = pytest.mark.slow
 SAMPLES = 24
@@ -35,7 +42,6 @@ SMALL_NET = {"channels": 8, "hidden": 8, "embedding": 8}
     [
         ("/datasets", "No datasets yet", "/jobs/new?kind=rf.generate"),
         ("/runs", "No runs yet", "/jobs/new"),
-        ("/segment", "No segmentation model yet", "/jobs/new?kind=segment.train"),
     ],
 )
 def test_an_empty_list_says_what_to_do_next(empty_visit, path, words, next_step):
@@ -44,6 +50,21 @@ def test_an_empty_list_says_what_to_do_next(empty_visit, path, words, next_step)
     page.get_by_text(words).wait_for()
     assert page.locator(".brim-empty a").get_attribute("href") == next_step
     empty_visit.shot(f"empty_{path.strip('/')}")
+
+
+def test_a_saved_answer_of_brim_why_is_shown_and_another_file_is_refused(empty_visit, tmp_path):
+    answer = Diagnosis(samples_per_s=218.0, ceiling_samples_per_s=780.0, ceiling_share=0.28, limit="data", step_s=0.1)
+    answer.waiting = {"data": 0.07, "compute": 0.03}
+    (tmp_path / "why.json").write_text(json.dumps(answer.as_dict()))
+    (tmp_path / "other.json").write_text("[1]")
+    page = empty_visit.open("/why")
+
+    page.locator("input[type=file]").set_input_files(tmp_path / "why.json")
+    page.frame_locator("iframe").get_by_text("you get 28%").first.wait_for()
+    empty_visit.shot("why")
+
+    page.locator("input[type=file]").set_input_files(tmp_path / "other.json")
+    page.get_by_role("alert").filter(has_text="no answer of brim why").wait_for()
 
 
 @pytest.mark.parametrize("sort", ["datasets", "runs"])
@@ -85,7 +106,8 @@ def _train_locator(service: Serve, make: Any, upload: Any, sequences: str) -> st
 
 
 def _evaluate_locator(service: Serve, make: Any, upload: Any, sequences: str) -> str:
-    _do(service, "rf.evaluate", dataset_ids=[make("rf.generate")], run_id=make("rf.train"))
+    inputs = {"dataset_ids": [make("rf.generate")], "run_id": make("rf.train")}
+    _do(service, "rf.evaluate", **inputs, allow_training_data=True)
     return str(make("rf.train"))
 
 
@@ -141,6 +163,17 @@ def test_a_radio_dataset_is_shown_on_a_map_by_histograms_and_by_the_spectra_of_a
 
     page.get_by_label("Sample", exact=True).first.fill("7")
     page.get_by_label("Spectra of sample 7 by receiver").wait_for()
+    heard = (
+        page.get_by_role("table", name="Receivers of the sample").locator("tbody tr").filter(has_not_text="not heard")
+    )
+    drawn = page.evaluate(
+        """() => {
+          const [view] = [...document.querySelectorAll(".brim-map")].map((one) => getElement(one.id.slice(1)));
+          const layers = Object.values(view.map._layers);
+          return [layers.filter(({ options }) => options.isLand).length, view.heard.getLayers().length];
+        }"""
+    )
+    assert drawn == [1, 2 * heard.count()]  # a ring and a line for each
 
     phone.open(path)
     phone.page.locator(".brim-station", has_text="Torino").wait_for()
@@ -149,6 +182,7 @@ def test_a_radio_dataset_is_shown_on_a_map_by_histograms_and_by_the_spectra_of_a
     assert phone.page.evaluate("document.documentElement.scrollWidth <= innerWidth")
 
 
+@pytest.mark.alone
 def test_a_dataset_of_a_hundred_thousand_samples_stays_fluid(visit, service, made, tmp_path):
     _grow(service.data / "datasets" / made("rf.generate"), tmp_path / "large", 100_000)
     assert main(["datasets", "add", "large", str(tmp_path / "large"), "--kind", "rf", "--data", str(service.data)]) == 0
@@ -256,7 +290,12 @@ def test_images_and_sequences_are_shown_by_sizes_lengths_and_classes(visit, imag
     page = visit.open(f"/datasets/{images}")
     page.get_by_role("heading", name="Sizes in pixels").wait_for()
     page.get_by_role("cell", name="00.png").wait_for()
+    drawn = "() => [...document.querySelectorAll('.brim-thumb img')].filter((one) => one.naturalWidth).length"
+    page.wait_for_function(f"({drawn})() === 6")
     visit.shot("dataset_images")
+    page.get_by_role("button", name="Image 2").click()
+    page.get_by_role("dialog", name="Image").get_by_text("64 × 64 pixels").wait_for()
+    page.get_by_role("button", name="Close").click()
 
     visit.open(f"/datasets/{sequences}")
     page.get_by_role("heading", name="Lengths").wait_for()
@@ -264,24 +303,27 @@ def test_images_and_sequences_are_shown_by_sizes_lengths_and_classes(visit, imag
     visit.shot("dataset_sequences")
 
 
-def test_images_are_brought_and_deleted_again_and_wrong_ones_are_refused_in_words(visit, service, tmp_path):
+def test_images_are_uploaded_and_deleted_again_and_wrong_ones_are_refused_in_words(visit, service, tmp_path):
     right, wrong = tmp_path / "one.png", tmp_path / "two.png"
     right.write_bytes(_cell_png())
     wrong.write_text("no image at all")
     page = visit.open("/datasets")
-    page.get_by_role("button", name="Bring your own").click()
+    page.get_by_role("button", name="Upload files").click()
     dialog = page.locator(".q-dialog")
-    dialog.get_by_label("Name", exact=True).fill("brought by hand")
+    dialog.get_by_label("Name", exact=True).fill("uploaded by hand")
     dialog.get_by_label("Images", exact=True).set_input_files(wrong)
-    dialog.get_by_role("button", name="Bring it").click()
+    dialog.get_by_role("button", name="Upload").click()
     dialog.get_by_role("alert").get_by_text("two.png").wait_for()
     _forgive(visit, 409)
 
     dialog.get_by_label("Images", exact=True).set_input_files(right)
-    dialog.get_by_role("button", name="Bring it").click()
-    page.get_by_role("heading", name="brought by hand").wait_for()
+    dialog.get_by_role("button", name="Upload").click()
+    page.get_by_role("heading", name="uploaded by hand").wait_for()
     id = page.url.rpartition("/")[2]
     assert service.get(f"/api/datasets/{id}")["items"] == 1
+    page.wait_for_function(
+        "document.querySelector('.brim-thumb img')?.naturalWidth"
+    )  # or it is asked for while deleted
 
     page.get_by_role("button", name="Delete", exact=True).click()
     page.get_by_role("button", name="Delete it").click()
@@ -305,14 +347,33 @@ def test_runs_are_listed_with_how_they_went(visit, made):
     page.wait_for_url(f"**/runs/{run}")
 
 
+def test_runs_are_compared_by_curves_and_by_the_settings_that_differ(visit, phone, made):
+    first, second = made("segment.train"), made("rf.train")
+    page = visit.open("/runs")
+    for name in ("made by segment.train", "made by rf.train"):
+        page.get_by_role("row", name=re.compile(name)).get_by_role("checkbox").click()
+    page.get_by_role("button", name="Compare 2").click()
+    page.wait_for_url("**/runs/compare?ids=*")
+    page.get_by_label("Held-out loss of the runs").locator("svg path").first.wait_for(state="attached")
+    page.get_by_role("table", name="Settings that differ").get_by_text("Batch size").wait_for()
+    page.get_by_role("table", name="Settings that differ").get_by_text("cells to learn").wait_for()  # no id
+    visit.shot("compare")
+
+    phone.open(f"/runs/compare?ids={first},{second}").get_by_role("heading", name="Settings that differ").wait_for()
+    assert phone.page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+    phone.open("/no/such/page").get_by_role("link", name="Go to the first page").wait_for()
+    _forgive(phone, 404)
+
+
 def test_a_segmentation_run_shows_losses_dice_and_throughput(visit, made):
     page = visit.open(f"/runs/{made('segment.train')}")
 
     page.get_by_label("Loss over steps").locator("svg path").first.wait_for(state="attached")
     page.get_by_label("Held-out Dice and IoU").locator("svg path").first.wait_for(state="attached")
-    page.get_by_label("Throughput against the ceiling").get_by_text("ceiling").wait_for()
+    page.get_by_label("Throughput against the ceiling").locator("svg path").first.wait_for(state="attached")
     page.get_by_role("heading", name="Learning rate").wait_for()
     page.get_by_role("switch", name="Logarithmic").click()
+    page.get_by_text("Settings as JSON").click()
     page.get_by_label("Config", exact=True).get_by_text('"unet_tiny"').wait_for()
     visit.shot("run_segment")
 
@@ -350,14 +411,16 @@ def test_a_locator_shows_where_it_is_wrong_once_it_is_evaluated(visit, phone, ma
     page.get_by_label("Map of errors with their ellipses").wait_for()
     page.get_by_label("Error against bound, both logarithmic").locator("svg path").first.wait_for(state="attached")
     page.get_by_role("row", name=re.compile("^this run")).wait_for()
-    drawn = page.evaluate(
+    drawn = page.wait_for_function(
         """() => {
           const view = [...document.querySelectorAll(".brim-map")].map((one) => getElement(one.id.slice(1)))[0];
+          if (!view?.map || !view.errors?.length) return null;
           const found = [];
-          view.map.eachLayer((layer) => found.push(layer.getLatLngs && layer.options.fill ? 1 : 0));
+          const isEllipse = ({ getLatLngs, options }) => getLatLngs && options.fill && !options.isLand;
+          view.map.eachLayer((layer) => found.push(isEllipse(layer) ? 1 : 0));
           return [view.errors.length, found.reduce((one, other) => one + other, 0)];
         }"""
-    )
+    ).json_value()
     assert drawn == [SAMPLES, SAMPLES]
     visit.shot("run_locator")
     phone.open(f"/runs/{run}").get_by_label("Map of errors with their ellipses").wait_for()
@@ -389,8 +452,7 @@ def model(service, made) -> str:
         compiled=False,
     )  # fmt: skip
     file = service.data / "batch_sizes.json"
-    kept = BatchSizes.read(file) if file.exists() else BatchSizes()
-    kept.with_entry(device_key(cpu), device_info(cpu), "unet_tiny", entry, []).write(file)
+    save_entry(file, device_key(cpu), device_info(cpu), "unet_tiny", entry, [])
     assert main(["models", "add", "finder", str(run), "--data", str(service.data)]) == 0
 
     def is_warm() -> bool:
@@ -422,6 +484,42 @@ def test_an_image_that_is_dropped_is_answered_by_polygons_that_can_be_read_and_t
     assert len(zipfile.ZipFile(BytesIO(files["cell_rois.zip"])).namelist()) >= found
 
 
+def test_a_run_is_tried_from_its_page_and_used_as_a_model(visit, service, made, model):
+    run = made("segment.train")
+    page = visit.open(f"/runs/{run}")
+    page.get_by_role("link", name="Try it on an image").click()
+    page.wait_for_url(f"**/segment?run={run}")
+    page.wait_for_function("window.did_handshake")
+    visit.let_go("cell.png", _cell_png())
+    page.get_by_text(f"by {run}").wait_for()
+    assert page.locator(".brim-stage path").count() > 0
+
+    visit.open(f"/runs/{run}").get_by_role("button", name="Use this model").click()
+    page.get_by_label("Name", exact=True).fill("mine")
+    page.get_by_role("button", name="Use it").click()
+    page.get_by_text("Model mine (unet_tiny) added.").wait_for()
+    assert "mine" in [one["name"] for one in service.get("/api/models")["models"]]
+    visit.shot("run_used")
+
+
+def test_the_smallest_size_is_applied_at_once_without_a_request(visit, model):
+    page = _drop(visit, "cell.png", _cell_png())
+    page.locator(".brim-stage path").first.wait_for()
+    before, asked = page.locator(".brim-stage path").count(), []
+    page.on("request", lambda request: asked.append(request.url) if request.url.endswith("/api/segment") else None)
+
+    slider = page.get_by_label("Smallest size").locator("[tabindex='0']")
+    for _ in range(5):
+        slider.press("PageUp")
+    page.get_by_text("smaller ones left out").wait_for()
+
+    styles = page.locator(".brim-stage path").evaluate_all("paths => paths.map(path => path.getAttribute('style'))")
+    assert 0 < len(styles) < before
+    assert page.locator(".brim-sizes").get_by_role("img").count() == 1
+    assert asked == []
+    assert len(set(styles)) == len(styles)  # a colour of its own for each
+
+
 def test_the_threshold_is_asked_for_again_as_the_slider_moves(visit, model):
     page = _drop(visit, "cell.png", _cell_png())
     page.locator(".brim-stage path").first.wait_for()
@@ -442,6 +540,9 @@ def test_a_picture_that_browsers_do_not_show_has_its_polygons_over_an_empty_grou
     file = tmp_path / "cell.tif"
     file.write_bytes(bytes(cv2.imencode(".tif", make_cells(9, 1, 96, 120)[0])[1]))
     page = phone.open("/segment")
+    page.get_by_role("heading", name="No image yet").wait_for()
+    page.get_by_role("button", name="Try it on drawn cells").click()
+    page.locator(".brim-stage path").nth(19).wait_for()
 
     page.get_by_label("Image", exact=True).set_input_files(file)
 
@@ -457,7 +558,7 @@ def test_a_file_that_is_no_image_is_refused_in_words_and_the_next_one_is_taken(v
     page.get_by_role("alert").get_by_text("notes.txt: not an image").wait_for()
     _forgive(visit, 415)
 
-    _let_go(page, "cell.png", _cell_png())
+    visit.let_go("cell.png", _cell_png())
 
     page.locator(".brim-stage path").first.wait_for()
     assert page.get_by_role("alert").count() == 0
@@ -473,22 +574,8 @@ def _cell_png() -> bytes:
 def _drop(visit: Visit, name: str, data: bytes) -> Any:
     page = visit.open("/segment")
     page.locator(".brim-drop").wait_for()
-    _let_go(page, name, data)
+    visit.let_go(name, data)
     return page
-
-
-def _let_go(page: Any, name: str, data: bytes) -> None:
-    """A file dragged over the page and let go of."""
-    carried = page.evaluate_handle(
-        """([name, bytes]) => {
-          const carried = new DataTransfer();
-          carried.items.add(new File([new Uint8Array(bytes)], name));
-          return carried;
-        }""",
-        [name, list(data)],
-    )
-    for event in ("dragover", "drop"):
-        page.locator(".brim-drop").dispatch_event(event, {"dataTransfer": carried})
 
 
 def _area(page: Any) -> int:
@@ -500,3 +587,56 @@ def _forgive(visit: Visit, status: int) -> None:
     """What was refused on purpose is no fault; browsers tell it to the console too."""
     visit.page.wait_for_timeout(200)
     visit.faults[:] = [one for one in visit.faults if str(status) not in one]
+
+
+# Recordings
+
+
+@pytest.fixture(scope="module")
+def recordings(tmp_path_factory) -> list[Path]:
+    """Three receivers of one transmitter at 50° N, 9° E, with the file of their stations."""
+    folder = tmp_path_factory.mktemp("recordings")
+    paths = []
+    for name in ("ALFA", "BRAVO", "CHARLIE"):
+        scene = Scene(4.0, 2_400.0)  # the same transmission each time
+        lat, lon, _ = STATIONS[name]
+        distance = float(geodesic_m(*(np.array(value) for value in (lat, lon, 50.0, 9.0))))
+        iq = scene.receive(12_001.1, 0.3, distance * 1.000315 / 299_792_458)
+        paths.append(write_kiwi(folder / f"20260131T120000Z_77500_{name}_iq.wav", iq, 12_001.1, 0.3, stated_hz=12_000))
+    return [*paths, write_sites(folder / "stations.csv")]
+
+
+def test_recordings_are_located_on_their_page(visit, recordings):
+    page = visit.open("/locate")
+    page.locator("input[name=files]").set_input_files(recordings[:3])
+    page.locator("input[name=stations]").set_input_files(recordings[3])
+    page.get_by_role("button", name="Locate").click()
+
+    page.get_by_role("status").get_by_text("Located in").wait_for(timeout=120_000)
+    answer = page.frame_locator("iframe[title=Position]")
+    answer.locator("svg").first.wait_for()
+    for name in ("ALFA", "BRAVO", "CHARLIE"):
+        answer.get_by_text(name).first.wait_for()
+    visit.shot("locate")
+
+
+def test_recordings_that_cannot_be_located_are_refused_in_words(visit, recordings):
+    page = visit.open("/locate")
+    page.locator("input[name=files]").set_input_files(recordings[:1])
+    page.locator("input[name=stations]").set_input_files(recordings[3])
+    page.get_by_role("button", name="Locate").click()
+
+    page.get_by_role("alert").get_by_text("needed").wait_for(timeout=120_000)
+    visit.faults[:] = [one for one in visit.faults if "/api/locate" not in one and "status of 4" not in one]
+
+
+def test_a_job_measures_recordings_that_were_uploaded(visit, service, upload, recordings):
+    files = [("recordings", (path.name, path.read_bytes())) for path in recordings]
+    config = {"dataset_ids": [upload("one evening", "recordings", files)]}
+    job = service.submit({"kind": "rf.measure", "name": "one evening", "config": config})
+    service.wait(job["id"], "completed")
+
+    page = visit.open(f"/jobs/{job['id']}")
+    page.get_by_role("heading", name="Result").wait_for()
+    for name in ("observations.json", "position.geojson", "map.html"):
+        page.get_by_role("link", name=re.compile(re.escape(name))).first.wait_for()

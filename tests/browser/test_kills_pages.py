@@ -13,7 +13,7 @@ def test_a_page_goes_on_after_a_kill(visit, service, victim):
     service.kill_child(victim)
 
     page.wait_for_function("!window.socket?.connected")
-    page.wait_for_function("window.socket?.connected")
+    page.wait_for_function("window.socket?.connected && window.did_handshake")
     page.get_by_role("link", name="Tuning").click()
     page.get_by_role("heading", name="Tuning").wait_for()
     assert service.children()[victim] != before

@@ -32,7 +32,7 @@ class Visit:
         """The page at a path, once it listens."""
         self.page.goto(f"{self.base}{path}")
         self.page.wait_for_selector("h1")
-        self.page.wait_for_function("window.socket?.connected")
+        self.page.wait_for_function("window.did_handshake")
         return self.page
 
     def shot(self, name: str) -> Path:
@@ -41,6 +41,33 @@ class Visit:
         self.page.wait_for_timeout(300)  # a chart is drawn after it is there
         self.page.screenshot(path=file, full_page=True)
         return file
+
+    def barriers(self) -> list[str]:
+        """What axe-core finds serious or critical: barriers for people who see, hear or move differently."""
+        if not self.page.evaluate("'axe' in window"):
+            import axe_playwright_python
+
+            self.page.evaluate(Path(axe_playwright_python.__file__).with_name("axe.min.js").read_text())
+        found = self.page.evaluate("axe.run(document, {resultTypes: ['violations']})")
+        return [
+            f"{one['id']}: {node['html'][:160]} {node['failureSummary'][-200:]}"
+            for one in found["violations"]
+            if one["impact"] in ("serious", "critical")
+            for node in one["nodes"][:3]
+        ]
+
+    def let_go(self, name: str, data: bytes) -> None:
+        """A file dragged over the page and let go of."""
+        carried = self.page.evaluate_handle(
+            """([name, bytes]) => {
+              const carried = new DataTransfer();
+              carried.items.add(new File([new Uint8Array(bytes)], name));
+              return carried;
+            }""",
+            [name, list(data)],
+        )
+        for event in ("dragover", "drop"):
+            self.page.locator(".brim-drop").dispatch_event(event, {"dataTransfer": carried})
 
     def dark(self) -> None:
         """Switch to dark, as a person does."""

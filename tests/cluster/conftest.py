@@ -1,4 +1,4 @@
-"""One Ray cluster of simulated nodes for all tests of this directory; each node has one CPU and little memory."""
+"""A Ray cluster of simulated nodes for all tests of a file; each node has one CPU and little memory."""
 
 import os
 from collections.abc import Iterator
@@ -9,15 +9,14 @@ from cluster_nodes import Nodes
 from brim.rf.config import GenerateConfig
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def ray_cluster() -> Iterator[Nodes]:
-    """Two nodes; RAY_ADDRESS names them, so that "auto" finds no other cluster of this machine."""
+    """One node, to which tests add others; RAY_ADDRESS names them: "auto" finds no other cluster of this machine."""
     pytest.importorskip("ray")
     nodes = Nodes()
     before = os.environ.get("RAY_ADDRESS")
     os.environ["RAY_ADDRESS"] = nodes.address
     try:
-        nodes.add()
         yield nodes
     finally:
         if before is None:

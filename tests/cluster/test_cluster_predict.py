@@ -1,4 +1,4 @@
-"""Bulk prediction on Ray: three simulated nodes of which one dies, a killed command, a store that fails."""
+"""Bulk prediction on Ray: a simulated node that dies, a killed command, a store that fails."""
 
 import json
 import os
@@ -13,13 +13,14 @@ import torch
 from cluster_nodes import Nodes, wait_until
 
 from brim.cli import main
-from brim.cluster.predict import check_alike, check_nodes, predict_many
+from brim.cluster.predict import check_nodes, predict_many
 from brim.cluster.ray_connect import Node
 from brim.errors import ClusterError, ConfigError, StorageError
 from brim.segmentation.config import FilesConfig
 from brim.segmentation.networks import create_model, save_weights
 from brim.segmentation.prediction import ModelLoader, Recipe, predict_files
 from brim.segmentation.scenes import make_cells
+from brim.segmentation.tuning import BatchSizeEntry, device_info, device_key, save_entry
 from s3_store import FailingProxy, serve_s3
 
 pytest.importorskip("ray")
@@ -34,9 +35,11 @@ class World:
     def __init__(self, nodes: Nodes, store, proxy: FailingProxy, path: Path) -> None:
         self.nodes, self.store, self.proxy, self.path = nodes, store, proxy, path
         self.images, self.weights, self.one = path / "images", path / "weights.safetensors", path / "one"
+        self.sizes = path / "batch_sizes.json"  # known: tuning takes ten seconds each time
 
     def command(self, *arguments) -> list[str]:
         fixed = ["--model", "unet_tiny", "--weights", str(self.weights), "--strict", "--json"]
+        fixed += ["--batch-sizes", str(self.sizes)]
         return ["segment", "predict", *map(str, arguments), *fixed]
 
     def results(self, out: str) -> dict[str, bytes]:
@@ -60,6 +63,13 @@ def world(tmp_path_factory):
     (path / "images").mkdir()
     torch.manual_seed(3)
     save_weights(create_model("unet_tiny"), path / "weights.safetensors", {})
+    cpu = torch.device("cpu")
+    entry = BatchSizeEntry(
+        optimal_batch_size=4, max_safe_batch_size=8, expected_throughput=100.0, p50_latency_ms=40.0,
+        p95_latency_ms=50.0, memory_limit_mb=1000.0, image_size=1024, precision="fp32", layout="contiguous",
+        compiled=False,
+    )  # fmt: skip
+    save_entry(path / "batch_sizes.json", device_key(cpu), device_info(cpu), "unet_tiny", entry, [])
     with serve_s3() as store, FailingProxy(store.port) as proxy:
         store.s3.create_bucket(Bucket=BUCKET)
         for index in range(NUM):
@@ -74,8 +84,7 @@ def world(tmp_path_factory):
         nodes = Nodes()
         os.environ["RAY_ADDRESS"] = nodes.address
         try:
-            nodes.add()
-            loader = ModelLoader({"unet_tiny": path / "weights.safetensors"}, "cpu", None)
+            loader = ModelLoader({"unet_tiny": path / "weights.safetensors"}, "cpu", path / "batch_sizes.json")
             predict_files([path / "images"], loader, path / "one", FilesConfig(model="unet_tiny", strict=True))
             yield World(nodes, store, proxy, path)
         finally:
@@ -92,6 +101,7 @@ def recipe(**changes) -> Recipe:
 
 
 @pytest.mark.slow
+@pytest.mark.alone
 def test_a_killed_command_goes_on_where_it_was(world, tmp_path):
     """Over Ray's client connection, from store to store; the store is away for some seconds of the second run."""
     out = f"s3://{BUCKET}/killed"
@@ -101,7 +111,7 @@ def test_a_killed_command_goes_on_where_it_was(world, tmp_path):
     process = subprocess.Popen(
         [sys.executable, "-m", "brim", *argv], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
     )
-    wait_until(lambda: process.poll() is not None or world.store.files(BUCKET, "killed/.brim"), 120)
+    wait_until(lambda: process.poll() is not None or world.store.files(BUCKET, "killed/.brim"), 240)
     assert process.poll() is None
     process.send_signal(signal.SIGKILL)
     process.wait()
@@ -127,15 +137,15 @@ def test_only_what_changed_or_is_gone_is_made_again(world, tmp_path):
     images.mkdir()
     for index in range(6):
         (images / f"{index}.png").write_bytes((world.images / f"{index:02}.png").read_bytes())
-    whole = predict_many([images], out, recipe(format="coco"), world.weights, "auto")
+    whole = predict_many([images], out, recipe(format="coco"), world.weights, "auto", batch_sizes=world.sizes)
     (images / "2.png").write_bytes((world.images / "30.png").read_bytes())
     (images / "new.png").write_bytes((world.images / "31.png").read_bytes())
 
-    found = predict_many([images], out, recipe(format="coco"), world.weights, "auto")
+    found = predict_many([images], out, recipe(format="coco"), world.weights, "auto", batch_sizes=world.sizes)
 
     assert (whole.written, whole.kept) == (6, 0)
     assert (found.written, found.kept) == (2, 5)
-    loader = ModelLoader({"unet_tiny": world.weights}, "cpu", None)
+    loader = ModelLoader({"unet_tiny": world.weights}, "cpu", world.sizes)
     predict_files([images], loader, tmp_path / "one", recipe(format="coco").files)
     assert (out / "annotations.json").read_bytes() == (tmp_path / "one/annotations.json").read_bytes()
 
@@ -143,7 +153,13 @@ def test_only_what_changed_or_is_gone_is_made_again(world, tmp_path):
 @pytest.mark.slow
 def test_a_stop_is_heard_and_what_is_written_is_whole(world, tmp_path):
     found = predict_many(
-        [world.images], tmp_path, recipe(), world.weights, "auto", stop=lambda: any(tmp_path.iterdir())
+        [world.images],
+        tmp_path,
+        recipe(),
+        world.weights,
+        "auto",
+        batch_sizes=world.sizes,
+        stop=lambda: any(tmp_path.iterdir()),
     )
 
     assert (found.stopped, found.report) == (True, None)
@@ -179,19 +195,13 @@ def test_options_that_cannot_work_are_named(world, tmp_path, capsys, flags, word
 @pytest.mark.slow
 def test_a_bucket_that_nobody_has_is_an_error_at_once(world):
     with pytest.raises(StorageError, match="no such bucket"):
-        predict_many([world.images], "s3://nobody-has-this/out", recipe(), world.weights, "auto")
+        predict_many(
+            [world.images], "s3://nobody-has-this/out", recipe(), world.weights, "auto", batch_sizes=world.sizes
+        )
     with pytest.raises(ConfigError, match="no images found"):
-        predict_many([f"s3://{BUCKET}/nothing"], f"s3://{BUCKET}/out", recipe(), world.weights, "auto")
-
-
-def test_gpus_of_several_types_are_refused_by_name():
-    def node(kind: str, gpus: int = 1, alive: bool = True) -> dict:
-        amounts = {"GPU": gpus, f"accelerator_type:{kind}": 1.0} if gpus else {"CPU": 1.0}
-        return {"Alive": alive, "NodeManagerAddress": f"host-{kind}", "Resources": amounts}
-
-    check_alike([node("H200"), node("H200"), node("A100", alive=False), node("A100", gpus=0)])
-    with pytest.raises(ClusterError, match=r"H200 on host-H200, A100 on host-A100"):
-        check_alike([node("H200"), node("A100")])
+        predict_many(
+            [f"s3://{BUCKET}/nothing"], f"s3://{BUCKET}/out", recipe(), world.weights, "auto", batch_sizes=world.sizes
+        )
 
 
 def test_a_node_without_memory_is_refused_by_name():
@@ -215,7 +225,9 @@ def test_a_node_dies_and_every_result_is_there_once(world, tmp_path):
             world.nodes.kill(extra)
             killed.append(where.done)
 
-    found = predict_many([world.images], tmp_path, recipe(), world.weights, "auto", progress=watch)
+    found = predict_many(
+        [world.images], tmp_path, recipe(), world.weights, "auto", batch_sizes=world.sizes, progress=watch
+    )
 
     broken = str(world.images / "07.png")
     assert killed[0] < NUM

@@ -11,7 +11,8 @@ from brim.engine.storage import Dataset
 from brim.errors import ClusterError, ConfigError, DatasetError, NothingAccepted, OutOfMemory, StorageError
 from brim.rf import generate
 from brim.rf.generation import head as module
-from brim.rf.generation.worker import GateBlock, MakeShards
+from brim.rf.generation.attempts import Block
+from brim.rf.generation.worker import MakeShards
 
 SAMPLES = 45
 
@@ -68,7 +69,7 @@ def test_workers_gate_too_where_the_head_is_too_slow(config, reference, tmp_path
 
     generate(config, tmp_path / "many", SAMPLES, pool=pool)
 
-    assert any(isinstance(task, GateBlock) for _, task in pool.given)
+    assert any(isinstance(task, Block) for _, task in pool.given)
     assert shards(tmp_path / "many") == shards(reference)
 
 

@@ -61,12 +61,12 @@ def brim(*argv, **env):
 
 
 def children(pid):
-    """Processes that a process started, and theirs."""
+    """Processes that a process started, and theirs, without those they are forked from."""
     found = []
     for task in Path(f"/proc/{pid}/task").glob("*/children"):
         for child in task.read_text().split():
             found += [int(child), *children(int(child))]
-    return found
+    return [child for child in found if b"forks.py" not in Path(f"/proc/{child}/cmdline").read_bytes()]
 
 
 def is_there(pid):
@@ -96,7 +96,7 @@ def test_processes_make_the_bytes_of_one_device(config, reference, tmp_path):
 
     assert shards(tmp_path / "many") == first(reference, SAMPLES)
     assert (report.accepted, report.workers, report.device) == (SAMPLES, 3, "3 × cpu")
-    assert report.ceiling_share > 0
+    assert report.ceiling_share is None or 0 < report.ceiling_share <= 1
     assert report.peak_bytes > 0
     assert report.stages["compute"]["items"] > 0
 
@@ -105,8 +105,8 @@ def test_a_killed_and_a_frozen_process_change_nothing(config, reference, tmp_pat
     pool = ProcessPool(["cpu", "cpu", "cpu"])
 
     def hurt():
-        os.kill(pool._slots[0].process.pid, signal.SIGKILL)
-        os.kill(pool._slots[1].process.pid, signal.SIGSTOP)  # never ends what it has, and does not die
+        os.kill(pool._workers[0].process.pid, signal.SIGKILL)
+        os.kill(pool._workers[1].process.pid, signal.SIGSTOP)  # never ends what it has, and does not die
 
     hurting = Once(hurt, lambda now: now.done >= 16)
     report = generate(config, tmp_path / "many", SAMPLES, pool=pool, progress=hurting)
@@ -220,6 +220,7 @@ def test_three_nodes_of_which_one_dies_make_the_bytes_of_one_device(config, refe
     from brim.cluster.ray_connect import connect
     from brim.cluster.ray_pool import RayPool
 
+    ray_cluster.add()
     node = ray_cluster.add()
     killer = threading.Thread(target=ray_cluster.kill, args=(node,))
     with connect("auto") as cluster:
@@ -232,7 +233,9 @@ def test_three_nodes_of_which_one_dies_make_the_bytes_of_one_device(config, refe
     assert "died" in caplog.text
 
 
+@pytest.mark.alone
 def test_the_command_line_works_through_the_client_port(options, reference, tmp_path, ray_cluster):
+    ray_cluster.add()
     address = f"ray://127.0.0.1:{ray_cluster.client_port}"
     done = brim(
         "rf", "generate", "--out", tmp_path / "many", "--samples", SAMPLES, *options, "--cluster", address, "--json"

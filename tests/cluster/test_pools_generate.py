@@ -12,7 +12,7 @@ from brim.cluster.processes import ProcessPool, device_names
 from brim.errors import ClusterError, ConfigError, DeviceError
 from brim.rf.generation.pool import TaskDone, TaskFailed, WorkerLost, WorkerReady
 
-PATIENCE_S = 60.0
+PATIENCE_S = 180.0  # Ray loads torch in each worker, on a machine that may be busy
 
 
 @pytest.fixture(scope="module", params=["processes", "ray"])
@@ -21,7 +21,7 @@ def make_pool(request):
     if request.param == "processes":
         yield lambda: ProcessPool(["cpu", "cpu"])
         return
-    request.getfixturevalue("ray_cluster")
+    request.getfixturevalue("ray_cluster").add()
     from ray import cloudpickle
 
     from brim.cluster.ray_connect import connect
@@ -59,12 +59,12 @@ def test_workers_say_what_they_are_and_end_what_they_are_given(make_pool):
     assert {event.facts.kind for event in ready} == {"cpu 1"}
     assert pool.expects() == 0
 
-    began_s = time.monotonic()
     tickets = {pool.submit(worker, ("sleep", 1.0)): worker for worker in (0, 1, 0, 1)}
     done = until(pool, TaskDone, 4)
     assert {event.ticket: event.worker for event in done} == tickets
-    assert len({event.value for event in done}) == 2  # processes
-    assert time.monotonic() - began_s < 1.9  # one after another on each they would take 2 s
+    spans = [event.value for event in done]
+    assert len({pid for pid, *_ in spans}) == 2  # processes
+    assert any(a != b and began_s < end and begin < ended_s for a, began_s, ended_s in spans for b, begin, end in spans)
 
     wrong, bug = pool.submit(0, ("wrong", "x=3")), pool.submit(1, ("bug", "y"))
     failed = {event.ticket: event.error for event in until(pool, TaskFailed, 2)}

@@ -31,6 +31,12 @@ def answer(*argv: str | Path, code: int = 0) -> dict[str, Any]:
     return dict(json.loads(ended.out))
 
 
+def without_times(report: dict[str, Any]) -> dict[str, Any]:
+    """What a report says besides how long it took."""
+    times = ("wall_s", "startup_s", "work_s", "overhead", "ceiling_share", "ceiling_spread")
+    return {name: value for name, value in report.items() if name not in times}
+
+
 def refused(*argv: str | Path) -> str:
     """The message of a command that must fail with 2 and one line; a usage error adds where to find help."""
     ended = brim(*argv)

@@ -18,9 +18,19 @@ from brim.cli.demo import STAGES
 
 TRAIN_KEYS = {
     "run", "epochs", "samples_per_s", "epoch_seconds", "tier", "ceiling_share", "busy_share", "waiting",
-    "best_val_loss", "peak_bytes", "joules_per_sample",
+    "best_val_loss", "peak_bytes", "joules_per_sample", "ceiling_spread", "wall_s", "startup_s", "work_s", "overhead",
 }  # fmt: skip
-EVALUATE_KEYS = {"median_error_m", "mean_error_m", "p95_error_m", "crlb_ratio", "coverage", "baselines"}
+EVALUATE_KEYS = {
+    "median_error_m",
+    "mean_error_m",
+    "p95_error_m",
+    "crlb_ratio",
+    "coverage",
+    "baselines",
+    "best_baseline",
+    "verdict",
+    "differences",
+}
 LOOP = ("generate", "train", "evaluate", "tune", "segment", "sequences")
 
 
@@ -145,7 +155,7 @@ def test_datasets_runs_and_models_are_listed_for_a_service_once(done, capsys):
     assert set(runs) == {"rf.train", "segment.train", "sequence.train"}
     assert runs["rf.train"].config["dataset_ids"] == [datasets["demo radio"].id]
     assert runs["segment.train"].summary["step"] > 0
-    training = json.loads((out / "cells-run" / "config.json").read_text())["training"]
+    training = json.loads((out / "cells-run" / "config.json").read_text())["training"] | {"task": "auto"}  # as given
     assert {name: runs["segment.train"].config[name] for name in training} == training
     assert "unet_tiny" in (data / "batch_sizes.json").read_text()
     assert found["dashboard"]["command"] in printed

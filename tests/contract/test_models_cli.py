@@ -13,7 +13,7 @@ from brim.cli import main
 from brim.jobs.store import Catalogue
 from brim.segmentation import create_model
 from brim.segmentation.networks import WEIGHTS, save_weights
-from brim.segmentation.training import write_config
+from brim.segmentation.training import RUN
 
 KEYS = ["name", "kind", "network", "path", "version", "about", "added_at"]
 
@@ -44,7 +44,7 @@ def segment_run(tmp_path_factory, weights) -> Path:
     run = tmp_path_factory.mktemp("runs") / "cells"
     run.mkdir()
     save_file(load_file(weights), run / WEIGHTS, metadata={"model": "unet_tiny"})
-    write_config(run, {"format_version": 1, "kind": "segment-train", "training": {"model": "unet_tiny"}})
+    RUN.write(run, {"format_version": 1, "kind": "segment-train", "training": {"model": "unet_tiny"}})
     return run
 
 

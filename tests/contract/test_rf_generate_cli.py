@@ -26,6 +26,11 @@ KEYS = {
     "ceiling_share",
     "stages",
     "peak_bytes",
+    "ceiling_spread",
+    "wall_s",
+    "startup_s",
+    "work_s",
+    "overhead",
 }
 SAMPLES = 48
 GOOD = ["A,45.0,7.0,100", "B,45.2,7.5,200", "C,44.8,7.3,150"]
@@ -195,7 +200,7 @@ def test_a_refusal_of_the_real_command_is_two_and_one_line(tmp_path):
     [
         ("--preset best", "--preset"),
         ("--waveform morse", "--waveform="),
-        ("--loss two_ray", "--loss="),
+        ("--loss three_ray", "--loss="),
         ("--dataset-type iq", "--dataset-type="),
         ("--device gpu", "gpu"),
         ("--device cuda:99", "cuda:99"),
@@ -215,6 +220,7 @@ def test_a_refusal_of_the_real_command_is_two_and_one_line(tmp_path):
         ("--batch-size 0", "--batch-size"),
         ("--memory 2GigaBytes", "2GigaBytes"),
         ("--memory 0", "0"),
+        ("--memory 3", "one sample needs"),
         ("--config missing.toml", "missing.toml"),
         ("--stations missing.csv", "missing.csv"),
         ("--min-snr-db 60 --tx-power-dbm 0", "60"),

@@ -1,6 +1,7 @@
 """Training, evaluating and locating as others build on them: JSON, exit codes, what a stopped run leaves."""
 
 import json
+import re
 import shutil
 import signal
 import subprocess
@@ -17,9 +18,14 @@ from brim.engine.storage.dataset import Dataset
 
 TRAIN_KEYS = {
     "run", "epochs", "samples_per_s", "epoch_seconds", "tier", "ceiling_share", "busy_share", "waiting",
-    "best_val_loss", "peak_bytes", "joules_per_sample",
+    "best_val_loss", "peak_bytes", "joules_per_sample", "ceiling_spread", "wall_s", "startup_s", "work_s", "overhead",
 }  # fmt: skip
-EVALUATE_KEYS = {"median_error_m", "mean_error_m", "p95_error_m", "crlb_ratio", "coverage", "baselines"}
+SPENT = {"wall_s", "startup_s", "work_s", "overhead"}
+EVALUATE_KEYS = {"median_error_m", "mean_error_m", "p95_error_m", "crlb_ratio", "coverage", "baselines"} | {
+    "best_baseline",
+    "verdict",
+    "differences",
+}
 torch.set_num_threads(1)  # small batches: a second thread only competes
 
 OPTIONS = ["--epochs", "2", "--batch-size", "16", "--device", "cpu"]
@@ -54,7 +60,9 @@ def test_train_says_where_the_data_is_and_how_fast_it_was(made, tmp_path, capsys
     captured = capsys.readouterr()
     assert "tier ram: " in captured.err
     assert "brim rf evaluate" in captured.out
-    assert "of the ceiling" in captured.out.splitlines()[-1]
+    *_, summary, last = captured.out.splitlines()
+    assert "ceiling not measured: run too short" in summary
+    assert re.search(r"s in all: .* s of work, .* s of overhead, most of it \w+", last)
 
 
 def test_evaluate_prints_the_keys_of_the_contract_and_writes_a_page(made, tmp_path):
@@ -62,9 +70,10 @@ def test_evaluate_prints_the_keys_of_the_contract_and_writes_a_page(made, tmp_pa
 
     found = answer("rf", "evaluate", made / "run", made / "held", "--report", page, "--device", "cpu")
 
-    assert set(found) == EVALUATE_KEYS
+    assert set(found) == EVALUATE_KEYS | SPENT
+    assert found["work_s"] + sum(found["overhead"].values()) == pytest.approx(found["wall_s"], abs=1e-3)
     assert set(found["coverage"]) == {"50", "90", "95"}
-    assert set(found["baselines"]) == {"centroid", "strength", "arrival_strength"}
+    assert set(found["baselines"]) >= {"centroid", "strength", "arrival_strength", "grid"}
     assert "<html" in page.read_text()
 
 
@@ -106,6 +115,7 @@ def test_export_onnx_writes_a_checked_file(made, tmp_path):
 
     assert written["file"] == str(tmp_path / "locator.onnx")
     assert written["max_difference"] < 1e-3
+    assert "axes" in written["inputs"]
     assert (tmp_path / "locator.onnx").stat().st_size == written["bytes"]
 
 

@@ -24,8 +24,18 @@ from brim.segmentation.prediction import ModelLoader
 from brim.segmentation.scenes import make_cells
 from brim.segmentation.tuning import device_key
 
-TRAIN_KEYS = {"run", "weights", "epochs", "dice", "iou", "images_per_s", "ceiling_share", "peak_bytes"}
-PREDICT_KEYS = {"images", "failed", "polygons", "seconds", "images_per_s", "ceiling_share", "batch_size", "stages"}
+SPENT = {"ceiling_spread", "wall_s", "startup_s", "work_s", "overhead"}
+TRAIN_KEYS = {"run", "weights", "epochs", "dice", "iou", "images_per_s", "ceiling_share", "peak_bytes"} | SPENT
+PREDICT_KEYS = {
+    "images",
+    "failed",
+    "polygons",
+    "seconds",
+    "images_per_s",
+    "ceiling_share",
+    "batch_size",
+    "stages",
+} | SPENT
 ENTRY_KEYS = {
     "optimal_batch_size", "max_safe_batch_size", "expected_throughput", "p50_latency_ms", "p95_latency_ms",
     "memory_limit_mb", "image_size", "precision", "layout", "compiled",
@@ -79,7 +89,7 @@ def files_in(path: Path) -> list[str]:
 def test_tune_prints_the_entry_of_each_model_and_its_trials(tmp_path):
     found = answer("segment", "tune", *QUICK, "--out", tmp_path / "sizes.json")
 
-    assert set(found) == {"unet_tiny"}
+    assert set(found) == {"unet_tiny", *SPENT} - {"ceiling_spread"}
     assert set(found["unet_tiny"]) == {*ENTRY_KEYS, "trials"}
     assert found["unet_tiny"]["image_size"] == 64
     assert {"batch", "seconds", "status"} <= set(found["unet_tiny"]["trials"][0])
@@ -103,8 +113,8 @@ def test_tune_tells_a_person_the_batch_and_draws_a_plot(tmp_path, capsys):
     assert main(["segment", "tune", *QUICK, "--search", "layout", *more]) == 0
 
     out = capsys.readouterr().out.splitlines()
-    assert "is safe" in out[-3]
-    assert out[-2:] == [f"saved: {tmp_path / 'sizes.json'}", f"plot:  {tmp_path / 'new/tuned.png'}"]
+    assert "is safe" in out[-4]
+    assert out[-3:-1] == [f"saved: {tmp_path / 'sizes.json'}", f"plot:  {tmp_path / 'new/tuned.png'}"]
     assert cv2.imread(str(tmp_path / "new/tuned.png")) is not None
 
 
@@ -152,6 +162,7 @@ def test_a_malformed_file_of_batch_sizes_is_named_and_left_alone(made, tmp_path)
 
 def test_sizes_of_another_device_are_named_not_used_and_kept(made, tmp_path, capsys, monkeypatch):
     monkeypatch.setitem(ModelLoader.__init__.__kwdefaults__, "tune_seconds", 0.3)
+    monkeypatch.setattr("brim.segmentation.prediction.files.FEW_IMAGES", 0)
     sizes = tmp_path / "sizes.json"
     content = json.loads((made / "sizes.json").read_text())
     foreign = content["devices"]["NVIDIA H200 140 GiB"] = content["devices"].pop(HERE)
@@ -198,7 +209,8 @@ def test_predict_tells_a_person_where_the_results_are(made, tmp_path, capsys):
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == f"results: {tmp_path / 'out'}"
     assert lines[1].startswith("10 images, ")
-    assert len(lines) == 2
+    assert len(lines) == 3
+    assert "s of work" in lines[2]
 
 
 def test_every_format_is_written(made, tmp_path):

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from cli_commands import answer, refused
+from cli_commands import answer, refused, without_times
 from safetensors.torch import load_file
 
 from brim.cli import main
@@ -22,10 +22,13 @@ from brim.sequences.corpus.synthetic import make_sequences
 
 torch.set_num_threads(1)  # small batches: a second thread only competes
 
+SPENT = ["wall_s", "startup_s", "work_s", "overhead"]
 TRAIN_KEYS = [
     "run", "mode", "samples_per_s", "padding_share", "tier", "ceiling_share", "busy_share", "scores", "peak_bytes",
+    "model", "ceiling_spread", "comparison", "warnings", *SPENT,
 ]  # fmt: skip
 EVALUATE_KEYS = ["items", "accuracy", "ari", "nmi", "matched_accuracy"]
+EVALUATE_KEYS += ["uar", "macro_f1", "per_class", "confusion", "classes", "ccc", "rmse", "r2"]
 ABLATE_KEYS = ["name", "samples_per_s", "busy_share", "ceiling_share", "peak_bytes"]
 SHORT = ["--classifier-epochs", "1", "--encoder-epochs", "1", "--iterations", "1", "--device", "cpu"]
 EVERY = [*SHORT, "--batch-size", "16", "--tier", "ram", "--precision", "fp32", "--num-workers", "2",
@@ -71,17 +74,34 @@ def test_train_evaluate_and_embed_supervised(made, tmp_path):
 
     trained = answer("sequence", "train", made / "corpus", "--out", run, "--mode", "supervised", *EVERY)
     scored = answer("sequence", "evaluate", run, made / "corpus", "--device", "cpu")
-    embedded = answer("sequence", "embed", run, made / "corpus", "--out", tmp_path / "e.safetensors")
+    files = ("--out", tmp_path / "e.safetensors", "--plot", tmp_path / "e.png")
+    embedded = answer("sequence", "embed", run, made / "corpus", *files)
 
     assert list(trained) == TRAIN_KEYS
     assert (trained["run"], trained["mode"], trained["tier"]) == (str(run), "supervised", "ram")
-    assert list(trained["scores"]) == ["accuracy"]
+    assert list(trained["scores"]) == ["accuracy", "uar", "macro_f1"]
     assert trained["samples_per_s"] > 0
     assert trained["peak_bytes"] > 0
-    assert list(scored) == EVALUATE_KEYS
-    assert scored == {"items": 8, **trained["scores"], "ari": None, "nmi": None, "matched_accuracy": None}
+    assert list(scored) == [*EVALUATE_KEYS, *SPENT]
+    assert {name: scored[name] for name in ("accuracy", "uar", "macro_f1")} == trained["scores"]
+    assert scored["ari"] is scored["nmi"] is scored["matched_accuracy"] is None
+    assert sum(map(sum, scored["confusion"])) == scored["items"] == 8
     assert embedded["items"] == len(load_file(tmp_path / "e.safetensors")["embedding"]) == 40
+    assert (tmp_path / "e.png").read_bytes().startswith(b"\x89PNG")
     assert json.loads((run / "run.json").read_text())["training"]["seed"] == 4
+
+
+def test_folds_are_supervised_and_end_with_a_table(made, tmp_path):
+    argv = ["sequence", "train", made / "corpus", "--out", tmp_path / "run", "--folds", "2", "--model", "rocket"]
+
+    trained = answer(*argv)
+
+    result = trained["cross_validation"]
+    assert (trained["mode"], result["folds"], result["seeds"]) == ("supervised", ["1", "2"], [0])
+    assert set(result["scores"]["uar"]) == {"mean", "std", "low", "high", "values"}
+    assert (tmp_path / "run" / "table.tex").is_file()
+    assert "set --groups to a column" in refused(*argv[:5], "--folds", "leave-one-group-out")
+    assert "is a cross-validation" in refused("sequence", "evaluate", tmp_path / "run", made / "corpus")
 
 
 def test_self_mode_is_the_default_and_scores_clusters(made, tmp_path):
@@ -103,9 +123,9 @@ def test_supervised_training_starts_from_the_encoder_of_a_run(made, tmp_path):
     answer("sequence", "train", made / "corpus", "--out", first, *SHORT)
     trained = answer(*argv)
 
-    assert list(trained["scores"]) == ["accuracy"]
+    assert list(trained["scores"]) == ["accuracy", "uar", "macro_f1"]
     assert json.loads((second / "run.json").read_text())["encoder"]["name"] == "first"
-    assert answer(*argv, "--resume") == trained
+    assert answer(*argv, "--resume") | dict.fromkeys(SPENT) == trained | dict.fromkeys(SPENT)
     assert "is for supervised mode" in refused(
         "sequence", "train", made / "corpus", "--encoder", first, "--out", tmp_path / "third"
     )
@@ -191,7 +211,7 @@ def test_the_help_of_pack_says_what_the_files_hold(capsys, monkeypatch):
 
     assert main(["sequence", "pack", "--help"]) == 0
 
-    assert "each (frames, features);" in capsys.readouterr().out  # square brackets would be taken for a style
+    assert ".npy (frames, features)," in capsys.readouterr().out  # square brackets would be taken for a style
 
 
 # Bad input: exit 2, one line, nothing half-written
@@ -337,14 +357,15 @@ def test_a_run_is_continued_only_when_asked(made, tmp_path):
     first = answer(*argv)
 
     assert "add --resume" in refused(*argv)
-    assert answer(*argv, "--resume") == first
+    assert without_times(answer(*argv, "--resume")) == without_times(first)
 
 
 def test_supervised_mode_ignores_the_options_of_the_other(made, tmp_path):
     argv = ["sequence", "train", made / "corpus", "--out", tmp_path / "run", "--mode", "supervised"]
     first = answer(*argv, "--classifier-epochs", "1", "--encoder-epochs", "0", "--clusters", "99")
 
-    assert answer(*argv, "--classifier-epochs", "1", "--iterations", "0", "--resume") == first
+    again = answer(*argv, "--classifier-epochs", "1", "--iterations", "0", "--resume")
+    assert without_times(again) == without_times(first)
 
 
 # Ctrl-C

@@ -69,7 +69,7 @@ def test_a_job_from_submission_to_deletion(serve, tmp_path):
     assert json.loads(watched.out)["status"] == "completed"
     assert "dataset_id" in json.loads(shown.out)["result"]
     assert job["id"] in [each["id"] for each in json.loads(listed.out)["jobs"]]
-    assert any("attempt 1" in line["text"] for line in json.loads(logged.out)["lines"])
+    assert any("starts on the CPU" in line["text"] for line in json.loads(logged.out)["lines"])
     assert json.loads(deleted.out) == {"id": job["id"], "deleted": True}
     assert jobs(serve, "show", job["id"]).code == 2
 

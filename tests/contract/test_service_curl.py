@@ -38,6 +38,7 @@ def curl(serve: Serve, path: str, body: str | None = None, *more: str) -> Any:
     return json.loads(done.stdout)
 
 
+@pytest.mark.alone
 @pytest.mark.slow
 def test_both_bodies_run_as_they_stand(serve):
     generation = curl(serve, JOBS, GENERATION)

@@ -326,13 +326,10 @@ def test_compilation_counts_apart():
 
 
 def test_a_step_that_waits_for_something_else_is_told():
-    stages = {"pre-processing": 0.0071, "device": 0.0029}
-    found = sweep(lambda batch: Trial(batch=batch, seconds=0.01 * batch, stages=stages), SweepConfig(limit=64))
-    assert "not limited by the device: 71% of the time in pre-processing" in found.verdict
     found = sweep(lambda batch: Trial(batch=batch, seconds=0.01, device_share=0.3), SweepConfig(limit=64))
     assert "not limited by the device: it is busy for 30% of the time" in found.verdict
     found = sweep(lambda batch: Trial(batch=batch, seconds=0.01, device_share=0.99), SweepConfig(limit=64))
-    assert found.verdict == "batch 64 gives 6400/s, 64 times batch 1"
+    assert found.verdict == "batch 64 gives 6\u202f400/s, 64 times batch 1"
 
 
 def test_progress_hears_of_every_trial():

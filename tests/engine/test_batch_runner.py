@@ -15,7 +15,7 @@ from brim.engine.batching.policy import BatcherConfig
 from brim.engine.batching.runner import BatchRunner
 from brim.engine.batching.servable import Answer, DecodedRequest, Payload, RequestShape, Servable
 from brim.engine.batching.work import Reply
-from brim.errors import BrimError, DeadlinePassed, ImageError, OutOfMemory, Overloaded
+from brim.errors import BrimError, DeadlinePassed, ImageError, OutOfMemory, Overloaded, TooLarge
 
 
 class Sleeper:
@@ -158,14 +158,14 @@ def test_a_cancelled_request_never_runs():
 
 
 def test_a_request_that_cannot_be_in_time_is_refused_with_a_time_to_come_again():
-    with serving(Sleeper(0.3, (1,))) as (runner, _):
+    with serving(Sleeper(0.8, (1,))) as (runner, _):
         for _ in range(3):
             send(runner, "learn").result(5)
-        replies = [send(runner, str(number), within_s=1.35) for number in range(4)]
+        replies = [send(runner, str(number), within_s=2.0) for number in range(2)]
         with pytest.raises(Overloaded) as refused:
-            send(runner, "hasty", within_s=1.35)
+            send(runner, "hasty", within_s=2.0)
         time.sleep(refused.value.retry_after_s + 0.02)
-        hasty = send(runner, "hasty", within_s=1.35)
+        hasty = send(runner, "hasty", within_s=2.0)
 
         assert hasty.result(5).body == b"HASTY/0"
         assert all(reply.result(5) for reply in replies)
@@ -259,6 +259,7 @@ def test_metrics_count_what_happened():
     assert told["depth"] == told["running"] == told["requests"] == 0
 
 
+@pytest.mark.alone
 def test_how_long_a_forward_runs_can_be_watched():
     with serving(Sleeper(0.15)) as (runner, _):
         reply = send(runner, "a")
@@ -280,6 +281,24 @@ def test_a_key_not_seen_before_is_guessed_from_one_that_was():
             send(runner, "a", key=1).result(5)
         with pytest.raises(Overloaded, match="shorter"):
             send(runner, "ten times as large", key=10, within_s=0.1)
+
+
+@pytest.mark.alone
+def test_a_request_that_would_block_the_device_for_a_minute_delays_nobody():
+    class Scaled(Sleeper):
+        def inspect(self, payload: Payload) -> RequestShape:
+            cost = payload.options["key"]
+            return RequestShape(cost, 1, cost=float(cost), expected_s={1: 0.005 * cost})
+
+    with serving(Scaled(0.005)) as (runner, _):
+        for number in range(20):
+            with pytest.raises(Overloaded, match="shorter"):
+                send(runner, "twenty seconds of work", key=4_000, within_s=1.5)
+            with pytest.raises(TooLarge):
+                send(runner, "a minute of work", key=12_000, within_s=100)
+            began_s = time.monotonic()
+            assert send(runner, str(number), key=1).result(5)
+            assert time.monotonic() - began_s < 1
 
 
 def test_a_failure_of_the_runner_itself_reaches_those_who_wait(monkeypatch):

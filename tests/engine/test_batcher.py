@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from brim.engine.batching.policy import BatcherConfig, BatchPolicy, RequestPart, StartBatch, Wait
-from brim.errors import ConfigError, Overloaded
+from brim.errors import ConfigError, Overloaded, TooLarge
 
 SECONDS = {1: 0.005, 2: 0.008, 4: 0.012, 8: 0.020}  # a device on which batching pays
 
@@ -413,6 +413,7 @@ def test_a_configuration_that_cannot_work_is_refused(wrong):
         BatcherConfig(**wrong)
 
 
+@pytest.mark.alone
 def test_the_door_is_quick_with_a_hundred_waiting():
     policy = BatchPolicy(lambda key: (1, 2, 4, 8))
     chance = random.Random(1)
@@ -431,7 +432,7 @@ def test_the_door_is_quick_with_a_hundred_waiting():
 
 def test_an_idle_device_tries_what_its_guess_would_refuse_and_learns():
     policy = BatchPolicy(lambda key: (1,))
-    policy.expect("key", 1, 5.0)
+    policy.expect("key", 1, 0.9)
 
     assert policy.wait_s("key", 10.0) == 0.0
     tried = policy.admit("key", 1, 10.1, 10.0)
@@ -454,6 +455,44 @@ def test_an_idle_device_tries_what_its_guess_would_refuse_and_learns():
         policy.started(start.batch, second)
         policy.finished(start.batch, second + 0.02)
     policy.admit("key", 1, 16.6, 16.5)
+
+
+@pytest.mark.parametrize("limit_s", [1.5, 40.0])
+def test_an_idle_device_does_not_try_what_is_hopeless(limit_s):
+    policy = BatchPolicy(lambda key: (1, 2))
+    policy.expect("long", 1, 48.0)
+    policy.expect("short", 1, 0.01)
+
+    for second in range(100, 200):
+        with pytest.raises((Overloaded, TooLarge)):
+            policy.admit("long", 1, second + limit_s, float(second))
+        policy.leave(policy.admit("short", 1, second + 0.1, float(second)))
+
+
+def test_a_part_that_would_take_too_long_is_refused_even_with_all_the_time_in_the_world():
+    policy = BatchPolicy(lambda key: (1,), BatcherConfig(max_part_s=10.0))
+    policy.expect("long", 1, 11.0)
+    policy.expect("fine", 1, 9.0)
+
+    with pytest.raises(TooLarge, match=r"11\.0 s, at most 10 s") as refused:
+        policy.admit("long", 1, 1000.0, 0.0)
+    assert refused.value.code == "too_long"
+    policy.admit("fine", 1, 1000.0, 0.0)
+
+
+@pytest.mark.parametrize("slow_s", [5.0, 50.0])
+def test_one_slow_batch_does_not_shut_the_door_for_ever(slow_s):
+    policy = BatchPolicy(lambda key: (1,))
+    policy.expect("key", 1, 0.01)
+    policy.ready(policy.admit("key", 1, 1.0, 0.0), 0.0)
+    start = policy.next(0.0)
+    assert isinstance(start, StartBatch)
+    policy.started(start.batch, 0.0)
+    policy.finished(start.batch, slow_s)
+
+    with pytest.raises((Overloaded, TooLarge)):
+        policy.admit("key", 1, slow_s + 3, slow_s + 2)
+    policy.admit("key", 1, 30 * slow_s, 29 * slow_s)
 
 
 def test_what_is_due_later_does_not_count_for_the_urgent():

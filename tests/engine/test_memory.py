@@ -5,7 +5,7 @@ import time
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from brim.engine.device import memory
@@ -255,6 +255,7 @@ def test_a_size_that_failed_is_not_tried_again():
     assert tried == [32, 16, 8] + [4] * 8
 
 
+@settings(max_examples=30)  # each collects garbage a few times
 @given(st.integers(1, 100), st.integers(1, 100), st.integers(1, 120))
 def test_halving_loses_and_repeats_nothing(count, above, size):
     with inject_oom(above=above):

@@ -160,7 +160,7 @@ def test_a_batch_may_have_a_place_of_its_own(tier: str) -> None:
         inputs = {name: torch.full_like(tensor, 1) for name, tensor in expected[0].items()}
         num_there = 0
         for ours, theirs in zip(
-            resident.epoch(2, place=lambda name, found: inputs if (name, found) == ("frames", shape) else None),
+            resident.epoch(2, inputs=lambda name, found: inputs if (name, found) == ("frames", shape) else None),
             expected,
             strict=True,
         ):

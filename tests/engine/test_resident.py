@@ -228,15 +228,25 @@ def test_batches_can_be_written_into_given_tensors(tier, chunk_bytes, monkeypatc
         assert len(batch["index"]) == 4
 
 
-def test_fill_writes_any_batch_in_vram():
-    with make(100, 16, tier="vram") as resident:
-        expected, out = indices(resident.epoch(1)), resident.static_batch()
-        for number in (3, 0, 6):
-            assert resident.fill(out, 1, number)["index"].tolist() == expected[number]
-        with pytest.raises(ConfigError, match="batch=7 must be from 0 to 6"):
-            resident.fill(out, 1, 7)
-    with make(tier="ram") as resident, pytest.raises(ConfigError, match="fill needs tier vram"):
-        resident.fill(out, 0, 0)
+@pytest.mark.parametrize(("num", "drop_last"), [(100, False), (100, True), (98, False), (5, False)])
+def test_batches_fetched_by_a_counter_are_those_of_the_epoch(num, drop_last):
+    with make(num, tier="vram", drop_last=drop_last, rows=torch.arange(num)) as resident:
+        fetcher = resident.fetcher()
+        for epoch, start in ((0, 0), (1, 0), (1, resident.num_batches // 2), (2, resident.num_batches - 1)):
+            expected = list(resident.epoch(epoch, start))
+            batches = fetcher.epoch(epoch, start)
+            for number, batch in enumerate(batches):
+                turn = next((n for n, inputs in enumerate(fetcher.inputs) if inputs is batch), None)
+                if turn is not None:
+                    fetcher.fetch(1 - turn)  # what a captured step does beside its own work
+                assert all(torch.equal(batch[name], expected[number][name]) for name in batch)
+            assert number == len(expected) - 1
+
+
+@pytest.mark.parametrize("tier", ["ram", "window"])
+def test_rows_that_are_not_on_the_device_are_not_fetched_by_a_step(tier):
+    with make(tier=tier, shuffle="blocks") as resident:
+        assert resident.fetcher() is None
 
 
 def test_given_tensors_that_do_not_fit_are_named():
@@ -434,7 +444,6 @@ def test_when_nothing_fits_it_is_out_of_memory():
         ({"batch_size": 0}, "batch_size=0"),
         ({"block_items": 0}, "block_items=0"),
         ({"window_share": 0.0}, "window_share"),
-        ({"names": ["nope"]}, 'no field "nope"'),
     ],
 )
 def test_options_that_cannot_work_are_refused(options, message):

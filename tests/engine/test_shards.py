@@ -110,7 +110,7 @@ def test_shard_bytes_are_those_of_the_safetensors_library(tmp_path):
 
 def test_reading_by_shard_by_field_and_by_range(made):
     dataset = Dataset(made)
-    assert [len(shard["x"]) for shard in dataset] == [10, 10, 5]
+    assert [len(dataset.shard(number)["x"]) for number in range(3)] == [10, 10, 5]
     assert dataset.fields["iq"] == (torch.complex64, (3,))
     assert dataset.shard(1, ["index"], verify=True)["index"].tolist() == [*range(10, 20)]
     assert dataset.rows(8, 22, ["index"])["index"].tolist() == [*range(8, 22)]
@@ -577,7 +577,9 @@ def test_shards_of_different_fields_do_not_load(made):
     rows = rows_of(10, 20) | {"x": torch.zeros(10, 3)}
     file = made / "shards/000001.safetensors"
     safetensors.torch.save_file(rows, file)
-    edit_manifest(made, lambda manifest: manifest["shards"][1].update(bytes=file.stat().st_size))
+    content = file.read_bytes()
+    changed = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+    edit_manifest(made, lambda manifest: manifest["shards"][1].update(changed))
     with pytest.raises(ShardCorrupt, match=r'"x" is torch.float32 \[3\], in the first shard'):
         Dataset(made).load()
 
@@ -585,7 +587,7 @@ def test_shards_of_different_fields_do_not_load(made):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda m: m.update(format_version=2), "format_version is 2, expected 1"),
+        (lambda m: m.update(format_version=9), "format_version is 9, expected 1 or 2"),
         (lambda m: m.pop("shards"), "has shards=None, expected list"),
         (lambda m: m.pop("totals"), "has totals=None"),
         (lambda m: m.update(items=24), "items is 24"),
@@ -594,6 +596,8 @@ def test_shards_of_different_fields_do_not_load(made):
         (lambda m: m["shards"][0].update(name="../../etc/passwd"), "is '../../etc/passwd', expected 000000"),
         (lambda m: m["shards"][0].update(name="000001.safetensors"), "expected 000000"),
         (lambda m: m["shards"][0].update(items=-1), "has -1 items"),
+        (lambda m: m.update(config=[1]), "has config="),
+        (lambda m: m.update(config={"x": "\ud800"}), "is not valid JSON"),
     ],
 )
 def test_a_manifest_that_makes_no_sense_is_refused(made, change, message):

@@ -1,4 +1,6 @@
+import hashlib
 import importlib.util
+import json
 import os
 import shutil
 import socket
@@ -13,10 +15,12 @@ import numpy as np
 import pytest
 import torch
 
-from brim.engine.rows import sql
-from brim.engine.rows.files import DatasetSource, NpyFolderSource, open_source
+import brim
+from brim.cli import main
+from brim.engine.rows.files import DatasetSource, NpyFolderSource
 from brim.engine.rows.source import TensorSource, read_rows
-from brim.engine.rows.sql import SqlSource
+from brim.engine.rows.sql import SqlSource, without_password
+from brim.engine.storage import Dataset, shard_file
 from brim.engine.storage.dataset import allocate
 from brim.engine.storage.writer import ShardWriter
 from brim.errors import ConfigError, DatasetError, ShardCorrupt, StorageError
@@ -62,7 +66,7 @@ def assert_same(found, expected):
 def test_tensors_are_a_source():
     source = TensorSource(rows_of(0, 7), names=["index", "x"])
 
-    assert (source.num_items, source.nbytes) == (7, 7 * (8 + 16))
+    assert source.num_items == 7
     assert_same(read(source, 2, 5), {name: rows_of(2, 5)[name] for name in ("index", "x")})
 
 
@@ -154,6 +158,29 @@ def test_an_unknown_name_and_an_empty_list_are_refused(tmp_path):
         DatasetSource(make_dataset(tmp_path / "a", 0, 5), names=["nope"])
     with pytest.raises(ConfigError, match="no dataset given"):
         DatasetSource([])
+
+
+def test_every_file_is_verified_at_its_first_use_and_after_a_change(tmp_path, monkeypatch):
+    hashed, digest = [], hashlib.file_digest
+    monkeypatch.setattr(
+        hashlib, "file_digest", lambda file, name: hashed.append(Path(file.name).name) or digest(file, name)
+    )
+    monkeypatch.setattr(shard_file, "_verified", shard_file._Verified())
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    path = make_dataset(tmp_path / "a", 0, 20)
+    names = ["000000.safetensors", "000001.safetensors"]
+    for name in names:
+        os.utime(path / "shards" / name, (1, 1))  # not written just now
+
+    read(DatasetSource(path))
+    assert sorted(hashed) == names
+    read(DatasetSource(path))
+    monkeypatch.setattr(shard_file, "_verified", shard_file._Verified())  # another process
+    read(DatasetSource(path))
+    assert len(hashed) == 2
+    os.utime(path / "shards" / names[1], (2, 2))
+    Dataset(path).load()
+    assert hashed[2:] == names[1:]
 
 
 # Folders of .npy
@@ -259,31 +286,6 @@ def test_no_folder_and_an_empty_folder_are_refused(tmp_path):
         NpyFolderSource(tmp_path)
 
 
-# open_source
-
-
-def test_open_source_picks_by_what_it_is_given(tmp_path):
-    dataset, folder = make_dataset(tmp_path / "a", 0, 5), save(tmp_path / "f", x=np.zeros(3))
-    tensors = TensorSource({"x": torch.zeros(2)})
-
-    assert isinstance(open_source(str(dataset)), DatasetSource)
-    assert open_source([dataset, dataset]).num_items == 10
-    assert isinstance(open_source(folder), NpyFolderSource)
-    assert isinstance(open_source({"x": torch.zeros(2)}), TensorSource)
-    assert open_source(tensors) is tensors
-
-
-def test_open_source_refuses_what_it_cannot_read(tmp_path):
-    with pytest.raises(DatasetError, match="not a directory"):
-        open_source(tmp_path / "nope")
-    with pytest.raises(ConfigError, match=r"postgresql://u:\*\*\*@h/d needs a query"):
-        open_source("postgresql://u:secret@h/d")
-    with pytest.raises(ConfigError, match="needs a database URL"):
-        open_source(tmp_path, query="SELECT 1")
-    with pytest.raises(ConfigError, match="use postgresql"):
-        open_source("mysql://h/d", query="SELECT 1")
-
-
 # SQL
 
 adbc = pytest.mark.skipif(importlib.util.find_spec("adbc_driver_manager") is None, reason="brim[sql] is not installed")
@@ -304,7 +306,7 @@ def sqlite(tmp_path):
 
 @adbc
 def test_sqlite_is_read(sqlite):
-    source = open_source(sqlite, query="SELECT i, x FROM t ORDER BY i;")
+    source = SqlSource(sqlite, "SELECT i, x FROM t ORDER BY i;")
 
     expected = {"i": torch.arange(5000), "x": torch.arange(5000, dtype=torch.float64) / 4}
     assert_same(read(source), expected)
@@ -358,7 +360,7 @@ def test_a_missing_driver_says_how_to_install_it(tmp_path, monkeypatch):
     ],
 )
 def test_passwords_are_not_shown(url, shown):
-    assert sql.without_password(url) == shown
+    assert without_password(url) == shown
 
 
 PASSWORD = "s%C3%A9same"  # as it stands in a URL
@@ -445,6 +447,25 @@ def test_postgresql_is_read_in_bulk(postgres):
             "window": torch.stack([index, index + 1, index + 2], 1).float(),
         },
     )
+
+
+def test_a_module_trains_on_a_query_by_command(postgres, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").write_text(
+        "from torch import nn\n"
+        "def make(columns):\n"
+        "    return nn.Linear(2, 1), lambda model, batch: (model(batch['x'])[:, 0] - batch['y']).square().mean()\n"
+    )
+    query = "SELECT ARRAY[i / 100.0, 1]::float4[] AS x, (i / 50.0)::float4 AS y FROM generate_series(0, 99) AS i(i)"
+    words = ["train", "mine.py:make", "--data", postgres, "--out", "run", "--epochs", "2", "--device", "cpu"]
+
+    assert main([*words, "--query", query]) == 0
+    assert json.loads((tmp_path / "run" / "run.json").read_text())["columns"]["x"] == ["float32", [2]]
+    for wrong, said in (("SELECT 1 AS x WHERE false", "no rows"), ("SELECT 'a' AS x", 'column "x" is string')):
+        assert main([*words[:5], "other", *words[6:], "--query", wrong]) == 2
+        assert said in capsys.readouterr().err
+    rows = next(brim.Resident(brim.sql(postgres, query), batch_size=100, shuffle=False).epoch(0))
+    assert torch.equal(rows["y"], torch.arange(100) / 50)
 
 
 @pytest.mark.parametrize(

@@ -67,6 +67,7 @@ def test_waiting_is_split_by_what_the_device_saw(
     assert split_wait(host_s, copy_s, device_s) == pytest.approx(expected)
 
 
+@pytest.mark.alone
 def test_clock_counts_training_alone_and_goes_on_after_a_resume() -> None:
     clock = RunClock(torch.device("cpu"), SimpleNamespace(copy_s=0.0))
     clock.go()

@@ -19,7 +19,7 @@ import s3fs
 import torch
 from test_shards import HEADER, fill, fill_limited, rows_of, totals_of, writer
 
-from brim.engine.rows.files import DatasetSource, open_source
+from brim.engine.rows.files import DatasetSource
 from brim.engine.rows.source import read_rows
 from brim.engine.storage import destination
 from brim.engine.storage import places as storage
@@ -227,7 +227,7 @@ def test_only_the_fields_asked_for_travel(url, proxy):
 
 def test_a_source_reads_each_stored_shard_once(url, proxy):
     fill(url, 45)
-    source, out = open_source(url, names=["index", "x"]), torch.empty(45, dtype=torch.int64)
+    source, out = DatasetSource(url, names=["index", "x"]), torch.empty(45, dtype=torch.int64)
     proxy.requests.clear()
     for start in range(0, 45, 3):
         source.read(start, start + 3, {"index": out[start : start + 3]})

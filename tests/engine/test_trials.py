@@ -23,6 +23,7 @@ def sleeping(base_s: float, item_s: float) -> Callable[[int], Callable[[], None]
     return lambda batch: lambda: time.sleep(base_s + item_s * batch)
 
 
+@pytest.mark.alone
 def test_a_step_is_timed_and_its_latency_told():
     trial = Prober(sleeping(0.004, 0.001), CPU, QUICK)(6)
     assert trial.batch == 6
@@ -35,6 +36,7 @@ def test_a_step_is_timed_and_its_latency_told():
     assert trial.steps >= 5
 
 
+@pytest.mark.alone
 def test_short_steps_are_timed_many_at_a_time():
     calls = []
     trial = Prober(lambda batch: lambda: calls.append(batch), CPU, QUICK)(1)
@@ -42,6 +44,7 @@ def test_short_steps_are_timed_many_at_a_time():
     assert len(calls) > 300
 
 
+@pytest.mark.alone
 def test_the_first_call_is_warm_up_and_counts_apart():
     def make(batch: int) -> Callable[[], None]:
         times_s = iter([0.2])
@@ -151,11 +154,6 @@ def test_a_training_step_is_tuned_too():
 
     found = tune(make, CPU, SweepConfig(limit=16, seconds=3))
     assert 1 <= found.batch <= found.max_safe <= 16
-
-
-def test_stages_of_a_step_reach_the_verdict():
-    prober = Prober(sleeping(0.002, 0), CPU, QUICK, stages=lambda: {"decode": 3.0, "device": 1.0})
-    assert prober(1).stages == {"decode": 3.0, "device": 1.0}
 
 
 def test_the_budget_is_what_is_free_and_what_is_held():

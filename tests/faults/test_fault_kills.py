@@ -1,7 +1,7 @@
 """Random `kill -9`s of workers and of the whole service while it generates and trains: nothing is lost or done twice.
 
-The undisturbed results come from the library itself, called without a service. `make soak` does 200 kills
-(BRIM_KILLS) on each database, `make test` 20 and, on PostgreSQL, 5.
+The undisturbed results come from the library itself, called without a service. `make test` does 6 kills (BRIM_KILLS)
+and, on PostgreSQL, 3: of a worker, the API and the whole service; soak.py does more of it, with more around it.
 """
 
 import hashlib
@@ -17,10 +17,10 @@ from pathlib import Path
 import pytest
 from fault_service import QUICK, SOAK, Serve, brim, shards, until
 
-KILLS = int(os.environ.get("BRIM_KILLS", "20"))
-SEED = int(os.environ.get("BRIM_KILLS_SEED", "6"))
-SAMPLES = 160
-TRAIN = {"epochs": 120, "batch_size": 16, "checkpoint_every_s": 0.5}
+KILLS = int(os.environ.get("BRIM_KILLS", "6"))
+SEED = int(os.environ.get("BRIM_KILLS_SEED", "40"))
+SAMPLES = 96
+TRAIN = {"epochs": 60, "batch_size": 16, "checkpoint_every_s": 0.5}
 
 UNDISTURBED = """
 import json, sys
@@ -96,7 +96,7 @@ def digests(run: Path) -> list[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(120 + 40 * KILLS)
+@pytest.mark.timeout(240 + 40 * KILLS)
 def test_kills_lose_nothing_and_do_nothing_twice(
     make_serve: Callable[..., Serve], database: str | None, undisturbed: Path, tmp_path: Path
 ):
@@ -111,7 +111,7 @@ def test_kills_lose_nothing_and_do_nothing_twice(
         job = serve.generate(SAMPLES) if kind == "rf.generate" else serve.submit(body)
         makers[kind].append(job["id"])
 
-    for _ in range(KILLS if SOAK or database is None else KILLS // 4):  # there is always one of either to be hit
+    for _ in range(KILLS if SOAK or database is None else KILLS // 2):  # there is always one of either to be hit
         for kind, ids in makers.items():
             if not ids or serve.job(ids[-1])["status"] == "completed":
                 submit(kind)

@@ -20,8 +20,8 @@ SAMPLES = 96
 
 @pytest.fixture(scope="module")
 def serve(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serve]:
-    """One service for the tests that leave it as it was."""
-    made = Serve(tmp_path_factory.mktemp("shared") / "data")
+    """One service for the tests that leave it as it was; its processes are executed, not forked from the tests'."""
+    made = Serve(tmp_path_factory.mktemp("shared") / "data", BRIM_TEST_EXEC="1")
     try:
         yield made.start()
     finally:
@@ -149,7 +149,8 @@ def test_the_secrets_are_in_no_argument_or_environment_of_a_process(serve):
 
 def test_files_of_the_service_are_for_their_owner_alone(serve):
     assert serve.data.stat().st_mode & 0o777 == 0o700
-    assert (serve.data / "token").stat().st_mode & 0o777 == 0o600
+    for file in (serve.data / "token", *serve.data.glob("*.sqlite*")):
+        assert file.stat().st_mode & 0o777 == 0o600, file
 
 
 def test_a_database_of_another_data_directory_is_refused(make_serve: Callable[..., Serve], postgres):

@@ -89,7 +89,7 @@ def test_shards_do_not_depend_on_the_batch_size_or_a_stop(tmp_path) -> None:
 def test_out_of_memory_halves_the_batch_and_loses_nothing(tmp_path) -> None:
     config = GenerateConfig()
     torch.cuda.empty_cache()
-    hog = torch.empty(torch.cuda.mem_get_info()[0] - 12 * 2**30, dtype=torch.uint8, device="cuda:0")
+    hog = torch.empty(torch.cuda.mem_get_info()[0] - 4 * 2**30, dtype=torch.uint8, device="cuda:0")
     report = generate(config, tmp_path / "a", 3000, device="cuda:0", batch_size=2048)
     del hog
     torch.cuda.empty_cache()

@@ -8,7 +8,8 @@ from brim.engine.device.devices import stream
 from brim.segmentation.config import CropAugmentation, SegmentTrainConfig
 from brim.segmentation.networks import InferenceNetwork, create_model, default_setting, load_weights
 from brim.segmentation.scenes import make_cells, write_cells
-from brim.segmentation.training import agreement, augment, train
+from brim.segmentation.training import augment, train
+from brim.segmentation.training.objective import PixelCounts
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU here")]
 
@@ -39,7 +40,9 @@ def test_every_tier_and_precision_learns_to_segment(cells, tmp_path, tier, preci
     held = [make_cells(99, index, 192, 256) for index in range(6)]
     images = torch.from_numpy(np.stack([image for image, _ in held])).permute(0, 3, 1, 2).to(CUDA)
     true = torch.from_numpy(np.stack([mask for _, mask in held]))[:, None].to(CUDA)
-    assert agreement(network(images) > 0, true).iou >= 0.8
+    scores = PixelCounts(len(held), CUDA)
+    scores.add(network(images) > 0, true, torch.arange(len(held), device=CUDA))
+    assert scores.result()["iou"] >= 0.8
 
 
 @pytest.mark.parametrize("model", ["hrnet", "resunet_small", "resunet_advanced"])

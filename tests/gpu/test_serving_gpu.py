@@ -18,7 +18,7 @@ from brim.engine.batching.warm_up import ladder
 from brim.segmentation.networks import create_model, save_weights
 from brim.segmentation.objects import Polygon, fill
 from brim.segmentation.prediction import ModelLoader, SegmentServable
-from brim.segmentation.tuning import BatchSizeEntry, BatchSizes, device_info, device_key
+from brim.segmentation.tuning import BatchSizeEntry, device_info, device_key, save_entry
 from brim.service.prediction.process.models import Models
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU here")]
@@ -36,8 +36,7 @@ def made(tmp_path: Path) -> Path:
         p95_latency_ms=50.0, memory_limit_mb=1000.0, image_size=1024, precision="fp16", layout="channels_last",
         compiled=False,
     )  # fmt: skip
-    sizes = BatchSizes().with_entry(device_key(GPU), device_info(GPU), "unet_tiny", entry, [])
-    sizes.write(tmp_path / "sizes.json")
+    save_entry(tmp_path / "sizes.json", device_key(GPU), device_info(GPU), "unet_tiny", entry, [])
     return tmp_path
 
 

@@ -37,7 +37,7 @@ class Desk:
         self.program = [str(TOY)] if toy else ["-m", "brim.jobs.worker.main"]
         self.env = {"OMP_NUM_THREADS": "1", "GOMP_SPINCOUNT": "1000", "BRIM_MIN_FREE_BYTES": "1000", **env}
         self.workers: dict[str, subprocess.Popen] = {}
-        self.deaths = reconcile.Deaths(self.catalogue, self.queue, data)
+        self.reconciler = reconcile.Reconciler(self.catalogue, self.queue, data)
         self._lifeline = os.pipe()
         self._beats: dict[str, int] = {}
 
@@ -104,9 +104,9 @@ class Desk:
     def oversee(self) -> None:
         for name, worker in list(self.workers.items()):
             if (code := worker.poll()) is not None:
-                self.deaths.note(name, f"signal {-code}")
+                self.reconciler.died(name, f"signal {-code}")
                 self.start(name)
-        for name in reconcile.once(self.catalogue, self.queue, time.time(), self.data):
+        for name in self.reconciler.once():
             self.kill(name)
 
     def until(self, job_id: str, *statuses: str, seconds: float = 60):

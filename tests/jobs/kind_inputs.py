@@ -7,8 +7,9 @@ from collections.abc import Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
 
-from brim.jobs.kinds import KINDS, Inputs, Stopped, Task, read_body
+from brim.jobs.kinds import Inputs, Stopped, Task, read_body
 from brim.jobs.status import JobProgress
+from brim.jobs.worker import member
 
 SECOND = 1.5  # that a job may be silent for, on a machine that is busy with other things
 
@@ -48,7 +49,7 @@ class Watched:
         """The result; None when it was stopped."""
         self.told.append((time.monotonic(), JobProgress()))
         try:
-            result = KINDS[self.spec.kind].run(self._task)
+            result = member.run(self._task)
         except Stopped:
             return None
         finally:

@@ -7,9 +7,12 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import alembic.autogenerate
-import alembic.runtime.migration
+import alembic.command
+import first_catalogue
 import pytest
 import sqlalchemy as sa
+from alembic.operations import Operations
+from alembic.runtime.migration import MigrationContext
 
 import brim.jobs.store
 from brim.errors import ConfigError, Conflict, NotFound, Unavailable
@@ -23,17 +26,33 @@ ASKED = SimpleNamespace(kind="rf.evaluate", name="e", config={})
 # Migrations
 
 
-def test_the_migrations_make_the_tables_of_today(database_url):
+@pytest.mark.parametrize("first", [True, False])
+def test_a_new_catalogue_and_one_of_the_first_version_get_the_tables_of_today(database_url, first):
+    if first:
+        make_first(database_url)
     upgrade(database_url)
 
     engine = open_engine(database_url)
     with reading(engine) as connection:
-        options = {"version_table": VERSION_TABLE, "compare_type": True}
-        context = alembic.runtime.migration.MigrationContext.configure(connection, opts=options)
+        context = MigrationContext.configure(connection, opts={"version_table": VERSION_TABLE, "compare_type": True})
         difference = alembic.autogenerate.compare_metadata(context, metadata)
+        version = context.get_current_revision()
     engine.dispose()
 
     assert difference == []
+    assert version == "0005"
+
+
+def make_first(url):
+    """A catalogue as the first services made it."""
+    engine = open_engine(url)
+    with writing(engine) as connection:
+        if connection.dialect.name == "postgresql":
+            connection.execute(sa.schema.CreateSchema("brim"))
+        first_catalogue.create(Operations(MigrationContext.configure(connection)))
+        connection.execute(sa.text(f"CREATE TABLE {VERSION_TABLE} (version_num VARCHAR(32) PRIMARY KEY)"))
+        connection.execute(sa.text(f"INSERT INTO {VERSION_TABLE} VALUES ('0001')"))
+    engine.dispose()
 
 
 def test_migrating_again_changes_nothing(database_url):
@@ -66,13 +85,12 @@ def test_a_database_of_a_later_version_is_refused_in_words(database_url):
 
 def test_an_upgrade_that_fails_leaves_nothing_behind(database_url, monkeypatch):
     """Tables and version go in together: the next start finds either all or nothing."""
-    import alembic.op
 
     def fail(*_, **__):
         raise RuntimeError("killed")
 
     with monkeypatch.context() as patched:
-        patched.setattr(alembic.op, "create_index", fail)
+        patched.setattr(alembic.command, "stamp", fail)
         with pytest.raises(RuntimeError):
             upgrade(database_url)
     upgrade(database_url)
@@ -101,6 +119,8 @@ def test_migrations_are_part_of_the_package():
         "0001_first.py",
         "0002_models.py",
         "0003_failure.py",
+        "0004_remarks.py",
+        "0005_submitted_by.py",
     ]
 
 
@@ -267,19 +287,7 @@ def test_models_are_listed_by_name_and_each_adding_is_a_version_of_its_own(catal
 
 
 def test_a_catalogue_of_the_first_version_is_brought_to_today(database_url):
-    import alembic.command
-    import alembic.config
-
-    engine = open_engine(database_url)
-    folder = Path(brim.jobs.store.__file__).parent / "migrations"
-    with writing(engine) as connection:
-        if connection.dialect.name == "postgresql":
-            connection.execute(sa.schema.CreateSchema("brim", if_not_exists=True))
-        config = alembic.config.Config()
-        config.set_main_option("script_location", str(folder))
-        config.attributes["connection"] = connection
-        alembic.command.upgrade(config, "0001")
-    engine.dispose()
+    make_first(database_url)
     with Catalogue.open(database_url) as catalogue:
         with pytest.raises(Unavailable, match="no tables yet"):
             catalogue.models.all()

@@ -24,7 +24,7 @@ def test_several_writers_leave_no_gap(catalogue, job):
             if writer % 2:
                 catalogue.jobs.tell(job.id, JobProgress(current=step))
             else:
-                catalogue.events.post(job.id, "log", {"text": f"{writer} {step}"})
+                assert catalogue.jobs.want(job.id, "pause")
 
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(write, range(4)))
@@ -73,12 +73,3 @@ def test_old_progress_is_forgotten_and_old_statuses_are_not(catalogue, job, monk
 
     found = catalogue.events.after(job.id, 0)
     assert [event.seq for event in found] == [1, 2, *range(171, 201)]  # pruned when number 200 was added
-    catalogue.events.prune(job.id, keep=5)
-    assert [event.seq for event in catalogue.events.after(job.id, 0)] == [1, 2, *range(196, 201)]
-
-
-def test_events_of_a_job_that_is_gone_are_dropped(catalogue, job):
-    catalogue.jobs.move(job.id, "completed", of={"running"})
-    catalogue.jobs.remove(job.id)
-
-    assert catalogue.events.post(job.id, "log", {"text": "late"}) == 0

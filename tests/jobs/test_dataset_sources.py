@@ -267,3 +267,9 @@ def test_a_dataset_in_use_keeps_its_files(catalogue, data, tmp_path):
     with pytest.raises(Conflict, match="in use"):
         sources.remove(catalogue, data, row.id)
     assert Corpus.open(data / row.path)
+
+
+def test_a_lock_that_cannot_be_opened_stops_no_start(catalogue, data):
+    (data / "uploads" / "odd.lock").mkdir(parents=True)
+
+    sources.tidy(catalogue, data)

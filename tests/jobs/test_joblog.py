@@ -57,6 +57,16 @@ def test_half_a_line_is_waited_for_and_passed_over_once_another_worker_writes(tm
     assert [line["text"] for line in more] == ["next"]
 
 
+def test_lines_that_nobody_wrote_are_passed_over(tmp_path):
+    path = tmp_path / "log.jsonl"
+    for at in ("NaN", "1e300", "-1.0", '"x"', "[" * 2000):
+        with path.open("a") as file:
+            file.write(f'{{"at": {at}, "level": "info", "text": "x"}}\n')
+    write(path, "ours")
+
+    assert [line["text"] for line in read_log(path)[0]] == ["ours"]
+
+
 def test_any_offset_is_safe(tmp_path):
     path = tmp_path / "log.jsonl"
     write(path, "one", "two")

@@ -12,7 +12,7 @@ from brim.config import settings
 from brim.errors import ConfigError, Conflict, DatasetError, StorageError
 from brim.jobs.kinds import KINDS, Inputs, Spec, Stopped, Task
 from brim.jobs.kinds import task as tasks
-from brim.jobs.kinds.task import checking, job_phrase, with_progress
+from brim.jobs.kinds.task import checking, job_phrase, reporting
 from brim.jobs.status import KIND_NAMES, JobProgress
 
 
@@ -58,13 +58,12 @@ def test_an_accelerator_is_a_device(tmp_path, accelerator, device):
 
 
 def test_a_silent_library_is_spoken_for(said):
-    @with_progress
     def run(task):
         task.report(JobProgress(current=3, total=9, message="thinking"))
         time.sleep(1.5)
         return {}
 
-    run(said.task)
+    reporting(said.task, run)
 
     assert len(said) >= 4
     assert {(word.current, word.total) for word in said[1:]} == {(3, 9)}
@@ -74,27 +73,25 @@ def test_a_silent_library_is_spoken_for(said):
 def test_who_is_silent_for_too_long_is_not_spoken_for(said, monkeypatch):
     monkeypatch.setattr(tasks, "SILENCE_S", 0.6)
 
-    @with_progress
     def run(task):
         time.sleep(1.8)
         return {}
 
-    run(said.task)
+    reporting(said.task, run)
 
     assert 2 <= len(said) <= 3
 
 
 def test_no_thread_stays(said):
     before = threading.active_count()
-    with_progress(lambda task: {})(said.task)
+    reporting(said.task, lambda task: {})
 
     with pytest.raises(StorageError):
-        with_progress(lambda task: (_ for _ in ()).throw(StorageError("full")))(said.task)
+        reporting(said.task, lambda task: (_ for _ in ()).throw(StorageError("full")))
     assert threading.active_count() == before
 
 
 def test_a_wish_to_stop_leaves_a_library_that_cannot_be_asked(said):
-    @with_progress
     def run(task):
         said.stop = True
         try:
@@ -103,14 +100,14 @@ def test_a_wish_to_stop_leaves_a_library_that_cannot_be_asked(said):
             return {"wrong": True}
 
     with pytest.raises(Stopped):
-        run(said.task)
+        reporting(said.task, run)
 
 
 # Results and errors
 
 
 def test_a_result_is_what_json_can_hold(said, tmp_path):
-    result = with_progress(lambda task: {"a": float("nan"), "b": (1, {"c": float("inf")}), 5: tmp_path})(said.task)
+    result = reporting(said.task, lambda task: {"a": float("nan"), "b": (1, {"c": float("inf")}), 5: tmp_path})
 
     assert result == {"a": None, "b": [1, {"c": None}], "5": tmp_path.name}
 

@@ -16,7 +16,7 @@ from brim.segmentation.config import SegmentTrainConfig
 from brim.segmentation.prediction import ModelLoader
 from brim.segmentation.scenes import make_cells
 from brim.segmentation.training import train
-from brim.segmentation.tuning import BatchSizeEntry, BatchSizes, device_key
+from brim.segmentation.tuning import BatchSizeEntry, BatchSizes, device_key, save_entry
 
 torch.set_num_threads(1)
 
@@ -53,8 +53,7 @@ def tuned(trained, tmp_path):
         optimal_batch_size=3, max_safe_batch_size=4, expected_throughput=10.0, p50_latency_ms=1.0, p95_latency_ms=2.0,
         memory_limit_mb=100.0, image_size=1024, precision="fp32", layout="contiguous", compiled=False,
     )  # fmt: skip
-    sizes = BatchSizes().with_entry(device_key(torch.device("cpu")), {}, "unet_tiny", entry, [])
-    sizes.write(tmp_path / "batch_sizes.json")
+    save_entry(tmp_path / "batch_sizes.json", device_key(torch.device("cpu")), {}, "unet_tiny", entry, [])
     return tmp_path
 
 
@@ -63,7 +62,8 @@ def tuned(trained, tmp_path):
 
 def test_training_says_which_run_it_made(trained):
     assert trained.result.keys() == {
-        "run_id", "epochs", "dice", "iou", "images_per_s", "ceiling_share", "peak_bytes",
+        "run_id", "epochs", "dice", "iou", "images_per_s", "ceiling_share", "peak_bytes", "ceiling_spread",
+        "wall_s", "startup_s", "work_s", "overhead",
     }  # fmt: skip
     assert trained.result["run_id"] == "run"
     assert trained.result["epochs"] == 6

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from brim.jobs.status import Flow
-from brim.jobs.worker.live import WINDOW, Live, LiveStatus, Shares, read_live
+from brim.jobs.worker.live import WINDOW, LiveFile, LiveStatus, Shares, read_live
 
 JOB = "a" * 32
 
@@ -61,13 +61,14 @@ def test_shares_stay_between_none_and_all():
 
 
 def test_a_word_is_read_as_it_was_written_and_gone_when_cleared(data: Path):
-    live = Live(data, "w0")
+    live = LiveFile(data, "w0")
     live.tell(JOB, None)
     first = read_live(data, "w0")
     live.tell(JOB, flow(1, data=0))
     live.tell(JOB, flow(2, data=0.25))
 
-    assert first == LiveStatus(at=first.at, job_id=JOB, ceiling_share=None, stalls={}) if first else None
+    assert first is not None
+    assert first == LiveStatus(at=first.at, job_id=JOB, ceiling_share=None, stalls={}, cpu_share=first.cpu_share)
     second = read_live(data, "w0")
     assert second is not None
     assert (second.ceiling_share, second.stalls) == (0.75, {"data": 0.25})
@@ -79,7 +80,7 @@ def test_a_word_is_read_as_it_was_written_and_gone_when_cleared(data: Path):
 
 
 def test_readers_never_see_half_a_word(data: Path):
-    live, done, seen = Live(data, "w0"), threading.Event(), list[LiveStatus | None]()
+    live, done, seen = LiveFile(data, "w0"), threading.Event(), list[LiveStatus | None]()
     live.tell(JOB, None)
 
     def read() -> None:
@@ -105,7 +106,7 @@ def test_what_is_no_word_is_none(data: Path, text):
 
 
 def test_a_disk_that_takes_nothing_fails_no_job(tmp_path: Path):
-    live = Live(tmp_path / "gone", "w0")
+    live = LiveFile(tmp_path / "gone", "w0")
 
     live.tell(JOB, flow(1, data=0))
     live.clear()
@@ -114,7 +115,7 @@ def test_a_disk_that_takes_nothing_fails_no_job(tmp_path: Path):
 
 
 def test_the_file_says_no_more_than_it_needs(data: Path):
-    Live(data, "w0").tell(JOB, None)
+    LiveFile(data, "w0").tell(JOB, None)
 
     said = json.loads((data / "workers" / "w0.live").read_text())
-    assert said.keys() == {"at", "job_id", "ceiling_share", "stalls"}
+    assert said.keys() == {"at", "job_id", "ceiling_share", "stalls", "cpu_share"}

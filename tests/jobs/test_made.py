@@ -7,13 +7,13 @@ from types import SimpleNamespace
 import pytest
 
 from brim.jobs.registry.outputs import output_of
-from brim.jobs.store import Output
+from brim.jobs.store import Output, to_json
 
 
 @pytest.fixture
 def look(tmp_path):
     def at(makes) -> Output:
-        return output_of(tmp_path, SimpleNamespace(makes=makes, out="out"))
+        return output_of(tmp_path, SimpleNamespace(id="a", makes=makes, out="out"))
 
     return at
 
@@ -36,11 +36,22 @@ def test_a_dataset_is_as_large_as_its_manifest_says(look, tmp_path):
     assert look("dataset") == Output(items=30, bytes=120, about={"config": {"seed": 3}, "shards": 2})
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", "null"])
-def test_a_manifest_that_cannot_be_read_lists_nothing(look, tmp_path, text):
+@pytest.mark.parametrize(
+    "text", ["", "{", "[]", "null", '{"items": 3, "shards": [{"bxtes": 7}]}', '{"items": 1e9}', '{"items": -1}']
+)
+def test_a_manifest_that_is_damaged_leaves_the_dataset_as_it_was_listed(look, tmp_path, text):
     write(tmp_path / "out" / "manifest.json", text)
 
-    assert look("dataset").items == 0
+    assert look("dataset").items is None
+
+
+@pytest.mark.parametrize("config", ['{"x": "\\ud800\\u0000"}', "[" * 800 + "]" * 800], ids=["text", "depth"])
+def test_what_a_manifest_says_can_be_stored_and_shown(look, tmp_path, config):
+    write(tmp_path / "out" / "manifest.json", f'{{"items": 3, "shards": [], "config": {config}}}')
+
+    stored = json.loads(to_json(look("dataset").about))
+
+    assert len(json.dumps(stored, ensure_ascii=False).encode()) < 1000
 
 
 @pytest.mark.parametrize("folder", ["last", ".last.old"])

@@ -12,16 +12,11 @@ from brim.jobs.store import JobRow
 from brim.jobs.worker import reconcile
 from brim.jobs.worker.reconcile import decide, is_leftover
 
-NOW = 1_000_000.0
 
-
-def job(status, wanted, *, quiet_s=0.0, stopping_s=None) -> JobRow:
+def job(status, wanted) -> JobRow:
     return JobRow(
-        number=1, id="a" * 32, kind="toy.count", name="n", status=status, wanted=wanted, config={}, inputs={},
-        makes="dataset", output_id="b" * 32, result=None, error=None, key_hash=None, worker="w0", attempts=1, deaths=0,
-        deaths_at=-1, current=0, total=0, rate=0.0, eta_s=None, message="", event_seq=0, created_at=0.0, queued_at=0.0,
-        stopping_at=None if stopping_s is None else NOW - stopping_s, started_at=0.0, finished_at=None,
-        updated_at=NOW - quiet_s,
+        id="a" * 32, kind="toy.count", name="n", status=status, wanted=wanted, config={}, inputs={}, makes="dataset",
+        output_id="b" * 32, worker="w0", attempts=1, created_at=0.0, updated_at=0.0,
     )  # fmt: skip
 
 
@@ -63,30 +58,30 @@ def state(status):
     ],
 )
 def test_the_table_of_states(status, wanted, known, quiet_s, action):
-    assert decide(job(status, wanted, quiet_s=quiet_s, stopping_s=0.0), state(known), NOW) == action
+    assert decide(job(status, wanted), state(known), quiet_s, 0.0) == action
 
 
 @pytest.mark.parametrize(("stopping_s", "action"), [(1, None), (4.9, None), (5.1, "kill"), (1e6, "kill")])
 def test_a_job_that_does_not_stop_has_its_worker_killed(stopping_s, action):
-    assert decide(job("running", "cancel", stopping_s=stopping_s), state("CANCELLED"), NOW) == action
+    assert decide(job("running", "cancel"), state("CANCELLED"), 0.0, stopping_s) == action
 
 
 @pytest.mark.parametrize(
-    ("found", "expected"),
+    ("row", "quiet_s", "expected"),
     [
-        (None, True),  # deleted
-        (job("cancelled", "cancel"), True),
-        (job("paused", "pause"), True),
-        (job("cancelled", "run"), False),  # about to be resumed
-        (job("failed", "run", quiet_s=1), False),  # its worker is about to say so
-        (job("failed", "run", quiet_s=11), True),
-        (job("completed", "run", quiet_s=1e6), False),
-        (job("completed", "cancel", quiet_s=1e6), False),
-        (job("queued", "run"), False),
+        (None, 0, True),  # deleted
+        (job("cancelled", "cancel"), 0, True),
+        (job("paused", "pause"), 0, True),
+        (job("cancelled", "run"), 0, False),  # about to be resumed
+        (job("failed", "run"), 1, False),  # its worker is about to say so
+        (job("failed", "run"), 11, True),
+        (job("completed", "run"), 1e6, False),
+        (job("completed", "cancel"), 1e6, False),
+        (job("queued", "run"), 0, False),
     ],
 )
-def test_what_the_queue_should_no_longer_hold(found, expected):
-    assert is_leftover(found, NOW) == expected
+def test_what_the_queue_should_no_longer_hold(row, quiet_s, expected):
+    assert is_leftover(row, quiet_s) == expected
 
 
 # On real databases
@@ -110,48 +105,60 @@ def submit(catalogue):
     return make
 
 
-def later(seconds=60.0) -> float:
-    return time.time() + seconds
+@pytest.fixture
+def look(catalogue, queue, tmp_path):
+    """Look after the jobs, and again a minute later: names of workers to kill, each time."""
+    times: list[float] = []
+    reconciler = reconcile.Reconciler(catalogue, queue, tmp_path, clock=lambda: times[-1])
+
+    def at(*seconds):
+        names = []
+        for now_s in seconds or (0.0, 60.0):
+            times.append(now_s)
+            names.append(reconciler.once())
+        return names
+
+    return at
 
 
-def test_a_job_whose_api_was_killed_before_queueing_is_queued_once(catalogue, queue, submit, tmp_path):
+def test_a_job_whose_api_was_killed_before_queueing_is_queued_once(catalogue, queue, submit, look):
     made = submit()
 
-    reconcile.once(catalogue, queue, later(), tmp_path)
-    reconcile.once(catalogue, queue, later(), tmp_path)
+    look()
+    look()
 
     assert queue.active() == {made.id: DbosState("ENQUEUED", None)}
     assert catalogue.jobs.get(made.id).status == "queued"
 
 
-def test_a_cancel_that_never_reached_the_queue_does(catalogue, queue, submit, tmp_path):
+def test_a_cancel_that_never_reached_the_queue_does(catalogue, queue, submit, look):
     made = submit()
     queue.submit(made.id)
     catalogue.jobs.want(made.id, "cancel")
 
-    reconcile.once(catalogue, queue, later(), tmp_path)
-    reconcile.once(catalogue, queue, later(), tmp_path)
+    look()
+    look()
 
     assert queue.states([made.id])[made.id].status == "CANCELLED"
     assert catalogue.jobs.get(made.id).status == "cancelled"
     assert catalogue.datasets.page().total == 0  # nothing was made
 
 
-def test_a_resume_that_never_reached_the_queue_does(catalogue, queue, submit, tmp_path):
+def test_a_resume_that_never_reached_the_queue_does(catalogue, queue, submit, look):
     made = submit()
     queue.submit(made.id)
     queue.cancel(made.id)
     catalogue.jobs.move(made.id, "queued", of=["pending"])
 
-    reconcile.once(catalogue, queue, later(), tmp_path)
+    look()
 
     assert queue.states([made.id])[made.id].status == "ENQUEUED"
 
 
-def test_a_deleted_job_leaves_the_queue(catalogue, queue, tmp_path):
+def test_a_deleted_job_leaves_the_queue(catalogue, queue, look):
     queue.submit("c" * 32)
 
-    reconcile.once(catalogue, queue, later(), tmp_path)
+    look()
 
     assert queue.active() == {}
 
@@ -164,7 +171,7 @@ def test_at_a_start_what_was_to_stop_has_stopped(catalogue, queue, submit, tmp_p
     (tmp_path / made.out).mkdir(parents=True)
     (tmp_path / made.out / "manifest.json").write_text('{"items": 12, "complete": false}')
 
-    assert reconcile.orphans(catalogue, queue, {"w0"}, tmp_path) == 1
+    assert reconcile.adopt_orphans(catalogue, queue, {"w0"}, tmp_path) == 1
 
     assert catalogue.jobs.get(made.id).status == "paused"
     kept = catalogue.datasets.get(made.output_id)
@@ -174,14 +181,14 @@ def test_at_a_start_what_was_to_stop_has_stopped(catalogue, queue, submit, tmp_p
 @pytest.fixture
 def die(catalogue, queue, submit, tmp_path):
     """Begins an attempt at a job and ends its worker, again and again."""
-    made, deaths = submit(), reconcile.Deaths(catalogue, queue, tmp_path)
+    made, deaths = submit(), reconcile.Reconciler(catalogue, queue, tmp_path)
     queue.submit(made.id)
 
     def run(times, reason, *, starts=True) -> JobRow:
         for _ in range(times):
             if starts:
                 catalogue.jobs.move(made.id, "running", of=["pending", "running"], worker="w0")
-            deaths.note("w0", reason)
+            deaths.died("w0", reason)
         return catalogue.jobs.get(made.id)
 
     return run
@@ -220,16 +227,57 @@ def test_a_database_that_is_away_is_said_so(catalogue, tmp_path):
     broken = Queue(f"sqlite:///{tmp_path}/never_migrated.sqlite")
 
     with pytest.raises(Unavailable, match="the queue's database does not answer"):
-        reconcile.once(catalogue, broken, later(), tmp_path)
+        reconcile.Reconciler(catalogue, broken, tmp_path).once()
     broken.close()
 
 
-def test_a_worker_is_named_for_the_supervisor_to_kill(catalogue, queue, submit, tmp_path):
+def test_a_worker_is_named_for_the_supervisor_to_kill(catalogue, queue, submit, look):
     made = submit()
     queue.submit(made.id)
     catalogue.jobs.move(made.id, "running", of=["pending"], worker="w3")
     catalogue.jobs.want(made.id, "cancel")
     queue.cancel(made.id)
 
-    assert reconcile.once(catalogue, queue, time.time(), tmp_path) == []
-    assert reconcile.once(catalogue, queue, later(), tmp_path) == ["w3"]
+    assert look() == [[], ["w3"]]
+
+
+# Clocks and files
+
+
+@pytest.mark.parametrize("off_s", [-3600.0, 3600.0])
+def test_a_clock_that_is_set_holds_up_no_job(catalogue, queue, submit, look, monkeypatch, off_s):
+    made = submit()
+    real = time.time
+    monkeypatch.setattr(time, "time", lambda: real() + off_s)
+
+    look(0.0, 1.0)
+    assert queue.states([made.id]) == {}, "the API may still be about to queue it"
+    look(4.0)
+
+    assert queue.states([made.id])[made.id].status == "ENQUEUED"
+
+
+def test_a_job_that_cannot_be_looked_after_keeps_nobody_from_the_others(catalogue, queue, submit, look, monkeypatch):
+    bad, good = submit(), submit()
+    put = queue.submit
+
+    def refuse(job_id):
+        if job_id == bad.id:
+            raise KeyError("bytes")
+        put(job_id)
+
+    monkeypatch.setattr(queue, "submit", refuse)
+    look()
+
+    assert [catalogue.jobs.get(each.id).status for each in (bad, good)] == ["pending", "queued"]
+
+
+def test_a_damaged_manifest_stops_no_start(catalogue, queue, submit, tmp_path):
+    made = submit()
+    catalogue.jobs.move(made.id, "running", of=["pending"], worker="w7")
+    catalogue.jobs.want(made.id, "cancel")
+    (tmp_path / made.out).mkdir(parents=True)
+    (tmp_path / made.out / "manifest.json").write_text('{"items": 12, "shards": [{"bxtes": 3}]}')
+
+    assert reconcile.adopt_orphans(catalogue, queue, {"w0"}, tmp_path) == 1
+    assert catalogue.jobs.get(made.id).status == "cancelled"

@@ -8,8 +8,9 @@ from functools import partial
 from itertools import pairwise
 
 import pytest
-from desk import Desk
+from desk import Asked, Desk
 
+from brim.jobs.registry.outputs import output_of
 from brim.jobs.worker.joblog import log_file, read_log
 from brim.jobs.worker.process import urls
 from brim.service.settings import Settings
@@ -52,7 +53,7 @@ def test_a_job_runs_to_its_end_and_is_listed(make_desk, database):
 
 def test_four_kills_lose_nothing_and_repeat_nothing(make_desk, database):
     desk = make_desk(database)
-    job_id = desk.submit(items=400)
+    job_id = desk.submit(items=600)
 
     for current in (20, 60, 120, 200):
         desk.past(job_id, current)
@@ -60,7 +61,7 @@ def test_four_kills_lose_nothing_and_repeat_nothing(make_desk, database):
     job = desk.until(job_id, "completed")
 
     assert job.attempts == 5
-    assert desk.items(job_id) == 400
+    assert desk.items(job_id) == 600
     opened = [int(line.split()[1]) for line in desk.marks(job_id) if line.startswith("open")]
     assert opened == sorted(opened)
     assert len(opened) == 5
@@ -137,6 +138,43 @@ def test_an_unforeseen_failure_says_so_and_leaves_its_traceback_in_the_log(make_
     assert desk.until(other, "completed").attempts == 1
     pids = {desk.marks(each)[0].split()[2] for each in (job_id, other)}
     assert len(pids) == 2  # who knows what the failure left behind: the next job gets a new process
+
+
+def test_a_log_that_cannot_be_opened_fails_its_job_alone_and_resume_goes_on(make_desk):
+    desk = make_desk()
+    job, _ = desk.catalogue.jobs.submit(Asked("toy.count", "night run", {"items": 5}), makes="dataset")
+    log_file(desk.data, job.id).mkdir(parents=True)
+    desk.queue.submit(job.id)
+    desk.catalogue.jobs.move(job.id, "queued", of=["pending"])
+    other = desk.submit(items=5)
+
+    failed = desk.until(job.id, "failed")
+
+    assert failed.error.startswith("the job's log cannot be opened: Is a directory")
+    assert str(desk.data) not in failed.error
+    assert desk.until(other, "completed").attempts == 1
+    log_file(desk.data, job.id).rmdir()
+    desk.resume(job.id)
+    assert desk.until(job.id, "completed").result["counted"] == 5
+
+
+def test_a_flipped_bit_in_the_manifest_of_a_paused_job_harms_that_job_alone(make_desk):
+    desk = make_desk()
+    job_id = desk.submit(items=300)
+    desk.past(job_id, 20)
+    desk.stop(job_id, "pause")
+    paused = desk.until(job_id, "paused")
+    listed = desk.catalogue.datasets.get(paused.output_id)
+    manifest = desk.data / paused.out / "manifest.json"
+    manifest.write_text(manifest.read_text().replace('"items"', '"ytems"'))
+
+    assert desk.catalogue.jobs.move(job_id, "cancelled", of=["paused"], output=output_of(desk.data, paused))
+    assert desk.catalogue.datasets.get(paused.output_id) == listed
+    desk.resume(job_id)
+    other = desk.submit(items=5)
+
+    assert desk.until(job_id, "failed").error.startswith("unexpected KeyError")
+    assert desk.until(other, "completed").attempts == 1
 
 
 def test_a_job_that_kills_its_workers_is_given_up(make_desk):

@@ -80,6 +80,7 @@ def test_a_generation_and_a_training_survive_kills(desk):
         assert str(desk.data) not in str(job.result)
 
 
+@pytest.mark.alone
 def test_a_cancelled_generation_is_a_valid_dataset_within_five_seconds(tmp_path):
     desk = Desk(tmp_path / "data", toy=False)
     desk.start()

@@ -90,4 +90,4 @@ def do_without_torch() -> None:
 if __name__ == "__main__":
     do_without_torch()
     KINDS["toy.count"] = TOY
-    sys.exit(worker())
+    sys.exit(worker(sys.argv[1:]))

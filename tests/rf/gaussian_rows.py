@@ -5,10 +5,10 @@ import torch
 
 from brim.rf.config import GenerateConfig, preset
 from brim.rf.features import FEATURES, F
-from brim.rf.generation.rows import crlb_m
+from brim.rf.location.model import Estimate
 from brim.rf.location.solver import TX_HEIGHT_M, NoiseModel
 from brim.rf.physics.geometry import SPEED_OF_LIGHT, ecef
-from brim.rf.physics.link import noise_dbm, path_loss_db
+from brim.rf.physics.link import loss_exponent, noise_dbm, path_loss_db
 from brim.rf.physics.scene import make_scenes
 
 PRODUCTION = preset("production", seed=3)
@@ -43,8 +43,18 @@ def gaussian_rows(config: GenerateConfig = PRODUCTION, attempts: int = 64, *, no
         "transmitter": torch.from_numpy(place),
         "reference": torch.from_numpy(reference),
         "gdop": torch.from_numpy(scenes.gdop.astype(np.float32)),
-        "crlb_m": torch.from_numpy(crlb_m(config, scenes, np.full(len(scenes), 1e9)).astype(np.float32)),
+        "crlb_m": torch.from_numpy(bound_m(config, scenes).astype(np.float32)),
     }
+
+
+def bound_m(config, scenes):
+    """(B,) Cramér-Rao bound with shadowing and clock errors alone, by the inverse of the whole information matrix."""
+    slope = -np.stack([scenes.east, scenes.north], -1) / scenes.range_m[..., None]
+    times = np.concatenate([slope, np.ones_like(slope[..., :1])], -1) / (SPEED_OF_LIGHT * config.clock_sigma_s)
+    per_metre = 10 * loss_exponent(config, scenes.range_m) / np.log(10) / scenes.range_m
+    strengths = np.concatenate([slope, 0 * slope[..., :1]], -1) * (per_metre / config.shadowing_db)[..., None]
+    rows = np.concatenate([times, strengths], 1) * np.tile(scenes.present, 2)[..., None]
+    return np.sqrt(np.trace(np.linalg.inv(rows.mT @ rows)[:, :2, :2], axis1=1, axis2=2))
 
 
 def permuted(rows, order):
@@ -64,3 +74,9 @@ def padded(rows, extra=3, fill=1e4):
         "receivers": torch.full((num, extra, 3), 10.0, dtype=torch.float64),
     }
     return rows | {name: torch.cat([rows[name], value], 1) for name, value in more.items()}
+
+
+def solver_estimate(batch):
+    """What `prepare` found, in the form of a network's answer."""
+    axes = batch["axes"]
+    return Estimate.single(batch["solver_position"], axes, batch["origin"])

@@ -9,7 +9,7 @@ from columns import feature, truth, truth_chunks
 
 from brim.rf.config import GenerateConfig, Station, preset
 from brim.rf.generation.backend import CpuBackend, make_transmissions
-from brim.rf.generation.rows import TRUTH
+from brim.rf.generation.rows import TRUTH, strength_sigma_db, time_sigma_s
 from brim.rf.generation.stages import generate_batch
 from brim.rf.physics.geometry import ecef
 from brim.rf.physics.scene import make_scenes
@@ -223,13 +223,11 @@ def lines_of_sight(rows, n):
 def test_the_bound_of_a_row_is_the_stated_formula(gated, gated_config, n):
     here = gated["present"][n].numpy()
     distance, slope = lines_of_sight(gated, n)
-    beta, snr = (
-        truth(gated, "rms_frequency_hz")[n].numpy(),
-        10 ** (truth(gated, "link_snr_db")[n].double().numpy() / 10),
-    )
-    sigma_s = np.sqrt(1e-12 + 1 / ((2 * np.pi * beta) ** 2 * 2 * 12_500 * gated_config.duration_s * snr))
+    scenes = make_scenes(gated_config, gated["index"][n : n + 1].numpy())
+    beta = truth(gated, "rms_frequency_hz")[n, :1].double().numpy()
+    sigma_s, sigma_db = time_sigma_s(gated_config, scenes, beta)[0], strength_sigma_db(gated_config, scenes)[0]
     times = np.concatenate([slope, np.ones((7, 1))], 1) / (299_792_458 * sigma_s)[:, None]
-    strengths = np.concatenate([slope, np.zeros((7, 1))], 1) * (30 / np.log(10) / distance / 6.0)[:, None]
+    strengths = np.concatenate([slope, np.zeros((7, 1))], 1) * (30 / np.log(10) / distance / sigma_db)[:, None]
     rows = np.concatenate([times[here], strengths[here]])
     expected = np.sqrt(np.trace(np.linalg.inv(rows.T @ rows)[:2, :2]))
     assert gated["crlb_m"][n].item() == pytest.approx(expected, rel=1e-3)

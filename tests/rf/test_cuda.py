@@ -7,6 +7,7 @@ import importlib.util
 import os
 import subprocess
 import sys
+from functools import partial
 
 import pytest
 
@@ -27,14 +28,17 @@ from brim.rf.generation.cuda import CudaBackend
 from brim.rf.features import FEATURES
 from brim.rf.physics.scene import make_scenes
 
-waveform, fading = sys.argv[1:]
+waveform, fading, *impaired = sys.argv[1:]
 torch.set_num_threads(1)
 common = {"duration_s": 0.2, "tx_power_dbm": 35.0, "seed": 2**40 + 3, "max_gdop": 1e6}
+if impaired:
+    common |= {"adc_clip_db": 35.0, "agc_step_db": 3.0, "phase_noise_deg": 3.0, "filter_ripple_db": 1.0}
+    common |= {"interferer_share": 1.0, "interferer_db": 0.0, "impulses_per_s": 20.0}
 config = GenerateConfig(waveform=waveform, fading=fading, **common)
 scenes = make_scenes(config, np.array([2**33 + 1]))
-keep = np.isin(np.arange(7), np.nonzero(scenes.present[0])[0][-3:])
+keep = np.isin(np.arange(7), np.nonzero(scenes.present[0])[0][-2:])
 work = make_transmissions(config, replace(scenes, present=keep[None]))
-assert len(work.links) == 3
+assert len(work.links) == 2
 with CpuBackend(config) as cpu:
     expected = cpu.measure(work, iq=True)
 found = CudaBackend(config, torch.device("cpu")).measure(work, iq=True)
@@ -103,13 +107,20 @@ def run(script, *arguments, **environment):
     return subprocess.run(command, capture_output=True, text=True, env={**os.environ, **environment}, timeout=500)
 
 
-@pytest.mark.parametrize(("waveform", "fading"), [("nbfm", "rayleigh"), ("am", "rician"), ("fsk", "none")])
-def test_the_interpreted_kernels_equal_the_torch_path(waveform, fading):
-    done = run(COMPARE, waveform, fading, TRITON_INTERPRET="1")
+LONG = partial(pytest.param, marks=pytest.mark.soak)  # each takes half a minute of a core
+
+
+@pytest.mark.parametrize(
+    "words",
+    [("nbfm", "rayleigh"), LONG(("am", "rician")), LONG(("fsk", "none")), LONG(("nbfm", "rayleigh", "impaired"))],
+    ids="-".join,
+)
+def test_the_interpreted_kernels_equal_the_torch_path(words):
+    done = run(COMPARE, *words, TRITON_INTERPRET="1")
     assert done.returncode == 0, done.stderr[-2_000:]
 
 
-@pytest.mark.parametrize("duration_s", ["0.2", "1.0", "10.0"])
+@pytest.mark.parametrize("duration_s", [LONG("0.2"), "1.0", LONG("10.0")])
 def test_every_kernel_compiles_for_the_h200(tmp_path, duration_s):
     done = run(COMPILE, duration_s, TRITON_INTERPRET="0", TRITON_CACHE_DIR=str(tmp_path))
     assert done.returncode == 0, done.stderr[-2_000:]

@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from gaussian_rows import EXACT, PRODUCTION, gaussian_rows
+from gaussian_rows import EXACT, PRODUCTION, gaussian_rows, solver_estimate
 from geographiclib.geodesic import Geodesic
 
 from brim.errors import ConfigError
@@ -25,7 +25,7 @@ from brim.rf.location.evaluate import (
     parse_observations,
     read_observations,
 )
-from brim.rf.location.model import prepare, solver_estimate
+from brim.rf.location.model import Estimate, prepare
 from brim.rf.location.solver import geographic, observe, solve, target
 
 KEYS = {"median_error_m", "mean_error_m", "p95_error_m", "crlb_ratio", "coverage"}
@@ -39,6 +39,12 @@ def normal(num, seed=1):
     return torch.zeros(num, 2), (SPREAD @ SPREAD.mT).expand(num, 2, 2), true
 
 
+def gaussian(position, covariance, origin=None):
+    """An estimate of one Gaussian."""
+    origin = torch.zeros(len(position), 3) if origin is None else origin
+    return Estimate.single(position, torch.linalg.cholesky(covariance), origin)
+
+
 @pytest.fixture(scope="module")
 def rows():
     return gaussian_rows(attempts=150)
@@ -46,14 +52,16 @@ def rows():
 
 @pytest.fixture(scope="module")
 def report(rows):
-    return evaluate(solver_estimate(prepare(rows, PRODUCTION, EXACT)), rows, PRODUCTION, EXACT)
+    estimate = solver_estimate(prepare(rows, PRODUCTION, EXACT))
+    return evaluate(estimate, rows, PRODUCTION, baselines(rows, PRODUCTION, EXACT))
 
 
 # Metrics
 
 
 def test_coverage_of_the_right_covariance_is_nominal():
-    for level, share in coverage(*normal(40_000)).items():
+    position, covariance, true = normal(40_000)
+    for level, share in coverage(gaussian(position, covariance), true).items():
         assert share == pytest.approx(int(level) / 100, abs=0.01)
 
 
@@ -61,7 +69,7 @@ def test_coverage_of_half_the_ellipse_is_the_rayleigh_distributions():
     position, covariance, true = normal(40_000)
 
     # P(m² ≤ −2 ln(1 − p) / 4) = 1 − (1 − p)^¼
-    for level, share in coverage(position, covariance / 4, true).items():
+    for level, share in coverage(gaussian(position, covariance / 4), true).items():
         assert share == pytest.approx(1 - (1 - int(level) / 100) ** 0.25, abs=0.01)
 
 
@@ -78,7 +86,7 @@ def test_mahalanobis_is_the_quadratic_form():
 
 def test_errors_and_ratios_of_a_hand_made_case():
     true = torch.tensor([[3.0, 4.0]] * 99 + [[300.0, 400.0]])
-    found = metrics(torch.zeros(100, 2), torch.eye(2).expand(100, 2, 2), true, torch.full((100,), 5.0))
+    found = metrics(gaussian(torch.zeros(100, 2), torch.eye(2).expand(100, 2, 2)), true, torch.full((100,), 5.0))
 
     assert found["median_error_m"] == pytest.approx(5)
     assert found["mean_error_m"] == pytest.approx(9.95)
@@ -89,16 +97,18 @@ def test_errors_and_ratios_of_a_hand_made_case():
 
 def test_one_sample_can_be_evaluated_and_none_is_an_error():
     position, covariance, true = normal(1)
-    assert metrics(position, covariance, true, torch.ones(1))["mean_error_m"] > 0
+    assert metrics(gaussian(position, covariance), true, torch.ones(1))["mean_error_m"] > 0
 
     with pytest.raises(ConfigError, match="no samples"):
-        metrics(position[:0], covariance[:0], true[:0], torch.ones(0))
+        metrics(gaussian(position[:0], covariance[:0]), true[:0], torch.ones(0))
 
 
 def test_report_has_the_agreed_keys_and_is_json(report):
     assert set(report) >= KEYS | {"baselines"}
     assert set(report["coverage"]) == {"50", "90", "95"}
-    assert set(report["baselines"]) == {"centroid", "strength", "arrival_strength"}
+    assert set(report["baselines"]) == {
+        "centroid", "strength", "arrival_strength", "geman_mcclure", "drop_one", "unknown_power", "grid",
+    }  # fmt: skip
     assert all(set(one) >= KEYS for one in report["baselines"].values())
     assert json.loads(json.dumps(report, allow_nan=False)) == report
 
@@ -124,7 +134,7 @@ def test_errors_grow_with_gdop(report):
 
 def test_samples_are_grouped_by_their_receivers(rows):
     position, covariance, true = normal(len(rows["present"]))
-    groups = breakdown(position, covariance, true, rows)["error_by_receivers"]
+    groups = breakdown(gaussian(position, covariance), true, rows)["error_by_receivers"]
 
     assert {int(n): g["samples"] for n, g in groups.items()} == {
         n: int((rows["present"].sum(-1) == n).sum()) for n in rows["present"].sum(-1).unique().tolist()
@@ -145,12 +155,14 @@ def test_baselines_do_not_depend_on_how_they_are_batched(rows):
 def test_geojson_has_a_point_and_three_closed_rings_around_it(rows):
     batch = prepare(rows, PRODUCTION, EXACT)
     found = solver_estimate(batch)
-    features = geojson(found.position_en[:2], found.covariance[:2], found.origin[:2], ["a", "b"])["features"]
+    features = geojson(type(found)(*(part[:2] for part in found)), ["a", "b"])["features"]
     place = geographic(found.position_en[:1], found.origin[:1])[0]
 
     assert [f["geometry"]["type"] for f in features] == ["Point", "Polygon", "Polygon", "Polygon"] * 2
     assert features[0]["geometry"]["coordinates"] == pytest.approx([float(place[1]), float(place[0])])
     assert [f["properties"].get("probability") for f in features[:4]] == [None, 0.5, 0.9, 0.95]
+    lon, lat = features[0]["geometry"]["coordinates"]
+    assert features[0]["properties"]["modes"] == [{"lat": lat, "lon": lon, "weight": 1.0}]
     for feature in features[1:4]:
         (ring,) = feature["geometry"]["coordinates"]
         assert ring[0] == ring[-1]
@@ -161,7 +173,7 @@ def test_geojson_has_a_point_and_three_closed_rings_around_it(rows):
 def test_ellipse_has_its_size_on_the_ground():
     covariance = torch.diag(torch.tensor([1_000.0**2, 200.0**2])).expand(1, 2, 2)
     origin = torch.tensor([[45.0, 8.0, 300.0]])
-    point, _, _, wide = geojson(torch.zeros(1, 2), covariance, origin)["features"]
+    point, _, _, wide = geojson(gaussian(torch.zeros(1, 2), covariance, origin))["features"]
     lon, lat = point["geometry"]["coordinates"]
     far = [Geodesic.WGS84.Inverse(lat, lon, y, x)["s12"] for x, y in wide["geometry"]["coordinates"][0]]
 

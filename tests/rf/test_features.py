@@ -5,7 +5,7 @@ import torch
 from columns import feature, feature_chunks, truth, truth_chunks
 
 from brim.rf.config import GenerateConfig
-from brim.rf.features import FEATURES, aggregate
+from brim.rf.features import FEATURES, FeatureGrid, aggregate, measure_arrival
 from brim.rf.generation.stages import generate_batch
 
 NAMES = [name for name, _ in FEATURES]
@@ -231,9 +231,10 @@ def test_confidence_grows_with_the_snr(nbfm_rows):
 # Arrival times
 
 
-def test_the_reference_is_the_strongest_present_record(nbfm_rows):
-    power = truth(nbfm_rows, "power_record_dbm").masked_fill(~nbfm_rows["present"], -torch.inf)
-    assert torch.equal(nbfm_rows["reference"], power.argmax(1))
+def test_the_reference_is_the_strongest_present_record_as_measured(nbfm_rows):
+    measured = (10 ** (feature_chunks(nbfm_rows, "rssi_dbm").double() / 10)).sum(-1)
+    measured = measured.masked_fill(~nbfm_rows["present"], 0)
+    assert torch.equal(nbfm_rows["reference"], measured.argmax(1))
 
 
 def test_the_references_difference_is_zero(nbfm_rows):
@@ -297,6 +298,23 @@ def test_arrival_sigma_is_the_spread_of_the_errors(nbfm_rows, low, high):
     error = feature_chunks(nbfm_rows, "arrival_difference_us") - truth(nbfm_rows, "arrival_difference_us")[..., None]
     assert (sigma[mask] > 0).all()
     assert 0.7 <= rms((error / sigma)[mask]) <= 1.4
+
+
+def test_the_alignment_of_records_leaves_no_pull_towards_zero():
+    """One message at 25 kHz, delayed by whole and broken points without noise: chunks must not share less of it."""
+    config = GenerateConfig(waveform="fsk")
+    grid = FeatureGrid.of(config, 300e3)
+    generator = torch.Generator().manual_seed(4)
+    size = 5 * grid.points
+    frequency = torch.fft.rfftfreq(size, 1 / 25_000, dtype=torch.float64)
+    noise = torch.fft.rfft(torch.randn(size, generator=generator, dtype=torch.float64))
+    spectrum = noise * ((frequency > 300) & (frequency < 3_000))
+    delays = torch.tensor([0.0, 51.3e-6, 333e-6, -417.7e-6, 802.1e-6], dtype=torch.float64)
+    shifted = torch.fft.irfft(spectrum * torch.exp(-2j * torch.pi * frequency * delays[:, None]), size)
+    demodulated = shifted.to(torch.float32).reshape(len(delays), 5, -1)
+    value, sigma = measure_arrival(demodulated, 0, torch.full((len(delays),), 1e-3), config, grid)
+    assert (value.double() - delays[:, None]).abs().max() < 0.1e-6
+    assert (sigma[1:] < 1e-6).all()
 
 
 def test_a_carrier_has_no_arrival_time(rows_of):

@@ -15,6 +15,7 @@ from brim.engine.storage import Dataset
 from brim.errors import ConfigError, DatasetError, NothingAccepted, ShardCorrupt
 from brim.rf.config import BUILTIN_STATIONS, GenerateConfig, preset
 from brim.rf.features import FEATURES
+from brim.rf.generation.backend import CpuBackend
 from brim.rf.generation.dataset import generate
 from brim.rf.generation.rows import TRUTH, dataset_bytes
 from brim.rf.generation.stages import generate_batch
@@ -37,7 +38,7 @@ def dataset(gated_config, tmp_path_factory):
 # The same bytes
 
 
-@pytest.mark.parametrize("options", [{"batch_size": 1}, {"batch_size": 7}, {"batch_size": 64}, {}, {"memory": 2**20}])
+@pytest.mark.parametrize("options", [{"batch_size": 1}, {"batch_size": 7}, {"batch_size": 64}, {}, {"memory": 2**23}])
 def test_shards_do_not_depend_on_batch_size_or_memory(dataset, gated_config, tmp_path, options):
     generate(gated_config, tmp_path / "again", SAMPLES, device="cpu", **options)
     assert shards(tmp_path / "again") == shards(dataset[0])
@@ -70,6 +71,14 @@ def test_a_stopped_run_continues_to_the_same_bytes(dataset, gated_config, tmp_pa
     assert (continued.accepted, continued.attempted) == (dataset[1].accepted, dataset[1].attempted)
     assert continued.rejected == dataset[1].rejected
     assert shards(out) == shards(dataset[0])
+
+
+def test_a_stop_drops_what_is_being_computed(gated_config, tmp_path, monkeypatch):
+    computed, sample = [], CpuBackend._sample
+    monkeypatch.setattr(CpuBackend, "_sample", lambda *args: computed.append(1) or sample(*args))
+    report = generate(gated_config, tmp_path / "d", 100, device="cpu", batch_size=12, stop=lambda: True)
+    assert report.accepted == 12
+    assert len(computed) <= 3 * 12  # two further batches may be under way
 
 
 def test_a_longer_run_begins_with_the_shorter_one(dataset, gated_config, tmp_path):
@@ -153,14 +162,14 @@ def test_the_manifest_says_how_to_read_the_rows(dataset, gated_config):
     manifest = Dataset(dataset[0]).manifest
     assert manifest["features"] == [{"name": name, "unit": unit} for name, unit in FEATURES]
     assert manifest["truth"] == [{"name": name, "unit": unit} for name, unit in TRUTH]
-    assert manifest["seed"] == gated_config.seed
+    assert (manifest["format_version"], manifest["seed"]) == (2, gated_config.seed)
     assert manifest["config"] == gated_config.as_dict()
     assert manifest["torch"] == torch.__version__
 
 
 def test_shards_hold_what_the_config_says_never_the_batch(dataset):
     found = Dataset(dataset[0])
-    assert [len(rows["index"]) for rows in found] == [8, 8, 4]
+    assert [len(found.shard(number)["index"]) for number in range(3)] == [8, 8, 4]
 
 
 def test_random_receivers_are_stored_padded_to_ten(tmp_path):

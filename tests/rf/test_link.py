@@ -4,8 +4,11 @@ import logging
 
 import numpy as np
 import pytest
+import torch
 
 from brim.rf.config import GenerateConfig
+from brim.rf.location.solver import StrengthModel
+from brim.rf.physics import ground_wave
 from brim.rf.physics.link import free_space_db, hata_db, loss_exponent, noise_dbm, path_loss_db, warn_outside_validity
 
 KM = np.array([1.0, 2.0, 5.0, 10.0, 20.0])
@@ -112,3 +115,54 @@ def test_noise_falls_with_frequency_to_the_receivers_own():
     levels = [noise_dbm(GenerateConfig(frequency_mhz=f, environment="rural")) for f in (50.0, 145.0, 450.0, 2_900.0)]
     assert levels == sorted(levels, reverse=True)
     assert levels[0] == pytest.approx(-133.007 + 20.139 + 0.125, abs=0.01)  # (103.26 + 2.981)/103.26 is 0.124 dB
+
+
+# Other frequencies
+
+
+def test_the_two_theories_of_the_ground_wave_agree_where_they_meet():
+    for mhz in (0.0775, 0.3, 1.0, 3.0, 10.0):
+        x = np.array([0.25, 0.4, 0.6])
+        distance = x / ground_wave._scale(mhz) * ground_wave._RADIUS_M
+        flat = -20 * np.log10(ground_wave._flat(mhz, distance))
+        sphere = -20 * np.log10(ground_wave._sphere(mhz, x))
+        assert np.abs(flat - sphere).max() < 4.5, mhz
+
+
+def test_the_ground_wave_falls_faster_at_higher_frequencies_and_beyond_the_horizon():
+    distance = np.array([1e4, 1e5, 5e5])
+    low, high = (ground_wave.attenuation_db(mhz, distance) for mhz in (0.1, 3.0))
+
+    assert (high > low + 5).all()
+    assert (np.diff(high) > 0).all()
+    assert low[0] < 1  # long waves near by spread as on a perfect conductor
+
+
+@pytest.mark.parametrize("frequency_mhz", [0.01, 0.0775, 7.1, 145.0, 6000.0])
+@pytest.mark.parametrize("loss", ["free_space", "log_distance", "ground_wave", "two_ray", "cost231"])
+def test_all_frequencies_have_a_loss_that_grows_with_distance(frequency_mhz, loss):
+    config = GenerateConfig(frequency_mhz=frequency_mhz, loss=loss)
+    distance = np.logspace(3, 6, 61)
+
+    db = path_loss_db(config, distance)
+
+    assert np.isfinite(db).all()
+    assert (np.diff(db) > 0).all()
+
+
+def test_two_rays_fall_by_forty_decibels_a_decade_beyond_the_turn():
+    config = GenerateConfig(frequency_mhz=900.0, loss="two_ray", rx_antenna_m=30.0, tx_antenna_m=2.0)
+
+    assert np.diff(path_loss_db(config, np.array([1e4, 1e5])))[0] == pytest.approx(40)
+    assert path_loss_db(config, np.array([1e4]))[0] == pytest.approx(40 * 4 - 20 * np.log10(60), abs=0.1)
+    assert loss_exponent(config, np.array([200.0, 1e4])) == pytest.approx([2, 4], abs=0.01)
+
+
+@pytest.mark.parametrize("loss", ["ground_wave", "two_ray"])
+def test_the_solvers_table_is_the_generators_loss(loss):
+    config = GenerateConfig(loss=loss, frequency_mhz=7.1 if loss == "ground_wave" else 900.0)
+    distance = torch.tensor([300.0, 5_000.0, 40_000.0, 250_000.0], dtype=torch.float64)
+    power, exponent = StrengthModel.of(config).power_dbm(distance)
+
+    assert power.numpy() == pytest.approx(config.tx_power_dbm - path_loss_db(config, distance.numpy()), abs=0.05)
+    assert exponent.numpy() == pytest.approx(loss_exponent(config, distance.numpy()), abs=0.3)

@@ -19,7 +19,7 @@ from brim.rf.generation.worker import make_ranges
 def drain(book, config, rng=None, ahead=4):
     """All ranges, with several blocks under way that end in any order; some are lost on the way."""
     rng, under_way, out = rng or random.Random(0), [], []
-    while not book.is_empty:
+    while book.remaining:
         while len(under_way) < 3 and (block := book.next_block(ahead)) is not None:
             under_way.append(block)
         if under_way:
@@ -50,6 +50,19 @@ def test_ranges_do_not_depend_on_who_gates_in_which_order(gated_config, monkeypa
     for one, batch in zip(found, wanted, strict=True):
         assert np.array_equal(one.index, batch.scenes.index)
         assert one.totals == {name: int(values[-1]) for name, values in batch.totals.items()}
+
+
+@pytest.mark.parametrize("threads", [2, 5])
+def test_samples_do_not_depend_on_the_threads_that_draw_their_scenes(gated_config, monkeypatch, threads):
+    monkeypatch.setattr(module, "THREAD_BLOCK", 11)
+    sizes = iter([3, 1, 20, 7, 30] * 9)
+
+    drawn = list(accepted_batches(gated_config, 100, {}, lambda: next(sizes), threads))
+
+    (wanted,) = accepted_batches(gated_config, 100, {}, lambda: 100)
+    assert np.array_equal(np.concatenate([batch.scenes.index for batch in drawn]), wanted.scenes.index)
+    for name, values in wanted.totals.items():
+        assert np.array_equal(np.concatenate([batch.totals[name] for batch in drawn]), values)
 
 
 def test_ranges_go_on_where_a_dataset_ends(gated_config):
@@ -97,7 +110,8 @@ def test_gates_that_refuse_everything_are_named(gated_config, monkeypatch):
 @pytest.mark.parametrize("batch_size", [1, 3, 20])
 def test_rows_of_ranges_are_those_of_the_shards_of_one_device(gated_config, tmp_path, batch_size):
     generate(gated_config, tmp_path / "data", 28, device="cpu")
-    shards = list(Dataset(tmp_path / "data"))
+    dataset = Dataset(tmp_path / "data")
+    shards = [dataset.shard(number) for number in range(len(dataset.shards))]
     found = drain(RangeBook(gated_config, 28, start={}), gated_config)
 
     with Stages(gated_config, torch.device("cpu"), threads=1) as stages:

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from scipy import stats
+from scipy import signal, stats
 
 from brim.rf.config import GenerateConfig
 from brim.rf.physics.receiver import noise, tune
@@ -96,6 +96,28 @@ def test_a_signal_60_db_above_the_noise_does_not_raise_the_floor(frequency_hz):
     record = noise(CONFIG, 1, 2)
     loud = record + tone(frequency_hz, CONFIG, amplitude=1_000.0)
     assert torch.allclose(tune(CONFIG, loud)[1], tune(CONFIG, record)[1], rtol=0.01)
+
+
+def disturbed(kind, record, config=CONFIG):
+    t = np.arange(config.num_samples_iq) / SAMPLE_HZ
+    if kind == "filter":  # 80 % of the band is usable
+        taps = signal.firwin(129, 80_000, fs=SAMPLE_HZ, window=("kaiser", 8))
+        return torch.from_numpy(np.convolve(record.numpy(), taps, "same").astype(np.complex64))
+    if kind == "neighbour":
+        phase = 2 * np.pi * (87_500 * t + np.cumsum(2_500 * np.sin(2 * np.pi * 1_000 * t)) / SAMPLE_HZ)
+        return record + torch.from_numpy((100 * np.exp(1j * phase)).astype(np.complex64))
+    rng = np.random.default_rng(3)
+    hit = rng.choice(len(t), 400, replace=False)
+    noisy = record.clone()
+    noisy[hit] += torch.from_numpy((140 * np.exp(2j * np.pi * rng.random(len(hit)))).astype(np.complex64))
+    return noisy
+
+
+@pytest.mark.parametrize("kind", ["filter", "neighbour", "impulses"])
+def test_the_noise_floor_is_right_within_half_a_db_whatever_else_is_in_the_band(quiet, kind):
+    error = 10 * torch.log10(torch.cat([tune(CONFIG, disturbed(kind, record))[1] for record in quiet]))
+    assert error.mean().abs() < 0.2
+    assert (error.abs() < 0.5).all()
 
 
 def test_the_stream_has_the_channels_noise(quiet):

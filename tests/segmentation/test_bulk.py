@@ -28,7 +28,7 @@ from brim.segmentation.prediction import (
     write_parcel,
 )
 from brim.segmentation.scenes import make_cells
-from brim.segmentation.tuning import BatchSizeEntry, BatchSizes, device_key
+from brim.segmentation.tuning import BatchSizeEntry, device_key, save_entry
 
 NUM = 7
 torch.set_num_threads(1)
@@ -78,7 +78,7 @@ def sizes_file(path: Path, **changes) -> Path:
         "layout": "contiguous", "compiled": False,
     }  # fmt: skip
     cpu = torch.device("cpu")
-    BatchSizes().with_entry(device_key(cpu), {}, "unet_tiny", BatchSizeEntry(**(values | changes)), []).write(path)
+    save_entry(path, device_key(cpu), {}, "unet_tiny", BatchSizeEntry(**(values | changes)), [])
     return path
 
 
@@ -86,7 +86,11 @@ def alone(images, weights, out, made: Recipe) -> dict[str, bytes]:
     """What one process writes."""
     loader = ModelLoader({"unet_tiny": weights}, "cpu", None, tile=made.files.tile)
     predict_files(images, loader, out, made.files)
-    return {path.name: path.read_bytes() for path in out.iterdir()}
+    return tree(out)
+
+
+def tree(folder: Path) -> dict[str, bytes]:
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 # The steps
@@ -105,9 +109,8 @@ def test_the_steps_make_the_bytes_of_one_process(images, weights, tmp_path, form
             elif sheet.error is None:
                 writer.put(sheet.name, sheet.result)
 
-    many = {path.name: path.read_bytes() for path in (tmp_path / "many").iterdir()}
-    assert many == alone(images, weights, tmp_path / "one", made)
-    assert len(many) == (1 if form == "coco" else NUM - 1)
+    assert tree(tmp_path / "many") == alone(images, weights, tmp_path / "one", made)
+    assert len(list((tmp_path / "many").iterdir())) == (1 if form == "coco" else NUM - 1)
     assert [sheet.polygons > 0 for sheet in sheets] == [index != 1 for index in range(NUM)]
 
 
@@ -183,7 +186,7 @@ def test_weights_of_another_network_do_not_travel(weights):
 def test_a_scorer_takes_what_was_tuned_elsewhere_and_tells_what_it_tuned(weights, tmp_path, monkeypatch):
     monkeypatch.setattr(
         "brim.segmentation.prediction.loader.ModelLoader.__init__.__kwdefaults__",
-        {"overlap": None, "tune_seconds": 0.3},
+        {"overlap": None, "planes": None, "tune_seconds": 0.3},
     )
     packed, made = pack_weights("unet_tiny", weights), recipe(strict=False)
 

@@ -44,6 +44,7 @@ def test_cells_are_darker_but_brightness_alone_does_not_give_them_away():
             assert grey[~mask].min() < np.percentile(grey[mask], 90)  # debris
 
 
+@pytest.mark.alone
 def test_images_are_made_quickly():
     best_s = min(_seconds(index) for index in range(10))
 

@@ -47,13 +47,13 @@ def trace(masks: Masks, probabilities: Masks, detect_holes: bool = True) -> list
         framed(masks, 1, torch.uint8), framed(probabilities, torch.nan, torch.float32), sizes, detect_holes
     )
     found = TracedRings(HostCopy().start(rings._asdict()), max(len(mask) for mask in masks) + 1)
-    return [found.rings(place) for place in range(len(masks))]
+    return [found.of(place) for place in range(len(masks))]
 
 
 def expect(masks: Masks, probabilities: Masks, detect_holes: bool = True) -> list[outlines.Rings]:
     """The same by outlines.py, one mask at a time."""
     pairs = zip(masks, probabilities, strict=True)
-    return [outlines.find_rings(outlines.stack([mask]), [chance], detect_holes) for mask, chance in pairs]
+    return [outlines.find_rings([mask], [chance], detect_holes=detect_holes)[0] for mask, chance in pairs]
 
 
 def assert_equal(found: list[outlines.Rings], expected: list[outlines.Rings]) -> None:

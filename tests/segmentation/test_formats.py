@@ -16,11 +16,11 @@ import shapely
 from PIL import Image
 from pycocotools.coco import COCO
 
-from brim.errors import ConfigError, StorageError
+from brim.errors import ConfigError, ImageError, StorageError
 from brim.segmentation.config import FORMATS
-from brim.segmentation.images.writing import Writer, encoded, output_stems, overlay
+from brim.segmentation.images.writing import Writer, encoded, output_stems, overlay, unpacked
 from brim.segmentation.objects import Polygon, Prediction, fill, geojson, geojson_of, roi_bytes, to_polygons
-from brim.segmentation.objects.rings import find_rings, stack, trace
+from brim.segmentation.objects.rings import find_rings, trace
 
 HEIGHT, WIDTH = 40, 56
 
@@ -77,12 +77,17 @@ def test_geojson_is_what_json_writes(num, scale):
         }  # fmt: skip
 
 
+def tree(folder):
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
 def test_bytes_without_a_file_are_those_of_the_file(tmp_path):
     prediction, image = predict("a.png"), np.zeros((HEIGHT, WIDTH, 3), np.uint8)
     for form in FORMATS:
         (path,) = write(tmp_path / form, form, prediction)
 
-        assert encoded(prediction, form, image) == path.read_bytes()
+        found = encoded(prediction, form, image)
+        assert (unpacked(found) if path.is_dir() else found) == (tree(path) if path.is_dir() else path.read_bytes())
 
 
 @pytest.mark.parametrize("detect_holes", [True, False])
@@ -90,7 +95,7 @@ def test_bytes_without_a_file_are_those_of_the_file(tmp_path):
 def test_rings_are_written_as_their_polygons_would_be(detect_holes, share):
     rng = np.random.default_rng(3)
     mask, probability = rng.random((60, 70)) < share, rng.random((60, 70), np.float32)
-    rings = find_rings(stack([mask]), [probability], detect_holes)
+    (rings,) = find_rings([mask], [probability], detect_holes=detect_holes)
 
     assert geojson_of(rings) == geojson(to_polygons(rings))
 
@@ -296,6 +301,16 @@ def test_a_directory_that_cannot_be_made_is_known_before_any_work(tmp_path, form
         Writer(tmp_path / "file" / "out", form, ["a.png"]).__enter__()
 
 
+def test_a_name_that_grows_too_long_is_said(tmp_path):
+    name = "a" * 251 + ".png"
+
+    with (
+        pytest.raises(StorageError, match="File name too long; give the image a shorter name"),
+        Writer(tmp_path, "geojson", [name]) as writer,
+    ):
+        writer.write(Prediction(name, HEIGHT, WIDTH))
+
+
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
 def test_a_read_only_directory_is_known_before_any_work(tmp_path):
     tmp_path.chmod(0o500)
@@ -336,5 +351,43 @@ def test_threads_write_what_one_thread_writes(tmp_path, form):
     with Writer(tmp_path / "many", form, names) as writer, ThreadPoolExecutor(4) as pool:
         list(pool.map(work, range(4)))
 
-    one, many = ({p.name: p.read_bytes() for p in (tmp_path / d).iterdir()} for d in ("one", "many"))
+    one, many = (tree(tmp_path / folder) for folder in ("one", "many"))
     assert one == many
+
+
+# Without files
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # pycocotools' own
+def test_a_prediction_goes_to_other_programs_without_files(tmp_path):
+    prediction, mask = predict("a.png"), cells()
+
+    shapes = prediction.to_shapely()
+    assert [shape.area for shape in shapes] == [polygon.area for polygon in prediction.polygons]
+    assert all(shape.is_valid for shape in shapes)
+    features = prediction.to_geojson()["features"]
+    pairs = zip(features, shapes, strict=True)
+    assert all(shapely.geometry.shape(feature["geometry"]).equals(shape) for feature, shape in pairs)
+
+    labels = prediction.to_labels()
+    assert (labels.dtype, labels.shape) == (np.uint16, (HEIGHT, WIDTH))
+    assert np.array_equal(labels > 0, mask)
+    assert np.bincount(labels.ravel())[1:].tolist() == [polygon.area for polygon in prediction.polygons]
+
+    (tmp_path / "coco.json").write_text(json.dumps(prediction.to_coco()))
+    with contextlib.redirect_stdout(io.StringIO()):
+        coco = COCO(tmp_path / "coco.json")
+    for number, annotation in coco.anns.items():
+        assert np.array_equal(coco.annToMask(annotation) > 0, labels == number)
+
+
+@pytest.mark.parametrize("method", ["to_geojson", "to_coco", "to_labels", "to_shapely"])
+def test_a_prediction_that_failed_says_so(method):
+    with pytest.raises(ImageError, match="cut short"):
+        getattr(Prediction("a.png", 0, 0, error="the file is cut short"), method)()
+
+
+def test_a_prediction_without_objects_is_empty():
+    empty = Prediction("b.png", 4, 6)
+    assert (empty.to_geojson()["features"], empty.to_coco()["annotations"], empty.to_shapely()) == ([], [], [])
+    assert not empty.to_labels().any()

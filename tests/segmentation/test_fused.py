@@ -121,7 +121,7 @@ def compile_only(self, *args, grid, warmup, **kwargs):
 
 JITFunction.run = compile_only
 fused.fast = lambda x: x.dtype == torch.float16
-for shape in (SHAPES[1], (16, 2, 1), (24, 1, 2)):
+for shape in (SHAPES[1], (16, 2, 1)):
     for _, case in cases(*shape):
         case(lambda t: t)
     merged(*shape)

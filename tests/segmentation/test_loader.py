@@ -19,8 +19,8 @@ from brim.segmentation.config import REGISTERED, TuneConfig
 from brim.segmentation.networks import save_weights
 from brim.segmentation.networks.network import ComputeConfig
 from brim.segmentation.prediction import ModelLoader
-from brim.segmentation.tuning import BatchSizeEntry, BatchSizes, Tuned, device_key
-from brim.segmentation.tuning import known_sizes as module
+from brim.segmentation.tuning import BatchSizeEntry, BatchSizes, Tuned, device_key, save_entry
+from brim.segmentation.tuning import tuner as module
 
 CPU = torch.device("cpu")
 HERE = device_key(CPU)
@@ -95,8 +95,8 @@ def entry_of(**changes: Any) -> BatchSizeEntry:
     return replace(entry, **changes)
 
 
-def save_entry(entry: BatchSizeEntry, key: str = HERE, name: str = "tiny", path: str = "batch_sizes.json") -> None:
-    BatchSizes().with_entry(key, {}, name, entry, []).write(path)
+def save(entry: BatchSizeEntry, key: str = HERE, name: str = "tiny", path: str = "batch_sizes.json") -> None:
+    save_entry(path, key, {}, name, entry, [])
 
 
 def images(*sizes: tuple[int, int]) -> list[np.ndarray]:
@@ -278,7 +278,7 @@ def test_tuning_on_first_use_for_real(weights: Path) -> None:
 
 
 def test_a_file_in_the_current_directory_is_read_and_updated_in_place(weights: Path, tunings: list[int]) -> None:
-    save_entry(entry_of(image_size=64))
+    save(entry_of(image_size=64))
     ModelLoader({"tiny": weights}, device="cpu").predict_batch(images((64, 100)), "tiny")
     assert tunings == [128]
     assert BatchSizes.read("batch_sizes.json").entry(HERE, "tiny") == entry_of(image_size=128)
@@ -286,7 +286,7 @@ def test_a_file_in_the_current_directory_is_read_and_updated_in_place(weights: P
 
 
 def test_an_entry_for_smaller_images_is_not_enough(weights: Path, tunings: list[int]) -> None:
-    save_entry(entry_of(image_size=64))
+    save(entry_of(image_size=64))
     loader = ModelLoader({"tiny": weights}, device="cpu")
     loader.predict_batch(images((64, 64), (33, 50)), "tiny")
     assert tunings == []
@@ -319,7 +319,7 @@ def test_the_side_at_hand_is_read_from_headers(weights: Path, tunings: list[int]
 def test_entries_of_other_devices_are_named_and_not_used(
     weights: Path, tunings: list[int], caplog: pytest.LogCaptureFixture
 ) -> None:
-    save_entry(entry_of(optimal_batch_size=64, max_safe_batch_size=64), key="NVIDIA A5000 24 GiB")
+    save(entry_of(optimal_batch_size=64, max_safe_batch_size=64), key="NVIDIA A5000 24 GiB")
     loader = ModelLoader({"tiny": weights}, device="cpu")
     assert batch_sizes_of(loader, SOME) == 3
     assert len(tunings) == 1
@@ -346,7 +346,7 @@ def test_a_file_that_cannot_be_written_is_a_warning(
 
 
 def test_the_optimum_is_used_and_a_custom_size_within_the_limit(weights: Path, tunings: list[int]) -> None:
-    save_entry(entry_of())
+    save(entry_of())
     loader = ModelLoader({"tiny": weights}, device="cpu")
     assert batch_sizes_of(loader, SOME) == 3
     assert batch_sizes_of(loader, SOME, batch_size=4) == 4
@@ -355,7 +355,7 @@ def test_the_optimum_is_used_and_a_custom_size_within_the_limit(weights: Path, t
 
 
 def test_a_size_above_the_limit_is_capped_with_one_warning(weights: Path, tunings: list[int]) -> None:
-    save_entry(entry_of())
+    save(entry_of())
     loader = ModelLoader({"tiny": weights}, device="cpu")
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -373,7 +373,7 @@ def test_batch_sizes_are_tuned_without_weights(tunings: list[int]) -> None:
 
 
 def test_precision_is_that_of_the_entry_unless_asked_for(weights: Path, tunings: list[int]) -> None:
-    save_entry(entry_of(precision="bf16", layout="channels_last"))
+    save(entry_of(precision="bf16", layout="channels_last"))
     assert ModelLoader({"tiny": weights}, device="cpu").load("tiny").setting == ComputeConfig(
         precision="bf16", layout="channels_last"
     )

@@ -9,7 +9,16 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from brim.errors import ConfigError
 from brim.segmentation import create_model, model_names, register_model
-from brim.segmentation.networks import InferenceNetwork, blocks, default_setting, normalise
+from brim.segmentation.config import REGISTERED
+from brim.segmentation.networks import (
+    InferenceNetwork,
+    blocks,
+    default_setting,
+    load_model,
+    normalise,
+    save_weights,
+    task_of,
+)
 from brim.segmentation.networks.network import ComputeConfig
 
 NETWORKS = ("hrnet", "resunet_small", "resunet_advanced")
@@ -19,7 +28,7 @@ CPU = torch.device("cpu")
 @pytest.fixture(scope="module")
 def networks():
     torch.manual_seed(5)
-    made = {name: create_model(name).eval() for name in (*NETWORKS, "unet_tiny")}
+    made = {name: create_model(name).eval() for name in (*NETWORKS, "unet_tiny", "cells")}
     for module in made.values():
         for layer in module.modules():
             if isinstance(layer, nn.BatchNorm2d):  # as after training: folding must have something to fold
@@ -51,7 +60,7 @@ def test_size_and_cost_are_those_of_the_published_networks(name, parameters, flo
 
 @pytest.mark.parametrize("name", NETWORKS)
 def test_every_size_from_32_to_1100_comes_back_as_it_went_in(name):
-    sides = {32, 33, 47, 63, 64, 65, 97, 131, 255, 500, 511, 777, 999, 1023, 1100}
+    sides = {32, 33, 47, 63, 65, 131, 511, 999, 1100}
     with torch.device("meta"), torch.no_grad():
         module = create_model(name).eval()
         for side in sorted(sides):
@@ -70,7 +79,7 @@ def test_real_images_of_odd_sizes_give_finite_logits(networks, name, height, wid
     assert torch.isfinite(logits).all()
 
 
-@pytest.mark.parametrize("name", [*NETWORKS, "unet_tiny"])
+@pytest.mark.parametrize("name", [*NETWORKS, "unet_tiny", "cells"])
 def test_folded_norms_change_nothing(networks, name):
     batch = images(2, 71, 45)
     with torch.no_grad():
@@ -82,7 +91,7 @@ def test_folded_norms_change_nothing(networks, name):
     assert wanted.std() > 0.01
 
 
-@pytest.mark.parametrize("name", NETWORKS)
+@pytest.mark.parametrize("name", [*NETWORKS, "cells"])
 def test_padded_channels_change_nothing(networks, name):
     batch = normalise(images(1, 71, 45))
     wide = networks[name].aligned().eval()
@@ -92,7 +101,7 @@ def test_padded_channels_change_nothing(networks, name):
     assert sum(p.numel() for p in wide.parameters()) > sum(p.numel() for p in networks[name].parameters())
 
 
-@pytest.mark.parametrize("name", [*NETWORKS, "unet_tiny"])
+@pytest.mark.parametrize("name", [*NETWORKS, "unet_tiny", "cells"])
 def test_an_image_gives_the_same_alone_and_in_a_batch(networks, name):
     network, batch = InferenceNetwork(networks[name], CPU, ComputeConfig()), images(3, 48, 40)
 
@@ -102,7 +111,7 @@ def test_an_image_gives_the_same_alone_and_in_a_batch(networks, name):
     assert (together - alone).abs().max() < 1e-4
 
 
-@pytest.mark.parametrize("name", [*NETWORKS, "unet_tiny"])
+@pytest.mark.parametrize("name", [*NETWORKS, "unet_tiny", "cells"])
 def test_every_parameter_gets_a_gradient(name):
     module = create_model(name).train()
 
@@ -110,6 +119,26 @@ def test_every_parameter_gets_a_gradient(name):
 
     missing = [name for name, tensor in module.named_parameters() if tensor.grad is None or not tensor.grad.any()]
     assert len(missing) <= 2, missing  # a bias ahead of a batch norm may be without effect
+
+
+@pytest.mark.parametrize("name", [*NETWORKS, "unet_tiny", "cells"])
+def test_every_network_has_a_second_map_for_instances(name, tmp_path):
+    module = create_model(name, "instances").eval()
+    with torch.no_grad():
+        assert module(normalise(images(1, 40, 33))).shape == (1, 2, 40, 33)
+
+    if name == "cells":
+        save_weights(module, tmp_path / "w.safetensors", {"model": name, "task": "instances"})
+        loaded = load_model(name, tmp_path / "w.safetensors")
+        assert torch.equal(loaded.score.weight, module.score.weight)
+        assert task_of(tmp_path / "w.safetensors") == "instances"
+
+
+def test_a_registered_network_without_outputs_finds_no_instances(monkeypatch):
+    monkeypatch.setitem(REGISTERED, "single", lambda: nn.Conv2d(3, 1, 1))
+
+    with pytest.raises(ConfigError, match="takes no number of outputs"):
+        create_model("single", "instances")
 
 
 def test_the_module_given_stays_as_it_is(networks):
@@ -135,8 +164,8 @@ def test_bf16_in_channels_last_is_near_fp32(networks):
 
 
 def test_settings_are_checked_and_have_a_default():
-    assert default_setting(CPU) == ComputeConfig(precision="fp32", layout="contiguous", compiled=False)
-    with pytest.raises(ConfigError, match='precision="int8" must be one of fp32, bf16, fp16'):
+    assert default_setting(CPU) == ComputeConfig(precision="fp32", layout="channels_last", compiled=False)
+    with pytest.raises(ConfigError, match='precision="int8" is unknown'):
         ComputeConfig(precision="int8")
 
 

@@ -9,9 +9,9 @@ from hypothesis.extra import numpy as hnp
 from scipy import ndimage
 
 from brim.errors import ConfigError
-from brim.segmentation.objects import Polygon, Prediction, fill
+from brim.segmentation.objects import Polygon, Prediction, fill, to_polygons
 from brim.segmentation.objects import rings as outlines
-from brim.segmentation.objects.rings import trace, trace_all
+from brim.segmentation.objects.rings import find_rings, trace
 
 
 def picture(*rows: str) -> np.ndarray:
@@ -190,7 +190,7 @@ def test_masks_traced_together_give_what_each_gives_alone(detect_holes):
     probabilities = [random.random(size, np.float32) for size in sizes]
     alone = [trace(*pair, detect_holes=detect_holes) for pair in zip(masks, probabilities, strict=True)]
 
-    together = trace_all(masks, probabilities, detect_holes=detect_holes)
+    together = [to_polygons(rings) for rings in find_rings(masks, probabilities, detect_holes=detect_holes)]
 
     for found, expected in zip(together, alone, strict=True):
         assert_alike(found, expected)

@@ -21,7 +21,7 @@ from brim.segmentation.networks import save_weights
 from brim.segmentation.prediction import FilesReport, ModelLoader, PredictProgress, predict_files
 from brim.segmentation.scenes import make_cells
 from brim.segmentation.training import train
-from brim.segmentation.tuning import BatchSizeEntry, BatchSizes, device_key
+from brim.segmentation.tuning import BatchSizeEntry, BatchSizes, device_key, save_entry
 
 CPU = torch.device("cpu")
 CONFIG = FilesConfig(model="unet_tiny", batch_size=1)
@@ -72,7 +72,7 @@ def sizes_file(path: Path, **changes: Any) -> Path:
         "p95_latency_ms": 2.0, "memory_limit_mb": 100.0, "image_size": 1024, "precision": "fp32",
         "layout": "contiguous", "compiled": False,
     }  # fmt: skip
-    BatchSizes().with_entry(device_key(CPU), {}, "unet_tiny", BatchSizeEntry(**(values | changes)), []).write(path)
+    save_entry(path, device_key(CPU), {}, "unet_tiny", BatchSizeEntry(**(values | changes)), [])
     return path
 
 
@@ -89,6 +89,20 @@ def test_every_image_is_written_and_counted(loader, images, tmp_path):
     assert (found.written, found.failures, found.stopped) == (10, {}, False)
     assert found.as_dict()["images"] == 10
     assert names_of(tmp_path / "out") == [f"{index}.geojson" for index in range(10)]
+
+
+@pytest.mark.parametrize(("few", "tuned_for"), [(64, []), (1, [64])])
+def test_a_few_files_are_not_worth_tuning_for(run, images, tmp_path, monkeypatch, few, tuned_for):
+    monkeypatch.setattr("brim.segmentation.prediction.files.FEW_IMAGES", few)
+    loader, asked = ModelLoader({"unet_tiny": run}, device="cpu", batch_sizes=None, tune_seconds=1.0), []
+    find = loader._sizes.find_or_tune
+    monkeypatch.setattr(
+        loader._sizes, "find_or_tune", lambda name, side, make: asked.append(side) or find(name, side, make)
+    )
+
+    report = predict_files([images], loader, tmp_path / "out", FilesConfig())
+
+    assert (asked, report.report.images) == (tuned_for, 10)
 
 
 def test_the_same_directory_twice_gives_the_same_bytes(loader, images, tmp_path):

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from brim.errors import ConfigError
-from brim.segmentation.training import agreement
+from brim.segmentation.training.evaluation import WorstCrops
 from brim.segmentation.training.objective import PixelCounts
 
 
@@ -10,18 +10,24 @@ def mask(*rows: str) -> torch.Tensor:
     return torch.tensor([[cell == "x" for cell in row] for row in rows])[None]
 
 
+def agreement(predicted: torch.Tensor, true: torch.Tensor) -> dict[str, float]:
+    scores = PixelCounts(len(true), true.device)
+    scores.add(predicted, true, torch.arange(len(true)))
+    return scores.result()
+
+
 def test_scores_follow_their_formulas():
     found = agreement(mask("xx.", "..."), mask(".xx", "x.."))  # 1 in both, 2 predicted, 3 true
 
-    assert found.dice == found.dice_per_image == pytest.approx(2 / 5)
-    assert found.iou == found.iou_per_image == pytest.approx(1 / 4)
+    assert found["dice"] == found["dice_per_image"] == pytest.approx(2 / 5)
+    assert found["iou"] == found["iou_per_image"] == pytest.approx(1 / 4)
 
 
 @pytest.mark.parametrize(("predicted", "true", "score"), [("..", "..", 1.0), ("x.", "..", 0.0), ("..", ".x", 0.0)])
 def test_empty_masks_have_a_score(predicted, true, score):
     found = agreement(mask(predicted), mask(true))
 
-    assert set(found.as_dict().values()) == {score}
+    assert set(found.values()) == {score}
 
 
 def test_pixels_weigh_alike_in_the_whole_and_images_in_the_mean():
@@ -31,8 +37,8 @@ def test_pixels_weigh_alike_in_the_whole_and_images_in_the_mean():
 
     found = agreement(predicted, true)
 
-    assert found.iou == pytest.approx(16 / 17)
-    assert found.iou_per_image == pytest.approx(0.5)
+    assert found["iou"] == pytest.approx(16 / 17)
+    assert found["iou_per_image"] == pytest.approx(0.5)
 
 
 def test_parts_of_images_give_the_score_of_the_whole():
@@ -53,9 +59,16 @@ def test_pixels_that_do_not_count_change_nothing():
     scores = PixelCounts(1, torch.device("cpu"))
     scores.add(predicted, true, torch.tensor([0]), counted=mask("xx."))
 
-    assert scores.result().iou == 1.0
+    assert scores.result()["iou"] == 1.0
 
 
 def test_no_images_are_refused():
     with pytest.raises(ConfigError, match="num_images=0"):
         PixelCounts(0, torch.device("cpu"))
+
+
+def test_an_empty_crop_in_which_nothing_is_found_is_no_failure():
+    worst, nothing = WorstCrops(["a.png"]), torch.zeros(1, 8, 8, dtype=torch.int32)
+    worst.add([0], torch.zeros(1, 3, 8, 8, dtype=torch.uint8), nothing, nothing)
+
+    assert worst.pictures("mask")[0]["caption"] == "a.png: IoU 1.00"

@@ -22,11 +22,11 @@ from brim.errors import ConfigError, ImageError, TooLarge, UnsupportedType
 from brim.segmentation.config import REGISTERED
 from brim.segmentation.images.reading import read_image
 from brim.segmentation.images.writing import encoded
-from brim.segmentation.networks import save_weights
-from brim.segmentation.objects import MEDIA_TYPES, RINGS, Prediction, Rings, geojson, geojson_of
+from brim.segmentation.networks import default_weights, save_weights
+from brim.segmentation.objects import MEDIA_TYPES, RINGS, ImageObjects, Prediction, geojson, geojson_of
 from brim.segmentation.prediction import ModelLoader, SegmentServable
 from brim.segmentation.prediction import serving as module
-from brim.segmentation.tuning import BatchSizeEntry, BatchSizes, device_info, device_key
+from brim.segmentation.tuning import BatchSizeEntry, BatchSizes, device_info, device_key, save_entry
 
 CPU = torch.device("cpu")
 TILE = 64
@@ -57,8 +57,7 @@ def made(tmp_path: Path) -> Path:
         p95_latency_ms=50.0, memory_limit_mb=1000.0, image_size=1024, precision="fp32", layout="contiguous",
         compiled=False,
     )  # fmt: skip
-    sizes = BatchSizes().with_entry(device_key(CPU), device_info(CPU), "tiny", entry, [])
-    sizes.write(tmp_path / "batch_sizes.json")
+    save_entry(tmp_path / "batch_sizes.json", device_key(CPU), device_info(CPU), "tiny", entry, [])
     return tmp_path
 
 
@@ -163,10 +162,13 @@ def test_rings_become_the_same_text_elsewhere(servable, holes):
 
     assert found.media_type == RINGS
     assert found.facts == expected.facts
-    assert geojson_of(Rings.from_bytes(found.body)) == expected.body
+    assert geojson_of(ImageObjects.from_bytes(found.body).rings) == expected.body
     assert answer(servable, png(50, 60), as_rings=True, format="mask").media_type == "image/png"
     nothing = answer(servable, png(50, 60), as_rings=True, threshold=0.999999)
-    assert geojson_of(Rings.from_bytes(nothing.body)) == answer(servable, png(50, 60), threshold=0.999999).body
+    assert (
+        geojson_of(ImageObjects.from_bytes(nothing.body).rings)
+        == answer(servable, png(50, 60), threshold=0.999999).body
+    )
 
 
 def test_coco_is_one_file_of_one_image(servable):
@@ -388,3 +390,19 @@ def test_images_of_every_kind_are_read(servable):
         payload = Payload(memoryview(stream.getvalue()), f"a.{format.lower()}")
 
         assert servable.inspect(payload).key == servable.decode(payload).key
+
+
+def test_the_default_model_serves_instances_without_tuning():
+    servable = SegmentServable("cells", default_weights(), torch.device("cpu"), tile=128)
+    rows, columns = np.mgrid[:120, :100]
+    spots = sum(
+        np.exp(-((rows - y) ** 2 + (columns - x) ** 2) / 60.0) for y, x in ((30, 30), (30, 70), (80, 30), (85, 75))
+    )
+    data = bytes(cv2.imencode(".png", (30 + 200 * spots).clip(0, 255).astype(np.uint8))[1])
+
+    found = json.loads(answer(servable, data).body)["features"]
+
+    assert (servable.tuned, servable.max_batch_size) == (False, 1)
+    assert [feature["id"] for feature in found] == [1, 2, 3, 4]
+    assert all(feature["properties"]["measurements"]["mean_intensity"] > 60 for feature in found)
+    assert json.loads(answer(servable, data, min_area=10_000).body)["features"] == []

@@ -13,6 +13,7 @@ from brim.engine.rows.ragged import RaggedResident
 from brim.engine.storage.writer import ShardWriter
 from brim.errors import ConfigError, DatasetError, ShardCorrupt, StorageError
 from brim.sequences.corpus import packing
+from brim.sequences.corpus.npy import FrameReader
 from brim.sequences.corpus.packed import Corpus
 from brim.sequences.corpus.packing import pack
 from brim.sequences.corpus.synthetic import make_sequences
@@ -148,7 +149,7 @@ def test_a_bad_frame_is_an_error_that_leaves_nothing(tmp_path, monkeypatch, job_
     for name in ("0.npy", "1.npy"):
         (folder / name).unlink()
     with pytest.raises(DatasetError, match=r"3\.npy frame 9 holds nan.*\(2 bad files in all\).*skip_bad"):
-        pack(folder, tmp_path / "deep" / "out", shard_bytes=SMALL)
+        pack(folder, tmp_path / "deep" / "out", dtype="float16", shard_bytes=SMALL)
     assert not (tmp_path / "deep").exists()
     (tmp_path / "empty").mkdir()
     with pytest.raises(DatasetError):
@@ -160,7 +161,7 @@ def test_a_bad_frame_is_an_error_that_leaves_nothing(tmp_path, monkeypatch, job_
 def test_bad_files_are_skipped_and_listed_on_request(tmp_path, monkeypatch, job_bytes):
     monkeypatch.setattr(packing, "CHUNK_BYTES", job_bytes)
     folder = spoil(tmp_path / "in")
-    report = pack(folder, tmp_path / "out", skip_bad=True, shard_bytes=SMALL)
+    report = pack(folder, tmp_path / "out", dtype="float16", skip_bad=True, shard_bytes=SMALL)
     faults = {skipped.file: skipped.fault for skipped in report.skipped}
     assert list(faults) == ["0.npy", "1.npy", "3.npy", "4.npy"]
     assert "frame 9 holds nan" in faults["3.npy"]
@@ -219,7 +220,7 @@ def test_an_occupied_or_foreign_directory_is_refused_and_untouched(tmp_path):
     with pytest.raises(DatasetError, match="no manifest"):
         pack(folder, tmp_path / "notes", resume=True)
     with pytest.raises(DatasetError, match="dtype"):
-        pack(folder, tmp_path / "out", dtype="float32", resume=True)
+        pack(folder, tmp_path / "out", dtype="float16", resume=True)
     assert {name: sorted((tmp_path / name).rglob("*")) for name in before} == before
 
 
@@ -256,10 +257,10 @@ def test_stop_leaves_something_to_resume(tmp_path, monkeypatch):
 DRIVER = """
 import os, signal, sys, time
 from pathlib import Path
-from brim.engine.storage import destination, writer as shard_writer
+from brim.engine.storage import destination, shard_file, writer as shard_writer
 from brim.sequences.corpus import packing
 
-POINTS = {"write": (destination, "write_safetensors", False), "written": (destination, "write_safetensors", True),
+POINTS = {"write": (shard_file, "write_safetensors", False), "written": (shard_file, "write_safetensors", True),
           "sync": (destination, "sync", False), "table": (packing, "write_items", False),
           "tabled": (packing, "write_items", True)}
 
@@ -312,7 +313,7 @@ def test_killed_at_any_point_it_goes_on_to_the_same_bytes(killed, case):
         Corpus.open(killed / case)
     report = pack(killed / "in", killed / case, skip_bad=True, shard_bytes=SMALL, resume=True)
     assert files_of(killed / case) == files_of(killed / "whole")
-    assert [skipped.file for skipped in report.skipped] == ["0.npy", "1.npy", "3.npy", "4.npy"]
+    assert [skipped.file for skipped in report.skipped] == ["0.npy", "1.npy", "3.npy"]
 
 
 def add(folder):
@@ -348,8 +349,8 @@ def test_a_file_that_changes_while_it_is_packed_is_an_error(tmp_path, monkeypatc
             (tmp_path / "done").touch()
             touch(folder)
 
-    read = packing.FrameReader.check
-    monkeypatch.setattr(packing.FrameReader, "check", lambda self, dtype: (read(self, dtype), change(0))[0])
+    read = FrameReader.check
+    monkeypatch.setattr(FrameReader, "check", lambda self, dtype: (read(self, dtype), change(0))[0])
     with pytest.raises(DatasetError, match=r"1\.npy changed while it was being packed"):
         pack(folder, tmp_path / "out")
     assert not (tmp_path / "out").exists()
@@ -434,7 +435,7 @@ def test_an_edited_or_missing_table_is_found_by_open(packed):
         {"kind": "rf"},
         {"complete": False},
         {"dim": 4},
-        {"dtype": "float32"},
+        {"dtype": "float16"},
         {"table": None},
         {"items": 47},
         {"skipped": 3},
@@ -444,6 +445,15 @@ def test_an_edited_manifest_is_found(packed, changes):
     edit_manifest(packed, **changes)
     with pytest.raises(DatasetError):
         Corpus.open(packed).verify()
+
+
+def test_a_large_corpus_is_stored_in_half_the_memory(tmp_path, monkeypatch):
+    folder = make(tmp_path / "in")
+    small = pack(folder, tmp_path / "small")
+    monkeypatch.setattr(packing, "SMALL_VALUES", 48 * 3 - 1)
+
+    assert (small.dtype, pack(folder, tmp_path / "large").dtype) == ("float32", "float16")
+    assert pack(folder, tmp_path / "small", resume=True).dtype == "float32"  # as it was begun
 
 
 def test_something_else_is_no_corpus(tmp_path):
@@ -456,38 +466,21 @@ def test_something_else_is_no_corpus(tmp_path):
 # Reading
 
 
-def test_a_source_reads_any_frames_of_all_sequences(packed):
+def test_a_corpus_reads_any_frames_of_all_sequences(packed):
     corpus = Corpus.open(packed)
-    source = corpus.source()
     every = torch.cat([corpus.sequence(index) for index in range(4)])
     for start, stop in ((0, 48), (3, 3), (4, 40), (47, 48)):
         out = torch.empty(stop - start, 3, dtype=torch.float16)
-        source.read(start, stop, out)
+        corpus.read(start, stop, out)
         assert torch.equal(out, every[start:stop])
-    assert (source.num_items, source.num_frames, source.fields["label"].tolist()) == (4, 48, [-1] * 4)
-
-
-@pytest.mark.parametrize("rows", [[2], [3, 0, 1], [1, 2], [0, 2]])
-def test_a_source_of_some_rows_holds_only_their_frames(packed, rows):
-    corpus = Corpus.open(packed)
-    source = corpus.source(rows)
-    expected = torch.cat([corpus.sequence(index) for index in rows])
-    out = torch.empty(source.num_frames, 3, dtype=torch.float16)
-    source.read(0, source.num_frames, out)
-    assert torch.equal(out, expected)
-    assert source.lengths.tolist() == corpus.lengths[rows].tolist()
-    for index, row in enumerate(rows):
-        start, length = int(source.starts[index]), int(source.lengths[index])
-        one = torch.empty(length, 3, dtype=torch.float16)
-        source.read(start, start + length, one)
-        assert torch.equal(one, corpus.sequence(row))
+    assert (corpus.num_items, corpus.num_frames, corpus.fields["label"].tolist()) == (4, 48, [-1] * 4)
 
 
 def test_rows_that_are_not_there_are_refused(packed):
     corpus = Corpus.open(packed)
     for rows in ([], [4], [-1]):
         with pytest.raises(ConfigError):
-            corpus.source(rows)
+            corpus.rows(rows)
 
 
 NAMES = ("frames", "length", "item", "label")
@@ -498,9 +491,7 @@ def test_padded_batches_hold_each_sequence_once(tmp_path, tier):
     pack(make_sequences(tmp_path / "in", 20, 4, 3, mean_length=20), tmp_path / "out", shard_bytes=SMALL)
     corpus = Corpus.open(tmp_path / "out")
     seen = []
-    with RaggedResident(
-        corpus.source(), buckets=BucketConfig(batch_size=4), device=torch.device("cpu"), tier=tier
-    ) as r:
+    with RaggedResident(corpus, buckets=BucketConfig(batch_size=4), device=torch.device("cpu"), tier=tier) as r:
         for batch in r.epoch(0):
             for frames, length, item, number in zip(*map(batch.get, NAMES), strict=True):
                 assert torch.equal(frames[: int(length)].to(corpus.dtype), corpus.sequence(int(item)))

@@ -31,7 +31,7 @@ def test_labels_csv_in_the_folder_is_found(tmp_path):
 BAD = {
     "": "first line",
     "file\na.npy\n": "first line",
-    "file,label,fold\na.npy,x,1\n": "file,label,split",
+    "file,split,fold\na.npy,train,1\n": "first line",
     "file,label,label\na.npy,x,y\n": "first line",
     "file,label\n": "names no file",
     "file,label\na.npy,x\na.npy,y\n": "line 3: a.npy is named twice",
@@ -41,7 +41,7 @@ BAD = {
     "file,label\na.npy,\n": "line 2: a.npy has an empty label",
     "file,label\na.npy,  \n": "empty label",
     "file,label\n,x\n": "no file named",
-    "file,label,split\na.npy,x,val\n": "split 'val', expected train or test",
+    "file,label,split\na.npy,x,eval\n": "split 'eval', expected train, validation, test",
     "file,label,split\na.npy,x,train\nb/c.npy,x,\n": "b/c.npy has no split",
     "file,label\na.npy\n": "1 values, expected 2",
     "file,label\na.npy,x,train\n": "3 values, expected 2",
@@ -66,7 +66,19 @@ def test_a_csv_file_that_is_not_utf8_or_not_there_is_refused(tmp_path):
 
 def test_an_empty_split_column_is_none(tmp_path):
     found = read_csv(write(tmp_path / "l.csv", "file,label,split\na.npy,x,\nb/c.npy,y,\n"))
-    assert {label.split for label in found.values()} == {""}
+    assert {label.split for label in found.of.values()} == {""}
+
+
+def test_other_columns_are_kept_and_one_of_them_may_be_the_label(tmp_path):
+    file = write(tmp_path / "l.csv", "File,Speaker,valence,split\na.npy,s1,0.5,dev\nb/c.npy,s2,,test\n")
+
+    asked = find_labels(tmp_path, IDS, file, "valence")
+
+    assert asked.of["a.npy"] == SequenceLabel(name="0.5", split="validation", more={"speaker": "s1"})
+    assert asked.of["b/c.npy"] == SequenceLabel(split="test", more={"speaker": "s2"})
+    assert (asked.column, find_labels(tmp_path, IDS, file).column) == ("valence", "")
+    with pytest.raises(DatasetError, match="no column 'arousal'; its columns are speaker, valence"):
+        find_labels(tmp_path, IDS, file, "arousal")
 
 
 @pytest.mark.parametrize(

@@ -69,7 +69,7 @@ class _Trap:
 BAD = {
     "objects": (np.array([[{}, 1]], dtype=object), "Python objects"),
     "rank 1": (np.zeros(5, np.float32), "shape [5]"),
-    "rank 3": (np.zeros((2, 3, 4), np.float32), "shape [2, 3, 4]"),
+    "rank 4": (np.zeros((2, 3, 4, 5), np.float32), "shape [2, 3, 4, 5]"),
     "rank 0": (np.float32(1), "shape []"),
     "no frames": (np.zeros((0, 3), np.float32), "at least one frame"),
     "no features": (np.zeros((3, 0), np.float32), "at least one frame and one feature"),

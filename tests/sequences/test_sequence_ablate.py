@@ -10,7 +10,15 @@ import torch
 from brim.errors import ConfigError, DatasetError, StorageError
 from brim.report.plot_file import check_plot
 from brim.sequences.ablation import run as ablation
-from brim.sequences.ablation.loop import AblationData, BatchFeed, HandStep, LoopSetup, PackedLstm, make_module
+from brim.sequences.ablation.loop import (
+    AblationData,
+    HandStep,
+    LoopSetup,
+    PackedLstm,
+    endless,
+    make_module,
+    make_source,
+)
 from brim.sequences.ablation.plot import plot
 from brim.sequences.ablation.report import Ablation, AblationStep, judge, relative_noise
 from brim.sequences.ablation.run import START, ablate
@@ -110,15 +118,14 @@ def test_the_table_and_the_plot_show_what_made_no_difference(tmp_path):
 def test_what_does_not_fit_stays_switched_off(corpus, monkeypatch):
     plan = [(START, {}, ""), ("batch 64", {"batch_size": 64}, ""), ("set_to_none", {"set_to_none": True}, "")]
     monkeypatch.setattr(ablation, "_plan", lambda device: iter(plan))
-    real = BatchFeed.__init__
 
-    def feed(self, setup, *rest):
+    def source(setup, *rest):
         assert setup.batch_size == 16 or not setup.set_to_none
         if setup.batch_size == 64:
             raise torch.OutOfMemoryError("CUDA out of memory")
-        real(self, setup, *rest)
+        return make_source(setup, *rest)
 
-    monkeypatch.setattr(BatchFeed, "__init__", feed)
+    monkeypatch.setattr(ablation, "make_source", source)
     found = ablate(corpus, steps=2, device="cpu", model=MODEL, cap_s=0.1)
     assert [step.verdict for step in found.steps[:2]] == ["start", "did not fit"]
     assert found.steps[1].samples_per_s is None
@@ -150,10 +157,10 @@ def test_every_feed_gives_every_item_once_and_counts_its_frames(corpus, change):
             np.save(folder / f"{number:03d}.npy", opened.sequence(row).numpy())
     data = AblationData(files=SequenceFolder(folder), corpus=opened, rows=rows, labels=opened.labels, num_classes=3)
     setup = LoopSetup(device_augmentation=True, **change)
-    feed = BatchFeed(setup, data, CPU, 0)
-    with feed.source:
-        batches = feed.batches()
-        fed = [next(batches) for _ in range(feed.source.num_batches)]
+    source = make_source(setup, data, CPU, 0)
+    with source:
+        batches = endless(source, opened.lengths if change else data.files.lengths)
+        fed = [next(batches) for _ in range(source.num_batches)]
         batches.close()
     items = torch.cat([one.batch["item"] for one in fed])
     wanted = rows if change else torch.arange(40)
@@ -177,7 +184,7 @@ def test_the_hand_written_loop_learns(corpus, setup):
 
     def fed():
         batch = {"frames": padded.clone(), "length": length, "label": opened.labels[:12]}
-        return ablation.FedBatch(batch, length, 12, int(length.sum()), padded[..., 0].numel())
+        return ablation.FedBatch(batch, length, int(length.sum()))
 
     losses = [float(step(fed())) for _ in range(60)]
     assert sum(losses[-5:]) < 0.97 * sum(losses[:5])

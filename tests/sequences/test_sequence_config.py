@@ -10,14 +10,13 @@ from brim.errors import ConfigError
 from brim.sequences.config import (
     Augmentation,
     EncoderShape,
-    KmeansConfig,
     LoaderConfig,
     SelfConfig,
     SequenceConfig,
     SequenceTraining,
 )
 
-ALL = (Augmentation, EncoderShape, KmeansConfig, LoaderConfig, SelfConfig, SequenceConfig, SequenceTraining)
+ALL = (Augmentation, EncoderShape, LoaderConfig, SelfConfig, SequenceConfig, SequenceTraining)
 
 
 def test_settings_load_neither_torch_nor_numpy():

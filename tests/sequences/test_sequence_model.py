@@ -6,10 +6,14 @@ from torch import Tensor
 
 from brim.errors import ConfigError
 from brim.sequences.config import SequenceConfig
-from brim.sequences.model.network import AttentionPool, Classifier, Encoder, frame_mask, num_parameters
+from brim.sequences.model.network import AttentionPool, Classifier, Encoder, frame_mask
 
 SMALL = SequenceConfig(dim=12, channels=16, hidden=8, attention=8, embedding=10, dropout=0.0)
 LENGTHS = torch.tensor([19, 1, 7, 20, 2])
+
+
+def num_parameters(module: torch.nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters() if parameter.requires_grad)
 
 
 def make(**changes) -> Encoder:
@@ -31,10 +35,12 @@ def test_it_has_about_3_7_million_parameters_at_1024_features():
 
 
 @pytest.mark.parametrize("reverse", ["gate", "gather"])
-@pytest.mark.parametrize("dim", [1, 12])
-def test_a_sequence_gives_the_same_alone_and_in_a_longer_batch(dim, reverse):
-    encoder = make(dim=dim, reverse=reverse)
+@pytest.mark.parametrize(("dim", "front"), [(1, "plain"), (12, "plain"), (12, "residual")])
+def test_a_sequence_gives_the_same_alone_and_in_a_longer_batch(dim, front, reverse):
+    encoder = make(dim=dim, reverse=reverse, front=front)
     frames = padded(LENGTHS, 32, dim)
+    encoder(frames, LENGTHS)  # statistics of a batch
+    encoder.eval()
 
     whole = encoder(frames, LENGTHS)
 
@@ -43,6 +49,21 @@ def test_a_sequence_gives_the_same_alone_and_in_a_longer_batch(dim, reverse):
         assert (alone.embedding - whole.embedding[item]).abs().max() < 1e-5
         assert (alone.states[0] - whole.states[item, :length]).abs().max() < 1e-5
         assert not whole.states[item, length:].any()
+
+
+def test_statistics_of_a_batch_are_of_the_frames_that_exist():
+    encoder = make(front="residual")
+    norm = encoder.convolutions[0].norm
+    short, long = (padded(LENGTHS, num_frames, 12) for num_frames in (20, 40))
+    long[:, :20] = short
+
+    first = encoder(short, LENGTHS)
+    mean = norm.mean.clone()
+    second = encoder(long, LENGTHS)
+
+    assert (first.embedding - second.embedding).abs().max() < 1e-5
+    assert mean.any()
+    torch.testing.assert_close(norm.mean, mean * 1.9)  # the same statistics twice, a tenth of the rest each time
 
 
 @pytest.mark.parametrize("normalise", [True, False])

@@ -13,12 +13,12 @@ import torch
 from brim.engine.batching.servable import Answer, Payload
 from brim.engine.batching.warm_up import warm_up
 from brim.errors import CheckpointError, DatasetError, UnsupportedType
-from brim.sequences.batches import open_batches
+from brim.sequences.batches import SequenceBatches
 from brim.sequences.config import SequenceTraining
-from brim.sequences.corpus.packed import open_sequences
+from brim.sequences.corpus import open_sequences
 from brim.sequences.corpus.packing import pack
 from brim.sequences.corpus.synthetic import make_sequences
-from brim.sequences.evaluation.encode import predict
+from brim.sequences.evaluation.encode import encode
 from brim.sequences.evaluation.runs import load_run
 from brim.sequences.evaluation.serving import ClassifyServable, padded
 from brim.sequences.model.network import Classifier, Committee
@@ -85,9 +85,9 @@ def payloads_of(made: Path) -> list[Payload]:
 def test_an_answer_is_what_evaluation_predicts(made, name):
     servable = ClassifyServable(made / name, CPU)
     data, loaded = open_sequences(made / "corpus"), load_run(made / name)
-    with open_batches(data, SUPERVISED, CPU) as batches:
+    with SequenceBatches(data, SUPERVISED, CPU) as batches:
         source = batches.view(torch.arange(len(data.ids)), shuffle=False)
-        expected = predict(loaded.module, source, CPU).value.tolist()
+        expected = encode(loaded.module, source, CPU).prediction.tolist()
 
     found = [json.loads(one.body) for one in run(servable, payloads_of(made))]
 

@@ -18,8 +18,8 @@ from brim.errors import Overloaded
 from brim.rf.location.serving import LocateServable
 from brim.segmentation.prediction import SegmentServable
 from brim.sequences.evaluation.serving import ClassifyServable
+from brim.service.prediction.channel import Body, PredictionAnswer, view_of
 from brim.service.prediction.client import Predictions
-from brim.service.prediction.protocol import PredictionAnswer
 from brim.service.reader.client import Reader
 from brim.service.reader.functions import FUNCTIONS
 
@@ -77,7 +77,7 @@ class InProcess(Predictions):
     async def request(
         self,
         model: Mapping[str, Any],
-        payload: bytes | bytearray | memoryview,
+        payload: Body,
         *,
         deadline_s: float,
         name: str = "",
@@ -95,7 +95,8 @@ class InProcess(Predictions):
                 await asyncio.sleep(self.delay_s)
                 began_s = time.monotonic()
                 loop = asyncio.get_running_loop()
-                work = Payload(bytes(payload), name, dict(options or {}))
+                data = view_of(payload)
+                work = Payload(bytes(data), name, dict(options or {}))
                 answer = await loop.run_in_executor(self._pool, self._answer, dict(model), work)
                 seconds = {"wait": began_s - asked_s, "forward": time.monotonic() - began_s}
                 return PredictionAnswer(answer.body, answer.media_type, {**answer.facts, "seconds": seconds})

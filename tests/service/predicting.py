@@ -11,8 +11,8 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+from brim.service.prediction.channel import PredictionAnswer
 from brim.service.prediction.client import Predictions
-from brim.service.prediction.protocol import PredictionAnswer
 from brim.service.run.process import Program
 from brim.service.run.supervisor import Programs, Supervisor, programs
 from brim.service.settings import Settings
@@ -74,8 +74,8 @@ def _toy(program: Program) -> Program:
 
 
 @asynccontextmanager
-async def client(predicting: Predicting, **changes: Any) -> AsyncIterator[Predictions]:
-    async with Predictions(predicting.settings.predict_sockets, **changes) as made:
+async def client(predicting: Predicting) -> AsyncIterator[Predictions]:
+    async with Predictions(predicting.settings.predict_sockets) as made:
         yield made
 
 

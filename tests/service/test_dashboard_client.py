@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from brim.service.dashboard import client
-from brim.service.dashboard.client import Api, Refused
+from brim.service.dashboard.client import Api, Rejected
 from brim.service.settings import Settings
 
 
@@ -44,7 +44,7 @@ def service() -> Iterator[Service]:
 
 
 def api_of(service: Service) -> Api:
-    return Api(Settings(data=Path("/nowhere"), token="t", port=service.server_address[1]))
+    return Api(Settings(data=Path("/nowhere"), token="t", port=service.server_address[1]), lambda: "a-session")
 
 
 def test_however_many_pages_look_the_service_is_asked_once(service):
@@ -57,13 +57,31 @@ def test_however_many_pages_look_the_service_is_asked_once(service):
     assert asyncio.run(run()) == [1] * 20
 
 
+def test_a_refusal_names_pages_and_no_routes():
+    refused = Rejected(404, 'no job has this id; "GET /api/training/jobs" lists them', "id")
+
+    assert refused.detail == "no job has this id; the page Jobs lists them"
+    assert refused.faults == {"id": refused.detail}
+
+
+def test_pages_of_two_people_share_no_answer(service):
+    async def run() -> list[int]:
+        people = iter(("ann", "bob", "ann"))
+        api = Api(Settings(data=Path("/nowhere"), token="t", port=service.server_address[1]), lambda: next(people))
+        found = [await api.seen("/x", fresh_s=60.0) for _ in range(3)]
+        await api.close()
+        return [one["asked"] for one in found]
+
+    assert asyncio.run(run()) == [1, 2, 1]
+
+
 def test_a_refusal_is_asked_again_soon_and_an_answer_is_kept(service, monkeypatch):
     monkeypatch.setattr(client, "FRESH_S", 0.05)
     service.refusals = 1
 
     async def run() -> list[int]:
         api = api_of(service)
-        with pytest.raises(Refused, match="not yet"):
+        with pytest.raises(Rejected, match="not yet"):
             await api.seen("/x", fresh_s=3600.0)
         await asyncio.sleep(0.1)
         found = [await api.seen("/x", fresh_s=3600.0), await api.seen("/x", fresh_s=3600.0)]

@@ -7,10 +7,10 @@ import pytest
 pytest.importorskip("nicegui", reason="the dashboard is an extra")
 
 from brim.service.dashboard import charts
-from brim.service.dashboard.listing import page_number
-from brim.service.dashboard.maps import Scale, metres
-from brim.service.dashboard.run import RunMetrics, series
-from brim.service.dashboard.runs import best, epochs
+from brim.service.dashboard.lists import page_number
+from brim.service.dashboard.maps import Scale
+from brim.service.dashboard.run import RunMetrics, best, epochs, series
+from brim.service.dashboard.words import metres
 
 
 def test_steps_of_a_later_phase_go_on_from_the_one_before():

@@ -7,9 +7,13 @@ import pytest
 pytest.importorskip("nicegui")
 
 from brim.jobs.kinds import KINDS, config_schema, read_body
+from brim.segmentation.config import NETWORKS
+from brim.service.dashboard import words
 from brim.service.dashboard.form_fields import FormField, field_of, make_config, read_fields
-from brim.service.dashboard.job_parts import TITLES, job_body, progress_text
+from brim.service.dashboard.job import job_body, progress_text
 from brim.service.dashboard.layout import sentence
+from brim.service.dashboard.receivers import read_receivers
+from brim.service.dashboard.segment import EXAMPLE
 from brim.service.dashboard.tuning import options_of, per_batch
 
 
@@ -25,14 +29,42 @@ def filled(kind: str, **values: object) -> dict:
     return make_config(known, {field.path: given.get(field.path, field.start) for field in known})
 
 
+# Networks
+
+
+def test_networks_have_a_sentence_and_a_small_picture():
+    assert [name for name in NETWORKS if not words.network(name)] == []
+    assert {file.name for file in EXAMPLE.iterdir()} == {"image.webp", "mask.png", "instances.png"}
+    assert sum(file.stat().st_size for file in EXAMPLE.iterdir()) < 20_000
+
+
+# Receivers
+
+
+def test_receivers_are_read_from_csv_and_what_is_wrong_is_named():
+    assert read_receivers("\ufeffname, lat, lon, alt\nA, 45, 7.5, 100\n") == [
+        {"name": "A", "lat": 45.0, "lon": 7.5, "alt": 100.0}
+    ]
+    for text, reason in {"": "header", "name,lat\nA,1\n": "header", "name,lat,lon,alt\nA,x,7,1\n": "line 2"}.items():
+        with pytest.raises(ValueError, match=reason):
+            read_receivers(text)
+
+
+def test_every_baseline_of_an_evaluation_has_a_name_for_people():
+    from brim.rf.location import PLAIN_NAMES
+    from brim.service.dashboard.run import METHODS
+
+    assert PLAIN_NAMES.keys() <= METHODS.keys()
+
+
 # Fields
 
 
-def test_every_kind_has_a_title_and_a_field_for_everything_it_can_be_told():
-    assert {name: kind.title for name, kind in KINDS.items()} == TITLES
+def test_every_kind_has_a_field_for_everything_in_its_config():
     for kind in KINDS:
         tops = {field.path.partition(".")[0] for field in fields(kind)}
-        assert tops == config_schema(kind)["properties"].keys() - {"preset"}
+        properties = config_schema(kind)["properties"]
+        assert tops == {name for name, part in properties.items() if part.get("type") != "null"} - {"preset"}
 
 
 def test_what_must_be_given_and_what_people_change_most_comes_first():

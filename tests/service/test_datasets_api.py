@@ -81,6 +81,17 @@ def left(api: Api) -> list[Path]:
     return [*(api.settings.data / "uploads").iterdir(), *(api.settings.data / "trash").iterdir()]
 
 
+def test_an_archive_is_packed_with_its_split(api):
+    text = b"@classLabel true x y\n@data\n1,2:3,4:x\n5,6:7,8:y\n"
+
+    made = upload(api, [*SEQUENCES, ("sequences", "a_TRAIN.ts", text), ("sequences", "a_TEST.ts", text)])
+
+    assert made.status == 201, made.text
+    assert made.json["items"] == 4
+    refused = upload(api, [*SEQUENCES, ("sequences", "a.ts", text.replace(b"@data", b""))])
+    assert (refused.status, refused.json["field"]) == (409, "sequences")
+
+
 def test_sequences_are_packed(api):
     files: list[Part] = [("sequences[]", f"{n}.npy", array(5 + n, 3)) for n in range(4)]
     labels: Part = ("labels", "labels.csv", b"file,label\n0.npy,walk\n1.npy,walk\n2.npy,run\n3.npy,run\n")
@@ -127,6 +138,7 @@ BAD: list[tuple[list[Part], int, str]] = [
     ([NAMED[0], ("images", "a.png", picture())], 422, "kind"),
     ([NAMED[0], ("kind", None, b"rf"), ("images", "a.png", picture())], 422, "kind"),
     ([*NAMED, ("path", None, b"/etc")], 422, "path"),
+    ([*NAMED, ("images", "\u00fc" * 140 + ".png", picture())], 422, "images"),  # 284 bytes: no file system takes it
     ([*SEQUENCES, ("sequences", "a.npy", b"no array")], 409, "sequences"),
     ([*SEQUENCES, ("sequences", "a.npy", b"\x93NUMPY\x01\x00" + b"\xff" * 90)], 409, "sequences"),
     ([*SEQUENCES, ("sequences", "a.npy", array(3))], 409, "sequences"),

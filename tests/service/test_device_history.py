@@ -13,8 +13,8 @@ from live_api import Api
 from brim.errors import Unavailable
 from brim.jobs.status import Flow
 from brim.jobs.store import DeviceRow
-from brim.jobs.worker.live import STALE_S, Live
-from brim.service.api.devices import MAX_SAMPLES, Cpu, DeviceHistory, DeviceSample, Gauges
+from brim.jobs.worker.live import STALE_S, LiveFile
+from brim.service.api.devices import MAX_SAMPLES, DeviceHistory, DeviceSample, Gauges
 
 HISTORY = "/api/devices/history"
 CPU = {"device": "cpu", "name": "a processor", "total_bytes": 8 * 2**30}
@@ -66,7 +66,7 @@ def test_a_worker_on_a_cpu_is_sampled_once_a_second(api: Api):
 
 def test_what_the_workers_job_says_is_shown_until_it_ends(api: Api):
     api.catalogue.devices.put("w0", CPU)
-    live = Live(api.settings.data, "w0")
+    live = LiveFile(api.settings.data, "w0")
     live.tell("a" * 32, Flow(seconds=1.0, waiting={"data": 0.0, "copy": 0.0}))
     live.tell("a" * 32, Flow(seconds=5.0, waiting={"data": 1.0, "copy": 0.2}))
 
@@ -131,6 +131,7 @@ def test_workers_that_are_gone_are_dropped_and_those_with_another_device_begin_a
     assert (device.worker, len(device.samples) <= 10) == ("w0", True)
 
 
+@pytest.mark.alone
 def test_leaving_ends_the_thread(tmp_path: Path):
     before = set(threading.enumerate())
     with DeviceHistory(tmp_path, list, interval_s=30):
@@ -163,32 +164,32 @@ def test_a_fault_leaves_a_gap_and_is_logged_once(tmp_path: Path, caplog):
 def test_the_busy_share_is_that_of_all_cores_since_the_last_look(tmp_path: Path):
     (tmp_path / "meminfo").write_text("MemTotal: 1000 kB\nMemFree: 100 kB\nMemAvailable: 400 kB\n")
     (tmp_path / "stat").write_text("cpu 100 0 100 700 100 0 0 0 50 50\ncpu0 1 1 1 1\n")
-    cpu = Cpu(tmp_path)
-    cpu.read()
+    cpu = Gauges(tmp_path)
+    cpu.cpu()
 
     (tmp_path / "stat").write_text("cpu 130 0 120 740 110 0 0 0 80 80\n")
-    reading = cpu.read()
+    reading = cpu.cpu()
 
     assert reading.busy_share == pytest.approx(0.5)  # 50 of 100 ticks; those of guests are in the others
     assert (reading.memory_bytes, reading.memory_total_bytes) == (600 * 1024, 1000 * 1024)
-    assert cpu.read().busy_share is None, "no tick since"
+    assert cpu.cpu().busy_share is None, "no tick since"
 
 
 def test_a_machine_that_says_nothing_has_no_readings(tmp_path: Path):
-    assert Cpu(tmp_path).read() == (None, None, None, None)
+    assert Gauges(tmp_path).cpu() == (None, None, None, None)
     (tmp_path / "stat").write_text("")
     (tmp_path / "meminfo").write_text("MemTotal:\n")
-    assert Cpu(tmp_path).read() == (None, None, None, None)
+    assert Gauges(tmp_path).cpu() == (None, None, None, None)
 
 
 def test_work_makes_this_machine_busy():
-    cpu = Cpu()
-    cpu.read()
+    cpu = Gauges()
+    cpu.cpu()
     end_s = time.monotonic() + 0.3
     while time.monotonic() < end_s:
         pass
 
-    reading = cpu.read()
+    reading = cpu.cpu()
 
     assert reading.busy_share is not None
     assert reading.busy_share > 0.05
@@ -260,7 +261,7 @@ def test_a_word_of_a_worker_that_died_is_not_believed(tmp_path: Path, monkeypatc
     long_ago = time.time() - STALE_S - 1
     with monkeypatch.context() as then:
         then.setattr("brim.jobs.worker.live.time.time", lambda: long_ago)
-        Live(tmp_path, "w0").tell("a" * 32, None)
+        LiveFile(tmp_path, "w0").tell("a" * 32, None)
     with DeviceHistory(tmp_path, lambda: rows(w0=CPU), interval_s=0.01) as history:
         (device,) = until(lambda: (found := history.last(60)) and found[0].samples and found)
 

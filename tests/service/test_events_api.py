@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
+import pytest
 from live_api import JOBS, TOKEN, Api
 
 from brim.errors import Unavailable
@@ -212,6 +213,7 @@ def test_silence_is_broken_now_and_then(api, monkeypatch):
         assert watching.answer.readline() == b": keep-alive\n"
 
 
+@pytest.mark.alone
 def test_going_down_ends_the_streams_at_once(api_with):
     with api_with() as api:
         job_id = running(api)

@@ -208,13 +208,14 @@ def test_what_cannot_be_exported_is_refused_in_words(api, made, tmp_path):
     assert free_slots(api) == 2
 
 
-def test_a_damaged_shard_is_noticed_before_anything_is_sent(api, made, tmp_path):
+@pytest.mark.parametrize("fmt", ["parquet", "files"])
+def test_a_damaged_shard_is_noticed_before_anything_is_sent(api, made, tmp_path, fmt):
     place = tmp_path / "damaged"
     shutil.copytree(made["features"], place)
     shard = place / "shards" / "000001.safetensors"
     shard.write_bytes(shard.read_bytes()[:-4] + b"abcd")
 
-    answer = api.get(f"/api/datasets/{bring(api, place)}/export?format=parquet")
+    answer = api.get(f"/api/datasets/{bring(api, place)}/export?format={fmt}")
 
     assert (answer.status, "checksum differs" in answer.json["detail"]) == (409, True)
     assert left(api) == []

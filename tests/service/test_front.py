@@ -160,6 +160,42 @@ def test_a_body_that_is_too_large_is_refused_before_the_dashboard_sees_it(pages)
     assert answer.status == 413
 
 
+@pytest.mark.parametrize(
+    ("method", "target", "status"),
+    [
+        ("GET", "http://127.0.0.1/jobs", 400),
+        ("OPTIONS", "*", 400),
+        ("GET", "jobs", 400),
+        ("GET", "/jobs#here", 400),
+        ("GET", "/jobs?a#b", 400),
+        ("GET", "/" + "a" * 9000, 414),
+        ("GET", "/?" + "a" * 9000, 414),
+        ("GET", "//elsewhere.example/jobs", 200),
+        ("GET", '/[a]{b}|c\\d"e^`<>', 200),
+    ],
+)
+def test_odd_targets_are_rejected_or_passed_on(pages, method, target, status):
+    assert _raw(pages.port, target, method).startswith(f"HTTP/1.1 {status} ".encode())
+
+
+def test_a_chunked_body_above_the_limit_is_refused(tmp_path):
+    head = _request("POST", "/upload", "Transfer-Encoding: chunked\r\n")
+    with running(tmp_path / "data", dashboard=True, max_body_bytes=1000, max_predict_bytes=1000) as api:
+        toy = Toy(api.settings.dashboard_socket)
+        with socket.create_connection(("127.0.0.1", api.port), timeout=20) as made:
+            made.sendall(head + b"400\r\n" + bytes(1024) + b"\r\n400\r\n" + bytes(1024) + b"\r\n")
+            answer = made.recv(4096)
+        toy.end()
+
+    assert answer.startswith(b"HTTP/1.1 413 ")
+
+
+def test_a_token_in_any_address_stays_here(pages):
+    told = pages.get(f"/nope?a=%26&token={TOKEN}&%74oken=x&b").json
+
+    assert told["query"] == "a=%26&b"
+
+
 def test_a_dashboard_that_is_away_is_said_in_words_and_the_api_answers(tmp_path, monkeypatch):
     monkeypatch.setattr(front, "START_S", 0.3)
     with running(tmp_path / "data", dashboard=True) as api:
@@ -188,9 +224,9 @@ def _request(method: str, path: str, more: str = "") -> bytes:
     return f"{head}{more}\r\n".encode()
 
 
-def _raw(port: int, path: str) -> bytes:
+def _raw(port: int, path: str, method: str = "GET") -> bytes:
     with socket.create_connection(("127.0.0.1", port)) as made:
-        made.sendall(_request("GET", path))
+        made.sendall(_request(method, path))
         made.settimeout(20)
         found = b""
         while piece := made.recv(65536):

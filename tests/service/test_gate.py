@@ -3,12 +3,13 @@
 import asyncio
 import http.client
 import socket
+from pathlib import Path
 from typing import Any
 
 import pytest
-from live_api import TOKEN
+from live_api import TOKEN, running
 
-from brim.service.api.app import make_api
+from brim.service.access import Access
 from brim.service.api.auth import Gate
 from brim.service.token import session_value
 
@@ -73,6 +74,17 @@ def test_the_address_with_the_token_sets_a_cookie_and_is_left_at_once(shared):
     assert shared.get("/api/devices", token=pair.partition("=")[2]).status == 401, "the session is no token"
     assert shared.get("/api/devices", token=None, headers={"Cookie": f"brim_session={TOKEN}"}).status == 401
     assert shared.get("/?token=wrong", token=None).status == 401
+
+
+def test_two_services_of_one_host_have_cookies_of_their_own(shared, tmp_path):
+    with running(tmp_path / "data", token="another-token_0123456789") as other:
+        answers = [one.get(f"/?token={one.settings.token}", token=None) for one in (shared, other)]
+        pairs = [answer.headers["set-cookie"].split(";")[0] for answer in answers]
+        kept = dict(pair.split("=") for pair in pairs)  # as a browser keeps them: by name, for all ports
+        both = {"Cookie": "; ".join(f"{name}={value}" for name, value in kept.items())}
+
+        assert [one.get("/api/devices", token=None, headers=both).status for one in (shared, other)] == [200, 200]
+        assert other.get("/api/devices", token=None, headers={"Cookie": pairs[0]}).status == 401
 
 
 @pytest.mark.parametrize("host", ["evil.example", "127.0.0.1.evil.example", "localhost:80:80", "user@localhost", ""])
@@ -163,16 +175,16 @@ def test_a_websocket_meets_the_same_gate(headers, extensions, expected):
         async def send(message: Any) -> None:
             sent.append(message)
 
-        await Gate(app, token=TOKEN, hosts={"localhost"})(scope, None, send)  # type: ignore[arg-type]
+        await Gate(app, Access(Path("/nowhere"), TOKEN), hosts={"localhost"})(scope, None, send)  # type: ignore[arg-type]
 
     asyncio.run(run())
 
     assert expected in (sent[0]["type"], sent[0].get("status"))
 
 
-def test_a_gate_without_a_token_cannot_be_built():
+def test_access_without_a_token_cannot_be_built(tmp_path):
     with pytest.raises(ValueError, match="needs a token"):
-        Gate(make_api, token="", hosts={"localhost"})  # type: ignore[arg-type]
+        Access(tmp_path, "")
 
 
 def test_what_is_no_http_gets_a_plain_refusal(shared):

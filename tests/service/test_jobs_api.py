@@ -4,6 +4,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import pytest
 from live_api import GENERATION, JOBS, TRAINING, Api
 
 from brim.errors import Conflict, Unavailable
@@ -132,6 +133,18 @@ def test_a_paused_job_resumes_and_can_be_cancelled_while_paused(api):
     assert api.post(f"{JOBS}/{job['id']}/cancel").json["status"] == "cancelled"
 
 
+@pytest.mark.parametrize("text", ["{", '{"items": 3, "shards": [{"bxtes": 7}]}'])
+def test_a_job_with_a_damaged_manifest_can_be_cancelled(api, text):
+    job = api.submit()
+    api.post(f"{JOBS}/{job['id']}/pause")
+    out = api.settings.data / api.catalogue.jobs.get(job["id"]).out
+    out.mkdir(parents=True)
+    (out / "manifest.json").write_text(text)
+
+    answer = api.post(f"{JOBS}/{job['id']}/cancel")
+    assert (answer.status, answer.json["status"]) == (202, "cancelled")
+
+
 def test_a_running_job_is_stopping_until_its_worker_has_let_it_go(api):
     job = api.submit()
     start(api, job["id"])
@@ -142,6 +155,20 @@ def test_a_running_job_is_stopping_until_its_worker_has_let_it_go(api):
     threading.Timer(0.7, lambda: api.catalogue.jobs.settle(job["id"], Output(items=0))).start()
     resumed = api.post(f"{JOBS}/{job['id']}/resume")
     assert (resumed.status, resumed.json["status"]) == (202, "queued")
+
+
+def test_a_running_job_of_which_no_worker_tells_waits_for_one(api, monkeypatch):
+    job = api.submit()
+    start(api, job["id"])
+    assert api.get(f"{JOBS}/{job['id']}").json["status"] == "running"
+
+    monkeypatch.setattr("brim.jobs.store.tables.SILENT_S", -1.0)  # as after a while, while the disk is full
+    assert api.get(f"{JOBS}/{job['id']}").json["status"] == "queued"
+
+    listed = {status: api.get(f"{JOBS}?status={status}").json["total"] for status in ("queued", "running")}
+    assert listed == {"queued": 1, "running": 0}
+    lines = api.get("/metrics").body.decode().splitlines()
+    assert {'brim_jobs{status="queued"} 1.0', 'brim_jobs{status="running"} 0.0'} <= set(lines)
 
 
 def test_a_job_that_does_not_stop_cannot_be_resumed(api, monkeypatch):

@@ -108,6 +108,19 @@ def wait_until(holds: Any, seconds: float = 5.0) -> None:
 # Loading
 
 
+def test_a_requested_model_loads_before_those_that_are_only_registered(models, factory):
+    factory.gates["a", "1"] = threading.Event()
+    models.register([registered(name) for name in "abc"])
+    wait_until(lambda: factory.made)
+
+    requested = models.ask("c")
+    factory.gates["a", "1"].set()
+    requested.result(10)
+
+    wait_until(lambda: len(factory.made) == 3)
+    assert [name for name, _ in factory.made] == ["a", "c", "b"]
+
+
 def test_a_model_is_loaded_when_it_is_first_asked_for(models, factory):
     assert state(models, "a") == "cold"
 

@@ -22,7 +22,7 @@ from brim.errors import ImageError, NotFound, TooLarge, UnsupportedType
 from brim.segmentation.config import REGISTERED
 from brim.segmentation.networks import save_weights
 from brim.segmentation.prediction import ModelLoader, SegmentServable
-from brim.segmentation.tuning import BatchSizeEntry, BatchSizes, device_info, device_key
+from brim.segmentation.tuning import BatchSizeEntry, device_info, device_key, save_entry
 from brim.service.prediction.process.models import Models, Registered
 
 CPU = torch.device("cpu")
@@ -51,7 +51,7 @@ def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         p95_latency_ms=50.0, memory_limit_mb=1000.0, image_size=1024, precision="fp32", layout="contiguous",
         compiled=False,
     )  # fmt: skip
-    BatchSizes().with_entry(device_key(CPU), device_info(CPU), "tiny", entry, []).write(tmp_path / "sizes.json")
+    save_entry(tmp_path / "sizes.json", device_key(CPU), device_info(CPU), "tiny", entry, [])
     return tmp_path
 
 

@@ -2,6 +2,7 @@
 
 import http.client
 import io
+import json
 import socket
 import struct
 import threading
@@ -9,6 +10,7 @@ import time
 import zipfile
 import zlib
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -188,13 +190,13 @@ def test_a_batch_may_be_coco_but_no_archive(shared):
         ([FILE, ("model", None, b"other")], 404, "model", '"GET /api/models" lists'),
         ([FILE, ("model", None, b"a/b")], 422, "model", "letters, digits"),
         ([FILE, ("threshold", None, b"1")], 422, "threshold", "above 0 and below 1"),
-        ([FILE, ("threshold", None, b"nan")], 422, "threshold", "above 0 and below 1"),
-        ([FILE, ("threshold", None, b"half")], 422, "threshold", "above 0 and below 1"),
+        ([FILE, ("threshold", None, b"nan")], 422, "threshold", "must be a number"),
+        ([FILE, ("threshold", None, b"half")], 422, "threshold", "must be a number"),
         ([FILE, ("detect_holes", None, b"maybe")], 422, "detect_holes", "true or false"),
-        ([FILE, ("format", None, b"svg")], 422, "format", "one of geojson, coco, roi, mask, overlay"),
-        ([FILE, ("deadline_ms", None, b"0")], 422, "deadline_ms", "from 1 to 600000"),
+        ([FILE, ("format", None, b"shapefile")], 422, "format", "one of geojson, coco, roi, mask, overlay"),
+        ([FILE, ("deadline_ms", None, b"0")], 422, "deadline_ms", "600000"),
         ([FILE, ("deadline_ms", None, b"1.5")], 422, "deadline_ms", "whole number"),
-        ([FILE, ("colour", None, b"red")], 422, "colour", "known: file, model, threshold"),
+        ([FILE, ("colour", None, b"red")], 422, "colour", "known: file, model, deadline_ms, threshold"),
         ([FILE, FILE], 422, "file", "given twice"),
         ([FILE, ("model", None, b"cells"), ("model", None, b"cells")], 422, "model", "given twice"),
         ([("model", None, b"cells")], 422, "file", "file is missing"),
@@ -277,6 +279,80 @@ def test_no_predictor_is_503_by_the_deadline(tmp_path, weights):
         assert api.get("/api/models").json["models"][0]["state"] == "cold"
     api.queue.close()
     api.catalogue.close()
+
+
+# Bodies
+
+
+def begin(api: Api, declared: int, sent: int) -> socket.socket:
+    """A request for a prediction of whose body only the first bytes are sent."""
+    sock = socket.create_connection(("127.0.0.1", api.port), timeout=10)
+    head = f"POST /api/segment HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {TOKEN}\r\n"
+    head += f"Content-Type: {FORM['Content-Type']}\r\nContent-Length: {declared}\r\n\r\n"
+    sock.sendall(head.encode() + form([("file", "a.png", bytes(sent))])[:sent])
+    return sock
+
+
+def num_shared() -> int:
+    """Files of shared memory that this process, and so the API, has open."""
+    num = 0
+    for file in Path("/proc/self/fd").iterdir():
+        with suppress(FileNotFoundError):  # another thread closed it meanwhile
+            num += "memfd:brim" in str(file.readlink())
+    return num
+
+
+def until(condition: Any, seconds: float = 10.0) -> None:
+    end_s = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end_s, "did not happen in time"
+        time.sleep(0.02)
+
+
+def test_aborted_bodies_are_freed_at_once(api_with):
+    with api_with() as api:
+        segment(api, FILE)
+        admission = api.api.state.context.admission
+        before = num_shared()
+        for _ in range(3):
+            socks = [begin(api, 50_000_000, 10_000_000) for _ in range(5)]
+            until(lambda: admission.held_bytes > 40_000_000)
+            for sock in socks:
+                sock.close()
+            until(lambda: admission.held_bytes == 0)
+            until(lambda: num_shared() == before)
+        assert admission.num_requests == 0
+        assert segment(api, FILE).status == 200
+
+
+def test_refused_bodies_are_freed_at_once(api_with):
+    with api_with() as api:
+        admission, before = api.api.state.context.admission, num_shared()
+        for _ in range(10):
+            assert segment(api, ("file", "a.png", bytes(1_000_000)), ("colour", None, b"red")).status == 422
+        assert (admission.held_bytes, num_shared()) == (0, before)
+
+
+def test_the_bytes_of_all_requests_together_are_limited(api_with):
+    with api_with(max_held_bytes=500_000) as api:
+        segment(api, FILE)
+        first = begin(api, 450_000, 400_000)
+        until(lambda: api.api.state.context.admission.held_bytes > 350_000)
+        answer = segment(api, ("file", "a.png", bytes(300_000)))
+        assert (answer.status, answer.headers["retry-after"]) == (503, "1")
+        first.close()
+        until(lambda: api.api.state.context.admission.held_bytes == 0)
+        assert segment(api, FILE).status == 200
+
+
+def test_a_deadline_is_no_longer_than_the_administrator_allows(api_with):
+    with api_with(max_predict_deadline_ms=500) as api:
+        segment(api, FILE)
+        api.predictions.delay_s = 2.0
+        for fields, headers in (([], {"Brim_Deadline_Ms": "20000"}), ([("deadline_ms", None, b"20000")], {})):
+            answer = segment(api, FILE, *fields, **headers)
+            assert answer.status == 503
+        assert api.predictions.started == ["a.png"]
 
 
 # Load
@@ -477,8 +553,23 @@ def test_models_are_listed_with_what_is_loaded_of_them(shared, weights):
     assert row.pop("added_at").endswith("Z")
     assert row == {
         "name": "cells", "kind": "segment", "network": "unet_tiny", "state": "warm", "error": None,
-        "memory_bytes": 1000, "batch_size": 4, "max_batch_size": 8, "device": "cpu",
+        "memory_bytes": 1000, "batch_size": 4, "max_batch_size": 8, "device": "cpu", "run_id": None, "run_name": None,
     }  # fmt: skip
+
+
+def test_the_model_that_comes_with_brim_is_there_until_another_is_registered(tmp_path, weights):
+    api = make(tmp_path / "data")
+    with api:
+        (row,) = api.get("/api/models").json["models"]
+        unanswered = segment(api, FILE, Brim_Deadline_Ms="300")  # there is no predictor, but a model
+        api.catalogue.models.put(name="cells", kind="segment", network="unet_tiny", path=str(weights))
+        until(lambda: [one["name"] for one in api.get("/api/models").json["models"]] == ["cells"])
+        named = segment(api, FILE, ("model", None, b"default"), Brim_Deadline_Ms="300")
+    api.queue.close()
+    api.catalogue.close()
+
+    assert (row["name"], row["kind"], row["network"], row["state"]) == ("default", "segment", "cells", "cold")
+    assert (unanswered.status, named.status) == (503, 503)
 
 
 def test_what_the_command_line_changes_is_seen_by_a_running_service(api_with, weights):
@@ -557,6 +648,11 @@ def npy(*shape: int) -> bytes:
 def test_observations_become_positions_and_sequences_classes(api_with, trained):
     with api_with() as api:
         locator, classifier = trained
+        row = api.catalogue.runs.add(name="steps", kind="sequence.train", path=str(classifier), config={}, summary={})
+        tried = segment(
+            api, ("file", "s.npy", npy(9, 4)), ("model", None, row.id.encode()), path="/api/classify"
+        )  # before any model of the kind is registered
+        assert (tried.status, tried.json.get("model")) == (200, row.id), tried.body
         api.catalogue.models.put(name="where", kind="locate", network="locator", path=str(locator))
         api.catalogue.models.put(name="steps", kind="classify", network="cnn_lstm", path=str(classifier))
 
@@ -594,6 +690,30 @@ def test_observations_become_positions_and_sequences_classes(api_with, trained):
         assert api.post("/api/locate", b"{}", headers={"Content-Type": "text/plain"}).status == 415
 
 
+@pytest.mark.parametrize("path", ["/api/segment", "/api/batch-segment"])
+def test_what_comes_too_late_for_any_model_is_refused_before_the_framework(api_with, path):
+    with api_with() as api:
+        api.predictions.wait_s = 100.0
+        early = segment(api, FILE, path=path, Brim_Deadline_Ms="50")
+        by_route = segment(api, FILE)
+        text = api.get("/metrics").body.decode()
+
+    assert (early.status, early.json["field"]) == (503, None)
+    assert early.json["detail"].startswith("an answer would take about 100000 ms")
+    assert early.headers["retry-after"] == "100"
+    assert by_route.status == 503
+    assert by_route.headers.keys() == early.headers.keys()
+    assert f'path="{path}"' in text or path in text
+    assert 'brim_predict_rejected_total{reason="overloaded"} 2.0' in text
+
+
+@pytest.mark.parametrize("value", ["0", "-1", "x", "9" * 12, "1.5", ""])
+def test_a_wrong_deadline_is_named_however_long_the_queue_is(api_with, value):
+    with api_with() as api:
+        api.predictions.wait_s = 100.0
+        assert segment(api, FILE, Brim_Deadline_Ms=value).status == 422
+
+
 # Metrics
 
 
@@ -623,3 +743,55 @@ def test_predictions_are_counted(api_with):
         "brim_predict_batch_size_sum 313.0",
     ):
         assert line in text.splitlines(), line
+
+
+def test_a_run_is_tried_by_its_id_and_becomes_a_model_by_one_request(api_with, capsys):
+    with api_with() as api:
+        runs = {}
+        for seed, state in ((7, "ready"), (8, "training")):
+            path = api.settings.data / "runs" / state
+            path.mkdir(parents=True)
+            torch.manual_seed(seed)
+            save_weights(create_model("unet_tiny"), path / "weights.safetensors", {"model": "unet_tiny"})
+            config = {"model": "unet_tiny"}
+            row = api.catalogue.runs.add(
+                name=state, kind="segment.train", path=f"runs/{state}", config=config, summary={}
+            )
+            runs[state] = row.id
+        with api.catalogue._engine.begin() as connection:
+            connection.exec_driver_sql("UPDATE runs SET state = 'training' WHERE name = 'training'")
+
+        tried = segment(api, FILE, SOME, ("model", None, runs["ready"].encode()))
+        added = api.post("/api/models", {"name": "mine", "run_id": runs["ready"][:8]})
+        named = segment(api, FILE, SOME, ("model", None, b"mine"))
+        other = segment(api, FILE, SOME, ("model", None, b"cells"))
+        sequence = ("file", "s.npy", npy(9, 4))
+        unnamed = segment(api, sequence, path="/api/classify")
+        row = api.catalogue.runs.add(name="steps", kind="sequence.train", path="runs/steps", config={}, summary={})
+        by_run = segment(api, sequence, ("model", None, row.id.encode()), path="/api/classify")
+        again = api.post("/api/models", {"name": "mine", "run_id": runs["ready"]})
+        wrong = {
+            "training": api.post("/api/models", {"name": "x", "run_id": runs["training"]}),
+            "unknown": api.post("/api/models", {"name": "x", "run_id": "0" * 32}),
+            "name": api.post("/api/models", {"name": "no spaces", "run_id": runs["ready"]}),
+            "missing": api.post("/api/models", {"name": "x"}),
+        }
+        argv = ["models", "add", "typed", runs["ready"][:6], "--data", str(api.settings.data), "--json"]
+        code = main(argv)
+        listed = {one["name"]: one for one in api.get("/api/models").json["models"]}
+
+    assert (tried.status, tried.headers["brim-model"]) == (200, runs["ready"])
+    assert added.status == 201, added.body
+    assert (added.json["network"], added.json["run_name"], added.json["replaced"]) == ("unet_tiny", "ready", False)
+    assert named.body == tried.body != other.body
+    assert again.json["replaced"]
+    assert unnamed.status == 404
+    assert "name a finished run by its id" in unnamed.json["detail"]
+    assert (by_run.status, row.id in by_run.json["detail"]) == (503, True)  # found; here it has no files
+    statuses = {name: (answer.status, answer.json["field"]) for name, answer in wrong.items()}
+    assert statuses == {
+        "training": (409, None), "unknown": (404, None), "name": (422, "name"), "missing": (422, "run_id"),
+    }  # fmt: skip
+    assert code == 0
+    assert json.loads(capsys.readouterr().out)["about"]["run_id"] == runs["ready"]
+    assert listed["mine"]["run_id"] == runs["ready"]

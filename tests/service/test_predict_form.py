@@ -5,31 +5,15 @@ import time
 
 import pytest
 
+from brim.config import read as read_config
+from brim.config import settings
 from brim.errors import BrimError, TooLarge
 from brim.service.api.body import Unreadable
-from brim.service.prediction.form import (
-    Form,
-    FormFields,
-    choice,
-    read_deadline_ms,
-    read_flag,
-    read_model,
-    read_threshold,
-)
+from brim.service.api.routes.predict import BatchSegmentForm
+from brim.service.prediction.channel import view_of
+from brim.service.prediction.request import File, FormReader
 
 BOUNDARY = b"a-boundary"
-TAKES = FormFields(
-    files=("files", "file"),
-    max_files=3,
-    max_file_bytes=3_000_000,
-    fields={
-        "model": read_model,
-        "threshold": read_threshold,
-        "strict": read_flag,
-        "deadline_ms": read_deadline_ms,
-        "format": choice("geojson", "coco"),
-    },
-)
 
 
 def part(field: str, content: bytes, name: str | None = None) -> bytes:
@@ -37,13 +21,18 @@ def part(field: str, content: bytes, name: str | None = None) -> bytes:
     return f'--a-boundary\r\nContent-Disposition: form-data; name="{field}"{file}\r\n\r\n'.encode() + content + b"\r\n"
 
 
-def read(body: bytes, pieces: list[int]) -> Form:
-    form, at = Form(BOUNDARY, TAKES), 0
+def data_of(file: File) -> bytes:
+    return bytes(view_of(file.data))
+
+
+def read(body: bytes, pieces: list[int]) -> FormReader:
+    form, at = FormReader(BOUNDARY, settings(BatchSegmentForm), ("files", "file"), 3, 3_000_000), 0
     for length in pieces:
         form.feed(body[at : at + length])
         at += length
     form.feed(body[at:])
     form.finish()
+    read_config(BatchSegmentForm, form.values, "")
     return form
 
 
@@ -59,7 +48,7 @@ def test_pieces_do_not_matter(seed):
 
     form = read(body, [dice.choice((1, 2, 7, 100, 4096)) for _ in range(200)])
 
-    assert [(file.name, file.data) for file in form.files] == [("a.png", first), ("b.png", second)]
+    assert [(file.name, data_of(file)) for file in form.files] == [("a.png", first), ("b.png", second)]
     assert form.values == {"threshold": 0.25, "model": "cells", "strict": True}
 
 
@@ -73,7 +62,7 @@ def test_a_body_without_its_end_is_refused(cut):
 
 def test_a_file_may_be_as_large_as_the_limit_and_no_larger():
     end = b"--a-boundary--\r\n"
-    assert len(read(part("file", bytes(3_000_000), "a") + end, []).files[0].data) == 3_000_000
+    assert len(data_of(read(part("file", bytes(3_000_000), "a") + end, []).files[0])) == 3_000_000
     with pytest.raises(TooLarge, match="3000000 bytes"):
         read(part("file", bytes(3_000_001), "a") + end, [])
     with pytest.raises(TooLarge, match="more than 3 files"):
@@ -106,5 +95,5 @@ def test_two_megabytes_in_pieces_take_milliseconds_whatever_they_are(content):
         form = read(body, [65536] * 40)
         times.append(time.process_time() - began_s)
 
-    assert form.files[0].data == content
+    assert data_of(form.files[0]) == content
     assert min(times) < 0.1

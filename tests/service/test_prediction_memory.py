@@ -1,10 +1,10 @@
-"""Shared memory between the API and a prediction process: slots, messages, the page, and how much of it is taken."""
+"""Between the API and a prediction process: shared bytes, messages, the page; and what an idle predictor takes."""
 
 import os
+import socket
 import subprocess
 import sys
 import time
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -13,81 +13,80 @@ from hypothesis import strategies as st
 from predicting import Predicting, until
 
 from brim import errors
-from brim.errors import BrimError, ConfigError, ImageError, NotFound, Overloaded
-from brim.service.prediction.arena import KEPT_BYTES, Arena, Shared
-from brim.service.prediction.protocol import Frames, StatusPage, error_of, failure, frame
+from brim.errors import BrimError, ImageError, NotFound, Overloaded
+from brim.jobs import sandbox
+from brim.service.prediction.channel import Channel, SharedBytes, StatusPage, error_of, failure, view_of
 
-# Slots
-
-
-@settings(max_examples=60, deadline=None)
-@given(st.lists(st.one_of(st.integers(0, 3000), st.none()), max_size=60), st.randoms(use_true_random=False))
-def test_slots_never_overlap_keep_their_bytes_and_all_come_back(steps, rng):
-    arena = Arena(Shared.make(16 * 1024), start=4096)
-    held: dict[int, bytes] = {}
-    for size in steps:
-        if size is None:
-            if held:
-                offset = rng.choice(sorted(held))
-                arena.free(offset)
-                del held[offset]
-            continue
-        data = rng.randbytes(size)
-        with suppress(Overloaded):
-            held[arena.put(data)] = data
-        for offset, expected in held.items():
-            assert offset >= 4096
-            assert bytes(arena.shared.view(offset, len(expected))) == expected
-    for offset in held:
-        arena.free(offset)
-    assert arena.used_bytes == 0
-    arena.put(b"x" * 12 * 1024)  # in one piece again
-    arena.shared.close()
+# Shared bytes
 
 
-def test_what_can_never_fit_is_said_so():
-    arena = Arena(Shared.make(4096))
-    with pytest.raises(ConfigError, match="5000 bytes are more than the 4096"):
-        arena.put(b"x" * 5000)
-    with pytest.raises(ConfigError, match="outside"):
-        arena.shared.view(4000, 1000)
-    arena.shared.close()
+def test_nobody_can_change_shared_bytes_or_cut_them_off_under_a_reader():
+    shared = SharedBytes.of(b"x" * 8192)
+    view = shared.view
+    for attempt in (lambda: os.ftruncate(shared.descriptor, 0), lambda: os.write(shared.descriptor, b"y")):
+        with pytest.raises(PermissionError):
+            attempt()
+    shared.close()
+    assert bytes(view) == b"x" * 8192
 
 
-def test_memory_goes_back_to_the_system_when_all_is_answered():
-    arena = Arena(Shared.make(4 * KEPT_BYTES))
-    offsets = [arena.put(b"x" * KEPT_BYTES) for _ in range(3)]
-    taken = os.fstat(arena.shared.descriptor).st_blocks * 512
-    for offset in offsets:
-        arena.free(offset)
-
-    assert taken >= 3 * KEPT_BYTES
-    assert os.fstat(arena.shared.descriptor).st_blocks * 512 <= KEPT_BYTES
-    arena.shared.close()
+def test_memory_that_its_sender_can_cut_off_is_not_read():
+    shared = SharedBytes()
+    shared.append(b"x" * 8192)
+    with pytest.raises(ValueError, match="cut off"):
+        view_of(shared)
 
 
-def test_nobody_can_cut_shared_memory_off_under_a_reader():
-    made = Shared.make(8192)
-    with pytest.raises(PermissionError):
-        os.ftruncate(made.descriptor, 0)
-    made.close()
+def test_bytes_are_freed_as_soon_as_nobody_has_them():
+    shared = SharedBytes.of(b"x" * 50_000_000)
+    status = Path(f"/proc/self/fd/{shared.descriptor}").stat()
+    shared.close()
+    open_files = [os.fstat(int(name.name)).st_ino for name in Path("/proc/self/fd").iterdir() if name.exists()]
+    assert status.st_ino not in open_files
 
 
 # Messages
 
 
-@given(st.lists(st.tuples(st.dictionaries(st.text(), st.integers() | st.text()), st.binary(max_size=50))), st.data())
-def test_messages_arrive_whole_however_the_stream_is_cut(messages, data):
-    stream, frames = b"".join(frame(*one) for one in messages), Frames()
-    cuts = sorted(data.draw(st.lists(st.integers(0, len(stream)), max_size=8)))
-    pieces = [stream[start:end] for start, end in zip([0, *cuts], [*cuts, len(stream)], strict=True)]
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.tuples(st.dictionaries(st.text(), st.integers() | st.text()), st.integers(0, 100_000)), max_size=40))
+def test_messages_arrive_whole_and_in_order_also_through_a_full_socket(messages):
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    full: list[bool] = []
+    sender, receiver = Channel(ours, lambda: full.append(True)), Channel(theirs, lambda: None)
+    sent = [(message, os.urandom(length)) for message, length in messages]
+    for message, body in sent:
+        sender.send(message, body)
+    received = []
+    while len(received) < len(sent):
+        while (one := receiver.receive()) is not None:
+            received.append((one[0], bytes(view_of(one[1]))))
+        sender.flush()
 
-    assert [one for piece in pieces for one in frames.feed(piece)] == messages
+    assert received == sent
+    assert not sender.has_unsent
+    sender.close()
+    with pytest.raises(EOFError):
+        receiver.receive()
+    receiver.close()
 
 
-def test_a_stream_of_something_else_is_refused():
-    with pytest.raises(BrimError, match="not the protocol"):
-        list(Frames().feed(b"GET / HTTP/1.1\r\n"))
+def test_a_request_that_was_cancelled_before_it_was_sent_is_left_out():
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    sender, receiver = Channel(ours, lambda: None), Channel(theirs, lambda: None)
+    shared = [SharedBytes.of(b"z" * 100) for _ in range(2000)]
+    for number, one in enumerate(shared):
+        sender.send({"id": number, "name": "x" * 1000}, one)
+    assert sender.has_unsent
+    shared[-2].close()
+    ids = []
+    while not ids or ids[-1] != 1999:
+        while (one := receiver.receive()) is not None:
+            ids.append(one[0]["id"])
+        sender.flush()
+
+    assert ids == [*range(1998), 1999]
+    sender.close(), receiver.close()
 
 
 @pytest.mark.parametrize(
@@ -116,20 +115,19 @@ def test_what_nobody_foresaw_crosses_without_its_words():
 
 
 def test_the_page_tells_estimates_and_marks():
-    made = Shared.make(StatusPage.BYTES)
-    written, read = StatusPage(made), StatusPage(made)
+    written = StatusPage()
+    read = StatusPage(written.shared.view)
     assert read.estimates() == {}
 
     written.publish({"cells": [0.1, 0.25, 4.0], "ünï": [1.0, 1.0, 1.0]})
-    written.mark(5, 2)
+    written.mark(5, True)
 
     assert read.estimates() == {"cells": [0.1, 0.25, 4.0], "ünï": [1.0, 1.0, 1.0]}
     assert [read.estimate("cells", within_s) for within_s in (0.01, 0.2, 0.3, 30, 600)] == [0.1, 0.1, 0.25, 4.0, 4.0]
     assert read.estimate("others", 1.0) is None
-    assert [read.marked(ticket) for ticket in (4, 5)] == [0, 2]
+    assert [read.is_marked(ticket) for ticket in (4, 5)] == [False, True]
     written.publish({"a" * 1000 + str(index): [1.0, 1.0, 1.0] for index in range(100)})
     assert read.estimates() == {}
-    written.close(), read.close(), made.close()
 
 
 # What an idle one takes
@@ -147,7 +145,9 @@ def test_without_a_model_a_predictor_imports_no_torch_no_framework_and_no_databa
     assert done.stdout.split() == []
 
 
-def test_an_idle_predictor_is_small_and_does_next_to_nothing(tmp_path):
+@pytest.mark.alone
+def test_an_idle_predictor_is_small_and_does_next_to_nothing(tmp_path, monkeypatch):
+    monkeypatch.setenv("BRIM_TEST_EXEC", "1")  # not forked from a process that has torch
     with Predicting(tmp_path, real=True) as predicting:
         pid = predicting.pid()
         until(lambda: predicting.settings.predict_sockets[0].exists())
@@ -157,7 +157,19 @@ def test_an_idle_predictor_is_small_and_does_next_to_nothing(tmp_path):
         time.sleep(2.0)
 
         assert 1024 * int(status[status.index("VmRSS:") + 1]) < 60e6
+        assert "no network" not in sandbox.available() or status[status.index("Seccomp:") + 1] == "2"
         assert (cpu_s(pid) - before) / (time.monotonic() - began_s) < 0.02
+
+
+@pytest.mark.skipif("no network" not in sandbox.available(), reason="this kernel has no seccomp")
+@pytest.mark.parametrize(("family", "is_open"), [("AF_UNIX", True), ("AF_INET", False), ("AF_INET6", False)])
+def test_code_in_a_predictor_reaches_no_network(family, is_open):
+    code = f"from brim.jobs import sandbox; import socket; sandbox.no_internet(); socket.socket(socket.{family})"
+
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+
+    assert (done.returncode == 0) == is_open
+    assert is_open or "PermissionError" in done.stderr
 
 
 def cpu_s(pid: int) -> float:

@@ -43,7 +43,8 @@ class Service:
 @contextmanager
 def serving(data: Path, *options: str) -> Iterator[Service]:
     command = [sys.executable, "-m", "brim", "serve", "--data", str(data), "--port", "0", *options]
-    env = {**os.environ, "BRIM_TOKEN": TOKEN, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    env = {**os.environ, "BRIM_TOKEN": TOKEN, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "BRIM_TEST_EXEC": "1"}
+    env["BRIM_PREPARED"] = "0"  # of a fork, /proc shows the environment of another process
     process = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
     assert process.stdout is not None
     try:

@@ -3,6 +3,7 @@
 import asyncio
 import os
 import signal
+import socket
 import sys
 import threading
 import time
@@ -14,7 +15,8 @@ from typing import Any
 import pytest
 from live_api import running
 
-from brim.errors import DatasetError, TooMany, Unavailable
+from brim.errors import DatasetError, ImageError, TooMany, Unavailable
+from brim.jobs import sandbox
 from brim.service.reader.client import Reader
 from brim.service.run import unix_socket
 from brim.service.run.process import Program
@@ -84,6 +86,22 @@ def test_a_call_that_dies_takes_nothing_with_it(reading):
     assert reading.pid == before
 
 
+def test_a_call_has_a_limit_of_memory(reading):
+    assert reading.call("eat", gib=1) == 1024**3
+    with pytest.raises(ImageError, match="more memory"):
+        reading.call("eat", gib=16)
+
+
+@pytest.mark.skipif(len(sandbox.available()) < 2, reason="this kernel has no walls")
+def test_a_call_that_reads_can_neither_write_nor_connect(reading, tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        calls = {"write": {"file": str(tmp_path / "x")}, "connect": {"port": listening.getsockname()[1]}}
+        for function, arguments in calls.items():
+            with pytest.raises(RuntimeError):
+                reading.call(function, **arguments)
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_call_is_killed_on_its_time_out(reading):
     began_s = time.monotonic()
     with pytest.raises(Unavailable, match="longer than"):
@@ -91,6 +109,7 @@ def test_a_call_is_killed_on_its_time_out(reading):
     assert time.monotonic() - began_s < 10
 
 
+@pytest.mark.alone
 def test_calls_run_beside_each_other_and_not_too_many(reading):
     async def both() -> list[Any]:
         reader = Reader(reading.settings.reader_socket, limit=2)
@@ -114,6 +133,7 @@ def test_a_reader_that_is_killed_comes_back(reading):
     assert reading.pid not in (before, None)
 
 
+@pytest.mark.alone
 def test_the_process_holds_the_libraries_and_no_secret(tmp_path, monkeypatch):
     monkeypatch.setenv("BRIM_TOKEN", "secret")
     with Reading(tmp_path / "data", light=False) as reading:

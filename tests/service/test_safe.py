@@ -132,6 +132,7 @@ def process(data: Path) -> Iterator[tuple[subprocess.Popen[bytes], int, int]]:
         stdin=subprocess.PIPE,
         stderr=subprocess.PIPE,
         pass_fds=fds,
+        env={**os.environ, "BRIM_TEST_EXEC": "1"},
     )
     try:
         assert started.stdin is not None

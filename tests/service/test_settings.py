@@ -1,13 +1,20 @@
 """What a service is started with, and the token that opens it."""
 
+import re
 import stat
 from pathlib import Path
 
 import pytest
 
 from brim.errors import ConfigError, StorageError
+from brim.jobs import decoding
+from brim.jobs.store import upgrade
+from brim.jobs.worker import reconcile
 from brim.service import token
-from brim.service.settings import Settings, data_folder, from_options
+from brim.service.prediction.process import decoders
+from brim.service.reader import main as reader
+from brim.service.reader.client import CALL_S
+from brim.service.settings import MIB, Settings, data_folder, from_options
 
 PASSWORD = "hunter2"
 
@@ -120,28 +127,44 @@ def test_folders_are_for_the_owner_alone(tmp_path):
     Settings(data=tmp_path / "d").make_folders()
     Settings(data=tmp_path / "d").make_folders()
 
-    for folder in (tmp_path / "d", *(tmp_path / "d").iterdir()):
+    for folder in (tmp_path / "d", *(path for path in (tmp_path / "d").iterdir() if path.is_dir())):
         assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+
+
+def test_database_files_are_for_the_owner_alone(tmp_path):
+    data = tmp_path / "d"
+    data.mkdir()
+    for name in ("jobs.sqlite", "jobs.sqlite-wal"):  # of a version that let everybody read them
+        (data / name).write_bytes(b"")
+        (data / name).chmod(0o644)
+    settings = Settings(data=data)
+
+    settings.make_folders()
+    upgrade(settings.catalogue_url)
+
+    files = [path for path in data.iterdir() if path.is_file()]
+    assert {"jobs.sqlite", "jobs.sqlite-wal", "catalogue.sqlite"} <= {file.name for file in files}
+    assert {stat.S_IMODE(file.stat().st_mode) for file in files} == {0o600}
 
 
 def test_a_token_is_made_once_and_only_its_owner_reads_it(tmp_path):
     file = tmp_path / "token"
-    assert not token.is_chosen(file, {})
+    assert token.find(file, {}) is None
 
     made = token.ensure(file, {})
 
     assert len(made) >= 40
     assert token.ensure(file, {}) == token.find(file, {}) == made
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
-    assert token.is_chosen(file, {})
+    assert token.find(file, {}) is not None
     assert [path.name for path in tmp_path.iterdir()] == ["token"]
 
 
 def test_a_token_of_the_environment_is_not_written_down(tmp_path):
     assert token.ensure(tmp_path / "token", {"BRIM_TOKEN": "given"}) == "given"
     assert not (tmp_path / "token").exists()
-    assert token.is_chosen(tmp_path / "token", {"BRIM_TOKEN": "given"})
-    assert not token.is_chosen(tmp_path / "token", {"BRIM_TOKEN": ""})
+    assert token.find(tmp_path / "token", {"BRIM_TOKEN": "given"}) is not None
+    assert token.find(tmp_path / "token", {"BRIM_TOKEN": ""}) is None
 
 
 @pytest.mark.parametrize("given", ["two words", "tab\t", "ümlaut", "x" * 513, "new\nline"])
@@ -165,7 +188,7 @@ def test_an_empty_file_of_a_first_start_that_was_cut_short_is_made_again(tmp_pat
     file = tmp_path / "token"
     file.write_text("")
 
-    assert not token.is_chosen(file, {})
+    assert token.find(file, {}) is None
     assert token.ensure(file, {}) == file.read_text().strip() != ""
 
 
@@ -181,3 +204,21 @@ def test_the_session_is_of_the_token_and_does_not_tell_it():
     assert token.session_value("a") == token.session_value("a") != token.session_value("b")
     assert token.equals("a", "a")
     assert not token.equals("a\udcff", "a")
+
+
+def test_the_limits_in_the_security_policy_are_those_of_the_code():
+    lines = (Path(__file__).parents[2] / "SECURITY.md").read_text().split("## Limits")[1].splitlines()
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines if line.startswith("| ")][2:]
+    units = {"s": 1, "GiB": 1024 * MIB, "MiB": MIB, "KiB": 1024, "million": 1e6}
+    for what, default, names in rows:
+        found = re.findall(r"(\d+)(?: (\w+))?", default.replace(" 000", "000"))
+        sizes = [float(number) * units.get(unit, 1) for number, unit in found]
+        for name, size in zip(re.findall(r"BRIM_(\w+)", names), sizes, strict=False):
+            known = getattr(Settings(data=Path("/x")), name.lower()) / (1000 if name.endswith("_MS") else 1)
+            assert known == pytest.approx(size, rel=0.01), what
+    texts = {what: default for what, default, _ in rows}
+    for what, module in (("decoding an image", decoders), ("decoding an image of a job", decoding)):
+        assert f"{module.PIXEL_BYTES} bytes per pixel" in texts[what]
+        assert f"1 s per {module.PIXELS_S / 1e6:g} million".replace(" 1 ", " ") in texts[what]
+    assert f"{reader.MEMORY_BYTES // 2**30} GiB, {CALL_S:.0f} s of CPU time" in texts["one call of the reader"]
+    assert str(reconcile.MAX_DEATHS) in texts["attempts of a job that ends its worker without progress"]

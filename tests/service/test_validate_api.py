@@ -15,6 +15,7 @@ LEAST: dict[str, dict[str, Any]] = {  # of every kind, what cannot be left out
     "rf.generate": {"num_samples": 5},
     "rf.train": {"dataset_ids": ["a"]},
     "rf.evaluate": {"dataset_ids": ["a"], "run_id": "b"},
+    "rf.measure": {"dataset_ids": ["a"]},
     "segment.tune": {},
     "segment.predict": {"dataset_ids": ["a"], "run_id": "b"},
     "segment.train": {"dataset_ids": ["a"], "model": "unet_tiny"},
@@ -36,7 +37,7 @@ def test_what_could_run_is_answered_in_full_and_nothing_is_stored(api):
     answer = api.post(VALIDATE, GENERATION)
 
     assert answer.status == 200
-    assert answer.json.keys() == {"kind", "name", "config", "estimated_bytes"}
+    assert answer.json.keys() == {"kind", "name", "config", "estimated_bytes", "estimated_seconds"}
     assert (answer.json["kind"], answer.json["name"]) == ("rf.generate", "gpu_batch_test")
     assert answer.json["estimated_bytes"] > 10_000 * 100, "10 000 samples of features"
     assert api.get(JOBS).json["total"] == 0
@@ -65,7 +66,7 @@ def bodies(api: Api) -> dict[str, Any]:
         "no kind": {"name": "x"},
         "unknown kind": {"kind": "rf.trian", "name": "x", "config": {}},
         "unknown field": {**GENERATION, "config": {"frequency_mzh": 145}},
-        "out of range": {**GENERATION, "config": {"frequency_mhz": 3}},
+        "out of range": {**GENERATION, "config": {"frequency_mhz": 0.003}},
         "in conflict": {**GENERATION, "config": {"min_receivers": 9}},
         "unknown dataset": {**train, "config": {"dataset_ids": ["f" * 32]}},
         "no id": {**train, "config": {"dataset_ids": ["../../etc"]}},
@@ -89,6 +90,32 @@ def test_what_submitting_would_refuse_is_refused_in_the_same_words(api):
         assert checked.status == submitted.status >= 400, reason
         assert checked.json == submitted.json, reason
     assert api.get(JOBS).json["total"] == 1, "the one that writes a dataset"
+
+
+def test_all_wrong_fields_are_answered_at_once(shared):
+    config = {"num_samples": 5, "seed": "x", "frequency_mzh": 145, "tx_power_dbm": 900}
+    answer = shared.post(JOBS, {"kind": "rf.generate", "name": "x", "config": config})
+
+    assert answer.status == 422
+    assert [one["field"] for one in answer.json["errors"]] == [
+        "config.frequency_mzh", "config.seed", "config.tx_power_dbm"
+    ]  # fmt: skip
+    assert answer.json["detail"] == answer.json["errors"][0]["detail"]
+
+
+@pytest.mark.parametrize("named", ["/srv/net.py:make", "net.py:make", "net.pt2", "/srv/net.pt2@0123456789abcdef"])
+def test_a_request_names_no_file_of_code(shared, named):
+    """Code and programs are for the administrator, on the machine."""
+    train = {"dataset_ids": ["a" * 32], "model": named}
+    for kind, config in {
+        "segment.train": train,
+        "segment.tune": {"models": [named]},
+        "segment.predict": {"dataset_ids": ["a" * 32], "run_id": "b" * 32, "model": named},
+        "sequence.train": {"dataset_ids": ["a" * 32], "network": named},
+    }.items():
+        for path in (VALIDATE, JOBS):
+            answer = shared.post(path, {"kind": kind, "name": "x", "config": config})
+            assert answer.status == 422, (kind, answer.json)
 
 
 @pytest.mark.parametrize("sent", [b"{", b'{"kind": "rf.train", "kind": "x"}', b"\xff"])
@@ -174,7 +201,7 @@ def test_the_presets_of_generation_are_values_of_its_fields(shared):
     kinds = {kind["kind"]: kind for kind in shared.get(KINDS_PATH).json["kinds"]}
     presets = kinds["rf.generate"]["presets"]
 
-    assert presets.keys() == {"production", "quality"}
+    assert presets.keys() == {"production", "quality", "valley", "city", "amateur", "hostile"}
     for name, values in presets.items():
         by_hand = shared.post(VALIDATE, {**GENERATION, "config": values}).json["config"]
         by_name = shared.post(VALIDATE, {**GENERATION, "config": {"preset": name}}).json["config"]

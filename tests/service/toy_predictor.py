@@ -3,7 +3,7 @@
 What the toy does to a request, the request says in its options:
 
     seconds          how long its batch takes on the device
-    at               a stage, "decode", "forward" or "finish", at which…
+    at               a stage, "inspect", "decode", "forward" or "finish", at which…
     do               …it does this: "kill" the process, "hang", "sleep" for 0.5 s, "fail", "refuse" in words
     once             a file: only where that is not there yet, and then it is
     bytes            length of the answer; without it, the payload itself
@@ -41,6 +41,7 @@ class Toy:
         return [({"seconds": 0.001}, b"")] * num
 
     def inspect(self, payload: Payload) -> RequestShape:
+        act("inspect", payload.options)
         return RequestShape(key="toy", sizes=self.sizes)
 
     def decode(self, payload: Payload) -> DecodedRequest:

@@ -1,7 +1,8 @@
 """A reader whose functions sleep, die and write, for tests; run by `Reading`."""
 
+import ctypes
 import os
-import signal
+import socket
 import sys
 import threading
 import time
@@ -21,11 +22,23 @@ def sleep(seconds: float) -> None:
 
 
 def die() -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
+    ctypes.string_at(0)
 
 
 def fail(kind: str) -> None:
     raise DatasetError("it is damaged", hint="make it again with {rf generate}") if kind == "ours" else ValueError("x")
+
+
+def eat(gib: int) -> int:
+    return len(bytearray(gib * 1024**3))
+
+
+def write(file: str) -> None:
+    Path(file).write_text("x")
+
+
+def connect(port: int) -> None:
+    socket.create_connection(("127.0.0.1", port)).close()
 
 
 def facts() -> dict[str, Any]:
@@ -46,7 +59,9 @@ def export(folder: str, **_: Any) -> list[str]:
         time.sleep(0.05)
 
 
-functions.FUNCTIONS.update({made.__name__: made for made in (echo, sleep, die, fail, facts, export)})
+functions.FUNCTIONS.update(
+    {made.__name__: made for made in (echo, sleep, die, fail, eat, write, connect, facts, export)}
+)
 if __name__ == "__main__":
     if "light" in sys.argv:
         main.import_libraries = lambda: None

@@ -1,0 +1,512 @@
+"""Scripts with known faults, scripts that misbehave, and the accounting itself."""
+
+import json
+import subprocess
+import sys
+import textwrap
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from brim.cli import main
+from brim.diagnosis.answer import Diagnosis, SourceLine, Tried, diagnose, limit_of, loss_changed, window
+from brim.diagnosis.config import WhyConfig
+from brim.diagnosis.hook.brim_probe.sampling import _is_logging as is_logging
+from brim.diagnosis.page import page
+from brim.diagnosis.runs import examine
+from brim.diagnosis.scratch import scratch
+from brim.diagnosis.words import lines
+
+SCRIPTS = Path(__file__).parent / "scripts"
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+FAULTS = {
+    "slow_getitem": "data", "no_workers": "data", "collate_copies": "data", "python_augmentation": "data",
+    "shared_lock": "data", "copies": "copy", "item_calls": "sync", "tiny_batches": "launch", "gc_storm": "gc",
+    "checkpoints": "checkpoint", "evaluations": "evaluation", "uneven_ranks": "communication",
+    "fp32_convolutions": "compute", "healthy": "compute",
+}  # fmt: skip
+LARGE = ("checkpoints", "evaluations", "gc_storm", "tiny_batches")  # no busy machine hides these
+KEYS = [
+    "samples_per_s", "ceiling_samples_per_s", "ceiling_share", "limit", "waiting", "where", "tried", "gpu", "compute",
+]  # fmt: skip
+
+
+def command_of(name: str) -> list[str]:
+    return [*(TORCHRUN if name == "uneven_ranks" else [sys.executable]), f"{name}.py"]
+
+
+def blamed_line(name: str) -> int | None:
+    text = (SCRIPTS / f"{name}.py").read_text().splitlines()
+    return next((number for number, line in enumerate(text, 1) if "# BLAME" in line), None)
+
+
+@pytest.fixture
+def write(tmp_path, monkeypatch):
+    """Writes a script into an empty working directory."""
+    monkeypatch.chdir(tmp_path)
+
+    def save(code: str) -> list[str]:
+        (tmp_path / "train.py").write_text(textwrap.dedent(code))
+        return [sys.executable, "train.py"]
+
+    return save
+
+
+# Scripts with known faults
+
+
+def left_behind(script: Path) -> list[str]:
+    """Command lines of living processes that run the script."""
+    found = []
+    for file in Path("/proc").glob("[0-9]*/cwd"):
+        with suppress(OSError):
+            text = (file.parent / "cmdline").read_text()
+            found += [text] if "train.py" in text and file.readlink() == script.parent else []
+    return found
+
+
+def check_fault(name: str, seconds: float = 8) -> Diagnosis:
+    answer = examine(command_of(name), WhyConfig(seconds=seconds, tries=()), SCRIPTS)
+
+    assert answer.limit == FAULTS[name], lines(answer)
+    assert sum(answer.waiting.values()) == pytest.approx(answer.step_s, rel=0.05)
+    if (line := blamed_line(name)) is not None:
+        place = next(place for place in answer.where if place.cause == answer.limit)
+        assert Path(place.file).name == f"{name}.py"
+        assert abs(place.line - line) <= 1  # samples prefer lines whose library releases the lock
+    return answer
+
+
+def test_a_slow_dataset_in_workers_is_named_with_its_line():
+    answer = check_fault("slow_getitem", seconds=4)
+
+    assert answer.loader["num_workers"] == 2
+    assert answer.ceiling_share < 0.5
+
+
+@pytest.mark.parametrize("name", LARGE)
+def test_a_cause_that_takes_most_of_the_step_is_named(name):
+    check_fault(name, seconds=4)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("name", sorted(set(FAULTS) - {"slow_getitem", *LARGE}))
+def test_the_cause_is_named(name):
+    answer = check_fault(name)
+
+    if name == "healthy":
+        assert answer.ceiling_share >= 0.95
+
+
+@pytest.mark.soak
+def test_remedies_are_measured(capsys, monkeypatch, tmp_path):
+    monkeypatch.chdir(SCRIPTS)
+    report = tmp_path / "why.html"
+
+    command = ["--", *command_of("no_workers")]
+    code = main(["why", "--seconds", "30", "--try", "data", "--json", "--report", str(report), *command])
+    answer = json.loads(capsys.readouterr().out)
+
+    assert code == 0
+    assert [key for key in KEYS if key not in answer] == []
+    resident = answer["tried"][-1]
+    assert (resident["status"], resident["loss_changed"]) == ("measured", False)
+    assert resident["samples_per_s"] > 2 * answer["samples_per_s"]
+    assert "no_workers.py:14" in report.read_text()
+
+
+# The ceiling and the cost of watching
+
+LOOP = """
+    import sys, time, torch
+    from torch.utils.data import DataLoader, TensorDataset
+
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(
+        torch.nn.Conv2d(3, 16, 3), torch.nn.ReLU(), torch.nn.Conv2d(16, 16, 3), torch.nn.AdaptiveAvgPool2d(1),
+        torch.nn.Flatten(), torch.nn.Linear(16, 10))
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+    data = TensorDataset(torch.randn(512, 3, 24, 24), torch.randint(10, (512,)))
+
+    def step(x, y):
+        optimizer.zero_grad()
+        torch.nn.functional.cross_entropy(net(x), y).backward()
+        optimizer.step()
+"""
+STATIC = """
+    x, y = next(iter(DataLoader(data, batch_size=32)))
+    times = []
+    for _ in range(400):
+        began = time.perf_counter()
+        step(x, y)
+        times.append(time.perf_counter() - began)
+    print(sum(sorted(times[40:])[36:-36]) / (len(times[40:]) - 72))
+"""
+
+
+@pytest.mark.soak
+def test_the_ceiling_is_that_of_a_static_loop_made_by_hand(write, tmp_path):
+    command = write(
+        textwrap.dedent(LOOP) + "while True:\n    for x, y in DataLoader(data, batch_size=32):\n        step(x, y)\n"
+    )
+    (tmp_path / "static.py").write_text(textwrap.dedent(LOOP) + textwrap.dedent(STATIC))
+    shares = []
+    for _ in range(3):
+        answer = examine(command, WhyConfig(seconds=20, tries=()))
+        done = subprocess.run([sys.executable, "static.py"], capture_output=True, text=True, check=True)
+        shares.append(answer.ceiling_samples_per_s * float(done.stdout) / 32)
+
+    assert min(abs(share - 1) for share in shares) < 0.03, shares
+
+
+COST = """
+    sys.path.insert(0, sys.argv[1])
+    from brim_probe import PLAN, install
+    from brim_probe.clock import StepClock
+
+    def used_s():
+        began = time.process_time()
+        for _ in range(500):
+            step(data, labels)
+        return (time.process_time() - began) / 500
+
+    data, labels, net = torch.randn(8, 3), torch.randint(2, (8,)), torch.nn.Sequential(torch.nn.Linear(3, 2))
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+    before = min(used_s() for _ in range(4))
+    install(StepClock({**PLAN, "warm_s": 0.0, "watch_s": 1000.0}), alone=True)
+    print(min(used_s() for _ in range(4)) - before)
+"""
+
+
+def test_watching_costs_less_than_two_percent_of_a_step_of_5_ms(tmp_path):
+    """CPU time, of the thread that reads stacks too, in steps so short that all the rest is hardly noise."""
+    (tmp_path / "cost.py").write_text(textwrap.dedent(LOOP) + textwrap.dedent(COST))
+    hook = Path(sys.modules["brim.diagnosis"].__file__).parent / "hook"
+
+    done = subprocess.run(
+        [sys.executable, "cost.py", str(hook)], cwd=tmp_path, capture_output=True, text=True, check=True
+    )
+
+    assert float(done.stdout) < 0.02 * 0.005, done.stdout
+
+
+# Scripts that misbehave
+
+STEPS = """
+    import os, sys, time, torch
+    torch.set_num_threads(1)
+    from torch.utils.data import DataLoader, TensorDataset
+    data = TensorDataset(torch.randn(64, 8), torch.randint(2, (64,)))
+    one, two = torch.nn.Linear(8, 8), torch.nn.Linear(8, 2)
+    optimizers = [torch.optim.Adam(net.parameters(), lr=0.1) for net in (one, two)]
+    loaders = DataLoader(data, batch_size=16), DataLoader(data, batch_size=16)
+    assert os.environ["BRIM_WHY"] == "1"
+"""
+
+
+ARGUMENT = """
+    import argparse
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--data", required=True)
+    parser.parse_args()
+"""
+DAEMON = """
+    import os, time
+    if os.fork() == 0:
+        os.setsid()
+        if os.fork() == 0:
+            time.sleep(600)
+"""
+
+
+def test_two_optimisers_two_loaders_a_fork_and_a_chdir_in_a_script_that_soon_ends(write, tmp_path):
+    command = write(
+        STEPS
+        + """
+    os.makedirs("elsewhere")
+    os.chdir("elsewhere")
+    open("written", "w").write("x")
+    if os.fork() == 0:
+        time.sleep(600)
+    for _ in range(40):
+        for (x, y), (u, v) in zip(*loaders):
+            try:
+                time.sleep(0.002)
+                loss = torch.nn.functional.cross_entropy(two(one(x)), y)
+                loss.backward()
+                for optimizer in optimizers:
+                    optimizer.step()
+                    optimizer.zero_grad()
+            except BaseException:
+                pass
+    """
+    )
+
+    answer = examine(command, WhyConfig(seconds=10, tries=()))
+
+    assert answer.samples_per_s > 0
+    assert sum(answer.waiting.values()) == pytest.approx(answer.step_s, rel=0.05)
+    assert answer.waiting["sync"] == 0  # seeds of loaders and Adam's counters are read with .item(): none
+    assert answer.exit_code == 0
+    assert any("outlived" in note for note in answer.notes)
+    assert [path.name for path in tmp_path.iterdir()] == ["train.py"]
+    assert left_behind(tmp_path / "train.py") == []
+
+
+@pytest.mark.parametrize(
+    ("code", "exit_code", "said"),
+    [
+        ("raise SystemExit(3)", 3, "exit code 3"),
+        (ARGUMENT, 2, "--data"),
+        ("input()", 1, "standard input is empty"),
+        ("print('hello')", 0, "without a training step"),
+        ("import os, signal\nos.kill(os.getpid(), signal.SIGSEGV)", 139, "exit code 139"),
+        (DAEMON, 0, "run it in the foreground"),
+        ("import sitecustomize_that_is_not_there", 1, "ModuleNotFoundError"),
+    ],
+    ids=["fails", "needs an argument", "reads standard input", "never steps", "crashes", "daemonises", "bad import"],
+)  # fmt: skip
+def test_a_script_without_an_answer_keeps_its_exit_code(write, capfd, code, exit_code, said):
+    command = write(code)
+
+    assert main(["why", "--seconds", "5", "--", *command]) == exit_code
+
+    assert said in capfd.readouterr().err
+    assert left_behind(Path("train.py").absolute()) == []
+
+
+def test_a_script_that_never_steps_is_ended(write, monkeypatch):
+    monkeypatch.setattr("brim.diagnosis.runs.START_S", -7.0)
+
+    answer = examine(write("import time\ntime.sleep(600)"), WhyConfig(seconds=4))
+
+    assert (answer.exit_code, answer.samples_per_s) == (1, None)
+    assert "no step within" in answer.message
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        ([], "no command to watch"),
+        (["--", "no-such-program"], "no-such-program: no such program"),
+        (["--try", "luck", "--", "true"], "'luck' is unknown"),
+        (["--seconds", "1", "--", "true"], "--seconds=1"),
+        (["--seconds", "soon", "--", "true"], "not a time"),
+        (["--report", "/nowhere/why.html", "--", "true"], "existing directory"),
+    ],
+)
+def test_bad_usage_is_one_sentence(args, said, capfd):
+    assert main(["why", *args]) == 2
+
+    assert said in capfd.readouterr().err
+
+
+def test_the_lines_for_a_notebook(capfd):
+    assert main(["why", "--attach-notebook"]) == 0
+
+    assert "with brim.why() as w" in capfd.readouterr().out
+
+
+def test_a_block_of_a_notebook_is_watched():
+    code = STEPS.replace('assert os.environ["BRIM_WHY"] == "1"', "import brim") + (
+        "    with brim.why() as w:\n"
+        "        for x, y in list(loaders[0]) * 10:\n"
+        "            time.sleep(0.002)\n"
+        "            for part in (0, 8):\n"
+        "                torch.nn.functional.cross_entropy(two(one(x[part:][:8])), y[part:][:8]).backward()\n"
+        "            optimizers[1].step()\n"
+        "    answer = w.report()\n"
+        "    assert answer.limit == 'data', answer\n"
+        "    assert round(answer.samples_per_s * answer.step_s) == 8 + 8, answer\n"  # gradients are accumulated
+        "    weights = torch.zeros(8, 2, requires_grad=True)\n"
+        "    with brim.why() as w:\n"
+        "        for _ in range(40):\n"
+        "            out = x @ weights\n"  # a network that is no module
+        "            time.sleep(0.002)\n"
+        "            out.square().mean().backward()\n"
+        "    answer = w.answer()\n"
+        "    assert (answer.limit, round(answer.samples_per_s * answer.step_s)) == ('compute', 16), answer\n"
+    )
+
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, check=False)
+
+    assert ("waiting for data" in done.stdout, done.returncode) == (True, 0), done.stderr
+
+
+# Scratch
+
+
+def test_files_are_as_they_were(tmp_path):
+    (tmp_path / "kept").write_text("before")
+
+    with scratch(tmp_path) as place:
+        subprocess.run(
+            [*place.prefix, "sh", "-c", "echo after > kept; echo new > new"], cwd=place.directory, check=True
+        )
+
+    assert place.kind in ("overlay", "copy")
+    assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("kept", "before")]
+
+
+# Accounting
+
+
+def test_the_largest_cause_that_matters_is_the_limit():
+    assert limit_of({"data": 0.4, "sync": 0.1, "compute": 0.5}) == "data"
+    assert limit_of({"data": 0.05, "launch": 0.3, "compute": 0.65}) == "compute"
+    small = {"data": 0.1, "compute": 0.9}
+    assert limit_of(small) == "data"
+    assert limit_of(small, ceiling_share=0.97) == "compute"  # the fixed batch is no faster
+    assert limit_of(small, starved=0.5) == "compute"  # on a busy machine small shares mean nothing
+    assert limit_of({"launch": 0.5, "compute": 0.5}, ceiling_share=0.99) == "launch"
+
+
+def test_whole_epochs_are_counted():
+    steps = [[1.0, 8, {"compute": 1.0}]] * 3 + [[5.0, 8, {"compute": 1.0, "evaluation": 4.0}]]
+    tally = {"steps": steps * 3, "epochs": [3, 7], "num_steps": 12, "num_samples": 96, "seconds": {}}
+
+    num, step_s, samples, parts = window(tally)
+
+    assert (num, step_s, samples, parts["evaluation"]) == (4, 2.0, 32, 4.0)
+
+
+def test_losses_are_compared_with_their_noise():
+    losses = [2.3 + 0.1 * (k % 3) for k in range(30)]
+
+    assert loss_changed(losses, [loss + 0.001 for loss in losses]) is False
+    assert loss_changed(losses, [loss + 1 for loss in losses]) is True
+    assert loss_changed(losses, [float("nan")] * 30) is True
+    assert loss_changed(losses, losses[:3]) is None
+
+
+LIBRARY_CALLS = [
+    "numpy.lib._npyio_impl.savez", "json.dump", "torch.utils.tensorboard.writer.add_scalar",
+    "numpy.lib._npyio_impl.load", "json.decoder.raw_decode", "torch.nn.functional.linear",
+]  # fmt: skip
+
+
+def empty_tally() -> dict:
+    lists = {name: [] for name in ("steps", "epochs", "sites", "stacks")}
+    return {"num_steps": 0, "num_samples": 0, "elapsed_s": 0.0, "seconds": {}, **lists}
+
+
+def result_on_gpu(**parts: float) -> dict:
+    """Ten steps of 10 ms on a GPU, 3 ms of which are kernels; on one fixed batch they take 4 ms."""
+    watch = {**empty_tally(), "num_steps": 10, "num_samples": 320, "steps": [[0.01, 32, parts]] * 10}
+    ceiling = {**empty_tally(), "num_steps": 10, "num_samples": 320, "elapsed_s": 0.04, "steps": [[0.004, 32, {}]] * 10}
+    return {
+        "pid": 1, "worker": False, "rank": None, "world": None, "kind": "optimizer", "loaders": [], "drawn": [],
+        "tallies": {"warm": empty_tally(), "watch": watch, "ceiling": ceiling}, "device": {"type": "cuda"},
+        "operations": {"device_s": 0.003}, "memory": 1 << 30,
+    }  # fmt: skip
+
+
+def test_work_behind_the_step_makes_no_batch():
+    result = result_on_gpu(between=0.004, forward=0.006) | {"device": {"type": "cpu"}}
+    site = ["/x/train.py", 9, "<module>", ""]
+    result["tallies"]["watch"]["stacks"] = [["past", *site, 30], ["after", *site, 10]]
+
+    waiting = diagnose([result]).waiting
+
+    assert waiting["launch"] == pytest.approx(0.003)
+    assert waiting["data"] == pytest.approx(0.001)
+
+
+def test_what_a_line_computes_to_read_a_value_is_synchronising():
+    result = result_on_gpu(between=0.006, forward=0.004) | {"device": {"type": "cpu"}}
+    line, other = ["/x/train.py", 9, "accuracy"], ["/x/train.py", 20, "<module>"]
+    watch = result["tallies"]["watch"]
+    watch["stacks"] = [["past", *line, "", 20], ["past", *line, "torchmetrics.update", 5], ["past", *other, "", 5]]
+    watch["sites"] = [["sync", "item", *line, 5120, 0.01], ["sync", "item", *other, 1, 0.01]]
+
+    waiting = diagnose([result]).waiting
+
+    assert waiting["sync"] == pytest.approx(0.004)
+    assert waiting["launch"] == pytest.approx(0.002)
+
+
+def test_writing_a_file_is_logging_and_reading_one_is_not(tmp_path):
+    script = tmp_path / "json_logging.py"
+    script.write_text("batch = json.load(open(name))\nwith open(name, 'wb') as f: f.write(loss)\n")
+    result = result_on_gpu(after=0.004, forward=0.006) | {"device": {"type": "cpu"}}
+    result["tallies"]["watch"]["stacks"] = [["past", str(script), 2, "f", "", 3], ["past", str(script), 1, "f", "", 1]]
+
+    assert diagnose([result]).waiting["checkpoint"] == pytest.approx(0.003)
+    assert [name for name in LIBRARY_CALLS if is_logging(name)] == LIBRARY_CALLS[:3]
+
+
+def test_lines_of_launches_are_those_of_the_network_and_evaluation_makes_its_own_batches():
+    result = result_on_gpu(data=0.001, evaluation=0.003, forward=0.006) | {"device": {"type": "cpu"}}
+    result["operations"] = {"num": 100.0, "overhead_s": 5e-5}
+    result["tallies"]["watch"]["stacks"] = [
+        ["data", "/x/train.py", 30, "validate", "", 9], ["data", "/x/train.py", 10, "<module>", "", 5],
+        ["evaluation", "/x/train.py", 31, "validate", "", 30], ["forward", "/x/train.py", 12, "<module>", "", 60],
+    ]  # fmt: skip
+
+    lines = {place.cause: place.line for place in diagnose([result]).where}
+
+    assert lines == {"launch": 12, "evaluation": 31, "compute": 12, "data": 10}
+
+
+def test_a_fixed_batch_that_was_disturbed_is_no_ceiling():
+    parts = {"data": 0.002, "forward": 0.008}
+    result = result_on_gpu(**parts) | {"device": {"type": "cpu"}, "loaders": [{"trains": True, "batches": 1,
+                                       "num_workers": 0}]}  # fmt: skip
+    for fixed_s, share in ((0.0075, 0.75), (0.02, 0.8)):
+        result["tallies"]["ceiling"]["steps"] = [[fixed_s, 32, {"forward": fixed_s}]] * 10
+
+        assert diagnose([result]).ceiling_share == pytest.approx(share)
+
+
+def test_where_ranks_wait_is_named():
+    results = []
+    for rank, parts in enumerate(({"data": 0.009, "backward": 0.001}, {"forward": 0.001, "backward": 0.009})):
+        result = result_on_gpu(**parts) | {"device": {"type": "cpu"}, "pid": rank, "rank": rank, "world": 2}
+        result["tallies"]["watch"]["stacks"] = [[cause, "/x/train.py", 7 + rank, "f", "", 9] for cause in parts]
+        results.append(result)
+
+    answer = diagnose(results)
+
+    assert answer.limit == "communication"
+    places = {place.cause: (place.line, place.share) for place in answer.where}
+    assert places["communication"] == (8, pytest.approx(0.4))
+    assert places["data"] == (7, pytest.approx(0.45))
+
+
+@pytest.mark.parametrize(
+    ("parts", "limit"),
+    [
+        ({"data": 0.006, "forward": 0.004}, "data"),
+        ({"sync": 0.008, "forward": 0.002}, "sync"),
+        ({"checkpoint": 0.007, "sync": 0.002, "forward": 0.001}, "checkpoint"),
+        ({"forward": 0.01}, "launch"),
+    ],
+)
+def test_idle_time_of_a_gpu_goes_to_what_the_host_did(parts, limit):
+    answer = diagnose([result_on_gpu(**parts)])
+
+    assert answer.limit == limit
+    assert sum(answer.waiting.values()) == pytest.approx(0.01)
+    assert answer.waiting["compute"] == pytest.approx(0.003)
+    assert answer.gpu["busy"] == pytest.approx(0.3)
+    assert answer.ceiling_share == pytest.approx(0.4)
+
+
+def test_an_answer_in_words_and_as_a_page():
+    answer = Diagnosis(
+        samples_per_s=218.0, ceiling_samples_per_s=780.0, ceiling_share=0.28, limit="data", step_s=0.1, steps=50,
+        waiting={"data": 0.07, "sync": 0.01, "compute": 0.02}, timeline=[["data", 0.0, 0.07], ["forward", 0.07, 0.1]],
+        where=[SourceLine("data", "/x/train.py", 48, "load", 0.7, "PIL.Image.resize")],
+        tried=[Tried("num_workers=12", 540.0, "measured", False), Tried("bf16", None, "failed", None, "no <time>")],
+    )  # fmt: skip
+
+    text = lines(answer)
+
+    assert text[0] == "218 samples/s. The device could do 780 on this step: you get 28%."
+    assert "70%  waiting for data: PIL.Image.resize (/x/train.py:48)" in text[1]
+    assert "First fix: num_workers=12 → 540 samples/s, measured, loss equal within noise." in text
+    assert "bf16: failed, no <time>." in text
+    assert "no &lt;time&gt;" in page(answer)
+    assert page(Diagnosis.from_dict(json.loads(json.dumps(answer.as_dict())))) == page(answer)

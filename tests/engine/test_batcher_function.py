@@ -1,0 +1,132 @@
+"""Batcher: any function behind batches, deadlines and typed rejections."""
+
+import asyncio
+import threading
+import time
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import brim
+from brim.errors import BrimError, ConfigError, DeadlinePassed, Overloaded
+
+PATIENT_MS = 60_000  # a busy machine rejects nothing
+
+
+def gathered(batcher: brim.Batcher, items: list[Any]) -> list[Any]:
+    async def run() -> list[Any]:
+        return await asyncio.gather(*(batcher(item) for item in items), return_exceptions=True)
+
+    return asyncio.run(run())
+
+
+def test_items_that_arrive_together_share_batches_and_keep_their_order() -> None:
+    sizes: list[int] = []
+
+    def double(items: list[int]) -> list[int]:
+        sizes.append(len(items))
+        time.sleep(0.01)
+        return [2 * item for item in items]
+
+    with brim.Batcher(double, max_latency_ms=PATIENT_MS, max_batch=16) as batcher:
+        assert gathered(batcher, list(range(40))) == [2 * item for item in range(40)]
+    assert "40 answered" in repr(batcher)  # counted after the answer was given
+    assert len(sizes) < 40
+    assert max(sizes) <= 16
+
+
+@pytest.mark.parametrize("form", ["module", "stacked function", "function of a list", "dict"])
+def test_a_module_and_functions_of_tensors_give_rows(form: str) -> None:
+    model = nn.Linear(4, 2)
+    predict: Any = {
+        "module": model,
+        "stacked function": lambda batch: model(batch),
+        "function of a list": lambda items: [model(item).detach() for item in items],
+        "dict": lambda items: {"out": model(torch.stack(items))},
+    }[form]
+    x = torch.randn(10, 4)
+
+    with brim.Batcher(predict, max_latency_ms=PATIENT_MS, example=x[0], max_batch=4) as batcher:
+        found = gathered(batcher, list(x))
+
+    rows = torch.stack([row["out"] if isinstance(row, dict) else row for row in found])
+    torch.testing.assert_close(rows, model(x).detach())
+
+
+def test_what_cannot_be_answered_in_time_is_rejected_with_its_type() -> None:
+    """A function of 50 ms, a limit of 120: behind a few batches nothing more can be promised."""
+
+    def slow(items: list[int]) -> list[int]:
+        time.sleep(0.05)
+        return items
+
+    with brim.Batcher(slow, max_latency_ms=120, max_batch=2, example=0) as batcher:
+        began_s = time.perf_counter()
+        answers = gathered(batcher, list(range(200)))
+        took_s = time.perf_counter() - began_s
+    kinds = {type(answer) for answer in answers if not isinstance(answer, int)}
+
+    assert Overloaded in kinds
+    assert kinds <= {Overloaded, DeadlinePassed}
+    assert next(answer.retry_after_s for answer in answers if isinstance(answer, Overloaded)) > 0
+    assert took_s < 10  # all 200 in turn would take no less than 5 s even on a machine that does nothing else
+
+
+def test_one_bad_item_fails_alone() -> None:
+    def invert(items: list[float]) -> list[float]:
+        return [1 / item for item in items]
+
+    with brim.Batcher(invert, max_latency_ms=PATIENT_MS) as batcher:
+        found = gathered(batcher, [1.0, 0.0, 2.0])
+
+    assert (found[0], found[2]) == (1.0, 0.5)
+    assert isinstance(found[1], ZeroDivisionError)
+
+
+def test_a_future_for_code_with_threads() -> None:
+    with brim.Batcher(lambda items: items, max_latency_ms=PATIENT_MS) as batcher:
+        assert batcher.submit("x").result(timeout=60) == "x"
+    assert not [thread for thread in threading.enumerate() if thread.name == "brim-device"]
+    with pytest.raises(Overloaded):
+        batcher.submit("x")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"predict": 3}, "predict is int, not a function"),
+        ({"predict": nn.Linear}, "predict is Linear, not a function"),
+        ({"predict": list, "max_latency_ms": 0}, "not a function"),
+        ({"predict": len, "max_latency_ms": 0}, "max_latency_ms=0 must be a number above 0"),
+        ({"predict": len, "max_batch": "many"}, "max_batch='many' must be"),
+    ],
+)
+def test_wrong_arguments_are_refused(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        brim.Batcher(**arguments)
+
+
+def test_outputs_that_are_not_one_for_each_item_are_named() -> None:
+    def constant(items: list[int]) -> int:
+        return 3
+
+    with brim.Batcher(constant, max_latency_ms=PATIENT_MS) as batcher:
+        (failure,) = gathered(batcher, [1])
+    assert isinstance(failure, BrimError)
+    assert "constant returned an int for 1 items; return one output for each item" in str(failure)
+
+
+def test_it_is_awaited_in_anyones_fastapi_app() -> None:
+    fastapi = pytest.importorskip("fastapi")
+    testclient = pytest.importorskip("fastapi.testclient")
+    app = fastapi.FastAPI()
+    batcher = brim.Batcher(lambda items: [sum(item) for item in items], max_latency_ms=PATIENT_MS)
+
+    @app.post("/predict")
+    async def predict(values: list[float]) -> float:
+        return float(await batcher(values))
+
+    with batcher, testclient.TestClient(app) as client:
+        assert client.post("/predict", json=[1, 2, 3.5]).json() == 6.5

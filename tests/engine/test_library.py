@@ -1,0 +1,433 @@
+"""The engine as a library: any rows, any module, any optimiser."""
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset
+
+import brim
+from brim.engine.config import TrainConfig
+from brim.engine.storage import ShardWriter
+from brim.errors import BrimError, CheckpointError, ConfigError, DatasetError, DeviceError
+
+X = torch.arange(400.0).reshape(100, 4).sin()
+Y = X @ torch.tensor([1.0, -2.0, 0.5, 3.0]) + 1
+QUIET = TrainConfig(tensorboard=False, measure_ceiling=False, clip_norm=None, checkpoint_every_steps=3)
+
+
+class Items(Dataset[Any]):
+    """A map-style dataset of whatever it is given."""
+
+    def __init__(self, items: list[Any]) -> None:
+        self.items = items
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+    def __getitem__(self, row: int) -> Any:
+        return self.items[row]
+
+
+class Endless(IterableDataset[Any]):
+    def __iter__(self) -> Any:
+        return iter([1])
+
+
+class HuggingFace:
+    """The part of a Hugging Face dataset that is used: columns as an Arrow table."""
+
+    column_names = ("x", "y")
+
+    def __len__(self) -> int:
+        return len(X)
+
+    def with_format(self, kind: str) -> Any:
+        assert kind == "arrow"
+        return self
+
+    def __getitem__(self, rows: slice) -> Any:
+        return pyarrow.table({"x": X.tolist(), "y": Y.tolist()})[rows]
+
+
+def seen(data: Any) -> tuple[type, torch.Tensor]:
+    """The type of the batches, and all rows in the order of y, of an epoch in batches of 32."""
+    batches = list(brim.Resident(data, batch_size=32, device="cpu", seed=3).epoch(0))
+    parts = [tuple(batch.values()) if isinstance(batch, dict) else batch for batch in batches]
+    columns = [torch.cat([part[place] for part in parts]).double() for place in range(len(parts[0]))]
+    rows = torch.cat([column.reshape(len(column), -1) for column in columns], 1)
+    return type(batches[0]), rows[rows[:, -1].argsort()]
+
+
+def folder_of_npy(path: Path) -> Path:
+    (path / "npy").mkdir()
+    np.save(path / "npy" / "x.npy", X.numpy())
+    np.save(path / "npy" / "y.npy", Y.numpy())
+    return path / "npy"
+
+
+def safetensors_file(path: Path) -> str:
+    save_file({"x": X, "y": Y}, path / "rows.safetensors")
+    return str(path / "rows.safetensors")
+
+
+def brim_dataset(path: Path) -> Path:
+    with ShardWriter(path / "data", {}, items_per_shard=30) as out:
+        out.append({"x": X, "y": Y}, {})
+        out.finish()
+    return path / "data"
+
+
+def frame(_: Path) -> Any:
+    pandas = pytest.importorskip("pandas")
+    return pandas.DataFrame({**{f"x{column}": X[:, column].numpy() for column in range(4)}, "y": Y.numpy()})
+
+
+@pytest.mark.parametrize(
+    ("make", "form"),
+    [
+        pytest.param(lambda _: {"x": X, "y": Y}, dict, id="dict of tensors"),
+        pytest.param(lambda _: {"x": X.numpy(), "y": Y.tolist()}, dict, id="dict of arrays and lists"),
+        pytest.param(lambda _: (X, Y), tuple, id="tuple"),
+        pytest.param(lambda _: (X.numpy(), Y.numpy()), tuple, id="tuple of arrays"),
+        pytest.param(lambda _: TensorDataset(X, Y), tuple, id="TensorDataset"),
+        pytest.param(lambda _: Subset(TensorDataset(X, Y), range(100)), tuple, id="Subset"),
+        pytest.param(lambda _: Items([(X[row], float(Y[row])) for row in range(100)]), tuple, id="map-style, tuples"),
+        pytest.param(lambda _: Items([{"x": X[row].numpy(), "y": Y[row]} for row in range(100)]), dict, id="map-style"),
+        pytest.param(lambda _: pyarrow.table({"x": X.tolist(), "y": Y.tolist()}), dict, id="Arrow"),
+        pytest.param(lambda _: HuggingFace(), dict, id="Hugging Face"),
+        pytest.param(frame, dict, id="pandas"),
+        pytest.param(brim_dataset, dict, id="brim dataset"),
+        pytest.param(folder_of_npy, dict, id="folder of .npy"),
+        pytest.param(safetensors_file, dict, id="safetensors"),
+    ],
+)
+def test_rows_come_from_anywhere_in_the_form_they_had(make: Any, form: type, tmp_path: Path) -> None:
+    kind, rows = seen(make(tmp_path))
+
+    assert kind is form
+    expected = torch.cat([X, Y[:, None]], 1).double()
+    torch.testing.assert_close(rows, expected[expected[:, -1].argsort()], atol=1e-6, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        ({"x": X, "y": Y[:9]}, '"y" has 9 rows, "x" has 100'),
+        ({"x": X, "y": torch.empty(100, device="meta")}, '"y" is on meta, "x" is on cpu; move them'),
+        ({"x": np.array([1, "a", None], dtype=object)}, 'column "x" is an array of Python objects: str in row 1'),
+        ({"x": ["a", "b"]}, 'column "x" holds text'),
+        ({"x": [[1], [1, 2]]}, r"shape \[2\] in row 1"),
+        ({"x": X[:0]}, "no items"),
+        ({}, "no column"),
+        ((), "no column"),
+        ([], "no items"),
+        ([X, Y], r'"0" has shape \[100\] in item 1'),
+        (Items([(X[0], 1), (X[0, :2], 1)]), r'"0" has shape \[2\] in item 1 of the Items'),
+        (Items([{"x": X[0]}, {"z": X[0]}]), "item 1 of the Items has z; item 0 has x"),
+        ({"train": {"x": X}}, r'give that split: data\["train"\]'),
+        (pyarrow.table({"t": ["a"]}), 'column "t" is string'),
+        (X.to_sparse(), "make it dense"),
+        (Endless(), "an Endless has no rows that can be read by number; give a dict of arrays"),
+        (DataLoader(Items([1])), "give what it reads: loader.dataset"),
+        (3, "an int has no rows"),
+        ("nowhere", "nowhere does not exist"),
+        ("postgresql://host/database", "a database needs a query"),
+    ],
+)
+def test_what_holds_no_rows_is_refused_in_one_sentence(data: Any, message: str) -> None:
+    with pytest.raises((DatasetError, ConfigError), match=message):
+        list(brim.Resident(data, batch_size=1, device="cpu").epoch(0))
+
+
+def test_an_unreadable_item_names_itself() -> None:
+    class Broken(Items):
+        def __getitem__(self, row: int) -> Any:
+            return X[row] if row < 7 else {}["missing"]
+
+    with pytest.raises(DatasetError, match=r"item 7 of the Broken cannot be read .KeyError"):
+        list(brim.Resident(Broken([0] * 10)).epoch(0))
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        ({"device": "gpu"}, ConfigError),
+        ({"device": "cuda:999"}, DeviceError),
+        ({"batch_size": "many"}, ConfigError),
+        ({"batch_size": None}, ConfigError),
+        ({"tier": "disk"}, ConfigError),
+    ],
+)
+def test_wrong_options_are_refused(options: dict[str, Any], error: type[BrimError]) -> None:
+    with pytest.raises(error):
+        brim.Resident((X, Y), **options)
+
+
+@pytest.mark.parametrize(
+    ("use", "message"),
+    [
+        (lambda path: next(iter(brim.Resident((X, Y)))), r"write: for batch in data.epoch\(0\)"),
+        (lambda path: brim.Resident((X, Y))[0], r"write: for batch in data.epoch\(0\)"),
+        (lambda path: brim.Dataset(None), "give its directory or URL"),
+        (lambda path: brim.load_run(None), "give the directory of a training run"),
+        (lambda path: brim.load_run(path, module="Linear"), "give an instance of the module"),
+        (lambda path: brim.Batcher(len, max_batch=1.5), "max_batch=1.5 must be a whole number"),
+    ],
+)
+def test_what_is_no_use_of_an_object_says_what_is(use: Any, message: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=message):
+        use(tmp_path)
+
+
+def test_objects_show_what_they_hold(tmp_path: Path) -> None:
+    data = brim.Resident({"x": X, "y": Y}, batch_size=32, device="cpu")
+    dataset = brim.Dataset(brim_dataset(tmp_path))
+
+    assert "100 rows" in repr(data)
+    assert "x  float32 [4]" in repr(data)
+    assert "100 rows in 4 shards" in repr(dataset)
+    assert "<table>" in data._repr_html_()
+
+
+# Datasets
+
+
+def test_a_dataset_is_rows_slices_fields_and_a_frame(tmp_path: Path) -> None:
+    dataset = brim.Dataset(brim_dataset(tmp_path))
+
+    assert len(dataset) == 100
+    assert torch.equal(dataset[35]["x"], X[35])
+    assert torch.equal(dataset[-1]["y"], Y[-1])
+    assert torch.equal(dataset[25:65]["x"], X[25:65])
+    assert torch.equal(dataset[[3, 99, 31]]["y"], Y[[3, 99, 31]])
+    assert torch.equal(dataset["y"], Y)
+    assert torch.equal(torch.stack([row["y"] for row in dataset]), Y)
+    table = dataset.to_pandas()
+    assert list(table.columns) == ["x", "y"]
+    assert np.array_equal(np.stack(table["x"]), X.numpy())
+    with pytest.raises(IndexError, match="row 100 is not in"):
+        dataset[100]
+    with pytest.raises(ConfigError, match="no row of"):
+        dataset[1.5]
+
+
+def test_a_dataset_works_in_a_dataloader(tmp_path: Path) -> None:
+    batches = list(DataLoader(brim.Dataset(brim_dataset(tmp_path)), 32))
+
+    assert torch.equal(torch.cat([batch["x"] for batch in batches]), X)
+
+
+# Training
+
+
+def linear() -> nn.Linear:
+    torch.manual_seed(0)
+    return nn.Linear(4, 1)
+
+
+def loss(model: nn.Module, batch: Any) -> torch.Tensor:
+    return nn.functional.mse_loss(model(batch[0]).squeeze(-1), batch[1])
+
+
+def sgd(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, 0.1, momentum=0.9)
+
+
+def test_training_equals_the_loop_one_would_write(tmp_path: Path) -> None:
+    data = brim.Resident(TensorDataset(X, Y), batch_size=32, device="cpu", seed=1)
+    model, mine = linear(), linear()
+    report = brim.train(
+        model, loss, data, out=tmp_path / "run", epochs=4, optimizer=sgd,
+        scheduler=lambda opt: torch.optim.lr_scheduler.StepLR(opt, 2, 0.5),
+        evaluate=lambda model: float(loss(model, (X, Y))), loggers=[brim.loggers.CSV()],
+    )  # fmt: skip
+
+    optimizer = sgd(mine.parameters())
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+    for epoch in range(4):
+        for batch in data.epoch(epoch):
+            optimizer.zero_grad()
+            loss(mine, batch).backward()
+            optimizer.step()
+        scheduler.step()
+    assert torch.equal(model.weight, mine.weight)
+    assert report.steps == 16
+    assert report.best_val_loss is not None
+    assert "16 steps" in repr(report)
+    assert "best val_loss" in report._repr_html_()
+    rows = (tmp_path / "run" / "train" / "metrics.csv").read_text().splitlines()
+    assert rows[0] == "step,loss,lr,samples_per_s,val_loss"
+    assert len(rows) == 1 + 16 + 4  # a short run logs every step, and every evaluation
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "scheduler"),
+    [
+        (sgd, lambda opt: torch.optim.lr_scheduler.MultiStepLR(opt, [1, 3])),
+        (lambda params: torch.optim.Adam(params, 0.05), lambda opt: torch.optim.lr_scheduler.ReduceLROnPlateau(opt)),
+        (torch.optim.NAdam, lambda opt: torch.optim.lr_scheduler.OneCycleLR(opt, 0.1, total_steps=16)),
+        (lambda params: torch.optim.Adagrad(params, 0.1), None),
+        (None, lambda opt: torch.optim.lr_scheduler.CosineAnnealingLR(opt, 4)),
+        (None, None),
+    ],
+)
+@pytest.mark.parametrize("loader", [False, True])
+def test_a_stopped_run_resumes_to_the_same_bits(optimizer: Any, scheduler: Any, loader: bool, tmp_path: Path) -> None:
+    def run(out: str, stop_after: int | None = None) -> torch.Tensor:
+        model, steps = nn.Sequential(linear(), nn.Dropout(0.1)), [0]
+        data: Any = DataLoader(TensorDataset(X, Y), 32, shuffle=True) if loader else (X, Y)
+
+        def stop() -> bool:
+            steps[0] += 1
+            return steps[0] == stop_after
+
+        brim.train(
+            model, loss, data, out=tmp_path / out, epochs=4, batch_size=32, optimizer=optimizer, scheduler=scheduler,
+            evaluate=(X, Y), config=QUIET, stop=stop, device="cpu",
+        )  # fmt: skip
+        return model[0].weight.detach()
+
+    whole = run("whole")
+    run("parts", stop_after=6)
+    again = run("parts")
+
+    assert torch.equal(again, whole)
+    lines = [(tmp_path / out / "train" / "metrics.jsonl").read_text().splitlines() for out in ("whole", "parts")]
+    assert [json.loads(line).get("lr") for line in lines[0]] == [json.loads(line).get("lr") for line in lines[1]]
+
+
+def test_another_optimiser_is_another_run(tmp_path: Path) -> None:
+    arguments: dict[str, Any] = {"out": tmp_path / "run", "epochs": 1, "batch_size": 32, "config": QUIET}
+    brim.train(linear(), loss, (X, Y), optimizer=sgd, **arguments)
+
+    with pytest.raises(CheckpointError, match="optimizer was SGD and is Adam now"):
+        brim.train(linear(), loss, (X, Y), optimizer=torch.optim.Adam, **arguments)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"model": nn.Linear}, "Linear is a class"),
+        ({"model": 3}, "model is an int; give a torch.nn.Module"),
+        ({"model": nn.ReLU()}, "no trainable parameters"),
+        ({"loss_fn": None}, "loss_fn is NoneType, not a function"),
+        (
+            {"loss_fn": lambda model, batch: batch["x"]},
+            r"loss_fn fails on a batch of \(\[32, 4\], \[32\]\) \(TypeError",
+        ),
+        ({"loss_fn": lambda model, batch: model(batch[1])}, "loss_fn fails on a batch"),
+        ({"loss_fn": lambda model, batch: model(batch[0])}, r"loss_fn returned \[32, 1\], expected a scalar"),
+        ({"data": DataLoader(Endless())}, "no length"),
+        ({"data": {"x": X, "y": Y[:3]}}, '"y" has 3 rows'),
+        ({"loss_fn": lambda model, batch: loss(model, batch).detach()}, "depends on no parameter"),
+        ({"model": nn.LazyLinear(1)}, "LazyLinear has parameters without a shape; call it once"),
+        ({"out": None}, "out is a NoneType; give a directory"),
+        ({"out": "/dev/null/run"}, "/dev/null/run: cannot write"),
+        ({"config": {"epochs": 3}}, "config is a dict"),
+        ({"transform": 3}, "transform is an int, not a function"),
+        ({"scheduler": lambda opt: torch.optim.lr_scheduler.OneCycleLR(opt, 0.1, total_steps=2)}, "cannot advance"),
+        ({"optimizer": lambda params: 3}, "optimizer gave an int"),
+        ({"optimizer": "SGD"}, "optimizer gave a str"),
+        ({"optimizer": lambda params: torch.optim.SGD(params, "fast")}, "making the optimiser failed"),
+        ({"optimizer": torch.optim.LBFGS}, "LBFGS"),
+        ({"optimizer": torch.optim.SGD(nn.Linear(2, 2).parameters(), 0.1)}, "not trainable ones of this model"),
+        ({"scheduler": lambda opt: 3}, "scheduler gave an int"),
+        ({"scheduler": torch.optim.lr_scheduler.ReduceLROnPlateau}, "needs val_loss"),
+        ({"evaluate": lambda model: "good"}, "evaluate returned a str"),
+        ({"loggers": [brim.loggers.CSV]}, "CSV is a class"),
+        ({"loggers": [3]}, "an int is no logger"),
+        ({"epochs": 0}, "epochs"),
+        ({"device": "tpu"}, "device"),
+    ],
+)
+def test_a_training_that_cannot_be_is_refused_and_leaves_nothing(
+    change: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    usual = {"model": linear(), "loss_fn": loss, "data": (X, Y), "epochs": 1, "batch_size": 32, "out": tmp_path / "run"}
+
+    with pytest.raises(BrimError, match=message):
+        brim.train(**(usual | change))
+    assert not (tmp_path / "run").exists()
+
+
+def test_torchs_own_criteria_are_losses_of_pairs(tmp_path: Path) -> None:
+    model = nn.Sequential(linear(), nn.Flatten(0))
+    for number, criterion in enumerate((nn.MSELoss(), nn.functional.mse_loss)):
+        brim.train(model, criterion, (X, Y), out=tmp_path / str(number), epochs=1, batch_size=32, config=QUIET)
+
+    with pytest.raises(ConfigError, match="compares an output with a target"):
+        brim.train(model, nn.MSELoss(), {"x": X, "y": Y}, out=tmp_path / "dict", epochs=1, config=QUIET)
+
+
+# Loggers
+
+
+class Kept:
+    """The least that a logger is."""
+
+    def __init__(self, fails: bool = False) -> None:
+        self.values: list[tuple[int, dict[str, float]]] = []
+        self.files: list[Path] = []
+        self.fails = fails
+
+    def log(self, values: Any, step: int) -> None:
+        if self.fails:
+            raise OSError("gone")
+        self.values.append((step, dict(values)))
+
+    def artifact(self, path: Path) -> None:
+        self.files.append(path)
+
+
+def test_a_logger_is_two_methods_and_its_failure_ends_no_training(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    kept, broken = Kept(), Kept(fails=True)
+    with caplog.at_level(logging.WARNING, "brim"), brim.loggers.using([kept]):
+        brim.train(
+            linear(), loss, (X, Y), out=tmp_path / "run", epochs=2, batch_size=50, loggers=[broken], config=QUIET
+        )
+
+    assert [step for step, _ in kept.values] == [1, 2, 3, 4]
+    assert set(load_file(kept.files[0])) == {"weight", "bias"}
+    assert caplog.text.count("Kept failed in log (gone); going on without it") == 1
+
+
+@pytest.mark.parametrize("logger", [brim.loggers.MLflow(), brim.loggers.WandB(mode="offline")])
+def test_a_logger_without_its_package_says_what_to_install(logger: Any, tmp_path: Path) -> None:
+    if brim.loggers.importlib.util.find_spec(logger.package):
+        pytest.skip("it is installed")
+
+    with pytest.raises(ConfigError, match=rf"pip install 'brim\[{logger.package}\]'"):
+        brim.train(linear(), loss, (X, Y), out=tmp_path / "run", loggers=[logger])
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_setting_adds_loggers_to_every_training_and_what_cannot_begin_is_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("BRIM_LOGGERS", f"csv, csv={tmp_path}/file/metrics.csv")
+    (tmp_path / "file").write_text("no folder")
+    with caplog.at_level(logging.WARNING, "brim"):
+        brim.train(linear(), loss, (X, Y), out=tmp_path / "run", epochs=1, batch_size=50, config=QUIET)
+
+    assert len((tmp_path / "run" / "train" / "metrics.csv").read_text().splitlines()) == 3
+    assert "CSV failed in begin" in caplog.text
+
+
+def test_a_setting_names_loggers() -> None:
+    found = brim.loggers.parse("csv, mlflow=http://tracker:5000")
+
+    assert (
+        repr(found) == "[CSV(file=None), MLflow(tracking_uri='http://tracker:5000', experiment='brim', run_name=None)]"
+    )
+    with pytest.raises(ConfigError, match='"neptune" is no logger; use csv'):
+        brim.loggers.parse("neptune")

@@ -1,0 +1,52 @@
+"""Headers of .npy files are read by many threads at once."""
+
+import gc
+import io
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+
+from brim.engine.rows import read_npy_header
+
+
+class Cyclic:
+    """Collected by the garbage collector alone, which then runs Python code and lets another thread on."""
+
+    def __init__(self) -> None:
+        self.itself = self
+
+    def __del__(self) -> None:
+        sum(range(300))
+
+
+@pytest.fixture
+def hasty_threads() -> Iterator[None]:
+    """Threads take turns as often as they can, also in the middle of ast's work."""
+    interval, threshold = sys.getswitchinterval(), gc.get_threshold()
+    sys.setswitchinterval(1e-6)
+    gc.set_threshold(20)
+    yield
+    gc.set_threshold(*threshold)
+    sys.setswitchinterval(interval)
+
+
+def deep(depth: int, data: bytes) -> tuple[int, ...]:
+    """The shape, read at another depth of calls: ast counts it across threads."""
+    if depth:
+        return deep(depth - 1, data)
+    Cyclic()
+    opened = io.BytesIO(data)
+    return read_npy_header(opened, np.lib.format.read_magic(opened))[0]
+
+
+def test_headers_are_parsed_in_many_threads(hasty_threads):
+    opened = io.BytesIO()
+    np.save(opened, np.zeros((3, 5), np.float32))
+
+    with ThreadPoolExecutor(8) as pool:
+        shapes = list(pool.map(lambda number: deep(number % 9, opened.getvalue()), range(4_000)))
+
+    assert set(shapes) == {(3, 5)}

@@ -1,0 +1,81 @@
+"""tune_batch: a module and an example of its input → the fastest batch and the largest safe one."""
+
+import time
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import brim
+from brim.errors import ConfigError
+
+
+class Overhead(nn.Module):
+    """A call takes 2 ms, whatever the batch, and 0.05 ms for each item above 32: 32 is the knee."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        time.sleep(0.002 + 0.0005 * max(0, len(x) - 32))
+        return x * self.weight
+
+
+@pytest.mark.alone
+def test_the_knee_is_found_and_the_model_stays_as_it_was() -> None:
+    model = Overhead()
+    found = brim.tune_batch(model, torch.zeros(1, 3), mode="train", device="cpu", seconds=4, max_batch=256)
+
+    assert 16 <= found.batch <= 64
+    assert found.max_safe >= found.batch
+    assert "times batch 1" in found.verdict
+    assert "fastest batch" in repr(found)
+    assert model.weight.grad is None
+    assert torch.equal(model.weight, torch.ones(3))
+
+
+class Named(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 1)
+
+    def forward(self, x: torch.Tensor, scale: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"out": self.layer(x) * scale[:, None]}
+
+
+@pytest.mark.parametrize(
+    ("model", "example", "options"),
+    [
+        (nn.Conv2d(3, 2, 3), torch.zeros(3, 8, 8).numpy(), {}),
+        (nn.Linear(4, 1), (torch.zeros(1, 4), torch.zeros(1)), {}),
+        (nn.Sequential(nn.Linear(4, 1), nn.BatchNorm1d(1)), torch.zeros(1, 4), {}),  # refuses one item
+        (Named(), {"x": torch.zeros(1, 4), "scale": torch.ones(1)}, {"mode": "predict"}),
+        (
+            nn.Linear(4, 1),
+            (torch.zeros(1, 4), torch.zeros(1)),
+            {"loss_fn": lambda model, batch: nn.functional.mse_loss(model(batch[0])[:, 0], batch[1])},
+        ),
+    ],
+)
+def test_an_example_is_a_batch_an_item_or_several_of_them(model: Any, example: Any, options: Any) -> None:
+    assert brim.tune_batch(model, example, device="cpu", seconds=0.01, max_batch=2, **options).batch in (1, 2)
+
+
+@pytest.mark.parametrize(
+    ("model", "example", "options", "message"),
+    [
+        (nn.Linear, torch.zeros(1, 4), {}, "model is Linear, not a module"),
+        (nn.Linear(4, 1), torch.zeros(1, 3), {}, r"does not run on the example .*give a batch of its inputs"),
+        (nn.Linear(4, 1), "x", {}, "part 0 is a str"),
+        (nn.Linear(4, 1), (), {}, "the example is empty"),
+        (nn.Linear(4, 1), torch.zeros(1, 4), {"mode": "fast"}, "use train or predict"),
+        (nn.Linear(4, 1), torch.zeros(1, 4), {"max_batch": 0}, "max_batch=0"),
+        (nn.ReLU(), torch.zeros(1, 4), {}, 'give mode="predict"'),
+        (nn.Linear(4, 1), torch.zeros(1, 4), {"device": "gpu"}, "device"),
+    ],
+)
+def test_what_cannot_be_tuned_is_refused(model: Any, example: Any, options: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        brim.tune_batch(model, example, seconds=1, **options)

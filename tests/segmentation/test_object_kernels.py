@@ -1,0 +1,88 @@
+"""The GPU's kernels for objects without a GPU: against torch under Triton's interpreter, and compiled for an H100/H200.
+
+Triton decides at import whether to interpret, so each of these runs in a process of its own.
+"""
+
+import os
+import subprocess
+import sys
+
+COMMON = """
+import torch
+from brim.segmentation.objects import instances, kernels
+from brim.segmentation.scenes.drawing import draw
+
+scenes = draw(("nuclei", "phase"), 3, torch.arange(2, dtype=torch.int32), 48, 56)
+height, rng = instances.heights(scenes.labels, 5000), torch.Generator().manual_seed(0)
+inside, noise = (scenes.labels > 0).float(), torch.rand(height.shape, generator=rng)
+CASES = [(inside, height), (inside, height + 0.1 * noise), (noise, noise.flip(2)),
+         (torch.ones_like(height), torch.ones_like(height)), (torch.zeros_like(height), height)]
+"""
+
+COMPARE = (
+    COMMON
+    + """
+for foreground, level in CASES:
+    root, found = kernels.climb(foreground, level, 0.5)
+    wanted_root, wanted = instances._climb(foreground, level, 0.5)
+    assert torch.equal(root, wanted_root) and torch.equal(found, wanted)
+    peaks = torch.nonzero(root.flatten() == torch.arange(root.numel()))[:, 0]
+    areas = kernels.merge(root, found, peaks, 0.12, 4)
+    assert torch.equal(areas.long(), instances._merge(wanted_root, wanted, peaks, 0.12, 4))
+    assert torch.equal(root, wanted_root)
+across = torch.full(height.shape, 9.0)
+kernels.edge_distance(scenes.labels, across, 8)
+"""
+)
+
+COMPILE = (
+    COMMON
+    + """
+import inspect
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.runtime.jit import JITFunction
+
+KINDS = {torch.float32: "*fp32", torch.int32: "*i32", torch.int64: "*i64"}
+compiled = set()
+
+
+def kind(value):
+    return KINDS[value.dtype] if isinstance(value, torch.Tensor) else "fp32" if isinstance(value, float) else "i32"
+
+
+def compile_only(self, *args, grid, warmup, **kwargs):
+    given = inspect.signature(self.fn).bind(*args, **kwargs).arguments
+    constants = {p.name: given[p.name] for p in self.params if p.is_constexpr}
+    signature = {p.name: "constexpr" if p.name in constants else kind(given[p.name]) for p in self.params}
+    source = ASTSource(self, signature, constexprs=constants)
+    assert triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["cubin"]
+    compiled.add(self.fn.__name__)
+
+
+JITFunction.run = compile_only
+foreground, level = CASES[0]
+kernels.climb(foreground, level, 0.5)
+root, level = instances._climb(foreground, level, 0.5)
+kernels.merge(root, level, torch.arange(3), 0.12, 4)
+kernels.edge_distance(scenes.labels, level, 8)
+every = {n for n, v in vars(kernels).items() if isinstance(v, JITFunction)}
+assert every and every == compiled, every - compiled
+"""
+)
+
+
+def run(script, **environment):
+    command = [sys.executable, "-W", "ignore", "-c", script]
+    return subprocess.run(command, capture_output=True, text=True, env={**os.environ, **environment}, timeout=500)
+
+
+def test_the_interpreted_kernels_equal_torch():
+    done = run(COMPARE, TRITON_INTERPRET="1")
+    assert done.returncode == 0, done.stderr[-2_000:]
+
+
+def test_every_kernel_compiles_for_the_h200(tmp_path):
+    done = run(COMPILE, TRITON_INTERPRET="0", TRITON_CACHE_DIR=str(tmp_path))
+    assert done.returncode == 0, done.stderr[-2_000:]

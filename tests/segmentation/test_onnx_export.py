@@ -1,0 +1,41 @@
+"""ONNX files of segmentation networks answer as the networks do, at other sizes."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+
+from brim.cli import main
+from brim.segmentation import create_model
+from brim.segmentation.networks import normalise, save_weights
+
+
+@torch.no_grad()
+def test_an_exported_network_answers_as_torch_at_any_size(tmp_path, capsys):
+    pytest.importorskip("onnxscript")
+    runtime = pytest.importorskip("onnxruntime")
+    torch.manual_seed(0)
+    module = create_model("unet_tiny").eval()
+    save_weights(module, tmp_path / "w.safetensors", {"model": "unet_tiny"})
+
+    assert (
+        main(["segment", "export-onnx", str(tmp_path / "w.safetensors"), "--out", str(tmp_path / "n.onnx"), "--json"])
+        == 0
+    )
+
+    written = json.loads(capsys.readouterr().out)
+    assert (written["inputs"], written["outputs"], written["task"]) == (["images"], ["logits"], "mask")
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["n.onnx", "w.safetensors"]
+    session = runtime.InferenceSession(str(tmp_path / "n.onnx"), providers=["CPUExecutionProvider"])
+    for shape in ((2, 3, 128, 32), (5, 3, 32, 96)):
+        images = torch.randint(0, 256, shape, dtype=torch.uint8)
+        (logits,) = session.run(None, {"images": images.float().numpy()})
+        np.testing.assert_allclose(logits, module(normalise(images)).numpy(), atol=1e-4)
+
+
+def test_what_cannot_be_exported_is_said(tmp_path, capsys):
+    assert main(["segment", "export-onnx", str(tmp_path / "nowhere"), "--out", str(tmp_path / "n.onnx")]) == 2
+    assert "nowhere" in capsys.readouterr().err
+    assert main(["segment", "export-onnx", str(tmp_path), "--out", str(tmp_path)]) == 2
+    assert not list(tmp_path.iterdir())

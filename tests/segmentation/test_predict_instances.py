@@ -1,0 +1,250 @@
+"""Images through the default model: one polygon for each cell, its measurements, formats that other programs read."""
+
+import json
+import zipfile
+
+import numpy as np
+import pytest
+import roifile
+import tifffile
+import torch
+import zarr
+from PIL import Image
+from pycocotools.coco import COCO
+from scipy.ndimage import gaussian_filter
+from shapely.geometry import shape
+
+from brim.segmentation import ModelLoader
+from brim.segmentation.config import FilesConfig
+from brim.segmentation.networks import default_weights
+from brim.segmentation.objects.scores import ObjectScores
+from brim.segmentation.prediction import predict_files
+from brim.segmentation.scenes.drawing import draw
+
+SIDE = 224
+
+
+@pytest.fixture(scope="module")
+def scene():
+    """An image (H, W, 3) uint8 of nuclei, and its labels."""
+    drawn = draw(("nuclei",), 5, torch.arange(1, 2, dtype=torch.int32), SIDE, SIDE)
+    return drawn.images[0].permute(1, 2, 0).contiguous().numpy(), drawn.labels[0].numpy()
+
+
+@pytest.fixture(scope="module")
+def loader():
+    return ModelLoader({"cells": default_weights()}, "cpu", None)
+
+
+@pytest.fixture(scope="module")
+def prediction(loader, scene):
+    return loader.predict(scene[0], "cells")
+
+
+def score(true, predicted) -> dict[str, float]:
+    scores = ObjectScores()
+    scores.add(true, predicted)
+    return scores.as_dict()
+
+
+def test_every_cell_has_its_polygon(prediction, scene):
+    found = score(scene[1], prediction.labels)
+
+    assert found["ap50"] > 0.7
+    assert len(prediction.polygons) == prediction.labels.max() == len(prediction.measurements.values)
+    for number, polygon in enumerate(prediction.polygons, 1):
+        left, top = polygon.points.min(0)
+        right, bottom = polygon.points.max(0)
+        assert (prediction.labels[top:bottom, left:right] == number).sum() == polygon.area
+    assert np.array_equal(prediction.mask > 0, prediction.labels > 0)
+
+
+@pytest.mark.parametrize("scale", [0.5, 3])
+def test_cells_of_other_sizes_are_found_at_their_scale(loader, scene, scale):
+    side = round(scale * SIDE)
+    image = np.asarray(Image.fromarray(scene[0]).resize((side, side), Image.Resampling.BOX))
+
+    found = loader.predict(image, "cells")
+
+    assert found.labels.shape == (side, side)
+    back = np.asarray(Image.fromarray(found.labels.astype(np.int32)).resize((SIDE, SIDE), Image.Resampling.NEAREST))
+    assert score(scene[1], back)["f1"] > (0.6 if scale < 1 else 0.7)
+
+
+def test_a_given_diameter_is_used(loader, scene, tmp_path):
+    large = Image.fromarray(scene[0]).resize((2 * SIDE, 2 * SIDE))
+    large.save(tmp_path / "large.png")
+
+    predict_files(
+        [tmp_path / "large.png"], loader, tmp_path / "out",
+        FilesConfig(model="cells", batch_size=1, diameter=48, format="labels"),
+    )  # fmt: skip
+
+    labels = tifffile.imread(tmp_path / "out/large_labels.tif")
+    assert score(scene[1], labels[::2, ::2])["ap50"] > 0.6
+
+
+def test_small_cells_are_left_out(loader, scene):
+    every, some = (
+        next(loader.stream([scene[0]], "cells", FilesConfig(batch_size=1, min_area=area))) for area in (0, 300)
+    )
+
+    areas = [polygon.area for polygon in some.polygons]
+    assert min(areas) >= 300
+    assert 0 < len(areas) < len(every.polygons)
+
+
+def test_a_batch_of_sizes_equals_its_images_one_at_a_time(loader, scene):
+    images = [scene[0], scene[0][:150, :200], np.full((90, 40, 3), 7, np.uint8)]
+
+    together = list(loader.stream(images, "cells", FilesConfig(batch_size=2)))
+
+    for image, found in zip(images, together, strict=True):
+        assert np.array_equal(found.labels, loader.predict(image, "cells").labels)
+
+
+@pytest.mark.parametrize(
+    "image",
+    [
+        np.zeros((1, 1), np.uint8), np.zeros((64, 64), np.uint8), np.full((40, 300, 3), 255, np.uint8),
+        np.full((33, 33), 9000, np.uint16),
+    ],
+)  # fmt: skip
+def test_an_image_of_one_value_has_no_cells(loader, image):
+    found = loader.predict(image, "cells")
+
+    assert found.polygons == ()
+    assert found.labels.shape == image.shape[:2]
+
+
+def test_a_cell_larger_than_the_image_is_one_object_at_most(loader):
+    rows, columns = np.mgrid[:160, :160]
+    inside = (rows - 170) ** 2 + (columns - 150) ** 2 < 190**2
+    image = (40 + 150 * inside + np.random.default_rng(0).normal(0, 3, inside.shape)).clip(0, 255).astype(np.uint8)
+
+    assert len(loader.predict(image, "cells").polygons) <= 3
+
+
+# Files
+
+
+@pytest.fixture(scope="module")
+def written(loader, scene, tmp_path_factory):
+    """A function that writes the scene in a format and returns the folder."""
+    folder = tmp_path_factory.mktemp("formats")
+    Image.fromarray(scene[0]).save(folder / "scene.png")
+
+    def write(form):
+        out = folder / form
+        predict_files([folder / "scene.png"], loader, out, FilesConfig(model="cells", batch_size=1, format=form))
+        return out
+
+    return write
+
+
+def test_geojson_numbers_and_measures_cells(written, prediction, scene):
+    features = json.loads((written("geojson") / "scene.geojson").read_text())["features"]
+
+    assert [feature["id"] for feature in features] == list(range(1, len(prediction.polygons) + 1))
+    for feature in features:
+        polygon, values = shape(feature["geometry"]), feature["properties"]["measurements"]
+        inside = prediction.labels == feature["id"]
+        assert polygon.is_valid
+        assert polygon.area == values["area_px"] == inside.sum()
+        means = [values[f"mean_{colour}"] for colour in ("red", "green", "blue")]
+        assert means == pytest.approx(scene[0][inside].mean(0).tolist(), abs=0.006)
+        assert 0.75 * polygon.length < values["perimeter_px"] < polygon.length
+        assert feature["properties"]["class"] == "cell"
+
+
+def test_labels_are_a_tiff_of_16_bits(written, prediction):
+    labels = tifffile.imread(written("labels") / "scene_labels.tif")
+
+    assert labels.dtype == np.uint16
+    assert np.array_equal(labels, prediction.labels)
+
+
+def test_a_group_of_ome_zarr_holds_the_labels(written, prediction):
+    group = zarr.open_group(written("ome-zarr") / "scene.ome.zarr", mode="r", zarr_format=2)
+
+    assert np.array_equal(group["labels/cells/0"][:], prediction.labels)
+    assert group["labels"].attrs["labels"] == ["cells"]
+    assert group["labels/cells"].attrs["multiscales"][0]["version"] == "0.4"
+    # readers that are given the folder itself, such as ome-zarr-py, look for an image there
+    (level,) = group.attrs["multiscales"][0]["datasets"]
+    assert np.array_equal(group[level["path"]][:], prediction.labels)
+
+
+@pytest.mark.filterwarnings("ignore:__array__ implementation")
+def test_coco_and_imagej_hold_the_same_cells(written, prediction):
+    coco = COCO(written("coco") / "annotations.json")
+    masks = [coco.annToMask(annotation) for annotation in coco.loadAnns(coco.getAnnIds())]
+    rois = roifile.roiread(written("imagej") / "scene.zip")
+
+    assert [int(mask.sum()) for mask in masks] == [polygon.area for polygon in prediction.polygons]
+    assert len(rois) == len(zipfile.ZipFile(written("imagej") / "scene.zip").namelist()) == len(prediction.polygons)
+
+
+def test_csv_has_a_row_for_each_cell(written, prediction):
+    header, *rows = (written("csv") / "scene.csv").read_text().splitlines()
+
+    assert header.split(",")[:4] == ["id", "class", "area_px", "confidence"]
+    assert [int(row.split(",")[2]) for row in rows] == [polygon.area for polygon in prediction.polygons]
+
+
+def test_intensities_are_those_of_the_file_in_every_channel(loader, scene, tmp_path):
+    dapi = scene[0][..., 2].astype(np.uint16) * 200
+    planes = np.stack([dapi, np.random.default_rng(0).integers(0, 4000, dapi.shape, np.uint16)])
+    about = {"axes": "CYX", "Channel": {"Name": ["DAPI", 'a "b", c']}}
+    tifffile.imwrite(tmp_path / "two.ome.tif", planes, metadata=about, photometric="minisblack")
+    config = FilesConfig(model="cells", batch_size=1, format="geojson", channels=("DAPI",))
+    predict_files([tmp_path / "two.ome.tif"], loader, tmp_path / "out", config)
+    labels = loader.predict(dapi, "cells").labels
+
+    features = json.loads((tmp_path / "out" / "two.ome.geojson").read_text())["features"]
+    assert len(features) == labels.max()
+    for feature in features:
+        values = feature["properties"]["measurements"]
+        means = planes[:, labels == feature["id"]].mean(1)
+        assert [values["mean_DAPI"], values["mean_a__b___c"]] == pytest.approx(means, abs=0.006)
+        assert values["mean_intensity"] == values["mean_DAPI"]
+
+
+# Images unlike the scenes
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda image: np.dstack([0 * image, 0 * image, image]),  # one stain, in blue
+        lambda image: image.astype(np.uint16) * 12 + 32_768,
+        lambda image: image.astype(np.float32) * 900 - 20_000,
+    ],
+    ids=["blue", "on an offset", "any floats"],
+)
+def test_values_and_colours_do_not_matter(loader, scene, change):
+    grey = scene[0].mean(2).round().astype(np.uint8)
+
+    found, usual = loader.predict(change(grey), "cells"), loader.predict(grey, "cells")
+
+    assert score(usual.labels, found.labels)["ap50"] > 0.9
+
+
+def test_blurred_noisy_and_inverted_cells_are_found(loader):
+    rows, columns = np.mgrid[:192, :192]
+    image = np.full(rows.shape, 20.0)
+    for number, (top, left) in enumerate((20 + 38 * row, 20 + 38 * column) for row in range(5) for column in range(5)):
+        radius = 11 + number % 4
+        image[(rows - top) ** 2 + (columns - left) ** 2 < radius**2] = 120 + 15 * (number % 5)
+    rng = np.random.default_rng(0)
+    cases = {
+        "blurred": gaussian_filter(image, 3) + rng.normal(0, 1, image.shape),
+        "noisy": image + rng.normal(0, 30, image.shape),
+        "inverted": 255 - image + rng.normal(0, 2, image.shape),
+    }
+
+    counts = {
+        name: len(loader.predict(case.clip(0, 255).astype(np.uint8), "cells").polygons) for name, case in cases.items()
+    }
+
+    assert all(23 <= count <= 27 for count in counts.values()), counts

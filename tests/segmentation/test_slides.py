@@ -1,0 +1,266 @@
+"""Slides tile by tile, against the answer on the whole image; discs that touch no other are exact objects."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import cv2
+import numpy as np
+import pytest
+import safetensors.torch
+import tifffile
+import torch
+
+from brim.errors import ImageError
+from brim.segmentation.config import FilesConfig
+from brim.segmentation.images.stacks import ImageWindow
+from brim.segmentation.networks import create_model, default_weights
+from brim.segmentation.prediction import ModelLoader, predict_files, slide_files
+from brim.segmentation.prediction.slide_files import write_slide
+from brim.segmentation.prediction.slides import TileLabels, TileObjects, predict_slide
+
+
+class Array:
+    """A slide in memory."""
+
+    def __init__(self, image: np.ndarray) -> None:
+        self.image, (self.height, self.width) = image, image.shape[:2]
+
+    def tile(self, window: ImageWindow) -> np.ndarray:
+        return np.ascontiguousarray(self.image[window.top : window.bottom, window.left : window.right])
+
+
+def exact(tiles):
+    """Every bright 4-connected region is an object."""
+    for tile in tiles:
+        yield TileLabels(cv2.connectedComponents((tile[..., 0] > 127).astype(np.uint8), connectivity=4)[1])
+
+
+def run(image, tmp_path, core, halo, segment=exact):
+    written: list[TileObjects] = []
+    labels = predict_slide(segment, Array(image), written.append, tmp_path, core=core, halo=halo)
+    whole = labels.read(ImageWindow(0, 0, *image.shape[:2]))
+    labels.close()
+    return written, whole, labels
+
+
+def same_partition(one, two):
+    """Whether two label images have the same objects, whatever their numbers."""
+    pairs = np.unique(np.stack([one.ravel(), two.ravel()]), axis=1)
+    return pairs.shape[1] == len(np.unique(one)) == len(np.unique(two))
+
+
+def discs(side, num, most, seed, least=2):
+    """Discs that do not touch, some at the borders."""
+    rng, image, taken = np.random.default_rng(seed), np.zeros((side, side, 3), np.uint8), np.zeros((side, side), bool)
+    for _ in range(num):
+        radius, (y, x) = int(rng.integers(least, most)), rng.integers(0, side, 2)
+        place = np.zeros((side, side), np.uint8)
+        cv2.circle(place, (int(x), int(y)), radius + 2, 1, -1)
+        if not (taken & (place > 0)).any():
+            taken |= place > 0
+            cv2.circle(image, (int(x), int(y)), radius, (200, 200, 200), -1)
+    return image
+
+
+@pytest.mark.parametrize(("most", "halo"), [(8, 32), (14, 24), (40, 24), (120, 16)])
+@pytest.mark.parametrize("core", [64, 100, 256])
+def test_tiles_give_the_objects_of_the_whole_image(most, halo, core, tmp_path):
+    image = discs(430, 150, most, most + core)
+    truth = next(exact([image])).labels
+
+    written, whole, labels = run(image, tmp_path, core, halo)
+
+    assert same_partition(whole, truth)
+    assert labels.num_objects == truth.max() == sum(len(found.objects.table) for found in written)
+    areas = np.concatenate([found.objects.table[:, 0].numpy() for found in written])
+    assert sorted(areas) == sorted(np.bincount(truth.ravel())[1:])
+    numbers = [found.first + k for found in written for k in range(len(found.objects.table))]
+    assert sorted(numbers) == sorted(set(whole.ravel().tolist()) - {0})
+
+
+def test_shapes_larger_than_a_tile_are_joined_whole(tmp_path):
+    image = np.zeros((500, 600, 3), np.uint8)
+    cv2.circle(image, (300, 250), 200, (255,) * 3, 9)  # a ring through all tiles
+    cv2.circle(image, (300, 250), 20, (255,) * 3, -1)
+    cv2.line(image, (0, 490), (599, 480), (255,) * 3, 5)
+    image[:, 5:9] = 255
+    truth = next(exact([image])).labels
+
+    _, whole, labels = run(image, tmp_path, 64, 16)
+
+    assert same_partition(whole, truth)
+    assert labels.num_objects == truth.max()
+
+
+def test_tiles_that_see_an_object_differently_find_it_once(tmp_path):
+    """Each tile's outlines are off by up to two pixels, as those of a network are."""
+    image, rng = discs(600, 250, 14, 3, least=6), np.random.default_rng(0)
+
+    def rough(tiles):
+        for tile in tiles:
+            labels, (down, right) = next(exact([tile])).labels, rng.integers(-2, 3, 2)
+            yield TileLabels(np.pad(labels, 2)[2 + down :, 2 + right :][: len(labels), : labels.shape[1]])
+
+    _, whole, labels = run(image, tmp_path, 100, 40, rough)
+
+    truth = next(exact([image])).labels
+    for label in range(1, truth.max() + 1):
+        seen = np.unique(whole[truth == label])
+        area = (truth == label).sum()
+        large = [number for number in seen[seen > 0] if ((whole == number) & (truth == label)).sum() > 0.25 * area]
+        assert len(large) <= 1
+        assert large or area < 80  # a shift can move a small disc at the border out of the image
+    assert abs(labels.num_objects - truth.max()) <= 3
+
+
+def test_an_image_of_nothing_has_no_objects(tmp_path):
+    written, whole, labels = run(np.zeros((300, 300, 3), np.uint8), tmp_path, 128, 16)
+
+    assert (written, labels.num_objects, whole.any()) == ([], 0, False)
+
+
+# Files
+
+
+def write_file(path, image, **options):
+    tifffile.imwrite(path, image, photometric="minisblack", tile=(64, 64), **options)
+    return path
+
+
+def result_of(path, tmp_path, format, monkeypatch):
+    monkeypatch.setattr(slide_files.predict_slide, "__kwdefaults__", {"core": 100, "halo": 24, "progress": None})
+    num = write_slide(path, tmp_path / "result", FilesConfig(format=format), lambda slide: exact)
+    return num, tmp_path / "result"
+
+
+@pytest.mark.parametrize("kind", ["uint8", "uint16", "float32"])
+def test_a_file_becomes_geojson_labels_and_a_table_of_the_same_objects(kind, tmp_path, monkeypatch):
+    image = discs(430, 150, 40, 5)[..., 0]
+    full = {"uint8": 255, "uint16": 4095, "float32": 1}[kind]
+    stored = (image / 255 * full).astype(kind)
+    path = write_file(
+        tmp_path / "slide.tif",
+        stored,
+        resolution=(20000, 20000),
+        resolutionunit="CENTIMETER",
+    )
+    truth = next(exact([np.dstack([image] * 3)])).labels
+
+    num, file = result_of(path, tmp_path, "labels", monkeypatch)
+    labels = tifffile.imread(file)
+    assert (num, labels.dtype) == (truth.max(), np.uint16)
+    assert same_partition(labels, truth)
+
+    assert result_of(path, tmp_path, "geojson", monkeypatch)[0] == num
+    features = json.loads(file.read_text())["features"]
+    assert len(features) == num == len({feature["id"] for feature in features})
+    for feature in features:
+        ring = np.array(feature["geometry"]["coordinates"][0], np.int32)
+        measured = feature["properties"]["measurements"]
+        here = truth == truth[int(measured["y_px"]), int(measured["x_px"])]
+        assert measured["area_px"] == here.sum()
+        assert measured["mean_intensity"] == pytest.approx(stored[here].mean(), abs=0.006)
+        rows, columns = np.nonzero(here)
+        assert (ring.min(0) == (columns.min(), rows.min())).all()
+        assert (ring.max(0) == (columns.max() + 1, rows.max() + 1)).all()
+        assert measured["area_um2"] == pytest.approx(measured["area_px"] / 4)
+
+    assert result_of(path, tmp_path, "csv", monkeypatch)[0] == num
+    rows = file.read_text().splitlines()
+    assert rows[0].startswith("id,class,area_px,")
+    assert sorted(int(row.split(",")[0]) for row in rows[1:]) == sorted(feature["id"] for feature in features)
+    assert {path.name for path in tmp_path.iterdir()} == {"slide.tif", "result"}
+
+
+@pytest.mark.parametrize("harm", ["cut", "damaged", "nan"])
+def test_a_broken_slide_is_a_sentence_and_leaves_nothing(harm, tmp_path, monkeypatch):
+    image = discs(430, 50, 40, 5)[..., 0]
+    if harm == "nan":
+        image = np.where(image > 0, np.float32(np.nan), np.float32(0.5))
+    path = write_file(tmp_path / "slide.tif", image, compression="deflate")
+    data = bytearray(path.read_bytes())
+    with tifffile.TiffFile(path) as file:
+        start = file.pages[0].dataoffsets[30]
+    if harm == "damaged":
+        data[start + 8 : start + 12] = b"\xff\0\xff\0"
+    path.write_bytes(data[: start + 5] if harm == "cut" else data)
+
+    with pytest.raises(ImageError, match=r"slide.tif: .*(truncated|corrupt|NaN)"):
+        result_of(path, tmp_path, "geojson", monkeypatch)
+
+    assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.slow
+def test_a_slide_takes_little_memory_and_every_disc_is_found_once():
+    script = Path(__file__).parents[2] / "benchmarks/bench_slides.py"
+    command = [sys.executable, str(script), "--side", "12000", "--format", "labels"]
+
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+
+    result = json.loads(done.stdout.splitlines()[-1])
+    assert result["found"] == result["discs"] == 90_000
+    assert result["area"] == result["pixels"]
+    assert result["peak_rss_mb"] < 1000
+
+
+@pytest.fixture(scope="module")
+def weights(tmp_path_factory):
+    """Weights of a small network, untrained."""
+    torch.manual_seed(0)
+    model = create_model("unet_tiny")
+    safetensors.torch.save_file(model.state_dict(), path := tmp_path_factory.mktemp("weights") / "w.safetensors")
+    return path
+
+
+def test_large_files_are_predicted_by_tile_beside_others(weights, tmp_path, monkeypatch):
+    monkeypatch.setattr(slide_files, "SLIDE_PIXELS", 300 * 300)
+    monkeypatch.setattr(slide_files.predict_slide, "__kwdefaults__", {"core": 200, "halo": 32, "progress": None})
+    images = tmp_path / "images"
+    images.mkdir()
+    picture = discs(430, 60, 40, 5)
+    cv2.imwrite(str(images / "small.png"), picture[:100, :100])
+    write_file(images / "slide.tif", picture[..., 0], compression="deflate")
+    (images / "cut.tif").write_bytes((images / "slide.tif").read_bytes()[:-2000])
+    loader, seen = ModelLoader({"unet_tiny": weights}, "cpu", None), []
+
+    report = predict_files(
+        [images], loader, tmp_path / "out", FilesConfig(format="geojson", batch_size=1), progress=seen.append
+    )
+
+    assert list(report.failures) == [str(images / "cut.tif")]
+    assert "truncated" in report.failures[str(images / "cut.tif")]
+    assert (report.written, report.report.images, report.stopped) == (2, 3, False)
+    assert {file.name for file in (tmp_path / "out").iterdir()} == {"slide.geojson", "small.geojson"}
+    assert max(progress.share for progress in seen) == 1
+    assert {progress.total for progress in seen} == {3}
+
+    stopped = predict_files([images], loader, tmp_path / "no", FilesConfig(batch_size=1), stop=lambda: True)
+    assert stopped.stopped
+    assert list((tmp_path / "no").iterdir()) == []
+
+    other = predict_files([images / "slide.tif"], loader, tmp_path / "mask", FilesConfig(format="mask", batch_size=1))
+    assert other.failures == {}  # small enough to be predicted whole
+
+
+def test_the_default_model_finds_by_tile_what_it_finds_in_the_whole_image(tmp_path, monkeypatch):
+    picture = cv2.GaussianBlur(discs(330, 90, 13, 7, least=8)[..., 0], (0, 0), 1.2) * 0.8
+    noise = np.random.default_rng(0).normal(20, 4, picture.shape)
+    path = write_file(tmp_path / "slide.tif", ((picture + noise).clip(0, 255) * 16).astype(np.uint16))
+    loader = ModelLoader({"cells": default_weights()}, "cpu", None)
+    config = FilesConfig(model="cells", format="labels", batch_size=1, diameter=20.0)
+
+    predict_files([path], loader, tmp_path / "whole", config)
+    monkeypatch.setattr(slide_files, "SLIDE_PIXELS", 1000)
+    monkeypatch.setattr(slide_files.predict_slide, "__kwdefaults__", {"core": 150, "halo": 60, "progress": None})
+    predict_files([path], loader, tmp_path / "tiles", config)
+
+    whole, tiles = (tifffile.imread(tmp_path / name / "slide_labels.tif") for name in ("whole", "tiles"))
+    assert whole.max() > 30
+    assert len(np.unique(tiles)) == len(np.unique(whole))
+    for number in range(1, int(whole.max()) + 1):
+        own = whole == number
+        other = tiles == np.bincount(tiles[own]).argmax()
+        assert (own & other).sum() > 0.8 * (own | other).sum()

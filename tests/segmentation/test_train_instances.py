@@ -1,0 +1,269 @@
+"""Training to tell objects apart: from label images, from one image, from drawn scenes, from the weights of another."""
+
+import json
+from dataclasses import replace
+
+import cv2
+import numpy as np
+import pytest
+import tifffile
+import torch
+from safetensors.torch import load_file
+
+from brim.engine.storage import Dataset
+from brim.errors import CheckpointError, ConfigError, ImageError
+from brim.segmentation.config import SegmentTrainConfig
+from brim.segmentation.images.contrast import stretch, stretch_batch
+from brim.segmentation.images.reading import numbers_objects, read_labels
+from brim.segmentation.networks import default_weights, load_model, normalise, read_metadata
+from brim.segmentation.networks.packing import digest, pack
+from brim.segmentation.objects.instances import STANDARD_DIAMETER, heights, maps_to_labels
+from brim.segmentation.objects.scores import ObjectScores
+from brim.segmentation.scenes import write_cells
+from brim.segmentation.scenes.source import Drawing, SceneSource
+from brim.segmentation.training import train
+from brim.segmentation.training.crops import Cutting, cut
+from brim.segmentation.training.objective import instance_losses
+
+QUICK = {"model": "unet_tiny", "size": 64, "epochs": 1, "batch_size": 4, "learning_rate": 0.003}
+
+
+@pytest.fixture(autouse=True)
+def few_scenes(monkeypatch):
+    monkeypatch.setattr("brim.segmentation.training.evaluation.SCORED_SCENES", 16)
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def cells(tmp_path):
+    write_cells(tmp_path / "images", tmp_path / "masks", 3, seed=4, height=64, width=96)
+    return tmp_path
+
+
+def weights_of(run):
+    return load_model("unet_tiny", run).state_dict()
+
+
+def test_label_images_are_learned_as_objects_and_masks_of_two_values_as_masks(cells):
+    report = train(cells / "images", cells / "masks", SegmentTrainConfig(**QUICK), cells / "run", device="cpu")
+    for file in (cells / "masks").iterdir():
+        labels = cv2.imread(str(file), cv2.IMREAD_UNCHANGED)
+        cv2.imwrite(str(file), np.where(labels > 0, 255, 0).astype(np.uint8))
+    plain = train(cells / "images", cells / "masks", SegmentTrainConfig(**QUICK), cells / "plain", device="cpu")
+
+    assert (report.task, plain.task) == ("instances", "mask")
+    assert read_metadata(cells / "run")["task"] == "instances"
+    assert {"ap50", "ap75", "pq", "count_error", "merges", "splits"} <= report.to_json().keys()
+    assert "ap50" not in plain.to_json()
+    assert json.loads((cells / "run/config.json").read_text())["training"]["task"] == "instances"
+    for run, words in (
+        ("run", ("PQ", "F1", "count error", "merges", "splits", "true,")),
+        ("plain", ("Dice", ": IoU ")),
+    ):
+        page = (cells / run / "report.html").read_text()
+        assert page.count("<figure") == 2  # the crops of the image held out
+        assert all(word in page for word in words)
+
+
+def test_one_image_is_enough_and_the_part_held_out_is_not_trained_on(tmp_path):
+    write_cells(tmp_path / "images", tmp_path / "masks", 1, seed=4, height=64, width=128)
+    config = SegmentTrainConfig(**QUICK)
+
+    train(tmp_path / "images", tmp_path / "masks", config, tmp_path / "run", device="cpu")
+    image = cv2.imread(str(tmp_path / "images/cell_00000.png"))
+    image[:, 96:] = 0  # the last quarter of the longer side
+    cv2.imwrite(str(tmp_path / "images/cell_00000.png"), image)
+    train(tmp_path / "images", tmp_path / "masks", config, tmp_path / "other", device="cpu")
+
+    one, other = weights_of(tmp_path / "run"), weights_of(tmp_path / "other")
+    assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_channels_are_chosen_and_others_are_another_run(cells):
+    for file in (cells / "images").iterdir():
+        image = cv2.imread(str(file))[..., 0]
+        planes = np.stack([np.zeros_like(image), image])
+        about = {"axes": "CYX", "Channel": {"Name": ["empty", "cells"]}}
+        tifffile.imwrite(file.with_suffix(".tif"), planes, metadata=about, photometric="minisblack", ome=True)
+        file.unlink()
+    config = SegmentTrainConfig(**QUICK, channels=("cells",))
+    train(cells / "images", cells / "masks", config, cells / "run", device="cpu")
+
+    crop = Dataset(cells / "run/crops").load(("image",))["image"][0].numpy()
+    assert np.array_equal(crop[0], tifffile.imread(cells / "images/cell_00000.tif")[1, :64, :64])
+    with pytest.raises(CheckpointError, match="channels was"):
+        train(cells / "images", cells / "masks", replace(config, channels=("empty",)), cells / "run", device="cpu")
+    with pytest.raises(ImageError, match='has no channel "Cy5"; its channels are 0 empty, 1 cells'):
+        train(cells / "images", cells / "masks", replace(config, channels=("Cy5",)), cells / "other", device="cpu")
+
+
+def test_more_objects_than_a_crop_can_number_are_refused():
+    labels = np.arange(1, 2**16 + 1, dtype=np.int32).reshape(256, 256)
+
+    with pytest.raises(ImageError, match="65536 objects in one crop"):
+        next(cut(np.zeros((256, 256, 3), np.uint8), labels, Cutting(256, instances=True)))
+
+
+def test_scenes_are_drawn_while_training_and_a_stopped_run_ends_with_the_same_bits(tmp_path):
+    config = SegmentTrainConfig(**QUICK | {"epochs": 2}, scenes=("nuclei",), scenes_per_epoch=12)
+    asked = iter(range(100))
+
+    whole = train(None, None, config, tmp_path / "whole", device="cpu")
+    train(None, None, config, tmp_path / "cut", device="cpu", stop=lambda: next(asked) >= 3)
+    resumed = train(None, None, config, tmp_path / "cut", device="cpu")
+
+    assert (whole.task, whole.training.steps, resumed.training.steps) == ("instances", 6, 6)
+    one, other = weights_of(tmp_path / "whole"), weights_of(tmp_path / "cut")
+    assert all(torch.equal(one[name], other[name]) for name in one)
+    assert read_metadata(tmp_path / "whole")["contrast"] == "stretch"
+    assert not (tmp_path / "whole/crops").exists()
+
+
+def test_training_on_scenes_learns_to_tell_touching_nuclei_apart(tmp_path):
+    config = SegmentTrainConfig(**QUICK | {"size": 96, "seed": 1}, scenes=("nuclei",), scenes_per_epoch=320)
+
+    report = train(None, None, config, tmp_path / "run", device="cpu")
+
+    module = load_model("unet_tiny", tmp_path / "run").eval()
+    scenes = Drawing(("nuclei",), 77, 96)(torch.arange(24, dtype=torch.int32))
+    scores, blobs = (
+        ObjectScores(),
+        ObjectScores(),
+    )
+    with torch.inference_mode():
+        maps = module(normalise(scenes.images))
+    scores.add_batch(scenes.labels, maps_to_labels(maps))
+    for labels, foreground in zip(scenes.labels.numpy(), (maps[:, 0] > 0).numpy(), strict=True):
+        blobs.add(labels, cv2.connectedComponents(foreground.astype(np.uint8))[1])
+    assert report.scores["dice"] > 0.6
+    assert scores.average_precision(0.5) > blobs.average_precision(0.5)
+
+
+def test_a_run_starts_from_weights_at_the_scale_they_know(cells):
+    scenes = SegmentTrainConfig(**QUICK, scenes=("nuclei",), scenes_per_epoch=4)
+    train(None, None, scenes, cells / "start", device="cpu")
+    for folder in ("images", "masks"):
+        for file in (cells / folder).iterdir():
+            pixels = cv2.imread(str(file), cv2.IMREAD_UNCHANGED)
+            cv2.imwrite(str(file), cv2.resize(pixels, None, fx=4, fy=4, interpolation=cv2.INTER_NEAREST))
+
+    train(cells / "images", cells / "masks", SegmentTrainConfig(**QUICK), cells / "run", device="cpu",
+          weights=cells / "start")  # fmt: skip
+
+    about = read_metadata(cells / "run")
+    labels = [read_labels(file) for file in sorted((cells / "masks").iterdir())]
+    areas = np.concatenate([np.unique(image, return_counts=True)[1][1:] for image in labels])
+    assert (about["task"], about["contrast"]) == ("instances", "stretch")
+    assert float(about["scale"]) == pytest.approx(STANDARD_DIAMETER / np.sqrt(np.median(areas) * 4 / np.pi), abs=1e-3)
+
+
+def test_maps_are_learned_by_their_own_losses():
+    labels = torch.zeros((1, 40, 40), dtype=torch.int32)
+    labels[0, 4:24, 4:20], labels[0, 10:30, 20:36] = 1, 2
+    perfect = torch.stack([(labels > 0) * 40.0 - 20, torch.logit(heights(labels, 2), eps=1e-6)], 1)
+
+    for number in range(2):
+        wrong = perfect.clone()
+        wrong[:, number] = wrong[:, number].flip(1)
+        assert instance_losses(perfect, labels, 2) < 0.01 < instance_losses(wrong, labels, 2)
+
+
+def test_a_mask_with_soft_edges_is_no_label_image(tmp_path):
+    soft = np.zeros((32, 32), np.uint8)
+    soft[8:24, 8:24], soft[7, 8:24], soft[24, 8:24] = 255, 90, 180
+    cv2.imwrite(str(tmp_path / "soft.png"), soft)
+    gaps = np.zeros((32, 32), np.uint16)
+    gaps[2:9, 2:9], gaps[9:20, 2:9], gaps[20:30, 20:30] = 7, 300, 60000
+    cv2.imwrite(str(tmp_path / "gaps.png"), gaps)
+
+    assert not numbers_objects(tmp_path / "soft.png")
+    assert set(np.unique(read_labels(tmp_path / "soft.png"))) == {0, 1}
+    assert numbers_objects(tmp_path / "gaps.png")
+    assert set(np.unique(read_labels(tmp_path / "gaps.png"))) == {0, 7, 300, 60000}
+
+
+def test_contrast_is_stretched_to_what_an_image_holds():
+    rng = np.random.default_rng(2)
+    faint = rng.integers(30, 60, (64, 64, 3)).astype(np.uint8)
+    stretched = stretch(faint)
+    batch = torch.from_numpy(np.stack([rng.integers(10, 60, (3, 64, 64)), np.full((3, 64, 64), 9)]).astype(np.uint8))
+
+    assert (stretched.min(), stretched.max()) == (0, 255)
+    assert np.corrcoef(faint.ravel(), stretched.ravel())[0, 1] > 0.99
+    assert stretch_batch(batch)[0].float().std() > 3 * batch[0].float().std()
+    assert stretch_batch(batch)[1].max() == 0  # a single value
+
+
+@pytest.mark.parametrize(
+    ("images", "changes", "reason"),
+    [(None, {}, "images"), ("images", {"scenes": ("nuclei",)}, "scenes"), (None, {"scenes": ("sheep",)}, "scenes")],
+)
+def test_what_to_train_on_is_named_once(cells, images, changes, reason):
+    with pytest.raises(ConfigError) as failure:
+        train(images and cells / images, None, SegmentTrainConfig(**QUICK, **changes), cells / "run", device="cpu")
+
+    assert failure.value.field.startswith(reason)
+    assert not (cells / "run").exists()
+
+
+def test_a_run_of_masks_does_not_go_on_as_one_of_objects(cells):
+    train(cells / "images", cells / "masks", SegmentTrainConfig(**QUICK, task="mask"), cells / "run", device="cpu")
+
+    with pytest.raises(CheckpointError, match="task was mask and is instances now"):
+        train(
+            cells / "images",
+            cells / "masks",
+            SegmentTrainConfig(**QUICK, task="instances"),
+            cells / "run",
+            device="cpu",
+        )
+
+
+def test_reflections_of_an_object_are_objects_of_their_own():
+    labels = np.zeros((20, 32), np.int32)
+    labels[4:10, 3:9], labels[12:20, 15:25] = 5, 9
+
+    (row,) = cut(np.zeros((20, 32, 3), np.uint8), labels, Cutting(32, instances=True))
+
+    assert int(row["objects"]) == 3  # the second reaches the edge: its reflection continues it
+    assert len(np.unique(row["label"][0, 4:10, 3:9])) == 1
+
+
+def test_packed_weights_have_half_the_bits_their_recipe_and_a_hash(tmp_path):
+    train(
+        None, None, SegmentTrainConfig(**QUICK, scenes=("round",), scenes_per_epoch=4), tmp_path / "run", device="cpu"
+    )
+
+    pack(tmp_path / "run", tmp_path / "half.safetensors")
+
+    one, half = weights_of(tmp_path / "run"), load_file(tmp_path / "half.safetensors")
+    about = read_metadata(tmp_path / "half.safetensors")
+    assert all(torch.allclose(one[name].double(), half[name].double(), rtol=1e-3, atol=1e-4) for name in one)
+    assert half["score.weight"].dtype == torch.float16
+    assert (about["contrast"], json.loads(about["recipe"])["scenes"]) == ("stretch", ["round"])
+    assert about["sha256"] == digest(half)
+
+
+def test_the_default_model_is_as_it_was_packed():
+    about, tensors = read_metadata(default_weights()), load_file(default_weights())
+
+    assert about["sha256"] == digest(tensors)
+    assert default_weights().stat().st_size < 8e6
+    assert {"model", "task", "recipe"} <= about.keys()
+
+
+def test_a_source_of_scenes_gives_each_number_once():
+    source = SceneSource(10, 4, torch.device("cpu"))
+
+    numbers = [int(n) for epoch in range(2) for batch in source.epoch(epoch) for n in batch["index"]]
+
+    assert numbers == list(range(24))
+    assert (source.num_batches, source.num_items) == (3, 12)
+    assert [batch["index"][0].item() for batch in source.epoch(1, 2)] == [20]

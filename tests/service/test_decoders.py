@@ -1,0 +1,165 @@
+"""Images are parsed in processes with limits: a bad file costs itself alone, and is over soon."""
+
+import io
+import os
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from brim.engine.batching import Payload
+from brim.errors import ImageError, TooLarge, UnsupportedType
+from brim.jobs import sandbox
+from brim.segmentation.images.reading import read_image
+from brim.service.prediction.process.decoders import Decoders
+
+FEW = 2**20  # pixels: 1.3 s of CPU time
+
+
+@pytest.fixture(scope="module")
+def toys() -> Iterator[Decoders]:
+    path = os.environ.get("PYTHONPATH", "")
+    os.environ["PYTHONPATH"] = f"{Path(__file__).parent}:{path}"
+    made = Decoders(2, "toy_decoder")
+    try:
+        made.size(payload("nothing"))
+        yield made
+    finally:
+        os.environ["PYTHONPATH"] = path
+        made.close()
+
+
+def payload(words: str) -> Payload:
+    return Payload(words.encode(), "a.png")
+
+
+def works(decoders: Decoders) -> bool:
+    return decoders.size(payload("nothing")) == (2, 1) and decoders.read(payload("nothing"), FEW).tobytes() == b"abcdef"
+
+
+@pytest.mark.alone
+@pytest.mark.parametrize("stage", ["size", "read"])
+@pytest.mark.parametrize("words", ["kill", "eat", "fail", "refuse"])
+def test_a_file_that_kills_or_exhausts_its_decoder_fails_alone_and_at_once(toys, words, stage):
+    began_s = time.monotonic()
+    with pytest.raises(ImageError) as failure:
+        toys.size(payload(words)) if stage == "size" else toys.read(payload(words), FEW)
+
+    assert "/secret" not in str(failure.value)
+    assert works(toys)
+    assert time.monotonic() - began_s < 2
+
+
+def test_a_file_that_takes_too_long_is_stopped_and_others_pass_meanwhile(toys):
+    with ThreadPoolExecutor(4) as pool:
+        bad = [pool.submit(toys.read, payload("spin"), FEW) for _ in range(3)]
+        time.sleep(0.05)
+        assert works(toys)
+        assert not any(one.done() for one in bad)
+        for one in bad:
+            with pytest.raises(ImageError, match="more time or memory"):
+                one.result()
+
+    assert works(toys)
+
+
+@pytest.mark.alone
+def test_a_decoder_is_used_again_and_replaced_in_milliseconds(toys):
+    first, second = (toys.read(payload("pid"), FEW).tobytes() for _ in range(2))
+    with pytest.raises(ImageError):
+        toys.read(payload("kill"), FEW)
+    began_s = time.monotonic()
+    third = toys.read(payload("pid"), FEW).tobytes()
+
+    assert first == second != third
+    assert time.monotonic() - began_s < 1
+
+
+def test_when_the_prepared_process_has_died_another_is_started(toys):
+    toys._prepared[0].kill()
+    toys._prepared[0].wait()
+    with pytest.raises(ImageError):
+        toys.read(payload("kill"), FEW)  # so that one must be forked
+
+    assert works(toys)
+
+
+@pytest.mark.skipif(not sandbox.available(), reason="this kernel has no walls")
+def test_a_file_can_neither_write_nor_connect_nor_start_programs(toys, tmp_path):
+    walls = sandbox.available()
+    listening = socket.create_server(("127.0.0.1", 0))
+    if "read-only files" in walls:
+        with pytest.raises(ImageError):
+            toys.read(payload(f"write {tmp_path}/written"), FEW)
+    if "no network" in walls:
+        for words in (f"call {listening.getsockname()[1]}", "start", "signal", "ring"):
+            with pytest.raises(ImageError):
+                toys.read(payload(words), FEW)
+    listening.close()
+    assert list(tmp_path.iterdir()) == []
+    assert works(toys)
+
+
+def test_many_threads_share_the_decoders(toys):
+    with ThreadPoolExecutor(12) as pool:
+        assert all(pool.map(lambda _: works(toys), range(100)))
+    assert len(toys._idle) <= toys._max_idle
+
+
+def test_closing_leaves_no_process_and_no_file():
+    before = {thread.name for thread in threading.enumerate()}, len(list(Path("/proc/self/fd").iterdir()))
+    decoders = Decoders(1)
+    pid = decoders._prepared[0].pid
+    decoders.close()
+
+    assert not Path(f"/proc/{pid}").exists()
+    assert ({thread.name for thread in threading.enumerate()}, len(list(Path("/proc/self/fd").iterdir()))) == before
+
+
+# Real images
+
+
+@pytest.fixture(scope="module")
+def decoders() -> Iterator[Decoders]:
+    made = Decoders(2)
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize("kind", ["PNG", "JPEG", "TIFF", "BMP", "WEBP"])
+def test_pixels_are_those_of_this_process(decoders, kind):
+    out = io.BytesIO()
+    Image.fromarray(np.random.default_rng(0).integers(0, 255, (300, 200, 3), np.uint8)).save(out, kind)
+    image = Payload(out.getvalue(), f"a.{kind}")
+
+    assert decoders.size(image) == (200, 300)
+    np.testing.assert_array_equal(decoders.read(image, FEW), read_image(out.getvalue()))
+
+
+@pytest.mark.parametrize(
+    ("mode", "size", "options"),
+    [("L", (9000, 7001), {"lossless": True}), ("L", (90, 71), {"quality": 1}), ("RGBA", (90, 71), {"quality": 1})],
+)
+def test_the_header_of_a_webp_says_its_size(decoders, mode, size, options):
+    """Pillow would allocate all pixels to tell it, for a large image more than a header is allowed."""
+    out = io.BytesIO()
+    Image.new(mode, size).save(out, "WEBP", method=0, **options)
+
+    assert decoders.size(Payload(out.getvalue(), "a.webp")) == size
+
+
+def test_errors_are_those_of_this_process(decoders):
+    out = io.BytesIO()
+    Image.new("RGB", (2000, 2000)).save(out, "PNG")
+    with pytest.raises(UnsupportedType):
+        decoders.size(Payload(b"no image at all", "a.png"))
+    with pytest.raises((TooLarge, ImageError), match="pixels"):
+        decoders.read(Payload(out.getvalue(), "a.png"), FEW)
+    with pytest.raises(ImageError, match=r"a\.png"):
+        decoders.read(Payload(out.getvalue()[:-100], "a.png"), 2**26)

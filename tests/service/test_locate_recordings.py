@@ -1,0 +1,159 @@
+"""Recordings over HTTP: uploaded, measured in the reader, located; what is wrong with them is said, nothing stays."""
+
+import hashlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from live_api import Answer, Api, running
+
+from brim.errors import ConfigError
+from brim.jobs.kinds import KINDS, Inputs, Task, read_body
+from brim.rf.physics.geometry import SPEED_OF_LIGHT, ecef
+
+BOUNDARY = "a-boundary"
+FORM = {"Content-Type": f"multipart/form-data; boundary={BOUNDARY}"}
+PLACE = (45.06, 7.70)
+STATIONS = {"HILL": (45.0, 7.5, 250.0), "TOWER": (45.25, 7.75, 310.0), "FIELD": (44.9, 7.9, 180.0)}
+RATE_HZ, SECONDS, CENTRE_HZ = 25_000.0, 4.0, 145_000_000.0
+Part = tuple[str, str | None, bytes]
+
+
+@pytest.fixture(scope="module")
+def api(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Api]:
+    with running(tmp_path_factory.mktemp("data") / "data") as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def recordings() -> list[Part]:
+    """Two files for each station: noise of 10 kHz, delayed by the way from the transmitter."""
+    rng = np.random.default_rng(3)
+    num = int(RATE_HZ * SECONDS)
+    frequency = np.fft.fftfreq(num, 1 / RATE_HZ)
+    spectrum = (rng.normal(size=num) + 1j * rng.normal(size=num)) * (np.abs(frequency) < 5_000)
+    here = np.array(ecef(*(np.array(v) for v in (*PLACE, 302.0))))
+    parts: list[Part] = []
+    for name, (lat, lon, alt) in STATIONS.items():
+        there = np.array(ecef(*(np.array(v) for v in (lat, lon, alt + 30))))
+        delay_s = np.linalg.norm(there - here) / SPEED_OF_LIGHT
+        signal = np.fft.ifft(spectrum * np.exp(-2j * np.pi * frequency * delay_s))
+        noise = 0.05 * signal.std() * (rng.normal(size=num) + 1j * rng.normal(size=num))
+        data = ((signal + noise) / signal.std() / 8).astype("<c8").tobytes()
+        place = {"type": "Point", "coordinates": [lon, lat, alt]}
+        capture = {"core:sample_start": 0, "core:frequency": CENTRE_HZ, "core:datetime": "2026-01-31T12:00:00Z"}
+        about = {"core:datatype": "cf32_le", "core:sample_rate": RATE_HZ, "core:version": "1.2.0",
+                 "core:sha512": hashlib.sha512(data).hexdigest()}  # fmt: skip
+        meta = {"global": about, "captures": [{**capture, "core:geolocation": place}], "annotations": []}
+        parts += [("files", f"{name}.sigmf-meta", json.dumps(meta).encode()), ("files", f"{name}.sigmf-data", data)]
+    return parts
+
+
+def post(api: Api, *parts: Part, path: str = "/api/locate") -> Answer:
+    body = b""
+    for field, name, content in parts:
+        file = "" if name is None else f'; filename="{name}"'
+        body += f'--{BOUNDARY}\r\nContent-Disposition: form-data; name="{field}"{file}\r\n\r\n'.encode()
+        body += content + b"\r\n"
+    return api.post(path, body + f"--{BOUNDARY}--\r\n".encode(), headers=FORM)
+
+
+def uploads(api: Api) -> list[Path]:
+    return list((api.settings.data / "uploads").iterdir())
+
+
+def test_recordings_become_a_position_and_are_deleted(api, recordings):
+    answer = post(api, *recordings)
+
+    assert answer.status == 200, answer.body
+    assert answer.headers["content-type"] == "application/geo+json"
+    about = answer.json["features"][0]["properties"]
+    lon, lat = answer.json["features"][0]["geometry"]["coordinates"]
+    assert (lat, lon) == pytest.approx(PLACE, abs=0.02)
+    assert sorted(about["stations"]) == sorted(STATIONS)
+    assert about["region_km2"]["95"] < 100
+    assert uploads(api) == []
+
+
+def test_the_page_shows_the_map_and_the_correlations(api, recordings, monkeypatch):
+    monkeypatch.setattr(Api, "check", lambda *_: None)  # a host may be called main, as an element of every page is
+    answer = post(api, *recordings, ("format", None, b"html"))
+
+    assert answer.status == 200
+    assert answer.headers["content-type"].startswith("text/html")
+    page = answer.body.decode()
+    assert "HILL to TOWER" in page or "TOWER to HILL" in page
+    assert "<script" not in page
+
+
+@pytest.mark.parametrize(
+    ("change", "status", "words"),
+    [
+        (lambda parts: [], 422, "files is missing"),
+        (lambda parts: parts[:2], 422, "1"),
+        (lambda parts: [*parts, ("power_dbm", None, b"loud")], 422, "power_dbm"),
+        (lambda parts: [*parts, ("colour", None, b"red")], 422, "colour"),
+        (lambda parts: [("files", "../x.wav", b"RIFF"), *parts], 422, "name"),
+        (lambda parts: [("files", "x.wav", b"RIFF"), ("files", "y.wav", b"")], 422, "wav"),
+        (lambda parts: [*parts, ("stations", "s.csv", b"name,lat,lon,alt,colour\nA,1,2,3,4\n")], 422, "colour"),
+    ],
+)
+def test_what_cannot_be_located_is_one_sentence_without_paths(api, recordings, change, status, words):
+    answer = post(api, *change(recordings))
+
+    assert answer.status == status, answer.body
+    assert words in answer.json["detail"]
+    assert str(api.settings.data) not in answer.json["detail"]
+    assert uploads(api) == []
+
+
+# Large ones: a dataset and a job
+
+
+def dataset(api: Api, parts: list[Part]) -> Answer:
+    named: list[Part] = [("name", None, b"calls"), ("kind", None, b"recordings")]
+    files = [("recordings", name, content) for _, name, content in parts]
+    return post(api, *named, *files, path="/api/datasets")
+
+
+def run(api: Api, id: str, out: Path, **config: float) -> dict[str, Any]:
+    spec = read_body({"kind": "rf.measure", "name": "a", "config": {"dataset_ids": [id], **config}})
+    task = Task(
+        spec=spec, inputs=Inputs(datasets=(api.settings.data / "datasets" / id,)), out=out, device="cpu",
+        batch_sizes=out / "b.json", tell=lambda progress: None, stop=lambda: False,
+    )  # fmt: skip
+    return KINDS["rf.measure"].run(task)
+
+
+def test_a_job_locates_recordings_that_were_uploaded_as_a_dataset(api, recordings, tmp_path):
+    made = dataset(api, recordings)
+    assert made.status == 201, made.body
+    assert (made.json["kind"], made.json["items"]) == ("recordings", 3)
+    preview = api.get(f"/api/datasets/{made.json['id']}/preview").json["items"]
+    assert [one["name"] for one in preview] == sorted(f"{name}.sigmf-meta" for name in STATIONS)
+    assert api.get(f"/api/datasets/{made.json['id']}/statistics").json["items"] == 3
+
+    result = run(api, made.json["id"], tmp_path / "out")
+
+    assert result["position"]["coordinates"][::-1] == pytest.approx(PLACE, abs=0.02)
+    assert sorted(file.name for file in (tmp_path / "out").iterdir()) == sorted(result["files"])
+    assert json.loads((tmp_path / "out" / "observations.json").read_text())["pairs"]
+
+
+def test_a_job_of_damaged_recordings_says_which(api, tmp_path):
+    made = dataset(api, [("", "a.wav", b"RIFF" + bytes(40)), ("", "b.wav", b"no sound")])
+
+    with pytest.raises(ConfigError, match=r"a\.wav") as caught:
+        run(api, made.json["id"], tmp_path / "out")
+
+    assert str(api.settings.data) not in str(caught.value)
+
+
+def test_a_body_larger_than_the_limit_is_refused(tmp_path, recordings):
+    with running(tmp_path / "data", max_predict_bytes=1000, max_predict_files=1) as small:
+        answer = post(small, *recordings)
+
+    assert answer.status == 413

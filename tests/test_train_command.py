@@ -1,0 +1,191 @@
+"""`brim train`: a factory in a file, rows from anywhere, one sentence and exit code 2 for what cannot be."""
+
+import json
+import signal
+import sqlite3
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import brim
+from brim.cli import main
+
+MODULE = """
+import torch
+from torch import nn
+from neighbour import WIDTH
+
+def make(columns):
+    assert columns["x"].shape[0] == WIDTH and columns["x"].dtype == torch.float32
+    return nn.Linear(WIDTH, 1), loss
+
+def loss(model, batch):
+    return (model(batch["x"]).squeeze(-1) - batch["y"]).square().mean()
+
+def from_numbers(columns):
+    names = sorted(set(columns) - {"y"})
+    def loss(model, batch):
+        x = torch.stack([batch[name].float() for name in names], 1)
+        return (model(x).squeeze(-1) - batch["y"]).square().mean()
+    return nn.Linear(len(names), 1), loss, lambda params: torch.optim.SGD(params, 0.1)
+
+def raises(columns):
+    return columns["z"]
+
+def nothing(columns): ...
+def only_module(columns): return nn.Linear(4, 1)
+def not_a_module(columns): return 3, loss
+def a_class(columns): return nn.Linear, loss
+def wrong_loss(columns): return nn.Linear(4, 1), lambda model, batch: model(batch["w"]).mean()
+def wrong_shape(columns): return nn.Linear(7, 1), loss
+number = 3
+"""
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "code").mkdir()
+    (tmp_path / "code" / "mine.py").write_text(MODULE)
+    (tmp_path / "code" / "neighbour.py").write_text("WIDTH = 4\n")
+    (tmp_path / "code" / "broken.py").write_text("def make(:\n")
+    x = torch.arange(400.0).reshape(100, 4).sin()
+    save_file({"x": x, "y": x.sum(1)}, tmp_path / "rows.safetensors")
+    return tmp_path
+
+
+def command(*words: str) -> list[str]:
+    return ["train", *words, "--device", "cpu", "--batch-size", "32"]
+
+
+def test_a_module_trains_resumes_and_loads(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = command("code/mine.py:make", "--data", "rows.safetensors", "--out", "run")
+    assert main([*words, "--epochs", "2", "--json"]) == 0
+    printed = json.loads(capsys.readouterr().out)
+    assert main([*words, "--epochs", "2"]) == 2
+    assert "add --resume to continue it or choose another --out" in capsys.readouterr().err
+    assert main([*words, "--epochs", "3", "--resume"]) == 0
+
+    run = brim.load_run("run", factory="code/mine.py:make", device="cpu")
+    assert set(printed) >= {"run", "epochs", "samples_per_s", "tier", "ceiling_share", "best_val_loss"}
+    assert run.metrics["best_val_loss"] <= printed["best_val_loss"]
+    assert run.config["epochs"] == 2
+    assert run.history[-1]["step"] == 9
+    weights = load_file("run/train/best/model.safetensors")
+    x = load_file("rows.safetensors")["x"]
+    torch.testing.assert_close(run.predict(x.numpy()), x @ weights["weight"].T + weights["bias"])
+    with pytest.raises(brim.errors.ConfigError, match=r'factory="code/mine\.py:make"'):
+        brim.load_run("run").predict(x)
+
+
+@pytest.mark.parametrize("kind", ["npy folder", "npz", "csv", "parquet", "sqlite"])
+def test_rows_of_every_source_have_their_command(here: Path, kind: str) -> None:
+    rng = np.random.default_rng(0)
+    columns = {name: rng.normal(size=60).astype(np.float32) for name in ("a", "b", "y")}
+    source, more = "data", []
+    if kind == "npy folder":
+        (here / "data").mkdir()
+        for name, values in columns.items():
+            np.save(here / "data" / f"{name}.npy", values)
+    elif kind == "npz":
+        np.savez(here / "data.npz", **columns)
+        source = "data.npz"
+    elif kind == "sqlite":
+        with sqlite3.connect(here / "data.db") as database:
+            database.execute("create table rows (a real, b real, y real)")
+            database.executemany("insert into rows values (?, ?, ?)", zip(*map(np.ndarray.tolist, columns.values())))  # noqa: B905
+        source, more = "sqlite:///data.db", ["--query", "select a, b, y from rows"]
+    else:
+        pyarrow = pytest.importorskip("pyarrow")
+        from pyarrow import csv, parquet
+
+        source = f"data.{kind}"
+        {"csv": csv.write_csv, "parquet": parquet.write_table}[kind](pyarrow.table(columns), source)
+
+    assert main([*command("code/mine.py:from_numbers", "--data", source, "--out", "run", "--epochs", "1"), *more]) == 0
+    about = json.loads((here / "run" / "run.json").read_text())
+    assert sorted(about["columns"]) == ["a", "b", "y"]
+
+
+@pytest.mark.parametrize(
+    ("factory", "words", "said"),
+    [
+        ("code/mine.py:raises", [], "code/mine.py:raises raised KeyError: 'z' (line "),
+        ("code/mine.py:nothing", [], "returned nothing; return the module and the loss"),
+        ("code/mine.py:only_module", [], "returned a module and no loss"),
+        ("code/mine.py:not_a_module", [], "returned an int as the module"),
+        ("code/mine.py:a_class", [], "returned the class Linear"),
+        ("code/mine.py:wrong_loss", [], 'loss_fn fails on a batch of "x" [32, 4], "y" [32] (KeyError'),
+        ("code/mine.py:wrong_shape", [], "loss_fn fails on a batch"),
+        ("code/mine.py:number", [], "is an int, not a function"),
+        ("code/mine.py:absent", [], 'has no "absent"; it has make, loss'),
+        ("code/broken.py:make", [], "code/broken.py cannot be imported: SyntaxError"),
+        ("code/none.py:make", [], "code/none.py does not exist"),
+        ("no_such_package.x:make", [], "cannot be imported: ModuleNotFoundError"),
+        ("make", [], "names no function; write FILE.py:NAME"),
+        ("code/mine.py:make", ["--data", "nowhere"], "nowhere does not exist"),
+        ("code/mine.py:make", ["--data", "code"], "neither a manifest.json nor .npy files"),
+        ("code/mine.py:make", ["--data", "code/mine.py"], "is a .py, which has no rows"),
+        ("code/mine.py:make", ["--query", "select 1"], "is no database; leave --query out"),
+        ("code/mine.py:make", ["--data", "postgresql://host/db"], "a database needs a query; give --query"),
+        ("code/mine.py:make", ["--data", "sqlite:///none.db", "--query", "select 1 as x"], "none.db is not a file"),
+        ("code/mine.py:make", ["--epochs", "0"], "--epochs"),
+        ("code/mine.py:make", ["--tier", "disk"], "tier"),
+        ("code/mine.py:make", ["--early-stopping-patience", "2", "--val-share", "0"], "--val-share above 0"),
+    ],
+)
+def test_what_cannot_be_is_one_sentence_and_leaves_nothing(
+    here: Path, capsys: pytest.CaptureFixture[str], factory: str, words: list[str], said: str
+) -> None:
+    data = [] if "--data" in words else ["--data", "rows.safetensors"]
+
+    assert main([*command(factory, *data, "--out", "run"), *words]) == 2
+    message = capsys.readouterr().err
+    assert said in message
+    assert "Traceback" not in message
+    assert not (here / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("query", "said"),
+    [
+        ("select a from rows where a > 5", "the query returned no rows"),
+        ("select 'text' as t", 'column "t" is string from row 0 on, not a number'),
+        ("selec", "the query fails"),
+        ("select a as x, a as x from rows", 'two columns "x"'),
+    ],
+)
+def test_a_query_without_numbers_is_refused(
+    here: Path, capsys: pytest.CaptureFixture[str], query: str, said: str
+) -> None:
+    with sqlite3.connect(here / "data.db") as database:
+        database.execute("create table rows (a real)")
+        database.execute("insert into rows values (1.5)")
+
+    words = command("code/mine.py:make", "--data", "sqlite:///data.db", "--query", query, "--out", "run")
+    assert main(words) == 2
+    assert said in capsys.readouterr().err
+    assert not (here / "run").exists()
+
+
+def test_ctrl_c_stops_at_a_batch_and_the_run_continues(here: Path) -> None:
+    words = command("code/mine.py:make", "--data", "rows.safetensors", "--out", "run", "--epochs", "1000000")
+    process = subprocess.Popen([sys.executable, "-m", "brim", *words], stderr=subprocess.PIPE, text=True)
+    until_s = time.monotonic() + 120
+    while not (here / "run" / "train" / "metrics.jsonl").exists() and time.monotonic() < until_s:
+        time.sleep(0.1)
+    time.sleep(0.5)
+    process.send_signal(signal.SIGINT)
+    _, message = process.communicate(timeout=120)
+
+    assert process.returncode == 130
+    assert "continue with: brim train" in message
+    state = json.loads((here / "run" / "train" / "last" / "state.json").read_text())
+    words[words.index("1000000")] = str(state["epoch"] + 1)
+    assert main([*words, "--resume"]) == 0
