@@ -31,6 +31,7 @@ from brim.rf.features import FeatureGrid
 from brim.rf.generation.backend import Backend, Transmissions, make_transmissions, open_backend
 from brim.rf.physics.channel import fading_points
 from brim.rf.physics.geometry import SPEED_OF_LIGHT
+from brim.rf.physics.receiver import floor_samples
 from brim.rf.physics.scene import (
     COHERENCE_TIME_S,
     DOPPLER_TIMES_COHERENCE,
@@ -277,6 +278,8 @@ def traffic(config: GenerateConfig, records_per_sample: float) -> dict[str, floa
     stream = NUM_CHUNKS * grid.points * 8  # 25 kHz; so are the noiseless signal and either spectrum
     channel = stream * grid.bins // grid.points  # the spectrum's part that is read
     band = NUM_CHUNKS * (grid.timing[1] - grid.timing[0]) * 8
+    places = floor_samples(config.num_samples_iq)
+    segments = places.numel() * 8  # of the noise floor
     real, half_spectrum = stream // 2, NUM_CHUNKS * (grid.points // 2 + 1) * 8
     return {
         "message_kernel": table,
@@ -284,11 +287,16 @@ def traffic(config: GenerateConfig, records_per_sample: float) -> dict[str, floa
         "channel_kernel": table + gain + signal + stream,
         "record_kernel": signal + iq,
         "tune_kernel": iq + stream,
+        "segment_kernel": 2 * segments,
+        "floor_kernel": segments,
+        "align_kernel": real + real / records_per_sample + stream,
+        "unpack_kernel": 4 * band,
         "truth_kernel": channel,
         "spectrum_kernel": channel,
         "envelope_kernel": stream + real,
-        "arrival_kernel": band + band / records_per_sample,
-        "fft": 4 * stream + real + half_spectrum,  # noiseless and noisy in and out, demodulated in and out
+        "arrival_kernel": 3 * band + band / records_per_sample,  # rough, then aligned
+        # noiseless, noisy and aligned in and out, demodulated in and out, segments in and out
+        "fft": 6 * stream + real + half_spectrum + 2 * segments,
         "torch": 2 * band,  # the timing band cut out; what is per chunk does not count beside it
     }
 

@@ -36,7 +36,7 @@ from brim.segmentation.networks import CAPTURE_AFTER, InferenceNetwork, default_
 from brim.segmentation.networks.network import ComputeConfig
 from brim.segmentation.prediction import PredictReport
 from brim.segmentation.scenes import make_cells, write_cells
-from brim.segmentation.tuning import FILE_NAME, BatchSizes, Tuned, device_info, device_key, tune_model
+from brim.segmentation.tuning import FILE_NAME, Tuned, device_info, device_key, save_entry, tune_model
 from page import Json, facts_of, machine, markdown, number, table, tell
 
 BARS = {"hrnet": (250, 400), "resunet_small": (180, 270), "resunet_advanced": (65, 100)}  # images/s: bar, aim
@@ -107,10 +107,9 @@ def measure(results: Json, device: torch.device, options: argparse.Namespace, fo
         tell(f"tuning {name}")
         tuned[name] = tune_model(name, module, device, TuneConfig(size=options.size, seconds=options.seconds))
         results.setdefault("tuned", {})[name] = tuned_json(tuned[name])
-        sizes = BatchSizes().with_entry(
-            device_key(device), device_info(device), name, tuned[name].entry, tuned[name].trials
+        save_entry(
+            folder / FILE_NAME, device_key(device), device_info(device), name, tuned[name].entry, tuned[name].trials
         )
-        sizes.write(folder / FILE_NAME)
     if "forward" in options.only:
         results["forward"] = {name: forward(modules[name], tuned[name], device, options.size) for name in modules}
     if "alone" in options.only:

@@ -39,7 +39,7 @@ from brim.sequences.batches.dataloader import SequenceLoader
 from brim.sequences.config import LoaderConfig, SequenceConfig
 from brim.sequences.corpus.folder import SequenceFolder
 from brim.sequences.corpus.packed import FRAMES, KIND, Corpus, write_items
-from brim.sequences.model.network import Classifier, Encoder, num_parameters
+from brim.sequences.model.network import Classifier, Encoder
 from brim.sequences.training import classification_loss, cudnn_autotune
 from page import Json, facts_of, machine, markdown, number, ranged, spread, table, tell
 
@@ -180,14 +180,14 @@ class Bench:
             "make_s": made_s,
             "files": self.num_files,
             "files_s": time.perf_counter() - began_s,
-            "parameters": num_parameters(Classifier(Encoder(self.config), CLASSES)),
+            "parameters": sum(p.numel() for p in Classifier(Encoder(self.config), CLASSES).parameters()),
         }
 
     @contextmanager
     def resident(self, tier: Literal["vram", "ram", "window"] = "vram") -> Iterator[RaggedResident]:
         """The corpus in a tier; batches come from its views."""
         buckets = BucketConfig(batch_size=SMALL)
-        with RaggedResident(self.corpus.source(), buckets=buckets, device=self.device, tier=tier) as resident:
+        with RaggedResident(self.corpus, buckets=buckets, device=self.device, tier=tier) as resident:
             yield resident
 
     # Runs
@@ -329,7 +329,7 @@ class Bench:
                 while not num or time.perf_counter() - began_s < 0.5:
                     fed = next(batches)
                     step(fed)
-                    num += fed.num_items
+                    num += len(fed.batch["length"])
                 self.wait()
                 rates.append(num / (time.perf_counter() - began_s))
         return rates
@@ -444,7 +444,7 @@ def endless(loader: SequenceLoader) -> Generator[FedBatch]:
     epoch = 0
     while True:
         for batch in loader.host_epoch(epoch):
-            yield FedBatch(loader.to_device(batch), batch["length"], len(batch["length"]), 0, 0)
+            yield FedBatch(loader.to_device(batch), batch["length"])
         epoch += 1
 
 

@@ -1,11 +1,14 @@
 """How many answers a second come in time when clients ask `brim serve` for polygons, up to three times what it can do?
 
     python benchmarks/bench_serve.py [--device cuda --network hrnet --size 1024] [--others FOLDER] [--markdown FILE]
+    python benchmarks/bench_serve.py --others FOLDER --loads 1.2,2,3 --seconds 8 --tune-seconds 5    two cores
 
 Real HTTP on loopback, open-loop Poisson arrivals from several processes. Capacity is the rate of `predict_batch` on the
 same files. Goodput counts answers 200 within the limit, three direct calls, of the moment a request was meant to be
-sent. The same network answers behind LitServe, mosec and (on a CPU) Ray Serve, one after the other in the same run;
-FOLDER is where their packages are (`pip install --target FOLDER litserve mosec "ray[serve]"`).
+sent. The same network answers behind LitServe, mosec and (on a CPU) Ray Serve, one after the other in the same run,
+with as many processes that take requests; FOLDER is where their packages are (`pip install --target FOLDER litserve
+mosec "ray[serve]"`). A star: tuned. What they begin can still be of use, and of several numbers of requests that they
+hold at most, the one with the most answers in time at twice the capacity was chosen; `--peers given` leaves that out.
 
 On a CPU the model's processes have one core; servers and clients have the other, and the direct call and
 `predict_batch` are measured on the model's core too.
@@ -44,6 +47,8 @@ HERE = Path(__file__).parent
 LOADS = (0.5, 0.8, 1.0, 1.2, 1.5, 2.0, 3.0)
 LIMIT_CALLS = 3  # direct calls that an answer may take
 MODEL = "bench"  # its name in the service
+PROBE_LOAD, PROBE_S = 2.0, 4.0  # of a limit that is tried for a peer
+HELD = (0.7, 1.0, 1.4)  # requests a tuned peer may hold, as shares of what can be answered within the limit
 IDLE_REQUESTS = 30
 START_S, SETTLE_S = 120.0, 20.0
 
@@ -85,7 +90,12 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--train-epochs", type=int, default=None, help="6, or 1 on a CPU; 0: random weights")
     parser.add_argument("--tune-seconds", type=float, default=10)
     parser.add_argument("--only", default="brim,litserve,mosec,ray", help="servers, by commas")
-    parser.add_argument("--guarded", action="store_true", help="also the others with limits tuned by hand")
+    parser.add_argument(
+        "--peers",
+        choices=("tuned", "given", "both"),
+        default="tuned",
+        help="limits of the others: tried, none, or both",
+    )
     parser.add_argument("--loads", default=",".join(map(str, LOADS)), help="shares of capacity, by commas")
     parser.add_argument("--seconds", type=float, default=10, help="of each load")
     parser.add_argument("--repeats", type=int, default=2, help="of the offline rate")
@@ -129,6 +139,8 @@ def measure(results: Json, options: argparse.Namespace, folder: Path) -> None:
     with clients(options.clients, folder / "requests") as group:
         for name in wanted(options):
             try:
+                if name.endswith("*"):
+                    tune_peer(name, results, options, setting, folder, group)
                 with START[name.removesuffix("*")](name, results, options, setting, folder) as target:
                     results["servers"][name] = {}
                     measure_server(results, name, target, group, options)
@@ -149,9 +161,26 @@ def without_server(folder: Path) -> Json:
 
 
 def wanted(options: argparse.Namespace) -> list[str]:
-    """Names of servers; with a star their limits are tuned by hand."""
+    """Names of servers; with a star their limits are tuned."""
     names = [name for name in options.only if name != "ray" or not options.on_gpu]
-    return names + [f"{name}*" for name in names if options.guarded and name in ("litserve", "mosec")]
+    given = [name for name in names if name == "brim" or options.peers != "tuned"]
+    return given + [f"{name}*" for name in names if name != "brim" and options.peers != "given"]
+
+
+def tune_peer(
+    name: str, results: Json, options: argparse.Namespace, setting: Json, folder: Path, group: Clients
+) -> None:
+    """Choose how many requests it may hold: the number with which most answers come in time."""
+    useful = results["capacity_per_s"] * results["limit_s"]
+    tried: dict[int, float] = {}
+    for held in sorted({max(1, round(share * useful)) for share in HELD}):
+        results.setdefault("tuned", {})[name] = {"capacity": held}
+        with start_other(name, results, options, setting, folder) as target:
+            one_by_one(target, max(8, len(target.requests)))
+            run = group.run(target, PROBE_LOAD * results["capacity_per_s"], PROBE_S, results["limit_s"], 99)
+        tried[held] = run["goodput_per_s"]
+        tell(f"{name}, {held} held at most: {tried[held]:.1f}/s in time at {PROBE_LOAD:g} ×")
+    results["tuned"][name] = {"capacity": max(tried, key=lambda held: tried[held]), "tried": tried}
 
 
 def measure_server(results: Json, name: str, target: Target, group: Clients, options: argparse.Namespace) -> None:
@@ -327,7 +356,7 @@ def other_limits(results: Json, name: str, options: argparse.Namespace) -> Json:
     batch = max(fitting, default=1)
     room_ms = 1.2 * (direct["forward_ms"][str(batch)] + rest_ms) if name.endswith("*") else 0.0
     threads = max(1, (os.cpu_count() or 1) * 3 // 8) if options.on_gpu else 1
-    capacity = max(1, math.floor(results["capacity_per_s"] * results["limit_s"])) if name.endswith("*") else 1024
+    capacity = results["tuned"][name]["capacity"] if name.endswith("*") else 1024
     return {
         "batch_size": batch,
         "wait_ms": options.wait_ms,

@@ -38,7 +38,7 @@ from brim.engine.rows import DatasetSource, Resident, SqlSource
 from brim.engine.storage import Dataset, ShardWriter
 from brim.engine.training import resolve_precision, train
 from brim.rf import generate, preset
-from brim.rf.location.model import PREPARED, Locator, LocatorConfig, flip, loss, prepare
+from brim.rf.location.model import Locator, LocatorConfig, flip, loss, prepare
 from page import Json, facts_of, installed, machine, markdown, number, ranged, spread, table, tell
 
 BATCH, LARGE_BATCH = 256, 2048
@@ -186,7 +186,7 @@ class Bench:
         prepared = prepare(found, config)
         prepared |= {name: found[name] for name in ("features", "present")}
         every = torch.arange(self.samples) % made
-        self.rows = {name: prepared[name].cpu()[every] for name in ("features", "present", *PREPARED, "target")}
+        self.rows = {name: tensor.cpu()[every] for name, tensor in prepared.items()}
         prepare_s = time.perf_counter() - began_s
         with ShardWriter(self.folder / "prepared", {"kind": "rf"}, items_per_shard=PER_SHARD) as writer:
             writer.append(self.rows, {"index": torch.arange(1, self.samples + 1)})
@@ -350,7 +350,7 @@ class Bench:
                 with Resident(source, batch_size=BATCH, device=self.device, tier="vram") as resident:
                     self.wait()
                     rates.append(resident.bytes / (time.perf_counter() - began_s))
-            found[name] = {"samples": source.num_items, "bytes": source.nbytes, "bytes_per_s": spread(rates[1:])}
+            found[name] = {"samples": source.num_items, "bytes": resident.bytes, "bytes_per_s": spread(rates[1:])}
         return found
 
     def sql(self) -> Json:

@@ -11,9 +11,9 @@ from typing import Any
 from brim.engine.storage import ShardEntry, shard_name
 from brim.rf.config import GenerateConfig
 from brim.rf.generation.accounting import DeviceAccount
-from brim.rf.generation.attempts import ShardRange, gate_block
-from brim.rf.generation.pool import Assignment, PoolEvent, TaskDone, WorkerFacts, WorkerReady
-from brim.rf.generation.worker import CloseAccount, GateBlock, MadeShard, MakeShards, ShardsMade
+from brim.rf.generation.attempts import Block, ShardRange, gate_block
+from brim.rf.generation.pool import Assignment, Pool, PooledWorker, PoolEvent, TaskDone, WorkerFacts, WorkerReady
+from brim.rf.generation.worker import CloseAccount, MadeShard, MakeShards, ShardsMade
 
 FACTS = WorkerFacts(device="cpu", device_name="paper", kind="paper", batch_size=1)
 BYTES_PER_SAMPLE = 3_032
@@ -23,9 +23,9 @@ def answer(task: Any, config: GenerateConfig | None = None) -> Any:
     """What a worker would say, without its work."""
     if isinstance(task, MakeShards):
         return ShardsMade(shards=tuple(_shard(one) for one in task.ranges), warnings=())
-    if isinstance(task, GateBlock):
+    if isinstance(task, Block):
         assert config is not None
-        return gate_block(config, task.block)
+        return gate_block(config, task)
     assert isinstance(task, CloseAccount)
     return DeviceAccount(ceiling=None, stages={}, batch_size=1, peak_bytes=0)
 
@@ -60,31 +60,35 @@ class EchoServer:
         return done
 
 
-class PaperPool:
+class PaperPool(Pool):
     """Workers that are not there: whatever they are given is done when the head next looks."""
 
     def __init__(self, workers: int, config: GenerateConfig) -> None:
-        """Store."""
-        self._workers, self._config = workers, config
+        super().__init__()
+        self._num, self._config = workers, config
         self._events: deque[PoolEvent] = deque()
-        self._ticket = 0
         self.tasks = self.ranges = 0
         self.own_s = 0.0  # CPU time spent here, which is not the head's
 
-    def start(self, work: Assignment) -> int:
+    def start(self, assignment: Assignment) -> int:
         """All are ready."""
-        self._events.extend(WorkerReady(number, f"paper#{number}", FACTS) for number in range(self._workers))
-        return self._workers
+        for number in range(self._num):
+            self._workers[number] = PooledWorker(number=number, name=f"paper#{number}", is_ready=True)
+            self._events.append(WorkerReady(number, f"paper#{number}", FACTS))
+        return self._num
 
-    def submit(self, worker: int, task: Any) -> int:
-        """Done."""
+    def _send(self, worker: PooledWorker, ticket: int, task: Any) -> None:
         began_s = time.thread_time()
-        self._ticket += 1
-        self._events.append(TaskDone(worker, self._ticket, answer(task, self._config)))
+        self._events.append(TaskDone(worker.number, ticket, answer(task, self._config)))
         if isinstance(task, MakeShards):
             self.tasks, self.ranges = self.tasks + 1, self.ranges + len(task.ranges)
         self.own_s += time.thread_time() - began_s
-        return self._ticket
+
+    def _end(self, worker: PooledWorker) -> None:
+        pass
+
+    def _replace(self, worker: PooledWorker) -> None:
+        pass
 
     def wait(self, timeout_s: float) -> list[PoolEvent]:
         """Everything that was submitted."""
@@ -93,10 +97,6 @@ class PaperPool:
         events = list(self._events)
         self._events.clear()
         return events
-
-    def expects(self) -> int:
-        """Nobody."""
-        return 0
 
     def close(self) -> None:
         """Nothing to end."""

@@ -1,6 +1,7 @@
 """LitServe for bench_serve.py: one worker that batches; a batch's images are decoded and traced by threads."""
 
 from concurrent.futures import ThreadPoolExecutor
+from http import HTTPStatus
 from typing import Annotated, Any
 
 import litserve
@@ -8,6 +9,25 @@ import numpy as np
 from fastapi import File, Response
 
 from serve_others import Steps, read_setting
+
+
+class Limit:
+    """Refuses what comes while a process holds so many requests, before anything of it is read."""
+
+    def __init__(self, app: Any, held: int) -> None:
+        self.app, self.held, self.inside = app, held, 0
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+        elif self.inside >= self.held:
+            await Response(status_code=HTTPStatus.SERVICE_UNAVAILABLE)(scope, receive, send)
+        else:
+            self.inside += 1
+            try:
+                await self.app(scope, receive, send)
+            finally:
+                self.inside -= 1
 
 
 class Segment(litserve.LitAPI):  # type: ignore[misc]
@@ -47,7 +67,13 @@ def main() -> None:
     setting = read_setting()
     api = Segment(max_batch_size=setting["batch_size"], batch_timeout=setting["wait_ms"] / 1000)
     server = litserve.LitServer(
-        api, accelerator="cpu", devices=1, workers_per_device=1, timeout=setting["timeout_s"], fast_queue=True
+        api,
+        accelerator="cpu",
+        devices=1,
+        workers_per_device=1,
+        timeout=setting["timeout_s"],
+        fast_queue=True,
+        middlewares=[(Limit, {"held": max(1, setting["capacity"] // setting["api_servers"])})],
     )  # the steps choose the device themselves
     server.run(
         host="127.0.0.1",

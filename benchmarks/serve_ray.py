@@ -14,6 +14,7 @@ from starlette.responses import Response
 from serve_others import Steps, read_setting
 
 SETTING = read_setting()
+NO_LIMIT = 1024  # requests held, as bench_serve.py says it
 
 
 class Segment:
@@ -42,9 +43,11 @@ class Segment:
 
 def main() -> None:
     """Serve until killed."""
-    ray.init(num_cpus=4, include_dashboard=False, logging_level="ERROR", log_to_driver=False)
+    ray.init(address="local", num_cpus=4, include_dashboard=False, logging_level="ERROR", log_to_driver=False)
     serve.start(http_options={"host": "127.0.0.1", "port": SETTING["port"], "request_timeout_s": SETTING["timeout_s"]})
-    deployment = serve.deployment(num_replicas=1, max_ongoing_requests=SETTING["capacity"])(Segment)
+    held = SETTING["capacity"]  # one of them waits at the proxy
+    options = {"max_ongoing_requests": max(1, held - 1), "max_queued_requests": 1 if held < NO_LIMIT else -1}
+    deployment = serve.deployment(num_replicas=1, **options)(Segment)
     serve.run(deployment.bind(SETTING))
     while True:
         time.sleep(60)

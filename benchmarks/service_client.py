@@ -73,6 +73,10 @@ class Service:
                 found["api"] = pid
             elif "brim.service.prediction.process.main" in words:
                 found["predict"] = pid
+            elif "brim.service.reader.main" in words:
+                found["reader"] = pid
+            elif "brim.service.run.prepared" in words:
+                found["prepared"] = pid
             elif "brim.jobs.worker.main" in words:
                 found[words[words.index("brim.jobs.worker.main") + 1]] = pid
         return found
