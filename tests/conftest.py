@@ -11,6 +11,7 @@ import os
 import shutil
 import signal
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +72,14 @@ def pytest_collection_finish() -> None:
     """Exclude what is imported by now from garbage collection, torch above all: brim collects at each out-of-memory."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def own_cache() -> Iterator[None]:
+    """A file's tests find nothing in the cache that another file's left there."""
+    os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(dir=CACHE)  # removed at the end: a service may outlive the file
+    yield
+    os.environ["XDG_CACHE_HOME"] = CACHE
 
 
 @pytest.hookimpl(optionalhook=True)
