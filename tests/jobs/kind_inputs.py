@@ -11,7 +11,7 @@ from brim.jobs.kinds import Inputs, Stopped, Task, read_body
 from brim.jobs.status import JobProgress
 from brim.jobs.worker import member
 
-SECOND = 1.5  # that a job may be silent for, on a machine that is busy with other things
+SECOND = 1.5  # that a job may be silent for
 
 
 class Watched:
@@ -33,6 +33,7 @@ class Watched:
         self.spec = read_body({"kind": kind, "name": "a test", "config": ids | config})
         self.inputs = Inputs(datasets=tuple(datasets), run=run)
         self.told: list[tuple[float, JobProgress]] = []
+        self.computed_s: list[float] = []  # by the process until each word
         self.stopped_s: float | None = None
         self._stop_when = stop_when
         self._task = Task(
@@ -41,6 +42,7 @@ class Watched:
         )  # fmt: skip
 
     def _tell(self, progress: JobProgress) -> None:
+        self.computed_s.append(time.process_time())
         self.told.append((time.monotonic(), progress))
         if self._stop_when is not None and self.stopped_s is None and self._stop_when(progress):
             self.stopped_s = time.monotonic()
@@ -48,21 +50,24 @@ class Watched:
     def run(self) -> dict | None:
         """The result; None when it was stopped."""
         self.told.append((time.monotonic(), JobProgress()))
+        self.computed_s.append(time.process_time())
         try:
             result = member.run(self._task)
         except Stopped:
             return None
         finally:
             self.told.append((time.monotonic(), self.told[-1][1]))
+            self.computed_s.append(time.process_time())
         json.dumps(result, allow_nan=False)  # as a database keeps it
         assert str(self._task.out.parent) not in json.dumps(result), "a path of this machine in a result"
         return result
 
     @property
     def longest_silence_s(self) -> float:
-        """Between two words."""
+        """Between two words, by the clock or by what the process computed, whichever is less."""
         times = [when for when, _ in self.told]
-        return max(b - a for a, b in pairwise(times))
+        gaps = [[b - a for a, b in pairwise(series)] for series in (times, self.computed_s)]
+        return max(map(min, *gaps))
 
     @property
     def seconds_to_stop(self) -> float:
