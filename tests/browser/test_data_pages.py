@@ -16,7 +16,7 @@ import cv2
 import numpy as np
 import pytest
 import torch
-from fault_service import QUICK, Serve, until
+from fault_service import QUICK, Serve
 from safetensors.torch import load_file, save_file
 from visits import Visit, cell_files
 
@@ -28,6 +28,8 @@ from brim.segmentation.tuning import BatchSizeEntry, device_info, device_key, sa
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "rf"))
 from made_recordings import STATIONS, Scene, write_kiwi, write_sites
+
+from waiting import until
 
 pytestmark = pytest.mark.slow
 SAMPLES = 24

@@ -10,12 +10,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from fault_service import Serve, until
+from fault_service import Serve
 from visits import Visit, cell_files
 
 import brim
 from brim.segmentation.tuning import BatchSizeEntry, device_info, device_key, save_entry
 from brim.service.access import TokenFile
+from waiting import until
 
 WIDE, PHONE = {"width": 1400, "height": 900}, {"width": 390, "height": 844}
 PAGES = ("/", "/jobs", "/jobs/new", "/jobs/new?kind=segment.train", "/datasets", "/runs", "/tuning", "/segment",

@@ -5,8 +5,6 @@ import os
 import socket
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -65,11 +63,3 @@ class Nodes:
             except ValueError:
                 continue  # something of Ray's
         raise RuntimeError("the cluster's process ended")
-
-
-def wait_until(is_so: Callable[[], bool], patience_s: float = 30.0) -> None:
-    """Look again and again."""
-    deadline_s = time.monotonic() + patience_s
-    while not is_so():
-        assert time.monotonic() < deadline_s, "it did not come to be"
-        time.sleep(0.05)

@@ -10,7 +10,7 @@ from pathlib import Path
 import cv2
 import pytest
 import torch
-from cluster_nodes import Nodes, wait_until
+from cluster_nodes import Nodes
 
 from brim.cli import main
 from brim.cluster.predict import check_nodes, predict_many
@@ -22,6 +22,7 @@ from brim.segmentation.prediction import ModelLoader, Recipe, predict_files
 from brim.segmentation.scenes import make_cells
 from brim.segmentation.tuning import BatchSizeEntry, device_info, device_key, save_entry
 from s3_store import FailingProxy, serve_s3
+from waiting import until
 
 pytest.importorskip("ray")
 BUCKET = "cells"
@@ -111,7 +112,7 @@ def test_a_killed_command_goes_on_where_it_was(world, tmp_path):
     process = subprocess.Popen(
         [sys.executable, "-m", "brim", *argv], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
     )
-    wait_until(lambda: process.poll() is not None or world.store.files(BUCKET, "killed/.brim"), 240)
+    until(lambda: process.poll() is not None or world.store.files(BUCKET, "killed/.brim"), 240)
     assert process.poll() is None
     process.send_signal(signal.SIGKILL)
     process.wait()

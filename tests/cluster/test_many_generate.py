@@ -11,7 +11,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from cluster_nodes import wait_until
 
 from brim.cli import main
 from brim.cluster.processes import ProcessPool
@@ -19,6 +18,7 @@ from brim.engine.storage import Dataset
 from brim.errors import ClusterError, OutOfMemory
 from brim.rf import generate
 from s3_store import serve_s3
+from waiting import until
 
 pytestmark = pytest.mark.slow
 
@@ -154,12 +154,12 @@ def test_a_killed_head_takes_its_workers_along_and_the_run_goes_on_later(options
     out = tmp_path / "many"
     command = ("rf", "generate", "--out", out, "--samples", LONG, *options, "--devices", "cpu,cpu", "--json")
     begun = brim(*command)
-    wait_until(lambda: (out / "manifest.json").exists() and len(list(out.glob("shards/0*.safetensors"))) > 3)
+    until(lambda: (out / "manifest.json").exists() and len(list(out.glob("shards/0*.safetensors"))) > 3)
     workers = children(begun.pid)
     begun.kill()
     begun.communicate()
     assert len(workers) == 2
-    wait_until(lambda: not any(map(is_there, workers)))
+    until(lambda: not any(map(is_there, workers)))
 
     left = Dataset(out)
     left.verify()
@@ -175,7 +175,7 @@ def test_a_killed_head_takes_its_workers_along_and_the_run_goes_on_later(options
 def test_ctrl_c_leaves_a_usable_dataset_and_says_how_to_go_on(options, reference, tmp_path):
     out = tmp_path / "many"
     begun = brim("rf", "generate", "--out", out, "--samples", LONG, *options, "--devices", "cpu,cpu")
-    wait_until(lambda: out.exists() and len(list(out.glob("shards/0*.safetensors"))) > 3)
+    until(lambda: out.exists() and len(list(out.glob("shards/0*.safetensors"))) > 3)
     for pid in [begun.pid, *children(begun.pid)]:  # as a terminal does
         os.kill(pid, signal.SIGINT)
     _, said = begun.communicate(timeout=30)

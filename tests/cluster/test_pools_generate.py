@@ -5,9 +5,9 @@ import time
 
 import pytest
 import toy_work
-from cluster_nodes import wait_until
 from toy_work import ToyWork
 
+import waiting
 from brim.cluster.processes import ProcessPool, device_names
 from brim.errors import ClusterError, ConfigError, DeviceError
 from brim.rf.generation.pool import TaskDone, TaskFailed, WorkerLost, WorkerReady
@@ -99,7 +99,7 @@ def test_a_worker_that_dies_is_told_once_and_replaced_and_closing_ends_all(make_
     pool.submit(1, ("sleep", 60))
     pool.close()
 
-    wait_until(lambda: not any(is_there(event.value) for event in done), 10)
+    waiting.until(lambda: not any(is_there(event.value) for event in done), 10)
     pool.close()  # twice is once
 
 

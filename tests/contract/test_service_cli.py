@@ -13,7 +13,9 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "faults"))
 from cli_commands import Ended, brim, refused
-from fault_service import QUICK, Serve, until
+from fault_service import QUICK, Serve
+
+from waiting import until
 
 pytestmark = pytest.mark.slow
 KEYS = {
@@ -247,7 +249,7 @@ def test_a_chosen_token_is_not_printed(tmp_path):
     try:
         made.start(ready=False)
         made.token = "chosen-by-me"
-        until(lambda: made.try_status("/health") == 200, 30)
+        until(lambda: made.try_status("/health") == 200)
         assert made.ask("GET", "/api/training/jobs")[0] == 200
         assert not (made.data / "token").exists()
         assert "chosen-by-me" not in made.said()

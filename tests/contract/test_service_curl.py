@@ -11,7 +11,9 @@ from typing import Any
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "faults"))
-from fault_service import JOBS, Serve, until
+from fault_service import JOBS, Serve
+
+from waiting import until
 
 GENERATION = """{"dataset_name": "gpu_batch_test", "num_samples": 10000, "dataset_type": "feature_based", "config": \
 {"frequency_mhz": 145.0, "tx_power_dbm": 30.0, "min_snr_db": 3.0, "max_gdop": 100.0}}"""
@@ -42,17 +44,17 @@ def curl(serve: Serve, path: str, body: str | None = None, *more: str) -> Any:
 @pytest.mark.slow
 def test_both_bodies_run_as_they_stand(serve):
     generation = curl(serve, JOBS, GENERATION)
-    until(lambda: curl(serve, f"{JOBS}/{generation['id']}")["progress"]["current"] >= 40, 120)
+    until(lambda: curl(serve, f"{JOBS}/{generation['id']}")["progress"]["current"] >= 40)
     curl(serve, f"{JOBS}/{generation['id']}/cancel", None, "-X", "POST")
-    until(lambda: curl(serve, f"{JOBS}/{generation['id']}")["status"] == "cancelled", 10)
+    until(lambda: curl(serve, f"{JOBS}/{generation['id']}")["status"] == "cancelled")
     (dataset,) = curl(serve, "/api/datasets")["datasets"]
     assert (dataset["name"], dataset["state"]) == ("gpu_batch_test", "partial")
     assert 40 <= dataset["items"] < 10000
 
     training = curl(serve, JOBS, TRAINING.replace("…", dataset["id"]))
     assert (training["name"], training["config"]["epochs"]) == ("GPU Cache Test", 1000)
-    until(lambda: curl(serve, f"{JOBS}/{training['id']}")["progress"]["current"] >= 3, 120)
+    until(lambda: curl(serve, f"{JOBS}/{training['id']}")["progress"]["current"] >= 3)
     curl(serve, f"{JOBS}/{training['id']}/pause", None, "-X", "POST")
-    until(lambda: curl(serve, f"{JOBS}/{training['id']}")["status"] == "paused", 10)
+    until(lambda: curl(serve, f"{JOBS}/{training['id']}")["status"] == "paused")
     (run,) = curl(serve, "/api/runs")["runs"]
     assert (run["name"], run["state"]) == ("GPU Cache Test", "partial")

@@ -7,10 +7,11 @@ import signal
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+from waiting import until
 
 JOBS = "/api/training/jobs"
 ENDED = ("completed", "failed", "cancelled", "paused")
@@ -56,7 +57,7 @@ class Serve:
         self.port = int(line.removeprefix("http://127.0.0.1:").partition("/")[0])
         self.token = line.partition("?token=")[2]
         if ready:
-            until(lambda: self.try_status("/ready") == 200, 60)
+            until(lambda: self.try_status("/ready") == 200)
         return self
 
     def said(self) -> str:
@@ -84,7 +85,7 @@ class Serve:
         children = self.children().values()
         self.process.kill()
         self._bury()
-        until(lambda: not any(is_running(pid) for pid in children), 30)  # one may be within an fsync
+        until(lambda: not any(is_running(pid) for pid in children))  # one may be within an fsync
 
     def kill_child(self, name: str) -> None:
         pid = self.children().get(name)
@@ -210,13 +211,6 @@ class Reader(threading.Thread):
 def brim(*argv: str | Path, **env: str) -> "subprocess.CompletedProcess[str]":
     command = [sys.executable, "-m", "brim", *map(str, argv)]
     return subprocess.run(command, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1", **env})
-
-
-def until(condition: Callable[[], object], seconds: float, say: Callable[[], str] = lambda: "") -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, f"did not happen within {seconds} s; {say()}"
-        time.sleep(0.05)
 
 
 def shards(path: Path) -> dict[str, bytes]:

@@ -27,12 +27,15 @@ from typing import Any, Self, TypeVar
 
 import cv2
 import numpy as np
-from fault_service import ENDED, JOBS, QUICK, Serve, brim, children_of, command_of, until
 
 from brim.segmentation.scenes import make_cells
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parents[1] / "jobs"))
+from fault_service import ENDED, JOBS, QUICK, Serve, brim, children_of, command_of
 from postgres import Postgres
+
+from waiting import until
 
 SAMPLES = 64
 TRAIN = {"epochs": 40, "batch_size": 16, "checkpoint_every_s": 0.5}

@@ -15,7 +15,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from fault_service import QUICK, SOAK, Serve, brim, shards, until
+from fault_service import QUICK, SOAK, Serve, brim, shards
+
+from waiting import until
 
 KILLS = int(os.environ.get("BRIM_KILLS", "6"))
 SEED = int(os.environ.get("BRIM_KILLS_SEED", "40"))

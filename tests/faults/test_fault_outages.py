@@ -8,10 +8,11 @@ from datetime import datetime
 from pathlib import Path
 
 import pytest
-from fault_service import QUICK, Reader, Serve, shards, until
+from fault_service import QUICK, Reader, Serve, shards
 
 from brim.engine.storage.dataset import Dataset
 from brim.rf import from_mapping, generate
+from waiting import until
 
 pytestmark = pytest.mark.slow
 SAMPLES = 120

@@ -10,9 +10,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from fault_service import QUICK, Reader, Serve, is_running, shards, until
+from fault_service import QUICK, Reader, Serve, is_running, shards
 
 from brim.rf import from_mapping, generate
+from waiting import until
 
 pytestmark = pytest.mark.slow
 SAMPLES = 96
@@ -105,7 +106,7 @@ def test_an_api_killed_while_it_submits_loses_no_job_and_makes_no_second(make_se
 
     with pytest.raises((OSError, http.client.HTTPException)):
         serve.submit(body, key="the same")
-    until(lambda: serve.try_status("/ready") == 200, 60)
+    until(lambda: serve.try_status("/ready") == 200)
     again = serve.submit(body, key="the same")
 
     assert serve.wait(again["id"], "completed")["attempts"] == 1

@@ -22,7 +22,7 @@ import cv2
 import numpy as np
 import pytest
 import torch
-from fault_service import SOAK, Serve, brim, until
+from fault_service import SOAK, Serve, brim
 from predict_storm import Ask, Told, bomb, form, geometries, resident_bytes, send, storm
 
 from brim.segmentation import ModelLoader
@@ -34,6 +34,7 @@ from brim.sequences.config import SequenceTraining
 from brim.sequences.corpus.packing import pack
 from brim.sequences.corpus.synthetic import make_sequences
 from brim.sequences.training.run import train
+from waiting import until
 
 pytestmark = [pytest.mark.slow, pytest.mark.alone]
 

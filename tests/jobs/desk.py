@@ -12,6 +12,7 @@ from brim.jobs.durable import Queue, migrate
 from brim.jobs.store import Catalogue, upgrade
 from brim.jobs.worker import reconcile
 from brim.jobs.worker.process import urls
+from waiting import PATIENCE_S
 
 TOY = Path(__file__).with_name("toy_worker.py")
 
@@ -109,11 +110,11 @@ class Desk:
         for name in self.reconciler.once():
             self.kill(name)
 
-    def until(self, job_id: str, *statuses: str, seconds: float = 60):
+    def until(self, job_id: str, *statuses: str, seconds: float = PATIENCE_S):
         """The job, once it has one of these statuses."""
         return self.wait(lambda: self.job(job_id).status in statuses and self.job(job_id), seconds, job_id)
 
-    def past(self, job_id: str, current: int, seconds: float = 60):
+    def past(self, job_id: str, current: int, seconds: float = PATIENCE_S):
         """The job, once it has come so far."""
         return self.wait(lambda: self.job(job_id).current >= current and self.job(job_id), seconds, job_id)
 

@@ -23,6 +23,9 @@ torch.set_num_threads(1)
 
 SAMPLES = {"num_samples": 40, "duration_s": 0.2, "samples_per_shard": 16, "seed": 5, "batch_size": 4}
 RECIPE = {"epochs": 20, "batch_size": 8, "learning_rate": 0.003, "checkpoint_every_s": 0.5}
+ROUNDED = (
+    5e-4  # of a loss of about 14, after 60 steps: Adam amplifies the rounding of gradients summed in another order
+)
 
 needs_two_cores = pytest.mark.skipif(cores() < 2, reason="a job may ask for as many devices as there are cores")
 
@@ -76,7 +79,8 @@ def test_two_ranks_train_what_one_process_trains(dataset, alone, tmp_path):
 
     assert result is not None
     assert result["run_id"] == "run"
-    assert losses(tmp_path / "run") == pytest.approx(losses(alone), abs=5e-5)
+    assert losses(tmp_path / "run")[:10] == pytest.approx(losses(alone)[:10], abs=5e-5)
+    assert losses(tmp_path / "run") == pytest.approx(losses(alone), abs=ROUNDED)
     assert job.longest_silence_s < SECOND + 5  # its processes import torch first, beside whoever else does
     assert job.currents == sorted(job.currents)
     assert members_of(os.getpid()) == []
@@ -96,7 +100,7 @@ def test_ranks_that_are_killed_start_again_from_their_checkpoint(dataset, alone,
 
     assert job.run() is not None
     assert len(killed) == 2
-    assert losses(tmp_path / "run")[-1] == pytest.approx(losses(alone)[-1], abs=5e-5)
+    assert losses(tmp_path / "run")[-1] == pytest.approx(losses(alone)[-1], abs=ROUNDED)
     assert any("starting again" in progress.message for _, progress in job.told)
 
 
@@ -111,7 +115,7 @@ def test_ranks_stop_when_asked_and_go_on_from_there(dataset, alone, tmp_path):
     again = training(dataset, tmp_path / "run")
     assert again.run() is not None
     assert min(current for current in again.currents if current) >= 20
-    assert losses(tmp_path / "run")[-1] == pytest.approx(losses(alone)[-1], abs=5e-5)
+    assert losses(tmp_path / "run")[-1] == pytest.approx(losses(alone)[-1], abs=ROUNDED)
 
 
 @needs_two_cores

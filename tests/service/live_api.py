@@ -99,7 +99,7 @@ class Api:
         *,
         headers: Mapping[str, str] | None = None,
         token: str | None = TOKEN,
-        timeout_s: float = 60,
+        timeout_s: float = 180,
     ) -> Answer:
         """One request; a body that is no bytes is sent as JSON."""
         sent = {} if token is None else {"Authorization": f"Bearer {token}"}

@@ -6,7 +6,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -16,17 +16,10 @@ from brim.service.prediction.client import Predictions
 from brim.service.run.process import Program
 from brim.service.run.supervisor import Programs, Supervisor, programs
 from brim.service.settings import Settings
+from waiting import until
 
 TOY = Path(__file__).with_name("toy_predictor.py")
 MODEL = {"name": "toy", "kind": "segment", "network": "toy", "path": "/nowhere", "version": "1"}
-
-
-def until(condition: Callable[[], object], seconds: float = 30.0) -> None:
-    """Wait for it."""
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "did not happen in time"
-        time.sleep(0.01)
 
 
 class Predicting:

@@ -15,18 +15,11 @@ from brim.jobs.status import Flow
 from brim.jobs.store import DeviceRow
 from brim.jobs.worker.live import STALE_S, LiveFile
 from brim.service.api.devices import MAX_SAMPLES, DeviceHistory, DeviceSample, Gauges
+from waiting import until
 
 HISTORY = "/api/devices/history"
 CPU = {"device": "cpu", "name": "a processor", "total_bytes": 8 * 2**30}
 GPU = {"device": "cuda:0", "name": "a GPU", "total_bytes": 80 * 2**30, "uuid": "bbbb"}
-
-
-def until(found: Any, seconds: float = 20) -> Any:
-    end_s = time.monotonic() + seconds
-    while not (value := found()):
-        assert time.monotonic() < end_s, "it did not come"
-        time.sleep(0.05)
-    return value
 
 
 def rows(**workers: dict[str, Any]) -> list[DeviceRow]:

@@ -6,9 +6,7 @@ import json
 import shutil
 import socket
 import threading
-import time
 import zipfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +19,7 @@ from test_datasets_api import NAMED, SEQUENCES, Part, array, picture, upload
 from brim.engine.storage import Dataset
 from brim.rf import from_mapping
 from brim.rf.generation.dataset import generate
+from waiting import until
 
 
 @pytest.fixture(scope="module")
@@ -46,19 +45,12 @@ def fetch(api: Api, id: str, fmt: str | None, folder: Path) -> Path:
         archive.extractall(folder)
     for file in folder.rglob("*"):
         assert not file.is_file() or str(api.settings.data.parent).encode() not in file.read_bytes(), file.name
-    wait_until(lambda: left(api) == [])
+    until(lambda: left(api) == [])
     return folder
 
 
 def left(api: Api) -> list[Path]:
     return list((api.settings.data / "uploads").iterdir())
-
-
-def wait_until(reached: Callable[[], bool], seconds: float = 20) -> None:
-    until_s = time.monotonic() + seconds
-    while not reached():
-        assert time.monotonic() < until_s
-        time.sleep(0.02)
 
 
 def free_slots(api: Api) -> int:
@@ -275,7 +267,7 @@ def test_a_client_that_leaves_while_it_is_sent_leaves_nothing(api, large, fmt, c
         assert connection.recv(1000).startswith(b"HTTP/1.1 200")
         assert free_slots(api) == 1
         assert len(left(api)) == (1 if fmt == "hdf5" else 0)
-    wait_until(lambda: left(api) == [] and free_slots(api) == 2)
+    until(lambda: left(api) == [] and free_slots(api) == 2)
     assert not [record for record in caplog.records if record.levelname == "ERROR"]
 
 
@@ -291,7 +283,7 @@ def test_a_file_that_goes_meanwhile_cuts_the_download_short(api, tmp_path):
         (place / "b.png").unlink()
         with pytest.raises(http.client.IncompleteRead):
             answer.read()
-    wait_until(lambda: free_slots(api) == 2)
+    until(lambda: free_slots(api) == 2)
 
 
 def test_two_at_once_and_no_more(api, large, made):
@@ -305,7 +297,7 @@ def test_two_at_once_and_no_more(api, large, made):
         answer = api.get(f"/api/datasets/{other}/export")
         assert (answer.status, answer.headers["retry-after"]) == (429, "10")
         assert api.get("/health").status == 200
-    wait_until(lambda: free_slots(api) == 2)
+    until(lambda: free_slots(api) == 2)
     assert api.get(f"/api/datasets/{other}/export").status == 200
 
 
@@ -323,7 +315,7 @@ def test_many_small_ones_give_their_places_back(api, made):
         thread.join()
 
     assert {answer.status for answer in found} <= {200, 429}
-    wait_until(lambda: free_slots(api) == 2 and left(api) == [])
+    until(lambda: free_slots(api) == 2 and left(api) == [])
 
 
 def test_what_a_killed_process_left_goes_at_the_next_start(api_with, tmp_path):

@@ -23,6 +23,7 @@ from brim.segmentation.config import REGISTERED
 from brim.segmentation.networks import save_weights
 from brim.service.prediction.process import models as module
 from brim.service.prediction.process.models import Models, Registered
+from waiting import until
 
 MIB = 1 << 20
 
@@ -98,26 +99,19 @@ def state(models: Models, name: str) -> str:
     return next(each["state"] for each in models.describe() if each["name"] == name)
 
 
-def wait_until(holds: Any, seconds: float = 5.0) -> None:
-    end_s = time.monotonic() + seconds
-    while not holds():
-        assert time.monotonic() < end_s, "it never came to that"
-        time.sleep(0.005)
-
-
 # Loading
 
 
 def test_a_requested_model_loads_before_those_that_are_only_registered(models, factory):
     factory.gates["a", "1"] = threading.Event()
     models.register([registered(name) for name in "abc"])
-    wait_until(lambda: factory.made)
+    until(lambda: factory.made)
 
     requested = models.ask("c")
     factory.gates["a", "1"].set()
     requested.result(10)
 
-    wait_until(lambda: len(factory.made) == 3)
+    until(lambda: len(factory.made) == 3)
     assert [name for name, _ in factory.made] == ["a", "c", "b"]
 
 
@@ -140,7 +134,7 @@ def test_many_who_ask_at_once_get_one_model(models, factory):
     factory.gates["a", "1"] = threading.Event()
     with ThreadPoolExecutor(8) as pool:
         asked = [pool.submit(models.find, "a") for _ in range(8)]
-        wait_until(lambda: state(models, "a") == "loading")
+        until(lambda: state(models, "a") == "loading")
         factory.gates["a", "1"].set()
 
         assert len({id(each.result(5)) for each in asked}) == 1
@@ -266,7 +260,7 @@ def test_a_new_version_loads_beside_the_old_one(models, factory):
     assert models.find("a") is old
     assert state(models, "a") == "warm"
     factory.gates["a", "2"].set()
-    wait_until(lambda: models.find("a").version == "2")
+    until(lambda: models.find("a").version == "2")
     assert old.forward([1]) == [1]
     del old
     assert factory.num_alive() == 1
@@ -276,13 +270,13 @@ def test_versions_that_follow_each_other_fast_end_with_the_last(models, factory)
     models.find("a")
     factory.gates["a", "2"] = threading.Event()
     models.see(registered("a", "2"))
-    wait_until(lambda: ("a", "2") in factory.made)
+    until(lambda: ("a", "2") in factory.made)
     for version in "345":
         models.see(registered("a", version))
     factory.gates["a", "2"].set()
 
-    wait_until(lambda: models.find("a").version == "5")
-    wait_until(lambda: not models.loading)
+    until(lambda: models.find("a").version == "5")
+    until(lambda: not models.loading)
     assert factory.made == [("a", "1"), ("a", "2"), ("a", "5")]
 
 
@@ -309,7 +303,7 @@ def test_a_new_version_that_cannot_be_loaded_leaves_the_old_one(models, factory)
 
     models.see(registered("a", "2"))
 
-    wait_until(lambda: models.describe()[0]["error"] == "torn")
+    until(lambda: models.describe()[0]["error"] == "torn")
     assert models.find("a").version == "1"
     assert models.describe()[0]["state"] == "warm"
 
@@ -344,7 +338,7 @@ def test_a_bug_is_an_error_in_words_and_in_the_log(models, caplog):
 def test_what_is_registered_loads_where_there_is_room(models, factory):
     models.register(registered(name) for name in "abcd")
 
-    wait_until(lambda: not models.loading)
+    until(lambda: not models.loading)
     assert [each["state"] for each in models.describe()] == ["warm", "warm", "cold", "cold"]
     assert models.find("d").version == "1"
     assert factory.num_alive() == 2
@@ -369,7 +363,7 @@ def test_what_is_forgotten_while_it_loads_is_dropped(models, factory):
 
     asked.result(5)
     del asked
-    wait_until(lambda: factory.num_alive() == 0)
+    until(lambda: factory.num_alive() == 0)
 
 
 def test_somebody_who_asks_for_what_nobody_wanted_gets_it(models, factory):
@@ -378,7 +372,7 @@ def test_somebody_who_asks_for_what_nobody_wanted_gets_it(models, factory):
     factory.gates["c", "1"] = threading.Event()
     factory.bytes["c"] = 120 * MIB
     models.register(registered(name) for name in "abc")
-    wait_until(lambda: ("c", "1") in factory.made)
+    until(lambda: ("c", "1") in factory.made)
 
     asked = models.ask("c")
     factory.gates["c", "1"].set()

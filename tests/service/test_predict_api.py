@@ -26,6 +26,7 @@ from brim.errors import CheckpointError, OutOfMemory, Unavailable
 from brim.segmentation import create_model
 from brim.segmentation.networks import save_weights
 from brim.service.prediction import request as predicting
+from waiting import until
 
 BOUNDARY = "a-boundary"
 FORM = {"Content-Type": f"multipart/form-data; boundary={BOUNDARY}"}
@@ -300,13 +301,6 @@ def num_shared() -> int:
         with suppress(FileNotFoundError):  # another thread closed it meanwhile
             num += "memfd:brim" in str(file.readlink())
     return num
-
-
-def until(condition: Any, seconds: float = 10.0) -> None:
-    end_s = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end_s, "did not happen in time"
-        time.sleep(0.02)
 
 
 def test_aborted_bodies_are_freed_at_once(api_with):

@@ -11,10 +11,11 @@ import time
 from pathlib import Path
 
 import pytest
-from predicting import MODEL, Predicting, ask, client, until, wait_for
+from predicting import MODEL, Predicting, ask, client, wait_for
 
 from brim.errors import Unavailable
 from brim.service.prediction.client import Predictions
+from waiting import until
 
 STAGES = ["inspect", "decode", "forward", "finish"]
 
@@ -268,4 +269,4 @@ with Predicting(Path({str(tmp_path)!r})) as made:
     parent.wait()
     parent.stdout.close()
 
-    until(lambda: not Path(f"/proc/{pid}").exists() or "Z" in Path(f"/proc/{pid}/stat").read_text().split()[2], 3.0)
+    until(lambda: not Path(f"/proc/{pid}").exists() or "Z" in Path(f"/proc/{pid}/stat").read_text().split()[2])

@@ -10,12 +10,13 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from predicting import Predicting, until
+from predicting import Predicting
 
 from brim import errors
 from brim.errors import BrimError, ImageError, NotFound, Overloaded
 from brim.jobs import sandbox
 from brim.service.prediction.channel import Channel, SharedBytes, StatusPage, error_of, failure, view_of
+from waiting import until
 
 # Shared bytes
 

@@ -12,9 +12,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from predicting import until
 
 from brim.cli.serve import default_api_processes
+from waiting import until
 
 TOKEN = "a-token-of-a-test"
 
@@ -49,7 +49,7 @@ def serving(data: Path, *options: str) -> Iterator[Service]:
     assert process.stdout is not None
     try:
         made = Service(process, process.stdout.readline().strip())
-        until(lambda: made.get("/health")[0] == 200, 60)
+        until(lambda: made.get("/health")[0] == 200)
         yield made
     finally:
         process.send_signal(signal.SIGTERM)

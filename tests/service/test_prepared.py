@@ -12,6 +12,7 @@ import pytest
 
 from brim.service.run.prepared import Prepared
 from brim.service.run.process import Child, Death, Program
+from waiting import until
 
 PROGRAM = '''
 import json, os, sys, threading, time
@@ -37,19 +38,12 @@ def prepared(tmp_path_factory) -> Iterator[tuple[Prepared, int]]:
     lifeline = os.pipe()
     path = os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")])
     made = Prepared({**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}, lifeline[0])
-    until(lambda: not made.is_starting(), 60)
+    until(lambda: not made.is_starting())
     assert made._is_ready
     yield made, lifeline[0]
     made.close()
     for end in lifeline:
         os.close(end)
-
-
-def until(condition, seconds: float = 20.0) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "did not happen in time"
-        time.sleep(0.02)
 
 
 def child(prepared, notes: Path, exit: int | None = None) -> Child:
@@ -106,7 +100,7 @@ def test_without_the_prepared_process_it_is_started_anew_and_that_comes_back(pre
     process._process.send_signal(signal.SIGKILL)
     process._process.wait()
     assert process.is_starting()
-    until(lambda: not process.is_starting(), 60)
+    until(lambda: not process.is_starting())
     until(lambda: steps(made) or facts(tmp_path / "notes"))
     made.kill()
     made.wait(5)

@@ -22,6 +22,7 @@ from brim.service.run import unix_socket
 from brim.service.run.process import Program
 from brim.service.run.supervisor import Programs, Supervisor, programs
 from brim.service.settings import Settings
+from waiting import until
 
 TOY = Path(__file__).with_name("toy_reader.py")
 
@@ -158,14 +159,7 @@ def test_an_export_ends_when_its_client_leaves(tmp_path, monkeypatch):
             with socket.create_connection(("127.0.0.1", api.port)) as connection:
                 head = f"GET /api/datasets/{id}/export HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {TOKEN}\r\n"
                 connection.sendall(f"{head}\r\n".encode())
-                _until(lambda: any(uploads.iterdir()))
-            _until(lambda: api.api.state.context.exports.num_free == 2)
+                until(lambda: any(uploads.iterdir()))
+            until(lambda: api.api.state.context.exports.num_free == 2)
             time.sleep(0.3)  # a process that still ran would write again
             assert list(uploads.iterdir()) == []
-
-
-def _until(reached: Any, seconds: float = 20) -> None:
-    until_s = time.monotonic() + seconds
-    while not reached():
-        assert time.monotonic() < until_s
-        time.sleep(0.02)

@@ -21,6 +21,7 @@ from brim.service.run import process
 from brim.service.run.process import Child, Death, Program
 from brim.service.run.supervisor import Programs, Supervisor, listen, programs
 from brim.service.settings import Settings
+from waiting import until
 
 # Each stand-in notes its number under its name, then does what the test is about.
 HEAD = """
@@ -56,13 +57,6 @@ def is_running(pid: int) -> bool:
         return "Z" not in Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[:1]
     except FileNotFoundError:
         return False
-
-
-def until(condition: Callable[[], object], seconds: float = 20.0) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "did not happen in time"
-        time.sleep(0.02)
 
 
 def everything(made: Programs) -> list[Program]:
@@ -279,7 +273,7 @@ Supervisor(Programs([api], workers), lambda deaths: []).run(lambda: False)
     parent.kill()
     parent.wait()
 
-    until(lambda: not any(map(is_running, pids(notes))), 3.0)
+    until(lambda: not any(map(is_running, pids(notes))))
 
 
 # Locks, sockets, what is run

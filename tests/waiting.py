@@ -1,0 +1,18 @@
+"""Waiting for what another thread or process does: patient, as a test machine may be busy with other things."""
+
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+PATIENCE_S = 180.0
+
+_Value = TypeVar("_Value")
+
+
+def until(condition: Callable[[], _Value], seconds: float = PATIENCE_S, say: Callable[[], str] = lambda: "") -> _Value:
+    """The first true value of the condition; a number of seconds is a promise that a test checks."""
+    end_s = time.monotonic() + seconds
+    while not (value := condition()):
+        assert time.monotonic() < end_s, f"did not happen within {seconds} s; {say()}"
+        time.sleep(0.02)
+    return value
