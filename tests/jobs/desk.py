@@ -5,9 +5,11 @@ import os
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from brim.errors import Conflict
 from brim.jobs.durable import Queue, migrate
 from brim.jobs.store import Catalogue, upgrade
 from brim.jobs.worker import reconcile
@@ -73,8 +75,10 @@ class Desk:
     def resume(self, job_id: str) -> None:
         failed = self.job(job_id).status == "failed"
         assert self.catalogue.jobs.want(job_id, "run")
-        assert self.catalogue.jobs.move(job_id, "queued", of=["paused", "cancelled", "failed"])
-        self.queue.resume(job_id, failed=failed)
+        assert self.catalogue.jobs.move(job_id, "pending", of=["paused", "cancelled", "failed"])
+        with suppress(Conflict):  # the queue may learn of a failure after the catalogue; then reconciling resumes it
+            self.queue.resume(job_id, failed=failed)
+            self.catalogue.jobs.move(job_id, "queued", of=["pending"])
 
     def job(self, job_id: str):
         found = self.catalogue.jobs.get(job_id)
