@@ -78,7 +78,7 @@ def serve_s3() -> Iterator[Store]:
     quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
     server = subprocess.Popen(command, env={**os.environ, "PYTHONWARNINGS": ""}, **quiet)
     try:
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 120
         while not _answers(port):
             assert server.poll() is None
             assert time.monotonic() < deadline

@@ -374,7 +374,7 @@ def test_a_second_interrupt_ends_the_process_at_once():
     assert process.poll() is None
     process.send_signal(signal.SIGINT)
 
-    _, err = process.communicate(timeout=10)
+    _, err = process.communicate(timeout=60)
 
     assert process.returncode == 130
     assert "aborted" in err

@@ -201,7 +201,7 @@ class Service:
             )  # fmt: skip
         self.groups.append(process.pid)
         self.service = process
-        until_s = time.monotonic() + 60
+        until_s = time.monotonic() + 120
         while not self.is_up():
             assert time.monotonic() < until_s, (self.folder / "serve.log").read_text()
             time.sleep(0.2)
@@ -219,7 +219,7 @@ class Service:
             for pid in self._left():
                 with suppress(ProcessLookupError):
                     os.kill(pid, number)
-            until_s = time.monotonic() + 30
+            until_s = time.monotonic() + 120
             while self._left() and time.monotonic() < until_s:
                 time.sleep(0.1)
         if self.service is not None:

@@ -14,6 +14,7 @@ from brim.cli import main
 from brim.cluster import exposure as ports
 from brim.cluster.exposure import Listener
 from ray_head import TOKEN, Head, environment, free_port, ray_head
+from waiting import promised
 
 pytest.importorskip("ray")
 
@@ -68,7 +69,7 @@ def test_a_head_with_a_token_refuses_strangers_and_shows_its_nodes_to_those_who_
     assert TOKEN not in json.dumps(facts)
     assert refused["cluster"]["nodes"] == []
     assert any("auth_token" in one["fix"] for one in refused["problems"])
-    assert took_s < 30  # Ray itself tries for long
+    assert took_s < promised(30)  # Ray itself tries for long
 
 
 def test_an_address_nobody_answers_is_a_problem_with_a_next_step():

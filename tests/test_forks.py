@@ -66,7 +66,7 @@ def test_signals_reach_it():
         child = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
         child.stdout.readline()
         child.send_signal(number)
-        assert child.wait(20) == -number
+        assert child.wait(60) == -number
         child.stdout.close()
 
 
@@ -132,7 +132,7 @@ def test_nothing_is_left_of_a_child_that_is_killed():
         assert child.poll() is None
     server = Path("/proc") / servers.read_text().split()[0]
     child.kill()
-    child.wait(20)
+    child.wait(60)
 
     for _ in range(200):
         if not server.exists() or (server / "stat").read_text().rpartition(")")[2].split()[0] == "Z":

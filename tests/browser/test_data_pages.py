@@ -29,7 +29,7 @@ from brim.segmentation.tuning import BatchSizeEntry, device_info, device_key, sa
 sys.path.insert(0, str(Path(__file__).parents[1] / "rf"))
 from made_recordings import STATIONS, Scene, write_kiwi, write_sites
 
-from waiting import until
+from waiting import promised, until
 
 pytestmark = pytest.mark.slow
 SAMPLES = 24
@@ -203,8 +203,8 @@ def test_a_dataset_of_a_hundred_thousand_samples_stays_fluid(visit, service, mad
     visit.shot("dataset_large")
 
     assert re.search(r"of 100\s000 transmitters", page.locator(".brim-page").inner_text())
-    assert opened_s < 5, f"{opened_s:.1f} s"
-    assert chosen_s < 3, f"{chosen_s:.1f} s"
+    assert opened_s < promised(5), f"{opened_s:.1f} s"
+    assert chosen_s < promised(3), f"{chosen_s:.1f} s"
     assert frames > 20, f"{frames} frames in the two seconds that the map moved"
 
 

@@ -44,7 +44,7 @@ class Nodes:
         assert self._process.stdout is not None
         self._process.stdin.close()
         try:
-            self._process.wait(30)
+            self._process.wait(60)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()

@@ -18,7 +18,7 @@ from brim.engine.storage import Dataset
 from brim.errors import ClusterError, OutOfMemory
 from brim.rf import generate
 from s3_store import serve_s3
-from waiting import until
+from waiting import promised, until
 
 pytestmark = pytest.mark.slow
 
@@ -178,7 +178,7 @@ def test_ctrl_c_leaves_a_usable_dataset_and_says_how_to_go_on(options, reference
     until(lambda: out.exists() and len(list(out.glob("shards/0*.safetensors"))) > 3)
     for pid in [begun.pid, *children(begun.pid)]:  # as a terminal does
         os.kill(pid, signal.SIGINT)
-    _, said = begun.communicate(timeout=30)
+    _, said = begun.communicate(timeout=120)
 
     assert begun.returncode == 130
     assert "--resume" in said
@@ -209,7 +209,7 @@ def test_wrong_places_to_work_are_refused_at_once(tmp_path, capsys, flags, said)
     assert code == 2
     assert said in " ".join(capsys.readouterr().err.split())
     assert not (tmp_path / "many").exists()
-    assert time.monotonic() - began_s < 10
+    assert time.monotonic() - began_s < promised(10)
 
 
 # Ray

@@ -99,7 +99,7 @@ def test_a_worker_that_dies_is_told_once_and_replaced_and_closing_ends_all(make_
     pool.submit(1, ("sleep", 60))
     pool.close()
 
-    waiting.until(lambda: not any(is_there(event.value) for event in done), 10)
+    waiting.until(lambda: not any(is_there(event.value) for event in done), 60)
     pool.close()  # twice is once
 
 

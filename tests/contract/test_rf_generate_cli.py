@@ -141,7 +141,7 @@ def start_and_signal(out: Path, options: list[str], number: int) -> subprocess.C
     """Run until the second shard is there, then send the signal."""
     argv = [sys.executable, "-m", "brim", "rf", "generate", "--out", str(out), *options, "--json"]
     process = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    deadline_s = time.monotonic() + 60
+    deadline_s = time.monotonic() + 120
     while not (out / "shards/000001.safetensors").exists() and time.monotonic() < deadline_s:
         assert process.poll() is None, "ended before it could be disturbed"
         time.sleep(0.005)

@@ -127,7 +127,7 @@ def test_a_signal_ends_at_a_batch_and_leaves_a_run_that_resumes(made, tmp_path, 
     options = [str(made / "data"), "--out", str(tmp_path / "run"), "--batch-size", "16", "--device", "cpu", "--json"]
     argv = [sys.executable, "-m", "brim", "rf", "train", *options, "--epochs", "100000"]
     process = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    deadline_s = time.monotonic() + 60
+    deadline_s = time.monotonic() + 120
     while not (tmp_path / "run/train/metrics.jsonl").exists() and time.monotonic() < deadline_s:
         assert process.poll() is None, "ended before it could be disturbed"
         time.sleep(0.01)

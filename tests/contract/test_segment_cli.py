@@ -399,7 +399,7 @@ def start(argv: list[str]) -> subprocess.Popen[str]:
 
 
 def wait_for(process: subprocess.Popen[str], is_there: Callable[[], bool]) -> None:
-    deadline_s = time.monotonic() + 60
+    deadline_s = time.monotonic() + 120
     while not is_there():
         assert process.poll() is None, f"ended before it could be disturbed: {process.communicate()}"
         assert time.monotonic() < deadline_s

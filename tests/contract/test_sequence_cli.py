@@ -379,7 +379,7 @@ def test_ctrl_c_ends_at_the_next_batch_and_resume_goes_on(made, tmp_path):
         [sys.executable, "-m", "brim", *argv], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 120
     while not (out / "supervised/metrics.jsonl").exists() or not (out / "supervised/metrics.jsonl").stat().st_size:
         assert child.poll() is None, child.communicate()
         assert time.monotonic() < deadline

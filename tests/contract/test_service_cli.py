@@ -130,7 +130,7 @@ def test_ctrl_c_ends_the_watching_and_not_the_job(serve, tmp_path):
     assert "from a terminal running" in watcher.stderr.readline()
 
     watcher.send_signal(signal.SIGINT)
-    _, said = watcher.communicate(timeout=20)
+    _, said = watcher.communicate(timeout=60)
 
     assert watcher.returncode == 130
     assert "the job continues" in said

@@ -29,6 +29,7 @@ from brim.engine.storage.places import LocalPlace, ObjectPlace, is_url, place_of
 from brim.engine.storage.shard_file import write_shard
 from brim.errors import ConfigError, DatasetError, ShardCorrupt, StorageError
 from s3_store import SECRET, FailingProxy, serve_s3
+from waiting import promised
 
 BUCKET = "bucket"
 
@@ -501,7 +502,7 @@ def test_a_store_that_stays_down_ends_the_run_which_resumes(url, proxy, server, 
         out.append(rows_of(0, 20), totals_of(0, 20))
         proxy.down()
         out.append(rows_of(20, 45), totals_of(20, 45))
-    assert time.monotonic() - began_s < 8  # nothing after the first failure waits again
+    assert time.monotonic() - began_s < promised(8)  # nothing after the first failure waits again
     proxy.up()
     time.sleep(1)
     fill(url, 45, resume=True)
@@ -514,7 +515,7 @@ def test_an_endpoint_that_never_answered_is_told_soon(proxy, monkeypatch):
     began_s = time.monotonic()
     with pytest.raises(StorageError, match=r"does not answer, tried for 0.5 s .*AWS_ENDPOINT_URL"):
         Dataset(f"s3://{BUCKET}/x")
-    assert time.monotonic() - began_s < 5
+    assert time.monotonic() - began_s < promised(5)
 
 
 # A store that refuses
@@ -531,7 +532,7 @@ def refused(server, monkeypatch):
         began_s = time.monotonic()
         with pytest.raises(StorageError, match=message) as caught:
             work()
-        assert time.monotonic() - began_s < 5
+        assert time.monotonic() - began_s < promised(5)
         assert SECRET not in str(caught.value)
         assert env.get("AWS_SECRET_ACCESS_KEY") is None or env["AWS_SECRET_ACCESS_KEY"] not in str(caught.value)
 
@@ -620,7 +621,7 @@ def test_a_killed_writer_is_followed_when_its_lease_ran_out(url, server, clean):
     here = Path(__file__).parent
     code = CHILD.format(paths=[str(here), str(here.parent)], lease_s=3.0)
     child = subprocess.Popen([sys.executable, "-c", code, url], env=dict(os.environ))
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 120
     while not (place_of(url).exists("manifest.json") and len(Dataset(url).shards) >= 2):
         assert child.poll() is None
         assert time.monotonic() < deadline

@@ -104,7 +104,7 @@ class Serve:
 
     def _bury(self) -> int:
         assert self.process is not None
-        code = self.process.wait(60)
+        code = self.process.wait(120)
         assert self.process.stdout is not None
         self.process.stdout.close()
         self.process = None

@@ -14,6 +14,7 @@ from brim.engine.storage.dataset import Dataset
 from brim.rf import from_mapping, generate
 from brim.segmentation.scenes import make_cells
 from brim.sequences.corpus.synthetic import make_sequences
+from waiting import promised
 
 pytestmark = pytest.mark.slow
 BAR_S = 5.0
@@ -69,24 +70,24 @@ def test_a_stop_is_quick_and_leaves_what_can_go_on(serve, inputs, kind, verb):
     reads, config = KINDS[kind]
     config = {**config, "dataset_ids": [inputs[reads]]} if reads else config
     job = serve.submit({"kind": kind, "name": f"{verb} {kind}", "config": config})["id"]
-    serve.wait_progress(job, 1, seconds=60) if reads or kind == "rf.generate" else serve.wait(job, "running")
+    serve.wait_progress(job, 1) if reads or kind == "rf.generate" else serve.wait(job, "running")
     time.sleep(1.0)
 
     began = time.monotonic()
     serve.act(job, verb)
-    stopped = serve.wait(job, "cancelled", "paused", seconds=20)
+    stopped = serve.wait(job, "cancelled", "paused")
     took_s = time.monotonic() - began
 
-    assert took_s < BAR_S
+    assert took_s < promised(BAR_S)
     assert stopped["status"] == {"cancel": "cancelled", "pause": "paused"}[verb]
     check_left(serve, kind, job)
     if verb == "pause":
         before = stopped["progress"]["current"]
         serve.act(job, "resume")
-        after = serve.wait_progress(job, before + 1, seconds=60) if before else serve.wait(job, "running")
+        after = serve.wait_progress(job, before + 1) if before else serve.wait(job, "running")
         assert after["status"] == "running"
         serve.act(job, "cancel")
-        serve.wait(job, "cancelled", seconds=20)
+        serve.wait(job, "cancelled")
 
 
 def check_left(serve: Serve, kind: str, job: str) -> None:

@@ -34,7 +34,7 @@ from brim.sequences.config import SequenceTraining
 from brim.sequences.corpus.packing import pack
 from brim.sequences.corpus.synthetic import make_sequences
 from brim.sequences.training.run import train
-from waiting import until
+from waiting import promised, until
 
 pytestmark = [pytest.mark.slow, pytest.mark.alone]
 
@@ -232,7 +232,7 @@ def test_clients_that_send_nothing_hold_nobody_up(serve, expected):
             one.sendall(half)
         began_s = time.monotonic()
         assert check_innocents(storm(serve, innocents(24)), expected) == 24
-        assert time.monotonic() - began_s < 10
+        assert time.monotonic() - began_s < promised(10)
     finally:
         for one in silent:
             one.close()
@@ -304,7 +304,7 @@ def test_a_sequence_that_would_take_too_long_is_rejected_and_holds_nobody_up(ser
     for deadline_ms in ("1500", "30000"):
         began_s = time.monotonic()
         status, said = post(serve, "/api/classify", long.getvalue(), deadline_ms)
-        assert time.monotonic() - began_s < 2
+        assert time.monotonic() - began_s < promised(2)
         assert status == 413, said
         assert max(took_s for _, took_s in steady(serve, 5)) < 1
     short = io.BytesIO()

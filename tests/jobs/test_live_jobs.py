@@ -6,6 +6,7 @@ from desk import Desk
 from kind_inputs import Watched
 
 from brim.jobs.worker.live import read_live
+from waiting import PATIENCE_S
 
 torch.set_num_threads(1)
 
@@ -57,8 +58,8 @@ def test_a_worker_says_so_about_once_a_second_until_the_job_ends(tmp_path):
         def known():
             return (word := read_live(desk.data, "w0")) and word.stalls and word
 
-        word = desk.wait(known, 60, job_id)
-        later = desk.wait(lambda: (new := read_live(desk.data, "w0")) and new.at > word.at and new, 10, job_id)
+        word = desk.wait(known, PATIENCE_S, job_id)
+        later = desk.wait(lambda: (new := read_live(desk.data, "w0")) and new.at > word.at and new, PATIENCE_S, job_id)
         desk.stop(job_id)
         desk.until(job_id, "cancelled")
 
@@ -66,6 +67,6 @@ def test_a_worker_says_so_about_once_a_second_until_the_job_ends(tmp_path):
         assert word.stalls == {"data": pytest.approx(0.25, abs=0.01)}
         assert word.ceiling_share == pytest.approx(0.75, abs=0.01)
         assert 0.5 < later.at - word.at < 5
-        assert desk.wait(lambda: read_live(desk.data, "w0") is None, 10, job_id)
+        assert desk.wait(lambda: read_live(desk.data, "w0") is None, PATIENCE_S, job_id)
     finally:
         desk.close()

@@ -14,6 +14,7 @@ from brim.jobs.registry.outputs import output_of
 from brim.jobs.worker.joblog import log_file, read_log
 from brim.jobs.worker.process import urls
 from brim.service.settings import Settings
+from waiting import PATIENCE_S, promised
 
 pytestmark = pytest.mark.slow
 
@@ -47,7 +48,7 @@ def test_a_job_runs_to_its_end_and_is_listed(make_desk, database):
     assert (job.current, job.total, job.attempts, job.worker) == (60, 60, 1, None)
     made = desk.catalogue.datasets.get(job.output_id)
     assert (made.state, made.items) == ("ready", 60)
-    assert desk.wait(lambda: desk.queue.states([job_id])[job_id].status == "SUCCESS", 10, job_id)
+    assert desk.wait(lambda: desk.queue.states([job_id])[job_id].status == "SUCCESS", PATIENCE_S, job_id)
     assert desk.catalogue.devices.all()[0].info["device"] == "cpu"
 
 
@@ -78,7 +79,7 @@ def test_a_stop_acts_within_five_seconds_and_resume_goes_on(make_desk, database,
     desk.stop(job_id, wanted)
     stopped = desk.until(job_id, {"cancel": "cancelled", "pause": "paused"}[wanted])
 
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < promised(5)
     kept = desk.catalogue.datasets.get(stopped.output_id)
     assert (kept.state, kept.items) == ("partial", desk.items(job_id))
     assert (stopped.finished_at is None) == (wanted == "pause")
@@ -98,8 +99,8 @@ def test_a_kind_that_ignores_stop_is_killed_and_the_job_is_cancelled(make_desk):
     desk.stop(job_id)
     job = desk.until(job_id, "cancelled")
 
-    assert time.monotonic() - began < 6
-    assert first.wait(1) == -signal.SIGKILL
+    assert time.monotonic() - began < promised(6)
+    assert first.wait(60) == -signal.SIGKILL
     assert desk.catalogue.datasets.get(job.output_id).state == "partial"
     other = desk.submit(items=5)  # the next worker takes the next job
     assert desk.until(other, "completed").attempts == 1
@@ -116,7 +117,7 @@ def test_a_failure_is_told_without_paths_and_resume_begins_anew(make_desk, datab
     lines, _ = read_log(log_file(desk.data, job_id))
     assert any(line["level"] == "error" and "item 10 cannot be made" in line["text"] for line in lines)
     assert str(desk.data) not in json.dumps(lines)
-    assert desk.wait(lambda: desk.queue.states([job_id])[job_id].status == "ERROR", 10, job_id)
+    assert desk.wait(lambda: desk.queue.states([job_id])[job_id].status == "ERROR", PATIENCE_S, job_id)
     (desk.data / job.out / "mended").touch()
     desk.resume(job_id)
     mended = desk.until(job_id, "completed")
@@ -133,7 +134,7 @@ def test_an_unforeseen_failure_says_so_and_leaves_its_traceback_in_the_log(make_
     text = "\n".join(line["text"] for line in read_log(log_file(desk.data, job_id))[0])
     assert "Traceback" in text
     assert "/" not in text.partition("Traceback")[2].replace("job's", "").replace("(path)", "")
-    assert desk.wait(lambda: desk.queue.states([job_id])[job_id].status == "ERROR", 10, job_id)
+    assert desk.wait(lambda: desk.queue.states([job_id])[job_id].status == "ERROR", PATIENCE_S, job_id)
     other = desk.submit(items=5)
     assert desk.until(other, "completed").attempts == 1
     pids = {desk.marks(each)[0].split()[2] for each in (job_id, other)}
@@ -198,8 +199,8 @@ def test_sigterm_stops_at_the_next_item_and_the_next_worker_goes_on(make_desk, d
     began = time.monotonic()
     desk.workers["w0"].terminate()
 
-    assert desk.workers["w0"].wait(10) == 0
-    assert time.monotonic() - began < 5
+    assert desk.workers["w0"].wait(60) == 0
+    assert time.monotonic() - began < promised(5)
     assert desk.marks(job_id)[-1].startswith("stop")
     assert desk.job(job_id).status == "running"
     assert desk.queue.states([job_id])[job_id].status == "PENDING"
@@ -300,7 +301,7 @@ def test_kills_stops_and_resumes_at_random_leave_both_databases_of_one_mind(make
             desk.resume(job_id)
         time.sleep(rng.uniform(0, 0.6))
     for job_id in ids:
-        settled = desk.wait(partial(settled_job, desk, job_id), 30, job_id)
+        settled = desk.wait(partial(settled_job, desk, job_id), PATIENCE_S, job_id)
         if settled.status in ("cancelled", "paused"):
             desk.resume(job_id)
     jobs = [desk.until(job_id, "completed", "failed") for job_id in ids]
@@ -311,7 +312,7 @@ def test_kills_stops_and_resumes_at_random_leave_both_databases_of_one_mind(make
         assert "overlap" not in words
         assert desk.items(job.id) == 250
         assert job.attempts >= words.count("open")  # one may be killed before it begins to count
-    assert desk.wait(lambda: not desk.queue.active(), 10, ids[0])
+    assert desk.wait(lambda: not desk.queue.active(), PATIENCE_S, ids[0])
     assert {state.status for state in desk.queue.states(ids).values()} == {"SUCCESS"}
 
 

@@ -26,6 +26,7 @@ from brim.segmentation.scenes import make_cells, write_cells
 from brim.segmentation.training import evaluation, pair_files, split, train, windows
 from brim.segmentation.training.crops import COUNTED, FOREGROUND, Cutting, cut
 from brim.segmentation.training.objective import PixelCounts, item_losses, settle_norms, step_bytes
+from waiting import promised
 
 
 class Pooled(nn.Module):
@@ -91,7 +92,7 @@ def test_a_network_trained_within_a_minute_segments_images_it_never_saw(tmp_path
 
     report = train(tmp_path / "images", tmp_path / "masks", config, tmp_path / "run", device="cpu")
 
-    assert time.perf_counter() - began_s < 60
+    assert time.perf_counter() - began_s < promised(60)
     assert report.iou > 0.8
     module = create_model("unet_tiny")
     load_weights(module, tmp_path / "run")
@@ -211,7 +212,7 @@ def test_a_killed_run_ends_with_the_same_bits(cells, tmp_path):
     out = tmp_path / "killed"
     code = KILLED.format(tests=str(Path(__file__).parent), cells=str(cells), out=str(out))
     child = subprocess.Popen([sys.executable, "-c", code])
-    deadline_s = time.monotonic() + 50
+    deadline_s = time.monotonic() + 120
     while not (out / "train/last").is_dir():
         assert child.poll() is None, "the run ended before it was killed"
         assert time.monotonic() < deadline_s

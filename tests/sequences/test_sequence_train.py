@@ -399,7 +399,7 @@ def test_a_killed_run_ends_with_the_same_bits(runs, corpus, tmp_path, mode, sign
     slow = {"device": "cpu", "stop": lambda: time.sleep(0.05)}
     child = multiprocessing.get_context("fork").Process(target=train, args=(corpus, out, config), kwargs=slow)
     child.start()
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 120
     while not (out / sign).exists():
         assert child.exitcode is None, "the run ended before it was killed"
         assert time.monotonic() < deadline

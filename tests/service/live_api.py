@@ -78,7 +78,7 @@ class Api:
         self._server = make_server(guard(self.api), self.api.state.context.hub.close, self.settings)
         self._thread = threading.Thread(target=self._server.run, kwargs={"sockets": [listening]}, daemon=True)
         self._thread.start()
-        until_s = time.monotonic() + 20
+        until_s = time.monotonic() + 60
         while not self._server.started:
             assert time.monotonic() < until_s, "the server did not start"
             time.sleep(0.01)

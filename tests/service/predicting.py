@@ -78,7 +78,7 @@ async def ask(
     return await predictions.request(MODEL, data, deadline_s=time.monotonic() + within_s, options=options)
 
 
-async def wait_for(condition: Any, seconds: float = 20.0) -> None:
+async def wait_for(condition: Any, seconds: float = 60.0) -> None:
     """Until it holds; it may be something to await."""
     end = time.monotonic() + seconds
     while True:

@@ -27,7 +27,7 @@ def strict(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Api]:
 
 
 def connect(api: Api, sent: bytes) -> socket.socket:
-    made = socket.create_connection(("127.0.0.1", api.port), timeout=10)
+    made = socket.create_connection(("127.0.0.1", api.port), timeout=60)
     made.sendall(sent)
     return made
 
@@ -95,7 +95,7 @@ def test_as_many_files_may_be_open_as_the_system_allows():
 
 
 def test_a_connection_is_used_for_many_requests(shared):
-    kept = http.client.HTTPConnection("127.0.0.1", shared.port, timeout=10)
+    kept = http.client.HTTPConnection("127.0.0.1", shared.port, timeout=60)
     for _ in range(20):
         kept.request("GET", "/health")
         assert kept.getresponse().read() == b'{"status":"ok"}'
@@ -181,7 +181,7 @@ def test_nothing_of_a_closed_connection_waits_for_the_garbage_collector(strict, 
         one.shutdown(socket.SHUT_WR)
         read_all(one)
 
-    assert wait_until(lambda: not made, 10)
+    assert wait_until(lambda: not made, 60)
 
 
 def wait_until(is_so: Callable[[], bool], seconds: float) -> bool:

@@ -182,7 +182,7 @@ def test_a_chunked_body_above_the_limit_is_refused(tmp_path):
     head = _request("POST", "/upload", "Transfer-Encoding: chunked\r\n")
     with running(tmp_path / "data", dashboard=True, max_body_bytes=1000, max_predict_bytes=1000) as api:
         toy = Toy(api.settings.dashboard_socket)
-        with socket.create_connection(("127.0.0.1", api.port), timeout=20) as made:
+        with socket.create_connection(("127.0.0.1", api.port), timeout=60) as made:
             made.sendall(head + b"400\r\n" + bytes(1024) + b"\r\n400\r\n" + bytes(1024) + b"\r\n")
             answer = made.recv(4096)
         toy.end()

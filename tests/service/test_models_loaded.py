@@ -63,7 +63,7 @@ class Factory:
         key = (wanted.name, wanted.version)
         self.made.append(key)
         if key in self.gates:
-            assert self.gates[key].wait(10)
+            assert self.gates[key].wait(60)
         if key in self.failures:
             raise self.failures[key]
         toy = Toy(wanted.version, self.bytes.get(wanted.name, 100 * MIB))

@@ -12,6 +12,8 @@ from test_events_api import complete, running, stream, tell
 sys.path.insert(0, str(Path(__file__).parents[1] / "jobs"))
 from postgres import Postgres, find_binaries
 
+from waiting import promised
+
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Postgres]:
@@ -60,10 +62,10 @@ def test_an_outage_is_said_so_and_ends(api, server):
                 assert answer.status == 503
                 assert "retry-after" in answer.headers
             assert (api.get("/ready").status, api.get("/health").status) == (503, 200)
-            assert time.monotonic() - began_s < 15
+            assert time.monotonic() - began_s < promised(15)
         finally:
             server.start()
-        until_s = time.monotonic() + 20
+        until_s = time.monotonic() + 60
         while api.get(JOBS).status != 200:
             assert time.monotonic() < until_s
             time.sleep(0.2)

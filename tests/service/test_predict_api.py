@@ -26,7 +26,7 @@ from brim.errors import CheckpointError, OutOfMemory, Unavailable
 from brim.segmentation import create_model
 from brim.segmentation.networks import save_weights
 from brim.service.prediction import request as predicting
-from waiting import until
+from waiting import promised, until
 
 BOUNDARY = "a-boundary"
 FORM = {"Content-Type": f"multipart/form-data; boundary={BOUNDARY}"}
@@ -244,7 +244,7 @@ def test_a_file_above_the_limit_is_refused_by_what_it_says_or_brings(api_with):
 
 def test_a_chunked_body_is_limited_too(api_with):
     with api_with(max_predict_bytes=100_000) as api:
-        connection = http.client.HTTPConnection("127.0.0.1", api.port, timeout=30)
+        connection = http.client.HTTPConnection("127.0.0.1", api.port, timeout=60)
         headers = {**FORM, "Authorization": f"Bearer {TOKEN}"}
         connection.request("POST", "/api/segment", iter([form([("file", "a", bytes(50_000))])] * 9), headers)
         assert connection.getresponse().status in (400, 413, 422)
@@ -275,7 +275,7 @@ def test_no_predictor_is_503_by_the_deadline(tmp_path, weights):
         began_s = time.monotonic()
         answer = segment(api, FILE, Brim_Deadline_Ms="500")
         assert answer.status == 503
-        assert time.monotonic() - began_s < 3
+        assert time.monotonic() - began_s < promised(3)
         assert int(answer.headers["retry-after"]) >= 1
         assert api.get("/api/models").json["models"][0]["state"] == "cold"
     api.queue.close()
@@ -287,7 +287,7 @@ def test_no_predictor_is_503_by_the_deadline(tmp_path, weights):
 
 def begin(api: Api, declared: int, sent: int) -> socket.socket:
     """A request for a prediction of whose body only the first bytes are sent."""
-    sock = socket.create_connection(("127.0.0.1", api.port), timeout=10)
+    sock = socket.create_connection(("127.0.0.1", api.port), timeout=60)
     head = f"POST /api/segment HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {TOKEN}\r\n"
     head += f"Content-Type: {FORM['Content-Type']}\r\nContent-Length: {declared}\r\n\r\n"
     sock.sendall(head.encode() + form([("file", "a.png", bytes(sent))])[:sent])
@@ -369,7 +369,7 @@ def test_a_refusal_before_the_body_reaches_a_client_that_waits_for_our_word(api_
     with api_with() as api:
         segment(api, FILE)
         api.predictions.wait_s = 99.0
-        with socket.create_connection(("127.0.0.1", api.port), timeout=5) as sock:
+        with socket.create_connection(("127.0.0.1", api.port), timeout=60) as sock:
             head = f"POST /api/segment HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {TOKEN}\r\n"
             head += f"Content-Type: {FORM['Content-Type']}\r\nContent-Length: 50000000\r\nExpect: 100-continue\r\n\r\n"
             sock.sendall(head.encode())
@@ -499,7 +499,7 @@ def test_a_body_that_drips_is_given_up_at_its_deadline(api_with):
         at = 10
         slow.settimeout(0.1)
         said = b""
-        while not said and time.monotonic() - began_s < 10:
+        while not said and time.monotonic() - began_s < 60:
             slow.sendall(body[at : at + 1])
             at += 1
             try:
@@ -509,7 +509,7 @@ def test_a_body_that_drips_is_given_up_at_its_deadline(api_with):
         slow.close()
 
         assert said.startswith(b"HTTP/1.1 503")
-        assert 0.9 < time.monotonic() - began_s < 3
+        assert 0.9 < time.monotonic() - began_s < promised(3)
 
 
 def test_a_silent_client_is_at_fault_itself_also_where_its_deadline_passes(api_with):
@@ -578,7 +578,7 @@ def test_what_the_command_line_changes_is_seen_by_a_running_service(api_with, we
         assert main(["models", "add", "more", str(other), *argv]) == 0
         assert segment(api, FILE, ("model", None, b"more")).status == 200  # at once: it was asked for by name
         answer = segment(api, FILE)
-        until_s = time.monotonic() + 2
+        until_s = time.monotonic() + 60
         while answer.status == 200 and time.monotonic() < until_s:
             answer = segment(api, FILE)
         assert (answer.status, answer.json["field"]) == (422, "model")

@@ -103,4 +103,4 @@ def test_without_the_prepared_process_it_is_started_anew_and_that_comes_back(pre
     until(lambda: not process.is_starting())
     until(lambda: steps(made) or facts(tmp_path / "notes"))
     made.kill()
-    made.wait(5)
+    made.wait(60)

@@ -215,7 +215,7 @@ def test_a_child_that_ends_at_once_waits_longer_each_time(notes):
             starts.append(now)
             os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
         now += 0.25
-    child.wait(5.0)
+    child.wait(60)
     os.close(reading), os.close(writing)
 
     waits = [round(late - early, 1) for early, late in itertools.pairwise(starts)]
@@ -299,7 +299,7 @@ import time; time.sleep(600)
     other.wait()
     other.stdout.close()
 
-    assert lock.wait(5.0).take() is False  # held by this process now, through another descriptor
+    assert lock.wait(60).take() is False  # held by this process now, through another descriptor
     lock.release()
 
 
