@@ -130,6 +130,7 @@ def test_a_stopped_predictor_is_killed_and_its_requests_answered(own, monkeypatc
     asyncio.run(run(own(predict_hang_s=1.0)))
 
 
+@pytest.mark.alone
 def test_a_predictor_asked_to_end_gives_the_answers_under_way_and_the_next_one_the_others(own):
     async def run(predicting: Predicting) -> None:
         async with client(predicting) as predictions:
