@@ -254,7 +254,7 @@ def test_two_predictors_share_what_arrives_at_once(own):
 def test_a_predictor_ends_with_its_supervisor(tmp_path):
     code = f"""
 import sys, time
-sys.path.insert(0, {str(Path(__file__).parent)!r})
+sys.path[:0] = {[str(folder) for folder in Path(__file__).parents[:2]]!r}
 from pathlib import Path
 from predicting import Predicting
 with Predicting(Path({str(tmp_path)!r})) as made:

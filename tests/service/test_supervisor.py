@@ -259,7 +259,7 @@ def test_a_worker_that_will_not_end_is_killed(running, notes, monkeypatch):
 def test_a_killed_supervisor_takes_its_children_along(notes):
     code = f"""
 import sys, threading
-sys.path.insert(0, {str(Path(__file__).parent)!r})
+sys.path[:0] = {[str(folder) for folder in Path(__file__).parents[:2]]!r}
 from pathlib import Path
 from test_supervisor import BEATING, program
 from brim.service.run.supervisor import Programs, Supervisor
