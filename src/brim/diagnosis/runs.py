@@ -1,9 +1,10 @@
 """Watches a command, then measures what would help it: each remedy in a short run of its own, within a given time."""
 
+import os
 import shutil
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,6 @@ from brim.diagnosis.answer import Diagnosis, Tried, diagnose, loss_changed, meas
 from brim.diagnosis.config import WhyConfig
 from brim.diagnosis.hook.brim_probe.changes import HELD_BATCHES
 from brim.diagnosis.processes import Run, run
-from brim.diagnosis.remedies import Remedy, remedies
 from brim.errors import ConfigError, printable
 
 WATCH, CEILING = 0.2, 0.1  # shares of the time
@@ -22,6 +22,75 @@ START_S = 30.0  # and twice the time of the answer: how long a script may take t
 FEW_STEPS = 2
 RESIDENT_STEPS = 2 * HELD_BATCHES  # whose losses are compared: later steps see the same rows again and again
 LINES = 12  # of the script's output that are repeated
+
+
+# Remedies
+
+
+@dataclass(frozen=True, slots=True)
+class Remedy:
+    """A change to the script, as its probe knows it and as a reader does."""
+
+    change: str
+    value: Any
+    words: str
+    compares_loss: bool = True
+    impossible: str = ""  # why it is not tried
+
+
+def remedies(answer: Diagnosis, result: Mapping[str, Any], tries: Sequence[str] | None) -> list[Remedy]:
+    """The changes to measure, the most promising first."""
+    on_gpu = (result.get("device") or {}).get("type") == "cuda"
+    groups = {
+        "data": _data(answer, result, on_gpu),
+        "batch": [_batch(answer, factor) for factor in (2, 4)],
+        "precision": [Remedy("bf16", None, "bf16"), Remedy("channels_last", None, "channels_last")],
+        "compile": [Remedy("compile", "reduce-overhead" if on_gpu else None, "torch.compile")],
+    }
+    if tries is not None:
+        return [remedy for name in tries for remedy in groups[name]]
+    chosen = {
+        "data": ["data"],
+        "copy": ["data"],
+        "launch": ["batch", "compile"],
+        "compute": ["precision", "compile"],
+    }
+    return [remedy for name in chosen.get(answer.limit or "", []) for remedy in groups[name] if not remedy.impossible]
+
+
+def _data(answer: Diagnosis, result: Mapping[str, Any], on_gpu: bool) -> list[Remedy]:
+    loader, cores = answer.loader, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    why = "" if loader else "the script has no DataLoader"
+    num = max(2, cores or 1)
+    workers = Remedy("workers", num, f"num_workers={num}", impossible=why)
+    if loader and loader["iterable"]:
+        workers = Remedy("workers", num, workers.words, impossible="workers of an IterableDataset may repeat its rows")
+    elif loader and loader["num_workers"] >= num:
+        workers = Remedy("prefetch", 8, "prefetch_factor=8, persistent_workers=True")
+    changes = [workers, Remedy("resident", None, _resident_words(answer, result, on_gpu), impossible=why)]
+    if on_gpu and loader and not loader["pin_memory"]:
+        changes.insert(1, Remedy("pinned", True, "pin_memory=True"))
+    return changes
+
+
+def _resident_words(answer: Diagnosis, result: Mapping[str, Any], on_gpu: bool) -> str:
+    """With the size of the whole dataset, where its length is known."""
+    loader, place = answer.loader or {}, "VRAM" if on_gpu else "memory"
+    if not loader.get("rows") or not loader.get("row_bytes"):
+        return f"data in {place} (brim.Resident)"
+    total = (result.get("device") or {}).get("memory")
+    of = f" of {total / 1e9:.3g}" if total else ""
+    return f"data in {place} with brim.Resident ({loader['rows'] * loader['row_bytes'] / 1e9:.3g}{of} GB)"
+
+
+def _batch(answer: Diagnosis, factor: int) -> Remedy:
+    loader = answer.loader
+    size = f" ({loader['largest'] * factor})" if loader else ""
+    why = "" if loader else "the script has no DataLoader"
+    return Remedy("batch", factor, f"batch size × {factor}{size}", compares_loss=False, impossible=why)
+
+
+# Runs
 
 
 @dataclass(slots=True)

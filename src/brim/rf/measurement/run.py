@@ -139,7 +139,7 @@ def _measure(
                 [receivers[n] for n in timed], [rough[n] for n in timed], [spectra[n] for n in timed], transmission,
                 band, start_s, seconds, workers, device, progress,
             )  # fmt: skip
-            delays = {(timed[i], timed[j]): delay for (i, j), delay in _delays(sums, len(timed), band).items()}
+            delays = {(timed[i], timed[j]): delay for (i, j), delay in _delays(sums, len(timed), band, workers).items()}
     return make_measurement(
         receivers, spectra, transmission, band, rough, delays, left_out, start_s, seconds, kept.index(reference)
     )
@@ -310,7 +310,7 @@ def _cross_spectra(
         if number + 1 == max(1, len(parts) // 8) and len(adders) > 1:  # enough to know which signals are worth the rest
             best = {
                 (one.kind, one.chunk_s)
-                for one in _delays([one.sums() for one in adders], len(receivers), band).values()
+                for one in _delays([one.sums() for one in adders], len(receivers), band, workers).values()
             }
             adders = [one for one in adders if (one.kind, one.chunk_s) in best] or adders
         if progress is not None:
@@ -326,18 +326,17 @@ def _beside(work: Callable[[_T], None], items: Sequence[_T], workers: CoreThread
         one.result()
 
 
-def _delays(sums: list[CrossSums], num: int, band: Band) -> dict[tuple[int, int], Delay]:
+def _delays(sums: list[CrossSums], num: int, band: Band, workers: CoreThreads) -> dict[tuple[int, int], Delay]:
     """The best delay of every pair by its own standard deviation."""
-    out = {}
     reach = 4 / band.width_hz
-    for pair, (i, j) in enumerate(pairs_of(num)):
-        fits = [fit_delay(one, pair, i, j, reach) for one in sums if len(one.seconds)]
-        known = [one for one in fits if one is not None]
-        if not known:
-            continue
 
-        def merit(one: Delay) -> float:
-            return one.plain_s * (1 if one.kind == "complex" else COMPLEX_PREFERRED)
+    def merit(one: Delay) -> float:
+        return one.plain_s * (1 if one.kind == "complex" else COMPLEX_PREFERRED)
 
-        out[i, j] = min(known, key=merit)
-    return out
+    def best(pair: int) -> Delay | None:
+        fits = [fit_delay(one, pair, *pairs[pair], reach) for one in sums if len(one.seconds)]
+        return min((one for one in fits if one is not None), key=merit, default=None)
+
+    pairs = pairs_of(num)
+    known = zip(pairs, workers.map(best, range(len(pairs))), strict=True)
+    return {pair: delay for pair, delay in known if delay is not None}

@@ -3,6 +3,7 @@
 Axes: B sequences of a batch, T frames, D channels, F features, H heads, K outputs, E embedding.
 """
 
+import math
 from collections.abc import Collection, Mapping, Sequence
 from typing import Literal, Self
 
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from brim.engine.device import CoreThreads
 from brim.errors import ConfigError
-from brim.sequences.model import Network
+from brim.sequences.model import Classifier, Committee, Network
 from brim.sequences.rocket.hydra import Hydra
 from brim.sequences.rocket.kernels import Floats, MiniRocket
 from brim.sequences.rocket.summary import num_statistics, summary
@@ -210,3 +211,34 @@ def as_frames(sequence: Floats | Tensor, dim: int | None = None) -> Floats:
         at = int(np.flatnonzero(~np.isfinite(frames).all(1))[0])
         raise ConfigError(f"frame {at} of a sequence holds NaN or Inf; remove or interpolate such frames")
     return frames
+
+
+class RocketBlend(Network):
+    """The average of rocket's and a network's probabilities, or numbers."""
+
+    def __init__(self, rocket: Rocket, network: Classifier | Committee, share: float) -> None:
+        """share, between 0 and 1, is the weight of the network."""
+        super().__init__()
+        self.rocket, self.network, self.share = rocket, network, min(max(share, 1e-6), 1 - 1e-6)
+        self.is_regression = rocket.is_regression
+
+    @property
+    def dim(self) -> int:
+        return self.rocket.dim
+
+    def forward(self, frames: Tensor, length: Tensor) -> Tensor:
+        """Log probabilities, (B, K), or numbers, (B, 1)."""
+        return self.outputs_of(frames, length)[1]
+
+    def outputs_of(self, frames: Tensor, length: Tensor) -> tuple[Tensor, Tensor]:
+        """Both embeddings side by side, and log probabilities or numbers."""
+        ours, logits = self.rocket.outputs_of(frames, length)
+        theirs, others = self.network.outputs_of(frames, length)
+        embedding = torch.cat([ours, theirs.float()], 1)
+        if self.is_regression:
+            return embedding, torch.lerp(logits, others.float(), self.share)
+        parts = [
+            logits.log_softmax(-1) + math.log(1 - self.share),
+            others.float().log_softmax(-1) + math.log(self.share),
+        ]
+        return embedding, torch.stack(parts).logsumexp(0)
