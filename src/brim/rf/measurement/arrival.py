@@ -179,8 +179,9 @@ def _correlation(values: C128, frequency: F64, first_s: float, step_s: float, nu
 
     The phase of lag RUN·k + j is the product of two, which saves most of the exponentials.
     """
-    coarse = _turned(frequency, first_s + RUN * step_s * np.arange(-(-num // RUN))[:, None]) * values
-    fine = _turned(frequency, step_s * np.arange(RUN)[:, None])
+    runs, within = (np.arange(count, dtype=np.float64)[:, None] for count in (-(-num // RUN), RUN))
+    coarse = _turned(frequency, first_s + RUN * step_s * runs) * values
+    fine = _turned(frequency, step_s * within)
     return np.asarray(np.einsum("ak,bk->ab", coarse, fine).reshape(-1)[:num])
 
 
