@@ -32,6 +32,8 @@ class Handler(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(body)
 
+    do_DELETE = do_PATCH = do_GET
+
     def log_message(self, *_: object) -> None: ...
 
 
@@ -73,6 +75,19 @@ def test_pages_of_two_people_share_no_answer(service):
         return [one["asked"] for one in found]
 
     assert asyncio.run(run()) == [1, 2, 1]
+
+
+@pytest.mark.parametrize("change", ["delete", "patch"])
+def test_an_answer_from_before_a_change_is_not_shown_after_it(service, change):
+    async def run() -> list[int]:
+        api = api_of(service)
+        before = await api.seen("/x", fresh_s=3600.0)
+        await (api.delete("/x/1") if change == "delete" else api.patch("/x/1", {}))
+        found = [before, await api.seen("/x", fresh_s=3600.0)]
+        await api.close()
+        return [one["asked"] for one in found]
+
+    assert asyncio.run(run()) == [1, 3]
 
 
 def test_a_refusal_is_asked_again_soon_and_an_answer_is_kept(service, monkeypatch):

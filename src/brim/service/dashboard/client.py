@@ -74,10 +74,13 @@ class Api:
         return await self._ask("POST", path, json=body or {})
 
     async def patch(self, path: str, body: JsonValue) -> JsonValue:
-        return await self._ask("PATCH", path, json=body)
+        answer = await self._ask("PATCH", path, json=body)
+        self._kept.clear()
+        return answer
 
     async def delete(self, path: str) -> None:
         await self._ask("DELETE", path)
+        self._kept.clear()  # or a list would still show what is gone
 
     async def close(self) -> None:
         await self._http.aclose()
