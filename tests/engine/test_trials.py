@@ -13,6 +13,7 @@ from brim.engine.device.memory import INJECT_VARIABLE, inject_oom
 from brim.engine.tuning.prober import ProbeConfig, Prober, budget_bytes, tune
 from brim.engine.tuning.trials import Trial, merge
 from brim.errors import ConfigError, OutOfMemory
+from waiting import promised
 
 CPU = torch.device("cpu")
 QUICK = ProbeConfig(block_s=0.01, settle_s=0.0)
@@ -134,7 +135,7 @@ def test_a_real_step_is_tuned_on_the_cpu_and_never_slower_than_batch_1():
     single = merge([trial for trial in found.trials if trial.batch == 1])
     assert found.chosen.throughput >= 0.8 * single.throughput  # others may use the machine meanwhile
     assert found.batch <= found.max_safe <= 64
-    assert found.seconds < 8
+    assert found.seconds < promised(8)
     assert heard == found.trials
 
 
