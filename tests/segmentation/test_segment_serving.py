@@ -392,8 +392,8 @@ def test_images_of_every_kind_are_read(servable):
         assert servable.inspect(payload).key == servable.decode(payload).key
 
 
-def test_the_default_model_serves_instances_without_tuning():
-    servable = SegmentServable("cells", default_weights(), torch.device("cpu"), tile=128)
+def test_a_cpu_serves_one_large_image_at_a_time_without_tuning():
+    servable = SegmentServable("cells", default_weights(), torch.device("cpu"))
     rows, columns = np.mgrid[:120, :100]
     spots = sum(
         np.exp(-((rows - y) ** 2 + (columns - x) ** 2) / 60.0) for y, x in ((30, 30), (30, 70), (80, 30), (85, 75))

@@ -450,7 +450,6 @@ class Tiny(nn.Module):
 
 def test_a_registered_network_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(REGISTERED, "tiny", Tiny)
-    monkeypatch.setattr("brim.segmentation.prediction.serving.QUICK_SECONDS", 0.3)
     save_weights(Tiny(), tmp_path / "tiny.safetensors", {})
     models = Models("cpu", share=0.5, batch_sizes=tmp_path / "batch_sizes.json")
     models.see(registered("cells", network="tiny", path=str(tmp_path / "tiny.safetensors")))
@@ -463,7 +462,6 @@ def test_a_registered_network_answers(tmp_path: Path, monkeypatch: pytest.Monkey
     assert isinstance(answer, Answer)
     assert answer.facts["polygons"] > 0
     assert servable.inspect(Payload(data, "a.png")).expected_s
-    assert (tmp_path / "batch_sizes.json").is_file()
     del servable, item
     models.close()
     gc.collect()

@@ -23,7 +23,7 @@ from torch import Tensor
 from brim.engine.batching import Answer, DecodedRequest, Payload, RequestShape
 from brim.engine.batching.warm_up import ladder
 from brim.errors import ImageError, OutOfMemory, TooLarge
-from brim.segmentation.config import DEFAULT_NETWORK, DEFAULT_TILE, QUICK_SECONDS, PredictConfig, RequestConfig
+from brim.segmentation.config import DEFAULT_TILE, QUICK_SECONDS, PredictConfig, RequestConfig
 from brim.segmentation.images import image_size
 from brim.segmentation.images.reading import read_image
 from brim.segmentation.images.writing import encoded
@@ -46,6 +46,7 @@ from brim.segmentation.prediction.stream import DECODED_BYTES, PredictRun, predi
 from brim.segmentation.tuning import KnownSizes
 
 _UNTUNED = {"cuda": 32, "cpu": 4}  # largest batch tried if the network is not tuned
+_LARGE_TILE = 512
 _MOST = 256  # patches of a batch of small images
 _GRAPHS = 64  # sizes × shapes that stay captured; they share the memory of the largest
 _RUNS = 16  # combinations of threshold, detect_holes, min_area and diameter whose state is kept
@@ -91,7 +92,7 @@ class SegmentServable:
         tile: int = DEFAULT_TILE,
         images: ImageReader | None = None,
     ) -> None:
-        """Load the network; tune it for some seconds if no batch size of it is known on this device.
+        """Load the network; tune it for some seconds if no batch size is known on this device and it takes several.
 
         network      a name, or the file it comes from as the catalogue names it
         lock         held while the device is used
@@ -108,8 +109,8 @@ class SegmentServable:
         module = load_model(network, weights)
         known = KnownSizes(device, batch_sizes, "auto", QUICK_SECONDS)
         entry = known.find(network)
-        # a CPU is as fast with one image at a time, and the first user of the default model waits for it
-        one_at_a_time = device.type == "cpu" and network == DEFAULT_NETWORK
+        # a CPU is as fast with one large image at a time, and the first user of a model waits for its tuning
+        one_at_a_time = device.type == "cpu" and self._tile >= _LARGE_TILE
         if entry is None and may_tune and not one_at_a_time:
             entry = known.find_or_tune(network, self._tile, lambda _: module)
         self._traits = traits_of(weights)
