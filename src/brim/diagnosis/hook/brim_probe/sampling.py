@@ -14,7 +14,7 @@ from .watching import is_library
 EVERY_S = 0.012
 SHARE = 0.006  # of the time in which this thread computes, at most: a sample costs 0.1 ms, and the training's turn
 WRITE_S = 0.5
-QUICK_S = 2e-4  # in which this thread gets its turn
+QUICK_S = 1e-5  # after which this thread asks for its turn; a lock that is released meanwhile begins the wait anew
 LOGGING = {"logging", "loggers", "tqdm", "tensorboard", "wandb", "mlflow"}  # packages and modules
 FILES, WRITING = (
     {"csv", "json", "pickle", "shutil", "npyio", "npyio_impl", "safetensors"},
