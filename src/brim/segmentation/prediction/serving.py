@@ -46,7 +46,7 @@ from brim.segmentation.prediction.stream import DECODED_BYTES, PredictRun, predi
 from brim.segmentation.tuning import KnownSizes
 
 _UNTUNED = {"cuda": 32, "cpu": 4}  # largest batch tried if the network is not tuned
-_LARGE_TILE = 512
+_LARGE_TILE = 512  # pixels
 _MOST = 256  # patches of a batch of small images
 _GRAPHS = 64  # sizes × shapes that stay captured; they share the memory of the largest
 _RUNS = 16  # combinations of threshold, detect_holes, min_area and diameter whose state is kept
@@ -109,7 +109,7 @@ class SegmentServable:
         module = load_model(network, weights)
         known = KnownSizes(device, batch_sizes, "auto", QUICK_SECONDS)
         entry = known.find(network)
-        # a CPU is as fast with one large image at a time, and the first user of a model waits for its tuning
+        # on two cores hrnet and unet_tiny are no faster with several large images at a time, and the first user waits
         one_at_a_time = device.type == "cpu" and self._tile >= _LARGE_TILE
         if entry is None and may_tune and not one_at_a_time:
             entry = known.find_or_tune(network, self._tile, lambda _: module)
