@@ -4,8 +4,10 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 DEMO_OUT ?= demo-output
+# each of the many processes of a test would compile all of brim anew
+unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup demo test pytest soak model lint types check docs bench clean
+.PHONY: setup demo test pytest test-all gpu soak model lint types check docs bench clean
 
 setup: $(STAMP)
 
@@ -29,21 +31,29 @@ types: setup
 
 check: lint types
 
-# Types are checked beside the tests. Four tests at a time on two cores, as many wait for other processes; those that
-# promise a time come last, alone.
+# Types are checked beside the tests; four tests at a time on two cores, as many wait for other processes. Long files leave
+# one smoke test here. At the end: what was skipped, and why.
 test: lint
 	$(MAKE) --no-print-directory -j 2 types pytest
-	$(BIN)/python -m pytest -m alone --durations 20 $$(grep -rl mark.alone tests --include 'test_*.py')
 
 pytest: setup
-	$(BIN)/python -m pytest -n 4 -m "not alone" --durations 40
+	$(BIN)/python -m pytest -n 4 -m "not gpu and (smoke or not long)" --durations 20
 
-# the long half of tests/faults; a million damaged inputs; then a service under jobs, predictions, uploads and up to 1 000
-# kills, half of them on each database: hours. Its table is in soak/
+# before a release, and after touching jobs, cluster or storage: make test, the rest of the long files, the tests of the
+# GPU where there is one
+test-all: test
+	$(BIN)/python -m pytest -n 4 -m "long and not smoke" --durations 20
+	if nvidia-smi --list-gpus >/dev/null 2>&1; then $(MAKE) --no-print-directory gpu; fi
+
+# needs an NVIDIA GPU
+gpu: setup
+	$(BIN)/python -m pytest -m gpu --durations 20
+
+# a million damaged inputs; then a service under jobs, predictions, uploads and up to 1 000 kills, half of them on each
+# database: hours. Its table is in soak/
 SOAK_KILLS ?= 1000
 SOAK_MINUTES ?= 240
 soak: setup
-	BRIM_SOAK=1 $(BIN)/python -m pytest tests/faults tests/cluster tests/jobs/test_worker_rf.py tests/rf tests/diagnosis tests/service/test_openapi.py
 	BRIM_FUZZ_INPUTS=1000000 BRIM_FUZZ_SEED=$$(date +%Y%m%d) $(BIN)/python -m pytest tests/fuzz
 	$(BIN)/python tests/faults/soak.py --kills $(SOAK_KILLS) --minutes $(SOAK_MINUTES) --out soak
 

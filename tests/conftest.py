@@ -1,9 +1,8 @@
 """Before anything imports torch: waiting threads soon sleep, as on the command line, and Ctrl-C is delivered.
 
-No test may fail and pass. The few that depend on what else the machine is doing are named in RETRIED, each with its
-reason; those that promise a time are marked `alone`, and `make test` runs them when nothing else does. With `-n`, a
-file's tests stay in one process, as they share what is expensive to make; files that take longest start first, so that
-processes finish at about the same time.
+`make test` leaves out what is marked `long`, but for its smoke tests, and what needs a GPU; `make test-all` runs
+everything. No test is tried twice. With `-n`, a file's tests stay in one process, as they share what is expensive to
+make; files that take longest start first, so that processes finish at about the same time.
 """
 
 import gc
@@ -11,7 +10,8 @@ import os
 import shutil
 import signal
 import tempfile
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,23 +25,11 @@ os.environ["XDG_CACHE_HOME"] = CACHE = tempfile.mkdtemp(prefix="brim-tests-cache
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell's background job; what tests start would inherit it
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# file::test → why a second try is allowed even to one that runs alone; at most ten
-RETRIED = {
-    "test_fault_load.py::test_a_hundred_jobs_by_ten_clients_and_quick_lists_and_cancels_meanwhile": "p95 of answers",
-    "test_prediction_deaths.py::test_two_predictors_share_what_arrives_at_once": "which of two processes is idle first",
-    "test_trials.py::test_peak_memory_is_that_of_the_trial_alone": "when the allocator returns what others freed",
-}
-
-
-# Files that take longest, in seconds on two quiet cores, from a minute on; some mostly wait.
-LONG = {
-    "test_jobs_pages.py": 180, "test_cluster_predict.py": 120, "test_fault_kills.py": 90, "test_data_pages.py": 100,
-    "test_worker.py": 90, "test_fault_processes.py": 90, "test_devices.py": 80, "test_many_generate.py": 80,
-    "test_docs.py": 75, "test_torchrun_cli.py": 60, "test_openapi.py": 60, "test_fault_outages.py": 60,
-}  # fmt: skip
-# Files with whole services, clusters and browsers, many processes each: one after another, in two queues.
-QUEUES = {"browser": "first", "cluster": "first", "faults": "second"}
+# Folders whose tests run whole services, clusters or browsers, many processes each: one file after another.
+QUEUES = ("browser", "cluster", "faults")
 SPLIT = ("test_docs.py", "test_cuda.py", "test_fused.py")  # their tests share nothing
+
+_left_out: Counter[str] = Counter()  # tests that were deselected, by what runs them
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -55,17 +43,32 @@ def pytest_unconfigure() -> None:
     shutil.rmtree(CACHE, ignore_errors=True)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    if not os.environ.get("BRIM_SOAK"):
-        for item in items:
-            if item.get_closest_marker("soak"):
-                item.add_marker(pytest.mark.skip(reason="make soak"))
+def pytest_deselected(items: Sequence[pytest.Item]) -> None:
     for item in items:
-        name = f"{item.path.name}::{getattr(item, 'originalname', item.name)}"
-        if name in RETRIED:
-            item.add_marker(pytest.mark.flaky(reruns=1))
-    slow = {item.path for item in items if item.get_closest_marker("slow")}
-    items.sort(key=lambda item: (-LONG.get(item.path.name, 0), item.path not in slow))  # stable: a file stays together
+        for marker, command in (("gpu", "make gpu"), ("long", "make test-all")):
+            _left_out[command] += item.get_closest_marker(marker) is not None
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """With -n, the processes that run the tests know what was left out; all of them the same."""
+    _left_out.update({} if _left_out else node.workeroutput.get("left_out", {}))
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["left_out"] = dict(_left_out)
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """What did not run, and why."""
+    skipped = Counter(report.longrepr[2].removeprefix("Skipped: ") for report in terminalreporter.getreports("skipped"))
+    if skipped or +_left_out:
+        terminalreporter.section("not run")
+    for reason, count in skipped.most_common():
+        terminalreporter.line(f"{count:6} skipped: {reason}")
+    for command, count in (+_left_out).most_common():
+        terminalreporter.line(f"{count:6} left to {command}")
 
 
 def pytest_collection_finish() -> None:
@@ -93,4 +96,5 @@ class Files(LoadScopeScheduling):
 
     def _split_scope(self, nodeid: str) -> str:
         file = Path(nodeid.partition("::")[0])
-        return nodeid if file.name in SPLIT else QUEUES.get(file.parent.name, str(file))
+        queue = file.parent.name
+        return nodeid if file.name in SPLIT else queue if queue in QUEUES else str(file)

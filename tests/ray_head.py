@@ -6,16 +6,14 @@ import socket
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
-import pytest
+from waiting import PATIENCE_S, until
 
 TOKEN = "c" * 40
-START_S = 60.0
 
 
 class Head(NamedTuple):
@@ -64,9 +62,10 @@ def ray_head(**env: str) -> Iterator[Head]:
 
 
 def wait_for(port: int, process: subprocess.Popen[bytes], log: Path) -> None:
-    until_s = time.monotonic() + START_S
-    while time.monotonic() < until_s and process.poll() is None:
-        with suppress(OSError), socket.create_connection(("127.0.0.1", port), 1.0):
-            return
-        time.sleep(0.2)
-    pytest.fail(f"Ray did not start: {log.read_text()[-2000:]}")
+    def answers() -> bool:
+        with suppress(OSError), socket.create_connection(("127.0.0.1", port), PATIENCE_S):
+            return True
+        return False
+
+    until(lambda: process.poll() is not None or answers(), say=log.read_text)
+    assert process.poll() is None, f"Ray did not start: {log.read_text()[-2000:]}"

@@ -7,12 +7,14 @@ import struct
 import subprocess
 import sys
 import threading
-import time
 import urllib.request
+import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
 import boto3
+
+from waiting import until
 
 SECRET = "not-to-be-shown-anywhere"
 KEYS = {
@@ -53,7 +55,7 @@ class Store:
     @contextmanager
     def guarded(self, *actions):
         """Credentials are checked; yields the keys of someone who may do only these actions."""
-        iam, name = self.client("iam"), f"user{time.monotonic_ns()}"
+        iam, name = self.client("iam"), f"user{uuid.uuid4().hex}"
         iam.create_user(UserName=name)
         statement = {"Effect": "Allow", "Action": list(actions) or ["s3:ListAllMyBuckets"], "Resource": "*"}
         document = json.dumps({"Version": "2012-10-17", "Statement": [statement]})
@@ -78,11 +80,8 @@ def serve_s3() -> Iterator[Store]:
     quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
     server = subprocess.Popen(command, env={**os.environ, "PYTHONWARNINGS": ""}, **quiet)
     try:
-        deadline = time.monotonic() + 120
-        while not _answers(port):
-            assert server.poll() is None
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
+        until(lambda: server.poll() is not None or _answers(port))
+        assert server.poll() is None
         yield Store(port)
     finally:
         server.kill()
@@ -111,6 +110,7 @@ class FailingProxy:
         self.requests = []  # first line and headers of each, as text
         self.received = 0  # bytes of answers passed on
         self._fail = []  # what to do with the next connections
+        self._hang_after, self._hangs = "", False
         self._listener, self._open, self._lock = None, set(), threading.Lock()
 
     @property
@@ -124,10 +124,18 @@ class FailingProxy:
     def __exit__(self, *failure):
         self.down()
 
-    def fail(self, kind, times=1):
-        """The next connections: "503", "reset" at once, "cut" in the middle of the answer, "hang" without one."""
+    def fail(self, kind, times=1, after=0):
+        """The next connections: "503", "reset" at once, "cut" in the middle of the answer, "hang" without one.
+
+        after: connections that are passed on before.
+        """
         with self._lock:
-            self._fail = [kind] * times
+            self._fail = ["pass"] * after + [kind] * times
+
+    def hang_after(self, text):
+        """Once a request was passed on whose first line has this text, no later one is answered; "" ends that."""
+        with self._lock:
+            self._hang_after, self._hangs = text, False
 
     def up(self):
         self._listener = socket.create_server(("127.0.0.1", self.port))
@@ -161,6 +169,7 @@ class FailingProxy:
             with suppress(OSError):
                 head = connection.recv(65536)
                 self.requests.append(head.partition(b"\r\n\r\n")[0].decode(errors="replace"))
+                kind = "hang" if self._is_held(self.requests[-1].partition("\r\n")[0]) else kind
                 if kind == "reset":
                     _reset(connection)
                 elif kind == "503":
@@ -173,6 +182,11 @@ class FailingProxy:
         finally:
             self._open.discard(connection)
             connection.close()
+
+    def _is_held(self, line):
+        with self._lock:
+            is_held, self._hangs = self._hangs, self._hangs or bool(self._hang_after and self._hang_after in line)
+        return is_held
 
     @staticmethod
     def _refuse(connection):

@@ -5,7 +5,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 import tomllib
 from pathlib import Path
 
@@ -13,10 +12,11 @@ import pytest
 
 import brim.doctor
 from brim import __version__
-from brim.cli import main
+from brim.cli import main, terminal
 from brim.cli.terminal import Display, Stop
 from brim.errors import ConfigError
 from brim.rf import PRESETS, GenerateConfig, GenerateProgress, GenerateReport
+from waiting import PATIENCE_S
 
 STATIONS = "name,lat,lon,alt\nA,45.0,7.0,100\nB,45.2,7.5,200\nC,44.8,7.3,150\nD,45.1,7.9,300\n"
 
@@ -349,7 +349,8 @@ def test_progress_without_a_terminal_is_a_line_now_and_then(monkeypatch, capsys)
     ]
 
 
-def test_two_signals_at_once_are_one_and_handlers_are_given_back():
+def test_two_signals_at_once_are_one_and_handlers_are_given_back(monkeypatch):
+    monkeypatch.setattr(terminal, "AGAIN_S", 3600.0)
     before = signal.getsignal(signal.SIGINT)
     with Stop() as stop:
         assert not stop()
@@ -363,18 +364,18 @@ def test_two_signals_at_once_are_one_and_handlers_are_given_back():
 
 def test_a_second_interrupt_ends_the_process_at_once():
     code = (
-        "import time\nfrom brim.cli.terminal import Stop\n"
-        "with Stop():\n print('ready', flush=True)\n while True: time.sleep(60)"
+        "import time\nfrom brim.cli import terminal\nterminal.AGAIN_S = 0\n"
+        "with terminal.Stop() as stop:\n print('ready', flush=True)\n"
+        " while not stop(): time.sleep(0.01)\n"
+        " print('asked', flush=True)\n while True: time.sleep(0.01)"
     )
     process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert process.stdout is not None
-    process.stdout.readline()
-    process.send_signal(signal.SIGINT)
-    time.sleep(0.7)
-    assert process.poll() is None
-    process.send_signal(signal.SIGINT)
+    for line in ("ready\n", "asked\n"):
+        assert process.stdout.readline() == line
+        process.send_signal(signal.SIGINT)
 
-    _, err = process.communicate(timeout=60)
+    _, err = process.communicate(timeout=PATIENCE_S)
 
     assert process.returncode == 130
     assert "aborted" in err

@@ -10,7 +10,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 import urllib.request
 from contextlib import suppress
 from dataclasses import dataclass, fields, replace
@@ -31,6 +30,7 @@ from brim.segmentation.tuning import BatchSizeEntry
 from brim.sequences import Evaluation, PackReport
 from brim.sequences.ablation.run import _plan
 from brim.sequences.training.run import _KEYS
+from waiting import PATIENCE_S, until
 
 ROOT = Path(__file__).parents[1]
 RADIO = ROOT / "docs" / "radio.md"
@@ -92,8 +92,9 @@ def anchors(text: str) -> set[str]:
 # Code
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("document", RUN, ids=lambda path: path.name)
+@pytest.mark.parametrize("document", [
+    pytest.param(path, marks=[] if path.name == "README.md" else pytest.mark.long, id=path.name) for path in RUN
+])  # fmt: skip
 def test_the_code_blocks_run_one_after_another(document, tmp_path, monkeypatch):
     blocks = [b for b in blocks_of(document.read_text()) if b.language in INTERPRETERS and not b.skipped]
     assert {block.language for block in blocks} == {"sh", "python"}
@@ -142,7 +143,7 @@ def _is_plain(line: str, words: list[str]) -> bool:
     return known and not re.search(r"[|&;<>$`*?~]", re.sub(r"'[^']*'|#.*", "", line))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("document", SERVED, ids=lambda path: path.name)
 def test_the_code_blocks_run_against_a_service(document, tmp_path):
     if shutil.which("curl") is None:
@@ -185,12 +186,12 @@ class Service:
 
     def _shell(self, code: str) -> subprocess.CompletedProcess[str]:
         command = [*INTERPRETERS["sh"], code]
-        with subprocess.Popen(
+        process = subprocess.Popen(
             command, cwd=self.folder, env=self.env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
             start_new_session=True,
-        ) as process:  # fmt: skip
-            self.groups.append(process.pid)
-            out, err = process.communicate(timeout=300)
+        )  # fmt: skip
+        self.groups.append(process.pid)
+        out, err = process.communicate(timeout=PATIENCE_S)
         return subprocess.CompletedProcess(command, process.returncode, out, err)
 
     def _serve(self, options: list[str]) -> None:
@@ -201,14 +202,12 @@ class Service:
             )  # fmt: skip
         self.groups.append(process.pid)
         self.service = process
-        until_s = time.monotonic() + 120
-        while not self.is_up():
-            assert time.monotonic() < until_s, (self.folder / "serve.log").read_text()
-            time.sleep(0.2)
+        until(lambda: process.poll() is not None or self.is_up())
+        assert process.poll() is None, (self.folder / "serve.log").read_text()
 
     def is_up(self) -> bool:
         try:
-            with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/health", timeout=5) as answer:
+            with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/health", timeout=PATIENCE_S) as answer:
                 return bool(answer.status == 200)
         except OSError:
             return False
@@ -219,9 +218,8 @@ class Service:
             for pid in self._left():
                 with suppress(ProcessLookupError):
                     os.kill(pid, number)
-            until_s = time.monotonic() + 120
-            while self._left() and time.monotonic() < until_s:
-                time.sleep(0.1)
+            with suppress(AssertionError):
+                until(lambda: not self._left())
         if self.service is not None:
             self.service.wait()
 
@@ -235,7 +233,6 @@ class Service:
         return found
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("script", sorted((ROOT / "examples").glob("*.py")), ids=lambda path: path.name)
 def test_an_example_runs(script, tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)

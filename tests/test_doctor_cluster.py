@@ -5,7 +5,6 @@ import os
 import socket
 import subprocess
 import sys
-import time
 from typing import Any
 
 import pytest
@@ -14,7 +13,7 @@ from brim.cli import main
 from brim.cluster import exposure as ports
 from brim.cluster.exposure import Listener
 from ray_head import TOKEN, Head, environment, free_port, ray_head
-from waiting import promised
+from waiting import PATIENCE_S
 
 pytest.importorskip("ray")
 
@@ -28,7 +27,7 @@ def doctor(address: str, **env: str) -> dict[str, Any]:
     """What it says in a process of its own."""
     done = subprocess.run(
         [sys.executable, "-m", "brim", "doctor", "--cluster", address, "--json"],
-        env=environment(**env), capture_output=True, text=True, timeout=120, check=False,
+        env=environment(**env), capture_output=True, text=True, timeout=PATIENCE_S, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     found: dict[str, Any] = json.loads(done.stdout)
@@ -59,9 +58,7 @@ def test_a_head_without_a_token_is_named_a_danger():
 def test_a_head_with_a_token_refuses_strangers_and_shows_its_nodes_to_those_who_have_it():
     with ray_head(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=TOKEN) as head:
         facts = of_head(head, RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=TOKEN)
-        began_s = time.monotonic()
         refused = of_head(head, RAY_AUTH_MODE="disabled")
-        took_s = time.monotonic() - began_s
 
     assert answers(facts)[head.gcs] == answers(facts)[head.client] == "refuses"
     assert len(facts["cluster"]["nodes"]) == 1
@@ -69,7 +66,6 @@ def test_a_head_with_a_token_refuses_strangers_and_shows_its_nodes_to_those_who_
     assert TOKEN not in json.dumps(facts)
     assert refused["cluster"]["nodes"] == []
     assert any("auth_token" in one["fix"] for one in refused["problems"])
-    assert took_s < promised(30)  # Ray itself tries for long
 
 
 def test_an_address_nobody_answers_is_a_problem_with_a_next_step():

@@ -5,12 +5,13 @@ import resource
 import signal
 import subprocess
 import sys
-import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 import forks
+from waiting import PATIENCE_S, until
 
 pytestmark = pytest.mark.skipif(not forks.is_possible(), reason="processes are executed here")
 WHO = "import os; print(os.getpid(), os.getppid(), os.getpgrp(), os.getcwd())"
@@ -66,7 +67,7 @@ def test_signals_reach_it():
         child = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
         child.stdout.readline()
         child.send_signal(number)
-        assert child.wait(60) == -number
+        assert child.wait(PATIENCE_S) == -number
         child.stdout.close()
 
 
@@ -132,10 +133,11 @@ def test_nothing_is_left_of_a_child_that_is_killed():
         assert child.poll() is None
     server = Path("/proc") / servers.read_text().split()[0]
     child.kill()
-    child.wait(60)
+    child.wait(PATIENCE_S)
 
-    for _ in range(200):
-        if not server.exists() or (server / "stat").read_text().rpartition(")")[2].split()[0] == "Z":
-            return
-        time.sleep(0.05)
-    raise AssertionError("its server is still there")
+    def is_gone() -> bool:
+        with suppress(OSError):
+            return (server / "stat").read_text().rpartition(")")[2].split()[0] == "Z"
+        return True
+
+    until(is_gone)

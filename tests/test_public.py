@@ -4,8 +4,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 import brim
 
 PUBLIC = {
@@ -31,19 +29,9 @@ def test_the_page_about_what_is_public_lists_every_name() -> None:
     assert [name for name in LOGGERS if f"`{name}`" not in page] == []
 
 
-def test_importing_brim_imports_no_torch_and_no_numpy() -> None:
-    code = "import sys, brim, brim.loggers, brim.errors; print(*{'torch', 'numpy', 'pandas'} & set(sys.modules))"
+def test_importing_brim_imports_a_hundred_modules_at_most_all_of_python_or_its_own() -> None:
+    code = "import sys; old = {*sys.modules}; import brim, brim.loggers, brim.errors; print(*{*sys.modules} - old)"
 
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.split() == []
-
-
-@pytest.mark.alone
-def test_importing_brim_takes_less_than_three_tenths_of_a_second() -> None:
-    code = "import time; began = time.perf_counter(); import brim; print(time.perf_counter() - began)"
-
-    times = [
-        float(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout)
-        for _ in range(3)
-    ]
-    assert min(times) <= 0.3
+    names = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    assert {name.partition(".")[0] for name in names} - sys.stdlib_module_names == {"brim"}
+    assert len(names) <= 100

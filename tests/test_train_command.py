@@ -5,7 +5,6 @@ import signal
 import sqlite3
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +14,7 @@ from safetensors.torch import load_file, save_file
 
 import brim
 from brim.cli import main
+from waiting import PATIENCE_S, until
 
 MODULE = """
 import torch
@@ -177,12 +177,9 @@ def test_a_query_without_numbers_is_refused(
 def test_ctrl_c_stops_at_a_batch_and_the_run_continues(here: Path) -> None:
     words = command("code/mine.py:make", "--data", "rows.safetensors", "--out", "run", "--epochs", "1000000")
     process = subprocess.Popen([sys.executable, "-m", "brim", *words], stderr=subprocess.PIPE, text=True)
-    until_s = time.monotonic() + 120
-    while not (here / "run" / "train" / "metrics.jsonl").exists() and time.monotonic() < until_s:
-        time.sleep(0.1)
-    time.sleep(0.5)
+    until(lambda: process.poll() is not None or (here / "run" / "train" / "metrics.jsonl").exists())
     process.send_signal(signal.SIGINT)
-    _, message = process.communicate(timeout=120)
+    _, message = process.communicate(timeout=PATIENCE_S)
 
     assert process.returncode == 130
     assert "continue with: brim train" in message

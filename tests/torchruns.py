@@ -9,6 +9,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from waiting import PATIENCE_S
+
 ROOT = Path(__file__).parents[1]
 STEPS = Path(__file__).with_name("brim_steps.py")  # brim, that logs every step and may die
 
@@ -24,7 +26,7 @@ def alone(*args: str | Path, **environment: str) -> tuple[int, str, str]:
     return run([str(arg) for arg in args], environment)
 
 
-def run(args: list[str], environment: dict[str, str], timeout_s: float = 240) -> tuple[int, str, str]:
+def run(args: list[str], environment: dict[str, str], timeout_s: float = PATIENCE_S) -> tuple[int, str, str]:
     """Run Python; whatever happens, nothing of it is left."""
     whole = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1", **environment}
     process = subprocess.Popen(
@@ -36,7 +38,7 @@ def run(args: list[str], environment: dict[str, str], timeout_s: float = 240) ->
         if process.poll() is None:
             process.send_signal(signal.SIGTERM)  # torchrun ends its ranks
             with suppress(subprocess.TimeoutExpired):
-                process.communicate(timeout=40)
+                process.communicate(timeout=PATIENCE_S)
             process.kill()
     return process.returncode, out, err
 

@@ -18,6 +18,8 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "faults"))
 from fault_service import Serve
 from visits import Visit, cell_files, npy
 
+from waiting import PATIENCE_S
+
 CHROMIUM = shutil.which("chromium")
 ARGUMENTS = ["--no-sandbox", "--disable-background-networking", "--disable-gpu", "--disable-dev-shm-usage"]
 WIDE = {"width": 1280, "height": 800}
@@ -87,7 +89,7 @@ def upload(service: Serve) -> Callable[..., str]:
             headers={"Authorization": f"Bearer {service.token}"},
             data={"name": name, "kind": kind},
             files=files,
-            timeout=60,
+            timeout=PATIENCE_S,
         )
         assert answer.status_code == 201, answer.text
         return str(answer.json()["id"])

@@ -4,7 +4,6 @@ import json
 import os
 import re
 import sys
-import time
 import zipfile
 from collections.abc import Callable
 from hashlib import sha256
@@ -29,9 +28,10 @@ from brim.segmentation.tuning import BatchSizeEntry, device_info, device_key, sa
 sys.path.insert(0, str(Path(__file__).parents[1] / "rf"))
 from made_recordings import STATIONS, Scene, write_kiwi, write_sites
 
-from waiting import promised, until
+from waiting import until
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.long
+
 SAMPLES = 24
 SMALL_NET = {"channels": 8, "hidden": 8, "embedding": 8}
 
@@ -184,28 +184,20 @@ def test_a_radio_dataset_is_shown_on_a_map_by_histograms_and_by_the_spectra_of_a
     assert phone.page.evaluate("document.documentElement.scrollWidth <= innerWidth")
 
 
-@pytest.mark.alone
-def test_a_dataset_of_a_hundred_thousand_samples_stays_fluid(visit, service, made, tmp_path):
+def test_a_dataset_of_a_hundred_thousand_samples_is_shown_and_moved(visit, service, made, tmp_path):
     _grow(service.data / "datasets" / made("rf.generate"), tmp_path / "large", 100_000)
     assert main(["datasets", "add", "large", str(tmp_path / "large"), "--kind", "rf", "--data", str(service.data)]) == 0
     page = visit.open("/datasets?kind=rf")
     page.get_by_role("link", name="large").click()
     page.get_by_role("heading", name="large").wait_for()
-    page.get_by_label("Spectra of sample 0 by receiver").wait_for()  # its figures are read once, and kept
-    seconds = _Seconds()
-    visit.open(page.url.removeprefix(visit.base))
+    page.get_by_label("Spectra of sample 0 by receiver").wait_for()
     page.locator(".brim-station", has_text="Torino").wait_for()
-    opened_s = seconds.next()
     page.get_by_label("Sample", exact=True).first.fill("99999")
     page.get_by_label("Spectra of sample 99999 by receiver").wait_for()
-    chosen_s = seconds.next()
-    frames = page.evaluate(_MOVE)
+    page.evaluate(_MOVE)
     visit.shot("dataset_large")
 
     assert re.search(r"of 100\s000 transmitters", page.locator(".brim-page").inner_text())
-    assert opened_s < promised(5), f"{opened_s:.1f} s"
-    assert chosen_s < promised(3), f"{chosen_s:.1f} s"
-    assert frames > 20, f"{frames} frames in the two seconds that the map moved"
 
 
 def _grow(source: Path, target: Path, items: int) -> None:
@@ -229,26 +221,14 @@ def _grow(source: Path, target: Path, items: int) -> None:
     )
 
 
-class _Seconds:
-    """Seconds since the last time."""
-
-    def __init__(self) -> None:
-        self._since = time.monotonic()
-
-    def next(self) -> float:
-        since, self._since = self._since, time.monotonic()
-        return self._since - since
-
-
 _MOVE = """() => new Promise((resolve) => {
   const { map } = [...document.querySelectorAll(".brim-map")].map((one) => getElement(one.id.slice(1)))[0];
-  const end = performance.now() + 2000;
   let frames = 0;
   const step = () => {
     map.panBy([frames % 20 < 10 ? 8 : -8, 0], { animate: false });
     frames += 1;
-    if (performance.now() < end) requestAnimationFrame(step);
-    else resolve(frames);
+    if (frames < 20) requestAnimationFrame(step);
+    else resolve();
   };
   requestAnimationFrame(step);
 })"""
@@ -288,6 +268,7 @@ def test_a_dataset_is_taken_along_by_its_links(visit, made, images):
     assert sum(name.endswith(".png") for name in pictures.namelist()) == 12  # six, and their masks
 
 
+@pytest.mark.smoke
 def test_images_and_sequences_are_shown_by_sizes_lengths_and_classes(visit, images, sequences):
     page = visit.open(f"/datasets/{images}")
     page.get_by_role("heading", name="Sizes in pixels").wait_for()
@@ -460,7 +441,7 @@ def model(service, made) -> str:
     def is_warm() -> bool:
         return any(one["state"] == "warm" for one in service.get("/api/models")["models"])
 
-    until(is_warm, 60, service.said)
+    until(is_warm, service.said)
     return "finder"
 
 
@@ -614,7 +595,7 @@ def test_recordings_are_located_on_their_page(visit, recordings):
     page.locator("input[name=stations]").set_input_files(recordings[3])
     page.get_by_role("button", name="Locate").click()
 
-    page.get_by_role("status").get_by_text("Located in").wait_for(timeout=120_000)
+    page.get_by_role("status").get_by_text("Located in").wait_for()
     answer = page.frame_locator("iframe[title=Position]")
     answer.locator("svg").first.wait_for()
     for name in ("ALFA", "BRAVO", "CHARLIE"):
@@ -628,7 +609,7 @@ def test_recordings_that_cannot_be_located_are_refused_in_words(visit, recording
     page.locator("input[name=stations]").set_input_files(recordings[3])
     page.get_by_role("button", name="Locate").click()
 
-    page.get_by_role("alert").get_by_text("needed").wait_for(timeout=120_000)
+    page.get_by_role("alert").get_by_text("needed").wait_for()
     visit.faults[:] = [one for one in visit.faults if "/api/locate" not in one and "status of 4" not in one]
 
 

@@ -18,6 +18,8 @@ from brim.segmentation.tuning import BatchSizeEntry, device_info, device_key, sa
 from brim.service.access import TokenFile
 from waiting import until
 
+pytestmark = pytest.mark.long
+
 WIDE, PHONE = {"width": 1400, "height": 900}, {"width": 390, "height": 844}
 PAGES = ("/", "/jobs", "/jobs/new", "/jobs/new?kind=segment.train", "/datasets", "/runs", "/tuning", "/segment",
          "/locate", "/why")  # fmt: skip
@@ -30,7 +32,7 @@ def demo(browser, tmp_path_factory) -> Iterator[Serve]:
     folder = tmp_path_factory.mktemp("hour")
     command = [sys.executable, "-m", "brim", "demo", "--out", "demo", "--samples", "20", "--json"]
     here = {**os.environ, "PYTHONPATH": str(Path(brim.__file__).parents[1]), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=folder, env=here, capture_output=True, text=True, timeout=500)
+    done = subprocess.run(command, cwd=folder, env=here, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
     data = folder / json.loads(done.stdout)["dashboard"]["data"]
     entry = BatchSizeEntry(  # so that none is searched: that takes a minute without a GPU
@@ -65,7 +67,7 @@ def _visit(browser, serve, screenshots, viewport) -> Iterator[Visit]:
     context.close()
 
 
-@pytest.mark.slow
+@pytest.mark.smoke
 def test_the_first_hour(wide, demo, tmp_path):
     page = wide.open("/")  # what the demo made last is shown
     page.get_by_role("link", name=re.compile("demo")).first.wait_for()
@@ -94,7 +96,7 @@ def test_the_first_hour(wide, demo, tmp_path):
     page.get_by_text("of disk.").wait_for()
     page.get_by_role("button", name="Submit").click()
     page.wait_for_url(re.compile("/jobs/[0-9a-f]{32}$"))
-    page.locator(".brim-status-completed").wait_for(timeout=120_000)
+    page.locator(".brim-status-completed").wait_for()
     assert demo.job(page.url.rpartition("/")[2])["config"]["dataset_ids"] == [dataset]
     wide.shot("first_job")
 
@@ -109,7 +111,7 @@ def test_the_first_hour(wide, demo, tmp_path):
     another = dict(cell_files(10, 96))  # the last of each field
     name, image = another["images"]
     wide.let_go(name, image)
-    page.get_by_text(f"by {run}").wait_for(timeout=180_000)  # its network is loaded first, and the page asks again
+    page.get_by_text(f"by {run}").wait_for()  # its network is loaded first, and the page asks again
     wide.faults[:] = [each for each in wide.faults if "503" not in each]
     wide.shot("first_try")
 
@@ -124,7 +126,7 @@ def test_the_first_hour(wide, demo, tmp_path):
         f'curl -sS -H "Authorization: Bearer $(cat {demo.data}/token)" -F file=@{name} -F model=mine '
         f"http://127.0.0.1:{demo.port}/api/segment"
     )
-    until(lambda: _state(demo, "mine") == "warm", 180, demo.said)
+    until(lambda: _state(demo, "mine") == "warm", demo.said)
     answer = json.loads(subprocess.run(["bash", "-c", curl], cwd=tmp_path, capture_output=True, check=True).stdout)
     assert answer["type"] == "FeatureCollection", answer
 
@@ -137,7 +139,6 @@ def test_the_first_hour(wide, demo, tmp_path):
     wide.shot("first_compare")
 
 
-@pytest.mark.slow
 def test_no_page_has_a_serious_barrier_or_needs_to_be_moved_sideways(wide, narrow, demo):
     runs = [row["id"] for row in demo.get("/api/runs")["runs"]]
     datasets = {row["kind"]: row["id"] for row in demo.get("/api/datasets")["datasets"]}  # one of each kind
@@ -157,16 +158,6 @@ def test_no_page_has_a_serious_barrier_or_needs_to_be_moved_sideways(wide, narro
 
     assert not barriers, "\n".join(barriers)
     assert not too_wide
-
-
-@pytest.mark.alone
-def test_pages_paint_within_half_a_second(wide):
-    for place in ("/", "/runs", "/datasets"):
-        painted_ms = []
-        for _ in range(3):  # the first visit also fills caches
-            page = wide.open(place)
-            painted_ms.append(page.evaluate("performance.getEntriesByName('first-contentful-paint')[0].startTime"))
-        assert min(painted_ms) < 500, f"{place}: {painted_ms} ms"
 
 
 def test_a_keyboard_alone_submits_watches_and_cancels(wide, demo):

@@ -4,7 +4,6 @@ import os
 import re
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,9 +15,10 @@ from visits import Visit
 import brim
 from brim.jobs.kinds import Spec
 from brim.jobs.store import Catalogue
-from waiting import promised
+from waiting import PATIENCE_S
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.long
+
 ID = re.compile(r"/jobs/[0-9a-f]{32}$")
 TITLES = {
     "rf.generate": "Generate radio samples",
@@ -139,7 +139,7 @@ def _by_form(visit: Visit, service: Serve, kind: str) -> dict[str, Any]:
         visit.shot(f"form_{kind}")
     page.get_by_role("button", name="Submit").click()
     page.wait_for_url(ID)
-    page.locator(".brim-status-completed, .brim-status-failed").wait_for(timeout=120_000)
+    page.locator(".brim-status-completed, .brim-status-failed").wait_for()
     job = service.job(page.url.rpartition("/")[2])
     assert job["status"] == "completed", job["error"]
     return job
@@ -157,7 +157,9 @@ def _fill(page: Any, label: str, value: str) -> None:
         field.fill(value)
 
 
-@pytest.mark.parametrize("kind", list(TITLES))
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=pytest.mark.smoke if kind == "rf.generate" else ()) for kind in TITLES]
+)
 def test_a_job_is_made_by_its_form_and_watched_to_its_end(visit, finished, kind):
     job = finished(visit, kind)
 
@@ -277,7 +279,9 @@ def _run(command: str, folder: Path) -> "subprocess.CompletedProcess[str]":
     """In a shell, with the brim that is tested."""
     here = {**os.environ, "PYTHONPATH": str(Path(brim.__file__).parents[1])}
     command = re.sub(r"^brim ", f"{sys.executable} -m brim ", command)
-    return subprocess.run(["bash", "-c", command], cwd=folder, env=here, capture_output=True, text=True, timeout=60)
+    return subprocess.run(
+        ["bash", "-c", command], cwd=folder, env=here, capture_output=True, text=True, timeout=PATIENCE_S
+    )
 
 
 def test_a_new_job_begins_like_an_earlier_one(visit, finished):
@@ -296,6 +300,7 @@ def test_a_new_job_begins_like_an_earlier_one(visit, finished):
 # One job
 
 
+@pytest.mark.smoke
 def test_a_job_is_paused_resumed_cancelled_and_deleted(visit, service):
     job = service.generate(100_000, "long")
     page = visit.open(f"/jobs/{job['id']}")
@@ -362,15 +367,11 @@ def test_jobs_are_filtered_and_a_row_is_a_link(visit, finished):
     page.wait_for_url(f"**/jobs/{job['id']}")
 
 
-@pytest.mark.alone
-def test_a_thousand_jobs_are_paged_through_and_stay_fluid(visit, crowd):
-    begun_s = time.monotonic()
+def test_a_thousand_jobs_are_paged_through(visit, crowd):
     page = visit.open("/jobs?name=crowd")
     page.get_by_text(re.compile(r"Page 1 of 20 · 1\s000 jobs")).wait_for()
-    opened_s = time.monotonic() - begun_s
     page.get_by_role("button", name="Older jobs").click()
     page.get_by_role("link", name="crowd 949").wait_for()
-    turned_s = time.monotonic() - begun_s - opened_s
     page.get_by_label("Name", exact=True).fill("crowd 0012")
     page.get_by_text("No jobs match").wait_for()
     page.get_by_label("Name", exact=True).fill("crowd 012")
@@ -380,8 +381,6 @@ def test_a_thousand_jobs_are_paged_through_and_stay_fluid(visit, crowd):
     visit.shot("jobs_thousand")
 
     assert page.locator(".brim-jobs tbody tr").count() == 50
-    assert opened_s < promised(5), f"{opened_s:.1f} s"
-    assert turned_s < promised(3), f"{turned_s:.1f} s"
 
 
 @pytest.fixture(scope="module")
@@ -434,3 +433,30 @@ def test_tuning_shows_what_was_measured_and_tunes_again(visit, phone, finished, 
     (device,) = service.get("/api/batch-sizes")["devices"].values()
     size = device["batch_configurations"]["unet_tiny"]["image_size"]
     assert (job["config"]["models"], job["config"]["size"]) == (["unet_tiny"], size)
+
+
+# Kills
+
+
+@pytest.mark.parametrize("victim", [pytest.param("dashboard", marks=pytest.mark.smoke), "api"])
+def test_a_page_goes_on_after_a_kill(visit, service, victim):
+    page = visit.open("/jobs")
+    before = service.children()[victim]
+
+    service.kill_child(victim)
+
+    page.wait_for_function("!window.socket?.connected")
+    page.wait_for_function("window.socket?.connected && window.did_handshake")
+    page.get_by_role("link", name="Tuning").click()
+    page.get_by_role("heading", name="Tuning").wait_for()
+    assert service.children()[victim] != before
+    visit.faults.clear()  # of the moment in which nobody answered
+
+
+def test_a_dashboard_that_ends_takes_no_job_with_it(service):
+    job = service.generate(40, "beside a kill")
+    service.wait_progress(job["id"], 1)
+
+    service.kill_child("dashboard")
+
+    assert service.wait(job["id"], "completed")["attempts"] == 1

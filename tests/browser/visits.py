@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from fault_service import Serve
 
-WAIT_MS = 30_000  # for anything that a page is to show, on a busy machine
+from waiting import PATIENCE_S
 
 
 class Visit:
@@ -20,7 +20,7 @@ class Visit:
         self.page, self.serve, self._screenshots = page, serve, screenshots
         self.base = f"http://127.0.0.1:{serve.port}"
         self.faults: list[str] = []
-        page.set_default_timeout(WAIT_MS)
+        page.set_default_timeout(1e3 * PATIENCE_S)
         page.on("console", self._hear)
         page.on("pageerror", lambda error: self.faults.append(f"error in the page: {error}"))
         page.on("request", self._watch)

@@ -8,6 +8,16 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from waiting import PATIENCE_S
+
+# Ray's client connection may take as long as a busy machine needs; what a killed client leaves is ended soon.
+PATIENT = {
+    "RAY_CLIENT_INITIAL_CONNECTION_TIMEOUT_S": f"{PATIENCE_S:.0f}",
+    "RAY_CLIENT_MAX_CONNECTION_TIMEOUT_S": f"{PATIENCE_S:.0f}",
+    "RAY_CLIENT_SERVER_CHECK_CHANNEL_TIMEOUT_S": f"{PATIENCE_S:.0f}",
+    "RAY_CLIENT_RECONNECT_GRACE_PERIOD": "1",
+}
+
 
 class Nodes:
     """A cluster whose nodes come and go."""
@@ -23,7 +33,7 @@ class Nodes:
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             text=True,
-            env={**os.environ, "RAY_USAGE_STATS_ENABLED": "0", **(env or {})},
+            env={**os.environ, "RAY_USAGE_STATS_ENABLED": "0", **PATIENT, **(env or {})},
         )
         self.address = str(self._hear())
 
@@ -44,7 +54,7 @@ class Nodes:
         assert self._process.stdout is not None
         self._process.stdin.close()
         try:
-            self._process.wait(60)
+            self._process.wait(PATIENCE_S)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()

@@ -10,7 +10,7 @@ from pathlib import Path
 import cv2
 import pytest
 import torch
-from cluster_nodes import Nodes
+from cluster_nodes import PATIENT, Nodes
 
 from brim.cli import main
 from brim.cluster.predict import check_nodes, predict_many
@@ -25,6 +25,8 @@ from s3_store import FailingProxy, serve_s3
 from waiting import until
 
 pytest.importorskip("ray")
+
+pytestmark = pytest.mark.long
 BUCKET = "cells"
 NUM = 40
 torch.set_num_threads(1)
@@ -101,28 +103,27 @@ def recipe(**changes) -> Recipe:
 # What goes well
 
 
-@pytest.mark.slow
-@pytest.mark.alone
 def test_a_killed_command_goes_on_where_it_was(world, tmp_path):
-    """Over Ray's client connection, from store to store; the store is away for some seconds of the second run."""
+    """Over Ray's client connection, from store to store; the store fails five times in the second run."""
     out = f"s3://{BUCKET}/killed"
     address = f"ray://127.0.0.1:{world.nodes.client_port}"
     argv = world.command(f"s3://{BUCKET}/images", "--out", out, "--cluster", address)
+    command, env = [sys.executable, "-m", "brim", *argv], {**os.environ, **PATIENT}
     world.proxy.requests.clear()
-    process = subprocess.Popen(
-        [sys.executable, "-m", "brim", *argv], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-    )
-    until(lambda: process.poll() is not None or world.store.files(BUCKET, "killed/.brim"), 240)
+    world.proxy.hang_after(f"PUT /{BUCKET}/killed/.brim")
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=env)
+    until(lambda: process.poll() is not None or world.store.files(BUCKET, "killed/.brim"))
     assert process.poll() is None
     process.send_signal(signal.SIGKILL)
     process.wait()
+    world.proxy.hang_after("")
     lines = b"".join(world.store.files(BUCKET, "killed/.brim").values()).splitlines()
     recorded = {json.loads(line)["name"] for line in lines}
     assert recorded
 
     first = len(world.puts())
-    world.proxy.down_for(3)
-    done = subprocess.run([sys.executable, "-m", "brim", *argv], capture_output=True, text=True)
+    world.proxy.fail("reset", times=5, after=20)
+    done = subprocess.run(command, capture_output=True, text=True, env=env)
 
     assert done.returncode == 2, done.stderr
     assert json.loads(done.stdout).items() >= {"images": NUM, "failed": 1}.items()
@@ -132,7 +133,7 @@ def test_a_killed_command_goes_on_where_it_was(world, tmp_path):
     assert not again & {name.replace("/images/", "/killed/") for name in recorded}
 
 
-@pytest.mark.slow
+@pytest.mark.smoke
 def test_only_what_changed_or_is_gone_is_made_again(world, tmp_path):
     images, out = tmp_path / "images", tmp_path / "out"
     images.mkdir()
@@ -151,7 +152,6 @@ def test_only_what_changed_or_is_gone_is_made_again(world, tmp_path):
     assert (out / "annotations.json").read_bytes() == (tmp_path / "one/annotations.json").read_bytes()
 
 
-@pytest.mark.slow
 def test_a_stop_is_heard_and_what_is_written_is_whole(world, tmp_path):
     found = predict_many(
         [world.images],
@@ -180,6 +180,7 @@ def test_an_address_nobody_answers_is_an_error_and_writes_nothing(world, tmp_pat
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
@@ -193,7 +194,7 @@ def test_options_that_cannot_work_are_named(world, tmp_path, capsys, flags, word
     assert words in capsys.readouterr().err
 
 
-@pytest.mark.slow
+@pytest.mark.smoke
 def test_a_bucket_that_nobody_has_is_an_error_at_once(world):
     with pytest.raises(StorageError, match="no such bucket"):
         predict_many(
@@ -205,6 +206,7 @@ def test_a_bucket_that_nobody_has_is_an_error_at_once(world):
         )
 
 
+@pytest.mark.smoke
 def test_a_node_without_memory_is_refused_by_name():
     def node(free_bytes: int) -> Node:
         return Node(id="n", host="small", cpus=1, gpus=0, free_bytes=free_bytes, versions={})
@@ -217,7 +219,6 @@ def test_a_node_without_memory_is_refused_by_name():
 # Last: the client server of Ray cannot start beside the zombie that a simulated node leaves
 
 
-@pytest.mark.soak
 def test_a_node_dies_and_every_result_is_there_once(world, tmp_path):
     extra, killed = world.nodes.add(), []
 

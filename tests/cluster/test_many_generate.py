@@ -6,11 +6,11 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from cluster_nodes import PATIENT
 
 from brim.cli import main
 from brim.cluster.processes import ProcessPool
@@ -18,12 +18,13 @@ from brim.engine.storage import Dataset
 from brim.errors import ClusterError, OutOfMemory
 from brim.rf import generate
 from s3_store import serve_s3
-from waiting import promised, until
+from waiting import PATIENCE_S, until
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.long
 
 SAMPLES = 64  # eight shards
-LONG = 240  # some seconds of two workers
+LONG = 240
+ENDLESS = 100_000  # more than are made before a run is disturbed
 
 
 def shards(path):
@@ -91,6 +92,7 @@ class Once:
 # Processes of this machine
 
 
+@pytest.mark.smoke
 def test_processes_make_the_bytes_of_one_device(config, reference, tmp_path):
     report = generate(config, tmp_path / "many", SAMPLES, pool=ProcessPool(["cpu", "cpu", "cpu"]))
 
@@ -138,6 +140,7 @@ def test_a_store_holds_the_bytes_of_one_device(config, reference, monkeypatch):
     assert report.dataset == "s3://data/set"
 
 
+@pytest.mark.smoke
 def test_a_machine_without_the_memory_is_refused_before_anything_is_written(config, tmp_path, monkeypatch):
     monkeypatch.setenv("BRIM_MEMORY_SHARE", "0.00001")
 
@@ -152,8 +155,8 @@ def test_a_machine_without_the_memory_is_refused_before_anything_is_written(conf
 
 def test_a_killed_head_takes_its_workers_along_and_the_run_goes_on_later(options, reference, tmp_path):
     out = tmp_path / "many"
-    command = ("rf", "generate", "--out", out, "--samples", LONG, *options, "--devices", "cpu,cpu", "--json")
-    begun = brim(*command)
+    command = ("rf", "generate", "--out", out, *options, "--devices", "cpu,cpu", "--json")
+    begun = brim(*command, "--samples", ENDLESS)
     until(lambda: (out / "manifest.json").exists() and len(list(out.glob("shards/0*.safetensors"))) > 3)
     workers = children(begun.pid)
     begun.kill()
@@ -163,32 +166,33 @@ def test_a_killed_head_takes_its_workers_along_and_the_run_goes_on_later(options
 
     left = Dataset(out)
     left.verify()
-    assert len(left) < LONG
-    again = brim(*command, "--resume")
+    samples = max(LONG, len(left) + 8)
+    again = brim(*command, "--samples", samples, "--resume")
     text, said = again.communicate()
 
     assert again.returncode == 0, said
-    assert json.loads(text)["workers"] == 2
-    assert shards(out) == shards(reference)
+    assert (json.loads(text)["workers"], json.loads(text)["accepted"]) == (2, samples)
+    assert shards(reference).items() <= shards(out).items()
 
 
 def test_ctrl_c_leaves_a_usable_dataset_and_says_how_to_go_on(options, reference, tmp_path):
     out = tmp_path / "many"
-    begun = brim("rf", "generate", "--out", out, "--samples", LONG, *options, "--devices", "cpu,cpu")
+    begun = brim("rf", "generate", "--out", out, "--samples", ENDLESS, *options, "--devices", "cpu,cpu")
     until(lambda: out.exists() and len(list(out.glob("shards/0*.safetensors"))) > 3)
     for pid in [begun.pid, *children(begun.pid)]:  # as a terminal does
         os.kill(pid, signal.SIGINT)
-    _, said = begun.communicate(timeout=120)
+    _, said = begun.communicate(timeout=PATIENCE_S)
 
     assert begun.returncode == 130
     assert "--resume" in said
     left = Dataset(out)
     left.verify()
-    assert 0 < len(left) < LONG
+    assert len(left) > 0
     assert first(reference, len(left)).items() <= shards(out).items()
     assert not [file for file in (out / "shards").iterdir() if file.name.startswith(".")]
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
@@ -201,21 +205,20 @@ def test_ctrl_c_leaves_a_usable_dataset_and_says_how_to_go_on(options, reference
         (["--allow-mixed"], "--allow-mixed is for --devices and --cluster"),
     ],
 )
-def test_wrong_places_to_work_are_refused_at_once(tmp_path, capsys, flags, said):
-    began_s = time.monotonic()
+def test_wrong_places_to_work_are_refused_before_anything_starts(tmp_path, capsys, monkeypatch, flags, said):
+    monkeypatch.setattr("ray.init", None)
+    monkeypatch.setattr(ProcessPool, "start", None)
 
     code = main(["rf", "generate", "--out", str(tmp_path / "many"), *flags])
 
     assert code == 2
     assert said in " ".join(capsys.readouterr().err.split())
     assert not (tmp_path / "many").exists()
-    assert time.monotonic() - began_s < promised(10)
 
 
 # Ray
 
 
-@pytest.mark.soak
 def test_three_nodes_of_which_one_dies_make_the_bytes_of_one_device(config, reference, tmp_path, ray_cluster, caplog):
     from brim.cluster.ray_connect import connect
     from brim.cluster.ray_pool import RayPool
@@ -233,14 +236,12 @@ def test_three_nodes_of_which_one_dies_make_the_bytes_of_one_device(config, refe
     assert "died" in caplog.text
 
 
-@pytest.mark.alone
 def test_the_command_line_works_through_the_client_port(options, reference, tmp_path, ray_cluster):
     ray_cluster.add()
     address = f"ray://127.0.0.1:{ray_cluster.client_port}"
-    done = brim(
-        "rf", "generate", "--out", tmp_path / "many", "--samples", SAMPLES, *options, "--cluster", address, "--json"
-    )
-    text, said = done.communicate(timeout=120)
+    command = ("rf", "generate", "--out", tmp_path / "many", "--samples", SAMPLES, *options, "--cluster", address)
+    done = brim(*command, "--json", **PATIENT)
+    text, said = done.communicate(timeout=PATIENCE_S)
 
     assert done.returncode == 0, said
     assert text.count("\n") == 1

@@ -27,7 +27,7 @@ class ToyWork:
 
 
 class ToyServer:
-    """Answers, sleeps, fails or dies."""
+    """Answers, meets another, sleeps, fails or dies."""
 
     def __init__(self, device: str, threads: int | None) -> None:
         self.facts = WorkerFacts(device=device, device_name=device, kind=f"{device} {threads}", batch_size=1)
@@ -37,10 +37,10 @@ class ToyServer:
         return self.pool.submit(self.run, *task)
 
     def run(self, what: str, value: Any = None) -> Any:
+        if what == "meet":
+            os.close(os.open(*value))  # of a FIFO, that waits for its other end
         if what == "sleep":
-            began_s = time.monotonic()
             time.sleep(value)
-            return os.getpid(), began_s, time.monotonic()
         if what == "wrong":
             raise ConfigError(f"{value} is wrong")
         if what == "bug":

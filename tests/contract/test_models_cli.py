@@ -93,7 +93,6 @@ def test_lines_for_people_end_with_what_came_of_it(brim, segment_run):
     assert brim("remove", "cells")[1] == f"cells: removed; its files stay in {segment_run}\n"
 
 
-@pytest.mark.slow
 def test_a_run_says_itself_what_it_is_of(brim, sequence_run, capsys, tmp_path):
     code, out, err = brim("add", "steps", sequence_run, "--json")
     assert code == 0, err

@@ -6,7 +6,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -15,6 +14,7 @@ from cli_commands import answer, refused
 
 from brim.cli import main
 from brim.engine.storage.dataset import Dataset
+from waiting import PATIENCE_S, until
 
 TRAIN_KEYS = {
     "run", "epochs", "samples_per_s", "epoch_seconds", "tier", "ceiling_share", "busy_share", "waiting",
@@ -127,12 +127,9 @@ def test_a_signal_ends_at_a_batch_and_leaves_a_run_that_resumes(made, tmp_path, 
     options = [str(made / "data"), "--out", str(tmp_path / "run"), "--batch-size", "16", "--device", "cpu", "--json"]
     argv = [sys.executable, "-m", "brim", "rf", "train", *options, "--epochs", "100000"]
     process = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    deadline_s = time.monotonic() + 120
-    while not (tmp_path / "run/train/metrics.jsonl").exists() and time.monotonic() < deadline_s:
-        assert process.poll() is None, "ended before it could be disturbed"
-        time.sleep(0.01)
+    until(lambda: process.poll() is not None or (tmp_path / "run/train/metrics.jsonl").exists())
     process.send_signal(number)
-    stdout, stderr = process.communicate(timeout=60)
+    stdout, stderr = process.communicate(timeout=PATIENCE_S)
 
     assert process.returncode == 128 + number, stderr
     assert "Traceback" not in stderr

@@ -7,7 +7,6 @@ import signal
 import struct
 import subprocess
 import sys
-import time
 import zipfile
 import zlib
 from collections.abc import Callable
@@ -23,6 +22,7 @@ from brim.cli import main
 from brim.segmentation.prediction import ModelLoader
 from brim.segmentation.scenes import make_cells
 from brim.segmentation.tuning import device_key
+from waiting import PATIENCE_S, until
 
 SPENT = {"ceiling_spread", "wall_s", "startup_s", "work_s", "overhead"}
 TRAIN_KEYS = {"run", "weights", "epochs", "dice", "iou", "images_per_s", "ceiling_share", "peak_bytes"} | SPENT
@@ -44,7 +44,7 @@ HERE = device_key(torch.device("cpu"))
 torch.set_num_threads(1)  # small batches: a second thread only competes
 
 SHORT = ["--epochs", "8", "--size", "32", "--batch-size", "4", "--device", "cpu"]
-MANY = 2000  # images: more than can be predicted before a test stops it
+MANY = 20_000  # images: more than can be predicted before a test stops it
 QUICK = ["--models", "unet_tiny", "--size", "64", "--seconds", "0.3", "--device", "cpu"]
 
 
@@ -182,7 +182,7 @@ def test_ctrl_c_ends_a_tuning_with_one_line(tmp_path):
     process = start(["segment", "tune", *QUICK, "--seconds", "60", "--out", str(tmp_path / "sizes.json")])
     wait_for(process, (tmp_path / "sizes.json").exists)
     process.send_signal(signal.SIGINT)
-    stdout, stderr = process.communicate(timeout=60)
+    stdout, stderr = process.communicate(timeout=PATIENCE_S)
 
     assert (process.returncode, stdout) == (130, "")
     assert stderr.splitlines()[-1].startswith("stopped; ")
@@ -399,16 +399,13 @@ def start(argv: list[str]) -> subprocess.Popen[str]:
 
 
 def wait_for(process: subprocess.Popen[str], is_there: Callable[[], bool]) -> None:
-    deadline_s = time.monotonic() + 120
-    while not is_there():
-        assert process.poll() is None, f"ended before it could be disturbed: {process.communicate()}"
-        assert time.monotonic() < deadline_s
-        time.sleep(0.01)
+    until(lambda: process.poll() is not None or is_there())
+    assert process.poll() is None, f"ended before it could be disturbed: {process.communicate()}"
 
 
 @pytest.fixture
 def many(made, tmp_path) -> Path:
-    """A folder that takes some seconds."""
+    """A folder that takes a minute."""
     for index in range(MANY):
         (tmp_path / f"many/{index % 20:02}").mkdir(parents=True, exist_ok=True)
         os.link(made / f"images/cell {index % 10}.png", tmp_path / f"many/{index % 20:02}/{index:04}.png")
@@ -419,7 +416,7 @@ def test_a_prediction_that_is_killed_leaves_whole_files(made, many, tmp_path):
     process = start([*predicting(made, many), "--out", str(tmp_path / "out"), "--json"])
     wait_for(process, (tmp_path / "out/00/0020.geojson").exists)
     process.kill()
-    process.communicate(timeout=60)
+    process.communicate(timeout=PATIENCE_S)
 
     written = list((tmp_path / "out").rglob("*.geojson"))
     assert 1 < len(written) < MANY
@@ -429,9 +426,8 @@ def test_a_prediction_that_is_killed_leaves_whole_files(made, many, tmp_path):
 def test_a_prediction_that_is_stopped_keeps_what_it_has(made, many, tmp_path):
     process = start([*predicting(made, many), "--out", str(tmp_path / "out"), "--format", "coco", "--json"])
     wait_for(process, (tmp_path / "out").exists)
-    time.sleep(1)
     process.send_signal(signal.SIGINT)
-    stdout, stderr = process.communicate(timeout=60)
+    stdout, stderr = process.communicate(timeout=PATIENCE_S)
 
     assert (process.returncode, stdout) == (130, "")
     assert stderr.splitlines()[-1].startswith("stopped; ")
@@ -449,7 +445,7 @@ def test_a_training_that_is_killed_and_stopped_goes_on_and_ends_well(made, tmp_p
         process = start([*argv, "--epochs", "100000"])
         wait_for(process, lambda seen=seen: _size(run / "train/metrics.jsonl") > seen)
         process.send_signal(number)
-        stdout, stderr = process.communicate(timeout=60)
+        stdout, stderr = process.communicate(timeout=PATIENCE_S)
         assert "Traceback" not in stderr
         if number == signal.SIGINT:
             assert process.returncode == 130

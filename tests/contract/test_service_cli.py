@@ -15,9 +15,8 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "faults"))
 from cli_commands import Ended, brim, refused
 from fault_service import QUICK, Serve
 
-from waiting import until
+from waiting import PATIENCE_S, until
 
-pytestmark = pytest.mark.slow
 KEYS = {
     "id",
     "kind",
@@ -130,7 +129,7 @@ def test_ctrl_c_ends_the_watching_and_not_the_job(serve, tmp_path):
     assert "from a terminal running" in watcher.stderr.readline()
 
     watcher.send_signal(signal.SIGINT)
-    _, said = watcher.communicate(timeout=60)
+    _, said = watcher.communicate(timeout=PATIENCE_S)
 
     assert watcher.returncode == 130
     assert "the job continues" in said

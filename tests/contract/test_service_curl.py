@@ -13,7 +13,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[1] / "faults"))
 from fault_service import JOBS, Serve
 
-from waiting import until
+from waiting import PATIENCE_S, until
 
 GENERATION = """{"dataset_name": "gpu_batch_test", "num_samples": 10000, "dataset_type": "feature_based", "config": \
 {"frequency_mhz": 145.0, "tx_power_dbm": 30.0, "min_snr_db": 3.0, "max_gdop": 100.0}}"""
@@ -35,13 +35,11 @@ def serve(tmp_path: Path) -> Iterator[Serve]:
 def curl(serve: Serve, path: str, body: str | None = None, *more: str) -> Any:
     given = [] if body is None else ["-H", "Content-Type: application/json", "-d", body]
     command = ["curl", "-sS", "--fail-with-body", "-H", f"Authorization: Bearer {serve.token}", *given, *more]
-    done = subprocess.run([*command, f"http://127.0.0.1:{serve.port}{path}"], capture_output=True, timeout=60)
+    done = subprocess.run([*command, f"http://127.0.0.1:{serve.port}{path}"], capture_output=True, timeout=PATIENCE_S)
     assert done.returncode == 0, done.stdout + done.stderr
     return json.loads(done.stdout)
 
 
-@pytest.mark.alone
-@pytest.mark.slow
 def test_both_bodies_run_as_they_stand(serve):
     generation = curl(serve, JOBS, GENERATION)
     until(lambda: curl(serve, f"{JOBS}/{generation['id']}")["progress"]["current"] >= 40)

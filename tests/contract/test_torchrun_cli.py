@@ -15,7 +15,8 @@ from brim.sequences.corpus.synthetic import make_sequences
 from brim_steps import logging_all
 from torchruns import STEPS, differences, logged, torchrun
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.long
+
 torch.set_num_threads(1)  # as the ranks have it
 
 RF = ["--epochs", "3", "--batch-size", "12", "--device", "cpu"]
@@ -67,6 +68,7 @@ def both(args: list[str], out: Path) -> None:
 # Results
 
 
+@pytest.mark.smoke
 def test_a_locator_trains_on_two_ranks_as_on_one(data: Path, located: Path, tmp_path: Path) -> None:
     code, out, err = torchrun("-m", "brim", "rf", "train", data / "samples", "--out", tmp_path / "run", *RF, "--json")
     assert code == 0, err
@@ -146,6 +148,7 @@ def test_one_process_goes_on_with_a_run_of_two_ranks(data: Path, located: Path, 
     assert len(logged(tmp_path / "run" / "train")) == 15
 
 
+@pytest.mark.smoke
 def test_what_is_refused_is_said_once(data: Path, located: Path) -> None:
     code, out, err = torchrun("-m", "brim", "rf", "train", data / "samples", "--out", located, *RF)
     assert code != 0

@@ -1,4 +1,4 @@
-"""The batch runner: threads around the policy, with a device that sleeps and with a real small network."""
+"""The batch runner: threads around the policy, with a device that the test holds, and with a real small network."""
 
 import gc
 import random
@@ -10,12 +10,14 @@ from concurrent.futures import CancelledError, wait
 from contextlib import contextmanager
 
 import pytest
+from fake_time import FakeTime
 
 from brim.engine.batching.policy import BatcherConfig
 from brim.engine.batching.runner import BatchRunner
 from brim.engine.batching.servable import Answer, DecodedRequest, Payload, RequestShape, Servable
 from brim.engine.batching.work import Reply
 from brim.errors import BrimError, DeadlinePassed, ImageError, OutOfMemory, Overloaded, TooLarge
+from waiting import PATIENCE_S, until
 
 
 class Sleeper:
@@ -23,17 +25,32 @@ class Sleeper:
 
     def __init__(self, seconds: float = 0.005, sizes: tuple[int, ...] = (1, 2, 4, 8)) -> None:
         self.seconds, self.sizes = seconds, sizes
+        self.expected_s: dict[int, float] = {}
         self.batches: list[list[str]] = []
+        self.decoded: list[str] = []
+        self.gates = {"forward": threading.Event(), "collect": threading.Event()}
+        for gate in self.gates.values():
+            gate.set()
         self.closed = False
+
+    @contextmanager
+    def held(self, where: str = "forward") -> Iterator[None]:
+        """The device hangs in the batch that runs."""
+        self.gates[where].clear()
+        try:
+            yield
+        finally:
+            self.gates[where].set()
 
     def inspect(self, payload: Payload) -> RequestShape:
         words = bytes(payload.data).decode().split()
         if "refused" in words:
             raise ImageError("refused at the door")
-        return RequestShape(payload.options.get("key", "one"), int(words[0]))
+        return RequestShape(payload.options.get("key", "one"), int(words[0]), expected_s=self.expected_s)
 
     def decode(self, payload: Payload) -> DecodedRequest:
         words = bytes(payload.data).decode().split()
+        self.decoded.append(payload.name)
         if "undecodable" in words:
             raise ImageError("cannot be decoded")
         parts = [f"{payload.name}/{number} {' '.join(words[1:])}" for number in range(int(words[0]))]
@@ -41,6 +58,7 @@ class Sleeper:
 
     def forward(self, parts: list[str]) -> list[str]:
         self.batches.append(list(parts))
+        assert self.gates["forward"].wait(PATIENCE_S)
         if any("poison" in part for part in parts):
             raise RuntimeError("illegal instruction")
         if sum("large" in part for part in parts) > 1:
@@ -48,6 +66,7 @@ class Sleeper:
         return parts
 
     def collect(self, running: list[str]) -> list[object]:
+        assert self.gates["collect"].wait(PATIENCE_S)
         time.sleep(self.seconds)
         if any("late-poison" in part for part in running):
             raise RuntimeError("found when the device was waited for")
@@ -69,14 +88,14 @@ def serving(model: Servable | None = None, **options: object) -> Iterator[tuple[
         yield runner, served  # type: ignore[misc]
 
 
-def send(runner: BatchRunner, name: str, what: str = "1", within_s: float = 10.0, **options: object) -> Reply:
+def send(runner: BatchRunner, name: str, what: str = "1", within_s: float = PATIENCE_S, **options: object) -> Reply:
     alone = bool(options.pop("alone", False))
-    return runner.submit("model", Payload(what.encode(), name, options), time.monotonic() + within_s, alone=alone)
+    return runner.submit("model", Payload(what.encode(), name, options), runner._clock() + within_s, alone=alone)
 
 
 def test_an_answer_is_that_of_its_request_and_tells_its_times():
     with serving() as (runner, _):
-        answer = send(runner, "a").result(5)
+        answer = send(runner, "a").result(PATIENCE_S)
 
     assert answer.body == b"A/0"
     assert answer.facts["name"] == "a"
@@ -84,9 +103,11 @@ def test_an_answer_is_that_of_its_request_and_tells_its_times():
 
 
 def test_requests_that_arrive_while_the_device_is_busy_share_a_batch():
-    with serving(Sleeper(0.05)) as (runner, model):
-        replies = [send(runner, str(number)) for number in range(9)]
-        bodies = [reply.result(5).body for reply in replies]
+    with serving() as (runner, model):
+        with model.held():
+            replies = [send(runner, str(number)) for number in range(9)]
+            until(lambda: len(model.decoded) == 9)
+        bodies = [reply.result(PATIENCE_S).body for reply in replies]
 
     assert bodies == [f"{number}/0".encode() for number in range(9)]
     assert max(map(len, model.batches)) >= 4
@@ -95,7 +116,7 @@ def test_requests_that_arrive_while_the_device_is_busy_share_a_batch():
 
 def test_an_oversize_request_is_split_and_rejoined_in_order():
     with serving(Sleeper(0.002)) as (runner, model):
-        body = send(runner, "big", "21").result(5).body
+        body = send(runner, "big", "21").result(PATIENCE_S).body
 
     assert body.split() == [f"BIG/{number}".encode() for number in range(21)]
     assert all(len(batch) in model.sizes for batch in model.batches)
@@ -105,7 +126,7 @@ def test_requests_of_other_keys_and_those_alone_share_no_batch():
     with serving(Sleeper(0.01)) as (runner, model):
         replies = [send(runner, f"{key}-{number}", key=key) for number in range(6) for key in ("x", "y")]
         replies += [send(runner, f"alone-{number}", alone=True) for number in range(3)]
-        wait(replies, 60)
+        wait(replies, PATIENCE_S)
 
     for batch in model.batches:
         assert len({part.split("-")[0] for part in batch}) == 1
@@ -116,7 +137,7 @@ def test_requests_of_other_keys_and_those_alone_share_no_batch():
 def test_only_the_culprit_gets_the_error(fault):
     with serving(Sleeper(0.01)) as (runner, _):
         replies = [send(runner, str(number), f"1 {fault}" if number == 5 else "1") for number in range(16)]
-        results = [reply.exception(5) or reply.result() for reply in replies]
+        results = [reply.exception(PATIENCE_S) or reply.result() for reply in replies]
 
     assert isinstance(results[5], Exception)
     assert [r.body for n, r in enumerate(results) if n != 5] == [f"{n}/0".encode() for n in range(16) if n != 5]
@@ -126,7 +147,7 @@ def test_out_of_memory_halves_the_batch_until_it_fits():
     with serving(Sleeper(0.01)) as (runner, _):
         replies = [send(runner, str(number), "1 large") for number in range(8)]
 
-        assert [reply.result(5).body for reply in replies] == [f"{number}/0".encode() for number in range(8)]
+        assert [reply.result(PATIENCE_S).body for reply in replies] == [f"{number}/0".encode() for number in range(8)]
 
 
 def test_what_is_refused_at_the_door_or_by_find_is_raised_by_submit():
@@ -139,17 +160,19 @@ def test_what_is_refused_at_the_door_or_by_find_is_raised_by_submit():
         with pytest.raises(ImageError, match="door"):
             send(runner, "a", "1 refused")
         with pytest.raises(BrimError, match="weights"):
-            runner.submit("broken", Payload(b"1"), time.monotonic() + 1)
-        assert send(runner, "b").result(5).body == b"B/0"
+            runner.submit("broken", Payload(b"1"), time.monotonic() + PATIENCE_S)
+        assert send(runner, "b").result(PATIENCE_S).body == b"B/0"
 
 
 def test_a_cancelled_request_never_runs():
-    with serving(Sleeper(0.05, (1,))) as (runner, model):
-        first = send(runner, "first")
-        second, third = send(runner, "second"), send(runner, "third")
-        runner.cancel(second)
-        assert first.result(5).body
-        assert third.result(5).body
+    with serving(Sleeper(sizes=(1,))) as (runner, model):
+        with model.held():
+            first = send(runner, "first")
+            until(lambda: model.batches)
+            second, third = send(runner, "second"), send(runner, "third")
+            runner.cancel(second)
+        assert first.result(PATIENCE_S).body
+        assert third.result(PATIENCE_S).body
 
     with pytest.raises(CancelledError):
         second.result()
@@ -158,63 +181,69 @@ def test_a_cancelled_request_never_runs():
 
 
 def test_a_request_that_cannot_be_in_time_is_refused_with_a_time_to_come_again():
-    with serving(Sleeper(0.8, (1,))) as (runner, _):
-        for _ in range(3):
-            send(runner, "learn").result(5)
-        replies = [send(runner, str(number), within_s=2.0) for number in range(2)]
-        with pytest.raises(Overloaded) as refused:
-            send(runner, "hasty", within_s=2.0)
-        time.sleep(refused.value.retry_after_s + 0.02)
-        hasty = send(runner, "hasty", within_s=2.0)
-
-        assert hasty.result(5).body == b"HASTY/0"
-        assert all(reply.result(5) for reply in replies)
+    clock, model = FakeTime(), Sleeper(sizes=(1,))
+    model.expected_s = {1: 0.8}
+    with serving(model, clock=clock) as (runner, _):
+        with model.held():
+            replies = [send(runner, str(number), within_s=2.0) for number in range(2)]
+            with pytest.raises(Overloaded) as refused:
+                send(runner, "hasty", within_s=2.0)
+            until(lambda: model.batches)
+            assert 0.4 <= refused.value.retry_after_s <= 0.8  # three take 2.4 s
+            clock.sleep(refused.value.retry_after_s)
+            replies.append(send(runner, "hasty", within_s=2.0))
+        assert [reply.result(PATIENCE_S).body for reply in replies] == [b"0/0", b"1/0", b"HASTY/0"]
     assert runner.snapshot()["rejected"] == {"overloaded": 1}
 
 
 def test_a_deadline_that_passes_while_the_device_hangs_is_told():
-    with serving(Sleeper(0.3, (1,))) as (runner, _):
-        hanging = [send(runner, "a"), send(runner, "b")]
-        time.sleep(0.05)
-        late = send(runner, "late", within_s=0.05)
+    clock = FakeTime()
+    with serving(Sleeper(sizes=(1,)), clock=clock) as (runner, model):
+        with model.held("collect"):
+            hanging = [send(runner, "a"), send(runner, "b")]
+            until(lambda: len(model.batches) == 2)
+            late = send(runner, "late", within_s=0.05)
+            clock.sleep(1)
 
-        assert isinstance(late.exception(2), DeadlinePassed)
-        assert all(reply.result(5) for reply in hanging)
+            assert isinstance(late.exception(PATIENCE_S), DeadlinePassed)
+        assert all(reply.result(PATIENCE_S) for reply in hanging)
 
 
 def test_an_answer_that_comes_too_late_to_be_of_use_is_not_given():
+    clock = FakeTime()
+
     class Slow(Sleeper):
         def finish(self, item: DecodedRequest, outputs: list[str]) -> Answer:
-            time.sleep(0.2)
+            clock.sleep(0.2)
             return super().finish(item, outputs)
 
-    with serving(Slow()) as (runner, _):
-        late, fine = send(runner, "late", within_s=0.1), send(runner, "fine")
-
-        assert isinstance(late.exception(5), DeadlinePassed)
-        assert fine.result(5).body == b"FINE/0"
-        assert runner.snapshot()["rejected"] == {"deadline": 1}
+    with serving(Slow(), clock=clock) as (runner, _):
+        late = send(runner, "late", within_s=0.1)
+        assert isinstance(late.exception(PATIENCE_S), DeadlinePassed)
+        assert send(runner, "fine").result(PATIENCE_S).body == b"FINE/0"
+        until(lambda: runner.snapshot()["rejected"] == {"deadline": 1})
 
 
 def test_drain_answers_what_was_accepted_and_refuses_what_comes():
     with serving(Sleeper(0.02)) as (runner, _):
         replies = [send(runner, str(number)) for number in range(20)]
-        assert runner.drain(5)
+        assert runner.drain(PATIENCE_S)
 
-        assert all(reply.done() and reply.result() for reply in replies)
+        assert all(reply.result(PATIENCE_S) for reply in replies)
         with pytest.raises(Overloaded, match="ending"):
             send(runner, "new")
 
 
 def test_close_resolves_what_is_left_and_ends_the_threads():
     before = set(threading.enumerate())
-    runner = BatchRunner(lambda name: Sleeper(0.1, (1,)))
-    replies = [send(runner, str(number)) for number in range(10)]
-    runner.close()
+    with serving(Sleeper(sizes=(1,))) as (runner, model), model.held():
+        replies = [send(runner, str(number)) for number in range(10)]
+        until(lambda: model.batches)
+        closing = threading.Thread(target=runner.close)
+        closing.start()
 
-    assert all(reply.done() for reply in replies)
-    assert sum(isinstance(reply.exception(), Overloaded) for reply in replies) >= 7
-    assert set(threading.enumerate()) <= before
+        assert all(isinstance(reply.exception(PATIENCE_S), Overloaded) for reply in replies)
+    until(lambda: set(threading.enumerate()) <= before)
 
 
 def test_after_a_reload_old_and_new_share_no_batch_and_the_old_one_is_let_go():
@@ -224,22 +253,19 @@ def test_after_a_reload_old_and_new_share_no_batch_and_the_old_one_is_let_go():
         replies = [send(runner, f"old{number}") for number in range(5)]
         models[:] = [new]
         replies += [send(runner, f"new{number}") for number in range(5)]
-        assert all(reply.result(5) for reply in replies)
+        assert all(reply.result(PATIENCE_S) for reply in replies)
         gone = weakref.ref(old)
         assert not any("new" in part for batch in old.batches for part in batch)
         assert sum(map(len, new.batches)) == 5
         del old, replies
-        time.sleep(0.05)
-        gc.collect()
-
-        assert gone() is None
+        until(lambda: gc.collect() >= 0 and gone() is None)
 
 
 def test_on_start_names_the_requests_of_a_batch_before_it_runs():
     started: list[list[int]] = []
     with serving(Sleeper(0.01), on_start=started.append) as (runner, _):
         replies = [send(runner, str(number)) for number in range(6)]
-        assert all(reply.result(5) for reply in replies)
+        assert all(reply.result(PATIENCE_S) for reply in replies)
 
     assert sorted(request for batch in started for request in batch) == [reply.request for reply in replies]
 
@@ -247,8 +273,9 @@ def test_on_start_names_the_requests_of_a_batch_before_it_runs():
 def test_metrics_count_what_happened():
     with serving(Sleeper(0.01)) as (runner, _):
         replies = [send(runner, str(number), "1 bad" if number == 3 else "1") for number in range(10)]
-        wait(replies, 60)
-        assert runner.drain(5)
+        wait(replies, PATIENCE_S)
+        assert runner.drain(PATIENCE_S)
+        until(lambda: (told := runner.snapshot())["answered"] + told["failed"] == 10)
         told = runner.snapshot()
 
     assert told["answered"] == 9
@@ -259,15 +286,16 @@ def test_metrics_count_what_happened():
     assert told["depth"] == told["running"] == told["requests"] == 0
 
 
-@pytest.mark.alone
 def test_how_long_a_forward_runs_can_be_watched():
-    with serving(Sleeper(0.15)) as (runner, _):
-        reply = send(runner, "a")
-        time.sleep(0.08)
-        running_s, _ = runner.running_s()
-        assert reply.result(5)
-
-        assert 0.04 < running_s < 0.15
+    clock = FakeTime()
+    with serving(clock=clock) as (runner, model):
+        model.expected_s = {1: 3.0}
+        with model.held():
+            reply = send(runner, "a")
+            until(lambda: model.batches)
+            clock.sleep(7)
+            assert runner.running_s() == (7.0, 3.0)
+        assert reply.result(PATIENCE_S)
         assert runner.running_s() == (0.0, 0.0)
 
 
@@ -278,27 +306,25 @@ def test_a_key_not_seen_before_is_guessed_from_one_that_was():
 
     with serving(Scaled(0.02), config=BatcherConfig(probe_s=None)) as (runner, _):
         for _ in range(5):
-            send(runner, "a", key=1).result(5)
+            send(runner, "a", key=1).result(PATIENCE_S)
         with pytest.raises(Overloaded, match="shorter"):
             send(runner, "ten times as large", key=10, within_s=0.1)
 
 
-@pytest.mark.alone
 def test_a_request_that_would_block_the_device_for_a_minute_delays_nobody():
     class Scaled(Sleeper):
         def inspect(self, payload: Payload) -> RequestShape:
             cost = payload.options["key"]
             return RequestShape(cost, 1, cost=float(cost), expected_s={1: 0.005 * cost})
 
-    with serving(Scaled(0.005)) as (runner, _):
+    with serving(Scaled(0.005)) as (runner, model):
         for number in range(20):
             with pytest.raises(Overloaded, match="shorter"):
                 send(runner, "twenty seconds of work", key=4_000, within_s=1.5)
             with pytest.raises(TooLarge):
                 send(runner, "a minute of work", key=12_000, within_s=100)
-            began_s = time.monotonic()
-            assert send(runner, str(number), key=1).result(5)
-            assert time.monotonic() - began_s < 1
+            assert send(runner, str(number), key=1).result(PATIENCE_S)
+    assert model.batches == [[f"{number}/0 "] for number in range(20)]  # the device never saw the others
 
 
 def test_a_failure_of_the_runner_itself_reaches_those_who_wait(monkeypatch):
@@ -306,7 +332,7 @@ def test_a_failure_of_the_runner_itself_reaches_those_who_wait(monkeypatch):
         monkeypatch.setattr(runner._policy, "next", lambda now_s: 1 / 0)
         reply = send(runner, "a")
 
-        assert "ZeroDivisionError" in str(reply.exception(5))
+        assert "ZeroDivisionError" in str(reply.exception(PATIENCE_S))
         assert runner.running_s()[0] == float("inf")
 
 
@@ -366,7 +392,7 @@ def test_every_future_resolves_exactly_once_whatever_happens(seed):
                 runner,
                 str(number),
                 f"{parts} {fault}",
-                chance.choice([0.01, 0.05, 10.0]),
+                chance.choice([0.01, 0.05, PATIENCE_S]),
                 key=chance.choice("xy"),
                 alone=chance.random() < 0.05,
             )
@@ -379,12 +405,12 @@ def test_every_future_resolves_exactly_once_whatever_happens(seed):
         if chance.random() < 0.1:
             time.sleep(0.005)
     if chance.random() < 0.5:
-        assert runner.drain(20)
+        assert runner.drain(PATIENCE_S)
     runner.close()
 
     assert len(replies) > 20
+    until(lambda: len(times) == len(replies))
     for name, parts, reply in replies:
-        assert reply.done()
         assert times[id(reply)] == 1
         if not reply.cancelled() and reply.exception() is None:
             assert reply.result().body.split() == [f"{name}/{part}".encode() for part in range(parts)]
@@ -414,12 +440,11 @@ def test_a_real_network_gives_the_answers_of_one_at_a_time():
 
     rows = torch.randn(40, 16, generator=torch.Generator().manual_seed(3))
     with serving(Network()) as (runner, _):
-        replies = [send_bytes(runner, row.numpy().tobytes()) for row in rows]
-        answers = torch.stack([torch.frombuffer(bytearray(r.result(10).body), dtype=torch.float32) for r in replies])
+        due_s = time.monotonic() + PATIENCE_S
+        replies = [runner.submit("model", Payload(row.numpy().tobytes()), due_s) for row in rows]
+        answers = torch.stack(
+            [torch.frombuffer(bytearray(r.result(PATIENCE_S).body), dtype=torch.float32) for r in replies]
+        )
 
     with torch.inference_mode():
         torch.testing.assert_close(answers, torch.cat([net(row[None]) for row in rows]))
-
-
-def send_bytes(runner: BatchRunner, data: bytes) -> Reply:
-    return runner.submit("model", Payload(data), time.monotonic() + 10)

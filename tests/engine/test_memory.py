@@ -1,6 +1,5 @@
 import logging
 import threading
-import time
 
 import numpy as np
 import pytest
@@ -22,6 +21,7 @@ from brim.engine.device.memory import (
     total_bytes,
 )
 from brim.errors import ConfigError, OutOfMemory
+from waiting import until
 
 CPU = torch.device("cpu")
 MIB = 1024**2
@@ -344,7 +344,7 @@ def test_peak_is_sampled_where_the_counter_cannot_be_reset(monkeypatch):
     with PeakMemory(CPU) as peak:
         block = bytearray(64 * MIB)
         block[::4096] = b"x" * len(block[::4096])
-        time.sleep(0.1)
+        until(lambda: peak._seen_bytes >= quiet.bytes + 50 * MIB)  # without asking for it
         del block
     assert peak.bytes >= quiet.bytes + 50 * MIB
     assert not [thread for thread in threading.enumerate() if thread.name == "brim-peak-memory"]

@@ -6,24 +6,15 @@ from typing import Any
 
 import pytest
 import torch
+from fake_time import FakeTime
 
 from brim.engine.meter.throughput import BUSY, INPUT, ROOM, GpuSampler, Meter, ceiling_rate, ceiling_share
 from brim.errors import ConfigError
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now_s = 100.0
-
-    def __call__(self) -> float:
-        return self.now_s
-
-    def sleep(self, seconds: float) -> None:
-        self.now_s += seconds
+from waiting import until
 
 
 def test_summary_shows_where_the_time_went() -> None:
-    clock = Clock()
+    clock = FakeTime()
     meter = Meter(clock=clock)
     meter.start()
     with meter.busy("compute"):
@@ -55,7 +46,7 @@ def test_unused_meter_has_an_empty_summary() -> None:
 
 
 def test_wall_time_runs_from_start_to_stop_and_goes_on_after_another_start() -> None:
-    clock = Clock()
+    clock = FakeTime()
     meter = Meter(clock=clock)
     for _ in range(2):
         meter.start()
@@ -69,7 +60,7 @@ def test_wall_time_runs_from_start_to_stop_and_goes_on_after_another_start() -> 
 
 
 def test_failed_work_takes_time_but_makes_no_item() -> None:
-    clock = Clock()
+    clock = FakeTime()
     meter = Meter(clock=clock)
 
     def fail() -> None:
@@ -103,7 +94,7 @@ def test_accounts_from_many_threads_are_all_kept() -> None:
 
 
 def test_ceiling_is_the_median_rate_after_the_warm_up() -> None:
-    clock = Clock()
+    clock = FakeTime()
     durations_s = iter([50.0, 0.1, 0.2, 0.1, 0.9])  # the first is the warm-up
 
     def run() -> int:
@@ -116,7 +107,7 @@ def test_ceiling_is_the_median_rate_after_the_warm_up() -> None:
 
 def test_ceiling_survives_a_clock_too_coarse_for_the_batch() -> None:
     steps_s = iter([0.0, 0.0, 2.0])
-    clock = Clock()
+    clock = FakeTime()
 
     def run() -> int:
         clock.sleep(next(steps_s))
@@ -137,7 +128,7 @@ class FakeNvml:
     """An NVML of two GPUs, of which CUDA sees the second alone; it draws 200 W."""
 
     def __init__(self, *, missing: frozenset[str] = frozenset()) -> None:
-        self.missing = missing
+        self.missing, self.clock = missing, FakeTime()
         self.open = 0
 
     def _check(self, name: str) -> None:
@@ -172,15 +163,19 @@ class FakeNvml:
 
     def nvmlDeviceGetTotalEnergyConsumption(self, handle: str) -> int:
         self._check("energy")
-        return int(time.perf_counter() * 200_000)
+        return int(self.clock() * 200_000)
 
 
-def sample(monkeypatch: pytest.MonkeyPatch, nvml: FakeNvml, seconds: float = 0.1) -> dict[str, Any] | None:
+def sample(monkeypatch: pytest.MonkeyPatch, nvml: FakeNvml) -> dict[str, Any] | None:
+    """The summary of 0.15 s in which a sample is taken at least five times."""
     monkeypatch.setitem(sys.modules, "pynvml", nvml)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="bbbb"))
+    monkeypatch.setattr("brim.engine.meter.throughput.time", nvml.clock)
     before = threading.active_count()
     with GpuSampler(torch.device("cuda:0"), interval_s=0.01) as sampler:
-        time.sleep(seconds)
+        for number in range(2, 5):
+            nvml.clock.sleep(0.05)
+            until(lambda number=number: (sampler.summary() or {"samples": 9})["samples"] >= number)
     assert threading.active_count() == before
     assert nvml.open == 0
     return sampler.summary()
@@ -192,26 +187,26 @@ def test_sampler_finds_the_gpu_by_uuid_and_reads_the_energy_counter(monkeypatch:
     assert gpu["power_w_mean"] == 200.0
     assert gpu["utilisation_mean"] == 90.0
     assert gpu["memory_bytes_peak"] == 1 << 30
-    assert gpu["samples"] >= 3
-    assert 20.0 <= gpu["energy_j"] < 60.0
+    assert gpu["samples"] >= 5
+    assert gpu["energy_j"] == pytest.approx(30.0)
 
 
 def test_sampler_integrates_power_where_there_is_no_energy_counter(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu = sample(monkeypatch, FakeNvml(missing=frozenset({"energy"})))
     assert gpu is not None
-    assert 20.0 <= gpu["energy_j"] < 60.0
+    assert gpu["energy_j"] == pytest.approx(30.0)
 
 
 def test_sampler_reports_missing_readings_as_none(monkeypatch: pytest.MonkeyPatch) -> None:
     nvml = FakeNvml(missing=frozenset({"power", "energy", "utilisation", "memory"}))
-    gpu = sample(monkeypatch, nvml, seconds=0.03)
+    gpu = sample(monkeypatch, nvml)
     assert gpu is not None
     assert [gpu[key] for key in gpu if key != "samples"] == [None] * 4
 
 
 @pytest.mark.parametrize("missing", ["init", "handle"])
 def test_sampler_is_silent_without_nvml(monkeypatch: pytest.MonkeyPatch, missing: str) -> None:
-    assert sample(monkeypatch, FakeNvml(missing=frozenset({missing})), seconds=0.0) is None
+    assert sample(monkeypatch, FakeNvml(missing=frozenset({missing}))) is None
 
 
 def test_sampler_is_silent_without_the_nvml_package(monkeypatch: pytest.MonkeyPatch) -> None:

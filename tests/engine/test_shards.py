@@ -6,7 +6,6 @@ import resource
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -20,6 +19,7 @@ from brim.engine.storage import writer as shard_writer
 from brim.engine.storage.dataset import Dataset
 from brim.engine.storage.writer import ShardWriter
 from brim.errors import ConfigError, DatasetError, ShardCorrupt, StorageError
+from waiting import until
 
 HEADER = {"config": {"snr_db": [0, 20], "name": "µ"}, "seed": 7}
 
@@ -206,27 +206,29 @@ def test_a_failure_before_the_first_row_leaves_nothing(tmp_path):
 
 CHILD = """
 import sys, time
-sys.path.insert(0, {tests!r})
+sys.path[:0] = {paths!r}
 import torch
 torch.set_num_threads(1)
 from brim.engine.storage import shard_file, writer as shard_writer
 from test_shards import rows_of, totals_of, writer
 shard_writer.COMMIT_S = {commit_s}
 with writer(sys.argv[1]) as out:
-    for start in range(0, 1000, 3):
+    for start in range(0, 99, 3):
         out.append(rows_of(start, start + 3), totals_of(start, start + 3))
         time.sleep(0.005)
+    time.sleep(600)
 """
 
 
 def kill_when_listed(path, num_shards, commit_s):
-    code = CHILD.format(tests=str(Path(__file__).parent), commit_s=commit_s)
+    code = CHILD.format(paths=[str(folder) for folder in Path(__file__).parents[:2]], commit_s=commit_s)
     child = subprocess.Popen([sys.executable, "-c", code, str(path)])
-    deadline = time.monotonic() + 120
-    while not (path / "manifest.json").exists() or len(Dataset(path).shards) < num_shards:
+
+    def is_listed():
         assert child.poll() is None
-        assert time.monotonic() < deadline
-        time.sleep(0.002)
+        return (path / "manifest.json").exists() and len(Dataset(path).shards) >= num_shards
+
+    until(is_listed)
     child.send_signal(signal.SIGKILL)
     assert child.wait() == -signal.SIGKILL
 

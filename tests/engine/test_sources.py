@@ -8,7 +8,7 @@ import sqlite3
 import subprocess
 import sys
 import tempfile
-import time
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -24,6 +24,7 @@ from brim.engine.storage import Dataset, shard_file
 from brim.engine.storage.dataset import allocate
 from brim.engine.storage.writer import ShardWriter
 from brim.errors import ConfigError, DatasetError, ShardCorrupt, StorageError
+from waiting import until
 
 # Helpers
 
@@ -415,15 +416,11 @@ def free_port():
 
 
 def wait_until_it_answers(url):
-    for _ in range(150):
-        try:
-            SqlSource(url, "SELECT 1 AS one")
-        except StorageError as failure:
-            last = failure
-            time.sleep(0.1)
-        else:
-            return
-    raise last
+    def answers():
+        with suppress(StorageError):
+            return SqlSource(url, "SELECT 1 AS one")
+
+    until(answers)
 
 
 def test_postgresql_is_read_in_bulk(postgres):

@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 import s3fs
 import torch
+from fake_time import FakeTime
 from test_shards import HEADER, fill, fill_limited, rows_of, totals_of, writer
 
 from brim.engine.rows.files import DatasetSource
@@ -29,7 +30,7 @@ from brim.engine.storage.places import LocalPlace, ObjectPlace, is_url, place_of
 from brim.engine.storage.shard_file import write_shard
 from brim.errors import ConfigError, DatasetError, ShardCorrupt, StorageError
 from s3_store import SECRET, FailingProxy, serve_s3
-from waiting import promised
+from waiting import PATIENCE_S, until
 
 BUCKET = "bucket"
 
@@ -55,6 +56,14 @@ def proxy(server, monkeypatch):
 def forget():
     """The library keeps the endpoint and the keys that it saw first."""
     s3fs.S3FileSystem.clear_instance_cache()
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """Pauses between two tries take no time."""
+    clock = FakeTime()
+    monkeypatch.setattr(storage, "time", clock)
+    return clock
 
 
 @pytest.fixture
@@ -371,7 +380,7 @@ def files_of(server, out):
 
 
 def test_shards_of_other_processes_are_listed_in_any_order(out, server, clean):
-    with writer(out) as writing, ProcessPoolExecutor(2, mp_context=get_context("spawn")) as pool:
+    with writer(out) as writing, ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
         made = dict(pool.map(make_shard, [out] * 6, [4, 2, 0, 3, 1, 2]))
         for number in (3, 4, 0, 0, 2, 1, 4):
             writing.adopt(number, made[number])
@@ -444,7 +453,7 @@ def test_rows_that_cannot_be_written_are_refused(tmp_path):
 
 @pytest.mark.parametrize("kind", ["503", "reset", "cut"])
 @pytest.mark.parametrize("times", [1, 4])
-def test_failures_that_pass_change_nothing(url, proxy, server, clean, kind, times):
+def test_failures_that_pass_change_nothing(url, proxy, server, clean, clock, kind, times):
     with writer(url) as writing:
         for start in range(0, 45, 15):
             proxy.fail(kind, times)
@@ -458,6 +467,7 @@ def test_failures_that_pass_change_nothing(url, proxy, server, clean, kind, time
 
 def test_a_store_that_falls_silent_is_asked_again(url, proxy, monkeypatch):
     monkeypatch.setattr(storage, "SILENT_S", 1)
+    monkeypatch.setattr(storage, "FIRST_S", PATIENCE_S)
     place = place_of(url)
     proxy.fail("hang")
     place.put_bytes(b"x" * 1000, "a")
@@ -478,11 +488,17 @@ def test_a_large_shard_goes_up_in_parts_and_whole(url, proxy, server, tmp_path):
     assert server.s3.list_multipart_uploads(Bucket=BUCKET).get("Uploads", []) == []
 
 
-def test_a_store_that_is_down_for_a_while_is_waited_for_and_said_once(url, proxy, server, clean, caplog):
+def test_a_store_that_is_down_for_a_while_is_waited_for_and_said_once(url, proxy, server, clean, clock, caplog):
+    def sleep(seconds):
+        FakeTime.sleep(clock, seconds)
+        if len(clock.pauses) == 6:
+            proxy.up()
+
+    clock.sleep = sleep
     with writer(url) as writing, caplog.at_level(logging.INFO, "brim"):
         for start in range(0, 45, 5):
             if start == 20:
-                proxy.down_for(2.5)
+                proxy.down()
             writing.append(rows_of(start, start + 5), totals_of(start, start + 5))
         writing.finish(report="done")
     assert files_there(server, url) == clean
@@ -493,46 +509,41 @@ def test_a_store_that_is_down_for_a_while_is_waited_for_and_said_once(url, proxy
     assert said[1] == f"{url} answers again"
 
 
-def test_a_store_that_stays_down_ends_the_run_which_resumes(url, proxy, server, clean, monkeypatch):
+def test_a_store_that_stays_down_ends_the_run_which_resumes(url, proxy, server, clean, clock, monkeypatch):
     monkeypatch.setenv("BRIM_STORAGE_RETRY_S", "1.5")
-    monkeypatch.setattr(destination, "LEASE_S", 1.0)
-    began_s = time.monotonic()
     told = pytest.raises(StorageError, match=r"does not answer, tried for 1.5 s .*continue with resume")
     with told, writer(url) as out:
         out.append(rows_of(0, 20), totals_of(0, 20))
         proxy.down()
         out.append(rows_of(20, 45), totals_of(20, 45))
-    assert time.monotonic() - began_s < promised(8)  # nothing after the first failure waits again
+    assert sum(clock.pauses) == pytest.approx(1.5)  # nothing after the first failure waits again
     proxy.up()
-    time.sleep(1)
+    let_leases_run_out(monkeypatch)
     fill(url, 45, resume=True)
     assert files_there(server, url) == clean
 
 
-def test_an_endpoint_that_never_answered_is_told_soon(proxy, monkeypatch):
+def test_an_endpoint_that_never_answered_is_told_soon(proxy, clock):
     proxy.down()
-    monkeypatch.setattr(storage, "FIRST_S", 0.5)
-    began_s = time.monotonic()
-    with pytest.raises(StorageError, match=r"does not answer, tried for 0.5 s .*AWS_ENDPOINT_URL"):
+    with pytest.raises(StorageError, match=r"does not answer, tried for 10 s .*AWS_ENDPOINT_URL"):
         Dataset(f"s3://{BUCKET}/x")
-    assert time.monotonic() - began_s < promised(5)
+    assert sum(clock.pauses) == pytest.approx(10)
 
 
 # A store that refuses
 
 
 @pytest.fixture
-def refused(server, monkeypatch):
+def refused(server, clock, monkeypatch):
     """Asks a store with these keys in the environment; the error must come at once and show no secret."""
 
     def ask(message, work, **env):
         for name, value in env.items():
             monkeypatch.setenv(name, value) if value else monkeypatch.delenv(name)
         forget()
-        began_s = time.monotonic()
         with pytest.raises(StorageError, match=message) as caught:
             work()
-        assert time.monotonic() - began_s < promised(5)
+        assert clock.pauses == []
         assert SECRET not in str(caught.value)
         assert env.get("AWS_SECRET_ACCESS_KEY") is None or env["AWS_SECRET_ACCESS_KEY"] not in str(caught.value)
 
@@ -571,14 +582,21 @@ def test_bad_credentials_are_refused_at_once(url, proxy, server, refused):
 # Two writers
 
 
+def let_leases_run_out(monkeypatch):
+    monkeypatch.setattr(destination, "time", clock := FakeTime())
+    clock.now_s = time.time() + destination.LEASE_S + 1
+
+
 def test_a_second_writer_is_kept_out_while_the_first_lives(url, monkeypatch):
+    monkeypatch.setattr(destination, "time", clock := FakeTime())
     monkeypatch.setattr(destination, "LEASE_S", 0.9)
     with writer(url) as out:
         out.append(rows_of(0, 3), totals_of(0, 3))
         for _ in range(3):
             with pytest.raises(DatasetError, match=r"is being written by process \d+ of .*; wait for it to end"):
                 fill(url, 12, resume=True)
-            time.sleep(0.8)
+            clock.sleep(0.8)
+            until(lambda: json.loads(place_of(url).read_bytes(destination.LEASE_FILE))["until"] == clock() + 0.9)
     assert len(Dataset(fill(url, 12, resume=True))) == 12
 
 
@@ -607,29 +625,29 @@ import sys, time
 sys.path[:0] = {paths!r}
 import torch
 torch.set_num_threads(1)
-from brim.engine.storage import destination, writer as shard_writer
 from test_shards import rows_of, totals_of, writer
-destination.LEASE_S, shard_writer.COMMIT_S = {lease_s}, 0.0
 with writer(sys.argv[1]) as out:
-    for start in range(0, 1000, 3):
+    for start in range(0, 42, 3):
         out.append(rows_of(start, start + 3), totals_of(start, start + 3))
-        time.sleep(0.2)
+        if start == 21:
+            out._commit()
+    time.sleep(600)
 """
 
 
-def test_a_killed_writer_is_followed_when_its_lease_ran_out(url, server, clean):
-    here = Path(__file__).parent
-    code = CHILD.format(paths=[str(here), str(here.parent)], lease_s=3.0)
+def test_a_killed_writer_is_followed_when_its_lease_ran_out(url, server, clean, monkeypatch):
+    code = CHILD.format(paths=[str(folder) for folder in Path(__file__).parents[:2]])
     child = subprocess.Popen([sys.executable, "-c", code, url], env=dict(os.environ))
-    deadline = time.monotonic() + 120
-    while not (place_of(url).exists("manifest.json") and len(Dataset(url).shards) >= 2):
+
+    def is_listed():
         assert child.poll() is None
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+        return place_of(url).exists("manifest.json") and len(Dataset(url).shards) >= 2
+
+    until(is_listed)
     child.send_signal(signal.SIGKILL)
     assert child.wait() == -signal.SIGKILL
-    with pytest.raises(DatasetError, match=r"or [0-9] s if it was killed"):
+    with pytest.raises(DatasetError, match=r"or \d+ s if it was killed"):
         fill(url, 45, resume=True)
-    time.sleep(3.2)
+    let_leases_run_out(monkeypatch)
     fill(url, 45, resume=True)
     assert files_there(server, url) == clean

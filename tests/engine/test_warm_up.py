@@ -1,12 +1,14 @@
 """First runs of a model: which sizes are left, how long they take, what they hold."""
 
+import sys
 import threading
-import time
+from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
+from fake_time import FakeTime
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -16,6 +18,16 @@ from brim.errors import OutOfMemory
 CPU = torch.device("cpu")
 
 
+clock = FakeTime()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _batches_take_the_time_that_they_say() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys.modules[warm_up.__module__], "time", clock)
+        yield
+
+
 class Toy:
     """A model whose batches take a time of their own, and do not fit from a size on."""
 
@@ -23,14 +35,14 @@ class Toy:
         self.sizes, self.tuned, self._fits, self._batch_bytes = ladder(top), tuned, fits, batch_bytes
         self.weight_bytes, self.expected_s = 1000, {}
         self.ran: list[int] = []
-        self.seconds = lambda size: 0.0
+        self.seconds = lambda size: 0.001 * size
 
     def example(self, num: int) -> list[int]:
         return list(range(num))
 
     def forward(self, parts: list[int]) -> list[int]:
         self.ran.append(len(parts))
-        time.sleep(self.seconds(len(parts)))
+        clock.sleep(self.seconds(len(parts)))
         if self._batch_bytes:
             bytearray(b"x") * (self._batch_bytes * len(parts))
         return parts

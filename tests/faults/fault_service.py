@@ -11,12 +11,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from waiting import until
+from waiting import PATIENCE_S, until
 
 JOBS = "/api/training/jobs"
 ENDED = ("completed", "failed", "cancelled", "paused")
 HOOKS = str(Path(__file__).parent / "hooks")  # on PYTHONPATH of a service that a test changes from within
-SOAK = bool(os.environ.get("BRIM_SOAK"))  # make soak: as long as it takes
 # Small and quick: short records, few to a shard.
 QUICK = {"duration_s": 0.2, "samples_per_shard": 8}
 
@@ -104,7 +103,7 @@ class Serve:
 
     def _bury(self) -> int:
         assert self.process is not None
-        code = self.process.wait(120)
+        code = self.process.wait(PATIENCE_S)
         assert self.process.stdout is not None
         self.process.stdout.close()
         self.process = None
@@ -115,7 +114,7 @@ class Serve:
     def ask(
         self, method: str, path: str, body: Any = None, headers: Mapping[str, str] | None = None
     ) -> tuple[int, Any]:
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=PATIENCE_S)
         sent = {"Authorization": f"Bearer {self.token}", **(headers or {})}
         text = None if body is None else json.dumps(body)
         if text is not None:
@@ -152,7 +151,7 @@ class Serve:
         assert status == 202, job
         return dict(job)
 
-    def wait(self, job_id: str, *statuses: str, seconds: float = 120) -> dict[str, Any]:
+    def wait(self, job_id: str, *statuses: str) -> dict[str, Any]:
         """The job once it has one of these statuses, or has ended."""
         last: dict[str, Any] = {}
 
@@ -160,16 +159,16 @@ class Serve:
             last.update(self.job(job_id))
             return last["status"] in (statuses or ENDED) or last["status"] == "failed"
 
-        until(is_there, seconds, lambda: f"job is {last}; {self.said()}")
+        until(is_there, lambda: f"job is {last}; {self.said()}")
         assert not statuses or last["status"] in statuses, f"{last}; {self.said()}"
         return last
 
-    def wait_after_outage(self, job_id: str, seconds: float = 90) -> dict[str, Any]:
+    def wait_after_outage(self, job_id: str) -> dict[str, Any]:
         """The completed job; until the databases are back for the API, nothing is known of it."""
-        until(lambda: self.try_status(f"{JOBS}/{job_id}") == 200, 30, self.said)
-        return self.wait(job_id, "completed", seconds=seconds)
+        until(lambda: self.try_status(f"{JOBS}/{job_id}") == 200, self.said)
+        return self.wait(job_id, "completed")
 
-    def wait_progress(self, job_id: str, current: int, seconds: float = 90) -> dict[str, Any]:
+    def wait_progress(self, job_id: str, current: int) -> dict[str, Any]:
         """The job once it has come so far."""
         last: dict[str, Any] = {}
 
@@ -177,13 +176,29 @@ class Serve:
             last.update(self.job(job_id))
             return last["progress"]["current"] >= current or last["status"] in ENDED
 
-        until(is_there, seconds, lambda: f"job is {last}; {self.said()}")
+        until(is_there, lambda: f"job is {last}; {self.said()}")
         return last
 
     def generate(self, samples: int, name: str = "made", key: str | None = None, **config: Any) -> dict[str, Any]:
         """A generation job in the words of the API's first form."""
         body = {"dataset_name": name, "num_samples": samples, "config": {**QUICK, **config}}
         return self.submit(body, key)
+
+    def endless(self, name: str = "made") -> str:
+        """A generation that does not end before a test has seen what it wants to, however slow the test is."""
+        return str(self.generate(100_000, name)["id"])
+
+    def cut(self, job_id: str, samples: int) -> dict[str, bytes]:
+        """Cancel a generation once it has come so far; its shards."""
+        self.wait_progress(job_id, samples)
+        self.act(job_id, "cancel")
+        self.wait(job_id, "cancelled")
+        return shards(self.folder(job_id))
+
+    def folder(self, job_id: str) -> Path:
+        """Where a generation writes."""
+        rows = self.get("/api/datasets")["datasets"]
+        return self.data / "datasets" / next(row["id"] for row in rows if row["job_id"] == job_id)
 
 
 class Reader(threading.Thread):
@@ -205,7 +220,7 @@ class Reader(threading.Thread):
 
     def __exit__(self, *_: object) -> None:
         self._ending.set()
-        self.join(70)
+        self.join(PATIENCE_S)
 
 
 def brim(*argv: str | Path, **env: str) -> "subprocess.CompletedProcess[str]":

@@ -11,8 +11,9 @@ from typing import Any
 import numpy as np
 from fault_service import Serve
 
+from waiting import PATIENCE_S
+
 EDGE = "edge-of-the-form"
-PATIENCE_S = 130.0
 
 
 @dataclass(frozen=True)
@@ -88,7 +89,7 @@ def form(serve: Serve, image: bytes) -> bytes:
         f"Authorization: Bearer {serve.token}",
         f"Content-Type: multipart/form-data; boundary={EDGE}",
         f"Content-Length: {len(body)}",
-        "Brim-Deadline-Ms: 120000",  # on a busy machine too, nobody is refused
+        f"Brim-Deadline-Ms: {1000 * PATIENCE_S:.0f}",  # on a busy machine too, nobody is refused
     ]
     return "\r\n".join([*head, "", ""]).encode() + body
 

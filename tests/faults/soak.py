@@ -99,7 +99,7 @@ class Soak:
     def run(self, kills: int, seconds: float) -> dict[str, Any]:
         try:
             self.serve.start(ready=False)
-            until(lambda: self.serve.try_status("/ready") == 200, PATIENCE_S, self.serve.said)
+            until(lambda: self.serve.try_status("/ready") == 200, self.serve.said)
             self.prepare()
             began_s = time.monotonic()
             with Watch(self.serve) as watch, Visitors(self) as visitors:
@@ -131,14 +131,14 @@ class Soak:
         assert status == 201, dataset
         body = {"dataset_ids": [dataset["id"]], "model": "unet_tiny", "epochs": 1, "size": 64}
         job = self.submit({"kind": "segment.train", "name": "cells", "config": body})
-        trained = serve.wait(job, "completed", seconds=PATIENCE_S)
+        trained = serve.wait(job, "completed")
         run = trained["result"]["run_id"]
         added = brim(
             "models", "add", "cells", serve.data / "runs" / run, "--network", "unet_tiny", "--data", serve.data,
             *(["--database", serve.database] if serve.database else []),
         )  # fmt: skip
         assert added.returncode == 0, added.stderr
-        radio = serve.wait(serve.generate(32, seed=5)["id"], "completed", seconds=PATIENCE_S)["result"]["dataset_id"]
+        radio = serve.wait(serve.generate(32, seed=5)["id"], "completed")["result"]["dataset_id"]
         self.bodies = {
             "rf.generate": {"dataset_name": "soak", "num_samples": SAMPLES, "config": QUICK},
             "rf.train": {"job_name": "soak", "config": {"dataset_ids": [radio], **TRAIN}},
@@ -150,7 +150,7 @@ class Soak:
         self.others = serve.get(JOBS)["total"]
         for kind in FOLDERS:
             self.jobs[kind].append(self.submit(self.bodies[kind]))
-            serve.wait(self.jobs[kind][0], "completed", seconds=PATIENCE_S)
+            serve.wait(self.jobs[kind][0], "completed")
             self.reference[kind] = self.digest(kind, self.jobs[kind][0])
         self.expected = {
             name: until_answered(partial(predicted_outlines, serve, data)) for name, data in self.cells.items()
@@ -221,7 +221,7 @@ class Soak:
             else:
                 self.serve.kill_child(target)
             self.killed[target] += 1
-        until(lambda: self.serve.try_status("/health") == 200, PATIENCE_S, self.serve.said)
+        until(lambda: self.serve.try_status("/health") == 200, self.serve.said)
 
     def wait_progress(self, id: str) -> None:
         before, end_s = self.job(id), time.monotonic() + 40

@@ -12,9 +12,10 @@ from fault_service import QUICK, Reader, Serve, shards
 
 from brim.engine.storage.dataset import Dataset
 from brim.rf import from_mapping, generate
-from waiting import promised, until
+from waiting import until
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.long
+
 SAMPLES = 120
 
 
@@ -23,12 +24,6 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
     out = tmp_path_factory.mktemp("undisturbed") / "data"
     generate(from_mapping(QUICK), out, SAMPLES, device="cpu")
     return shards(out)
-
-
-def folder(serve: Serve, job: str) -> Path:
-    """Where a job writes, found by its dataset."""
-    rows = serve.get("/api/datasets")["datasets"]
-    return serve.data / "datasets" / next(row["id"] for row in rows if row["job_id"] == job)
 
 
 # PostgreSQL
@@ -43,7 +38,7 @@ def test_postgres_stopped_and_started_costs_a_job_nothing(make_serve: Callable[.
     postgres.stop()
     try:
         with Reader(serve, f"/api/training/jobs/{job}") as reader:
-            time.sleep(2)
+            until(lambda: len(reader.statuses) >= 5)
         health = serve.try_status("/health")
         submitted, refusal = serve.ask("POST", "/api/training/jobs", {"dataset_name": "x", "num_samples": 8})
     finally:
@@ -88,29 +83,28 @@ def fill(place: Path, leave: int) -> Path:
     return hog
 
 
+@pytest.mark.smoke
 def test_a_disk_that_fills_fails_the_job_in_words_and_resuming_completes_it(small_disk, make_serve, undisturbed):
     serve: Serve = make_serve()
-    disk = small_disk(serve.data / "datasets", "4m")
+    disk = small_disk(serve.data / "datasets", "64m")
     serve.start()
-    job = serve.generate(SAMPLES)["id"]
+    job = serve.generate(10_000)["id"]  # half of the disk, and minutes
     serve.wait_progress(job, 16)
     hog = fill(disk, leave=20_000)
 
     failed = serve.wait(job, "failed")
-    kept = Dataset(folder(serve, job))
+    kept = Dataset(serve.folder(job))
     hog.unlink()
     serve.act(job, "resume")
-    done = serve.wait(job, "completed")
 
     assert "no space" in failed["error"].lower(), failed["error"]
     assert str(serve.data) not in failed["error"]
-    assert 0 < len(kept) < SAMPLES
+    assert len(kept) > 0
     kept.verify()
-    assert shards(serve.data / "datasets" / done["result"]["dataset_id"]) == undisturbed
+    assert undisturbed.items() <= serve.cut(job, max(SAMPLES, len(kept) + 1)).items()
     serve.close()  # before its disk is taken away
 
 
-@pytest.mark.soak  # waits for workers to be tried again
 def test_a_disk_full_with_databases_and_all_costs_time_and_nothing_else(small_disk, tmp_path, undisturbed):
     disk = small_disk(tmp_path / "disk", "24m")
     serve = Serve(disk / "data", BRIM_MIN_FREE_BYTES="0")
@@ -144,21 +138,20 @@ def odd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serve]:
 
 def test_a_reserve_that_is_reached_stops_the_job_and_more_room_lets_it_go_on(odd, undisturbed):
     serve, free = odd, odd.data.with_name("free")
-    job = serve.generate(SAMPLES)["id"]
+    job = serve.endless()
     serve.wait_progress(job, 16)
 
     free.write_text("1000")
     failed = serve.wait(job, "failed")
     status, refusal = serve.ask("POST", "/api/training/jobs", {"dataset_name": "x", "num_samples": 8})
-    kept = Dataset(folder(serve, job))
+    kept = Dataset(serve.folder(job))
     free.write_text(str(10**12))
     serve.act(job, "resume")
-    done = serve.wait(job, "completed")
 
     assert "then resume the job" in failed["error"]
     assert status == 409, refusal
-    assert 16 <= len(kept) < SAMPLES
-    assert shards(serve.data / "datasets" / done["result"]["dataset_id"]) == undisturbed
+    assert len(kept) >= 16
+    assert undisturbed.items() <= serve.cut(job, max(SAMPLES, len(kept) + 1)).items()
 
 
 # Clock
@@ -192,12 +185,9 @@ def _seconds(job: dict) -> float:
 def test_a_job_cancelled_before_the_clock_went_back_is_still_stopped(odd):
     serve, clock = odd, odd.data.with_name("clock")
     clock.write_text("0")
-    job = serve.generate(100_000)["id"]
+    job = serve.endless()
     serve.wait_progress(job, 8)
 
     clock.write_text("-3600")
     serve.act(job, "cancel")
-
-    began = time.monotonic()
-    until(lambda: serve.job(job)["status"] == "cancelled", say=serve.said)
-    assert time.monotonic() - began < promised(5)
+    serve.wait(job, "cancelled")

@@ -5,7 +5,6 @@ import json
 import os
 import signal
 import subprocess
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -13,9 +12,8 @@ import pytest
 from fault_service import QUICK, Reader, Serve, is_running, shards
 
 from brim.rf import from_mapping, generate
-from waiting import promised, until
+from waiting import PATIENCE_S, until
 
-pytestmark = pytest.mark.slow
 SAMPLES = 96
 
 
@@ -36,12 +34,10 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
     return shards(out)
 
 
-def made(serve: Serve, job: dict) -> dict[str, bytes]:
-    return shards(serve.data / "datasets" / job["result"]["dataset_id"])
-
-
 def test_a_second_service_on_the_same_data_is_refused(serve):
-    done = subprocess.run(serve.command(), capture_output=True, text=True, timeout=60, env={**os.environ, **serve.env})
+    done = subprocess.run(
+        serve.command(), capture_output=True, text=True, timeout=PATIENCE_S, env={**os.environ, **serve.env}
+    )
 
     assert done.returncode == 2
     assert done.stdout == ""
@@ -50,42 +46,38 @@ def test_a_second_service_on_the_same_data_is_refused(serve):
 
 
 def test_sigterm_drains_and_the_next_start_goes_on(serve, undisturbed):
-    job = serve.generate(SAMPLES)["id"]
-    before = serve.wait_progress(job, 16)
+    job = serve.endless()
+    before = serve.wait_progress(job, 16)["progress"]["current"]
     children = serve.children()
 
-    began = time.monotonic()
-    code = serve.terminate()
-    took_s = time.monotonic() - began
+    assert serve.terminate() == 143
 
-    assert code == 143
-    assert took_s < promised(10)
     assert not any(is_running(pid) for pid in children.values())
     serve.start()
-    assert serve.job(job)["progress"]["current"] >= before["progress"]["current"]
-    after = serve.wait(job, "completed")
-    assert after["attempts"] == 2
-    assert made(serve, after) == undisturbed
+    assert serve.job(job)["progress"]["current"] >= before
+    assert undisturbed.items() <= serve.cut(job, SAMPLES).items()
+    assert serve.job(job)["attempts"] == 2
 
 
+@pytest.mark.long
 def test_a_worker_that_hangs_is_replaced_while_the_api_answers(make_serve, tmp_path, undisturbed):
     """By a signal that stops it, then by code that holds Python's lock: no thread of it could say that it lives."""
     hang = tmp_path / "hang"
     serve: Serve = make_serve(BRIM_HANG_S="4", BRIM_TEST_HANG=str(hang)).start()
-    job = serve.generate(SAMPLES)["id"]
+    job = serve.endless()
 
     with Reader(serve, "/api/training/jobs") as reader:
         for current, way in ((8, lambda worker: os.kill(worker, signal.SIGSTOP)), (48, lambda _: hang.touch())):
             serve.wait_progress(job, current)
             worker = serve.children()["w0"]
             way(worker)
-            until(lambda worker=worker: serve.children().get("w0", worker) != worker, 40, serve.said)
-        done = serve.wait(job, "completed")
+            until(lambda worker=worker: serve.children().get("w0", worker) != worker, serve.said)
+        made = serve.cut(job, SAMPLES)
 
     assert set(reader.statuses) == {200}
-    assert done["attempts"] == 3
-    assert serve.said().count("it hung: no progress for") == 2
-    assert made(serve, done) == undisturbed
+    assert serve.job(job)["attempts"] >= 3
+    assert serve.said().count("it hung: no progress for") >= 2  # more on a machine that is busy for long
+    assert undisturbed.items() <= made.items()
 
 
 def test_a_killed_api_comes_back_and_the_job_does_not_notice(serve):
@@ -100,6 +92,7 @@ def test_a_killed_api_comes_back_and_the_job_does_not_notice(serve):
     assert serve.wait(job, "completed")["attempts"] == 1
 
 
+@pytest.mark.long
 def test_an_api_killed_while_it_submits_loses_no_job_and_makes_no_second(make_serve):
     serve: Serve = make_serve(BRIM_FAIL_AT="submit.enqueue").start()
     body = {"dataset_name": "once", "num_samples": 16, "config": QUICK}
@@ -113,9 +106,10 @@ def test_an_api_killed_while_it_submits_loses_no_job_and_makes_no_second(make_se
     assert serve.get("/api/training/jobs")["total"] == 1
 
 
+@pytest.mark.long
 def test_jobs_of_workers_that_are_no_more_go_on_after_a_start_with_fewer(make_serve, undisturbed):
     serve: Serve = make_serve(workers=2).start()
-    jobs = [serve.generate(SAMPLES, name=f"made {index}")["id"] for index in range(2)]
+    jobs = [serve.endless(f"made {index}") for index in range(2)]
     for job in jobs:
         serve.wait_progress(job, 8)
 
@@ -123,20 +117,20 @@ def test_jobs_of_workers_that_are_no_more_go_on_after_a_start_with_fewer(make_se
     serve.workers = 1
     serve.start()
 
-    for job in jobs:
-        done = serve.wait(job, "completed")
-        assert done["attempts"] == 2
-        assert made(serve, done) == undisturbed
+    while jobs:
+        job = until(lambda: next((job for job in jobs if serve.job(job)["attempts"] == 2), None), serve.said)
+        assert undisturbed.items() <= serve.cut(job, SAMPLES).items()
+        jobs.remove(job)
 
 
-@pytest.mark.soak  # ten deaths take a minute
+@pytest.mark.long
 def test_a_job_that_ends_every_worker_is_given_up_and_the_others_run(make_serve):
     """Ten deaths in a row without progress: as of a job that always runs out of memory."""
     serve: Serve = make_serve(BRIM_TEST_DEADLY="deadly").start()
     deadly = serve.generate(16, name="deadly")["id"]
     harmless = serve.generate(16, name="harmless")["id"]
 
-    done = serve.wait(deadly, "failed", seconds=240)
+    done = serve.wait(deadly, "failed")
 
     assert "its worker died 10 times in a row without getting further; last: signal 6" in done["error"]
     assert serve.wait(harmless, "completed")["attempts"] == 1
@@ -154,12 +148,15 @@ def test_files_of_the_service_are_for_their_owner_alone(serve):
         assert file.stat().st_mode & 0o777 == 0o600, file
 
 
+@pytest.mark.long
 def test_a_database_of_another_data_directory_is_refused(make_serve: Callable[..., Serve], postgres):
     url = postgres.fresh()
     make_serve(url, name="first").start(ready=False).terminate()
     other = make_serve(url, name="second")
 
-    done = subprocess.run(other.command(), capture_output=True, text=True, timeout=60, env={**os.environ, **other.env})
+    done = subprocess.run(
+        other.command(), capture_output=True, text=True, timeout=PATIENCE_S, env={**os.environ, **other.env}
+    )
 
     assert done.returncode == 2
     assert "the database belongs to another data directory than" in done.stderr

@@ -1,30 +1,28 @@
-"""Cancel and pause of each kind that lasts: within five seconds, and what exists is valid, listed and goes on."""
+"""Cancel and pause of each kind that lasts: it stops by itself, and what exists is valid, listed and goes on."""
 
 import json
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import cv2
 import numpy as np
 import pytest
-from fault_service import QUICK, SOAK, Serve, brim
+from fault_service import QUICK, Serve, brim
 
 from brim.engine.storage.dataset import Dataset
 from brim.rf import from_mapping, generate
 from brim.segmentation.scenes import make_cells
 from brim.sequences.corpus.synthetic import make_sequences
-from waiting import promised
 
-pytestmark = pytest.mark.slow
-BAR_S = 5.0
+pytestmark = pytest.mark.long
+
 MANY = 100_000
 TINY = {"channels": 16, "hidden": 8, "attention": 8, "embedding": 16, "convolutions": 1}
 
 
 @pytest.fixture(scope="module")
 def serve(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serve]:
-    made = Serve(tmp_path_factory.mktemp("stop") / "data")
+    made = Serve(tmp_path_factory.mktemp("stop") / "data", BRIM_TEST_PATIENT="1")
     try:
         yield made.start(ready=False)
     finally:
@@ -61,24 +59,25 @@ KINDS = {
     "sequence.train": ("sequences", {"encoder_epochs": MANY, "batch_size": 8, "model": TINY}),
 }
 VERBS = ("cancel", "pause")
-# each kind once, cancelled or paused in turn; make soak: both
-CASES = [(kind, verb) for at, kind in enumerate(KINDS) for verb in (VERBS if SOAK else VERBS[at % 2 : at % 2 + 1])]
+CASES = [
+    pytest.param(kind, verb, marks=pytest.mark.smoke if (kind, verb) == ("rf.train", "pause") else ())
+    for kind in KINDS
+    for verb in VERBS
+]
 
 
 @pytest.mark.parametrize(("kind", "verb"), CASES)
-def test_a_stop_is_quick_and_leaves_what_can_go_on(serve, inputs, kind, verb):
+def test_a_stop_leaves_what_can_go_on(serve, inputs, kind, verb):
     reads, config = KINDS[kind]
     config = {**config, "dataset_ids": [inputs[reads]]} if reads else config
     job = serve.submit({"kind": kind, "name": f"{verb} {kind}", "config": config})["id"]
     serve.wait_progress(job, 1) if reads or kind == "rf.generate" else serve.wait(job, "running")
-    time.sleep(1.0)
+    worker = serve.children()["w0"]
 
-    began = time.monotonic()
     serve.act(job, verb)
     stopped = serve.wait(job, "cancelled", "paused")
-    took_s = time.monotonic() - began
 
-    assert took_s < promised(BAR_S)
+    assert serve.children()["w0"] == worker, "it was killed"
     assert stopped["status"] == {"cancel": "cancelled", "pause": "paused"}[verb]
     check_left(serve, kind, job)
     if verb == "pause":

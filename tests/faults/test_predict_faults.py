@@ -1,17 +1,15 @@
 """Predictions under attack: whatever bad requests do, every innocent one gets its right answer."""
 
-import asyncio
 import http.client
 import io
 import json
 import os
 import random
+import select
 import signal
 import socket
-import statistics
 import struct
 import threading
-import time
 import zlib
 from collections.abc import Iterator
 from functools import cache
@@ -22,8 +20,8 @@ import cv2
 import numpy as np
 import pytest
 import torch
-from fault_service import SOAK, Serve, brim
-from predict_storm import Ask, Told, bomb, form, geometries, resident_bytes, send, storm
+from fault_service import Serve, brim
+from predict_storm import Ask, Told, bomb, form, geometries, resident_bytes, storm
 
 from brim.segmentation import ModelLoader
 from brim.segmentation.networks import create_model, normalise, save_weights
@@ -34,15 +32,15 @@ from brim.sequences.config import SequenceTraining
 from brim.sequences.corpus.packing import pack
 from brim.sequences.corpus.synthetic import make_sequences
 from brim.sequences.training.run import train
-from waiting import promised, until
+from waiting import PATIENCE_S, until
 
-pytestmark = [pytest.mark.slow, pytest.mark.alone]
+pytestmark = pytest.mark.long
 
 TILE, SIDE = 96, 64  # pixels: of the service's windows, of the images
 MIB = 2**20
 MARKS = {"raise": (250, 1, 2), "memory": (250, 1, 3), "kill": (250, 1, 4), "hang": (250, 1, 5)}  # of hooks/
 KINDS = 12  # different innocent images
-STORM = 1000 if SOAK else 400  # connections
+STORM = 1000  # connections
 
 
 @pytest.fixture(scope="module")
@@ -90,8 +88,8 @@ def serve(weights: Path, classifier: Path, tmp_path_factory: pytest.TempPathFact
         data,
         BRIM_TEST_POISON="1",
         BRIM_TEST_TILE=str(TILE),
-        BRIM_PREDICT_HANG_S="2",
-        BRIM_MAX_PREDICT_DEADLINE_MS="120000",
+        BRIM_PREDICT_HANG_S="5",
+        BRIM_MAX_PREDICT_DEADLINE_MS=f"{1000 * PATIENCE_S:.0f}",
         BRIM_MAX_PREDICT_PART_S="1",
     )
     save_entry(data / "batch_sizes.json", device_key(cpu), device_info(cpu), "unet_tiny", entry, [])
@@ -101,7 +99,7 @@ def serve(weights: Path, classifier: Path, tmp_path_factory: pytest.TempPathFact
     assert added.returncode == 0, added.stderr
     try:
         made.start()
-        until(lambda: storm(made, [Ask(image(0), "innocent")])[0].status == 200, 60, made.said)
+        until(lambda: storm(made, [Ask(image(0), "innocent")])[0].status == 200, made.said)
         yield made
     finally:
         made.close()
@@ -145,6 +143,7 @@ def kinds_of(told: list[Told], tag: str) -> set[int]:
     return {one.status for one in told if one.tag == tag}
 
 
+@pytest.mark.smoke
 def test_the_answers_are_those_of_predict(serve, expected):
     assert any(len(geometries(body)[0]) > 3 for body in expected.values())
     assert check_innocents(storm(serve, innocents(KINDS), together=1), expected) == KINDS
@@ -177,10 +176,10 @@ def test_hundreds_of_connections_with_poison_and_disconnects_among_them(serve, e
     assert kinds_of(told, "corrupt") == {422}
     assert kinds_of(told, "alien") == {415}
     assert kinds_of(told, "bomb") == {413}
-    assert mean_batch(serve) > 1.3  # of four at most, fewer where clients are slow: the poison had neighbours
+    assert mean_batch(serve) > 1  # of four at most, fewer where clients are slow: the poison had neighbours
     counts = {stage: metrics(serve)[f'brim_predict_seconds_count{{stage="{stage}"}}'] for stage in ("finish", "total")}
     assert counts["finish"] - 100 <= counts["total"] <= counts["finish"]  # clients may go while theirs is sent
-    until(lambda: not leftovers(serve, before), 10, lambda: f"memory stays: {leftovers(serve, before)}")
+    until(lambda: not leftovers(serve, before), lambda: f"memory stays: {leftovers(serve, before)}")
     check_innocents(storm(serve, innocents(KINDS)), expected)
 
 
@@ -220,7 +219,7 @@ def test_aborted_bodies_leave_no_memory_behind(serve):
     before = {name: resident_bytes(children[name]) for name in ("api", "predict")}
     abort(200)
     assert serve.children() == children
-    until(lambda: all(resident_bytes(children[name]) < 1.05 * before[name] + 2 * MIB for name in before), 10)
+    until(lambda: all(resident_bytes(children[name]) < 1.05 * before[name] + 2 * MIB for name in before))
 
 
 def test_clients_that_send_nothing_hold_nobody_up(serve, expected):
@@ -230,18 +229,16 @@ def test_clients_that_send_nothing_hold_nobody_up(serve, expected):
     try:
         for one in silent:
             one.sendall(half)
-        began_s = time.monotonic()
         assert check_innocents(storm(serve, innocents(24)), expected) == 24
-        assert time.monotonic() - began_s < promised(10)
+        assert select.select(silent, [], [], 0)[0] == []  # still waited for: no body arrived, no deadline passed
     finally:
         for one in silent:
             one.close()
 
 
 @pytest.mark.parametrize("kind", ["bomb", "overlap", "truncated", "markers"])
-def test_a_bad_file_delays_good_requests_by_less_than_a_second(serve, expected, kind):
-    """Two clients send nothing but bad files, while good ones come ten times a second."""
-    quiet = steady(serve, 10)
+def test_a_bad_file_costs_good_requests_nothing(serve, expected, kind):
+    """Two clients send nothing but bad files, while others send good ones."""
     ending, refused = threading.Event(), []
 
     def attack() -> None:
@@ -252,30 +249,15 @@ def test_a_bad_file_delays_good_requests_by_less_than_a_second(serve, expected, 
     for sender in senders:
         sender.start()
     try:
-        told = steady(serve, 40)
+        told = storm(serve, innocents(40), together=4)
+        until(lambda: len(refused) >= 4)
     finally:
         ending.set()
         for sender in senders:
             sender.join()
 
-    assert check_innocents([one for one, _ in told], expected) == 40
+    assert check_innocents(told, expected) == 40
     assert kinds_of(refused, "bad") <= {413, 422}
-    delay_s = max(took_s for _, took_s in told) - statistics.median(took_s for _, took_s in quiet)
-    assert delay_s < 1
-
-
-def steady(serve: Serve, count: int) -> list[tuple[Told, float]]:
-    """Good requests, one every 0.1 s, and how long each took."""
-
-    async def one(number: int, ask: Ask) -> tuple[Told, float]:
-        await asyncio.sleep(0.1 * number)
-        began_s = time.monotonic()
-        return await send(serve, ask), time.monotonic() - began_s
-
-    async def run() -> list[tuple[Told, float]]:
-        return list(await asyncio.gather(*(one(number, ask) for number, ask in enumerate(innocents(count)))))
-
-    return asyncio.run(run())
 
 
 @cache
@@ -297,32 +279,32 @@ def bad_file(kind: str) -> bytes:
     return b"II*\0" + struct.pack("<I", at + 2 * len(starts)) + stream + starts + lengths + directory + bytes(4)
 
 
-def test_a_sequence_that_would_take_too_long_is_rejected_and_holds_nobody_up(serve, expected):
+def test_a_sequence_that_would_take_too_long_is_rejected_before_the_device_runs_it(serve):
     """1.8 MB of a sequence: the device would run nothing else for seconds."""
-    long = io.BytesIO()
-    np.save(long, np.zeros((225_000, 2), np.float32))
-    for deadline_ms in ("1500", "30000"):
-        began_s = time.monotonic()
-        status, said = post(serve, "/api/classify", long.getvalue(), deadline_ms)
-        assert time.monotonic() - began_s < promised(2)
-        assert status == 413, said
-        assert max(took_s for _, took_s in steady(serve, 5)) < 1
-    short = io.BytesIO()
-    np.save(short, np.zeros((40, 2), np.float32))
-    assert post(serve, "/api/classify", short.getvalue(), "30000")[0] == 200
+    for steps, expected_status, batches in ((40, 200, 1), (225_000, 413, 0)):
+        data, before = io.BytesIO(), batches_run(serve)
+        np.save(data, np.zeros((steps, 2), np.float32))
+        status, said = post(serve, "/api/classify", data.getvalue())
+        assert status == expected_status, said
+        assert batches_run(serve) - before == batches
 
 
-def post(serve: Serve, path: str, data: bytes, deadline_ms: str) -> tuple[int, Any]:
+def batches_run(serve: Serve) -> float:
+    return metrics(serve)["brim_predict_batch_size_count"]
+
+
+def post(serve: Serve, path: str, data: bytes) -> tuple[int, Any]:
     head, _, body = form(serve, data).partition(b"\r\n\r\n")
-    connection = http.client.HTTPConnection("127.0.0.1", serve.port, timeout=60)
+    connection = http.client.HTTPConnection("127.0.0.1", serve.port, timeout=PATIENCE_S)
     kept = (line.split(": ", 1) for line in head.decode().split("\r\n")[2:])
-    connection.request("POST", path, body, {**dict(kept), "Brim-Deadline-Ms": deadline_ms})
+    connection.request("POST", path, body, dict(kept))
     answer = connection.getresponse()
     said = json.loads(answer.read())
     connection.close()
     return answer.status, said
 
 
+@pytest.mark.smoke
 def test_a_predictor_killed_in_the_middle_of_a_batch_loses_nothing(serve, expected):
     predictor = serve.children()["predict"]
     killer = threading.Timer(0.15, os.kill, (predictor, signal.SIGKILL))
@@ -332,7 +314,7 @@ def test_a_predictor_killed_in_the_middle_of_a_batch_loses_nothing(serve, expect
 
     killer.join()
     assert check_innocents(told, expected) == 150
-    until(lambda: serve.children().get("predict", predictor) != predictor, 20, serve.said)
+    until(lambda: serve.children().get("predict", predictor) != predictor, serve.said)
 
 
 @pytest.mark.parametrize("mark", ["kill", "hang"])

@@ -1,4 +1,4 @@
-"""Damaged inputs for every parser of bytes from outside: brim's own errors, little time, little memory, nothing else.
+"""Damaged inputs for every parser of bytes from outside: brim's own errors, little work, little memory, nothing else.
 
 The same inputs in every run; `make soak` makes a million of others. The input of a bug goes to tests/fuzz/found, where
 every run tries it again.
@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from fuzz_parsers import PARSERS
 
-INPUTS = int(os.environ.get("BRIM_FUZZ_INPUTS", "150_000"))
+INPUTS = int(os.environ.get("BRIM_FUZZ_INPUTS", "30_000"))
 SEED = int(os.environ.get("BRIM_FUZZ_SEED", "0"))
 
 

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,9 +15,16 @@ from brim.jobs.durable import Queue, migrate
 from brim.jobs.store import Catalogue, upgrade
 from brim.jobs.worker import reconcile
 from brim.jobs.worker.process import urls
-from waiting import PATIENCE_S
+from waiting import until
 
 TOY = Path(__file__).with_name("toy_worker.py")
+# A worker that gives a job all the time it takes to stop.
+PATIENT = """
+import sys
+from brim.jobs.worker import main, run
+run.STOP_S = 1e6
+sys.exit(main.main(sys.argv[1:]))
+"""
 
 
 @dataclass(frozen=True)
@@ -27,9 +35,20 @@ class Asked:
 
 
 class Desk:
-    """One data directory; workers that end are started again under their name as long as somebody waits here."""
+    """One data directory; workers that end are started again under their name as long as somebody waits here.
 
-    def __init__(self, data: Path, database: str | None = None, *, toy: bool = True, **env: str) -> None:
+    clock  of the reconciler, which kills workers whose job takes too long to stop
+    """
+
+    def __init__(
+        self,
+        data: Path,
+        database: str | None = None,
+        *,
+        toy: bool = True,
+        clock: Callable[[], float] = time.monotonic,
+        **env: str,
+    ) -> None:
         self.data, self.database = data, database
         for name in ("datasets", "runs", "results", "jobs", "workers"):
             (data / name).mkdir(parents=True)
@@ -37,10 +56,10 @@ class Desk:
         upgrade(catalogue_url)
         migrate(jobs_url)
         self.catalogue, self.queue = Catalogue.open(catalogue_url), Queue(jobs_url)
-        self.program = [str(TOY)] if toy else ["-m", "brim.jobs.worker.main"]
+        self.program = [str(TOY)] if toy else ["-c", PATIENT]
         self.env = {"OMP_NUM_THREADS": "1", "GOMP_SPINCOUNT": "1000", "BRIM_MIN_FREE_BYTES": "1000", **env}
         self.workers: dict[str, subprocess.Popen] = {}
-        self.reconciler = reconcile.Reconciler(self.catalogue, self.queue, data)
+        self.reconciler = reconcile.Reconciler(self.catalogue, self.queue, data, clock)
         self._lifeline = os.pipe()
         self._beats: dict[str, int] = {}
 
@@ -114,29 +133,38 @@ class Desk:
         for name in self.reconciler.once():
             self.kill(name)
 
-    def until(self, job_id: str, *statuses: str, seconds: float = PATIENCE_S):
+    def until(self, job_id: str, *statuses: str):
         """The job, once it has one of these statuses."""
-        return self.wait(lambda: self.job(job_id).status in statuses and self.job(job_id), seconds, job_id)
+        return self.wait(lambda: self.job(job_id).status in statuses and self.job(job_id), job_id)
 
-    def past(self, job_id: str, current: int, seconds: float = PATIENCE_S):
+    def past(self, job_id: str, current: int):
         """The job, once it has come so far."""
-        return self.wait(lambda: self.job(job_id).current >= current and self.job(job_id), seconds, job_id)
+        return self.wait(lambda: self.job(job_id).current >= current and self.job(job_id), job_id)
 
-    def wait(self, found, seconds: float, job_id: str):
-        end, looked = time.monotonic() + seconds, 0.0
-        while time.monotonic() < end:
-            if value := found():
-                return value
-            if time.monotonic() - looked > 0.5:
+    def wait(self, found, job_id: str):
+        """What is found, once it is; the supervisor looks after the workers meanwhile."""
+        looked_s = 0.0
+
+        def look():
+            nonlocal looked_s
+            value = found()
+            if not value and time.monotonic() - looked_s > 0.5:
                 self.oversee()
-                looked = time.monotonic()
-            time.sleep(0.05)
-        raise AssertionError(f"after {seconds} s: {self.job(job_id)}, {self.queue.states([job_id])}")
+                looked_s = time.monotonic()
+            return value
+
+        return until(look, lambda: f"{self.job(job_id)}, {self.queue.states([job_id])}")
 
     # What is on disk
 
     def items(self, job_id: str) -> int:
         return json.loads((self.data / self.job(job_id).out / "manifest.json").read_text())["items"]
+
+    def let_go(self, job_id: str) -> None:
+        """Let a job go on that holds where its config says."""
+        out = self.data / self.job(job_id).out
+        out.mkdir(parents=True, exist_ok=True)
+        (out / "go").touch()
 
     def marks(self, job_id: str) -> list[str]:
         return (self.data / self.job(job_id).out / "marks").read_text().splitlines()

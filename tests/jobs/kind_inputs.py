@@ -2,20 +2,18 @@
 
 import hashlib
 import json
-import time
 from collections.abc import Callable, Sequence
-from itertools import pairwise
 from pathlib import Path
+from unittest.mock import patch
 
+from brim.engine.training import trainer
 from brim.jobs.kinds import Inputs, Stopped, Task, read_body
 from brim.jobs.status import JobProgress
 from brim.jobs.worker import member
 
-SECOND = 1.5  # that a job may be silent for
-
 
 class Watched:
-    """One attempt at a job on the CPU; `stop_when` sees every word of it."""
+    """One attempt at a job on the CPU; `stop_when` sees every word of it, of a training in this process each step."""
 
     def __init__(
         self,
@@ -32,53 +30,40 @@ class Watched:
         ids |= {"run_id": run.name} if run is not None else {}
         self.spec = read_body({"kind": kind, "name": "a test", "config": ids | config})
         self.inputs = Inputs(datasets=tuple(datasets), run=run)
-        self.told: list[tuple[float, JobProgress]] = []
-        self.computed_s: list[float] = []  # by the process until each word
-        self.stopped_s: float | None = None
+        self.told: list[JobProgress] = []
+        self.stopped_at: JobProgress | None = None
         self._stop_when = stop_when
         self._task = Task(
             spec=self.spec, inputs=self.inputs, out=out, device="cpu", batch_sizes=out.parent / "batch_sizes.json",
-            tell=self._tell, stop=lambda: self.stopped_s is not None, cluster=cluster,
+            tell=self._tell, stop=lambda: self.stopped_at is not None, cluster=cluster,
         )  # fmt: skip
 
     def _tell(self, progress: JobProgress) -> None:
-        self.computed_s.append(time.process_time())
-        self.told.append((time.monotonic(), progress))
-        if self._stop_when is not None and self.stopped_s is None and self._stop_when(progress):
-            self.stopped_s = time.monotonic()
+        self.told.append(progress)
+        if self._stop_when is not None and self.stopped_at is None and self._stop_when(progress):
+            self.stopped_at = progress
 
     def run(self) -> dict | None:
         """The result; None when it was stopped."""
-        self.told.append((time.monotonic(), JobProgress()))
-        self.computed_s.append(time.process_time())
         try:
-            result = member.run(self._task)
+            with patch.object(trainer, "PROGRESS_S", 0.0):
+                result = member.run(self._task)
         except Stopped:
             return None
-        finally:
-            self.told.append((time.monotonic(), self.told[-1][1]))
-            self.computed_s.append(time.process_time())
         json.dumps(result, allow_nan=False)  # as a database keeps it
         assert str(self._task.out.parent) not in json.dumps(result), "a path of this machine in a result"
         return result
 
     @property
-    def longest_silence_s(self) -> float:
-        """Between two words, by the clock or by what the process computed, whichever is less."""
-        times = [when for when, _ in self.told]
-        gaps = [[b - a for a, b in pairwise(series)] for series in (times, self.computed_s)]
-        return max(map(min, *gaps))
-
-    @property
-    def seconds_to_stop(self) -> float:
-        """From the wish to the end."""
-        assert self.stopped_s is not None
-        return self.told[-1][0] - self.stopped_s
+    def steps_after_stop(self) -> int:
+        """How far it went after it was asked to stop."""
+        assert self.stopped_at is not None
+        return self.told[-1].current - self.stopped_at.current
 
     @property
     def currents(self) -> list[int]:
         """How far it was, word by word."""
-        return [progress.current for _, progress in self.told[1:-1]]
+        return [progress.current for progress in self.told]
 
 
 def digests(folder: Path, pattern: str) -> dict[str, str]:

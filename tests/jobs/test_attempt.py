@@ -3,7 +3,7 @@
 import json
 import sqlite3
 import threading
-import time
+from itertools import pairwise
 from types import SimpleNamespace
 
 import pytest
@@ -15,7 +15,7 @@ from brim.jobs.worker import main
 from brim.jobs.worker import run as module
 from brim.jobs.worker.joblog import log_file
 from brim.jobs.worker.run import Attempt, WorkerSettings
-from waiting import promised
+from waiting import PATIENCE_S
 
 
 class Toy(Attempt):
@@ -40,7 +40,7 @@ class Toy(Attempt):
         self.given_up.set()
 
     def stopped(self):
-        assert self._stop.wait(60)
+        assert self._stop.wait(PATIENCE_S)
         raise Stopped
 
 
@@ -67,12 +67,31 @@ def never() -> bool:
     return False
 
 
-def test_the_end_of_the_work_is_noticed_at_once(start):
-    attempt = start(lambda _: {"made": 3})
+def test_the_end_of_the_work_is_noticed_at_once(start, monkeypatch):
+    monkeypatch.setattr(module, "POLL_S", 1e6)  # who waited for the next look would never end
 
-    began = time.monotonic()
-    assert attempt.wait(never)["result"] == {"made": 3}
-    assert time.monotonic() - began < promised(5)
+    assert start(lambda _: {"made": 3}).wait(never)["result"] == {"made": 3}
+
+
+def test_the_catalogue_is_told_of_the_progress_every_second(start, monkeypatch):
+    clock, told, over = SimpleNamespace(now_s=100.0), [], threading.Event()
+    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: clock.now_s))
+    poll_s = 1.01 * module.POLL_S  # waiting takes a little longer than was asked for
+    monkeypatch.setattr(module, "POLL_S", 0.001)
+    attempt = start(lambda _: over.wait(PATIENCE_S) and {})
+    attempt._catalogue.jobs.tell = lambda id, progress: told.append(clock.now_s)
+
+    def look() -> bool:
+        clock.now_s += poll_s
+        if clock.now_s > 110:
+            over.set()
+        return False
+
+    attempt.wait(look)
+
+    assert told[0] == 100
+    assert told[-1] > 110
+    assert max(later - sooner for sooner, later in pairwise(told)) <= 1
 
 
 @pytest.mark.parametrize(
@@ -133,7 +152,7 @@ def test_a_report_of_the_work_is_kept_and_beats(start):
 
 def test_work_that_does_not_stop_is_given_up(start, monkeypatch):
     monkeypatch.setattr(module, "STOP_S", 0.05)
-    attempt = start(lambda attempt: {"gave up": attempt.given_up.wait(60)})
+    attempt = start(lambda attempt: {"gave up": attempt.given_up.wait(PATIENCE_S)})
 
     assert attempt.wait(lambda: True)["ended"] is True
     assert attempt.given_up.is_set()
@@ -148,7 +167,7 @@ def test_work_that_is_left_is_not_given_up(start, monkeypatch):
         return {"gave up": attempt.given_up.wait(0.3)}
 
     attempt = start(body)
-    assert running.wait(60)
+    assert running.wait(PATIENCE_S)
     attempt.leave()
     attempt.wait(never)
 

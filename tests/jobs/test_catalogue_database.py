@@ -1,7 +1,6 @@
 """The database under the catalogue: migrated, absent, stopped and back; datasets and devices in it."""
 
 import sqlite3
-import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,7 +18,6 @@ from brim.errors import ConfigError, Conflict, NotFound, Unavailable
 from brim.jobs.store import Catalogue, upgrade
 from brim.jobs.store.engine import VERSION_TABLE, open_engine, reading, writing
 from brim.jobs.store.tables import metadata
-from waiting import promised
 
 ASKED = SimpleNamespace(kind="rf.evaluate", name="e", config={})
 
@@ -141,11 +139,9 @@ def test_a_database_without_tables_is_unavailable(database_url):
 
 
 def test_a_server_that_is_not_there_is_unavailable_and_names_no_host():
-    began_s = time.monotonic()
     with Catalogue.open("postgresql://brim:secret@127.0.0.1:1/x") as catalogue, pytest.raises(Unavailable) as caught:
         catalogue.ping()
 
-    assert time.monotonic() - began_s < promised(5)
     assert "127.0.0.1" not in str(caught.value)
     assert "secret" not in str(caught.value)
 

@@ -13,6 +13,7 @@ from brim.errors import ImageError
 from brim.jobs.decoding import ConfinedReader, confined_images
 from brim.segmentation.images import reading
 from brim.segmentation.images.reading import read_image, read_labels
+from waiting import PATIENCE_S
 
 RGB = np.random.default_rng(0).integers(0, 255, (40, 60, 3), np.uint8)
 
@@ -59,5 +60,5 @@ def test_readers_that_die_cost_their_image_or_nothing(files):
             time.sleep(0.3)
             process.kill()
             with pytest.raises(ImageError, match="more time or memory"):
-                waiting.result(30)
+                waiting.result(PATIENCE_S)
         np.testing.assert_array_equal(read_image(files["rgb.png"]), RGB[..., ::-1])

@@ -4,6 +4,8 @@ import fcntl
 import os
 import threading
 import time
+from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 from kind_inputs import Watched
@@ -14,16 +16,18 @@ from brim.jobs.kinds import KINDS, Inputs, Spec, Stopped, Task
 from brim.jobs.kinds import task as tasks
 from brim.jobs.kinds.task import checking, job_phrase, reporting
 from brim.jobs.status import KIND_NAMES, JobProgress
+from brim.jobs.worker import member
+from waiting import until
 
 
 class Said(list):
     """A task's words, and the task that says them."""
 
-    def __init__(self, tmp_path, **config):
+    def __init__(self, tmp_path, kind="test", **config):
         super().__init__()
         self.stop = False
         self.task = Task(
-            spec=Spec("test", "test", config), inputs=Inputs(), out=tmp_path / "out", device="cuda",
+            spec=Spec(kind, "test", config), inputs=Inputs(), out=tmp_path / "out", device="cuda",
             batch_sizes=tmp_path / "sizes.json", tell=self.append, stop=lambda: self.stop,
         )  # fmt: skip
 
@@ -57,29 +61,43 @@ def test_an_accelerator_is_a_device(tmp_path, accelerator, device):
 # Words
 
 
-def test_a_silent_library_is_spoken_for(said):
+@pytest.fixture
+def clock(monkeypatch):
+    """What a task takes for the time."""
+    fake = SimpleNamespace(now_s=100.0, monotonic=lambda: fake.now_s, sleep=time.sleep)
+    monkeypatch.setattr(tasks, "time", fake)
+    return fake
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_a_silent_library_is_spoken_for_every_second(tmp_path, monkeypatch, clock, name):
+    said = Said(tmp_path, name)
+
     def run(task):
         task.report(JobProgress(current=3, total=9, message="thinking"))
-        time.sleep(1.5)
+        for spoken in (2, 3, 4):
+            clock.now_s += 1.0
+            until(lambda spoken=spoken: len(said) > spoken)
         return {}
 
-    reporting(said.task, run)
+    monkeypatch.setitem(KINDS, name, replace(KINDS[name], run=run))
+    member.run(said.task)
 
-    assert len(said) >= 4
     assert {(word.current, word.total) for word in said[1:]} == {(3, 9)}
-    assert said[-1].message == "thinking, for 1 s"
+    assert [word.message for word in said] == ["starting", "thinking", *(f"thinking, for {s} s" for s in (1, 2, 3))]
 
 
-def test_who_is_silent_for_too_long_is_not_spoken_for(said, monkeypatch):
-    monkeypatch.setattr(tasks, "SILENCE_S", 0.6)
-
+def test_who_is_silent_for_too_long_is_not_spoken_for(said, clock):
     def run(task):
-        time.sleep(1.8)
+        clock.now_s += tasks.SILENCE_S - 1
+        until(lambda: len(said) > 1)
+        clock.now_s += 1
+        time.sleep(tasks.QUIET_S)  # the thread that would speak looks at the clock meanwhile
         return {}
 
     reporting(said.task, run)
 
-    assert 2 <= len(said) <= 3
+    assert [word.message for word in said] == ["starting", "starting, for 59 s"]
 
 
 def test_no_thread_stays(said):

@@ -4,7 +4,7 @@ import shutil
 
 import pytest
 import torch
-from kind_inputs import SECOND, Watched, digests
+from kind_inputs import Watched, digests
 
 from brim.errors import BrimError
 from brim.jobs.kinds import KINDS, Inputs
@@ -12,13 +12,12 @@ from brim.sequences.config import SequenceTraining
 from brim.sequences.corpus.packing import pack
 from brim.sequences.corpus.synthetic import make_sequences
 from brim.sequences.training.run import train
-from waiting import promised
 
 torch.set_num_threads(1)
 
 TINY = {"channels": 16, "hidden": 8, "attention": 8, "embedding": 16, "convolutions": 1}
 SELF = {"iterations": 2, "encoder_epochs": 2, "classifier_epochs": 3, "batch_size": 8, "model": TINY}
-SUPERVISED = SELF | {"mode": "supervised", "classifier_epochs": 60}
+SUPERVISED = SELF | {"mode": "supervised", "classifier_epochs": 20}
 
 
 @pytest.fixture(scope="module")
@@ -46,13 +45,12 @@ def test_training_says_which_run_it_made_and_how_good_it_is(runs, mode):
 
     assert job.result["run_id"] == mode
     assert job.result["scores"]
-    assert job.longest_silence_s < SECOND
     assert job.currents == sorted(job.currents)
-    assert job.told[-1][1].percent == 100.0
+    assert job.told[-1].percent == 100.0
 
 
 def test_progress_is_that_of_all_phases(runs):
-    words = [progress for _, progress in runs["self"].told if progress.total]
+    words = [progress for progress in runs["self"].told if progress.total]
 
     assert len({progress.total for progress in words}) == 1
     for phase in ("encoder-1", "classifier-1", "encoder-2", "classifier-2"):
@@ -74,13 +72,13 @@ def test_a_stopped_training_goes_on_to_the_same_bits(runs, corpus, tmp_path, mod
     )
 
     assert first.run() is None
-    assert first.seconds_to_stop < promised(5)
+    assert first.steps_after_stop == 0
 
     second = Watched("sequence.train", tmp_path / "run", recipe, datasets=[corpus])
     result = second.run()
     assert result["scores"] == runs[mode].result["scores"]
     assert digests(tmp_path / "run", "weights.safetensors") == digests(runs[mode].path, "weights.safetensors")
-    assert second.told[-1][1].total == runs[mode].told[-1][1].total
+    assert second.told[-1].total == runs[mode].told[-1].total
 
 
 def test_a_training_that_was_finished_before_it_was_recorded_gives_the_same_result(runs, corpus):
@@ -131,7 +129,6 @@ def test_a_run_is_evaluated(runs, corpus, tmp_path, mode, score):
     assert result["files"] == ["embedding.json"]
     most = KINDS["sequence.evaluate"].estimate_bytes(job.spec, job.inputs)
     assert (tmp_path / "job/embedding.json").stat().st_size < most
-    assert job.longest_silence_s < SECOND
     assert job.currents[-1] == 12
 
 
@@ -142,7 +139,7 @@ def test_an_evaluation_stops(runs, corpus, tmp_path):
     )  # fmt: skip
 
     assert job.run() is None
-    assert job.seconds_to_stop < promised(5)
+    assert job.told[-1].message.startswith("evaluating")
 
 
 def test_a_run_that_is_not_done_is_refused_before_a_job_is_queued(runs, corpus, tmp_path):

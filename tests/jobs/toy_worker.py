@@ -43,6 +43,9 @@ def count(task: Task, config: dict[str, Any], out: Path) -> dict[str, object]:
             raise Stopped
         if done == config.get("fail_at") and not (out / "mended").exists():
             raise ConfigError(f"{manifest}: item {done} cannot be made; read {Path.home()}/notes.txt")
+        if done == config.get("hold_at") and not (out / "go").exists():
+            time.sleep(0.02)
+            continue
         if done == config.get("break_at"):
             raise ZeroDivisionError(f"within {out}")
         if done == config.get("die_at"):
@@ -53,7 +56,7 @@ def count(task: Task, config: dict[str, Any], out: Path) -> dict[str, object]:
         new.write_text(json.dumps({"items": done, "complete": done == config["items"]}))
         new.replace(manifest)
         flow = Flow(seconds=done / 10, waiting={"data": done / 40})  # a quarter of the time
-        task.tell(JobProgress(current=done, total=config["items"], message="counting", flow=flow))
+        task.report(JobProgress(current=done, total=config["items"], message="counting", flow=flow))
     mark(out, "end", done)
     return {"counted": done, "dataset_id": out.name, "where": str(out)}
 

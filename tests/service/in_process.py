@@ -5,6 +5,7 @@ A request waits for those before it; what could not be answered by its deadline 
 
 import asyncio
 import json
+import math
 import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -44,7 +45,9 @@ class InProcess(Predictions):
     def __init__(self) -> None:
         super().__init__([Path("none")])
         self.wait_s = 0.0  # what the estimate says
-        self.delay_s = 0.0  # what each takes beside its work
+        self.num_in_time = math.inf  # requests that can still be answered by their deadlines
+        self.deadlines_s: list[float] = []
+        self.is_open = True  # until then a request whose turn came waits
         self.registered: list[dict[str, Any]] = []
         self.started: list[str] = []  # names of files whose turn came
         self.cancelled = 0
@@ -85,14 +88,17 @@ class InProcess(Predictions):
         alone: bool = False,
     ) -> PredictionAnswer:
         asked_s = time.monotonic()
+        self.deadlines_s.append(deadline_s)
         if self.failure is not None:
             raise self.failure
         try:
             async with self._turn:
-                if time.monotonic() + self.delay_s > deadline_s:
+                self.num_in_time -= 1
+                if self.num_in_time < 0 or time.monotonic() > deadline_s:
                     raise Overloaded("it could not be answered in time; try again later", retry_after_s=2.5)
                 self.started.append(name)
-                await asyncio.sleep(self.delay_s)
+                while not self.is_open:
+                    await asyncio.sleep(0.01)
                 began_s = time.monotonic()
                 loop = asyncio.get_running_loop()
                 data = view_of(payload)

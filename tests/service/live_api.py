@@ -6,7 +6,6 @@ import re
 import socket
 import tempfile
 import threading
-import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -24,6 +23,7 @@ from brim.service.api.main import ApiServer, make_server
 from brim.service.prediction.client import Predictions
 from brim.service.reader.client import Reader
 from brim.service.settings import MIB, Settings
+from waiting import PATIENCE_S, until
 
 TOKEN = "a-token-of-tests_0123456789"
 GENERATION = {
@@ -78,17 +78,14 @@ class Api:
         self._server = make_server(guard(self.api), self.api.state.context.hub.close, self.settings)
         self._thread = threading.Thread(target=self._server.run, kwargs={"sockets": [listening]}, daemon=True)
         self._thread.start()
-        until_s = time.monotonic() + 60
-        while not self._server.started:
-            assert time.monotonic() < until_s, "the server did not start"
-            time.sleep(0.01)
+        until(lambda: self._server and self._server.started, say=lambda: "the server starts")
         return self
 
     def __exit__(self, *_: object) -> None:
         assert self._server is not None
         assert self._thread is not None
         self._server.should_exit = True
-        self._thread.join(15)
+        self._thread.join(PATIENCE_S)
         assert not self._thread.is_alive(), "the server did not go down"
 
     def ask(
@@ -99,7 +96,7 @@ class Api:
         *,
         headers: Mapping[str, str] | None = None,
         token: str | None = TOKEN,
-        timeout_s: float = 180,
+        timeout_s: float = PATIENCE_S,
     ) -> Answer:
         """One request; a body that is no bytes is sent as JSON."""
         sent = {} if token is None else {"Authorization": f"Bearer {token}"}

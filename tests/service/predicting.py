@@ -6,8 +6,8 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from brim.service.prediction.client import Predictions
 from brim.service.run.process import Program
 from brim.service.run.supervisor import Programs, Supervisor, programs
 from brim.service.settings import Settings
-from waiting import until
+from waiting import PATIENCE_S, until
 
 TOY = Path(__file__).with_name("toy_predictor.py")
 MODEL = {"name": "toy", "kind": "segment", "network": "toy", "path": "/nowhere", "version": "1"}
@@ -45,7 +45,7 @@ class Predicting:
     def end(self) -> None:
         """Stop as the service does."""
         self._stop.set()
-        self._thread.join(30)
+        self._thread.join(PATIENCE_S)
         assert not self._thread.is_alive()
 
     def pid(self, index: int = 0) -> int:
@@ -73,17 +73,30 @@ async def client(predicting: Predicting) -> AsyncIterator[Predictions]:
 
 
 async def ask(
-    predictions: Predictions, data: bytes = b"x", *, within_s: float = 30.0, **options: Any
+    predictions: Predictions, data: bytes = b"x", *, within_s: float = PATIENCE_S, **options: Any
 ) -> PredictionAnswer:
     return await predictions.request(MODEL, data, deadline_s=time.monotonic() + within_s, options=options)
 
 
-async def wait_for(condition: Any, seconds: float = 60.0) -> None:
+async def wait_for(condition: Any) -> None:
     """Until it holds; it may be something to await."""
-    end = time.monotonic() + seconds
-    while True:
-        found = condition()
-        if await found if asyncio.iscoroutine(found) else found:
-            return
-        assert time.monotonic() < end, "did not happen in time"
-        await asyncio.sleep(0.01)
+    async with asyncio.timeout(PATIENCE_S):
+        while True:
+            found = condition()
+            if await found if asyncio.iscoroutine(found) else found:
+                return
+            await asyncio.sleep(0.01)
+
+
+@contextmanager
+def gate(path: Path) -> Iterator[dict[str, str]]:
+    """Options by which a toy stays at a stage, once it is there, until the block ends."""
+    try:
+        yield {"do": "hold", "gate": str(path)}
+    finally:
+        path.touch()
+
+
+def is_held(path: Path) -> bool:
+    """Whether a toy has come to that gate."""
+    return path.with_suffix(".begun").exists()

@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 from live_api import GENERATION, JOBS, TOKEN, TRAINING
 
+from waiting import PATIENCE_S
+
 TRAIN = {**TRAINING["config"], "dataset_ids": ["0" * 32]}
 
 
@@ -133,7 +135,7 @@ def test_a_body_that_is_too_large_is_refused_whether_its_length_is_said_or_not(s
     large = b'{"dataset_name": "' + b"x" * 2**21 + b'"}'
     assert shared.post(JOBS, large, headers={"Content-Type": "application/json"}).status == 413
 
-    connection = http.client.HTTPConnection("127.0.0.1", shared.port, timeout=60)
+    connection = http.client.HTTPConnection("127.0.0.1", shared.port, timeout=PATIENCE_S)
     headers = {"Authorization": f"Bearer {TOKEN}", "Content-Type": "application/json"}
     try:
         connection.request("POST", JOBS, iter([large[:1000], large[1000:]]), headers, encode_chunked=True)

@@ -21,6 +21,7 @@ from brim.service.api.auth import COOKIE
 from brim.service.api.dashboard_proxy import is_api
 from brim.service.run import unix_socket
 from brim.service.token import session_value
+from waiting import PATIENCE_S
 
 COOKIES = {"Cookie": f"{COOKIE}={session_value(TOKEN)}"}
 
@@ -65,7 +66,7 @@ class Toy:
 
     def end(self) -> None:
         self.server.should_exit = True
-        self.thread.join(10)
+        self.thread.join(PATIENCE_S)
         self.listening.close()
 
 
@@ -182,7 +183,7 @@ def test_a_chunked_body_above_the_limit_is_refused(tmp_path):
     head = _request("POST", "/upload", "Transfer-Encoding: chunked\r\n")
     with running(tmp_path / "data", dashboard=True, max_body_bytes=1000, max_predict_bytes=1000) as api:
         toy = Toy(api.settings.dashboard_socket)
-        with socket.create_connection(("127.0.0.1", api.port), timeout=60) as made:
+        with socket.create_connection(("127.0.0.1", api.port), timeout=PATIENCE_S) as made:
             made.sendall(head + b"400\r\n" + bytes(1024) + b"\r\n400\r\n" + bytes(1024) + b"\r\n")
             answer = made.recv(4096)
         toy.end()
@@ -227,7 +228,7 @@ def _request(method: str, path: str, more: str = "") -> bytes:
 def _raw(port: int, path: str, method: str = "GET") -> bytes:
     with socket.create_connection(("127.0.0.1", port)) as made:
         made.sendall(_request(method, path))
-        made.settimeout(20)
+        made.settimeout(PATIENCE_S)
         found = b""
         while piece := made.recv(65536):
             found += piece

@@ -12,6 +12,7 @@ from live_api import TOKEN, running
 from brim.service.access import Access
 from brim.service.api.auth import Gate
 from brim.service.token import session_value
+from waiting import PATIENCE_S
 
 METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE")
 UNKNOWN = (
@@ -189,13 +190,13 @@ def test_access_without_a_token_cannot_be_built(tmp_path):
 
 def test_what_is_no_http_gets_a_plain_refusal(shared):
     for raw in (b"\x00\x01\r\n\r\n", b"GET / HTTP/9.9\r\n\r\n", b"GET /\xff HTTP/1.1\r\nHost: localhost\r\n\r\n"):
-        with socket.create_connection(("127.0.0.1", shared.port), timeout=60) as connection:
+        with socket.create_connection(("127.0.0.1", shared.port), timeout=PATIENCE_S) as connection:
             connection.sendall(raw)
             assert connection.recv(4096).split()[1] in (b"400", b"421")
 
 
 def test_a_head_of_megabytes_is_refused(shared):
-    connection = http.client.HTTPConnection("127.0.0.1", shared.port, timeout=60)
+    connection = http.client.HTTPConnection("127.0.0.1", shared.port, timeout=PATIENCE_S)
     try:
         connection.request("GET", "/health", headers={"X-Large": "a" * 10**6})
         assert connection.getresponse().status == 400

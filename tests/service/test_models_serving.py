@@ -24,6 +24,7 @@ from brim.segmentation.networks import save_weights
 from brim.segmentation.prediction import ModelLoader, SegmentServable
 from brim.segmentation.tuning import BatchSizeEntry, device_info, device_key, save_entry
 from brim.service.prediction.process.models import Models, Registered
+from waiting import PATIENCE_S
 
 CPU = torch.device("cpu")
 THRESHOLDS = (0.5, 0.6)
@@ -116,16 +117,16 @@ def test_innocent_requests_are_answered_among_poison_disconnects_and_oom(made, m
         asked: list[tuple[Payload, Future[Answer]]] = []
         for number in range(60):
             one = poison(number) if number % 10 == 3 else payload(number, THRESHOLDS[number % 2])
-            asked.append((one, runner.submit("cells", one, time.monotonic() + 60)))
+            asked.append((one, runner.submit("cells", one, time.monotonic() + PATIENCE_S)))
             if number % 10 == 7:
                 runner.cancel(asked[-1][1])
         expected = Expected(made)
         for number, (one, reply) in enumerate(asked):
             if number % 10 == 3:
                 with pytest.raises(ImageError, match=r"^poison-"):
-                    reply.result(60)
+                    reply.result(PATIENCE_S)
             elif number % 10 != 7:
-                assert outlines(reply.result(60).body) == expected.outlines(one, "1")
+                assert outlines(reply.result(PATIENCE_S).body) == expected.outlines(one, "1")
                 assert reply.result().facts["seconds"]["total"] > 0
         sizes = runner.snapshot()["batch_sizes"]
         assert max(map(int, sizes)) > 1
@@ -140,7 +141,7 @@ def test_what_can_be_refused_is_refused_at_once(models):
     with BatchRunner(models.find) as runner:
         for data, kind in ((b"no image", UnsupportedType), (png(64, 64, 0), TooLarge)):
             with pytest.raises(kind):
-                runner.submit("cells", Payload(data, "a", {"max_pixels": 100}), time.monotonic() + 60)
+                runner.submit("cells", Payload(data, "a", {"max_pixels": 100}), time.monotonic() + PATIENCE_S)
 
 
 def test_weights_change_under_load_without_a_gap(made, models):
@@ -151,13 +152,13 @@ def test_weights_change_under_load_without_a_gap(made, models):
             if number == 10:
                 models.see(registered(made, "2"))
             one = payload(3 + 4 * (number % 5) if number % 40 == 0 else number % 3)
-            answers.append((one, runner.submit("cells", one, time.monotonic() + 60)))
+            answers.append((one, runner.submit("cells", one, time.monotonic() + PATIENCE_S)))
             time.sleep(0.005)
             if number > 30 and models.find("cells") is not old[0]:
                 break
-        answers += [(one, runner.submit("cells", one, time.monotonic() + 60)) for one in map(payload, range(3))]
+        answers += [(one, runner.submit("cells", one, time.monotonic() + PATIENCE_S)) for one in map(payload, range(3))]
         expected = Expected(made)
-        found = [outlines(reply.result(60).body) for _, reply in answers]
+        found = [outlines(reply.result(PATIENCE_S).body) for _, reply in answers]
         versions = [
             {version for version in "12" if outline == expected.outlines(one, version)}
             for (one, _), outline in zip(answers, found, strict=True)
@@ -177,8 +178,12 @@ def test_models_of_every_name_answer_in_one_budget(made, models):
     expected = Expected(made)
     with BatchRunner(models.find) as runner:
         models.find("cells-1"), models.find("cells-2")
-        asked = [(n, runner.submit(f"cells-{1 + n % 2}", payload(n // 2), time.monotonic() + 60)) for n in range(12)]
+        asked = [
+            (n, runner.submit(f"cells-{1 + n % 2}", payload(n // 2), time.monotonic() + PATIENCE_S)) for n in range(12)
+        ]
         for number, reply in asked:
-            assert outlines(reply.result(60).body) == expected.outlines(payload(number // 2), str(1 + number % 2))
+            assert outlines(reply.result(PATIENCE_S).body) == expected.outlines(
+                payload(number // 2), str(1 + number % 2)
+            )
         with pytest.raises(NotFound, match="cells-3"):
-            runner.submit("cells-3", payload(0), time.monotonic() + 60)
+            runner.submit("cells-3", payload(0), time.monotonic() + PATIENCE_S)

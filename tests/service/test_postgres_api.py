@@ -1,7 +1,6 @@
 """The same API on PostgreSQL, also while that is away."""
 
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,7 +11,7 @@ from test_events_api import complete, running, stream, tell
 sys.path.insert(0, str(Path(__file__).parents[1] / "jobs"))
 from postgres import Postgres, find_binaries
 
-from waiting import promised
+from waiting import until
 
 
 @pytest.fixture(scope="module")
@@ -57,18 +56,13 @@ def test_an_outage_is_said_so_and_ends(api, server):
         watching.take(1)
         server.stop()
         try:
-            began_s = time.monotonic()
             for answer in (api.get(JOBS), api.post(JOBS, GENERATION), api.post(f"{JOBS}/{job_id}/cancel")):
                 assert answer.status == 503
                 assert "retry-after" in answer.headers
             assert (api.get("/ready").status, api.get("/health").status) == (503, 200)
-            assert time.monotonic() - began_s < promised(15)
         finally:
             server.start()
-        until_s = time.monotonic() + 60
-        while api.get(JOBS).status != 200:
-            assert time.monotonic() < until_s
-            time.sleep(0.2)
+        until(lambda: api.get(JOBS).status == 200)
         tell(api, job_id, 1, 3)
         complete(api, job_id)
         assert [event.kind for event in watching] == ["progress"] * 3 + ["status"]

@@ -4,7 +4,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
 import torch
 from in_process import InProcess
 from live_api import TOKEN, make
@@ -30,7 +29,6 @@ checks.negative_data_rejection.expected-statuses = ["200", "4xx", "5xx"]
 """
 
 
-@pytest.mark.slow
 def test_schemathesis_finds_nothing_where_models_answer(tmp_path: Path):
     weights = tmp_path / "tiny.safetensors"
     torch.manual_seed(0)

@@ -4,8 +4,8 @@ import os
 import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -13,9 +13,12 @@ from hypothesis import strategies as st
 from predicting import Predicting
 
 from brim import errors
+from brim.engine.batching import BatcherConfig
 from brim.errors import BrimError, ImageError, NotFound, Overloaded
 from brim.jobs import sandbox
 from brim.service.prediction.channel import Channel, SharedBytes, StatusPage, error_of, failure, view_of
+from brim.service.prediction.process.models import Models
+from brim.service.prediction.process.predictor import Predictor
 from waiting import until
 
 # Shared bytes
@@ -146,20 +149,33 @@ def test_without_a_model_a_predictor_imports_no_torch_no_framework_and_no_databa
     assert done.stdout.split() == []
 
 
-@pytest.mark.alone
-def test_an_idle_predictor_is_small_and_does_next_to_nothing(tmp_path, monkeypatch):
+def test_an_idle_predictor_is_small_and_reaches_no_network(tmp_path, monkeypatch):
     monkeypatch.setenv("BRIM_TEST_EXEC", "1")  # not forked from a process that has torch
     with Predicting(tmp_path, real=True) as predicting:
         pid = predicting.pid()
         until(lambda: predicting.settings.predict_sockets[0].exists())
         assert predicting.settings.predict_sockets[0].stat().st_mode & 0o777 == 0o600
         status = Path(f"/proc/{pid}/status").read_text().split()
-        before, began_s = cpu_s(pid), time.monotonic()
-        time.sleep(2.0)
-
         assert 1024 * int(status[status.index("VmRSS:") + 1]) < 60e6
         assert "no network" not in sandbox.available() or status[status.index("Seccomp:") + 1] == "2"
-        assert (cpu_s(pid) - before) / (time.monotonic() - began_s) < 0.02
+
+
+def test_an_idle_predictor_sleeps_a_quarter_of_a_second_at_a_time(tmp_path):
+    config = BatcherConfig()
+    idle = Predictor(tmp_path / "p.sock", Models("cpu"), lambda: None, config=config, hang_s=1, decoders=1, finishers=1)
+    slept_s: list[float] = []
+
+    def select(timeout_s: float) -> list[Any]:
+        slept_s.append(timeout_s)
+        if len(slept_s) == 3:
+            idle.leave()
+        return []
+
+    idle._selector.select = select
+    idle.run()
+    idle._models.close(), idle._woken.close(), idle._waker.close()
+
+    assert slept_s == [0.25] * 3
 
 
 @pytest.mark.skipif("no network" not in sandbox.available(), reason="this kernel has no seccomp")
@@ -171,8 +187,3 @@ def test_code_in_a_predictor_reaches_no_network(family, is_open):
 
     assert (done.returncode == 0) == is_open
     assert is_open or "PermissionError" in done.stderr
-
-
-def cpu_s(pid: int) -> float:
-    words = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(words[11]) + int(words[12])) / os.sysconf("SC_CLK_TCK")

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from brim.cli.serve import default_api_processes
-from waiting import until
+from waiting import PATIENCE_S, until
 
 TOKEN = "a-token-of-a-test"
 
@@ -28,7 +28,7 @@ class Service:
     def get(self, path: str) -> tuple[int, bytes]:
         asked = urllib.request.Request(self.url + path, headers={"Authorization": f"Bearer {TOKEN}"})
         try:
-            with urllib.request.urlopen(asked, timeout=30) as answer:
+            with urllib.request.urlopen(asked, timeout=PATIENCE_S) as answer:
                 return answer.status, answer.read()
         except urllib.error.HTTPError as refused:
             with refused:
@@ -53,7 +53,7 @@ def serving(data: Path, *options: str) -> Iterator[Service]:
         yield made
     finally:
         process.send_signal(signal.SIGTERM)
-        assert process.wait(40) == 128 + signal.SIGTERM
+        assert process.wait(PATIENCE_S) == 128 + signal.SIGTERM
         process.stdout.close()
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from brim.service.run.prepared import Prepared
 from brim.service.run.process import Child, Death, Program
-from waiting import until
+from waiting import PATIENCE_S, until
 
 PROGRAM = '''
 import json, os, sys, threading, time
@@ -103,4 +103,4 @@ def test_without_the_prepared_process_it_is_started_anew_and_that_comes_back(pre
     until(lambda: not process.is_starting())
     until(lambda: steps(made) or facts(tmp_path / "notes"))
     made.kill()
-    made.wait(60)
+    made.wait(PATIENCE_S)

@@ -8,7 +8,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.client import HTTPConnection
@@ -16,6 +15,8 @@ from pathlib import Path
 
 import pytest
 from live_api import JOBS, TOKEN, Api, make
+
+from waiting import PATIENCE_S, until
 
 
 def test_the_log_holds_patterns_not_ids_and_never_a_query(api, caplog):
@@ -89,10 +90,7 @@ def test_ready_says_what_is_missing(api):
     assert (no_worker.status, no_worker.json["workers"], no_worker.json["database"]) == (503, 0, True)
 
     api.catalogue.devices.put("w0", {"device": "cpu"})
-    until_s = time.monotonic() + 60
-    while (answer := api.get("/ready")).status != 200:
-        assert time.monotonic() < until_s, answer.json
-        time.sleep(0.2)
+    answer = until(lambda: (answer := api.get("/ready")).status == 200 and answer)
     assert answer.json["status"] == "ready"
 
 
@@ -158,7 +156,7 @@ def lifeline_is_open(end: int) -> bool:
 
 
 def health(port: int) -> int:
-    connection = HTTPConnection("127.0.0.1", port, timeout=60)
+    connection = HTTPConnection("127.0.0.1", port, timeout=PATIENCE_S)
     try:
         connection.request("GET", "/health")
         return connection.getresponse().status
@@ -172,7 +170,7 @@ def test_the_process_answers_soon_and_ends_when_told(tmp_path):
         assert TOKEN not in Path(f"/proc/{started.pid}/cmdline").read_text()
         assert TOKEN not in Path(f"/proc/{started.pid}/environ").read_text()
         started.send_signal(signal.SIGTERM)
-        assert started.wait(60) in (0, -signal.SIGTERM, 128 + signal.SIGTERM)
+        assert started.wait(PATIENCE_S) in (0, -signal.SIGTERM, 128 + signal.SIGTERM)
 
 
 def test_the_process_is_light(tmp_path):
@@ -189,7 +187,7 @@ def test_the_process_ends_with_its_supervisor(tmp_path):
     with process(tmp_path / "data") as (started, port, lifeline):
         assert health(port) == 200
         os.close(lifeline)
-        assert started.wait(60) == 1
+        assert started.wait(PATIENCE_S) == 1
 
 
 @pytest.mark.parametrize("module", ["brim.service.settings", "brim.service.token"])

@@ -16,6 +16,7 @@ from brim.rf import from_mapping, preset
 from brim.rf.datasets import summary
 from brim.rf.datasets.summary import named_columns
 from brim.rf.generation.dataset import generate
+from waiting import PATIENCE_S
 
 SAMPLES = 12
 
@@ -153,7 +154,7 @@ def test_figures_are_kept_until_the_files_change(api, made, tmp_path, monkeypatc
 def test_too_many_at_once_are_refused(api, made, tmp_path, monkeypatch):
     go_on = threading.Event()
     survey = summary.survey
-    monkeypatch.setattr(summary, "survey", lambda *args, **more: go_on.wait(60) and survey(*args, **more))
+    monkeypatch.setattr(summary, "survey", lambda *args, **more: go_on.wait(PATIENCE_S) and survey(*args, **more))
     monkeypatch.setattr(api.api.state.context.reader, "limit", 3)
     places = [tmp_path / f"copy{number}" for number in range(8)]
     for place in places:

@@ -21,7 +21,7 @@ from brim.service.run import process
 from brim.service.run.process import Child, Death, Program
 from brim.service.run.supervisor import Programs, Supervisor, listen, programs
 from brim.service.settings import Settings
-from waiting import until
+from waiting import PATIENCE_S, until
 
 # Each stand-in notes its number under its name, then does what the test is about.
 HEAD = """
@@ -74,7 +74,7 @@ class Running:
 
     def end(self) -> None:
         self.stop.set()
-        self.thread.join(30)
+        self.thread.join(PATIENCE_S)
         assert not self.thread.is_alive()
 
 
@@ -124,8 +124,8 @@ def test_a_silent_worker_is_killed_and_one_that_beats_is_not(running, notes):
     silent = notes.with_name("silent")
     silent.touch()
     running(
-        program(notes, BEATING, name="w0", hang_s=0.6),
-        program(silent, "beat(); time.sleep(600)", name="w1", hang_s=0.6),
+        program(notes, BEATING, name="w0", hang_s=4.0),
+        program(silent, "beat(); time.sleep(600)", name="w1", hang_s=4.0),
     )
 
     until(lambda: len(pids(silent)) >= 2)
@@ -149,7 +149,7 @@ def test_one_that_gives_up_is_killed_at_once_and_said_so(running, notes):
 
 
 def test_a_stopped_worker_is_killed(running, notes):
-    running(program(notes, BEATING, hang_s=1.0))
+    running(program(notes, BEATING, hang_s=3.0))
     until(lambda: pids(notes))
     time.sleep(0.3)
 
@@ -215,7 +215,7 @@ def test_a_child_that_ends_at_once_waits_longer_each_time(notes):
             starts.append(now)
             os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
         now += 0.25
-    child.wait(60)
+    child.wait(PATIENCE_S)
     os.close(reading), os.close(writing)
 
     waits = [round(late - early, 1) for early, late in itertools.pairwise(starts)]
@@ -299,7 +299,7 @@ import time; time.sleep(600)
     other.wait()
     other.stdout.close()
 
-    assert lock.wait(60).take() is False  # held by this process now, through another descriptor
+    assert lock.wait(PATIENCE_S).take() is False  # held by this process now, through another descriptor
     lock.release()
 
 

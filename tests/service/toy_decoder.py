@@ -4,7 +4,6 @@ import ctypes
 import os
 import socket
 import sys
-import time
 from pathlib import Path
 
 from brim.errors import ImageError
@@ -25,11 +24,9 @@ def decode(message: Message, data: memoryview) -> tuple[Message, bytes]:
 def act(words: list[str]) -> None:
     if words[0] == "kill":
         ctypes.string_at(0)
-    elif words[0] == "spin":
-        while True:
+    elif words[0] == "spin":  # for ever, or until a file is there
+        while not (words[1:] and Path(words[1]).exists()):
             pass
-    elif words[0] == "sleep":
-        time.sleep(float(words[1]))
     elif words[0] == "eat":
         bytearray(4 * 1024**3)
     elif words[0] == "refuse":

@@ -4,7 +4,8 @@ What the toy does to a request, the request says in its options:
 
     seconds          how long its batch takes on the device
     at               a stage, "inspect", "decode", "forward" or "finish", at which…
-    do               …it does this: "kill" the process, "hang", "sleep" for 0.5 s, "fail", "refuse" in words
+    do               …it does this: "kill" the process, "hang", "hold", "fail", "refuse" in words
+    gate             a file: "hold" notes that it has begun in one with the ending .begun, and waits until this is there
     once             a file: only where that is not there yet, and then it is
     bytes            length of the answer; without it, the payload itself
 """
@@ -20,6 +21,7 @@ from typing import Any
 from brim.engine.batching.servable import Answer, DecodedRequest, Payload, RequestShape
 from brim.errors import ImageError
 from brim.jobs.worker.process import Heartbeat, die_with_supervisor, read_settings
+from brim.service.prediction.process import predictor
 from brim.service.prediction.process.main import serve
 from brim.service.prediction.process.models import Registered
 from brim.service.settings import Settings
@@ -36,6 +38,7 @@ class Toy:
     def __init__(self, version: str) -> None:
         self.version = version
         self.expected_s: dict[int, float] = {}
+        self.num_forwards = 0
 
     def example(self, num: int) -> list[Any]:
         return [({"seconds": 0.001}, b"")] * num
@@ -49,6 +52,7 @@ class Toy:
         return DecodedRequest("toy", [(payload.options, bytes(payload.data))])
 
     def forward(self, parts: list[Any]) -> list[Any]:
+        self.num_forwards += 1
         for options, _ in parts:
             act("forward", options)
         time.sleep(max(options.get("seconds", 0.0) for options, _ in parts))
@@ -61,7 +65,9 @@ class Toy:
         options, data, num = outputs[0]
         act("finish", options)
         body = data if options.get("bytes") is None else data[:1] * options["bytes"]
-        return Answer(body, "text/plain", {"batch": num, "pid": os.getpid(), "version": self.version})
+        return Answer(body, "text/plain", {
+            "batch": num, "pid": os.getpid(), "version": self.version, "forwards": self.num_forwards,
+        })  # fmt: skip
 
     def close(self) -> None:
         pass
@@ -80,7 +86,12 @@ def act(stage: str, options: Any) -> None:
         raise RuntimeError("the toy failed as it was told to")
     if options["do"] == "refuse":
         raise ImageError("the toy does not like this one; send another")
-    time.sleep({"hang": 600.0, "sleep": 0.5}[options["do"]])
+    if options["do"] == "hang":
+        time.sleep(600)
+    gate = Path(options["gate"])
+    gate.with_suffix(".begun").touch()
+    while not gate.exists():
+        time.sleep(0.005)
 
 
 def make(wanted: Registered, device: Any, lock: Any) -> Toy:
@@ -94,6 +105,7 @@ def main(argv: list[str]) -> None:
     beat = Heartbeat(int(argv[1]))
     die_with_supervisor(int(argv[2]))
     settings = Settings.from_json(json.dumps(read_settings()))
+    predictor.DRAIN_S = 180.0
     serve(int(argv[0]), settings, beat, make=make)
     os._exit(0)
 

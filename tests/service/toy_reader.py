@@ -1,4 +1,4 @@
-"""A reader whose functions sleep, die and write, for tests; run by `Reading`."""
+"""A reader whose functions hold, die and write, for tests; run by `Reading`."""
 
 import ctypes
 import os
@@ -17,8 +17,10 @@ def echo(**values: Any) -> dict[str, Any]:
     return values
 
 
-def sleep(seconds: float) -> None:
-    time.sleep(seconds)
+def hold(gate: str) -> None:
+    """Until that file is there."""
+    while not Path(gate).exists():
+        time.sleep(0.01)
 
 
 def die() -> None:
@@ -60,7 +62,7 @@ def export(folder: str, **_: Any) -> list[str]:
 
 
 functions.FUNCTIONS.update(
-    {made.__name__: made for made in (echo, sleep, die, fail, eat, write, connect, facts, export)}
+    {made.__name__: made for made in (echo, hold, die, fail, eat, write, connect, facts, export)}
 )
 if __name__ == "__main__":
     if "light" in sys.argv:
