@@ -3,14 +3,15 @@
     python benchmarks/bench_promises.py                    all, in some minutes; nothing else should run meanwhile
     python benchmarks/bench_promises.py --rows "stop"      rows whose names begin so
 
-Commands run in new processes. All else is asked of a real service on loopback, with one worker and a SQLite file. Each
-row is measured three times, and the longest is compared with the bar.
+Commands run in new processes. All else is asked of a real service on loopback, with one worker and a SQLite file; pages
+are opened in Chromium, if it is installed. Each row is measured three times, and the longest is compared with the bar.
 """
 
 import argparse
 import http.client
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -27,6 +28,7 @@ import cv2
 import numpy as np
 import torch
 
+from brim.jobs.kinds import Spec
 from brim.jobs.store import Catalogue
 from brim.rf import from_mapping, generate
 from brim.segmentation.scenes import make_cells
@@ -35,7 +37,9 @@ from page import facts_of, installed, machine, markdown, table, tell
 from service_client import JOBS, QUICK, Service, serving
 
 TIMES = 3
-RUNS = 1000
+CHROMIUM = shutil.which("chromium")
+PAGES = ("/", "/runs", "/datasets")
+NUM = 1000
 ENDLESS = 100_000
 ABOUT = "Seconds from asking to what the user waits for. Polling the service adds up to 0.02 s."
 # kind of job: the dataset it reads, and settings with which it would go on for hours
@@ -87,8 +91,10 @@ def promises(bench: "Bench") -> list[Promise]:
         Promise("import brim", 0.3, partial(run_s, "-c", "import brim")),
         Promise("first output: brim --help", 0.5, partial(run_s, "-m", "brim", "--help")),
         Promise("first output: a wrong option", 0.5, partial(run_s, "-m", "brim", "rf", "generate", "--no")),
-        Promise(f"list {RUNS} runs", 1.0, bench.list_runs),
+        Promise(f"list {NUM} runs", 1.0, bench.list_runs),
         Promise("going down ends event streams", 2.5, bench.end_streams),
+        *(Promise(f"first paint of {path}", 0.5, partial(bench.paint, path)) for path in PAGES if CHROMIUM),
+        *([Promise(f"page of {NUM} jobs", 5.0, bench.open_jobs)] if CHROMIUM else []),
         *(Promise(f"stop {kind}", 5.0, partial(bench.stop, kind)) for kind in STOPPED),
         Promise("a killed worker goes on", 1.5, bench.kill_worker),
         Promise("SIGTERM ends the service", 10.0, bench.terminate),
@@ -118,12 +124,37 @@ class Bench:
     """Data for jobs, and the service that runs them."""
 
     def __init__(self, folder: Path, stack: ExitStack) -> None:
-        self.folder, self._stack, self._has_crowd = folder, stack, False
+        self.folder, self._stack = folder, stack
 
     @cached_property
     def service(self) -> Service:
         """The service that most rows ask."""
         return self._stack.enter_context(serving(self.folder / "data"))
+
+    @cached_property
+    def crowded(self) -> Service:
+        """A service with a dashboard, many runs and many jobs that have ended."""
+        service = self._stack.enter_context(serving(self.folder / "crowded", dashboard=True))
+        catalogue = Catalogue.open(f"sqlite:///{service.data / 'catalogue.sqlite'}")
+        for number in range(NUM):
+            name, summary = f"run {number}", {"dice": number / NUM}
+            catalogue.runs.add(name=name, kind="segment.train", path=f"runs/{name}", config={}, summary=summary)
+            row, _ = catalogue.jobs.submit(Spec("segment.tune", f"job {number}", {"size": 64}), makes="result")
+            catalogue.jobs.move(row.id, "cancelled", of=["pending"], wanted="cancel")
+        catalogue.close()
+        return service
+
+    @cached_property
+    def page(self) -> Any:
+        """A page of a browser that is logged in to the crowded service."""
+        from playwright.sync_api import sync_playwright
+
+        chromium = self._stack.enter_context(sync_playwright()).chromium
+        browser = chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu"])
+        self._stack.callback(browser.close)
+        page = browser.new_page()
+        page.goto(f"http://127.0.0.1:{self.crowded.port}/?token={self.crowded.token}")
+        return page
 
     @cached_property
     def datasets(self) -> dict[str, str]:
@@ -140,10 +171,23 @@ class Bench:
 
     def list_runs(self) -> float:
         """All runs on one page, as the page that compares them asks for."""
-        if not self._has_crowd:
-            self._has_crowd = True
-            self._add_runs()
-        return timed(lambda: self.service.ask("GET", f"/api/runs?per_page={RUNS}&brief=true"))
+        return timed(lambda: self.crowded.ask("GET", f"/api/runs?per_page={NUM}&brief=true"))
+
+    def paint(self, path: str) -> float:
+        """Until the browser has painted something of a page."""
+        self.page.goto(f"http://127.0.0.1:{self.crowded.port}{path}")
+        self.page.wait_for_selector("h1")
+        paint = "performance.getEntriesByName('first-contentful-paint')[0].startTime"
+        return float(self.page.evaluate(paint)) / 1e3
+
+    def open_jobs(self) -> float:
+        """Until the first fifty jobs are on the page."""
+
+        def show() -> None:
+            self.page.goto(f"http://127.0.0.1:{self.crowded.port}/jobs")
+            self.page.get_by_text("Page 1 of 20").wait_for()
+
+        return timed(show)
 
     def stop(self, kind: str) -> float:
         """Cancel a job that computes."""
@@ -192,13 +236,6 @@ class Bench:
             stream.readline()
             service.process.terminate()
             return timed(stream.read)
-
-    def _add_runs(self) -> None:
-        catalogue = Catalogue.open(f"sqlite:///{self.service.data / 'catalogue.sqlite'}")
-        for number in range(RUNS):
-            name, summary = f"run {number}", {"dice": number / RUNS}
-            catalogue.runs.add(name=name, kind="segment.train", path=f"runs/{name}", config={}, summary=summary)
-        catalogue.close()
 
     def _add(self, kind: str, path: Path) -> str:
         command = [sys.executable, "-m", "brim", "datasets", "add", kind, str(path), "--kind", kind, "--json"]

@@ -84,12 +84,17 @@ class Service:
 
 @contextmanager
 def serving(
-    data: Path, database: str | None = None, *, workers: int = 1, arguments: Sequence[str] = (), **env: str
+    data: Path,
+    database: str | None = None,
+    *,
+    workers: int = 1,
+    dashboard: bool = False,
+    arguments: Sequence[str] = (),
+    **env: str,
 ) -> Iterator[Service]:
     """Start a service on a free port; ended with its children at the end."""
     command = [sys.executable, "-m", "brim", "serve", "--port", "0", "--data", str(data), "--workers", str(workers)]
-    command.append("--no-dashboard")  # nobody looks at it
-    command += [*(["--database", database] if database else []), *arguments]
+    command += [*([] if dashboard else ["--no-dashboard"]), *(["--database", database] if database else []), *arguments]
     changed = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "BRIM_LOG_LEVEL": "WARNING", **env}
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=changed) as process:
         try:

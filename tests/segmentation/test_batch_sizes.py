@@ -22,6 +22,7 @@ from brim.segmentation.tuning import (
     save_entry,
     sizes_file,
 )
+from waiting import PATIENCE_S
 
 CPU = torch.device("cpu")
 KEY = "NVIDIA H200 140 GiB"
@@ -142,7 +143,7 @@ def test_a_stale_copy_does_not_undo_what_another_tuned_again(tmp_path):
 
 
 def _write_models(file: str, prefix: str, count: int, gate) -> None:
-    gate.wait(30)
+    gate.wait(PATIENCE_S)
     for number in range(count):
         save_entry(file, KEY, {}, f"{prefix}{number}", ENTRY, TRIALS)
 
@@ -155,7 +156,7 @@ def test_processes_that_write_at_once_lose_nothing(tmp_path):
     for worker in workers:
         worker.start()
     for worker in workers:
-        worker.join(60)
+        worker.join(PATIENCE_S)
 
     assert [worker.exitcode for worker in workers] == [0, 0]
     assert set(BatchSizes.read(file).models(KEY)) == {f"{name}{number}" for name in "ab" for number in range(count)}

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from brim.engine.storage.places import place_of
+from brim.engine.tuning import ProbeConfig
 from brim.errors import CheckpointError
 from brim.segmentation.config import FORMATS, FilesConfig
 from brim.segmentation.images.writing import Writer
@@ -28,7 +29,7 @@ from brim.segmentation.prediction import (
     write_parcel,
 )
 from brim.segmentation.scenes import make_cells
-from brim.segmentation.tuning import BatchSizeEntry, device_key, save_entry
+from brim.segmentation.tuning import BatchSizeEntry, device_key, save_entry, tuner
 
 NUM = 7
 torch.set_num_threads(1)
@@ -188,6 +189,8 @@ def test_a_scorer_takes_what_was_tuned_elsewhere_and_tells_what_it_tuned(weights
         "brim.segmentation.prediction.loader.ModelLoader.__init__.__kwdefaults__",
         {"overlap": None, "planes": None, "tune_seconds": 0.3},
     )
+    monkeypatch.setattr(tuner, "ProbeConfig", lambda **_: ProbeConfig(settle_s=0.0, block_s=0.001))
+    monkeypatch.setitem(tuner._LIMITS, "cpu", 8)
     packed, made = pack_weights("unet_tiny", weights), recipe(strict=False)
 
     tuned = BulkScorer(made, packed)

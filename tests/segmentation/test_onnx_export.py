@@ -5,19 +5,37 @@ import json
 import numpy as np
 import pytest
 import torch
+from torch import Tensor, nn
 
 from brim.cli import main
 from brim.segmentation import create_model
+from brim.segmentation.config import REGISTERED
 from brim.segmentation.networks import normalise, save_weights
 
 
+class TwoScales(nn.Module):
+    """The operations that depend on the size: half of it and back, beside what was there, and a mean over all of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down, self.norm, self.last = nn.Conv2d(3, 4, 3, 2, 1), nn.BatchNorm2d(4), nn.Conv2d(7, 1, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        low = self.norm(self.down(x)).relu()
+        low = low * low.mean((2, 3), keepdim=True)
+        up = nn.functional.interpolate(low, size=x.shape[2:], mode="bilinear", align_corners=False)
+        return self.last(torch.cat((x, up), 1))
+
+
+@pytest.mark.parametrize("name", ["test_two_scales", pytest.param("unet_tiny", marks=pytest.mark.long)])
 @torch.no_grad()
-def test_an_exported_network_answers_as_torch_at_any_size(tmp_path, capsys):
+def test_an_exported_network_answers_as_torch_at_any_size(name, tmp_path, capsys, monkeypatch):
     pytest.importorskip("onnxscript")
     runtime = pytest.importorskip("onnxruntime")
     torch.manual_seed(0)
-    module = create_model("unet_tiny").eval()
-    save_weights(module, tmp_path / "w.safetensors", {"model": "unet_tiny"})
+    monkeypatch.setitem(REGISTERED, "test_two_scales", TwoScales)
+    module = create_model(name).eval()
+    save_weights(module, tmp_path / "w.safetensors", {"model": name})
 
     assert (
         main(["segment", "export-onnx", str(tmp_path / "w.safetensors"), "--out", str(tmp_path / "n.onnx"), "--json"])

@@ -148,7 +148,7 @@ def test_a_store_that_goes_and_comes_back_only_delays(server, proxy, images, loa
     predict_files([images], loader, tmp_path, config())
     inputs = find_inputs([f"s3://{BUCKET}/images"], "out")
     assert len(inputs) == NUM
-    proxy.down_for(1.5)
+    proxy.fail("reset", 4)
 
     found = predict_files([f"s3://{BUCKET}/images"], loader, f"s3://{BUCKET}/delayed", config())
 

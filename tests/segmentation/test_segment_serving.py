@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from brim.engine.batching.servable import Answer, DecodedRequest, Payload
 from brim.engine.batching.warm_up import warm_up
 from brim.engine.device.memory import inject_oom
+from brim.engine.tuning import ProbeConfig
 from brim.errors import ConfigError, ImageError, TooLarge, UnsupportedType
 from brim.segmentation.config import REGISTERED
 from brim.segmentation.images.reading import read_image
@@ -26,7 +27,8 @@ from brim.segmentation.networks import default_weights, save_weights
 from brim.segmentation.objects import MEDIA_TYPES, RINGS, ImageObjects, Prediction, geojson, geojson_of
 from brim.segmentation.prediction import ModelLoader, SegmentServable
 from brim.segmentation.prediction import serving as module
-from brim.segmentation.tuning import BatchSizeEntry, BatchSizes, device_info, device_key, save_entry
+from brim.segmentation.tuning import BatchSizeEntry, BatchSizes, device_info, device_key, save_entry, tuner
+from waiting import PATIENCE_S
 
 CPU = torch.device("cpu")
 TILE = 64
@@ -327,6 +329,8 @@ def test_sizes_that_do_not_fit_are_left_out(servable):
 
 def test_a_model_nobody_tuned_is_tuned_and_saved(made, monkeypatch):
     monkeypatch.setattr("brim.segmentation.prediction.serving.QUICK_SECONDS", 0.3)
+    monkeypatch.setattr(tuner, "ProbeConfig", lambda **_: ProbeConfig(settle_s=0.0, block_s=0.001))
+    monkeypatch.setitem(tuner._LIMITS, "cpu", 8)
     file = made / "new.json"
 
     servable = SegmentServable("tiny", made / "tiny.safetensors", CPU, batch_sizes=file, tile=TILE)
@@ -375,7 +379,7 @@ def test_decoded_pixels_wait_within_bounds(servable, monkeypatch):
         with pytest.raises(TimeoutError):
             waiting.result(0.1)
         held.pop()
-        held.append(waiting.result(5))
+        held.append(waiting.result(PATIENCE_S))
     assert room.held_bytes() == 3 * 64 * 64 * 3
     held.clear()
     del waiting

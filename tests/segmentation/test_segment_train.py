@@ -5,7 +5,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -22,11 +21,12 @@ from brim.errors import CheckpointError, ConfigError, DatasetError, ImageError
 from brim.segmentation.config import SegmentTrainConfig
 from brim.segmentation.networks import InferenceNetwork, create_model, load_weights, read_metadata, register_model
 from brim.segmentation.networks.network import ComputeConfig
+from brim.segmentation.prediction import ModelLoader
 from brim.segmentation.scenes import make_cells, write_cells
 from brim.segmentation.training import evaluation, pair_files, split, train, windows
 from brim.segmentation.training.crops import COUNTED, FOREGROUND, Cutting, cut
 from brim.segmentation.training.objective import PixelCounts, item_losses, settle_norms, step_bytes
-from waiting import promised
+from waiting import until
 
 
 class Pooled(nn.Module):
@@ -85,14 +85,12 @@ def same(one: Path, other: Path) -> bool:
 # What it is for
 
 
-def test_a_network_trained_within_a_minute_segments_images_it_never_saw(tmp_path):
+def test_a_network_trained_for_three_epochs_segments_images_it_never_saw(tmp_path):
     write_cells(tmp_path / "images", tmp_path / "masks", 16, seed=1, height=128, width=128)
-    config = SegmentTrainConfig(model="unet_tiny", task="mask", size=64, epochs=5, batch_size=4, learning_rate=0.003)
-    began_s = time.perf_counter()
+    config = SegmentTrainConfig(model="unet_tiny", task="mask", size=64, epochs=3, batch_size=2, learning_rate=0.004)
 
     report = train(tmp_path / "images", tmp_path / "masks", config, tmp_path / "run", device="cpu")
 
-    assert time.perf_counter() - began_s < promised(60)
     assert report.iou > 0.8
     module = create_model("unet_tiny")
     load_weights(module, tmp_path / "run")
@@ -136,7 +134,8 @@ def test_a_run_leaves_weights_a_configuration_and_a_report(cells, tmp_path):
 # Resume and repeat
 
 
-def test_a_run_is_loaded_by_its_directory_alone(cells, tmp_path):
+def test_a_run_is_loaded_by_its_directory_alone(cells, tmp_path, monkeypatch):
+    monkeypatch.setitem(ModelLoader.__init__.__kwdefaults__, "tune_seconds", 0.05)
     run(cells, tmp_path / "run")
     loaded = brim.load_run(tmp_path / "run", device="cpu")
     images = sorted((cells / "images").iterdir())
@@ -197,13 +196,14 @@ def test_stopped_while_cutting_goes_on_without_being_asked(cells, tmp_path):
 
 
 KILLED = """
-import sys, time, torch
+import signal, sys, torch
 torch.set_num_threads(1)
 sys.path[:0] = {tests!r}
 import test_segment_train as t
 from pathlib import Path
-config = t.replace(t.QUICK, checkpoint_every_s=0.02)
-t.run(Path({cells!r}), Path({out!r}), config, stop=lambda: time.sleep(0.1))
+out = Path({out!r})
+config = t.replace(t.QUICK, checkpoint_every_s=0.001)
+t.run(Path({cells!r}), out, config, stop=lambda: (out / "train/last").is_dir() and signal.pause())  # to be killed
 """
 
 
@@ -212,11 +212,8 @@ def test_a_killed_run_ends_with_the_same_bits(cells, tmp_path):
     out = tmp_path / "killed"
     code = KILLED.format(tests=[str(folder) for folder in Path(__file__).parents[:2]], cells=str(cells), out=str(out))
     child = subprocess.Popen([sys.executable, "-c", code])
-    deadline_s = time.monotonic() + 120
-    while not (out / "train/last").is_dir():
-        assert child.poll() is None, "the run ended before it was killed"
-        assert time.monotonic() < deadline_s
-        time.sleep(0.005)
+    until(lambda: child.poll() is not None or (out / "train/last").is_dir())
+    assert child.poll() is None, "the run ended before it was killed"
     os.kill(child.pid, signal.SIGKILL)
     child.wait()
     assert not (out / "weights.safetensors").exists()

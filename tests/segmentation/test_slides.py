@@ -193,17 +193,16 @@ def test_a_broken_slide_is_a_sentence_and_leaves_nothing(harm, tmp_path, monkeyp
     assert list(tmp_path.iterdir()) == [path]
 
 
-@pytest.mark.slow
 def test_a_slide_takes_little_memory_and_every_disc_is_found_once():
     script = Path(__file__).parents[2] / "benchmarks/bench_slides.py"
-    command = [sys.executable, str(script), "--side", "12000", "--format", "labels"]
+    command = [sys.executable, str(script), "--side", "6000", "--format", "labels"]
 
     done = subprocess.run(command, capture_output=True, text=True, check=True)
 
     result = json.loads(done.stdout.splitlines()[-1])
-    assert result["found"] == result["discs"] == 90_000
+    assert result["found"] == result["discs"] == 22_500
     assert result["area"] == result["pixels"]
-    assert result["peak_rss_mb"] < 1000
+    assert result["peak_rss_mb"] - result["base_mb"] < 220  # about 135; its labels alone would add 144 MB
 
 
 @pytest.fixture(scope="module")

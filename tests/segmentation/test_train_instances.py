@@ -30,7 +30,7 @@ QUICK = {"model": "unet_tiny", "size": 64, "epochs": 1, "batch_size": 4, "learni
 
 @pytest.fixture(autouse=True)
 def few_scenes(monkeypatch):
-    monkeypatch.setattr("brim.segmentation.training.evaluation.SCORED_SCENES", 16)
+    monkeypatch.setattr("brim.segmentation.training.evaluation.SCORED_SCENES", 8)
 
 
 @pytest.fixture(autouse=True)
@@ -126,6 +126,7 @@ def test_scenes_are_drawn_while_training_and_a_stopped_run_ends_with_the_same_bi
     assert not (tmp_path / "whole/crops").exists()
 
 
+@pytest.mark.long
 def test_training_on_scenes_learns_to_tell_touching_nuclei_apart(tmp_path):
     config = SegmentTrainConfig(**QUICK | {"size": 96, "seed": 1}, scenes=("nuclei",), scenes_per_epoch=320)
 

@@ -10,13 +10,14 @@ import torch
 from torch import nn
 
 from brim.engine.device.memory import inject_oom
+from brim.engine.tuning import ProbeConfig
 from brim.engine.tuning.search import Sweep
 from brim.engine.tuning.trials import Trial, merge
 from brim.errors import ConfigError, OutOfMemory, StorageError
 from brim.segmentation.config import REGISTERED, TuneConfig
 from brim.segmentation.networks import InferenceNetwork
 from brim.segmentation.networks.network import ComputeConfig
-from brim.segmentation.tuning import BatchSizes, Tuned, device_key, tune, tune_model
+from brim.segmentation.tuning import BatchSizes, Tuned, device_key, tune, tune_model, tuner
 from brim.segmentation.tuning.tuner import Reference, is_trained, no_slower_than_one, sample_images, settings
 
 CPU = torch.device("cpu")
@@ -40,12 +41,32 @@ class Blobs(nn.Module):
         return logits if images.dtype == torch.float32 else logits + self.wrong
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture(autouse=True, scope="module")
 def one_thread():
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def few_short_probes():
+    """What is asserted here holds of any measurements: sizes up to 8 are measured, for a moment each."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tuner, "ProbeConfig", lambda **_: ProbeConfig(settle_s=0.0, block_s=0.001))
+        patch.setitem(tuner._LIMITS, "cpu", 8)
+        yield
+
+
+@pytest.fixture(scope="module")
+def told():
+    """What was told while `tuned` was."""
+    return []
+
+
+@pytest.fixture(scope="module")
+def tuned(one_thread, few_short_probes, told):
+    return tune_model("tiny", Blobs(), CPU, TuneConfig(**QUICK), progress=told.append)
 
 
 @pytest.fixture
@@ -65,8 +86,7 @@ def said(tuned: Tuned) -> str:
 # The batch
 
 
-def test_a_network_is_tuned_on_the_cpu():
-    tuned = tune_model("tiny", Blobs(), CPU, TuneConfig(**QUICK))
+def test_a_network_is_tuned_on_the_cpu(tuned):
     entry = tuned.entry
 
     assert 1 <= entry.optimal_batch_size <= entry.max_safe_batch_size
@@ -77,8 +97,7 @@ def test_a_network_is_tuned_on_the_cpu():
     assert "took " in said(tuned)
 
 
-def test_the_tuned_batch_is_never_slower_than_a_batch_of_one():
-    tuned = tune_model("tiny", Blobs(), CPU, TuneConfig(**QUICK))
+def test_the_tuned_batch_is_never_slower_than_a_batch_of_one(tuned):
     seconds = [trial["seconds"] for trial in swept(tuned) if trial["batch"] == 1]
 
     assert tuned.entry.expected_throughput >= 1 / statistics.median(seconds)
@@ -92,8 +111,7 @@ def test_a_choice_that_its_proof_shows_to_be_slow_is_taken_back():
     assert no_slower_than_one(replace(found, chosen=trials[1])) == trials[1]
 
 
-def test_the_safe_batch_was_proven_by_repeated_steps():
-    tuned = tune_model("tiny", Blobs(), CPU, TuneConfig(**QUICK))
+def test_the_safe_batch_was_proven_by_repeated_steps(tuned):
     safe = [trial for trial in swept(tuned) if trial["batch"] == tuned.entry.max_safe_batch_size]
 
     assert sum(trial["steps"] for trial in safe) >= 5
@@ -125,10 +143,7 @@ def test_a_memory_that_holds_not_one_image_is_an_error():
         tune_model("tiny", Blobs(), CPU, TuneConfig(reserve=0.9999, **QUICK))
 
 
-def test_trials_are_json_and_messages_are_told_as_they_come():
-    told: list[str] = []
-    tuned = tune_model("tiny", Blobs(), CPU, TuneConfig(**QUICK), progress=told.append)
-
+def test_trials_are_json_and_messages_are_told_as_they_come(tuned, told):
     json.dumps(tuned.trials, allow_nan=False)
     assert {"batch", "throughput", "spread", "p50_ms", "p95_ms", "peak_bytes", "status"} <= set(swept(tuned)[0])
     assert any(text.startswith("tiny: batch 1, ") for text in told)
@@ -252,9 +267,9 @@ def test_a_setting_that_cannot_run_is_skipped():
 
 
 def test_a_search_says_by_how_much_it_took_longer():
-    tuned = tune_model("tiny", Blobs(), CPU, TuneConfig(search=("precision",), size=SIZE, seconds=0.05))
+    tuned = tune_model("tiny", Blobs(), CPU, TuneConfig(search=("precision",), size=SIZE, seconds=0.001))
 
-    assert "more than the 0.05 s allowed, since settings were searched" in said(tuned)
+    assert "more than the 0.001 s allowed, since settings were searched" in said(tuned)
 
 
 def test_settings_vary_in_the_asked_dimensions_alone():
