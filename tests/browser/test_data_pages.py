@@ -286,6 +286,7 @@ def test_images_and_sequences_are_shown_by_sizes_lengths_and_classes(visit, imag
     visit.shot("dataset_sequences")
 
 
+@pytest.mark.smoke
 def test_images_are_uploaded_and_deleted_again_and_wrong_ones_are_refused_in_words(visit, service, tmp_path):
     right, wrong = tmp_path / "one.png", tmp_path / "two.png"
     right.write_bytes(_cell_png())

@@ -67,7 +67,6 @@ def _visit(browser, serve, screenshots, viewport) -> Iterator[Visit]:
     context.close()
 
 
-@pytest.mark.smoke
 def test_the_first_hour(wide, demo, tmp_path):
     page = wide.open("/")  # what the demo made last is shown
     page.get_by_role("link", name=re.compile("demo")).first.wait_for()

@@ -180,6 +180,7 @@ def test_a_killed_generation_is_resumed_once_its_lease_ran_out(options, here):
     Dataset(url).verify()
 
 
+@pytest.mark.long
 def test_the_code_of_the_page_runs(tmp_path, monkeypatch):
     page = (Path(__file__).parents[2] / "docs" / "storage.md").read_text()
     blocks = [block for block in blocks_of(page) if not block.skipped and "pip install" not in block.code]

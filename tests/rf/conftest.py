@@ -17,23 +17,16 @@ torch.set_num_threads(1)  # the backend has its own threads; torch's would only 
 WIDE = {"tx_power_dbm": 35.0, "min_snr_db": -5.0, "clock_sigma_s": 0.0, "max_gdop": 1e6, "seed": 11}
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Whichever test comes first makes the large batch: all that need it count as slow."""
-    for item in items:
-        if "nbfm_rows" in getattr(item, "fixturenames", ()):
-            item.add_marker("slow")
-
-
 @pytest.fixture(scope="session")
 def nbfm_rows(tmp_path_factory: pytest.TempPathFactory) -> SampleRows:
-    """250 samples at the built-in network, every SNR, chunk by chunk; made by one of pytest's workers for all."""
+    """100 samples at the built-in network, every SNR, chunk by chunk; made by one of pytest's workers for all."""
     folder = tmp_path_factory.getbasetemp()
     folder = folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder
     file = folder / "nbfm_rows.pt"
     with file.with_suffix(".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not file.exists():
-            torch.save(generate_batch(GenerateConfig(**WIDE), range(250), chunks=True), file)
+            torch.save(generate_batch(GenerateConfig(**WIDE), range(100), chunks=True), file)
     return dict(torch.load(file))
 
 

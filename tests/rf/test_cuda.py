@@ -12,7 +12,6 @@ from functools import partial
 import pytest
 
 pytestmark = [
-    pytest.mark.slow,
     pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="no Triton on this platform"),
 ]
 
@@ -104,10 +103,10 @@ assert every and every == compiled, every - compiled
 
 def run(script, *arguments, **environment):
     command = [sys.executable, "-W", "ignore", "-c", script, *arguments]
-    return subprocess.run(command, capture_output=True, text=True, env={**os.environ, **environment}, timeout=500)
+    return subprocess.run(command, capture_output=True, text=True, env={**os.environ, **environment})
 
 
-LONG = partial(pytest.param, marks=pytest.mark.soak)  # each takes half a minute of a core
+LONG = partial(pytest.param, marks=pytest.mark.long)  # each takes half a minute of a core
 
 
 @pytest.mark.parametrize(

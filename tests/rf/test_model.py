@@ -278,9 +278,9 @@ def test_configuration_survives_json():
 # Export
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore")  # the exporter's and its libraries' own
-@pytest.mark.parametrize("hybrid", [True, pytest.param(False, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("hybrid", [True, False])
 def test_exported_graph_agrees_for_other_batches_and_receivers(rows, batch, hybrid, tmp_path):
     pytest.importorskip("onnxscript")
     runtime = pytest.importorskip("onnxruntime")

@@ -28,7 +28,7 @@ CONFIG = GenerateConfig(duration_s=0.2, tx_power_dbm=45.0, seed=1)
 def made(tmp_path_factory):
     """A run, and the observations of its dataset as people would write them."""
     path = tmp_path_factory.mktemp("serving")
-    rows = write_dataset(path / "data", CONFIG, attempts=80, shard=32)
+    rows = write_dataset(path / "data", CONFIG, attempts=32, shard=16)
     train([path / "data"], path / "run", LocatorTraining(epochs=2, batch_size=16, learning_rate=0.01), device="cpu")
     (path / "all.json").write_text(json.dumps([observation(rows, n) for n in range(len(rows["present"]))]))
     return path
@@ -106,12 +106,12 @@ def flat(coordinates):
 
 
 def test_an_answer_is_what_locate_says(made, servable):
-    (found,) = run(servable, [payload({"observations": observations(made)[:20]})])
+    (found,) = run(servable, [payload({"observations": observations(made)[:8]})])
 
-    (made / "some.json").write_text(json.dumps(observations(made)[:20]))
+    (made / "some.json").write_text(json.dumps(observations(made)[:8]))
     assert_like(found.body, locate(made / "run", made / "some.json"))
     assert found.media_type == "application/geo+json"
-    assert found.facts["observations"] == 20
+    assert found.facts["observations"] == 8
     about = json.loads(found.body)["features"][0]["properties"]
     assert about["stations"] == [station["name"] for station in observations(made)[0]["stations"]]
     assert about["left_out"] == []
@@ -119,9 +119,9 @@ def test_an_answer_is_what_locate_says(made, servable):
 
 
 def test_a_batch_answers_as_each_alone(made, servable):
-    payloads = [payload(one) for one in observations(made)]
+    payloads = [payload(one) for one in observations(made)[:12]]
 
-    together = run(servable, payloads, size=16)
+    together = run(servable, payloads, size=5)
 
     for one, found in zip(payloads, together, strict=True):
         assert_like(found.body, json.loads(run(servable, [one])[0].body))

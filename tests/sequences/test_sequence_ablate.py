@@ -55,7 +55,7 @@ def measured(corpus, tmp_path_factory):
         patched.setattr(ablation, "HELD", {"cpu": 1})
         patched.setattr(ablation, "worker_count", lambda: 1)
         patched.setattr(torch, "compile", None)  # the step says so and goes on: compiling takes half a minute
-        found = ablate(corpus, steps=3, device="cpu", model=MODEL, cap_s=0.2, progress=told.append)
+        found = ablate(corpus, steps=2, device="cpu", model=MODEL, cap_s=0.2, progress=told.append)
     return found, told, list(place.glob("brim-*"))
 
 

@@ -164,7 +164,7 @@ def test_training_ends_at_a_plateau(corpus, tmp_path, monkeypatch):
 
 def test_numbers_are_predicted_by_rocket_and_networks(tmp_path):
     pack(write(tmp_path / "npy", 60, column="score"), tmp_path / "corpus", label="score")
-    config = SequenceTraining(mode="supervised", task="regression")
+    config = SequenceTraining(mode="supervised", task="regression", budget=3.0)
 
     report = train(tmp_path / "corpus", tmp_path / "run", config, device="cpu")
 

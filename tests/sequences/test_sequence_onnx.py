@@ -17,7 +17,8 @@ pytest.importorskip("onnxscript")
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("onnx")
-    assert main(["sequence", "sample", "--out", str(folder / "rows"), "--sequences", "40", "--features", "4"]) == 0
+    words = ["--sequences", "40", "--features", "4", "--mean-length", "8"]  # few dilations, so a small graph
+    assert main(["sequence", "sample", "--out", str(folder / "rows"), *words]) == 0
     assert main(["sequence", "pack", str(folder / "rows"), "--out", str(folder / "corpus")]) == 0
     return folder / "corpus"
 
