@@ -165,7 +165,8 @@ class Bench:
         """From a command that registers a model to the first answer of a service that was running before."""
         data = self.folder / f"data-{time.monotonic_ns()}"
         visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0") if self.device == "cuda" else ""
-        with serving(data, None, workers=1, arguments=(), **env, CUDA_VISIBLE_DEVICES=visible) as service:
+        settings: Any = {**env, "CUDA_VISIBLE_DEVICES": visible}
+        with serving(data, **settings) as service:
             began_s = time.perf_counter()
             report = self.run(f"{line} --data {data}", env, on_device=False)
             picture = next((self.folder / "photos").iterdir()).read_bytes()

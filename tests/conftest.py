@@ -71,15 +71,11 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
         terminalreporter.line(f"{count:6} left to {command}")
 
 
-def pytest_collection_finish() -> None:
-    """Exclude what is imported by now from garbage collection, torch above all: brim collects at each out-of-memory."""
-    gc.collect()
-    gc.freeze()
-
-
 @pytest.fixture(autouse=True, scope="module")
 def own_cache() -> Iterator[None]:
-    """A file's tests find nothing in the cache that another file's left there."""
+    """A file's tests find nothing in the cache that another file's left there, and little garbage to look through."""
+    gc.collect()  # brim collects at each out-of-memory and trial: what was imported or made before is excluded from it
+    gc.freeze()
     os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(dir=CACHE)  # removed at the end: a service may outlive the file
     yield
     os.environ["XDG_CACHE_HOME"] = CACHE

@@ -18,10 +18,13 @@ from brim.rf.config import GenerateConfig
 
 ROOT = Path(__file__).parents[1]
 
-pytestmark = pytest.mark.skipif(
-    any(importlib.util.find_spec(name) is None for name in ("mkdocs", "material", "mkdocstrings")),
-    reason="mkdocs-material or mkdocstrings is not installed: pip install -e '.[docs]'",
-)
+pytestmark = [
+    pytest.mark.long,
+    pytest.mark.skipif(
+        any(importlib.util.find_spec(name) is None for name in ("mkdocs", "material", "mkdocstrings")),
+        reason="mkdocs-material or mkdocstrings is not installed: pip install -e '.[docs]'",
+    ),
+]
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ from brim.errors import ClusterError, ConfigError, DeviceError
 from brim.rf.generation.pool import TaskDone, TaskFailed, WorkerLost, WorkerReady
 
 
-@pytest.fixture(scope="module", params=["processes", "ray"])
+@pytest.fixture(scope="module", params=["processes", pytest.param("ray", marks=pytest.mark.long)])
 def make_pool(request):
     """Makes pools of two workers, not started."""
     if request.param == "processes":

@@ -85,7 +85,9 @@ def test_a_slow_dataset_in_workers_is_named_with_its_line():
     assert answer.ceiling_share < 0.5
 
 
-@pytest.mark.parametrize("name", LARGE)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name == "evaluations" else pytest.mark.long) for name in LARGE]
+)
 def test_a_cause_that_takes_most_of_the_step_is_named(name):
     check_fault(name, seconds=4)
 

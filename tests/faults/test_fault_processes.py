@@ -19,8 +19,8 @@ SAMPLES = 96
 
 @pytest.fixture(scope="module")
 def serve(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serve]:
-    """One service for the tests that leave it as it was; its processes are executed, not forked from the tests'."""
-    made = Serve(tmp_path_factory.mktemp("shared") / "data", BRIM_TEST_EXEC="1")
+    """One service for the tests that leave it as it was."""
+    made = Serve(tmp_path_factory.mktemp("shared") / "data")
     try:
         yield made.start()
     finally:
@@ -136,7 +136,9 @@ def test_a_job_that_ends_every_worker_is_given_up_and_the_others_run(make_serve)
     assert serve.wait(harmless, "completed")["attempts"] == 1
 
 
-def test_the_secrets_are_in_no_argument_or_environment_of_a_process(serve):
+@pytest.mark.long
+def test_the_secrets_are_in_no_argument_or_environment_of_a_process(make_serve):
+    serve: Serve = make_serve(BRIM_TEST_EXEC="1").start()  # its processes are executed, not forked from the tests'
     for pid in serve.children().values():
         seen = Path(f"/proc/{pid}/cmdline").read_bytes() + Path(f"/proc/{pid}/environ").read_bytes()
         assert serve.token.encode() not in seen

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from fuzz_parsers import PARSERS
 
-INPUTS = int(os.environ.get("BRIM_FUZZ_INPUTS", "30_000"))
+INPUTS = int(os.environ.get("BRIM_FUZZ_INPUTS", "12_000"))
 SEED = int(os.environ.get("BRIM_FUZZ_SEED", "0"))
 
 

@@ -119,6 +119,7 @@ def test_the_interpreted_kernels_equal_the_torch_path(words):
     assert done.returncode == 0, done.stderr[-2_000:]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("duration_s", [LONG("0.2"), "1.0", LONG("10.0")])
 def test_every_kernel_compiles_for_the_h200(tmp_path, duration_s):
     done = run(COMPILE, duration_s, TRITON_INTERPRET="0", TRITON_CACHE_DIR=str(tmp_path))

@@ -512,6 +512,7 @@ def test_locating_an_observation_finds_the_transmitter(run, held_out, tmp_path):
     assert [one["properties"]["probability"] for one in ellipses] == [0.5, 0.9, 0.95]
 
 
+@pytest.mark.long
 def test_onnx_answers_as_torch(data, tmp_path):
     """Without a solver; with one, the command line exports it."""
     pytest.importorskip("onnxruntime")

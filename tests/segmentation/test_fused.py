@@ -141,6 +141,7 @@ def test_the_interpreted_kernels_equal_torch():
     assert done.returncode == 0, done.stderr[-2_000:]
 
 
+@pytest.mark.long
 def test_every_kernel_compiles_for_the_h200(tmp_path):
     done = run(COMPILE, TRITON_INTERPRET="0", TRITON_CACHE_DIR=str(tmp_path))
     assert done.returncode == 0, done.stderr[-2_000:]

@@ -184,7 +184,7 @@ def randomised(module):
 @pytest.mark.parametrize(
     ("network", "make"),
     [
-        ("hrnet", None),
+        pytest.param("hrnet", None, marks=pytest.mark.long),
         ("unet_resnet18", lambda: Unet((2, 2, 2, 2), 1)),
         ("unet_resnet50", lambda: Unet((3, 4, 6, 3), 4)),
     ],

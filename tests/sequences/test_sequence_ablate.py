@@ -62,6 +62,7 @@ def measured(corpus, tmp_path_factory):
 # The whole
 
 
+@pytest.mark.long
 def test_every_step_is_measured_in_order(measured):
     found, *_ = measured
     assert [step.name for step in found.steps] == NAMES
@@ -77,6 +78,7 @@ def test_every_step_is_measured_in_order(measured):
     assert found.steps[6].verdict == "no difference"  # cuDNN is not on a CPU
 
 
+@pytest.mark.long
 def test_the_json_has_the_names_of_the_contract(measured):
     found = json.loads(json.dumps(measured[0].as_dict()))
     assert list(found) == ["steps"]
@@ -84,12 +86,14 @@ def test_the_json_has_the_names_of_the_contract(measured):
     assert all(list(step) == keys for step in found["steps"])
 
 
+@pytest.mark.long
 def test_progress_names_each_step(measured):
     _, told, _ = measured
     assert list(dict.fromkeys(one.name for one in told)) == NAMES
     assert all(one.steps == 13 and 0 <= one.share <= 1 for one in told)
 
 
+@pytest.mark.long
 def test_nothing_is_left_behind(measured):
     assert measured[2] == []
     assert multiprocessing.active_children() == []

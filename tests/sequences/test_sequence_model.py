@@ -128,6 +128,7 @@ def test_autocast_changes_little():
     assert (found.embedding.float() - exact.embedding).abs().max() < 0.05 * exact.embedding.abs().max()
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
 def test_it_can_be_compiled_with_its_gradients():
     encoder = make()

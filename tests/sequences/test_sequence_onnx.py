@@ -23,7 +23,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "corpus"
 
 
-@pytest.mark.parametrize("model", ["rocket", "cnn_lstm"])
+@pytest.mark.parametrize("model", [pytest.param("rocket", marks=pytest.mark.long), "cnn_lstm"])
 def test_the_graph_gives_the_runs_probabilities_at_any_length(
     model: str, corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -514,10 +514,10 @@ def test_a_silent_client_is_at_fault_itself_also_where_its_deadline_passes(api_w
         assert said.startswith(b"HTTP/1.1 408")
 
 
-def test_a_thousand_connections_at_once_are_all_answered(api_with):
+def test_hundreds_of_connections_at_once_are_all_answered(api_with):
     with api_with(predict_deadline_ms=120_000) as api:
         body = form([("file", "a.png", png(16, 16))])
-        socks = [send(api, body, -5) for _ in range(1000)]
+        socks = [send(api, body, -5) for _ in range(300)]
         assert segment(api, FILE).status == 200
         for sock in socks:
             sock.sendall(body[-5:])
@@ -525,7 +525,7 @@ def test_a_thousand_connections_at_once_are_all_answered(api_with):
         for sock in socks:
             sock.close()
 
-        assert statuses == [b"HTTP/1.1 200"] * 1000
+        assert statuses == [b"HTTP/1.1 200"] * 300
         assert api.api.state.context.admission.held_bytes == 0
 
 

@@ -50,7 +50,7 @@ def test_schemathesis_finds_nothing_where_models_answer(tmp_path: Path):
                 "--seed",
                 "7",
                 "--max-examples",
-                "40",
+                "12",
                 "--phases",
                 "examples,coverage,fuzzing",
             ),

@@ -88,6 +88,7 @@ def metrics(service: Service) -> list[str]:
     return text.decode().splitlines()
 
 
+@pytest.mark.long
 def test_prediction_that_is_turned_off_has_no_process_and_says_so(tmp_path):
     with serving(tmp_path / "data", "--predict-memory", "0") as service:
         (worker,) = service.children("brim.jobs.worker.main")
