@@ -233,7 +233,11 @@ class Service:
         return found
 
 
-@pytest.mark.parametrize("script", sorted((ROOT / "examples").glob("*.py")), ids=lambda path: path.name)
+@pytest.mark.parametrize("script", [
+    # submit_jobs.py starts a service
+    pytest.param(path, id=path.name, marks=pytest.mark.long if path.name == "submit_jobs.py" else ())
+    for path in sorted((ROOT / "examples").glob("*.py"))
+])  # fmt: skip
 def test_an_example_runs(script, tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sys.argv", [str(script)])

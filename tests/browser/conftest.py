@@ -117,7 +117,7 @@ def sequences(upload: Callable[..., str]) -> str:
 
 
 def _serving(data: Path) -> Iterator[Serve]:
-    made = Serve(data)
+    made = Serve(data, dashboard=True)
     try:
         yield made.start()
     finally:

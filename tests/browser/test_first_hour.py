@@ -42,7 +42,7 @@ def demo(browser, tmp_path_factory) -> Iterator[Serve]:
     )  # fmt: skip
     cpu = torch.device("cpu")
     save_entry(data / "batch_sizes.json", device_key(cpu), device_info(cpu), "unet_tiny", entry, [])
-    serve = Serve(data)
+    serve = Serve(data, dashboard=True)
     try:
         yield serve.start()
     finally:

@@ -13,11 +13,17 @@ from brim.rf.generation import head as module
 from brim.rf.generation.attempts import Block
 from brim.rf.generation.worker import MakeShards
 
-SAMPLES = 45
+SAMPLES = 23
 
 
 def shards(path):
     return {file.name: file.read_bytes() for file in sorted((path / "shards").iterdir())}
+
+
+@pytest.fixture(scope="module")
+def config(config):
+    """Six shards of at most four samples."""
+    return replace(config, samples_per_shard=4)
 
 
 @pytest.fixture(scope="module")
@@ -99,7 +105,7 @@ def test_a_range_that_kills_every_worker_is_given_up_with_the_reason(config, tmp
 
     left = Dataset(tmp_path / "many")
     left.verify()
-    assert len(left) == 16
+    assert len(left) == 8
 
 
 def test_without_workers_it_ends_and_goes_on_later(config, reference, tmp_path):
@@ -168,7 +174,7 @@ def test_what_cannot_be_is_refused_before_workers_start(config, reference, tmp_p
         generate(config, tmp_path / "many", 0, pool=pool)
     with pytest.raises(DatasetError, match="not empty"):
         generate(config, reference, SAMPLES, pool=pool, resume=False)
-    with pytest.raises(DatasetError, match="already holds 45"):
+    with pytest.raises(DatasetError, match="already holds 23"):
         generate(config, reference, 20, pool=pool)
     with pytest.raises(NothingAccepted):
         generate(hopeless, tmp_path / "many", 20, pool=pool)

@@ -44,7 +44,7 @@ HERE = device_key(torch.device("cpu"))
 torch.set_num_threads(1)  # small batches: a second thread only competes
 
 SHORT = ["--epochs", "8", "--size", "32", "--batch-size", "4", "--device", "cpu"]
-MANY = 20_000  # images: more than can be predicted before a test stops it
+MANY = 6_000  # images: more than can be predicted before a test stops it
 QUICK = ["--models", "unet_tiny", "--size", "64", "--seconds", "0.3", "--device", "cpu"]
 
 

@@ -23,8 +23,10 @@ QUICK = {"duration_s": 0.2, "samples_per_shard": 8}
 class Serve:
     """A service on a free port over one data directory; `start` after `kill` is the next start of the same service."""
 
-    def __init__(self, data: Path, *, database: str | None = None, workers: int = 1, **env: str) -> None:
-        self.data, self.database, self.workers = data, database, workers
+    def __init__(
+        self, data: Path, *, database: str | None = None, workers: int = 1, dashboard: bool = False, **env: str
+    ) -> None:
+        self.data, self.database, self.workers, self.dashboard = data, database, workers, dashboard
         self.env = {
             "BRIM_LOG_LEVEL": "WARNING",
             "BRIM_MIN_FREE_BYTES": "1000000",
@@ -42,7 +44,7 @@ class Serve:
 
     def command(self) -> list[str]:
         made = [sys.executable, "-m", "brim", "serve", "--port", str(self.port), "--data", str(self.data)]
-        made += ["--workers", str(self.workers)]
+        made += ["--workers", str(self.workers), *([] if self.dashboard else ["--no-dashboard"])]
         return made + (["--database", self.database] if self.database else [])
 
     def start(self, *, ready: bool = True) -> "Serve":

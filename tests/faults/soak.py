@@ -90,7 +90,9 @@ class Soak:
         self.clock.write_text("0")
         files = {"NOTES": self.notes, "CLOCK": self.clock}
         env = {f"BRIM_TEST_{name}": str(file) for name, file in files.items()}
-        self.serve = Serve(folder / "data", database=database, workers=2, BRIM_FREE_BYTES_FILE=str(self.free), **env)
+        self.serve = Serve(
+            folder / "data", database=database, workers=2, dashboard=True, BRIM_FREE_BYTES_FILE=str(self.free), **env
+        )
         self.jobs: dict[str, list[str]] = {kind: [] for kind in FOLDERS}
         self.reference: dict[str, str] = {}
         self.counts: Counter[str] = Counter()

@@ -83,7 +83,6 @@ def fill(place: Path, leave: int) -> Path:
     return hog
 
 
-@pytest.mark.smoke
 def test_a_disk_that_fills_fails_the_job_in_words_and_resuming_completes_it(small_disk, make_serve, undisturbed):
     serve: Serve = make_serve()
     disk = small_disk(serve.data / "datasets", "64m")

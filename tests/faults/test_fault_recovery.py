@@ -3,7 +3,10 @@
 import json
 import sqlite3
 
+import pytest
 from fault_service import Serve
+
+pytestmark = pytest.mark.long
 
 SLICES = 200
 

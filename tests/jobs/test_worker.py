@@ -211,7 +211,6 @@ def test_sigterm_stops_at_the_next_item_and_the_next_worker_goes_on(make_desk, d
     assert job.attempts == 2
 
 
-@pytest.mark.long
 def test_a_full_disk_fails_the_job_in_words_and_it_goes_on_with_more_room(make_desk, tmp_path):
     free = tmp_path / "free"
     free.write_text("100000")
