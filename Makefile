@@ -37,6 +37,7 @@ test: lint
 	$(MAKE) --no-print-directory -j 2 types pytest
 
 pytest: setup
+	$(BIN)/python -m pytest --collect-only -q >/dev/null || true  # the four find the tests compiled
 	$(BIN)/python -m pytest -n 4 -m "not gpu and (smoke or not long)" --durations 20
 
 # before a release, and after touching jobs, cluster or storage: make test, the rest of the long files, the tests of the

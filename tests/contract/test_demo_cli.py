@@ -205,6 +205,7 @@ sys.exit(main(sys.argv[1:]))
 """
 
 
+@pytest.mark.long
 def test_without_the_service_s_extra_all_but_the_listing_works(done):
     command = [sys.executable, "-c", WITHOUT, "demo", "--out", str(done.folder), "--samples", "3"]
 

@@ -235,6 +235,7 @@ DAEMON = """
 """
 
 
+@pytest.mark.long
 def test_two_optimisers_two_loaders_a_fork_and_a_chdir_in_a_script_that_soon_ends(write, tmp_path):
     command = write(
         STEPS

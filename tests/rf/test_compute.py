@@ -267,7 +267,7 @@ def test_every_waveform_and_fading_gives_finite_numbers(waveform, fading):
 
 
 @pytest.mark.parametrize("case", EXTREMES)
-@pytest.mark.parametrize("waveform", ["nbfm", "cw"])
+@pytest.mark.parametrize("waveform", ["nbfm", pytest.param("cw", marks=pytest.mark.long)])
 def test_extreme_configurations_give_finite_numbers(case, waveform):
     config = GenerateConfig(**SHORT | {"waveform": waveform} | EXTREMES[case])
     first = 2**40 if case.startswith("late") else 0

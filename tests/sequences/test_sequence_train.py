@@ -391,8 +391,8 @@ def test_a_stopped_run_ends_with_the_same_bits(runs, corpus, tmp_path, batches):
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")  # an import of torch takes longer than the run
 @pytest.mark.parametrize(
     ("mode", "sign"),
-    [("self", "encoder-1/last"), ("self", "pseudo-1.safetensors"), ("self", "classifier-2/last"),
-     ("supervised", "supervised/last")],
+    [pytest.param("self", "encoder-1/last", marks=pytest.mark.long), ("self", "pseudo-1.safetensors"),
+     pytest.param("self", "classifier-2/last", marks=pytest.mark.long), ("supervised", "supervised/last")],
 )  # fmt: skip
 def test_a_killed_run_ends_with_the_same_bits(runs, corpus, tmp_path, mode, sign):
     config = {"self": SELF, "supervised": SUPERVISED}[mode]
