@@ -1,8 +1,8 @@
 """Before anything imports torch: waiting threads soon sleep, as on the command line, and Ctrl-C is delivered.
 
-`make test` leaves out what is marked `long`, but for its smoke tests, and what needs a GPU; `make test-all` runs
+`make test` leaves out what is marked `long`, unless it is marked `smoke` too, and what needs a GPU; `make test-all` runs
 everything. No test is tried twice. With `-n`, a file's tests stay in one process, as they share what is expensive to
-make; files that take longest start first, so that processes finish at about the same time.
+make.
 """
 
 import gc
@@ -60,6 +60,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
         session.config.workeroutput["left_out"] = dict(_left_out)
 
 
+@pytest.hookimpl(trylast=True)
 def pytest_terminal_summary(terminalreporter: Any) -> None:
     """What did not run, and why."""
     skipped = Counter(report.longrepr[2].removeprefix("Skipped: ") for report in terminalreporter.getreports("skipped"))
