@@ -1,8 +1,8 @@
 """Before anything imports torch: waiting threads soon sleep, as on the command line, and Ctrl-C is delivered.
 
-`make test` leaves out what is marked `long`, unless it is marked `smoke` too, and what needs a GPU; `make test-all` runs
-everything. No test is tried twice. With `-n`, a file's tests stay in one process, as they share what is expensive to
-make.
+`make test` leaves out what is marked `long`, unless it is marked `smoke` too, and what needs a GPU; `make test-all`
+runs everything. No test is tried twice. With `-n`, a file's tests stay in one process, as they share what is expensive
+to make.
 """
 
 import gc

@@ -43,6 +43,7 @@ def answers(facts: dict[str, Any]) -> dict[int, str]:
     return {one["port"]: one["answer"] for one in facts["cluster"]["without_token"]}
 
 
+@pytest.mark.long
 def test_a_head_without_a_token_is_named_a_danger():
     with ray_head(RAY_AUTH_MODE="disabled") as head:
         facts = of_head(head, RAY_AUTH_MODE="disabled")

@@ -134,6 +134,16 @@ def test_a_killed_command_goes_on_where_it_was(world, tmp_path):
 
 
 @pytest.mark.smoke
+def test_a_cluster_writes_what_one_process_writes(world, tmp_path):
+    images = [world.images / f"{index:02}.png" for index in range(6)]
+
+    report = predict_many(images, tmp_path / "many", recipe(), world.weights, "auto", batch_sizes=world.sizes)
+
+    assert report.written == 6
+    one = files(world.one)
+    assert files(tmp_path / "many") == {name: one[name] for name in (f"{index:02}.geojson" for index in range(6))}
+
+
 def test_only_what_changed_or_is_gone_is_made_again(world, tmp_path):
     images, out = tmp_path / "images", tmp_path / "out"
     images.mkdir()

@@ -163,6 +163,7 @@ def test_ctrl_c_leaves_a_dataset_that_resumes_at_once(options):
     assert made["accepted"] == num + 4
 
 
+@pytest.mark.long
 def test_a_killed_generation_is_resumed_once_its_lease_ran_out(options, here):
     url = "s3://bucket/killed"
     child = begin(url, options)

@@ -79,15 +79,14 @@ def check_fault(name: str, seconds: float = 8) -> Diagnosis:
 
 
 def test_a_slow_dataset_in_workers_is_named_with_its_line():
-    answer = check_fault("slow_getitem", seconds=4)
+    answer = check_fault("slow_getitem")
 
     assert answer.loader["num_workers"] == 2
     assert answer.ceiling_share < 0.5
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name == "evaluations" else pytest.mark.long) for name in LARGE]
-)
+@pytest.mark.long
+@pytest.mark.parametrize("name", LARGE)
 def test_a_cause_that_takes_most_of_the_step_is_named(name):
     check_fault(name, seconds=4)
 

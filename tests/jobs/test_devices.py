@@ -97,6 +97,7 @@ def members_of(pid: int) -> list[int]:
 # Training
 
 
+@pytest.mark.long
 @needs_two_cores
 def test_two_ranks_train_what_one_process_trains(dataset, alone, tmp_path):
     job = training(dataset, tmp_path / "run")
