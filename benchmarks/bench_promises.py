@@ -96,7 +96,7 @@ def promises(bench: "Bench") -> list[Promise]:
         *(Promise(f"first paint of {path}", 0.5, partial(bench.paint, path)) for path in PAGES if CHROMIUM),
         *([Promise(f"page of {NUM} jobs", 5.0, bench.open_jobs)] if CHROMIUM else []),
         *(Promise(f"stop {kind}", 5.0, partial(bench.stop, kind)) for kind in STOPPED),
-        Promise("a killed worker goes on", 1.5, bench.kill_worker),
+        Promise("a killed worker goes on", 2.0, bench.kill_worker),
         Promise("SIGTERM ends the service", 10.0, bench.terminate),
     ]
 

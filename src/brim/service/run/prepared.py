@@ -2,7 +2,7 @@
 
     supervisor ──command, environment, standard input──▶ prepared process ──forks twice──▶ the program
 
-A worker that died is back within a second, and all share the memory of the libraries. The program is a child of the
+A worker that died is back within two seconds, and all share the memory of the libraries. The program is a child of the
 supervisor, as if that had started it: of two forks the first ends at once, and the kernel gives its child to the
 nearest "subreaper" above, which the supervisor is meanwhile. The prepared process runs nothing of what it imports: it
 has no threads and has not touched a GPU, else it would not fork. Where it is missing, programs are started anew.
