@@ -7,7 +7,7 @@ DEMO_OUT ?= demo-output
 # each of the many processes of a test would compile all of brim anew
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup demo test pytest test-all gpu soak model lint types check docs bench clean
+.PHONY: setup demo test pytest test-all mutants gpu soak model lint types check docs bench clean
 
 setup: $(STAMP)
 
@@ -45,6 +45,11 @@ pytest: setup
 test-all: test
 	$(BIN)/python -m pytest -n 4 -m "long and not smoke" --durations 20
 	if nvidia-smi --list-gpus >/dev/null 2>&1; then $(MAKE) --no-print-directory gpu; fi
+
+# plants the bugs of tests/mutants.toml one by one: each must make its tests fail; make mutants ROOM=rf for one room
+ROOM ?=
+mutants: setup
+	$(BIN)/python tests/mutants.py --room "$(ROOM)"
 
 # needs an NVIDIA GPU
 gpu: setup
