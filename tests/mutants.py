@@ -59,7 +59,10 @@ def read(path: Path) -> list[Mutant]:
 def survived(mutant: Mutant) -> str:
     """Which of its tests did not fail with the mutant planted, or why that is not known; empty if it was caught."""
     with tempfile.TemporaryDirectory(prefix="brim-mutant-") as folder:
-        copy = Path(folder)
+        copy = Path(folder) / "brim"
+        copy.mkdir()
+        if (shared := ROOT.parent / "shared").exists():  # real data, where tests look for it
+            (copy.parent / "shared").symlink_to(shared)
         for path in ROOT.iterdir():
             if path.name in COPIED:
                 shutil.copytree(path, copy / path.name, symlinks=True)
