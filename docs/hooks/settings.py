@@ -44,14 +44,14 @@ def _values(setting: Setting) -> str:
     if setting.range is not None:
         words.append(f"{setting.range}{f' {setting.unit}' if setting.unit else ''}")
     elif setting.types:
-        named = {bool: "true or false", int: "whole number", float: "number", str: "text"}
+        named = {bool: "true or false", int: "whole number", float: "number", str: "text", Path: "path"}
         words += [named.get(kind, "list" if get_origin(kind) is tuple else "object") for kind in setting.types]
     return ", ".join(words)
 
 
 def _shown_default(setting: Setting) -> str:
     value = setting.default
-    if value is None:
+    if value is None or value == "":
         return "none"
     if isinstance(value, bool):
         return f"`{str(value).lower()}`"
