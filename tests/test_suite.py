@@ -1,12 +1,18 @@
-"""What every test keeps to: no clock decides, nothing is tried twice, real data is not passed over."""
+"""What every test keeps to: no clock decides, nothing is tried twice, real data is not passed over.
+
+And that the bugs of `mutants.toml` can be planted; `make mutants` plants them.
+"""
 
 import ast
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+import mutants
 from real_data import real_files
 
 TESTS = Path(__file__).parent
@@ -77,3 +83,30 @@ def test_real_data_that_is_missing_fails_in_ci_where_its_folder_is_there(folder,
 
     with pytest.raises(ending, match=r"recordings/\*\.wav"):
         real_files("recordings/*.wav", tmp_path / folder)
+
+
+@pytest.mark.parametrize("mutant", mutants.read(TESTS / "mutants.toml"), ids=lambda mutant: mutant.file)
+def test_a_listed_bug_can_be_planted_and_its_tests_exist(mutant):
+    source = (TESTS.parent / mutant.file).read_text()
+
+    assert source.count(mutant.before) == 1
+    ast.parse(source.replace(mutant.before, mutant.after))
+    for test in mutant.tests:
+        file, _, name = test.partition("::")
+        assert f"def {name.rpartition('::')[2].partition('[')[0]}(" in (TESTS.parent / file).read_text()
+
+
+def test_planting_tells_bugs_that_are_noticed_from_those_that_are_not(tmp_path):
+    """The second only adds a space."""
+    first = mutants.read(TESTS / "mutants.toml")[0]
+    entry = "[[mutant]]\nbug = {!r}\nfile = {!r}\nbefore = {!r}\nafter = {!r}\ntests = {!r}\n"
+    same = f" {first.before}"
+    entries = [entry.format(first.bug, first.file, first.before, after, first.tests) for after in (first.after, same)]
+    (tmp_path / "list.toml").write_text("\n".join(entries))
+
+    done = subprocess.run(
+        [sys.executable, mutants.__file__, "--list", tmp_path / "list.toml"], capture_output=True, text=True
+    )
+
+    assert (done.returncode, "1 of 2 mutants caught: 50%" in done.stdout) == (1, True)
+    assert f"{first.tests[0]} passed" in done.stdout
