@@ -17,7 +17,7 @@ DOPPLER_HZ = 3.0
 DRAWS = 1_500
 BASE = GenerateConfig(tx_power_dbm=50.0, min_snr_db=0.0, inside_ratio=1.0, max_gdop=3.0, loss="free_space", seed=5)
 CASES = {
-    **{f"clocks of {us} us": {"shadowing_db": 20.0, "clock_sigma_s": us * 1e-6} for us in (0, 0.1, 0.3, 1, 10)},
+    **{f"clocks of {us} us": {"shadowing_db": 20.0, "clock_sigma_s": us * 1e-6} for us in (0, 1, 10)},
     "weak": {"shadowing_db": 20.0, "clock_sigma_s": 0.0, "tx_power_dbm": 30.0},
     "rician": {"shadowing_db": 20.0, "clock_sigma_s": 0.0, "fading": "rician"},
     "strengths": {"shadowing_db": 0.1, "clock_sigma_s": 1e-3},
@@ -145,13 +145,57 @@ def test_a_bound_of_timing_needs_something_to_time(changes):
     assert strength == pytest.approx(whole)
 
 
-def test_the_bound_at_the_built_in_network_is_the_missions():
-    scenes = make_scenes(GenerateConfig(inside_ratio=1.0, min_snr_db=-20.0, max_gdop=1e6), np.arange(2_000))
-    beta = np.full(len(scenes), BETA_HZ)
-    strength = crlb_m(GenerateConfig(shadowing_db=8.0, clock_sigma_s=1e-3), scenes, beta * 1e-6)
-    times = crlb_m(GenerateConfig(shadowing_db=20.0, clock_sigma_s=1e-6, duration_s=10.0), scenes, beta)
-    assert np.median(strength) == pytest.approx(33_000, rel=0.35)
-    assert np.median(times) == pytest.approx(300, rel=0.5)
+def test_a_blocked_link_is_as_uncertain_as_its_exponential_delay():
+    config = GenerateConfig(blocked_share=0.5, blocked_delay_us=3.0)
+    scenes = make_scenes(config, np.arange(50))
+    assert 0 < scenes.blocked.mean() < 1
+    free, blocked = (
+        time_sigma_s(config, replace(scenes, blocked=np.full_like(scenes.blocked, is_so)), np.full(50, BETA_HZ))
+        for is_so in (False, True)
+    )
+    assert np.sqrt(blocked**2 - free**2) == pytest.approx(np.full_like(free, 3e-6))  # its mean is its deviation
+    mixed = time_sigma_s(config, scenes, np.full(50, BETA_HZ))
+    assert mixed == pytest.approx(np.where(scenes.blocked, blocked, free))
+
+
+def around(config, azimuths_deg, distance_m=20e3):
+    """A scene whose transmitter stands level with the built-in number of receivers, in these directions."""
+    azimuth = np.radians(np.array([azimuths_deg], float))
+    scenes = make_scenes(config, np.arange(1))
+    return replace(
+        scenes, present=np.ones((1, 7), bool), range_m=np.full((1, 7), distance_m),
+        east=distance_m * np.sin(azimuth), north=distance_m * np.cos(azimuth), coherence_time_s=np.full((1, 7), 0.1),
+    )  # fmt: skip
+
+
+def test_the_bound_in_the_middle_of_a_ring_is_the_textbooks():
+    """Each kind of measurement alone has J = 7/2·slope²/σ² along both axes; information adds up."""
+    config = GenerateConfig(shadowing_db=8.0, clock_sigma_s=1e-4, loss="free_space")
+    scenes, beta = around(config, np.arange(7) * 360 / 7), np.array([BETA_HZ])
+    sigma_db = strength_sigma_db(config, scenes)[0, 0]
+    assert sigma_db == pytest.approx(8.0, abs=0.5)
+    timing, strength, whole = (
+        crlb_m(replace(config, bound=bound), scenes, beta)[0] for bound in ("timing", "strength", "all")
+    )
+    assert timing == pytest.approx(2 / np.sqrt(7) * LIGHT * 1e-4, rel=1e-3)
+    assert strength == pytest.approx(2 / np.sqrt(7) * sigma_db * np.log(10) * 20e3 / 20, rel=1e-6)
+    assert whole == pytest.approx((timing**-2 + strength**-2) ** -0.5, rel=1e-6)
+
+
+@pytest.mark.parametrize("spread_db", [0.0, 5.0, 30.0])
+def test_an_unknown_power_is_one_unknown_more_with_the_variance_of_its_range(spread_db):
+    config = GenerateConfig(power_spread_db=spread_db, shadowing_db=3.0, clock_sigma_s=3e-5)
+    azimuths = np.array([0, 20, 45, 50, 110, 130, 160])
+    scenes, beta = around(config, azimuths), np.array([BETA_HZ])
+    sigma_m = LIGHT * time_sigma_s(config, scenes, beta)[0]
+    sigma_db = strength_sigma_db(config, scenes)[0]
+    slope = -np.stack([np.sin(np.radians(azimuths)), np.cos(np.radians(azimuths))], -1)
+    times = np.column_stack([slope, np.ones(7), np.zeros(7)]) / sigma_m[:, None]
+    strengths = np.column_stack([slope * -30 / np.log(10) / 20e3, np.zeros(7), np.ones(7)]) / sigma_db[:, None]
+    known = [0, 0, 0, np.sqrt(3) / spread_db if spread_db else 1e9]  # a uniform number on ± s varies by s²/3
+    rows = np.concatenate([times, strengths, [known]])
+    expected = np.sqrt(np.trace(np.linalg.inv(rows.T @ rows)[:2, :2]))
+    assert crlb_m(config, scenes, beta)[0] == pytest.approx(expected, rel=1e-6)
 
 
 def test_a_receiver_that_is_not_present_tells_nothing():
@@ -163,30 +207,6 @@ def test_a_receiver_that_is_not_present_tells_nothing():
     range_m = np.where(scenes.present, scenes.range_m, 123.0)
     changed = replace(scenes, snr_db=snr, range_m=range_m, east=np.where(scenes.present, scenes.east, 77.0))
     assert np.array_equal(crlb_m(config, changed, np.full(len(scenes), BETA_HZ)), before)
-
-
-def test_every_further_receiver_lowers_the_bound():
-    config = GenerateConfig(tx_power_dbm=50.0)
-    scenes = make_scenes(config, np.arange(300))
-    beta = np.full(len(scenes), BETA_HZ)
-    bounds = []
-    for count in range(3, 8):
-        bounds.append(crlb_m(config, replace(scenes, present=np.tile(np.arange(7) < count, (300, 1))), beta))
-    assert (np.diff(bounds, axis=0) < 0).all()
-
-
-@pytest.mark.parametrize(
-    ("better", "worse"),
-    [
-        ({"shadowing_db": 3.0}, {"shadowing_db": 6.0}),
-        ({"clock_sigma_s": 0.0}, {"clock_sigma_s": 1e-6}),
-        ({"duration_s": 2.0, "clock_sigma_s": 0.0}, {"duration_s": 1.0, "clock_sigma_s": 0.0}),
-    ],
-)
-def test_better_measurements_lower_the_bound(better, worse):
-    scenes = make_scenes(GenerateConfig(tx_power_dbm=50.0), np.arange(100))
-    beta = np.full(len(scenes), BETA_HZ)
-    assert (crlb_m(GenerateConfig(**better), scenes, beta) < crlb_m(GenerateConfig(**worse), scenes, beta)).all()
 
 
 def test_an_unmodulated_carrier_is_bounded_by_strengths_alone():

@@ -149,6 +149,20 @@ def test_the_link_columns_agree_with_each_other_and_with_the_map(gated):
     assert np.allclose(truth(rows, "link_snr_db"), truth(rows, "link_power_dbm") - NOISE_DBM, atol=0.002)
 
 
+def test_the_other_truth_is_that_of_the_scene(gated, gated_config):
+    scenes = make_scenes(gated_config, gated["index"].numpy())
+    share, late_us = scenes.path_power, scenes.echo_delay_s * 1e6
+    mean = np.average(late_us, axis=-1, weights=share)
+    spread_us = np.sqrt(np.average((late_us - mean[..., None]) ** 2, axis=-1, weights=share))
+    expected = {
+        "delay_spread_us": spread_us, "distance_m": scenes.range_m, "shadowing_db": scenes.shadowing_db,
+        "coherence_time_s": scenes.coherence_time_s, "doppler_hz": 0.423 / scenes.coherence_time_s,
+        "clock_error_s": scenes.clock_error_s, "frequency_offset_hz": scenes.frequency_offset_hz,
+    }  # fmt: skip
+    for name, values in expected.items():
+        assert truth(gated, name).numpy() == pytest.approx(values, rel=1e-5, abs=1e-12), name
+
+
 def test_truth_is_the_mean_of_the_chunks_in_db(nbfm_rows):
     for name in ("power_dbm", "snr_db", "rssi_dbm", "bandwidth_hz"):
         mean = truth_chunks(nbfm_rows, name).double().mean(-1)

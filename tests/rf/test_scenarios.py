@@ -9,7 +9,7 @@ from scipy import stats
 
 from brim.cli import main
 from brim.errors import ConfigError
-from brim.rf.config import FRACTAL, PRESETS, GenerateConfig, preset
+from brim.rf.config import FRACTAL, PRESETS, GenerateConfig, Station, preset
 from brim.rf.physics.diffraction import EFFECTIVE_RADIUS_M, bullington_db, knife_edge_db, smooth_earth_db
 from brim.rf.physics.geometry import ecef
 from brim.rf.physics.paths import read_paths
@@ -68,15 +68,33 @@ def test_a_clear_path_loses_nothing_and_the_loss_grows_steadily():
     assert np.diff(loss).max() < 0.5
 
 
-def test_bullington_is_the_knife_edge_where_there_is_one():
-    d, points, top = 20e3, 399, 250.0
+@pytest.mark.parametrize(("share", "top", "heights"), [(0.5, 250.0, (30.0, 30.0)), (0.25, 400.0, (30.0, 300.0))])
+def test_bullington_is_the_knife_edge_where_there_is_one(share, top, heights):
+    d, points = 20e3, 399
     profile = np.zeros(points)
-    profile[points // 2] = top
-    bulge = (d / 2) ** 2 / (2 * EFFECTIVE_RADIUS_M)
-    v = (top + bulge - 30.0) * np.sqrt(2 * d / (299_792_458.0 / 145e6 * (d / 2) ** 2))
+    profile[round(share * (points + 1)) - 1] = top
+    one, two = share * d, (1 - share) * d
+    line = heights[0] + share * (heights[1] - heights[0])
+    v = (top + one * two / (2 * EFFECTIVE_RADIUS_M) - line) * np.sqrt(2 * d / (299_792_458.0 / 145e6 * one * two))
     edge = knife_edge_db(np.array(v))
-    loss = bullington_db(145.0, np.array([d]), profile[None], np.array([30.0]), np.array([30.0]))
-    assert loss == pytest.approx(edge + (1 - np.exp(-edge / 6)) * (10 + 0.02 * 20), abs=0.05)
+    expected = edge + (1 - np.exp(-edge / 6)) * (10 + 0.02 * 20)
+
+    ends = np.array([heights[0]]), np.array([heights[1]])
+    assert bullington_db(145.0, np.array([d]), profile[None], *ends) == pytest.approx(expected, abs=0.05)
+    assert bullington_db(145.0, np.array([d]), profile[None, ::-1], *ends[::-1]) == pytest.approx(expected, abs=0.05)
+
+
+def test_a_map_hides_what_is_behind_its_hills_seen_from_either_end():
+    wall = np.zeros((2, 66))
+    wall[:, 16] = 400.0  # where the sixteenth of 64 points of a profile lies
+    ground = HeightMap(45.0, 7.0, (1.0, 0.2 / 65), wall)
+    here, there = ((np.array([lat]), np.array([lon]), np.array([h])) for lat, lon, h in ((45.1, 7, 30), (45.3, 7.2, 300)))
+    d = np.array([20e3])
+    expected = bullington_db(145.0, d, wall[:1, 1:-1], np.array([30.0]), np.array([300.0]))
+
+    assert expected > 20
+    assert ground.diffraction_db(145.0, d, here, there) == pytest.approx(expected, abs=1e-6)
+    assert ground.diffraction_db(145.0, d, there, here) == pytest.approx(expected, abs=1e-6)
 
 
 def test_the_horizon_silences_some_of_the_built_in_stations():
@@ -127,20 +145,23 @@ def tile(folder, name="N45E007.hgt", height=300, hole=False):
     heights.tofile(folder / name)
 
 
-def test_srtm_tiles_are_joined(tmp_path):
-    for lat in (43, 44, 45, 46):
-        for lon in (6, 7, 8, 9, 10):
-            tile(tmp_path, f"N{lat}E{lon:03}.hgt", 20 * (lat - 42))
-    ground = terrain_of(GenerateConfig(terrain=str(tmp_path), min_receivers=3))
+def test_srtm_tiles_are_joined_with_north_above_and_west_to_the_left(tmp_path):
+    row, column = np.mgrid[:1201, :1201]
+    for south in (33, 34, 35):
+        for west in (70, 71, 72):
+            ((35 - south) * 1000 + row // 12 + column // 120).astype(">i2").tofile(tmp_path / f"S{south}W0{west}.hgt")
+    stations = tuple(Station(f"S{n}", -33.7 - n / 10, -70.6 - n / 10, 2_500.0) for n in range(3))
+    ground = terrain_of(GenerateConfig(terrain=str(tmp_path), stations=stations))
     assert ground is not None
-    assert ground.at(np.array([43.5, 45.5]), np.array([6.5, 10.5])).tolist() == [20, 60]
+    # a quarter of a degree from the northern edge of a tile, half of one from its western edge
+    assert ground.at(np.array([-33.25, -32.25]), np.array([-70.5, -71.5])) == pytest.approx([1030, 2030])
 
 
 @pytest.mark.parametrize(
     ("make", "said"),
     [
         (lambda folder: None, "holds no height maps"),
-        (tile, "covers 45.00 to 46.00"),
+        (tile, "covers 45.00 to 46.00° N and 7.00 to 8.00° E"),
         (lambda folder: (folder / "N45E007.hgt").write_bytes(b"short"), "cannot be read"),
         (lambda folder: (folder / "map.tif").write_bytes(b"II*\0garbage"), "map.tif cannot be read"),
     ],
@@ -272,6 +293,31 @@ def test_a_station_keeps_its_gain_error_and_samples_have_their_power():
     assert np.ptp(offset, axis=1).max() < 1e-9
     assert stats.kstest(offset[:, 0], "uniform", (-10, 20)).pvalue > 0.01
     assert spread.tx_power_dbm - 40.0 == pytest.approx(offset[:, 0])
+
+
+def of_place(seed, place_seed):
+    """What stations hear from each place and their clocks, apart from the transmitters' places: (kinds, R)."""
+    common = {"seed": seed, "environment_seed": place_seed, "clock": "station", "station_gain_db": 4.0}
+    scenes = make_scenes(GenerateConfig(**common, shadowing_db=0.0), ATTEMPTS[:1])
+    gain_db = (scenes.power_dbm + scenes.loss_db - 40.0)[0]
+    ground = terrain_of(GenerateConfig(seed=seed, environment_seed=place_seed, terrain=FRACTAL))
+    assert ground is not None
+    return np.stack([gain_db, scenes.clock_error_s[0] * 1e6, ground.heights[:7, 0]])
+
+
+def test_an_environment_stays_from_seed_to_seed_unless_it_has_none():
+    assert of_place(1, 5) == pytest.approx(of_place(2, 5), abs=1e-6)
+    for other in (of_place(1, 6), of_place(1, None), of_place(2, None)):
+        assert (np.abs(other - of_place(1, 5)).max(-1) > 0.1).all()
+
+
+@pytest.mark.parametrize("changes", [{"station_gain_db": 6.0, "shadowing_db": 0.0}, {"shadowing_distance_m": 500.0}])
+def test_random_receivers_have_gains_and_maps_of_their_own_in_every_sample(changes):
+    scenes = make_scenes(preset("production", **changes), ATTEMPTS[:2_000])
+    drawn = (scenes.power_dbm + scenes.loss_db - 50.0)[:, :5]
+    assert drawn.std() == pytest.approx(6.0, rel=0.05)
+    assert np.abs(np.corrcoef(drawn.T) - np.eye(5)).max() < 0.1
+    assert abs(np.corrcoef(drawn[1:, 0], drawn[:-1, 0])[0, 1]) < 0.1
 
 
 # Paths of a ray tracer
