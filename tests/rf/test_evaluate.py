@@ -15,6 +15,7 @@ from brim.rf.config import preset
 from brim.rf.features import F
 from brim.rf.location.evaluate import (
     baselines,
+    best_baseline,
     breakdown,
     coverage,
     ellipse_scale,
@@ -24,6 +25,7 @@ from brim.rf.location.evaluate import (
     metrics,
     parse_observations,
     read_observations,
+    verdict,
 )
 from brim.rf.location.model import Estimate, prepare
 from brim.rf.location.solver import geographic, observe, solve, target
@@ -89,14 +91,32 @@ def test_mahalanobis_is_the_quadratic_form():
 
 
 def test_errors_and_ratios_of_a_hand_made_case():
-    true = torch.tensor([[3.0, 4.0]] * 99 + [[300.0, 400.0]])
-    found = metrics(gaussian(torch.zeros(100, 2), torch.eye(2).expand(100, 2, 2)), true, torch.full((100,), 5.0))
+    size = torch.arange(1.0, 101.0) ** 2  # 1, 4, …, 10 000 m against bounds of 2, 4, …, 200 m
+    true = torch.stack([0.6 * size, -0.8 * size], -1)[torch.randperm(100, generator=torch.Generator().manual_seed(1))]
+    bound = 2 * true.norm(dim=-1).sqrt()
+    found = metrics(gaussian(torch.zeros(100, 2), torch.eye(2).expand(100, 2, 2)), true, bound)
 
-    assert found["median_error_m"] == pytest.approx(5)
-    assert found["mean_error_m"] == pytest.approx(9.95)
-    assert found["crlb_ratio"] == pytest.approx(math.sqrt((99 + 10_000) / 100))
-    assert found["crlb_ratio_trimmed"] == pytest.approx(1)
-    assert found["crlb_ratio_median"] == pytest.approx(1)
+    assert found["median_error_m"] == pytest.approx((50**2 + 51**2) / 2)
+    assert found["mean_error_m"] == pytest.approx(100 * 101 * 201 / 6 / 100)
+    assert found["p95_error_m"] == pytest.approx(95**2 + 0.05 * (96**2 - 95**2))
+    assert found["crlb_ratio"] == pytest.approx(math.sqrt(100 * 101 * 201 / 6 / 100) / 2)
+    assert found["crlb_ratio_trimmed"] == pytest.approx(math.sqrt(99 * 100 * 199 / 6 / 99) / 2)
+    assert found["crlb_ratio_median"] == pytest.approx((50**2 + 51**2) / 2 / 101)
+
+
+@pytest.mark.parametrize(
+    ("error_m", "said"),
+    [
+        (90.0, "improves on strength alone by 10 %: median error 90 m, strength alone 100 m"),
+        (100.5, "adds nothing to strength alone"),
+        (99.5, "adds nothing"),
+        (120.0, "worse than strength alone, which needs no training"),
+    ],
+)
+def test_the_verdict_is_that_of_the_best_answer_without_training(error_m, said):
+    others = {"centroid": {"median_error_m": 300.0}, "strength": {"median_error_m": 100.0}}
+    assert said in verdict({"median_error_m": error_m}, others)
+    assert best_baseline(others) == "strength"
 
 
 def test_one_sample_can_be_evaluated_and_none_is_an_error():
@@ -172,15 +192,21 @@ def test_geojson_has_a_point_and_three_closed_rings_around_it(rows):
         assert sum(a[0] * b[1] - b[0] * a[1] for a, b in pairwise(ring)) > 0  # counter-clockwise
 
 
-def test_ellipse_has_its_size_on_the_ground():
+def test_ellipse_has_its_size_and_direction_on_the_ground():
     covariance = torch.diag(torch.tensor([1_000.0**2, 200.0**2])).expand(1, 2, 2)
     origin = torch.tensor([[45.0, 8.0, 300.0]])
-    point, _, _, wide = geojson(gaussian(torch.zeros(1, 2), covariance, origin))["features"]
+    point, _, _, wide = geojson(gaussian(torch.tensor([[3_000.0, -400.0]]), covariance, origin))["features"]
     lon, lat = point["geometry"]["coordinates"]
-    far = [Geodesic.WGS84.Inverse(lat, lon, y, x)["s12"] for x, y in wide["geometry"]["coordinates"][0]]
+    lines = [Geodesic.WGS84.Inverse(lat, lon, y, x) for x, y in wide["geometry"]["coordinates"][0]]
+    longest, shortest = (choose(lines, key=lambda line: line["s12"]) for choose in (max, min))
+    about = point["properties"]
 
-    assert max(far) == pytest.approx(1_000 * ellipse_scale(0.95), rel=1e-3)
-    assert min(far) == pytest.approx(200 * ellipse_scale(0.95), rel=1e-3)
+    assert Geodesic.WGS84.Inverse(45.0, 8.0, lat, lon)["azi1"] == pytest.approx(97.6, abs=0.1)
+    assert longest["s12"] == pytest.approx(1_000 * 2.4477, rel=1e-3)
+    assert abs(longest["azi1"]) == pytest.approx(90, abs=1)
+    assert shortest["s12"] == pytest.approx(200 * 2.4477, rel=1e-3)
+    assert (about["sigma_east_m"], about["sigma_north_m"]) == pytest.approx((1_000, 200))
+    assert about["region_km2"] == pytest.approx({"50": 0.87103, "90": 2.8935, "95": 3.7646}, rel=1e-3)  # π·a·b·χ²
 
 
 # Observations
@@ -228,6 +254,20 @@ def test_features_by_name_with_statistics_equal_the_dataset(rows):
 
     assert torch.equal(parsed["features"][0], rows["features"][0, :num])
     assert parsed["reference"].tolist() == rows["reference"][:1].tolist()
+
+
+def test_what_is_not_given_follows_from_what_is(rows):
+    stations = observation(rows)["stations"][:3]
+    for station, strength in zip(stations, ({"rssi_dbm": -116.711}, {"snr_db": 0.0}, {"rssi_dbm": -130.0}), strict=True):
+        del station["rssi_dbm"], station["arrival_difference_us"]
+        station |= strength
+    _, parsed = parse_observations({"stations": stations}, PRODUCTION)
+    rssi, snr, floor = (parsed["features"][0, :, F[name], 0] for name in ("rssi_dbm", "snr_db", "noise_floor_dbm"))
+
+    assert floor.tolist() == pytest.approx([-119.721] * 3, abs=0.002)
+    assert snr.tolist() == pytest.approx([0.0, 0.0, -20.0], abs=0.002)  # 3.01 dB above the noise: as much signal
+    assert rssi.tolist() == pytest.approx([-116.711, -116.711, -130.0], abs=0.002)
+    assert parsed["reference"].tolist() == [0]  # the strongest
 
 
 def test_observations_of_different_sizes_are_padded(rows):

@@ -6,38 +6,46 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from geographiclib.geodesic import Geodesic
 from made_recordings import EPOCH, Scene, write_sigmf
 
 from brim.engine.storage import Dataset
 from brim.errors import ConfigError
 from brim.rf.datasets import inspect
-from brim.rf.measurement import calibrate, dataset_from
+from brim.rf.generation import TRUTH
+from brim.rf.measurement import calibrate, dataset_from, measure
 from brim.rf.measurement.labelled import read_known
-from brim.rf.physics.geometry import geodesic_m
 from brim.rf.recordings import read_sites, sites_text
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "contract"))
 
 PLACES = {"ALFA": (45.03, 7.27, 600.0), "BRAVO": (45.23, 7.86, 300.0), "CHARLIE": (44.6, 8.4, 250.0)}
 DELAYS_US = {"ALFA": 0.0, "BRAVO": 3.2, "CHARLIE": -1.4}
+GAINS_DB = {"ALFA": 60.0, "BRAVO": 63.5, "CHARLIE": 58.0}
 TRANSMITTERS = {"first": (45.0, 7.7), "second": (44.9, 8.1)}
 RATE_HZ = 50_000.0
+
+
+def received_dbm(distance_m):
+    """Of 30 dBm at 145 MHz, by free space."""
+    return 30 - 32.45 - 20 * np.log10(145 * distance_m / 1e3)
 
 
 @pytest.fixture(scope="module")
 def listing(tmp_path_factory):
     """Two transmitters at known places, heard by three stations whose cables delay them."""
     folder = tmp_path_factory.mktemp("known")
-    lines = ["file,transmission,tx_lat,tx_lon"]
+    lines = ["file,transmission,tx_lat,tx_lon,tx_power_dbm"]
     for number, (name, (lat, lon)) in enumerate(TRANSMITTERS.items()):
         scene = Scene(1.2, 8_000.0, "fm", seed=number, snr_db=25.0)
         for station, place in PLACES.items():
-            light_s = float(geodesic_m(*(np.array(value) for value in (lat, lon, *place[:2])))) / 299_792_458
-            iq = scene.receive(RATE_HZ, 0.0, light_s + DELAYS_US[station] * 1e-6)
+            distance_m = Geodesic.WGS84.Inverse(lat, lon, *place[:2])["s12"]
+            iq = scene.receive(RATE_HZ, 0.0, distance_m / 299_792_458 + DELAYS_US[station] * 1e-6)
+            iq = iq * 10 ** ((received_dbm(distance_m) + GAINS_DB[station]) / 20)
             path = folder / f"{name}_{station}"
-            write_sigmf(path, iq / np.abs(iq).max() / 2, RATE_HZ, f"{EPOCH}.000000000Z", place=place,
+            write_sigmf(path, iq, RATE_HZ, f"{EPOCH}.000000000Z", place=place,
                         centre_hz=145e6, station=station)  # fmt: skip
-            lines.append(f"{path.name}.sigmf-meta,{name},{lat},{lon}")
+            lines.append(f"{path.name}.sigmf-meta,{name},{lat},{lon},30")
     (folder / "recordings.csv").write_text("\n".join(lines) + "\n")
     return folder / "recordings.csv"
 
@@ -52,15 +60,35 @@ def test_delays_of_stations_are_found(listing, tmp_path):
     assert read_sites(tmp_path / "s.csv") == sites
 
 
+def test_gains_of_stations_are_found_and_turn_levels_into_powers_at_the_antenna(listing):
+    sites, _ = calibrate(listing)
+    assert {site.name: site.gain_db for site in sites} == pytest.approx(GAINS_DB, abs=0.3)
+    stations = measure(sorted(listing.parent.glob("first_*.sigmf-meta")), sites).observation.stations
+
+    assert len(stations) == 3
+    for station in stations:
+        distance_m = Geodesic.WGS84.Inverse(*TRANSMITTERS["first"], station.lat, station.lon)["s12"]
+        assert station.strength_absolute
+        assert station.strength_db == pytest.approx(received_dbm(distance_m), abs=0.4)
+        assert station.noise_db == pytest.approx(station.strength_db - 25, abs=2.5)
+
+
 def test_known_transmissions_become_a_dataset(listing, tmp_path):
     report = dataset_from(listing, tmp_path / "real")
 
     assert report["samples"] == 2
-    rows = Dataset(tmp_path / "real").load(("features", "present", "transmitter", "truth"))
+    rows = Dataset(tmp_path / "real").load()
     assert rows["transmitter"][:, :2].tolist() == [list(place) for place in TRANSMITTERS.values()]
     assert bool(rows["present"].all())
     assert bool(rows["features"].isfinite().all())
     assert inspect(tmp_path / "real").as_dict()["samples"] == 2
+    names = [name for name, _ in TRUTH]
+    ends = zip(TRANSMITTERS.values(), rows["truth"], rows["reference"].tolist(), strict=True)
+    for (lat, lon), truth, reference in ends:
+        far = np.array([Geodesic.WGS84.Inverse(lat, lon, *place[:2])["s12"] for place in PLACES.values()])
+        assert truth[:, names.index("distance_m")].numpy() == pytest.approx(far, rel=1e-3)
+        later_us = truth[:, names.index("arrival_difference_us")].numpy()
+        assert later_us == pytest.approx((far - far[reference]) / 299.792458, abs=0.1)
 
 
 @pytest.mark.parametrize(

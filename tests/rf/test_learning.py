@@ -14,12 +14,13 @@ from brim.rf.config import GenerateConfig, LocatorTraining, preset
 from brim.rf.features import F
 from brim.rf.generation.drawn import DRAWN, draw_accepted, draw_rows
 from brim.rf.generation.stages import generate_batch
-from brim.rf.location import Streamed, evaluate_run, load_run, train
+from brim.rf.location import Streamed, evaluate_run, load_run, split, train
 from brim.rf.location.evaluate import baselines, coverage, draw_positions, fitted_stretch, geojson, levels_of
 from brim.rf.location.fingerprints import Fingerprints
 from brim.rf.location.model import Estimate, Locator, LocatorConfig, mixture_nll, prepare, turned
 from brim.rf.location.solver import SolverConfig, observe, solve, target
 from brim.rf.location.training import _Bar, _Watch
+from brim.rf.physics.geometry import to_local
 
 QUICK = {"epochs": 2, "width": 16, "layers": 1}
 
@@ -49,6 +50,8 @@ def test_samples_without_iq_are_those_with_it(clip_db):
     sure = here & (real["features"][..., F["snr_db"], 0] > 20) & (drawn["reference"] == real["reference"])[:, None]
     off = (drawn["features"] - real["features"])[..., F["arrival_difference_us"], 0][sure]
     assert float(off.abs().median()) < 0.7  # of arrivals that are tens of µs apart
+    stated = [rows["features"][..., F["arrival_sigma_us"], 0][sure].median() for rows in (drawn, real)]
+    assert 0.4 < float(stated[0] / stated[1]) < 1.5
 
 
 def test_a_sample_without_iq_is_the_same_in_any_batch():
@@ -111,6 +114,26 @@ def test_the_position_is_where_the_expected_error_is_least():
 
     assert error(float(found.position_en[0, 0])) < 1.01 * min(map(error, range(-500, 5_500, 50)))
     assert float(found.position_en[0, 1]) == pytest.approx(0, abs=1e-3)
+
+
+def test_the_covariance_of_a_mixture_is_that_of_its_draws_about_the_position():
+    found = mixture()._replace(roots=mixture().roots @ torch.tensor([[1.0, 0.0], [0.5, 2.0]]))
+    found = Estimate.mixed(found.weights.log(), found.means, found.roots, found.origin)
+    off = (draw_positions(found, 200_000)[0] - found.position_en).double()
+    expected = off.mT @ off / len(off)
+
+    assert found.covariance[0] == pytest.approx(expected, rel=0.02, abs=0.01 * float(expected.max()))
+    assert (found.root @ found.root.mT)[0] == pytest.approx(found.covariance[0], rel=1e-4)
+
+
+def test_a_widened_answer_has_all_variances_times_the_factor():
+    found, true = mixture(), torch.tensor([[50.0, -80.0]])
+    wide = found.widened(4.0)
+    moved = found.position_en + 2 * (true - found.position_en)
+
+    assert wide.covariance == pytest.approx(4 * found.covariance, rel=1e-4)
+    assert wide.root == pytest.approx(2 * found.root, rel=1e-4)
+    assert mixture_nll(wide, moved) == pytest.approx(mixture_nll(found, true) + math.log(4), rel=1e-4)
 
 
 # The network
@@ -201,6 +224,23 @@ def test_fingerprints_know_a_valley_better_than_any_law_of_distance():
     assert median["fingerprint"] < 0.75 * median["strength"]
 
 
+def test_a_fingerprint_is_the_mean_of_those_alike_with_their_spread():
+    config = preset("valley", seed=1)
+    rows = draw_accepted(config, 400)
+    known = Fingerprints.of(rows, config, power_known=True)
+    origin = torch.tensor([[45.0, 8.0, 300.0]], dtype=torch.float64)
+    found = known.locate({name: value[:1] for name, value in rows.items()}, origin)
+    strength = known.strength_db
+    weight = torch.exp(-0.5 * ((strength - strength[:1]) ** 2).mean(-1) / known.width_db**2).double()
+    weight = weight / weight.sum()
+    flat = to_local(known.place, origin)[:, :2]
+    mean = (weight[:, None] * flat).sum(0)
+    spread = torch.cov(flat.T, aweights=weight, correction=0) + 100.0**2 * torch.eye(2)
+
+    assert found.position_en[0] == pytest.approx(mean, abs=1)
+    assert found.covariance[0] == pytest.approx(spread, rel=1e-3)
+
+
 # Training
 
 
@@ -214,8 +254,11 @@ def test_a_stream_trains_a_run_that_is_evaluated_like_any_other(tmp_path):
     assert report.epochs == 2
     assert loaded.module.config.features == DRAWN
     assert loaded.module.config.stations == 7
-    assert loaded.fingerprints() is not None
     assert any("val_share_of_best_baseline" in line for line in history)
+    places = loaded.fingerprints().place[:, :2]
+    held_out = made.rows(torch.device("cpu"))["transmitter"][split(300, LocatorTraining(**QUICK))[1], :2]
+    assert len(places) == 270
+    assert float(torch.cdist(held_out, places.double()).min()) > 1e-9  # none was looked at
 
 
 def test_without_a_common_clock_no_arrival_is_read(tmp_path):

@@ -8,6 +8,7 @@ import pytest
 import torch
 from drawn_rows import draw_rows
 from gaussian_rows import EXACT, PRODUCTION, gaussian_rows, padded, permuted
+from scipy import stats
 
 from brim.errors import ConfigError
 from brim.rf.config import GenerateConfig, preset
@@ -18,9 +19,13 @@ from brim.rf.location.solver import (
     NoiseModel,
     SolverConfig,
     StrengthModel,
+    _geman_mcclure,
+    _huber,
+    _time_loss,
     by_strength,
     calibrate,
     centroid,
+    drop_one,
     geographic,
     invert,
     observe,
@@ -288,3 +293,83 @@ def test_a_mixture_without_blocked_links_is_the_solver():
     rare = replace(seen, blocked_share=1e-9, blocked_m=300.0)
     least_squares = solve(seen, SolverConfig(huber=1e6))
     assert (solve(rare, SolverConfig(huber=1e6)).position - least_squares.position).norm(dim=-1).median() < 1.0
+
+
+# The losses of residuals
+
+
+LEFT = torch.tensor([-8.0, -3.001, -3.0, -2.999, -1.0, 0.0, 0.5, 2.999, 3.0, 3.001, 6.0], dtype=torch.float64)
+
+
+def assert_is_loss(loss, expected):
+    """The cost is the expected one, the second value its derivative."""
+    left = LEFT.clone().requires_grad_()
+    cost, pull, _ = loss(left)
+    assert cost.detach().numpy() == pytest.approx(expected, abs=1e-9)
+    (slope,) = torch.autograd.grad(cost.sum(), left)
+    assert pull.detach() == pytest.approx(slope, abs=1e-6)
+
+
+def test_hubers_loss_is_a_parabola_with_its_tangents():
+    r = np.abs(LEFT.numpy())
+    assert_is_loss(lambda left: _huber(left, 3.0), np.where(r <= 3, r**2 / 2, 4.5 + 3 * (r - 3)))
+
+
+def test_geman_and_mcclures_loss_levels_off():
+    r2 = LEFT.numpy() ** 2
+    assert_is_loss(lambda left: _geman_mcclure(left, 3.0), 4.5 * r2 / (9 + r2))
+
+
+def test_arrivals_of_blocked_links_are_normal_and_exponentially_late():
+    """Against SciPy's density of the sum of a normal and an exponential number; later is negative here."""
+    seen = observe(gaussian_rows(attempts=4), PRODUCTION, EXACT)
+    seen = replace(seen, arrival_sigma_m=torch.full_like(seen.arrival_sigma_m, 200.0), blocked_share=0.3, blocked_m=500)
+    seen = replace(seen, timed=torch.ones_like(seen.timed))
+    shape = (len(LEFT), 1, seen.timed.shape[1])
+    seen = replace(seen, timed=seen.timed[:1].expand(len(LEFT), -1), arrival_sigma_m=seen.arrival_sigma_m[:1])
+    late = -LEFT.numpy()
+    density = 0.7 * stats.norm.pdf(late) + 0.3 * stats.exponnorm.pdf(late, K=500 / 200)
+
+    def loss(left):
+        return (part[:, 0, 0] for part in _time_loss(seen, left[:, None, None].expand(shape), 3.0))
+
+    assert_is_loss(loss, -np.log(density))
+
+
+@pytest.mark.parametrize(("stations", "is_dropped"), [(4, False), (5, True)])
+def test_an_arrival_is_dropped_only_where_the_others_can_tell_which(stations, is_dropped):
+    """With four, every one of them could be the wrong one: without it the others fit exactly."""
+    rows = gaussian_rows(attempts=60)
+    whole = rows["present"].sum(-1) >= stations
+    rows = {name: value[whole] for name, value in rows.items()}
+    others = torch.arange(rows["present"].shape[1]) != rows["reference"][:, None]
+    rank = torch.cumsum(rows["present"] & others, -1)
+    rows["present"] = rows["present"] & (~others | (rank < stations))
+    late = rows["present"] & others & (rank == 1)
+    rows["features"][..., F["arrival_difference_us"], 0] += 60.0 * late
+    seen = observe(rows, PRODUCTION, EXACT)
+    whole, dropped = solve(seen), drop_one(seen)
+
+    moved = (dropped.position - whole.position).norm(dim=-1)
+    assert bool((moved > 100).double().mean() > 0.5) == is_dropped
+    assert is_dropped or not moved.any()
+
+
+def test_the_centroid_weighs_stations_by_their_power():
+    rows = {name: value[:20] for name, value in gaussian_rows(attempts=40).items()}
+    seen = observe(rows, PRODUCTION, EXACT)
+    milliwatts = torch.where(seen.present, 10 ** (seen.strength_dbm / 10), 0.0)
+    expected = (milliwatts[..., None] * seen.stations[..., :2]).sum(1) / milliwatts.sum(1, keepdim=True)
+
+    assert centroid(seen).position == pytest.approx(expected, abs=1e-6)
+
+
+def test_an_unknown_power_makes_no_difference():
+    rows = gaussian_rows(attempts=30)
+    louder = rows | {"features": rows["features"].clone()}
+    louder["features"][..., F["snr_db"], 0] += 17.0
+    one, other = (solve(observe(part, PRODUCTION, EXACT, power_known=False)) for part in (rows, louder))
+    known = solve(observe(louder, PRODUCTION, EXACT))
+
+    assert other.position == pytest.approx(one.position, abs=0.1)
+    assert float((known.position - one.position).norm(dim=-1).median()) > 1

@@ -1,17 +1,22 @@
 """Positions without a run: where the truth is, what the regions hold, who is left out, what is refused."""
 
+import dataclasses
 import json
 import math
+import re
+import struct
+import zlib
 from itertools import pairwise
 
 import numpy as np
 import pytest
+from scipy import stats
 
 from brim.cli import main
 from brim.errors import ConfigError
 from brim.rf.location import LEVELS, inside_level, locate_documents, locate_inputs
-from brim.rf.location.posterior import locate_sighting
-from brim.rf.location.regions import label, polygons_of, rings_of
+from brim.rf.location.posterior import Likelihood, locate_sighting
+from brim.rf.location.regions import label, picture, polygons_of, rings_of
 from brim.rf.location.sightings import arrivals_of_pairs, prepare_sightings
 from brim.rf.measurement import PairMeasurement
 from brim.rf.physics.geometry import SPEED_OF_LIGHT, ecef, geodesic_m
@@ -97,16 +102,55 @@ def test_the_area_of_a_polygon_is_the_regions():
     assert area == pytest.approx(one.features[0]["properties"]["region_km2"]["95"], rel=0.05)
 
 
-def test_the_region_of_many_stations_is_the_ellipse_of_the_bound():
-    one = located(document(MORE, sigma_us=1.0))
-    travel = one.fit.distance_m
-    lat, lon = (np.array([station[k] for station in MORE]) for k in (1, 2))
-    north, east = (lat - PLACE[0]) * 111.2e3, (lon - PLACE[1]) * 111.2e3 * math.cos(math.radians(PLACE[0]))
-    rows = np.stack([east / travel, north / travel, np.ones(len(MORE))], -1)
-    covariance = np.linalg.inv(rows.T @ rows)[:2, :2] * SPEED_OF_LIGHT**2 * 1e-12
-    ellipse = math.pi * math.sqrt(np.linalg.det(covariance)) * -2 * math.log(0.05)
+STRIP = tuple((name, lat, 7.6 + (lon - 7.6) / 3, alt) for name, lat, lon, alt in MORE)  # far worse to the east
+
+
+@pytest.mark.parametrize("stations", [MORE, STRIP])
+def test_the_region_of_many_stations_is_the_ellipse_of_the_bound(stations):
+    one = located(document(stations, sigma_us=1.0, place=(45.06, 7.63)))
+    bound = bound_m2(stations, one.fit.distance_m, (45.06, 7.63))
+    ellipse = math.pi * math.sqrt(np.linalg.det(bound)) * -2 * math.log(0.05)
+    about = one.features[0]["properties"]
 
     assert one.posterior.region_m2["95"] == pytest.approx(ellipse, rel=0.25)  # wider: the sigmas may be wrong
+    assert np.array(about["covariance_m2"]) == pytest.approx(bound, rel=0.3, abs=0.1 * bound.max())
+    assert about["sigma_east_m"] == pytest.approx(math.sqrt(bound[0, 0]), rel=0.15)
+    assert about["sigma_north_m"] == pytest.approx(math.sqrt(bound[1, 1]), rel=0.15)
+
+
+def test_the_picture_of_a_position_is_dark_where_it_is_with_north_above():
+    one = located(document(MORE, sigma_us=0.3))
+    content, (south, north, west, east) = picture(one.posterior)
+    columns, rows = struct.unpack(">II", content[16:24])
+    body = zlib.decompress(content[content.index(b"IDAT") + 4 : -16])
+    image = np.frombuffer(body, np.uint8).reshape(rows, 1 + 3 * columns)[:, 1:].reshape(rows, columns, 3)
+    row, column = np.argwhere((image == (8, 81, 156)).all(-1)).mean(0) + 0.5
+    lon, lat = one.features[0]["geometry"]["coordinates"]
+
+    assert north - row / rows * (north - south) == pytest.approx(lat, abs=0.1 * (north - south))
+    assert west + column / columns * (east - west) == pytest.approx(lon, abs=0.1 * (east - west))
+    assert abs(row / rows - 0.5) > 0.005
+
+
+def test_a_network_across_the_180th_meridian_stays_together():
+    value, moved = document(MORE), document(MORE)
+    for station in moved["stations"]:
+        station["lon"] = (station["lon"] + 172.3 + 180) % 360 - 180
+    (lon, lat), (other_lon, other_lat) = (located(one).features[0]["geometry"]["coordinates"] for one in (value, moved))
+
+    assert {station["lon"] > 0 for station in moved["stations"]} == {True, False}
+    assert (other_lon, other_lat) == pytest.approx((lon + 172.3, lat), abs=1e-5)
+
+
+def test_what_is_left_over_is_counted_in_standard_deviations():
+    one = located(document(MORE))
+    seen, about = one.prepared.sighting, one.features[0]["properties"]
+    left = seen.arrival_us - seen.travel_us(one.fit.distance_m)
+    level = seen.strength_db - seen.power_dbm(one.fit.distance_m)
+    chi2 = len(left) * (left / seen.arrival_sigma_us).var() + len(level) * (level / seen.strength_sigma_db).var()
+
+    assert about["dof"] == (7 - 1) + (7 - 1) - 2
+    assert about["chi2_dof"] == pytest.approx(chi2 / 10, rel=0.02)  # stations are alike
 
 
 def test_two_places_that_fit_are_both_listed():
@@ -148,6 +192,88 @@ def test_a_known_power_narrows_strength_alone():
     assert known.features[0]["properties"]["region_km2"]["95"] < unknown
 
 
+# The likelihood
+
+
+def sighting_of(stations, **changes):
+    (prepared,) = prepare_sightings(document(stations))
+    return dataclasses.replace(prepared.sighting, **changes)
+
+
+@pytest.mark.parametrize("power_known", [False, True])
+def test_the_likelihood_is_the_average_over_scales_emission_times_and_powers(power_known):
+    """By summing over all of them; of three stations none can be wrong alone."""
+    seen = sighting_of(STATIONS[:3], power_known=power_known, travel_sigma_us=lambda metres: metres * 2e-5)
+    lat, lon = np.array([45.06, 45.062, 45.05, 45.1]), np.array([7.7, 7.69, 7.71, 7.6])
+    metres = seen.lengths(lat, lon)
+    time_us, power_db = np.linspace(-1500, 1500, 60_001), np.linspace(-300, 300, 20_001)
+    time_us += float((seen.arrival_us - seen.travel_us(metres)).mean())
+    power_db += float((seen.strength_db - seen.power_dbm(metres)).mean())
+
+    def averaged(left, sigma, unknown, scales, prior):
+        share = np.r_[1 - prior, prior / scales[1:] / (1 / scales[1:]).sum()]
+        each = [
+            stats.norm.logpdf(left[:, None], unknown, scale * sigma[:, None]).sum(0) + np.log(part)
+            for scale, part in zip(scales, share, strict=True)
+        ]
+        return np.logaddexp.reduce(np.concatenate(each))
+
+    expected = []
+    for row in metres:
+        sigma = np.hypot(seen.arrival_sigma_us, seen.travel_sigma_us(row))
+        arrivals = averaged(seen.arrival_us - seen.travel_us(row), sigma, time_us, 1.75 ** np.arange(9), 0.04)
+        level = np.zeros(1) if power_known else power_db
+        strengths = seen.strength_db - seen.power_dbm(row)
+        expected.append(
+            arrivals + averaged(strengths, seen.strength_sigma_db, level, np.array([1.0, 1.5, 2.2, 3.3]), 0.05)
+        )
+    found = Likelihood(seen)(lat, lon)
+    assert found - found[0] == pytest.approx(np.array(expected) - expected[0], abs=2e-3)
+    assert np.ptp(found) > 3
+
+
+def test_places_outside_the_network_are_less_likely_with_the_fourth_power_of_the_distance():
+    silent = np.zeros(7, bool)
+    likelihood = Likelihood(sighting_of(MORE, timed=silent, heard=silent))
+    north_deg = np.array([0.0, 0.05, 0.5, 1.0])
+    density = np.exp(likelihood(45.3 + north_deg, np.full(4, 7.7)))
+    lat, lon = np.array(MORE)[:, 1].astype(float), np.array(MORE)[:, 2].astype(float)
+    rms_deg = np.sqrt((lat.var()) + (((lon - lon.mean()) * np.cos(np.radians(lat))) ** 2).mean())
+    reach_deg = max(0.3 * rms_deg, 20 / 111.19)
+
+    assert density / density[0] == pytest.approx((1 + (north_deg / reach_deg) ** 2) ** -2, rel=1e-3)
+    assert np.ptp(likelihood(np.array([45.0, 45.2]), np.array([7.5, 8.0]))) == 0
+
+
+def test_the_density_holds_the_truth_as_often_as_it_says_over_thousands_of_draws():
+    """On a grid of the bound's standard deviations, without what locating adds to it."""
+    seen = sighting_of(MORE, heard=np.zeros(7, bool))
+    travel, rng = seen.travel_us(seen.lengths(*(np.array([value]) for value in PLACE)))[0], np.random.default_rng(8)
+    root = np.linalg.cholesky(bound_m2(MORE, seen.lengths(*(np.array([v]) for v in PLACE))[0]))
+    sides = np.stack(np.meshgrid(*[np.linspace(-6, 6, 31)] * 2), -1).reshape(-1, 2) @ root.T / 111.19e3
+    lat = np.r_[PLACE[0], PLACE[0] + sides[:, 1]]
+    lon = np.r_[PLACE[1], PLACE[1] + sides[:, 0] / math.cos(math.radians(PLACE[0]))]
+    metres = seen.lengths(lat, lon)
+    seen = dataclasses.replace(seen, lengths=lambda *_: metres, arrival_sigma_us=np.ones(7))
+    levels = []
+    for _ in range(2_500):
+        arrival_us = travel + rng.standard_normal(7)
+        density = Likelihood(dataclasses.replace(seen, arrival_us=arrival_us))(lat, lon)
+        mass = np.exp(density[1:] - density.max())
+        levels.append(mass[density[1:] > density[0]].sum() / mass.sum())
+
+    for level in LEVELS.values():
+        assert np.mean(np.array(levels) <= level) == pytest.approx(level, abs=0.03)
+
+
+def bound_m2(stations, distance_m, place=PLACE):
+    """(2, 2) covariance of a position by arrivals with 1 µs each, east and north."""
+    lat, lon = (np.array([station[k] for station in stations]) for k in (1, 2))
+    north, east = (lat - place[0]) * 111.2e3, (lon - place[1]) * 111.2e3 * math.cos(math.radians(place[0]))
+    rows = np.stack([east / distance_m, north / distance_m, np.ones(len(stations))], -1)
+    return np.linalg.inv(rows.T @ rows)[:2, :2] * SPEED_OF_LIGHT**2 * 1e-12
+
+
 # Honest regions
 
 
@@ -160,7 +286,7 @@ def test_a_known_power_narrows_strength_alone():
 )  # fmt: skip
 def test_regions_hold_the_truth_as_often_as_they_say(stations, sigma_us, wrong):
     rng = np.random.default_rng(11)
-    draws, inside = 40, []
+    draws, inside = 25, []
     for _ in range(draws):
         edge = 0.0 if rng.random() < 0.7 else 0.5  # as transmitters of a dataset lie
         place = rng.uniform(44.8 - edge, 45.3 + edge), rng.uniform(7.4 - edge, 8.1 + edge)
@@ -192,7 +318,9 @@ def test_one_wrong_clock_is_found_and_named(stations, late_us):
     about = one.features[0]["properties"]
 
     assert [entry["name"] for entry in about["left_out"]] == ["C"]
-    assert "µs" in about["left_out"][0]["reason"]
+    off_us, word = re.match(r"its arrival is ([\d.]+) µs (\w+) than", about["left_out"][0]["reason"]).groups()
+    assert float(off_us) == pytest.approx(abs(late_us), abs=5)
+    assert word == ("later" if late_us > 0 else "earlier")
     assert "C" not in about["stations"]
     assert about["chi2_dof"] < 4
     assert error_m(one) < 2_000
@@ -275,6 +403,40 @@ def test_pairs_become_arrivals_with_each_stations_own_sigma():
     assert timed.tolist() == [True, True, True, False]
     assert (arrival - arrival[0])[:3] == pytest.approx([0, 30, -12])
     assert sigma[:3] == pytest.approx(list(own.values()), rel=0.02)
+
+
+def pair(reference, station, difference_us, sigma_us=1.0, **changes):
+    facts = {"kind": "complex", "peak": 1.0, "ambiguity": 0.0} | changes
+    return PairMeasurement(
+        reference=reference, station=station, difference_us=difference_us, sigma_us=sigma_us, **facts
+    )
+
+
+def test_a_pair_whose_peak_may_be_another_is_less_certain():
+    """With a probability of 4 % it is 50 µs off: 10 µs rms beside its own."""
+    doubtful = pair("A", "B", 30.0, ambiguity=0.04, alternatives_us=(-20.0, 40.0))
+    _, _, sigma = arrivals_of_pairs(["A", "B"], (doubtful,))
+    assert math.hypot(*sigma) == pytest.approx(math.hypot(1.0, 10.0), rel=1e-3)
+
+
+def test_differences_that_contradict_each_other_widen_their_sigmas():
+    """30 − 10 is not 26: least squares spreads the 6 µs, which are √12 standard deviations of one degree of freedom."""
+    timed, arrival, sigma = arrivals_of_pairs(["A", "B", "C"], (pair("A", "B", 30), pair("A", "C", 10), pair("C", "B", 26)))
+    assert timed.all()
+    assert arrival - arrival[0] == pytest.approx([0, 32, 8])
+    assert np.hypot(sigma[:2], sigma[1:]) == pytest.approx([math.sqrt(12)] * 2, rel=0.01)
+
+
+def test_sigmas_of_the_short_form_are_those_of_differences():
+    stations = [
+        {"name": name, "lat": lat, "lon": lon, "alt": alt, "rssi_dbm": -90.0, "arrival_difference_us": later,
+         "arrival_sigma_us": sigma}
+        for (name, lat, lon, alt), later, sigma in zip(STATIONS, (0.0, 9.0, -7.0, 3.0), (0.0, 2.0, 3.0, 4.0), strict=True)
+    ]  # fmt: skip
+    (prepared,) = prepare_sightings({"stations": stations, "reference": "A"})
+    own = prepared.sighting.arrival_sigma_us
+
+    assert np.hypot(own[0], own[1:]) == pytest.approx([2.0, 3.0, 4.0], rel=1e-4)
 
 
 # Shapes

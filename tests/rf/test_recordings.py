@@ -3,6 +3,8 @@
 import json
 import struct
 import tarfile
+from datetime import UTC, datetime
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,6 +13,8 @@ from made_recordings import EPOCH, STATIONS, encode, write_kiwi, write_sigmf, wr
 from brim.errors import ConfigError
 from brim.rf.measurement.receivers import open_receivers
 from brim.rf.recordings import Clock, fit_clock, match_site, open_recordings, read_sites
+from brim.rf.recordings.kiwi import week_start_s
+from brim.rf.recordings.sigmf import read_time
 
 RNG = np.random.default_rng(3)
 IQ = (RNG.uniform(-1, 1, 6_000) + 1j * RNG.uniform(-1, 1, 6_000)) * 0.9
@@ -107,6 +111,24 @@ def test_metadata_that_cannot_be_used_is_refused_in_words(tmp_path, change, word
     assert words in refusal(path)
 
 
+@pytest.mark.parametrize(
+    ("text", "second", "fraction", "sigma_s"),
+    [
+        ("2026-01-31T12:00:00.123456789Z", 1_769_860_800, 0.123456789, 0.0),
+        ("2026-01-31T14:00:00+02:00", 1_769_860_800, 0.0, 0.0),
+        ("2026-01-31T06:30:00-0530", 1_769_860_800, 0.0, 0.0),
+        ("2026-01-31 12:00:00.25", 1_769_860_800, 0.25, 0.01 / 12**0.5),  # what the last digit leaves open
+    ],
+)
+def test_times_are_utc_or_say_how_far_from_it(text, second, fraction, sigma_s):
+    assert read_time(Path("x"), text) == pytest.approx((second, fraction, sigma_s))
+
+
+def test_bytes_behind_the_samples_are_none(tmp_path):
+    path = write_sigmf(tmp_path / "x", IQ, 48_000.0, None, **{"core:trailing_bytes": 80})
+    assert len(opened(path).samples) == 6_000 - 10
+
+
 # WAV, raw and lists
 
 
@@ -118,6 +140,34 @@ def test_a_kiwi_file_gives_samples_station_and_frequency(tmp_path):
     scale = np.abs(np.stack([IQ.real, IQ.imag])).max() / 0.5
     np.testing.assert_allclose(recording.samples.complex(700, 900) * scale, IQ[700:1_600], atol=1e-3)
     assert (recording.station, recording.centre_hz, recording.format) == ("ALFA", 77_500.0, "kiwi")
+
+
+def test_an_old_position_fix_is_said_and_makes_the_clock_less_certain(tmp_path):
+    sites = read_sites(write_sites(tmp_path / "s.csv"))
+    sigma_s = []
+    for age in (30, 45):
+        path = write_kiwi(tmp_path / f"20260131T120000Z_77500_ALFA{age}_iq.wav", IQ, 12_000.0, 0.25, age=age)
+        (receiver,), _ = open_receivers([path], sites)
+        sigma_s.append(receiver.sigma_s)
+        assert ("last position fix up to 45 s old" in receiver.problems) == (age == 45)
+    assert sigma_s == pytest.approx([3e-6, 4.5e-6], rel=0.01)  # 0.1 ppm since then
+
+
+def test_an_ordinary_wav_file_may_say_when_and_where_it_was_tuned(tmp_path):
+    moment = struct.pack("<8H", 2026, 1, 6, 31, 12, 0, 5, 250)  # a Saturday
+    write_wav(tmp_path / "a.wav", IQ, extra=b"auxi" + struct.pack("<I", 36) + moment + bytes(16) + struct.pack("<I", 7_100_000))
+
+    recording = opened(tmp_path / "a.wav")
+
+    assert (recording.format, recording.centre_hz, recording.rate_hz) == ("wav", 7.1e6, 48_000.0)
+    assert recording.epoch_s + recording.stamp_times_s[0] == pytest.approx(1_769_860_805.25)
+
+
+@pytest.mark.parametrize(("date", "second"), [("20260131T120000", 561_618), ("20140301T000000", 518_416)])
+def test_the_week_of_a_stamp_is_that_of_the_files_name_with_its_leap_seconds(date, second):
+    moment = datetime.strptime(date, "%Y%m%dT%H%M%S").replace(tzinfo=UTC).timestamp()
+    assert week_start_s(date, np.array([second])) + second == moment  # 18 s apart from GPS time, 16 in 2014
+    assert week_start_s(None, np.array([second])) == 0
 
 
 def test_a_cut_chunk_is_refused(tmp_path):
@@ -152,10 +202,10 @@ def test_stereo_audio_is_told_from_iq(tmp_path):
     assert [(one.name, "stereo audio" in one.reason) for one in left_out] == [("A", True)]
 
 
-def write_wav(path, iq):
+def write_wav(path, iq, extra=b""):
     data = np.round(np.stack([iq.real, iq.imag], -1) / np.abs(iq).max() * 20_000).astype("<i2").tobytes()
     head = struct.pack("<IHHIIHH", 16, 1, 2, 48_000, 192_000, 4, 16)
-    path.write_bytes(b"RIFF\0\0\0\0WAVEfmt " + head + b"data" + struct.pack("<I", len(data)) + data)
+    path.write_bytes(b"RIFF\0\0\0\0WAVEfmt " + head + extra + b"data" + struct.pack("<I", len(data)) + data)
 
 
 @pytest.mark.parametrize(("kind", "datatype"), [("cu8", "cu8"), ("cs16", "ci16_le"), ("cf32", "cf32_le")])
@@ -303,6 +353,9 @@ def test_a_rate_that_drifts_over_minutes_bends_the_line():
 
     errors = [clock.time_s(at[n]) - times[n] for n in range(100, 14_000, 700)]
     assert np.abs(errors).max() < 1e-6
+    assert np.abs(clock.bend_s).max() > 5e-6
+    again = [clock.sample_at(clock.time_s(at[n]), clock.lines[0]) - at[n] for n in range(100, 14_000, 700)]
+    assert np.abs(again).max() < 1e-4  # the bend is a tenth of a sample, and is taken off again
 
 
 @pytest.mark.parametrize(

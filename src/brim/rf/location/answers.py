@@ -102,11 +102,15 @@ def collection(located: Sequence[Located]) -> dict[str, Any]:
 
 
 def _located(prepared: PreparedPairs, run: LocatorRun | None) -> Located:
+    whole = prepared.sighting
     prepared, posterior, gone = settled(prepared)
     modes = modes_of(posterior)
     best = modes[0]
     check_sky_wave(prepared, best.lat, best.lon)
-    fit = Likelihood(prepared.sighting).fit(best.lat, best.lon, posterior.wrong)
+    wrong = posterior.wrong.copy()
+    for _, number, probability in gone:  # where they no longer count, the posterior says nothing of them
+        wrong[number] = probability
+    fit = Likelihood(whole).fit(best.lat, best.lon, wrong)
     left_out = prepared.left_out + [{"name": name, "reason": _reason(fit, number, p)} for name, number, p in gone]
     about = _about(prepared, posterior, modes, fit, left_out)
     features = _regions(posterior, best, about) if run is None else _by_network(run, prepared, fit, left_out, about)
