@@ -182,6 +182,9 @@ def test_sigmf_metadata_says_what_was_recorded(recorded, recordings):
     assert [extension["name"] for extension in top["core:extensions"]] == ["brim"]
     station = BUILTIN_STATIONS[r]
     assert capture["core:frequency"] == 145e6
+    assert (note["core:freq_lower_edge"], note["core:freq_upper_edge"]) == (145e6 - 6_250, 145e6 + 6_250)
+    assert top["brim:station"] == station.name
+    assert capture["core:datetime"] == f"2000-01-01T00:{20 * note['brim:index'] // 60:02}:{20 * note['brim:index'] % 60:02}.000000000Z"
     assert capture["core:geolocation"] == {"type": "Point", "coordinates": [station.lon, station.lat, station.alt]}
     assert (note["core:sample_start"], note["core:sample_count"]) == (0, 40_000)
     assert note["brim:truth"] == dict(zip([name for name, _ in TRUTH], rows["truth"][s, r].tolist(), strict=True))

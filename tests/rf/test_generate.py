@@ -148,6 +148,8 @@ def test_counts_add_up(dataset):
     counts = found.manifest["counts"]
     assert (counts["accepted"], counts["attempted"]) == (report.accepted, report.attempted)
     assert counts["rejected"] == report.rejected
+    assert report.samples_per_s * report.seconds == pytest.approx(SAMPLES)
+    assert report.iq_per_s * report.seconds == pytest.approx(int(found.load(["present"])["present"].sum()))
 
 
 def test_rows_are_those_of_a_batch_without_a_disk(dataset, gated_config):
@@ -189,6 +191,10 @@ def test_progress_is_told_and_ends_at_the_total(gated_config, tmp_path):
     done = [p.done for p in told]
     assert done == sorted(done)
     assert (told[-1].done, told[-1].total) == (6, 6)
+    under_way = [one for one in told if one.rate and one.done < 6]
+    assert under_way
+    for one in under_way:
+        assert one.eta_s * one.rate == pytest.approx(6 - one.done)
 
 
 def test_hata_outside_its_range_warns_once_in_a_run(tmp_path, caplog):

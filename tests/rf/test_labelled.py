@@ -71,6 +71,7 @@ def test_gains_of_stations_are_found_and_turn_levels_into_powers_at_the_antenna(
         assert station.strength_absolute
         assert station.strength_db == pytest.approx(received_dbm(distance_m), abs=0.4)
         assert station.noise_db == pytest.approx(station.strength_db - 25, abs=2.5)
+        assert station.features["rssi_dbm"]["mean"] == pytest.approx(station.strength_db, abs=0.5)
 
 
 def test_known_transmissions_become_a_dataset(listing, tmp_path):

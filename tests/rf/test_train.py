@@ -1,10 +1,6 @@
 import json
 import math
-import os
 import shutil
-import signal
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,16 +10,18 @@ from gaussian_rows import solver_estimate
 from small_dataset import write_dataset
 
 import brim
+from brim.engine.rows import DatasetSource
 from brim.engine.storage import Dataset
-from brim.engine.training.checkpoint import load_checkpoint, save_checkpoint
+from brim.engine.training.checkpoint import load_checkpoint
 from brim.errors import CheckpointError, ConfigError, DatasetError, ShardCorrupt
 from brim.rf.config import GenerateConfig, LocatorTraining
 from brim.rf.datasets import export
 from brim.rf.features import F
-from brim.rf.location import evaluate_run, export_onnx, load_run, locate, split, train
+from brim.rf.location import evaluate_run, load_run, locate, split, train
 from brim.rf.location.model import prepare
-from brim.rf.location.solver import target
-from waiting import PATIENCE_S, until
+from brim.rf.location.run import MEASURED
+from brim.rf.location.solver import NoiseModel, target
+from brim.rf.location.training import _rows, _Solver
 
 CONFIG = GenerateConfig(duration_s=0.2, tx_power_dbm=45.0, seed=1)
 QUICK = LocatorTraining(epochs=3, batch_size=16, learning_rate=0.003)
@@ -63,7 +61,6 @@ def test_a_run_is_loaded_by_its_directory_alone(run, held_out, evaluation):
     assert torch.equal(loaded.predict(held_out).position_en, evaluation.estimate.position_en)
     one = loaded.predict(brim.Dataset(held_out)[0]).position_en
     assert torch.allclose(one, evaluation.estimate.position_en[:1], atol=1.0)
-    assert "rf-locator" in repr(loaded)
     table = evaluation.to_pandas()
     assert table["error_m"].median() == pytest.approx(evaluation.metrics["median_error_m"], rel=0.2)
     with pytest.raises(ConfigError, match="cannot be predicted; give a dataset"):
@@ -87,19 +84,6 @@ def weights(run: Path, which: str = "last") -> dict[str, torch.Tensor]:
 # Configuration and split
 
 
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        {"epochs": 0}, {"batch_size": 0}, {"learning_rate": 0.0}, {"learning_rate": math.nan}, {"tier": "disk"},
-        {"precision": "fp8"}, {"seed": -1}, {"val_share": 0.0}, {"val_share": 1.0}, {"num_workers": -1},
-        {"early_stopping_patience": 0}, {"checkpoint_every_s": 0.0},
-    ],
-)  # fmt: skip
-def test_a_value_that_cannot_work_is_named(wrong):
-    with pytest.raises(ConfigError, match=next(iter(wrong))):
-        LocatorTraining(**wrong)
-
-
 def test_the_split_depends_on_the_seed_and_loses_nobody():
     rows, held = split(50, QUICK)
 
@@ -107,12 +91,6 @@ def test_the_split_depends_on_the_seed_and_loses_nobody():
     assert torch.equal(torch.cat([rows, held]).sort().values, torch.arange(50))
     assert torch.equal(split(50, QUICK)[1], held)
     assert not torch.equal(split(50, replace(QUICK, seed=1))[1], held)
-
-
-@pytest.mark.parametrize(("num_items", "share"), [(1, 0.1), (3, 0.99)])
-def test_a_split_that_leaves_nothing_to_train_on_is_refused(num_items, share):
-    with pytest.raises(ConfigError, match="nothing to train on"):
-        split(num_items, LocatorTraining(val_share=share))
 
 
 # Training
@@ -127,25 +105,6 @@ def test_a_run_says_what_it_is_of(run, data):
     assert about["training"]["learning_rate"] == 0.003
     assert about["generation"]["tx_power_dbm"] == 45.0
     assert str(data.parent) not in (run / "run.json").read_text()
-
-
-def test_stopping_and_resuming_ends_with_the_same_bits(run, data, tmp_path):
-    calls = iter(range(100))
-    first = train([data], tmp_path / "b", QUICK, device="cpu", stop=lambda: next(calls) >= 7)
-
-    second = train([data], tmp_path / "b", QUICK, device="cpu")
-
-    assert first.stopped
-    assert 0 < first.steps < second.steps == 15
-    assert all(torch.equal(value, weights(tmp_path / "b")[name]) for name, value in weights(run).items())
-
-
-def test_stopped_while_solving_leaves_nothing_in_the_way(data, tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    report = train([data], tmp_path / "run", QUICK, device="cpu", stop=lambda: True)
-
-    assert (report.stopped, report.steps) == (True, 0)
-    assert not (tmp_path / "run").exists()
 
 
 @pytest.fixture
@@ -173,6 +132,23 @@ def test_rows_are_solved_once(data, run, cache, tmp_path):
     assert all(torch.equal(value, weights(tmp_path / "a")[name]) for name, value in weights(run).items())
 
 
+def test_solved_rows_in_the_cache_are_those_of_their_link_noise_and_power(data, cache):
+    source, device = DatasetSource([data], (*MEASURED, "transmitter")), torch.device("cpu")
+    rows = {name: value[:8] for name, value in Dataset(data).load().items()}
+    settings = [
+        (CONFIG, NoiseModel(), True),
+        (CONFIG, NoiseModel(), False),
+        (CONFIG, NoiseModel(timing_us=5.0), True),
+        (replace(CONFIG, loss_exponent=2.5), NoiseModel(), True),
+    ]
+    for config, noise, power_known in settings * 2:
+        kept = _Solver(source, config, noise, power_known, device, None, None).kept()
+        found = _rows(kept, torch.arange(8), ("solver_position",))["solver_position"]
+        expected = prepare(rows, config, noise, power_known=power_known)["solver_position"]
+        assert found == pytest.approx(expected, abs=0.1)
+    assert len(list(cache.iterdir())) == len(settings)
+
+
 def test_a_stopped_solver_goes_on(data, cache, tmp_path, monkeypatch):
     monkeypatch.setattr("brim.rf.location.training._CHUNK", {"cpu": 8})
     monkeypatch.setattr("brim.rf.location.training._KEPT_ROWS", 8)
@@ -189,14 +165,6 @@ def damage_shard(place):
     shard.write_bytes(shard.read_bytes()[:-1] + b"?")
 
 
-def damage_manifest(place):
-    (place / "manifest.json").write_text("{")
-
-
-def other_version(place):
-    edit(place / "manifest.json", format_version=99)
-
-
 def other_rows(place):
     edit(place / "manifest.json", kind="rf", complete=False)
 
@@ -206,7 +174,7 @@ def a_file(place):
     place.write_text("in the way")
 
 
-@pytest.mark.parametrize("damage", [damage_shard, damage_manifest, other_version, other_rows, a_file])
+@pytest.mark.parametrize("damage", [damage_shard, other_rows, a_file])
 def test_a_damaged_cache_of_solved_rows_is_not_used(data, run, cache, tmp_path, caplog, damage):
     solved_by(data, tmp_path / "a")
     damage(next(cache.iterdir()))
@@ -236,38 +204,12 @@ def test_a_damaged_dataset_is_no_fault_of_the_cache(data, cache, tmp_path):
         train([copied], tmp_path / "b", QUICK, device="cpu")
 
 
-def test_a_killed_run_goes_on(data, tmp_path):
-    out, state = tmp_path / "run", tmp_path / "run/train/last/state.json"
-    code = (
-        "from brim.rf.config import LocatorTraining\n"
-        "from brim.rf.location import train\n"
-        f"train([{str(data)!r}], {str(out)!r}, LocatorTraining(epochs=5000, batch_size=16, checkpoint_every_s=0.1),"
-        " device='cpu')"
-    )
-    process = subprocess.Popen([sys.executable, "-c", code], env=os.environ)
-    until(lambda: state.exists() or process.poll() is not None)
-    process.send_signal(signal.SIGKILL)
-    assert process.wait(PATIENCE_S) == -signal.SIGKILL
-    saved = load_checkpoint(state.parent)[1]["step"]
-    calls = iter(range(100))
+def test_a_pure_network_trains_from_a_window_too(data, tmp_path):
+    report = train([data], tmp_path / "run", replace(QUICK, epochs=1, tier="window", hybrid=False), device="cpu")
 
-    report = train(
-        [data], out, LocatorTraining(epochs=5000, batch_size=16), device="cpu", stop=lambda: next(calls) >= 3
-    )
-
-    assert saved < report.steps <= saved + 4
-    assert load_run(out).predict(Dataset(data).load()).position_en.isfinite().all()
-
-
-@pytest.mark.parametrize("tier", ["vram", "ram", "window"])
-def test_every_tier_trains_a_pure_network_too(data, tmp_path, tier):
-    config = replace(QUICK, epochs=1, tier=tier, hybrid=tier != "ram")
-
-    report = train([data, data], tmp_path / "run", config, device="cpu")
-
-    assert report.tier == tier
+    assert report.tier == "window"
     assert math.isfinite(report.best_val_loss)
-    assert load_run(tmp_path / "run").module.config.hybrid == config.hybrid
+    assert not load_run(tmp_path / "run").module.config.hybrid
 
 
 def test_a_run_is_not_begun_over_another(run, data, held_out):
@@ -297,23 +239,12 @@ def test_a_flipped_bit_is_found_before_training_evaluation_and_export(data, run,
     assert not (tmp_path / "run" / "train").exists()
 
 
-def test_a_foreign_directory_is_left_alone(data, tmp_path):
-    (tmp_path / "notes.txt").write_text("mine")
-
-    with pytest.raises(CheckpointError, match=r"run\.json"):
-        train([data], tmp_path, QUICK, device="cpu")
-
-    assert [file.name for file in tmp_path.iterdir()] == ["notes.txt"]
-
-
 @pytest.mark.parametrize(
     ("change", "word"),
     [
-        ({"features": [{"name": "rssi_dbm", "unit": "dBm"}]}, "features"),
-        ({"kind": "images"}, "images"),
+        ({"features": [{"name": "rssi_dbm", "unit": "dBm"}]}, "features differ"),
         ({"config": CONFIG.as_dict() | {"loss_exponent": 2.5}}, "loss_exponent"),
         ({"config": {"loss": "magic"}}, "config"),
-        ({"config": None}, "config"),
     ],
 )
 def test_datasets_that_do_not_go_together_are_refused(data, tmp_path, change, word):
@@ -359,12 +290,6 @@ def test_the_weight_of_recordings_is_theirs_in_the_loss(data, held_out, tmp_path
     assert any(not torch.equal(value, weights(runs[1])[name]) for name, value in weights(runs[0]).items())
 
 
-def test_other_seeds_and_gates_go_together(data, held_out, tmp_path):
-    report = train([data, held_out], tmp_path / "run", replace(QUICK, epochs=1), device="cpu")
-
-    assert report.epochs == 1
-
-
 # Loading
 
 
@@ -408,14 +333,10 @@ def test_a_run_no_better_than_the_solver_answers_as_the_solver(copy, held_out):
     ("change", "words"),
     [
         ({"kind": "yolo"}, "another model"),
-        ({"format_version": 9}, "format_version"),
         ({"noise": {"timing_us": -1}}, "timing_us"),
-        ({"noise": None}, "cannot be used"),
         ({"stretch": 0}, "stretch"),
-        ({"model": {"width": 60, "heads": 7}}, "width"),
         ({"model": {"width": 32}}, "another model"),
         ({"model": {"features": ["loudness"]}}, "features differ"),
-        ({"generation": {"loss": "magic"}}, "magic"),
     ],
 )
 def test_a_run_of_something_else_is_refused(copy, change, words):
@@ -426,23 +347,11 @@ def test_a_run_of_something_else_is_refused(copy, change, words):
 
 
 def test_a_missing_or_damaged_run_is_named(copy, tmp_path):
-    with pytest.raises(CheckpointError, match="nothing is not a directory"):
-        load_run(tmp_path / "nothing")
     with pytest.raises(CheckpointError, match=r"no run\.json"):
         load_run(tmp_path)
     file = copy / "train/best/model.safetensors"
     file.write_bytes(file.read_bytes()[:-9])
     with pytest.raises(CheckpointError, match="checksum"):
-        load_run(copy)
-    (copy / "run.json").write_text("{")
-    with pytest.raises(CheckpointError, match="JSON"):
-        load_run(copy)
-
-
-def test_weights_of_another_network_are_refused(copy):
-    save_checkpoint(copy / "train/best", {"model": {"embed.weight": torch.zeros(3)}}, {"val_loss": -1e9})
-
-    with pytest.raises(CheckpointError, match="another model"):
         load_run(copy)
 
 
@@ -463,14 +372,6 @@ def test_evaluation_has_the_contract_and_the_breakdowns(evaluation):
     assert json.dumps(found.metrics, allow_nan=False)
     best = found.metrics["baselines"]["arrival_strength"]["median_error_m"]
     assert found.metrics["median_error_m"] < 2 * best
-
-
-def test_evaluation_of_data_with_other_features_is_refused(run, held_out, tmp_path):
-    other = Path(shutil.copytree(held_out, tmp_path / "other"))
-    edit(other / "manifest.json", features=[{"name": "rssi_dbm", "unit": "dBm"}])
-
-    with pytest.raises(DatasetError, match="features differ"):
-        evaluate_run(run, other, device="cpu")
 
 
 def test_evaluation_on_another_link_is_said_aloud(run, held_out, tmp_path, caplog):
@@ -510,25 +411,3 @@ def test_locating_an_observation_finds_the_transmitter(run, held_out, tmp_path):
     assert point["geometry"]["type"] == "Point"
     assert point["geometry"]["coordinates"] == pytest.approx([lon, lat], abs=0.1)
     assert [one["properties"]["probability"] for one in ellipses] == [0.5, 0.9, 0.95]
-
-
-@pytest.mark.long
-def test_onnx_answers_as_torch(data, tmp_path):
-    """Without a solver; with one, the command line exports it."""
-    pytest.importorskip("onnxruntime")
-    pytest.importorskip("onnxscript")
-    run = tmp_path / "pure"
-    train([data], run, replace(QUICK, epochs=1, hybrid=False, width=16, layers=2), device="cpu")
-
-    written = export_onnx(run, tmp_path / "new/locator.onnx")
-
-    assert [file.name for file in (tmp_path / "new").iterdir()] == ["locator.onnx"]
-    assert written["max_difference"] < 1e-3
-    assert "axes" not in written["inputs"]
-
-
-def test_without_onnx_the_package_to_install_is_named(run, tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "onnxruntime", None)
-
-    with pytest.raises(ConfigError, match=r"brim\[onnx\]"):
-        export_onnx(run, tmp_path / "locator.onnx")
