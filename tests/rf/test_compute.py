@@ -70,17 +70,6 @@ def test_shapes_and_types_are_those_of_the_contract(gated):
     assert {name: (tuple(t.shape), t.dtype) for name, t in gated.items()} == shapes
 
 
-def test_iq_is_complex_and_full_length(iq_rows):
-    assert iq_rows["iq"].dtype == torch.complex64
-    assert iq_rows["iq"].shape == (4, 7, 200_000)
-
-
-def test_truth_names_what_others_build_on():
-    names = {name for name, _ in TRUTH}
-    assert names >= {"power_dbm", "snr_db", "rssi_dbm", "bandwidth_hz", "power_record_dbm", "snr_record_db"}
-    assert names >= {"link_snr_db", "delay_s", "clock_error_s", "frequency_offset_hz"}
-
-
 def test_a_batch_returns_the_accepted_attempts_in_the_order_given(gated_config):
     order = [40, 3, 17, 5, 59, 0, 22]
     accepted = make_scenes(gated_config, np.array(order)).accepted
@@ -110,14 +99,6 @@ def test_truth_keeps_the_link_of_receivers_that_heard_nothing(gated):
         assert truth(gated, name)[absent].all(), name
     for name in REALISED_COLUMNS:
         assert not truth(gated, name)[absent].any(), name
-
-
-def test_padding_holds_nothing():
-    rows = generate_batch(preset("production", duration_s=0.2), range(6), chunks=True)
-    padding = ~rows["valid"]
-    assert padding.any()
-    for name in ("features", "truth", "receivers", "features_chunks", "truth_chunks", "present"):
-        assert not rows[name][padding].any(), name
 
 
 def test_iq_exists_for_present_receivers_only():
@@ -274,12 +255,6 @@ def assert_finite(rows):
             assert torch.isfinite(torch.view_as_real(values) if values.is_complex() else values).all(), name
 
 
-@pytest.mark.parametrize("waveform", ["nbfm", "am", "cw", "fsk"])
-@pytest.mark.parametrize("fading", ["rayleigh", "rician", "none"])
-def test_every_waveform_and_fading_gives_finite_numbers(waveform, fading):
-    assert_finite(generate_batch(GenerateConfig(waveform=waveform, fading=fading, **SHORT), range(3), chunks=True))
-
-
 @pytest.mark.parametrize("case", EXTREMES)
 @pytest.mark.parametrize("waveform", ["nbfm", pytest.param("cw", marks=pytest.mark.long)])
 def test_extreme_configurations_give_finite_numbers(case, waveform):
@@ -317,46 +292,3 @@ def test_a_batch_equals_its_rows_one_at_a_time(config):
         alone = generate_batch(config, [index], chunks=True)
         for name, rows in whole.items():
             assert torch.equal(alone[name][0], rows[n]), name
-
-
-def test_a_full_length_batch_equals_its_rows_one_at_a_time(iq_rows):
-    config = GenerateConfig(dataset_type="iq_raw", tx_power_dbm=30.0, min_snr_db=5.0, max_gdop=1e6, seed=9)
-    alone = generate_batch(config, [2], chunks=True)
-    for name, rows in iq_rows.items():
-        assert torch.equal(alone[name][0], rows[2]), name
-
-
-def test_order_does_not_matter():
-    config = GenerateConfig(**SHORT)
-    forward, backward = generate_batch(config, range(8)), generate_batch(config, list(range(7, -1, -1)))
-    for name, rows in forward.items():
-        assert torch.equal(backward[name].flip(0), rows), name
-
-
-@pytest.mark.parametrize("workers", [1, 2, 3])
-def test_the_number_of_threads_does_not_matter(workers):
-    config = GenerateConfig(**SHORT)
-    scenes = make_scenes(config, np.arange(6))
-    work = make_transmissions(config, scenes[np.nonzero(scenes.accepted)[0]])
-    expected = generate_batch(config, range(6), chunks=True)
-    with CpuBackend(config, workers=workers) as backend:
-        measured = backend.measure(work, iq=True)
-    assert torch.equal(measured.features, expected["features"][expected["present"]])
-
-
-def test_torchs_own_threads_do_not_matter():
-    config = GenerateConfig(**SHORT)
-    expected = generate_batch(config, range(4), chunks=True)
-    before = torch.get_num_threads()
-    torch.set_num_threads(4)
-    try:
-        again = generate_batch(config, range(4), chunks=True)
-    finally:
-        torch.set_num_threads(before)
-    for name, rows in expected.items():
-        assert torch.equal(again[name], rows), name
-
-
-def test_another_seed_gives_other_rows():
-    one, two = (generate_batch(GenerateConfig(**SHORT, seed=seed), range(3)) for seed in (0, 1))
-    assert not torch.isclose(one["features"][..., 0, 0], two["features"][..., 0, 0]).any()

@@ -16,7 +16,6 @@ from brim.rf.features import F
 from brim.rf.location.evaluate import (
     baselines,
     best_baseline,
-    breakdown,
     coverage,
     ellipse_scale,
     evaluate,
@@ -137,12 +136,6 @@ def test_report_has_the_agreed_keys_and_is_json(report):
     assert json.loads(json.dumps(report, allow_nan=False)) == report
 
 
-def test_report_of_the_solver_is_that_of_its_baseline(report):
-    assert report["median_error_m"] == pytest.approx(
-        report["baselines"]["arrival_strength"]["median_error_m"], rel=1e-3
-    )
-
-
 def test_groups_hold_every_sample_once(report, rows):
     for name in ("coverage_by_arrival_sigma", "coverage_by_gdop", "error_by_snr_db", "error_by_receivers"):
         assert sum(group["samples"] for group in report[name].values()) == len(rows["present"])
@@ -154,15 +147,6 @@ def test_errors_grow_with_gdop(report):
     by = report["coverage_by_gdop"]
 
     assert by["low"]["median_error_m"] < by["middle"]["median_error_m"] < by["high"]["median_error_m"]
-
-
-def test_samples_are_grouped_by_their_receivers(rows):
-    position, covariance, true = normal(len(rows["present"]))
-    groups = breakdown(gaussian(position, covariance), true, rows)["error_by_receivers"]
-
-    assert {int(n): g["samples"] for n, g in groups.items()} == {
-        n: int((rows["present"].sum(-1) == n).sum()) for n in rows["present"].sum(-1).unique().tolist()
-    }
 
 
 def test_baselines_do_not_depend_on_how_they_are_batched(rows, compared):
@@ -258,7 +242,9 @@ def test_features_by_name_with_statistics_equal_the_dataset(rows):
 
 def test_what_is_not_given_follows_from_what_is(rows):
     stations = observation(rows)["stations"][:3]
-    for station, strength in zip(stations, ({"rssi_dbm": -116.711}, {"snr_db": 0.0}, {"rssi_dbm": -130.0}), strict=True):
+    for station, strength in zip(
+        stations, ({"rssi_dbm": -116.711}, {"snr_db": 0.0}, {"rssi_dbm": -130.0}), strict=True
+    ):
         del station["rssi_dbm"], station["arrival_difference_us"]
         station |= strength
     _, parsed = parse_observations({"stations": stations}, PRODUCTION)
@@ -268,14 +254,6 @@ def test_what_is_not_given_follows_from_what_is(rows):
     assert snr.tolist() == pytest.approx([0.0, 0.0, -20.0], abs=0.002)  # 3.01 dB above the noise: as much signal
     assert rssi.tolist() == pytest.approx([-116.711, -116.711, -130.0], abs=0.002)
     assert parsed["reference"].tolist() == [0]  # the strongest
-
-
-def test_observations_of_different_sizes_are_padded(rows):
-    few = observation(rows, 1)
-    few["stations"] = sorted(few["stations"], key=lambda s: abs(s["arrival_difference_us"]))[:3]
-    _, parsed = parse_observations([observation(rows, 0), few], PRODUCTION)
-
-    assert parsed["present"].sum(-1).tolist() == [int(rows["present"][0].sum()), 3]
 
 
 def test_strength_alone_is_enough(rows):
@@ -320,17 +298,3 @@ def test_what_is_missing_or_wrong_is_named(rows, change, message):
         parse_observations(one, preset("production"))
 
     assert message in str(caught.value)
-
-
-@pytest.mark.parametrize("text", ["", "{", "[]", "3", '{"observations": []}', '["a"]'])
-def test_files_that_hold_no_observations_are_refused(tmp_path, text):
-    file = tmp_path / "observations.json"
-    file.write_text(text)
-
-    with pytest.raises(ConfigError, match="observations"):
-        read_observations(file, PRODUCTION)
-
-
-def test_a_missing_file_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match="give the path"):
-        read_observations(tmp_path / "nothing.json", PRODUCTION)

@@ -11,21 +11,25 @@ from brim.rf.config import GenerateConfig
 from brim.rf.features import (
     FEATURES,
     FeatureGrid,
+    SpectrumSums,
     aggregate,
     envelope_features,
     measure_arrival,
+    only_heard,
     spectrum_features,
     sum_envelope,
     sum_spectrum,
+    timing_heard,
 )
 from brim.rf.generation.stages import generate_batch
 
-PROMISED = (
-    "rssi_dbm snr_db noise_floor_dbm frequency_offset_hz bandwidth_hz psd_dbm_per_hz spectral_centroid_hz "
-    "spectral_rolloff_hz spectral_flatness envelope_mean envelope_std envelope_max peak_to_avg_ratio_db "
-    "zero_crossing_rate multipath_delay_spread_us coherence_bandwidth_khz delay_spread_confidence confidence_score "
-    "arrival_difference_us arrival_sigma_us"
-).split()
+PROMISED = [
+    "rssi_dbm", "snr_db", "noise_floor_dbm", "frequency_offset_hz", "bandwidth_hz", "psd_dbm_per_hz",
+    "spectral_centroid_hz", "spectral_rolloff_hz", "spectral_flatness", "envelope_mean", "envelope_std",
+    "envelope_max", "peak_to_avg_ratio_db", "zero_crossing_rate", "multipath_delay_spread_us",
+    "coherence_bandwidth_khz", "delay_spread_confidence", "confidence_score", "arrival_difference_us",
+    "arrival_sigma_us",
+]  # fmt: skip
 
 
 def chunks(rows, name):
@@ -59,7 +63,7 @@ def rms(values):
 
 
 def test_the_features_are_those_of_the_contract():
-    assert PROMISED == [name for name, _ in FEATURES]
+    assert [name for name, _ in FEATURES] == PROMISED
 
 
 # Powers
@@ -343,6 +347,19 @@ def test_a_carrier_has_no_arrival_time(rows_of):
     assert not feature_chunks(rows, "arrival_difference_us")[rows["present"]].any()
     others = rows["present"] & ~is_reference(rows)
     assert (feature_chunks(rows, "arrival_sigma_us")[others] == 1e6).all()
+
+
+def test_arrivals_below_the_threshold_are_unknown():
+    """At −5 dB over the record, by the power of a chunk and the noise in it."""
+    noise = torch.ones(3, 5)
+    total = 1 + 10**-0.5 * torch.tensor([0.99, 1.01, 100.0])[:, None].expand(3, 5)
+    sums = SpectrumSums(*[total] * 8)
+    heard = timing_heard(sums, noise)
+    value, sigma = only_heard(torch.full((3, 5), 7e-6), torch.full((3, 5), 1e-6), heard)
+
+    assert heard.tolist() == [False, True, True]
+    assert value[:, 0].tolist() == pytest.approx([0, 7e-6, 7e-6])
+    assert sigma[:, 0].tolist() == pytest.approx([1.0, 1e-6, 1e-6])
 
 
 def test_an_arrival_never_leaves_what_the_baseline_allows():

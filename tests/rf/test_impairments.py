@@ -10,8 +10,6 @@ from scipy import stats
 
 from brim.errors import ConfigError
 from brim.rf.config import PRESETS, GenerateConfig, preset
-from brim.rf.features import F
-from brim.rf.generation.stages import generate_batch
 from brim.rf.location import Streamed
 from brim.rf.physics.impairments import impair, is_impaired, phase_noise
 
@@ -44,16 +42,6 @@ def test_a_record_is_the_same_in_any_batch():
     iq = records(5)
     whole, alone = impaired(EVERY, iq), impaired(EVERY, iq[3:4], first=3)
     assert np.array_equal(whole[3], alone[0])
-
-
-def test_samples_with_every_effect_are_the_same_in_any_batch_and_differ_from_clean_ones():
-    config = GenerateConfig(duration_s=0.2, tx_power_dbm=45.0, seed=9)
-    one, two = (generate_batch(replace(config, **EVERY), index, "cpu") for index in ([0, 1, 2], [2]))
-    clean = generate_batch(config, [2], "cpu")
-
-    assert torch.equal(one["features"][one["index"] == 2], two["features"])
-    assert not torch.equal(clean["features"][..., F["rssi_dbm"], :], two["features"][..., F["rssi_dbm"], :])
-    assert torch.equal(clean["transmitter"], two["transmitter"])
 
 
 @pytest.mark.parametrize("clip_db", [6.0, 9.0, 14.0])

@@ -9,7 +9,6 @@ import torch
 from gaussian_rows import EXACT, PRODUCTION, gaussian_rows, permuted, solver_estimate
 
 from brim.cli import main
-from brim.errors import ConfigError
 from brim.rf.config import GenerateConfig, LocatorTraining, preset
 from brim.rf.features import F
 from brim.rf.generation.drawn import DRAWN, draw_accepted, draw_rows
@@ -52,15 +51,6 @@ def test_samples_without_iq_are_those_with_it(clip_db):
     assert float(off.abs().median()) < 0.7  # of arrivals that are tens of µs apart
     stated = [rows["features"][..., F["arrival_sigma_us"], 0][sure].median() for rows in (drawn, real)]
     assert 0.4 < float(stated[0] / stated[1]) < 1.5
-
-
-def test_a_sample_without_iq_is_the_same_in_any_batch():
-    config = preset("amateur", seed=4)
-    whole, part = draw_rows(config, np.arange(40)), draw_rows(config, np.array([33]))
-    row = whole["index"].tolist().index(33)
-
-    for name in whole:
-        assert torch.equal(whole[name][row : row + 1], part[name]), name
 
 
 # Mixtures
@@ -166,15 +156,6 @@ def test_turning_samples_keeps_what_the_solver_says_of_the_truth():
     assert after == pytest.approx(before, rel=1e-3, abs=1e-2)
     far = (other["stations"] - other["target"][:, None]).norm(dim=-1)
     assert far == pytest.approx((batch["stations"] - batch["target"][:, None]).norm(dim=-1), rel=1e-4)
-
-
-def test_a_network_of_earlier_versions_has_one_gaussian():
-    old = {"hybrid": True, "power_known": False, "width": 64, "heads": 4, "layers": 3, "dropout": 0.2}
-    names = set(Locator(LocatorConfig(**old)).state_dict())
-
-    assert LocatorConfig(**old).components == 1
-    assert not any(name.startswith("map.") for name in names)
-    assert Locator(LocatorConfig(**old)).head.out_features == 5
 
 
 # Baselines
@@ -322,8 +303,3 @@ def test_an_environment_of_another_seed_is_said(tmp_path, caplog):
 
     assert found.metrics["differences"]["environment_seed"] == {"data": 2, "run": 0}
     assert found.metrics["best_baseline"] in found.metrics["baselines"]
-
-
-def test_impossible_streams_are_refused():
-    with pytest.raises(ConfigError, match="samples"):
-        Streamed(generation=GenerateConfig(), samples=1)

@@ -55,9 +55,7 @@ def test_hata_at_900_mhz_is_the_textbook_line(environment, at_1_km):
     # 69.55 + 77.283 − 20.414 − 0.016, slope 44.9 − 6.55·log10 30 = 35.225 dB per decade
     got = hata_db(900.0, KM * 1e3, 30.0, 1.5, environment)
     assert got == pytest.approx(at_1_km + 35.225 * np.log10(KM), abs=0.005)
-    config = GenerateConfig(
-        loss="hata", frequency_mhz=900, rx_antenna_m=30, tx_antenna_m=1.5, environment=environment
-    )
+    config = GenerateConfig(loss="hata", frequency_mhz=900, rx_antenna_m=30, tx_antenna_m=1.5, environment=environment)
     assert path_loss_db(config, KM * 1e3) == pytest.approx(got)
 
 

@@ -34,17 +34,6 @@ def test_words_are_the_blocks_of_one_keyed_stream():
     assert words(9, np.array(index), receiver, Purpose.LINK, 7).tolist() == expected[:7]
 
 
-def test_a_longer_draw_begins_with_the_shorter_one():
-    few, many = (uniform(1, np.arange(5), 2, Purpose.ECHO, count) for count in (3, 11))
-    assert np.array_equal(few, many[:, :3])
-
-
-def test_a_number_does_not_depend_on_what_is_drawn_with_it():
-    together = uniform(7, np.arange(100)[:, None], np.arange(10), Purpose.LINK, 6)
-    for i, r in ((0, 0), (57, 3), (99, 9)):
-        assert np.array_equal(together[i, r], uniform(7, np.array(i), r, Purpose.LINK, 6))
-
-
 @pytest.mark.parametrize(
     "other",
     [
@@ -65,15 +54,6 @@ def test_changing_any_part_of_the_key_gives_unrelated_numbers(other):
         draws.append(uniform(k["seed"], np.array(k["index"]), k["receiver"], k["purpose"], 20_000))
     assert not np.isin(draws[0], draws[1]).mean() > 1e-3
     assert abs(np.corrcoef(draws)[0, 1]) < 4 / np.sqrt(20_000)
-
-
-def test_consecutive_attempts_receivers_and_draws_are_uncorrelated():
-    draws = uniform(3, np.arange(4_000)[:, None], np.arange(4), Purpose.LINK, 4) - 0.5
-    bound = 4.5 * (1 / 12) / np.sqrt(4_000)
-    flat = draws.reshape(4_000, -1)
-    covariance = flat.T @ flat / 4_000
-    assert np.abs(covariance - np.diag(np.diag(covariance))).max() < bound
-    assert abs((draws[1:] * draws[:-1]).mean()) < bound
 
 
 def test_uniform_numbers_are_uniform_and_never_0_or_1():

@@ -55,12 +55,6 @@ def test_every_record_has_its_own_noise(quiet):
     assert (overlap - torch.eye(8)).abs().max() < 0.015
 
 
-def test_the_noise_is_part_of_no_short_cycle(quiet):
-    first = quiet[0]
-    for lag in (1, 2, 4, 8, 320, 40_000, 100_000):
-        assert (first[lag:] * first[:-lag].conj()).mean().abs() / 16 < 4.5 / np.sqrt(len(first) - lag)
-
-
 @pytest.mark.parametrize("frequency_hz", [0, 50, 1_000, 3_000, 5_000, 6_000, 6_250])
 def test_the_channel_filter_is_flat_inside_the_channel(frequency_hz):
     assert passed_db(frequency_hz) == pytest.approx(0, abs=0.05)
@@ -83,12 +77,6 @@ def test_the_noise_floor_is_the_noise_power_in_the_channel(quiet):
     floors = torch.cat([tune(CONFIG, record)[1] for record in quiet])
     assert floors.mean().item() == pytest.approx(1, rel=0.012)
     assert floors.std().item() < 0.03
-
-
-def test_the_noise_floor_follows_the_noise():
-    record = noise(CONFIG, 0, 0)
-    floor, louder = tune(CONFIG, record)[1], tune(CONFIG, record * 10)[1]
-    assert torch.allclose(louder, 100 * floor, rtol=1e-4)
 
 
 @pytest.mark.parametrize("frequency_hz", [0.0, 50.0, 1_500.0, -3_000.0, 4_000.0])

@@ -155,7 +155,11 @@ def test_an_old_position_fix_is_said_and_makes_the_clock_less_certain(tmp_path):
 
 def test_an_ordinary_wav_file_may_say_when_and_where_it_was_tuned(tmp_path):
     moment = struct.pack("<8H", 2026, 1, 6, 31, 12, 0, 5, 250)  # a Saturday
-    write_wav(tmp_path / "a.wav", IQ, extra=b"auxi" + struct.pack("<I", 36) + moment + bytes(16) + struct.pack("<I", 7_100_000))
+    write_wav(
+        tmp_path / "a.wav",
+        IQ,
+        extra=b"auxi" + struct.pack("<I", 36) + moment + bytes(16) + struct.pack("<I", 7_100_000),
+    )
 
     recording = opened(tmp_path / "a.wav")
 
@@ -376,15 +380,3 @@ def test_stamps_that_are_no_clock_are_refused_in_words(spoil, words):
 
     assert isinstance(reason, str)
     assert words in reason
-
-
-def test_nothing_is_read_before_it_is_asked_for(tmp_path):
-    path = tmp_path / "big.cs16"
-    with path.open("wb") as file:
-        file.truncate(8 << 30)  # a hole
-    (tmp_path / "big.csv").write_text(f"file,rate_hz,start\nbig.cs16,200000,{EPOCH}Z\n")
-
-    recording = opened(path)
-
-    assert len(recording.samples) == 2 << 30
-    assert recording.samples.complex(2**31 - 10, 10).shape == (10,)

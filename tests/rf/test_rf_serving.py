@@ -1,6 +1,5 @@
 """Requests for positions: what `locate` says, whatever else is in the batch."""
 
-import gc
 import json
 from pathlib import Path
 
@@ -12,11 +11,10 @@ from small_dataset import write_dataset
 
 from brim.engine.batching.servable import Answer, Payload
 from brim.engine.batching.warm_up import warm_up
-from brim.errors import CheckpointError, ConfigError, TooLarge
+from brim.errors import ConfigError, TooLarge
 from brim.rf.config import GenerateConfig, LocatorTraining
 from brim.rf.features import FEATURES, STATISTICS
 from brim.rf.location import train
-from brim.rf.location.model import Locator
 from brim.rf.location.run import locate
 from brim.rf.location.serving import LocateServable, padded
 
@@ -212,20 +210,3 @@ def test_warming_up_ends_where_batches_are_no_faster(made):
     assert warmed.sizes[0] == 1
     assert tuple(servable.sizes) == warmed.sizes
     assert list(servable.inspect(payload(observations(made)[0])).expected_s) == list(warmed.sizes)
-
-
-def test_a_run_that_is_none_is_an_error(tmp_path):
-    with pytest.raises(CheckpointError):
-        LocateServable(tmp_path, CPU)
-
-
-def test_nothing_is_left_of_a_model_that_is_closed(made):
-    gc.collect()
-    before = sum(type(each) is Locator for each in gc.get_objects())
-    servable = LocateServable(made / "run", CPU)
-    run(servable, [payload(observations(made)[0])])
-
-    servable.close()
-
-    gc.collect()
-    assert sum(type(each) is Locator for each in gc.get_objects()) == before

@@ -7,7 +7,6 @@ import pytest
 import scipy.special
 from scipy import stats
 
-from brim.cli import main
 from brim.errors import ConfigError
 from brim.rf.config import FRACTAL, PRESETS, GenerateConfig, Station, preset
 from brim.rf.physics.diffraction import EFFECTIVE_RADIUS_M, bullington_db, knife_edge_db, smooth_earth_db
@@ -88,7 +87,9 @@ def test_a_map_hides_what_is_behind_its_hills_seen_from_either_end():
     wall = np.zeros((2, 66))
     wall[:, 16] = 400.0  # where the sixteenth of 64 points of a profile lies
     ground = HeightMap(45.0, 7.0, (1.0, 0.2 / 65), wall)
-    here, there = ((np.array([lat]), np.array([lon]), np.array([h])) for lat, lon, h in ((45.1, 7, 30), (45.3, 7.2, 300)))
+    here, there = (
+        (np.array([lat]), np.array([lon]), np.array([h])) for lat, lon, h in ((45.1, 7, 30), (45.3, 7.2, 300))
+    )
     d = np.array([20e3])
     expected = bullington_db(145.0, d, wall[:1, 1:-1], np.array([30.0]), np.array([300.0]))
 
@@ -390,23 +391,6 @@ def test_traced_paths_may_be_hdf5_and_nothing_else_is_taken_for_them(tmp_path):
     np.save(tmp_path / "array.npy", np.zeros(3))
     with pytest.raises(ConfigError, match="one array without a name"):
         read_paths(str(tmp_path / "array.npy"))
-
-
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (["--paths", "x.npz", "--random-receivers"], "--paths and --random-receivers exclude each other"),
-        (["--clock", "none", "--bound", "timing"], "mean nothing without a common clock; set --bound to strength"),
-        (["--preset", "valley", "--bound", "timing"], "mean nothing without a common clock"),
-    ],
-)
-def test_options_that_contradict_each_other_are_one_sentence(words, said, tmp_path, capfd):
-    out = tmp_path / "data"
-    assert main(["rf", "generate", "--out", str(out), *words]) == 2
-    error = " ".join(capfd.readouterr().err.split())
-    assert said in error
-    assert error.count("error:") == 1
-    assert not out.exists()
 
 
 def test_paths_exclude_random_receivers():

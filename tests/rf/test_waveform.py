@@ -60,10 +60,6 @@ def test_the_nbfm_message_fills_its_band(tables):
         assert density[inside].sum() / density.sum() > 0.005
 
 
-def test_the_nbfm_message_has_zero_mean(tables):
-    assert np.abs(instantaneous_hz(tables["nbfm"]).mean(-1)).max() < 3
-
-
 def test_nbfm_deviates_by_2500_hz_at_its_peak(tables):
     peak = np.abs(instantaneous_hz(tables["nbfm"])).max(-1)
     assert peak.max() < 2_550
@@ -88,10 +84,6 @@ def test_nbfm_occupies_about_4_7_khz(tables):
     assert np.mean(widths) == pytest.approx(4_700, rel=0.10)
 
 
-def test_nbfm_keeps_its_power_inside_the_channel(tables):
-    assert share_outside(np.exp(1j * tables["nbfm"]), 0, 6_250) < 2e-3
-
-
 def test_the_table_is_the_closed_form(tables):
     config = GenerateConfig(seed=4)
     messages = make_messages(config, np.arange(NUM))
@@ -111,10 +103,6 @@ def test_am_never_overmodulates(tables):
     assert np.abs(tables["am"].mean(-1)).max() < 2e-3
 
 
-def test_the_am_message_lies_between_300_and_3000_hz(tables):
-    assert share_outside(tables["am"], 295, 3_005) < 1e-7
-
-
 def test_fsk_sends_one_of_two_frequencies_but_near_a_change(tables):
     frequency = np.abs(instantaneous_hz(tables["fsk"]))
     deviation = PARAMETERS["fsk"]["deviation_hz"]
@@ -122,13 +110,6 @@ def test_fsk_sends_one_of_two_frequencies_but_near_a_change(tables):
     # 0.75 changes a symbol, each 0.2 ms long on either side, of 0.8 ms symbols.
     assert (frequency > deviation * 0.998).mean() == pytest.approx(1 - 0.75 * 0.5, abs=0.03)
     assert (instantaneous_hz(tables["fsk"]) > 0).mean() == pytest.approx(0.5, abs=0.01)
-
-
-def test_fsk_stays_within_the_band_of_the_channel_stream(tables):
-    wave = np.exp(1j * tables["fsk"]) * np.hanning(tables["fsk"].shape[-1])
-    power = np.abs(np.fft.fft(wave)) ** 2
-    outside = np.abs(np.fft.fftfreq(wave.shape[-1], 1 / TABLE_HZ)) > 12_500
-    assert power[..., outside].sum() < 1e-6 * power.sum()
 
 
 def test_fsk_changes_only_between_symbols(tables):
@@ -174,10 +155,3 @@ def test_rms_bandwidth_stands_in_for_it_in_am(tables):
     slope = np.diff(tables["am"]) * TABLE_HZ / (2 * np.pi)
     measured = np.sqrt((slope**2).mean(-1) / ((1 + tables["am"]) ** 2).mean(-1))
     assert rms_frequency_hz(config, messages, peak) == pytest.approx(measured, rel=0.05)
-
-
-def test_the_manifest_states_the_parameters():
-    assert PARAMETERS["nbfm"]["peak_deviation_hz"] == 2_500
-    assert tuple(PARAMETERS["nbfm"]["message_hz"]) == (300, 3_000)
-    assert {"depth", "message_hz"} <= set(PARAMETERS["am"])
-    assert {"symbols_per_s", "deviation_hz"} <= set(PARAMETERS["fsk"])
