@@ -21,7 +21,6 @@ REPORT = {
     "ceiling_share": 0.97,
     "peak_bytes": 123_456_789,
     "stages": {
-        "scene": {"busy_s": 0.1, "share": 0.05, "wait_input_s": 0.0, "wait_room_s": 1.9, "items": 12},
         "compute": {"busy_s": 1.9, "share": 0.95, "wait_input_s": 0.1, "wait_room_s": 0.0, "items": 12},
         "write": {"busy_s": 0.2, "share": 0.1, "wait_input_s": 1.8, "wait_room_s": 0.0, "items": 12},
     },

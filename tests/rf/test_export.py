@@ -1,7 +1,6 @@
 import hashlib
 import json
 import resource
-import sys
 import warnings
 
 import h5py
@@ -119,14 +118,6 @@ def test_hdf5_attributes_carry_names_units_and_the_manifest(dataset, tmp_path):
     assert "shards" not in manifest
 
 
-def test_hdf5_holds_iq(recorded, tmp_path):
-    path, rows = recorded
-    export(path, tmp_path / "out", "hdf5")
-    with h5py.File(tmp_path / "out" / "dataset.h5") as file:
-        np.testing.assert_array_equal(file["iq"][:], rows["iq"].numpy())
-        assert file["iq"].attrs["unit"] == "sqrt(mW)"
-
-
 def test_hdf5_takes_a_manifest_of_many_stations(dataset, tmp_path):
     header = {"kind": "rf", "config": {"stations": [{"name": f"station {k}" * 10} for k in range(2_000)]}}
     with ShardWriter(tmp_path / "data", header, items_per_shard=50) as writer:
@@ -205,14 +196,6 @@ def test_sigmf_without_iq_is_refused(dataset, tmp_path):
 # What is refused
 
 
-@pytest.mark.parametrize(("fmt", "package"), [("parquet", "pyarrow"), ("hdf5", "h5py")])
-def test_missing_package_is_named_with_the_next_step(dataset, tmp_path, monkeypatch, fmt, package):
-    monkeypatch.setitem(sys.modules, package, None)
-    with pytest.raises(ConfigError, match=rf"{package}; install it with pip install 'brim\[export\]'"):
-        export(dataset[0], tmp_path / "out", fmt)
-    assert list(tmp_path.iterdir()) == []
-
-
 @pytest.mark.parametrize("fmt", ["parquet", "hdf5"])
 def test_occupied_directory_is_refused_and_left_alone(dataset, tmp_path, fmt):
     (tmp_path / "out").mkdir()
@@ -246,16 +229,6 @@ def test_altered_shard_leaves_nothing(tmp_path, fmt):
 # The file system
 
 
-def test_empty_directory_is_used_and_parents_are_made(dataset, tmp_path):
-    (tmp_path / "empty").mkdir()
-    export(dataset[0], tmp_path / "empty", "parquet")
-    told = export(dataset[0], tmp_path / "a" / "b", "parquet")
-    files = list((tmp_path / "a" / "b").iterdir())
-    assert sorted(file.name for file in files) == sorted(file.name for file in (tmp_path / "empty").iterdir())
-    assert told["bytes"] == sum(file.stat().st_size for file in files)
-    assert sorted(file.name for file in tmp_path.iterdir()) == ["a", "empty"]
-
-
 @pytest.mark.parametrize("fmt", FORMATS)
 def test_full_disk_is_a_storage_error_and_leaves_nothing(recorded, tmp_path, fmt):
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -266,11 +239,3 @@ def test_full_disk_is_a_storage_error_and_leaves_nothing(recorded, tmp_path, fmt
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize("fmt", FORMATS)
-def test_progress_counts_shards(recorded, tmp_path, fmt):
-    told = []
-    export(recorded[0], tmp_path / "out", fmt, progress=lambda done, total: told.append((done, total)))
-    total = len(Dataset(recorded[0]).shards)
-    assert told == [(done, total) for done in range(1, total + 1)]

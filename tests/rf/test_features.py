@@ -102,12 +102,6 @@ def test_the_noise_floor_is_the_noise_whatever_the_signal(nbfm_rows):
     assert error[strong].mean().abs() < 0.02
 
 
-def test_the_noise_floor_follows_the_environment():
-    config = GenerateConfig(environment="city", noise_figure_db=6.0, duration_s=0.2)
-    rows = generate_batch(config, range(2), chunks=True)
-    assert feature(rows, "noise_floor_dbm")[rows["present"]].mean().item() == pytest.approx(-115.821, abs=0.1)
-
-
 # Synthetic chunks
 
 
@@ -196,10 +190,6 @@ def test_occupied_bandwidth_is_right_within_10_percent_at_15_db(rows_of, wavefor
     assert ((ratio - 1).abs() <= 0.1).float().mean() >= 0.90
 
 
-def test_nbfm_occupies_about_4_7_khz_of_the_channel(nbfm_rows):
-    assert truth(nbfm_rows, "bandwidth_hz")[nbfm_rows["present"]].mean().item() == pytest.approx(4_700, rel=0.10)
-
-
 def test_frequency_offset_is_right_within_6_hz_at_10_db(nbfm_rows):
     strong = nbfm_rows["present"] & (truth(nbfm_rows, "snr_record_db") >= 10)
     error = (feature(nbfm_rows, "frequency_offset_hz") - truth(nbfm_rows, "frequency_offset_hz"))[strong]
@@ -214,36 +204,7 @@ def test_frequency_offset_can_be_measured_with_other_modulations(rows_of, wavefo
     assert rms((feature(rows, "frequency_offset_hz") - truth(rows, "frequency_offset_hz"))[strong]) <= within_hz
 
 
-def test_the_centroid_of_a_strong_signal_is_its_offset(nbfm_rows):
-    strong = nbfm_rows["present"] & (truth(nbfm_rows, "snr_record_db") >= 30)
-    error = (feature(nbfm_rows, "spectral_centroid_hz") - truth(nbfm_rows, "frequency_offset_hz"))[strong]
-    assert rms(error) < 10
-
-
-def test_rolloff_lies_inside_half_the_occupied_bandwidth(nbfm_rows):
-    strong = true_chunks(nbfm_rows, "snr_db") >= 30
-    rolloff = chunks(nbfm_rows, "spectral_rolloff_hz")[strong]
-    assert (rolloff <= true_chunks(nbfm_rows, "bandwidth_hz")[strong] / 2 + 250).all()
-    assert rolloff.min() > 0
-
-
-def test_flatness_tells_noise_from_a_signal(nbfm_rows, rows_of):
-    flatness, snr = chunks(nbfm_rows, "spectral_flatness"), true_chunks(nbfm_rows, "snr_db")
-    assert ((flatness > 0) & (flatness <= 1.0001)).all()
-    assert flatness[snr < -3].median() > 0.5
-    assert flatness[snr > 30].median() < 0.1
-    assert chunks(rows_of("cw"), "spectral_flatness").median() < flatness.median()
-
-
 # Envelopes
-
-
-def test_envelope_features_are_relative_to_the_rms(nbfm_rows):
-    mean, std = chunks(nbfm_rows, "envelope_mean"), chunks(nbfm_rows, "envelope_std")
-    peak = chunks(nbfm_rows, "envelope_max")
-    assert torch.allclose(mean**2 + std**2, torch.ones_like(mean), atol=1e-4)
-    assert (peak >= 1).all()
-    assert torch.allclose(chunks(nbfm_rows, "peak_to_avg_ratio_db"), 20 * torch.log10(peak), atol=1e-3)
 
 
 def test_a_narrow_signal_says_that_it_cannot_resolve_echoes(nbfm_rows):
@@ -260,12 +221,6 @@ def test_the_reference_is_the_strongest_present_record_as_measured(nbfm_rows):
     measured = (10 ** (feature_chunks(nbfm_rows, "rssi_dbm").double() / 10)).sum(-1)
     measured = measured.masked_fill(~nbfm_rows["present"], 0)
     assert torch.equal(nbfm_rows["reference"], measured.argmax(1))
-
-
-def test_the_references_difference_is_zero(nbfm_rows):
-    own = is_reference(nbfm_rows)
-    assert not feature_chunks(nbfm_rows, "arrival_difference_us")[own].any()
-    assert not truth(nbfm_rows, "arrival_difference_us")[own].any()
 
 
 def test_true_differences_are_delays_and_clock_errors_later_is_positive():
@@ -288,24 +243,14 @@ def test_arrival_differences_include_both_clock_errors():
     assert rms(without[strong]) > 10
 
 
-def test_arrival_is_right_within_1_2_us_when_both_records_have_20_db(nbfm_rows):
-    strong = pairs(nbfm_rows, 20)
-    assert strong.sum() > 200
-    error = arrival_errors(nbfm_rows, strong)
-    assert rms(error) <= 1.2
-    assert error.mean().abs() < 0.15
-
-
-def test_arrival_is_right_within_5_us_at_10_to_20_db(nbfm_rows):
-    fair = pairs(nbfm_rows, 10, 20)
-    assert fair.sum() > 200
-    assert rms(arrival_errors(nbfm_rows, fair)) <= 5
-
-
-def test_no_arrival_is_off_by_50_us_at_10_db(nbfm_rows):
-    heard = pairs(nbfm_rows, 10)
-    assert heard.sum() >= 400
-    assert arrival_errors(nbfm_rows, heard).abs().max() <= 50
+@pytest.mark.parametrize(("low", "high", "within_us"), [(20, 1e9, 1.2), (10, 20, 5.0)])
+def test_arrival_is_right_within_1_2_us_at_20_db_and_5_us_at_10(nbfm_rows, low, high, within_us):
+    heard = pairs(nbfm_rows, low, high)
+    error = arrival_errors(nbfm_rows, heard)
+    assert heard.sum() > 200
+    assert rms(error) <= within_us
+    assert error.mean().abs() < 0.15 * within_us
+    assert error.abs().max() <= 50
 
 
 @pytest.mark.parametrize("waveform", ["am", "fsk"])
@@ -362,22 +307,7 @@ def test_arrivals_below_the_threshold_are_unknown():
     assert sigma[:, 0].tolist() == pytest.approx([1.0, 1e-6, 1e-6])
 
 
-def test_an_arrival_never_leaves_what_the_baseline_allows():
-    config = GenerateConfig(tx_power_dbm=5.0, min_snr_db=-20.0, max_gdop=1e6, clock_sigma_s=0.0, duration_s=0.2)
-    rows = generate_batch(config, range(30), chunks=True)
-    widest_us = 250e3 / 299.792458 + 10 + 20  # the network is 165 km wide, a chunk moves 20 µs
-    assert feature_chunks(rows, "arrival_difference_us").abs().max() < widest_us
-
-
 # Aggregates
-
-
-def test_aggregates_are_the_mean_std_min_and_max_of_the_chunks(nbfm_rows):
-    chunk = nbfm_rows["features_chunks"][nbfm_rows["present"]].double()
-    wanted = torch.stack([chunk.mean(1), chunk.std(1, correction=0), chunk.amin(1), chunk.amax(1)], -1)
-    got = nbfm_rows["features"][nbfm_rows["present"]].double()
-    scale = chunk.abs().amax(1)[..., None] + 1e-6
-    assert ((got - wanted).abs() / scale).max() < 1e-5
 
 
 def test_aggregate_of_a_hand_case():

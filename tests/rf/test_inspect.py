@@ -62,13 +62,6 @@ def test_bounds_are_of_valid_receivers_and_all_transmitters(dataset):
     assert found.receivers["alt"] == [100.0, 700.0]
 
 
-def test_padding_is_not_a_receiver(tmp_path):
-    config = GenerateConfig(duration_s=0.2, use_random_receivers=True)
-    rows = write_dataset(tmp_path / "random", config, attempts=6)
-    assert not rows["valid"].all()
-    assert inspect(tmp_path / "random").receivers["lat"][0] >= 44.0
-
-
 def test_origin_size_and_throughput_are_told(dataset):
     path, _ = dataset
     found = inspect(path)

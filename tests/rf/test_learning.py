@@ -17,7 +17,7 @@ from brim.rf.location import Streamed, evaluate_run, load_run, split, train
 from brim.rf.location.evaluate import baselines, coverage, draw_positions, fitted_stretch, geojson, levels_of
 from brim.rf.location.fingerprints import Fingerprints
 from brim.rf.location.model import Estimate, Locator, LocatorConfig, mixture_nll, prepare, turned
-from brim.rf.location.solver import SolverConfig, observe, solve, target
+from brim.rf.location.solver import observe, target
 from brim.rf.location.training import _Bar, _Watch
 from brim.rf.physics.geometry import to_local
 
@@ -171,18 +171,6 @@ def test_a_wrong_arrival_is_dropped_and_hardly_pulls_redescending_losses():
 
     assert median["drop_one"] < 0.8 * median["arrival_strength"]
     assert median["geman_mcclure"] < 0.9 * median["arrival_strength"]
-
-
-def test_a_redescending_fit_without_outliers_is_the_plain_one():
-    rows = gaussian_rows(attempts=30)
-    seen = observe(rows, PRODUCTION, EXACT)
-    plain, redescending = (
-        solve(seen, SolverConfig(huber=60.0)),
-        solve(seen, SolverConfig(huber=60.0, redescending=True)),
-    )
-
-    off = (plain.position - redescending.position).norm(dim=-1)
-    assert float(off.median()) < 30
 
 
 def test_the_posterior_on_a_grid_covers_what_it_says():

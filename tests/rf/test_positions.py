@@ -118,18 +118,19 @@ def test_the_region_of_many_stations_is_the_ellipse_of_the_bound(stations):
     assert about["sigma_north_m"] == pytest.approx(math.sqrt(bound[1, 1]), rel=0.15)
 
 
-def test_the_picture_of_a_position_is_dark_where_it_is_with_north_above():
-    one = located(document(MORE, sigma_us=0.3))
+def test_the_picture_of_two_places_is_dark_at_both_with_north_above():
+    one = located(document(STATIONS[:3], sigma_us=0.2, place=(44.8, 7.3)))
     content, (south, north, west, east) = picture(one.posterior)
     columns, rows = struct.unpack(">II", content[16:24])
     body = zlib.decompress(content[content.index(b"IDAT") + 4 : -16])
     image = np.frombuffer(body, np.uint8).reshape(rows, 1 + 3 * columns)[:, 1:].reshape(rows, columns, 3)
-    row, column = np.argwhere((image == (8, 81, 156)).all(-1)).mean(0) + 0.5
-    lon, lat = one.features[0]["geometry"]["coordinates"]
+    row, column = np.argwhere((image != 255).any(-1)).T + 0.5
+    lat, lon = north - row / rows * (north - south), west + column / columns * (east - west)
+    modes = one.features[0]["properties"]["modes"]
+    away = [np.hypot((lat - mode["lat"]) / (north - south), (lon - mode["lon"]) / (east - west)) for mode in modes]
 
-    assert north - row / rows * (north - south) == pytest.approx(lat, abs=0.1 * (north - south))
-    assert west + column / columns * (east - west) == pytest.approx(lon, abs=0.1 * (east - west))
-    assert abs(row / rows - 0.5) > 0.005
+    assert len(modes) == 2
+    assert np.min(away, 0).max() < 0.15
 
 
 def test_a_network_across_the_180th_meridian_stays_together():
@@ -297,19 +298,6 @@ def test_regions_hold_the_truth_as_often_as_they_say(stations, sigma_us, wrong):
 
     for share, level in zip(np.mean(inside, 0), LEVELS.values(), strict=True):
         assert share == pytest.approx(level, abs=max(3 * math.sqrt(level * (1 - level) / draws), 0.05))
-
-
-def test_errors_beyond_the_sigmas_widen_the_regions():
-    agree = document(MORE, sigma_us=1.0, rng=np.random.default_rng(2))
-    clash = document(MORE, sigma_us=10.0, rng=np.random.default_rng(2))
-    for pair in clash["pairs"]:
-        pair["sigma_us"] = math.sqrt(2)
-
-    one, other = located(agree), located(clash)
-
-    assert other.features[0]["properties"]["chi2_dof"] > 5
-    assert other.posterior.region_m2["95"] > 20 * one.posterior.region_m2["95"]
-    assert inside_level(other.posterior, *PLACE)["95"]
 
 
 @pytest.mark.parametrize(("stations", "late_us"), [(MORE, 100.0), (MORE, -15.0), (MORE[:5], 60.0)])

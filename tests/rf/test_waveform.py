@@ -52,14 +52,6 @@ def test_the_nbfm_message_lies_between_300_and_3000_hz(tables):
     assert share_outside(instantaneous_hz(tables["nbfm"]), 295, 3_005) < 1e-7
 
 
-def test_the_nbfm_message_fills_its_band(tables):
-    frequency, power = spectrum(instantaneous_hz(tables["nbfm"]))
-    density = power.mean(0)
-    for low in range(300, 3_000, 300):
-        inside = (frequency >= low) & (frequency < low + 300)
-        assert density[inside].sum() / density.sum() > 0.005
-
-
 def test_nbfm_deviates_by_2500_hz_at_its_peak(tables):
     peak = np.abs(instantaneous_hz(tables["nbfm"])).max(-1)
     assert peak.max() < 2_550
@@ -125,10 +117,6 @@ def test_fsk_changes_only_between_symbols(tables):
 def test_fsk_has_no_mean_frequency_over_any_chunk(tables):
     chunk = instantaneous_hz(tables["fsk"])[:, :50_000].reshape(NUM, 5, -1).mean(-1)
     assert np.abs(chunk).max() < 10
-
-
-def test_a_carrier_is_constant(tables):
-    assert not tables["cw"].any()
 
 
 def test_every_sample_has_its_own_message(tables):
