@@ -37,7 +37,7 @@ def mixture(weights=(0.7, 0.3), apart=5_000.0, num=1):
 
 @pytest.mark.parametrize("clip_db", [0.0, 40.0])
 def test_samples_without_iq_are_those_with_it(clip_db):
-    config = preset("city", seed=4, duration_s=0.2, adc_clip_db=clip_db)
+    config = preset("city", seed=4, duration_s=0.2, adc_clip_db=clip_db, clock_sigma_s=2e-5)
     real = generate_batch(config, range(12), "cpu")
     drawn = draw_rows(config, real["index"].numpy())
     here = real["present"]
@@ -265,11 +265,8 @@ def test_training_ends_where_there_is_nothing_to_learn(caplog):
     ("words", "said"),
     [
         ([], "give datasets to train on, or --stream"),
-        (["data", "--stream", "city"], "give datasets to train on, or --stream"),
         (["--stream", "citty"], "citty is neither a preset nor a .toml file; did you mean city"),
-        (["--stream", "missing.toml"], "missing.toml"),
         (["data", "--feature-level"], "--feature-level is for --stream"),
-        (["--stream", "city", "--network", "cnn"], "cnn"),
     ],
 )
 def test_contradicting_words_are_refused_before_anything_is_written(words, said, tmp_path, capfd):

@@ -36,24 +36,15 @@ def test_words_are_the_blocks_of_one_keyed_stream():
 
 @pytest.mark.parametrize(
     "other",
-    [
-        {"seed": 2},
-        {"seed": 1 + 2**32},
-        {"seed": 1 + 2**62},
-        {"index": 6},
-        {"index": 5 + 2**32},
-        {"receiver": 1},
-        {"purpose": Purpose.ECHO},
-    ],
-    ids=str,
+    [{"seed": 1 + 2**32}, {"seed": 1 + 2**62}, {"index": 5 + 2**32}, {"receiver": 1}, {"purpose": Purpose.ECHO}],
 )
 def test_changing_any_part_of_the_key_gives_unrelated_numbers(other):
     key = {"seed": 1, "index": 5, "receiver": 0, "purpose": Purpose.LINK}
-    draws = []
-    for k in (key, key | other):
-        draws.append(uniform(k["seed"], np.array(k["index"]), k["receiver"], k["purpose"], 20_000))
-    assert not np.isin(draws[0], draws[1]).mean() > 1e-3
-    assert abs(np.corrcoef(draws)[0, 1]) < 4 / np.sqrt(20_000)
+    one, two = (
+        uniform(k["seed"], np.array(k["index"]), k["receiver"], k["purpose"], 20_000) for k in (key, key | other)
+    )
+    assert np.isin(one, two).mean() < 1e-3
+    assert abs(np.corrcoef(one, two)[0, 1]) < 4 / np.sqrt(20_000)
 
 
 def test_uniform_numbers_are_uniform_and_never_0_or_1():

