@@ -115,6 +115,8 @@ def test_the_manifest_says_how_to_read_the_rows(dataset, gated_config):
     assert (manifest["format_version"], manifest["seed"]) == (2, gated_config.seed)
     assert manifest["config"] == gated_config.as_dict()
     assert manifest["torch"] == torch.__version__
+    assert manifest["noise_dbm"] == pytest.approx(-119.721, abs=0.002)
+    assert manifest["iq"] == {"unit": "sqrt(mW)", "sample_rate_hz": 200_000}
 
 
 def test_shards_hold_what_the_config_says_never_the_batch(dataset):

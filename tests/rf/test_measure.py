@@ -76,6 +76,9 @@ def test_receivers_with_drifting_clocks_agree_with_the_truth(recorded):
         assert station.time.rate_hz == pytest.approx(RATES_HZ[station.name], rel=1e-7)
         assert station.snr_db == pytest.approx(25, abs=2.5)
         assert station.problems == ("2 stale time stamps at the start",)
+        later_us = (DELAYS_S[station.name] - DELAYS_S[observation.reference]) * 1e6
+        assert station.features["arrival_difference_us"] == pytest.approx(later_us, abs=2.0)
+        assert (station.features["arrival_sigma_us"] == 0) == (station.name == observation.reference)
 
 
 def test_the_document_survives_a_file(recorded):

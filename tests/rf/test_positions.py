@@ -86,6 +86,7 @@ def test_a_position_is_near_the_truth_and_has_all_properties():
     assert about["left_out"] == []
     assert about["modes"][0].keys() == {"lat", "lon", "weight"}
     assert about["chi2_dof"] < 3
+    assert about["search_edge"] < 1e-9
     assert about["power"] == "unknown"
     assert [feature["geometry"]["type"] for feature in one.features] == ["Point", *["Polygon"] * 3]
     assert [feature["properties"].get("probability") for feature in one.features] == [None, 0.5, 0.9, 0.95]
@@ -112,6 +113,11 @@ def test_the_region_of_many_stations_is_the_ellipse_of_the_bound(stations):
     ellipse = math.pi * math.sqrt(np.linalg.det(bound)) * -2 * math.log(0.05)
     about = one.features[0]["properties"]
 
+    cells = one.posterior.cells
+    for level, share in (("50", 0.5), ("90", 0.9), ("95", 0.95)):
+        inside = cells.log_density >= one.posterior.thresholds[level]
+        assert cells.mass[inside].sum() / cells.mass.sum() == pytest.approx(share, abs=0.01)
+        assert cells.area_m2[inside].sum() == pytest.approx(one.posterior.region_m2[level])
     assert one.posterior.region_m2["95"] == pytest.approx(ellipse, rel=0.25)  # wider: the sigmas may be wrong
     assert np.array(about["covariance_m2"]) == pytest.approx(bound, rel=0.3, abs=0.1 * bound.max())
     assert about["sigma_east_m"] == pytest.approx(math.sqrt(bound[0, 0]), rel=0.15)
@@ -162,6 +168,10 @@ def test_two_places_that_fit_are_both_listed():
 
     assert len(modes) == 2
     assert nearest < 1_000
+    cells = one.posterior.cells
+    inside = cells.at(cells.log_density >= one.posterior.thresholds["95"])
+    first = np.hypot(inside.lat - modes[0]["lat"], inside.lon - modes[0]["lon"]) < 0.2
+    assert modes[0]["weight"] == pytest.approx(inside.mass[first].sum() / inside.mass.sum(), abs=0.02)
     assert sum(mode["weight"] for mode in modes) == pytest.approx(1, abs=0.02)
     assert one.features[3]["geometry"]["type"] == "MultiPolygon"
     assert inside_level(one.posterior, *outside)["95"]
@@ -172,6 +182,7 @@ def test_strength_alone_says_so_and_claims_little():
 
     assert about["method"] == "strength"
     assert about["region_km2"]["95"] > 500
+    assert about["search_edge"] > 1e-9
 
 
 def test_the_power_makes_no_difference_unless_it_is_given():
@@ -309,6 +320,7 @@ def test_one_wrong_clock_is_found_and_named(stations, late_us):
     off_us, word = re.match(r"its arrival is ([\d.]+) µs (\w+) than", about["left_out"][0]["reason"]).groups()
     assert float(off_us) == pytest.approx(abs(late_us), abs=5)
     assert word == ("later" if late_us > 0 else "earlier")
+    assert one.posterior.wrong[2] > 0.5 > np.delete(one.posterior.wrong, 2).max()
     assert "C" not in about["stations"]
     assert about["chi2_dof"] < 4
     assert error_m(one) < 2_000
@@ -428,6 +440,7 @@ def test_sigmas_of_the_short_form_are_those_of_differences():
     own = prepared.sighting.arrival_sigma_us
 
     assert np.hypot(own[0], own[1:]) == pytest.approx([2.0, 3.0, 4.0], rel=1e-4)
+    assert own[0] == pytest.approx(math.sqrt(2))  # as much as the best of the others
 
 
 # Shapes

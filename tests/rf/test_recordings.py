@@ -12,7 +12,7 @@ from made_recordings import EPOCH, STATIONS, encode, write_kiwi, write_sigmf, wr
 
 from brim.errors import ConfigError
 from brim.rf.measurement.receivers import open_receivers
-from brim.rf.recordings import Clock, fit_clock, match_site, open_recordings, read_sites
+from brim.rf.recordings import Clock, Site, fit_clock, match_site, open_recordings, read_sites
 from brim.rf.recordings.kiwi import week_start_s
 from brim.rf.recordings.sigmf import read_time
 
@@ -73,6 +73,10 @@ def test_captures_skip_their_headers_and_keep_their_times(tmp_path):
     np.testing.assert_allclose(recording.samples.complex(1_500, 1_000), IQ[1_500:2_500], atol=1e-6)
     assert recording.stamp_samples.tolist() == [0, 2_000]
     assert recording.stamp_times_s.tolist() == [0.0, 5.0]
+    (receiver,), _ = open_receivers([path], [Site(name="x", lat=1.0, lon=2.0, alt=0.0)])
+    assert receiver.clock.problems == ("1 gaps between captures",)
+    assert [receiver.clock.time_s(sample) for sample in (1_999, 2_000, 2_500)] == pytest.approx([1.999, 5.0, 5.5])
+    assert receiver.clock.end_s == pytest.approx(9.0)
 
 
 def test_an_archive_is_read_in_place(tmp_path):

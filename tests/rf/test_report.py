@@ -14,6 +14,7 @@ from brim.report.page import metres, number, percent, plain, size
 from brim.report.svg import ChartAxis, MapFrame
 from brim.rf.config import BUILTIN_STATIONS, CHANNEL_HZ, GenerateConfig, Station
 from brim.rf.datasets.page import first_record, welch, write_report
+from brim.rf.features import F
 from brim.rf.physics.link import noise_dbm
 
 CONFIG = GenerateConfig(duration_s=0.2, max_gdop=10.0)
@@ -68,6 +69,19 @@ def test_page_has_every_section_and_numbers_and_loads_nothing(page):
     assert not {tag for tag, _, _ in found.values} & {"script", "link", "img", "iframe", "object", "image", "use"}
     assert not [name for _, name, _ in found.values if name in ("src", "href", "xlink:href")]
     assert not re.search(r"\b(nan|inf)\b", re.sub(r"<style>.*?</style>", "", page, flags=re.DOTALL), re.IGNORECASE)
+
+
+def test_headline_and_gates_are_those_of_the_rows(dataset, page):
+    _, rows = dataset
+    attempts, kept, records = 12, len(rows["index"]), int(rows["present"].sum())
+    words = " | ".join(Page(page).words)
+    measured = np.median(rows["features"][..., F["snr_db"], 0][rows["present"]])
+    tiles = dict(re.findall(r"<div><dt>(.*?)</dt><dd>(.*?)</dd>", page))
+    assert (tiles["samples"], tiles["IQ records"]) == (str(kept), str(records))
+    assert tiles["accepted"] == percent(kept / attempts)
+    assert float(tiles["median SNR"].split()[0]) == pytest.approx(float(measured), rel=0.02)
+    assert tiles["median bound"] == metres(float(np.median(rows["crlb_m"])))
+    assert f"Gates: {kept} of {attempts} attempts accepted" in words
 
 
 def test_names_are_shown_and_stay_text(tmp_path):

@@ -188,3 +188,4 @@ def test_two_versions_never_share_a_batch(made, servable):
     request = payload(observations(made)[0])
 
     assert other.inspect(request).key != servable.inspect(request).key
+    assert other.decode(request).key != servable.decode(request).key

@@ -17,7 +17,8 @@ from brim.errors import CheckpointError, ConfigError, DatasetError, ShardCorrupt
 from brim.rf.config import GenerateConfig, LocatorTraining
 from brim.rf.datasets import export
 from brim.rf.features import F
-from brim.rf.location import evaluate_run, load_run, split, train
+from brim.rf.location import evaluate_run, load_run, locate_documents, split, train
+from brim.rf.location.evaluate import parse_observations
 from brim.rf.location.model import Locator, mixture_nll, prepare
 from brim.rf.location.run import MEASURED
 from brim.rf.location.solver import NoiseModel, calibrate, target
@@ -370,6 +371,44 @@ def test_evaluation_has_the_contract_and_the_breakdowns(evaluation):
     assert json.dumps(found.metrics, allow_nan=False)
     best = found.metrics["baselines"]["arrival_strength"]["median_error_m"]
     assert found.metrics["median_error_m"] < 2 * best
+
+
+def observed(data):
+    """The first sample of a dataset as a person would write it down."""
+    rows = {name: value[0] for name, value in Dataset(data).load().items()}
+    columns = ("snr_db", "arrival_difference_us")
+    stations = [
+        {"name": f"S{n}", **dict(zip(("lat", "lon", "alt"), rows["receivers"][n].tolist(), strict=True))}
+        | {name: float(rows["features"][n, F[name], 0]) for name in columns}
+        for n in rows["present"].nonzero().flatten().tolist()
+    ]
+    return {"id": "one", "reference": f"S{int(rows['reference'])}", "stations": stations}
+
+
+def test_a_network_answers_wider_where_arrivals_contradict_each_other(run, held_out):
+    clash = observed(held_out)
+    for station, late_us in zip(clash["stations"], (9, -7, 8, -9, 6, -8, 7), strict=False):
+        station["arrival_difference_us"] += late_us * (station["name"] != clash["reference"])
+    (plain,), (wide,) = (locate_documents([("o", one)], run=run) for one in (observed(held_out), clash))
+    about = wide.features[0]["properties"]
+    _, rows = parse_observations(wide.prepared.document, CONFIG)
+    own = load_run(run).predict(rows).covariance[0]
+
+    assert plain.features[0]["properties"]["widened"] == 1
+    assert about["left_out"] == []
+    assert about["widened"] == pytest.approx(about["chi2_dof"], rel=1e-3)
+    assert about["widened"] > 2
+    assert torch.tensor(about["covariance_m2"]) == pytest.approx(about["widened"] * own, rel=1e-3)
+
+
+def test_a_network_cannot_answer_without_its_reference(run, held_out):
+    late = observed(held_out)
+    for station in late["stations"]:
+        station["arrival_difference_us"] += 90.0 * (station["name"] != late["reference"])
+    with pytest.raises(
+        ConfigError, match=rf"the reference '{late['reference']}' is left out \(its arrival is .* earlier"
+    ):
+        locate_documents([("o", late)], run=run)
 
 
 def test_evaluation_on_another_link_is_said_aloud(run, held_out, tmp_path, caplog):

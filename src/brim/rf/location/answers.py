@@ -107,10 +107,7 @@ def _located(prepared: PreparedPairs, run: LocatorRun | None) -> Located:
     modes = modes_of(posterior)
     best = modes[0]
     check_sky_wave(prepared, best.lat, best.lon)
-    wrong = posterior.wrong.copy()
-    for _, number, probability in gone:  # where they no longer count, the posterior says nothing of them
-        wrong[number] = probability
-    fit = Likelihood(whole).fit(best.lat, best.lon, wrong)
+    fit = Likelihood(whole).fit(best.lat, best.lon, posterior.wrong)
     left_out = prepared.left_out + [{"name": name, "reason": _reason(fit, number, p)} for name, number, p in gone]
     about = _about(prepared, posterior, modes, fit, left_out)
     features = _regions(posterior, best, about) if run is None else _by_network(run, prepared, fit, left_out, about)
@@ -135,7 +132,10 @@ def settled(prepared: PreparedPairs) -> tuple[PreparedPairs, Posterior, list[tup
         if probability < _SURE or timed.sum() < _TESTABLE:
             break
         prepared = replace(prepared, sighting=replace(prepared.sighting, timed=timed))
-    return prepared, posterior, gone
+    wrong = posterior.wrong.copy()
+    for _, number, probability in gone:  # of arrivals that no longer count, the last posterior says nothing
+        wrong[number] = probability
+    return prepared, replace(posterior, wrong=wrong), gone
 
 
 def _reason(fit: Fit, station: int, probability: float) -> str:
