@@ -139,15 +139,6 @@ def test_an_oscillator_offset_turns_the_carrier():
         assert slope_hz == pytest.approx(scenes.frequency_offset_hz[links.sample[m], links.receiver[m]], abs=1e-3)
 
 
-def test_only_present_receivers_are_packed_in_order():
-    config = GenerateConfig(tx_power_dbm=20.0, min_snr_db=10.0)
-    scenes = make_scenes(config, np.arange(50))
-    links = make_links(config, scenes)
-    assert len(links) == scenes.present.sum()
-    assert [*zip(links.sample, links.receiver, strict=True)] == [tuple(at) for at in np.argwhere(scenes.present)]
-    assert np.array_equal(links.index, scenes.index[links.sample])
-
-
 @pytest.mark.parametrize("path", range(4))
 @pytest.mark.parametrize("instant", [1, 77, 200])
 def test_the_envelope_is_rayleigh(rayleigh, path, instant):

@@ -5,8 +5,6 @@ import pytest
 import torch
 from small_dataset import REPORT, write_dataset
 
-from brim.engine.storage import ShardWriter
-from brim.errors import DatasetError
 from brim.rf.config import GenerateConfig
 from brim.rf.datasets import summary as module
 from brim.rf.datasets.summary import inspect
@@ -82,23 +80,6 @@ def test_stopped_dataset_is_counted_by_its_running_totals(tmp_path):
     assert found.throughput is None
     assert found.attempted == int(rows["index"][-1]) + 1
     assert found.attempted == found.samples + sum(found.rejected.values())
-
-
-def test_empty_dataset_is_summarised(tmp_path):
-    with ShardWriter(tmp_path / "empty", {"kind": "rf"}, items_per_shard=4):
-        pass
-    found = inspect(tmp_path / "empty")
-    assert (found.samples, found.records, found.shards) == (0, 0, 0)
-    assert found.gdop is found.receivers is found.acceptance_rate is found.receivers_per_sample is None
-    json.dumps(found.as_dict(), allow_nan=False)
-
-
-@pytest.mark.parametrize("header", [{}, {"kind": "sequences"}])
-def test_other_kinds_are_refused(tmp_path, header):
-    with ShardWriter(tmp_path / "other", header, items_per_shard=4):
-        pass
-    with pytest.raises(DatasetError, match='expected "rf"'):
-        inspect(tmp_path / "other")
 
 
 def test_large_datasets_are_thinned_evenly_across_shards(dataset, monkeypatch):

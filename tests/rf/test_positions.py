@@ -193,17 +193,6 @@ def test_the_power_makes_no_difference_unless_it_is_given():
     assert properties(quiet)["modes"] == properties(loud)["modes"]
 
 
-def test_a_known_power_narrows_strength_alone():
-    value = document(MORE, pairs=[])
-    for station in value["stations"]:
-        station["strength_absolute"] = True
-    unknown = properties(value)["region_km2"]["95"]
-    (known,) = locate_documents([("observations", value)], power_dbm=32.0)
-
-    assert known.features[0]["properties"]["power"] == "known"
-    assert known.features[0]["properties"]["region_km2"]["95"] < unknown
-
-
 # The likelihood
 
 
@@ -513,34 +502,25 @@ def test_positions_may_come_from_the_stations_file(tmp_path):
     assert one.left_out == [{"name": "G", "reason": "it has no position"}]
 
 
-def broken(kind):
-    value = document(STATIONS)
-    if kind == "positions":
-        for station in value["stations"][:2]:
-            del station["lat"]
-    elif kind == "one":
-        value["stations"] = value["stations"][:1]
-    elif kind == "beyond":
-        value = document(STATIONS[:3], late_us={"B": 150_000.0})
-    elif kind == "sigma":
-        value["pairs"][0]["sigma_us"] = None
-    return value
-
-
 @pytest.mark.parametrize(
-    ("kind", "words"),
+    ("change", "words"),
     [
-        ("positions", "2 of 4 stations have a position, A, B none"),
-        ("one", "1 stations; at least 2"),
-        ("beyond", "its arrival differs by 150"),
-        ("sigma", "sigma_us is None"),
+        (
+            lambda value: [station.pop("lat") for station in value["stations"][:2]],
+            "2 of 4 stations have a position, A, B",
+        ),
+        (lambda value: value["stations"].__delitem__(slice(1, None)), "1 stations; at least 2"),
+        (lambda value: value["stations"][1].update(name="A"), "station 'A' is there twice"),
+        (lambda value: value["pairs"][0].update(sigma_us=None), "sigma_us is None"),
     ],
 )
-def test_bad_observations_are_one_sentence(tmp_path, capsys, kind, words):
-    (tmp_path / "bad.json").write_text(json.dumps(broken(kind)))
+def test_bad_observations_are_refused_in_words(change, words):
+    value = document(STATIONS)
+    change(value)
+    with pytest.raises(ConfigError, match=words):
+        located(value)
 
-    assert main(["rf", "locate", str(tmp_path / "bad.json")]) == 2
 
-    message = capsys.readouterr().err
-    assert words in message
-    assert len(message.strip().splitlines()) == 1
+def test_three_stations_of_which_one_cannot_be_right_are_refused():
+    with pytest.raises(ConfigError, match="its arrival differs by 150"):
+        located(document(STATIONS[:3], late_us={"B": 150_000.0}))

@@ -59,14 +59,6 @@ def test_height_gain_is_that_of_the_airy_function():
     assert low - high == pytest.approx(gain[1] - gain[0], abs=1.0)
 
 
-def test_a_clear_path_loses_nothing_and_the_loss_grows_steadily():
-    d = np.geomspace(1e3, 4e5, 3_000)
-    loss = smooth_earth_db(145.0, d, np.full_like(d, 100.0), np.full_like(d, 300.0))
-    assert loss[d < 30e3].max() == 0
-    assert np.diff(loss).min() > -1e-9
-    assert np.diff(loss).max() < 0.5
-
-
 @pytest.mark.parametrize(("share", "top", "heights"), [(0.5, 250.0, (30.0, 30.0)), (0.25, 400.0, (30.0, 300.0))])
 def test_bullington_is_the_knife_edge_where_there_is_one(share, top, heights):
     d, points = 20e3, 399

@@ -168,17 +168,6 @@ def test_solved_rows_in_the_cache_are_those_of_their_link_noise_and_power(data, 
     assert len(list(cache.iterdir())) == len(settings)
 
 
-def test_a_stopped_solver_goes_on(data, cache, tmp_path, monkeypatch):
-    monkeypatch.setattr("brim.rf.location.training._CHUNK", {"cpu": 8})
-    monkeypatch.setattr("brim.rf.location.training._KEPT_ROWS", 8)
-    calls, rows = iter(range(100)), []
-    train([data], tmp_path / "a", QUICK, device="cpu", stop=lambda: next(calls) >= 3)
-
-    train([data], tmp_path / "a", QUICK, device="cpu", progress=lambda now: rows.append((now.phase, now.step)))
-
-    assert rows[0] == ("prepare", 32)  # three chunks were there
-
-
 def damage_shard(place):
     shard = place / "shards" / "000000.safetensors"
     shard.write_bytes(shard.read_bytes()[:-1] + b"?")
