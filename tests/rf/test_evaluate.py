@@ -5,6 +5,7 @@ import math
 from dataclasses import replace
 from itertools import pairwise
 
+import numpy as np
 import pytest
 import torch
 from gaussian_rows import EXACT, PRODUCTION, gaussian_rows, solver_estimate
@@ -132,6 +133,16 @@ def test_groups_hold_every_sample_once(report, rows):
         assert sum(group["samples"] for group in report[name].values()) == len(rows["present"])
     thirds = [group["samples"] for group in report["coverage_by_gdop"].values()]
     assert max(thirds) - min(thirds) <= 1
+
+
+def test_groups_by_snr_are_of_the_mean_over_those_that_heard(report, rows):
+    snr = np.ma.array(rows["features"][..., F["snr_db"], 0], mask=~rows["present"]).mean(-1)
+    counts, _ = np.histogram(snr, [-100, 10, 15, 20, 25, 30, 35, 40, 200])
+    names = ["<10", "10–15", "15–20", "20–25", "25–30", "30–35", "35–40", "≥40"]
+    expected = {name: count for name, count in zip(names, counts.tolist(), strict=True) if count}
+
+    assert {name: group["samples"] for name, group in report["error_by_snr_db"].items()} == expected
+    assert len(expected) > 2
 
 
 def test_errors_grow_with_gdop(report):

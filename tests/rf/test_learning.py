@@ -208,6 +208,12 @@ def test_a_fingerprint_is_the_mean_of_those_alike_with_their_spread():
 
     assert found.position_en[0] == pytest.approx(mean, abs=1)
     assert found.covariance[0] == pytest.approx(spread, rel=1e-3)
+    louder = {"features": rows["features"].clone()}
+    louder["features"][..., F["snr_db"], 0] += 7.0 * rows["present"]
+    relative = Fingerprints.of(rows, config, power_known=False)
+    one, other = (relative.locate({**rows, **part}, origin) for part in ({}, louder))
+    assert other.position_en == pytest.approx(one.position_en, abs=1)
+    assert (known.locate({**rows, **louder}, origin).position_en - found.position_en).norm() > 10
 
 
 # Training

@@ -458,7 +458,9 @@ def test_labels_tell_parts_apart():
 @pytest.fixture
 def file(tmp_path):
     path = tmp_path / "observations.json"
-    path.write_text(json.dumps(document(MORE)))
+    value = document(MORE)
+    value["pairs"][0]["curve"] = {"start_us": -60.0, "step_us": 30.0, "values": [0.1, 0.2, 0.9, 0.2, 0.1]}
+    path.write_text(json.dumps(value))
     return path
 
 
@@ -469,6 +471,9 @@ def test_the_command_prints_geojson_and_draws_a_map(file, tmp_path, capsys):
     page = (tmp_path / "map.html").read_text()
     assert found["features"][0]["properties"]["id"] == "call"
     assert "χ² per degree of freedom" in page
+    (explained,) = re.findall(r"The place found explains (-?[\d.]+) µs", page)
+    travel = travel_us(MORE)
+    assert float(explained) == pytest.approx(travel[1] - travel[0], abs=3)
     assert "data:image/png;base64," in page
     assert main(["rf", "locate", str(file), "--map", str(tmp_path / "map.png"), "--json"]) == 0
     assert (tmp_path / "map.png").read_bytes().startswith(b"\x89PNG")

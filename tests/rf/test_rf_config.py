@@ -65,6 +65,18 @@ def test_options_win_over_the_preset_below_them(tmp_path):
     assert (config.tx_power_dbm, config.max_gdop, config.use_random_receivers) == (20.0, 100.0, True)
 
 
+@pytest.mark.parametrize(
+    ("changes", "is_fixed"),
+    [
+        ({}, False), ({"clock": "drift"}, True), ({"clock": "drift", "clock_sigma_s": 0.0}, False),
+        ({"terrain": "fractal"}, True), ({"station_gain_db": 1.0}, True), ({"shadowing_distance_m": 500.0}, True),
+        ({"shadowing_distance_m": 500.0, "use_random_receivers": True}, False),
+    ],
+)  # fmt: skip
+def test_an_environment_is_fixed_where_stations_keep_something(changes, is_fixed):
+    assert GenerateConfig(**changes).is_fixed_environment is is_fixed
+
+
 def test_stations_are_read_from_csv(tmp_path):
     stations = read_stations(stations_file(tmp_path / "s.csv", *THREE))
     assert stations == (

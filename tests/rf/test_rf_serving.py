@@ -13,7 +13,7 @@ from brim.rf.config import GenerateConfig, LocatorTraining
 from brim.rf.features import FEATURES, STATISTICS
 from brim.rf.location import train
 from brim.rf.location.run import locate
-from brim.rf.location.serving import LocateServable, padded
+from brim.rf.location.serving import LocateServable
 
 CPU = torch.device("cpu")
 CONFIG = GenerateConfig(duration_s=0.2, tx_power_dbm=45.0, seed=1)
@@ -120,18 +120,6 @@ def test_a_batch_answers_as_each_alone(made, servable):
 
     for one, found in zip(payloads, together, strict=True):
         assert_like(found.body, json.loads(run(servable, [one])[0].body))
-
-
-def test_padding_does_not_matter(made, servable):
-    many = max(observations(made), key=lambda one: len(one["stations"]))
-    by_name = sorted(many["stations"], key=lambda station: station["name"] != many["reference"])
-    few = many | {"stations": by_name[:4]}  # the reference among them
-    assert padded(len(many["stations"])) > 4
-
-    (alone,), (both,) = run(servable, [payload(few)]), run(servable, [payload([few, many])])
-
-    features = json.loads(both.body)["features"][:4]
-    assert_like(alone.body, {"features": features})
 
 
 # What is told before

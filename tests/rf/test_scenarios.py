@@ -351,6 +351,15 @@ def test_traced_paths_are_what_arrives(tmp_path):
     assert scenes.path_power.sum(-1) == pytest.approx(1.0)
 
 
+def test_the_four_strongest_paths_count_in_the_order_they_arrive(tmp_path):
+    delay = np.tile([5e-4, 3e-4, 2e-4, 6e-4, 1e-4, 4e-4], (2, 3, 1))
+    gain = np.tile([-90.0, -101.0, -95.0, -96.0, -99.0, -93.0], (2, 3, 1))
+    found = read_paths(str(traced(tmp_path, delay_s=delay, gain_db=gain)))
+
+    assert found.delay_s[0, 0].tolist() == [2e-4, 4e-4, 5e-4, 6e-4]
+    assert 10 * np.log10(found.gain[0, 0]) == pytest.approx([-95, -93, -90, -96])
+
+
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
