@@ -208,12 +208,18 @@ def test_a_fingerprint_is_the_mean_of_those_alike_with_their_spread():
 
     assert found.position_en[0] == pytest.approx(mean, abs=1)
     assert found.covariance[0] == pytest.approx(spread, rel=1e-3)
-    louder = {"features": rows["features"].clone()}
-    louder["features"][..., F["snr_db"], 0] += 7.0 * rows["present"]
+    clear = (rows["features"][..., F["snr_db"], 0] > config.min_snr_db).all(-1)  # others stay at their threshold
+    everywhere = {name: value[clear] for name, value in rows.items()}
+    louder = everywhere | {"features": everywhere["features"].clone()}
+    louder["features"][..., F["snr_db"], 0] += 7.0
     relative = Fingerprints.of(rows, config, power_known=False)
-    one, other = (relative.locate({**rows, **part}, origin) for part in ({}, louder))
-    assert other.position_en == pytest.approx(one.position_en, abs=1)
-    assert (known.locate({**rows, **louder}, origin).position_en - found.position_en).norm() > 10
+    one, other, absolute = (
+        prints.locate(part, origin).position_en
+        for prints, part in ((relative, everywhere), (relative, louder), (known, louder))
+    )
+    assert len(one) > 3
+    assert other == pytest.approx(one, abs=1)
+    assert float((absolute - one).norm(dim=-1).median()) > 100
 
 
 # Training
