@@ -16,6 +16,7 @@ from brim.cli import main, terminal
 from brim.cli.terminal import Display, Stop
 from brim.errors import ConfigError
 from brim.rf import PRESETS, GenerateConfig, GenerateProgress, GenerateReport
+from brim.segmentation.config import DEFAULT_WEIGHTS, FINE_TUNING
 from waiting import PATIENCE_S
 
 STATIONS = "name,lat,lon,alt\nA,45.0,7.0,100\nB,45.2,7.5,200\nC,44.8,7.3,150\nD,45.1,7.9,300\n"
@@ -236,6 +237,66 @@ def test_stations_and_random_receivers_exclude_each_other(calls, tmp_path, capsy
     assert "exclude each other" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        ("rf generate --out d --device cpu --devices all", "--device and --devices exclude each other"),
+        ("rf generate --out d --devices all --cluster auto", "--devices and --cluster exclude each other"),
+        ("rf generate --out d --allow-mixed", "--allow-mixed is for --devices and --cluster"),
+        ("segment predict i --out o --allow-mixed", "--allow-mixed is for --cluster"),
+        ("segment predict i --out o --network n.py:f --model hrnet", "both name a network"),
+        ("segment tune --models hrnet,unet_tiny --weights w", "--weights w fit one network, --models names 2"),
+        ("doctor auto", '"auto" needs --cluster; write: brim doctor --cluster auto'),
+    ],
+)
+def test_options_that_exclude_each_other_are_refused(argv, said, capsys):
+    assert main(argv.split()) == 2
+
+    assert said in capsys.readouterr().err
+
+
+def handed_on(monkeypatch, function: str, *argv: str) -> tuple[list, dict]:
+    """What a command calls a function with."""
+    seen: list[tuple] = []
+
+    def fake(*values, **options):
+        seen.append((list(values), options))
+        raise ConfigError("enough")
+
+    monkeypatch.setattr(function, fake)
+    assert main([*argv, "--device", "cpu"]) == 2
+    return seen[0]
+
+
+def test_a_locator_starts_from_the_solver_unless_asked_not_to(monkeypatch):
+    for more, hybrid in ([], True), (["--network", "pure"], False):
+        values, options = handed_on(monkeypatch, "brim.rf.location.train", "rf", "train", "a", "b", "--out", "r", *more)
+        assert (values[0], str(values[1]), values[2].hybrid) == (["a", "b"], "r", hybrid)
+        assert (options["stream"], options["resume"]) == (None, False)
+
+
+def test_streamed_samples_have_a_seed_of_their_own_and_the_place_of_their_settings(monkeypatch):
+    words = ["rf", "train", "--stream", "quality", "--samples", "70", "--feature-level", "--seed", "5", "--out", "r"]
+
+    values, options = handed_on(monkeypatch, "brim.rf.location.train", *words)
+
+    made = options["stream"]
+    assert (values[0], made.samples, made.drawn) == ([], 70, True)
+    assert (made.generation.seed, made.generation.environment_seed) == (2**62 + 5, 0)
+    assert made.generation.max_gdop == PRESETS["quality"]["max_gdop"]
+
+
+def test_what_is_typed_wins_over_the_recipe_of_fine_tuning(monkeypatch):
+    words = ["segment", "train", "--images", "i", "--masks", "m", "--from", "default", "--epochs", "3", "--out", "r"]
+
+    values, options = handed_on(monkeypatch, "brim.segmentation.training.train", *words)
+
+    recipe = {name: getattr(values[2], name) for name in FINE_TUNING}
+    assert recipe == {**FINE_TUNING, "epochs": 3}
+    assert FINE_TUNING["epochs"] != 3
+    assert (str(values[0]), str(values[1]), options["weights"]) == ("i", "m", DEFAULT_WEIGHTS)
+
+
 # Results
 
 
@@ -288,6 +349,18 @@ def test_an_error_is_one_line_without_a_traceback(monkeypatch, capsys):
     assert captured.out == ""
     assert captured.err.startswith("error: value [bold]x[/bold]=3 must be smaller")
     assert captured.err.count("\n") == 1
+
+
+def test_every_fault_is_told(monkeypatch, capsys):
+    def fail(*_, **__):
+        failure = ConfigError("is too small", field="samples", value=1)
+        failure.more = (ConfigError("is too large", field="batch_size", value=9),)
+        raise failure
+
+    monkeypatch.setattr("brim.rf.generate", fail)
+
+    assert main(["rf", "generate", "--out", "d"]) == 2
+    assert capsys.readouterr().err == "error: --samples=1 is too small\nerror: --batch-size=9 is too large\n"
 
 
 @pytest.mark.parametrize(
@@ -397,11 +470,16 @@ def test_doctor_says_what_is_here(capsys):
     assert set(facts["sandbox"]) <= {"read-only files", "no network"}
 
 
-def test_doctor_draws_a_table(capsys):
+def test_doctor_says_what_is_free_and_what_would_be_used(monkeypatch, capsys):
+    for name in ("_cpu", "_disk", "_shared_memory"):
+        room = {"free_bytes": 3 * 2**30, "total_bytes": 64 * 2**30}
+        monkeypatch.setattr(brim.doctor, name, lambda room=room: room)
+
     assert main(["doctor"]) == 0
 
     out = capsys.readouterr().out
-    assert all(word in out for word in ("packages", "memory", "disk", "sandbox", "uses", "problem"))
+    assert out.count("3.0 GiB free of 64.0 GiB") == 3
+    assert all(word in out for word in ("packages", "sandbox", "uses"))
 
 
 def test_doctor_never_fails(monkeypatch, capsys):
@@ -510,6 +588,26 @@ def test_demo_leaves_a_foreign_directory_alone(tmp_path, capsys):
 
     assert "--out" in capsys.readouterr().err
     assert [p for p in (tmp_path / "demo").rglob("*") if p.is_file()] == [foreign]
+
+
+def test_what_a_killed_demo_left_half_is_made_again(tmp_path):
+    once, made = sys.modules["brim.cli.demo"]._once, []
+
+    def make(folder: Path) -> None:
+        folder.mkdir()
+        (folder / "a").write_text("")
+        made.append(len(list(folder.iterdir())))
+        if len(made) == 1:
+            raise KeyboardInterrupt
+        (folder / "b").write_text("")
+
+    with pytest.raises(KeyboardInterrupt):
+        once(tmp_path / "cells", make)
+    once(tmp_path / "cells", make)
+    once(tmp_path / "cells", make)
+
+    assert made == [1, 1]
+    assert sorted(file.name for file in tmp_path.rglob("*")) == ["a", "b", "cells"]
 
 
 def test_inspect_reads_as_lines_for_a_person(tmp_path, capsys):

@@ -1,6 +1,7 @@
 """`brim train`: a factory in a file, rows from anywhere, one sentence and exit code 2 for what cannot be."""
 
 import json
+import os
 import signal
 import sqlite3
 import subprocess
@@ -82,6 +83,28 @@ def test_a_module_trains_resumes_and_loads(here: Path, capsys: pytest.CaptureFix
     torch.testing.assert_close(run.predict(x.numpy()), x @ weights["weight"].T + weights["bias"])
     with pytest.raises(brim.errors.ConfigError, match=r'factory="code/mine\.py:make"'):
         brim.load_run("run").predict(x)
+
+
+def test_the_metrics_of_a_run_are_its_last_values_its_best_loss_and_its_scores(tmp_path: Path) -> None:
+    (tmp_path / "run.json").write_text('{"kind": "module", "training": {"epochs": 2}, "model": "Linear"}')
+    (tmp_path / "report.json").write_text('{"scores": {"accuracy": 0.75, "uar": null}}')
+    for number, (phase, lines) in enumerate(
+        {
+            "encoder-2": '{"step": 1, "loss": 3.0}\n{"step": 2, "loss": 2.0}\n',
+            "classifier-1": '{"step": 3, "val_loss": 0.25}\n{"step": 4, "val_loss": 0.5, "loss": 1.5}\n{"step": 5, "lo',
+        }.items()
+    ):
+        (tmp_path / phase).mkdir()
+        (tmp_path / phase / "metrics.jsonl").write_text(lines)
+        os.utime(tmp_path / phase / "metrics.jsonl", (number, number))
+
+    run = brim.load_run(tmp_path)
+
+    assert [(line["phase"], line["step"]) for line in run.history] == [
+        *(("encoder-2", 1), ("encoder-2", 2), ("classifier-1", 3), ("classifier-1", 4)),
+    ]
+    assert run.metrics == {"step": 4, "loss": 1.5, "val_loss": 0.5, "best_val_loss": 0.25, "accuracy": 0.75}
+    assert (run.kind, run.config) == ("module", {"epochs": 2})
 
 
 @pytest.mark.parametrize("kind", ["npy folder", "npz", "csv", "parquet", "sqlite"])

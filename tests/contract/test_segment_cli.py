@@ -273,6 +273,18 @@ def test_results_below_the_images_are_no_images(made, tmp_path):
     assert "replace an input image" in refused(*predicting(made, images), "--out", images, "--format", "mask")
 
 
+def test_a_second_prediction_replaces_the_first_unless_it_is_resumed(made, tmp_path):
+    argv, file = [*predicting(made), "--out", tmp_path], tmp_path / "cell 1.geojson"
+    answer(*argv)
+    whole = file.read_bytes()
+
+    file.write_text("changed")
+    answer(*argv, "--resume")
+    assert file.read_text() == "changed"
+    answer(*argv)
+    assert file.read_bytes() == whole
+
+
 def test_a_batch_above_the_safe_limit_is_lowered_with_one_line(made, tmp_path, capsys):
     assert main([*predicting(made), "--out", str(tmp_path / "out"), "--batch-size", "100000"]) == 0
 
