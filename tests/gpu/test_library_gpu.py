@@ -50,10 +50,3 @@ def test_captured_steps_equal_eager_ones(optimizer: Any, scheduler: Any, kind: s
 
     assert how == kind
     torch.testing.assert_close(captured, eager, atol=1e-4, rtol=1e-3)
-
-
-def test_batches_of_tuples_are_on_the_device() -> None:
-    batch = next(brim.Resident((X, Y), batch_size=64, device="cuda").epoch(0))
-
-    assert isinstance(batch, tuple)
-    assert all(part.is_cuda for part in batch)

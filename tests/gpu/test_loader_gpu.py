@@ -59,37 +59,12 @@ def test_mixed_sizes_equal_the_cpu_in_fp32(make: Callable[..., ModelLoader], til
     assert max(map(differing, found, expected)) < 0.01  # pixels within the rounding of the threshold
 
 
-def test_strict_is_the_same_to_the_bit(make: Callable[..., ModelLoader]) -> None:
-    loader, some = make(tile=256), images(30, *SIZES)
-    found = loader.predict_batch(some, "unet_tiny", strict=True)
-    again = [loader.predict(image, "unet_tiny", strict=True) for image in reversed(some)]
-    for one, other in zip(found, reversed(again), strict=True):
-        assert differing(one, other) == 0
-        assert [p.confidence for p in one.polygons] == [p.confidence for p in other.polygons]
-
-
 def test_decoding_and_capturing_at_the_same_time_disturb_nobody(make: Callable[..., ModelLoader]) -> None:
     loader, some = make(), images(120, (256, 256), (192, 256), (256, 192))
     found = loader.predict_batch(some, "unet_tiny", batch_size=8)
     assert [p.error for p in found] == [None] * 120
     alone = loader.predict_batch(some[-3:], "unet_tiny", strict=True)
     assert max(map(differing, found[-3:], alone)) < 0.02
-
-
-def test_several_threads_share_the_device(make: Callable[..., ModelLoader]) -> None:
-    loader, some = make(), images(60, (128, 128), (64, 64))
-    expected = loader.predict_batch(some, "unet_tiny", strict=True)
-    results: list[list[Prediction]] = []
-    threads = [
-        threading.Thread(target=lambda: results.append(loader.predict_batch(some, "unet_tiny", strict=True)))
-        for _ in range(3)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(results) == 3
-    assert max(differing(*pair) for found in results for pair in zip(found, expected, strict=True)) == 0
 
 
 @pytest.mark.parametrize("resize", [None, 96])
@@ -123,11 +98,3 @@ def test_the_host_never_waits_for_the_batch_it_starts() -> None:
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert all(image.scores is not None and image.scores.host.wait()["mask"].is_pinned() for image in done)
-
-
-def test_the_first_use_tunes_and_the_report_knows_the_gpu(make: Callable[..., ModelLoader]) -> None:
-    reports = []
-    found = list(make().predict_stream(images(64, (256, 256)), "unet_tiny", on_report=reports.append))
-    assert [p.error for p in found] == [None] * 64
-    assert reports[0].ceiling_share is not None
-    assert 0 < reports[0].ceiling_share < 1.2

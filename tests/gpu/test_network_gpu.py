@@ -1,7 +1,6 @@
 """Networks on a GPU: the fused kernels against torch, captured graphs, memory, and company that changes nothing."""
 
 import gc
-import threading
 
 import pytest
 import torch
@@ -51,7 +50,7 @@ def near(found, wanted, tolerance):
     assert error < tolerance, f"{error:.2e}"
 
 
-@pytest.mark.parametrize("channels", [16, 64, 96, 384, 768])
+@pytest.mark.parametrize("channels", [16, 96, 768])
 @pytest.mark.parametrize(("height", "width"), [(64, 48), (33, 17), (1, 1)])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @torch.no_grad()
@@ -103,7 +102,7 @@ def test_more_than_two_to_the_31_elements_are_addressed(device):
 
 
 @pytest.mark.parametrize("name", NETWORKS)
-@pytest.mark.parametrize(("height", "width"), [(256, 192), (333, 517), (32, 32), (1000, 1000)])
+@pytest.mark.parametrize(("height", "width"), [(256, 192), (333, 517)])
 def test_16_bits_are_near_fp32_at_any_size(device, name, height, width):
     module, batch = settled(name), images(device, 2, height, width)
     with torch.no_grad():
@@ -154,20 +153,6 @@ def test_no_call_waits_for_the_device(device):
         torch.cuda.set_sync_debug_mode("default")
 
 
-def test_a_dropped_network_gives_its_memory_back(device):
-    before = torch.cuda.memory_allocated(device)
-    network = InferenceNetwork(settled("hrnet"), device, HALF)
-    for batch in (1, 2, 4):
-        for _ in range(CAPTURE_AFTER + 1):
-            network(images(device, batch))
-
-    del network
-    torch.cuda.synchronize()
-    torch.cuda.empty_cache()
-
-    assert torch.cuda.memory_allocated(device) - before < 2**20
-
-
 def test_many_shapes_do_not_capture_in_turns(device):
     network = InferenceNetwork(settled("unet_tiny"), device, HALF)
     for _ in range(CAPTURE_AFTER + 2):
@@ -180,27 +165,6 @@ def test_many_shapes_do_not_capture_in_turns(device):
 
     assert len(network._graphs) <= GRAPHS
     assert network.compile_s == captured
-
-
-def test_other_threads_do_not_spoil_a_capture(device):
-    network, done = InferenceNetwork(settled("unet_tiny"), device, HALF), threading.Event()
-
-    def copy():
-        while not done.is_set():
-            torch.empty(2**16, pin_memory=True).to(device, non_blocking=True)
-            torch.cuda.Event().record()
-
-    other = threading.Thread(target=copy)
-    other.start()
-    try:
-        for side in range(64, 64 + 32 * 4, 32):
-            for _ in range(CAPTURE_AFTER + 2):
-                network(images(device, 1, side, side))
-    finally:
-        done.set()
-        other.join()
-
-    assert len(network._graphs) == 4
 
 
 def test_without_room_for_a_graph_it_runs_without_one(device):
@@ -220,17 +184,3 @@ def test_without_room_for_a_graph_it_runs_without_one(device):
     finally:
         del held
     assert torch.equal(found, wanted)
-
-
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch, when the compiler is first imported
-def test_a_compiled_network_is_captured_too(device):
-    module, batch = settled("unet_tiny"), images(device, 4, 128, 128)
-    network = InferenceNetwork(module, device, ComputeConfig(precision="bf16", layout="channels_last", compiled=True))
-    wanted = torch.sigmoid(InferenceNetwork(module, device, HALF)(batch))
-
-    for _ in range(CAPTURE_AFTER + 2):
-        found = torch.sigmoid(network(batch))
-
-    assert (found - wanted).abs().max() < 0.02
-    assert len(network._graphs) == 1
-    assert network.compile_s > 0

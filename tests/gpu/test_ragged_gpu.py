@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from brim.engine.config import TIERS, BucketConfig, TrainConfig
-from brim.engine.device.memory import inject_oom
 from brim.engine.rows.ragged import RaggedResident
 from brim.engine.rows.ragged_tiers import RaggedTensors
 from brim.engine.training import step as module
@@ -76,21 +75,6 @@ def test_slow_consumers_never_see_a_batch_overwritten(source: RaggedTensors, tie
             assert total.item() == 0
 
 
-def test_batches_in_vram_are_gathered_into_the_inputs_of_their_graph(source: RaggedTensors, tmp_path: Path) -> None:
-    filled: list[bool] = []
-    fill = module._Graph.fill
-
-    def counted(graph: Any, batch: dict[str, Tensor]) -> None:
-        filled.append(batch is graph.inputs)
-        fill(graph, batch)
-
-    with pytest.MonkeyPatch.context() as patch, make(source, tier="vram") as resident:
-        patch.setattr(module._Graph, "fill", counted)
-        config = TrainConfig(epochs=4, learning_rate=1e-3, tensorboard=False)
-        train(Pooled().to(GPU), loss_fn, resident, config=config, out=tmp_path / "run", device=GPU)
-    assert sum(filled) > 0.9 * len(filled) > 0
-
-
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 def test_vram_needs_no_host_sync(source: RaggedTensors) -> None:
     with make(source, tier="vram") as resident:
@@ -102,25 +86,6 @@ def test_vram_needs_no_host_sync(source: RaggedTensors) -> None:
                 pass
         finally:
             torch.cuda.set_sync_debug_mode("default")
-
-
-def test_the_tier_follows_the_memory_there_is(source: RaggedTensors) -> None:
-    with make(source, tier="auto") as resident:
-        assert resident.tier == "vram"
-    with make(source, tier="auto", reserve_bytes=2**50) as resident:
-        assert resident.tier == "ram"
-    with inject_oom(above=1000), make(source, tier="vram") as resident:
-        assert resident.tier == "ram"
-
-
-def test_memory_is_given_back(source: RaggedTensors) -> None:
-    before = torch.cuda.memory_allocated(GPU)
-    with make(source, tier="vram") as resident:
-        list(resident.epoch(0))
-        assert torch.cuda.memory_allocated(GPU) - before >= resident.bytes
-    del resident
-    torch.cuda.synchronize()
-    assert torch.cuda.memory_allocated(GPU) - before < 2**20
 
 
 # Training

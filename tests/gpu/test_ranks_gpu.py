@@ -6,7 +6,6 @@ TF32 is off: one process and two multiply matrices of other shapes, which TF32 r
 from pathlib import Path
 from typing import Any
 
-import cv2
 import numpy as np
 import pytest
 import torch
@@ -57,24 +56,6 @@ def _held_kib(said: str) -> float:
     line = next(line for line in said.splitlines() if line.startswith("tier vram: "))
     size, unit = line.split()[2:4]
     return float(size) * {"KiB": 1, "MiB": 1024}[unit]
-
-
-def test_a_network_trains_on_two_ranks_of_one_gpu_as_in_one_process(tmp_path: Path) -> None:
-    rng = np.random.default_rng(0)
-    for folder in ("images", "masks"):
-        (tmp_path / folder).mkdir()
-    for number in range(8):
-        mask = np.zeros((64, 64), np.uint8)
-        cv2.circle(mask, (16 + 4 * number, 30), 12, 255, -1)
-        image = np.where(mask > 0, 170, 80)[..., None] + rng.normal(0, 15, (64, 64, 3))
-        cv2.imwrite(str(tmp_path / "masks" / f"{number}.png"), mask)
-        cv2.imwrite(str(tmp_path / "images" / f"{number}.png"), image.clip(0, 255).astype(np.uint8))
-    folders = ["--images", str(tmp_path / "images"), "--masks", str(tmp_path / "masks")]
-    settings = ["--model", "unet_tiny", "--size", "32", "--epochs", "3", "--batch-size", "5", "--learning-rate", "1e-4"]
-
-    both(["segment", "train", *folders, *settings], tmp_path)
-
-    check_alike(tmp_path, "train")
 
 
 @pytest.mark.parametrize("mode", ["supervised", "self"])

@@ -9,10 +9,9 @@ from brim.engine.config import TIERS
 from brim.engine.device.memory import inject_oom
 from brim.engine.rows import resident as module
 from brim.engine.rows.files import DatasetSource
-from brim.engine.rows.resident import Resident, as_dataloader
+from brim.engine.rows.resident import Resident
 from brim.engine.rows.source import TensorSource
 from brim.engine.storage.writer import ShardWriter
-from brim.errors import StorageError
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU here")]
 
@@ -62,17 +61,6 @@ def test_batches_equal_those_on_the_cpu(dataset: DatasetSource, tier: str, shuff
             for ours, theirs in zip(found, expected, strict=True):
                 for name, tensor in theirs.items():
                     assert torch.equal(ours[name], tensor), name
-
-
-@pytest.mark.parametrize("tier", TIERS)
-def test_batches_are_on_the_device_and_every_item_comes_once(dataset: DatasetSource, tier: str) -> None:
-    with Resident(dataset, batch_size=64, device=GPU, tier=tier, shuffle="blocks") as resident:  # type: ignore[arg-type]
-        seen = []
-        for batch in resident.epoch(0):
-            assert all(tensor.device == GPU for tensor in batch.values())
-            seen.append(batch["index"])
-        assert torch.cat(seen).sort().values.tolist() == list(range(5000))
-        assert resident.tier == tier
 
 
 @pytest.mark.parametrize("tier", TIERS)
@@ -128,29 +116,6 @@ def test_vram_needs_no_host_sync(dataset: DatasetSource) -> None:
             torch.cuda.set_sync_debug_mode("default")
 
 
-def test_the_ram_tier_is_pinned_and_gives_its_memory_back(dataset: DatasetSource) -> None:
-    with Resident(dataset, batch_size=64, device=GPU, tier="ram") as resident:
-        assert resident.describe()["pinned"]
-        rows = resident.loaded().rows["x"]  # type: ignore[attr-defined]
-        assert rows.is_pinned()
-    assert not rows.is_pinned()
-
-
-def test_memory_that_cannot_be_pinned_is_used_as_it_is(
-    dataset: DatasetSource, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    class Refusing:
-        def cudaHostRegister(self, *_: int) -> int:
-            return 2
-
-    monkeypatch.setattr(torch.cuda, "cudart", Refusing)
-    with Resident(dataset, batch_size=64, device=GPU, tier="ram", shuffle=False) as resident:
-        found = torch.cat([batch["index"] for batch in resident.epoch(0)])
-        assert not resident.describe()["pinned"]
-    assert found.tolist() == list(range(5000))
-    assert "cannot be pinned" in caplog.messages[0]
-
-
 def test_auto_takes_vram_and_falls_when_it_is_taken(dataset: DatasetSource, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", "brim")
     with Resident(dataset, batch_size=64, device=GPU) as resident:
@@ -179,27 +144,6 @@ def test_real_shortage_falls_down_and_gives_back_what_was_taken(caplog: pytest.L
     assert "tier vram did not fit" in caplog.messages[-1]
 
 
-def test_a_failing_thread_reaches_the_consumer(dataset: DatasetSource, monkeypatch: pytest.MonkeyPatch) -> None:
-    with Resident(dataset, batch_size=64, device=GPU, tier="window", shuffle="blocks") as resident:
-
-        def fail(*_: object) -> None:
-            raise StorageError("the disk is gone")
-
-        monkeypatch.setattr(dataset, "read", fail)
-        with pytest.raises(StorageError, match="the disk is gone"):
-            list(resident.epoch(0))
-
-
-@pytest.mark.parametrize("tier", TIERS)
-def test_an_abandoned_epoch_leaves_the_next_one_whole(dataset: DatasetSource, tier: str) -> None:
-    with Resident(dataset, batch_size=64, device=GPU, tier=tier, shuffle="blocks") as resident:  # type: ignore[arg-type]
-        for epoch in range(5):
-            for _ in itertools.islice(resident.epoch(epoch), 3):
-                pass
-        found = torch.cat([batch["index"] for batch in as_dataloader(resident, 7)])
-        assert found.tolist() == resident.order(7).tolist()
-
-
 def test_memory_on_the_device_is_given_back(dataset: DatasetSource) -> None:
     for tier in TIERS:
         before = torch.cuda.memory_allocated(GPU)
@@ -208,17 +152,3 @@ def test_memory_on_the_device_is_given_back(dataset: DatasetSource) -> None:
         torch.cuda.synchronize()
         del batch, resident
         assert torch.cuda.memory_allocated(GPU) <= before + 2**20
-
-
-def test_loading_is_fast(tmp_path: object) -> None:
-    path = f"{tmp_path}/data"
-    with ShardWriter(path, {}, items_per_shard=1000) as out:
-        for start in range(0, 100_000, 10_000):
-            rows = {"x": torch.randn(10_000, 64, 12), "m": torch.rand(10_000, 64) > 0.5}
-            out.append(rows, {"t": torch.arange(start, start + 10_000)})
-        out.finish()
-    rates = []
-    for _ in range(3):
-        with Resident(DatasetSource(path), batch_size=256, device=GPU, tier="vram") as resident:
-            rates.append(resident.bytes / resident.load_s)
-    assert max(rates) > 1e9, rates

@@ -53,19 +53,6 @@ def test_the_large_networks_train_in_captured_steps(cells, tmp_path, model):
     assert 0 <= report.iou <= report.dice <= 1
 
 
-def test_a_stopped_run_goes_on(cells, tmp_path):
-    config = SegmentTrainConfig(model="unet_tiny", size=64, epochs=3)
-    asked = iter(range(1000))
-    first = train(
-        cells / "images", cells / "masks", config, tmp_path, device="cuda", stop=lambda: next(asked) >= 30
-    )  # fmt: skip
-
-    second = train(cells / "images", cells / "masks", config, tmp_path, device="cuda")
-
-    assert 0 < first.training.steps < second.training.steps
-    assert (first.stopped, second.stopped, second.epochs) == (True, False, 3)
-
-
 def test_image_and_mask_move_together_on_the_device():
     masks = torch.zeros(16, 1, 96, 96, dtype=torch.uint8, device=CUDA)
     masks[:, :, 20:50, 30:80] = 1

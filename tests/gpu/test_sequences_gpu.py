@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 
 import pytest
 import torch
@@ -13,13 +12,13 @@ from brim.engine.config import TrainConfig
 from brim.engine.device.devices import stream
 from brim.engine.training.source import BatchSource
 from brim.engine.training.trainer import train
-from brim.sequences.batches.augmentation import augment, two_views
+from brim.sequences.batches.augmentation import augment
 from brim.sequences.config import Augmentation, SequenceConfig
 from brim.sequences.evaluation.scores import cluster_scores
 from brim.sequences.model.lstm import BiLstm
 from brim.sequences.model.network import Classifier, Encoder, frame_mask
 from brim.sequences.training.kmeans import kmeans
-from brim.sequences.training.objectives import SelfSupervised, classification_loss, self_supervised_loss
+from brim.sequences.training.objectives import classification_loss
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU here")]
 
@@ -32,16 +31,6 @@ LENGTHS = torch.tensor([120, 1, 2, 77, 119, 120, 33, 64] * 4)
 def exact() -> Iterator[None]:
     with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
         yield
-
-
-@contextmanager
-def no_waiting() -> Iterator[None]:
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 def pair(hidden: int, reverse: str, concurrent: bool) -> tuple[BiLstm, nn.LSTM]:
@@ -156,61 +145,6 @@ def test_classes_are_learnt_in_captured_steps(tmp_path, precision, reverse, conc
     with torch.no_grad():
         right = module.eval()(source.frames, source.length).argmax(1) == source.label
     assert right.float().mean() > 0.95
-
-
-def test_learning_without_labels_runs_in_captured_steps(tmp_path):
-    torch.manual_seed(0)
-    module = SelfSupervised(Encoder(shaped())).to(CUDA)
-    config = TrainConfig(epochs=3, tensorboard=False)
-
-    report = train(
-        module, self_supervised_loss, Ramps(), config=config, out=tmp_path, device="cuda",
-        transform=lambda batch, rng: two_views(batch, rng, Augmentation()),
-    )  # fmt: skip
-
-    assert report.step_kind == "graph"
-
-
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")  # the compiler's own
-def test_compiled_steps_learn_too(tmp_path):
-    torch.manual_seed(0)
-    module = Classifier(Encoder(shaped()), 2).to(CUDA)
-    config = TrainConfig(epochs=2, compile="compile", tensorboard=False)
-
-    report = train(module, classification_loss, Ramps(), config=config, out=tmp_path, device="cuda")
-
-    assert report.step_kind in ("graph", "compiled")
-
-
-@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
-@pytest.mark.parametrize("dtype", [None, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize(("reverse", "concurrent"), WAYS)
-def test_a_step_never_waits_for_the_device(dtype, reverse, concurrent):
-    module = SelfSupervised(Encoder(shaped(reverse=reverse, concurrent=concurrent))).to(CUDA)
-    batch = next(Ramps().epoch(0))
-    rng = stream(0, "views", device=CUDA)
-
-    def step() -> None:
-        with torch.autocast("cuda", dtype, enabled=dtype is not None):
-            loss = self_supervised_loss(module, two_views(batch, rng, Augmentation()))
-        loss.backward()
-
-    step()  # libraries set themselves up
-    with no_waiting():
-        step()
-
-
-@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
-def test_augmentation_never_waits_and_keeps_padding_zero():
-    batch = next(Ramps().epoch(0))
-    frames = batch["frames"].clone()
-    change = partial(augment, frames, batch["length"], stream(0, "a", device=CUDA), Augmentation())
-    change(mean=torch.ones(24, device=CUDA), std=torch.ones(24, device=CUDA))
-
-    with no_waiting():
-        length = change()
-
-    assert not frames[~frame_mask(length, frames.shape[1])].any()
 
 
 def test_clusters_are_found_and_the_same_every_time():

@@ -2,7 +2,6 @@
 
 import gc
 import json
-import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -96,17 +95,6 @@ def test_every_size_is_captured_before_a_request_waits_for_it(made: Path) -> Non
     models.close()
 
 
-def test_small_images_fill_larger_batches(models: Models) -> None:
-    servable = models.find("cells")
-
-    small, whole = (servable.inspect(Payload(png(side, side, 0), "a.png")) for side in (256, 1024))
-
-    assert whole.sizes is not None
-    assert small.sizes is not None
-    assert whole.sizes[-1] == TOP
-    assert small.sizes[-1] == 16 * TOP
-
-
 def test_memory_returns_when_a_model_goes(models: Models) -> None:
     def held() -> int:
         gc.collect()
@@ -122,20 +110,3 @@ def test_memory_returns_when_a_model_goes(models: Models) -> None:
     models.forget("cells")
 
     assert held() <= before + (4 << 20)  # cuBLAS and cuDNN keep a workspace of their own
-
-
-def test_another_model_answers_while_one_loads(made: Path, models: Models) -> None:
-    models.find("cells")
-    path = str(made / "1.safetensors")
-    models.see({"name": "more", "kind": "segment", "network": "unet_tiny", "path": path, "version": "1"})
-    payload, slowest = Payload(png(256, 256, 0), "a.png"), 0.0
-    with BatchRunner(models.find) as runner:
-        runner.submit("cells", payload, time.monotonic() + 60).result(60)
-        loading = models.ask("more")
-        while not loading.done():
-            began_s = time.monotonic()
-            runner.submit("cells", payload, time.monotonic() + 60).result(60)
-            slowest = max(slowest, time.monotonic() - began_s)
-        assert loading.result().sizes
-    assert slowest < 5
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("brim-device")]

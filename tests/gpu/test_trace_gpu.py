@@ -79,15 +79,6 @@ def test_rings_are_those_of_the_cpu(device: torch.device, kind: str, detect_hole
     assert_equal(found, find_rings(mask, probability, sizes, detect_holes))
 
 
-def test_masks_of_mixed_sizes_are_those_of_the_cpu(device: torch.device) -> None:
-    mask = noise(12, 70, 90)
-    probability, sizes = chances(mask), [(70 - 5 * index, 1 + 8 * index) for index in range(12)]
-
-    found = find_rings(mask.to(device), probability.to(device), sizes, True)
-
-    assert_equal(found, find_rings(mask, probability, sizes, True))
-
-
 def test_bands_leave_no_seam(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     mask = noise(3, 200, 170)[1:2]
     whole = find_rings(mask, chances(mask), [(200, 170)], True)
@@ -95,41 +86,6 @@ def test_bands_leave_no_seam(device: torch.device, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(device_rings, "BAND_PIXELS", 170 * 13)
 
     assert_equal(find_rings(mask.to(device), chances(mask).to(device), [(200, 170)], True), whole)
-
-
-def test_repeats_beside_other_work_give_the_same_bits(device: torch.device) -> None:
-    mask, sizes = torch.cat([noise(4, 512, 512), cells(4, 512)]).to(device), [(512, 512)] * 8
-    probability = chances(mask.cpu()).to(device)
-    first, busy = find_rings(mask, probability, sizes, True), torch.rand(4096, 4096, device=device)
-    side = torch.cuda.Stream(device)
-
-    for _ in range(20):
-        with torch.cuda.stream(side):
-            busy = (busy @ busy).clamp(0, 1)
-        assert_equal(find_rings(mask, probability, sizes, True), first)
-
-
-def test_company_changes_nothing(device: torch.device) -> None:
-    mask = noise(6, 128, 128).to(device)
-    probability = chances(mask.cpu()).to(device)
-
-    together = find_rings(mask, probability, [(128, 128)] * 6, True)
-    alone = [find_rings(mask[i : i + 1], probability[i : i + 1], [(128, 128)], True) for i in range(6)]
-
-    assert torch.equal(together.mass, torch.cat([rings.mass for rings in alone]))
-    assert torch.equal(together.area, torch.cat([rings.area for rings in alone]))
-
-
-def test_memory_stays_within_bounds(device: torch.device) -> None:
-    mask = cells(4, 1024).repeat(4, 1, 1).to(device)
-    probability = chances(mask.cpu()).to(device)
-    torch.cuda.synchronize(device)
-    before = torch.cuda.memory_allocated(device)
-    torch.cuda.reset_peak_memory_stats(device)
-
-    find_rings(mask, probability, [(1024, 1024)] * 16, True)
-
-    assert torch.cuda.max_memory_allocated(device) - before < 2**30
 
 
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode:UserWarning")
@@ -145,10 +101,6 @@ def test_the_host_waits_a_few_times_and_no_more(device: torch.device) -> None:
         torch.cuda.set_sync_debug_mode("default")
 
     assert len(seen) <= 20
-
-
-def test_torchscript_finds_them() -> None:
-    assert device_rings.prepare() is not device_rings._find
 
 
 def test_memory_that_runs_out_inside_is_recognised(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -230,18 +182,6 @@ def test_a_batch_is_the_same_from_run_to_run_and_strict_to_the_bit(make: Callabl
     for prediction in once:
         assert prediction.mask is not None
         assert np.array_equal(fill(prediction.polygons, *prediction.mask.shape), prediction.mask > 0)
-
-
-def test_images_without_objects_have_no_polygons(make: Callable[..., ModelLoader]) -> None:
-    loader, some = make(tile=64), images(9, (64, 64), (40, 50))
-
-    for found in (
-        *loader.predict_batch(some, "unet_tiny", batch_size=4, threshold=0.9999999),
-        loader.predict(some[0], "unet_tiny", threshold=0.9999999),
-    ):
-        assert found.error is None
-        assert found.mask is not None
-        assert (found.polygons, found.mask.any()) == ((), False)
 
 
 def test_what_does_not_fit_on_the_device_is_traced_on_the_host(

@@ -4,11 +4,10 @@ import pytest
 import torch
 from torch import nn
 
-from brim.engine.device.memory import free_bytes
 from brim.segmentation.config import TuneConfig
 from brim.segmentation.networks import InferenceNetwork, create_model
 from brim.segmentation.networks.network import ComputeConfig
-from brim.segmentation.tuning import Tuned, device_key, tune_model
+from brim.segmentation.tuning import Tuned, tune_model
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU here")]
 
@@ -57,15 +56,6 @@ def test_the_peak_counts_what_a_captured_graph_holds():
     assert peaks[largest] > peaks[1]
 
 
-def test_memory_that_others_hold_is_left_alone():
-    module = create_model("resunet_small")
-    held = torch.empty(int(0.8 * free_bytes(GPU)), dtype=torch.uint8, device=GPU)
-    tuned = tune_model("resunet_small", module, GPU, TuneConfig(size=512, seconds=15.0))
-
-    run_steps(module, tuned, 20)
-    del held
-
-
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch, when the compiler is first imported
 def test_a_search_with_compilation_counts_it_apart():
     module = nn.Sequential(nn.Conv2d(3, 16, 3, padding=1), nn.GELU(), nn.Conv2d(16, 1, 3, padding=1))
@@ -112,8 +102,3 @@ def test_half_precision_that_differs_falls_back_to_fp32():
 
     assert tuned.setting == ComputeConfig()
     assert all(any(f"refused {name}/" in text for text in tuned.messages) for name in ("fp16", "bf16"))
-
-
-def test_the_key_names_the_gpu_and_its_memory():
-    assert device_key(GPU).startswith(torch.cuda.get_device_name(GPU))
-    assert device_key(GPU).endswith(" GiB")
