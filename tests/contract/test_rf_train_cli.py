@@ -3,9 +3,6 @@
 import json
 import re
 import shutil
-import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,7 +11,6 @@ from cli_commands import answer, refused
 
 from brim.cli import main
 from brim.engine.storage.dataset import Dataset
-from waiting import PATIENCE_S, until
 
 TRAIN_KEYS = {
     "run", "epochs", "samples_per_s", "epoch_seconds", "tier", "ceiling_share", "busy_share", "waiting",
@@ -119,51 +115,7 @@ def test_export_onnx_writes_a_checked_file(made, tmp_path):
     assert (tmp_path / "locator.onnx").stat().st_size == written["bytes"]
 
 
-# Stopped
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT])
-def test_a_signal_ends_at_a_batch_and_leaves_a_run_that_resumes(made, tmp_path, number):
-    options = [str(made / "data"), "--out", str(tmp_path / "run"), "--batch-size", "16", "--device", "cpu", "--json"]
-    argv = [sys.executable, "-m", "brim", "rf", "train", *options, "--epochs", "100000"]
-    process = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    until(lambda: process.poll() is not None or (tmp_path / "run/train/metrics.jsonl").exists())
-    process.send_signal(number)
-    stdout, stderr = process.communicate(timeout=PATIENCE_S)
-
-    assert process.returncode == 128 + number, stderr
-    assert "Traceback" not in stderr
-    assert "--resume" in stderr.splitlines()[-1]
-    assert set(json.loads(stdout)) == TRAIN_KEYS
-    resumed = answer("rf", "train", *options[:-1], "--epochs", "1", "--resume")
-    assert resumed["epochs"] >= 1
-
-
 # Bad input: exit code 2, a message, nothing lost
-
-
-@pytest.mark.parametrize(
-    ("flags", "word"),
-    [
-        ("--tier disk", "--tier="),
-        ("--precision fp8", "--precision="),
-        ("--epochs 0", "--epochs=0"),
-        ("--batch-size -1", "--batch-size=-1"),
-        ("--learning-rate 0", "--learning-rate=0"),
-        ("--learning-rate fast", "--learning-rate"),
-        ("--seed -1", "--seed=-1"),
-        ("--device gpu", "gpu"),
-    ],
-)
-def test_a_bad_option_is_named_and_nothing_is_written(made, tmp_path, flags, word):
-    message = refused("rf", "train", made / "data", "--out", tmp_path / "run", *flags.split())
-
-    assert word in message
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_an_occupied_run_is_left_alone_without_resume(made):
-    assert "--resume" in refused("rf", "train", made / "data", "--out", made / "run", *OPTIONS)
 
 
 def test_datasets_whose_features_differ_are_refused(made, tmp_path):

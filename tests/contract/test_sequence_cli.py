@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -18,7 +17,6 @@ from brim.cli import main
 from brim.errors import BrimError
 from brim.sequences.ablation.run import Ablation, AblationStep
 from brim.sequences.corpus.synthetic import make_sequences
-from waiting import PATIENCE_S, until
 
 torch.set_num_threads(1)  # small batches: a second thread only competes
 
@@ -206,14 +204,6 @@ def test_ablate_stopped_by_a_signal_leaves_no_unpacked_files(number, made, tmp_p
     assert signal.getsignal(signal.SIGTERM) is before
 
 
-def test_the_help_of_pack_says_what_the_files_hold(capsys, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "200")
-
-    assert main(["sequence", "pack", "--help"]) == 0
-
-    assert ".npy (frames, features)," in capsys.readouterr().out  # square brackets would be taken for a style
-
-
 # Bad input: exit 2, one line, nothing half-written
 
 
@@ -286,16 +276,6 @@ def test_more_clusters_than_items_are_refused(made, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-def test_fewer_items_than_the_usual_clusters_are_refused_without_labels(tmp_path):
-    make_sequences(tmp_path / "npy", 6, dim=6, classes=1, mean_length=6)
-    main(["sequence", "pack", str(tmp_path / "npy"), "--out", str(tmp_path / "corpus")])
-
-    assert "clusters=10 is more than the 6 sequences" in refused(
-        "sequence", "train", tmp_path / "corpus", "--out", tmp_path / "run"
-    )
-    assert not (tmp_path / "run").exists()
-
-
 @pytest.mark.parametrize("part", ["shards/000000.safetensors", "items.json", "manifest.json"])
 def test_a_corpus_altered_after_packing_is_refused_by_every_command(made, tmp_path, part):
     main(["sequence", "pack", str(made / "npy"), "--out", str(tmp_path / "corpus")])
@@ -319,26 +299,6 @@ def test_a_corpus_altered_after_packing_is_refused_by_every_command(made, tmp_pa
     assert not (tmp_path / "e.safetensors").exists()
 
 
-@pytest.mark.parametrize(
-    ("options", "expected"),
-    [
-        (["--mode", "semi"], "--mode="),
-        (["--tier", "vrm"], "--tier="),
-        (["--precision", "fp8"], "--precision="),
-        (["--batch-size", "0"], "--batch-size=0"),
-        (["--iterations", "x"], "--iterations"),
-        (["--seed", "-1"], "--seed=-1"),
-        (["--num-workers", "-1"], "--num-workers=-1"),
-        (["--device", "tpu"], "tpu"),
-    ],
-)
-def test_a_wrong_option_is_named(made, tmp_path, options, expected):
-    message = refused("sequence", "train", made / "corpus", "--out", tmp_path / "run", *options)
-
-    assert expected in message
-    assert not (tmp_path / "run").exists()
-
-
 def test_what_is_not_there_is_refused(made, tmp_path):
     for argv in (
         ["pack", tmp_path / "no", "--out", tmp_path / "corpus"],
@@ -352,40 +312,9 @@ def test_what_is_not_there_is_refused(made, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_a_run_is_continued_only_when_asked(made, tmp_path):
-    argv = ["sequence", "train", made / "corpus", "--out", tmp_path / "run", "--mode", "supervised", *SHORT]
-    first = answer(*argv)
-
-    assert "add --resume" in refused(*argv)
-    assert without_times(answer(*argv, "--resume")) == without_times(first)
-
-
 def test_supervised_mode_ignores_the_options_of_the_other(made, tmp_path):
     argv = ["sequence", "train", made / "corpus", "--out", tmp_path / "run", "--mode", "supervised"]
     first = answer(*argv, "--classifier-epochs", "1", "--encoder-epochs", "0", "--clusters", "99")
 
     again = answer(*argv, "--classifier-epochs", "1", "--iterations", "0", "--resume")
     assert without_times(again) == without_times(first)
-
-
-# Ctrl-C
-
-
-def test_ctrl_c_ends_at_the_next_batch_and_resume_goes_on(made, tmp_path):
-    out = tmp_path / "run"
-    argv = ["sequence", "train", str(made / "corpus"), "--out", str(out), "--mode", "supervised", "--device", "cpu",
-            "--classifier-epochs", "100000", "--json"]  # fmt: skip
-    child = subprocess.Popen(
-        [sys.executable, "-m", "brim", *argv], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
-    metrics = out / "supervised/metrics.jsonl"
-    until(lambda: child.poll() is not None or (metrics.exists() and metrics.stat().st_size))
-    child.send_signal(signal.SIGINT)
-    stdout, stderr = child.communicate(timeout=PATIENCE_S)
-
-    assert child.returncode == 128 + signal.SIGINT
-    assert list(json.loads(stdout)) == TRAIN_KEYS
-    assert "continue with: brim sequence train" in stderr
-    assert "--resume" in stderr
-    assert not (out / "weights.safetensors").exists()
