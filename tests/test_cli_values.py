@@ -16,6 +16,7 @@ from brim.cli.options import duration, number_or_name, percent, power, words
 from brim.cli.serve import visible_gpus
 from brim.cli.terminal import Display, Stop, end_stopped, figure, metres, print_facts, print_page
 from brim.engine.training import TrainProgress
+from brim.rf import GenerateProgress
 from brim.segmentation.prediction import PredictProgress
 
 # Typed
@@ -121,6 +122,7 @@ def test_progress_says_what_is_done_how_fast_and_how_long_it_takes(capsys, monke
     last = replace(train, epoch=4, step=100, loss=None, samples_per_s=0.0, eta_s=math.inf)
     solve = replace(last, phase="prepare", step=3, steps=9)
     fold = replace(last, phase="fold 2 of 5", epoch=0)
+    make = GenerateProgress(done=5, total=10, attempted=8, rate=2.5, eta_s=2.0, message="generating")
     predict = PredictProgress(done=40, total=100, failed=2, rate=0.5, share=0.25)
     job = {"current": 5, "total": 20, "eta_s": 59.1, "message": "epoch 1/4", "rate": 2.0}
 
@@ -128,6 +130,7 @@ def test_progress_says_what_is_done_how_fast_and_how_long_it_takes(capsys, monke
         capsys,
         monkeypatch,
         lambda display: (
+            display.generating(make),
             *(display.training(each) for each in (train, last, solve, fold)),
             display.predicting(predict),
             display.job("night running", job),
@@ -135,6 +138,7 @@ def test_progress_says_what_is_done_how_fast_and_how_long_it_takes(capsys, monke
     )
 
     assert lines.splitlines() == [
+        "generating: 5/10 samples, 2.5/s, 62% accepted, 0:00:02 left",
         "epoch 2/4: 30/100 steps, loss 0.123, 1500 samples/s, 1:02:06 left",
         "epoch 4/4: 100/100 steps",
         "solving: 3/9 samples",

@@ -13,7 +13,6 @@ from typer.testing import CliRunner
 
 from brim.cli import app, main
 from brim.cli.options import from_settings, needing_service
-from brim.cli.terminal import figure, metres
 from brim.config import Doc, Range, Unit
 from brim.errors import ConfigError
 
@@ -51,25 +50,6 @@ def test_help_is_a_word_too_and_flags_have_no_type(capsys):
     assert "<bool>" not in typed
 
 
-def test_the_version_has_a_short_flag(capsys):
-    assert main(["-V"]) == main(["--version"]) == 0
-
-    first, second = capsys.readouterr().out.splitlines()
-    assert first == second
-
-
-@pytest.mark.parametrize(
-    ("value", "words"), [(32790.0, "32.8 km"), (346.2, "346 m"), (999.6, "1 km"), (None, "unknown")]
-)
-def test_distances_are_written_as_people_write_them(value, words):
-    assert metres(value) == words
-
-
-@pytest.mark.parametrize(("value", "words"), [(32790.4, "32 790"), (0.03412345, "0.03412"), (12.0, "12")])
-def test_numbers_are_written_without_an_exponent(value, words):
-    assert figure(value) == words
-
-
 @pytest.mark.parametrize("path", TREE)
 def test_an_example_names_commands_and_options_that_exist(path):
     words = TREE[path].epilog.removeprefix("Example: ").partition(" -- ")[0].split()  # then a command of the user's
@@ -92,20 +72,12 @@ def test_an_example_names_commands_and_options_that_exist(path):
         ("xyzzy", "no such command 'xyzzy'\n"),
         ("rf generate --sampels 3", "no such option '--sampels'; did you mean '--samples'?"),
         ("serve --prot 9", "no such option '--prot'; did you mean '--port'?"),
-        ("doctor --zzzz", "no such option '--zzzz'\n"),
         ("rf generate --out d --preset qualty", "did you mean quality?"),
-        ("rf generate --out d --waveform nbmf", "--waveform="),
-        ("rf train d --out r --tier vrma", "did you mean vram?"),
         ("rf export d --out e --format parqet", "did you mean parquet?"),
         ("segment train --images i --masks m --out r --model hrnt", '--model="hrnt"'),
         ("segment train --images i --masks m --out r --model unet", "did you mean unet_tiny?"),
-        ("segment predict i --weights w --out o --model unet_tny", "did you mean unet_tiny?"),
-        ("segment predict i --weights w --out o --model hrnet --format geojsn", "did you mean geojson?"),
-        ("segment predict i --weights w --out o --model hrnet --precision fp61", "did you mean fp16?"),
         ("segment tune --models hrnet,resunet_smal", "did you mean resunet_small?"),
-        ("sequence train c --out r --mode supervized", "did you mean supervised?"),
         ("datasets list --kind image", "did you mean images?"),
-        ("jobs list --status complted", "did you mean completed?"),
     ],
 )
 def test_a_word_that_does_not_exist_gets_the_nearest_that_does(argv, said, capsys, tmp_path, monkeypatch):
@@ -233,10 +205,6 @@ def test_the_help_of_a_setting_has_its_sentence_range_unit_choices_and_default(m
         assert "Transmit power; between 0 and 50 dBm." in text
         assert "Modulation; one of am, fm." in text
         assert "40.0" in text
-
-
-def test_a_setting_may_be_required_although_it_has_a_default():
-    assert CliRunner().invoke(radio_command(required=("mode",))[0], ["x"]).exit_code == 2
 
 
 # Extras that are not installed

@@ -1,6 +1,5 @@
 """What the documents say works: their commands run, their links resolve, nothing public is left out."""
 
-import inspect
 import os
 import re
 import runpy
@@ -12,11 +11,10 @@ import subprocess
 import sys
 import urllib.request
 from contextlib import suppress
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
-import torch
 import typer
 
 from brim.cli import main
@@ -25,11 +23,6 @@ from brim.cli.segment import segment
 from brim.cli.sequence import sequence
 from brim.rf import FEATURES, TRUTH
 from brim.segmentation import model_names
-from brim.segmentation.config import FORMATS
-from brim.segmentation.tuning import BatchSizeEntry
-from brim.sequences import Evaluation, PackReport
-from brim.sequences.ablation.run import _plan
-from brim.sequences.training.run import _KEYS
 from waiting import PATIENCE_S, until
 
 ROOT = Path(__file__).parents[1]
@@ -298,28 +291,19 @@ def test_every_feature_and_truth_is_in_a_table_with_its_unit(name_and_unit):
     assert unit.replace("us", "µs") in units
 
 
-def options_of(group, command: str) -> list[str]:
+@pytest.mark.parametrize(
+    ("group", "command", "page"),
+    [
+        (rf, "generate", RADIO),
+        *((segment, command, SEGMENTATION) for command in ("tune", "predict", "train", "sample")),
+        *((sequence, command, SEQUENCES) for command in typer.main.get_command(sequence).commands),
+    ],
+)
+def test_every_option_is_documented(group, command, page):
     params = typer.main.get_command(group).commands[command].params
-    return [param.opts[0] for param in params if param.opts[0].startswith("--")]
+    options = [param.opts[0] for param in params if param.opts[0].startswith("--")]
 
-
-def test_every_option_of_generate_is_documented():
-    text = RADIO.read_text()
-
-    assert [option for option in options_of(rf, "generate") if f"`{option}" not in text] == []
-
-
-@pytest.mark.parametrize("command", ["tune", "predict", "train", "sample"])
-def test_every_option_of_segment_is_in_the_command_s_own_table(command):
-    reference = SEGMENTATION.read_text().split("\n## Command line\n")[1].split("\n## ")[0]
-    table = reference.split(f"\n`brim segment {command}")[1].split("\n`brim")[0]
-
-    assert [option for option in options_of(segment, command) if f"`{option}" not in table] == []
-
-
-@pytest.mark.parametrize("name", [field.name for field in fields(BatchSizeEntry)] + list(FORMATS))
-def test_every_field_and_format_has_a_row(name):
-    assert re.search(rf"^\| `{name}` \|", SEGMENTATION.read_text(), re.MULTILINE)
+    assert [option for option in options if f"`{option}" not in page.read_text()] == []
 
 
 def test_no_network_is_left_out():
@@ -328,50 +312,3 @@ def test_no_network_is_left_out():
     ]  # tests register others
 
     assert [name for name in built_in if f"| `{name}` |" not in SEGMENTATION.read_text()] == []
-
-
-# Sequences
-
-COMMANDS = {command.callback.__name__.replace("_", "-"): command.callback for command in sequence.registered_commands}
-
-
-def sequence_table(command: str) -> str:
-    reference = SEQUENCES.read_text().split("\n## Command line\n")[1].split("\n## ")[0]
-    return reference.split(f"\n`brim sequence {command} ")[1].split("\n`brim")[0]
-
-
-@pytest.mark.parametrize("command", COMMANDS)
-def test_every_option_of_sequence_is_in_the_command_s_own_table_with_its_default(command):
-    table = sequence_table(command)
-    for name, parameter in inspect.signature(COMMANDS[command]).parameters.items():
-        if name in ("folder", "corpus", "run", "context"):
-            continue  # not options
-        flag = {"as_json": "--json", "method": "--model"}.get(name, "--" + name.replace("_", "-"))
-        row = re.search(rf"^\| `{flag}\b[^|]*\| (.*) \|$", table, re.MULTILINE)
-        assert row is not None, flag
-        if parameter.default is inspect.Parameter.empty:
-            assert row[1].startswith("required"), flag
-        elif parameter.default not in (None, False):
-            assert re.search(rf"default `?{re.escape(str(parameter.default))}`?(?![\w.])", row[1]), flag
-
-
-@pytest.mark.parametrize(
-    ("command", "keys"),
-    [
-        ("pack", [field.name for field in fields(PackReport)]),
-        ("train", _KEYS),
-        ("evaluate", [field.name for field in fields(Evaluation)]),
-        ("embed", ["file", "items", "embedding", "bytes"]),
-        ("export-onnx", ["file", "bytes", "inputs", "outputs", "classes", "max_difference"]),
-        ("ablate", ["steps", "name", "samples_per_s", "busy_share", "ceiling_share", "peak_bytes"]),
-    ],
-)
-def test_every_key_of_a_sequence_command_s_json_is_named(command, keys):
-    row = next(line for line in sequence_table(command).splitlines() if line.startswith("| `--json`"))
-
-    assert [key for key in keys if f"`{key}`" not in row] == []
-
-
-@pytest.mark.parametrize("name", [name for name, *_ in _plan(torch.device("cpu"))])
-def test_every_step_of_an_ablation_has_a_row(name):
-    assert f"| `{name}` |" in SEQUENCES.read_text()

@@ -1,7 +1,6 @@
 """The model of a cluster in benchmarks/simulate_cluster.py: its simulation makes all of it once, its formula agrees."""
 
 import importlib.util
-import math
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -64,13 +63,3 @@ def test_deaths_cost_their_restarts_and_lose_nothing(model):
     assert found.deaths > 5
     assert undisturbed.seconds < found.seconds < 1.6 * undisturbed.seconds
     assert undisturbed.deaths == 0
-
-
-def test_a_last_shard_that_is_short_is_made_too(model):
-    for samples in (1, 511, 512, 513, 5_000):
-        plan = model.Plan(samples=samples, workers=3)
-        run = model.Simulation(plan, model.Machine())
-        run.run()
-
-        assert run.done == plan.ranges == math.ceil(samples / 512)
-        assert not run.open

@@ -2,10 +2,7 @@
 
 import json
 import os
-import signal
 import sqlite3
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +12,6 @@ from safetensors.torch import load_file, save_file
 
 import brim
 from brim.cli import main
-from waiting import PATIENCE_S, until
 
 MODULE = """
 import torch
@@ -195,17 +191,3 @@ def test_a_query_without_numbers_is_refused(
     assert main(words) == 2
     assert said in capsys.readouterr().err
     assert not (here / "run").exists()
-
-
-def test_ctrl_c_stops_at_a_batch_and_the_run_continues(here: Path) -> None:
-    words = command("code/mine.py:make", "--data", "rows.safetensors", "--out", "run", "--epochs", "1000000")
-    process = subprocess.Popen([sys.executable, "-m", "brim", *words], stderr=subprocess.PIPE, text=True)
-    until(lambda: process.poll() is not None or (here / "run" / "train" / "metrics.jsonl").exists())
-    process.send_signal(signal.SIGINT)
-    _, message = process.communicate(timeout=PATIENCE_S)
-
-    assert process.returncode == 130
-    assert "continue with: brim train" in message
-    state = json.loads((here / "run" / "train" / "last" / "state.json").read_text())
-    words[words.index("1000000")] = str(state["epoch"] + 1)
-    assert main([*words, "--resume"]) == 0

@@ -81,11 +81,9 @@ def test_a_folder_of_sequences_is_packed_and_its_files_go_with_it(run, tmp_path)
     [
         (["add", "n", "{tmp}/nowhere", "--kind", "rf"], "nowhere"),
         (["add", "n", "{tmp}", "--kind", "images"], "{tmp}"),
-        (["add", "n", "{tmp}", "--kind", "image"], "--kind"),
         (["add", " ", "{tmp}", "--kind", "rf"], "NAME"),
         (["add", "n", "{tmp}", "--kind", "rf", "--labels", "x.csv"], "--labels"),
         (["add", "n", "{tmp}", "--kind", "rf", "--database", "mysql://x/y"], "--database"),
-        (["list", "--page", "0"], "--page"),
         (["list"], "holds no catalogue"),
         (["remove", "x"], "holds no catalogue"),
     ],

@@ -4,7 +4,6 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -207,44 +206,15 @@ def test_ablate_stopped_by_a_signal_leaves_no_unpacked_files(number, made, tmp_p
 # Bad input: exit 2, one line, nothing half-written
 
 
-def save(file: str, values: object, **options: object) -> Callable[[Path], None]:
-    return lambda folder: np.save(folder / file, values, **options)
-
-
-def truncate(folder: Path) -> None:
-    file = folder / "class_0/000000.npy"
-    file.write_bytes(file.read_bytes()[:-9])
-
-
-def labels(text: str) -> Callable[[Path], None]:
-    return lambda folder: (folder / "labels.csv").write_text(f"file,label\n{text}\n") and None
-
-
-BAD = {
-    "objects": (save("class_0/x.npy", np.array([[1, "a"]], dtype=object), allow_pickle=True), "Python objects"),
-    "rank": (save("class_0/x.npy", np.zeros(5, np.float32)), "has shape"),
-    "features": (save("class_0/x.npy", np.zeros((5, 7), np.float32)), "has 7 features"),
-    "empty": (save("class_0/x.npy", np.zeros((0, 6), np.float32)), "at least one frame"),
-    "nan": (save("class_0/x.npy", np.full((5, 6), np.nan, np.float32)), "holds nan"),
-    "inf": (save("class_0/x.npy", np.full((5, 6), np.inf, np.float32)), "holds inf"),
-    "truncated": (truncate, "is truncated"),
-    "twice": (labels("class_0/000000.npy,a\nclass_0/000000.npy,b"), "named twice"),
-    "unknown": (labels("class_9/000000.npy,a"), "not among the"),
-}
-
-
-@pytest.mark.parametrize("case", BAD)
-def test_a_folder_that_cannot_be_packed_is_refused(tmp_path, case):
-    spoil, expected = BAD[case]
+def test_a_folder_that_cannot_be_packed_is_refused_and_leaves_nothing(tmp_path):
     make_sequences(tmp_path / "npy", 6, dim=6, classes=2, mean_length=6)
-    spoil(tmp_path / "npy")
+    np.save(tmp_path / "npy/class_0/x.npy", np.full((5, 6), np.nan, np.float32))
 
     packing = refused("sequence", "pack", tmp_path / "npy", "--out", tmp_path / "out/corpus")
-    training = refused("sequence", "train", tmp_path / "npy", "--out", tmp_path / "run", "--device", "cpu",
-                       "--clusters", "2")  # fmt: skip
+    training = refused("sequence", "train", tmp_path / "npy", "--out", tmp_path / "run", "--clusters", "2")
 
-    assert expected in packing
-    assert training
+    assert "class_0/x.npy holds nan" in packing
+    assert "class_0/x.npy holds nan" in training
     assert sorted(file.name for file in tmp_path.iterdir()) == ["npy"]
 
 

@@ -1,6 +1,5 @@
 """The commands of radio data on URLs, as others build on them: the same bytes, JSON and exit codes as on a disk."""
 
-import json
 import os
 import signal
 import subprocess
@@ -161,24 +160,6 @@ def test_ctrl_c_leaves_a_dataset_that_resumes_at_once(options):
     made = answer("rf", "generate", "--out", url, "--samples", num + 4, *options, "--resume")
 
     assert made["accepted"] == num + 4
-
-
-@pytest.mark.long
-def test_a_killed_generation_is_resumed_once_its_lease_ran_out(options, here):
-    url = "s3://bucket/killed"
-    child = begin(url, options)
-    child.kill()
-    child.communicate()
-    resume = ("rf", "generate", "--out", url, "--samples", "400", *options, "--resume")
-    assert "is being written by process" in refused(*resume)
-
-    said = json.loads(place_of(url).read_bytes(LEASE))
-    place_of(url).put_bytes(json.dumps(said | {"until": time.time() - 1}).encode(), LEASE)  # a minute later
-    num = len(Dataset(url))
-    assert answer(*resume[:5], str(num + 8), *resume[6:])["accepted"] == num + 8
-
-    assert place_of(url).read_bytes("shards/000000.safetensors") == shards(here)["shards/000000.safetensors"]
-    Dataset(url).verify()
 
 
 @pytest.mark.long
