@@ -94,12 +94,6 @@ def test_help_and_wrong_options_import_no_torch(tmp_path):
     assert done.returncode == 0, done.stderr
 
 
-def test_python_dash_m_is_the_same_command():
-    done = subprocess.run([sys.executable, "-m", "brim", "--version"], capture_output=True, text=True)
-
-    assert done.stdout == f"brim {__version__}\n"
-
-
 def test_no_command_shows_the_help_and_fails(capsys):
     assert main([]) == 2
 
@@ -524,17 +518,6 @@ def test_what_a_killed_demo_left_half_is_made_again(tmp_path):
 
     assert made == [1, 1]
     assert sorted(file.name for file in tmp_path.rglob("*")) == ["a", "b", "cells"]
-
-
-def test_inspect_reads_as_lines_for_a_person(tmp_path, capsys):
-    assert main(["rf", "generate", "--out", str(tmp_path / "d"), "--samples", "2", "--device", "cpu"]) == 0
-    capsys.readouterr()
-
-    assert main(["rf", "inspect", str(tmp_path / "d")]) == 0
-
-    lines = capsys.readouterr().out.splitlines()
-    assert any(line.split() == ["samples", "2"] for line in lines)
-    assert any(line.startswith("snr db link ") and "median" in line for line in lines)
 
 
 @pytest.mark.parametrize(("asked", "wanted"), [(None, "1000"), ("300000", "300000")])

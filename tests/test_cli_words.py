@@ -95,18 +95,6 @@ def test_a_word_that_does_not_exist_gets_the_nearest_that_does(argv, said, capsy
 # Completion
 
 
-@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
-def test_a_script_for_the_shell_is_printed(shell, monkeypatch, capsys):
-    monkeypatch.setenv("_BRIM_COMPLETE", f"source_{shell}")
-
-    with pytest.raises(SystemExit) as end:
-        main([])
-
-    captured = capsys.readouterr()
-    assert f"complete_{shell}" in captured.out
-    assert (end.value.code, captured.err) == (0, "")
-
-
 @pytest.mark.parametrize(
     ("words", "offered"),
     [

@@ -22,7 +22,6 @@ from brim.cli.rf import rf
 from brim.cli.segment import segment
 from brim.cli.sequence import sequence
 from brim.rf import FEATURES, TRUTH
-from brim.segmentation import model_names
 from waiting import PATIENCE_S, until
 
 ROOT = Path(__file__).parents[1]
@@ -207,23 +206,13 @@ class Service:
 
     def stop(self) -> None:
         """End what the blocks left running, politely, then not."""
-        for number in (signal.SIGTERM, signal.SIGKILL):
-            for pid in self._left():
-                with suppress(ProcessLookupError):
-                    os.kill(pid, number)
-            with suppress(AssertionError):
-                until(lambda: not self._left())
         if self.service is not None:
-            self.service.wait()
-
-    def _left(self) -> list[int]:
-        """Processes of the blocks' groups that run; the dead may wait for a parent that never asks."""
-        found = []
-        for file in Path("/proc").glob("[0-9]*/stat"):
-            with suppress(OSError):
-                state, _, group = file.read_text().rpartition(")")[2].split()[:3]
-                found += [int(file.parent.name)] if int(group) in self.groups and state != "Z" else []
-        return found
+            self.service.terminate()
+            with suppress(subprocess.TimeoutExpired):
+                self.service.wait(PATIENCE_S)
+        for group in self.groups:
+            with suppress(ProcessLookupError):
+                os.killpg(group, signal.SIGKILL)
 
 
 @pytest.mark.parametrize("script", [
@@ -304,11 +293,3 @@ def test_every_option_is_documented(group, command, page):
     options = [param.opts[0] for param in params if param.opts[0].startswith("--")]
 
     assert [option for option in options if f"`{option}" not in page.read_text()] == []
-
-
-def test_no_network_is_left_out():
-    built_in = [
-        name for name in model_names() if name.startswith(("hrnet", "resunet", "unet"))
-    ]  # tests register others
-
-    assert [name for name in built_in if f"| `{name}` |" not in SEGMENTATION.read_text()] == []

@@ -1,7 +1,6 @@
 """Processes of tests that are forked behave as executed ones do."""
 
 import os
-import resource
 import signal
 import subprocess
 import sys
@@ -33,10 +32,6 @@ def test_libraries_are_loaded_and_brim_is_not():
     assert loaded == ["True", "False"]
 
 
-def test_code_that_looks_at_its_modules_has_a_new_interpreter():
-    assert python("-c", "import sys; print('torch' in sys.modules)").stdout == "False\n"
-
-
 @pytest.mark.parametrize(
     ("code", "expected"),
     [
@@ -61,16 +56,6 @@ def test_an_error_is_traced_and_what_was_said_before_is_read():
     assert done.stderr.endswith("ZeroDivisionError: division by zero\n")
 
 
-def test_signals_reach_it():
-    code = "import signal, sys; print(1, flush=True); signal.pause()"
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGKILL):
-        child = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
-        child.stdout.readline()
-        child.send_signal(number)
-        assert child.wait(PATIENCE_S) == -number
-        child.stdout.close()
-
-
 def test_descriptors_keep_their_numbers_and_others_are_closed():
     reading, writing = os.pipe()
     code = f"import os; os.write({writing}, b'x'); print(sorted(map(int, os.listdir('/proc/self/fd')))[:3])"
@@ -90,31 +75,6 @@ def test_the_environment_is_the_one_that_was_given(tmp_path):
     code = "import os, torch; print(HOOKED, torch.get_num_threads(), os.environ['MINE'])"
 
     assert python("-c", code, env=env).stdout == "True 1 x\n"
-
-
-def test_limits_and_the_mask_of_new_files_are_the_caller_s():
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    code = "import os, resource; print(resource.getrlimit(resource.RLIMIT_NOFILE)[0], oct(os.umask(0)))"
-    before = os.umask(0o077)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (soft - 1, hard))
-    try:
-        assert python("-c", code).stdout == f"{soft - 1} 0o77\n"
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-        os.umask(before)
-
-
-def test_modules_and_scripts_run_as_main(tmp_path):
-    (tmp_path / "one.py").write_text("import sys; print(__name__, sys.argv[1:], sys.path[0])\n")
-
-    assert python("-m", "one", "a", cwd=tmp_path).stdout == f"__main__ ['a'] {tmp_path}\n"
-    assert python(tmp_path / "one.py", "b").stdout == f"__main__ ['b'] {tmp_path}\n"
-
-
-def test_brim_is_forked_too():
-    done = subprocess.run([Path(sys.executable).with_name("brim"), "--version"], capture_output=True, text=True)
-
-    assert done.stdout.startswith("brim ")
 
 
 def test_a_child_of_a_child_is_forked_too_and_shows_its_command():

@@ -33,27 +33,6 @@ def test_the_formula_says_what_the_simulation_finds(model, samples, workers, nod
     assert model.forecast(plan, machine).seconds == pytest.approx(model.simulate(plan, machine).seconds, rel=0.1)
 
 
-@pytest.mark.parametrize(
-    ("change", "limit"),
-    [
-        ({"head_range_s": 0.02}, "head"),
-        ({"gate_rate": 2_000.0}, "gates"),
-        ({"put_rate": 20.0}, "store's requests"),
-        ({"put_s": 1.0}, "writers"),
-        ({"node_bytes_s": 2e7}, "nodes' network"),
-        ({"head_bytes_s": 1e5}, "head's network"),
-        ({}, "devices"),
-    ],
-)
-def test_whatever_is_slow_is_the_limit_in_both(model, change, limit):
-    plan = model.Plan(samples=1_000_000, workers=4, shard_items=2048)
-    machine = replace(model.Machine(), **change)
-    said, found = model.forecast(plan, machine), model.simulate(plan, machine)
-
-    assert said.limit == limit
-    assert found.seconds == pytest.approx(said.seconds, rel=0.15)
-
-
 def test_deaths_cost_their_restarts_and_lose_nothing(model):
     plan = model.Plan(samples=2_000_000, workers=8, shard_items=512)
     calm = replace(model.Machine(), worker_rate=2_000.0, restart_s=10.0)

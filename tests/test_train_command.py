@@ -103,7 +103,7 @@ def test_the_metrics_of_a_run_are_its_last_values_its_best_loss_and_its_scores(t
     assert (run.kind, run.config) == ("module", {"epochs": 2})
 
 
-@pytest.mark.parametrize("kind", ["npy folder", "npz", "csv", "parquet", "sqlite"])
+@pytest.mark.parametrize("kind", ["npy folder", "npz", "sqlite"])
 def test_rows_of_every_source_have_their_command(here: Path, kind: str) -> None:
     rng = np.random.default_rng(0)
     columns = {name: rng.normal(size=60).astype(np.float32) for name in ("a", "b", "y")}
@@ -115,17 +115,11 @@ def test_rows_of_every_source_have_their_command(here: Path, kind: str) -> None:
     elif kind == "npz":
         np.savez(here / "data.npz", **columns)
         source = "data.npz"
-    elif kind == "sqlite":
+    else:
         with sqlite3.connect(here / "data.db") as database:
             database.execute("create table rows (a real, b real, y real)")
             database.executemany("insert into rows values (?, ?, ?)", zip(*map(np.ndarray.tolist, columns.values())))  # noqa: B905
         source, more = "sqlite:///data.db", ["--query", "select a, b, y from rows"]
-    else:
-        pyarrow = pytest.importorskip("pyarrow")
-        from pyarrow import csv, parquet
-
-        source = f"data.{kind}"
-        {"csv": csv.write_csv, "parquet": parquet.write_table}[kind](pyarrow.table(columns), source)
 
     assert main([*command("code/mine.py:from_numbers", "--data", source, "--out", "run", "--epochs", "1"), *more]) == 0
     about = json.loads((here / "run" / "run.json").read_text())
@@ -168,26 +162,4 @@ def test_what_cannot_be_is_one_sentence_and_leaves_nothing(
     message = capsys.readouterr().err
     assert said in message
     assert "Traceback" not in message
-    assert not (here / "run").exists()
-
-
-@pytest.mark.parametrize(
-    ("query", "said"),
-    [
-        ("select a from rows where a > 5", "the query returned no rows"),
-        ("select 'text' as t", 'column "t" is string from row 0 on, not a number'),
-        ("selec", "the query fails"),
-        ("select a as x, a as x from rows", 'two columns "x"'),
-    ],
-)
-def test_a_query_without_numbers_is_refused(
-    here: Path, capsys: pytest.CaptureFixture[str], query: str, said: str
-) -> None:
-    with sqlite3.connect(here / "data.db") as database:
-        database.execute("create table rows (a real)")
-        database.execute("insert into rows values (1.5)")
-
-    words = command("code/mine.py:make", "--data", "sqlite:///data.db", "--query", query, "--out", "run")
-    assert main(words) == 2
-    assert said in capsys.readouterr().err
     assert not (here / "run").exists()

@@ -57,6 +57,7 @@ def test_a_dataset_is_added_listed_and_removed(run, cells, tmp_path):
 
 def test_lines_for_people_name_the_id(run, cells):
     _, out, _ = run("add", "c", cells, "--kind", "images")
+    assert run("list", "--kind", "rf")[2] == "no datasets\n"
     head, row = (line.split() for line in run("list", "--kind", "images")[1].splitlines())
     assert head == ["ID", "NAME", "KIND", "ITEMS", "SIZE", "STATE"]
     assert row == [out.split()[0], "c", "images", "1", "0.0", "MB", "ready"]

@@ -13,7 +13,6 @@ from cli_commands import Ended, brim
 
 from brim.cli import main, terminal
 from brim.cli.catalogue import open_catalogue
-from brim.cli.demo import STAGES
 
 EVALUATE_KEYS = {
     "median_error_m", "mean_error_m", "p95_error_m", "crlb_ratio", "coverage", "baselines", "best_baseline", "verdict",
@@ -87,10 +86,6 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> Done:
         if stage in ("segment", "sequences"):
             killed.append(kill(folder, stage))
     return Done(folder, interrupted, killed, brim(*argv(folder), "--json"))
-
-
-def test_the_loop_is_the_one_that_is_promised():
-    assert tuple(STAGES) == LOOP
 
 
 def test_every_stage_has_its_figures(done):
@@ -177,28 +172,3 @@ def test_another_service_s_database_is_left_alone(done, monkeypatch, capsys):
     assert main(["demo", "--out", str(done.folder), "--samples", "3"]) == 0
 
     assert "dashboard: BRIM_DATABASE" in capsys.readouterr().out
-
-
-WITHOUT = """
-import sys
-
-class Absent:
-    def find_spec(self, name, *_):
-        if name.partition(".")[0] in ("sqlalchemy", "alembic", "dbos", "fastapi", "nicegui"):
-            raise ModuleNotFoundError(name, name=name.partition(".")[0])
-
-sys.meta_path.insert(0, Absent())
-from brim.cli import main
-sys.exit(main(sys.argv[1:]))
-"""
-
-
-@pytest.mark.long
-def test_without_the_service_s_extra_all_but_the_listing_works(done):
-    command = [sys.executable, "-c", WITHOUT, "demo", "--out", str(done.folder), "--samples", "3"]
-
-    ended = subprocess.run(command, capture_output=True, text=True)
-
-    assert ended.returncode == 0, ended.stderr
-    assert "dashboard: sqlalchemy is not installed" in ended.stdout
-    assert "pip install 'brim[service]'" in ended.stdout

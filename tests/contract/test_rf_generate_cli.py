@@ -70,21 +70,6 @@ def test_json_is_one_object_with_exactly_the_keys_of_the_contract(undisturbed):
     assert report["peak_bytes"] > 0
 
 
-def test_samples_are_accepted_ones_where_gates_refuse_many(tmp_path):
-    out = tmp_path / "data"
-
-    report = answer(
-        *("rf", "generate", "--out", out, "--samples", "12", "--tx-power-dbm", "20", "--min-snr-db", "15"),
-        *("--max-gdop", "10", "--waveform", "fsk", "--seed", "3", "--memory", "1GiB"),
-    )
-
-    dataset = Dataset(out)
-    assert report["accepted"] == len(dataset) == 12
-    assert sum(report["rejected"].values()) == report["attempted"] - 12 > 0
-    assert int(dataset.load(["index"])["index"][-1]) + 1 == report["attempted"]
-    assert dataset.manifest["config"]["waveform"] == "fsk"
-
-
 def test_inspect_says_what_generate_made(undisturbed, tmp_path):
     page = tmp_path / "report.html"
 

@@ -103,33 +103,7 @@ def test_locate_prints_geojson_near_the_transmitter(made, tmp_path):
     assert found["features"][0]["geometry"]["coordinates"] == pytest.approx([lon, lat], abs=0.1)
 
 
-def test_export_onnx_writes_a_checked_file(made, tmp_path):
-    pytest.importorskip("onnxruntime")
-    pytest.importorskip("onnxscript")
-
-    written = answer("rf", "export-onnx", made / "run", "--out", tmp_path / "locator.onnx")
-
-    assert written["file"] == str(tmp_path / "locator.onnx")
-    assert written["max_difference"] < 1e-3
-    assert "axes" in written["inputs"]
-    assert (tmp_path / "locator.onnx").stat().st_size == written["bytes"]
-
-
 # Bad input: exit code 2, a message, nothing lost
-
-
-def test_datasets_whose_features_differ_are_refused(made, tmp_path):
-    other = Path(shutil.copytree(made / "data", tmp_path / "other"))
-    manifest = json.loads((other / "manifest.json").read_text())
-    manifest["features"][0]["name"] = "loudness"
-    (other / "manifest.json").write_text(json.dumps(manifest))
-
-    message = refused("rf", "train", made / "data", other, "--out", tmp_path / "run", *OPTIONS)
-    alone = refused("rf", "train", other, "--out", tmp_path / "run", *OPTIONS)
-
-    assert "loudness" in message
-    assert "loudness" in alone
-    assert not (tmp_path / "run").exists()
 
 
 def test_a_missing_dataset_is_named(made, tmp_path):

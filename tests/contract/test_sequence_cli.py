@@ -158,15 +158,6 @@ def test_a_person_is_told_scores_and_the_next_step(made, tmp_path, capsys):
     assert "ari" not in scored
 
 
-def test_a_corpus_without_labels_has_null_scores(tmp_path):
-    make_sequences(tmp_path / "npy", 24, dim=4, classes=1, mean_length=6)
-    main(["sequence", "pack", str(tmp_path / "npy"), "--out", str(tmp_path / "corpus")])
-
-    trained = answer("sequence", "train", tmp_path / "corpus", "--out", tmp_path / "run", *SHORT)
-
-    assert trained["scores"] is None
-
-
 def test_ablate_prints_the_steps(made, tmp_path, monkeypatch):
     pytest.importorskip("matplotlib")
     values = {"samples_per_s": 10.0, "busy_share": 0.5, "ceiling_share": 0.4, "peak_bytes": 7}
@@ -227,23 +218,6 @@ def test_bad_files_are_listed_and_left_out_when_asked(tmp_path, capsys):
     captured = capsys.readouterr()
     assert "skipped: class_0/x.npy has 7 features" in captured.err
     assert "6 sequences" in captured.out
-
-
-def test_supervised_training_without_labels_is_refused(tmp_path):
-    make_sequences(tmp_path / "npy", 6, dim=6, classes=1, mean_length=6)
-    main(["sequence", "pack", str(tmp_path / "npy"), "--out", str(tmp_path / "corpus")])
-
-    message = refused("sequence", "train", tmp_path / "corpus", "--out", tmp_path / "run", "--mode", "supervised")
-
-    assert "has no labels" in message
-    assert not (tmp_path / "run").exists()
-
-
-def test_more_clusters_than_items_are_refused(made, tmp_path):
-    message = refused("sequence", "train", made / "corpus", "--out", tmp_path / "run", "--clusters", "33")
-
-    assert "clusters=33 is more than the 32 sequences" in message
-    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize("part", ["shards/000000.safetensors", "items.json", "manifest.json"])

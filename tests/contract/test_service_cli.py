@@ -149,15 +149,6 @@ def test_refusals_of_the_service_are_its_own_sentences(serve, tmp_path):
         assert done.err.startswith("error: ")
 
 
-def test_a_wrong_token_is_refused_in_words(serve, monkeypatch):
-    monkeypatch.setenv("BRIM_TOKEN", "wrong")
-
-    done = jobs(serve, "list")
-
-    assert done.code == 2
-    assert "token" in done.err
-
-
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
@@ -211,16 +202,6 @@ def test_a_data_directory_that_cannot_be_made_is_said(tmp_path):
     (tmp_path / "file").touch()
 
     assert str(tmp_path / "file") in refused("serve", "--data", tmp_path / "file" / "data")
-
-
-@pytest.mark.usefixtures("_no_gpu")
-def test_a_database_that_does_not_answer_is_said_without_its_password(tmp_path, monkeypatch):
-    monkeypatch.setenv("BRIM_DATABASE", "postgresql://me:hunter2@127.0.0.1:1/jobs")
-
-    message = refused("serve", "--data", tmp_path, "--port", "0")
-
-    assert "does not answer" in message
-    assert "hunter2" not in message
 
 
 def test_a_chosen_token_is_not_printed(tmp_path):

@@ -1,9 +1,5 @@
 """The commands of radio data on URLs, as others build on them: the same bytes, JSON and exit codes as on a disk."""
 
-import os
-import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,12 +12,8 @@ from cli_commands import answer, without_times
 
 from brim.cli import main
 from brim.engine.storage import places
-from brim.engine.storage.dataset import Dataset
-from brim.engine.storage.destination import LEASE_FILE as LEASE
-from brim.engine.storage.places import place_of
 from s3_store import SECRET, serve_s3
 from test_docs import blocks_of, run_block
-from waiting import PATIENCE_S, until
 
 torch.set_num_threads(1)  # small batches: a second thread only competes
 
@@ -136,30 +128,6 @@ def test_what_a_store_refuses_ends_with_2_and_is_not_asked_again(options, there,
         assert "no permission to write" in refused(*generate, "s3://bucket/new")
     assert pauses == []
     assert server.files("bucket", "new/") == {}
-
-
-def begin(url: str, options: list[str]) -> subprocess.Popen[str]:
-    """A generation in another process, up to its first shards."""
-    argv = ["rf", "generate", "--out", url, "--samples", "50000", *options]
-    child = subprocess.Popen([sys.executable, "-m", "brim", *argv], stderr=subprocess.PIPE, text=True, env=os.environ)
-    until(lambda: child.poll() is not None or (place_of(url).exists("manifest.json") and Dataset(url).shards))
-    assert child.poll() is None
-    return child
-
-
-def test_ctrl_c_leaves_a_dataset_that_resumes_at_once(options):
-    url = "s3://bucket/stopped"
-    child = begin(url, options)
-    child.send_signal(signal.SIGINT)
-    assert child.communicate(timeout=PATIENCE_S)[0] is None
-    assert child.returncode == 130
-    num = len(Dataset(url))
-    Dataset(url).verify()
-    assert not place_of(url).exists(LEASE)
-
-    made = answer("rf", "generate", "--out", url, "--samples", num + 4, *options, "--resume")
-
-    assert made["accepted"] == num + 4
 
 
 @pytest.mark.long

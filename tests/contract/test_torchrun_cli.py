@@ -111,14 +111,6 @@ def test_sequences_without_labels_train_on_two_ranks_as_on_one(data: Path, tmp_p
     assert one == two
 
 
-def test_files_that_are_not_packed_train_on_two_ranks_as_on_one(data: Path, tmp_path: Path) -> None:
-    settings = ["--mode", "supervised", "--classifier-epochs", "1", "--batch-size", "7", "--device", "cpu"]
-
-    both(["sequence", "train", str(data / "files"), *settings, "--num-workers", "0"], tmp_path)
-
-    assert differences(tmp_path / "one/supervised", tmp_path / "two/supervised") < 1e-5
-
-
 # Ranks that die, and what else goes wrong
 
 
@@ -155,15 +147,3 @@ def test_what_is_refused_is_said_once(data: Path, located: Path) -> None:
     assert out == ""
     assert err.count("error: ") == 1
     assert "--resume" in err
-
-
-def test_more_ranks_than_samples_are_refused(data: Path, tmp_path: Path) -> None:
-    (tmp_path / "quick.toml").write_text("duration_s = 0.2\n")
-    generate = ["rf", "generate", "--out", str(tmp_path / "few"), "--samples", "2", "--device", "cpu"]
-    assert main([*generate, "--config", str(tmp_path / "quick.toml")]) == 0
-
-    code, _, err = torchrun("-m", "brim", "rf", "train", tmp_path / "few", "--out", tmp_path / "run", *RF)
-
-    assert code != 0
-    assert "2 ranks" in err
-    assert not (tmp_path / "run").exists()
