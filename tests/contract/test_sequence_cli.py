@@ -204,8 +204,8 @@ def test_a_folder_that_cannot_be_packed_is_refused_and_leaves_nothing(tmp_path):
     packing = refused("sequence", "pack", tmp_path / "npy", "--out", tmp_path / "out/corpus")
     training = refused("sequence", "train", tmp_path / "npy", "--out", tmp_path / "run", "--clusters", "2")
 
-    assert "class_0/x.npy holds nan" in packing
-    assert "class_0/x.npy holds nan" in training
+    assert "class_0/x.npy frame 0 holds nan" in packing
+    assert "class_0/x.npy frame 0 holds nan" in training
     assert sorted(file.name for file in tmp_path.iterdir()) == ["npy"]
 
 
