@@ -249,6 +249,24 @@ def test_what_is_typed_wins_over_the_recipe_of_fine_tuning(monkeypatch):
     assert (str(values[0]), str(values[1]), options["weights"]) == ("i", "m", DEFAULT_WEIGHTS)
 
 
+@pytest.mark.parametrize(
+    ("more", "mode"),
+    [
+        ([], "self"),
+        (["--model", "rocket"], "supervised"),
+        (["--model", "ensemble"], "supervised"),
+        (["--folds", "3"], "supervised"),
+        (["--model", "cnn_lstm"], "self"),
+    ],
+)
+def test_methods_that_need_labels_are_supervised(monkeypatch, more, mode):
+    function = "brim.sequences.training.run.train"
+
+    values, _ = handed_on(monkeypatch, function, "sequence", "train", "corpus", "--out", "run", *more)
+
+    assert values[2].mode == mode
+
+
 # Results
 
 

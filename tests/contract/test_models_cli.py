@@ -3,6 +3,7 @@
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from brim.cli import main
+from brim.jobs.store import Catalogue
 from brim.segmentation import create_model
 from brim.segmentation.networks import WEIGHTS, save_weights
 from brim.segmentation.training import RUN
@@ -101,6 +103,26 @@ def test_a_run_says_itself_what_it_is_of(brim, sequence_run):
 
     code, _, err = brim("add", "steps", sequence_run, "--network", "hrnet")
     assert (code, str(sequence_run) in err) == (2, True)
+
+
+def test_runs_of_a_service_are_listed_by_kind_and_served_by_their_id(brim, segment_run, tmp_path, capsys):
+    data = ["--data", str(tmp_path / "data")]
+    brim("add", "cells", segment_run)
+    with Catalogue.open(f"sqlite:///{tmp_path}/data/catalogue.sqlite") as catalogue:
+        config = {"model": "unet_tiny"}
+        run = catalogue.runs.add(name="r", kind="segment.train", path=str(segment_run), config=config, summary={})
+        catalogue.jobs.submit(SimpleNamespace(kind="rf.train", name="now", config={}), makes="run")
+        training = catalogue.runs.page(kind="rf.train").rows[0]
+    capsys.readouterr()
+
+    assert main(["runs", "list", "--kind", "segment.train", "--json", *data]) == 0
+    listed = json.loads(capsys.readouterr().out)
+    added = json.loads(brim("add", "other", run.id, "--json")[1])
+
+    assert ([row["id"] for row in listed["runs"]], listed["total"]) == ([run.id], 1)
+    assert (added["name"], added["path"], added["network"]) == ("other", str(segment_run), "unet_tiny")
+    code, _, err = brim("add", "third", training.id)
+    assert (code, 'the run "now" is still training' in err) == (2, True)
 
 
 @pytest.mark.parametrize(
