@@ -5,7 +5,6 @@ import shutil
 from pathlib import Path
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -15,6 +14,7 @@ from brim.jobs.store import Catalogue
 from brim.segmentation import create_model
 from brim.segmentation.networks import WEIGHTS, save_weights
 from brim.segmentation.training import RUN
+from brim.sequences.corpus.synthetic import make_sequences
 
 KEYS = ["name", "kind", "network", "path", "version", "about", "added_at"]
 
@@ -52,11 +52,7 @@ def segment_run(tmp_path_factory, weights) -> Path:
 @pytest.fixture(scope="module")
 def sequence_run(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("sequences")
-    rng = np.random.default_rng(0)
-    for label in ("one", "two"):
-        (folder / "npy" / label).mkdir(parents=True)
-        for number in range(8):
-            np.save(folder / "npy" / label / f"{number}.npy", rng.normal(size=(6, 4)).astype(np.float32))
+    make_sequences(folder / "npy", 16, dim=4, classes=2, mean_length=6)
     assert main(["sequence", "pack", str(folder / "npy"), "--out", str(folder / "corpus"), "--json"]) == 0
     options = ["--mode", "supervised", "--classifier-epochs", "1", "--device", "cpu", "--json"]
     assert main(["sequence", "train", str(folder / "corpus"), "--out", str(folder / "run"), *options]) == 0
@@ -99,7 +95,7 @@ def test_a_run_says_itself_what_it_is_of(brim, sequence_run):
     assert code == 0, err
     added = json.loads(out)
     assert (added["kind"], added["network"]) == ("classify", "cnn_lstm")
-    assert added["about"]["classes"] == ["one", "two"]
+    assert added["about"]["classes"] == ["class_0", "class_1"]
 
     code, _, err = brim("add", "steps", sequence_run, "--network", "hrnet")
     assert (code, str(sequence_run) in err) == (2, True)

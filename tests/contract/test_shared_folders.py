@@ -3,10 +3,10 @@
 import json
 import shutil
 
-import numpy as np
 import pytest
 
 from brim.cli import main
+from brim.sequences.corpus.synthetic import make_sequences
 
 HUB = ("config.json", "model.safetensors", "README.md")
 
@@ -54,11 +54,7 @@ def test_segmentation(place, capsys):
 
 
 def test_sequences(place, capsys):
-    rng = np.random.default_rng(0)
-    for label in ("one", "two"):
-        (place / "npy" / label).mkdir(parents=True)
-        for number in range(8):
-            np.save(place / "npy" / label / f"{number}.npy", rng.normal(size=(6, 4)).astype(np.float32))
+    make_sequences(place / "npy", 16, dim=4, classes=2, mean_length=6)
     answer(capsys, "sequence", "pack", place / "npy", "--out", place / "corpus")
     options = ["--mode", "supervised", "--model", "cnn_lstm", "--classifier-epochs", 1, "--device", "cpu"]
     answer(capsys, "sequence", "train", place / "corpus", "--out", place / "steps", *options)

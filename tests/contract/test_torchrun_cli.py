@@ -3,14 +3,13 @@
 import json
 from pathlib import Path
 
-import cv2
-import numpy as np
 import pytest
 import torch
 from cli_commands import brim
 
 from brim.cli import main
 from brim.engine.config import TrainConfig
+from brim.segmentation.scenes import write_cells
 from brim.sequences.corpus.synthetic import make_sequences
 from brim_steps import logging_all
 from torchruns import STEPS, differences, logged, torchrun
@@ -29,15 +28,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (path / "quick.toml").write_text("duration_s = 0.2\nsamples_per_shard = 16\n")
     generate = ["rf", "generate", "--out", str(path / "samples"), "--samples", "60", "--device", "cpu"]
     assert main([*generate, "--config", str(path / "quick.toml")]) == 0
-    rng = np.random.default_rng(0)
-    for folder in ("images", "masks"):
-        (path / folder).mkdir()
-    for number in range(6):
-        mask = np.zeros((64, 64), np.uint8)
-        cv2.circle(mask, (20 + 4 * number, 30), 12, 255, -1)
-        image = np.where(mask > 0, 170, 80)[..., None] + rng.normal(0, 15, (64, 64, 3))
-        cv2.imwrite(str(path / "masks" / f"{number}.png"), mask)
-        cv2.imwrite(str(path / "images" / f"{number}.png"), image.clip(0, 255).astype(np.uint8))
+    write_cells(path / "images", path / "masks", 6, seed=1, height=64, width=64)
     make_sequences(path / "files", 40, 6, 3, mean_length=10)
     assert main(["sequence", "pack", str(path / "files"), "--out", str(path / "corpus")]) == 0
     return path
@@ -82,7 +73,20 @@ def test_a_locator_trains_on_two_ranks_as_on_one(data: Path, located: Path, tmp_
 def test_a_network_trains_on_two_ranks_as_on_one(data: Path, tmp_path: Path) -> None:
     folders = ["--images", str(data / "images"), "--masks", str(data / "masks")]
     # a low rate: roundings that differ grow with every step of a network of batch norms, on any two machines
-    settings = ["--model", "unet_tiny", "--size", "32", "--epochs", "2", "--batch-size", "5", "--learning-rate", "1e-4"]
+    settings = [
+        "--model",
+        "unet_tiny",
+        "--task",
+        "mask",
+        "--size",
+        "32",
+        "--epochs",
+        "2",
+        "--batch-size",
+        "5",
+        "--learning-rate",
+        "1e-4",
+    ]
 
     both(["segment", "train", *folders, *settings, "--device", "cpu"], tmp_path)
 

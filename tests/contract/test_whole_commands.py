@@ -3,11 +3,11 @@
 import json
 import subprocess
 import sys
-from pathlib import Path
 
-import cv2
-import numpy as np
 import pytest
+
+from brim.segmentation.scenes import write_cells
+from brim.sequences.corpus.synthetic import make_sequences
 
 FOR_NOTHING = ["torch._dynamo", "torch._inductor", "sympy", "triton", "pandas", "sklearn", "matplotlib", "scipy.stats"]
 SCRIPT = f"""
@@ -26,31 +26,11 @@ for argv in json.loads(sys.argv[1]):
 """
 
 
-def pictures(folder: Path) -> None:
-    rng = np.random.default_rng(0)
-    for part in ("images", "masks"):
-        (folder / part).mkdir()
-    for number in range(4):
-        mask = np.zeros((64, 64), np.uint8)
-        cv2.circle(mask, (32, 20 + 8 * number), 9, 255, -1)
-        image = np.clip(rng.normal(60, 9, (64, 64, 3)) + mask[..., None] / 2, 0, 255).astype(np.uint8)
-        cv2.imwrite(str(folder / f"images/{number}.png"), image)
-        cv2.imwrite(str(folder / f"masks/{number}.png"), mask)
-
-
-def sequences(folder: Path) -> None:
-    rng = np.random.default_rng(0)
-    for number in range(24):
-        place = folder / "features" / "ab"[number % 2]
-        place.mkdir(parents=True, exist_ok=True)
-        np.save(place / f"{number}.npy", rng.normal(size=(20, 4)).astype(np.float32))
-
-
 @pytest.fixture(scope="module")
 def answers(tmp_path_factory):
     path = tmp_path_factory.mktemp("commands")
-    pictures(path)
-    sequences(path)
+    write_cells(path / "images", path / "masks", 4, seed=1, height=64, width=64)
+    make_sequences(path / "features", 24, dim=4, classes=2, mean_length=20)
     lines = [
         "rf generate --out data --samples 24 --device cpu",
         "rf train data --out locator --epochs 1 --batch-size 8 --device cpu",

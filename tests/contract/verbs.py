@@ -8,13 +8,11 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-import cv2
-import numpy as np
 from cli_commands import brim
 
 from brim.engine.training import trainer
 from brim.segmentation.prediction import stream
-from brim.segmentation.scenes import make_cells
+from brim.segmentation.scenes import write_cells
 from brim.sequences.corpus.packing import pack
 from brim.sequences.corpus.synthetic import make_sequences
 
@@ -63,12 +61,12 @@ VERBS = {
         ("radio",),
     ),
     "segment train": Verb(
-        "segment train --images {cells}/images --masks {cells}/masks --model unet_tiny --size 32 --epochs 2 "
-        "--batch-size 4 --seed 0",
+        "segment train --images {cells}/images --masks {cells}/masks --model unet_tiny --task mask --size 32 "
+        "--epochs 2 --batch-size 4 --seed 0",
         ("train/last/*.safetensors", "train/best/*.safetensors"),
         "--seed 5",
         "seed",
-        {"model": "unet_tiny", "size": 32, "epochs": 2, "batch_size": 4, "seed": 0},
+        {"model": "unet_tiny", "task": "mask", "size": 32, "epochs": 2, "batch_size": 4, "seed": 0},
         ("cells",),
     ),
     "segment predict": Verb(
@@ -92,11 +90,7 @@ def make_inputs(folder: Path) -> Path:
     """What the verbs read: a dataset, images with masks, a network trained on them, and a corpus."""
     (folder / "quick").write_text(SHORT_RECORDS)
     (folder / "plain").write_text("duration_s = 0.2\nsamples_per_shard = 16\n")
-    for index in range(6):
-        image, mask = make_cells(3, index, 64, 64)
-        for name, pixels in (("images", image[..., ::-1]), ("masks", mask.astype(np.uint8) * 255)):
-            (folder / "cells" / name).mkdir(parents=True, exist_ok=True)
-            cv2.imwrite(str(folder / "cells" / name / f"{index}.png"), pixels)
+    write_cells(folder / "cells/images", folder / "cells/masks", 6, seed=3, height=64, width=64)
     make_sequences(folder / "sequences", 60, dim=8, classes=3, mean_length=12)
     pack(folder / "sequences", folder / "corpus")
     radio = ["rf", "generate", "--samples", "40", "--seed", "1", "--config", folder / "plain", "--out"]

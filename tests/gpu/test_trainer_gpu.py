@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from brim.engine.config import TrainConfig
 from brim.engine.device.devices import stream
-from brim.engine.device.memory import inject_oom
 from brim.engine.rows.resident import Resident
 from brim.engine.training import trainer
 from brim.engine.training.checkpoint import load_checkpoint
@@ -215,16 +214,6 @@ def test_nan_is_found_at_its_step_without_a_sync_per_step(tmp_path: Path) -> Non
     with pytest.raises(TrainingDiverged, match=r'step 10 \(epoch 1, batch 2\): field "y"'):
         run(tmp_path, network(), Broken(), checkpoint_every_steps=5, log_every=100)
     assert load_checkpoint(tmp_path / "train/last")[1]["step"] == 10
-
-
-@pytest.mark.parametrize("kind", ["none", "graph"])
-def test_out_of_memory_keeps_the_effective_batch(tmp_path: Path, kind: str) -> None:
-    whole, parts = network(dropout=0.0), network(dropout=0.0)
-    run(tmp_path / "whole", whole, compile=kind, precision="fp32")
-    with inject_oom(above=40):
-        report = run(tmp_path / "parts", parts, compile=kind, precision="fp32")
-    assert (report.micro_batch, report.step_kind) == (32, {"none": "eager", "graph": "graph"}[kind])
-    assert losses_of(tmp_path / "parts") == pytest.approx(losses_of(tmp_path / "whole"), rel=1e-2)
 
 
 def test_a_real_out_of_memory_is_halved(tmp_path: Path) -> None:
