@@ -415,6 +415,7 @@ def test_doctor_says_what_is_free_and_what_would_be_used(monkeypatch, capsys):
 
     out = capsys.readouterr().out
     assert out.count("3.0 GiB free of 64.0 GiB") == 3
+    assert "only 3.0 GiB" not in out
     assert all(word in out for word in ("packages", "sandbox", "uses"))
 
 

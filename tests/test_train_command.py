@@ -103,6 +103,14 @@ def test_the_metrics_of_a_run_are_its_last_values_its_best_loss_and_its_scores(t
     assert (run.kind, run.config) == ("module", {"epochs": 2})
 
 
+def test_only_a_run_of_a_module_takes_code(tmp_path: Path) -> None:
+    (tmp_path / "run.json").write_text('{"kind": "sequence-train", "training": {}}')
+
+    for given in ({"factory": "mine.py:make"}, {"module": torch.nn.Linear(1, 1)}):
+        with pytest.raises(brim.errors.ConfigError, match="whose network is brim's own"):
+            brim.load_run(tmp_path, **given)  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("kind", ["npy folder", "npz", "sqlite"])
 def test_rows_of_every_source_have_their_command(here: Path, kind: str) -> None:
     rng = np.random.default_rng(0)
