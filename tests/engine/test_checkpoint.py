@@ -106,10 +106,17 @@ def test_weights_of_another_model_name_the_first_difference_and_change_nothing(t
 
 
 def test_tied_weights_are_written(tmp_path: Path) -> None:
-    module = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
-    module[1].weight = module[0].weight
-    save_checkpoint(tmp_path / "train" / "last", {"model": module.state_dict()}, {})
-    load_weights(module, tmp_path)
+    def tied(value: float) -> nn.Module:
+        module = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+        module[1].weight = module[0].weight
+        nn.init.constant_(module[0].weight, value)
+        return module
+
+    saved, loaded = tied(2.0), tied(5.0)
+    save_checkpoint(tmp_path / "train" / "last", {"model": saved.state_dict()}, {})
+    load_weights(loaded, tmp_path)
+    assert loaded[1].weight is loaded[0].weight
+    assert all(map(torch.equal, loaded.state_dict().values(), saved.state_dict().values()))
 
 
 def test_a_directory_has_one_writer(tmp_path: Path) -> None:

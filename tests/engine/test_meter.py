@@ -8,7 +8,7 @@ import pytest
 import torch
 from fake_time import FakeTime
 
-from brim.engine.meter.throughput import BUSY, INPUT, ROOM, GpuSampler, Meter, ceiling_rate, ceiling_share
+from brim.engine.meter.throughput import BUSY, INPUT, ROOM, GpuSampler, Meter, ceiling_rate
 from brim.errors import ConfigError
 from waiting import until
 
@@ -114,14 +114,6 @@ def test_ceiling_survives_a_clock_too_coarse_for_the_batch() -> None:
         return 1
 
     assert ceiling_rate(run, seconds=1.0, clock=clock, warmup=0) > 0
-
-
-def test_ceiling_share_is_a_plain_ratio() -> None:
-    assert ceiling_share(80.0, 100.0) == 0.8
-    with pytest.raises(ConfigError, match="ceiling=0"):
-        ceiling_share(1.0, 0)
-    with pytest.raises(ConfigError, match="seconds=0"):
-        ceiling_rate(lambda: 1, seconds=0)
 
 
 class FakeNvml:

@@ -27,6 +27,5 @@ if TYPE_CHECKING:
     from brim.engine.meter.throughput import GpuSampler as GpuSampler
     from brim.engine.meter.throughput import Meter as Meter
     from brim.engine.meter.throughput import ceiling_rate as ceiling_rate
-    from brim.engine.meter.throughput import ceiling_share as ceiling_share
 
 __getattr__, __all__ = lazy(__name__, __file__)

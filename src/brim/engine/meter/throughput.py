@@ -145,13 +145,6 @@ def ceiling_rate(
     return statistics.median(rates)
 
 
-def ceiling_share(rate: float, ceiling: float) -> float:
-    """Return the share of the ceiling that a run reached, both in items/s."""
-    if ceiling <= 0:
-        raise ConfigError(f"ceiling={ceiling} items/s must be above 0", hint="measure it with ceiling_rate")
-    return rate / ceiling
-
-
 class GpuSampler:
     """Power, utilisation and memory of one GPU, sampled in a thread while the with block runs.
 
