@@ -293,6 +293,16 @@ def test_a_latency_limit_binds_the_optimum_but_not_the_safe_size():
     assert any(trial.status == "slow" for trial in found.trials)
 
 
+def test_the_95th_percentile_is_compared_with_the_limit_where_it_is_known():
+    """Steps of 1 ms, every tenth of which takes 4 ms from 9 items on."""
+    found = sweep(
+        lambda batch: Trial(batch=batch, seconds=0.001, p50_ms=1.0, p95_ms=4.0 if batch > 8 else 1.0, steps=10),
+        SweepConfig(limit=64, p95_ms=3.0),
+    )
+    assert found.batch == 8
+    assert {trial.batch for trial in found.trials if trial.status == "slow"} >= {16}
+
+
 def test_a_latency_limit_below_one_item_gives_batch_1_and_says_so():
     found = search(Device(knee(8)), p95_ms=1.0)
     assert found.batch == 1

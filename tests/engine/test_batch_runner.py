@@ -1,6 +1,7 @@
 """The batch runner: threads around the policy, with a device that the test holds, and with a real small network."""
 
 import gc
+import math
 import random
 import threading
 import time
@@ -15,7 +16,7 @@ from fake_time import FakeTime
 from brim.engine.batching.policy import BatcherConfig
 from brim.engine.batching.runner import BatchRunner
 from brim.engine.batching.servable import Answer, DecodedRequest, Payload, RequestShape, Servable
-from brim.engine.batching.work import Reply
+from brim.engine.batching.work import BatchStats, Reply
 from brim.errors import BrimError, DeadlinePassed, ImageError, OutOfMemory, Overloaded, TooLarge
 from waiting import PATIENCE_S, until
 
@@ -284,6 +285,36 @@ def test_metrics_count_what_happened():
     assert sum(told["seconds"]["total"]["counts"]) == 9
     assert 0 < told["busy_s"] <= told["up_s"]
     assert told["depth"] == told["running"] == told["requests"] == 0
+
+
+def test_counters_have_the_bounds_of_their_seconds_and_count_busy_time_once():
+    stats = BatchStats(100.0)
+    for now_s, change in ((101.0, 1), (102.0, 1), (104.0, -1), (105.0, -1), (110.0, 1)):
+        stats.start(4, now_s) if change > 0 else stats.end(now_s)
+    for took_s in (0.001, 0.0011, 0.02, 31.0):
+        stats.resolve("answered", {"total": took_s})
+    told = stats.snapshot(112.0)
+
+    assert (told["busy_s"], told["up_s"], told["batch_sizes"]) == (4.0 + 2.0, 12.0, {"4": 3})
+    counts = dict(zip([*told["bounds_s"], math.inf], told["seconds"]["total"]["counts"], strict=True))
+    assert {bound: num for bound, num in counts.items() if num} == {0.001: 1, 0.002: 1, 0.02: 1, math.inf: 1}
+    assert told["seconds"]["total"]["sum_s"] == pytest.approx(31.0221)
+
+
+def test_a_request_that_left_a_failed_batch_does_not_run_again():
+    with serving(Sleeper(sizes=(1, 2))) as (runner, model):
+        with model.held("collect"):
+            with model.held():
+                first = send(runner, "first")
+                until(lambda: model.batches)
+                gone, stays = send(runner, "gone", "1 poison"), send(runner, "stays", "1 poison")
+                until(lambda: len(model.decoded) == 3)
+            until(lambda: len(model.batches) == 2)
+            runner.cancel(gone)
+        assert first.result(PATIENCE_S)
+        assert isinstance(stays.exception(PATIENCE_S), RuntimeError)
+    names = [[part.split("/")[0] for part in batch] for batch in model.batches]
+    assert names == [["first"], ["gone", "stays"], ["stays"]]
 
 
 def test_how_long_a_forward_runs_can_be_watched():

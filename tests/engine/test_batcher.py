@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from brim.engine.batching.policy import BatcherConfig, BatchPolicy, RequestPart, StartBatch, Wait
+from brim.engine.batching.service_times import PoolTimes, ServiceTimes
 from brim.errors import ConfigError, Overloaded, TooLarge
 
 SECONDS = {1: 0.005, 2: 0.008, 4: 0.012, 8: 0.020}  # a device on which batching pays
@@ -509,3 +510,46 @@ def test_what_is_due_later_does_not_count_for_the_urgent():
     assert policy.wait_s("a", 0.0) == pytest.approx(101 * 0.05)
     assert policy.wait_s("a", 0.0, within_s=0.2) == pytest.approx(0.05)
     policy.admit("a", 1, 0.2, 0.0)
+
+
+# Step times
+
+
+def test_a_step_time_is_read_off_its_neighbours():
+    times = ServiceTimes(lambda key: (1, 2, 3, 4, 6, 8, 16))
+    for size, seconds in ((2, 0.010), (6, 0.030), (8, 0.036)):
+        times.expect("a", size, seconds)
+    expected = {1: 0.010, 2: 0.010, 3: 0.015, 4: 0.020, 6: 0.030, 8: 0.036, 16: 0.036 + 8 * 0.003}
+
+    assert times.table("a").seconds == pytest.approx(expected)
+
+
+def test_a_size_takes_the_upper_quartile_of_its_last_32_batches():
+    times = ServiceTimes(lambda key: (1,))
+    for seconds in [9.0] * 10 + [0.01 * n for n in range(1, 33)]:
+        times.note("a", 1, seconds)
+
+    assert times.table("a").seconds[1] == pytest.approx(0.25)  # of 0.01 … 0.32, the 25th
+
+
+def test_a_size_is_used_only_if_it_is_faster_per_part():
+    times = ServiceTimes(lambda key: (1, 2, 4, 8))
+    for size, seconds in ((1, 0.010), (2, 0.0196), (4, 0.020), (8, 0.050)):
+        times.expect("a", size, seconds)
+    table = times.table("a")
+
+    assert table.useful == (1, 4)  # two are 2 % faster, eight slower
+    assert [table.size_for(parts) for parts in (1, 3, 4, 5, 99)] == [1, 1, 4, 4, 4]
+    assert table.work_s(6) == pytest.approx(0.020 + 2 * 0.010)
+
+
+def test_a_task_waits_behind_those_inside_the_pool():
+    pool = PoolTimes(workers=2)
+    for seconds in (0.1, 0.3, 0.2):
+        pool.enter()
+        pool.leave("key", seconds, "group")
+
+    assert (pool.expected_s("key"), pool.expected_s("other", "group"), pool.expected_s("other")) == (0.2, 0.2, 0.0)
+    for _ in range(5):
+        pool.enter()
+    assert pool.expected_s("key") == pytest.approx(0.2 * (1 + 4 / 2))

@@ -86,6 +86,19 @@ def test_what_cannot_be_answered_in_time_is_rejected_with_its_type(monkeypatch: 
     assert len(sizes) <= 3
 
 
+def test_the_limit_of_a_request_is_in_milliseconds() -> None:
+    """An example of 20 s: an answer within 30 s can be promised, one within 10 s cannot."""
+    clock = FakeTime()
+    clock.monotonic = time.monotonic
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("brim.engine.batching.batcher.time", clock)
+        predict: Any = lambda items: clock.sleep(20) or items  # noqa: E731
+        with brim.Batcher(predict, max_latency_ms=30_000, max_batch=1, example=0) as batcher:
+            assert batcher.submit(1).result(PATIENCE_S) == 1
+            with pytest.raises(Overloaded):
+                batcher.submit(2, max_latency_ms=10_000)
+
+
 def test_one_bad_item_fails_alone() -> None:
     def invert(items: list[float]) -> list[float]:
         return [1 / item for item in items]

@@ -1,4 +1,5 @@
 import json
+import os
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -35,7 +36,7 @@ def test_whatever_fails_one_checkpoint_is_whole(tmp_path: Path, monkeypatch: pyt
     save(tmp_path / "last", 1.0)
     for fail_at in range(6):
         calls = {"num": 0}
-        owner = Path if call == "rename" else __import__("os")
+        owner = Path if call == "rename" else os
         real: Callable[..., object] = getattr(owner, call)
 
         def failing(*args: object, limit: int = fail_at, counted: dict[str, int] = calls, to: object = real) -> object:
@@ -49,6 +50,24 @@ def test_whatever_fails_one_checkpoint_is_whole(tmp_path: Path, monkeypatch: pyt
             with suppress(StorageError):
                 save(tmp_path / "last", 2.0)
         assert load_checkpoint(tmp_path / "last")[1]["value"] in (1.0, 2.0)
+
+
+def test_a_checkpoint_is_on_the_disk_before_it_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fsync, rename, synced = os.fsync, Path.rename, set[int]()
+
+    def watched_sync(handle: int) -> None:
+        synced.add(os.fstat(handle).st_ino)
+        fsync(handle)
+
+    def watched_rename(self: Path, target: Path) -> Path:
+        if target.name == "last":
+            assert {path.stat().st_ino for path in (self, *self.iterdir())} <= synced
+        return rename(self, target)
+
+    monkeypatch.setattr(os, "fsync", watched_sync)
+    monkeypatch.setattr(Path, "rename", watched_rename)
+    for value in (1.0, 2.0):
+        save(tmp_path / "last", value)
 
 
 def test_a_disk_that_refuses_is_named(tmp_path: Path) -> None:

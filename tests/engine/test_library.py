@@ -1,5 +1,6 @@
 """The engine as a library: any rows, any module, any optimiser."""
 
+import itertools
 import json
 import logging
 from pathlib import Path
@@ -14,7 +15,9 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset
 
 import brim
-from brim.engine.config import TrainConfig
+from brim.engine.config import ModuleTraining, TrainConfig
+from brim.engine.library import modules
+from brim.engine.library.loader import LoaderSource
 from brim.engine.storage import ShardWriter
 from brim.errors import BrimError, CheckpointError, ConfigError, DatasetError, DeviceError
 
@@ -431,3 +434,80 @@ def test_a_setting_names_loggers() -> None:
     )
     with pytest.raises(ConfigError, match='"neptune" is no logger; use csv'):
         brim.loggers.parse("neptune")
+
+
+# What a run leaves
+
+
+def test_a_run_is_a_folder_that_others_read(tmp_path: Path) -> None:
+    losses = iter([0.5, 0.21875, 0.25])
+    model = linear()
+    brim.train(
+        model, loss, (X, Y), out=tmp_path / "run", epochs=3, batch_size=50, config=QUIET, optimizer=sgd,
+        evaluate=lambda model: {"val_loss": next(losses), "accuracy": 0.75},
+    )  # fmt: skip
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    for name in ("config.json", "model.safetensors", "README.md"):
+        (tmp_path / "run" / name).rename(shared / name)
+    run = brim.load_run(tmp_path / "run", module=linear(), device="cpu")
+
+    assert "| val_loss | 0.2188 |" in (shared / "README.md").read_text()
+    assert "| parameters | 5 |" in (shared / "README.md").read_text()
+    assert json.loads((shared / "config.json").read_text())["model_type"] == "brim-module"
+    assert torch.equal(load_file(shared / "model.safetensors")["weight"], run.module.weight)
+    assert not torch.equal(run.module.weight, model.weight)  # the best, not the last
+    assert (run.metrics["best_val_loss"], run.metrics["val_loss"], run.metrics["step"]) == (0.21875, 0.25, 6)
+    assert torch.equal(run.predict(X), run.module(X))
+
+
+def test_rows_held_out_have_the_mean_loss_of_their_rows(tmp_path: Path) -> None:
+    """Three batches, the last of them of 36 rows; the model predicts 0, and the loss is the mean of y."""
+    model = nn.Linear(4, 1)
+    nn.init.zeros_(model.weight)
+    nn.init.zeros_(model.bias)
+
+    def mean(model: nn.Module, batch: Any) -> torch.Tensor:
+        return (model(batch[0]).squeeze(-1) + batch[1]).mean()
+
+    report = brim.train(
+        model, mean, (X, Y), out=tmp_path / "run", epochs=1, batch_size=32, evaluate=(X, Y), config=QUIET,
+        optimizer=lambda params: torch.optim.SGD(params, 0.0),
+    )  # fmt: skip
+
+    assert report.best_val_loss == pytest.approx(float(Y.double().mean()), rel=1e-6)
+
+
+def test_a_loader_is_read_in_another_order_each_epoch_and_resumes_in_the_middle() -> None:
+    source = LoaderSource(DataLoader(TensorDataset(torch.arange(40)), 8, shuffle=True), torch.device("cpu"), seed=3)
+    epochs = [[batch[0].tolist() for batch in source.epoch(number)] for number in (0, 1, 0)]
+
+    assert all(sorted(itertools.chain(*epoch)) == list(range(40)) for epoch in epochs)
+    assert epochs[0] == epochs[2] != epochs[1]
+    assert [batch[0].tolist() for batch in source.epoch(1, 3)] == epochs[1][3:]
+    assert (source.num_items, source.num_batches, source.batch_size) == (40, 5, 8)
+
+
+def test_rows_held_out_are_not_trained_on(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(
+        "import torch\n"
+        "seen = {True: set(), False: set()}\n"
+        "def make(columns):\n"
+        "    def loss(model, batch):\n"
+        "        seen[model.training].update(batch['x'][:, 0].tolist())\n"
+        "        return model(batch['x']).mean()\n"
+        "    return torch.nn.Linear(1, 1), loss\n"
+    )
+    save_file({"x": torch.arange(50.0)[:, None]}, tmp_path / "rows.safetensors")
+    settings = ModuleTraining(epochs=2, batch_size=8, val_share=0.2, seed=1)
+    made: list[Any] = []
+    make_module = modules.make_module
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(modules, "make_module", lambda *given: made.append(given[0]) or make_module(*given))
+        modules.train_module(
+            f"{tmp_path}/mine.py:make", str(tmp_path / "rows.safetensors"), tmp_path / "run", settings, device="cpu"
+        )
+    seen = made[0].make.__globals__["seen"]
+
+    assert (len(seen[True]), len(seen[False])) == (40, 10)
+    assert seen[True] | seen[False] == set(range(50))

@@ -9,7 +9,6 @@ import torch
 from fake_time import FakeTime
 
 from brim.engine.meter.throughput import BUSY, INPUT, ROOM, GpuSampler, Meter, ceiling_rate
-from brim.errors import ConfigError
 from waiting import until
 
 
@@ -187,6 +186,21 @@ def test_sampler_integrates_power_where_there_is_no_energy_counter(monkeypatch: 
     gpu = sample(monkeypatch, FakeNvml(missing=frozenset({"energy"})))
     assert gpu is not None
     assert gpu["energy_j"] == pytest.approx(30.0)
+
+
+def test_power_that_changes_is_integrated_by_trapezia(monkeypatch: pytest.MonkeyPatch) -> None:
+    nvml, watts = FakeNvml(missing=frozenset({"energy"})), iter([100.0, 300.0, 200.0])
+    monkeypatch.setattr(nvml, "nvmlDeviceGetPowerUsage", lambda handle: round(next(watts) * 1000))
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="bbbb"))
+    monkeypatch.setattr("brim.engine.meter.throughput.time", nvml.clock)
+    with GpuSampler(torch.device("cuda:0"), interval_s=3600.0) as sampler:
+        nvml.clock.sleep(2)
+        sampler._sample()
+        nvml.clock.sleep(4)
+    gpu = sampler.summary()
+    assert gpu is not None
+    assert (gpu["energy_j"], gpu["power_w_mean"], gpu["samples"]) == (2 * 200 + 4 * 250, 200.0, 3)
 
 
 def test_sampler_reports_missing_readings_as_none(monkeypatch: pytest.MonkeyPatch) -> None:

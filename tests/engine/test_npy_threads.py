@@ -2,6 +2,7 @@
 
 import gc
 import io
+import os
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 
 from brim.engine.rows import read_npy_header
+from brim.engine.rows.npy import load_npy
 
 
 class Cyclic:
@@ -50,3 +52,21 @@ def test_headers_are_parsed_in_many_threads(hasty_threads):
         shapes = list(pool.map(lambda number: deep(number % 9, opened.getvalue()), range(4_000)))
 
     assert set(shapes) == {(3, 5)}
+
+
+@pytest.mark.parametrize("order", ["C", "F"])
+def test_an_array_is_what_was_saved(tmp_path, order):
+    saved = np.arange(24.0).reshape(2, 3, 4)
+    np.save(tmp_path / "x.npy", np.asarray(saved, order=order))
+
+    assert np.array_equal(load_npy(tmp_path / "x.npy"), saved)
+
+
+def test_a_truncated_array_and_one_of_objects_are_no_arrays(tmp_path):
+    np.save(tmp_path / "x.npy", np.arange(100))
+    os.truncate(tmp_path / "x.npy", 400)
+    np.save(tmp_path / "objects.npy", np.array([{}]), allow_pickle=True)
+
+    for name, message in (("x", "truncated: 34 of 100"), ("objects", "never loaded")):
+        with pytest.raises(ValueError, match=message):
+            load_npy(tmp_path / f"{name}.npy")

@@ -12,11 +12,13 @@ from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
+import pyarrow
 import pytest
 import torch
 
 import brim
 from brim.cli import main
+from brim.engine.rows.columns import arrow_tensor
 from brim.engine.rows.files import DatasetSource, NpyFolderSource
 from brim.engine.rows.source import TensorSource, read_rows
 from brim.engine.rows.sql import SqlSource, without_password
@@ -94,6 +96,28 @@ def test_rows_are_read_in_the_order_asked_for(index):
     read_rows(source, torch.tensor(index), out)
 
     assert_same(out, {name: tensor[index] for name, tensor in rows_of(0, 5000).items()})
+
+
+# Columns
+
+
+def test_lists_of_a_column_become_an_axis_across_chunks():
+    column = pyarrow.chunked_array([[[[1, 2], [3, 4], [5, 6]]], [[[7, 8], [9, 10], [11, 12]]]])
+
+    assert torch.equal(arrow_tensor("x", column), torch.arange(1, 13).view(2, 3, 2))
+
+
+@pytest.mark.parametrize(
+    ("chunks", "message"),
+    [
+        ([[[1, 2], [3, 4]], [[5, 6], [7, None]]], '"x" is null in row 3'),
+        ([[[1, 2], [3, 4]], [[5, 6], [7]]], "another length, or an empty one, in row 3"),
+        ([[[1, 2]], [[5, 6, 7]]], "another length, or an empty one, in row 1"),
+    ],
+)
+def test_arrow_faults_name_their_row(chunks, message):
+    with pytest.raises(DatasetError, match=message):
+        arrow_tensor("x", pyarrow.chunked_array(chunks))
 
 
 # brim datasets

@@ -85,6 +85,23 @@ def test_clock_counts_training_alone_and_goes_on_after_a_resume(monkeypatch: pyt
     assert again.waiting == clock.waiting
 
 
+def test_waiting_of_every_fifth_step_is_extrapolated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU: between two steps the host waits 3 s, in which the device has work for 1 s; 10 batches, 2 sampled."""
+    time = FakeTime()
+    monkeypatch.setattr("brim.engine.meter.stalls.time", time)
+    event = SimpleNamespace(elapsed_time=lambda other: 2000.0)
+    monkeypatch.setattr("brim.engine.meter.stalls._record", lambda: event)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    clock = RunClock(torch.device("cuda"), SimpleNamespace(copy_s=0.0))
+    clock.go()
+    for _ in range(10):
+        with clock.feeding():
+            time.sleep(3)
+    clock.pause()
+    assert clock.waiting == NONE | {"data": 10 * 2.0}
+    assert clock.seconds == 30
+
+
 def test_a_step_is_timed_by_its_median(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 0.0
     durations = itertools.cycle([0.01, 0.01, 0.03])

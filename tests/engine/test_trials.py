@@ -60,6 +60,20 @@ def test_the_first_call_is_warm_up_and_counts_apart(clock):
     assert trial.warmup_s == prober.warmup_s == pytest.approx(0.195)
 
 
+def test_a_step_takes_the_median_of_its_blocks_and_its_tail_is_told(clock):
+    """Three blocks of four steps, of which the second is three times as slow; then single steps, one of them slow."""
+    times_s = iter([0.01, 0.01, *[0.01] * 4, *[0.03] * 4, *[0.01] * 4, *[0.01] * 9, 0.2, *[0.01] * 9, 0.3])
+    config = ProbeConfig(block_s=0.04, settle_s=0.0, latencies=20)
+
+    trial = Prober(lambda batch: lambda: clock.sleep(next(times_s)), CPU, config)(5)
+
+    assert trial.seconds == pytest.approx(0.01)
+    assert trial.throughput == pytest.approx(500)
+    assert trial.spread == pytest.approx(1 / 3)  # half of 500 - 166.7 items/s, of 500
+    assert (trial.p50_ms, trial.p95_ms) == (pytest.approx(10), pytest.approx(300))
+    assert trial.steps == 2 + 3 * 4
+
+
 class Holder:
     """Something large that no step must keep alive."""
 

@@ -113,6 +113,14 @@ def test_sizes_beyond_the_budget_are_left_out():
     assert warmed.memory_bytes <= 400 << 20
 
 
+def test_the_weights_count_against_the_budget():
+    toy = Toy()
+    toy.weight_bytes = 300 << 20
+
+    with pytest.raises(OutOfMemory, match="with its weights, and 200 MiB may be used"):
+        warm_up(toy, CPU, threading.RLock(), limit_bytes=200 << 20)
+
+
 def test_one_item_that_does_not_fit_is_an_error():
     with pytest.raises(OutOfMemory, match="no room"):
         warm_up(Toy(fits=0), CPU, threading.RLock())
