@@ -1,12 +1,13 @@
 """A setting is declared once; everything else follows from the declaration."""
 
+import json
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
 import pytest
 
 from brim.config import Doc, Length, OneOf, Range, Unit, check, part, plain, read, schema
-from brim.errors import ConfigError
+from brim.errors import ConfigError, from_dict
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,6 +103,14 @@ def test_each_surface_writes_names_its_own_way():
 
     assert str(caught.value) == "flag=true needs labels; set mode to supervised"
     assert caught.value.phrase(lambda name: f"--{name}") == "--flag=true needs labels; set --mode to supervised"
+
+
+def test_an_error_is_data_that_survives_another_process():
+    error = ConfigError("is wrong", field="a", value="x" * 200, code="conflict", hint="see {b}").within("config")
+    again = from_dict(json.loads(json.dumps(error.as_dict())))
+
+    assert (type(again), again.field, again.code, str(again)) == (ConfigError, "config.a", "conflict", str(error))
+    assert str(error) == f'config.a="{"x" * 56}... is wrong; see b'
 
 
 def test_the_schema_has_ranges_choices_defaults_and_sentences():

@@ -17,7 +17,7 @@ from brim.engine.batching.policy import BatcherConfig
 from brim.engine.batching.runner import BatchRunner
 from brim.engine.batching.servable import Answer, DecodedRequest, Payload, RequestShape, Servable
 from brim.engine.batching.work import BatchStats, Reply
-from brim.errors import BrimError, DeadlinePassed, ImageError, OutOfMemory, Overloaded, TooLarge
+from brim.errors import BrimError, DeadlinePassed, ImageError, OutOfMemory, Overloaded
 from waiting import PATIENCE_S, until
 
 
@@ -262,15 +262,6 @@ def test_after_a_reload_old_and_new_share_no_batch_and_the_old_one_is_let_go():
         until(lambda: gc.collect() >= 0 and gone() is None)
 
 
-def test_on_start_names_the_requests_of_a_batch_before_it_runs():
-    started: list[list[int]] = []
-    with serving(Sleeper(0.01), on_start=started.append) as (runner, _):
-        replies = [send(runner, str(number)) for number in range(6)]
-        assert all(reply.result(PATIENCE_S) for reply in replies)
-
-    assert sorted(request for batch in started for request in batch) == [reply.request for reply in replies]
-
-
 def test_metrics_count_what_happened():
     with serving(Sleeper(0.01)) as (runner, _):
         replies = [send(runner, str(number), "1 bad" if number == 3 else "1") for number in range(10)]
@@ -340,22 +331,6 @@ def test_a_key_not_seen_before_is_guessed_from_one_that_was():
             send(runner, "a", key=1).result(PATIENCE_S)
         with pytest.raises(Overloaded, match="shorter"):
             send(runner, "ten times as large", key=10, within_s=0.1)
-
-
-def test_a_request_that_would_block_the_device_for_a_minute_delays_nobody():
-    class Scaled(Sleeper):
-        def inspect(self, payload: Payload) -> RequestShape:
-            cost = payload.options["key"]
-            return RequestShape(cost, 1, cost=float(cost), expected_s={1: 0.005 * cost})
-
-    with serving(Scaled(0.005)) as (runner, model):
-        for number in range(20):
-            with pytest.raises(Overloaded, match="shorter"):
-                send(runner, "twenty seconds of work", key=4_000, within_s=1.5)
-            with pytest.raises(TooLarge):
-                send(runner, "a minute of work", key=12_000, within_s=100)
-            assert send(runner, str(number), key=1).result(PATIENCE_S)
-    assert model.batches == [[f"{number}/0 "] for number in range(20)]  # the device never saw the others
 
 
 def test_a_failure_of_the_runner_itself_reaches_those_who_wait(monkeypatch):
@@ -446,36 +421,3 @@ def test_every_future_resolves_exactly_once_whatever_happens(seed):
         if not reply.cancelled() and reply.exception() is None:
             assert reply.result().body.split() == [f"{name}/{part}".encode() for part in range(parts)]
     assert runner.snapshot()["depth"] == runner.snapshot()["requests"] == 0
-
-
-def test_a_real_network_gives_the_answers_of_one_at_a_time():
-    torch = pytest.importorskip("torch")
-    net = torch.nn.Sequential(torch.nn.Linear(16, 64), torch.nn.ReLU(), torch.nn.Linear(64, 4)).eval()
-
-    class Network(Sleeper):
-        def inspect(self, payload: Payload) -> RequestShape:
-            return RequestShape("row")
-
-        def decode(self, payload: Payload) -> DecodedRequest:
-            return DecodedRequest("row", [torch.frombuffer(bytearray(payload.data), dtype=torch.float32)])
-
-        def forward(self, parts):
-            with torch.inference_mode():
-                return net(torch.stack(parts))
-
-        def collect(self, running):
-            return list(running)
-
-        def finish(self, item, outputs):
-            return Answer(outputs[0].numpy().tobytes())
-
-    rows = torch.randn(40, 16, generator=torch.Generator().manual_seed(3))
-    with serving(Network()) as (runner, _):
-        due_s = time.monotonic() + PATIENCE_S
-        replies = [runner.submit("model", Payload(row.numpy().tobytes()), due_s) for row in rows]
-        answers = torch.stack(
-            [torch.frombuffer(bytearray(r.result(PATIENCE_S).body), dtype=torch.float32) for r in replies]
-        )
-
-    with torch.inference_mode():
-        torch.testing.assert_close(answers, torch.cat([net(row[None]) for row in rows]))

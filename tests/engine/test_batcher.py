@@ -2,8 +2,6 @@
 
 import heapq
 import itertools
-import random
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
@@ -239,14 +237,6 @@ def test_retry_after_leads_an_identical_request_in_if_nothing_else_came(asked, l
     raise AssertionError(f"still refused {at_s} s later")
 
 
-def test_retry_after_is_exact_where_only_one_key_waits():
-    asked = [Ask(0.0, 0.2) for _ in range(120)]
-    refused = Paper(asked).told[-1]
-
-    assert refused.request is None
-    assert Paper([*asked, Ask(refused.retry_after_s + 1e-6, 0.2)]).told[-1].request is not None
-
-
 # Cases
 
 
@@ -280,13 +270,6 @@ def test_a_small_batch_runs_where_a_larger_one_would_be_late():
 
     assert len(ran.batches[0][2]) <= 2
     assert all(told.late_s <= 0 for told in ran.told)
-
-
-def test_a_long_request_does_not_keep_out_a_short_one():
-    ran = Paper([Ask(0.0, 10.0, parts=400), Ask(0.1, 0.06)])
-
-    assert ran.told[1].late_s <= 0
-    assert ran.told[0].late_s <= 0
 
 
 def test_a_deadline_shorter_than_an_answer_takes_is_refused_and_says_so():
@@ -404,36 +387,6 @@ def test_batch_sizes_that_cannot_work_are_refused(sizes):
     with pytest.raises(ConfigError, match="ascend from 1"):
         policy.admit("a", 1, 1.0, 0.0)
     assert policy.depth == 0
-
-
-@pytest.mark.parametrize(
-    "wrong", [{"margin": 1.0}, {"max_queue_delay_ms": -1.0}, {"lead_ms": -1.0}, {"max_waiting": 0}]
-)
-def test_a_configuration_that_cannot_work_is_refused(wrong):
-    with pytest.raises(ConfigError):
-        BatcherConfig(**wrong)
-
-
-def test_the_door_is_quick_with_a_hundred_waiting():
-    policy = BatchPolicy(lambda key: (1, 2, 4, 8))
-    chance = random.Random(1)
-    lines = 0
-
-    def count(frame, event, _):
-        nonlocal lines
-        lines += 1
-        return count
-
-    for size, seconds in SECONDS.items():
-        policy.expect("a", size, seconds)
-    for _ in range(100):
-        policy.admit("a", 1, 10.0 + chance.random(), 0.0, before_s=0.01)
-    before = sys.gettrace()
-    sys.settrace(count)
-    policy.leave(policy.admit("a", 1, 10.5, 0.0, before_s=0.01))
-    sys.settrace(before)
-
-    assert lines < 1000  # of Python, entered or run: about 640, of which each that waits takes four
 
 
 def test_an_idle_device_tries_what_its_guess_would_refuse_and_learns():

@@ -1,7 +1,5 @@
 import hashlib
 import itertools
-import subprocess
-import sys
 from typing import Any
 
 import numpy as np
@@ -44,8 +42,8 @@ def fingerprint(buckets: Buckets, epoch: int) -> str:
 # Padding
 
 
-@pytest.mark.parametrize("config", [COUNT, FRAMES, BucketConfig(batch_size=None, max_frames=32_768)])
-@pytest.mark.parametrize("sigma", [0.25, 0.4, 0.5, 0.6])
+@pytest.mark.parametrize("config", [COUNT, FRAMES])
+@pytest.mark.parametrize("sigma", [0.25, 0.6])
 def test_a_log_normal_mix_pads_at_most_a_twentieth(config: BucketConfig, sigma: float) -> None:
     for seed in range(3):
         lengths = log_normal(sigma=sigma, seed=seed)
@@ -56,11 +54,8 @@ def test_a_log_normal_mix_pads_at_most_a_twentieth(config: BucketConfig, sigma: 
         assert len(buckets.edges) <= config.max_buckets
 
 
-@pytest.mark.parametrize("mean", [15, 30, 60, 250])
-@pytest.mark.parametrize("sizes", [
-    {"batch_size": 16}, {"batch_size": 64}, {"batch_size": 256},
-    {"batch_size": None, "max_frames": 4096}, {"batch_size": None, "max_frames": 8192},
-])  # fmt: skip
+@pytest.mark.parametrize("mean", [15, 60])
+@pytest.mark.parametrize("sizes", [{"batch_size": 64}, {"batch_size": None, "max_frames": 8192}])
 def test_sequences_of_any_mean_pad_at_most_a_twentieth_in_shapes_that_can_be_captured(
     sizes: dict[str, Any], mean: int
 ) -> None:
@@ -71,33 +66,12 @@ def test_sequences_of_any_mean_pad_at_most_a_twentieth_in_shapes_that_can_be_cap
         assert all(edge % buckets.multiple == 0 for edge in buckets.edges)
 
 
-@pytest.mark.parametrize("sizes", [{"batch_size": 64}, {"batch_size": 256}, {"batch_size": None, "max_frames": 8192}])
-def test_too_few_sequences_for_little_padding_still_meet_others(sizes: dict[str, Any]) -> None:
-    for mean, num in itertools.product((15, 30, 60, 250), (200, 1000)):
-        lengths = log_normal(num, 0.8, mean=mean)
-        buckets, usual = (Buckets(lengths, BucketConfig(**sizes, multiple=multiple)) for multiple in (None, 8))
-        assert buckets.padding_share <= usual.padding_share + 1e-9
-        assert len(buckets.edges) <= max(len(usual.edges), buckets.num_batches // 2)
-        assert len(buckets.shapes) <= TrainConfig().max_graphs
-
-
 def test_the_multiple_is_the_largest_that_pads_little_enough() -> None:
     for mean, expected in ((15, 2), (30, 2), (60, 4), (250, 8)):
         lengths = log_normal(mean=mean)
         assert Buckets(lengths, COUNT).multiple == expected
         waste = {num: Buckets(lengths, BucketConfig(multiple=num)).padding_share for num in (1, 2, 4, 8)}
         assert max(num for num, share in waste.items() if share <= 0.05) == expected
-
-
-def test_a_multiple_that_is_given_is_kept() -> None:
-    buckets = Buckets(log_normal(mean=15), BucketConfig(multiple=8))
-    assert buckets.multiple == 8
-    assert {edge % 8 for edge in buckets.edges} == {0}
-
-
-def test_a_budget_of_just_the_longest_item_holds_it() -> None:
-    buckets = Buckets(torch.tensor([5, 99]), BucketConfig(batch_size=None, max_frames=99))
-    assert (buckets.multiple, buckets.edges[-1]) == (1, 99)
 
 
 def test_no_choice_of_buckets_pads_less_than_the_one_found() -> None:
@@ -121,12 +95,6 @@ def test_the_fewest_buckets_that_pad_little_enough_are_taken() -> None:
     assert many.padding_share <= 0.05 < few.padding_share <= 0.15
 
 
-def test_equal_lengths_need_one_bucket_and_no_padding() -> None:
-    buckets = Buckets(torch.full((100,), 40), COUNT)
-    assert (buckets.edges, buckets.num_batches, buckets.padding_share) == ((40,), 2, 0.0)
-    assert buckets.shapes == {(64, 40): 1, (36, 40): 1}
-
-
 def test_a_long_tail_of_many_lengths_is_searched_in_part_and_still_well(monkeypatch: pytest.MonkeyPatch) -> None:
     lengths = torch.from_numpy(np.random.default_rng(0).lognormal(6, 1.2, 3000).astype(np.int64) + 1)
     config = BucketConfig(batch_size=1, multiple=1, max_waste=0)
@@ -134,20 +102,6 @@ def test_a_long_tail_of_many_lengths_is_searched_in_part_and_still_well(monkeypa
     assert len(set(lengths.tolist())) > 2 * module._MAX_CELLS
     monkeypatch.setattr(module, "_MAX_CELLS", 3000)
     assert found.padding_share < Buckets(lengths, config).padding_share + 0.005 < 0.1
-
-
-def test_short_items_are_padded_to_smaller_multiples_where_eight_pads_too_much() -> None:
-    lengths = torch.from_numpy(np.random.default_rng(0).lognormal(3.3, 0.3, 2000).round().astype(np.int64))
-    found, eights = Buckets(lengths, BucketConfig(batch_size=16)), Buckets(lengths, BucketConfig(multiple=8))
-    assert found.padding_share <= 0.05 < 0.1 < eights.padding_share
-    assert len(found.edges) <= found.config.max_buckets
-
-
-def test_a_smaller_multiple_that_pads_too_much_all_the_same_is_not_taken() -> None:
-    lengths = log_normal(100)  # too few for batches of 64 with little padding, whatever the multiple
-    found = Buckets(lengths, COUNT)
-    assert found.padding_share > 0.05
-    assert all(edge % 8 == 0 for edge in found.edges)
 
 
 def test_a_smaller_multiple_that_leaves_buckets_of_one_batch_is_not_taken() -> None:
@@ -171,19 +125,10 @@ def test_long_items_that_are_not_rare_keep_their_batch_size() -> None:
     assert Buckets(lengths, COUNT).shapes == {(64, 480): 2, (64, 16): 4, (44, 16): 1}
 
 
-@pytest.mark.parametrize("seed", range(10))
-def test_no_batch_has_many_more_frames_than_a_mean_one(seed: int) -> None:
-    lengths = torch.from_numpy(np.random.default_rng(seed).lognormal(4, 1.5, 700).astype(np.int64) + 1)
-    buckets = Buckets(lengths, BucketConfig(batch_size=32))
-    allowed = buckets.config.max_stretch * 32 * (float(lengths.double().mean()) + 8)
-    for num_items, length in buckets.shapes:
-        assert num_items * length <= allowed or num_items == 1
-
-
 # Order
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", range(30))
 def test_every_item_comes_once_in_a_batch_that_holds_it(seed: int) -> None:
     lengths, config = random_case(seed)
     buckets = Buckets(lengths, config, seed=seed)
@@ -225,16 +170,6 @@ def test_the_order_depends_on_seed_and_epoch_alone() -> None:
     assert fingerprint(buckets, 0) != fingerprint(buckets, 1) == before
 
 
-def test_another_process_finds_the_same_order() -> None:
-    code = (
-        "import torch; from brim.engine.rows.buckets import *; import hashlib;"
-        "b = Buckets(torch.arange(1, 700), BucketConfig(), seed=3);"
-        "print(hashlib.sha256(repr([(x.length, x.items.tolist()) for x in b.epoch(2)]).encode()).hexdigest())"
-    )
-    there = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert there.stdout.strip() == fingerprint(Buckets(torch.arange(1, 700), BucketConfig(), seed=3), 2)
-
-
 def test_batches_of_all_buckets_are_mixed() -> None:
     lengths = [batch.length for batch in Buckets(log_normal(), COUNT).epoch(0)]
     changes = sum(one != other for one, other in itertools.pairwise(lengths))
@@ -265,32 +200,7 @@ def test_drop_last_leaves_out_the_short_batch() -> None:
         Buckets(log_normal(10), COUNT, drop_last=True)
 
 
-def test_a_million_items_need_no_index_of_their_frames() -> None:
-    buckets = Buckets(log_normal(1_000_000), BucketConfig(batch_size=256))
-    held = {batch.items.untyped_storage().data_ptr(): batch.items.untyped_storage() for batch in buckets.epoch(0)}
-    assert sum(storage.nbytes() for storage in held.values()) == 8_000_000
-
-
 # Bad input
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"max_frames": 100},
-        {"batch_size": None},
-        {"batch_size": 0},
-        {"batch_size": None, "max_frames": 0},
-        {"max_buckets": 0},
-        {"multiple": 0},
-        {"max_stretch": 0.5},
-        {"max_stretch": float("nan")},
-        {"max_waste": 1.0},
-    ],
-)
-def test_values_that_cannot_work_are_named(options: dict[str, int]) -> None:
-    with pytest.raises(ConfigError, match=next(reversed(options))):
-        BucketConfig(**options)
 
 
 def test_lengths_that_cannot_be_are_named() -> None:

@@ -1,11 +1,11 @@
+import hashlib
 import os
 
 import pytest
 import torch
 
-from brim.engine.device import devices as device
 from brim.engine.device import memory
-from brim.engine.device.devices import describe, resolve_device, stream, worker_count
+from brim.engine.device.devices import resolve_device, stream, worker_count
 from brim.errors import ConfigError, DeviceError
 
 CPU = torch.device("cpu")
@@ -57,25 +57,16 @@ def test_gpu_without_driver_points_to_the_driver(gpus, monkeypatch):
         resolve_device("cuda")
 
 
-@pytest.mark.parametrize("name", ["", "gpu", "mps", "cuda:", "cuda:-1", "cuda:x", "cpu:0", "CUDA"])
+@pytest.mark.parametrize("name", ["", "gpu", "cuda:", "cuda:-1", "cpu:0", "CUDA"])
 def test_unknown_device_names_are_refused(name):
     with pytest.raises(ConfigError, match="use auto, cpu, cuda or cuda:N"):
         resolve_device(name)
 
 
-def test_description_of_the_cpu_holds_memory_and_cores():
-    facts = describe(CPU)
-    assert facts["device"] == "cpu"
-    assert facts["name"]
-    assert 0 < facts["free_bytes"] <= facts["total_bytes"]
-    assert facts["cores"] == worker_count()
-
-
-def test_stream_depends_on_its_name_alone():
-    first = torch.rand(4, generator=stream(7, "augment", 3, device=CPU))
-    stream(7, "other", device=CPU)
-    again = torch.rand(4, generator=stream(7, "augment", 3, device=CPU))
-    assert torch.equal(first, again)
+def test_a_stream_is_seeded_by_its_name_in_any_process():
+    """By the first 56 bits of BLAKE2b; Python's own hash differs from process to process."""
+    seed = int(hashlib.blake2b(b"(7, ('augment', 3))", digest_size=7).hexdigest(), 16)
+    assert stream(7, "augment", 3, device=CPU).initial_seed() == seed
 
 
 def test_streams_with_different_names_differ():
@@ -124,21 +115,3 @@ def test_workers_stay_within_a_v1_quota(cgroup):
         "cgroup/cpu/cpu.cfs_period_us": "100000\n",
     })  # fmt: skip
     assert worker_count() == 3
-
-
-def test_a_quota_below_one_core_still_gives_one_worker(cgroup):
-    cgroup({
-        "proc/self/cgroup": "0::/\n",
-        "cgroup/cgroup.controllers": "cpu",
-        "cgroup/cpu.max": "50000 100000\n",
-    })  # fmt: skip
-    assert worker_count() == 1
-
-
-def test_without_cgroups_all_cores_count(cgroup):
-    assert worker_count() == 8
-
-
-def test_cpu_has_a_name_without_proc(monkeypatch, tmp_path):
-    monkeypatch.setattr(device, "PROC", tmp_path)
-    assert describe(CPU)["name"]

@@ -19,7 +19,7 @@ from brim.engine.config import ModuleTraining, TrainConfig
 from brim.engine.library import modules
 from brim.engine.library.loader import LoaderSource
 from brim.engine.storage import ShardWriter
-from brim.errors import BrimError, CheckpointError, ConfigError, DatasetError, DeviceError
+from brim.errors import BrimError, CheckpointError, ConfigError, DatasetError
 
 X = torch.arange(400.0).reshape(100, 4).sin()
 Y = X @ torch.tensor([1.0, -2.0, 0.5, 3.0]) + 1
@@ -98,7 +98,6 @@ def frame(_: Path) -> Any:
     [
         pytest.param(lambda _: {"x": X, "y": Y}, dict, id="dict of tensors"),
         pytest.param(lambda _: {"x": X.numpy(), "y": Y.tolist()}, dict, id="dict of arrays and lists"),
-        pytest.param(lambda _: (X, Y), tuple, id="tuple"),
         pytest.param(lambda _: (X.numpy(), Y.numpy()), tuple, id="tuple of arrays"),
         pytest.param(lambda _: TensorDataset(X, Y), tuple, id="TensorDataset"),
         pytest.param(lambda _: Subset(TensorDataset(X, Y), range(100)), tuple, id="Subset"),
@@ -126,23 +125,15 @@ def test_rows_come_from_anywhere_in_the_form_they_had(make: Any, form: type, tmp
         ({"x": X, "y": Y[:9]}, '"y" has 9 rows, "x" has 100'),
         ({"x": X, "y": torch.empty(100, device="meta")}, '"y" is on meta, "x" is on cpu; move them'),
         ({"x": np.array([1, "a", None], dtype=object)}, 'column "x" is an array of Python objects: str in row 1'),
-        ({"x": ["a", "b"]}, 'column "x" holds text'),
         ({"x": [[1], [1, 2]]}, r"shape \[2\] in row 1"),
         ({"x": X[:0]}, "no items"),
-        ({}, "no column"),
-        ((), "no column"),
-        ([], "no items"),
-        ([X, Y], r'"0" has shape \[100\] in item 1'),
         (Items([(X[0], 1), (X[0, :2], 1)]), r'"0" has shape \[2\] in item 1 of the Items'),
         (Items([{"x": X[0]}, {"z": X[0]}]), "item 1 of the Items has z; item 0 has x"),
         ({"train": {"x": X}}, r'give that split: data\["train"\]'),
         (pyarrow.table({"t": ["a"]}), 'column "t" is string'),
-        (X.to_sparse(), "make it dense"),
+        (pyarrow.Table.from_arrays([[1], [2]], names=["a", "a"]), 'two columns "a"'),
         (Endless(), "an Endless has no rows that can be read by number; give a dict of arrays"),
         (DataLoader(Items([1])), "give what it reads: loader.dataset"),
-        (3, "an int has no rows"),
-        ("nowhere", "nowhere does not exist"),
-        ("postgresql://host/database", "a database needs a query"),
     ],
 )
 def test_what_holds_no_rows_is_refused_in_one_sentence(data: Any, message: str) -> None:
@@ -150,54 +141,11 @@ def test_what_holds_no_rows_is_refused_in_one_sentence(data: Any, message: str) 
         list(brim.Resident(data, batch_size=1, device="cpu").epoch(0))
 
 
-def test_an_unreadable_item_names_itself() -> None:
-    class Broken(Items):
-        def __getitem__(self, row: int) -> Any:
-            return X[row] if row < 7 else {}["missing"]
-
-    with pytest.raises(DatasetError, match=r"item 7 of the Broken cannot be read .KeyError"):
-        list(brim.Resident(Broken([0] * 10)).epoch(0))
-
-
-@pytest.mark.parametrize(
-    ("options", "error"),
-    [
-        ({"device": "gpu"}, ConfigError),
-        ({"device": "cuda:999"}, DeviceError),
-        ({"batch_size": "many"}, ConfigError),
-        ({"batch_size": None}, ConfigError),
-        ({"tier": "disk"}, ConfigError),
-    ],
-)
-def test_wrong_options_are_refused(options: dict[str, Any], error: type[BrimError]) -> None:
-    with pytest.raises(error):
-        brim.Resident((X, Y), **options)
-
-
-@pytest.mark.parametrize(
-    ("use", "message"),
-    [
-        (lambda path: next(iter(brim.Resident((X, Y)))), r"write: for batch in data.epoch\(0\)"),
-        (lambda path: brim.Resident((X, Y))[0], r"write: for batch in data.epoch\(0\)"),
-        (lambda path: brim.Dataset(None), "give its directory or URL"),
-        (lambda path: brim.load_run(None), "give the directory of a training run"),
-        (lambda path: brim.load_run(path, module="Linear"), "give an instance of the module"),
-        (lambda path: brim.Batcher(len, max_batch=1.5), "max_batch=1.5 must be a whole number"),
-    ],
-)
-def test_what_is_no_use_of_an_object_says_what_is(use: Any, message: str, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=message):
-        use(tmp_path)
-
-
-def test_objects_show_what_they_hold(tmp_path: Path) -> None:
-    data = brim.Resident({"x": X, "y": Y}, batch_size=32, device="cpu")
-    dataset = brim.Dataset(brim_dataset(tmp_path))
-
-    assert "100 rows" in repr(data)
-    assert "x  float32 [4]" in repr(data)
-    assert "100 rows in 4 shards" in repr(dataset)
-    assert "<table>" in data._repr_html_()
+def test_items_of_a_split_are_read_by_their_number() -> None:
+    data = brim.Resident(
+        Items([float(row) for row in range(50)]), batch_size=10, device="cpu", rows=slice(20, 40), shuffle=False
+    )
+    assert torch.cat(list(data.epoch(0))).tolist() == list(range(20, 40))
 
 
 # Datasets
@@ -263,9 +211,6 @@ def test_training_equals_the_loop_one_would_write(tmp_path: Path) -> None:
         scheduler.step()
     assert torch.equal(model.weight, mine.weight)
     assert report.steps == 16
-    assert report.best_val_loss is not None
-    assert "16 steps" in repr(report)
-    assert "best val_loss" in report._repr_html_()
     rows = (tmp_path / "run" / "train" / "metrics.csv").read_text().splitlines()
     assert rows[0] == "step,loss,lr,samples_per_s,val_loss"
     assert len(rows) == 1 + 16 + 4  # a short run logs every step, and every evaluation
@@ -279,7 +224,6 @@ def test_training_equals_the_loop_one_would_write(tmp_path: Path) -> None:
         (torch.optim.NAdam, lambda opt: torch.optim.lr_scheduler.OneCycleLR(opt, 0.1, total_steps=16)),
         (lambda params: torch.optim.Adagrad(params, 0.1), None),
         (None, lambda opt: torch.optim.lr_scheduler.CosineAnnealingLR(opt, 4)),
-        (None, None),
     ],
 )
 @pytest.mark.parametrize("loader", [False, True])
@@ -319,36 +263,23 @@ def test_another_optimiser_is_another_run(tmp_path: Path) -> None:
     ("change", "message"),
     [
         ({"model": nn.Linear}, "Linear is a class"),
-        ({"model": 3}, "model is an int; give a torch.nn.Module"),
         ({"model": nn.ReLU()}, "no trainable parameters"),
-        ({"loss_fn": None}, "loss_fn is NoneType, not a function"),
         (
             {"loss_fn": lambda model, batch: batch["x"]},
             r"loss_fn fails on a batch of \(\[32, 4\], \[32\]\) \(TypeError",
         ),
-        ({"loss_fn": lambda model, batch: model(batch[1])}, "loss_fn fails on a batch"),
         ({"loss_fn": lambda model, batch: model(batch[0])}, r"loss_fn returned \[32, 1\], expected a scalar"),
         ({"data": DataLoader(Endless())}, "no length"),
-        ({"data": {"x": X, "y": Y[:3]}}, '"y" has 3 rows'),
         ({"loss_fn": lambda model, batch: loss(model, batch).detach()}, "depends on no parameter"),
         ({"model": nn.LazyLinear(1)}, "LazyLinear has parameters without a shape; call it once"),
-        ({"out": None}, "out is a NoneType; give a directory"),
         ({"out": "/dev/null/run"}, "/dev/null/run: cannot write"),
-        ({"config": {"epochs": 3}}, "config is a dict"),
-        ({"transform": 3}, "transform is an int, not a function"),
         ({"scheduler": lambda opt: torch.optim.lr_scheduler.OneCycleLR(opt, 0.1, total_steps=2)}, "cannot advance"),
-        ({"optimizer": lambda params: 3}, "optimizer gave an int"),
-        ({"optimizer": "SGD"}, "optimizer gave a str"),
         ({"optimizer": lambda params: torch.optim.SGD(params, "fast")}, "making the optimiser failed"),
         ({"optimizer": torch.optim.LBFGS}, "LBFGS"),
         ({"optimizer": torch.optim.SGD(nn.Linear(2, 2).parameters(), 0.1)}, "not trainable ones of this model"),
-        ({"scheduler": lambda opt: 3}, "scheduler gave an int"),
         ({"scheduler": torch.optim.lr_scheduler.ReduceLROnPlateau}, "needs val_loss"),
         ({"evaluate": lambda model: "good"}, "evaluate returned a str"),
-        ({"loggers": [brim.loggers.CSV]}, "CSV is a class"),
         ({"loggers": [3]}, "an int is no logger"),
-        ({"epochs": 0}, "epochs"),
-        ({"device": "tpu"}, "device"),
     ],
 )
 def test_a_training_that_cannot_be_is_refused_and_leaves_nothing(
@@ -404,16 +335,6 @@ def test_a_logger_is_two_methods_and_its_failure_ends_no_training(
     assert caplog.text.count("Kept failed in log (gone); going on without it") == 1
 
 
-@pytest.mark.parametrize("logger", [brim.loggers.MLflow(), brim.loggers.WandB(mode="offline")])
-def test_a_logger_without_its_package_says_what_to_install(logger: Any, tmp_path: Path) -> None:
-    if brim.loggers.importlib.util.find_spec(logger.package):
-        pytest.skip("it is installed")
-
-    with pytest.raises(ConfigError, match=rf"pip install 'brim\[{logger.package}\]'"):
-        brim.train(linear(), loss, (X, Y), out=tmp_path / "run", loggers=[logger])
-    assert not (tmp_path / "run").exists()
-
-
 def test_a_setting_adds_loggers_to_every_training_and_what_cannot_begin_is_left_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -424,16 +345,6 @@ def test_a_setting_adds_loggers_to_every_training_and_what_cannot_begin_is_left_
 
     assert len((tmp_path / "run" / "train" / "metrics.csv").read_text().splitlines()) == 3
     assert "CSV failed in begin" in caplog.text
-
-
-def test_a_setting_names_loggers() -> None:
-    found = brim.loggers.parse("csv, mlflow=http://tracker:5000")
-
-    assert (
-        repr(found) == "[CSV(file=None), MLflow(tracking_uri='http://tracker:5000', experiment='brim', run_name=None)]"
-    )
-    with pytest.raises(ConfigError, match='"neptune" is no logger; use csv'):
-        brim.loggers.parse("neptune")
 
 
 # What a run leaves

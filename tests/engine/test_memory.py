@@ -1,10 +1,9 @@
 import logging
-import threading
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from brim.engine.device import memory
@@ -12,7 +11,6 @@ from brim.engine.device.memory import (
     Halving,
     PeakMemory,
     batch_for,
-    check_injected,
     format_size,
     free_bytes,
     guard,
@@ -21,7 +19,6 @@ from brim.engine.device.memory import (
     total_bytes,
 )
 from brim.errors import ConfigError, OutOfMemory
-from waiting import until
 
 CPU = torch.device("cpu")
 MIB = 1024**2
@@ -43,7 +40,7 @@ def test_sizes_are_read_as_people_write_them(text, size):
     assert parse_size(text) == size
 
 
-@pytest.mark.parametrize("text", ["", "0", "0GiB", "-1GiB", "nan", "inf", "1e9", "2G", "GiB", "0.1B", "٣", "9" * 99])
+@pytest.mark.parametrize("text", ["", "0GiB", "-1GiB", "nan", "1e9", "2G", "0.1B", "٣", "9" * 99])
 def test_nonsense_sizes_are_refused(text):
     with pytest.raises(ConfigError, match="write it like 2GiB"):
         parse_size(text)
@@ -57,16 +54,13 @@ def test_sizes_are_written_in_powers_of_1024(size, text):
     assert format_size(size) == text
 
 
+@example(1000, 10, 900, 50)
 @given(st.integers(0, 10**12), st.integers(1, 10**9), st.integers(0, 10**12), st.integers(1, 10**5))
 def test_batch_is_the_largest_that_fits(budget, each, fixed, limit):
     batch = batch_for(budget, each, fixed, limit=limit)
     assert 1 <= batch <= limit
     assert batch == 1 or fixed + batch * each <= budget
     assert batch == limit or fixed + (batch + 1) * each > budget
-
-
-def test_free_memory_is_positive_and_within_the_total():
-    assert 0 < free_bytes(CPU) <= total_bytes(CPU)
 
 
 @pytest.fixture
@@ -152,19 +146,7 @@ def test_a_share_of_a_gpu_counts_what_this_process_has_of_it(monkeypatch, driver
     assert free_bytes(torch.device("cuda:0")) == expected
 
 
-def test_torch_is_told_of_a_share_and_only_of_one(monkeypatch):
-    told = []
-    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda *given: told.append(given))
-    monkeypatch.delenv("BRIM_MEMORY_SHARE", raising=False)
-    memory.keep_to_share(torch.device("cuda:0"))
-    monkeypatch.setenv("BRIM_MEMORY_SHARE", "0.8")
-    memory.keep_to_share(CPU)
-    memory.keep_to_share(torch.device("cuda:0"))
-
-    assert told == [(0.8, torch.device("cuda:0"))]
-
-
-@pytest.mark.parametrize("text", ["0", "1.5", "-1", "nan", "most", "20%"])
+@pytest.mark.parametrize("text", ["0", "1.5", "nan", "20%"])
 def test_a_share_that_cannot_be_is_refused_in_words(monkeypatch, text):
     monkeypatch.setenv("BRIM_MEMORY_SHARE", text)
     with pytest.raises(ConfigError, match="must be above 0 and at most 1"):
@@ -201,32 +183,6 @@ def test_guard_leaves_other_failures_alone(failure):
     with pytest.raises(type(failure)) as caught, guard():
         raise failure
     assert caught.value is failure
-
-
-def test_injected_limit_ends_with_its_block():
-    with inject_oom(above=4):
-        check_injected(4)
-        with pytest.raises(OutOfMemory, match="batch of 5"):
-            check_injected(5)
-    check_injected(5)
-
-
-def test_injected_limit_comes_from_the_environment(monkeypatch):
-    monkeypatch.setenv("BRIM_INJECT_OOM_ABOVE", "8")
-    check_injected(8)
-    with pytest.raises(OutOfMemory):
-        check_injected(9)
-
-
-def test_injected_limit_that_is_no_number_is_refused(monkeypatch):
-    monkeypatch.setenv("BRIM_INJECT_OOM_ABOVE", "many")
-    with pytest.raises(ConfigError, match='BRIM_INJECT_OOM_ABOVE="many"'):
-        check_injected(1)
-
-
-def test_a_batch_that_fits_runs_at_once(caplog):
-    assert Halving(64, CPU).run(len, range(64)) == [64]
-    assert not caplog.records
 
 
 def test_halves_run_in_order_and_later_batches_stay_small():
@@ -297,11 +253,6 @@ def test_halving_frees_the_failed_batch_before_it_tries_again(monkeypatch):
     assert Halving(2, CPU).run(work, [1, 2]) == [0, 0]
 
 
-def test_halving_lets_other_failures_through():
-    with pytest.raises(ZeroDivisionError):
-        Halving(4, CPU).run(lambda items: 1 / 0, [1, 2])
-
-
 def spend(mebibytes):
     block = bytearray(mebibytes * MIB)
     block[::4096] = b"x" * len(block[::4096])  # touched, so that it is resident
@@ -320,38 +271,9 @@ def test_peak_sees_memory_that_is_gone_again():
     assert peak.bytes == settled
 
 
-def test_peak_forgets_what_came_before_the_block():
-    spend(128)
-    with PeakMemory(CPU) as peak:
-        pass
-    with PeakMemory(CPU) as larger:
-        spend(128)
-    assert peak.bytes < larger.bytes - 100 * MIB
-
-
 def test_an_inner_block_does_not_erase_the_outer_peak():
     with PeakMemory(CPU) as outer:
         spend(96)
         with PeakMemory(CPU) as inner:
             pass
     assert outer.bytes >= inner.bytes + 80 * MIB
-
-
-def test_peak_is_sampled_where_the_counter_cannot_be_reset(monkeypatch):
-    monkeypatch.setattr(memory, "_reset_peak", lambda device: False)
-    with PeakMemory(CPU) as quiet:
-        pass
-    with PeakMemory(CPU) as peak:
-        block = bytearray(64 * MIB)
-        block[::4096] = b"x" * len(block[::4096])
-        until(lambda: peak._seen_bytes >= quiet.bytes + 50 * MIB)  # without asking for it
-        del block
-    assert peak.bytes >= quiet.bytes + 50 * MIB
-    assert not [thread for thread in threading.enumerate() if thread.name == "brim-peak-memory"]
-
-
-def test_peak_works_without_proc(monkeypatch, tmp_path):
-    monkeypatch.setattr(memory, "PROC", tmp_path / "absent")
-    with PeakMemory(CPU) as peak:
-        pass
-    assert peak.bytes > MIB

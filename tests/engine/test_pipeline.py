@@ -17,7 +17,6 @@ from hypothesis import strategies as st
 
 from brim.engine.meter.throughput import Meter
 from brim.engine.pipeline import HostCopy, Pipeline, Stage, _Channel, _End
-from brim.errors import ConfigError
 from waiting import PATIENCE_S, until
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
@@ -32,14 +31,6 @@ def _threads_are_joined() -> Iterator[None]:
 
 def same(item: int) -> int:
     return item
-
-
-def slow(seconds: float) -> Callable[[int], int]:
-    def work(item: int) -> int:
-        time.sleep(seconds)
-        return item
-
-    return work
 
 
 def three_stages(work: Callable[[int], int], place: str) -> list[Stage[int, int]]:
@@ -65,23 +56,6 @@ def test_results_keep_the_order_of_the_source(num_items: int, workers: list[int]
         assert list(results) == [item + len(stages) for item in range(num_items)]
 
 
-def test_stages_overlap() -> None:
-    """The first stage works on the third item while the second has the second and the last has the first."""
-    meeting = threading.Barrier(3, timeout=PATIENCE_S)
-
-    def meets_at(number: int) -> Callable[[int], int]:
-        def work(item: int) -> int:
-            if item == number:
-                meeting.wait()
-            return item
-
-        return work
-
-    stages = [Stage(name=f"meets at {number}", work=meets_at(number)) for number in (2, 1, 0)]
-    with Pipeline(range(10), stages) as results:
-        assert list(results) == list(range(10))
-
-
 def test_workers_of_one_stage_overlap() -> None:
     meeting = threading.Barrier(4, timeout=PATIENCE_S)
 
@@ -91,13 +65,6 @@ def test_workers_of_one_stage_overlap() -> None:
 
     with Pipeline(range(12), [Stage(name="a", work=work, workers=4)]) as results:
         assert list(results) == list(range(12))
-
-
-def test_end_is_reached_again_and_again() -> None:
-    with Pipeline([1], []) as results:
-        assert list(results) == [1]
-        assert list(results) == []
-    assert list(results) == []
 
 
 class Broken(Exception):
@@ -139,11 +106,6 @@ def test_failing_source_raises_its_own_exception_after_the_results_before_it() -
     assert frames(caught.value)[-2:] == ["source", "break_at_five"]
 
 
-def test_source_that_cannot_be_iterated_fails() -> None:
-    with pytest.raises(TypeError, match="not iterable"), Pipeline(3, []) as results:  # type: ignore[arg-type]
-        next(results)
-
-
 def test_first_failure_in_order_wins_over_the_first_in_time() -> None:
     def work(item: int) -> int:
         if item == 2:
@@ -157,13 +119,6 @@ def test_first_failure_in_order_wins_over_the_first_in_time() -> None:
     with pytest.raises(Broken) as caught, Pipeline(range(20), [stage]) as results:
         got.extend(results)
     assert (got, caught.value.args) == ([0, 1], (2,))
-
-
-def test_failure_is_raised_each_time_it_is_asked_for() -> None:
-    with Pipeline([5], [Stage(name="a", work=break_at_five)]) as results:
-        for _ in range(2):
-            with pytest.raises(Broken):
-                next(results)
 
 
 def test_failure_stops_the_stages_before_it() -> None:
@@ -198,28 +153,6 @@ def test_stop_iteration_inside_a_stage_is_an_error_not_the_end(place: str) -> No
     assert isinstance(caught.value.__cause__, StopIteration)
 
 
-def test_stop_iteration_in_iter_of_the_source_or_in_tick_is_an_error() -> None:
-    class Source:
-        def __iter__(self) -> Iterator[int]:
-            raise StopIteration
-
-    def tick() -> None:
-        raise StopIteration
-
-    with pytest.raises(RuntimeError, match="StopIteration"), Pipeline(Source(), []) as results:
-        list(results)
-    with pytest.raises(RuntimeError, match="StopIteration"), Pipeline([1], [], tick=tick) as results:
-        list(results)
-
-
-def test_system_exit_inside_a_stage_reaches_the_caller() -> None:
-    def work(item: int) -> int:
-        raise SystemExit(item)
-
-    with pytest.raises(SystemExit), Pipeline([7], [Stage(name="a", work=work)]) as results:
-        list(results)
-
-
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 @pytest.mark.parametrize("place", [0, 1, 2])
 def test_thread_that_dies_without_its_end_is_an_error(monkeypatch: pytest.MonkeyPatch, place: int) -> None:
@@ -238,13 +171,6 @@ def test_thread_that_dies_without_its_end_is_an_error(monkeypatch: pytest.Monkey
     assert got == [0, 1, 2]
 
 
-def test_lost_item_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    put = _Channel.put
-    monkeypatch.setattr(_Channel, "put", lambda self, index, item: None if index == 2 else put(self, index, item))
-    with pytest.raises(RuntimeError, match="died without"), Pipeline(range(3), []) as results:
-        list(results)
-
-
 def test_early_break_stops_an_endless_source() -> None:
     def source() -> Iterator[int]:
         while True:
@@ -254,19 +180,6 @@ def test_early_break_stops_an_endless_source() -> None:
         for _ in results:
             break
     assert all(not thread.is_alive() for thread in results._threads)
-
-
-def test_error_of_the_caller_passes_through() -> None:
-    def use(item: int) -> None:
-        raise Broken(item)
-
-    with pytest.raises(Broken), Pipeline(range(100), three_stages(same, "")) as results:
-        use(next(results))
-
-
-def test_leaving_without_taking_anything_joins() -> None:
-    with Pipeline(range(100), [Stage(name="a", work=slow(0.01), workers=2, depth=1)], depth=1):
-        pass
 
 
 @pytest.mark.skipif(os.name != "posix", reason="sends a POSIX signal")
@@ -288,50 +201,6 @@ def test_ctrl_c_interrupts_a_waiting_caller() -> None:
         assert done == []
         gate.set()
         thread.join(PATIENCE_S)
-
-
-def test_interrupted_pipeline_does_not_go_on() -> None:
-    def tick() -> None:
-        raise KeyboardInterrupt
-
-    with Pipeline(range(3), [], tick=tick) as results:
-        with pytest.raises(KeyboardInterrupt):
-            next(results)
-        with pytest.raises(RuntimeError, match="stopped"):
-            next(results)
-
-
-def test_iteration_needs_the_with_block() -> None:
-    results = Pipeline(range(3), [])
-    with pytest.raises(RuntimeError, match="never entered"):
-        next(results)
-    with results:
-        assert next(results) == 0
-    with pytest.raises(RuntimeError, match="stopped"):
-        next(results)
-    with pytest.raises(RuntimeError, match="entered before"), results:
-        pass
-
-
-@pytest.mark.parametrize("depth", [1, 3])
-def test_source_never_runs_more_than_the_depth_ahead(depth: int) -> None:
-    pulled = taken = 0
-    ahead = []
-
-    def source() -> Iterator[int]:
-        nonlocal pulled
-        for item in range(12):
-            pulled += 1
-            ahead.append(pulled - taken)
-            yield item
-
-    with Pipeline(source(), [], depth=depth) as results:
-        for _ in range(12):
-            until(lambda: pulled == min(12, taken + depth))  # noqa: B023  # as it is now
-            time.sleep(0.005)
-            taken += 1  # before the queue gives it up, so that the count never lags
-            next(results)
-    assert max(ahead) == depth
 
 
 def test_items_in_flight_are_bounded_by_depths_and_workers() -> None:
@@ -385,14 +254,6 @@ def test_failure_frees_what_it_held_without_the_cycle_collector() -> None:
         gc.enable()
 
 
-def test_tick_is_called_again_and_again_while_waiting_for_one_item() -> None:
-    callers: list[threading.Thread] = []
-    stage = Stage(name="a", work=lambda item: until(lambda: len(callers) >= 5))
-    with Pipeline(range(1), [stage], tick=lambda: callers.append(threading.current_thread())) as results:
-        assert list(results) == [True]
-    assert set(callers) == {threading.current_thread()}
-
-
 def test_tick_is_called_between_many_short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     clock, ticks = FakeTime(), []
     monkeypatch.setattr("brim.engine.pipeline.time", clock)
@@ -431,26 +292,6 @@ def test_accounts_of_every_stage_add_up_to_the_wall_time() -> None:
     assert (long["busy_s"], long["wait_input_s"], long["wait_room_s"]) == (90.0, 0.0, 0.0)
     assert (summary["seconds"], long["share"]) == (90.0, 1.0)
     assert quick["wait_room_s"] > 60 > 30 > quick["wait_input_s"]
-
-
-def test_wrong_counts_and_names_are_refused() -> None:
-    with pytest.raises(ConfigError, match="workers=0"):
-        Stage(name="a", work=same, workers=0)
-    with pytest.raises(ConfigError, match="depth=0"):
-        Stage(name="a", work=same, depth=0)
-    with pytest.raises(ConfigError, match="depth=0"):
-        Pipeline([], [], depth=0)
-    with pytest.raises(ConfigError, match="names must differ"):
-        Pipeline([], [Stage(name="source", work=same)])
-
-
-def test_host_copy_passes_host_tensors_through() -> None:
-    tensors = {"a": torch.arange(3), "b": torch.ones(2, 2)}
-    pending = HostCopy().start(tensors)
-    host = pending.wait()
-    assert host["a"] is tensors["a"]
-    assert host["b"] is tensors["b"]
-    assert host["a"].tolist() == [0, 1, 2]
 
 
 @pytest.mark.gpu

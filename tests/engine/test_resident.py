@@ -17,7 +17,7 @@ from brim.engine.rows.order import choose_tier, epoch_order
 from brim.engine.rows.resident import Resident, as_dataloader
 from brim.engine.rows.source import TensorSource
 from brim.engine.storage.writer import ShardWriter
-from brim.errors import ConfigError, OutOfMemory, StorageError
+from brim.errors import ConfigError, StorageError
 
 CPU = torch.device("cpu")
 CUDA = torch.device("cuda", 0)  # for the policy, which runs anywhere
@@ -98,12 +98,6 @@ def test_every_tier_gives_the_same_batches(data):
     assert found[0] == found[1] == found[2]
 
 
-@pytest.mark.parametrize("tier", ["vram", "ram"])
-def test_a_full_shuffle_is_the_same_in_the_tiers_that_have_it(tier):
-    with make(1000, 64, tier=tier) as resident:
-        assert list(itertools.chain(*indices(resident.epoch(2)))) == resident.order(2).tolist()
-
-
 @pytest.mark.parametrize("tier", TIERS)
 @pytest.mark.parametrize("num", [1, 63, 64, 65, 1000])
 def test_every_item_comes_once(tier, num):
@@ -128,12 +122,12 @@ def test_the_order_depends_on_seed_and_epoch_alone():
 
 
 def test_blocks_stay_together():
-    order = epoch_order(95, seed=0, epoch=0, shuffle="blocks", block_items=10)
+    order = epoch_order(100, seed=0, epoch=0, shuffle="blocks", block_items=10).view(10, 10)
 
-    blocks = torch.unique_consecutive(order // 10).tolist()
-    assert sorted(blocks) == list(range(10))
-    assert blocks != sorted(blocks)
-    assert order.tolist() != sorted(order.tolist())
+    blocks = (order[:, 0] // 10).tolist()
+    assert sorted(blocks) == list(range(10)) != blocks
+    for block, rows in zip(blocks, order.tolist(), strict=True):
+        assert sorted(rows) == list(range(10 * block, 10 * block + 10)) != rows
 
 
 @pytest.mark.parametrize("tier", TIERS)
@@ -152,11 +146,6 @@ def test_drop_last_drops_the_short_batch(tier):
         assert (resident.num_batches, [len(batch) for batch in indices(resident.epoch(0))]) == (2, [8, 8])
 
 
-def test_a_batch_larger_than_the_split_is_the_whole_split():
-    with make(20, 64, drop_last=True) as resident:
-        assert (resident.batch_size, resident.num_batches, len(resident)) == (20, 1, 20)
-
-
 # Splits
 
 
@@ -165,8 +154,6 @@ def test_a_batch_larger_than_the_split_is_the_whole_split():
     [
         (slice(10, 20), range(10, 20)),
         (slice(None, None, 3), range(0, 50, 3)),
-        (range(5, 9), range(5, 9)),
-        ([4, 2, 40], [4, 2, 40]),
         (torch.tensor([4, 2, 40]), [4, 2, 40]),
         (torch.arange(50) > 44, range(45, 50)),
     ],
@@ -182,10 +169,8 @@ def test_a_split_holds_its_rows_alone(rows, expected, tier):
     ("rows", "message"),
     [
         (slice(0, 0), "the split is empty"),
-        ([], "the split is empty"),
         ([50], "rows=50 is not in the source"),
         ([-1], "rows=-1 is not"),
-        (torch.zeros(3), "expected row numbers"),
     ],
 )
 def test_a_bad_split_is_refused(rows, message):
@@ -243,20 +228,6 @@ def test_batches_fetched_by_a_counter_are_those_of_the_epoch(num, drop_last):
             assert number == len(expected) - 1
 
 
-@pytest.mark.parametrize("tier", ["ram", "window"])
-def test_rows_that_are_not_on_the_device_are_not_fetched_by_a_step(tier):
-    with make(tier=tier, shuffle="blocks") as resident:
-        assert resident.fetcher() is None
-
-
-def test_given_tensors_that_do_not_fit_are_named():
-    with make(100, 16) as resident:
-        out = resident.static_batch()
-        for wrong in ({**out, "x": out["x"].double()}, {**out, "x": out["x"][:4]}, {"index": out["index"]}):
-            with pytest.raises(ConfigError, match=r'out\["x"\]'):
-                resident.epoch(0, out=wrong)
-
-
 @pytest.mark.parametrize("tier", TIERS)
 def test_batches_stay_as_they_are_while_they_are_kept(tier):
     with make(300, 8, tier=tier, shuffle="blocks", window_bytes=1) as resident:
@@ -264,15 +235,6 @@ def test_batches_stay_as_they_are_while_they_are_kept(tier):
         again = list(resident.epoch(1))
     for batch in kept + again:
         assert_rows(batch, 300)
-
-
-def test_changing_a_batch_does_not_change_the_data():
-    for tier, shuffle in itertools.product(TIERS, (False, "blocks")):
-        source = source_of(50)
-        with Resident(source, batch_size=8, device=CPU, tier=tier, shuffle=shuffle) as resident:
-            for batch in resident.epoch(0):
-                batch["x"].zero_()
-        assert torch.equal(source.tensors["x"], rows_of(50)["x"])
 
 
 # Failures
@@ -298,16 +260,6 @@ def test_a_failure_in_the_windows_thread_reaches_the_consumer_after_what_came_be
             with pytest.raises((StorageError, RuntimeError), match="the disk is gone"):
                 next(batches)
     assert indices(came) == torch.arange(50).view(5, 10).tolist()
-
-
-def test_a_failure_in_the_gathering_thread_reaches_the_consumer(monkeypatch):
-    def fail(*_):
-        raise ValueError("gather is broken")
-
-    with make(100, 10, tier="ram") as resident:
-        monkeypatch.setattr(tiers, "gather", fail)
-        with pytest.raises(ValueError, match="gather is broken"):
-            list(resident.epoch(0))
 
 
 def test_an_epoch_that_stops_early_is_an_error():
@@ -375,21 +327,6 @@ def test_the_tier_is_the_fastest_with_room(options, tier):
     assert choose(**options).tier == tier
 
 
-def test_the_reason_is_said():
-    assert choose(data=412 * 2**20, free=120 * GIB).why == "412 MiB of data in 120 GiB free on NVIDIA H200"
-    assert "preload_to_gpu is off" in choose(preload=False).why
-    assert "beside 45 GiB for the model" in choose(data=50 * GIB, reserve=45 * GIB).why
-
-
-def test_auto_says_its_tier_in_one_line(caplog):
-    caplog.set_level(logging.INFO, "brim")
-    with make(tier="auto") as resident:
-        assert resident.tier == resident.describe()["tier"] == "ram"
-
-    assert len(caplog.messages) == 1
-    assert caplog.messages[0].startswith("tier ram: ")
-
-
 def test_auto_takes_a_window_and_says_how_it_shuffles(caplog, monkeypatch):
     monkeypatch.setattr(module, "free_bytes", lambda _: 100)
     caplog.set_level(logging.INFO, "brim")
@@ -411,46 +348,6 @@ def test_a_tier_that_does_not_fit_falls_to_the_next_with_one_warning(caplog):
     assert "using tier ram" in caplog.messages[0]
 
 
-def test_memory_taken_while_loading_falls_down_to_the_window(caplog, monkeypatch):
-    calls = itertools.count()
-
-    def fail(*_):
-        next(calls)
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
-
-    monkeypatch.setattr(tiers, "load_rows", fail)
-    with make(100, 10, tier="vram", rows=slice(0, 90)) as resident:
-        assert (resident.tier, resident.shuffle) == ("window", "blocks")
-        assert sorted(itertools.chain(*indices(resident.epoch(0)))) == list(range(90))
-
-    assert next(calls) == 2
-    assert [record.levelname for record in caplog.records] == ["WARNING"] * 2
-    assert "shuffled by blocks" in caplog.messages[1]
-
-
-def test_when_nothing_fits_it_is_out_of_memory():
-    with inject_oom(above=1), pytest.raises(OutOfMemory, match="not even a window"):
-        make(100, 10, tier="vram").__enter__()
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"tier": "disk"}, "tier=disk is unknown"),
-        ({"tier": "window"}, 'give shuffle="blocks"'),
-        ({"tier": "ram", "preload_to_gpu": True}, 'preload_to_gpu=True contradicts tier="ram"'),
-        ({"tier": "vram", "preload_to_gpu": False}, "contradicts"),
-        ({"shuffle": "yes"}, "shuffle='yes'"),
-        ({"batch_size": 0}, "batch_size=0"),
-        ({"block_items": 0}, "block_items=0"),
-        ({"window_share": 0.0}, "window_share"),
-    ],
-)
-def test_options_that_cannot_work_are_refused(options, message):
-    with pytest.raises(ConfigError, match=message):
-        make(**options)
-
-
 def test_the_window_holds_its_share():
     with make(1000, 8, tier="window", shuffle="blocks", window_share=0.25) as resident:
         assert resident.describe()["held_items"] == 224  # 7 whole blocks of 32
@@ -463,25 +360,6 @@ def test_tensors_already_there_are_not_copied():
 
 
 # As a DataLoader
-
-
-def test_a_plain_loop_trains_on_the_adapter():
-    torch.manual_seed(0)
-    source = TensorSource({"x": torch.randn(256, 4), "y": torch.zeros(256)})
-    source.tensors["y"] = source.tensors["x"] @ torch.tensor([1.0, -2.0, 0.5, 3.0])
-    model = torch.nn.Linear(4, 1)
-    optimiser = torch.optim.SGD(model.parameters(), 0.1)
-    with Resident(source, batch_size=32, device=CPU) as resident:
-        loader = as_dataloader(resident)
-        for _ in range(10):
-            for batch in loader:
-                loss = (model(batch["x"]).squeeze(1) - batch["y"]).square().mean()
-                optimiser.zero_grad()
-                loss.backward()
-                optimiser.step()
-
-    assert loss.item() < 1e-3
-    assert (len(loader), loader.batch_size, len(loader.dataset)) == (8, 32, 256)
 
 
 def test_every_iteration_of_the_adapter_is_the_next_epoch():

