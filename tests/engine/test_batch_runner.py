@@ -2,7 +2,6 @@
 
 import gc
 import math
-import random
 import threading
 import time
 import weakref
@@ -340,84 +339,3 @@ def test_a_failure_of_the_runner_itself_reaches_those_who_wait(monkeypatch):
 
         assert "ZeroDivisionError" in str(reply.exception(PATIENCE_S))
         assert runner.running_s()[0] == float("inf")
-
-
-class Chaos(Sleeper):
-    """Every callback fails now and then."""
-
-    def __init__(self, seed: int) -> None:
-        super().__init__(0.001)
-        self.chance = random.Random(seed)
-
-    def maybe(self, where: str) -> None:
-        if self.chance.random() < 0.05:
-            raise self.chance.choice([RuntimeError(where), OutOfMemory(where), KeyboardInterrupt(where)])
-
-    def decode(self, payload: Payload) -> DecodedRequest:
-        self.maybe("decode")
-        return super().decode(payload)
-
-    def forward(self, parts: list[str]) -> list[str]:
-        self.maybe("forward")
-        return super().forward(parts)
-
-    def collect(self, running: list[str]) -> list[object]:
-        self.maybe("collect")
-        outputs = super().collect(running)
-        return outputs[:-1] if self.chance.random() < 0.02 else outputs
-
-    def finish(self, item: DecodedRequest, outputs: list[str]) -> Answer:
-        self.maybe("finish")
-        return super().finish(item, outputs)
-
-
-@pytest.mark.parametrize("seed", range(6))
-def test_every_future_resolves_exactly_once_whatever_happens(seed):
-    chance = random.Random(seed)
-    models = [Chaos(seed)]
-
-    def find(name: str) -> Servable:
-        if chance.random() < 0.02:
-            raise BrimError("not this time")
-        if chance.random() < 0.01:
-            models.append(Chaos(chance.randrange(1000)))
-        return models[-1]
-
-    def on_start(requests: list[int]) -> None:
-        if random.random() < 0.05:
-            raise RuntimeError("nobody listens")
-
-    times: dict[int, int] = {}
-    replies: list[tuple[str, int, Reply]] = []
-    runner = BatchRunner(find, decoders=2, finishers=2, on_start=on_start, config=BatcherConfig(max_waiting=64))
-    for number in range(400):
-        parts = chance.choice([1, 1, 1, 2, 11])
-        fault = chance.choice(["", "", "", "bad", "poison", "late-poison", "large"])
-        try:
-            reply = send(
-                runner,
-                str(number),
-                f"{parts} {fault}",
-                chance.choice([0.01, 0.05, PATIENCE_S]),
-                key=chance.choice("xy"),
-                alone=chance.random() < 0.05,
-            )
-        except BrimError:
-            continue
-        reply.add_done_callback(lambda done: times.update({id(done): times.get(id(done), 0) + 1}))
-        replies.append((str(number), parts, reply))
-        if chance.random() < 0.1:
-            runner.cancel(chance.choice(replies)[2])
-        if chance.random() < 0.1:
-            time.sleep(0.005)
-    if chance.random() < 0.5:
-        assert runner.drain(PATIENCE_S)
-    runner.close()
-
-    assert len(replies) > 20
-    until(lambda: len(times) == len(replies))
-    for name, parts, reply in replies:
-        assert times[id(reply)] == 1
-        if not reply.cancelled() and reply.exception() is None:
-            assert reply.result().body.split() == [f"{name}/{part}".encode() for part in range(parts)]
-    assert runner.snapshot()["depth"] == runner.snapshot()["requests"] == 0

@@ -240,12 +240,6 @@ def test_retry_after_leads_an_identical_request_in_if_nothing_else_came(asked, l
 # Cases
 
 
-def test_an_idle_device_starts_at_once():
-    ran = Paper([Ask(0.1, 1.0)])
-
-    assert ran.batches[0][:2] == (0.1, pytest.approx(0.105))
-
-
 def test_what_arrives_while_the_device_is_busy_forms_the_next_batch():
     ran = Paper([Ask(0.0, 1.0, parts=8), *(Ask(0.001 * n, 1.0) for n in range(1, 9))])
 
@@ -256,13 +250,6 @@ def test_the_earliest_deadline_goes_first():
     ran = Paper([Ask(0.0, 1.0), Ask(0.001, 0.9, key="b"), Ask(0.002, 0.1, key="c"), Ask(0.003, 0.5, key="d")])
 
     assert [batch[0].key for _, _, batch in ran.batches] == ["a", "c", "d", "b"]
-
-
-def test_where_batching_buys_nothing_batches_stay_small():
-    linear = {1: 0.03, 2: 0.06, 4: 0.12, 8: 0.24}
-    ran = Paper([Ask(0.0, 5.0) for _ in range(20)], seconds=linear)
-
-    assert {len(batch) for _, _, batch in ran.batches} == {1}
 
 
 def test_a_small_batch_runs_where_a_larger_one_would_be_late():
@@ -342,44 +329,6 @@ def test_the_next_batch_is_queued_shortly_before_the_running_one_should_end():
     assert policy.next(0.0085) == Wait(None)
 
 
-def test_where_queueing_takes_longer_than_the_lead_the_next_batch_is_formed_that_much_earlier():
-    policy = BatchPolicy(lambda key: (1, 2, 4, 8), BatcherConfig(lead_ms=2.0))
-    for number in range(8):
-        began_s = float(number)
-        policy.ready(policy.admit("a", 1, began_s + 1.0, began_s), began_s)
-        told = policy.next(began_s)
-        assert isinstance(told, StartBatch)
-        policy.started(told.batch, began_s)
-        policy.finished(told.batch, began_s + 0.02, launch_s=0.006)
-    policy.ready(policy.admit("a", 1, 101.0, 100.0), 100.0)
-    told = policy.next(100.0)
-    assert isinstance(told, StartBatch)
-    policy.started(told.batch, 100.0)
-    policy.ready(policy.admit("a", 1, 101.0, 100.0), 100.0)
-
-    waits = policy.next(100.0)
-
-    assert isinstance(waits, Wait)
-    assert waits.until_s == pytest.approx(100.0 + 0.02 - 0.006, abs=1e-6)
-
-
-def test_a_forward_that_computes_in_the_call_has_no_lead_to_learn():
-    policy = BatchPolicy(lambda key: (1,), BatcherConfig(lead_ms=2.0))
-    for at_s in (0.0, 1.0):
-        policy.ready(policy.admit("a", 1, at_s + 1.0, at_s), at_s)
-        told = policy.next(at_s)
-        assert isinstance(told, StartBatch)
-        policy.started(told.batch, at_s)
-        if not at_s:
-            policy.finished(told.batch, 0.02, launch_s=0.0199)
-    policy.ready(policy.admit("a", 1, 2.0, 1.0), 1.0)
-
-    waits = policy.next(1.0)
-
-    assert isinstance(waits, Wait)
-    assert waits.until_s == pytest.approx(1.0 + 0.02 - 0.002, abs=1e-6)
-
-
 @pytest.mark.parametrize("sizes", [(), (2, 4), (1, 4, 2), (1, 1)])
 def test_batch_sizes_that_cannot_work_are_refused(sizes):
     policy = BatchPolicy(lambda key: sizes)
@@ -414,18 +363,6 @@ def test_an_idle_device_tries_what_its_guess_would_refuse_and_learns():
         policy.started(start.batch, second)
         policy.finished(start.batch, second + 0.02)
     policy.admit("key", 1, 16.6, 16.5)
-
-
-@pytest.mark.parametrize("limit_s", [1.5, 40.0])
-def test_an_idle_device_does_not_try_what_is_hopeless(limit_s):
-    policy = BatchPolicy(lambda key: (1, 2))
-    policy.expect("long", 1, 48.0)
-    policy.expect("short", 1, 0.01)
-
-    for second in range(100, 200):
-        with pytest.raises((Overloaded, TooLarge)):
-            policy.admit("long", 1, second + limit_s, float(second))
-        policy.leave(policy.admit("short", 1, second + 0.1, float(second)))
 
 
 def test_a_part_that_would_take_too_long_is_refused_even_with_all_the_time_in_the_world():

@@ -88,13 +88,6 @@ def test_no_choice_of_buckets_pads_less_than_the_one_found() -> None:
         assert sum(batch.length * len(batch.items) for batch in buckets.epoch(0)) == least
 
 
-def test_the_fewest_buckets_that_pad_little_enough_are_taken() -> None:
-    lengths = log_normal()
-    few, many = (Buckets(lengths, BucketConfig(max_waste=share)) for share in (0.15, 0.05))
-    assert len(few.edges) < len(many.edges)
-    assert many.padding_share <= 0.05 < few.padding_share <= 0.15
-
-
 def test_a_long_tail_of_many_lengths_is_searched_in_part_and_still_well(monkeypatch: pytest.MonkeyPatch) -> None:
     lengths = torch.from_numpy(np.random.default_rng(0).lognormal(6, 1.2, 3000).astype(np.int64) + 1)
     config = BucketConfig(batch_size=1, multiple=1, max_waste=0)
@@ -104,25 +97,12 @@ def test_a_long_tail_of_many_lengths_is_searched_in_part_and_still_well(monkeypa
     assert found.padding_share < Buckets(lengths, config).padding_share + 0.005 < 0.1
 
 
-def test_a_smaller_multiple_that_leaves_buckets_of_one_batch_is_not_taken() -> None:
-    lengths = torch.from_numpy(np.random.default_rng(0).integers(7, 30, 270))
-    found = Buckets(lengths, BucketConfig(batch_size=16))
-    assert Buckets(lengths, BucketConfig(batch_size=16, multiple=1)).padding_share <= 0.05 < found.padding_share
-    assert found.multiple == 4
-    assert len(found.edges) <= found.num_batches // 2
-
-
 @pytest.mark.parametrize("others", [1, 9, 160, 200])
 def test_one_enormous_item_does_not_pad_its_neighbours(others: int) -> None:
     lengths = torch.cat([torch.full((others,), 16), torch.tensor([6000])])
     buckets = Buckets(lengths, COUNT)
     assert buckets.shapes[1, 6000] == 1
     assert (buckets.max_batch_frames, buckets.padding_share) == (6000, 0.0)
-
-
-def test_long_items_that_are_not_rare_keep_their_batch_size() -> None:
-    lengths = torch.cat([torch.full((300,), 16), torch.full((128,), 480)])
-    assert Buckets(lengths, COUNT).shapes == {(64, 480): 2, (64, 16): 4, (44, 16): 1}
 
 
 # Order

@@ -170,12 +170,6 @@ def test_a_dataset_is_rows_slices_fields_and_a_frame(tmp_path: Path) -> None:
         dataset[1.5]
 
 
-def test_a_dataset_works_in_a_dataloader(tmp_path: Path) -> None:
-    batches = list(DataLoader(brim.Dataset(brim_dataset(tmp_path)), 32))
-
-    assert torch.equal(torch.cat([batch["x"] for batch in batches]), X)
-
-
 # Training
 
 
@@ -333,18 +327,6 @@ def test_a_logger_is_two_methods_and_its_failure_ends_no_training(
     assert [step for step, _ in kept.values] == [1, 2, 3, 4]
     assert set(load_file(kept.files[0])) == {"weight", "bias"}
     assert caplog.text.count("Kept failed in log (gone); going on without it") == 1
-
-
-def test_a_setting_adds_loggers_to_every_training_and_what_cannot_begin_is_left_out(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setenv("BRIM_LOGGERS", f"csv, csv={tmp_path}/file/metrics.csv")
-    (tmp_path / "file").write_text("no folder")
-    with caplog.at_level(logging.WARNING, "brim"):
-        brim.train(linear(), loss, (X, Y), out=tmp_path / "run", epochs=1, batch_size=50, config=QUIET)
-
-    assert len((tmp_path / "run" / "train" / "metrics.csv").read_text().splitlines()) == 3
-    assert "CSV failed in begin" in caplog.text
 
 
 # What a run leaves

@@ -1,6 +1,5 @@
 import sys
 import threading
-import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -197,24 +196,3 @@ def test_sampler_reports_missing_readings_as_none(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize("missing", ["init", "handle"])
 def test_sampler_is_silent_without_nvml(monkeypatch: pytest.MonkeyPatch, missing: str) -> None:
     assert sample(monkeypatch, FakeNvml(missing=frozenset({missing}))) is None
-
-
-def test_sampler_is_silent_without_the_nvml_package(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "pynvml", None)
-    with GpuSampler(torch.device("cuda")) as sampler:
-        pass
-    assert sampler.summary() is None
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
-def test_real_gpu_is_sampled() -> None:
-    with GpuSampler(torch.device("cuda"), interval_s=0.05) as sampler:
-        time.sleep(0.5)
-    gpu = sampler.summary()
-    assert gpu is not None
-    assert gpu["samples"] >= 5
-    assert gpu["power_w_mean"] > 5
-    assert gpu["energy_j"] > 0
-    assert gpu["memory_bytes_peak"] > 0
-    assert 0 <= gpu["utilisation_mean"] <= 100

@@ -219,22 +219,6 @@ def test_items_in_flight_are_bounded_by_depths_and_workers() -> None:
         assert pulled == 2 + (2 + 3) + (1 + 1)
 
 
-def test_idle_pipeline_holds_no_item() -> None:
-    class Item:
-        pass
-
-    gate = threading.Event()
-
-    def source() -> Iterator[Item]:
-        yield Item()
-        gate.wait()
-
-    with Pipeline(source(), [Stage(name="a", work=lambda item: item)]) as results:
-        item = weakref.ref(next(results))
-        until(lambda: item() is None)
-        gate.set()
-
-
 def test_failure_frees_what_it_held_without_the_cycle_collector() -> None:
     class Item:
         pass

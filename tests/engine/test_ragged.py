@@ -1,5 +1,4 @@
 import itertools
-import threading
 import time
 from typing import Any
 
@@ -9,12 +8,11 @@ import torch
 from torch import Tensor
 
 from brim.engine.config import TIERS, BucketConfig
-from brim.engine.device.memory import inject_oom
 from brim.engine.rows import ragged_tiers as stores
 from brim.engine.rows import tiers
 from brim.engine.rows.ragged import RaggedResident
 from brim.engine.rows.ragged_tiers import RaggedTensors
-from brim.errors import ConfigError, DatasetError, OutOfMemory, StorageError
+from brim.errors import ConfigError, DatasetError, StorageError
 
 CPU = torch.device("cpu")
 
@@ -200,22 +198,6 @@ def test_a_view_orders_the_same_frames_anew(tier: str) -> None:
 # Tiers
 
 
-def test_a_tier_that_does_not_fit_gives_way_to_the_next(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with inject_oom(above=50), make(tier="vram") as resident:
-        assert resident.tier == "ram"
-        assert sum(map(len, items_of(resident.epoch(0)))) == 100
-    monkeypatch.setattr(tiers, "free_bytes", lambda device: 100)
-    with make(tier="vram") as resident:
-        assert resident.tier == "window"
-        assert sum(map(len, items_of(resident.epoch(0)))) == 100
-    assert "tier vram did not fit" in caplog.text
-    assert "tier ram did not fit" in caplog.text
-    with inject_oom(above=1), pytest.raises(OutOfMemory), make(tier="ram"):
-        pass
-
-
 # Failures
 
 
@@ -232,21 +214,6 @@ def test_a_failure_in_a_thread_reaches_the_consumer(share: bool, monkeypatch: py
             list(epoch)
         with pytest.raises(RuntimeError, match="batches early"):
             next(epoch)
-
-
-@pytest.mark.parametrize("tier", TIERS)
-def test_leaving_the_block_stops_threads_and_epochs(tier: str) -> None:
-    before = threading.active_count()
-    source = Scattered()
-    source.wait_s = 0.001
-    with make(source, tier=tier) as resident:
-        epoch = resident.epoch(0)
-        next(epoch)
-    with pytest.raises(RuntimeError, match="closed"):
-        next(epoch)
-    assert threading.active_count() == before
-    with pytest.raises(RuntimeError, match="with block"):
-        resident.epoch(0)
 
 
 def test_what_cannot_be_is_named() -> None:

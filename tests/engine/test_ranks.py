@@ -6,20 +6,18 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional
 
 from brim.cli import main
-from brim.engine.config import BucketConfig, Tier, TrainConfig
-from brim.engine.rows.order import Blocks, Shuffle, epoch_order
+from brim.engine.config import BucketConfig, Tier
+from brim.engine.rows.order import Shuffle, epoch_order
 from brim.engine.rows.ragged import RaggedResident
 from brim.engine.rows.ragged_tiers import RaggedTensors
 from brim.engine.rows.resident import Resident
 from brim.engine.rows.source import TensorSource
-from brim.engine.training.rank_share import Dropout, Share, SharedNorm, computing, cut, drawn, share_norms
-from brim.engine.training.ranks import Pace, Ranks, joined
-from brim.engine.training.source import BatchSource
-from brim.engine.training.trainer import train
+from brim.engine.training.rank_share import Dropout, Share, computing, cut, drawn
+from brim.engine.training.ranks import Ranks, joined
 from brim.errors import ConfigError
 from torchruns import alone, differences, torchrun
 
@@ -64,18 +62,6 @@ def test_a_batch_without_own_items_has_the_next_one_stand_in() -> None:
     assert part.items.tolist() == [0, 0, 1, 2]  # 1 stands in for the first batch
     assert part.stops.tolist() == [1, 4]
     assert [len(part.share(apart(2)[1], batch).places) for batch in (0, 1)] == [0, 3]
-
-
-@pytest.mark.parametrize(("whole", "step"), [(8, 3), (5, 2), (4, 4), (7, 1)])
-def test_blocks_of_a_rank_are_its_positions_in_each_block_of_the_whole(whole: int, step: int) -> None:
-    for first in range(step):
-        blocks, here = Blocks(whole, step, first), torch.arange(first, 40, step)
-        positions = torch.arange(len(here))
-        assert blocks.of(positions).tolist() == (here // whole).tolist()
-        for block in range(40 // whole):
-            start, stop = blocks.start(block), blocks.start(block + 1)
-            assert here[start:stop].tolist() == [at for at in here.tolist() if at // whole == block]
-            assert stop - start <= blocks.items
 
 
 @pytest.mark.parametrize(("tier", "shuffle"), [("vram", True), ("ram", True), ("window", "blocks"), ("ram", False)])
@@ -143,29 +129,6 @@ def test_more_ranks_than_rows_are_refused() -> None:
         Resident(TensorSource({"x": torch.ones(3, 1)}), batch_size=2, device=CPU, ranks=apart(4)[0])
 
 
-def test_a_window_whose_blocks_are_smaller_than_the_ranks_is_refused() -> None:
-    resident = Resident(
-        TensorSource({"x": torch.ones(20, 1)}), batch_size=2, device=CPU, tier="window", shuffle="blocks",
-        block_items=2, ranks=apart(3)[0],
-    )  # fmt: skip
-    with pytest.raises(ConfigError, match="block_items=2 are fewer than the 3 ranks"), resident:
-        pass
-
-
-def test_a_source_that_cannot_be_divided_is_refused(tmp_path: Path) -> None:
-    class Plain(BatchSource):
-        num_items, num_batches, batch_size = 4, 1, 4
-
-        def epoch(self, number: int, start_batch: int = 0) -> Any:
-            yield {"x": torch.ones(4, 1)}
-
-    with pytest.raises(ConfigError, match="Plain does not divide its batches among 2 ranks"):
-        train(
-            nn.Linear(1, 1), lambda module, batch: module(batch["x"]).mean(), Plain(), config=TrainConfig(),
-            out=tmp_path, device="cpu", ranks=apart(2)[0],
-        )  # fmt: skip
-
-
 # What an item gets
 
 
@@ -195,29 +158,7 @@ def test_a_share_loses_to_dropout_what_it_would_lose_in_the_batch() -> None:
         assert torch.equal(drop(x[places]), expected[places])
 
 
-def test_shared_norms_keep_names_and_are_plain_outside_a_share() -> None:
-    module = nn.Sequential(nn.Conv2d(1, 2, 1), nn.BatchNorm2d(2))
-    names, x = list(module.state_dict()), torch.randn(3, 1, 4, 4)
-    plain = nn.Sequential(nn.Conv2d(1, 2, 1), nn.BatchNorm2d(2))
-    plain.load_state_dict(module.state_dict())
-    share_norms(module)
-    assert isinstance(module[1], SharedNorm)
-    assert list(module.state_dict()) == names
-    assert torch.equal(module(x), plain(x))
-
-
 # By itself
-
-
-def test_a_process_by_itself_uses_no_torch_distributed(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("WORLD_SIZE", "RANK"):
-        monkeypatch.delenv(name, raising=False)
-    with joined("cpu") as ranks:
-        assert ranks.alone
-        assert ranks.main
-        assert not torch.distributed.is_initialized()
-        assert ranks.from_main(lambda: 3) == 3
-        assert Pace(ranks, 0).any(17, True)
 
 
 def test_ranks_without_a_place_to_meet_are_refused(

@@ -1,4 +1,5 @@
 import itertools
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -12,10 +13,6 @@ NONE = dict.fromkeys(CAUSES, 0.0)
 
 def times(*, steps: int = 1000, seconds: float = 10.0, **waiting: float) -> Times:
     return Times(seconds=seconds, steps=steps, waiting={**NONE, **waiting}, step_s=0.01, device_s=0.0098)
-
-
-def test_a_busy_device_needs_no_words() -> None:
-    assert diagnose(times(data=0.1, copy=0.2, logging=0.1)) == []
 
 
 @pytest.mark.parametrize("cause", CAUSES)
@@ -38,15 +35,9 @@ def test_a_sync_per_step_is_named_with_its_place() -> None:
 
 
 def test_a_tiny_kernel_is_launch_bound() -> None:
-    (text,) = diagnose(Times(seconds=1.0, steps=1000, waiting=NONE, step_s=1e-3, device_s=2e-4))
-    assert text == "launch-bound: the device idles 80% of a step: larger batch or graph"
-
-
-def test_a_captured_step_is_never_launch_bound() -> None:
-    assert diagnose(Times(seconds=1.0, steps=1000, waiting=NONE, step_s=1e-3, device_s=2e-4, captured=True)) == []
-
-
-def test_a_run_without_a_step_has_no_diagnosis() -> None:
+    times = Times(seconds=1.0, steps=1000, waiting=NONE, step_s=1e-3, device_s=2e-4)
+    assert diagnose(times) == ["launch-bound: the device idles 80% of a step: larger batch or graph"]
+    assert diagnose(replace(times, captured=True)) == diagnose(replace(times, device_s=7e-4)) == []
     assert diagnose(Times(seconds=0.0, steps=0, waiting=NONE)) == []
 
 

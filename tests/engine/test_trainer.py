@@ -22,11 +22,11 @@ from brim.engine.rows.order import RowFetcher
 from brim.engine.rows.resident import Resident
 from brim.engine.training import trainer
 from brim.engine.training.checkpoint import load_checkpoint, load_weights
-from brim.engine.training.report import TrainProgress, summary_line
+from brim.engine.training.report import TrainProgress
 from brim.engine.training.source import BatchSource
 from brim.engine.training.step import Stepper, _Graph
 from brim.engine.training.trainer import train
-from brim.errors import CheckpointError, ConfigError, DatasetError, OutOfMemory, TrainingDiverged
+from brim.errors import CheckpointError, ConfigError, DatasetError, TrainingDiverged
 from brim.loggers import TensorBoard
 
 CPU = torch.device("cpu")
@@ -136,17 +136,6 @@ def test_recovers_a_linear_regression(tmp_path: Path) -> None:
     json.dumps(report.as_dict())
 
 
-def test_the_line_of_an_epoch_has_a_few_telling_scores(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    def many(module: nn.Module) -> dict[str, float]:
-        return val_loss(module) | {f"score_{at}": at / 10 for at in range(14)}
-
-    with caplog.at_level("INFO", logger="brim"):
-        train(linear(), loss_fn, Lines(), config=config(epochs=1), out=tmp_path, evaluate=many)
-
-    line = next(one for one in caplog.messages if one.startswith("epoch 1 of 1"))
-    assert line.endswith("score_0 0, score_1 0.1, score_2 0.2; 11 more in metrics.jsonl")
-
-
 def test_adamw_takes_the_steps_of_its_formula(tmp_path: Path) -> None:
     """Where every gradient is alike, Adam moves by the learning rate, after the decay; 20 steps, 4 of them warm-up."""
     module, weight = linear(), linear().weight[0, 0].item()
@@ -215,12 +204,6 @@ def test_steps_that_fetch_their_own_batches_train_as_others_do(
     assert len(fetched) >= 4 * 6  # full batches
     assert same(plain, fetching)
     assert losses_of(tmp_path / "plain") == losses_of(tmp_path / "fetching")
-
-
-def test_tensorboard_events_are_written(tmp_path: Path) -> None:
-    train(linear(), loss_fn, Lines(), config=config(tensorboard=True), out=tmp_path)
-    assert list((tmp_path / "train" / "tensorboard").glob("events.*"))
-    assert "tensorboard" not in sys.modules, "its package is slow to import, and not needed to write events"
 
 
 def test_tensorboard_reads_its_events(tmp_path: Path) -> None:
@@ -300,21 +283,6 @@ def test_the_callers_random_stream_is_left_alone(tmp_path: Path) -> None:
     before = torch.get_rng_state()
     train(module, loss_fn, Lines(), config=config(), out=tmp_path, transform=noisy)
     assert torch.equal(before, torch.get_rng_state())
-
-
-def test_compile_that_fails_falls_back_and_says_so(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def broken(*_: object, **__: object) -> None:
-        raise RuntimeError("no compiler here")
-
-    plain, module = with_dropout(), with_dropout()
-    train(plain, loss_fn, Lines(), config=config(), out=tmp_path / "plain")
-    monkeypatch.setattr(torch, "compile", broken)
-    report = train(module, loss_fn, Lines(), config=config(compile="compile"), out=tmp_path / "compiled")
-    assert caplog.text.count("no compiler here") == 1
-    assert report.step_kind == "eager"
-    assert same(plain, module)
 
 
 # Stop, kill, resume
@@ -477,23 +445,11 @@ def test_out_of_memory_halves_the_micro_batch_and_keeps_the_effective_batch(
     assert all(mine[1] == pytest.approx(other[1], rel=1e-4) for mine, other in pairs)
 
 
-def test_a_single_item_that_does_not_fit_is_an_error(tmp_path: Path) -> None:
-    with inject_oom(above=0), pytest.raises(OutOfMemory, match="single item"):
-        train(linear(), loss_fn, Lines(), config=config(), out=tmp_path)
-
-
 def test_a_source_that_ends_early_is_an_error(tmp_path: Path) -> None:
     source = Lines()
     source.num_batches += 1
     with pytest.raises(DatasetError, match="ended epoch 0 after 7 of 8 batches"):
         train(linear(), loss_fn, source, config=config(), out=tmp_path)
-
-
-def test_scores_without_val_loss_are_logged_and_no_epoch_is_the_best(tmp_path: Path) -> None:
-    report = train(linear(), loss_fn, Lines(), config=config(), out=tmp_path, evaluate=lambda _: {"accuracy": 0.5})
-
-    assert (report.epochs, report.best_val_loss) == (config().epochs, None)
-    assert [line["accuracy"] for line in lines_of(tmp_path) if "accuracy" in line] == [0.5] * config().epochs
 
 
 def test_misuse_is_a_clear_error(tmp_path: Path) -> None:
@@ -530,13 +486,6 @@ def test_the_share_of_the_ceiling_is_known_and_measuring_it_changes_no_bit(tmp_p
     assert report.epoch_seconds == pytest.approx(6 * 0.02)
     assert report.as_dict()["overhead"]["ceiling"] > 0
     assert same(measured, plain)
-
-
-@pytest.mark.parametrize("epochs", [1, 3])
-def test_a_short_run_has_no_share_of_the_ceiling(epochs: int, tmp_path: Path, clock: FakeTime) -> None:
-    report = run_for(linear(), Lines(wait_s=0.001), tmp_path, epochs=epochs, measure_ceiling=True)
-    assert (report.ceiling_share, report.ceiling_spread) == (None, None)
-    assert "ceiling not measured: run too short" in summary_line(report)
 
 
 def test_a_report_accounts_for_every_second(tmp_path: Path, clock: FakeTime) -> None:
@@ -579,8 +528,3 @@ def test_a_slow_copy_is_named(tmp_path: Path, clock: FakeTime) -> None:
     assert report.diagnosis[0].startswith("copy:")
     assert report.waiting["copy"] == pytest.approx(21 * 0.02)
     assert report.waiting["data"] == pytest.approx(0)
-
-
-def test_checkpoints_written_too_often_are_named(tmp_path: Path, clock: FakeTime) -> None:
-    report = train(linear(), loss_fn, Lines(wait_s=0.1), config=config(checkpoint_every_steps=1), out=tmp_path)
-    assert report.diagnosis[0].startswith("checkpoint: 83%")

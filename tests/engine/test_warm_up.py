@@ -79,22 +79,6 @@ def test_the_climb_ends_where_batches_are_no_faster():
     assert max(toy.ran) == 8
 
 
-def test_a_large_tuned_size_that_gains_little_is_not_climbed_to():
-    toy = Toy(top=82)
-    toy.seconds = lambda size: 0.004 if size <= 4 else 0.001 * size
-
-    warmed = warm_up(toy, CPU, threading.RLock())
-
-    assert warmed.sizes == (1, 2, 3, 4, 6, 8, 12, 16)
-    assert max(toy.ran) < 64
-
-
-def test_sizes_that_do_not_fit_are_left_out():
-    warmed = warm_up(Toy(fits=5), CPU, threading.RLock())
-
-    assert warmed.sizes == (1, 2, 3, 4)
-
-
 def test_sizes_beyond_the_budget_are_left_out():
     toy = Toy(batch_bytes=64 << 20)  # beside which what other threads take and give back is little
 
