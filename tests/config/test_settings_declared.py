@@ -27,6 +27,7 @@ class Config:
     kernel: Annotated[int, Range(3, 9, step=2), Doc("Frames.")] = 5
     shard: Annotated[int, Range(1, 100, also=0), Doc("Items of a shard; 0: chosen.")] = 0
     mode: Annotated[Literal["self", "supervised"], Doc("With or without labels.")] = "self"
+    channels: Annotated[Literal[1, 3], Doc("Grey or colour.")] = 1
     devices: Annotated[int | Literal["all"], Range(1, 64), Doc("Devices.")] = 1
     network: Annotated[str, OneOf(lambda: ("unet", "hrnet")), Doc("Network.")] = "unet"
     flag: Annotated[bool, Doc("Whether.")] = False
@@ -56,6 +57,7 @@ class Config:
         ({"kernel": 4}, "kernel", "out_of_range"),
         ({"shard": 101}, "shard", "out_of_range"),
         ({"mode": "slef"}, "mode", "unknown_choice"),
+        ({"channels": True}, "channels", "unknown_choice"),
         ({"devices": "some"}, "devices", "unknown_choice"),
         ({"devices": 65}, "devices", "out_of_range"),
         ({"network": "alexnet"}, "network", "unknown_choice"),

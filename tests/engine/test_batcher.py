@@ -180,7 +180,7 @@ def test_with_noisy_times_nothing_admitted_is_later_than_a_tenth_of_its_limit(as
 
 @settings(max_examples=100, deadline=None)
 @given(asks(leaving=True), st.randoms(use_true_random=False))
-def test_nobody_starves_and_every_part_runs_once(asked, chance):
+def test_nobody_starves_and_every_part_runs_once_in_a_batch_of_its_key(asked, chance):
     ran = Paper(asked, noise=lambda: chance.uniform(0.5, 2.0))
 
     for told in ran.told:
@@ -191,12 +191,7 @@ def test_nobody_starves_and_every_part_runs_once(asked, chance):
     assert ran.policy.running == 0
     assert not ran.policy._requests
     assert not ran.policy._queue.lanes
-
-
-@settings(max_examples=100, deadline=None)
-@given(asks(leaving=True))
-def test_a_batch_is_of_one_key_and_a_size_that_may_run_and_alone_means_alone(asked):
-    for _, _, batch in Paper(asked).batches:
+    for _, _, batch in ran.batches:
         assert len({part.key for part in batch}) == 1
         assert len(batch) in SECONDS
         assert len(batch) == 1 or not any(part.alone for part in batch)
@@ -257,6 +252,17 @@ def test_a_small_batch_runs_where_a_larger_one_would_be_late():
 
     assert len(ran.batches[0][2]) <= 2
     assert all(told.late_s <= 0 for told in ran.told)
+
+
+def test_a_request_that_would_make_another_late_is_refused():
+    """An answer takes 50 ms: with one due at 60 ms before it, the one due at 90 ms would end at 100."""
+    policy = BatchPolicy(lambda key: (1,), NO_TRIES)
+    policy.expect("a", 1, 0.05)
+    policy.admit("a", 1, 0.09, 0.0)
+
+    with pytest.raises(Overloaded):
+        policy.admit("a", 1, 0.06, 0.0)
+    policy.admit("a", 1, 0.11, 0.0)
 
 
 def test_a_deadline_shorter_than_an_answer_takes_is_refused_and_says_so():

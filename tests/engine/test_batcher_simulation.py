@@ -39,20 +39,6 @@ def test_overload_keeps_goodput_near_the_capacity_and_accepted_requests_in_time(
         assert done.late <= 0.02 * len(done.latencies_s)
 
 
-@pytest.mark.parametrize("name", BENCHES)
-def test_half_load_is_served_in_full(name):
-    done = run(name, 0.5, SEEDS[0])
-
-    assert done.goodput * done.seconds >= 0.97 * done.offered
-
-
-@pytest.mark.parametrize("name", BENCHES)
-def test_an_idle_device_adds_no_latency(name):
-    exact = replace(BENCHES[name], noise=0.0, spikes=0.0)
-
-    assert run(name, 0.01, SEEDS[0], bench=exact).percentile_s(0.5) == pytest.approx(exact.single_s)
-
-
 def test_a_device_that_slows_down_by_half_is_learned():
     policy = brim_policy(H200)
     slow = replace(H200, seconds={size: 1.5 * seconds for size, seconds in H200.seconds.items()})

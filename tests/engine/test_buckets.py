@@ -10,7 +10,7 @@ from torch import Tensor
 from brim.engine.config import BucketConfig, TrainConfig
 from brim.engine.rows import buckets as module
 from brim.engine.rows.buckets import Buckets
-from brim.errors import ConfigError, DatasetError
+from brim.errors import ConfigError
 
 COUNT = BucketConfig(batch_size=64)
 FRAMES = BucketConfig(batch_size=None, max_frames=64 * 256)
@@ -181,15 +181,6 @@ def test_drop_last_leaves_out_the_short_batch() -> None:
 
 
 # Bad input
-
-
-def test_lengths_that_cannot_be_are_named() -> None:
-    with pytest.raises(DatasetError, match="item 1 has 0 frames"):
-        Buckets(torch.tensor([3, 0]), COUNT)
-    with pytest.raises(ConfigError, match="float32"):
-        Buckets(torch.ones(3), COUNT)
-    with pytest.raises(ConfigError, match="empty"):
-        Buckets(torch.empty(0, dtype=torch.int64), COUNT)
 
 
 @pytest.mark.parametrize(("multiple", "needed"), [(None, 100), (8, 104)])

@@ -1,5 +1,6 @@
 """The engine as a library: any rows, any module, any optimiser."""
 
+import hashlib
 import itertools
 import json
 import logging
@@ -379,6 +380,14 @@ def test_a_loader_is_read_in_another_order_each_epoch_and_resumes_in_the_middle(
     assert epochs[0] == epochs[2] != epochs[1]
     assert [batch[0].tolist() for batch in source.epoch(1, 3)] == epochs[1][3:]
     assert (source.num_items, source.num_batches, source.batch_size) == (40, 5, 8)
+
+
+def test_a_factory_is_the_code_that_its_digest_is_of(tmp_path: Path) -> None:
+    for number in (1, 2):  # files of one size, written within a second
+        (tmp_path / "mine.py").write_text(f"def make(columns):\n    return {number}\n")
+        factory = modules.load_factory(f"{tmp_path}/mine.py:make")
+        assert factory.make({}) == number
+        assert factory.sha256 == hashlib.sha256((tmp_path / "mine.py").read_bytes()).hexdigest()
 
 
 def test_rows_held_out_are_not_trained_on(tmp_path: Path) -> None:

@@ -165,14 +165,8 @@ def test_sampler_finds_the_gpu_by_uuid_and_reads_the_energy_counter(monkeypatch:
     assert gpu["energy_j"] == pytest.approx(30.0)
 
 
-def test_sampler_integrates_power_where_there_is_no_energy_counter(monkeypatch: pytest.MonkeyPatch) -> None:
-    gpu = sample(monkeypatch, FakeNvml(missing=frozenset({"energy"})))
-    assert gpu is not None
-    assert gpu["energy_j"] == pytest.approx(30.0)
-
-
 def test_power_that_changes_is_integrated_by_trapezia(monkeypatch: pytest.MonkeyPatch) -> None:
-    nvml, watts = FakeNvml(missing=frozenset({"energy"})), iter([100.0, 300.0, 200.0])
+    nvml, watts = FakeNvml(missing=frozenset({"energy"})), iter([100.0, 400.0, 100.0])
     monkeypatch.setattr(nvml, "nvmlDeviceGetPowerUsage", lambda handle: round(next(watts) * 1000))
     monkeypatch.setitem(sys.modules, "pynvml", nvml)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="bbbb"))
@@ -183,7 +177,7 @@ def test_power_that_changes_is_integrated_by_trapezia(monkeypatch: pytest.Monkey
         nvml.clock.sleep(4)
     gpu = sampler.summary()
     assert gpu is not None
-    assert (gpu["energy_j"], gpu["power_w_mean"], gpu["samples"]) == (2 * 200 + 4 * 250, 200.0, 3)
+    assert (gpu["energy_j"], gpu["power_w_mean"], gpu["samples"]) == (2 * 250 + 4 * 250, 200.0, 3)
 
 
 def test_sampler_reports_missing_readings_as_none(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -94,13 +94,6 @@ def _joined(parts: list[tuple[Share | None, dict[str, Tensor]]], count: int) -> 
     return labels.tolist()
 
 
-def test_an_epoch_that_goes_on_has_the_same_shares() -> None:
-    data = {"label": torch.arange(40)}
-    with Resident(TensorSource(data), batch_size=6, device=CPU, tier="ram", ranks=apart(2)[1]) as resident:
-        whole, rest = list(resident.epoch(3)), list(resident.epoch(3, 4))
-    assert [batch["label"].tolist() for batch in whole[4:]] == [batch["label"].tolist() for batch in rest]
-
-
 @pytest.mark.parametrize("tier", ["vram", "ram", "window"])
 def test_shares_of_sequences_are_their_batches(tier: Tier) -> None:
     rng = torch.Generator().manual_seed(0)
@@ -219,13 +212,6 @@ def test_what_rank_0_makes_or_refuses_is_known_to_all(scenes: Any) -> None:
     assert first["error"] == "ConfigError: depth=-1 must be at least 0"
     assert second["error"] == "RankLost: rank 0 failed: depth=-1 must be at least 0"
     assert (second["made"], second["all"], second["greatest"]) == (0, [0, 1], [1, 5])
-
-
-def test_all_ranks_stop_at_one_step_when_one_is_asked_to(scenes: Any) -> None:
-    first, second = (saw["stopped"] for saw in scenes[1])
-    assert first == second | {"bytes": first["bytes"]}
-    assert first["stopped"]
-    assert 5 < first["steps"] < 24
 
 
 def test_a_bad_row_of_another_rank_is_named_and_ends_all(tmp_path: Path) -> None:

@@ -1,7 +1,5 @@
-import gc
 import itertools
 import logging
-import threading
 
 import pytest
 import torch
@@ -240,16 +238,6 @@ def test_batches_stay_as_they_are_while_they_are_kept(tier):
 # Failures
 
 
-@pytest.mark.parametrize("tier", ["vram", "ram"])
-def test_a_failure_while_loading_reaches_the_caller(tier, monkeypatch):
-    monkeypatch.setattr(tiers, "_PIECE_BYTES", 100)
-    source = Slow(rows_of(100))
-    source.fail_from = 60
-
-    with pytest.raises(StorageError, match="the disk is gone"):
-        Resident(source, batch_size=8, device=CPU, tier=tier, rows=slice(0, 90)).__enter__()
-
-
 def test_a_failure_in_the_windows_thread_reaches_the_consumer_after_what_came_before():
     source = Slow(rows_of(100))
     with Resident(source, batch_size=10, device=CPU, tier="window", shuffle=False, block_items=10) as resident:
@@ -283,16 +271,6 @@ def test_a_second_epoch_on_a_window_ends_the_first_aloud():
         assert len(list(resident.epoch(1))) == 10
         with pytest.raises(RuntimeError, match="another epoch was begun"):
             next(first)
-
-
-@pytest.mark.parametrize("tier", TIERS)
-def test_no_thread_outlives_an_abandoned_epoch(tier):
-    before = threading.active_count()
-    with make(500, 4, tier=tier, shuffle="blocks", block_items=10) as resident:
-        for _ in resident.epoch(0):
-            break
-        gc.collect()
-        assert threading.active_count() == before
 
 
 # Choosing a tier
@@ -351,12 +329,6 @@ def test_a_tier_that_does_not_fit_falls_to_the_next_with_one_warning(caplog):
 def test_the_window_holds_its_share():
     with make(1000, 8, tier="window", shuffle="blocks", window_share=0.25) as resident:
         assert resident.describe()["held_items"] == 224  # 7 whole blocks of 32
-
-
-def test_tensors_already_there_are_not_copied():
-    source = source_of(50)
-    with Resident(source, batch_size=8, device=CPU, tier="vram") as resident:
-        assert resident.loaded().rows["x"].data_ptr() == source.tensors["x"].data_ptr()
 
 
 # As a DataLoader

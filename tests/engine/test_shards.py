@@ -202,19 +202,6 @@ def test_every_shard_is_synced_before_the_manifest_lists_it(tmp_path, monkeypatc
     fill(tmp_path / "out", 45)
 
 
-def test_shards_made_within_a_second_share_a_commit(tmp_path, monkeypatch):
-    replace, commits = Path.replace, []
-
-    def counted(self, target):
-        commits.extend([target] * (target.name == "manifest.json"))
-        return replace(self, target)
-
-    monkeypatch.setattr(Path, "replace", counted)
-    monkeypatch.setattr(shard_writer, "COMMIT_S", 3600.0)
-    fill(tmp_path / "out", 500)
-    assert len(commits) == 2  # at the start and at the end
-
-
 # Resuming
 
 

@@ -17,7 +17,7 @@ from brim.engine.storage import destination
 from brim.engine.storage import places as storage
 from brim.engine.storage import writer as shard_writer
 from brim.engine.storage.dataset import Dataset
-from brim.engine.storage.places import LocalPlace, ObjectPlace, place_of
+from brim.engine.storage.places import ObjectPlace, place_of
 from brim.engine.storage.shard_file import write_shard
 from brim.errors import DatasetError, ShardCorrupt, StorageError
 from s3_store import SECRET, FailingProxy, serve_s3
@@ -147,14 +147,6 @@ def test_a_lost_answer_to_a_creation_is_no_refusal(url, proxy):
     place.walk()
     proxy.fail("cut")  # the object is there by then
     assert place.create(b"mine", "lock")
-
-
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [("data", "data"), ("/a/b", "/a/b"), ("file:///a/b%20c", "/a/b c"), ("file://localhost/a", "/a"), ("c:/a", "c:/a")],
-)
-def test_a_path_or_a_file_url_is_a_directory(text, expected):
-    assert place_of(text) == LocalPlace(Path(expected))
 
 
 # Datasets
@@ -381,13 +373,6 @@ def test_a_store_that_stays_down_ends_the_run_which_resumes(url, proxy, server, 
     let_leases_run_out(monkeypatch)
     fill(url, 45, resume=True)
     assert files_there(server, url) == clean
-
-
-def test_an_endpoint_that_never_answered_is_told_soon(proxy, clock):
-    proxy.down()
-    with pytest.raises(StorageError, match=r"does not answer, tried for 10 s .*AWS_ENDPOINT_URL"):
-        Dataset(f"s3://{BUCKET}/x")
-    assert sum(clock.pauses) == pytest.approx(10)
 
 
 # A store that refuses

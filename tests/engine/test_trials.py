@@ -10,7 +10,6 @@ from fake_time import FakeTime
 
 from brim.engine.config import SweepConfig
 from brim.engine.device import memory
-from brim.engine.device.memory import INJECT_VARIABLE, inject_oom
 from brim.engine.tuning.prober import ProbeConfig, Prober, tune
 from brim.engine.tuning.trials import Trial, merge
 from brim.errors import OutOfMemory
@@ -41,12 +40,6 @@ def test_a_step_is_timed_and_its_latency_told(clock):
     assert trial.throughput == pytest.approx(600)
     assert (trial.status, trial.device_share) == ("ok", None)
     assert trial.steps == len(clock.pauses) - QUICK.latencies >= 5
-
-
-def test_short_steps_are_timed_many_at_a_time(clock):
-    trial = Prober(lasting(clock, 1e-5, 0.0), CPU, QUICK)(1)
-    assert trial.seconds == pytest.approx(1e-5)
-    assert 3000 <= trial.steps < 3010  # three blocks of 10 ms
 
 
 def test_the_first_call_is_warm_up_and_counts_apart(clock):
@@ -130,15 +123,6 @@ def test_out_of_memory_of_any_kind_is_told_and_lets_go_of_the_step(failure):
     gc.collect()
     assert holders[0]() is None
     assert caught.value.__cause__ is None
-
-
-def test_injected_out_of_memory_is_honoured(clock, monkeypatch):
-    with inject_oom(above=5), pytest.raises(OutOfMemory, match="injected"):
-        Prober(lasting(clock, 0.001, 0), CPU, QUICK)(6)
-    monkeypatch.setenv(INJECT_VARIABLE, "8")
-    found = tune(lasting(clock, 0.004, 0.0), CPU, PATIENT)
-    assert found.batch == found.max_safe == 8
-    assert any(trial.status == "oom" for trial in found.trials)
 
 
 def test_a_step_is_tuned_on_the_cpu_and_never_slower_than_batch_1(clock):

@@ -7,8 +7,6 @@ import copy
 import json
 import math
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -51,11 +49,11 @@ def shaken(batch: dict[str, Tensor], rng: torch.Generator) -> dict[str, Tensor]:
     return batch | {"x": batch["x"] + 0.1 * noise}
 
 
-def run(ranks: Ranks, out: Path, stop: Callable[[], bool] | None = None, bad: int | None = None) -> dict[str, Any]:
+def run(ranks: Ranks, out: Path, bad: int | None = None) -> dict[str, Any]:
     resident = Resident(TensorSource(rows(bad)), batch_size=BATCH, device=ranks.device, tier="ram", seed=1, ranks=ranks)
     with resident:
         report = train(
-            network(), squared, resident, config=CONFIG, out=out, transform=shaken, device="cpu", stop=stop, ranks=ranks
+            network(), squared, resident, config=CONFIG, out=out, transform=shaken, device="cpu", ranks=ranks
         )
         return {"steps": report.steps, "stopped": report.stopped, "bytes": resident.bytes}
 
@@ -111,17 +109,6 @@ def words(ranks: Ranks) -> dict[str, Any]:
     return {"error": said, "made": made, "all": ranks.all_of(ranks.rank), "greatest": ranks.greatest(ranks.rank, 5)}
 
 
-def stopped(ranks: Ranks, out: Path) -> dict[str, Any]:
-    """Rank 1 alone is asked to stop, after some steps that take a while."""
-    calls = iter(range(1000))
-
-    def stop() -> bool:
-        time.sleep(0.05)
-        return ranks.rank == 1 and next(calls) >= 5
-
-    return run(ranks, out, stop)
-
-
 def main(out: Path) -> None:
     with joined("cpu") as ranks:
         if ranks.alone:
@@ -131,7 +118,7 @@ def main(out: Path) -> None:
             run(ranks, out / "run", bad=int(sys.argv[2]))
         saw = {
             "run": run(ranks, out / "run"), "norms": norms(ranks), "empty": empty_handed(ranks),
-            "words": words(ranks), "stopped": stopped(ranks, out / "stopped"),
+            "words": words(ranks),
         }  # fmt: skip
     (out / f"{ranks.rank}.json").write_text(json.dumps(saw))
 

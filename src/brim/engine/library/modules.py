@@ -138,7 +138,7 @@ def load_factory(reference: str) -> ModuleFactory:
         if not file.is_file():
             raise _unusable(f"{file} does not exist", hint="write FILE.py:NAME, as in my_module.py:make")
         code = file.read_bytes()
-        module, where, sha256 = _imported_file(file), str(file.absolute()), hashlib.sha256(code).hexdigest()
+        module, where, sha256 = _imported_file(file, code), str(file.absolute()), hashlib.sha256(code).hexdigest()
     else:
         with _said(f"{place} cannot be imported:"):
             module, where, sha256 = importlib.import_module(place), "", ""
@@ -154,7 +154,7 @@ def load_factory(reference: str) -> ModuleFactory:
     return ModuleFactory(reference, factory, where, sha256)
 
 
-def _imported_file(file: Path) -> Any:
+def _imported_file(file: Path, code: bytes) -> Any:
     spec = importlib.util.spec_from_file_location(file.stem, file)
     if spec is None or spec.loader is None:
         raise _unusable(f"{file} is not a Python file")
@@ -164,7 +164,8 @@ def _imported_file(file: Path) -> Any:
     sys.path.insert(0, str(file.absolute().parent))
     try:
         with _said(f"{file} cannot be imported:"):
-            spec.loader.exec_module(module)
+            # not the loader's: it takes cached bytecode of another file of that size and second
+            exec(compile(code, file, "exec", dont_inherit=True), module.__dict__)
     finally:
         sys.path.remove(str(file.absolute().parent))
         if before is None:

@@ -116,7 +116,8 @@ def _module(path: Path, sha256: str) -> ModuleType:
     sys.path.insert(0, str(path.parent))
     try:
         with _said(f"{path} cannot be imported:"):
-            spec.loader.exec_module(module)
+            # not the loader's: it takes cached bytecode of another file of that size and second
+            exec(compile(path.read_bytes(), path, "exec", dont_inherit=True), module.__dict__)
     except ConfigError:
         del sys.modules[name]
         raise
