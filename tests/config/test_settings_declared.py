@@ -119,6 +119,9 @@ def test_the_schema_has_ranges_choices_defaults_and_sentences():
     properties = schema(Config)["properties"]
 
     assert properties["rate"]["exclusiveMinimum"] == 0
+    assert properties["kernel"].items() >= {"minimum": 3, "maximum": 9, "not": {"multipleOf": 2}}.items()
+    assert (properties["shard"]["minimum"], properties["shard"]["maximum"]) == (0, 100)
+    assert (schema(Station)["required"], schema(Config)["required"]) == (["name"], [])
     assert properties["patience"]["anyOf"] == [{"type": "integer", "minimum": 1}, {"type": "null"}]
     assert properties["mode"]["enum"] == ["self", "supervised"]
     assert properties["network"]["enum"] == ["unet", "hrnet"]

@@ -4,10 +4,14 @@ import hashlib
 import itertools
 import json
 import logging
+import sys
+from importlib.machinery import ModuleSpec
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
+import pandas
 import pyarrow
 import pytest
 import torch
@@ -90,7 +94,6 @@ def brim_dataset(path: Path) -> Path:
 
 
 def frame(_: Path) -> Any:
-    pandas = pytest.importorskip("pandas")
     return pandas.DataFrame({**{f"x{column}": X[:, column].numpy() for column in range(4)}, "y": Y.numpy()})
 
 
@@ -132,6 +135,8 @@ def test_rows_come_from_anywhere_in_the_form_they_had(make: Any, form: type, tmp
         (Items([{"x": X[0]}, {"z": X[0]}]), "item 1 of the Items has z; item 0 has x"),
         ({"train": {"x": X}}, r'give that split: data\["train"\]'),
         (pyarrow.table({"t": ["a"]}), 'column "t" is string'),
+        (pandas.DataFrame({"x": pandas.array([1, None, 3], "Int64")}), 'column "x" is empty in row 1'),
+        (pandas.DataFrame([[1, 2]], columns=["a", "a"]), 'two columns "a"'),
         (pyarrow.Table.from_arrays([[1], [2]], names=["a", "a"]), 'two columns "a"'),
         (Endless(), "an Endless has no rows that can be read by number; give a dict of arrays"),
         (DataLoader(Items([1])), "give what it reads: loader.dataset"),
@@ -187,23 +192,33 @@ def sgd(params: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(params, 0.1, momentum=0.9)
 
 
-def test_training_equals_the_loop_one_would_write(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("make_scheduler", "counts"),
+    [
+        (lambda opt: torch.optim.lr_scheduler.StepLR(opt, 2, 0.5), "epochs"),
+        (lambda opt: torch.optim.lr_scheduler.ReduceLROnPlateau(opt, patience=0, threshold=0.9), "losses"),
+        (lambda opt: torch.optim.lr_scheduler.OneCycleLR(opt, 0.2, total_steps=17), "steps"),
+    ],
+)
+def test_training_equals_the_loop_one_would_write(make_scheduler: Any, counts: str, tmp_path: Path) -> None:
     data = brim.Resident(TensorDataset(X, Y), batch_size=32, device="cpu", seed=1)
     model, mine = linear(), linear()
     report = brim.train(
-        model, loss, data, out=tmp_path / "run", epochs=4, optimizer=sgd,
-        scheduler=lambda opt: torch.optim.lr_scheduler.StepLR(opt, 2, 0.5),
-        evaluate=lambda model: float(loss(model, (X, Y))), loggers=[brim.loggers.CSV()],
+        model, loss, data, out=tmp_path / "run", epochs=4, optimizer=sgd, scheduler=make_scheduler,
+        evaluate=lambda model: loss(model, (X, Y)).item(), loggers=[brim.loggers.CSV()],
     )  # fmt: skip
 
     optimizer = sgd(mine.parameters())
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+    scheduler = make_scheduler(optimizer)
     for epoch in range(4):
         for batch in data.epoch(epoch):
             optimizer.zero_grad()
             loss(mine, batch).backward()
             optimizer.step()
-        scheduler.step()
+            if counts == "steps":
+                scheduler.step()
+        if counts != "steps":
+            scheduler.step(*([loss(mine, (X, Y)).item()] if counts == "losses" else []))
     assert torch.equal(model.weight, mine.weight)
     assert report.steps == 16
     rows = (tmp_path / "run" / "train" / "metrics.csv").read_text().splitlines()
@@ -330,6 +345,36 @@ def test_a_logger_is_two_methods_and_its_failure_ends_no_training(
     assert caplog.text.count("Kept failed in log (gone); going on without it") == 1
 
 
+def test_a_table_of_a_resumed_run_has_each_step_once(tmp_path: Path) -> None:
+    for begin, steps in ((0, (1, 2, 3)), (2, (3, 4))):
+        table = brim.loggers.CSV()
+        table.begin(tmp_path, begin)
+        for step in steps:
+            table.log({"loss": 10.0 * begin + step, **({"lr": 0.5} if step == 4 else {})}, step)
+        table.end()
+
+    rows = (tmp_path / "metrics.csv").read_text().split()
+    assert rows == [
+        "step,loss,lr",
+        "1,1.0,",
+        "2,2.0,",
+        "3,23.0,",
+        "4,24.0,0.5",
+    ]
+
+
+def test_a_tracked_run_continues_under_its_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wandb, begun = ModuleType("wandb"), list[dict[str, Any]]()
+    wandb.__spec__ = ModuleSpec("wandb", None)
+    wandb.init = lambda **options: begun.append(options)  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    for step in (0, 7, 0):
+        brim.loggers.WandB(mode="offline").begin(tmp_path, step)
+
+    first, resumed, another = (options["id"] for options in begun)
+    assert first == resumed != another
+
+
 # What a run leaves
 
 
@@ -344,6 +389,8 @@ def test_a_run_is_a_folder_that_others_read(tmp_path: Path) -> None:
     shared.mkdir()
     for name in ("config.json", "model.safetensors", "README.md"):
         (tmp_path / "run" / name).rename(shared / name)
+    with (tmp_path / "run/train/metrics.jsonl").open("a") as lines:
+        lines.write('{"step": 7, "val_loss": 0.0')  # by a run that is still being written
     run = brim.load_run(tmp_path / "run", module=linear(), device="cpu")
 
     assert "| val_loss | 0.2188 |" in (shared / "README.md").read_text()
@@ -353,6 +400,25 @@ def test_a_run_is_a_folder_that_others_read(tmp_path: Path) -> None:
     assert not torch.equal(run.module.weight, model.weight)  # the best, not the last
     assert (run.metrics["best_val_loss"], run.metrics["val_loss"], run.metrics["step"]) == (0.21875, 0.25, 6)
     assert torch.equal(run.predict(X), run.module(X))
+    assert list(run.to_pandas()["val_loss"].dropna()) == [0.5, 0.21875, 0.25]
+
+
+@pytest.mark.parametrize(
+    ("change", "code"),
+    [({"kind": "rf-locator"}, "wrong_kind"), ({"format_version": 2}, "other_version"), ({"training": None}, "damaged")],
+)
+def test_a_run_of_another_kind_or_version_is_not_continued(tmp_path: Path, change: dict[str, Any], code: str) -> None:
+    arguments: dict[str, Any] = {"out": tmp_path / "run", "epochs": 1, "batch_size": 50, "config": QUIET}
+    brim.train(linear(), loss, (X, Y), **arguments)
+    file = tmp_path / "run" / "run.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | change))
+
+    with pytest.raises(CheckpointError) as caught:
+        brim.train(linear(), loss, (X, Y), **arguments)
+    assert caught.value.code == code
+    file.unlink()
+    with pytest.raises(CheckpointError, match=r"is not empty and has no run\.json"):
+        brim.train(linear(), loss, (X, Y), **arguments)
 
 
 def test_rows_held_out_have_the_mean_loss_of_their_rows(tmp_path: Path) -> None:

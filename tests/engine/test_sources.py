@@ -12,7 +12,7 @@ import torch
 
 from brim.engine.rows.columns import arrow_tensor
 from brim.engine.rows.files import DatasetSource, NpyFolderSource
-from brim.engine.rows.source import TensorSource, read_rows
+from brim.engine.rows.source import SideBySide, TensorSource, read_rows
 from brim.engine.rows.sql import SqlSource, without_password
 from brim.engine.storage import Dataset, shard_file
 from brim.engine.storage.dataset import allocate
@@ -80,6 +80,16 @@ def test_tensors_are_a_source():
 def test_tensors_that_do_not_match_are_named(tensors, message):
     with pytest.raises(DatasetError, match=message):
         TensorSource(tensors)
+
+
+def test_sources_side_by_side_are_one():
+    rows = rows_of(0, 9)
+    left, right = TensorSource(rows, names=["index", "x"]), TensorSource(rows, names=["even"])
+    both = SideBySide([left, right])
+
+    assert_same(read(both, 2, 7), {name: rows_of(2, 7)[name] for name in ("index", "x", "even")})
+    with pytest.raises(DatasetError, match="have 9, 8 items"):
+        SideBySide([left, TensorSource(rows_of(0, 8))])
 
 
 @pytest.mark.parametrize(

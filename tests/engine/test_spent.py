@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from fake_time import FakeTime
 
-from brim.engine.meter.ceiling import BUDGET, CeilingProbe
+from brim.engine.meter.ceiling import BUDGET, CeilingProbe, of_several
 from brim.engine.meter.spent import IMPORT, WORK, Account, accounting, current_account, of_this_process, within
 
 
@@ -68,6 +68,11 @@ def test_the_ceiling_is_measured_within_its_budget() -> None:
             probe.add(100.0, 0.02, run_s)
     assert len(probe.rates) >= 5
     assert probe.cost_s <= BUDGET * run_s
+
+
+def test_the_share_of_several_workers_is_that_of_their_sum():
+    assert [of_several(rate, 100.0).share for rate in (50.0, 102.0, 104.0, 0.0)] == [0.5, 1.0, None, None]
+    assert of_several(50.0, None).share is None
 
 
 @pytest.mark.parametrize(

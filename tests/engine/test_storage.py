@@ -3,6 +3,7 @@
 import hashlib
 import json
 import logging
+import os
 import time
 from pathlib import Path
 
@@ -133,6 +134,16 @@ def test_what_is_not_there_is_said_so(place):
     place.remove("once")
     place.remove("once")
     assert not place.exists("once")
+
+
+def test_the_cache_forgets_what_was_not_used_for_a_month(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    folder = storage.cache_folder("solved")
+    for name, days in (("old", 31), ("young", 29)):
+        (folder / name).mkdir()
+        os.utime(folder / name, (time.time() - days * 86400,) * 2)
+    assert [entry.name for entry in storage.cache_folder("solved").iterdir()] == ["young"]
+    assert folder == tmp_path / "brim" / "solved"
 
 
 def test_the_store_decides_who_creates_an_object(url):

@@ -61,8 +61,8 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> FakeTime:
         clock.sleep(0.5)
         save(state, log_bytes)
 
-    monkeypatch.setattr("brim.engine.training.trainer.time", clock)
-    monkeypatch.setattr("brim.engine.meter.stalls.time", clock)
+    for module in ("training.trainer", "training.checkpoint", "meter.stalls"):
+        monkeypatch.setattr(f"brim.engine.{module}.time", clock)
     monkeypatch.setattr(trainer.PhaseState, "save", slow_save)
     monkeypatch.setattr(Lines, "sleep", clock.sleep)
     return clock
@@ -136,7 +136,7 @@ def test_recovers_a_linear_regression(tmp_path: Path) -> None:
 def test_adamw_takes_the_steps_of_its_formula(tmp_path: Path) -> None:
     """Where every gradient is alike, Adam moves by the learning rate, after the decay; 20 steps, 4 of them warm-up."""
     module, weight = linear(), linear().weight[0, 0].item()
-    recipe = config(epochs=4, learning_rate=0.02, weight_decay=0.5, warmup=0.2)
+    recipe = config(epochs=4, learning_rate=0.02, weight_decay=0.5, warmup=0.2, clip_norm=None)
     train(module, lambda model, batch: model.weight.sum(), Lines(100, 20), config=recipe, out=tmp_path)
     rates = [0.005, 0.01, 0.015, 0.02, *(0.01 * (1 + math.cos(math.pi * done / 16)) for done in range(16))]
     for rate in rates:
@@ -209,15 +209,51 @@ def test_best_weights_are_those_of_the_lowest_val_loss(tmp_path: Path) -> None:
 
     def evaluate(module: nn.Module) -> dict[str, float]:
         assert not module.training
+        assert not torch.is_grad_enabled()
         seen.append(weights_of(module))
         return {"val_loss": next(values)}
 
-    train(linear(), loss_fn, Lines(), config=config(), out=tmp_path, evaluate=evaluate)
+    def training_loss(module: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        assert module.training
+        return loss_fn(module, batch)
+
+    train(linear(), training_loss, Lines(), config=config(), out=tmp_path, evaluate=evaluate)
     module = linear()
     assert load_weights(module, tmp_path)["epoch"] == 1
     assert all(map(torch.equal, weights_of(module), seen[1]))
     load_weights(module, tmp_path, which="last")
     assert all(map(torch.equal, weights_of(module), seen[2]))
+
+
+def test_a_val_loss_that_is_no_number_is_never_the_best(tmp_path: Path) -> None:
+    values = iter([math.nan, 2.0, -math.inf, 1.5])
+    report = run_for(linear(), Lines(), tmp_path, epochs=4, evaluate=lambda _: {"val_loss": next(values)})
+    assert report.best_val_loss == 1.5
+    assert load_weights(linear(), tmp_path)["epoch"] == 3
+
+
+def test_a_checkpoint_is_written_when_its_time_has_come(tmp_path: Path, clock: FakeTime) -> None:
+    saved: list[int] = []
+    with pytest.MonkeyPatch.context() as patch:
+        save = trainer.PhaseState.save
+        patch.setattr(
+            trainer.PhaseState, "save", lambda state, log_bytes: saved.append(state.step) or save(state, log_bytes)
+        )
+        run_for(linear(), Lines(96, wait_s=0.25), tmp_path, epochs=2, checkpoint_every_s=1.0)
+    assert saved == [4, 8, 12]
+
+
+@pytest.mark.parametrize(("precision", "dtype"), [("bf16", torch.bfloat16), ("auto", torch.float32)])
+def test_a_cpu_computes_in_the_precision_that_was_asked_for(tmp_path: Path, precision: str, dtype: torch.dtype) -> None:
+    seen: set[torch.dtype] = set()
+
+    def loss(module: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        outputs = module(batch["x"])
+        seen.add(outputs.dtype)
+        return (outputs.squeeze(-1).float() - batch["y"]).square().mean()
+
+    train(linear(), loss, Lines(), config=config(precision=precision), out=tmp_path)
+    assert seen == {dtype}
 
 
 def test_the_callers_random_stream_is_left_alone(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """Charts as they are drawn: where values lie, which ticks an axis has, and that names stay text."""
 
+import math
 import re
 from pathlib import Path
 
@@ -7,7 +8,20 @@ import numpy as np
 import pytest
 
 from brim.errors import ConfigError, StorageError
-from brim.report.page import card, count, document, legend, plain, size, table, tiles, write_page
+from brim.report.page import (
+    card,
+    count,
+    document,
+    legend,
+    metres,
+    number,
+    percent,
+    plain,
+    size,
+    table,
+    tiles,
+    write_page,
+)
 from brim.report.plot_file import check_plot
 from brim.report.summary import Summarised, counted
 from brim.report.svg import ChartAxis, MapFrame, Plot, drawing, stacked_bars
@@ -141,7 +155,12 @@ def test_objects_of_the_library_stay_text_in_a_notebook():
     assert "<script" not in Named()._repr_html_()
 
 
-def test_counts_sizes_and_settings_read_well():
+def test_numbers_read_well():
+    assert [number(value) for value in (None, 7, 1234567, 0.12345, -3.456, 999.9, math.nan)] == [
+        "–", "7", "1\u202f234\u202f567", "0.123", "−3.46", "1\u202f000", "–",
+    ]  # fmt: skip
+    assert [metres(value) for value in (441.7, 999.4, 999.6)] == ["442\u00a0m", "999\u00a0m", "1\u00a0km"]
+    assert (percent(0.9834), percent(None)) == ("98.3\u00a0%", "–")
     assert [count(value, "row") for value in (0, 1, 12_345)] == ["0 rows", "1 row", "12\u202f345 rows"]
     assert [counted(value, "row") for value in (1, 2, 12_000)] == ["1 row", "2 rows", "12 000 rows"]
     assert [size(value) for value in (999, 1024, 1.5 * 2**30, 2**50)] == [
