@@ -84,6 +84,7 @@ def test_all_wrong_fields_are_named_at_once():
         read(Config, {"epochs": "x", "raet": 1, "nested": {"lat": 99}, "kernel": 5})
 
     faults = [raised.value, *raised.value.more]
+    assert str(raised.value) == "config.raet is unknown; did you mean rate?"
     assert [one.field for one in faults] == ["config.raet", "config.epochs", "config.nested.name", "config.nested.lat"]
 
 

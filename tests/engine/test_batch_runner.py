@@ -307,6 +307,20 @@ def test_a_request_that_left_a_failed_batch_does_not_run_again():
     assert names == [["first"], ["gone", "stays"], ["stays"]]
 
 
+def test_the_wait_for_a_model_is_that_of_its_queue_and_of_one_more():
+    clock, model = FakeTime(), Sleeper(sizes=(1,))
+    model.expected_s = {1: 0.8}
+    with serving(model, clock=clock) as (runner, _):
+        assert runner.wait_s("model") == 0.0
+        with model.held():
+            replies = [send(runner, str(number)) for number in range(2)]
+            until(lambda: model.batches and len(model.decoded) == 2)
+            assert runner.wait_s("model") == pytest.approx(3 * 0.8)
+            assert runner.wait_s("model", within_s=0.1) == pytest.approx(2 * 0.8)
+            assert runner.wait_s("another") == 0.0
+        assert all(reply.result(PATIENCE_S) for reply in replies)
+
+
 def test_how_long_a_forward_runs_can_be_watched():
     clock = FakeTime()
     with serving(clock=clock) as (runner, model):

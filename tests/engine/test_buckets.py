@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from brim.engine.config import BucketConfig, TrainConfig
-from brim.engine.rows import buckets as module
 from brim.engine.rows.buckets import Buckets
 from brim.errors import ConfigError
 
@@ -86,15 +85,6 @@ def test_no_choice_of_buckets_pads_less_than_the_one_found() -> None:
         config = BucketConfig(batch_size=size, multiple=1, max_buckets=num_buckets, max_waste=0)
         buckets = Buckets(torch.from_numpy(line.copy()), config)
         assert sum(batch.length * len(batch.items) for batch in buckets.epoch(0)) == least
-
-
-def test_a_long_tail_of_many_lengths_is_searched_in_part_and_still_well(monkeypatch: pytest.MonkeyPatch) -> None:
-    lengths = torch.from_numpy(np.random.default_rng(0).lognormal(6, 1.2, 3000).astype(np.int64) + 1)
-    config = BucketConfig(batch_size=1, multiple=1, max_waste=0)
-    found = Buckets(lengths, config)
-    assert len(set(lengths.tolist())) > 2 * module._MAX_CELLS
-    monkeypatch.setattr(module, "_MAX_CELLS", 3000)
-    assert found.padding_share < Buckets(lengths, config).padding_share + 0.005 < 0.1
 
 
 @pytest.mark.parametrize("others", [1, 9, 160, 200])

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from brim.engine.device import memory
-from brim.engine.device.devices import resolve_device, stream, worker_count
+from brim.engine.device.devices import named_device, resolve_device, stream, worker_count
 from brim.errors import ConfigError, DeviceError
 
 CPU = torch.device("cpu")
@@ -35,6 +35,15 @@ def test_cuda_without_index_is_the_first_gpu(gpus):
     assert resolve_device("cuda") == torch.device("cuda:0")
     assert resolve_device("cuda:1") == torch.device("cuda:1")
     assert resolve_device("cpu") == CPU
+
+
+def test_a_device_is_named_by_a_number_a_name_or_itself(gpus):
+    gpus(2)
+    assert [str(named_device(device)) for device in (1, "cpu", None, torch.device("cuda:1"), CPU)] == [
+        "cuda:1", "cpu", "cuda:0", "cuda:1", "cpu",
+    ]  # fmt: skip
+    with pytest.raises(ConfigError, match="use auto, cpu, cuda or cuda:N"):
+        named_device(True)
 
 
 def test_absent_gpu_is_refused_with_those_that_are_here(gpus):

@@ -49,22 +49,6 @@ class Endless(IterableDataset[Any]):
         return iter([1])
 
 
-class HuggingFace:
-    """The part of a Hugging Face dataset that is used: columns as an Arrow table."""
-
-    column_names = ("x", "y")
-
-    def __len__(self) -> int:
-        return len(X)
-
-    def with_format(self, kind: str) -> Any:
-        assert kind == "arrow"
-        return self
-
-    def __getitem__(self, rows: slice) -> Any:
-        return pyarrow.table({"x": X.tolist(), "y": Y.tolist()})[rows]
-
-
 def seen(data: Any) -> tuple[type, torch.Tensor]:
     """The type of the batches, and all rows in the order of y, of an epoch in batches of 32."""
     batches = list(brim.Resident(data, batch_size=32, device="cpu", seed=3).epoch(0))
@@ -108,7 +92,6 @@ def frame(_: Path) -> Any:
         pytest.param(lambda _: Items([(X[row], float(Y[row])) for row in range(100)]), tuple, id="map-style, tuples"),
         pytest.param(lambda _: Items([{"x": X[row].numpy(), "y": Y[row]} for row in range(100)]), dict, id="map-style"),
         pytest.param(lambda _: pyarrow.table({"x": X.tolist(), "y": Y.tolist()}), dict, id="Arrow"),
-        pytest.param(lambda _: HuggingFace(), dict, id="Hugging Face"),
         pytest.param(frame, dict, id="pandas"),
         pytest.param(brim_dataset, dict, id="brim dataset"),
         pytest.param(folder_of_npy, dict, id="folder of .npy"),

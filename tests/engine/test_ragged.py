@@ -135,24 +135,6 @@ def test_an_epoch_resumes_in_the_middle(tier: str) -> None:
             resident.epoch(5, 16)
 
 
-@pytest.mark.parametrize("tier", TIERS)
-def test_a_batch_may_have_a_place_of_its_own(tier: str) -> None:
-    with make(tier=tier) as resident:
-        expected = list(resident.epoch(2))
-        shape = tuple(expected[0]["frames"].shape)
-        inputs = {name: torch.full_like(tensor, 1) for name, tensor in expected[0].items()}
-        num_there = 0
-        for ours, theirs in zip(
-            resident.epoch(2, inputs=lambda name, found: inputs if (name, found) == ("frames", shape) else None),
-            expected,
-            strict=True,
-        ):
-            assert same(ours, theirs)
-            num_there += ours is inputs
-    if tier == "vram":
-        assert num_there == sum(tuple(batch["frames"].shape) == shape for batch in expected)
-
-
 def test_large_batches_are_padded_by_several_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stores, "worker_count", lambda: 4)
     monkeypatch.setattr(stores, "_SHARED_BYTES", 1)

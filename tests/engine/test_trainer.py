@@ -23,7 +23,7 @@ from brim.engine.training.report import TrainProgress
 from brim.engine.training.source import BatchSource
 from brim.engine.training.step import Stepper
 from brim.engine.training.trainer import train
-from brim.errors import CheckpointError, ConfigError, DatasetError, TrainingDiverged
+from brim.errors import CheckpointError, ConfigError, TrainingDiverged
 from brim.loggers import TensorBoard
 
 CPU = torch.device("cpu")
@@ -239,8 +239,8 @@ def test_a_checkpoint_is_written_when_its_time_has_come(tmp_path: Path, clock: F
         patch.setattr(
             trainer.PhaseState, "save", lambda state, log_bytes: saved.append(state.step) or save(state, log_bytes)
         )
-        run_for(linear(), Lines(96, wait_s=0.25), tmp_path, epochs=2, checkpoint_every_s=1.0)
-    assert saved == [4, 8, 12]
+        run_for(linear(), Lines(96, wait_s=0.25), tmp_path, epochs=2, checkpoint_every_s=1.25)
+    assert saved == [5, 10, 12]  # the last one at the end
 
 
 @pytest.mark.parametrize(("precision", "dtype"), [("bf16", torch.bfloat16), ("auto", torch.float32)])
@@ -380,12 +380,6 @@ def test_nan_in_the_data_names_step_and_field_and_keeps_the_checkpoint(tmp_path:
     assert all(bool(tensor.isfinite().all()) for tensor in groups["model"].values())
 
 
-def test_divergence_with_finite_inputs_blames_the_learning_rate(tmp_path: Path) -> None:
-    recipe = config(learning_rate=1e25, clip_norm=None, epochs=30)
-    with pytest.raises(TrainingDiverged, match=r"learning rate .* is likely too high"):
-        train(linear(), loss_fn, Lines(), config=recipe, out=tmp_path)
-
-
 def test_a_transform_that_makes_nan_is_named(tmp_path: Path) -> None:
     def spoil(batch: dict[str, Tensor], generator: torch.Generator) -> None:
         batch["x"].log_()
@@ -421,13 +415,6 @@ def test_out_of_memory_halves_the_micro_batch_and_keeps_the_effective_batch(
         assert torch.allclose(mine, other, atol=1e-5)
     pairs = zip(losses_of(tmp_path / "whole"), losses_of(tmp_path / "parts"), strict=True)
     assert all(mine[1] == pytest.approx(other[1], rel=1e-4) for mine, other in pairs)
-
-
-def test_a_source_that_ends_early_is_an_error(tmp_path: Path) -> None:
-    source = Lines()
-    source.num_batches += 1
-    with pytest.raises(DatasetError, match="ended epoch 0 after 7 of 8 batches"):
-        train(linear(), loss_fn, source, config=config(), out=tmp_path)
 
 
 def test_misuse_is_a_clear_error(tmp_path: Path) -> None:
@@ -486,19 +473,3 @@ def test_a_starved_loader_is_named(tmp_path: Path, clock: FakeTime) -> None:
     assert report.waiting["data"] == pytest.approx(21 * 0.02)
     assert report.busy_share == pytest.approx(0.2)
     assert report.ceiling_share is None
-
-
-def test_a_slow_copy_is_named(tmp_path: Path, clock: FakeTime) -> None:
-    class SlowCopy(Lines):
-        copy_s = 0.0
-
-        def epoch(self, number: int, start_batch: int = 0) -> Iterator[dict[str, Tensor]]:
-            for batch in super().epoch(number, start_batch):
-                self.sleep(0.02)
-                self.copy_s += 0.02
-                yield batch
-
-    report = train(linear(), loss_fn, SlowCopy(), config=config(), out=tmp_path)
-    assert report.diagnosis[0].startswith("copy:")
-    assert report.waiting["copy"] == pytest.approx(21 * 0.02)
-    assert report.waiting["data"] == pytest.approx(0)
