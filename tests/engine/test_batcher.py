@@ -273,6 +273,15 @@ def test_a_deadline_shorter_than_an_answer_takes_is_refused_and_says_so():
         policy.admit("a", 1, 0.04, 0.0)
 
 
+def test_a_promise_leaves_a_margin():
+    policy = BatchPolicy(lambda key: (1,), replace(NO_TRIES, margin=0.05))
+    policy.expect("a", 1, 0.1)
+
+    with pytest.raises(Overloaded):
+        policy.admit("a", 1, 0.104, 0.0)
+    policy.admit("a", 1, 0.106, 0.0)
+
+
 def test_no_more_wait_than_may():
     policy = BatchPolicy(lambda key: (1, 2), BatcherConfig(max_waiting=10))
     policy.admit("a", 8, 1e9, 0.0)

@@ -99,6 +99,22 @@ def test_the_limit_of_a_request_is_in_milliseconds() -> None:
             assert batcher.submit(2).result(PATIENCE_S) == 2
 
 
+def test_items_of_other_shapes_share_no_batch() -> None:
+    batches, gate = list[set[tuple[int, ...]]](), threading.Event()
+
+    def sums(items: list[torch.Tensor]) -> list[float]:
+        assert gate.wait(PATIENCE_S)
+        batches.append({tuple(item.shape) for item in items})
+        return [float(item.sum()) for item in items]
+
+    with brim.Batcher(sums, max_latency_ms=PATIENT_MS) as batcher:
+        answers = [batcher.submit(torch.ones(2 + number % 2)) for number in range(20)]
+        gate.set()
+        assert [answer.result(PATIENCE_S) for answer in answers] == [2.0, 3.0] * 10
+    assert {len(shapes) for shapes in batches} == {1}
+    assert len(batches) < 20
+
+
 def test_one_bad_item_fails_alone() -> None:
     def invert(items: list[float]) -> list[float]:
         return [1 / item for item in items]

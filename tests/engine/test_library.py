@@ -179,7 +179,7 @@ def sgd(params: Any) -> torch.optim.Optimizer:
     ("make_scheduler", "counts"),
     [
         (lambda opt: torch.optim.lr_scheduler.StepLR(opt, 2, 0.5), "epochs"),
-        (lambda opt: torch.optim.lr_scheduler.ReduceLROnPlateau(opt, patience=0, threshold=0.9), "losses"),
+        (lambda opt: torch.optim.lr_scheduler.ReduceLROnPlateau(opt, patience=0), "losses"),
         (lambda opt: torch.optim.lr_scheduler.OneCycleLR(opt, 0.2, total_steps=17), "steps"),
     ],
 )

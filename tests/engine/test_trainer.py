@@ -256,6 +256,20 @@ def test_a_cpu_computes_in_the_precision_that_was_asked_for(tmp_path: Path, prec
     assert seen == {dtype}
 
 
+def test_a_step_draws_numbers_of_its_own_by_seed_and_phase(tmp_path: Path) -> None:
+    def drawn(seed: int, phase: str) -> list[float]:
+        seen: list[float] = []
+        train(
+            linear(), loss_fn, Lines(), config=config(epochs=1, seed=seed), out=tmp_path / str(seed), phase=phase,
+            transform=lambda batch, generator: seen.append(torch.rand((), generator=generator).item()),
+        )  # fmt: skip
+        return seen
+
+    first = drawn(3, "train")
+    assert first == [torch.rand((), generator=stream(3, "train", step, device=CPU)).item() for step in range(7)]
+    assert len({*first, *drawn(4, "train"), *drawn(3, "other")}) == 3 * 7
+
+
 def test_the_callers_random_stream_is_left_alone(tmp_path: Path) -> None:
     module = with_dropout()
     before = torch.get_rng_state()
