@@ -48,8 +48,8 @@ def test_a_device_is_named_by_a_number_a_name_or_itself(gpus):
 
 def test_absent_gpu_is_refused_with_those_that_are_here(gpus):
     gpus(1)
-    with pytest.raises(DeviceError, match=r'device="cuda:3" is not available; 1 CUDA device found: .*cuda:0 or cpu'):
-        resolve_device("cuda:3")
+    with pytest.raises(DeviceError, match=r'device="cuda:1" is not available; 1 CUDA device found: .*cuda:0 or cpu'):
+        resolve_device("cuda:1")
 
 
 def test_gpu_on_a_cpu_build_says_so(gpus, monkeypatch):

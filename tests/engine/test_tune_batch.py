@@ -1,6 +1,6 @@
 """tune_batch: a module and an example of its input → the fastest batch and the largest safe one."""
 
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -36,6 +36,23 @@ def test_the_knee_is_found_and_the_model_stays_as_it_was(monkeypatch: pytest.Mon
     assert "fastest batch" in repr(found)
     assert model.weight.grad is None
     assert torch.equal(model.weight, torch.ones(3))
+
+
+class Watched(nn.Linear):
+    """Remembers how it was called, as do its copies."""
+
+    seen: ClassVar[set[tuple[bool, bool]]] = set()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen.add((self.training, torch.is_grad_enabled()))
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("mode", ["train", "predict"])
+def test_what_is_tuned_is_a_training_step_or_a_prediction(mode: str) -> None:
+    Watched.seen.clear()
+    brim.tune_batch(Watched(4, 1), torch.zeros(1, 4), mode=mode, device="cpu", seconds=0.01, max_batch=1)
+    assert ((True, True) in Watched.seen) == (mode == "train")
 
 
 class Named(nn.Module):
