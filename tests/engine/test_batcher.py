@@ -391,21 +391,6 @@ def test_a_part_that_would_take_too_long_is_refused_even_with_all_the_time_in_th
     policy.admit("fine", 1, 1000.0, 0.0)
 
 
-@pytest.mark.parametrize("slow_s", [5.0, 50.0])
-def test_one_slow_batch_does_not_shut_the_door_for_ever(slow_s):
-    policy = BatchPolicy(lambda key: (1,))
-    policy.expect("key", 1, 0.01)
-    policy.ready(policy.admit("key", 1, 1.0, 0.0), 0.0)
-    start = policy.next(0.0)
-    assert isinstance(start, StartBatch)
-    policy.started(start.batch, 0.0)
-    policy.finished(start.batch, slow_s)
-
-    with pytest.raises((Overloaded, TooLarge)):
-        policy.admit("key", 1, slow_s + 3, slow_s + 2)
-    policy.admit("key", 1, 30 * slow_s, 29 * slow_s)
-
-
 def test_what_is_due_later_does_not_count_for_the_urgent():
     policy = BatchPolicy(lambda key: (1,), NO_TRIES)
     policy.expect("a", 1, 0.05)

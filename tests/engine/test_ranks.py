@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from brim.cli import main
 from brim.engine.config import BucketConfig, Tier
 from brim.engine.rows.order import Shuffle, epoch_order
 from brim.engine.rows.ragged import RaggedResident
@@ -152,18 +151,6 @@ def test_a_share_loses_to_dropout_what_it_would_lose_in_the_batch() -> None:
 
 
 # By itself
-
-
-def test_ranks_without_a_place_to_meet_are_refused(
-    monkeypatch: pytest.MonkeyPatch, capsys: Any, tmp_path: Path
-) -> None:
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setenv("RANK", "0")
-    monkeypatch.delenv("MASTER_ADDR", raising=False)
-    assert main(["rf", "train", str(tmp_path), "--out", str(tmp_path / "run")]) == 2
-    said = capsys.readouterr().err
-    assert "MASTER_ADDR and MASTER_PORT are not set" in said
-    assert "torchrun" in said
 
 
 @pytest.mark.parametrize(("name", "value"), [("WORLD_SIZE", "two"), ("RANK", "5")])

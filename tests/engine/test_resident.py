@@ -299,6 +299,7 @@ def choose(device=CUDA, data=GIB, free=100 * GIB, host=100 * GIB, reserve=0, pre
         ({"data": 95 * GIB, "host": 50 * GIB}, "window"),
         ({"device": CPU}, "ram"),
         ({"device": CPU, "data": 95 * GIB}, "window"),
+        ({"device": CPU, "data": 50 * GIB, "reserve": 40 * GIB}, "window"),
     ],
 )
 def test_the_tier_is_the_fastest_with_room(options, tier):

@@ -68,20 +68,6 @@ def test_tensors_are_a_source():
     assert_same(read(source, 2, 5), {name: rows_of(2, 5)[name] for name in ("index", "x")})
 
 
-@pytest.mark.parametrize(
-    ("tensors", "message"),
-    [
-        ({"x": torch.zeros(3), "y": torch.zeros(4)}, r'"y" has shape \[4\], "x" has \[3\]'),
-        ({"x": torch.zeros(0, 3)}, "no items"),
-        ({"x": torch.zeros(3, 0)}, "no values"),
-        ({}, "no field left"),
-    ],
-)
-def test_tensors_that_do_not_match_are_named(tensors, message):
-    with pytest.raises(DatasetError, match=message):
-        TensorSource(tensors)
-
-
 def test_sources_side_by_side_are_one():
     rows = rows_of(0, 9)
     left, right = TensorSource(rows, names=["index", "x"]), TensorSource(rows, names=["even"])
