@@ -1,19 +1,21 @@
-"""Labels in several columns, groups and folds: no group on both sides, measures against their definitions."""
+"""Cross-validation: measures and intervals against their definitions, reports, labels in several columns."""
 
 import csv
 from dataclasses import replace
-from itertools import pairwise
 
 import numpy as np
 import pytest
 import torch
+from labelled import labelled
 from safetensors.torch import load_file
+from scipy.stats import binom
 
 from brim.errors import BrimError, CheckpointError
 from brim.sequences import Corpus, EncoderShape, SequenceTraining, embed, evaluate, make_sequences, pack, train
-from brim.sequences.corpus import plan_folds, split_sequences
-from brim.sequences.corpus.splits import grouped
-from brim.sequences.evaluation import FoldPrediction, cross_validate, load_run
+from brim.sequences.corpus import FoldPlan, plan_folds
+from brim.sequences.corpus.folds import Fold
+from brim.sequences.evaluation import FoldPrediction, cross_validate, load_run, write_tables
+from brim.sequences.evaluation.folds import summarise
 from brim.sequences.evaluation.measures import class_measures, confusion, number_measures, per_class, sums
 
 SMALL = EncoderShape(channels=8, hidden=8, attention=8, embedding=8, layers=1)
@@ -33,72 +35,6 @@ def corpus(tmp_path_factory):
     (folder / "labels.csv").write_text("\n".join(lines) + "\n")
     pack(folder, path / "corpus")
     return path / "corpus"
-
-
-def groups_of(data, rows):
-    return {data.columns["speaker"][row] for row in rows.tolist()}
-
-
-@pytest.mark.parametrize("folds", [2, 3, 6, "leave-one-group-out", "fold"])
-def test_no_group_is_in_two_parts_and_every_sequence_is_held_out_once(corpus, folds):
-    data, config = Corpus.open(corpus), replace(CONFIG, folds=folds)
-
-    plan = plan_folds(data, config)
-
-    assert torch.cat([fold.rows for fold in plan.folds]).sort().values.tolist() == list(range(len(data)))
-    assert len(plan.folds) == (folds if isinstance(folds, int) else {"fold": 3}.get(folds, 6))
-    for fold in plan.folds:
-        parts = split_sequences(plan.split(data, fold), replace(config, folds=None))
-        train_groups, validation, held = (groups_of(data, rows) for rows in parts)
-        assert not train_groups & validation
-        assert not held & (train_groups | validation)
-        assert torch.equal(parts.held_out, fold.rows)
-
-
-def test_grouped_folds_have_classes_in_similar_proportions():
-    rng = np.random.default_rng(0)
-    groups = torch.from_numpy(rng.integers(0, 40, 2000))
-    labels = torch.from_numpy((rng.random(2000) < 0.2).astype(np.int64))
-    data = fake(labels, groups)
-
-    plan = plan_folds(data, replace(CONFIG, folds=5))
-
-    shares = [float(labels[fold.rows].double().mean()) for fold in plan.folds]
-    sizes = [len(fold.rows) for fold in plan.folds]
-    assert max(shares) - min(shares) < 0.03
-    assert max(sizes) < 1.1 * min(sizes)
-
-
-def test_a_share_of_groups_leaves_every_class_and_no_half_group():
-    groups = torch.arange(60) // 6
-    labels = torch.arange(60) % 3
-
-    chosen = grouped(labels, groups, 0.2, 0, "test")
-
-    assert 6 <= len(chosen) <= 18
-    for number in groups[chosen].unique().tolist():
-        assert int((groups[chosen] == number).sum()) == 6
-
-
-def fake(labels, groups):
-    from brim.sequences.corpus import Sequences
-
-    class Fake(Sequences):
-        @property
-        def identity(self):
-            return {}
-
-        def read_item(self, index, out):
-            raise NotImplementedError
-
-        def verify(self, progress=None):
-            pass
-
-    data = Fake()
-    data.path, data.ids = "fake", tuple(map(str, range(len(labels))))
-    data.labels, data.classes, data.split = labels, ("a", "b", "c")[: int(labels.max()) + 1], ("",) * len(labels)
-    data.columns = {"speaker": tuple(f"s{number}" for number in groups.tolist())}
-    return data
 
 
 # Measures
@@ -133,46 +69,104 @@ def test_measures_of_numbers_are_those_of_their_definitions():
     assert float(measures["r2"]) == pytest.approx(1 - np.mean((truth - predicted) ** 2) / truth.var())
 
 
-def coin(data, share, seed):
-    """A model that is right with this probability, the same for all sequences of a speaker's fold."""
-    rng = np.random.default_rng(seed)
+def one_hot(numbers):
+    return torch.nn.functional.one_hot(numbers).float()
+
+
+def lines_of(file):
+    return list(csv.reader(file.read_text().splitlines()))
+
+
+def test_the_interval_is_that_of_groups_drawn_with_replacement():
+    """Where a group is right or wrong as a whole, its ends are quantiles of a binomial distribution."""
+    labels, groups = torch.arange(200) % 2, torch.arange(200) // 5
+    data, plan = labelled(labels, groups), plan_folds(labelled(labels, groups), replace(CONFIG, folds=4))
+    ends = []
+    for right in range(41):
+        output = one_hot(torch.where(groups < right, labels, 1 - labels))[None]
+        score = summarise(data, replace(CONFIG, folds=4), plan, output).scores["accuracy"]
+        assert (score.low, score.high) == pytest.approx(binom.ppf([0.025, 0.975], 40, right / 40) / 40, abs=0.026)
+        ends.append((score.low, score.high))
+
+    covered = sum(binom.pmf(right, 40, 0.8) for right, (low, high) in enumerate(ends) if low <= 0.8 <= high)
+    assert 0.9 < covered < 0.97  # of sequences instead of groups it would be 0.6
+
+
+def test_the_interval_of_numbers_spans_the_draws_of_three_groups():
+    """Each of the 27 draws has a probability of 3.7 %, more than the 2.5 % beyond an end: the ends are the extremes."""
+    truth, groups = torch.arange(9).double(), torch.arange(9) // 3
+    data = labelled(torch.zeros(9).long(), groups)
+    data.targets = truth + 1000
+    output = (data.targets + torch.tensor([0.0, 1.0, 3.0]).double()[groups]).float()[:, None]
+    plan = FoldPlan((Fold("1", torch.arange(4)), Fold("2", torch.arange(4, 9))), groups)
+
+    report = summarise(data, replace(CONFIG, folds=2), plan, output[None])
+
+    rmse, r2 = report.scores["rmse"], report.scores["r2"]
+    assert (rmse.low, rmse.high) == pytest.approx((0, 3), abs=1e-4)
+    assert rmse.values == pytest.approx([0.5, (29 / 5) ** 0.5], abs=1e-4)
+    assert r2.high == pytest.approx(1)
+    assert r2.low == pytest.approx(1 - 9 / np.var([6, 7, 8]), abs=1e-4)
+    assert (report.task, report.confusion, report.per_class) == ("regression", [], {})
+
+
+def confused(data):
+    """Trains nothing, and takes every fifth sequence for the next class, another fifth with each seed."""
 
     def train_one(fold, path, config, words):
         rows = torch.tensor([row for row, part in enumerate(fold.split) if part == "test"])
-        right = torch.from_numpy(rng.random(len(rows)) < share)
-        number = torch.where(right, data.labels[rows], (data.labels[rows] + 1) % len(data.classes))
-        output = torch.nn.functional.one_hot(number, len(data.classes)).float()
-        return FoldPrediction(rows, output, torch.empty(len(rows), 0))
+        number = (data.labels[rows] + (rows % 5 == config.seed)) % len(data.classes)
+        return FoldPrediction(rows, one_hot(torch.cat([number, torch.tensor([2])]))[:-1], torch.rand(len(rows), 3))
 
     return train_one
 
 
-def test_the_interval_covers_the_true_accuracy_about_as_often_as_it_says(tmp_path):
-    labels, groups = torch.arange(200) % 2, torch.arange(200) // 5
-    data, config = fake(labels, groups), replace(CONFIG, folds=4)
+def test_a_report_its_tables_and_its_page_are_of_all_folds_and_seeds(tmp_path):
+    labels = torch.arange(60) % 3
+    labels[50:] = 0
+    data, config = labelled(labels, torch.arange(60) // 5), replace(CONFIG, seeds=2)
 
-    covered = 0
-    for number in range(30):
-        report = cross_validate(data, tmp_path / str(number), config, coin(data, 0.8, number)).report
-        covered += report.scores["accuracy"].low <= 0.8 <= report.scores["accuracy"].high
+    done = cross_validate(data, tmp_path, config, confused(data))
+    again = cross_validate(data, tmp_path, config, lambda *_: pytest.fail("trained again"))
+    write_tables(tmp_path, data, done)
 
-    assert covered >= 24  # 28 or 29 expected; fewer than 24 once in a thousand
+    report, score = done.report, done.report.scores["accuracy"]
+    wrong = np.stack([(np.arange(60) % 5 == seed) for seed in (0, 1)])
+    table = np.zeros((3, 3), int)
+    for row in wrong:
+        np.add.at(table, (labels.numpy(), (labels.numpy() + row) % 3), 1)
+    assert report.confusion == table.tolist()
+    assert report.per_class["recall"] == pytest.approx((table.diagonal() / table.sum(1)).tolist())
+    assert report.per_class["precision"] == pytest.approx((table.diagonal() / table.sum(0)).tolist())
+    folds = [1 - row[fold.rows.numpy()].mean() for row in wrong for fold in done.plan.folds]
+    assert score.values == pytest.approx(folds)
+    assert (score.mean, score.std) == pytest.approx((np.mean(folds), np.std(folds, ddof=1)))
+    assert again.report == report
+    head, *rows = lines_of(tmp_path / "predictions.csv")
+    assert head == ["file", "fold", "seed", "truth", "predicted"]
+    assert len(rows) == 120
+    for file, fold, seed, truth, predicted in rows:
+        assert int(file) in done.plan.folds[int(fold) - 1].rows.tolist()
+        assert truth == "abc"[labels[int(file)]]
+        assert predicted == "abc"[(int(labels[int(file)]) + int(wrong[int(seed)][int(file)])) % 3]
+    counts = [[name, *map(str, row)] for name, row in zip("abc", table, strict=True)]
+    assert lines_of(tmp_path / "confusion.csv") == [["true class", *"abc"], *counts]
+    assert lines_of(tmp_path / "table.csv")[1][:3] == ["accuracy", str(score.mean), str(score.std)]
+    assert f"accuracy & {score.mean:.3f} & {score.std:.3f} & {score.low:.3f} to" in (tmp_path / "table.tex").read_text()
+    page = (tmp_path / "report.html").read_text()
+    assert 'id="embedding"' in page
+    assert 'id="confusion"' in page
 
 
-def test_a_report_is_of_all_folds_and_seeds(tmp_path):
-    labels, groups = torch.arange(60) % 3, torch.arange(60) // 5
-    data, config = fake(labels, groups), replace(CONFIG, seeds=2)
+def test_stored_predictions_of_other_sequences_are_refused(tmp_path):
+    data = labelled(torch.arange(12) % 2, torch.arange(12) // 2)
+    config = replace(CONFIG, folds=2)
+    cross_validate(data, tmp_path, config, confused(data))
+    files = sorted((tmp_path / "folds").glob("*.safetensors"))
+    files[1].write_bytes(files[0].read_bytes())
 
-    report = cross_validate(data, tmp_path, config, coin(data, 0.5, 0)).report
-
-    score = report.scores["accuracy"]
-    assert len(score.values) == 6
-    assert score.mean == pytest.approx(np.mean(score.values))
-    assert score.std == pytest.approx(np.std(score.values, ddof=1))
-    assert sum(map(sum, report.confusion)) == 120
-    assert sum(report.per_class["sequences"]) == 120
-    again = cross_validate(data, tmp_path, config, lambda *_: pytest.fail("trained again")).report
-    assert again == report
+    with pytest.raises(CheckpointError, match=r"2-seed-0.predictions.safetensors belongs to other sequences"):
+        cross_validate(data, tmp_path, config, confused(data))
 
 
 # Training
@@ -196,16 +190,7 @@ def test_folds_are_trained_and_continued(tmp_path, corpus, monkeypatch):
     with pytest.raises(CheckpointError, match="is a cross-validation"):
         load_run(tmp_path / "run")
     assert load_run(tmp_path / "run" / "folds" / "1-seed-0").about["split"]["held_out"] == 12
-    rows = list(csv.DictReader((tmp_path / "run" / "predictions.csv").read_text().splitlines()))
-    right = sum(row["truth"] == row["predicted"] for row in rows)
-    confusion = report.cross_validation["confusion"]
-    assert right == sum(confusion[number][number] for number in range(3))
-    table = {row["measure"]: row for row in csv.DictReader((tmp_path / "run" / "table.csv").read_text().splitlines())}
-    assert float(table["uar"]["mean"]) == report.scores["uar"]
-    assert f"{report.scores['accuracy']:.3f}" in (tmp_path / "run" / "table.tex").read_text()
-    page = (tmp_path / "run" / "report.html").read_text()
-    assert 'id="embedding"' in page
-    assert 'id="confusion"' in page
+    assert lines_of(tmp_path / "run" / "table.csv")[2][:2] == ["uar", str(report.scores["uar"])]
 
 
 def test_another_column_is_learned_without_packing_again(tmp_path, corpus):
@@ -331,19 +316,3 @@ def test_labels_that_cannot_be_learned_are_refused(tmp_path, case):
 
     with pytest.raises(BrimError, match=words):
         train(tmp_path, tmp_path / "run", replace(CONFIG, folds=None, groups=None))
-
-
-def test_a_class_of_a_single_group_is_refused(tmp_path):
-    labels, groups = torch.tensor([0, 1] * 6 + [2]), torch.tensor([number // 4 for number in range(12)] + [2])
-
-    with pytest.raises(BrimError, match="the class 'c' is in fold"):
-        plan_folds(fake(labels, groups), CONFIG)
-
-
-def test_folds_in_turn_differ_by_one_sequence_at_most():
-    labels = torch.tensor([0] * 17 + [1] * 12 + [2] * 5)
-
-    plan = plan_folds(fake(labels, labels), replace(CONFIG, folds=4, groups=None))
-
-    sizes = sorted(len(fold.rows) for fold in plan.folds)
-    assert all(second - first <= 1 for first, second in pairwise(sizes))
