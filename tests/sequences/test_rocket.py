@@ -1,19 +1,22 @@
-"""Rocket features against aeon's source, alone and in batches; the head against ridge regressions fitted one by one."""
+"""Rocket features against their definitions, alone and in batches; the head against plain ridge regressions."""
 
-import importlib.util
 import pkgutil
-import sys
-import types
-from pathlib import Path
+from itertools import combinations
 
 import numpy as np
 import pytest
 import torch
+from scipy.optimize import minimize_scalar
 
 from brim.errors import ConfigError
-from brim.sequences.rocket import MiniRocket, Rocket, RocketFeatures, fit_rocket
+from brim.sequences.config import SequenceConfig
+from brim.sequences.model import Classifier, Encoder
+from brim.sequences.rocket import MiniRocket, Rocket, RocketBlend, RocketFeatures, fit_rocket
+from brim.sequences.rocket.fit import calibrate, mixture, principal_axes
 from brim.sequences.rocket.hydra import KERNELS, Hydra
+from brim.sequences.rocket.kernels import longest_of, spread_dilations
 from brim.sequences.rocket.ridge import PENALTIES, Ridge, _least_error, block, fit_dual, fit_streamed
+from brim.sequences.rocket.summary import summary
 
 torch.set_num_threads(1)
 
@@ -23,57 +26,56 @@ def ragged(lengths, dim, seed=0):
     return [np.cumsum(rng.standard_normal((length, dim)), 0).astype(np.float32) for length in lengths]
 
 
-@pytest.fixture(scope="module")
-def aeon():
-    """aeon's own MiniRocket, run by the interpreter: its compiler, numba, may not be installed."""
-    spec = importlib.util.find_spec("aeon")
-    if spec is None or spec.origin is None:
-        pytest.skip("needs the source of aeon: pip install --no-deps aeon==1.6.0")
-
-    def undecorated(*args, **_):
-        return args[0] if args and callable(args[0]) else lambda function: function
-
-    names = {
-        "numba": {
-            "njit": undecorated, "vectorize": lambda *_, **__: np.vectorize, "prange": range,
-            "get_num_threads": int, "set_num_threads": int,
-        },
-        "sklearn": {}, "sklearn.utils": {"check_random_state": np.random.RandomState},
-        "aeon": {}, "aeon.utils": {}, "aeon.utils.validation": {"check_n_jobs": int},
-        "aeon.transformations": {}, "aeon.transformations.collection": {"BaseCollectionTransformer": object},
-    }  # fmt: skip
-    before = {name: sys.modules.get(name) for name in names}
-    file = Path(spec.origin).parent / "transformations/collection/convolution_based/_minirocket.py"
-    try:
-        for name, values in names.items():
-            sys.modules[name] = types.ModuleType(name)
-            vars(sys.modules[name]).update(values)
-        loaded = importlib.util.spec_from_file_location("aeon_minirocket", file)
-        module = importlib.util.module_from_spec(loaded)
-        loaded.loader.exec_module(module)
-    finally:
-        for name, value in before.items():
-            sys.modules.pop(name) if value is None else sys.modules.update({name: value})
-    module._PPV = lambda values, threshold: values > threshold
-    return module
+# Kernels
 
 
-@pytest.mark.parametrize(
-    ("length", "dim", "num_features"), [(150, 1, 2_000), (9, 1, 500), (61, 12, 1_000), (40, 3, 84)]
-)
-def test_features_equal_those_of_aeon(aeon, length, dim, num_features):
-    sequences = ragged([length] * 4, dim)
-    stacked = np.stack([one.T for one in sequences])
-    parameters = aeon._static_fit(stacked, num_features, 32, 7)
-    transform = aeon._static_transform_uni if dim == 1 else aeon._static_transform_multi
-    expected = transform(stacked[:, 0] if dim == 1 else stacked, parameters, aeon.MiniRocket._indices)
+def plain_minirocket(kernels, x):
+    """The method's definition: weights of 2 at three of nine taps and of -1 elsewhere, and shares above thresholds."""
+    shares, at = [], 0
+    for number, (dilation, count) in enumerate(zip(kernels.dilations, kernels.per_kernel, strict=True)):
+        for kernel, taps in enumerate(combinations(range(9), 3)):
+            channels = kernels.channels[number * 84 + kernel]
+            padded = np.pad(x[:, channels[channels >= 0]].sum(1).astype(np.float64), 4 * dilation)
+            weights = np.where(np.isin(np.arange(9), taps), 2, -1)
+            response = sum(w * padded[tap * dilation :][: len(x)] for tap, w in enumerate(weights))
+            if (number + kernel) % 2 and len(x) > 8 * dilation:  # every other kernel does not see the padding
+                response = response[4 * dilation : -4 * dilation]
+            shares += [(response > threshold).mean() for threshold in kernels.thresholds[at : at + count]]
+            at += count
+    return np.float32(shares)
 
-    rocket = MiniRocket.fit(sequences, num_features=num_features, seed=7)
 
-    np.testing.assert_array_equal(rocket.dilations, parameters[2])
-    np.testing.assert_array_equal(rocket.per_kernel, parameters[3])
-    np.testing.assert_allclose(rocket.thresholds, parameters[4], rtol=0, atol=1e-5)
-    np.testing.assert_allclose(rocket.features(sequences), expected, rtol=0, atol=1e-5)
+@pytest.mark.parametrize("dim", [1, 12])
+def test_features_are_what_their_definition_says(dim):
+    rng = np.random.default_rng(0)
+    sequences = [rng.integers(-9, 9, (length, dim)).astype(np.float32) for length in (61, 61, 33, 9, 8, 1)]
+
+    kernels = MiniRocket.fit(sequences, num_features=700)
+
+    assert kernels.num_features == 672
+    assert {len(set(row[row >= 0])) for row in kernels.channels} == ({1} if dim == 1 else set(range(1, 10)))
+    for found, sequence in zip(kernels.features(sequences), sequences, strict=True):
+        np.testing.assert_array_equal(found, plain_minirocket(kernels, sequence))
+
+
+def test_dilations_are_spread_by_their_logarithm_and_one_long_sequence_does_not_stretch_them():
+    assert [list(part) for part in spread_dilations(129, 84 * 5)] == [[1, 2, 4, 8, 16], [1] * 5]
+    assert [list(part) for part in spread_dilations(129, 84 * 10)] == [[1, 2, 3, 4, 6, 8, 11, 16], [3] + [1] * 7]
+    assert [list(part) for part in spread_dilations(5, 84 * 7)] == [[1], [7]]
+    assert longest_of(np.array([30, 40, 50, 10_000])) == 180
+    assert longest_of(np.array([30, 40, 50])) == 50
+
+
+def test_thresholds_are_quantiles_of_a_training_sequence_at_multiples_of_the_golden_ratio():
+    (x,) = ragged([50], 1)
+
+    kernels = MiniRocket.fit([x], num_features=3 * 84)
+
+    padded = np.pad(x[:, 0], 4)
+    taps = [padded[tap : tap + 50] for tap in range(9)]
+    first = 3 * (taps[0] + taps[1] + taps[2]) - sum(taps)  # the first kernel, at dilation 1
+    golden = np.arange(1, int(kernels.per_kernel[0]) + 1) * 1.618033988749895 % 1
+    np.testing.assert_allclose(kernels.thresholds[: len(golden)], np.quantile(first, golden), atol=1e-4)
 
 
 # Batches
@@ -105,7 +107,7 @@ def test_values_behind_the_end_have_no_influence(features):
     assert torch.equal(rocket.of_batch(padded, torch.tensor([len(one)] * 2)), rocket.of([one.numpy()] * 2, one.device))
 
 
-def test_the_way_of_a_gpu_gives_the_same_bits(features):
+def test_whole_batches_on_a_device_give_the_same_bits_as_threads_on_the_host(features):
     rocket, sequences = features
     length = torch.tensor([len(one) for one in sequences])
     frames = torch.randn(len(sequences), 160, 3)
@@ -138,47 +140,68 @@ def test_of_a_long_sequence_some_frames_are_compared(monkeypatch):
 # Heads
 
 
-def refit(x, y, without):
-    """Predictions of the items left out, by a ridge regression with the same penalty on the others."""
-    kept = np.setdiff1d(np.arange(len(x)), without)
-    z = torch.cat([x, torch.ones(len(x), 1)], 1)
-    damping = torch.eye(z.shape[1]) * REFIT_PENALTY * x.shape[1]
-    damping[-1, -1] = 0
-    return z[without] @ torch.linalg.solve(z[kept].T @ z[kept] + damping, z[kept].T @ y[kept])
+def plain_ridge(z, y, penalty):
+    """Weights and bias of a ridge regression whose intercept takes no penalty."""
+    mean = z.mean(0)
+    weight = torch.linalg.solve(
+        (z - mean).T @ (z - mean) + penalty * torch.eye(z.shape[1]), (z - mean).T @ (y - y.mean(0))
+    )
+    return weight, y.mean(0) - mean @ weight
 
 
-REFIT_PENALTY = 0.1
+def standard(x):
+    return ((x - x.mean(0)) / x.std(0, correction=0)).double()
 
 
 @pytest.mark.parametrize("grouped", [False, True])
-def test_left_out_predictions_are_those_of_models_fitted_without(monkeypatch, grouped):
-    monkeypatch.setattr("brim.sequences.rocket.ridge.PENALTIES", (REFIT_PENALTY,))
+def test_left_out_predictions_are_those_of_models_fitted_without_and_choose_the_penalty(grouped):
     torch.manual_seed(0)
-    x = torch.randn(30, 7, dtype=torch.float64)
-    x = (x - x.mean(0)) / x.std(0, correction=0)  # so that the fit standardises nothing
+    x = standard(torch.randn(30, 7, dtype=torch.float64))  # so that the fit standardises nothing
     y = x[:, :2] + torch.randn(30, 2) + 3
     groups = torch.arange(30) // 5 if grouped else torch.arange(30)
 
     ridge = fit_dual([block(x)], y, groups if grouped else None)
 
-    for group in range(int(groups.max()) + 1):
-        rows = (groups == group).nonzero().flatten().numpy()
-        torch.testing.assert_close(ridge.left_out[rows], refit(x, y, rows), rtol=1e-6, atol=1e-8)
+    predicted = {}
+    for penalty in PENALTIES:
+        predicted[penalty] = torch.empty(30, 2, dtype=torch.float64)
+        for group in groups.unique():
+            weight, bias = plain_ridge(x[groups != group], y[groups != group].double(), penalty * 7)
+            predicted[penalty][groups == group] = x[groups == group] @ weight + bias
+    assert ridge.penalty == min(PENALTIES, key=lambda one: float((predicted[one] - y).square().mean()))
+    assert PENALTIES[0] < ridge.penalty < PENALTIES[-1]
+    torch.testing.assert_close(ridge.left_out, predicted[ridge.penalty], rtol=1e-6, atol=1e-8)
 
 
-def test_streaming_fits_what_memory_would(monkeypatch):
-    monkeypatch.setattr("brim.sequences.rocket.ridge.PENALTIES", (REFIT_PENALTY,))
+def test_blocks_of_features_weigh_the_same_however_many_they_have(monkeypatch):
+    monkeypatch.setattr("brim.sequences.rocket.ridge.PENALTIES", (0.1,))
     torch.manual_seed(0)
-    x = torch.randn(64, 9) * 3 + 1
+    parts = [torch.randn(20, width) * 4 + 1 for width in (9, 3)]
+    y = torch.randn(20, 2).double()
+
+    ridge = fit_dual([block(part) for part in parts], y)
+
+    z = torch.cat([standard(part) / (part.shape[1] * 2) ** 0.5 for part in parts], 1)
+    weight, bias = plain_ridge(z, y, 0.1)
+    torch.testing.assert_close(ridge(torch.cat(parts, 1)).double(), z @ weight + bias, rtol=1e-4, atol=1e-4)
+
+
+def test_what_passes_by_once_is_fitted_as_in_memory(monkeypatch):
+    monkeypatch.setattr("brim.sequences.rocket.ridge.PENALTIES", (0.1,))
+    torch.manual_seed(0)
+    x, aside = torch.randn(64, 9) * 3 + 1, torch.arange(64) % 8 == 1
     y = x[:, :2] - 2 * x[:, 3:5] + 1
 
-    aside = torch.arange(64) % 8 == 0
     chunks = ((x[at : at + 10], y[at : at + 10], aside[at : at + 10]) for at in range(0, 64, 10))
     streamed, whole = fit_streamed(chunks, 9, 2, torch.device("cpu")), fit_dual([block(x)], y)
 
     torch.testing.assert_close(streamed.weight, whole.weight, rtol=1e-3, atol=1e-4)
     torch.testing.assert_close(streamed.bias, whole.bias, rtol=1e-3, atol=1e-3)
-    assert streamed.left_out.shape == (8, 2)
+    rest = x[~aside]
+    weight, bias = plain_ridge(standard(rest), y[~aside].double(), 0.1 * 9)
+    expected = ((x[aside] - rest.mean(0)) / rest.std(0, correction=0)).double() @ weight + bias
+    torch.testing.assert_close(streamed.left_out, expected, rtol=1e-3, atol=1e-3)
+    assert streamed.rows.tolist() == list(range(1, 64, 8))
 
 
 @pytest.mark.parametrize("best", [one for one in PENALTIES if one >= 1e-4])
@@ -283,6 +306,97 @@ def waves(count, classes=3, dim=2, seed=0):
          + 0.1 * rng.standard_normal((length, dim))).astype(np.float32)
         for label, length, phase in zip(labels, lengths, phases, strict=True)
     ], torch.from_numpy(labels)  # fmt: skip
+
+
+def test_copies_within_a_group_tell_nothing_when_groups_are_left_out():
+    """Each group repeats one wave, whose label is drawn: what is learned from the others is chance."""
+    rng = np.random.default_rng(3)
+    one_each, _ = waves(24, classes=24)
+    sequences = [one + 0.01 * rng.standard_normal(one.shape).astype(np.float32) for one in one_each for _ in range(3)]
+    groups, labels = torch.arange(72) // 3, torch.from_numpy(rng.permutation(24) % 2).repeat_interleave(3)
+
+    alone = fit_rocket(sequences, labels, num_features=168)
+    apart = fit_rocket(sequences, labels, groups=groups, num_features=168)
+
+    assert min(head.score for head in alone.heads) > 0.95
+    assert max(head.score for head in apart.heads) < 0.8
+    assert alone.rows.tolist() == list(range(72))
+
+
+def test_of_a_large_corpus_whole_groups_choose_the_penalty(monkeypatch):
+    monkeypatch.setattr("brim.sequences.rocket.fit.MAX_DUAL", 30)
+    sequences, labels = waves(90)
+    groups = torch.arange(90) % 20
+
+    fit = fit_rocket(sequences, labels, groups=groups, num_features=84, heads=["statistics"])
+
+    chosen = set(groups[fit.rows].tolist())
+    assert len(chosen) == 3  # 15 % of 20
+    assert fit.rows.tolist() == [row for row in range(90) if row % 20 in chosen]
+
+
+def test_heads_are_weighed_by_what_each_alone_explains():
+    of_truth = torch.tensor([[0.9] * 6 + [0.0] * 2, [0.0] * 6 + [0.9] * 2])
+
+    assert mixture(of_truth, torch.tensor([1.0, 3.0])).tolist() == pytest.approx([7 / 12, 5 / 12])
+
+
+def test_scores_are_sharpened_to_the_least_cross_entropy():
+    torch.manual_seed(0)
+    truth = torch.randint(3, (200,))
+    scores = 0.1 * torch.randn(200, 3).double()
+    scores[torch.arange(200), truth] += 0.1
+
+    factor, probability = calibrate(scores, truth)
+
+    def entropy(one):
+        return -float((scores * one).log_softmax(-1)[torch.arange(200), truth].mean())
+
+    assert factor == pytest.approx(minimize_scalar(entropy, (1, 10)).x, rel=0.15)
+    assert 1 < factor < 100
+    torch.testing.assert_close(probability, (scores * factor).softmax(-1))
+
+
+def test_embeddings_are_coordinates_along_the_principal_axes():
+    torch.manual_seed(0)
+    sample = torch.randn(12, 30) * 5 + 2
+
+    axes = principal_axes(sample)
+
+    left, size, _ = torch.linalg.svd(standard(sample) / 30**0.5, full_matrices=False)
+    found = ((sample - axes["middle"]) @ axes["plane"])[:, :11]
+    torch.testing.assert_close(found.abs().double(), (left * size).abs()[:, :11], rtol=1e-3, atol=1e-4)
+
+
+def test_heads_and_networks_are_averaged_by_their_shares():
+    features = RocketFeatures(torch.zeros(1), torch.ones(1), {})
+    width = features.widths["statistics"]
+    heads = {
+        "weight": torch.randn(2, width, 3), "bias": torch.randn(2, 3), "share": torch.tensor([0.8, 0.2]),
+        "middle": torch.zeros(width), "plane": torch.zeros(width, 2),
+    }  # fmt: skip
+    rocket, x = Rocket(features, heads), torch.randn(4, width)
+    encoder = Encoder(SequenceConfig(dim=1, channels=4, hidden=2, attention=2, embedding=2))
+    network = Classifier(encoder, 3).eval()
+
+    one, two = ((x @ heads["weight"][head] + heads["bias"][head]).softmax(-1) for head in (0, 1))
+    torch.testing.assert_close(rocket.head(x).exp(), 0.8 * one + 0.2 * two)
+    frames, length = torch.randn(2, 9, 1), torch.tensor([9, 4])
+    both = 0.75 * rocket(frames, length).exp() + 0.25 * network(frames, length).softmax(-1)
+    torch.testing.assert_close(RocketBlend(rocket, network, 0.25)(frames, length).exp(), both)
+
+
+def test_statistics_are_those_of_numpy():
+    (x,) = ragged([23], 2)
+    padded = torch.full((1, 30, 2), 1e3)
+    padded[0, :23] = torch.from_numpy(x)
+
+    (found,) = summary(padded, torch.tensor([23])).numpy()
+
+    steps = np.diff(x, axis=0)
+    quantiles = np.quantile(x, [0, 0.1, 0.25, 0.5, 0.75, 0.9, 1], axis=0)
+    parts = [x.mean(0), x.std(0), steps.std(0), np.abs(steps).mean(0), x[0], x[-1], *quantiles, [np.log(23)]]
+    np.testing.assert_allclose(found, np.concatenate(parts), atol=2e-4)
 
 
 def test_classes_are_learned_and_left_out_scores_tell_the_truth():
