@@ -30,6 +30,18 @@ def test_it_finds_clusters_that_are_there():
     assert found.inertia == pytest.approx(float((points - means[found.labels]).square().sum()), rel=1e-4)
 
 
+def test_each_start_is_drawn_by_its_squared_distance_to_the_nearest_before():
+    x = torch.tensor([[0.0], [1.0], [3.0]])
+
+    starts = module._start_centres(x, 3, 6000, 0)[..., 0]
+
+    assert starts.sort(1).values.unique(dim=0).tolist() == [[0, 1, 3]]  # never one twice
+    second = starts[starts[:, 0] == 0][:, 1]
+    assert len(second) == pytest.approx(2000, abs=150)  # standard deviation 37
+    assert float((second == 3).float().mean()) == pytest.approx(9 / 10, abs=0.03)  # 0.007
+    assert float((starts[starts[:, 0] == 1][:, 1] == 3).float().mean()) == pytest.approx(4 / 5, abs=0.04)
+
+
 def test_a_seed_fixes_everything_and_restarts_help():
     points = torch.randn(400, 3, generator=stream(1, "p", device=CPU))
 

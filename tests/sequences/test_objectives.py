@@ -4,16 +4,16 @@ import pytest
 import torch
 
 from brim.engine.device.devices import stream
-from brim.errors import ConfigError
 from brim.sequences.batches.augmentation import two_views
 from brim.sequences.config import Augmentation, SelfConfig, SequenceConfig
 from brim.sequences.model.network import Classifier, Encoder, frame_mask
 from brim.sequences.training.objectives import (
     SelfSupervised,
-    classification_loss,
+    class_weights,
     cross_entropy,
     nt_xent,
     reconstruction,
+    regression_loss,
     self_supervised_loss,
 )
 
@@ -117,21 +117,27 @@ def test_learning_without_labels_lowers_both_losses():
     assert float(after["reconstruction"]) < 0.9 * float(before["reconstruction"])
 
 
-def test_classes_are_judged_by_cross_entropy():
-    module = Classifier(learner().encoder, 3).eval()
+def test_rare_classes_weigh_more_and_a_share_of_the_target_may_be_spread():
+    labels = torch.tensor([0, 1, 1, 1, 1])
+    logits = torch.tensor([[2.0, 0.0], [0.0, 1.0]])
+    first, second = math.log(1 + math.exp(-2)), math.log(1 + math.exp(-1))
 
-    loss = classification_loss(module, batch()).detach()
+    weight = class_weights(labels, 3, 0.5)
 
-    assert loss.ndim == 0
-    assert float(cross_entropy(torch.zeros(5, 4), torch.zeros(5, dtype=torch.int64))) == pytest.approx(math.log(4))
-    assert float(loss) == pytest.approx(
-        float(cross_entropy(module(batch()["frames"], batch()["length"]).detach(), batch()["label"]))
-    )
+    assert weight[:2].tolist() == pytest.approx([5 / 3, 5 / 6])  # 1 and 1 / √4, of mean 1 over the items
+    assert float(cross_entropy(logits, labels[:2])) == pytest.approx((first + second) / 2)
+    assert float(cross_entropy(logits, labels[:2], 0.0, weight)) == pytest.approx((5 / 3 * first + 5 / 6 * second) / 2)
+    spread = 0.9 * first + 0.1 * (first + 2 + first) / 2  # half of the share goes to each class
+    assert float(cross_entropy(logits[:1], labels[:1], 0.1)) == pytest.approx(spread)
+    assert class_weights(labels, 2, 0.0) is None
 
 
-@pytest.mark.parametrize(
-    "changes", [{"temperature": 0.0}, {"projection": 0}, {"contrast": -1.0}, {"contrast": 0.0, "reconstruction": 0.0}]
-)
-def test_impossible_weights_are_refused(changes):
-    with pytest.raises(ConfigError, match=next(iter(changes))):
-        SelfConfig(**changes)
+def test_numbers_are_judged_by_their_squared_error():
+    module = Classifier(learner().encoder, 1, is_regression=True).eval()
+    frames, length = batch()["frames"], batch()["length"]
+    numbers = module(frames, length)[:, 0].detach()
+    wrong = {"frames": frames, "length": length, "label": numbers + torch.arange(8.0)}
+
+    assert float(regression_loss(module, wrong).detach()) == pytest.approx(140 / 8)
+    module.rescale(100.0, 15.0)
+    torch.testing.assert_close(module(frames, length)[:, 0], 100 + 15 * numbers)

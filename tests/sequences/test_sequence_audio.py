@@ -38,6 +38,26 @@ def test_a_frame_is_the_log_mel_spectrum_of_its_window():
     assert len(frames) == num_frames(len(signal), SOURCE) == 40
 
 
+def test_mel_bands_are_triangles_of_sum_1_evenly_spaced_in_mel():
+    mels = np.linspace(2595 * np.log10(1 + 20 / 700), 2595 * np.log10(1 + 8000 / 700), 66)
+    edges = 700 * (10 ** (mels / 2595) - 1)
+    frequency = np.arange(257) * 16_000 / 512
+    bank = np.stack([np.interp(frequency, edges[band : band + 3], [0, 1, 0]) for band in range(64)], 1)
+    narrow = bank.sum(0) == 0
+    bank[np.abs(frequency[:, None] - edges[1:-1]).argmin(0)[narrow], np.flatnonzero(narrow)] = 1
+
+    np.testing.assert_allclose(mel_bank(SOURCE), bank / bank.sum(0), atol=1e-6)
+
+
+def test_silence_is_the_floor_and_frames_come_every_hop():
+    slow = replace(SOURCE, sample_rate=8000, window_ms=32, hop_ms=16)
+
+    (silent,) = spectra([torch.zeros(8001)], slow, CPU)
+
+    assert silent.shape == (1 + 8000 // 128, 64)
+    torch.testing.assert_close(silent, torch.full_like(silent, np.log(1e-8)))
+
+
 def test_a_tone_is_loudest_in_its_band_and_ten_times_louder_is_20_db():
     edges = 700 * (10 ** (np.linspace(2595 * np.log10(1 + 20 / 700), 2595 * np.log10(1 + 8000 / 700), 66) / 2595) - 1)
     for hz in (300.0, 1000.0, 3000.0):
@@ -77,6 +97,17 @@ def folder(tmp_path):
     soundfile.write(path / "high" / "stereo.ogg", np.stack([tone(3000)] * 2, 1), 16_000)
     soundfile.write(path / "high" / "clipped.wav", np.clip(8 * tone(800), -1, 1), 16_000)
     return path
+
+
+def test_channels_are_averaged(tmp_path):
+    one, both = tone(1000), np.stack([tone(1000), np.zeros(8000)], 1)
+    for name, samples in (("a.wav", one), ("b.wav", both)):
+        soundfile.write(tmp_path / name, samples, 16_000)
+
+    pack(tmp_path, tmp_path / "out", source=SOURCE)
+
+    mono, stereo = (Corpus.open(tmp_path / "out").sequence(row)[20].float().max() for row in (0, 1))
+    assert float(mono - stereo) == pytest.approx(np.log(4), abs=0.01)  # half the amplitude
 
 
 def spoil(path):

@@ -6,6 +6,7 @@ from torch import Tensor
 
 from brim.errors import ConfigError
 from brim.sequences.config import SequenceConfig
+from brim.sequences.model.brought import BroughtClassifier
 from brim.sequences.model.network import AttentionPool, Classifier, Encoder, frame_mask
 
 SMALL = SequenceConfig(dim=12, channels=16, hidden=8, attention=8, embedding=10, dropout=0.0)
@@ -141,6 +142,18 @@ def test_it_can_be_compiled_with_its_gradients():
     torch._dynamo.reset()
     for one, other in zip(found, exact, strict=True):
         assert torch.allclose(one, other, rtol=1e-4, atol=1e-7)
+
+
+def test_a_network_that_somebody_brings_gets_normalised_frames_and_zeros_behind_the_end():
+    class Total(torch.nn.Module):
+        def forward(self, frames, length):
+            return torch.stack([frames.sum((1, 2)), length.float()], 1)
+
+    brought = BroughtClassifier(Total(), 2, 2)
+    brought.set_statistics(torch.tensor([1.0, 5.0]), torch.tensor([2.0, 0.0]))
+    frames = torch.tensor([[[3.0, 6.0], [7.0, 5.0], [9.0, torch.nan]]])
+
+    assert brought(frames, torch.tensor([2])).tolist() == [[1 + 1 + 3 + 0, 2]]
 
 
 def test_attention_is_safe_in_half_precision_and_without_frames():

@@ -1,0 +1,182 @@
+"""What training takes from its data: labels, lengths, statistics and settings, of the training part alone."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from labelled import labelled
+
+from brim.sequences import SequenceTraining
+from brim.sequences.batches import SequenceBatches, make_variants
+from brim.sequences.corpus import SequenceFolder, SequenceSplit
+from brim.sequences.evaluation.encode import _Moments, measure
+from brim.sequences.training.methods import (
+    Candidate,
+    _compare_classes,
+    _majority_score,
+    _why_no_network,
+    guessing,
+    prepare,
+)  # fmt: skip
+from brim.sequences.training.phases import _length, _supervision, _validation
+from brim.sequences.training.run import _mean_comparison
+from brim.sequences.training.unlabelled import _quality
+
+CPU = torch.device("cpu")
+SUPERVISED = SequenceTraining(mode="supervised")
+
+
+def run_of(labels, train, validation=(), held_out=(), **more):
+    parts = SequenceSplit(*(torch.tensor(part, dtype=torch.int64) for part in (train, validation, held_out)))
+    data = labelled(torch.tensor(labels), torch.zeros(len(labels)))
+    return SimpleNamespace(
+        data=data, split=parts, config=SUPERVISED, device=CPU, ranks=SimpleNamespace(alone=True, device=CPU), **more
+    )
+
+
+def test_numbers_are_learned_relative_to_those_of_the_training_part():
+    run = run_of([0] * 5, train=[0, 1], validation=[2], held_out=[3, 4])
+    run.data.targets = torch.tensor([1.0, 5.0, 100.0, -100.0, 3.0]).double()
+
+    labels, mean, std, _ = _supervision(run)
+
+    assert (mean, std) == (3.0, 2.0)
+    assert labels.tolist() == [-1.0, 1.0, 48.5, -51.5, 0.0]
+
+
+def test_classes_are_weighed_by_how_often_the_training_part_has_them():
+    run = run_of([0, 1, 1, 1, 1, 0, 0, 0, 0], train=[0, 1, 2, 3, 4], held_out=[5, 6, 7, 8])
+
+    loss = _supervision(run).loss
+
+    assert loss.keywords["weight"].tolist() == pytest.approx([5 / 3, 5 / 6])
+
+
+def test_the_validation_loss_is_the_mean_over_sequences_not_over_batches():
+    logits = torch.tensor([[9.0, 0.0], [0.0, 9.0], [0.0, 0.0]])
+    batches = [{"frames": logits[:2], "length": None, "label": torch.tensor([0, 0])},
+               {"frames": logits[2:], "length": None, "label": torch.tensor([1])}]  # fmt: skip
+    source = SimpleNamespace(epoch=lambda number: batches)
+    run = run_of([0, 0, 1], train=[0], validation=[1, 2])
+    run.batches = SimpleNamespace(plain=lambda rows, labels: source)
+
+    measured = _validation(run, run.data.labels)(lambda frames, length: frames)
+
+    assert measured["val_accuracy"] == pytest.approx(1 / 3)
+    expected = torch.nn.functional.cross_entropy(logits, torch.tensor([0, 0, 1]))
+    assert measured["val_loss"] == pytest.approx(float(expected))
+
+
+@pytest.mark.parametrize(("batches", "epochs", "patience"), [(10, 150, 37), (1, 1000, 250), (700, 15, 5)])
+def test_epochs_are_those_of_1500_steps_and_patience_a_quarter_of_them(batches, epochs, patience):
+    run, source = run_of([0], train=[0]), SimpleNamespace(num_batches=batches)
+
+    assert _length(run, "supervised", None, None, source, None) == (epochs, patience)
+
+
+@pytest.mark.parametrize(("count", "batch_size"), [(20, 16), (130, 16), (260, 32), (520, 64), (5001, 64)])
+def test_small_data_is_trained_in_small_batches_with_a_small_network(count, batch_size):
+    data = SimpleNamespace(targets=None, lengths=torch.full((10,), 30))
+
+    used = prepare(replace(SUPERVISED, method="cnn_lstm"), data, count)
+
+    small = count <= 5000
+    assert (used.batch_size, used.model.channels) == (batch_size, 64 if small else 384)
+    assert (used.budget, used.augmentation is None) == (35.0 if small else None, small)
+    assert prepare(replace(SUPERVISED, method="ensemble"), data, count).members == 3
+    assert prepare(SUPERVISED, data, count).members == 1
+
+
+def test_guessing_answers_with_the_most_frequent_class_of_the_training_part():
+    run = run_of([0, 0, 0, 1, 1, 1, 1, 1], train=[0, 1, 3], validation=[2], held_out=[4, 5, 6, 7])
+    run.data.labels[7] = 0
+
+    assert guessing(run.data, run.split).score == 0.75
+    guess, least, _ = _majority_score(run, run.split.held_out)
+    assert (guess, least) == pytest.approx((0.25, 0.25 + (0.25 * 0.75 / 4) ** 0.5))
+
+
+def test_a_network_is_weighed_by_how_likely_it_makes_the_truth():
+    ours = torch.tensor([[0.5, 0.5]] * 4).double()
+    theirs = torch.tensor([[0.8, 0.2], [0.8, 0.2], [0.8, 0.2], [0.2, 0.8]]).double()
+
+    share, gain, score, loss = _compare_classes(ours, theirs, torch.tensor([0, 0, 0, 0]))
+
+    # with an item that each alone explains: s (1 - s) (0.5 + 0.3 s)³ (0.5 - 0.3 s) is largest at s = 5 / 9
+    assert share == pytest.approx(5 / 9, abs=1e-4)
+    assert gain.exp().tolist() == pytest.approx([4 / 3, 4 / 3, 4 / 3, 2 / 3], abs=1e-3)
+    assert (score, loss) == (0.75, pytest.approx(-(3 * torch.tensor(0.8).log() + torch.tensor(0.2).log()) / 4))
+
+
+def test_a_network_is_not_tried_where_rocket_is_perfect_or_too_few_compare():
+    run = run_of([0, 1] * 10, train=list(range(10)), validation=list(range(10, 20)))
+    fit = SimpleNamespace(rows=torch.arange(20), left_out=torch.eye(2).repeat(10, 1))
+
+    assert "right on 100.0%" in _why_no_network(run, fit, "auto", 5.0)
+    assert _why_no_network(run, fit, "ensemble", 5.0) == ""
+    fit.left_out = fit.left_out.flip(1)
+    assert _why_no_network(run, fit, "auto", 5.0) == ""
+    assert "the time of the budget" in _why_no_network(run, fit, "auto", 1.9)
+    few = run_of([0, 1] * 10, train=list(range(13)), validation=list(range(13, 20)))
+    assert _why_no_network(few, fit, "ensemble", 5.0) == "7 sequences to compare on are too few"
+
+
+def test_clusters_are_judged_by_the_labels_of_the_training_part():
+    run = run_of([0, 0, 1, 1, -1], train=[0, 1, 2, 3, 4])
+    encoded = SimpleNamespace(row=torch.arange(5), prediction=torch.tensor([0, 0, 1, 2, 7]))
+
+    assert _quality(run, SimpleNamespace(encoded=encoded)) == (pytest.approx(4 / 7), "training labels (ARI)")
+
+
+def test_the_comparison_of_folds_is_their_mean():
+    def candidate(model, score, loss, weight):
+        return Candidate(model=model, score=score, loss=loss, weight=weight, measured_on="x")
+
+    reports = [SimpleNamespace(comparison=(candidate("a", 0.5, 2.0, 1.0), candidate("b", 0.2, None, 0.0))),
+               SimpleNamespace(comparison=(candidate("a", 1.0, 1.0, 0.5),))]  # fmt: skip
+
+    one, two = _mean_comparison(reports)
+
+    assert (one.score, one.loss, one.weight) == (0.75, 1.5, 0.75)
+    assert (two.score, two.loss, two.weight) == (0.2, None, 0.0)
+
+
+def test_statistics_of_several_ranks_are_those_of_all_their_frames():
+    values = torch.tensor([[1.0], [2.0], [3.0], [10.0], [20.0]]).double()
+    parts = [_Moments(part.mean(0), part.var(0, correction=0), torch.tensor(len(part))) for part in values.split(3)]
+
+    mean, std = measure(None, CPU, SimpleNamespace(all_of=lambda mine: parts))
+
+    assert float(mean) == pytest.approx(7.2)
+    assert float(std) == pytest.approx(float(values.std(correction=0)))
+
+
+def test_augmented_copies_are_made_once_and_used_in_turn(tmp_path):
+    for row, length in enumerate((3, 5, 4, 6)):
+        np.save(tmp_path / f"{row}.npy", np.full((length, 2), row, np.float32))
+    calls = []
+
+    def shift(batch, rng):
+        calls.append(1)
+        valid = batch["frames"][..., 0].new_tensor(range(batch["frames"].shape[1])) < batch["length"][:, None] - 1
+        return {
+            **batch,
+            "frames": (batch["frames"] + 100 * len(calls)) * valid[..., None],
+            "length": batch["length"] - 1,
+        }
+
+    config = replace(SUPERVISED, batch_size=2, variants=2)
+    with (
+        SequenceBatches(SequenceFolder(tmp_path), config, CPU) as batches,
+        make_variants(batches, torch.tensor([3, 1]), torch.tensor([7, 8, 9, 6]), shift, [0, 1]) as variants,
+    ):
+        epochs = [next(iter(variants.epoch(number))) for number in (0, 1, 2)]
+
+    assert len(calls) == 2
+    for copy, batch in zip((100, 200, 100), epochs, strict=True):
+        rows = sorted(
+            zip(batch["length"].tolist(), batch["frames"][:, 0, 0].tolist(), batch["label"].tolist(), strict=True)
+        )
+        assert rows == [(4, copy + 1, 8), (5, copy + 3, 6)]
