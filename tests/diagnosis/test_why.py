@@ -393,6 +393,11 @@ def test_losses_are_compared_with_their_noise():
     assert loss_changed(losses, [loss + 1 for loss in losses]) is True
     assert loss_changed(losses, [float("nan")] * 30) is True
     assert loss_changed(losses, losses[:3]) is None
+    steady = [2.3 + 0.001 * (k % 3) for k in range(30)]
+    assert loss_changed(steady, [loss * 1.01 for loss in steady]) is False  # beyond the noise, and below 2 %
+    assert loss_changed(steady, [loss * 1.03 for loss in steady]) is True
+    noisy = [0.0, 4.6] * 15
+    assert loss_changed(noisy, [loss * 1.03 for loss in noisy]) is False
 
 
 LIBRARY_CALLS = [
@@ -426,6 +431,41 @@ def test_work_behind_the_step_makes_no_batch():
 
     assert waiting["launch"] == pytest.approx(0.003)
     assert waiting["data"] == pytest.approx(0.001)
+
+
+def test_numbers_of_the_loader_the_roofs_and_the_picture_are_shares_and_means():
+    result = result_on_gpu(data=0.002, forward=0.008) | {"device": {"type": "cpu"}}
+    result["loaders"] = [{"trains": True, "batches": 9, "num_workers": 2, "dataset": "mine"},
+                         {"trains": True, "batches": 1, "num_workers": 0}, {"batches": 50}]  # fmt: skip
+    result["operations"] = {"num": 4.0, "overhead_s": 2.5e-4, "flops": 2e6, "roof_flops": 1e9, "bytes": 6e6,
+                            "roof_bytes": 1e9}  # fmt: skip
+    result["drawn"] = [[["data", 0.0, 0.05]], [["data", 0.0, 0.002], ["forward", 0.002, 0.011]], []]
+    fetched = ({"batches": 2, "fetch_s": 0.5, "collate_s": 0.1}, {"batches": 8, "fetch_s": 1.5, "collate_s": 0.1})
+    workers = [{"worker": True, "parent": 1, "fetch": one, "tallies": {}} for one in fetched]
+    other = {"worker": True, "parent": 2, "fetch": {"batches": 1, "fetch_s": 99.0, "collate_s": 0.0}, "tallies": {}}
+
+    answer = diagnose([result, *workers, other])
+
+    assert (answer.loader["dataset"], answer.loader["fetch_s"]) == ("mine", pytest.approx(0.2))
+    assert (answer.loader["collate_s"], answer.loader["wait_s"]) == pytest.approx((0.02, 0.002))
+    assert answer.compute == pytest.approx({"arithmetic": 0.25, "bandwidth": 0.75})
+    assert (answer.waiting["launch"], answer.waiting["compute"]) == pytest.approx((0.001, 0.007))
+    assert answer.samples_per_s == pytest.approx(3200)
+    assert answer.timeline[-1] == ["forward", 0.002, 0.011]
+
+
+def test_the_ceiling_is_the_trimmed_mean_of_the_fixed_batch_and_of_its_own_size():
+    result = result_on_gpu(data=0.005, forward=0.005) | {"device": {"type": "cpu"}}
+    result["loaders"] = [{"trains": True, "batches": 1, "num_workers": 0}]
+    times = [0.004] * 18 + [0.0001, 0.5]
+    result["tallies"]["ceiling"] |= {
+        "num_steps": 20, "num_samples": 20 * 48, "steps": [[1.0, 48, {"forward": one, "data": 1.0}] for one in times],
+    }  # fmt: skip
+
+    answer = diagnose([result])
+
+    assert answer.ceiling_samples_per_s == pytest.approx(48 / 0.004)
+    assert answer.ceiling_share == pytest.approx(3200 / 12000)
 
 
 def test_what_a_line_computes_to_read_a_value_is_synchronising():
@@ -487,6 +527,9 @@ def test_where_ranks_wait_is_named():
     places = {place.cause: (place.line, place.share) for place in answer.where}
     assert places["communication"] == (8, pytest.approx(0.4))
     assert places["data"] == (7, pytest.approx(0.45))
+    assert answer.samples_per_s == pytest.approx(6400)
+    assert [rank["own_s"] for rank in answer.ranks] == pytest.approx([0.01, 0.002])
+    assert "rank 0 needs 10 ms for its own part of a step, the quickest 2 ms" in answer.notes[-1]
 
 
 @pytest.mark.parametrize(
@@ -513,14 +556,19 @@ def test_an_answer_in_words_and_as_a_page():
         samples_per_s=218.0, ceiling_samples_per_s=780.0, ceiling_share=0.28, limit="data", step_s=0.1, steps=50,
         waiting={"data": 0.07, "sync": 0.01, "compute": 0.02}, timeline=[["data", 0.0, 0.07], ["forward", 0.07, 0.1]],
         where=[SourceLine("data", "/x/train.py", 48, "load", 0.7, "PIL.Image.resize")],
-        tried=[Tried("num_workers=12", 540.0, "measured", False), Tried("bf16", None, "failed", None, "no <time>")],
+        tried=[Tried("pin_memory=True", 220.0, "measured", False), Tried("prefetch", 300.0, "measured", True),
+               Tried("num_workers=12", 540.0, "measured", False), Tried("bf16", None, "failed", None, "no <time>")],
     )  # fmt: skip
 
     text = lines(answer)
 
     assert text[0] == "218 samples/s. The device could do 780 on this step: you get 28%."
     assert "70%  waiting for data: PIL.Image.resize (/x/train.py:48)" in text[1]
-    assert "First fix: num_workers=12 → 540 samples/s, measured, loss equal within noise." in text
+    assert (
+        "First fix: num_workers=12 → 540 samples/s, measured, loss equal within noise. Then: prefetch → 300 samples/s, "
+        "measured, the loss changes." in text
+    )
+    assert "pin_memory=True: no gain, 220 samples/s measured." in text
     assert "bf16: failed, no <time>." in text
     assert "no &lt;time&gt;" in page(answer)
     assert page(Diagnosis.from_dict(json.loads(json.dumps(answer.as_dict())))) == page(answer)
