@@ -21,15 +21,10 @@ from brim.diagnosis.words import lines
 SCRIPTS = Path(__file__).parent / "scripts"
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 FAULTS = {
-    "slow_getitem": "data", "no_workers": "data", "collate_copies": "data", "python_augmentation": "data",
-    "shared_lock": "data", "copies": "copy", "item_calls": "sync", "tiny_batches": "launch", "gc_storm": "gc",
-    "checkpoints": "checkpoint", "evaluations": "evaluation", "uneven_ranks": "communication",
+    "slow_getitem": "data", "no_workers": "data", "copies": "copy", "item_calls": "sync", "tiny_batches": "launch",
+    "gc_storm": "gc", "checkpoints": "checkpoint", "evaluations": "evaluation", "uneven_ranks": "communication",
     "fp32_convolutions": "compute", "healthy": "compute",
 }  # fmt: skip
-LARGE = ("checkpoints", "evaluations", "gc_storm", "tiny_batches")  # no busy machine hides these
-KEYS = [
-    "samples_per_s", "ceiling_samples_per_s", "ceiling_share", "limit", "waiting", "where", "tried", "gpu", "compute",
-]  # fmt: skip
 
 
 def command_of(name: str) -> list[str]:
@@ -66,8 +61,8 @@ def left_behind(script: Path) -> list[str]:
     return found
 
 
-def check_fault(name: str, seconds: float = 8) -> Diagnosis:
-    answer = examine(command_of(name), WhyConfig(seconds=seconds, tries=()), SCRIPTS)
+def check_fault(name: str) -> Diagnosis:
+    answer = examine(command_of(name), WhyConfig(seconds=8, tries=()), SCRIPTS)
 
     assert answer.limit == FAULTS[name], lines(answer)
     assert sum(answer.waiting.values()) == pytest.approx(answer.step_s, rel=0.05)
@@ -86,13 +81,7 @@ def test_a_slow_dataset_in_workers_is_named_with_its_line():
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", LARGE)
-def test_a_cause_that_takes_most_of_the_step_is_named(name):
-    check_fault(name, seconds=4)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("name", sorted(set(FAULTS) - {"slow_getitem", *LARGE}))
+@pytest.mark.parametrize("name", sorted(set(FAULTS) - {"slow_getitem"}))
 def test_the_cause_is_named(name):
     answer = check_fault(name)
 
@@ -110,7 +99,6 @@ def test_remedies_are_measured(capsys, monkeypatch, tmp_path):
     answer = json.loads(capsys.readouterr().out)
 
     assert code == 0
-    assert [key for key in KEYS if key not in answer] == []
     resident = answer["tried"][-1]
     assert (resident["status"], resident["loss_changed"]) == ("measured", False)
     assert resident["samples_per_s"] > 2 * answer["samples_per_s"]
@@ -234,41 +222,6 @@ DAEMON = """
 """
 
 
-@pytest.mark.long
-def test_two_optimisers_two_loaders_a_fork_and_a_chdir_in_a_script_that_soon_ends(write, tmp_path):
-    command = write(
-        STEPS
-        + """
-    os.makedirs("elsewhere")
-    os.chdir("elsewhere")
-    open("written", "w").write("x")
-    if os.fork() == 0:
-        time.sleep(600)
-    for _ in range(40):
-        for (x, y), (u, v) in zip(*loaders):
-            try:
-                time.sleep(0.002)
-                loss = torch.nn.functional.cross_entropy(two(one(x)), y)
-                loss.backward()
-                for optimizer in optimizers:
-                    optimizer.step()
-                    optimizer.zero_grad()
-            except BaseException:
-                pass
-    """
-    )
-
-    answer = examine(command, WhyConfig(seconds=10, tries=()))
-
-    assert answer.samples_per_s > 0
-    assert sum(answer.waiting.values()) == pytest.approx(answer.step_s, rel=0.05)
-    assert answer.waiting["sync"] == 0  # seeds of loaders and Adam's counters are read with .item(): none
-    assert answer.exit_code == 0
-    assert any("outlived" in note for note in answer.notes)
-    assert [path.name for path in tmp_path.iterdir()] == ["train.py"]
-    assert left_behind(tmp_path / "train.py") == []
-
-
 @pytest.mark.parametrize(
     ("code", "exit_code", "said"),
     [
@@ -305,9 +258,6 @@ def test_a_script_that_never_steps_is_ended(write, monkeypatch):
     [
         ([], "no command to watch"),
         (["--", "no-such-program"], "no-such-program: no such program"),
-        (["--try", "luck", "--", "true"], "'luck' is unknown"),
-        (["--seconds", "1", "--", "true"], "--seconds=1"),
-        (["--seconds", "soon", "--", "true"], "not a time"),
         (["--report", "/nowhere/why.html", "--", "true"], "existing directory"),
     ],
 )

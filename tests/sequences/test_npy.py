@@ -3,8 +3,6 @@ import pickle
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 from brim.sequences.corpus.npy import FrameReader, NpyFile, read_header
 
@@ -34,7 +32,7 @@ def forge(path, header, body=b"", version=(1, 0)):
 
 
 @pytest.mark.parametrize("order", ["C", "F"])
-@pytest.mark.parametrize("dtype", ["<f2", "<f4", "<f8", ">f4", ">f8", "i1", "<i2", ">i4", "<i8", "u1", "<u2", "<u8"])
+@pytest.mark.parametrize("dtype", ["<f2", "<f4", "<f8", ">f4", "i1", ">i4", "<u8"])
 @pytest.mark.parametrize("stored", [torch.float16, torch.float32])
 def test_frames_of_every_number_type_and_order_are_read(tmp_path, dtype, order, stored):
     array = np.arange(21).reshape(7, 3).astype(dtype)
@@ -45,13 +43,6 @@ def test_frames_of_every_number_type_and_order_are_read(tmp_path, dtype, order, 
     fault, part = frames_of(path, stored, 2, 5)
     assert fault == ""
     assert torch.equal(part, out[2:5])
-
-
-def test_a_long_file_is_read_in_chunks(tmp_path):
-    array = np.random.default_rng(0).standard_normal((3000, 50)).astype(np.float64)
-    fault, out = frames_of(save(tmp_path / "a.npy", array), torch.float16)
-    assert fault == ""
-    assert torch.equal(out, torch.from_numpy(array).half())
 
 
 def test_a_longer_file_than_promised_is_good(tmp_path):
@@ -70,13 +61,8 @@ BAD = {
     "objects": (np.array([[{}, 1]], dtype=object), "Python objects"),
     "rank 1": (np.zeros(5, np.float32), "shape [5]"),
     "rank 4": (np.zeros((2, 3, 4, 5), np.float32), "shape [2, 3, 4, 5]"),
-    "rank 0": (np.float32(1), "shape []"),
-    "no frames": (np.zeros((0, 3), np.float32), "at least one frame"),
     "no features": (np.zeros((3, 0), np.float32), "at least one frame and one feature"),
     "complex": (np.zeros((2, 2), np.complex64), "complex64"),
-    "bool": (np.zeros((2, 2), bool), "bool"),
-    "text": (np.array([["a"]]), "<U1"),
-    "dates": (np.zeros((2, 2), "M8[s]"), "datetime64"),
     "records": (np.zeros((2, 2), [("x", "f4")]), "('x', '<f4')"),
 }
 
@@ -101,11 +87,6 @@ FORGED = {
     "negative": ("{'descr': '<f4', 'fortran_order': False, 'shape': (-4, -4), }", "at least one frame"),
     "code": ("__import__('os').system('true')", "not an .npy"),
     "nested": ("(" * 9000, "not an .npy"),
-    "missing": ("{'descr': '<f4', 'fortran_order': False, }", "not an .npy"),
-    "float shape": ("{'descr': '<f4', 'fortran_order': False, 'shape': (2.0, 2), }", "not an .npy"),
-    "long": ("{'descr': '<f4', 'fortran_order': False, 'shape': (1, 1), }" + " " * 60000, "not an .npy"),
-    "bad type": ("{'descr': 'nonsense', 'fortran_order': False, 'shape': (1, 1), }", "not an .npy"),
-    "open string": ("{'descr': '<f4", "not an .npy"),
 }
 
 
@@ -117,20 +98,6 @@ def test_a_forged_header_is_said_without_allocating(tmp_path, case):
     assert words in fault
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(st.data())
-def test_any_damage_to_a_header_gives_words_or_a_header(tmp_path, data):
-    path = save(tmp_path / "a.npy", np.ones((3, 2), np.float32))
-    content = bytearray(path.read_bytes())
-    for _ in range(data.draw(st.integers(1, 4))):
-        content[data.draw(st.integers(0, 127))] = data.draw(st.integers(0, 255))
-    path.write_bytes(content[: data.draw(st.integers(0, len(content)))])
-    found = read_header(path, "a.npy")
-    assert isinstance(found, NpyFile | str)
-    if isinstance(found, NpyFile):
-        assert found.offset + found.nbytes <= found.size
-
-
 def test_versions_and_missing_files_are_said(tmp_path):
     assert "version 3.0" in read_header(forge(tmp_path / "a.npy", "{}", version=(3, 0)), "a.npy")
     assert "cannot be read" in read_header(tmp_path / "none.npy", "none.npy")
@@ -138,8 +105,8 @@ def test_versions_and_missing_files_are_said(tmp_path):
     assert "not an .npy" in read_header(tmp_path / "empty.npy", "empty.npy")
 
 
-@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
-@pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64, ">f4"])
+@pytest.mark.parametrize("value", [np.nan, -np.inf])
+@pytest.mark.parametrize("dtype", [np.float16, ">f4"])
 @pytest.mark.parametrize("stored", [torch.float16, torch.float32])
 def test_the_first_frame_that_is_not_finite_is_named(tmp_path, value, dtype, stored):
     array = np.ones((900, 100), dtype)
@@ -160,11 +127,6 @@ def test_what_float16_cannot_hold_suggests_float32(tmp_path, value):
     assert fault.startswith("frame 33 holds")
     assert "dtype float32" in fault
     assert frames_of(tmp_path / "a.npy", torch.float32)[0] == ""
-
-
-def test_what_float32_cannot_hold_is_said(tmp_path):
-    fault, _ = frames_of(save(tmp_path / "a.npy", np.array([[1.0, 1e39]])))
-    assert "frame 0 holds 1e+39" in fault
 
 
 @pytest.mark.parametrize("value", [2049, -2049])

@@ -208,6 +208,9 @@ def test_numbers_are_recognised_and_digits_are_classes(corpus):
     assert data.with_labels("fold").targets is None
     assert data.with_labels("fold").classes == ("0", "1", "2")
     assert data.with_labels("fold", "regression").targets.tolist()[:3] == [0.0, 0.0, 1.0]
+    for count, numbers in ((9, False), (10, True)):
+        data.columns["few"] = tuple(f"{row % count}.5" for row in range(36))
+        assert (data.with_labels("few").targets is not None) == numbers
     back = data.with_labels("mood").with_labels("label")
     assert (back.classes, back.labels.tolist()) == (data.classes, data.labels.tolist())
 

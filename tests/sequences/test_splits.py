@@ -61,7 +61,13 @@ def test_every_sequence_is_as_likely_as_any_other_to_be_held_out():
 
 @pytest.mark.parametrize(
     ("counts", "share", "expected"),
-    [((20, 20, 20), 0.2, [4, 4, 4]), ((10, 7, 3), 0.2, [2, 1, 1]), ((1, 1), 0.5, [0, 0]), ((3, 1), 0.01, [1, 0])],
+    [
+        ((20, 20, 20), 0.2, [4, 4, 4]),
+        ((10, 7, 3), 0.2, [2, 1, 1]),
+        ((1, 1), 0.5, [0, 0]),
+        ((3, 1), 0.01, [1, 0]),
+        ((2, 9), 0.9, [1, 8]),
+    ],
 )
 def test_a_stratified_part_has_its_share_of_each_class_and_leaves_one(counts, share, expected):
     labels = torch.tensor([number for number, count in enumerate(counts) for _ in range(count)])
@@ -157,6 +163,7 @@ def test_no_group_is_in_two_parts_and_every_sequence_is_held_out_once(folds):
 
 def test_named_folds_hold_the_sequences_of_their_group_or_value_in_natural_order():
     data = labelled(torch.tensor([0, 1, 0, 1, 0, -1]), torch.tensor([10, 9, 9, 10, 2, 9]))
+    data.split = ("test", "train", "validation", "test", "test", "train")
     data.columns["part"] = ("b", "b", "a", "a", "b", "a")
 
     by_group = plan_folds(data, replace(FOLDS, folds="leave-one-group-out")).folds
@@ -164,7 +171,9 @@ def test_named_folds_hold_the_sequences_of_their_group_or_value_in_natural_order
 
     assert [(fold.name, fold.rows.tolist()) for fold in by_group] == [("s2", [4]), ("s9", [1, 2]), ("s10", [0, 3])]
     assert [(fold.name, fold.rows.tolist()) for fold in by_column] == [("a", [2, 3]), ("b", [0, 1, 4])]
-    assert plan_folds(data, replace(FOLDS, folds="part", groups=None)).groups is None
+    plan = plan_folds(data, replace(FOLDS, folds="part", groups=None))
+    assert plan.groups is None
+    assert plan.split(data, by_column[0]).split == ("train", "train", "test", "test", "train", "train")
 
 
 def test_grouped_folds_have_classes_in_similar_proportions():
