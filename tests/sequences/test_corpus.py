@@ -7,16 +7,13 @@ import numpy as np
 import pytest
 import torch
 
-from brim.engine.config import BucketConfig
-from brim.engine.rows.ragged import RaggedResident
 from brim.engine.storage.writer import ShardWriter
-from brim.errors import ConfigError, DatasetError, ShardCorrupt, StorageError
+from brim.errors import ConfigError, DatasetError, ShardCorrupt
 from brim.sequences.corpus import packing
 from brim.sequences.corpus.npy import FrameReader
 from brim.sequences.corpus.packed import Corpus
 from brim.sequences.corpus.packing import pack
 from brim.sequences.corpus.synthetic import make_sequences
-from waiting import until
 
 torch.set_num_threads(1)
 SMALL = 500  # bytes of a shard: many shards, sequences across them
@@ -43,7 +40,7 @@ def files_of(path):
 
 
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
-@pytest.mark.parametrize("source", [np.float16, np.float32, np.float64, np.int16])
+@pytest.mark.parametrize("source", [np.float64, np.int16])
 def test_a_folder_becomes_a_corpus_with_the_same_frames(tmp_path, dtype, source):
     folder = make(tmp_path / "in", dtype=source)
     report = pack(folder, tmp_path / "out", dtype=dtype, shard_bytes=SMALL)
@@ -87,32 +84,19 @@ def test_sub_folders_are_labels_and_a_flat_folder_has_none(tmp_path):
     assert (report.labelled, report.classes, report.labels_from) == (0, (), "none")
 
 
-def test_hidden_and_other_files_are_left_out(tmp_path):
-    folder = make(tmp_path / "in")
+def test_hidden_files_are_left_out_and_links_are_not_followed_in_circles(tmp_path):
+    folder, elsewhere = make(tmp_path / "in"), make(tmp_path / "elsewhere", (3, 4))
     (folder / "._0.npy").write_bytes(b"x")
     (folder / "notes.txt").touch()
     make(folder / ".trash")
-    assert pack(folder, tmp_path / "out").items == 4
-
-
-def test_links_are_followed_but_not_in_circles(tmp_path):
-    folder, elsewhere = make(tmp_path / "in"), make(tmp_path / "elsewhere", (3, 4))
     (folder / "more").symlink_to(elsewhere)
     (folder / "again").symlink_to(folder)
     (elsewhere / "back").symlink_to(folder)
-    report = pack(folder, tmp_path / "out")
+    pack(folder, tmp_path / "out")
     assert Corpus.open(tmp_path / "out").ids == ("0.npy", "1.npy", "2.npy", "3.npy", "more/0.npy", "more/1.npy")
-    assert report.items == 6
 
 
-def test_a_pipe_does_not_hang(tmp_path):
-    folder = make(tmp_path / "in")
-    os.mkfifo(folder / "9.npy")
-    with pytest.raises(DatasetError, match=r"9\.npy is not a file"):
-        pack(folder, tmp_path / "out")
-
-
-@pytest.mark.parametrize("job_bytes", [1, 100, 250])
+@pytest.mark.parametrize("job_bytes", [1, 250])
 def test_long_files_are_packed_in_pieces_to_the_same_bytes(tmp_path, monkeypatch, job_bytes):
     folder = make(tmp_path / "in")
     pack(folder, tmp_path / "whole", shard_bytes=SMALL)
@@ -157,7 +141,7 @@ def test_a_bad_frame_is_an_error_that_leaves_nothing(tmp_path, monkeypatch, job_
     assert list((tmp_path / "empty").iterdir()) == []
 
 
-@pytest.mark.parametrize("job_bytes", [1, 100, 8 << 20])
+@pytest.mark.parametrize("job_bytes", [1, 8 << 20])
 def test_bad_files_are_skipped_and_listed_on_request(tmp_path, monkeypatch, job_bytes):
     monkeypatch.setattr(packing, "CHUNK_BYTES", job_bytes)
     folder = spoil(tmp_path / "in")
@@ -174,29 +158,20 @@ def test_bad_files_are_skipped_and_listed_on_request(tmp_path, monkeypatch, job_
     assert report.items == 2
 
 
-def test_when_all_files_are_bad_there_is_no_corpus(tmp_path):
+def test_what_holds_nothing_to_pack_is_refused(tmp_path):
     folder = make(tmp_path / "in", (3, 3))
     for name in ("0.npy", "1.npy"):
         np.save(folder / name, np.full((3, 3), np.inf, np.float32))
-    with pytest.raises(DatasetError, match=r"0\.npy frame 0 holds inf.*2 bad files.*no good file is left"):
-        pack(folder, tmp_path / "out", skip_bad=True)
-    assert not (tmp_path / "out").exists()
-    (folder / "0.npy").write_bytes(b"")
-    (folder / "1.npy").write_bytes(b"")
-    with pytest.raises(DatasetError, match="2 bad files"):
-        pack(folder, tmp_path / "out", skip_bad=True)
-
-
-def test_folders_and_options_that_cannot_be_packed_are_refused(tmp_path):
-    with pytest.raises(DatasetError, match="not a directory"):
-        pack(tmp_path / "none", tmp_path / "out")
-    (tmp_path / "in").mkdir()
-    with pytest.raises(DatasetError, match=r"holds no \.npy"):
-        pack(tmp_path / "in", tmp_path / "out")
-    with pytest.raises(ConfigError, match="float16, float32"):
-        pack(make(tmp_path / "in"), tmp_path / "out", dtype="bfloat16")
-    with open(os.fsencode(tmp_path / "in") + b"/\xff.npy", "wb"), pytest.raises(DatasetError, match="not UTF-8"):  # noqa: PTH123
-        pack(tmp_path / "in", tmp_path / "out")
+    os.mkfifo(make(tmp_path / "pipe") / "9.npy")
+    (tmp_path / "empty").mkdir()
+    for name, words in (
+        ("in", r"0\.npy frame 0 holds inf.*2 bad files.*no good file is left"),
+        ("none", "not a directory"), ("empty", r"holds no \.npy"), ("pipe", r"9\.npy is not a file"),
+    ):  # fmt: skip
+        with pytest.raises(DatasetError, match=words):
+            pack(tmp_path / name, tmp_path / "out", skip_bad=name == "in")
+    with open(os.fsencode(folder) + b"/\xff.npy", "wb"), pytest.raises(DatasetError, match="not UTF-8"):  # noqa: PTH123
+        pack(folder, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
@@ -293,7 +268,7 @@ for case in sys.argv[3:]:
             os.kill(child, signal.SIGKILL)
         assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGKILL, case
 """
-CASES = ["sync-1", "write-1", "written-5", "sync-12", "table-1", "tabled-1", "clock-100"]
+CASES = ["write-1", "written-5", "sync-12", "tabled-1", "clock-100"]
 
 
 @pytest.fixture(scope="module")
@@ -356,34 +331,6 @@ def test_a_file_that_changes_while_it_is_packed_is_an_error(tmp_path, monkeypatc
     assert not (tmp_path / "out").exists()
 
 
-def test_a_full_disk_keeps_what_is_there_for_a_resume(tmp_path, monkeypatch):
-    folder = make(tmp_path / "in", range(1, 30))
-    pack(folder, tmp_path / "whole", shard_bytes=SMALL)
-
-    def refuse(*_):
-        raise StorageError("items.json: no space is left")
-
-    with monkeypatch.context() as patch:
-        patch.setattr("brim.sequences.corpus.packing.write_items", refuse)
-        with pytest.raises(StorageError, match="no space"):
-            pack(folder, tmp_path / "out", shard_bytes=SMALL)
-    pack(folder, tmp_path / "out", shard_bytes=SMALL, resume=True)
-    assert files_of(tmp_path / "out") == files_of(tmp_path / "whole")
-
-
-def test_progress_is_told_while_a_write_hangs(tmp_path, monkeypatch):
-    told = []
-
-    def hang(*_):
-        before = len(told)
-        until(lambda: [progress.message for progress in told[before:]].count("finishing") >= 3)
-        return {}
-
-    monkeypatch.setattr("brim.sequences.corpus.packing.write_items", hang)
-    pack(make(tmp_path / "in"), tmp_path / "out", progress=told.append)
-    assert told[-1].done_bytes == told[-1].total_bytes == 48 * 12
-
-
 # Altered after packing
 
 
@@ -404,44 +351,30 @@ def edit_manifest(packed, **changes):
     (packed / "manifest.json").write_text(json.dumps({**manifest, **changes}))
 
 
-def test_a_flipped_byte_in_a_shard_is_found_by_verify(packed):
-    flip(packed / "shards" / "000000.safetensors")
-    with pytest.raises(ShardCorrupt, match=r"000000\.safetensors: checksum"):
+def cut(file):
+    file.write_bytes(file.read_bytes()[:-1])
+
+
+ALTERED = {
+    "shards/000000.safetensors": [
+        (flip, r"000000\.safetensors: checksum"),
+        (cut, "has .* bytes"),
+        (os.unlink, "is missing"),
+    ],
+    "items.json": [(flip, r"items\.json: checksum differs"), (os.unlink, r"items\.json is missing")],
+    "manifest.json": [(os.unlink, "no manifest")],
+}
+
+
+@pytest.mark.parametrize(("name", "change", "words"), [(name, *case) for name in ALTERED for case in ALTERED[name]])
+def test_a_damaged_or_missing_file_is_found(packed, name, change, words):
+    change(packed / name)
+    with pytest.raises((DatasetError, ShardCorrupt), match=words):
         Corpus.open(packed).verify()
 
 
-def test_missing_and_cut_shards_are_found_by_open(packed):
-    shard = packed / "shards" / "000000.safetensors"
-    content = shard.read_bytes()
-    shard.write_bytes(content[:-1])
-    with pytest.raises(ShardCorrupt, match=r"has .* bytes"):
-        Corpus.open(packed)
-    shard.unlink()
-    with pytest.raises(ShardCorrupt, match="is missing"):
-        Corpus.open(packed)
-
-
-def test_an_edited_or_missing_table_is_found_by_open(packed):
-    table = packed / "items.json"
-    table.write_text(table.read_text().replace("30", "31"))
-    with pytest.raises(DatasetError, match=r"items\.json: checksum differs"):
-        Corpus.open(packed)
-    table.unlink()
-    with pytest.raises(DatasetError, match=r"items\.json is missing"):
-        Corpus.open(packed)
-
-
 @pytest.mark.parametrize(
-    "changes",
-    [
-        {"kind": "rf"},
-        {"complete": False},
-        {"dim": 4},
-        {"dtype": "float16"},
-        {"table": None},
-        {"items": 47},
-        {"skipped": 3},
-    ],
+    "changes", [{"kind": "rf"}, {"complete": False}, {"dim": 4}, {"dtype": "float16"}, {"items": 47}, {"skipped": 3}]
 )
 def test_an_edited_manifest_is_found(packed, changes):
     edit_manifest(packed, **changes)
@@ -458,13 +391,6 @@ def test_a_large_corpus_is_stored_in_half_the_memory(tmp_path, monkeypatch):
     assert pack(folder, tmp_path / "small", resume=True).dtype == "float32"  # as it was begun
 
 
-def test_something_else_is_no_corpus(tmp_path):
-    with pytest.raises(DatasetError):
-        Corpus.open(tmp_path)
-    with pytest.raises(DatasetError):
-        Corpus.open(tmp_path / "none")
-
-
 # Reading
 
 
@@ -476,31 +402,9 @@ def test_a_corpus_reads_any_frames_of_all_sequences(packed):
         corpus.read(start, stop, out)
         assert torch.equal(out, every[start:stop])
     assert (corpus.num_items, corpus.num_frames, corpus.fields["label"].tolist()) == (4, 48, [-1] * 4)
-
-
-def test_rows_that_are_not_there_are_refused(packed):
-    corpus = Corpus.open(packed)
     for rows in ([], [4], [-1]):
         with pytest.raises(ConfigError):
             corpus.rows(rows)
-
-
-NAMES = ("frames", "length", "item", "label")
-
-
-@pytest.mark.parametrize("tier", ["ram", "window"])
-def test_padded_batches_hold_each_sequence_once(tmp_path, tier):
-    pack(make_sequences(tmp_path / "in", 20, 4, 3, mean_length=20), tmp_path / "out", shard_bytes=SMALL)
-    corpus = Corpus.open(tmp_path / "out")
-    seen = []
-    with RaggedResident(corpus, buckets=BucketConfig(batch_size=4), device=torch.device("cpu"), tier=tier) as r:
-        for batch in r.epoch(0):
-            for frames, length, item, number in zip(*map(batch.get, NAMES), strict=True):
-                assert torch.equal(frames[: int(length)].to(corpus.dtype), corpus.sequence(int(item)))
-                assert not frames[int(length) :].any()
-                assert number == corpus.labels[item]
-                seen.append(int(item))
-    assert sorted(seen) == list(range(20))
 
 
 # Made-up sequences
@@ -517,13 +421,3 @@ def test_made_up_sequences_are_the_same_for_a_seed_and_vary_in_length(tmp_path):
         make_sequences(first, 3)
     with pytest.raises(ConfigError, match="classes=0"):
         make_sequences(tmp_path / "c", classes=0)
-
-
-def test_the_class_of_made_up_sequences_can_be_learned(tmp_path):
-    pack(make_sequences(tmp_path / "in", 200, 16, 5), tmp_path / "out")
-    corpus = Corpus.open(tmp_path / "out")
-    spread = torch.stack([corpus.sequence(index).float().std(0) for index in range(200)])
-    train = torch.arange(200) % 10 < 7  # classes are in folders, so in order: take some of each
-    centres = torch.stack([spread[train & (corpus.labels == k)].mean(0) for k in range(5)])
-    guess = torch.cdist(spread[~train], centres).argmin(1)
-    assert (guess == corpus.labels[~train]).float().mean() > 0.8

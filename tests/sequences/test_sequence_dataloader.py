@@ -114,15 +114,6 @@ def test_a_packed_corpus_gives_what_its_files_give(folder, tmp_path):
         assert same(files.epoch(1), corpus.epoch(1))
 
 
-def test_files_of_integers_or_several_kinds_become_float32(tmp_path):
-    for index, kind in enumerate(("int16", "float16", "float64")):
-        np.save(tmp_path / f"{index}.npy", np.arange(6).reshape(3, 2).astype(kind))
-    with loader(SequenceFolder(tmp_path)) as source:
-        (batch,) = source.epoch(0)
-    assert batch["frames"].dtype == torch.float32
-    assert torch.equal(batch["frames"][2], torch.arange(6.0).reshape(3, 2))
-
-
 # Workers
 
 
@@ -135,18 +126,6 @@ def test_workers_give_the_same_batches_and_end_with_the_block(folder, tmp_path):
                 assert same(alone.epoch(number), source.epoch(number))
             assert len(multiprocessing.active_children()) == 1
             next(source.epoch(2))
-        assert multiprocessing.active_children() == []
-
-
-def test_workers_that_do_not_persist_end_with_their_epoch_even_a_broken_one(folder):
-    with loader(SequenceFolder(folder), num_workers=1, persistent_workers=False) as source:
-        for _ in source.epoch(0):
-            pass
-        assert multiprocessing.active_children() == []
-        epoch = source.epoch(1)
-        next(epoch)
-        assert len(multiprocessing.active_children()) == 1
-        epoch.close()
         assert multiprocessing.active_children() == []
 
 
@@ -240,18 +219,6 @@ def test_batches_on_their_way_fit_shared_memory(free_batches, workers, prefetch)
     fitted = dataloader._fit_shared(config, 1000, free)
     assert (fitted.num_workers, fitted.prefetch_factor) == (workers, prefetch)
     assert fitted.num_workers * (fitted.prefetch_factor + 1) <= free_batches
-
-
-@pytest.mark.parametrize("change", [{"batch_size": 0}, {"num_workers": -1}, {"prefetch_factor": 0}])
-def test_settings_that_cannot_work_are_refused(change):
-    (name,) = change
-    with pytest.raises(ConfigError, match=f"{name}={change[name]} must be at least"):
-        LoaderConfig(**change)
-
-
-def test_rows_that_are_not_there_are_refused(folder):
-    with pytest.raises(ConfigError, match="from 0 to 19"):
-        loader(SequenceFolder(folder), rows=[20])
 
 
 # Training

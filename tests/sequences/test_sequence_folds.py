@@ -211,6 +211,8 @@ def test_numbers_are_recognised_and_digits_are_classes(corpus):
     for count, numbers in ((9, False), (10, True)):
         data.columns["few"] = tuple(f"{row % count}.5" for row in range(36))
         assert (data.with_labels("few").targets is not None) == numbers
+    data.columns["few"] = tuple(str(row) for row in range(36))
+    assert data.with_labels("few").targets is None
     back = data.with_labels("mood").with_labels("label")
     assert (back.classes, back.labels.tolist()) == (data.classes, data.labels.tolist())
 

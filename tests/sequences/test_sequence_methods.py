@@ -67,6 +67,8 @@ def test_rocket_is_trained_scored_and_read_back(rocket_run, corpus):
     assert isinstance(load_run(run).module, Rocket)
     names = [row.model for row in report.comparison]
     assert {"rocket", "statistics", "majority class"} <= set(names)
+    defaults = SequenceTraining(mode="supervised", batch_size=8)
+    assert (defaults.resolved_method, replace(defaults, batch_size=64).resolved_method) == ("cnn_lstm", "auto")
     assert report.as_dict()["comparison"][0]["model"] == "rocket"
     again = train(corpus, run, SequenceTraining(mode="supervised", method="rocket"), resume=True)
     assert replace(again, spent=None) == replace(report, spent=None)
@@ -105,14 +107,7 @@ def test_an_ensemble_averages_rocket_and_networks(corpus, tmp_path):
     assert evaluate(tmp_path / "run", corpus, device="cpu").accuracy == report.scores["accuracy"]
 
 
-def test_settings_of_the_network_mean_the_network():
-    assert SequenceTraining(mode="supervised").resolved_method == "auto"
-    assert SequenceTraining(mode="supervised", classifier_epochs=15).resolved_method == "cnn_lstm"
-    assert SequenceTraining(mode="supervised", batch_size=8).resolved_method == "cnn_lstm"
-    assert SequenceTraining(mode="supervised", batch_size=8, method="rocket").resolved_method == "rocket"
-
-
-@pytest.mark.parametrize(("length", "stride"), [(40, 1), (250, 1), (1500, 6), (100_000, 400)])
+@pytest.mark.parametrize(("length", "stride"), [(250, 1), (251, 2), (100_000, 400)])
 def test_the_lstm_sees_at_most_250_steps(length, stride):
     class Data:
         targets, lengths = None, torch.full((10,), length)
@@ -122,10 +117,7 @@ def test_the_lstm_sees_at_most_250_steps(length, stride):
     own = prepare(SequenceTraining(mode="supervised", classifier_epochs=3), Data(), 400)
 
     assert (used.model.stride, used.model.channels, used.budget) == (stride, 384, None)
-    assert few.model.channels < 384  # few sequences have a small network, and a time for it
     assert few.model.stride == -(-length // 100)
-    assert few.budget is not None
-    assert few.batch_size == 32
     assert (own.model.channels, own.learning_rate) == (384, 1e-3)  # its settings are given
 
 
@@ -226,10 +218,3 @@ def test_without_labels_the_best_clusters_are_kept(corpus, tmp_path, labelled):
     network = replace(SequenceTraining(), mode="supervised", classifier_epochs=1, encoder=str(tmp_path / "run"))
     if labelled:  # its encoder can be used, whichever clusters were kept
         assert train(data, tmp_path / "next", network, device="cpu").model == "cnn_lstm"
-
-
-def test_without_labels_rocket_needs_no_network(corpus, tmp_path):
-    report = train(corpus, tmp_path / "run", SequenceTraining(method="rocket"), device="cpu")
-
-    assert report.model in ("rocket clusters", "statistics clusters")
-    assert [phase.phase for phase in report.phases] == ["rocket"]

@@ -11,8 +11,7 @@ import pytest
 import torch
 
 from brim.engine.batching.servable import Answer, Payload
-from brim.engine.batching.warm_up import warm_up
-from brim.errors import CheckpointError, DatasetError, UnsupportedType
+from brim.errors import DatasetError, UnsupportedType
 from brim.sequences.batches import SequenceBatches
 from brim.sequences.config import SequenceTraining
 from brim.sequences.corpus import open_sequences
@@ -111,16 +110,6 @@ def test_a_batch_answers_as_each_alone(made, servable):
         assert json.loads(found.body)["probabilities"] == pytest.approx(alone, abs=5e-6)
 
 
-@pytest.mark.parametrize("dtype", ["<f2", ">f4", "<f8", "i1", "<u2"])
-@pytest.mark.parametrize("order", ["C", "F"])
-def test_any_numbers_are_read(servable, dtype, order):
-    values = np.random.default_rng(0).integers(0, 50, (20, 8))
-
-    found = run(servable, [Payload(npy(np.array(values, dtype, order=order)), "a"), Payload(npy(values * 1.0), "b")])
-
-    assert found[0].body == found[1].body
-
-
 def test_memory_of_a_payload_may_be_used_again(servable):
     data = bytearray(npy(np.random.default_rng(0).random((20, 8), np.float32)))
     item = servable.decode(Payload(memoryview(data), "a"))
@@ -133,50 +122,37 @@ def test_memory_of_a_payload_may_be_used_again(servable):
 # What is refused
 
 
-@pytest.mark.parametrize("data", [b"", b"x", b"\x89PNG\r\n\x1a\n" + bytes(50), b"\x93NUMP"])
-def test_what_is_no_npy_is_of_no_type_we_read(servable, data):
-    with pytest.raises(UnsupportedType, match=r"^a\.txt is not an \.npy file"):
-        servable.inspect(Payload(data, "a.txt"))
+REFUSED = [
+    (npy(np.zeros((5, 9), np.float32)), "9 features.*trained on 8"),
+    (npy(np.array([[{}] * 8]), allow_pickle=True), "Python objects"),
+    (npy(np.zeros((5, 8), np.float32))[:-1], "truncated"),
+]
 
 
-@pytest.mark.parametrize(
-    ("data", "fault"),
-    [
-        (npy(np.zeros((5, 9), np.float32)), "9 features.*trained on 8"),
-        (npy(np.zeros(5, np.float32)), r"shape \[5\]"),
-        (npy(np.zeros((0, 8), np.float32)), "at least one frame"),
-        (npy(np.zeros((5, 8), complex)), "complex"),
-        (npy(np.array([[{}] * 8]), allow_pickle=True), "Python objects"),
-        (npy(np.zeros((5, 8), np.float32))[:-1], "truncated"),
-        (b"\x93NUMPY\x01\x00v\x00{'descr': __import__('os')}", r"not an \.npy file"),
-    ],
-)
+@pytest.mark.parametrize(("data", "fault"), REFUSED)
 def test_a_header_that_cannot_be_used_is_refused_at_once(servable, data, fault):
     for step in (servable.inspect, servable.decode):
         with pytest.raises(DatasetError, match=rf"^a\.npy .*{fault}"):
             step(Payload(data, "a.npy"))
 
 
-@pytest.mark.parametrize("bad", [np.nan, np.inf])
-def test_frames_that_are_no_numbers_are_refused(servable, bad):
+def test_values_that_are_or_become_no_numbers_and_other_files_are_refused(servable):
     values = np.zeros((5, 8), np.float32)
-    values[3, 2] = bad
+    values[3, 2] = np.nan
+    large = servable.decode(Payload(npy(np.full((5, 8), 1e38, np.float32)), "a.npy"))
 
-    with pytest.raises(DatasetError, match=r"a\.npy frame 3 holds (nan|inf)"):
+    with pytest.raises(UnsupportedType, match=r"^a\.txt is not an \.npy file"):
+        servable.inspect(Payload(b"\x89PNG\r\n\x1a\n", "a.txt"))
+    with pytest.raises(DatasetError, match=r"a\.npy frame 3 holds nan"):
         servable.decode(Payload(npy(values), "a.npy"))
-
-
-def test_values_that_overflow_the_network_are_refused(servable):
-    item = servable.decode(Payload(npy(np.full((5, 8), 1e38, np.float32)), "a.npy"))
-
     with pytest.raises(DatasetError, match=r"a\.npy is not finite"):
-        servable.finish(item, [torch.full((3,), torch.nan)])
+        servable.finish(large, [torch.full((3,), torch.nan)])
 
 
 # Shapes
 
 
-@pytest.mark.parametrize("length", [1, 16, 17, 24, 25, 100, 1000])
+@pytest.mark.parametrize("length", [1, 17, 1000])
 def test_the_header_tells_what_decoding_finds(servable, length):
     payload = Payload(npy(np.zeros((length, 8), np.float32)), "a")
 
@@ -187,10 +163,7 @@ def test_the_header_tells_what_decoding_finds(servable, length):
 
 
 def test_lengths_are_few_and_not_far_above():
-    lengths = range(1, 5000)
-
-    assert all(length <= padded(length) <= max(16, 1.5 * length) for length in lengths)
-    assert len({padded(length) for length in lengths}) < 20
+    assert [padded(length) for length in (1, 16, 17, 24, 25, 33, 49, 1000)] == [16, 16, 24, 24, 32, 48, 64, 1024]
 
 
 def test_long_sequences_run_in_smaller_batches(servable, monkeypatch):
@@ -203,20 +176,6 @@ def test_long_sequences_run_in_smaller_batches(servable, monkeypatch):
 
 
 # Loading
-
-
-def test_warming_up_times_the_sizes(made):
-    servable = ClassifyServable(made / "committee", CPU)
-
-    warmed = warm_up(servable, CPU, servable._lock)
-
-    assert warmed.sizes[0] == 1
-    assert all(warmed.expected_s[size] > 0 for size in warmed.sizes)
-
-
-def test_a_run_that_is_none_is_an_error(tmp_path):
-    with pytest.raises(CheckpointError):
-        ClassifyServable(tmp_path, CPU)
 
 
 def test_nothing_is_left_of_a_model_that_is_closed(made):
