@@ -1,6 +1,5 @@
 """Rocket features against their definitions, alone and in batches; the head against plain ridge regressions."""
 
-import pkgutil
 from itertools import combinations
 
 import numpy as np
@@ -274,24 +273,6 @@ def test_of_a_long_sequence_hydra_sees_some_frames(monkeypatch):
     np.testing.assert_array_equal(found[0].numpy(), slow_hydra(hydra, sequences[0], stride=3))
 
 
-def test_small_operations_wait_for_no_other_core(monkeypatch):
-    """On a busy machine Hydra's took 40 times as long, spinning, where torch divided each among the cores."""
-    seen = []
-    features = RocketFeatures.fit(ragged([40] * 9, 2), torch.zeros(2), torch.ones(2), 400)
-    for place in ("hydra.Hydra._of_block", "model.summary"):
-        name = f"brim.sequences.rocket.{place}"
-        own = pkgutil.resolve_name(name)
-        monkeypatch.setattr(name, lambda *given, own=own: seen.append(torch.get_num_threads()) or own(*given))
-    torch.set_num_threads(2)
-    try:
-        features.of(ragged([40] * 9, 2), torch.device("cpu"))
-        assert torch.get_num_threads() == 2
-    finally:
-        torch.set_num_threads(1)
-
-    assert set(seen) == {1}
-
-
 # Fitting
 
 
@@ -420,15 +401,6 @@ def test_numbers_are_predicted():
     error = fit.predict(others)[:, 0] - (truth * 2.5 - 1)
 
     assert float(error.square().mean()) < 0.1 * float((truth * 2.5).var())
-
-
-def test_a_model_is_read_back_to_the_bit():
-    sequences, labels = waves(12)
-    module = fit_rocket(sequences, labels, num_features=200).module
-
-    again = Rocket.from_tensors({name: tensor.clone() for name, tensor in module.tensors().items()})
-
-    assert torch.equal(again.predict_proba(sequences), module.predict_proba(sequences))
 
 
 def test_more_sequences_than_memory_allows_are_fitted_in_one_pass(monkeypatch):

@@ -1,5 +1,5 @@
-import tempfile
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -29,10 +29,6 @@ from brim.sequences.model.lstm import BiLstm
 torch.set_num_threads(1)
 CPU = torch.device("cpu")
 MODEL = SequenceConfig(dim=5, channels=8, kernel=3, hidden=4, attention=4, embedding=4)
-NAMES = [
-    START, "batch 64", "workers", "prefetch", "persistent, pinned, non-blocking", "mixed precision", "cuDNN autotuner",
-    "set_to_none", "packed corpus", "device augmentation", "buckets", "resident tier", "compile/graphs",
-]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -43,36 +39,7 @@ def corpus(tmp_path_factory):
     return folder / "corpus"
 
 
-@pytest.fixture(scope="module")
-def measured(corpus, tmp_path_factory):
-    told, place = [], tmp_path_factory.mktemp("place")
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(tempfile, "tempdir", str(place))
-        patched.setattr(ablation, "WARM_STEPS", {"cpu": 1})
-        patched.setattr(ablation, "HELD", {"cpu": 1})
-        patched.setattr(ablation, "worker_count", lambda: 1)
-        patched.setattr(torch, "compile", None)  # the step says so and goes on: compiling takes half a minute
-        found = ablate(corpus, steps=2, device="cpu", model=MODEL, cap_s=0.2, progress=told.append)
-    return found, told, list(place.glob("brim-*"))
-
-
 # The whole
-
-
-@pytest.mark.long
-def test_every_step_is_measured_in_order(measured):
-    found, *_ = measured
-    assert [step.name for step in found.steps] == NAMES
-    assert [step.verdict for step in found.steps].count("start") == 1
-    for step in found.steps:
-        assert step.samples_per_s > 0
-        assert 0 < step.busy_share <= 1
-        assert step.ceiling_share > 0  # how much is the machine's business, and of who else is on it
-        assert step.peak_bytes > 10e6
-    assert any("unpacked from the corpus, as float32" in note for note in found.notes)
-    assert found.notes[-1].startswith("measured again at the end, the first configuration differed by")
-    assert found.steps[-1].note == "not possible here: eager"
-    assert found.steps[6].verdict == "no difference"  # cuDNN is not on a CPU
 
 
 def test_the_table_and_the_plot_show_what_made_no_difference(tmp_path):
@@ -195,4 +162,34 @@ def test_a_difference_has_to_be_greater_than_the_noise(before, after, verdict):
     assert judge(before, after) == verdict
 
 
-# What cannot work
+def test_the_optimisations_are_switched_on_one_after_another():
+    setup = LoopSetup()
+    for _, change, _ in ablation._plan(CPU):
+        setup = replace(setup, **change)
+
+    assert [name for name, *_ in ablation._plan(CPU)][::4] == [
+        START,
+        "persistent, pinned, non-blocking",
+        "packed corpus",
+        "compile/graphs",
+    ]
+    on = dict.fromkeys(("packed", "device_augmentation", "buckets", "resident", "compiled", "set_to_none"), True)
+    assert setup == replace(setup, batch_size=64, persistent=True, autotuner=True, **on)
+
+
+def test_a_step_is_judged_by_sequences_per_second_against_the_one_before_that_fitted():
+    lengths = torch.tensor([10, 30, 1000])
+    data = SimpleNamespace(corpus=SimpleNamespace(lengths=lengths), rows=torch.tensor([0, 1]))
+    bench = ablation._Bench(data=data, model=MODEL, device=CPU, seed=0, steps=1, cap_s=1.0, progress=None, drift=0.05)
+    loops = [
+        rates and ablation._Measurement([float(rate) for rate in rates], 0.9, 0.5, 7, "")
+        for rates in ([200, 400, 100], None, [400, 400, 400, 400], [410, 410, 410, 410])
+    ]
+
+    steps = list(bench._judged([(name, {}, "") for name in "abcd"], loops))
+
+    assert [step.samples_per_s for step in steps] == [10, None, 20, 20.5]  # medians of frames over 20 frames each
+    assert [step.change for step in steps] == [None, None, 2, pytest.approx(1.025)]
+    assert [step.verdict for step in steps] == ["start", "did not fit", "no difference", "no difference"]
+    bench.drift = 0.0
+    assert list(bench._judged([("c", {}, ""), ("d", {}, "")], loops[2:]))[1].verdict == "faster"

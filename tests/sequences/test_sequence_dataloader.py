@@ -1,4 +1,3 @@
-import itertools
 import multiprocessing
 import os
 import signal
@@ -10,17 +9,14 @@ import numpy as np
 import pytest
 import torch
 
-from brim.engine.config import BucketConfig, TrainConfig
-from brim.engine.training.trainer import train
+from brim.engine.config import BucketConfig
 from brim.errors import ConfigError, DatasetError
 from brim.sequences.batches import dataloader
 from brim.sequences.batches.dataloader import SequenceLoader
-from brim.sequences.config import Augmentation, LoaderConfig, SequenceConfig
+from brim.sequences.config import Augmentation, LoaderConfig
 from brim.sequences.corpus import Corpus, SequenceFolder, open_sequences
 from brim.sequences.corpus.packing import pack
 from brim.sequences.corpus.synthetic import make_sequences
-from brim.sequences.model.network import Classifier, Encoder
-from brim.sequences.training.objectives import classification_loss
 from waiting import PATIENCE_S, until
 
 torch.set_num_threads(1)
@@ -188,28 +184,6 @@ def test_no_worker_outlives_its_training_process(folder, tmp_path):
     until(lambda: not worker.exists())
 
 
-def test_a_new_epoch_ends_the_one_before(folder):
-    with loader(SequenceFolder(folder)) as source:
-        first = source.epoch(0)
-        next(first)
-        assert len(list(source.epoch(1))) == 3
-        with pytest.raises(RuntimeError, match="another epoch began"):
-            next(first)
-        last = source.epoch(2)
-    with pytest.raises(RuntimeError, match="was closed"):
-        next(last)
-    with pytest.raises(RuntimeError, match="inside its with block"):
-        source.epoch(0)
-
-
-def test_more_workers_than_cores_are_not_started(folder, caplog, monkeypatch):
-    monkeypatch.setattr(dataloader, "worker_count", lambda: 2)
-    with caplog.at_level("WARNING", "brim"):
-        source = loader(SequenceFolder(folder), num_workers=64)
-    assert source.config.num_workers == 2
-    assert "num_workers=64 is more than the 2 cores" in caplog.text
-
-
 @pytest.mark.parametrize(
     ("free_batches", "workers", "prefetch"), [(100, 4, 6), (16, 4, 3), (8, 4, 1), (4, 2, 1), (1, 0, 6)]
 )
@@ -222,19 +196,3 @@ def test_batches_on_their_way_fit_shared_memory(free_batches, workers, prefetch)
 
 
 # Training
-
-
-def test_the_trainer_learns_from_it_and_leaves_its_random_numbers_alone(folder, tmp_path):
-    config = SequenceConfig(dim=6, channels=8, hidden=4, attention=4, embedding=4)
-
-    def weights(name, num_workers):
-        torch.manual_seed(0)
-        module = Classifier(Encoder(config), 2)
-        recipe = TrainConfig(epochs=2, tensorboard=False, measure_ceiling=False)
-        with loader(SequenceFolder(folder), num_workers=num_workers, augmentation=Augmentation()) as source:
-            report = train(module, classification_loss, source, config=recipe, out=tmp_path / name, device="cpu")
-        assert (report.tier, report.steps) == ("loader", 6)
-        return itertools.chain(module.state_dict().values())
-
-    pairs = zip(weights("alone", 0), weights("worker", 1), strict=True)
-    assert all(torch.equal(one, other) for one, other in pairs)

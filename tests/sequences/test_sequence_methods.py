@@ -180,10 +180,10 @@ def test_numbers_are_predicted_by_rocket_and_networks(tmp_path):
         torch.tensor([0.0, 2.0]), torch.tensor([2.0, 2.0]), torch.tensor([1.0, 3.0])
     )
     assert (share, gain.tolist(), score) == (0.5, [1.0, 0.0], 0.0)  # of the network, half
-    module = RocketBlend(load_run(tmp_path / "run").module, load_run(tmp_path / "network").module, share)
+    module = RocketBlend(load_run(tmp_path / "run").module, load_run(tmp_path / "network").module, 0.25)
     frames = torch.from_numpy(np.load(tmp_path / "npy/000.npy"))[None]
     parts = [one(frames, torch.tensor([frames.shape[1]])) for one in (module, module.rocket, module.network)]
-    torch.testing.assert_close(parts[0], (parts[1] + parts[2]) / 2)
+    torch.testing.assert_close(parts[0], 0.75 * parts[1] + 0.25 * parts[2])
 
 
 def test_numbers_that_cannot_be_predicted_are_said(tmp_path):

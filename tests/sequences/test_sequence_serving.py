@@ -1,6 +1,5 @@
 """Requests for classes: what `evaluate` predicts, whatever else is in the batch."""
 
-import gc
 import io
 import json
 from dataclasses import replace
@@ -20,7 +19,6 @@ from brim.sequences.corpus.synthetic import make_sequences
 from brim.sequences.evaluation.encode import encode
 from brim.sequences.evaluation.runs import load_run
 from brim.sequences.evaluation.serving import ClassifyServable, padded
-from brim.sequences.model.network import Classifier, Committee
 from brim.sequences.training.run import train
 
 torch.set_num_threads(1)  # small batches: a second thread only competes
@@ -176,18 +174,3 @@ def test_long_sequences_run_in_smaller_batches(servable, monkeypatch):
 
 
 # Loading
-
-
-def test_nothing_is_left_of_a_model_that_is_closed(made):
-    def num() -> int:
-        gc.collect()
-        return sum(type(each) in (Classifier, Committee) for each in gc.get_objects())
-
-    before = num()
-    servable = ClassifyServable(made / "committee", CPU)
-    run(servable, payloads_of(made)[:2])
-    assert num() > before
-
-    servable.close()
-
-    assert num() == before

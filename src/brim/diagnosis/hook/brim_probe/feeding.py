@@ -99,8 +99,8 @@ def _note(clock: StepClock, iterator: Any, batch: Any) -> None:
             facts["row_bytes"] = sum(t.numel() * t.element_size() for t in tensors(batch)) / size
     clock.facts["last_dataset"] = id(iterator._dataset)
     clock.batches += 1
-    if not clock.evaluations:
-        clock.samples = clock.samples + size if clock.batches > 1 else size
+    evaluated = clock.evaluations and "backward" not in clock.parts  # what came so far was not trained on
+    clock.samples = size if clock.batches == 1 or evaluated else clock.samples + size
 
 
 def _facts(clock: StepClock, iterator: Any) -> dict[str, Any]:
