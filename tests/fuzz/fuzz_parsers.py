@@ -5,12 +5,10 @@ A new parser is one more entry in PARSERS.
 
 import asyncio
 import csv
-import importlib
 import io
 import json
 import random
 import struct
-import sys
 import tarfile
 import tempfile
 import wave
@@ -181,18 +179,6 @@ def npy_files() -> list[bytes]:
         files.append(out.getvalue())
     np.lib.format.write_array(out := io.BytesIO(), np.ones((2, 3), np.float32), version=(2, 0))
     return [*files, out.getvalue()]
-
-
-def read_ts(data: bytes) -> object:
-    """That of the benchmark on real sequences."""
-    return _benchmark().read_ts(file_of(data, "series.ts"))
-
-
-@cache
-def _benchmark() -> Any:
-    file = Path(__file__).parents[2] / "benchmarks/bench_sequence_real.py"
-    sys.path.insert(0, str(file.parent))
-    return importlib.import_module(file.stem)
 
 
 def tables() -> list[bytes]:
@@ -494,8 +480,6 @@ PARSERS = (
            tokens=(b"\r\n", b"--boundary", b"--boundary--", b"..", b"/", b"\0", "ü".encode() * 150, b'filename="')),
     Parser(name="events", seeds=lambda: EVENTS, call=lambda data: list(read_events(io.BytesIO(data))),
            tokens=(b"data: {}\n\n", b"\n\n", b"\r", b":", b"id", b"data: [1]\n\n", b"data: \xff\n\n")),
-    Parser(name=".ts", seeds=lambda: [b"@data\n1.0,2.0:3,4:a\n# x\n5:6:b\n"], call=read_ts, errors=(ValueError,),
-           weight=0.3, tokens=(b":", b",", b"nan", b"?", b"\x0b")),
     Parser(name="archive .ts", seeds=lambda: TS_FILES, weight=0.7,
            call=lambda data: parse_archive(data.decode("utf-8", "replace"), "a.ts", ".ts"),
            tokens=(b":", b",", b"nan", b"?", b"@data\n", b"(1,2)", b"@timeStamps true\n", b"1e999", b"#")),

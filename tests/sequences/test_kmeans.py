@@ -2,7 +2,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from brim.engine.device.devices import stream
+from brim.engine.device import stream
 from brim.sequences.evaluation.scores import cluster_scores
 from brim.sequences.training import kmeans as module
 from brim.sequences.training.kmeans import kmeans

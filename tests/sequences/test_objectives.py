@@ -3,10 +3,11 @@ import math
 import pytest
 import torch
 
-from brim.engine.device.devices import stream
+from brim.engine.device import stream
+from brim.sequences import Augmentation, Classifier, Encoder, SequenceConfig
 from brim.sequences.batches.augmentation import two_views
-from brim.sequences.config import Augmentation, SelfConfig, SequenceConfig
-from brim.sequences.model.network import Classifier, Encoder, frame_mask
+from brim.sequences.config import SelfConfig
+from brim.sequences.model import frame_mask
 from brim.sequences.training.objectives import (
     SelfSupervised,
     class_weights,

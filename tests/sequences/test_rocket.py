@@ -8,7 +8,7 @@ import torch
 from scipy.optimize import minimize_scalar
 
 from brim.errors import ConfigError
-from brim.sequences.config import SequenceConfig
+from brim.sequences import SequenceConfig
 from brim.sequences.model import Classifier, Encoder
 from brim.sequences.rocket import MiniRocket, Rocket, RocketBlend, RocketFeatures, fit_rocket
 from brim.sequences.rocket.fit import calibrate, mixture, principal_axes
@@ -203,8 +203,8 @@ def test_what_passes_by_once_is_fitted_as_in_memory(monkeypatch):
     assert streamed.rows.tolist() == list(range(1, 64, 8))
 
 
-@pytest.mark.parametrize("best", [one for one in PENALTIES if one >= 1e-4])
 @pytest.mark.parametrize("least", [0.0, 0.05])
+@pytest.mark.parametrize("best", [1e-4, 1e-2, 10.0])
 def test_the_best_penalty_is_found_with_few_fits(best, least):
     fitted = []
 
@@ -420,11 +420,8 @@ def test_more_sequences_than_memory_allows_are_fitted_in_one_pass(monkeypatch):
     ("change", "sentence"),
     [
         (lambda s, y: (s, y * 0), "at least two classes"),
-        (lambda s, y: (s[:1], y[:1]), "expected at least 2"),
         (lambda s, y: ([*s[:-1], s[-1] * np.nan], y), "NaN or Inf"),
         (lambda s, y: ([*s[:-1], s[-1][:, :1]], y), "expected (T, 2)"),
-        (lambda s, y: ([*s[:-1], s[-1][:0]], y), "T at least 1"),
-        (lambda s, y: (s, y[:-1]), "labels for"),
     ],
 )
 def test_what_cannot_be_fitted_is_said(change, sentence):

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import torch
 
-from brim.errors import StorageError
+from brim.sequences import Corpus, SequenceConfig, make_sequences, pack
 from brim.sequences.ablation import run as ablation
 from brim.sequences.ablation.loop import (
     AblationData,
@@ -19,12 +19,8 @@ from brim.sequences.ablation.loop import (
 from brim.sequences.ablation.plot import plot
 from brim.sequences.ablation.report import Ablation, AblationStep, judge
 from brim.sequences.ablation.run import START, ablate
-from brim.sequences.config import SequenceConfig
-from brim.sequences.corpus.folder import SequenceFolder
-from brim.sequences.corpus.packed import Corpus
-from brim.sequences.corpus.packing import pack
-from brim.sequences.corpus.synthetic import make_sequences
-from brim.sequences.model.lstm import BiLstm
+from brim.sequences.corpus import SequenceFolder
+from brim.sequences.model import BiLstm
 
 torch.set_num_threads(1)
 CPU = torch.device("cpu")
@@ -134,17 +130,6 @@ def test_the_hand_written_loop_learns(corpus, setup):
 
     losses = [float(step(fed())) for _ in range(60)]
     assert sum(losses[-5:]) < 0.97 * sum(losses[:5])
-
-
-def test_a_bound_of_files_chooses_some_sequences(corpus):
-    opened = Corpus.open(corpus)
-    every = ablation._rows_to_unpack(opened, 1 << 30, 0)
-    assert every.tolist() == list(range(80))
-    some = ablation._rows_to_unpack(opened, 50_000, 0)
-    assert 0 < len(some) < 20
-    assert some.tolist() == sorted(some.tolist())
-    with pytest.raises(StorageError, match="set TMPDIR"):
-        ablation._rows_to_unpack(opened, 100, 0)
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from brim.engine.device.devices import stream
+from brim.engine.device import stream
+from brim.sequences import Augmentation
 from brim.sequences.batches.augmentation import (
     add_noise,
     augment,
@@ -14,8 +15,7 @@ from brim.sequences.batches.augmentation import (
     span_mask,
     two_views,
 )
-from brim.sequences.config import Augmentation
-from brim.sequences.model.network import frame_mask
+from brim.sequences.model import frame_mask
 
 CPU = torch.device("cpu")
 NONE = Augmentation(crop=0, noise=0, time_masks=0, feature_masks=0)

@@ -11,12 +11,11 @@ import torch
 
 from brim.engine.config import BucketConfig
 from brim.errors import ConfigError, DatasetError
+from brim.sequences import Augmentation, Corpus, make_sequences, pack
 from brim.sequences.batches import dataloader
 from brim.sequences.batches.dataloader import SequenceLoader
-from brim.sequences.config import Augmentation, LoaderConfig
-from brim.sequences.corpus import Corpus, SequenceFolder, open_sequences
-from brim.sequences.corpus.packing import pack
-from brim.sequences.corpus.synthetic import make_sequences
+from brim.sequences.config import LoaderConfig
+from brim.sequences.corpus import SequenceFolder, open_sequences
 from waiting import PATIENCE_S, until
 
 torch.set_num_threads(1)
@@ -82,21 +81,23 @@ def test_an_epoch_goes_on_from_any_batch(folder):
 
 
 def test_rows_fields_and_a_fixed_order_can_be_chosen(folder):
-    sequences = SequenceFolder(folder)
-    fields = {"target": torch.arange(20) * 10}
-    with loader(sequences, rows=[3, 9, 4], fields=fields, shuffle=False) as source:
-        (batch,) = source.epoch(5)
-    assert (source.num_items, source.num_batches, source.batch_size) == (3, 1, 3)
-    assert batch["item"].tolist() == [3, 9, 4]
-    assert batch["target"].tolist() == [30, 90, 40]
+    rows, fields = [3, 9, 4, 0, 17, 8, 1, 12], {"target": torch.arange(20) * 10}
+    with loader(SequenceFolder(folder), rows=rows, fields=fields, shuffle=False, augmentation=Augmentation()) as source:
+        (batch,), (other,) = list(source.epoch(5)), list(source.epoch(6))
+    assert (source.num_items, source.num_batches, source.batch_size) == (8, 1, 8)
+    assert batch["item"].tolist() == rows
+    assert batch["target"].tolist() == [10 * row for row in rows]
     assert "label" not in batch
+    assert not torch.equal(batch["length"], other["length"])  # each epoch is augmented anew
 
 
-def test_buckets_give_batches_of_similar_lengths(folder):
+def test_buckets_give_batches_of_similar_lengths_and_padding_is_counted(folder):
     sequences = SequenceFolder(folder)
     with loader(sequences) as plain, loader(sequences, buckets=BucketConfig(batch_size=4, multiple=8)) as source:
         batches = list(source.epoch(0))
         assert source.padding_share < plain.padding_share
+        frames = sum(batch["frames"][..., 0].numel() for batch in plain.epoch(0))
+        assert plain.padding_share == pytest.approx(1 - int(sequences.lengths.sum()) / frames)
     assert sorted(torch.cat([batch["item"] for batch in batches]).tolist()) == list(range(20))
     assert {batch["frames"].shape[1] % 8 for batch in batches} == {0}
 
@@ -108,6 +109,15 @@ def test_a_packed_corpus_gives_what_its_files_give(folder, tmp_path):
     assert isinstance(open_sequences(folder), SequenceFolder)
     with loader(SequenceFolder(folder)) as files, loader(packed) as corpus:
         assert same(files.epoch(1), corpus.epoch(1))
+
+
+def test_files_of_integers_or_several_kinds_become_float32(tmp_path):
+    for index, kind in enumerate(("int16", "float16", "float64")):
+        np.save(tmp_path / f"{index}.npy", np.arange(6).reshape(3, 2).astype(kind))
+    with loader(SequenceFolder(tmp_path)) as source:
+        (batch,) = source.epoch(0)
+    assert batch["frames"].dtype == torch.float32
+    assert torch.equal(batch["frames"][2], torch.arange(6.0).reshape(3, 2))
 
 
 # Workers

@@ -8,11 +8,10 @@ import pytest
 import torch
 
 from brim.errors import BrimError
-from brim.sequences import Corpus, pack
-from brim.sequences.config import EncoderShape, SourceConfig
-from brim.sequences.corpus import open_sequences
+from brim.sequences import Corpus, EncoderShape, pack
+from brim.sequences.config import SourceConfig
+from brim.sequences.corpus import SequenceFolder, open_sequences
 from brim.sequences.corpus.archives import parse_archive
-from brim.sequences.corpus.folder import SequenceFolder
 
 SMALL = EncoderShape(channels=8, hidden=8, attention=8, embedding=8, layers=1)
 
@@ -215,6 +214,8 @@ def test_an_npz_file_holds_sequences_or_stacks_of_them(tmp_path):
     np.testing.assert_array_equal(frames(stacked, "stack.npz/000004"), stack[4])
     assert stacked.label_names() == list("010101")
     assert stacked.columns["speaker"] == ("s1", "s1", "s2", "s2", "s3", "s3")
+    other, _ = packed(tmp_path / "stack.npz", tmp_path / "4", label="speaker")
+    assert (other.classes, other.columns["label"]) == (("s1", "s2", "s3"), tuple("010101"))
     assert parts.ids[0] == "parts.npz/X_test/000000"
     assert parts.split == ("test", "test", "train", "train")
     assert parts.label_names() == ["1", "0", "0", "1"]

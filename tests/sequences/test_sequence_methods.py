@@ -13,13 +13,10 @@ import torch
 
 from brim.engine.batching import Payload
 from brim.errors import CheckpointError
-from brim.sequences.config import SequenceTraining
-from brim.sequences.corpus.packing import pack
-from brim.sequences.evaluation import evaluate, load_run
+from brim.sequences import SequenceTraining, evaluate, load_run, pack, train
 from brim.sequences.evaluation.serving import ClassifyServable
 from brim.sequences.rocket import Rocket, RocketBlend
 from brim.sequences.training.methods import _compare_numbers, prepare
-from brim.sequences.training.run import train
 
 torch.set_num_threads(1)
 
@@ -72,19 +69,6 @@ def test_rocket_is_trained_scored_and_read_back(rocket_run, corpus):
     assert report.as_dict()["comparison"][0]["model"] == "rocket"
     again = train(corpus, run, SequenceTraining(mode="supervised", method="rocket"), resume=True)
     assert replace(again, spent=None) == replace(report, spent=None)
-
-
-def test_rocket_is_served(rocket_run, corpus):
-    run, _ = rocket_run
-    servable = ClassifyServable(run, torch.device("cpu"))
-    file = next((corpus.parent / "npy").glob("*.npy"))
-
-    item = servable.decode(Payload(file.read_bytes(), file.name))
-    (probability,) = servable.collect(servable.forward(item.parts))
-
-    frames = torch.from_numpy(np.load(file))
-    expected = load_run(run).module(frames[None], torch.tensor([len(frames)])).exp()[0]
-    torch.testing.assert_close(probability, expected, rtol=1e-4, atol=1e-5)
 
 
 def test_an_encoder_is_not_taken_from_rocket(rocket_run, corpus, tmp_path):

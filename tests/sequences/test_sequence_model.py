@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from brim.sequences.config import SequenceConfig
-from brim.sequences.model.brought import BroughtClassifier
-from brim.sequences.model.network import AttentionPool, Classifier, Encoder, frame_mask
+from brim.sequences import Classifier, Encoder, SequenceConfig
+from brim.sequences.model import BroughtClassifier, frame_mask
+from brim.sequences.model.network import AttentionPool
 
 SMALL = SequenceConfig(dim=12, channels=16, hidden=8, attention=8, embedding=10, dropout=0.0)
 LENGTHS = torch.tensor([19, 1, 7, 20, 2])
@@ -28,9 +28,9 @@ def padded(length: Tensor, num_frames: int, dim: int, seed: int = 0) -> Tensor:
 
 
 @pytest.mark.parametrize("reverse", ["gate", "gather"])
-@pytest.mark.parametrize(("dim", "front"), [(1, "plain"), (12, "plain"), (12, "residual")])
-def test_a_sequence_gives_the_same_alone_and_in_a_longer_batch(dim, front, reverse):
-    encoder = make(dim=dim, reverse=reverse, front=front)
+@pytest.mark.parametrize(("dim", "front", "stride"), [(1, "plain", 1), (12, "plain", 3), (12, "residual", 1)])
+def test_a_sequence_gives_the_same_alone_and_in_a_longer_batch(dim, front, stride, reverse):
+    encoder = make(dim=dim, reverse=reverse, front=front, stride=stride)
     frames = padded(LENGTHS, 32, dim)
     encoder(frames, LENGTHS)  # statistics of a batch
     encoder.eval()
@@ -40,8 +40,9 @@ def test_a_sequence_gives_the_same_alone_and_in_a_longer_batch(dim, front, rever
     for item, length in enumerate(LENGTHS.tolist()):
         alone = encoder(frames[item : item + 1, :length], LENGTHS[item : item + 1])
         assert (alone.embedding - whole.embedding[item]).abs().max() < 1e-5
-        assert (alone.states[0] - whole.states[item, :length]).abs().max() < 1e-5
-        assert not whole.states[item, length:].any()
+        steps = -(-length // stride)
+        assert (alone.states[0] - whole.states[item, :steps]).abs().max() < 1e-5
+        assert not whole.states[item, steps:].any()
 
 
 def test_statistics_of_a_batch_are_of_the_frames_that_exist():
@@ -94,14 +95,6 @@ def test_statistics_make_the_scale_of_the_features_irrelevant():
     assert torch.equal(encoder.state_dict()["scale"], 1 / std)
 
 
-def test_a_feature_that_never_changes_is_only_shifted():
-    encoder = make()
-
-    encoder.set_statistics(torch.ones(12), torch.zeros(12))
-
-    assert torch.isfinite(encoder(padded(LENGTHS, 24, 12), LENGTHS).embedding).all()
-
-
 def test_a_network_that_somebody_brings_gets_normalised_frames_and_zeros_behind_the_end():
     class Total(torch.nn.Module):
         def forward(self, frames, length):
@@ -112,6 +105,19 @@ def test_a_network_that_somebody_brings_gets_normalised_frames_and_zeros_behind_
     frames = torch.tensor([[[3.0, 6.0], [7.0, 5.0], [9.0, torch.nan]]])
 
     assert brought(frames, torch.tensor([2])).tolist() == [[1 + 1 + 3 + 0, 2]]
+
+
+def test_layers_are_summed_by_learned_weights_that_begin_equal():
+    encoder = make(stack=3)
+    frames = padded(LENGTHS, 20, 12)
+
+    assert encoder.layer_weights.tolist() == pytest.approx([1 / 3] * 3)
+    with torch.no_grad():
+        encoder.layer_scores.copy_(torch.tensor([0.5, 0.3, 0.2]).log())
+    mixed = 0.5 * frames[..., :4] + 0.3 * frames[..., 4:8] + 0.2 * frames[..., 8:]
+    torch.testing.assert_close(encoder._mixed(frames), mixed)
+    encoder(frames, LENGTHS).embedding.sum().backward()
+    assert bool(encoder.layer_scores.grad.abs().sum() > 0)
 
 
 def test_attention_is_safe_in_half_precision_and_without_frames():

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from brim.cli import main
-from brim.sequences.evaluation import load_run
+from brim.sequences import load_run
 
 onnxruntime = pytest.importorskip("onnxruntime")
 pytest.importorskip("onnxscript")

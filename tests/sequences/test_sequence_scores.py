@@ -4,7 +4,7 @@ import pytest
 import torch
 from scipy.optimize import linear_sum_assignment
 
-from brim.engine.device.devices import stream
+from brim.engine.device import stream
 from brim.errors import ConfigError
 from brim.sequences.evaluation.scores import (
     best_matching,

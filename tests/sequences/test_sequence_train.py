@@ -1,12 +1,10 @@
 """Training with and without labels: what is held out stays out, runs go on to the same bits, mistakes are refused."""
 
-import csv
 import json
 import multiprocessing
 import shutil
 import signal
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,13 +16,7 @@ from safetensors.torch import load_file
 
 from brim.config import read
 from brim.errors import BrimError, CheckpointError, ConfigError, DatasetError, ShardCorrupt
-from brim.sequences.config import SequenceTraining
-from brim.sequences.corpus.packed import Corpus
-from brim.sequences.corpus.packing import pack
-from brim.sequences.corpus.synthetic import make_sequences
-from brim.sequences.evaluation.runs import load_run
-from brim.sequences.evaluation.scoring import embed, evaluate
-from brim.sequences.training.run import train
+from brim.sequences import Corpus, SequenceTraining, embed, evaluate, load_run, make_sequences, pack, train
 from waiting import PATIENCE_S, until
 
 torch.set_num_threads(1)  # small batches: a second thread only competes
@@ -63,19 +55,6 @@ def _short_ceiling(monkeypatch: pytest.MonkeyPatch) -> None:
 
     slow = trainer.time_step
     monkeypatch.setattr(trainer, "time_step", lambda *a, **k: slow(*a, **{**k, "budget_s": 0.01}))
-
-
-def with_labels(folder: Path, out: Path, row: Callable[[int, str], tuple[str, ...]]) -> Path:
-    """A corpus of the folder with a CSV line for each file: label and split by index and name."""
-    files = sorted(file.relative_to(folder).as_posix() for file in folder.rglob("*.npy"))
-    out.mkdir(parents=True, exist_ok=True)
-    with (out / "labels.csv").open("w", newline="") as opened:
-        lines = csv.writer(opened)
-        found = [row(index, name) for index, name in enumerate(files)]
-        lines.writerow(("file", "label", "split")[: 1 + len(found[0])])
-        lines.writerows((name, *values) for name, values in zip(files, found, strict=True))
-    pack(folder, out / "corpus", labels=out / "labels.csv")
-    return out / "corpus"
 
 
 def unlabelled(folder: Path, out: Path) -> Path:
@@ -136,17 +115,16 @@ def test_the_report_counts_all_phases(runs):
 
 
 def test_labels_change_nothing_in_training_without_them(folder, tmp_path):
-    def part(index: int) -> str:
-        return "test" if index % 4 == 0 else "train"
+    files = sorted(file.relative_to(folder).as_posix() for file in folder.rglob("*.npy"))
+    true = [file.split("/")[0] for file in files]
+    for name, labels in (("one", true), ("two", [f"class_{index * 7 % 3}" for index in range(60)])):
+        parts = ["train" if index % 4 else "test" for index in range(60)]
+        lines = map(",".join, zip(files, labels, parts, strict=True))
+        (tmp_path / "labels.csv").write_text("\n".join(["file,label,split", *lines]))
+        pack(folder, tmp_path / f"corpus-{name}", labels=tmp_path / "labels.csv")
+        train(tmp_path / f"corpus-{name}", tmp_path / name, replace(SELF, iterations=1), device="cpu")
 
-    true = with_labels(folder, tmp_path / "true", lambda index, name: (name.split("/")[0], part(index)))
-    wrong = with_labels(folder, tmp_path / "wrong", lambda index, name: (f"class_{index * 7 % 3}", part(index)))
-
-    for name, corpus in (("one", true), ("two", wrong)):
-        train(corpus, tmp_path / name, replace(SELF, iterations=1), device="cpu")
-
-    one, two = ((tmp_path / name / "weights.safetensors").read_bytes() for name in ("one", "two"))
-    assert one == two
+    assert weights(tmp_path / "one") == weights(tmp_path / "two")
 
 
 def test_a_folder_that_is_not_packed_trains_through_the_loader(folder, runs, tmp_path, caplog):

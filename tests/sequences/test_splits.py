@@ -11,8 +11,8 @@ from labelled import labelled
 
 from brim.errors import BrimError, DatasetError
 from brim.sequences import SequenceTraining
-from brim.sequences.corpus import plan_folds, split_sequences
-from brim.sequences.corpus.splits import grouped, split, stratified
+from brim.sequences.corpus import plan_folds, split, split_sequences
+from brim.sequences.corpus.splits import grouped, stratified
 from brim.sequences.training.methods import for_comparison
 
 SUPERVISED = SequenceTraining(mode="supervised", classifier_epochs=2)
