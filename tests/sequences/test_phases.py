@@ -8,10 +8,11 @@ import pytest
 import torch
 from labelled import labelled
 
-from brim.sequences import SequenceTraining
+from brim.engine.device import stream
+from brim.sequences import Augmentation, SequenceTraining
 from brim.sequences.batches import SequenceBatches, make_variants
 from brim.sequences.corpus import SequenceFolder, SequenceSplit
-from brim.sequences.evaluation.encode import _Moments, measure
+from brim.sequences.evaluation.encode import FeatureStatistics, _Moments, measure
 from brim.sequences.training.methods import (
     Candidate,
     _compare_classes,
@@ -20,7 +21,7 @@ from brim.sequences.training.methods import (
     guessing,
     prepare,
 )  # fmt: skip
-from brim.sequences.training.phases import _length, _supervision, _validation
+from brim.sequences.training.phases import SequenceRun, _length, _supervision, _validation
 from brim.sequences.training.run import _mean_comparison
 from brim.sequences.training.unlabelled import _quality
 
@@ -52,6 +53,22 @@ def test_classes_are_weighed_by_how_often_the_training_part_has_them():
     loss = _supervision(run).loss
 
     assert loss.keywords["weight"].tolist() == pytest.approx([5 / 3, 5 / 6])
+
+
+def test_masked_places_become_the_features_means_and_noise_is_in_their_deviations():
+    run = run_of([0], train=[0])
+    run.statistics = FeatureStatistics(torch.tensor([3.0, -4.0]), torch.tensor([1e-3, 10.0]))
+    batch = {"frames": torch.full((64, 50, 2), 7.0), "length": torch.full((64,), 50), "label": torch.zeros(64)}
+    settings = Augmentation(crop=0, noise=0.5, time_masks=1, time_width=0.5, feature_masks=0)
+    run.config = replace(SUPERVISED, augmentation=settings)
+
+    frames = SequenceRun.augmented(run)(batch, stream(0, "x", device=CPU))["frames"]
+
+    masked = frames[..., 1] == -4
+    assert torch.equal(masked, frames[..., 0] == 3)
+    assert 0.1 < float(masked.float().mean()) < 0.4
+    assert float(frames[~masked][:, 0].std()) < 0.01
+    assert 1 < float(frames[~masked][:, 1].std()) < 5
 
 
 def test_the_validation_loss_is_the_mean_over_sequences_not_over_batches():

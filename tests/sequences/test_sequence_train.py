@@ -1,10 +1,7 @@
 """Training with and without labels: what is held out stays out, runs go on to the same bits, mistakes are refused."""
 
 import json
-import multiprocessing
 import shutil
-import signal
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +14,6 @@ from safetensors.torch import load_file
 from brim.config import read
 from brim.errors import BrimError, CheckpointError, ConfigError, DatasetError, ShardCorrupt
 from brim.sequences import Corpus, SequenceTraining, embed, evaluate, load_run, make_sequences, pack, train
-from waiting import PATIENCE_S, until
 
 torch.set_num_threads(1)  # small batches: a second thread only competes
 
@@ -263,23 +259,6 @@ def test_a_stopped_run_ends_with_the_same_bits(runs, corpus, tmp_path, config):
 
     assert (stopped.stopped, stopped.scores, report.stopped) == (True, None, False)
     assert weights(tmp_path / "run") == weights(whole)
-
-
-@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")  # an import of torch takes longer than the run
-def test_a_run_killed_after_clustering_ends_with_the_same_bits(runs, corpus, tmp_path):
-    out = tmp_path / "killed"
-    held = {"device": "cpu", "stop": lambda: time.sleep(600 if (out / "pseudo-1.safetensors").exists() else 0)}
-    child = multiprocessing.get_context("fork").Process(target=train, args=(corpus, out, SELF), kwargs=held)
-    child.start()
-    until(lambda: (out / "pseudo-1.safetensors").exists() or child.exitcode is not None)
-    child.kill()
-    child.join(PATIENCE_S)
-    assert child.exitcode == -signal.SIGKILL
-    assert not (out / "weights.safetensors").exists()
-
-    train(corpus, out, SELF, device="cpu", resume=True)
-
-    assert weights(out) == weights(runs["self"][1])
 
 
 def test_a_run_goes_on_where_its_corpus_has_moved_in_another_tier_and_from_an_older_version(corpus, runs, tmp_path):
