@@ -9,19 +9,23 @@ import torch
 from labelled import labelled
 
 from brim.engine.device import stream
+from brim.engine.training import joined
+from brim.errors import CheckpointError
 from brim.sequences import Augmentation, SequenceTraining
 from brim.sequences.batches import SequenceBatches, make_variants
 from brim.sequences.corpus import SequenceFolder, SequenceSplit
 from brim.sequences.evaluation.encode import FeatureStatistics, _Moments, measure
 from brim.sequences.training.methods import (
     Candidate,
+    _average,
     _compare_classes,
     _majority_score,
     _why_no_network,
+    fit_run,
     guessing,
     prepare,
 )  # fmt: skip
-from brim.sequences.training.phases import SequenceRun, _length, _supervision, _validation
+from brim.sequences.training.phases import SequenceRun, _length, _pseudo_labels, _supervision, _validation, run_phase
 from brim.sequences.training.run import _mean_comparison
 from brim.sequences.training.unlabelled import _quality
 
@@ -86,6 +90,43 @@ def test_the_validation_loss_is_the_mean_over_sequences_not_over_batches():
     assert measured["val_loss"] == pytest.approx(float(expected))
 
 
+def test_a_phase_ends_with_the_weights_of_the_least_validation_loss_else_with_the_last(tmp_path):
+    for row in range(4):
+        np.save(tmp_path / f"{row}.npy", np.ones((2, 1), np.float32))
+    config = replace(SUPERVISED, learning_rate=0.1)
+    with joined("cpu") as ranks, SequenceBatches(SequenceFolder(tmp_path), config, CPU) as batches:
+        run = SimpleNamespace(
+            out=tmp_path / "run", config=config, ranks=ranks, device=CPU, progress=None, stop=None, reports=[]
+        )
+
+        def train(name, losses=(), **more):
+            module, seen = torch.nn.Linear(1, 1), []
+
+            def evaluate(module):
+                seen.append(float(module.weight.detach()))
+                return {"val_loss": losses[len(seen) - 1]}
+
+            def loss(module, batch):
+                return module(batch["frames"]).mean()
+
+            source = batches.view(torch.arange(4))
+            run_phase(run, name, module, loss, source, evaluate=evaluate if losses else None, **more)
+            return float(module.weight.detach()), seen
+
+        best, seen = train("one", [3.0, 1.0, 2.0], epochs=3)
+        _, patient = train("two", [3.0, 1.0, 2.0, 2.5, 0.0], epochs=5, patience=2)
+        last, _ = train("three", epochs=3)
+
+    assert best == seen[1] != seen[2]
+    assert len(patient) == 4
+    assert [(report.epochs, report.samples, report.val_loss) for report in run.reports] == [
+        (3, 12, 1.0),
+        (4, 16, 1.0),
+        (3, 12, None),
+    ]
+    assert last != best
+
+
 @pytest.mark.parametrize(("batches", "epochs", "patience"), [(10, 150, 37), (1, 1000, 250), (700, 15, 5)])
 def test_epochs_are_those_of_1500_steps_and_patience_a_quarter_of_them(batches, epochs, patience):
     run, source = run_of([0], train=[0]), SimpleNamespace(num_batches=batches)
@@ -138,6 +179,67 @@ def test_a_network_is_not_tried_where_rocket_is_perfect_or_too_few_compare():
     assert "the time of the budget" in _why_no_network(run, fit, "auto", 1.9)
     few = run_of([0, 1] * 10, train=list(range(13)), validation=list(range(13, 20)))
     assert _why_no_network(few, fit, "ensemble", 5.0) == "7 sequences to compare on are too few"
+
+
+def test_rocket_is_fitted_to_training_and_validation_with_their_groups():
+    rng = torch.Generator().manual_seed(0)
+    centres, labels = torch.randn(24, 1, 40, generator=rng), torch.randperm(24, generator=rng) % 2
+    run = run_of(
+        labels.repeat_interleave(3).tolist(), list(range(3, 51)), [0, 1, 2, *range(51, 60)], list(range(60, 72))
+    )
+    run.data.lengths, run.data.dim, run.stop, run.progress, run.reports = torch.full((72,), 5), 40, None, None, []
+    frames = centres.repeat_interleave(3, 0) + 0.01 * torch.randn(72, 5, 40, generator=rng)
+    run.data.read_item = lambda row, out: out.copy_(frames[row])
+    run.data.columns["speaker"] = tuple(str(row // 3) for row in range(72))
+
+    alone = fit_run(run, ("statistics",))
+    run.config = replace(SUPERVISED, groups="speaker")
+    apart = fit_run(run, ("statistics",))
+
+    assert alone.rows.tolist() == apart.rows.tolist() == list(range(60))
+    assert alone.heads[0].score > 0.95  # copies of a sequence tell its label
+    assert apart.heads[0].score < 0.8
+
+
+@pytest.mark.parametrize(
+    ("right", "method", "kept"),
+    [(12, "auto", "rocket"), (12, "ensemble", "rocket + cnn_lstm"), (20, "auto", "rocket + cnn_lstm")],
+)
+def test_a_network_that_is_better_by_chance_is_not_kept(monkeypatch, right, method, kept):
+    run = run_of([0] * 30, train=list(range(10)), validation=list(range(10, 30)))
+    run.batches = SimpleNamespace(plain=lambda rows: None)
+    theirs = torch.tensor([[0.7, 0.3]] * right + [[0.3, 0.7]] * (20 - right))
+    monkeypatch.setattr("brim.sequences.training.methods.encode", lambda *_: SimpleNamespace(output=theirs))
+    fit = SimpleNamespace(
+        rows=torch.arange(30), left_out=torch.full((30, 2), 0.5).double(), module=SimpleNamespace(is_regression=False)
+    )
+    table = [Candidate(model="rocket", score=0.5, loss=0.7, weight=1.0, measured_on="left out")]
+
+    outcome = _average(run, fit, torch.nn.Identity(), table, method)
+
+    rocket, network = outcome.comparison
+    assert (outcome.model, network.score) == (kept, right / 20)
+    assert rocket.weight + network.weight == pytest.approx(1)
+    assert (network.weight > 0) == (kept != "rocket")
+    if kept != "rocket":
+        assert outcome.module.share == network.weight
+
+
+def test_clusters_are_of_directions_and_computed_once(monkeypatch, tmp_path):
+    embedding = torch.tensor([[1.0, 0], [50, 1], [0, 1], [1, 60]])
+    run = run_of([0] * 5, train=[0, 1, 2, 4], held_out=[3], out=tmp_path, seed=lambda *name: 0)
+    run.ranks.from_main, run.batches = (lambda call: call()), SimpleNamespace(plain=lambda rows: None)
+    encoded = (run.split.train, embedding, None, None)
+    monkeypatch.setattr("brim.sequences.training.phases.encode", lambda *_, **__: encoded)
+
+    labels = _pseudo_labels(run, None, 2, 1)
+    monkeypatch.setattr("brim.sequences.training.phases.encode", lambda *_, **__: pytest.fail("computed again"))
+
+    assert (labels[0] == labels[1] != labels[2], labels[2] == labels[4], int(labels[3])) == (True, True, -1)
+    assert torch.equal(_pseudo_labels(run, None, 2, 1), labels)
+    run.split = run.split._replace(train=torch.tensor([0, 1, 2, 3]))
+    with pytest.raises(CheckpointError, match="belongs to other items"):
+        _pseudo_labels(run, None, 2, 1)
 
 
 def test_clusters_are_judged_by_the_labels_of_the_training_part():

@@ -13,7 +13,7 @@ from brim.sequences.model import Classifier, Encoder
 from brim.sequences.rocket import MiniRocket, Rocket, RocketBlend, RocketFeatures, fit_rocket
 from brim.sequences.rocket.fit import calibrate, mixture, principal_axes
 from brim.sequences.rocket.hydra import KERNELS, Hydra
-from brim.sequences.rocket.kernels import longest_of, spread_dilations
+from brim.sequences.rocket.kernels import _count_bytes, longest_of, spread_dilations
 from brim.sequences.rocket.ridge import PENALTIES, Ridge, _least_error, block, fit_dual, fit_streamed
 from brim.sequences.rocket.summary import summary
 
@@ -134,6 +134,12 @@ def test_of_a_long_sequence_some_frames_are_compared(monkeypatch):
     assert np.abs(some - whole).mean() < 0.02
     assert some.min() >= 0
     assert some.max() <= 1
+
+
+def test_many_frames_above_a_threshold_are_counted_without_overflow():
+    bits = np.random.default_rng(0).random((3, 8 * 2000)) < [[0.5], [0.99], [1.0]]
+
+    assert _count_bytes(bits).tolist() == bits.sum(1).tolist()
 
 
 # Heads
@@ -401,6 +407,7 @@ def test_numbers_are_predicted():
     error = fit.predict(others)[:, 0] - (truth * 2.5 - 1)
 
     assert float(error.square().mean()) < 0.1 * float((truth * 2.5).var())
+    assert 0.9 < max(head.score for head in fit.heads) <= 1  # R² of the sequences left out
 
 
 def test_more_sequences_than_memory_allows_are_fitted_in_one_pass(monkeypatch):

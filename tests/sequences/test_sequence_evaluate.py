@@ -182,6 +182,7 @@ def test_a_batch_that_does_not_fit_is_halved(made):
 
     assert torch.equal(plain.row, torch.arange(30))
     assert torch.equal(plain.prediction, halved.prediction)
+    torch.testing.assert_close(plain.output.sum(1), torch.ones(30))  # probabilities
 
 
 # Embeddings
