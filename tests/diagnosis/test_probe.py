@@ -248,6 +248,7 @@ def trainer(samples: int, step_s: float, **more):
     [
         (Run(results=[trainer(32, 0.1)]), (320.0, "measured", False)),
         (Run(results=[trainer(32, 0.1, rank=r, world=2) for r in (1, 0)]), (640.0, "measured", False)),
+        (Run(results=[trainer(32, 0.1), trainer(8, 0.1)]), (320.0, "measured", False)),  # no ranks: the first
         (Run(results=[trainer(32, 0.1, tried="not used")]), (None, "skipped", None)),
         (Run(results=[], exit_code=1, output="a\nRuntimeError: no\n"), (None, "failed", None)),
         (Run(results=[trainer(32, 0.1)], exit_code=1, output="x"), (None, "failed", None)),

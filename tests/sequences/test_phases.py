@@ -15,6 +15,7 @@ from brim.sequences import Augmentation, SequenceTraining
 from brim.sequences.batches import SequenceBatches, make_variants
 from brim.sequences.corpus import SequenceFolder, SequenceSplit
 from brim.sequences.evaluation.encode import FeatureStatistics, _Moments, measure
+from brim.sequences.training.kmeans import kmeans
 from brim.sequences.training.methods import (
     Candidate,
     _average,
@@ -27,7 +28,7 @@ from brim.sequences.training.methods import (
 )  # fmt: skip
 from brim.sequences.training.phases import SequenceRun, _length, _pseudo_labels, _supervision, _validation, run_phase
 from brim.sequences.training.run import _mean_comparison
-from brim.sequences.training.unlabelled import _quality
+from brim.sequences.training.unlabelled import _cluster_features, _quality
 
 CPU = torch.device("cpu")
 SUPERVISED = SequenceTraining(mode="supervised")
@@ -243,10 +244,27 @@ def test_clusters_are_of_directions_and_computed_once(monkeypatch, tmp_path):
 
 
 def test_clusters_are_judged_by_the_labels_of_the_training_part():
-    run = run_of([0, 0, 1, 1, -1], train=[0, 1, 2, 3, 4])
-    encoded = SimpleNamespace(row=torch.arange(5), prediction=torch.tensor([0, 0, 1, 2, 7]))
+    run = run_of([1, 1, 1, 0, 0, 1, 1, -1], train=[3, 4, 5, 6, 7], held_out=[0, 1, 2])
+    encoded = SimpleNamespace(row=torch.arange(3, 8), prediction=torch.tensor([0, 0, 1, 2, 7]))
 
     assert _quality(run, SimpleNamespace(encoded=encoded)) == (pytest.approx(4 / 7), "training labels (ARI)")
+
+
+def test_a_sequence_is_in_the_cluster_of_the_nearest_centre(tmp_path):
+    rng = np.random.default_rng(0)
+    for row in range(30):
+        np.save(tmp_path / f"{row:02d}.npy", rng.normal((0, 3, 30)[row % 3], 1, (6, 4)).astype(np.float32))
+    data, config = SequenceFolder(tmp_path), SequenceTraining(clusters=3)
+    statistics = FeatureStatistics(torch.zeros(4), torch.ones(4))
+    with joined("cpu") as ranks, SequenceBatches(data, config, CPU) as batches:
+        run = SequenceRun(
+            out=tmp_path, data=data, split=SequenceSplit(torch.arange(30), *torch.empty(2, 0).long()), config=config,
+            batches=batches, statistics=statistics, ranks=ranks,
+        )  # fmt: skip
+        found = _cluster_features(run, "statistics clusters").encoded
+        best = kmeans(found.embedding, 3, restarts=config.restarts, seed=run.seed("statistics clusters"))
+
+    assert torch.equal(found.prediction, best.labels)
 
 
 def test_the_comparison_of_folds_is_their_mean():
