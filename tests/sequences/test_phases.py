@@ -253,7 +253,7 @@ def test_clusters_are_judged_by_the_labels_of_the_training_part():
 def test_a_sequence_is_in_the_cluster_of_the_nearest_centre(tmp_path):
     rng = np.random.default_rng(0)
     for row in range(30):
-        np.save(tmp_path / f"{row:02d}.npy", rng.normal((0, 3, 30)[row % 3], 1, (6, 4)).astype(np.float32))
+        np.save(tmp_path / f"{row:02d}.npy", rng.normal((-30, 0, 30)[row % 3], 1, (6, 4)).astype(np.float32))
     data, config = SequenceFolder(tmp_path), SequenceTraining(clusters=3)
     statistics = FeatureStatistics(torch.zeros(4), torch.ones(4))
     with joined("cpu") as ranks, SequenceBatches(data, config, CPU) as batches:

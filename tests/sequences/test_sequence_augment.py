@@ -132,6 +132,7 @@ def test_two_views_differ_and_the_target_is_the_first_without_noise():
     assert list(made) == ["view", "view_length", "target", "hidden", "label"]
     assert torch.equal(batch["frames"], before)
     assert torch.equal(first, made["target"] * ~made["hidden"].unsqueeze(-1))
+    assert bool((made["target"][made["hidden"]] > 0).all())  # what is to be predicted is still there
     assert not made["target"][~frame_mask(length, 48)].any()
     assert not made["view"].flatten(0, 1)[~frame_mask(made["view_length"].flatten(), 48)].any()
     assert not torch.equal(made["view_length"][:, 0], made["view_length"][:, 1])
