@@ -172,16 +172,19 @@ def test_a_run_that_cannot_be_used_is_refused_with_its_reason(made, tmp_path):
             evaluate(run, made / "corpus", device="cpu")
 
 
-def test_a_batch_that_does_not_fit_is_halved(made):
+def test_a_batch_that_does_not_fit_is_halved_and_nothing_is_dropped(made):
     module, data = load_run(made / "supervised").module, open_sequences(made / "corpus-other")
     with SequenceBatches(data, SUPERVISED, CPU) as batches:
         source = batches.view(torch.arange(30), shuffle=False)
         plain = encode(module, source, CPU)
         with inject_oom(8):
             halved = encode(module, source, CPU)
+        again = encode(module.train(), source, CPU)
 
     assert torch.equal(plain.row, torch.arange(30))
     assert torch.equal(plain.prediction, halved.prediction)
+    assert torch.equal(plain.embedding, again.embedding)  # dropout is off
+    assert module.training
     torch.testing.assert_close(plain.output.sum(1), torch.ones(30))  # probabilities
 
 

@@ -28,7 +28,9 @@ from brim.sequences.evaluation.folds import summarise
 from brim.sequences.evaluation.measures import class_measures, confusion, number_measures, per_class, sums
 
 SMALL = EncoderShape(channels=8, hidden=8, attention=8, embedding=8, layers=1)
-CONFIG = SequenceTraining(mode="supervised", classifier_epochs=2, batch_size=8, model=SMALL, groups="speaker", folds=3)
+CONFIG = SequenceTraining(
+    mode="supervised", classifier_epochs=2, batch_size=8, learning_rate=0.03, model=SMALL, groups="speaker", folds=3
+)
 
 
 @pytest.fixture(scope="module")

@@ -124,6 +124,18 @@ def test_labels_change_nothing_in_training_without_them(folder, tmp_path):
     assert weights(tmp_path / "one") == weights(tmp_path / "two")
 
 
+def test_the_classifier_trains_the_encoder_only_if_it_may(corpus, tmp_path):
+    config = replace(SELF, iterations=1, encoder_epochs=1)
+    encoders = {}
+    for tune, epochs in ((False, 1), (False, 2), (True, 2)):
+        out = tmp_path / f"{tune}-{epochs}"
+        train(corpus, out, replace(config, fine_tune=tune, classifier_epochs=epochs), device="cpu")
+        encoders[tune, epochs] = load_file(out / "network.safetensors")["encoder.embed.weight"]
+
+    assert torch.equal(encoders[False, 1], encoders[False, 2])
+    assert not torch.equal(encoders[False, 2], encoders[True, 2])
+
+
 def test_a_folder_that_is_not_packed_trains_through_the_loader(folder, runs, tmp_path, caplog):
     caplog.set_level("INFO", "brim")
 
