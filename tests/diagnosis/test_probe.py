@@ -213,6 +213,8 @@ def test_bf16_is_of_the_passes_and_gives_float32_back():
 
 # Remedies
 
+LOADER = {"iterable": False, "num_workers": 0, "pin_memory": False, "largest": 32, "rows": 1000, "row_bytes": 5e5}
+
 
 @pytest.mark.parametrize(
     ("limit", "words"),
@@ -224,8 +226,7 @@ def test_bf16_is_of_the_passes_and_gives_float32_back():
     ],
 )
 def test_remedies_fit_the_limit(limit, words):
-    loader = {"iterable": False, "num_workers": 0, "pin_memory": False, "largest": 32, "rows": 1000, "row_bytes": 5e5}
-    answer = Diagnosis(limit=limit, loader=loader)
+    answer = Diagnosis(limit=limit, loader=LOADER)
 
     found = [remedy.words for remedy in remedies(answer, {}, None)]
 
@@ -258,12 +259,32 @@ def trainer(samples: int, step_s: float, **more):
 def test_a_remedy_s_rate_is_that_of_its_own_run(monkeypatch, tmp_path, outcome, expected):
     monkeypatch.setattr("brim.diagnosis.runs.run", lambda *_, **__: outcome)
     examination = Examination(["x"], WhyConfig(), tmp_path, deadline=1e12, losses=[1.0] * 20)
-    answer = Diagnosis(loader={"iterable": False, "num_workers": 0, "pin_memory": False, "largest": 32})
 
-    tried = examination._try(remedies(answer, {}, ["data"])[0], 1)
+    tried = examination._try(remedies(Diagnosis(loader=LOADER), {}, ["data"])[0], 1)
 
     assert (tried.samples_per_s, tried.status, tried.loss_changed) == (pytest.approx(expected[0]), *expected[1:])
     assert tried.note == ("RuntimeError: no" if not outcome.results else tried.note)
+
+
+def test_losses_on_resident_rows_are_compared_until_the_rows_come_again(monkeypatch, tmp_path):
+    outcome = Run(results=[trainer(32, 0.1, losses=[1.0] * 36)])
+    monkeypatch.setattr("brim.diagnosis.runs.run", lambda *_, **__: outcome)
+    examination = Examination(["x"], WhyConfig(), tmp_path, deadline=1e12, losses=[1.0] * 16 + [9.0] * 20)
+
+    resident = remedies(Diagnosis(), {}, ["data"])[1]
+
+    assert (resident.change, examination._try(resident, 1).loss_changed) == ("resident", False)
+
+
+def test_what_cannot_be_tried_is_skipped_with_its_reason(tmp_path):
+    answer, first = Diagnosis(), Run(results=[trainer(1, 0.1)])
+    for loader in (None, LOADER):
+        answer.loader = loader
+        Examination(["no-such-program"], WhyConfig(tries=("batch",)), tmp_path, deadline=0.0)._try_all(answer, first)
+
+    assert {tried.status for tried in answer.tried} == {"skipped"}
+    no_loader, no_time = "the script has no DataLoader", "no time left; give more seconds"
+    assert [tried.note for tried in answer.tried] == [no_loader, no_loader, no_time, no_time]
 
 
 def test_trainers_are_the_processes_that_made_steps_those_of_ranks_in_order():

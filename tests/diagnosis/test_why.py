@@ -209,7 +209,7 @@ WATCHED = """
     watching.install(clock)
     gc.disable()
     net = torch.nn.Linear(8, 2)
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    optimizer = torch.optim.Adam(net.parameters(), lr=0.1)  # reads its counters
     for number in range(4):
         for x, y in loaders[0]:
             loss = torch.nn.functional.cross_entropy(net(x.double().float()), y)
@@ -388,6 +388,7 @@ def test_lines_of_launches_are_those_of_the_network_and_evaluation_makes_its_own
     result["tallies"]["watch"]["stacks"] = [
         ["data", "/x/train.py", 30, "validate", "", 9], ["data", "/x/train.py", 10, "<module>", "", 5],
         ["evaluation", "/x/train.py", 31, "validate", "", 30], ["forward", "/x/train.py", 12, "<module>", "", 60],
+        ["forward", "/x/train.py", 13, "<module>", "", 20],
     ]  # fmt: skip
 
     lines = {place.cause: place.line for place in diagnose([result]).where}
@@ -464,4 +465,5 @@ def test_an_answer_in_words_and_as_a_page():
     assert "pin_memory=True: no gain, 220 samples/s measured." in text
     assert "bf16: failed, no <time>." in text
     assert "no &lt;time&gt;" in page(answer)
+    assert "<time>" not in page(answer)
     assert page(Diagnosis.from_dict(json.loads(json.dumps(answer.as_dict())))) == page(answer)
