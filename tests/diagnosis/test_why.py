@@ -20,7 +20,12 @@ from brim.diagnosis.words import lines
 
 SCRIPTS = Path(__file__).parent / "scripts"
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-FAULTS = {"slow_getitem": "data", "no_workers": "data", "uneven_ranks": "communication", "healthy": "compute"}
+FAULTS = {
+    "slow_getitem": "data", "no_workers": "data", "collate_copies": "data", "python_augmentation": "data",
+    "shared_lock": "data", "copies": "copy", "item_calls": "sync", "tiny_batches": "launch", "gc_storm": "gc",
+    "checkpoints": "checkpoint", "evaluations": "evaluation", "uneven_ranks": "communication",
+    "fp32_convolutions": "compute", "healthy": "compute",
+}  # fmt: skip
 
 
 def command_of(name: str) -> list[str]:
