@@ -1,8 +1,12 @@
-"""A PostgreSQL server for the tests of this folder, and a catalogue on either database."""
+"""A PostgreSQL server for the tests of this folder, catalogue and queue on either database, and workers."""
+
+from types import SimpleNamespace
 
 import pytest
+from desk import Desk
 from postgres import Postgres, find_binaries
 
+from brim.jobs.durable import Queue, migrate
 from brim.jobs.store import Catalogue, upgrade
 
 
@@ -23,7 +27,45 @@ def database_url(request, tmp_path):
 
 
 @pytest.fixture
+def database(database_url):
+    """The URL as a service takes it: None for files in its data directory."""
+    return None if database_url.startswith("sqlite") else database_url
+
+
+@pytest.fixture
 def catalogue(database_url):
     upgrade(database_url)
     with Catalogue.open(database_url) as opened:
         yield opened
+
+
+@pytest.fixture
+def queue(database_url, tmp_path):
+    url = f"sqlite:///{tmp_path}/jobs.sqlite" if database_url.startswith("sqlite") else database_url
+    migrate(url)
+    opened = Queue(url)
+    yield opened
+    opened.close()
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """What the catalogue takes for the time."""
+    fake = SimpleNamespace(now_s=1000.0)
+    monkeypatch.setattr("time.time", lambda: fake.now_s)
+    return fake
+
+
+@pytest.fixture
+def make_desk(tmp_path):
+    """Data directories with a worker each."""
+    made = []
+
+    def make(database=None, **options) -> Desk:
+        made.append(Desk(tmp_path / "data", database, **options))
+        made[-1].start()
+        return made[-1]
+
+    yield make
+    for desk in made:
+        desk.close()
