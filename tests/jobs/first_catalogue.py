@@ -2,139 +2,59 @@
 
 import sqlalchemy as sa
 
-_BIG = sa.BigInteger().with_variant(sa.Integer, "sqlite")
+BIG = sa.BigInteger().with_variant(sa.Integer, "sqlite")
+TYPES = {
+    "text": sa.Text,
+    "json": sa.JSON,
+    "int": sa.Integer,
+    "big": sa.BigInteger,
+    "real": lambda: sa.Float(53),
+    "bool": sa.Boolean,
+}
+# Each table's columns; one with ? may be null.
+JOBS = """
+    id:text kind:text name:text status:text wanted:text config:json inputs:json makes:text output_id:text result:json?
+    error:text? key_hash:text? worker:text? attempts:int deaths:int deaths_at:big current:big total:big rate:real
+    eta_s:real? message:text event_seq:int stopping_at:real? created_at:real queued_at:real? started_at:real?
+    finished_at:real? updated_at:real
+"""
+EVENTS = "job_id:text seq:int kind:text data:json at:real"
+DATASETS = """
+    id:text name:text kind:text state:text path:text owned:bool items:big bytes:big job_id:text? about:json
+    created_at:real
+"""
+RUNS = "id:text name:text kind:text state:text path:text job_id:text? config:json summary:json created_at:real"
+USES = "job_id:text dataset_id:text? run_id:text?"
 
 
 def create(op) -> None:
-    op.create_table(
-        "meta",
-        sa.Column("key", sa.Text, nullable=False),
-        sa.Column("value", sa.Text, nullable=False),
-        sa.PrimaryKeyConstraint("key", name="pk_meta"),
-    )
-    _create_jobs(op)
-    _create_events(op)
-    _create_datasets(op)
-    _create_runs(op)
-    _create_uses(op)
-    op.create_table(
-        "devices",
-        sa.Column("worker", sa.Text, nullable=False),
-        sa.Column("info", sa.JSON, nullable=False),
-        sa.Column("at", sa.Float(53), nullable=False),
-        sa.PrimaryKeyConstraint("worker", name="pk_devices"),
-    )
+    table(op, "meta", "key:text value:text", key=["key"])
+    table(op, "jobs", JOBS, unique("jobs", "id"), unique("jobs", "key_hash"))
+    table(op, "events", EVENTS, to("events", "job_id", "CASCADE"), key=["job_id", "seq"])
+    for name, columns in (("datasets", DATASETS), ("runs", RUNS)):
+        table(op, name, columns, unique(name, "id"), to(name, "job_id", "SET NULL"))
+    table(op, "uses", USES, *(to("uses", name, "CASCADE") for name in ("job_id", "dataset_id", "run_id")))
+    table(op, "devices", "worker:text info:json at:real", key=["worker"])
+    indexes = [("jobs", "status", "number"), ("jobs", "kind", "number"), ("datasets", "job_id"), ("runs", "job_id")]
+    indexes += [("uses", "job_id"), ("uses", "dataset_id"), ("uses", "run_id")]
+    for name, *columns in indexes:
+        op.create_index("_".join(("ix", name, *columns)), name, columns)
 
 
-def _create_jobs(op) -> None:
-    op.create_table(
-        "jobs",
-        sa.Column("number", _BIG, sa.Identity(), nullable=False),
-        sa.Column("id", sa.Text, nullable=False),
-        sa.Column("kind", sa.Text, nullable=False),
-        sa.Column("name", sa.Text, nullable=False),
-        sa.Column("status", sa.Text, nullable=False),
-        sa.Column("wanted", sa.Text, nullable=False),
-        sa.Column("config", sa.JSON, nullable=False),
-        sa.Column("inputs", sa.JSON, nullable=False),
-        sa.Column("makes", sa.Text, nullable=False),
-        sa.Column("output_id", sa.Text, nullable=False),
-        sa.Column("result", sa.JSON),
-        sa.Column("error", sa.Text),
-        sa.Column("key_hash", sa.Text),
-        sa.Column("worker", sa.Text),
-        sa.Column("attempts", sa.Integer, nullable=False),
-        sa.Column("deaths", sa.Integer, nullable=False),
-        sa.Column("deaths_at", sa.BigInteger, nullable=False),
-        sa.Column("current", sa.BigInteger, nullable=False),
-        sa.Column("total", sa.BigInteger, nullable=False),
-        sa.Column("rate", sa.Float(53), nullable=False),
-        sa.Column("eta_s", sa.Float(53)),
-        sa.Column("message", sa.Text, nullable=False),
-        sa.Column("event_seq", sa.Integer, nullable=False),
-        sa.Column("stopping_at", sa.Float(53)),
-        sa.Column("created_at", sa.Float(53), nullable=False),
-        sa.Column("queued_at", sa.Float(53)),
-        sa.Column("started_at", sa.Float(53)),
-        sa.Column("finished_at", sa.Float(53)),
-        sa.Column("updated_at", sa.Float(53), nullable=False),
-        sa.PrimaryKeyConstraint("number", name="pk_jobs"),
-        sa.UniqueConstraint("id", name="uq_jobs_id"),
-        sa.UniqueConstraint("key_hash", name="uq_jobs_key_hash"),
-        sqlite_autoincrement=True,
-    )
-    op.create_index("ix_jobs_status_number", "jobs", ["status", "number"])
-    op.create_index("ix_jobs_kind_number", "jobs", ["kind", "number"])
+def table(op, name: str, columns: str, *parts, key=("number",)) -> None:
+    """A table of these columns, after the number of its rows where that is its key."""
+    made = [sa.Column("number", BIG, sa.Identity(), nullable=False)] if key == ("number",) else []
+    counts = bool(made) and name != "uses"  # numbers are not used again
+    for column, _, kind in (word.partition(":") for word in columns.split()):
+        made.append(sa.Column(column, TYPES[kind.rstrip("?")](), nullable=kind.endswith("?")))
+    primary = sa.PrimaryKeyConstraint(*key, name=f"pk_{name}")
+    op.create_table(name, *made, primary, *parts, sqlite_autoincrement=counts)
 
 
-def _create_events(op) -> None:
-    op.create_table(
-        "events",
-        sa.Column("job_id", sa.Text, nullable=False),
-        sa.Column("seq", sa.Integer, nullable=False),
-        sa.Column("kind", sa.Text, nullable=False),
-        sa.Column("data", sa.JSON, nullable=False),
-        sa.Column("at", sa.Float(53), nullable=False),
-        sa.PrimaryKeyConstraint("job_id", "seq", name="pk_events"),
-        sa.ForeignKeyConstraint(["job_id"], ["jobs.id"], name="fk_events_job_id", ondelete="CASCADE"),
-    )
+def unique(name: str, column: str) -> sa.UniqueConstraint:
+    return sa.UniqueConstraint(column, name=f"uq_{name}_{column}")
 
 
-def _create_datasets(op) -> None:
-    op.create_table(
-        "datasets",
-        sa.Column("number", _BIG, sa.Identity(), nullable=False),
-        sa.Column("id", sa.Text, nullable=False),
-        sa.Column("name", sa.Text, nullable=False),
-        sa.Column("kind", sa.Text, nullable=False),
-        sa.Column("state", sa.Text, nullable=False),
-        sa.Column("path", sa.Text, nullable=False),
-        sa.Column("owned", sa.Boolean, nullable=False),
-        sa.Column("items", sa.BigInteger, nullable=False),
-        sa.Column("bytes", sa.BigInteger, nullable=False),
-        sa.Column("job_id", sa.Text),
-        sa.Column("about", sa.JSON, nullable=False),
-        sa.Column("created_at", sa.Float(53), nullable=False),
-        sa.PrimaryKeyConstraint("number", name="pk_datasets"),
-        sa.UniqueConstraint("id", name="uq_datasets_id"),
-        sa.ForeignKeyConstraint(["job_id"], ["jobs.id"], name="fk_datasets_job_id", ondelete="SET NULL"),
-        sqlite_autoincrement=True,
-    )
-    op.create_index("ix_datasets_job_id", "datasets", ["job_id"])
-
-
-def _create_runs(op) -> None:
-    op.create_table(
-        "runs",
-        sa.Column("number", _BIG, sa.Identity(), nullable=False),
-        sa.Column("id", sa.Text, nullable=False),
-        sa.Column("name", sa.Text, nullable=False),
-        sa.Column("kind", sa.Text, nullable=False),
-        sa.Column("state", sa.Text, nullable=False),
-        sa.Column("path", sa.Text, nullable=False),
-        sa.Column("job_id", sa.Text),
-        sa.Column("config", sa.JSON, nullable=False),
-        sa.Column("summary", sa.JSON, nullable=False),
-        sa.Column("created_at", sa.Float(53), nullable=False),
-        sa.PrimaryKeyConstraint("number", name="pk_runs"),
-        sa.UniqueConstraint("id", name="uq_runs_id"),
-        sa.ForeignKeyConstraint(["job_id"], ["jobs.id"], name="fk_runs_job_id", ondelete="SET NULL"),
-        sqlite_autoincrement=True,
-    )
-    op.create_index("ix_runs_job_id", "runs", ["job_id"])
-
-
-def _create_uses(op) -> None:
-    op.create_table(
-        "uses",
-        sa.Column("number", _BIG, sa.Identity(), nullable=False),
-        sa.Column("job_id", sa.Text, nullable=False),
-        sa.Column("dataset_id", sa.Text),
-        sa.Column("run_id", sa.Text),
-        sa.PrimaryKeyConstraint("number", name="pk_uses"),
-        sa.ForeignKeyConstraint(["job_id"], ["jobs.id"], name="fk_uses_job_id", ondelete="CASCADE"),
-        sa.ForeignKeyConstraint(["dataset_id"], ["datasets.id"], name="fk_uses_dataset_id", ondelete="CASCADE"),
-        sa.ForeignKeyConstraint(["run_id"], ["runs.id"], name="fk_uses_run_id", ondelete="CASCADE"),
-    )
-    for column in ("job_id", "dataset_id", "run_id"):
-        op.create_index(f"ix_uses_{column}", "uses", [column])
+def to(name: str, column: str, ondelete: str) -> sa.ForeignKeyConstraint:
+    other = f"{column.removesuffix('_id')}s.id"
+    return sa.ForeignKeyConstraint([column], [other], name=f"fk_{name}_{column}", ondelete=ondelete)

@@ -1,9 +1,7 @@
-"""The database under the catalogue: migrated, absent, stopped and back; datasets and devices in it."""
+"""The database under the catalogue: migrated, absent, stopped and back; datasets, models and devices in it."""
 
 import sqlite3
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
-from types import SimpleNamespace
 
 import alembic.autogenerate
 import alembic.command
@@ -12,55 +10,62 @@ import pytest
 import sqlalchemy as sa
 from alembic.operations import Operations
 from alembic.runtime.migration import MigrationContext
+from desk import Asked
 
-import brim.jobs.store
 from brim.errors import ConfigError, Conflict, NotFound, Unavailable
 from brim.jobs.store import Catalogue, upgrade
 from brim.jobs.store.engine import VERSION_TABLE, open_engine, reading, writing
-from brim.jobs.store.tables import metadata
+from brim.jobs.store.tables import meta, metadata
 
-ASKED = SimpleNamespace(kind="rf.evaluate", name="e", config={})
+ASKED = Asked("rf.evaluate", "e", {})
+
+
+@pytest.fixture
+def engine(database_url):
+    opened = open_engine(database_url)
+    yield opened
+    opened.dispose()
 
 
 # Migrations
 
 
 @pytest.mark.parametrize("first", [True, False])
-def test_a_new_catalogue_and_one_of_the_first_version_get_the_tables_of_today(database_url, first):
+def test_a_new_catalogue_and_one_of_the_first_version_get_the_tables_of_today(database_url, engine, first):
     if first:
-        make_first(database_url)
+        make_first(engine)
     upgrade(database_url)
 
-    engine = open_engine(database_url)
     with reading(engine) as connection:
         context = MigrationContext.configure(connection, opts={"version_table": VERSION_TABLE, "compare_type": True})
-        difference = alembic.autogenerate.compare_metadata(context, metadata)
-        version = context.get_current_revision()
-    engine.dispose()
-
-    assert difference == []
-    assert version == "0005"
+        assert alembic.autogenerate.compare_metadata(context, metadata) == []
+        assert context.get_current_revision() == "0005"
 
 
-def make_first(url):
+def make_first(engine):
     """A catalogue as the first services made it."""
-    engine = open_engine(url)
     with writing(engine) as connection:
         if connection.dialect.name == "postgresql":
             connection.execute(sa.schema.CreateSchema("brim"))
         first_catalogue.create(Operations(MigrationContext.configure(connection)))
         connection.execute(sa.text(f"CREATE TABLE {VERSION_TABLE} (version_num VARCHAR(32) PRIMARY KEY)"))
         connection.execute(sa.text(f"INSERT INTO {VERSION_TABLE} VALUES ('0001')"))
-    engine.dispose()
 
 
-def test_migrating_again_changes_nothing(database_url):
-    upgrade(database_url)
+def test_a_migration_keeps_the_rows_and_migrating_again_changes_nothing(database_url, engine):
+    make_first(engine)
     with Catalogue.open(database_url) as catalogue:
+        with pytest.raises(Unavailable, match="no tables yet"):
+            catalogue.models.all()
+        row = add(catalogue)
+
+        upgrade(database_url)
         job, _ = catalogue.jobs.submit(ASKED)
         upgrade(database_url)
 
-        assert catalogue.jobs.get(job.id) == catalogue.jobs.unfinished()[0]
+        assert catalogue.datasets.get(row.id) == row
+        assert catalogue.jobs.unfinished() == [catalogue.jobs.get(job.id)]
+        assert catalogue.models.all() == []
 
 
 def test_several_may_migrate_at_once(database_url):
@@ -71,12 +76,10 @@ def test_several_may_migrate_at_once(database_url):
         catalogue.ping()
 
 
-def test_a_database_of_a_later_version_is_refused_in_words(database_url):
+def test_a_database_of_a_later_version_is_refused_in_words(database_url, engine):
     upgrade(database_url)
-    engine = open_engine(database_url)
     with writing(engine) as connection:
         connection.execute(sa.text(f"UPDATE {VERSION_TABLE} SET version_num = '9999'"))
-    engine.dispose()
 
     with pytest.raises(Unavailable, match="does not know"):
         upgrade(database_url)
@@ -88,10 +91,9 @@ def test_an_upgrade_that_fails_leaves_nothing_behind(database_url, monkeypatch):
     def fail(*_, **__):
         raise RuntimeError("killed")
 
-    with monkeypatch.context() as patched:
+    with monkeypatch.context() as patched, pytest.raises(RuntimeError):
         patched.setattr(alembic.command, "stamp", fail)
-        with pytest.raises(RuntimeError):
-            upgrade(database_url)
+        upgrade(database_url)
     upgrade(database_url)
 
     with Catalogue.open(database_url) as catalogue:
@@ -110,32 +112,14 @@ def test_the_tables_do_not_mix_with_others_of_the_same_postgres(postgres):
     engine.dispose()
 
 
-def test_migrations_are_part_of_the_package():
-    folder = Path(brim.jobs.store.__file__).parent / "migrations"
-
-    assert (folder / "env.py").is_file()
-    assert [file.name for file in sorted((folder / "versions").glob("*.py"))] == [
-        "0001_first.py",
-        "0002_models.py",
-        "0003_failure.py",
-        "0004_remarks.py",
-        "0005_submitted_by.py",
-    ]
-
-
 # A database that is not there, or not for now
 
 
-@pytest.mark.parametrize("url", ["mysql://h/d", "nonsense", "sqlite://", "sqlite:///:memory:", "://secret@"])
+@pytest.mark.parametrize("url", ["mysql://h/d", "nonsense", "sqlite:///:memory:", "://secret@"])
 def test_a_url_that_cannot_work_is_refused_without_repeating_it(url):
     with pytest.raises(ConfigError) as caught:
         Catalogue.open(url)
     assert "secret" not in str(caught.value)
-
-
-def test_a_database_without_tables_is_unavailable(database_url):
-    with Catalogue.open(database_url) as catalogue, pytest.raises(Unavailable, match="no tables yet"):
-        catalogue.ping()
 
 
 def test_a_server_that_is_not_there_is_unavailable_and_names_no_host():
@@ -178,56 +162,69 @@ def test_a_file_that_is_locked_for_too_long_is_unavailable(tmp_path, monkeypatch
         assert catalogue.jobs.submit(ASKED)[1]
 
 
-def test_sqlite_keeps_what_was_committed_and_checks_what_refers(tmp_path):
-    engine = open_engine(f"sqlite:///{tmp_path}/c.sqlite")
+def test_a_writer_holds_the_file_from_its_first_statement_on_and_a_reader_never(tmp_path):
+    """One that read first could not write any more once another process had written."""
+    upgrade(f"sqlite:///{tmp_path}/c.sqlite")
+    engine, other = open_engine(f"sqlite:///{tmp_path}/c.sqlite"), sqlite3.connect(tmp_path / "c.sqlite", timeout=0)
+    other.isolation_level = None
+
     with reading(engine) as connection:
-        found = {
-            name: connection.exec_driver_sql(f"PRAGMA {name}").scalar() for name in ("journal_mode", "synchronous")
-        }
-        keys = connection.exec_driver_sql("PRAGMA foreign_keys").scalar()
+        connection.execute(sa.select(meta)).all()
+        other.execute("BEGIN IMMEDIATE")
+        other.execute("ROLLBACK")
+    with writing(engine) as connection, pytest.raises(sqlite3.OperationalError, match="locked"):
+        connection.execute(sa.select(meta)).all()
+        other.execute("BEGIN IMMEDIATE")
+
+    other.close()
     engine.dispose()
 
-    assert (found, keys) == ({"journal_mode": "wal", "synchronous": 2}, 1)
+
+def test_sqlite_keeps_what_was_committed_and_checks_what_refers(tmp_path):
+    engine = open_engine(f"sqlite:///{tmp_path}/c.sqlite")
+    names = ("journal_mode", "synchronous", "foreign_keys")
+    with reading(engine) as connection:
+        found = [connection.exec_driver_sql(f"PRAGMA {name}").scalar() for name in names]
+    engine.dispose()
+
+    assert found == ["wal", 2, 1]
 
 
-def _insert_then_fail(connection):
-    connection.execute(sa.insert(metadata.tables["meta"]).values(key="k", value="v"))
-    raise ZeroDivisionError
+def test_a_failure_within_a_transaction_undoes_all_of_it(catalogue, engine):
+    def insert_then_fail():
+        with writing(engine) as connection:
+            connection.execute(sa.insert(meta).values(key="k", value="v"))
+            raise ZeroDivisionError
 
+    with pytest.raises(ZeroDivisionError):
+        insert_then_fail()
 
-def test_a_failure_within_a_transaction_undoes_all_of_it(catalogue):
-    with pytest.raises(ZeroDivisionError), writing(catalogue._engine) as connection:
-        _insert_then_fail(connection)
-
-    with reading(catalogue._engine) as connection:
-        assert connection.execute(sa.select(metadata.tables["meta"])).all() == []
+    with reading(engine) as connection:
+        assert connection.execute(sa.select(meta)).all() == []
 
 
 def test_the_first_installation_owns_a_catalogue(catalogue):
-    assert catalogue.claim("first") == "first"
-    assert catalogue.claim("second") == "first"
+    assert catalogue.owner() is None
+    assert [catalogue.claim("first"), catalogue.claim("second"), catalogue.owner()] == ["first"] * 3
 
 
-# Datasets and devices
+# Datasets, models and devices
 
 
 def add(catalogue, name="d", kind="images", path="/x", **others):
     return catalogue.datasets.add(name=name, kind=kind, path=path, owned=False, items=2, bytes=3, **others)
 
 
-def test_datasets_are_listed_newest_first_by_kind_and_name(catalogue):
-    ids = [add(catalogue, f"n{i % 2}", kind, f"/{i}").id for i, kind in enumerate(["rf", "images", "rf"])]
+def test_datasets_are_listed_newest_first_by_kind_and_name_and_each_path_once(catalogue):
+    rows = [add(catalogue, f"n{i % 2}", kind, f"/{i}") for i, kind in enumerate(["rf", "images", "rf"])]
+    ids = [row.id for row in rows]
 
     assert [row.id for row in catalogue.datasets.page().rows] == ids[::-1]
     assert [row.id for row in catalogue.datasets.page(kind="rf").rows] == [ids[2], ids[0]]
     assert [row.id for row in catalogue.datasets.named("n0")] == [ids[0], ids[2]]
-
-
-def test_a_path_is_listed_once(catalogue):
-    first = add(catalogue, "a")
-
-    with pytest.raises(Conflict, match=first.id):
-        add(catalogue, "b")
+    assert (rows[0].items, rows[0].bytes, rows[0].owned, rows[0].state) == (2, 3, False, "ready")
+    with pytest.raises(Conflict, match=ids[1]):
+        add(catalogue, "another", path="/1")
 
 
 def test_deleting_takes_two_steps_and_can_be_gone_on_with(catalogue):
@@ -245,7 +242,7 @@ def test_deleting_takes_two_steps_and_can_be_gone_on_with(catalogue):
 
 
 def test_a_dataset_that_is_being_written_is_not_deleted(catalogue):
-    job, _ = catalogue.jobs.submit(SimpleNamespace(kind="rf.generate", name="g", config={}), makes="dataset")
+    job, _ = catalogue.jobs.submit(Asked("rf.generate", "g", {}), makes="dataset")
 
     with pytest.raises(Conflict, match="still being written"):
         catalogue.datasets.retire(job.output_id)
@@ -261,9 +258,6 @@ def test_a_worker_tells_its_device_anew_at_each_start(catalogue):
     assert catalogue.devices.all() == []
 
 
-# Models
-
-
 def test_models_are_listed_by_name_and_each_adding_is_a_version_of_its_own(catalogue):
     def put(name, path="/runs/a", network="unet_tiny"):
         return catalogue.models.put(name=name, kind="segment", network=network, path=path, about={"parameters": 7})
@@ -276,21 +270,5 @@ def test_models_are_listed_by_name_and_each_adding_is_a_version_of_its_own(catal
     assert (again.path, again.network, again.about) == ("/runs/b", "hrnet", {"parameters": 7})
     assert again.version not in (first.version, second.version)
     assert catalogue.models.get("c") is None
-    assert [catalogue.models.remove("b"), catalogue.models.remove("b"), catalogue.models.get("b")] == [
-        True,
-        False,
-        None,
-    ]
-
-
-def test_a_catalogue_of_the_first_version_is_brought_to_today(database_url):
-    make_first(database_url)
-    with Catalogue.open(database_url) as catalogue:
-        with pytest.raises(Unavailable, match="no tables yet"):
-            catalogue.models.all()
-        row = add(catalogue)
-
-        upgrade(database_url)
-
-        assert catalogue.datasets.get(row.id) == row
-        assert catalogue.models.all() == []
+    assert [catalogue.models.remove("b"), catalogue.models.remove("b")] == [True, False]
+    assert catalogue.models.all() == [first]
