@@ -1,13 +1,17 @@
 """A PostgreSQL server for the tests of this folder, catalogue and queue on either database, and workers."""
 
+from pathlib import Path
 from types import SimpleNamespace
 
+import cv2
+import numpy as np
 import pytest
 from desk import Desk
 from postgres import Postgres, find_binaries
 
 from brim.jobs.durable import Queue, migrate
 from brim.jobs.store import Catalogue, upgrade
+from brim.segmentation.scenes import make_cells
 
 
 @pytest.fixture(scope="session")
@@ -69,3 +73,15 @@ def make_desk(tmp_path):
     yield make
     for desk in made:
         desk.close()
+
+
+@pytest.fixture(scope="module")
+def cells(tmp_path_factory) -> Path:
+    """A dataset of twelve images and their masks."""
+    path = tmp_path_factory.mktemp("datasets") / "cells"
+    for index in range(12):
+        image, mask = make_cells(3, index, 64, 64)
+        for folder, pixels in (("images", image[..., ::-1]), ("masks", mask.astype(np.uint8) * 255)):
+            (path / folder).mkdir(parents=True, exist_ok=True)
+            cv2.imwrite(str(path / folder / f"{index:02d}.png"), pixels)
+    return path

@@ -5,7 +5,6 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,13 +17,6 @@ from brim.jobs.worker.process import urls
 from waiting import until
 
 TOY = Path(__file__).with_name("toy_worker.py")
-# A worker that gives a job all the time it takes to stop.
-PATIENT = """
-import sys
-from brim.jobs.worker import main, run
-run.STOP_S = 1e6
-sys.exit(main.main(sys.argv[1:]))
-"""
 
 
 @dataclass(frozen=True)
@@ -35,20 +27,9 @@ class Asked:
 
 
 class Desk:
-    """One data directory; workers that end are started again under their name as long as somebody waits here.
+    """One data directory; workers that end are started again under their name as long as somebody waits here."""
 
-    clock  of the reconciler, which kills workers whose job takes too long to stop
-    """
-
-    def __init__(
-        self,
-        data: Path,
-        database: str | None = None,
-        *,
-        toy: bool = True,
-        clock: Callable[[], float] = time.monotonic,
-        **env: str,
-    ) -> None:
+    def __init__(self, data: Path, database: str | None = None, *, toy: bool = True, **env: str) -> None:
         self.data, self.database = data, database
         for name in ("datasets", "runs", "results", "jobs", "workers"):
             (data / name).mkdir(parents=True)
@@ -56,10 +37,10 @@ class Desk:
         upgrade(catalogue_url)
         migrate(jobs_url)
         self.catalogue, self.queue = Catalogue.open(catalogue_url), Queue(jobs_url)
-        self.program = [str(TOY)] if toy else ["-c", PATIENT]
+        self.program = [str(TOY)] if toy else ["-m", "brim.jobs.worker.main"]
         self.env = {"OMP_NUM_THREADS": "1", "GOMP_SPINCOUNT": "1000", "BRIM_MIN_FREE_BYTES": "1000", **env}
         self.workers: dict[str, subprocess.Popen] = {}
-        self.reconciler = reconcile.Reconciler(self.catalogue, self.queue, data, clock)
+        self.reconciler = reconcile.Reconciler(self.catalogue, self.queue, data)
         self._lifeline = os.pipe()
         self._beats: dict[str, int] = {}
 

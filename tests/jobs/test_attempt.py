@@ -1,4 +1,4 @@
-"""The work of an attempt in one thread, watched from another."""
+"""The work of an attempt in one thread, watched from another; what the worker makes of its end."""
 
 import json
 import sqlite3
@@ -7,30 +7,36 @@ from itertools import pairwise
 from types import SimpleNamespace
 
 import pytest
+from desk import Asked
 
-from brim.errors import ConfigError, StorageError
+from brim.errors import ConfigError, StorageError, Unavailable
 from brim.jobs.kinds import Stopped
 from brim.jobs.status import JobProgress
 from brim.jobs.worker import main
 from brim.jobs.worker import run as module
 from brim.jobs.worker.joblog import log_file
-from brim.jobs.worker.run import Attempt, WorkerSettings
+from brim.jobs.worker.run import Attempt, WorkerSettings, failed, surely
 from waiting import PATIENCE_S
+
+JOB = "0" * 32
 
 
 class Toy(Attempt):
     """An attempt at a job that does what a test says, and is given up instead of killed."""
 
-    def __init__(self, data, body, attempts=0, **config):
-        nothing = SimpleNamespace(get=lambda id: None, tell=lambda id, progress: None)
-        self.beats, self.given_up = [], threading.Event()
+    def __init__(self, data, body, *, attempts=0, before=None, reads=None, **config):
+        self.beats, self.given_up, self.told = [], threading.Event(), []
         job = SimpleNamespace(
-            id="0" * 32, name="toy", attempts=attempts, out="results/toy", makes="result", inputs={}, config=config,
-            progress=JobProgress(),
+            id=JOB, name="toy", attempts=attempts, out="results/toy", makes="result", config=config,
+            inputs={"dataset_ids": list(reads or ())}, progress=before or JobProgress(),
         )  # fmt: skip
         (data / "workers").mkdir(exist_ok=True)
-        settings = WorkerSettings(worker="w0", data=data, device="cpu", beat=lambda: self.beats.append(1))
-        super().__init__(job, settings, SimpleNamespace(datasets=nothing, runs=nothing, jobs=nothing))
+        settings = WorkerSettings(
+            worker="w0", data=data, device="cpu", gpus=("0", "1"), own_gpu="1", beat=lambda: self.beats.append(1)
+        )
+        rows = {id: SimpleNamespace(path=path, name=id) for id, path in (reads or {}).items()}
+        jobs = SimpleNamespace(tell=lambda id, progress: self.told.append(progress))
+        super().__init__(job, settings, SimpleNamespace(datasets=rows, runs={}, jobs=jobs))
         self._body = body
 
     def _work(self):
@@ -49,8 +55,8 @@ def start(tmp_path):
     """Start an attempt in a thread, as the main thread does in a worker."""
     threads = []
 
-    def begin(body, *, leave=False, **config):
-        attempt = Toy(tmp_path, body, **config)
+    def begin(body, *, leave=False, **options):
+        attempt = Toy(tmp_path, body, **options)
         if leave:
             attempt.leave()
         threads.append((attempt, threading.Thread(target=attempt.run)))
@@ -70,7 +76,9 @@ def never() -> bool:
 def test_the_end_of_the_work_is_noticed_at_once(start, monkeypatch):
     monkeypatch.setattr(module, "POLL_S", 1e6)  # who waited for the next look would never end
 
-    assert start(lambda _: {"made": 3}).wait(never)["result"] == {"made": 3}
+    assert start(lambda _: {"made": 3}).wait(never) == {
+        "ended": True, "result": {"made": 3}, "error": None, "failure": None,
+    }  # fmt: skip
 
 
 def test_the_catalogue_is_told_of_the_progress_every_second(start, monkeypatch):
@@ -94,6 +102,18 @@ def test_the_catalogue_is_told_of_the_progress_every_second(start, monkeypatch):
     assert max(later - sooner for sooner, later in pairwise(told)) <= 1
 
 
+def test_until_the_work_knows_its_place_that_of_the_attempt_before_is_shown(start):
+    before = JobProgress(current=5, total=9, rate=3.0, message="counting")
+    waits = start(lambda _: {}, before=before)
+    waits.wait(never)
+    knows = start(lambda attempt: attempt.tell(JobProgress(current=0, total=7)) or {}, before=before)
+    knows.wait(never)
+
+    assert waits.told[-1] == JobProgress(current=5, total=9, message="starting")
+    assert knows.told[-1] == JobProgress(current=0, total=7)
+    assert knows.beats == [1]
+
+
 @pytest.mark.parametrize(
     ("attempts", "words"),
     [
@@ -105,8 +125,30 @@ def test_the_log_begins_in_words_without_ids(start, tmp_path, caplog, attempts, 
     caplog.set_level("INFO", "brim")
     start(lambda _: {}, attempts=attempts).wait(never)
 
-    first, *_ = log_file(tmp_path, "0" * 32).read_text().splitlines()
+    first, *_ = log_file(tmp_path, JOB).read_text().splitlines()
     assert json.loads(first)["text"] == words
+
+
+def test_an_input_that_is_gone_fails_the_job_by_its_id(start, tmp_path):
+    (tmp_path / "datasets" / "a").mkdir(parents=True)
+    there = start(lambda attempt: {"paths": len(attempt._inputs().datasets)}, reads={"a": "datasets/a"})
+    gone = start(Attempt._inputs, reads={"a": "datasets/a", "b": "datasets/b"})
+
+    assert there.wait(never)["result"] == {"paths": 1}
+    assert gone.wait(never)["error"].startswith("the dataset b that the job reads no longer exists")
+
+
+@pytest.mark.parametrize(
+    ("config", "held"), [({}, ["1"]), ({"devices": 2}, ["0", "1"]), ({"accelerator": "cpu"}, []), ({"cluster": 1}, [])]
+)
+def test_a_job_holds_the_gpus_it_needs_and_no_more(start, tmp_path, monkeypatch, config, held):
+    monkeypatch.setattr(module, "free_cached", lambda: None)
+
+    def body(attempt):
+        with attempt._gpus():
+            return {"held": [name for name in ("0", "1") if not module._is_free(tmp_path / "workers", name)]}
+
+    assert start(body, **config).wait(never)["result"] == {"held": held}
 
 
 def test_a_cancel_stops_the_work_and_waits_for_its_end(start):
@@ -119,35 +161,27 @@ def test_a_failure_is_recorded_with_its_field_code_and_hint(start):
     def body(_):
         raise ConfigError("is too large", field="size", value=9, code="conflict", hint="lower {size}")
 
-    record = start(body, size=9).wait(never)
+    attempt = start(body, size=9)
+    record = attempt.wait(never)
 
     assert record["error"] == "config.size=9 is too large; lower config.size"
     assert record["failure"] == {"field": "config.size", "code": "conflict", "hint": "lower config.size"}
+    assert not attempt.is_unexpected
 
 
-def test_an_unexpected_failure_wears_the_process_out(start):
+def test_an_unexpected_failure_wears_the_process_out_and_is_one_short_line(start):
     attempt = start(lambda _: 1 / 0)
 
     assert attempt.wait(never)["failure"]["code"] == "unexpected"
     assert attempt.is_unexpected
+    said = failed(ValueError("a" * 9000 + "\nthe second line"))["error"]
+    assert said == f"unexpected ValueError: {'a' * 500}; the job's log has more"
 
 
 def test_a_full_disk_is_the_failure(start, monkeypatch):
     monkeypatch.setattr(module.disk, "watch", lambda *_: StorageError("the disk is nearly full"))
 
     assert start(Toy.stopped).wait(never)["error"] == "the disk is nearly full"
-
-
-def test_a_report_of_the_work_is_kept_and_beats(start):
-    def body(attempt):
-        attempt.tell(JobProgress(current=2, total=5))
-        return {}
-
-    attempt = start(body)
-    attempt.wait(never)
-
-    assert attempt.progress.percent == 40
-    assert attempt.beats == [1]
 
 
 def test_work_that_does_not_stop_is_given_up(start, monkeypatch):
@@ -178,6 +212,19 @@ def test_an_attempt_stopped_before_its_turn_does_nothing(start):
     assert start(lambda _: {"ran": True}, leave=True).wait(never)["result"] is None
 
 
+def test_what_must_not_be_lost_is_tried_until_the_database_is_back(monkeypatch):
+    waited, answers = [], [Unavailable("away")] * 6 + ["kept"]
+    monkeypatch.setattr(module, "time", SimpleNamespace(sleep=waited.append))
+
+    def write():
+        if isinstance(answer := answers.pop(0), Unavailable):
+            raise answer
+        return answer
+
+    assert surely(write) == "kept"
+    assert waited == [1, 2, 5, 10, 10, 10]
+
+
 # What the queue kept, or would not keep
 
 
@@ -202,7 +249,7 @@ def test_a_recorded_exception_fails_its_job_and_the_worker_lives(worker, monkeyp
     monkeypatch.setattr(main, "run_step", lambda name, step: 1 / 0)
 
     with pytest.raises(main.JobFailed):
-        made._job("0" * 32)
+        made._job(JOB)
     assert errors == ["unexpected ZeroDivisionError: division by zero; the job's log has more"]
 
 
@@ -214,8 +261,17 @@ def test_a_record_that_the_queue_cannot_take_ends_the_worker_and_not_the_job(wor
 
     monkeypatch.setattr(main, "run_step", full)
     with pytest.raises(Ended):
-        made._job("0" * 32)
+        made._job(JOB)
     assert errors == []
+
+
+def test_slices_that_an_earlier_brim_recorded_are_passed_over(worker, monkeypatch):
+    made, _ = worker
+    record = {"result": {"made": 3}, "error": None}
+    records = [{**record, "ended": False, "result": None}] * 200 + [{**record, "ended": True}, None]
+    monkeypatch.setattr(main, "run_step", lambda name, step: records.pop(0))
+
+    assert made._job(JOB) == {"made": 3}
 
 
 def test_nothing_that_a_job_raises_leaves_its_steps(worker, monkeypatch):
@@ -224,10 +280,27 @@ def test_nothing_that_a_job_raises_leaves_its_steps(worker, monkeypatch):
     def broken(*_, **__):
         raise RecursionError("of its files")
 
-    row = SimpleNamespace(id="0" * 32, makes="dataset", out="datasets/x")
+    row = SimpleNamespace(id=JOB, makes="dataset", out="datasets/x")
     made._catalogue = SimpleNamespace(jobs=SimpleNamespace(get=lambda id: row, move=lambda *_, **__: True))
     monkeypatch.setattr(main, "Attempt", broken)
     monkeypatch.setattr(main, "output_of", broken)
 
-    assert made._run("0" * 32)["error"].startswith("unexpected RecursionError")
-    assert made._publish("0" * 32, {})["error"].startswith("unexpected RecursionError")
+    assert made._run(JOB)["error"].startswith("unexpected RecursionError")
+    assert made._publish(JOB, {})["error"].startswith("unexpected RecursionError")
+
+
+def test_a_result_is_published_with_the_run_and_never_over_damaged_files(worker, catalogue, tmp_path):
+    made, _ = worker
+    made._catalogue = catalogue
+    jobs = [catalogue.jobs.submit(Asked(f"toy.{makes}", "n", {}), makes=makes)[0] for makes in ("run", "dataset")]
+    for job, file in zip(jobs, ("train/last/state.json", "manifest.json"), strict=True):
+        catalogue.jobs.move(job.id, "running", of=["pending"], worker="w0")
+        (tmp_path / job.out / file).parent.mkdir(parents=True)
+        (tmp_path / job.out / file).write_text('{"step": 40, "items": "many"}')
+    run, dataset = jobs
+
+    assert made._publish(run.id, {"dice": 0.9}) == {}
+    assert catalogue.jobs.get(run.id).status == "completed"
+    assert catalogue.runs.get(run.output_id).summary.items() >= {"step": 40, "dice": 0.9}.items()
+    assert "is damaged" in made._publish(dataset.id, {})["error"]
+    assert catalogue.jobs.get(dataset.id).status == "running"

@@ -1,5 +1,6 @@
 """Jobs on several devices: processes of their own that train as one, what they made, and how they end."""
 
+import fcntl
 import json
 import os
 import signal
@@ -10,11 +11,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from desk import Desk
 from kind_inputs import Watched, digests
 
-from brim.errors import CheckpointError, ClusterError, ConfigError, RankLost
-from brim.jobs.kinds import KINDS, Inputs, Spec, Stopped, Task, read_body
+from brim.errors import CheckpointError, ConfigError, RankLost
+from brim.jobs.kinds import Inputs, Spec, Stopped, Task, read_body
 from brim.jobs.status import JobProgress
 from brim.jobs.worker import member, run
 from brim.jobs.worker.process import FileLock, cores
@@ -23,13 +23,9 @@ from waiting import PATIENCE_S, until
 torch.set_num_threads(1)
 
 SAMPLES = {"num_samples": 40, "duration_s": 0.2, "samples_per_shard": 16, "seed": 5, "batch_size": 4}
-RECIPE = {"epochs": 20, "batch_size": 8, "learning_rate": 0.003, "checkpoint_every_s": 0.5}
-ROUNDED = (
-    5e-4  # of a loss of about 14, after 60 steps: Adam amplifies the rounding of gradients summed in another order
-)
-
-LONG = {**RECIPE, "epochs": 2000}  # of which tests see the beginning: it does not end before they act
+RECIPE = {"epochs": 2000, "batch_size": 8, "learning_rate": 0.003, "checkpoint_every_s": 0.5}  # tests see the beginning
 SOME = 110  # steps of it: two losses are logged by then
+ROUNDED = 5e-4  # of a loss of about 14: Adam amplifies the rounding of gradients summed in another order
 
 needs_two_cores = pytest.mark.skipif(cores() < 2, reason="a job may ask for as many devices as there are cores")
 
@@ -41,43 +37,19 @@ def dataset(tmp_path_factory) -> Path:
     return path
 
 
-@pytest.fixture(scope="module")
-def alone(dataset, tmp_path_factory) -> Path:
-    """A run that one process trained."""
-    path = tmp_path_factory.mktemp("runs") / "alone"
-    assert Watched("rf.train", path, RECIPE, datasets=[dataset]).run() is not None
-    return path
-
-
-@pytest.fixture(scope="module")
-def course(dataset, tmp_path_factory) -> dict[int, float]:
-    """Losses of the first steps of the long training, by one process."""
-    path = tmp_path_factory.mktemp("runs") / "long"
-    job = Watched("rf.train", path, LONG, datasets=[dataset], stop_when=lambda where: where.current >= SOME)
-    assert job.run() is None
-    return losses_by_step(path)
-
-
 def losses_by_step(run: Path) -> dict[int, float]:
     lines = [json.loads(line) for line in (run / "train" / "metrics.jsonl").read_text().splitlines()]
     return {line["step"]: line["loss"] for line in lines if "loss" in line}
 
 
-def check_course(run: Path, course: dict[int, float]) -> None:
-    """The losses of a run are those of one process."""
-    found = losses_by_step(run)
-    assert course.keys() == {50, 100}
-    assert {step: found[step] for step in course} == pytest.approx(course, abs=ROUNDED)
+def training(dataset: Path, out: Path, *, devices: object = 2, **more) -> Watched:
+    return Watched("rf.train", out, {**RECIPE, "devices": devices}, datasets=[dataset], **more)
 
 
-def losses(run: Path) -> list[float]:
-    lines = [json.loads(line) for line in (run / "train" / "metrics.jsonl").read_text().splitlines()]
-    return [line["loss"] for line in lines if "loss" in line]
-
-
-def training(dataset: Path, out: Path, **more) -> Watched:
-    recipe = {**RECIPE, "devices": 2, **more.pop("recipe", {})}
-    return Watched("rf.train", out, recipe, datasets=[dataset], **more)
+def task_of(out: Path, body: dict, **options) -> Task:
+    """An attempt that says nothing and is not to stop."""
+    values = {"device": "cpu", "tell": lambda progress: None, "stop": lambda: False, **options}
+    return Task(spec=read_body(body), inputs=Inputs(), out=out, batch_sizes=out.parent / "sizes.json", **values)
 
 
 def members_of(pid: int) -> list[int]:
@@ -99,48 +71,29 @@ def members_of(pid: int) -> list[int]:
 
 @pytest.mark.long
 @needs_two_cores
-def test_two_ranks_train_what_one_process_trains(dataset, alone, tmp_path):
-    job = training(dataset, tmp_path / "run")
-    result = job.run()
-
-    assert result is not None
-    assert result["run_id"] == "run"
-    assert losses(tmp_path / "run")[:10] == pytest.approx(losses(alone)[:10], abs=5e-5)
-    assert losses(tmp_path / "run") == pytest.approx(losses(alone), abs=ROUNDED)
-    assert job.currents == sorted(job.currents)
-    assert members_of(os.getpid()) == []
-
-
-@pytest.mark.long
-@needs_two_cores
-def test_ranks_that_are_killed_start_again_from_their_checkpoint(dataset, course, tmp_path):
+def test_ranks_train_what_one_process_trains_also_when_they_are_killed_and_stopped(dataset, tmp_path):
+    alone = training(dataset, tmp_path / "alone", devices=1, stop_when=lambda where: where.current >= SOME)
+    assert alone.run() is None
     killed: list[int] = []
 
     def kill_then_stop(where) -> bool:
         if not killed and where.current >= 20:
             killed.extend(members_of(os.getpid()))
             os.kill(killed[-1], signal.SIGKILL)
-        is_again = any("starting again" in progress.message for progress in job.told)
-        return is_again and where.message.startswith("epoch") and where.current >= SOME
+        is_again = any("starting again" in progress.message for progress in first.told)
+        return is_again and where.message.startswith("epoch") and where.current >= 40
 
-    job = training(dataset, tmp_path / "run", recipe=LONG, stop_when=kill_then_stop)
-
-    assert job.run() is None
-    assert len(killed) == 2
-    check_course(tmp_path / "run", course)
-
-
-@pytest.mark.long
-@needs_two_cores
-def test_ranks_stop_when_asked_and_go_on_from_there(dataset, course, tmp_path):
-    first = training(dataset, tmp_path / "run", recipe=LONG, stop_when=lambda where: where.current >= 20)
-
+    first = training(dataset, tmp_path / "run", stop_when=kill_then_stop)
     assert first.run() is None
     assert members_of(os.getpid()) == []
-    again = training(dataset, tmp_path / "run", recipe=LONG, stop_when=lambda where: where.current >= SOME)
+    again = training(dataset, tmp_path / "run", stop_when=lambda where: where.current >= SOME)
     assert again.run() is None
-    assert min(current for current in again.currents if current) >= 20
-    check_course(tmp_path / "run", course)
+
+    assert len(killed) == 2
+    assert min(current for current in again.currents if current) >= 40
+    found, expected = losses_by_step(tmp_path / "run"), losses_by_step(tmp_path / "alone")
+    assert expected.keys() == {50, 100}
+    assert {step: found[step] for step in expected} == pytest.approx(expected, abs=ROUNDED)
 
 
 @needs_two_cores
@@ -152,6 +105,7 @@ def test_an_error_of_ranks_is_the_jobs_error_at_once(dataset, tmp_path):
     with pytest.raises(CheckpointError):
         job.run()
     assert not any("starting again" in progress.message for progress in job.told)
+    assert members_of(os.getpid()) == []
 
 
 @needs_two_cores
@@ -169,13 +123,31 @@ def test_a_process_that_always_dies_fails_the_job_with_words(dataset, tmp_path, 
     assert len(deaths) == 2 * (member.RESTARTS + 1)
 
 
+NOTHING = SimpleNamespace(kill=lambda: None, wait=lambda: None, close=lambda: None)
+
+
 @pytest.fixture
-def dying(monkeypatch, tmp_path):
+def started(monkeypatch):
+    """Environments of the processes that are started, which do nothing; the job's result is empty."""
+    environments = []
+
+    def start(task, number, environment):
+        environments.append(environment)
+        return SimpleNamespace(process=NOTHING, connection=NOTHING)
+
+    monkeypatch.setattr(member, "_start", start)
+    monkeypatch.setattr(member, "_listen", lambda *_: None)
+    monkeypatch.setattr(member, "_outcome", lambda members: {})
+    return environments
+
+
+@pytest.fixture
+def dying(started, monkeypatch, tmp_path):
     """Runs members that come as far as it says, and die there; then one that completes."""
 
     def work(*currents: int):
         places = iter(currents)
-        nothing = SimpleNamespace(kill=lambda: None, wait=lambda: None, close=lambda: None)
+        task = task_of(tmp_path / "out", {"kind": "segment.tune", "name": "t"})
 
         def outcome(members):
             if (current := next(places, None)) is None:
@@ -183,13 +155,7 @@ def dying(monkeypatch, tmp_path):
             task.report(JobProgress(current=current, total=100))
             raise member._Died("SIGKILL")
 
-        monkeypatch.setattr(member, "_start", lambda *_: SimpleNamespace(process=nothing, connection=nothing))
-        monkeypatch.setattr(member, "_listen", lambda *_: None)
         monkeypatch.setattr(member, "_outcome", outcome)
-        task = Task(
-            spec=Spec("rf.train", "t", {}), inputs=Inputs(), out=tmp_path, device="cpu", batch_sizes=tmp_path / "b",
-            tell=lambda progress: None, stop=lambda: False,
-        )  # fmt: skip
         return member._run_members(task, [{}])
 
     return work
@@ -204,59 +170,67 @@ def test_deaths_without_progress_end_a_job_wherever_they_begin(dying):
         dying(10, 20, 30, 30, 25, 30)
 
 
+def test_each_rank_knows_its_place_and_has_its_share_of_the_cores(started, monkeypatch, tmp_path):
+    monkeypatch.setattr(member, "cores", lambda: 7)
+    monkeypatch.setattr("brim.jobs.kinds.task.cores", lambda: 7)
+    config = {"dataset_ids": ["a"], "devices": 3}
+
+    member.run(task_of(tmp_path / "out", {"kind": "rf.train", "name": "t", "config": config}))
+
+    meeting = {(one.pop("MASTER_ADDR"), one.pop("MASTER_PORT")) for one in started}
+    assert [host for host, _ in meeting] == ["127.0.0.1"]  # one place for all
+    everywhere = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "2", "WORLD_SIZE": "3", "LOCAL_WORLD_SIZE": "3"}
+    assert started == [{**everywhere, "RANK": rank, "LOCAL_RANK": rank} for rank in "012"]
+
+
+def test_ranks_on_gpus_see_those_of_the_job_and_a_leader_is_alone(started, tmp_path):
+    config = {"dataset_ids": ["a"], "devices": "all"}
+    gpus = {"device": "cuda", "gpus": ("2", "5")}
+    member.run(task_of(tmp_path / "out", {"kind": "rf.train", "name": "t", "config": config}, **gpus))
+    body = {"kind": "rf.generate", "name": "g", "config": {"num_samples": 4, "devices": 2}}
+    member.run(task_of(tmp_path / "out", body, **gpus))
+
+    *ranks, leader = started
+    assert [one["RANK"] for one in ranks] == ["0", "1"]
+    assert {one["CUDA_VISIBLE_DEVICES"] for one in started} == {"2,5"}
+    assert "OMP_NUM_THREADS" not in ranks[0]
+    assert leader.keys() == {"CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER"}
+
+
+def test_a_process_stops_when_asked_and_ends_when_its_worker_is_gone(tmp_path):
+    out = tmp_path / "made"
+    out.mkdir()
+    held = os.open(out, os.O_RDONLY)
+    fcntl.flock(held, fcntl.LOCK_EX)  # so that neither gets far
+    task = task_of(out, {"kind": "rf.generate", "name": "g", "config": {"num_samples": 4}})
+    asked, left = (member._start(task, number, {}) for number in (0, 1))
+    assert left.connection.recv()["progress"].message == "starting"
+    left.connection.close()
+    until(lambda: "waiting" in asked.connection.recv().get("progress", JobProgress()).message)
+
+    asked.connection.send("stop")
+    until(lambda: asked.connection.recv() == {"stopped": True})
+
+    assert [one.process.wait(PATIENCE_S) for one in (asked, left)] == [0, 1]
+    asked.connection.close()
+    os.close(held)
+
+
 def test_more_devices_than_there_are_fail_a_job_that_comes_from_elsewhere(dataset, tmp_path):
-    job = training(dataset, tmp_path / "run", recipe={"devices": 60})
-
     with pytest.raises(ConfigError, match=r"devices=60 is more than the \d+ cores? of this machine; submit"):
-        job.run()
+        training(dataset, tmp_path / "run", devices=60).run()
 
 
-def test_all_of_a_cpu_is_one_device(dataset, tmp_path):
-    job = training(dataset, tmp_path / "run", recipe={"devices": "all", "epochs": 1})
+def test_devices_are_counted_where_the_job_computes(tmp_path):
+    def num_devices(devices, device="cuda", gpus=("0", "1", "2"), **config):
+        task = task_of(tmp_path / "out", {"kind": "segment.tune", "name": "t"}, device=device, gpus=gpus)
+        task.spec = Spec("rf.train", "t", {"devices": devices, **config})
+        return task.num_devices
 
-    assert job._task.num_devices == 1
-
-
-# By a worker that is killed
-
-
-@pytest.mark.long
-@needs_two_cores
-def test_a_training_on_two_devices_survives_its_worker(tmp_path):
-    desk = Desk(tmp_path / "data", toy=False)
-    desk.start()
-    try:
-        made = desk.until(submit(desk, {"kind": "rf.generate", "name": "d", "config": SAMPLES}), "completed", "failed")
-        ids = {"dataset_ids": [made.result["dataset_id"]]}
-        job_id = submit(desk, {"kind": "rf.train", "name": "t", "config": {**LONG, "devices": 2, **ids}})
-        desk.past(job_id, 20)
-        members = members_of(desk.workers["w0"].pid)
-        desk.kill()
-        assert len(members) == 2
-        until(lambda: not any(map(is_alive, members)), lambda: "they do not end with their worker")
-
-        def trains_again() -> bool:
-            job = desk.job(job_id)
-            return job.attempts == 2 and job.message.startswith("epoch")
-
-        desk.wait(trains_again, job_id)
-        desk.stop(job_id)
-        assert desk.until(job_id, "cancelled").error is None
-    finally:
-        desk.close()
-
-
-def submit(desk: Desk, body: dict) -> str:
-    spec = read_body(body)
-    inputs = {"dataset_ids": list(spec.dataset_ids), "run_id": spec.run_id}
-    return desk.submit(spec.kind, KINDS[spec.kind].makes, inputs, spec.name, **spec.config)
-
-
-def is_alive(pid: int) -> bool:
-    try:
-        return (Path("/proc") / str(pid) / "stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
+    assert [num_devices("all"), num_devices(2), num_devices("all", gpus=())] == [3, 2, 1]
+    assert [num_devices("all", accelerator="cpu"), num_devices("all", "cpu")] == [1, 1]
+    with pytest.raises(ConfigError, match="devices=4 is more than the 3 GPUs of this machine"):
+        num_devices(4)
 
 
 # GPUs that workers share
@@ -307,7 +281,7 @@ def test_a_job_that_waits_for_a_gpu_can_be_stopped(tmp_path):
     lock.release()
 
 
-# Generation
+# Generation and prediction
 
 
 @needs_two_cores
@@ -321,22 +295,6 @@ def test_two_devices_generate_the_bytes_of_one(dataset, tmp_path):
     assert job.currents == sorted(job.currents)
 
 
-@pytest.mark.long
-@needs_two_cores
-def test_a_generation_on_two_devices_stops_and_goes_on_to_the_same_bytes(dataset, tmp_path):
-    config, wanted = {**SAMPLES, "num_samples": 100_000, "devices": 2}, digests(dataset, "shards/00000[01].*")
-
-    def are_made(where) -> bool:
-        return where.current >= 48 and all((tmp_path / "made" / name).exists() for name in wanted)
-
-    first = Watched("rf.generate", tmp_path / "made", config, stop_when=lambda where: where.current >= 16)
-    assert first.run() is None
-    again = Watched("rf.generate", tmp_path / "made", config, stop_when=are_made)
-    assert again.run() is None
-    assert min(current for current in again.currents if current) >= 16
-    assert wanted.items() <= digests(tmp_path / "made", "shards/*").items()
-
-
 def test_a_job_of_a_cluster_that_the_service_no_longer_has_says_so(tmp_path):
     job = Watched("rf.generate", tmp_path / "made", {**SAMPLES, "cluster": True})
 
@@ -344,109 +302,24 @@ def test_a_job_of_a_cluster_that_the_service_no_longer_has_says_so(tmp_path):
         job.run()
 
 
-# On the service's cluster
-
-
-@pytest.fixture(scope="module")
-def head():
-    """A Ray cluster of one node that asks for a token."""
+@pytest.mark.long
+def test_the_services_cluster_generates_and_predicts_what_one_device_does(dataset, cells, tmp_path, monkeypatch):
     pytest.importorskip("ray")
     from ray_head import TOKEN, ray_head
 
-    with ray_head(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=TOKEN) as head:
-        yield {"RAY_ADDRESS": f"127.0.0.1:{head.gcs}", "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": TOKEN}
-
-
-@pytest.fixture
-def on_cluster(head, monkeypatch):
-    for name, value in head.items():
-        monkeypatch.setenv(name, value)
-
-
-@pytest.mark.long
-@pytest.mark.usefixtures("on_cluster")
-def test_a_generation_on_the_cluster_makes_the_same_bytes(dataset, tmp_path):
-    job = Watched("rf.generate", tmp_path / "made", {**SAMPLES, "cluster": True}, cluster="auto")
-    result = job.run()
-
-    assert result is not None
-    assert (result["accepted"], result["workers"]) == (40, 1)
-    assert digests(tmp_path / "made", "shards/*") == digests(dataset, "shards/*")
-
-
-@pytest.mark.long
-def test_a_cluster_that_nobody_answers_at_fails_the_job_in_words(tmp_path):
-    pytest.importorskip("ray")
-    from ray_head import free_port
-
-    address = f"ray://127.0.0.1:{free_port()}"
-    job = Watched("rf.generate", tmp_path / "made", {**SAMPLES, "cluster": True}, cluster=address)
-
-    with pytest.raises(ClusterError, match="nobody answers"):
-        job.run()
-    assert not (tmp_path / "made").exists()
-
-
-# Other kinds
-
-
-@pytest.fixture(scope="module")
-def cells(tmp_path_factory) -> Path:
-    """Images and masks."""
-    import cv2
-    import numpy as np
-
-    from brim.segmentation.scenes import make_cells
-
-    path = tmp_path_factory.mktemp("datasets") / "cells"
-    for index in range(8):
-        image, mask = make_cells(3, index, 64, 64)
-        for folder, pixels in (("images", image[..., ::-1]), ("masks", mask.astype(np.uint8) * 255)):
-            (path / folder).mkdir(parents=True, exist_ok=True)
-            cv2.imwrite(str(path / folder / f"{index:02d}.png"), pixels)
-    return path
-
-
-NETWORK = {"model": "unet_tiny", "size": 32, "epochs": 2, "batch_size": 4, "learning_rate": 0.01, "precision": "fp32"}
-
-
-@pytest.mark.long
-@needs_two_cores
-@pytest.mark.usefixtures("on_cluster")
-def test_a_network_trains_on_two_devices_and_predicts_on_the_cluster(cells, tmp_path):
-    trained = Watched("segment.train", tmp_path / "run", {**NETWORK, "devices": 2}, datasets=[cells]).run()
-    alone = Watched("segment.train", tmp_path / "alone", NETWORK, datasets=[cells]).run()
-    assert trained["dice"] == pytest.approx(alone["dice"], abs=0.01)  # a pixel at the edge of a cell
-
-    asked = {"batch_size": 1}  # nothing is tuned
-    here = Watched("segment.predict", tmp_path / "here", asked, datasets=[cells], run=tmp_path / "run")
+    network = {"model": "unet_tiny", "size": 32, "epochs": 2, "batch_size": 4, "precision": "fp32"}
+    assert Watched("segment.train", tmp_path / "run", network, datasets=[cells]).run() is not None
+    seen = {"datasets": [cells], "run": tmp_path / "run"}
+    here = Watched("segment.predict", tmp_path / "here", {"batch_size": 1}, **seen)
     assert here.run()["failed"] == 0
-    there = Watched(
-        "segment.predict", tmp_path / "there", {**asked, "cluster": True}, datasets=[cells], run=tmp_path / "run",
-        cluster="auto",
-    )  # fmt: skip
-    result = there.run()
+    with ray_head(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=TOKEN) as head:
+        for name, value in (("ADDRESS", f"127.0.0.1:{head.gcs}"), ("AUTH_MODE", "token"), ("AUTH_TOKEN", TOKEN)):
+            monkeypatch.setenv(f"RAY_{name}", value)
+        made = Watched("rf.generate", tmp_path / "made", {**SAMPLES, "cluster": True}, cluster="auto").run()
+        there = {"batch_size": 1, "cluster": True}
+        result = Watched("segment.predict", tmp_path / "there", there, cluster="auto", **seen).run()
 
-    assert (result["images"], result["failed"], result["num_files"]) == (8, 0, 8)
+    assert (made["accepted"], made["workers"]) == (40, 1)
+    assert digests(tmp_path / "made", "shards/*") == digests(dataset, "shards/*")
+    assert (result["images"], result["failed"], result["num_files"]) == (12, 0, 12)
     assert digests(tmp_path / "there", "*.geojson") == digests(tmp_path / "here", "*.geojson")
-
-
-@pytest.mark.long
-@needs_two_cores
-@pytest.mark.parametrize("mode", ["supervised", "self"])
-def test_sequences_train_on_two_devices_as_on_one(tmp_path, mode):
-    from brim.sequences import make_sequences
-    from brim.sequences.corpus.packing import pack
-
-    pack(make_sequences(tmp_path / "npy", 60, dim=8, classes=3, mean_length=12), tmp_path / "corpus")
-    shape = {"channels": 16, "convolutions": 2, "hidden": 16, "layers": 1, "attention": 8, "embedding": 16}
-    recipe = {"mode": mode, "epochs": 2, "iterations": 1, "batch_size": 16, "model": shape}
-    found = [
-        Watched("sequence.train", tmp_path / str(count), {**recipe, "devices": count}, datasets=[tmp_path / "corpus"])
-        for count in (1, 2)
-    ]
-    one, two = (job.run() for job in found)
-
-    assert one["scores"] == pytest.approx(two["scores"], abs=0.2)
-    assert two["run_id"] == "2"
-    assert found[1].currents == sorted(found[1].currents)

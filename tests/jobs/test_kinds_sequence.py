@@ -6,11 +6,14 @@ import pytest
 import torch
 from kind_inputs import Watched, digests
 
+from brim.engine.training import TrainProgress
 from brim.errors import BrimError
 from brim.jobs.kinds import KINDS, Inputs
+from brim.jobs.kinds.sequence import _PhaseProgress
 from brim.sequences.config import SequenceTraining
 from brim.sequences.corpus.packing import pack
 from brim.sequences.corpus.synthetic import make_sequences
+from brim.sequences.model import Classifier, Encoder
 from brim.sequences.training.run import train
 
 torch.set_num_threads(1)
@@ -59,26 +62,31 @@ def test_progress_is_that_of_all_phases(runs):
     assert 49 <= half.percent <= 60
 
 
+def test_the_time_left_is_that_of_all_phases():
+    """Epochs of 2 + 3 + 2 + 3, ten steps each: a hundred steps at ten a second."""
+    phases = _PhaseProgress(SequenceTraining(iterations=2, encoder_epochs=2, classifier_epochs=3))
+
+    def told(phase, step, epochs):
+        steps = 10 * epochs
+        left_s = (steps - step) / 10
+        progress = TrainProgress(
+            phase=phase, epoch=step // 10, epochs=epochs, step=step, steps=steps, loss=None, samples_per_s=80.0,
+            eta_s=left_s,
+        )  # fmt: skip
+        return phases.overall(progress)
+
+    first, second, last = told("encoder-1", 5, 2), told("classifier-1", 10, 3), told("classifier-2", 30, 3)
+
+    assert (first.current, first.total, first.eta_s) == (5, 100, pytest.approx(9.5))
+    assert (second.current, second.total, second.eta_s) == (30, 100, pytest.approx(7.0))
+    assert (last.current, last.total, last.message) == (100, 100, "classifier-2, epoch 3/3")
+    assert told("encoder-1", 7, 2).current == 100  # nothing runs backwards
+
+
 def test_a_trained_network_is_the_command_lines(runs, corpus, tmp_path):
     train(corpus, tmp_path / "run", SequenceTraining(**SUPERVISED), device="cpu")
 
     assert digests(tmp_path / "run", "weights.safetensors") == digests(runs["supervised"].path, "weights.safetensors")
-
-
-@pytest.mark.parametrize(("mode", "recipe"), [("self", SELF), ("supervised", SUPERVISED)])
-def test_a_stopped_training_goes_on_to_the_same_bits(runs, corpus, tmp_path, mode, recipe):
-    first = Watched(
-        "sequence.train", tmp_path / "run", recipe, datasets=[corpus], stop_when=lambda where: where.current > 0
-    )
-
-    assert first.run() is None
-    assert first.steps_after_stop == 0
-
-    second = Watched("sequence.train", tmp_path / "run", recipe, datasets=[corpus])
-    result = second.run()
-    assert result["scores"] == runs[mode].result["scores"]
-    assert digests(tmp_path / "run", "weights.safetensors") == digests(runs[mode].path, "weights.safetensors")
-    assert second.told[-1].total == runs[mode].told[-1].total
 
 
 def test_a_training_that_was_finished_before_it_was_recorded_gives_the_same_result(runs, corpus):
@@ -88,33 +96,29 @@ def test_a_training_that_was_finished_before_it_was_recorded_gives_the_same_resu
     assert {name: again[name] for name in again.keys() - times} == {name: first[name] for name in first.keys() - times}
 
 
-def test_what_a_run_takes_on_disk_is_estimated_from_above(runs):
-    for job in runs.values():
+def test_what_a_run_takes_on_disk_is_the_checkpoints_of_its_phases_and_its_logs(runs):
+    for job, phases in ((runs["self"], 4), (runs["supervised"], 1)):
+        module = Classifier(Encoder(SequenceTraining(model=TINY).shape(8)), 1000)  # of classes, at most
+        weights = sum(tensor.numel() * tensor.element_size() for tensor in module.state_dict().values())
         actual = sum(file.stat().st_size for file in job.path.rglob("*") if file.is_file())
-        assert actual < KINDS["sequence.train"].estimate_bytes(job.spec, job.inputs)
+
+        estimate = KINDS["sequence.train"].estimate_bytes(job.spec, job.inputs)
+
+        assert estimate == (9 * phases + 1) * weights + 32 * 2**20  # three of each phase, with two moments
+        assert actual < estimate
 
 
-def test_a_corpus_without_labels_is_refused_before_a_job_is_queued(tmp_path):
+def test_a_corpus_that_cannot_be_trained_on_is_refused_before_a_job_is_queued(runs, tmp_path):
     folder = make_sequences(tmp_path / "npy", 6, dim=8, classes=1, mean_length=12)
     pack(folder / "class_0", tmp_path / "plain")
-    job = Watched("sequence.train", tmp_path / "run", SUPERVISED, datasets=[tmp_path / "plain"])
 
-    with pytest.raises(BrimError) as caught:
-        KINDS["sequence.train"].check(job.spec, job.inputs)
-    assert caught.value.field == "config.dataset_ids[0]"
-    assert "has no labels" in str(caught.value)
-
-
-def test_a_folder_that_is_not_packed_is_refused_before_a_job_is_queued(tmp_path, runs):
-    folder = make_sequences(tmp_path / "npy", 6, dim=8, classes=2, mean_length=12)
-
-    with pytest.raises(BrimError, match="not packed"):
-        KINDS["sequence.train"].check(runs["self"].spec, Inputs(datasets=(folder,)))
-
-
-def test_a_good_corpus_is_not_refused(runs):
     for job in runs.values():
         KINDS["sequence.train"].check(job.spec, job.inputs)
+    with pytest.raises(BrimError, match="has no labels") as caught:
+        KINDS["sequence.train"].check(runs["supervised"].spec, Inputs(datasets=(tmp_path / "plain",)))
+    assert caught.value.field == "config.dataset_ids[0]"
+    with pytest.raises(BrimError, match="not packed"):
+        KINDS["sequence.train"].check(runs["self"].spec, Inputs(datasets=(folder,)))
 
 
 @pytest.mark.parametrize(("mode", "score"), [("self", "matched_accuracy"), ("supervised", "accuracy")])
@@ -125,11 +129,10 @@ def test_a_run_is_evaluated(runs, corpus, tmp_path, mode, score):
     result = job.run()
 
     assert result["metrics"][score] == runs[mode].result["scores"][score]
-    assert result["metrics"]["items"] == 12
+    assert result["metrics"]["items"] == job.currents[-1] == 12
     assert result["files"] == ["embedding.json"]
     most = KINDS["sequence.evaluate"].estimate_bytes(job.spec, job.inputs)
     assert (tmp_path / "job/embedding.json").stat().st_size < most
-    assert job.currents[-1] == 12
 
 
 def test_an_evaluation_stops(runs, corpus, tmp_path):
