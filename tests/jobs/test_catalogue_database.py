@@ -91,9 +91,10 @@ def test_an_upgrade_that_fails_leaves_nothing_behind(database_url, monkeypatch):
     def fail(*_, **__):
         raise RuntimeError("killed")
 
-    with monkeypatch.context() as patched, pytest.raises(RuntimeError):
+    with monkeypatch.context() as patched:
         patched.setattr(alembic.command, "stamp", fail)
-        upgrade(database_url)
+        with pytest.raises(RuntimeError):
+            upgrade(database_url)
     upgrade(database_url)
 
     with Catalogue.open(database_url) as catalogue:
@@ -172,9 +173,10 @@ def test_a_writer_holds_the_file_from_its_first_statement_on_and_a_reader_never(
         connection.execute(sa.select(meta)).all()
         other.execute("BEGIN IMMEDIATE")
         other.execute("ROLLBACK")
-    with writing(engine) as connection, pytest.raises(sqlite3.OperationalError, match="locked"):
+    with writing(engine) as connection:
         connection.execute(sa.select(meta)).all()
-        other.execute("BEGIN IMMEDIATE")
+        with pytest.raises(sqlite3.OperationalError, match="locked"):
+            other.execute("BEGIN IMMEDIATE")
 
     other.close()
     engine.dispose()

@@ -161,7 +161,10 @@ def test_a_deleted_job_leaves_the_queue_and_a_completed_one_is_forgotten_after_a
 
 @pytest.mark.parametrize(
     ("manifest", "listed"),
-    [('{"items": 12, "complete": false}', ("partial", 12)), ('{"items": 12, "shards": [{"bxtes": 3}]}', ("partial", 0))],
+    [
+        ('{"items": 12, "complete": false}', ("partial", 12)),
+        ('{"items": 12, "shards": [{"bxtes": 3}]}', ("partial", 0)),
+    ],
     ids=["whole", "damaged"],
 )
 def test_at_a_start_what_was_to_stop_has_stopped(catalogue, queue, submit, tmp_path, manifest, listed):
