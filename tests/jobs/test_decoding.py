@@ -1,5 +1,6 @@
 """Images of jobs, read in confined processes: the same pixels and the same words, and a bad file costs itself alone."""
 
+import io
 import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -8,9 +9,12 @@ from pathlib import Path
 import cv2
 import numpy as np
 import pytest
+import tifffile
 
 from brim.errors import ImageError
+from brim.jobs import decoding, sandbox
 from brim.jobs.decoding import ConfinedReader, confined_images
+from brim.segmentation.config import ImagePlanes
 from brim.segmentation.images import reading
 from brim.segmentation.images.reading import read_image, read_labels
 from waiting import PATIENCE_S
@@ -62,3 +66,58 @@ def test_readers_that_die_cost_their_image_or_nothing(files):
             with pytest.raises(ImageError, match="more time or memory"):
                 waiting.result(PATIENCE_S)
         np.testing.assert_array_equal(read_image(files["rgb.png"]), RGB[..., ::-1])
+
+
+def test_channels_and_the_size_of_a_pixel_arrive_too(tmp_path):
+    planes = np.arange(3 * 4 * 5, dtype=np.uint16).reshape(3, 4, 5)
+    about = {"axes": "CYX", "PhysicalSizeX": 0.25, "PhysicalSizeXUnit": "µm", "Channel": {"Name": ["dna", "er", "x"]}}
+    tifffile.imwrite(tmp_path / "a.ome.tif", planes, ome=True, metadata=about)
+    reader = ConfinedReader()
+
+    loaded = reader.load(tmp_path / "a.ome.tif", 20, "a", ImagePlanes())
+
+    np.testing.assert_array_equal(loaded.planes, planes.transpose(1, 2, 0))
+    assert (loaded.names, loaded.pixel_um, loaded.as_rgb) == (("dna", "er", "x"), 0.25, False)
+    with pytest.raises(ImageError):
+        reader.load(tmp_path / "a.ome.tif", 19, "a", ImagePlanes())  # 20 pixels are too many
+    reader.close()
+
+
+def test_memory_and_time_are_in_proportion_to_what_the_header_says(files, tmp_path, monkeypatch):
+    limits, size = [], files["rgb.png"].stat().st_size
+    monkeypatch.setattr(sandbox, "limit", lambda memory_bytes, cpu_s: limits.append((memory_bytes - 2**29, cpu_s)))
+
+    for image in (files["rgb.png"], files["rgb.png"].read_bytes()):
+        decoding._read(image, 10**6, "a", ImagePlanes())
+        decoding._read(image, 1000, "a", ImagePlanes())  # more are not allowed
+
+    whole, part = (2 * size + 80 * 40 * 60, 10 + 2400e-6), (2 * size + 80 * 1000, 10 + 1000e-6)
+    assert limits == [(2 * size, 10), whole, (2 * size, 10), part] * 2
+
+
+@pytest.mark.parametrize(
+    ("change", "taken"),
+    [
+        ({}, True),
+        ({"shape": [1, 4, 2]}, True),
+        ({"shape": [5, 1, 2]}, False),  # one pixel too many
+        ({"shape": [4, 2]}, False),
+        ({"shape": [0, 4, 2]}, False),
+        ({"dtype": "|O"}, False),
+        ({"names": ["a"]}, False),
+        ({"shown": []}, False),
+        ({"shown": [2]}, False),
+        ({"shape": [2, 2, 20], "names": ["a"] * 20, "dtype": "<f8"}, False),  # 160 bytes a pixel
+    ],
+)
+def test_what_a_process_says_of_an_image_is_not_believed_beyond_what_was_asked_for(change, taken):
+    reply = {"shape": [2, 2, 2], "dtype": "|u1", "names": ["a", "b"], "shown": [0], "as_rgb": False, "pixel_um": None}
+
+    def receive():
+        return decoding._received(io.BytesIO(bytes(640)), reply | change, 4)
+
+    if taken:
+        assert receive().planes.shape == tuple((reply | change)["shape"])
+    else:
+        with pytest.raises((ValueError, TypeError)):
+            receive()
