@@ -7,8 +7,8 @@ import toy_work
 from toy_work import ToyWork
 
 import waiting
-from brim.cluster.processes import ProcessPool, device_names
-from brim.errors import ClusterError, ConfigError, DeviceError
+from brim.cluster.processes import ProcessPool
+from brim.errors import ClusterError, ConfigError
 from brim.rf.generation.pool import TaskDone, TaskFailed, WorkerLost, WorkerReady
 
 
@@ -114,35 +114,3 @@ def test_work_that_cannot_be_opened_is_told_with_its_reason(make_pool):
     assert pool.expects() == 0
     pool.close()
 
-
-# Devices of this machine
-
-
-def test_devices_are_named_as_people_write_them():
-    assert device_names("cpu,cpu") == ("cpu", "cpu")
-    assert device_names(" cpu , cpu ") == ("cpu", "cpu")
-
-
-@pytest.mark.parametrize(
-    ("devices", "family", "said"),
-    [
-        ("gpu", ConfigError, '"gpu" is no device'),
-        ("", ConfigError, "is no device"),
-        ("cpu,", ConfigError, "is no device"),
-        ("99", DeviceError, "cuda:99"),
-        ("-1", ConfigError, "is no device"),
-        (0, ConfigError, "at least 1"),
-    ],
-)
-def test_devices_that_are_not_here_are_refused(devices, family, said):
-    with pytest.raises(family, match=said):
-        device_names(devices)
-
-
-def test_the_gpus_of_a_process_are_those_it_sees(monkeypatch):
-    from brim.cluster import processes
-
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,GPU-7")
-    assert processes._environment("cuda:1")["CUDA_VISIBLE_DEVICES"] == "GPU-7"
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
-    assert processes._environment("cuda:1")["CUDA_VISIBLE_DEVICES"] == "1"
