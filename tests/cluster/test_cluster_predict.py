@@ -12,10 +12,7 @@ import pytest
 import torch
 from cluster_nodes import PATIENT, Nodes
 
-from brim.cli import main
-from brim.cluster.predict import check_nodes, predict_many
-from brim.cluster.ray_connect import Node
-from brim.errors import ClusterError, ConfigError, StorageError
+from brim.cluster.predict import predict_many
 from brim.segmentation.config import FilesConfig
 from brim.segmentation.networks import create_model, save_weights
 from brim.segmentation.prediction import ModelLoader, Recipe, predict_files
@@ -96,13 +93,6 @@ def world(tmp_path_factory):
                 os.environ.pop(name) if value is None else os.environ.update({name: value})
 
 
-def recipe(**changes) -> Recipe:
-    return Recipe(files=FilesConfig(**{"model": "unet_tiny", "strict": True, **changes}))
-
-
-# What goes well
-
-
 def test_a_killed_command_goes_on_where_it_was(world, tmp_path):
     """Over Ray's client connection, from store to store; the store fails five times in the second run."""
     out = f"s3://{BUCKET}/killed"
@@ -133,99 +123,6 @@ def test_a_killed_command_goes_on_where_it_was(world, tmp_path):
     assert not again & {name.replace("/images/", "/killed/") for name in recorded}
 
 
-@pytest.mark.smoke
-def test_a_cluster_writes_what_one_process_writes(world, tmp_path):
-    images = [world.images / f"{index:02}.png" for index in range(6)]
-
-    report = predict_many(images, tmp_path / "many", recipe(), world.weights, "auto", batch_sizes=world.sizes)
-
-    assert report.written == 6
-    one = files(world.one)
-    assert files(tmp_path / "many") == {name: one[name] for name in (f"{index:02}.geojson" for index in range(6))}
-
-
-def test_only_what_changed_or_is_gone_is_made_again(world, tmp_path):
-    images, out = tmp_path / "images", tmp_path / "out"
-    images.mkdir()
-    for index in range(6):
-        (images / f"{index}.png").write_bytes((world.images / f"{index:02}.png").read_bytes())
-    whole = predict_many([images], out, recipe(format="coco"), world.weights, "auto", batch_sizes=world.sizes)
-    (images / "2.png").write_bytes((world.images / "30.png").read_bytes())
-    (images / "new.png").write_bytes((world.images / "31.png").read_bytes())
-
-    found = predict_many([images], out, recipe(format="coco"), world.weights, "auto", batch_sizes=world.sizes)
-
-    assert (whole.written, whole.kept) == (6, 0)
-    assert (found.written, found.kept) == (2, 5)
-    loader = ModelLoader({"unet_tiny": world.weights}, "cpu", world.sizes)
-    predict_files([images], loader, tmp_path / "one", recipe(format="coco").files)
-    assert (out / "annotations.json").read_bytes() == (tmp_path / "one/annotations.json").read_bytes()
-
-
-def test_a_stop_is_heard_and_what_is_written_is_whole(world, tmp_path):
-    found = predict_many(
-        [world.images],
-        tmp_path,
-        recipe(),
-        world.weights,
-        "auto",
-        batch_sizes=world.sizes,
-        stop=lambda: any(tmp_path.iterdir()),
-    )
-
-    assert (found.stopped, found.report) == (True, None)
-    whole = files(world.one)
-    assert len(files(tmp_path)) == found.written < NUM - 1
-    assert all(whole[name] == data for name, data in files(tmp_path).items())
-
-
-# What goes wrong
-
-
-def test_an_address_nobody_answers_is_an_error_and_writes_nothing(world, tmp_path, capsys):
-    code = main(world.command(world.images, "--out", tmp_path / "out", "--cluster", "ray://127.0.0.1:1"))
-
-    assert code == 2
-    assert "nobody answers at ray://127.0.0.1:1" in capsys.readouterr().err
-    assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.smoke
-@pytest.mark.parametrize(
-    ("flags", "words"),
-    [
-        (["--cluster", "somewhere"], "use auto, local or ray://HOST:PORT"),
-        (["--cluster", "auto", "--device", "cuda:1"], "on a cluster use auto or cpu"),
-        (["--allow-mixed"], "--allow-mixed is for --cluster"),
-    ],
-)
-def test_options_that_cannot_work_are_named(world, tmp_path, capsys, flags, words):
-    assert main([*world.command(world.images, "--out", tmp_path / "out"), *flags]) == 2
-    assert words in capsys.readouterr().err
-
-
-@pytest.mark.smoke
-def test_a_bucket_that_nobody_has_is_an_error_at_once(world):
-    with pytest.raises(StorageError, match="no such bucket"):
-        predict_many(
-            [world.images], "s3://nobody-has-this/out", recipe(), world.weights, "auto", batch_sizes=world.sizes
-        )
-    with pytest.raises(ConfigError, match="no images found"):
-        predict_many(
-            [f"s3://{BUCKET}/nothing"], f"s3://{BUCKET}/out", recipe(), world.weights, "auto", batch_sizes=world.sizes
-        )
-
-
-@pytest.mark.smoke
-def test_a_node_without_memory_is_refused_by_name():
-    def node(free_bytes: int) -> Node:
-        return Node(id="n", host="small", cpus=1, gpus=0, free_bytes=free_bytes, versions={})
-
-    check_nodes([node(2**33)])
-    with pytest.raises(ClusterError, match=r"node small has .* of memory free, bulk prediction needs 1"):
-        check_nodes([node(2**33), node(2**29)])
-
-
 # Last: the client server of Ray cannot start beside the zombie that a simulated node leaves
 
 
@@ -237,8 +134,9 @@ def test_a_node_dies_and_every_result_is_there_once(world, tmp_path):
             world.nodes.kill(extra)
             killed.append(where.done)
 
+    recipe = Recipe(files=FilesConfig(model="unet_tiny", strict=True))
     found = predict_many(
-        [world.images], tmp_path, recipe(), world.weights, "auto", batch_sizes=world.sizes, progress=watch
+        [world.images], tmp_path, recipe, world.weights, "auto", batch_sizes=world.sizes, progress=watch
     )
 
     broken = str(world.images / "07.png")

@@ -12,12 +12,13 @@ from brim.errors import ClusterError, ConfigError
 from brim.rf.generation.pool import TaskDone, TaskFailed, WorkerLost, WorkerReady
 
 
-@pytest.fixture(scope="module", params=["processes", pytest.param("ray", marks=pytest.mark.long)])
+@pytest.fixture(scope="module", params=["processes", "ray"])
 def make_pool(request):
     """Makes pools of two workers, not started."""
     if request.param == "processes":
         yield lambda: ProcessPool(["cpu", "cpu"])
         return
+    pytest.importorskip("ray")
     request.getfixturevalue("ray_cluster").add()
     from ray import cloudpickle
 
@@ -113,4 +114,3 @@ def test_work_that_cannot_be_opened_is_told_with_its_reason(make_pool):
     assert "no such thing" in str(lost[0].error)
     assert pool.expects() == 0
     pool.close()
-
