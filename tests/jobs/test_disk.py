@@ -19,15 +19,11 @@ def free(tmp_path, monkeypatch):
     return say
 
 
-def test_a_job_that_fits_may_start(tmp_path, free):
+def test_a_job_that_would_touch_the_reserve_is_refused_in_words(tmp_path, free):
     free(6000)
-
     disk.check(tmp_path / "new", 5000)
 
-
-def test_a_job_that_would_touch_the_reserve_is_refused_in_words(tmp_path, free):
     free(5999)
-
     with pytest.raises(StorageError, match=r"about 4\.9 KiB .* 1000 bytes must stay free, but only 5\.9 KiB"):
         disk.check(tmp_path / "new", 5000)
 

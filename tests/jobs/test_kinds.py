@@ -2,7 +2,6 @@
 
 import fcntl
 import os
-import threading
 import time
 from dataclasses import replace
 from types import SimpleNamespace
@@ -11,11 +10,12 @@ import pytest
 from kind_inputs import Watched
 
 from brim.config import settings
-from brim.errors import ConfigError, Conflict, DatasetError, StorageError
+from brim.engine.training import TrainProgress
+from brim.errors import ConfigError, Conflict, DatasetError
 from brim.jobs.kinds import KINDS, Inputs, Spec, Stopped, Task
 from brim.jobs.kinds import task as tasks
-from brim.jobs.kinds.task import checking, job_phrase, reporting
-from brim.jobs.status import KIND_NAMES, JobProgress
+from brim.jobs.kinds.task import checking, counted, in_training, job_phrase, reporting
+from brim.jobs.status import KIND_NAMES, Flow, JobProgress
 from brim.jobs.worker import member
 from waiting import until
 
@@ -100,15 +100,6 @@ def test_who_is_silent_for_too_long_is_not_spoken_for(said, clock):
     assert [word.message for word in said] == ["starting", "starting, for 59 s"]
 
 
-def test_no_thread_stays(said):
-    before = threading.active_count()
-    reporting(said.task, lambda task: {})
-
-    with pytest.raises(StorageError):
-        reporting(said.task, lambda task: (_ for _ in ()).throw(StorageError("full")))
-    assert threading.active_count() == before
-
-
 def test_a_wish_to_stop_leaves_a_library_that_cannot_be_asked(said):
     def run(task):
         said.stop = True
@@ -160,6 +151,27 @@ def test_a_setting_that_does_not_fit_the_input_is_the_field(tmp_path):
     assert caught.value.field == "config.val_share"
 
 
+# Progress of the workloads
+
+
+def test_what_is_counted_says_how_long_the_rest_takes():
+    assert counted(30, 100, "making", 7.0).eta_s == 10.0
+    assert counted(30, 100, "making").eta_s is None
+    assert (counted(30, 100, "making", 7.0).percent, counted(0, 0, "making").percent) == (30.0, None)
+
+
+def test_training_tells_its_epoch_from_one_on_and_nothing_that_is_not_finite():
+    def told(**changes):
+        usual = {"phase": "train", "epoch": 1, "epochs": 4, "step": 12, "steps": 40, "loss": 0.25, "eta_s": 7.0}
+        return in_training(TrainProgress(**{**usual, "samples_per_s": 80.0, **changes}), "solving")
+
+    assert told() == JobProgress(current=12, total=40, rate=80.0, eta_s=7.0, message="epoch 2/4, loss 0.25")
+    assert told(epoch=4, loss=None, eta_s=float("inf")).message == "epoch 4/4"
+    assert told(eta_s=float("inf")).eta_s is None
+    assert told(phase="prepare", step=3, steps=8) == JobProgress(message="solving 3 of 8")
+    assert told(seconds=3.0, waiting={"data": 1.0}).flow == Flow(seconds=3.0, waiting={"data": 1.0})
+
+
 # The process before
 
 
@@ -185,19 +197,12 @@ def test_the_process_before_is_waited_for(locked, tmp_path):
     assert job.run()["accepted"] == 2
 
 
-def test_who_waits_can_be_stopped(locked, tmp_path):
-    job = Watched(
-        "rf.generate", tmp_path / "made", {"num_samples": 2, "duration_s": 0.2},
-        stop_when=lambda where: "waiting" in where.message,
-    )  # fmt: skip
+def test_who_waits_can_be_stopped_and_patience_ends(locked, tmp_path, monkeypatch):
+    config = {"num_samples": 2, "duration_s": 0.2}
+    asked = Watched("rf.generate", tmp_path / "made", config, stop_when=lambda where: "waiting" in where.message)
+    assert asked.run() is None
 
-    assert job.run() is None
-
-
-def test_patience_ends(locked, tmp_path, monkeypatch):
     monkeypatch.setattr(tasks, "PATIENCE_S", 0.1)
-    job = Watched("rf.generate", tmp_path / "made", {"num_samples": 2, "duration_s": 0.2})
-
     with pytest.raises(DatasetError) as caught:
-        job.run()
+        Watched("rf.generate", tmp_path / "made", config).run()
     assert caught.value.code == "in_use"

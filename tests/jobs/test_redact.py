@@ -15,34 +15,21 @@ def redact(tmp_path):
 
 
 def test_known_directories_become_names(redact, tmp_path):
-    text = (
-        f"{tmp_path}/datasets/ab is being written; {tmp_path}/datasets/ab/shards/000001.safetensors: checksum differs"
-    )
+    text = f"{tmp_path}/datasets/ab is written; {tmp_path}/datasets/ab/shards/000001.safetensors: differs"
 
-    assert redact(text) == (
-        'dataset "night run" is being written; dataset "night run" shards/000001.safetensors: checksum differs'
-    )
-
-
-def test_a_name_that_only_begins_like_a_known_one_is_another_path(redact):
-    assert redact("/mnt/xylophone/a is gone") == "(path) is gone"
+    assert redact(text) == 'dataset "night run" is written; dataset "night run" shards/000001.safetensors: differs'
+    assert redact("/mnt/xylophone/a is gone") == "(path) is gone"  # another path, which only begins like a known one
 
 
 @pytest.mark.parametrize(
-    "text",
+    "place",
     [
-        "cannot open /home/ada/x.bin: permission denied",
-        'cannot open "/home/ada/my files/x.bin": permission denied',
-        "cannot open '/home/ada/x.bin': permission denied",
-        "cannot open ~/x.bin: permission denied",
-        "cannot open (/home/ada/x.bin), permission denied",
-        "cannot open path=/home/ada/x.bin: permission denied",
-        "cannot open file:///home/ada/x.bin permission denied",
-        r"cannot open C:\Users\ada\x.bin: permission denied",
+        "/home/ada/x.bin:", '"/home/ada/my files/x.bin":', "'/home/ada/x.bin':", "~/x.bin:", "(/home/ada/x.bin),",
+        "path=/home/ada/x.bin:", "file:///home/ada/x.bin", r"C:\Users\ada\x.bin:",
     ],
-)
-def test_other_paths_become_a_word(redact, text):
-    got = redact(text)
+)  # fmt: skip
+def test_other_paths_become_a_word(redact, place):
+    got = redact(f"cannot open {place} permission denied")
 
     assert "(path)" in got
     assert "ada" not in got
@@ -57,7 +44,6 @@ def test_other_paths_become_a_word(redact, text):
         "use https://docs.python.org/3/library for more",
         'model="hrnet_w18" is not known; did you mean hrnet_w48?',
         "shards/000412.safetensors: checksum differs",
-        "min_snr_db=3.0 must be below 2; see 5 dB/km",
     ],
 )
 def test_what_is_no_path_stays(redact, text):
@@ -70,21 +56,21 @@ def test_addresses_of_databases_lose_user_password_and_host(redact):
     assert got == "cannot reach postgresql://(host) today"
 
 
-def test_our_host_and_user_go(monkeypatch):
-    monkeypatch.setattr(socket, "gethostname", lambda: "gpu7.example.org")
-    monkeypatch.setattr(getpass, "getuser", lambda: "adalovelace")
+@pytest.mark.parametrize(
+    ("host", "user", "text", "expected"),
+    [
+        ("gpu7.example.org", "adal", "gpu7: none for adal on gpu7.example.org", "(host): none for (user) on (host)"),
+        ("localhost", "root", "the root of 4 on localhost", "the root of 4 on localhost"),  # plain words
+    ],
+)
+def test_our_host_and_user_go_unless_they_are_plain_words(monkeypatch, host, user, text, expected):
+    monkeypatch.setattr(socket, "gethostname", lambda: host)
+    monkeypatch.setattr(getpass, "getuser", lambda: user)
 
-    assert Redactor({})("gpu7: no GPU for adalovelace on gpu7.example.org") == "(host): no GPU for (user) on (host)"
-
-
-def test_names_that_are_plain_words_stay(monkeypatch):
-    monkeypatch.setattr(socket, "gethostname", lambda: "localhost")
-    monkeypatch.setattr(getpass, "getuser", lambda: "root")
-
-    assert Redactor({})("the root of 4 on localhost") == "the root of 4 on localhost"
+    assert Redactor({})(text) == expected
 
 
 def test_every_text_of_a_value_is_redacted(redact, tmp_path):
-    value = {"files": [f"{tmp_path}/a", {"run": "/home/ada"}], "num": 3, "none": None, "share": 0.5}
+    value = {"files": [f"{tmp_path}/a", {"run": "/home/ada"}], "num": 3, "none": None}
 
-    assert redact.values(value) == {"files": ["(data) a", {"run": "(path)"}], "num": 3, "none": None, "share": 0.5}
+    assert redact.values(value) == {"files": ["(data) a", {"run": "(path)"}], "num": 3, "none": None}
