@@ -43,6 +43,7 @@ TARGETS = {"w0": 4, "w1": 4, "api": 2, "predict": 1, "dashboard": 1, "all": 2}  
 PLENTY, FULL = str(10**12), "1000"  # bytes free on the disk
 EDGE = "edge-of-the-form"
 PATIENCE_S = 300.0
+NONE = ("jobs lost", "jobs done twice", "differing results", "wrong predictions")  # of these there may be
 FOLDERS = {"rf.generate": "datasets", "rf.train": "runs", "segment.predict": "results"}
 
 _Result = TypeVar("_Result")
@@ -67,8 +68,7 @@ def main() -> int:
     (options.out / "soak.json").write_text(json.dumps(reports, indent=1) + "\n")
     (options.out / "soak.txt").write_text(text)
     print(text)  # noqa: T201
-    bad = ("jobs lost", "jobs done twice", "differing results", "wrong predictions")
-    return int(any(report[name] for report in reports.values() for name in bad))
+    return int(any(report[name] for report in reports.values() for name in NONE))
 
 
 @contextmanager

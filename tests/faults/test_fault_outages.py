@@ -135,24 +135,6 @@ def odd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serve]:
         made.close()
 
 
-def test_a_reserve_that_is_reached_stops_the_job_and_more_room_lets_it_go_on(odd, undisturbed):
-    serve, free = odd, odd.data.with_name("free")
-    job = serve.endless()
-    serve.wait_progress(job, 16)
-
-    free.write_text("1000")
-    failed = serve.wait(job, "failed")
-    status, refusal = serve.ask("POST", "/api/training/jobs", {"dataset_name": "x", "num_samples": 8})
-    kept = Dataset(serve.folder(job))
-    free.write_text(str(10**12))
-    serve.act(job, "resume")
-
-    assert "then resume the job" in failed["error"]
-    assert status == 409, refusal
-    assert len(kept) >= 16
-    assert undisturbed.items() <= serve.cut(job, max(SAMPLES, len(kept) + 1)).items()
-
-
 # Clock
 
 

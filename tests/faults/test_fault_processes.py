@@ -5,7 +5,7 @@ import json
 import os
 import signal
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -124,19 +124,6 @@ def test_jobs_of_workers_that_are_no_more_go_on_after_a_start_with_fewer(make_se
 
 
 @pytest.mark.long
-def test_a_job_that_ends_every_worker_is_given_up_and_the_others_run(make_serve):
-    """Ten deaths in a row without progress: as of a job that always runs out of memory."""
-    serve: Serve = make_serve(BRIM_TEST_DEADLY="deadly").start()
-    deadly = serve.generate(16, name="deadly")["id"]
-    harmless = serve.generate(16, name="harmless")["id"]
-
-    done = serve.wait(deadly, "failed")
-
-    assert "its worker died 10 times in a row without getting further; last: signal 6" in done["error"]
-    assert serve.wait(harmless, "completed")["attempts"] == 1
-
-
-@pytest.mark.long
 def test_the_secrets_are_in_no_argument_or_environment_of_a_process(make_serve):
     serve: Serve = make_serve(BRIM_TEST_EXEC="1").start()  # its processes are executed, not forked from the tests'
     for pid in serve.children().values():
@@ -148,20 +135,6 @@ def test_files_of_the_service_are_for_their_owner_alone(serve):
     assert serve.data.stat().st_mode & 0o777 == 0o700
     for file in (serve.data / "token", *serve.data.glob("*.sqlite*")):
         assert file.stat().st_mode & 0o777 == 0o600, file
-
-
-@pytest.mark.long
-def test_a_database_of_another_data_directory_is_refused(make_serve: Callable[..., Serve], postgres):
-    url = postgres.fresh()
-    make_serve(url, name="first").start(ready=False).terminate()
-    other = make_serve(url, name="second")
-
-    done = subprocess.run(
-        other.command(), capture_output=True, text=True, timeout=PATIENCE_S, env={**os.environ, **other.env}
-    )
-
-    assert done.returncode == 2
-    assert "the database belongs to another data directory than" in done.stderr
 
 
 def test_json_of_a_job_has_the_keys_of_the_contract(serve):

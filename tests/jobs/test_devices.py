@@ -13,7 +13,7 @@ import pytest
 import torch
 from kind_inputs import Watched, digests
 
-from brim.errors import CheckpointError, ConfigError, RankLost
+from brim.errors import ConfigError, DatasetError, RankLost
 from brim.jobs.kinds import Inputs, Spec, Stopped, Task, read_body
 from brim.jobs.status import JobProgress
 from brim.jobs.worker import member, run
@@ -97,18 +97,6 @@ def test_ranks_train_what_one_process_trains_also_when_they_are_killed_and_stopp
 
 
 @needs_two_cores
-def test_an_error_of_ranks_is_the_jobs_error_at_once(dataset, tmp_path):
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "run.json").write_text("{")
-    job = training(dataset, tmp_path / "run")
-
-    with pytest.raises(CheckpointError):
-        job.run()
-    assert not any("starting again" in progress.message for progress in job.told)
-    assert members_of(os.getpid()) == []
-
-
-@needs_two_cores
 def test_a_process_that_always_dies_fails_the_job_with_words(dataset, tmp_path, monkeypatch):
     start, deaths = member._start, []
 
@@ -121,6 +109,33 @@ def test_a_process_that_always_dies_fails_the_job_with_words(dataset, tmp_path, 
     with pytest.raises(RankLost, match=r"died 4 times without getting further, .*by SIGKILL .*resume the job"):
         training(dataset, tmp_path / "run").run()
     assert len(deaths) == 2 * (member.RESTARTS + 1)
+
+
+def ended(outcome=None, code=0):
+    return member._Member(1, SimpleNamespace(returncode=code), None, outcome or {})
+
+
+@pytest.mark.parametrize(
+    ("members", "failure", "words"),
+    [
+        ([ended({"error": DatasetError("is damaged").as_dict()}, 1), ended(code=-9)], DatasetError, "is damaged"),
+        ([ended({"error": {"message": "KeyError: 'x'"}}, 1)], RuntimeError, "KeyError: 'x'"),
+        ([ended({"result": {}}), ended(code=-9)], member._Died, r"SIGKILL \(process 1\)"),
+        ([ended({"error": RankLost("of others").as_dict()}, 1), ended(code=3)], member._Died, "exit code 3"),
+        ([ended({"error": RankLost("of others").as_dict()}, 1)], member._Died, "of others"),
+        ([ended({"stopped": True})], Stopped, "^$"),
+        ([ended()], member._Died, "exit code 0"),
+    ],
+)
+def test_why_there_is_no_result_is_an_error_before_a_death_and_a_death_before_what_others_made_of_it(
+    members, failure, words
+):
+    with pytest.raises(failure, match=words):
+        member._outcome(members)
+
+
+def test_the_result_is_that_of_the_first_process():
+    assert member._outcome([ended({"result": {"n": 1}}), ended({"result": {"n": 2}})]) == {"n": 1}
 
 
 NOTHING = SimpleNamespace(kill=lambda: None, wait=lambda: None, close=lambda: None)
@@ -300,26 +315,3 @@ def test_a_job_of_a_cluster_that_the_service_no_longer_has_says_so(tmp_path):
 
     with pytest.raises(ConfigError, match="no longer has a cluster"):
         job.run()
-
-
-@pytest.mark.long
-def test_the_services_cluster_generates_and_predicts_what_one_device_does(dataset, cells, tmp_path, monkeypatch):
-    pytest.importorskip("ray")
-    from ray_head import TOKEN, ray_head
-
-    network = {"model": "unet_tiny", "size": 32, "epochs": 2, "batch_size": 4, "precision": "fp32"}
-    assert Watched("segment.train", tmp_path / "run", network, datasets=[cells]).run() is not None
-    seen = {"datasets": [cells], "run": tmp_path / "run"}
-    here = Watched("segment.predict", tmp_path / "here", {"batch_size": 1}, **seen)
-    assert here.run()["failed"] == 0
-    with ray_head(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=TOKEN) as head:
-        for name, value in (("ADDRESS", f"127.0.0.1:{head.gcs}"), ("AUTH_MODE", "token"), ("AUTH_TOKEN", TOKEN)):
-            monkeypatch.setenv(f"RAY_{name}", value)
-        made = Watched("rf.generate", tmp_path / "made", {**SAMPLES, "cluster": True}, cluster="auto").run()
-        there = {"batch_size": 1, "cluster": True}
-        result = Watched("segment.predict", tmp_path / "there", there, cluster="auto", **seen).run()
-
-    assert (made["accepted"], made["workers"]) == (40, 1)
-    assert digests(tmp_path / "made", "shards/*") == digests(dataset, "shards/*")
-    assert (result["images"], result["failed"], result["num_files"]) == (12, 0, 12)
-    assert digests(tmp_path / "there", "*.geojson") == digests(tmp_path / "here", "*.geojson")

@@ -4,7 +4,7 @@ import shutil
 
 import pytest
 import torch
-from kind_inputs import Watched, digests
+from kind_inputs import Watched
 
 from brim.engine.training import TrainProgress
 from brim.errors import BrimError
@@ -14,7 +14,6 @@ from brim.sequences.config import SequenceTraining
 from brim.sequences.corpus.packing import pack
 from brim.sequences.corpus.synthetic import make_sequences
 from brim.sequences.model import Classifier, Encoder
-from brim.sequences.training.run import train
 
 torch.set_num_threads(1)
 
@@ -83,19 +82,6 @@ def test_the_time_left_is_that_of_all_phases():
     assert told("encoder-1", 7, 2).current == 100  # nothing runs backwards
 
 
-def test_a_trained_network_is_the_command_lines(runs, corpus, tmp_path):
-    train(corpus, tmp_path / "run", SequenceTraining(**SUPERVISED), device="cpu")
-
-    assert digests(tmp_path / "run", "weights.safetensors") == digests(runs["supervised"].path, "weights.safetensors")
-
-
-def test_a_training_that_was_finished_before_it_was_recorded_gives_the_same_result(runs, corpus):
-    again = Watched("sequence.train", runs["self"].path, SELF, datasets=[corpus]).run()
-
-    first, times = runs["self"].result, {"wall_s", "startup_s", "work_s", "overhead"}
-    assert {name: again[name] for name in again.keys() - times} == {name: first[name] for name in first.keys() - times}
-
-
 def test_what_a_run_takes_on_disk_is_the_checkpoints_of_its_phases_and_its_logs(runs):
     for job, phases in ((runs["self"], 4), (runs["supervised"], 1)):
         module = Classifier(Encoder(SequenceTraining(model=TINY).shape(8)), 1000)  # of classes, at most
@@ -133,16 +119,6 @@ def test_a_run_is_evaluated(runs, corpus, tmp_path, mode, score):
     assert result["files"] == ["embedding.json"]
     most = KINDS["sequence.evaluate"].estimate_bytes(job.spec, job.inputs)
     assert (tmp_path / "job/embedding.json").stat().st_size < most
-
-
-def test_an_evaluation_stops(runs, corpus, tmp_path):
-    job = Watched(
-        "sequence.evaluate", tmp_path / "job", {}, datasets=[corpus], run=runs["self"].path,
-        stop_when=lambda where: where.message == "evaluating",
-    )  # fmt: skip
-
-    assert job.run() is None
-    assert job.told[-1].message.startswith("evaluating")
 
 
 def test_a_run_that_is_not_done_is_refused_before_a_job_is_queued(runs, corpus, tmp_path):

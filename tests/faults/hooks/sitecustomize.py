@@ -4,7 +4,6 @@ BRIM_TEST_NOTES=FILE    each attempt at a job notes its begin and end, and wheth
 BRIM_TEST_HANG=FILE     while the file is there, the next word of a job removes it and hangs, holding Python's lock
 BRIM_TEST_POISON=1      a network that sees an image with a mark in its corner does what the mark says
 BRIM_TEST_TILE=PIXELS   segmentation's tile: a small one is warm in a moment
-BRIM_TEST_PATIENT=1     a job has all the time it takes to stop
 BRIM_TEST_CLOCK=FILE    the wall clock is off by the number of seconds in the file, whenever that changes
 """
 
@@ -19,13 +18,11 @@ from pathlib import Path
 
 
 def patch_attempt(module):
-    """Note attempts, and end those at a job that is to be deadly."""
+    """Note attempts."""
     work = module.Attempt._work
 
     def noted(self):
         _note("begin", self.job.id)
-        if self.job.name == os.environ.get("BRIM_TEST_DEADLY"):
-            os.kill(os.getpid(), signal.SIGABRT)
         try:
             return work(self)
         finally:
@@ -51,14 +48,6 @@ def patch_tell(module):
 def patch_run(module):
     patch_attempt(module)
     patch_tell(module)
-    if os.environ.get("BRIM_TEST_PATIENT"):
-        module.STOP_S = 1e6
-
-
-def patch_reconcile(module):
-    """Leave workers alone whose job does not stop."""
-    if os.environ.get("BRIM_TEST_PATIENT"):
-        module.STUCK_S = 1e6
 
 
 # The corner pixel of an image, and what it does to the batch that it is in.
@@ -142,7 +131,6 @@ class Finder:
 
     patches = {  # noqa: RUF012
         "brim.jobs.worker.run": patch_run,
-        "brim.jobs.worker.reconcile": patch_reconcile,
         "brim.segmentation.networks.network": patch_network,
         "brim.segmentation.config": patch_tiles,
     }
@@ -165,7 +153,7 @@ class Finder:
         return spec
 
 
-if any(os.environ.get(f"BRIM_TEST_{name}") for name in ("NOTES", "HANG", "DEADLY", "POISON", "TILE", "PATIENT")):
+if any(os.environ.get(f"BRIM_TEST_{name}") for name in ("NOTES", "HANG", "POISON", "TILE")):
     sys.meta_path.insert(0, Finder())
 if os.environ.get("BRIM_TEST_CLOCK"):
     shift_clock(Path(os.environ["BRIM_TEST_CLOCK"]))
