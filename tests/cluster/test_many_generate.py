@@ -1,27 +1,20 @@
 """Generation by real workers that are killed and frozen: processes of this machine, and Ray's of three nodes."""
 
-import json
 import os
 import signal
-import subprocess
-import sys
 import threading
-from pathlib import Path
 
 import pytest
 
 from brim.cli import main
 from brim.cluster.processes import ProcessPool
-from brim.engine.storage import Dataset
 from brim.errors import OutOfMemory
 from brim.rf import generate
-from waiting import until
 
 pytestmark = pytest.mark.long
 
 SAMPLES = 64  # eight shards
 LONG = 240
-ENDLESS = 100_000  # more than are made before a run is disturbed
 
 
 def shards(path):
@@ -39,39 +32,6 @@ def reference(config, tmp_path_factory):
 def first(reference, samples):
     whole = shards(reference)
     return {name: whole[name] for name in sorted(whole)[: samples // 8]}
-
-
-@pytest.fixture(scope="module")
-def options(config, tmp_path_factory):
-    """The same as flags of the command line."""
-    file = tmp_path_factory.mktemp("config") / "quick.toml"
-    own = {key: getattr(config, key) for key in ("tx_power_dbm", "max_gdop", "min_receivers", "duration_s")}
-    own |= {"samples_per_shard": config.samples_per_shard, "seed": config.seed}
-    file.write_text("".join(f"{key} = {value}\n" for key, value in own.items()))
-    return ["--config", str(file)]
-
-
-def brim(*argv, **env):
-    command = [sys.executable, "-m", "brim", *map(str, argv)]
-    return subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, **env}
-    )
-
-
-def children(pid):
-    """Processes that a process started, and theirs, without those they are forked from."""
-    found = []
-    for task in Path(f"/proc/{pid}/task").glob("*/children"):
-        for child in task.read_text().split():
-            found += [int(child), *children(int(child))]
-    return [child for child in found if b"forks.py" not in Path(f"/proc/{child}/cmdline").read_bytes()]
-
-
-def is_there(pid):
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
 
 
 class Once:
@@ -128,28 +88,6 @@ def test_a_machine_without_the_memory_is_refused_before_anything_is_written(conf
 
 
 # The command line
-
-
-def test_a_killed_head_takes_its_workers_along_and_the_run_goes_on_later(options, reference, tmp_path):
-    out = tmp_path / "many"
-    command = ("rf", "generate", "--out", out, *options, "--devices", "cpu,cpu", "--json")
-    begun = brim(*command, "--samples", ENDLESS)
-    until(lambda: (out / "manifest.json").exists() and len(list(out.glob("shards/0*.safetensors"))) > 3)
-    workers = children(begun.pid)
-    begun.kill()
-    begun.communicate()
-    assert len(workers) == 2
-    until(lambda: not any(map(is_there, workers)))
-
-    left = Dataset(out)
-    left.verify()
-    samples = max(LONG, len(left) + 8)
-    again = brim(*command, "--samples", samples, "--resume")
-    text, said = again.communicate()
-
-    assert again.returncode == 0, said
-    assert (json.loads(text)["workers"], json.loads(text)["accepted"]) == (2, samples)
-    assert shards(reference).items() <= shards(out).items()
 
 
 @pytest.mark.smoke

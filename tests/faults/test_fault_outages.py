@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 from fault_service import QUICK, Reader, Serve, shards
 
-from brim.engine.storage.dataset import Dataset
 from brim.rf import from_mapping, generate
 from waiting import until
 
@@ -81,27 +80,6 @@ def fill(place: Path, leave: int) -> Path:
     with hog.open("wb") as out:
         os.posix_fallocate(out.fileno(), 0, max(1, room.f_bavail * room.f_frsize - leave))
     return hog
-
-
-def test_a_disk_that_fills_fails_the_job_in_words_and_resuming_completes_it(small_disk, make_serve, undisturbed):
-    serve: Serve = make_serve()
-    disk = small_disk(serve.data / "datasets", "64m")
-    serve.start()
-    job = serve.generate(10_000)["id"]  # half of the disk, and minutes
-    serve.wait_progress(job, 16)
-    hog = fill(disk, leave=20_000)
-
-    failed = serve.wait(job, "failed")
-    kept = Dataset(serve.folder(job))
-    hog.unlink()
-    serve.act(job, "resume")
-
-    assert "no space" in failed["error"].lower(), failed["error"]
-    assert str(serve.data) not in failed["error"]
-    assert len(kept) > 0
-    kept.verify()
-    assert undisturbed.items() <= serve.cut(job, max(SAMPLES, len(kept) + 1)).items()
-    serve.close()  # before its disk is taken away
 
 
 def test_a_disk_full_with_databases_and_all_costs_time_and_nothing_else(small_disk, tmp_path, undisturbed):

@@ -192,19 +192,6 @@ def test_sqlite_keeps_what_was_committed_and_checks_what_refers(tmp_path):
     assert found == ["wal", 2, 1]
 
 
-def test_a_failure_within_a_transaction_undoes_all_of_it(catalogue, engine):
-    def insert_then_fail():
-        with writing(engine) as connection:
-            connection.execute(sa.insert(meta).values(key="k", value="v"))
-            raise ZeroDivisionError
-
-    with pytest.raises(ZeroDivisionError):
-        insert_then_fail()
-
-    with reading(engine) as connection:
-        assert connection.execute(sa.select(meta)).all() == []
-
-
 def test_the_first_installation_owns_a_catalogue(catalogue):
     assert catalogue.owner() is None
     assert [catalogue.claim("first"), catalogue.claim("second"), catalogue.owner()] == ["first"] * 3

@@ -259,13 +259,6 @@ def test_the_table_of_what_each_status_allows(catalogue):
     }
 
 
-def test_who_is_not_to_stop_is_not_settled(catalogue):
-    job = begun(catalogue)
-
-    assert catalogue.jobs.settle(job.id, Output(items=1)) is None
-    assert catalogue.jobs.get(job.id).status == "running"
-
-
 def test_cancel_outranks_pause(catalogue):
     job = submit(catalogue)
 
@@ -350,6 +343,7 @@ def test_an_output_whose_files_are_damaged_stays_as_it_was_listed(catalogue):
 def test_a_job_that_is_to_stop_neither_starts_nor_completes(catalogue, clock):
     job = begun(catalogue)
 
+    assert catalogue.jobs.settle(job.id, Output(items=1)) is None  # nobody asked yet
     assert catalogue.jobs.want(job.id, "pause")
     clock.now_s += 5
     assert catalogue.jobs.want(job.id, "cancel")
@@ -361,17 +355,9 @@ def test_a_job_that_is_to_stop_neither_starts_nor_completes(catalogue, clock):
 
     assert catalogue.jobs.settle(job.id, Output(items=3, bytes=30)) == "cancelled"
     assert catalogue.datasets.get(job.output_id).state == "partial"
-
-
-def test_a_paused_job_is_not_finished_and_goes_on(catalogue):
-    job = begun(catalogue)
-    catalogue.jobs.want(job.id, "pause")
-    assert catalogue.jobs.settle(job.id, Output(items=1)) == "paused"
-
-    paused = catalogue.jobs.get(job.id)
-    assert (paused.finished_at, paused.stopping_at, paused.worker) == (None, None, None)
-    assert catalogue.jobs.want(job.id, "run")
-    assert catalogue.jobs.move(job.id, "queued", of=RESUMABLE)
+    cancelled, paused = catalogue.jobs.get(job.id), catalogue.jobs.get(at(catalogue, "paused").id)
+    assert (cancelled.finished_at, cancelled.stopping_at, cancelled.worker) == (1005, None, None)
+    assert paused.finished_at is None
 
 
 # Progress and deaths

@@ -1,9 +1,7 @@
 """Jobs on several devices: processes of their own that train as one, what they made, and how they end."""
 
 import fcntl
-import json
 import os
-import signal
 import threading
 import time
 from pathlib import Path
@@ -23,27 +21,9 @@ from waiting import PATIENCE_S, until
 torch.set_num_threads(1)
 
 SAMPLES = {"num_samples": 40, "duration_s": 0.2, "samples_per_shard": 16, "seed": 5, "batch_size": 4}
-RECIPE = {"epochs": 2000, "batch_size": 8, "learning_rate": 0.003, "checkpoint_every_s": 0.5}  # tests see the beginning
-SOME = 110  # steps of it: two losses are logged by then
-ROUNDED = 5e-4  # of a loss of about 14: Adam amplifies the rounding of gradients summed in another order
+TRAINING = {"kind": "rf.train", "name": "t", "config": {"dataset_ids": ["a"], "devices": 2}}
 
 needs_two_cores = pytest.mark.skipif(cores() < 2, reason="a job may ask for as many devices as there are cores")
-
-
-@pytest.fixture(scope="module")
-def dataset(tmp_path_factory) -> Path:
-    path = tmp_path_factory.mktemp("datasets") / "made"
-    assert Watched("rf.generate", path, SAMPLES).run() is not None
-    return path
-
-
-def losses_by_step(run: Path) -> dict[int, float]:
-    lines = [json.loads(line) for line in (run / "train" / "metrics.jsonl").read_text().splitlines()]
-    return {line["step"]: line["loss"] for line in lines if "loss" in line}
-
-
-def training(dataset: Path, out: Path, *, devices: object = 2, **more) -> Watched:
-    return Watched("rf.train", out, {**RECIPE, "devices": devices}, datasets=[dataset], **more)
 
 
 def task_of(out: Path, body: dict, **options) -> Task:
@@ -52,52 +32,11 @@ def task_of(out: Path, body: dict, **options) -> Task:
     return Task(spec=read_body(body), inputs=Inputs(), out=out, batch_sizes=out.parent / "sizes.json", **values)
 
 
-def members_of(pid: int) -> list[int]:
-    """Processes of a job that a process leads."""
-    found = []
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            words = (folder / "stat").read_text().rpartition(")")[2].split()
-            is_member = b"brim.jobs.worker.member" in (folder / "cmdline").read_bytes()
-        except OSError:
-            continue
-        if is_member and int(words[1]) == pid and words[0] != "Z":
-            found.append(int(folder.name))
-    return sorted(found)
-
-
-# Training
-
-
-@pytest.mark.long
-@needs_two_cores
-def test_ranks_train_what_one_process_trains_also_when_they_are_killed_and_stopped(dataset, tmp_path):
-    alone = training(dataset, tmp_path / "alone", devices=1, stop_when=lambda where: where.current >= SOME)
-    assert alone.run() is None
-    killed: list[int] = []
-
-    def kill_then_stop(where) -> bool:
-        if not killed and where.current >= 20:
-            killed.extend(members_of(os.getpid()))
-            os.kill(killed[-1], signal.SIGKILL)
-        is_again = any("starting again" in progress.message for progress in first.told)
-        return is_again and where.message.startswith("epoch") and where.current >= 40
-
-    first = training(dataset, tmp_path / "run", stop_when=kill_then_stop)
-    assert first.run() is None
-    assert members_of(os.getpid()) == []
-    again = training(dataset, tmp_path / "run", stop_when=lambda where: where.current >= SOME)
-    assert again.run() is None
-
-    assert len(killed) == 2
-    assert min(current for current in again.currents if current) >= 40
-    found, expected = losses_by_step(tmp_path / "run"), losses_by_step(tmp_path / "alone")
-    assert expected.keys() == {50, 100}
-    assert {step: found[step] for step in expected} == pytest.approx(expected, abs=ROUNDED)
+# Processes of a job
 
 
 @needs_two_cores
-def test_a_process_that_always_dies_fails_the_job_with_words(dataset, tmp_path, monkeypatch):
+def test_a_process_that_always_dies_fails_the_job_with_words(tmp_path, monkeypatch):
     start, deaths = member._start, []
 
     def start_and_kill(*args):
@@ -107,7 +46,7 @@ def test_a_process_that_always_dies_fails_the_job_with_words(dataset, tmp_path, 
 
     monkeypatch.setattr(member, "_start", start_and_kill)
     with pytest.raises(RankLost, match=r"died 4 times without getting further, .*by SIGKILL .*resume the job"):
-        training(dataset, tmp_path / "run").run()
+        member.run(task_of(tmp_path / "run", TRAINING))
     assert len(deaths) == 2 * (member.RESTARTS + 1)
 
 
@@ -188,9 +127,9 @@ def test_deaths_without_progress_end_a_job_wherever_they_begin(dying):
 def test_each_rank_knows_its_place_and_has_its_share_of_the_cores(started, monkeypatch, tmp_path):
     monkeypatch.setattr(member, "cores", lambda: 7)
     monkeypatch.setattr("brim.jobs.kinds.task.cores", lambda: 7)
-    config = {"dataset_ids": ["a"], "devices": 3}
+    body = {**TRAINING, "config": {**TRAINING["config"], "devices": 3}}
 
-    member.run(task_of(tmp_path / "out", {"kind": "rf.train", "name": "t", "config": config}))
+    member.run(task_of(tmp_path / "out", body))
 
     meeting = {(one.pop("MASTER_ADDR"), one.pop("MASTER_PORT")) for one in started}
     assert [host for host, _ in meeting] == ["127.0.0.1"]  # one place for all
@@ -199,9 +138,8 @@ def test_each_rank_knows_its_place_and_has_its_share_of_the_cores(started, monke
 
 
 def test_ranks_on_gpus_see_those_of_the_job_and_a_leader_is_alone(started, tmp_path):
-    config = {"dataset_ids": ["a"], "devices": "all"}
     gpus = {"device": "cuda", "gpus": ("2", "5")}
-    member.run(task_of(tmp_path / "out", {"kind": "rf.train", "name": "t", "config": config}, **gpus))
+    member.run(task_of(tmp_path / "out", TRAINING, **gpus))
     body = {"kind": "rf.generate", "name": "g", "config": {"num_samples": 4, "devices": 2}}
     member.run(task_of(tmp_path / "out", body, **gpus))
 
@@ -231,11 +169,6 @@ def test_a_process_stops_when_asked_and_ends_when_its_worker_is_gone(tmp_path):
     os.close(held)
 
 
-def test_more_devices_than_there_are_fail_a_job_that_comes_from_elsewhere(dataset, tmp_path):
-    with pytest.raises(ConfigError, match=r"devices=60 is more than the \d+ cores? of this machine; submit"):
-        training(dataset, tmp_path / "run", devices=60).run()
-
-
 def test_devices_are_counted_where_the_job_computes(tmp_path):
     def num_devices(devices, device="cuda", gpus=("0", "1", "2"), **config):
         task = task_of(tmp_path / "out", {"kind": "segment.tune", "name": "t"}, device=device, gpus=gpus)
@@ -244,8 +177,9 @@ def test_devices_are_counted_where_the_job_computes(tmp_path):
 
     assert [num_devices("all"), num_devices(2), num_devices("all", gpus=())] == [3, 2, 1]
     assert [num_devices("all", accelerator="cpu"), num_devices("all", "cpu")] == [1, 1]
-    with pytest.raises(ConfigError, match="devices=4 is more than the 3 GPUs of this machine"):
-        num_devices(4)
+    for gpus, words in ((("0", "1", "2"), "the 3 GPUs of this machine; submit"), ((), "the 1 GPU of")):
+        with pytest.raises(ConfigError, match=f"devices=4 is more than {words}"):
+            num_devices(4, gpus=gpus)
 
 
 # GPUs that workers share
@@ -300,13 +234,15 @@ def test_a_job_that_waits_for_a_gpu_can_be_stopped(tmp_path):
 
 
 @needs_two_cores
-def test_two_devices_generate_the_bytes_of_one(dataset, tmp_path):
+def test_two_devices_generate_the_bytes_of_one(tmp_path):
+    assert Watched("rf.generate", tmp_path / "one", SAMPLES).run() is not None
+
     job = Watched("rf.generate", tmp_path / "made", {**SAMPLES, "devices": 2})
     result = job.run()
 
     assert result is not None
     assert (result["accepted"], result["workers"], result["dataset_id"]) == (40, 2, "made")
-    assert digests(tmp_path / "made", "shards/*") == digests(dataset, "shards/*")
+    assert digests(tmp_path / "made", "shards/*") == digests(tmp_path / "one", "shards/*")
     assert job.currents == sorted(job.currents)
 
 

@@ -15,7 +15,7 @@ from brim.errors import ConfigError, Conflict, DatasetError
 from brim.jobs.kinds import KINDS, Inputs, Spec, Stopped, Task
 from brim.jobs.kinds import task as tasks
 from brim.jobs.kinds.task import checking, counted, in_training, job_phrase, reporting
-from brim.jobs.status import KIND_NAMES, Flow, JobProgress
+from brim.jobs.status import Flow, JobProgress
 from brim.jobs.worker import member
 from waiting import until
 
@@ -35,13 +35,6 @@ class Said(list):
 @pytest.fixture
 def said(tmp_path):
     return Said(tmp_path)
-
-
-def test_all_kinds_are_there():
-    assert KINDS.keys() == set(KIND_NAMES)
-    assert {kind.name for kind in KINDS.values() if kind.makes == "run"} == {
-        "rf.train", "segment.train", "sequence.train",
-    }  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", KINDS.values(), ids=list(KINDS))

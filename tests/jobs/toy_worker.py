@@ -38,7 +38,7 @@ def count(task: Task, config: dict[str, Any], out: Path) -> dict[str, object]:
     done = json.loads(manifest.read_text())["items"] if manifest.exists() else 0
     mark(out, "open", done)
     while done < config["items"]:
-        if task.stop() and not config.get("deaf"):
+        if task.stop():
             mark(out, "stop", done)
             raise Stopped
         if done == config.get("fail_at") and not (out / "mended").exists():
