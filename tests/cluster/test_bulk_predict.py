@@ -1,6 +1,7 @@
 """Bulk prediction by workers that die as chance has it: what the head decides, without a cluster."""
 
 from contextlib import contextmanager
+from dataclasses import replace
 
 import cv2
 import pytest
@@ -95,9 +96,13 @@ def test_only_what_is_gone_or_changed_is_made_again(one, predict, tmp_path):
     assert again() == (2, 2)
     assert results(out) == {**whole, "2.geojson": results(one / "out")["1.geojson"]}
     assert again() == (0, 4)
-    assert again(files=FilesConfig(model="unet_tiny", strict=True, batch_size=1, tile=64)) == (0, 4)
-    assert again(files=FilesConfig(model="unet_tiny", strict=True, batch_size=2, tile=64, threshold=0.4)) == (4, 0)
-    assert again(weights=save(4, tmp_path / "other.safetensors")) == (4, 0)
+    assert again(files=replace(FILES, batch_size=1)) == (0, 4)
+    other = save(4, tmp_path / "other.safetensors")
+    assert again(weights=other) == (4, 0)
+    assert again(weights=other, files=replace(FILES, threshold=0.4)) == (4, 0)
+        weights=tmp_path / "other.safetensors",
+        files=FilesConfig(model="unet_tiny", strict=True, batch_size=2, tile=64, threshold=0.4),
+    ) == (4, 0)
 
 
 class Poisoned(InlinePool):
@@ -146,7 +151,7 @@ def test_a_stop_is_heard_and_leaves_no_report(predict, tmp_path):
 
 
 def test_one_file_of_all_images_is_put_together_in_their_order(one, predict, tmp_path):
-    files = FilesConfig(model="unet_tiny", strict=True, batch_size=2, tile=64, format="coco")
+    files = replace(FILES, format="coco")
     loader = ModelLoader({"unet_tiny": one / "weights.safetensors"}, "cpu", None, tile=64)
     predict_files([one / "images"], loader, tmp_path / "one", files)
 

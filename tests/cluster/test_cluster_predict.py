@@ -5,11 +5,12 @@ import os
 import signal
 import subprocess
 import sys
+from contextlib import ExitStack, closing
 
 import cv2
 import pytest
 import torch
-from cluster_nodes import PATIENT
+from cluster_nodes import PATIENT, Nodes
 
 from brim.segmentation.config import FilesConfig
 from brim.segmentation.networks import create_model, save_weights
@@ -47,15 +48,16 @@ def one(tmp_path):
     return tmp_path
 
 
-def test_a_killed_command_goes_on_where_it_was(one, ray_cluster, monkeypatch):
+def test_a_killed_command_goes_on_where_it_was(one, monkeypatch):
     """Over Ray's client connection; the store fails five times in the second run."""
-    with serve_s3() as store, FailingProxy(store.port) as proxy:
+    with serve_s3() as store, FailingProxy(store.port) as proxy, ExitStack() as stack:
         store.s3.create_bucket(Bucket="cells")
         for file in (one / "images").iterdir():
             store.s3.put_object(Bucket="cells", Key=f"images/{file.name}", Body=file.read_bytes())
         for name, value in {**store.env, **PATIENT, "AWS_ENDPOINT_URL": proxy.endpoint}.items():
             monkeypatch.setenv(name, value)
-        address = f"ray://127.0.0.1:{ray_cluster.client_port}"
+        nodes = stack.enter_context(closing(Nodes()))  # they know the store
+        address = f"ray://127.0.0.1:{nodes.client_port}"
         command = [sys.executable, "-m", "brim", "segment", "predict", "s3://cells/images", "--out", "s3://cells/out"]
         command += ["--cluster", address, "--model", "unet_tiny", "--weights", str(one / "weights.safetensors")]
         command += ["--strict", "--json", "--batch-sizes", str(one / "batch_sizes.json")]
