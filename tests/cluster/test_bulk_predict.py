@@ -100,9 +100,6 @@ def test_only_what_is_gone_or_changed_is_made_again(one, predict, tmp_path):
     other = save(4, tmp_path / "other.safetensors")
     assert again(weights=other) == (4, 0)
     assert again(weights=other, files=replace(FILES, threshold=0.4)) == (4, 0)
-        weights=tmp_path / "other.safetensors",
-        files=FilesConfig(model="unet_tiny", strict=True, batch_size=2, tile=64, threshold=0.4),
-    ) == (4, 0)
 
 
 class Poisoned(InlinePool):
