@@ -26,7 +26,7 @@ class InlinePool:
         self.replaces, self.kinds = replaces, kinds
         self.alive: dict[int, list[tuple[int, Any]]] = {}
         self.waiting: list[PoolEvent] = []
-        self.tickets = self.workers = self.made = 0
+        self.tickets = self.workers = self.made = self.idle = 0
         self.given: list[tuple[int, Any]] = []
         self.opened: Any = None
 
@@ -59,6 +59,8 @@ class InlinePool:
         if busy and not self.waiting:
             self.step(self.rng.choice(busy))
         events, self.waiting = self.waiting, []
+        self.idle = 0 if events else self.idle + 1
+        assert self.idle < 10_000, "the head waits for what nobody does"
         return events
 
     def step(self, worker: int) -> None:
