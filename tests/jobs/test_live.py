@@ -7,7 +7,7 @@ import pytest
 
 from brim.jobs.status import Flow
 from brim.jobs.worker import live as module
-from brim.jobs.worker.live import WINDOW, LiveFile, LiveStatus, Shares, read_live
+from brim.jobs.worker.live import LiveFile, LiveStatus, Shares, read_live
 
 JOB = "a" * 32
 
@@ -26,7 +26,7 @@ def test_shares_are_those_of_the_last_seconds():
     shares = Shares()
     for second in range(100):
         shares.add(flow(second, data=0.5 * second, copy=0.0))  # half of it waited, for long
-    for second in range(100, 100 + WINDOW + 1):
+    for second in range(100, 111):  # ten of them
         ceiling, stalls = shares.add(flow(second, data=50.0, copy=0.1 * (second - 100)))
 
     assert ceiling == pytest.approx(0.9)
@@ -39,7 +39,7 @@ def test_nothing_is_said_before_two_words_and_while_nothing_is_computed():
     assert shares.add(None) == (None, {})
     assert shares.add(flow(1, data=0.5)) == (None, {})
     assert shares.add(flow(2, data=0.5)) == (1.0, {"data": 0.0})
-    for _ in range(WINDOW):
+    for _ in range(10):
         found = shares.add(flow(2, data=0.5))
     assert found == (None, {}), "it does something else, such as evaluating"
 
