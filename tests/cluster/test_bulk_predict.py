@@ -1,7 +1,9 @@
 """Bulk prediction by workers that die as chance has it: what the head decides, without a cluster."""
 
+from collections import deque
 from contextlib import contextmanager
 from dataclasses import replace
+from types import SimpleNamespace
 
 import cv2
 import pytest
@@ -103,31 +105,43 @@ def test_only_what_is_gone_or_changed_is_made_again(one, predict, tmp_path):
 
 
 class Poisoned(InlinePool):
-    """Workers die over one image; which images they had then, and how many tasks."""
+    """Workers die over one image; how often they did."""
 
-    def __init__(self, name, **options):
-        super().__init__(1, **options)
-        self.name, self.deaths = name, []
+    def __init__(self, num, name):
+        super().__init__(num)
+        self.name, self.deaths = name, 0
 
     def step(self, worker):
-        tasks, _ = self.alive[worker][0][1]
-        names = [task.name for task in tasks]
-        self.losses = float(any(name.endswith(self.name) for name in names))
-        if self.losses:
-            self.deaths.append((len(names), len(self.alive[worker])))
+        images, _ = self.alive[worker][0][1]
+        self.losses = float(any(image.name.endswith(self.name) for image in images))
+        self.deaths += bool(self.losses)
         super().step(worker)
 
 
-def test_an_image_that_ends_every_worker_is_given_up_alone(one, predict, tmp_path):
-    pool = Poisoned("5.png")
+@pytest.mark.parametrize("num", [1, 2])
+def test_an_image_that_ends_every_worker_is_given_up_alone(one, predict, tmp_path, num):
+    pool = Poisoned(num, "1.png")
 
     found = predict(pool, tmp_path)
 
-    poison = str(one / "images/5.png")
+    poison = str(one / "images/1.png")
     assert found.failures[poison].startswith(f"{poison}: 2 workers died over it alone")
-    assert results(tmp_path) == {name: data for name, data in results(one / "out").items() if name != "5.geojson"}
-    assert [images for images, _ in pool.deaths] == [2, 2, 1, 1]  # with its neighbour, again, then alone
-    assert [tasks for _, tasks in pool.deaths[2:]] == [1, 1]  # nothing else is beside it
+    assert results(tmp_path) == {name: data for name, data in results(one / "out").items() if name != "1.geojson"}
+    assert pool.deaths == 4  # twice with what else the worker had, then twice alone
+
+
+def test_an_image_under_suspicion_is_given_to_an_idle_worker_and_nothing_beside_it():
+    plain, suspect = (lambda: module._Parcel([])), (lambda: module._Parcel([], alone=True))
+    run, given, waiting = object.__new__(module._Run), [], [suspect(), plain(), plain()]
+    run._records, run._left = None, deque(waiting)
+    run._workers = {0: ("cpu", {1: plain()}), 1: ("cpu", {}), 2: ("cpu", {2: suspect()})}
+    pool = SimpleNamespace(submit=lambda worker, task: given.append(worker) or 9)
+
+    run._feed(pool)
+
+    assert given == [1]
+    assert run._workers[1][1] == {9: waiting[0]}
+    assert list(run._left) == waiting[1:]
 
 
 def test_without_workers_it_ends_with_the_reason_and_says_how_to_go_on(predict, tmp_path):
