@@ -96,6 +96,7 @@ def test_settings_that_follow_from_others_are_filled_in():
 
     preset = config(generation(preset="quality", max_gdop=30.0))
     assert (preset["min_snr_db"], preset["max_gdop"], preset["use_random_receivers"]) == (10.0, 30.0, True)
+    assert "preset" not in preset  # its values are there
     assert config(training())["preload_to_gpu"] is True
     assert config(training(tier="ram"))["preload_to_gpu"] is None
     tiers = [config(explicit("segment.train", preload_to_gpu=wanted))["tier"] for wanted in (None, False)]

@@ -131,9 +131,9 @@ def test_settings_are_those_of_the_config():
 
 def test_an_input_is_rejected_without_its_path(tmp_path):
     with pytest.raises(Conflict) as caught, checking("config.dataset_ids[0]", tmp_path):
-        raise DatasetError(f"{tmp_path} has no manifest.json")
+        raise DatasetError(f"{tmp_path} has no manifest.json beside {tmp_path}/shards/a")
 
-    assert str(caught.value) == "config.dataset_ids[0] cannot be used: it has no manifest.json"
+    assert str(caught.value) == "config.dataset_ids[0] cannot be used: it has no manifest.json beside shards/a"
     assert caught.value.field == "config.dataset_ids[0]"
 
 
