@@ -10,6 +10,7 @@ import pytest
 from desk import Asked
 
 from brim.errors import ConfigError, StorageError, Unavailable
+from brim.jobs.durable import DbosState
 from brim.jobs.kinds import Stopped
 from brim.jobs.status import JobProgress
 from brim.jobs.worker import main
@@ -304,3 +305,19 @@ def test_a_result_is_published_with_the_run_and_never_over_damaged_files(worker,
     assert catalogue.runs.get(run.output_id).summary.items() >= {"step": 40, "dice": 0.9}.items()
     assert "is damaged" in made._publish(dataset.id, {})["error"]
     assert catalogue.jobs.get(dataset.id).status == "running"
+
+
+def test_a_stop_at_the_last_moment_wins_and_is_settled_by_whoever_has_the_job(worker, catalogue, tmp_path):
+    made, _ = worker
+    cancelled, states = [], {}
+    made._catalogue, made._queue = catalogue, SimpleNamespace(cancel=cancelled.append, states=lambda ids: states)
+    job, _ = catalogue.jobs.submit(Asked("toy.count", "n", {}), makes="dataset")
+    catalogue.jobs.move(job.id, "running", of=["pending"], worker="w0")
+    catalogue.jobs.want(job.id, "cancel")
+
+    assert made._publish(job.id, {}) == {}
+    assert (cancelled, catalogue.jobs.get(job.id).status) == ([job.id], "running")
+    for state, status in (("PENDING", "running"), ("CANCELLED", "cancelled")):
+        states[job.id] = DbosState(state, "w1")
+        main.Worker._settle(made, job.id)
+        assert catalogue.jobs.get(job.id).status == status

@@ -93,6 +93,8 @@ def test_a_run_is_listed_once_where_it_lies_with_all_of_its_config(catalogue, ou
 
     assert models.add_run(catalogue, path=out / ".." / out.name, **asked) == catalogue.runs.get(row.id) == row
     assert catalogue.runs.page().total == 1
+    write(out.parent / "other" / "train" / "last" / "state.json", STATE)
+    assert models.add_run(catalogue, path=out.parent / "other", **asked).id != row.id  # of the same name
     assert (row.name, row.kind, row.state, row.path, row.job_id) == ("mine", "rf.train", "ready", str(out), None)
     assert (row.config["epochs"], row.config["batch_size"], row.config["dataset_ids"]) == (3, 256, ["d"])
     assert (row.summary["step"], row.summary["best_val_loss"]) == (40, 0.5)
