@@ -1,23 +1,26 @@
 """A real API behind a real socket: a SQLite catalogue, the durable queue, and no workers unless a test has one."""
 
 import http.client
+import io
 import json
 import re
 import socket
 import tempfile
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import Any, Self
 
+import numpy as np
 from in_process import ThreadReader
+from PIL import Image
 
 from brim.jobs import durable
 from brim.jobs.durable import Queue
-from brim.jobs.store import Catalogue, DatasetRow, upgrade
+from brim.jobs.store import Catalogue, DatasetRow, Output, upgrade
 from brim.service.api.app import guard, make_api
 from brim.service.api.main import ApiServer, make_server
 from brim.service.prediction.client import Predictions
@@ -44,6 +47,9 @@ TRAINING = {
     },
 }
 JOBS = "/api/training/jobs"
+BOUNDARY = "a-boundary"
+FORM = {"Content-Type": f"multipart/form-data; boundary={BOUNDARY}"}
+Part = tuple[str, str | None, bytes]  # of a form: field, file name, content
 _SECRETS = re.compile(r"Traceback|sqlalchemy|dbos\.|psycopg", re.IGNORECASE)
 
 
@@ -143,10 +149,53 @@ class Api:
     def delete(self, path: str, **options: Any) -> Answer:
         return self.ask("DELETE", path, **options)
 
+    def send(self, path: str, *parts: Part, **headers: str) -> Answer:
+        """A form of files and fields."""
+        sent = {name.replace("_", "-"): value for name, value in headers.items()}
+        return self.post(path, multipart(parts), headers={**FORM, **sent})
+
+    def connect(
+        self, method: str, path: str, body: bytes = b"", *, upto: int | None = None, head: str = ""
+    ) -> socket.socket:
+        """A request of which the body is sent so far; further lines of its head may be given."""
+        connection = socket.create_connection(("127.0.0.1", self.port), timeout=PATIENCE_S)
+        length = f"Content-Length: {len(body)}\r\nContent-Type: {FORM['Content-Type']}\r\n" if body else ""
+        lines = f"{method} {path} HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {TOKEN}\r\n{length}{head}\r\n"
+        connection.sendall(lines.encode() + body[:upto])
+        return connection
+
+    @property
+    def context(self) -> Any:
+        """What the routes work with."""
+        return self.api.state.context
+
+    @property
+    def predictions(self) -> Any:
+        return self.context.predictions
+
+    def uploads(self) -> list[Path]:
+        """What uploads, exports and deletions have left behind so far."""
+        return [*(self.settings.data / "uploads").iterdir(), *(self.settings.data / "trash").iterdir()]
+
     def submit(self, body: Any = GENERATION, **headers: str) -> dict[str, Any]:
         answer = self.post(JOBS, body, headers={name.replace("_", "-"): value for name, value in headers.items()})
         assert answer.status == 202, answer.body
         return dict(answer.json)
+
+    def start(self, job_id: str) -> None:
+        """What a worker does when it takes a job, as far as people see it."""
+        assert self.catalogue.jobs.move(job_id, "running", of=["pending", "queued"], worker="w0")
+
+    def finish(self, job_id: str, items: int = 1, **changes: Any) -> None:
+        assert self.catalogue.jobs.move(job_id, "completed", of=["running"], output=Output(items=items), **changes)
+
+    def write_dataset(self, name: str, samples: int = 8, **config: Any) -> str:
+        """A dataset of radio samples, as the command line adds one; its id."""
+        from brim.rf import from_mapping
+        from brim.rf.generation.dataset import generate
+
+        generate(from_mapping(config), self.settings.data / "datasets" / name, samples, device="cpu")
+        return self.add_dataset(name=name, path=f"datasets/{name}", items=samples).id
 
     def add_dataset(self, **values: Any) -> DatasetRow:
         """A dataset that no job made, as the command line adds one."""
@@ -181,12 +230,40 @@ def make(data: Path, predictions: Predictions | None = None, reader: Reader | No
 
 
 @contextmanager
-def running(data: Path, **changes: Any) -> Iterator[Api]:
-    """The same, running."""
+def running(data: Path, cells: Path | None = None, **changes: Any) -> Iterator[Api]:
+    """The same, running; with weights, there is a model called cells."""
     made = make(data, **changes)
+    if cells is not None:
+        made.catalogue.models.put(name="cells", kind="segment", network="unet_tiny", path=str(cells))
     try:
         with made:
             yield made
     finally:
         made.queue.close()
         made.catalogue.close()
+
+
+# Files
+
+
+def multipart(parts: Sequence[Part]) -> bytes:
+    body = b""
+    for name, file, content in parts:
+        named = "" if file is None else f'; filename="{file}"'
+        head = f'--{BOUNDARY}\r\nContent-Disposition: form-data; name="{name}"{named}\r\n\r\n'
+        body += head.encode() + content + b"\r\n"
+    return body + f"--{BOUNDARY}--\r\n".encode()
+
+
+def picture(width: int = 6, height: int = 4, kind: str = "PNG", seed: int = 0) -> bytes:
+    """An image of noise, as a file."""
+    out = io.BytesIO()
+    Image.fromarray(np.random.default_rng(seed).integers(0, 255, (height, width, 3), np.uint8)).save(out, kind)
+    return out.getvalue()
+
+
+def array(*shape: int) -> bytes:
+    """A NumPy array, as a file."""
+    out = io.BytesIO()
+    np.save(out, np.random.default_rng(0).normal(size=shape).astype(np.float32))
+    return out.getvalue()
