@@ -44,7 +44,8 @@ class InProcess(Predictions):
 
     def __init__(self) -> None:
         super().__init__([Path("none")])
-        self.wait_s = 0.0  # what the estimate says
+        self.wait_s = 0.0  # what the estimate says, of models that have none of their own
+        self.waits_s: dict[str, float] = {}
         self.num_in_time = math.inf  # requests that can still be answered by their deadlines
         self.deadlines_s: list[float] = []
         self.is_open = True  # until then a request whose turn came waits
@@ -72,7 +73,7 @@ class InProcess(Predictions):
         return True
 
     def estimate(self, model: str, within_s: float) -> float:
-        return self.wait_s
+        return self.waits_s.get(model, self.wait_s)
 
     def register(self, models: Any) -> None:
         self.registered = [dict(model) for model in models]
