@@ -1,5 +1,6 @@
 """What leaves the service and what it logs: no query, no id, no path, no traceback; and its own process."""
 
+import itertools
 import json
 import logging
 import os
@@ -12,11 +13,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from http.client import HTTPConnection
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from live_api import JOBS, TOKEN, Api, make
 
-from waiting import PATIENCE_S, until
+from brim import errors
+from brim.service.api.errors import retry_after, status_of
+from brim.service.api.metrics import PredictorMetrics
+from waiting import PATIENCE_S
 
 
 def test_the_log_holds_patterns_not_ids_and_never_a_query(api, caplog):
@@ -64,53 +69,108 @@ def test_every_answer_has_the_headers_that_keep_a_browser_safe(api):
     assert "no-store" not in api.get("/docs/assets/swagger-ui.css").headers.get("cache-control", "")
 
 
-def test_batch_sizes_are_shown_as_tuning_wrote_them(api):
+def test_batch_sizes_and_devices_are_shown_as_they_were_reported(api):
     assert api.get("/api/batch-sizes").json == {"devices": {}}
-
-    api.settings.batch_sizes.write_text(
-        json.dumps({"format_version": 1, "devices": {"cpu": {"device_info": {"x": 1}}}})
-    )
-    assert api.get("/api/batch-sizes").json["devices"]["cpu"]["device_info"] == {"x": 1}
-
-    for broken in ("{", "[]", "null", '{"devices": 1}'):
-        api.settings.batch_sizes.write_text(broken)
-        assert api.get("/api/batch-sizes").status == 503
-
-
-def test_devices_are_those_the_workers_reported(api):
+    devices = {"cpu": {"device_info": {"x": 1}}}
+    api.settings.batch_sizes.write_text(json.dumps({"format_version": 1, "devices": devices}))
     api.catalogue.devices.put("w0", {"device": "cuda:0", "name": "a GPU"})
 
+    assert api.get("/api/batch-sizes").json["devices"] == devices
     (device,) = api.get("/api/devices").json["devices"]
-
     assert (device["worker"], device["device"], device["name"]) == ("w0", "cuda:0", "a GPU")
+    api.settings.batch_sizes.write_text("{")
+    assert api.get("/api/batch-sizes").status == 503
 
 
-def test_ready_says_what_is_missing(api):
-    no_worker = api.get("/ready")
-    assert (no_worker.status, no_worker.json["workers"], no_worker.json["database"]) == (503, 0, True)
+def test_ready_and_metrics_tell_what_is_there_and_what_is_missing(api, monkeypatch, tmp_path):
+    needed, free = api.settings.min_free_bytes, tmp_path / "free"
+    monkeypatch.setenv("BRIM_FREE_BYTES_FILE", str(free))
+    found = []
+    for workers, free_bytes in ((0, needed + 1), (1, needed), (2, needed + 1)):
+        free.write_text(str(free_bytes))
+        for index in range(workers):
+            api.catalogue.devices.put(f"w{index}", {"device": "cpu"})
+        answer = api.get("/ready")
+        shown = answer.json
+        found.append((answer.status, shown["workers"], shown["disk"], shown["database"], shown["free_bytes"]))
+    lines = api.get("/metrics").body.decode().splitlines()
 
-    api.catalogue.devices.put("w0", {"device": "cpu"})
-    answer = until(lambda: (answer := api.get("/ready")).status == 200 and answer)
-    assert answer.json["status"] == "ready"
+    assert found == [
+        (503, 0, True, True, needed + 1), (503, 1, False, True, needed), (200, 2, True, True, needed + 1)
+    ]  # fmt: skip
+    assert api.get("/ready").json["status"] == "ready"
+    assert {"brim_workers 2.0", "brim_free_bytes 1.048577e+06", "brim_database_up 1.0"} <= set(lines)
 
 
-def test_ready_looks_at_the_disk(api, monkeypatch, tmp_path):
-    (tmp_path / "free").write_text("5")
-    monkeypatch.setenv("BRIM_FREE_BYTES_FILE", str(tmp_path / "free"))
+def test_metrics_count_jobs_streams_and_requests_in_seconds(api, monkeypatch):
+    ticks = itertools.count(0, 0.25)
+    monkeypatch.setattr("brim.service.api.metrics.time", SimpleNamespace(perf_counter=lambda: next(ticks)))
+    id = api.submit()["id"]
+    with api.connect("GET", f"{JOBS}/{id}/events") as watching:
+        assert watching.recv(4096).startswith(b"HTTP/1.1 200")
+        lines = api.get("/metrics").body.decode().splitlines()
 
-    answer = api.get("/ready")
+    for line in (
+        'brim_jobs{status="queued"} 1.0',
+        'brim_jobs{status="failed"} 0.0',
+        'brim_http_requests_total{method="POST",route="/api/training/jobs",status="202"} 1.0',
+        'brim_http_request_seconds_sum{route="/api/training/jobs"} 0.25',
+        "brim_event_streams 1.0",
+        "# TYPE brim_http_requests_total counter",
+        "# TYPE brim_http_request_seconds histogram",
+        "# TYPE brim_jobs gauge",
+    ):
+        assert line in lines, line
 
-    assert (answer.status, answer.json["disk"], answer.json["free_bytes"]) == (503, False, 5)
+
+def test_metrics_of_predictors_are_summed_and_their_share_is_that_since_the_last_scrape():
+    def shown(*snapshots: dict) -> dict[str, float]:
+        metrics.update(snapshots)
+        return {
+            one.name + one.labels.get("le", ""): one.value for family in metrics.collect() for one in family.samples
+        }
+
+    def snapshot(busy_s: float, up_s: float, depth: int = 0, **sizes: int) -> dict:
+        return {
+            "busy_s": busy_s,
+            "up_s": up_s,
+            "depth": depth,
+            "batch_sizes": {name[1:]: n for name, n in sizes.items()},
+        }
+
+    metrics = PredictorMetrics()
+    share, busy_s = "brim_predict_device_busy_share", "brim_predict_device_busy_seconds_total"
+    first = shown(snapshot(2.0, 10.0, 3, _1=5, _4=2), snapshot(4.0, 10.0, 1, _4=1, _300=1))
+    assert (first[share], first[busy_s]) == (pytest.approx((0.2 + 0.4) / 2), 6.0)
+    assert (first["brim_predict_queue_depth"], first["brim_predictors"]) == (4, 2)
+    sizes = {"1.0": 5, "2.0": 5, "4.0": 8, "256.0": 8, "+Inf": 9}
+    assert {le: first[f"brim_predict_batch_size_bucket{le}"] for le in sizes} == sizes
+    assert (first["brim_predict_batch_size_sum"], first["brim_predict_batch_size_count"]) == (5 + 4 * 3 + 300, 9)
+
+    assert shown(snapshot(7.0, 20.0), snapshot(4.0, 20.0))[share] == pytest.approx((0.5 + 0.0) / 2)
+    assert shown(snapshot(7.5, 20.5), snapshot(4.5, 20.5))[share] == pytest.approx(0.25), "too soon to tell"
+    assert shown(snapshot(17.0, 30.0), snapshot(3.0, 5.0))[share] == pytest.approx((17 / 30 + 3 / 5) / 2), "restarted"
 
 
-def test_metrics_count_jobs_and_requests(api):
-    api.submit()
-    text = api.get("/metrics").body.decode()
+STATUSES = {  # of an answer, by the family of the error
+    "NotFound": 404, "Conflict": 409, "TooLarge": 413, "UnsupportedType": 415, "TooMany": 429, "Overloaded": 503,
+    "DeadlinePassed": 503, "Unavailable": 503, "StorageError": 507,
+}  # fmt: skip
 
-    assert 'brim_jobs{status="queued"} 1.0' in text
-    assert 'brim_jobs{status="failed"} 0.0' in text
-    assert 'brim_http_requests_total{method="POST",route="/api/training/jobs",status="202"} 1.0' in text
-    assert "brim_database_up 1.0" in text
+
+def test_every_family_of_errors_has_its_status_and_the_others_are_422():
+    kinds = {name: kind for name, kind in vars(errors).items() if isinstance(kind, type)}
+    for name, kind in kinds.items():
+        if issubclass(kind, errors.BrimError):
+            assert status_of(kind("words")) == STATUSES.get(name, 422), name
+
+    assert status_of(errors.ConfigError("values that do not go together", code="conflict")) == 409
+
+
+@pytest.mark.parametrize(("wait_s", "header"), [(0.0, "1"), (1.0, "1"), (1.01, "2"), (2.5, "3"), (1e6, "3600")])
+def test_a_wait_is_told_in_whole_seconds_rounded_up(wait_s, header):
+    assert retry_after(errors.Overloaded("later", wait_s)) == {"Retry-After": header}
+    assert retry_after(errors.TooMany("later")) == {}
 
 
 # The process
@@ -164,25 +224,6 @@ def health(port: int) -> int:
         connection.close()
 
 
-def test_the_process_answers_soon_and_ends_when_told(tmp_path):
-    with process(tmp_path / "data") as (started, port, _):
-        assert health(port) == 200, "the socket is there before the process: a client waits"
-        assert TOKEN not in Path(f"/proc/{started.pid}/cmdline").read_text()
-        assert TOKEN not in Path(f"/proc/{started.pid}/environ").read_text()
-        started.send_signal(signal.SIGTERM)
-        assert started.wait(PATIENCE_S) in (0, -signal.SIGTERM, 128 + signal.SIGTERM)
-
-
-def test_the_process_is_light(tmp_path):
-    with process(tmp_path / "data") as (started, port, _):
-        assert health(port) == 200
-        maps, status = (Path(f"/proc/{started.pid}/{name}").read_text() for name in ("maps", "status"))
-        resident_mb = int(status.partition("VmRSS:")[2].split()[0]) / 1024
-
-        assert not [name for name in ("torch", "cv2", "numpy", "PIL") if f"/{name}/" in maps]
-        assert resident_mb <= 130
-
-
 def test_the_process_ends_with_its_supervisor(tmp_path):
     with process(tmp_path / "data") as (started, port, lifeline):
         assert health(port) == 200
@@ -190,10 +231,14 @@ def test_the_process_ends_with_its_supervisor(tmp_path):
         assert started.wait(PATIENCE_S) == 1
 
 
-@pytest.mark.parametrize("module", ["brim.service.settings", "brim.service.token"])
-def test_what_the_supervisor_and_the_command_line_import_is_light(module):
-    code = f"import sys, {module}; print(*{{'torch', 'fastapi', 'sqlalchemy', 'dbos', 'uvicorn'}} & set(sys.modules))"
-
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-
-    assert done.stdout.split() == []
+def test_the_process_is_light_answers_soon_and_ends_when_told(tmp_path):
+    with process(tmp_path / "data") as (started, port, _):
+        assert health(port) == 200, "the socket is there before the process: a client waits"
+        proc = {
+            name: Path(f"/proc/{started.pid}/{name}").read_text() for name in ("cmdline", "environ", "maps", "status")
+        }
+        assert TOKEN not in proc["cmdline"] + proc["environ"]
+        assert not [name for name in ("torch", "cv2", "numpy", "PIL") if f"/{name}/" in proc["maps"]]
+        assert int(proc["status"].partition("VmRSS:")[2].split()[0]) / 1024 <= 130, "MB"
+        started.send_signal(signal.SIGTERM)
+        assert started.wait(PATIENCE_S) in (0, -signal.SIGTERM, 128 + signal.SIGTERM)
