@@ -4,8 +4,6 @@ import http.client
 import io
 import json
 import shutil
-import socket
-import threading
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -13,31 +11,35 @@ from typing import Any
 import numpy as np
 import pyarrow.dataset
 import pytest
-from live_api import TOKEN, Answer, Api
-from test_datasets_api import NAMED, SEQUENCES, Part, array, picture, upload
+from live_api import Api, Part, array, picture
+from test_datasets_api import NAMED, SEQUENCES, upload
 
 from brim.engine.storage import Dataset
 from brim.rf import from_mapping
 from brim.rf.generation.dataset import generate
+from brim.service.api import export
 from waiting import until
 
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Radio datasets; the export of the large one is more than sockets hold."""
     folder = tmp_path_factory.mktemp("exported")
     short = {"duration_s": 0.2, "samples_per_shard": 3}
     generate(from_mapping(short), folder / "features", 7, device="cpu")
     generate(from_mapping({**short, "dataset_type": "iq_raw"}), folder / "iq", 4, device="cpu")
-    return {"features": folder / "features", "iq": folder / "iq"}
+    generate(from_mapping({"dataset_type": "iq_raw", "samples_per_shard": 2}), folder / "large", 4, device="cpu")
+    assert sum(entry.bytes for entry in Dataset(folder / "large").shards) > 40_000_000
+    return {name: folder / name for name in ("features", "iq", "large")}
 
 
 def bring(api: Api, path: Path, **values: Any) -> str:
     return api.add_dataset(**{"name": "night sky!", "path": str(path), "owned": False, **values}).id
 
 
-def fetch(api: Api, id: str, fmt: str | None, folder: Path) -> Path:
+def fetch(api: Api, id: str, fmt: str, folder: Path) -> Path:
     """The zip, unpacked."""
-    answer = api.get(f"/api/datasets/{id}/export" + ("" if fmt is None else f"?format={fmt}"))
+    answer = api.get(f"/api/datasets/{id}/export" + (f"?format={fmt}" if fmt else ""))
     assert answer.status == 200, answer.body[:500]
     assert answer.headers["content-type"] == "application/zip"
     with zipfile.ZipFile(io.BytesIO(answer.body)) as archive:
@@ -45,77 +47,69 @@ def fetch(api: Api, id: str, fmt: str | None, folder: Path) -> Path:
         archive.extractall(folder)
     for file in folder.rglob("*"):
         assert not file.is_file() or str(api.settings.data.parent).encode() not in file.read_bytes(), file.name
-    until(lambda: left(api) == [])
+    until(lambda: is_done(api))
     return folder
 
 
-def left(api: Api) -> list[Path]:
-    return list((api.settings.data / "uploads").iterdir())
-
-
 def free_slots(api: Api) -> int:
-    return int(api.api.state.context.exports.num_free)
+    return int(api.context.exports.num_free)
+
+
+def is_done(api: Api) -> bool:
+    """Whether every export has given back its place and left nothing."""
+    return api.uploads() == [] and free_slots(api) == 2
 
 
 # Formats
 
 
-@pytest.mark.parametrize("fmt", ["parquet", None])
-def test_parquet_is_what_radio_samples_are_exported_as(api, made, tmp_path, fmt):
-    table = pyarrow.dataset.dataset(fetch(api, bring(api, made["features"]), fmt, tmp_path / "out")).to_table()
+def test_radio_samples_are_exported_as_parquet_hdf5_and_sigmf(api, made, tmp_path):
+    import h5py
+    from sigmf.sigmffile import fromfile
 
-    valid = Dataset(made["features"]).load(("valid",))["valid"]
-    assert len(table) == int(valid.sum())
+    features, iq = Dataset(made["features"]), Dataset(made["iq"])
+    table = pyarrow.dataset.dataset(fetch(api, bring(api, made["features"]), "", tmp_path / "parquet")).to_table()
+    assert len(table) == int(features.load(("valid",))["valid"].sum())
     manifest = json.loads(table.schema.metadata[b"brim"])
-    assert manifest["config"] == Dataset(made["features"]).manifest["config"]
+    assert manifest["config"] == features.manifest["config"]
     assert "dataset" not in manifest["report"]
 
-
-def test_hdf5_holds_the_tensors(api, made, tmp_path):
-    import h5py
-
-    out = fetch(api, bring(api, made["iq"]), "hdf5", tmp_path / "out")
-
-    rows = Dataset(made["iq"]).load()
-    with h5py.File(out / "dataset.h5") as file:
+    rows = iq.load()
+    iq_id = bring(api, made["iq"])
+    with h5py.File(fetch(api, iq_id, "hdf5", tmp_path / "hdf5") / "dataset.h5") as file:
         assert set(file) == set(rows)
         for name, tensor in rows.items():
             np.testing.assert_array_equal(file[name][:], tensor.numpy())
 
-
-def test_sigmf_holds_a_recording_for_every_receiver_that_heard(api, made, tmp_path):
-    from sigmf.sigmffile import fromfile
-
-    out = fetch(api, bring(api, made["iq"]), "sigmf", tmp_path / "out")
-
-    present = Dataset(made["iq"]).load(("present",))["present"]
-    found = sorted(out.glob("*.sigmf-meta"))
-    assert len(found) == int(present.sum())
+    found = sorted(fetch(api, iq_id, "sigmf", tmp_path / "sigmf").glob("*.sigmf-meta"))
+    assert len(found) == int(rows["present"].sum())
     assert len(fromfile(str(found[0])).read_samples()) == 40_000
 
 
 def test_a_radio_datasets_own_files_are_a_dataset(api, made, tmp_path):
-    out = fetch(api, bring(api, made["features"]), "files", tmp_path / "out")
+    again, before = Dataset(fetch(api, bring(api, made["features"]), "files", tmp_path)), Dataset(made["features"])
 
-    again, before = Dataset(out), Dataset(made["features"])
     again.verify()
     assert len(again) == 7
     assert again.manifest["config"] == before.manifest["config"]
-    assert str(made["features"]) in before.manifest["report"]["dataset"]
     assert str(made["features"].parent) not in json.dumps(again.manifest)
 
 
-@pytest.mark.parametrize("masks", [True, False])
-def test_images_come_back_as_they_were_brought(api, tmp_path, masks):
+def test_images_and_sequences_come_back_as_they_were_brought(api, tmp_path):
+    from brim.sequences.corpus.packed import Corpus
+
     parts: list[Part] = [("images", "a.png", picture()), ("images", "b b.png", picture(9, 7))]
-    if masks:
-        parts += [("masks", name, content) for _, name, content in parts]
-    id = upload(api, [*NAMED, *parts]).json["id"]
-
-    out = fetch(api, id, None, tmp_path / "out")
-
+    parts += [("masks", name, content) for _, name, content in parts]
+    out = fetch(api, upload(api, [*NAMED, *parts]).json["id"], "", tmp_path / "images")
     files = {file.relative_to(out).as_posix(): file.read_bytes() for file in out.rglob("*.png")}
     assert files == {f"{field}/{name}": content for field, name, content in parts}
+
+    parts = [("sequences", f"{n}.npy", array(5 + n, 3)) for n in range(3)]
+    parts.append(("labels", "labels.csv", b"file,label\n0.npy,walk\n1.npy,walk\n2.npy,run\n"))
+    corpus = Corpus.open(fetch(api, upload(api, [*SEQUENCES, *parts]).json["id"], "", tmp_path / "sequences"))
+    corpus.verify()
+    assert corpus.ids == ("0.npy", "1.npy", "2.npy")
+    assert corpus.classes == ("run", "walk")
 
 
 def test_only_images_of_a_folder_by_reference_are_taken(api, tmp_path):
@@ -129,28 +123,6 @@ def test_only_images_of_a_folder_by_reference_are_taken(api, tmp_path):
     assert [file.name for file in out.rglob("*") if file.is_file()] == ["a.png"]
 
 
-def test_sequences_come_back_as_a_corpus(api, tmp_path):
-    from brim.sequences.corpus.packed import Corpus
-
-    parts: list[Part] = [("sequences", f"{n}.npy", array(5 + n, 3)) for n in range(3)]
-    labels: Part = ("labels", "labels.csv", b"file,label\n0.npy,walk\n1.npy,walk\n2.npy,run\n")
-    id = upload(api, [*SEQUENCES, *parts, labels]).json["id"]
-
-    corpus = Corpus.open(fetch(api, id, "", tmp_path / "out"))
-
-    corpus.verify()
-    assert corpus.ids == ("0.npy", "1.npy", "2.npy")
-    assert corpus.classes == ("run", "walk")
-
-
-def test_refusals_are_documented_as_what_they_are(api):
-    responses = api.get("/openapi.json").json["paths"]["/api/datasets/{id}/export"]["get"]["responses"]
-
-    assert responses["200"]["content"].keys() == {"application/zip"}
-    for status in ("404", "409", "422", "429", "507"):
-        assert responses[status]["content"].keys() == {"application/json"}, status
-
-
 def test_the_download_is_named_after_the_dataset(api, made):
     id = bring(api, made["features"], name='../né "x"\r\n y')
 
@@ -160,8 +132,6 @@ def test_the_download_is_named_after_the_dataset(api, made):
 
 
 def test_files_that_need_64_bit_sizes_are_taken(tmp_path, monkeypatch):
-    from brim.service.api import export
-
     monkeypatch.setattr(zipfile, "ZIP64_LIMIT", 3000)  # in place of 2 GiB, which would take the test its time
     monkeypatch.setattr(export, "LARGE_BYTES", 1000)
     sizes = {"large": 5000, "small": 3}
@@ -180,94 +150,54 @@ def test_files_that_need_64_bit_sizes_are_taken(tmp_path, monkeypatch):
 
 def test_what_cannot_be_exported_is_refused_in_words(api, made, tmp_path):
     (tmp_path / "a.png").write_bytes(picture())
-    features, images = bring(api, made["features"]), bring(api, tmp_path, kind="images")
-    writing = bring(api, tmp_path / "later", state="writing")
-    gone = bring(api, tmp_path / "gone")
+    shutil.copytree(made["features"], tmp_path / "damaged")
+    shard = tmp_path / "damaged" / "shards" / "000001.safetensors"
+    shard.write_bytes(shard.read_bytes()[:-4] + b"abcd")
+    damaged = bring(api, tmp_path / "damaged")
     for id, fmt, words in (
-        (features, "sigmf", "needs IQ records"),
-        (images, "parquet", "format=files only"),
-        (writing, "files", "still being written"),
-        (gone, "hdf5", "cannot be exported"),
-        (gone, "files", "cannot be read"),
+        (bring(api, made["features"]), "sigmf", "needs IQ records"),
+        (bring(api, tmp_path, kind="images"), "parquet", "format=files only"),
+        (bring(api, tmp_path / "later", state="writing"), "files", "still being written"),
+        (bring(api, tmp_path / "gone"), "hdf5", "cannot be exported"),
+        (damaged, "parquet", "checksum differs"),
+        (damaged, "files", "checksum differs"),
     ):
         answer = api.get(f"/api/datasets/{id}/export?format={fmt}")
         assert (answer.status, words in answer.json["detail"]) == (409, True), answer.json
         assert str(tmp_path) not in answer.json["detail"]
-    refused = api.get(f"/api/datasets/{features}/export?format=csv")
+    refused = api.get(f"/api/datasets/{damaged}/export?format=csv")
     assert (refused.status, refused.json["field"]) == (422, "format")
-    assert api.get(f"/api/datasets/{'0' * 32}/export").status == 404
-    assert left(api) == []
-    assert free_slots(api) == 2
+    assert is_done(api)
 
 
-@pytest.mark.parametrize("fmt", ["parquet", "files"])
-def test_a_damaged_shard_is_noticed_before_anything_is_sent(api, made, tmp_path, fmt):
-    place = tmp_path / "damaged"
-    shutil.copytree(made["features"], place)
-    shard = place / "shards" / "000001.safetensors"
-    shard.write_bytes(shard.read_bytes()[:-4] + b"abcd")
-
-    answer = api.get(f"/api/datasets/{bring(api, place)}/export?format={fmt}")
-
-    assert (answer.status, "checksum differs" in answer.json["detail"]) == (409, True)
-    assert left(api) == []
-
-
-def test_what_does_not_fit_on_the_disk_is_refused(api, made, tmp_path, monkeypatch):
-    id = bring(api, made["iq"])
-    (tmp_path / "free").write_text(str(2**20 + 1000))
-    monkeypatch.setenv("BRIM_FREE_BYTES_FILE", str(tmp_path / "free"))
-
-    answer = api.get(f"/api/datasets/{id}/export?format=hdf5")
-
-    assert answer.status == 507
-    assert "format=files, which needs none" in answer.json["detail"]
-    assert left(api) == []
-    assert free_slots(api) == 2
-    assert fetch(api, id, "files", tmp_path / "out").is_dir()
-
-
-def test_a_disk_that_fills_meanwhile_ends_it(api, made, tmp_path, monkeypatch):
+def test_what_does_not_fit_on_the_disk_is_refused_before_and_while_it_is_written(api, made, tmp_path, monkeypatch):
     from brim.rf.datasets import formats as library
 
-    free = tmp_path / "free"
-    free.write_text(str(2**30))
+    free, table = tmp_path / "free", library._table
     monkeypatch.setenv("BRIM_FREE_BYTES_FILE", str(free))
-    table = library._table
+    free.write_text(str(2**20 + 1000))
+    iq = bring(api, made["iq"])
+    before = api.get(f"/api/datasets/{iq}/export?format=hdf5")
+    assert (before.status, "format=files, which needs none" in before.json["detail"]) == (507, True)
+    assert fetch(api, iq, "files", tmp_path / "out").is_dir()
+
+    free.write_text(str(2**30))
     monkeypatch.setattr(library, "_table", lambda *args: (free.write_text("1000"), table(*args))[1])
-
-    answer = api.get(f"/api/datasets/{bring(api, made['features'])}/export?format=parquet")
-
-    assert (answer.status, "must stay free" in answer.json["detail"]) == (507, True)
-    assert left(api) == []
+    meanwhile = api.get(f"/api/datasets/{bring(api, made['features'])}/export?format=parquet")
+    assert (meanwhile.status, "must stay free" in meanwhile.json["detail"]) == (507, True)
+    assert is_done(api)
 
 
 # Clients that leave, and many at once
 
 
-def ask(api: Api, path: str) -> socket.socket:
-    connection = socket.create_connection(("127.0.0.1", api.port))
-    head = f"GET {path} HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {TOKEN}\r\n\r\n"
-    connection.sendall(head.encode())
-    return connection
-
-
-@pytest.fixture(scope="module")
-def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A dataset whose export is more than sockets hold."""
-    place = tmp_path_factory.mktemp("large") / "made"
-    generate(from_mapping({"dataset_type": "iq_raw", "samples_per_shard": 2}), place, 4, device="cpu")
-    assert sum(entry.bytes for entry in Dataset(place).shards) > 40_000_000
-    return place
-
-
 @pytest.mark.parametrize("fmt", ["hdf5", "files"])
-def test_a_client_that_leaves_while_it_is_sent_leaves_nothing(api, large, fmt, caplog):
-    with ask(api, f"/api/datasets/{bring(api, large)}/export?format={fmt}") as connection:
+def test_a_client_that_leaves_while_it_is_sent_leaves_nothing(api, made, fmt, caplog):
+    with api.connect("GET", f"/api/datasets/{bring(api, made['large'])}/export?format={fmt}") as connection:
         assert connection.recv(1000).startswith(b"HTTP/1.1 200")
         assert free_slots(api) == 1
-        assert len(left(api)) == (1 if fmt == "hdf5" else 0)
-    until(lambda: left(api) == [] and free_slots(api) == 2)
+        assert len(api.uploads()) == (1 if fmt == "hdf5" else 0)
+    until(lambda: is_done(api))
     assert not [record for record in caplog.records if record.levelname == "ERROR"]
 
 
@@ -277,48 +207,22 @@ def test_a_file_that_goes_meanwhile_cuts_the_download_short(api, tmp_path):
     for name in ("a.png", "b.png"):
         (place / name).write_bytes(picture() + bytes(40_000_000))
     id = bring(api, place, kind="images")
-    with ask(api, f"/api/datasets/{id}/export") as connection, http.client.HTTPResponse(connection) as answer:
+    path = f"/api/datasets/{id}/export"
+    with api.connect("GET", path) as connection, http.client.HTTPResponse(connection) as answer:
         answer.begin()
         assert answer.read(1000)
         (place / "b.png").unlink()
         with pytest.raises(http.client.IncompleteRead):
             answer.read()
-    until(lambda: free_slots(api) == 2)
+    until(lambda: is_done(api))
 
 
-def test_two_at_once_and_no_more(api, large, made):
-    id, other = bring(api, large), bring(api, made["features"])
-    with (
-        ask(api, f"/api/datasets/{id}/export?format=files") as first,
-        ask(api, f"/api/datasets/{id}/export?format=files") as second,
-    ):
-        assert first.recv(1000)
-        assert second.recv(1000)
-        answer = api.get(f"/api/datasets/{other}/export")
+def test_two_at_once_and_no_more(api, made):
+    path, other = (f"/api/datasets/{bring(api, made[name])}/export" for name in ("large", "features"))
+    with api.connect("GET", f"{path}?format=files") as one, api.connect("GET", f"{path}?format=files") as two:
+        assert one.recv(1000)
+        assert two.recv(1000)
+        answer = api.get(other)
         assert (answer.status, answer.headers["retry-after"]) == (429, "10")
-        assert api.get("/health").status == 200
-    until(lambda: free_slots(api) == 2)
-    assert api.get(f"/api/datasets/{other}/export").status == 200
-
-
-def test_many_small_ones_give_their_places_back(api, made):
-    id, found = bring(api, made["features"]), list[Answer]()
-
-    def ask_for_three() -> None:
-        for _ in range(3):
-            found.append(api.get(f"/api/datasets/{id}/export?format=parquet"))
-
-    threads = [threading.Thread(target=ask_for_three) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-
-    assert {answer.status for answer in found} <= {200, 429}
-    until(lambda: free_slots(api) == 2 and left(api) == [])
-
-
-def test_what_a_killed_process_left_goes_at_the_next_start(api_with, tmp_path):
-    (tmp_path / "data" / "uploads" / ("0" * 32) / "export").mkdir(parents=True)
-    with api_with() as api:
-        assert left(api) == []
+    until(lambda: is_done(api))
+    assert api.get(other).status == 200
