@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from brim.errors import BrimError, Conflict, StorageError, Unavailable
+from brim.errors import ConfigError, Conflict, StorageError, Unavailable
 from brim.jobs.kinds import Spec
 from brim.service import token
-from brim.service.run.start import open_databases
+from brim.service.run.start import choose_token, hold, open_databases, tidy
 from brim.service.settings import Settings
 
 
@@ -74,14 +74,6 @@ def test_an_emptied_catalogue_is_noticed(data, gone):
     start(data)
 
 
-def test_a_damaged_queue_that_is_moved_away_is_made_anew(data):
-    (data / "jobs.sqlite").unlink()
-
-    start(data)
-
-    assert (data / "jobs.sqlite").stat().st_size
-
-
 @pytest.mark.parametrize("content", [b"", b"\xff\xfe\x00", b"0123", None])
 def test_a_damaged_installation_is_said_with_what_it_should_hold(data, content):
     known = (data / "installation").read_text().strip()
@@ -92,14 +84,6 @@ def test_a_damaged_installation_is_said_with_what_it_should_hold(data, content):
     assert f"or write {known} to it" in str(caught.value)
     (data / "installation").write_text(known)
     start(data)
-
-
-def test_an_installation_that_cannot_be_read_is_an_error_of_ours(data):
-    (data / "installation").unlink()
-    (data / "installation").mkdir()
-
-    with pytest.raises(StorageError, match="installation cannot be read: Is a directory; restore it"):
-        start(data)
 
 
 def test_another_data_directory_is_still_refused(data):
@@ -135,8 +119,36 @@ def test_the_identity_is_synced_with_its_folder(tmp_path, monkeypatch):
     assert (tmp_path / "installation").stat().st_mode & 0o777 == 0o600
 
 
-def test_all_of_it_is_an_error_of_ours(data):
-    rubbish(data / "catalogue.sqlite")
+def test_a_data_directory_has_one_service_at_a_time(tmp_path):
+    settings = Settings(data=tmp_path / "data")
+    lock = hold(settings)
+    with pytest.raises(Conflict, match=rf"is in use by process {os.getpid()}; stop it") as caught:
+        hold(settings)
+    lock.release()
 
-    with pytest.raises(BrimError):
-        start(data)
+    assert (caught.value.field, caught.value.code) == ("data", "in_use")
+    hold(settings).release()
+
+
+def test_other_machines_may_connect_only_with_a_token_that_somebody_has_seen(tmp_path, monkeypatch):
+    monkeypatch.delenv("BRIM_TOKEN", raising=False)
+    closed, opened = (Settings(data=tmp_path, host=host) for host in ("127.0.0.1", "0.0.0.0"))
+    with pytest.raises(ConfigError, match="lets other machines connect, and there is no token yet"):
+        choose_token(opened)
+
+    assert choose_token(closed) == choose_token(opened) == (tmp_path / "token").read_text().strip()
+
+
+def test_what_processes_of_an_earlier_start_left_is_removed(tmp_path):
+    settings = Settings(data=tmp_path, api_processes=2)
+    settings.make_folders()
+    left = ["workers/predict-0.loading", f"uploads/{'0' * 32}/a", "metrics/counter.db"]
+    for name in (*left, "datasets/kept"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+
+    tidy(settings)
+
+    assert not [name for name in left if (tmp_path / name).exists()]
+    assert (tmp_path / "datasets" / "kept").exists()
+    assert (tmp_path / "metrics").is_dir()

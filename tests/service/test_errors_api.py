@@ -1,11 +1,9 @@
 """Runs to look at over HTTP: what real evaluations left, and what is said where there is none."""
 
 import base64
-import json
 import math
 import re
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -153,40 +151,9 @@ def test_draws_from_a_covariance_lie_inside_its_ellipse_as_often_as_the_level_sa
     assert float(inside.double().mean()) == pytest.approx(0.95, abs=0.006)
 
 
-def test_points_of_many_samples_are_evenly_taken(api, located, monkeypatch):
-    from brim.rf.location.page import error_points
-    from brim.rf.location.run import evaluate_run, load_run
-
-    run = load_run(api.settings.data / "runs" / located["run"])
-    found = evaluate_run(run, api.settings.data / "datasets" / located["dataset"], device="cpu")
-    every = error_points(found, run.generation)
-
-    assert error_points(found, run.generation, limit=25) == every[::3]
-
-
-def test_the_files_are_listed_with_the_job(api, located):
-    files = api.get(f"/api/training/jobs/{located['job'].id}/files").json["files"]
-
-    assert [one["name"] for one in files] == ["errors.json", "evaluation.html"]
-    assert str(api.settings.data) not in (api.settings.data / located["job"].out / "errors.json").read_text()
-
-
 def test_a_run_that_was_not_evaluated_says_what_to_do(located):
     assert located["none"].status == 404
     assert "evaluate it first, with a job of kind rf.evaluate" in located["none"].json["detail"]
-
-
-def test_an_evaluation_of_before_says_what_to_do(api, located):
-    file: Path = api.settings.data / located["job"].out / "errors.json"
-    kept = file.read_text()
-    file.unlink()
-    try:
-        answer = api.get(f"/api/runs/{located['run']}/errors")
-    finally:
-        file.write_text(kept)
-
-    assert answer.status == 404
-    assert "evaluate it again" in answer.json["detail"]
 
 
 # Images
@@ -286,10 +253,3 @@ def test_a_run_of_another_kind_is_refused(api, located, embedded):
     for id, view in ((located["run"], "embedding"), (embedded["run"], "errors")):
         answer = api.get(f"/api/runs/{id}/{view}")
         assert (answer.status, "was made by" in answer.json["detail"]) == (409, True)
-
-
-@pytest.mark.parametrize("view", ["errors", "embedding"])
-def test_a_run_that_is_not_there_is_not_found(api, view):
-    assert api.get(f"/api/runs/{'0' * 32}/{view}").status == 404
-    assert api.get(f"/api/runs/x/{view}").status == 404
-    assert json.loads(api.get(f"/api/runs/x/{view}").body)["field"] is None

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from brim.engine.batching.runner import BatchRunner
 from brim.engine.batching.servable import Answer, Payload
 from brim.engine.device.memory import inject_oom
-from brim.errors import ImageError, NotFound, TooLarge, UnsupportedType
+from brim.errors import ImageError
 from brim.segmentation.config import REGISTERED
 from brim.segmentation.networks import save_weights
 from brim.segmentation.prediction import ModelLoader, SegmentServable
@@ -137,13 +137,6 @@ def test_innocent_requests_are_answered_among_poison_disconnects_and_oom(made, m
     assert not [each for each in gc.get_objects() if type(each) is Tiny]
 
 
-def test_what_can_be_refused_is_refused_at_once(models):
-    with BatchRunner(models.find) as runner:
-        for data, kind in ((b"no image", UnsupportedType), (png(64, 64, 0), TooLarge)):
-            with pytest.raises(kind):
-                runner.submit("cells", Payload(data, "a", {"max_pixels": 100}), time.monotonic() + PATIENCE_S)
-
-
 def test_weights_change_under_load_without_a_gap(made, models):
     old = [models.find("cells")]
     answers: list[tuple[Payload, Future[Answer]]] = []
@@ -170,20 +163,3 @@ def test_weights_change_under_load_without_a_gap(made, models):
     del old[0], answers, runner
     gc.collect()
     assert models._taken() == models.describe()[0]["memory_bytes"]
-
-
-def test_models_of_every_name_answer_in_one_budget(made, models):
-    for version in "12":
-        models.see(registered(made, version, name=f"cells-{version}"))
-    expected = Expected(made)
-    with BatchRunner(models.find) as runner:
-        models.find("cells-1"), models.find("cells-2")
-        asked = [
-            (n, runner.submit(f"cells-{1 + n % 2}", payload(n // 2), time.monotonic() + PATIENCE_S)) for n in range(12)
-        ]
-        for number, reply in asked:
-            assert outlines(reply.result(PATIENCE_S).body) == expected.outlines(
-                payload(number // 2), str(1 + number % 2)
-            )
-        with pytest.raises(NotFound, match="cells-3"):
-            runner.submit("cells-3", payload(0), time.monotonic() + PATIENCE_S)

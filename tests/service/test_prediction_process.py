@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 from predicting import MODEL, Predicting, ask, client, gate, is_held, wait_for
 
-from brim.errors import DeadlinePassed, ImageError, Overloaded, Unavailable
+from brim.errors import DeadlinePassed, ImageError, Overloaded
 from brim.service.prediction.channel import SharedBytes
 from brim.service.prediction.client import Predictions
 from brim.service.run.unix_socket import short_name
@@ -99,16 +99,6 @@ def test_the_wait_is_known_without_asking(shared):
     asyncio.run(run())
 
 
-def test_models_and_counters_are_told(shared):
-    async def run() -> None:
-        async with client(shared) as predictions:
-            await ask(predictions)
-            assert [(row["name"], row["state"]) for row in await predictions.models()] == [("toy", "warm")]
-            assert len(await predictions.snapshot()) == 1
-
-    asyncio.run(run())
-
-
 def test_a_registered_model_is_warm_before_anybody_asks_for_it_and_a_new_version_follows(own):
     async def run() -> None:
         async with client(own()) as predictions:
@@ -123,19 +113,6 @@ def test_a_registered_model_is_warm_before_anybody_asks_for_it_and_a_new_version
 
     async def is_second(predictions: Predictions) -> bool:
         return (await ask(predictions)).facts["version"] == "2"
-
-    asyncio.run(run())
-
-
-def test_without_predictors_requests_are_refused_in_words(tmp_path):
-    async def run() -> None:
-        async with Predictions([]) as off:
-            with pytest.raises(Unavailable, match="makes no predictions"):
-                await ask(off)
-        async with Predictions([tmp_path / "predict-0.sock"]) as away:
-            with pytest.raises(Unavailable, match="being restarted"):
-                await ask(away, within_s=0.1)
-            assert away._under_way == {}
 
     asyncio.run(run())
 

@@ -1,6 +1,5 @@
 """`brim serve` with its prediction process and several API processes: who runs, with what share, and who dies."""
 
-import json
 import os
 import signal
 import subprocess
@@ -86,16 +85,6 @@ def metrics(service: Service) -> list[str]:
     status, text = service.get("/metrics")
     assert status == 200
     return text.decode().splitlines()
-
-
-@pytest.mark.long
-def test_prediction_that_is_turned_off_has_no_process_and_says_so(tmp_path):
-    with serving(tmp_path / "data", "--predict-memory", "0") as service:
-        (worker,) = service.children("brim.jobs.worker.main")
-
-        assert service.children("brim.service.prediction.process.main") == []
-        assert share_of(worker) == "1"
-        assert json.loads(service.get("/api/models")[1]) == {"models": []}
 
 
 @pytest.mark.parametrize(("cores", "expected"), [(1, 1), (2, 1), (4, 1), (5, 1), (8, 3), (16, 6), (64, 6)])

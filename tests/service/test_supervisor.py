@@ -16,7 +16,6 @@ from pathlib import Path
 import pytest
 
 from brim.errors import ConfigError, Conflict
-from brim.jobs.worker.process import FileLock
 from brim.service.run import process
 from brim.service.run.process import Child, Death, Program
 from brim.service.run.supervisor import Programs, Supervisor, listen, programs
@@ -148,17 +147,6 @@ def test_one_that_gives_up_is_killed_at_once_and_said_so(running, notes):
     assert told[0].reason == "it hung and asked to be killed"
 
 
-def test_a_stopped_worker_is_killed(running, notes):
-    running(program(notes, BEATING, hang_s=3.0))
-    until(lambda: pids(notes))
-    time.sleep(0.3)
-
-    os.kill(pids(notes)[0], signal.SIGSTOP)
-
-    until(lambda: len(pids(notes)) == 2)
-    assert not is_running(pids(notes)[0])
-
-
 def test_deaths_are_told_with_their_reason_also_after_an_outage(running, notes, caplog):
     told: list[Death] = []
     calls = []
@@ -279,30 +267,6 @@ Supervisor(Programs([api], workers), lambda deaths: []).run(lambda: False)
 # Locks, sockets, what is run
 
 
-def test_a_lock_is_held_by_one_process_and_ends_with_it(tmp_path):
-    path = tmp_path / "lock"
-    code = f"""
-from pathlib import Path
-from brim.jobs.worker.process import FileLock
-assert FileLock(Path({str(path)!r})).take()
-print("held", flush=True)
-import time; time.sleep(600)
-"""
-    other = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
-    assert other.stdout is not None
-    assert other.stdout.readline() == "held\n"
-    lock = FileLock(path)
-
-    assert not lock.take()
-    assert lock.holder() == str(other.pid)
-    other.kill()
-    other.wait()
-    other.stdout.close()
-
-    assert lock.wait(PATIENCE_S).take() is False  # held by this process now, through another descriptor
-    lock.release()
-
-
 def test_a_port_in_use_is_refused_in_words(monkeypatch):
     monkeypatch.setattr("brim.service.run.supervisor.BIND_S", 0.1)
     with (
@@ -310,11 +274,6 @@ def test_a_port_in_use_is_refused_in_words(monkeypatch):
         pytest.raises(ConfigError, match=r"port \d+: address already"),
     ):
         listen("127.0.0.1", other.getsockname()[1])
-
-
-def test_a_host_that_is_not_ours_is_refused_in_words():
-    with pytest.raises(ConfigError, match=r"192\.0\.2\.1 port 0: .*; choose another host or port"):
-        listen("192.0.2.1", 0)
 
 
 def test_secrets_are_neither_in_arguments_nor_environment(tmp_path):
@@ -361,11 +320,3 @@ def test_jobs_leave_the_share_of_prediction_alone(tmp_path, percent, jobs, predi
 
     assert [one.env["BRIM_MEMORY_SHARE"] for one in made.workers] == [jobs]
     assert [one.env["BRIM_MEMORY_SHARE"] for one in made.predictors] == predictors
-
-
-def test_several_api_processes_share_one_socket_and_sum_their_counters(tmp_path):
-    made = programs(Settings(data=tmp_path, token="t", api_processes=3), 7, gpus=[])
-
-    assert [one.name for one in made.apis] == ["api0", "api1", "api2"]
-    assert {one.pass_fds for one in made.apis} == {(7,)}
-    assert {one.env["PROMETHEUS_MULTIPROC_DIR"] for one in made.apis} == {str(tmp_path / "metrics")}
