@@ -6,16 +6,12 @@ import time
 import weakref
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from live_api import picture
 
-from brim.engine.batching.servable import Payload
-from brim.engine.device import total_bytes
 from brim.errors import BrimError, CheckpointError, NotFound, OutOfMemory, Unavailable
 from brim.service.prediction.process import models as module
 from brim.service.prediction.process.models import Models, Registered
@@ -386,21 +382,6 @@ def test_many_threads_that_ask_reload_and_forget_leave_nothing(factory):
 
 
 # Real models
-
-
-def test_a_registered_network_answers_in_its_share_of_the_memory(tmp_path: Path, weights: Path):
-    models = Models("cpu", share=0.25, batch_sizes=tmp_path / "batch_sizes.json", decoders=1)
-    models.see(registered("cells", network="unet_tiny", path=str(weights)))
-    image = Payload(picture(60, 50), "a.png", {"threshold": 0.4})
-
-    servable = models.find("cells")
-    item = servable.decode(image)
-    answer = servable.finish(item, servable.collect(servable.forward(item.parts)))
-
-    assert answer.facts["polygons"] > 0
-    assert servable.inspect(image).expected_s
-    assert models._budget() == total_bytes(torch.device("cpu")) // 4
-    models.close()
 
 
 @pytest.mark.parametrize("kind", ["segment", "locate", "classify", "cook"])

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from brim.engine.batching.runner import BatchRunner
 from brim.engine.batching.servable import Answer, Payload
+from brim.engine.device import total_bytes
 from brim.engine.device.memory import inject_oom
 from brim.errors import ImageError
 from brim.segmentation.config import REGISTERED
@@ -137,29 +138,16 @@ def test_innocent_requests_are_answered_among_poison_disconnects_and_oom(made, m
     assert not [each for each in gc.get_objects() if type(each) is Tiny]
 
 
-def test_weights_change_under_load_without_a_gap(made, models):
-    old = [models.find("cells")]
-    answers: list[tuple[Payload, Future[Answer]]] = []
-    with BatchRunner(models.find) as runner:
-        for number in range(400):
-            if number == 10:
-                models.see(registered(made, "2"))
-            one = payload(3 + 4 * (number % 5) if number % 40 == 0 else number % 3)
-            answers.append((one, runner.submit("cells", one, time.monotonic() + PATIENCE_S)))
-            time.sleep(0.005)
-            if number > 30 and models.find("cells") is not old[0]:
-                break
-        answers += [(one, runner.submit("cells", one, time.monotonic() + PATIENCE_S)) for one in map(payload, range(3))]
-        expected = Expected(made)
-        found = [outlines(reply.result(PATIENCE_S).body) for _, reply in answers]
-        versions = [
-            {version for version in "12" if outline == expected.outlines(one, version)}
-            for (one, _), outline in zip(answers, found, strict=True)
-        ]
-    assert versions[0] == {"1"}
-    assert versions[-3:] == [{"2"}] * 3
-    assert all(versions), "every answer is of one version or the other"
-    assert [min(each) for each in versions] == sorted(min(each) for each in versions)
-    del old[0], answers, runner
-    gc.collect()
-    assert models._taken() == models.describe()[0]["memory_bytes"]
+def test_a_registered_network_is_loaded_by_its_kind_within_its_share_of_the_memory(made):
+    models = Models("cpu", share=0.25, batch_sizes=made / "sizes.json", decoders=1)
+    models.see(registered(made))
+    image = payload(0)
+
+    servable = models.find("cells")
+    item = servable.decode(image)
+    answer = servable.finish(item, servable.collect(servable.forward(item.parts)))
+
+    assert outlines(answer.body) == Expected(made).outlines(image, "1")
+    assert servable.inspect(image).expected_s
+    assert models._budget() == total_bytes(CPU) // 4
+    models.close()
