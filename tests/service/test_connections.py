@@ -2,8 +2,6 @@
 
 import asyncio
 import gc
-import http.client
-import resource
 import socket
 import time
 from collections.abc import Iterator
@@ -15,7 +13,7 @@ import h11
 import pytest
 from live_api import Api, running
 
-from brim.service.api.connections import MAX_EVENTS, MAX_FILES, Connection, raise_file_limit
+from brim.service.api.connections import MAX_EVENTS, Connection
 from waiting import PATIENCE_S, until
 
 HEAD_S = 600.0
@@ -120,25 +118,6 @@ def test_half_sent_heads_leave_room_for_others(strict):
         assert is_open(slow[-1]), "the oldest goes first"
 
 
-def test_as_many_files_may_be_open_as_the_system_allows():
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    try:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft, 512), hard))
-        raise_file_limit()
-        assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == (MAX_FILES if hard < 0 else min(MAX_FILES, hard))
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-
-
-def test_a_connection_is_used_for_many_requests(shared):
-    kept = http.client.HTTPConnection("127.0.0.1", shared.port, timeout=PATIENCE_S)
-    for _ in range(20):
-        kept.request("GET", "/health")
-        assert kept.getresponse().read() == b'{"status":"ok"}'
-        kept.auto_open = 0
-    kept.close()
-
-
 @pytest.mark.parametrize("path", [b"/api/training/jobs", b"/health"])
 def test_a_strangers_body_of_one_byte_chunks_is_dropped_unparsed(shared, path, monkeypatch):
     turns: list[int] = []  # of the event loop, with the events parsed in each
@@ -168,13 +147,6 @@ def test_a_body_without_end_is_not_read_for_ever(strict):
     with connect(strict, CHUNKED % b"/api/training/jobs") as sender:
         assert read_all(sender).startswith(b"HTTP/1.1 401")
         until(lambda: is_refused(sender, b"1\r\nx\r\n") or pass_time(strict, 0.6 * HEAD_S))
-
-
-def test_chunks_of_those_who_may_send_them_are_read_in_turns(shared):
-    body = b"".join(b"1\r\n%c\r\n" % byte for byte in b'{"kind":"none"}' + b" " * 3000) + b"0\r\n\r\n"
-    head = CHUNKED.replace(b"\r\n\r\n", b"\r\nAuthorization: Bearer %s\r\nContent-Type: application/json\r\n\r\n")
-    with connect(shared, head % (b"/api/training/jobs", shared.settings.token.encode()) + body) as sender:
-        assert sender.recv(4096).startswith(b"HTTP/1.1 422")
 
 
 @contextmanager

@@ -1,8 +1,6 @@
 """The last minutes of every device over HTTP: a sample a second, and what the worker's job says of its waiting."""
 
-import os
 import sys
-import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,7 +13,7 @@ from brim.errors import Unavailable
 from brim.jobs.status import Flow
 from brim.jobs.store import DeviceRow
 from brim.jobs.worker.live import STALE_S, LiveFile
-from brim.service.api.devices import MAX_SAMPLES, DeviceHistory, DeviceSample, Gauges
+from brim.service.api.devices import MAX_SAMPLES, DeviceHistory, DeviceSample, Gauges, Reading
 from waiting import PATIENCE_S, until
 
 HISTORY = "/api/devices/history"
@@ -28,10 +26,6 @@ def rows(**workers: dict[str, Any]) -> list[DeviceRow]:
 
 
 # Over HTTP
-
-
-def test_without_a_worker_there_is_no_device(api):
-    assert api.get(HISTORY).json == {"interval_s": 1.0, "devices": []}
 
 
 def test_a_worker_on_a_cpu_is_sampled_once_a_second(api: Api):
@@ -78,13 +72,6 @@ def test_what_the_workers_job_says_is_shown_until_it_ends(api: Api, monkeypatch)
     until(lambda: device()["job_id"] is None)
     assert device()["stalls"] == {}
     assert 0.7 in [sample["ceiling_share"] for sample in device()["samples"]], "the history keeps it"
-
-
-@pytest.mark.parametrize("seconds", ["0", "3601", "x", "-1", ""])
-def test_seconds_that_are_none_are_refused(shared, seconds):
-    answer = shared.get(f"{HISTORY}?seconds={seconds}")
-
-    assert (answer.status, answer.json["field"]) == (422, "seconds")
 
 
 def test_a_database_that_is_away_leaves_the_history(api: Api, monkeypatch):
@@ -134,14 +121,6 @@ def test_workers_that_are_gone_are_dropped_and_those_with_another_device_begin_a
     assert device.samples[0].at > before_at
 
 
-def test_leaving_ends_the_thread_while_it_waits_for_the_next_sample(tmp_path: Path):
-    before = set(threading.enumerate())
-    with DeviceHistory(tmp_path, list, interval_s=10 * PATIENCE_S):
-        (thread,) = set(threading.enumerate()) - before
-
-    until(lambda: not thread.is_alive())
-
-
 def test_a_fault_leaves_a_gap_and_is_logged_once(tmp_path: Path, caplog):
     faults = [ValueError("ours")] * 3
 
@@ -175,18 +154,23 @@ def test_the_busy_share_is_that_of_all_cores_since_the_last_look(tmp_path: Path)
     assert cpu.cpu().busy_share is None, "no tick since"
 
 
+@pytest.mark.parametrize(("cpu_share", "busy_share"), [(0.25, 0.25), (0.75, 0.5), (None, 0.0)])
+def test_a_cpu_is_busy_with_a_job_as_far_as_both_say(tmp_path, monkeypatch, cpu_share, busy_share):
+    live = SimpleNamespace(cpu_share=cpu_share, ceiling_share=0.7, job_id="a" * 32, stalls={"data": 0.1})
+    monkeypatch.setattr("brim.service.api.devices.read_live", lambda data, worker: live)
+    history = DeviceHistory(tmp_path, lambda: rows(w0=CPU))
+    history._sample(SimpleNamespace(cpu=lambda: Reading(0.5, 3, 10)))
+
+    (device,) = history.last(60)
+    assert device.samples[-1][1:] == (busy_share, 3, None, 0.7)
+    assert (device.memory_total_bytes, device.job_id, device.stalls) == (10, "a" * 32, {"data": 0.1})
+
+
 def test_a_machine_that_says_nothing_has_no_readings(tmp_path: Path):
     assert Gauges(tmp_path).cpu() == (None, None, None, None)
     (tmp_path / "stat").write_text("")
     (tmp_path / "meminfo").write_text("MemTotal:\n")
     assert Gauges(tmp_path).cpu() == (None, None, None, None)
-
-
-def test_work_makes_this_machine_busy():
-    cpu = Gauges()
-    cpu.cpu()
-
-    until(lambda: sum(range(5_000_000)) and (cpu.cpu().busy_share or 0.0) > 0.5 / (os.cpu_count() or 1))
 
 
 class Nvml:
@@ -239,15 +223,6 @@ def test_what_a_gpu_does_not_tell_is_null(monkeypatch):
         assert gauges.gpu("aaaa") == (0.1, 3, 10, None)
         assert gauges.gpu("cccc") == (None, None, None, None)
         assert gauges.gpu(None) == (None, None, None, None), "which of the two?"
-
-
-def test_a_gpu_without_nvml_keeps_what_its_worker_said(tmp_path: Path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "pynvml", None)
-    with DeviceHistory(tmp_path, lambda: rows(w0=GPU), interval_s=0.01) as history:
-        (gpu,) = until(lambda: (found := history.last(60)) and found[0].samples and found)
-
-    assert gpu.memory_total_bytes == 80 * 2**30
-    assert gpu.samples[-1][1:] == (None, None, None, None)
 
 
 def test_a_word_of_a_worker_that_died_is_not_believed(tmp_path: Path, monkeypatch):

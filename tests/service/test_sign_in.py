@@ -6,7 +6,9 @@ import json
 import threading
 import time
 from collections.abc import Iterator
+from datetime import datetime
 from hashlib import sha256
+from types import SimpleNamespace
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
@@ -16,6 +18,8 @@ from joserfc.jwk import RSAKey
 from live_api import running
 
 from brim.errors import ConfigError
+from brim.service.access import Access, Actions
+from brim.service.api.sign_in import STATE_COOKIE, SignIn
 from brim.service.settings import Settings, from_options
 
 CLIENT, SECRET = "brim", "s3cret:%"
@@ -27,8 +31,9 @@ class Provider:
 
     def __init__(self) -> None:
         self.key = RSAKey.generate_key(2048, {"kid": "1", "use": "sig", "alg": "RS256"}, private=True)
-        self.signing, self.algorithm = self.key, "RS256"
+        self.signing = self.key
         self.claims: dict[str, Any] = {}
+        self.description: dict[str, Any] = {}  # what it says of itself in other words than usual
         self.asked: dict[str, str] = {}  # of the authorization
         self.forms: list[dict[str, str]] = []
         provider = self
@@ -62,29 +67,30 @@ class Provider:
         self._server.shutdown()
         self._server.server_close()
 
-    def about(self) -> dict[str, str]:
+    def about(self) -> dict[str, Any]:
         paths = {"authorization_endpoint": "/authorize", "token_endpoint": "/token", "jwks_uri": "/keys"}
-        return {"issuer": self.issuer, **{name: self.issuer + path for name, path in paths.items()}}
+        known = {"issuer": self.issuer, **{name: self.issuer + path for name, path in paths.items()}}
+        return known | self.description
 
     def keys(self) -> dict[str, Any]:
         return {"keys": [self.key.as_dict(private=False)]}
 
     def fits(self, form: dict[str, str], authorization: str) -> bool:
         digest = sha256(form["code_verifier"].encode()).digest()
-        basic = base64.b64encode(b"brim:s3cret%3A%25").decode()
+        basic = "Basic " + base64.b64encode(b"brim:s3cret%3A%25").decode()
+        by_form = "token_endpoint_auth_methods_supported" in self.description
         return (
             form["code"] == "the-code"
             and form["redirect_uri"] == self.asked["redirect_uri"]
             and base64.urlsafe_b64encode(digest).rstrip(b"=").decode() == self.asked["code_challenge"]
-            and authorization == f"Basic {basic}"
+            and (authorization, form.get("client_secret")) == (("", SECRET) if by_form else (basic, None))
         )
 
     def token(self) -> str:
         now = int(time.time())
         claims = {"iss": self.issuer, "aud": CLIENT, "sub": "17", "iat": now, "exp": now + 300}
         claims |= {"nonce": self.asked["nonce"], "email": "Ann@lab.org", "email_verified": True, **self.claims}
-        header = {"alg": self.algorithm, "kid": "1"}
-        return jwt.encode(header, claims, self.signing, algorithms=[self.algorithm])
+        return jwt.encode({"alg": "RS256", "kid": "1"}, claims, self.signing, algorithms=["RS256"])
 
 
 @pytest.fixture(scope="module")
@@ -96,7 +102,8 @@ def shared_provider() -> Iterator[Provider]:
 
 @pytest.fixture
 def provider(shared_provider: Provider) -> Provider:
-    shared_provider.claims, shared_provider.signing, shared_provider.algorithm = {}, shared_provider.key, "RS256"
+    shared_provider.claims, shared_provider.description = {}, {}
+    shared_provider.signing = shared_provider.key
     return shared_provider
 
 
@@ -134,8 +141,9 @@ def test_a_person_signs_in_and_has_the_role_that_the_administrator_gave(signing,
     assert "SameSite=Strict" in cookies
     session = {"Cookie": cookies.split(";")[0]}
     assert signing.get("/api/me", token=None, headers=session).json == {"name": "ann@lab.org", "role": "administrator"}
-    listed = [row for row in signing.get("/api/tokens").json["tokens"] if row["name"] == "ann@lab.org"]
-    assert [(row["source"], row["expires_at"] > row["created_at"]) for row in listed] == [("sign-in", True)]
+    (row,) = [row for row in signing.get("/api/tokens").json["tokens"] if row["name"] == "ann@lab.org"]
+    begin, end = (datetime.fromisoformat(row[name]) for name in ("created_at", "expires_at"))
+    assert (row["source"], (end - begin).total_seconds()) == ("sign-in", pytest.approx(12 * 3600, abs=5))
     assert signing.get("/api/actions?limit=1").json["actions"][0]["action"] == "Sign in"
 
     signing.delete("/api/tokens/ann@lab.org")
@@ -150,7 +158,10 @@ def test_the_most_exact_pattern_gives_the_role(signing, provider):
 
 
 def test_it_asks_with_pkce_a_nonce_and_a_state(signing, provider):
-    first, second = (parse_qs(urlsplit(signing.get("/auth/login", token=None).headers["location"]).query) for _ in "12")
+    answers = [signing.get("/auth/login", token=None) for _ in range(2)]
+    first, second = (parse_qs(urlsplit(answer.headers["location"]).query) for answer in answers)
+    flags = {"HttpOnly", "SameSite=lax", "Max-Age=600", "Path=/auth/callback"}
+    assert flags <= set(answers[0].headers["set-cookie"].split("; "))
 
     assert first["code_challenge_method"] == ["S256"]
     assert first["redirect_uri"] == [f"http://127.0.0.1:{signing.port}/auth/callback"]
@@ -196,6 +207,36 @@ def test_a_return_that_was_not_begun_here_is_rejected(signing, provider):
     assert sign_in(signing, provider, code="code=stolen").status == 503
     assert signing.get("/auth/callback", token=None).status == 400
     assert signing.ask("POST", "/auth/callback", token=None).status == 401
+
+
+def test_a_sign_in_must_be_finished_within_ten_minutes(tmp_path, monkeypatch):
+    clock = SimpleNamespace(now_s=1000.0)
+    monkeypatch.setattr("brim.service.api.sign_in.time", SimpleNamespace(time=lambda: clock.now_s))
+    sign_in = SignIn(Settings(data=tmp_path, token="t"), Access(tmp_path, "t"), Actions(tmp_path))
+    cookie = f"{STATE_COOKIE}={sign_in._seal({'state': 'x'})}"
+
+    found = []
+    for clock.now_s in (1599.0, 1601.0):
+        found.append(sign_in._open(cookie) is not None)
+    assert found == [True, False]
+
+
+def test_a_provider_may_want_the_secret_in_the_form_and_a_proxy_the_address_of_its_own(tmp_path, provider):
+    provider.description = {"token_endpoint_auth_methods_supported": ["client_secret_post"]}
+    options = {"oidc_client_id": CLIENT, "oidc_client_secret": SECRET, "oidc_roles": ROLES}
+    url = "https://brim.lab.org/"
+    with running(tmp_path / "data", oidc_issuer=provider.issuer, public_url=url, **options) as api:
+        assert sign_in(api, provider).status == 200
+        assert provider.asked["redirect_uri"] == "https://brim.lab.org/auth/callback"
+
+
+def test_a_provider_that_calls_itself_another_is_not_believed(tmp_path, provider):
+    provider.description = {"issuer": "https://login.lab.org"}
+    options = {"oidc_client_id": CLIENT, "oidc_roles": ROLES}
+    with running(tmp_path / "data", oidc_issuer=provider.issuer, **options) as api:
+        answer = api.get("/auth/login", token=None)
+
+    assert (answer.status, "does not fit the settings" in answer.body.decode()) == (503, True)
 
 
 def test_without_a_provider_there_is_no_sign_in(shared):
