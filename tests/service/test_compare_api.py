@@ -4,17 +4,14 @@ import asyncio
 import io
 import json
 import os
-import zipfile
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-import pytest
 from live_api import JOBS
 from PIL import Image
 from sqlalchemy import event
 
-from brim.jobs.store import Output
 from brim.service.api.routes.datasets import CachedImages
 from brim.service.reader import functions
 
@@ -28,25 +25,27 @@ def add_run(api: Any, name: str, kind: str, summary: dict[str, Any], **config: A
 
 def finish(api: Any, asked: Any, result: dict[str, Any], **inputs: Any) -> str:
     job, _ = api.catalogue.jobs.submit(asked, inputs=inputs, makes="result")
-    api.catalogue.jobs.move(job.id, "running", of=["pending"])
-    api.catalogue.jobs.move(job.id, "completed", of=["running"], result=result, output=Output(items=0))
+    api.start(job.id)
+    api.finish(job.id, items=0, result=result)
     return str(job.id)
 
 
 def test_runs_are_listed_by_one_figure_of_their_kind_and_found_by_kind_and_name(api):
     locator = add_run(api, "the locator", "rf.train", {"best_val_loss": 1.0})
     add_run(api, "cells", "segment.train", {"dice": 0.9, "scores": {"ap50": 0.8}})
-    add_run(api, "words", "sequence.train", {"scores": {"accuracy": 0.75}})
+    add_run(api, "words", "sequence.train", {"scores": {"accuracy": 0.75, "ccc": 0.5}})
+    add_run(api, "broken", "segment.train", {"dice": float("nan")})
     before = api.get("/api/runs").json["runs"]
     finish(api, ASKED, {"metrics": {"median_error_m": 345.6}}, run_id=locator)
 
     after = {one["name"]: one["quality"] for one in api.get("/api/runs?brief=true").json["runs"]}
 
     assert {one["name"]: one["quality"] and one["quality"]["name"] for one in before} == {
-        "the locator": None, "cells": "ap50", "words": "accuracy",
+        "the locator": None, "cells": "ap50", "words": "accuracy", "broken": None,
     }  # fmt: skip
     assert after["the locator"] == {"name": "median_error_m", "value": 345.6, "smaller_is_better": True}
-    assert [one["name"] for one in api.get("/api/runs?kind=segment.train").json["runs"]] == ["cells"]
+    assert after["cells"] == {"name": "ap50", "value": 0.8, "smaller_is_better": False}
+    assert [one["name"] for one in api.get("/api/runs?kind=segment.train").json["runs"]] == ["broken", "cells"]
     assert [one["name"] for one in api.get("/api/runs?name=LOCAT").json["runs"]] == ["the locator"]
 
 
@@ -126,6 +125,12 @@ def test_an_image_of_a_dataset_is_shown_small_with_its_objects(api):
     }  # fmt: skip
     (api.settings.data / "results" / job).mkdir(parents=True)
     (api.settings.data / "results" / job / "a b.geojson").write_text(json.dumps({"features": [feature]}))
+    inputs = {**inputs, "dataset_ids": [api.add_dataset(kind="images", path="datasets/others").id, dataset]}
+    both = finish(api, SimpleNamespace(kind="segment.predict", name="of two", config=inputs), {})
+    (api.settings.data / "results" / both / dataset).mkdir(parents=True)
+    (api.settings.data / "results" / both / dataset / "a b.geojson").write_text(json.dumps({"features": [feature] * 3}))
+    of_two = api.get(f"/api/datasets/{dataset}/images/0?job_id={both}")
+    assert of_two.headers["brim-objects"] == "3", "of several datasets each has a folder"
     predicted = api.get(f"/api/datasets/{dataset}/images/0?side=400&outlines=false&job_id={job}")
     pixels = np.array(Image.open(io.BytesIO(predicted.body))).astype(int)
     (rows, columns) = np.nonzero(np.abs(pixels - 90).sum(2))
@@ -174,28 +179,3 @@ def test_images_are_listed_again_only_after_a_folder_changed(tmp_path):
 
     assert before == [("a.png", str(tmp_path / "masks" / "a.tif")), ("deep/b.png", None)]
     assert after == [*before, ("deep/c.png", None)]
-
-
-def test_the_files_of_a_job_come_as_one_zip_and_its_time_tells_that_of_the_next(api):
-    asked = SimpleNamespace(kind="rf.generate", name="some samples", config={"num_samples": 100})
-    job = finish(api, asked, {})
-    place = api.settings.data / "results" / job
-    place.mkdir(parents=True)
-    (place / "polygons.geojson").write_text("{}")
-
-    zipped = api.get(f"{JOBS}/{job}/export")
-    body = {"kind": "rf.generate", "name": "more", "config": {"num_samples": 1000}}
-    estimate = api.post(f"{JOBS}/validate", body).json["estimated_seconds"]
-
-    assert zipfile.ZipFile(io.BytesIO(zipped.body)).namelist() == ["polygons.geojson"]
-    row = api.catalogue.jobs.get(job)
-    assert estimate == pytest.approx(10 * (row.finished_at - row.started_at), abs=0.1)
-
-
-def test_a_person_without_a_token_gets_a_page_and_a_program_a_problem(api):
-    page = api.get("/", token=None, headers={"Accept": "text/html,*/*"})
-    problem = api.get("/api/runs", token=None)
-
-    assert (page.status, page.headers["content-type"]) == (401, "text/html; charset=utf-8")
-    assert b'name="token"' in page.body
-    assert (problem.status, problem.headers["content-type"]) == (401, "application/json")

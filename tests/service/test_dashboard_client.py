@@ -77,17 +77,17 @@ def test_pages_of_two_people_share_no_answer(service):
     assert asyncio.run(run()) == [1, 2, 1]
 
 
-@pytest.mark.parametrize("change", ["delete", "patch"])
-def test_an_answer_from_before_a_change_is_not_shown_after_it(service, change):
+def test_an_answer_from_before_a_change_is_not_shown_after_it(service):
     async def run() -> list[int]:
         api = api_of(service)
-        before = await api.seen("/x", fresh_s=3600.0)
-        await (api.delete("/x/1") if change == "delete" else api.patch("/x/1", {}))
-        found = [before, await api.seen("/x", fresh_s=3600.0)]
+        found = [await api.seen("/x", fresh_s=3600.0)]
+        for change in (api.delete("/x/1"), api.patch("/x/1", {})):
+            await change
+            found.append(await api.seen("/x", fresh_s=3600.0))
         await api.close()
         return [one["asked"] for one in found]
 
-    assert asyncio.run(run()) == [1, 3]
+    assert asyncio.run(run()) == [1, 3, 5]
 
 
 def test_a_refusal_is_asked_again_soon_and_an_answer_is_kept(service, monkeypatch):

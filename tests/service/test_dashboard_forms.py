@@ -11,9 +11,7 @@ from brim.segmentation.config import NETWORKS
 from brim.service.dashboard import words
 from brim.service.dashboard.form_fields import FormField, field_of, make_config, read_fields
 from brim.service.dashboard.job import job_body, progress_text
-from brim.service.dashboard.layout import sentence
 from brim.service.dashboard.receivers import read_receivers
-from brim.service.dashboard.segment import EXAMPLE
 from brim.service.dashboard.tuning import options_of, per_batch
 
 
@@ -32,12 +30,6 @@ def filled(kind: str, **values: object) -> dict:
 # Networks
 
 
-def test_networks_have_a_sentence_and_a_small_picture():
-    assert [name for name in NETWORKS if not words.network(name)] == []
-    assert {file.name for file in EXAMPLE.iterdir()} == {"image.webp", "mask.png", "instances.png"}
-    assert sum(file.stat().st_size for file in EXAMPLE.iterdir()) < 20_000
-
-
 # Receivers
 
 
@@ -50,43 +42,15 @@ def test_receivers_are_read_from_csv_and_what_is_wrong_is_named():
             read_receivers(text)
 
 
-def test_every_baseline_of_an_evaluation_has_a_name_for_people():
-    from brim.rf.location import PLAIN_NAMES
-    from brim.service.dashboard.run import METHODS
-
-    assert PLAIN_NAMES.keys() <= METHODS.keys()
-
-
 # Fields
 
 
-def test_every_kind_has_a_field_for_everything_in_its_config():
+def test_every_kind_has_a_field_for_everything_in_its_config_and_every_network_a_sentence():
+    assert [name for name in NETWORKS if not words.network(name)] == []
     for kind in KINDS:
         tops = {field.path.partition(".")[0] for field in fields(kind)}
         properties = config_schema(kind)["properties"]
         assert tops == {name for name, part in properties.items() if part.get("type") != "null"} - {"preset"}
-
-
-def test_what_must_be_given_and_what_people_change_most_comes_first():
-    first = [field.path for field in fields("segment.train") if field.common]
-
-    assert first == ["dataset_ids", "model", "size", "epochs", "batch_size", "learning_rate"]
-    assert [field.common for field in fields("segment.train")] == sorted(
-        (field.common for field in fields("segment.train")), reverse=True
-    )
-
-
-@pytest.mark.parametrize(
-    ("path", "label"),
-    [
-        ("frequency_mhz", "Frequency, MHz"),
-        ("dataset_ids", "Dataset"),
-        ("num_samples", "Number of samples"),
-        ("augmentation.rotation_deg", "Augmentation · rotation, °"),
-    ],
-)
-def test_labels_are_words_and_units(path, label):
-    assert FormField(path=path, sort="number").label == label
 
 
 # What is sent
@@ -167,11 +131,6 @@ def _again(field: FormField, config: dict) -> object:
 )
 def test_a_refusal_is_shown_at_the_field_it_names(named, path):
     assert field_of(named, ["epochs", "dataset_ids", "stations", "augmentation.noise", "name"]) == path
-
-
-def test_a_field_keeps_its_name_in_a_sentence():
-    assert sentence("config.epochs=0 must be at least 1") == "config.epochs=0 must be at least 1."
-    assert sentence("no job has this id") == "No job has this id."
 
 
 # Jobs

@@ -11,7 +11,6 @@ from live_api import JOBS, TOKEN, Api
 
 from brim.errors import Unavailable
 from brim.jobs.status import JobProgress
-from brim.jobs.store import Output
 from waiting import PATIENCE_S, until
 
 
@@ -58,9 +57,9 @@ def stream(api: Api, job_id: str, last: int | None = None) -> Iterator[Stream]:
         made.close()
 
 
-def running(api: Api) -> str:
+def begin(api: Api) -> str:
     job_id = str(api.submit()["id"])
-    assert api.catalogue.jobs.move(job_id, "running", of=["queued"], worker="w0")
+    api.start(job_id)
     return job_id
 
 
@@ -69,19 +68,15 @@ def tell(api: Api, job_id: str, first: int, num: int) -> None:
         api.catalogue.jobs.tell(job_id, JobProgress(current=current, total=1000, message="making"))
 
 
-def complete(api: Api, job_id: str) -> None:
-    assert api.catalogue.jobs.move(job_id, "completed", of=["running"], output=Output(items=1))
-
-
 def test_a_stream_begins_with_the_job_and_ends_with_it(api):
-    job_id = running(api)
+    job_id = begin(api)
     with stream(api, job_id) as watching:
         assert watching.answer.status == 200
         assert watching.answer.headers["content-type"].startswith("text/event-stream")
         assert watching.answer.headers["cache-control"] == "no-store"
         (first,) = watching.take(1)
         tell(api, job_id, 1, 3)
-        complete(api, job_id)
+        api.finish(job_id)
         rest = list(watching)
 
     assert (first.kind, first.data["id"], first.data["status"]) == ("status", job_id, "running")
@@ -92,7 +87,7 @@ def test_a_stream_begins_with_the_job_and_ends_with_it(api):
 
 
 def test_reconnecting_gives_what_came_meanwhile_without_gap_or_repeat(api):
-    job_id = running(api)
+    job_id = begin(api)
     writer = threading.Thread(target=tell, args=[api, job_id, 1, 120])
     writer.start()
     seen: list[Event] = []
@@ -100,7 +95,7 @@ def test_reconnecting_gives_what_came_meanwhile_without_gap_or_repeat(api):
         with stream(api, job_id, seen[-1].id if seen else 0) as watching:
             seen += watching.take(7)
     writer.join()
-    complete(api, job_id)
+    api.finish(job_id)
     with stream(api, job_id, seen[-1].id) as watching:
         seen += list(watching)
 
@@ -110,7 +105,7 @@ def test_reconnecting_gives_what_came_meanwhile_without_gap_or_repeat(api):
 
 
 def test_many_watchers_of_one_job_see_the_same(api):
-    job_id = running(api)
+    job_id = begin(api)
     seen: list[list[int]] = [[] for _ in range(8)]
 
     def watch(place: int, last: int | None) -> None:
@@ -121,7 +116,7 @@ def test_many_watchers_of_one_job_see_the_same(api):
     for thread in threads:
         thread.start()
     tell(api, job_id, 1, 60)
-    complete(api, job_id)
+    api.finish(job_id)
     for thread in threads:
         thread.join(PATIENCE_S)
 
@@ -132,8 +127,8 @@ def test_many_watchers_of_one_job_see_the_same(api):
 
 
 def test_a_finished_job_is_told_once_and_the_stream_ends(api):
-    job_id = running(api)
-    complete(api, job_id)
+    job_id = begin(api)
+    api.finish(job_id)
     head = api.catalogue.jobs.get(job_id).event_seq
 
     with stream(api, job_id) as watching:
@@ -142,6 +137,8 @@ def test_a_finished_job_is_told_once_and_the_stream_ends(api):
         assert list(watching) == []
     with stream(api, job_id, head + 1000) as watching:
         assert [event.id for event in watching] == [head], "a number of another time: from the start"
+    with stream(api, job_id, 1) as watching:
+        assert [event.id for event in watching] == list(range(2, head + 1)), "none is left out"
 
 
 def test_an_end_in_the_past_does_not_end_the_stream_of_a_job_that_was_resumed(api):
@@ -156,18 +153,9 @@ def test_an_end_in_the_past_does_not_end_the_stream_of_a_job_that_was_resumed(ap
         assert [event.data["status"] for event in watching][-1] == "cancelled"
 
 
-def test_a_deleted_job_ends_its_stream(api):
-    job_id = str(api.submit()["id"])
-    api.post(f"{JOBS}/{job_id}/pause")
-    with stream(api, job_id) as watching:
-        assert watching.take(1)[0].data["status"] == "paused"
-        assert api.delete(f"{JOBS}/{job_id}").status == 204
-        assert list(watching) == []
-
-
 def test_a_place_is_given_back_when_its_client_is_gone(api_with):
     with api_with(max_watchers=2) as api:
-        job_id = running(api)
+        job_id = begin(api)
         first, second = Stream(api, job_id), Stream(api, job_id)
         first.take(1)
         second.take(1)
@@ -185,7 +173,7 @@ def test_a_place_is_given_back_when_its_client_is_gone(api_with):
 
 
 def test_a_stream_outlives_an_outage_of_the_catalogue(api, monkeypatch):
-    job_id = running(api)
+    job_id = begin(api)
     with stream(api, job_id) as watching:
         watching.take(1)
         events = api.catalogue.events
@@ -201,22 +189,24 @@ def test_a_stream_outlives_an_outage_of_the_catalogue(api, monkeypatch):
             outage.setattr(events, "after", away)
             tell(api, job_id, 1, 3)
             until(lambda: len(asked) >= 3)
-        complete(api, job_id)
+        api.finish(job_id)
         assert [event.kind for event in watching] == ["progress"] * 3 + ["status"]
 
 
-def test_silence_is_broken_now_and_then(api, monkeypatch):
-    monkeypatch.setattr("brim.service.api.events.KEEP_ALIVE_S", 0.2)
-    job_id = running(api)
-    with stream(api, job_id) as watching:
-        watching.take(1)
-        assert watching.answer.readline() == b": keep-alive\n"
+def test_a_watcher_that_is_behind_gets_what_is_not_cached_any_more(api):
+    job_id = begin(api)
+    with stream(api, job_id) as ahead:  # from now on events are cached
+        ahead.take(1)
+        tell(api, job_id, 1, 3)
+        last = ahead.take(3)[-1].id
+        with stream(api, job_id, 1) as behind:
+            assert [event.id for event in behind.take(last - 1)] == list(range(2, last + 1))
 
 
 def test_going_down_ends_the_streams_and_does_not_wait_for_their_clients(api_with, monkeypatch):
     monkeypatch.setattr("brim.service.api.main.GRACE_S", 10 * PATIENCE_S)
     with api_with() as api:
-        job_id = running(api)
+        job_id = begin(api)
         watching = Stream(api, job_id)
         watching.take(1)
 

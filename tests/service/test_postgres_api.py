@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from live_api import GENERATION, JOBS, Api
-from test_events_api import complete, running, stream, tell
+from test_events_api import begin, stream, tell
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "jobs"))
 from postgres import Postgres, find_binaries
@@ -51,7 +51,7 @@ def test_what_no_database_stores_is_refused_before_it_gets_there(api):
 
 
 def test_an_outage_is_said_so_and_ends(api, server):
-    job_id = running(api)
+    job_id = begin(api)
     with stream(api, job_id) as watching:
         watching.take(1)
         server.stop()
@@ -64,6 +64,6 @@ def test_an_outage_is_said_so_and_ends(api, server):
             server.start()
         until(lambda: api.get(JOBS).status == 200)
         tell(api, job_id, 1, 3)
-        complete(api, job_id)
+        api.finish(job_id)
         assert [event.kind for event in watching] == ["progress"] * 3 + ["status"]
     assert api.submit()["status"] == "queued"
