@@ -1,12 +1,10 @@
 """Datasets, runs and the page that segments, in a browser; data is made by jobs and by `brim models add`."""
 
 import json
-import os
 import re
 import sys
 import zipfile
 from collections.abc import Callable
-from hashlib import sha256
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -16,7 +14,6 @@ import numpy as np
 import pytest
 import torch
 from fault_service import QUICK, Serve
-from safetensors.torch import load_file, save_file
 from visits import Visit, cell_files
 
 from brim.cli import main
@@ -139,20 +136,6 @@ _JOBS = {
 }
 
 
-def test_datasets_are_listed_and_filtered_by_kind(visit, made, images):
-    made("rf.generate")
-    page = visit.open("/datasets")
-    page.get_by_role("link", name="made by rf.generate").wait_for()
-    visit.shot("datasets")
-
-    page.get_by_label("Kind", exact=True).click()
-    page.get_by_role("option", name="Images").click()
-
-    page.get_by_role("link", name="made by rf.generate").wait_for(state="detached")
-    page.wait_for_url("**/datasets?kind=images")
-    assert page.get_by_role("link", name="cells", exact=True).is_visible()
-
-
 def test_a_radio_dataset_is_shown_on_a_map_by_histograms_and_by_the_spectra_of_a_sample(visit, phone, made):
     path = f"/datasets/{made('rf.generate')}"
     page = visit.open(path)
@@ -182,76 +165,6 @@ def test_a_radio_dataset_is_shown_on_a_map_by_histograms_and_by_the_spectra_of_a
     phone.dark()
     phone.shot("dataset_rf_phone_dark")
     assert phone.page.evaluate("document.documentElement.scrollWidth <= innerWidth")
-
-
-def test_a_dataset_of_a_hundred_thousand_samples_is_shown_and_moved(visit, service, made, tmp_path):
-    _grow(service.data / "datasets" / made("rf.generate"), tmp_path / "large", 100_000)
-    assert main(["datasets", "add", "large", str(tmp_path / "large"), "--kind", "rf", "--data", str(service.data)]) == 0
-    page = visit.open("/datasets?kind=rf")
-    page.get_by_role("link", name="large").click()
-    page.get_by_role("heading", name="large").wait_for()
-    page.get_by_label("Spectra of sample 0 by receiver").wait_for()
-    page.locator(".brim-station", has_text="Torino").wait_for()
-    page.get_by_label("Sample", exact=True).first.fill("99999")
-    page.get_by_label("Spectra of sample 99999 by receiver").wait_for()
-    page.evaluate(_MOVE)
-    visit.shot("dataset_large")
-
-    assert re.search(r"of 100\s000 transmitters", page.locator(".brim-page").inner_text())
-
-
-def _grow(source: Path, target: Path, items: int) -> None:
-    """A dataset of so many samples: those of another one over and over, in one file of many names."""
-    manifest = json.loads((source / "manifest.json").read_text())
-    rows = load_file(source / "shards" / manifest["shards"][0]["name"])
-    here, per_shard = len(rows["index"]), 500
-    (target / "shards").mkdir(parents=True)
-    first = target / "shards" / "000000.safetensors"
-    save_file({name: one[torch.arange(per_shard) % here].contiguous() for name, one in rows.items()}, first)
-    entry = {"items": per_shard, "bytes": first.stat().st_size, "sha256": sha256(first.read_bytes()).hexdigest()}
-    totals = {"attempted": per_shard, "receivers": 0, "gdop": 0}
-    names = [f"{number:06d}.safetensors" for number in range(items // per_shard)]
-    for name in names[1:]:
-        os.link(first, target / "shards" / name)
-    counts = {"accepted": items, "attempted": items, "rejected": {"receivers": 0, "gdop": 0}}
-    grown = {"items": items, "items_per_shard": per_shard, "totals": {**totals, "attempted": items}, "counts": counts}
-    shards = [{"name": name, **entry, "totals": totals} for name in names]
-    (target / "manifest.json").write_text(
-        json.dumps({**manifest, **grown, "report": {**manifest["report"], **counts}, "shards": shards})
-    )
-
-
-_MOVE = """() => new Promise((resolve) => {
-  const { map } = [...document.querySelectorAll(".brim-map")].map((one) => getElement(one.id.slice(1)))[0];
-  let frames = 0;
-  const step = () => {
-    map.panBy([frames % 20 < 10 ? 8 : -8, 0], { animate: false });
-    frames += 1;
-    if (frames < 20) requestAnimationFrame(step);
-    else resolve();
-  };
-  requestAnimationFrame(step);
-})"""
-
-
-def test_a_click_on_a_transmitter_shows_its_sample(visit, made):
-    page = visit.open(f"/datasets/{made('rf.generate')}")
-    page.get_by_label("Spectra of sample 0 by receiver").wait_for()
-    chosen = page.locator(".brim-map")
-    chosen.scroll_into_view_if_needed()
-    place = page.evaluate(
-        """() => {
-          const view = [...document.querySelectorAll(".brim-map")].map((one) => getElement(one.id.slice(1)))[0];
-          const [lat, lon] = view.points.find((one) => one[4] === 5);
-          const { x, y } = view.map.latLngToContainerPoint([lat, lon]);
-          const box = view.$el.getBoundingClientRect();
-          return [box.x + x, box.y + y];
-        }"""
-    )
-
-    page.mouse.click(*place)
-
-    page.get_by_label(re.compile("Spectra of sample (?!0 )")).wait_for()  # it, or one that lies on top of it
 
 
 def test_a_dataset_is_taken_along_by_its_links(visit, made, images):
@@ -316,19 +229,6 @@ def test_images_are_uploaded_and_deleted_again_and_wrong_ones_are_refused_in_wor
 
 
 # Runs
-
-
-def test_runs_are_listed_with_how_they_went(visit, made):
-    run = made("segment.train")
-    page = visit.open("/runs")
-
-    link = page.get_by_role("link", name="made by segment.train")
-    link.wait_for()
-    page.get_by_role("cell", name=re.compile(r"Dice 0\.\d+")).first.wait_for()
-    visit.shot("runs")
-    link.focus()
-    page.keyboard.press("Enter")
-    page.wait_for_url(f"**/runs/{run}")
 
 
 def test_runs_are_compared_by_curves_and_by_the_settings_that_differ(visit, phone, made):
@@ -468,24 +368,6 @@ def test_an_image_that_is_dropped_is_answered_by_polygons_that_can_be_read_and_t
     assert len(zipfile.ZipFile(BytesIO(files["cell_rois.zip"])).namelist()) >= found
 
 
-def test_a_run_is_tried_from_its_page_and_used_as_a_model(visit, service, made, model):
-    run = made("segment.train")
-    page = visit.open(f"/runs/{run}")
-    page.get_by_role("link", name="Try it on an image").click()
-    page.wait_for_url(f"**/segment?run={run}")
-    page.wait_for_function("window.did_handshake")
-    visit.let_go("cell.png", _cell_png())
-    page.get_by_text(f"by {run}").wait_for()
-    assert page.locator(".brim-stage path").count() > 0
-
-    visit.open(f"/runs/{run}").get_by_role("button", name="Use this model").click()
-    page.get_by_label("Name", exact=True).fill("mine")
-    page.get_by_role("button", name="Use it").click()
-    page.get_by_text("Model mine (unet_tiny) added.").wait_for()
-    assert "mine" in [one["name"] for one in service.get("/api/models")["models"]]
-    visit.shot("run_used")
-
-
 def test_the_smallest_size_is_applied_at_once_without_a_request(visit, model):
     page = _drop(visit, "cell.png", _cell_png())
     page.locator(".brim-stage path").first.wait_for()
@@ -502,22 +384,6 @@ def test_the_smallest_size_is_applied_at_once_without_a_request(visit, model):
     assert page.locator(".brim-sizes").get_by_role("img").count() == 1
     assert asked == []
     assert len(set(styles)) == len(styles)  # a colour of its own for each
-
-
-def test_the_threshold_is_asked_for_again_as_the_slider_moves(visit, model):
-    page = _drop(visit, "cell.png", _cell_png())
-    page.locator(".brim-stage path").first.wait_for()
-    before = _area(page)
-
-    slider = page.get_by_label("Threshold").locator("[tabindex='0']")
-    with page.expect_response("**/api/segment") as answered:
-        for value in ("0.60", "0.70", "0.80"):  # the server answers each key with the value it has
-            slider.press("PageUp")
-            page.get_by_text(f"above {value}").wait_for()
-    assert answered.value.ok
-    page.wait_for_function("() => !document.querySelector('[role=status]').innerText.includes('looking')")
-
-    assert _area(page) < before
 
 
 def test_a_picture_that_browsers_do_not_show_has_its_polygons_over_an_empty_ground(visit, phone, model, tmp_path):
@@ -562,11 +428,6 @@ def _drop(visit: Visit, name: str, data: bytes) -> Any:
     return page
 
 
-def _area(page: Any) -> int:
-    cells = page.get_by_role("table", name="Polygons").locator("tbody td:nth-child(2)").all_inner_texts()
-    return sum(int(text.replace(",", "")) for text in cells)
-
-
 def _forgive(visit: Visit, status: int) -> None:
     """What was refused on purpose is no fault; browsers tell it to the console too."""
     visit.page.wait_for_timeout(200)
@@ -602,16 +463,6 @@ def test_recordings_are_located_on_their_page(visit, recordings):
     for name in ("ALFA", "BRAVO", "CHARLIE"):
         answer.get_by_text(name).first.wait_for()
     visit.shot("locate")
-
-
-def test_recordings_that_cannot_be_located_are_refused_in_words(visit, recordings):
-    page = visit.open("/locate")
-    page.locator("input[name=files]").set_input_files(recordings[:1])
-    page.locator("input[name=stations]").set_input_files(recordings[3])
-    page.get_by_role("button", name="Locate").click()
-
-    page.get_by_role("alert").get_by_text("needed").wait_for()
-    visit.faults[:] = [one for one in visit.faults if "/api/locate" not in one and "status of 4" not in one]
 
 
 def test_a_job_measures_recordings_that_were_uploaded(visit, service, upload, recordings):

@@ -13,8 +13,6 @@ from fault_service import JOBS, Serve
 from visits import Visit
 
 import brim
-from brim.jobs.kinds import Spec
-from brim.jobs.store import Catalogue
 from waiting import PATIENCE_S
 
 pytestmark = pytest.mark.long
@@ -98,12 +96,6 @@ def test_a_form_without_its_inputs_says_how_to_come_by_them(empty_visit):
     assert page.get_by_role("button", name="Submit").is_disabled()
 
 
-def test_a_job_that_is_not_there_is_told_in_words(visit):
-    page = visit.open("/jobs/00000000000000000000000000000000")
-
-    page.get_by_role("alert").get_by_text("job").wait_for()
-
-
 # Every kind by its form
 
 
@@ -181,13 +173,6 @@ def test_a_job_is_made_by_its_form_and_watched_to_its_end(visit, finished, kind)
         page.get_by_role("button", name="Close").click()
     if kind in ("rf.evaluate", "segment.predict"):
         visit.shot(f"job_{kind}")
-
-
-def test_numbers_are_sent_as_numbers_and_what_is_left_empty_is_not_sent(visit, finished, service):
-    config = finished(visit, "rf.train")["config"]
-
-    assert config["epochs"] == 1
-    assert config["learning_rate"] == 0.001
 
 
 # Forms
@@ -367,43 +352,6 @@ def test_jobs_are_filtered_and_a_row_is_a_link(visit, finished):
     page.wait_for_url(f"**/jobs/{job['id']}")
 
 
-def test_a_thousand_jobs_are_paged_through(visit, crowd):
-    page = visit.open("/jobs?name=crowd")
-    page.get_by_text(re.compile(r"Page 1 of 20 · 1\s000 jobs")).wait_for()
-    page.get_by_role("button", name="Older jobs").click()
-    page.get_by_role("link", name="crowd 949").wait_for()
-    page.get_by_label("Name", exact=True).fill("crowd 0012")
-    page.get_by_text("No jobs match").wait_for()
-    page.get_by_label("Name", exact=True).fill("crowd 012")
-    page.get_by_role("link", name="crowd 012").wait_for()
-    page.goto(f"{visit.base}/jobs?name=crowd")
-    page.get_by_text("Page 1 of 20").wait_for()
-    visit.shot("jobs_thousand")
-
-    assert page.locator(".brim-jobs tbody tr").count() == 50
-
-
-@pytest.fixture(scope="module")
-def crowd(service) -> None:
-    """1 000 jobs that ended long ago."""
-    catalogue = Catalogue.open(f"sqlite:///{service.data / 'catalogue.sqlite'}")
-    for number in range(1000):
-        row, _ = catalogue.jobs.submit(Spec("segment.tune", f"crowd {number:03d}", {"size": 64}), makes="result")
-        catalogue.jobs.move(row.id, "cancelled", of=["pending"], wanted="cancel")
-    catalogue.close()
-
-
-def test_jobs_are_readable_on_a_phone_and_in_the_dark(phone, finished):
-    finished(phone, "rf.generate")
-    phone.open("/jobs?name=a rf").get_by_role("link", name="a rf.generate").wait_for()
-    phone.shot("jobs_phone")
-    assert _scrolls_sideways(phone.page) is False
-    phone.open("/jobs/new?kind=sequence.train").get_by_label("Epochs", exact=True).wait_for()
-    phone.dark()
-    phone.shot("form_phone_dark")
-    assert _scrolls_sideways(phone.page) is False
-
-
 def _scrolls_sideways(page: Any) -> bool:
     return bool(page.evaluate("document.documentElement.scrollWidth > document.documentElement.clientWidth"))
 
@@ -451,12 +399,3 @@ def test_a_page_goes_on_after_a_kill(visit, service, victim):
     page.get_by_role("heading", name="Tuning").wait_for()
     assert service.children()[victim] != before
     visit.faults.clear()  # of the moment in which nobody answered
-
-
-def test_a_dashboard_that_ends_takes_no_job_with_it(service):
-    job = service.generate(40, "beside a kill")
-    service.wait_progress(job["id"], 1)
-
-    service.kill_child("dashboard")
-
-    assert service.wait(job["id"], "completed")["attempts"] == 1

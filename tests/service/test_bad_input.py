@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from live_api import GENERATION, JOBS, TRAINING, Api
 
-from brim.jobs.kinds import KINDS, Spec
+from brim.jobs.kinds import Spec
 from brim.jobs.status import MAX_NESTING
 from brim.jobs.worker.process import cores
 from brim.service.api.body import BodyLimit, parse
@@ -114,25 +114,6 @@ def test_inputs_and_devices_that_do_not_fit_are_refused_in_words_and_nothing_is_
     writing = next(row["id"] for row in api.get("/api/datasets").json["datasets"] if row["state"] == "writing")
     assert api.delete(f"/api/datasets/{writing}").status == 409
     assert api.get(f"/api/datasets/{writing}/preview").status == 409
-
-
-@pytest.mark.parametrize("kind", ["rf.train", "segment.train", "sequence.train", "rf.evaluate", "segment.predict"])
-def test_inputs_whose_files_are_foreign_are_refused_without_saying_where_they_are(api, tmp_path, kind):
-    (tmp_path / "foreign").mkdir()
-    (tmp_path / "foreign" / "manifest.json").write_text('{"items": 3}')
-    config: dict[str, Any] = {"model": "unet_tiny"} if kind == "segment.train" else {}
-    if KINDS[kind].reads_run and not kind.endswith("train"):
-        run, _ = api.catalogue.jobs.submit(Spec(KINDS[kind].reads_run, "r", {}), makes="run")
-        api.start(run.id)
-        api.finish(run.id, items=3)
-        config["run_id"] = run.output_id
-    dataset = api.add_dataset(kind=KINDS[kind].reads, path=str(tmp_path / "foreign"), owned=False)
-
-    answer = api.post(JOBS, explicit(kind, dataset_ids=[dataset.id], **config))
-
-    assert answer.status == 409, answer.json
-    assert answer.json["field"].startswith("config.")
-    assert str(tmp_path) not in answer.json["detail"]
 
 
 def test_all_wrong_fields_are_answered_at_once(shared):

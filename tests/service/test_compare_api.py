@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 from live_api import JOBS
 from PIL import Image
-from sqlalchemy import event
 
 from brim.service.api.routes.datasets import CachedImages
 from brim.service.reader import functions
@@ -60,21 +59,6 @@ def test_tags_and_notes_of_a_run_stay_until_they_are_replaced(api):
     assert (second.json["tags"], second.json["notes"]) == (["v3"], "more epochs")
     assert (wrong.status, wrong.json["field"]) == (422, "tags")
     assert api.get(f"/api/runs/{run}").json["tags"] == ["v3"]
-
-
-def test_a_list_of_runs_takes_as_many_queries_however_many_they_are(api):
-    queries: list[str] = []
-    event.listen(api.catalogue._engine, "before_cursor_execute", lambda *args: queries.append(args[2]))
-    counts = []
-    for num in (1, 100):
-        for number in range(num):
-            add_run(api, f"run {num} {number}", "segment.train", {"dice": 0.5}, epochs=number, model="unet_tiny")
-        queries.clear()
-        listed = api.get("/api/runs?per_page=1000&brief=true").json["runs"]
-        counts.append((len(listed), sum("runs" in query for query in queries)))
-
-    assert [num for num, _ in counts] == [1, 101]
-    assert counts[0][1] == counts[1][1] <= 2
 
 
 def test_an_evaluation_on_what_a_run_was_trained_on_is_refused_unless_asked_for(api):

@@ -136,13 +136,6 @@ def test_a_strangers_body_of_one_byte_chunks_is_dropped_unparsed(shared, path, m
     assert sum(turns) < 20_000
 
 
-def test_the_answer_is_read_after_a_body_that_nobody_wanted(shared):
-    with connect(shared, CHUNKED % b"/api/training/jobs") as sender:
-        for _ in range(50):
-            sender.sendall(b"4000\r\n" + bytes(0x4000) + b"\r\n")
-        assert read_all(sender).startswith(b"HTTP/1.1 401")
-
-
 def test_a_body_without_end_is_not_read_for_ever(strict):
     with connect(strict, CHUNKED % b"/api/training/jobs") as sender:
         assert read_all(sender).startswith(b"HTTP/1.1 401")
@@ -173,15 +166,6 @@ def test_a_stranger_who_does_not_read_the_answers_is_sent_away(strict, made):
 
         until(is_full)
         until(lambda: pass_time(strict, 0.1 * HEAD_S) or not made)
-
-
-def test_one_with_a_token_may_read_a_long_answer_slowly(strict, made):
-    token = b"Authorization: Bearer %s\r\n" % strict.settings.token.encode()
-    with lazy(strict, made) as connection:
-        connection.send(b"GET /docs/assets/swagger-ui-bundle.js HTTP/1.1\r\nHost: localhost\r\n%s\r\n" % token)
-        until(lambda: any(one.flow.write_paused for one in made))
-        pass_time(strict, 1.1 * HEAD_S)
-        assert [one._raw.is_closing() for one in made] == [False]
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,6 @@
 """What pages compute by themselves: series over phases, charts, colours by value, and figures as people read them."""
 
 import asyncio
-import json
 from datetime import UTC, datetime
 
 import pytest
@@ -98,21 +97,6 @@ def test_a_histogram_has_a_step_for_each_count_and_its_axis_grows_as_its_edges_d
     assert options["series"][0]["data"] == [[0, 3], [1, 4], [2, 0]]
     assert (options["xAxis"]["min"], options["xAxis"]["max"], options["xAxis"]["type"]) == (0, 2, "value")
     assert charts.histogram([1, 10, 100], [3, 4], x_name="m")["xAxis"]["type"] == "log"
-
-
-def test_the_first_bar_is_on_top():
-    options = charts.bars({"source": 0.5, "copy": 0.1}, is_share=True)
-
-    assert options["yAxis"]["data"] == ["copy", "source"]  # from below
-    assert options["series"][0]["data"] == [0.1, 0.5]
-
-
-@pytest.mark.parametrize(
-    "options",
-    [charts.lines({"a": [(1, 2)]}), charts.bars({}), charts.scatter({"a": [(1, 2)]}, x_name="x", y_name="y")],
-)
-def test_what_a_browser_gets_is_json(options):
-    assert json.loads(json.dumps(options))["series"] is not None
 
 
 def test_colours_go_with_the_logarithm_and_outliers_share_the_last():

@@ -1,7 +1,5 @@
 """Forms made from what the API says of a kind, what they send, and what pages say of jobs and tuning."""
 
-import json
-
 import pytest
 
 pytest.importorskip("nicegui")
@@ -80,16 +78,6 @@ def test_nested_fields_are_sent_within_their_part_and_a_part_may_be_switched_off
     assert filled("segment.train", augmentation__noise="0.1")["augmentation"] == {"noise": 0.1}
     assert filled("sequence.train", augmentation=False, augmentation__noise="0.3")["augmentation"] is None
     assert "augmentation" not in filled("sequence.train")
-
-
-def test_choices_lists_and_json():
-    sent = filled("segment.tune", search=["precision"], model="unet_tiny")
-    stations = [{"name": "A", "lat": 45.0, "lon": 7.0, "alt": 100.0}]
-
-    assert sent == {"search": ["precision"], "model": "unet_tiny"}
-    assert filled("rf.generate", stations=json.dumps(stations))["stations"] == stations
-    assert filled("rf.generate", stations="[NaN]")["stations"] == "[NaN]"
-    assert filled("rf.train", dataset_ids=["a"], preload_to_gpu=None) == {"dataset_ids": ["a"], "preload_to_gpu": None}
 
 
 @pytest.mark.parametrize("kind", list(KINDS))

@@ -28,31 +28,6 @@ def rows(**workers: dict[str, Any]) -> list[DeviceRow]:
 # Over HTTP
 
 
-def test_a_worker_on_a_cpu_is_sampled_once_a_second(api: Api):
-    began_at = time.time()
-    api.catalogue.devices.put("w0", CPU)
-
-    def samples(seconds: int) -> Any:
-        devices = api.get(f"{HISTORY}?seconds={seconds}").json["devices"]
-        return devices[0]["samples"] if devices else []
-
-    until(lambda: 0 < len(samples(1)) < len(samples(3600)))
-    (device,) = api.get(HISTORY).json["devices"]
-
-    assert device.keys() == {"worker", "name", "kind", "memory_total_bytes", "job_id", "samples", "stalls"}
-    assert (device["worker"], device["name"], device["kind"]) == ("w0", "a processor", "cpu")
-    assert (device["job_id"], device["stalls"]) == (None, {})
-    for sample in device["samples"]:
-        assert sample.keys() == {"at", "busy_share", "memory_bytes", "power_w", "ceiling_share"}
-        assert sample["busy_share"] in (0.0, None)  # it has no job; None between two samples of one moment
-        assert 0 < sample["memory_bytes"] <= device["memory_total_bytes"]
-        assert (sample["power_w"], sample["ceiling_share"]) == (None, None)
-    times = [sample["at"] for sample in device["samples"]]
-    assert times == sorted(times)
-    assert began_at < times[0]
-    assert times[-1] < time.time()
-
-
 def test_what_the_workers_job_says_is_shown_until_it_ends(api: Api, monkeypatch):
     monkeypatch.setattr("brim.jobs.worker.live.STALE_S", 10 * PATIENCE_S)
     api.catalogue.devices.put("w0", CPU)
@@ -119,22 +94,6 @@ def test_workers_that_are_gone_are_dropped_and_those_with_another_device_begin_a
 
     assert device.worker == "w0"
     assert device.samples[0].at > before_at
-
-
-def test_a_fault_leaves_a_gap_and_is_logged_once(tmp_path: Path, caplog):
-    faults = [ValueError("ours")] * 3
-
-    def workers() -> list[DeviceRow]:
-        if faults:
-            raise faults.pop()
-        return rows(w0=CPU)
-
-    with DeviceHistory(tmp_path, workers, interval_s=0.01) as history:
-        until(lambda: history.last(60) and history.last(60)[0].samples)
-
-    assert [record.message for record in caplog.records].count(
-        "the devices cannot be sampled; the history has a gap"
-    ) == 1
 
 
 # Gauges

@@ -90,24 +90,6 @@ def test_a_point_is_as_far_from_the_truth_as_its_error_says(api, located):
         assert point["bound_m"] > 0
 
 
-def test_ellipses_hold_as_many_truths_as_the_coverage_says(api, located):
-    found = api.get(f"/api/runs/{located['run']}/errors").json
-
-    inside = 0
-    for point in found["points"]:
-        ellipse = point["ellipse"]
-        assert ellipse["semi_major_m"] >= ellipse["semi_minor_m"] > 0
-        assert 0 <= ellipse["azimuth_deg"] < 180
-        (east, north), azimuth = around_m(point), math.radians(ellipse["azimuth_deg"])
-        along, across = (
-            east * math.sin(azimuth) + north * math.cos(azimuth),
-            east * math.cos(azimuth) - north * math.sin(azimuth),
-        )
-        inside += (along / ellipse["semi_major_m"]) ** 2 + (across / ellipse["semi_minor_m"]) ** 2 <= 1
-    assert inside / 60 == pytest.approx(found["metrics"]["coverage"]["95"], abs=1 / 60)
-    assert inside / 60 > 0.7
-
-
 def ellipses(covariance: torch.Tensor) -> SimpleNamespace:
     """Of estimates with this covariance, as the answer has them."""
     num = len(covariance)
@@ -216,34 +198,6 @@ def test_embeddings_are_shown_in_the_plane(api, embedded):
     assert first >= second
     assert 0 < found["explained"][1] <= found["explained"][0] <= 1
     assert second / first == pytest.approx(found["explained"][1] / found["explained"][0], rel=1e-3)
-
-
-def test_predictions_of_the_points_are_those_of_the_scores(api, embedded):
-    found = api.get(f"/api/runs/{embedded['run']}/embedding").json
-
-    predicted = [point["predicted"] for point in found["points"]]
-    if embedded["mode"] == "supervised":
-        right = sum(one == point["label"] for one, point in zip(predicted, found["points"], strict=True))
-        assert right / 12 == pytest.approx(found["scores"]["accuracy"])
-    else:
-        assert all(one.startswith("cluster ") for one in predicted)
-
-
-@pytest.mark.parametrize(("items", "dim", "explained"), [(1, 4, (0, 0)), (6, 1, (1, 0)), (6, 4, None), (5, 3, "same")])
-def test_few_embeddings_or_features_still_make_a_plane(items, dim, explained):
-    from brim.sequences.evaluation.scoring import principal_plane
-
-    embedding = torch.randn(items, dim, generator=torch.Generator().manual_seed(1))
-    if explained == "same":
-        embedding, explained = torch.ones(items, dim), (0, 0)
-
-    points, shares = principal_plane(embedding)
-
-    assert points.shape == (items, 2)
-    assert bool(points.isfinite().all())
-    if explained is not None:
-        assert shares == pytest.approx(explained)
-    torch.testing.assert_close(principal_plane(embedding)[0], points)
 
 
 # Wrong ones

@@ -104,28 +104,6 @@ def test_reconnecting_gives_what_came_meanwhile_without_gap_or_repeat(api):
     assert seen[-1].data["status"] == "completed"
 
 
-def test_many_watchers_of_one_job_see_the_same(api):
-    job_id = begin(api)
-    seen: list[list[int]] = [[] for _ in range(8)]
-
-    def watch(place: int, last: int | None) -> None:
-        with stream(api, job_id, last) as watching:
-            seen[place] = [event.id for event in watching]
-
-    threads = [threading.Thread(target=watch, args=[place, 0 if place % 2 else None]) for place in range(8)]
-    for thread in threads:
-        thread.start()
-    tell(api, job_id, 1, 60)
-    api.finish(job_id)
-    for thread in threads:
-        thread.join(PATIENCE_S)
-
-    head = api.catalogue.jobs.get(job_id).event_seq
-    for ids in seen:
-        assert ids == list(range(ids[0], head + 1))
-    assert {ids[0] for ids in seen[1::2]} == {1}
-
-
 def test_a_finished_job_is_told_once_and_the_stream_ends(api):
     job_id = begin(api)
     api.finish(job_id)

@@ -17,7 +17,6 @@ from test_datasets_api import NAMED, SEQUENCES, upload
 from brim.engine.storage import Dataset
 from brim.rf import from_mapping
 from brim.rf.generation.dataset import generate
-from brim.service.api import export
 from waiting import until
 
 
@@ -129,20 +128,6 @@ def test_the_download_is_named_after_the_dataset(api, made):
     for fmt, name in (("files", "n-x-y.zip"), ("parquet", "n-x-y.parquet.zip")):
         answer = api.get(f"/api/datasets/{id}/export?format={fmt}")
         assert answer.headers["content-disposition"] == f'attachment; filename="{name}"'
-
-
-def test_files_that_need_64_bit_sizes_are_taken(tmp_path, monkeypatch):
-    monkeypatch.setattr(zipfile, "ZIP64_LIMIT", 3000)  # in place of 2 GiB, which would take the test its time
-    monkeypatch.setattr(export, "LARGE_BYTES", 1000)
-    sizes = {"large": 5000, "small": 3}
-    for name, size in sizes.items():
-        (tmp_path / name).write_bytes(bytes(size))
-
-    whole = b"".join(export.zipped((name, tmp_path / name) for name in sizes))
-
-    with zipfile.ZipFile(io.BytesIO(whole)) as archive:
-        assert archive.testzip() is None
-        assert {one.filename: one.file_size for one in archive.infolist()} == sizes
 
 
 # What is refused

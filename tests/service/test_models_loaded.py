@@ -4,15 +4,18 @@ import gc
 import threading
 import time
 import weakref
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
+from concurrent.futures import Future
+from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
+from live_api import picture
 
+from brim.engine.batching.servable import Payload
+from brim.engine.device import total_bytes
 from brim.errors import BrimError, CheckpointError, NotFound, OutOfMemory, Unavailable
+from brim.segmentation.tuning import BatchSizeEntry, device_info, device_key, save_entry
 from brim.service.prediction.process import models as module
 from brim.service.prediction.process.models import Models, Registered
 from waiting import PATIENCE_S, until
@@ -122,17 +125,6 @@ def test_a_model_is_loaded_when_it_is_first_asked_for(models, factory):
     }  # fmt: skip
 
 
-def test_many_who_ask_at_once_get_one_model(models, factory):
-    factory.gates["a", "1"] = threading.Event()
-    with ThreadPoolExecutor(8) as pool:
-        asked = [pool.submit(models.find, "a") for _ in range(8)]
-        until(lambda: state(models, "a") == "loading")
-        factory.gates["a", "1"].set()
-
-        assert len({id(each.result(PATIENCE_S)) for each in asked}) == 1
-    assert factory.made == [("a", "1")]
-
-
 def test_others_are_served_while_a_model_loads(models, factory):
     models.find("a")
     factory.gates["b", "1"] = threading.Event()
@@ -158,20 +150,6 @@ def test_the_least_recently_used_makes_room(models, factory):
     assert factory.num_alive() == 2
     models.find("b")
     assert [state(models, name) for name in "abc"] == ["cold", "warm", "warm"]
-
-
-def test_a_model_that_made_room_lives_until_its_requests_are_done(models, factory, monkeypatch):
-    monkeypatch.setattr(module, "LEAVE_S", 0.2)
-    held = models.find("a")
-    for name in "bc":
-        models.find(name)
-
-    assert state(models, "a") == "cold"
-    assert held.forward([1]) == [1]
-    assert not held.is_closed
-    assert factory.num_alive() == 3
-    del held
-    assert factory.num_alive() == 2
 
 
 def test_loading_waits_for_requests_that_hold_what_made_room(models):
@@ -309,17 +287,6 @@ def test_what_is_no_longer_registered_is_forgotten(models, factory):
     assert held.forward([1]) == [1]
 
 
-def test_what_is_forgotten_while_it_loads_is_dropped(models, factory):
-    factory.gates["a", "1"] = threading.Event()
-    asked = models.ask("a")
-    models.forget("a")
-    factory.gates["a", "1"].set()
-
-    asked.result(PATIENCE_S)
-    del asked
-    until(lambda: factory.num_alive() == 0)
-
-
 def test_somebody_who_asks_for_what_nobody_wanted_gets_it(models, factory):
     for name in "ab":
         models.find(name)
@@ -358,30 +325,28 @@ def test_closing_frees_everything_and_sends_away_who_waits(factory):
         models.find("a")
 
 
-def test_many_threads_that_ask_reload_and_forget_leave_nothing(factory):
-    models = Models("cpu", budget_bytes=250 * MIB, make=factory)
-    names = "abcdef"
-    for name in names:
-        models.see(registered(name))
-
-    def work(seed: int) -> None:
-        rng = np.random.default_rng(seed)
-        for _ in range(100):
-            name = names[rng.integers(len(names))]
-            models.see(registered(name, str(rng.integers(3))))
-            if rng.random() < 0.05:
-                models.forget(name)
-            with suppress(NotFound):
-                assert models.find(name).forward([1]) == [1]
-
-    with ThreadPoolExecutor(6) as pool:
-        list(pool.map(work, range(6)))
-    models.close()
-
-    assert factory.num_alive() == 0
-
-
 # Real models
+
+
+def test_a_registered_network_is_loaded_by_its_kind_within_its_share_of_the_memory(tmp_path: Path, weights: Path):
+    entry = BatchSizeEntry(
+        optimal_batch_size=1, max_safe_batch_size=4, expected_throughput=100.0, p50_latency_ms=40.0,
+        p95_latency_ms=50.0, memory_limit_mb=1000.0, image_size=1024, precision="fp32", layout="contiguous",
+        compiled=False,
+    )  # fmt: skip
+    cpu = torch.device("cpu")
+    save_entry(tmp_path / "sizes.json", device_key(cpu), device_info(cpu), "unet_tiny", entry, [])
+    models = Models("cpu", share=0.25, batch_sizes=tmp_path / "sizes.json", decoders=1)
+    models.see(registered("cells", network="unet_tiny", path=str(weights)))
+    image = Payload(picture(60, 50), "a.png", {"threshold": 0.4})
+
+    servable = models.find("cells")
+    item = servable.decode(image)
+    answer = servable.finish(item, servable.collect(servable.forward(item.parts)))
+
+    assert answer.facts["polygons"] > 0
+    assert (servable.sizes[-1], models._budget()) == (1, total_bytes(cpu) // 4)
+    models.close()
 
 
 @pytest.mark.parametrize("kind", ["segment", "locate", "classify", "cook"])

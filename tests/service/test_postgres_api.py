@@ -28,19 +28,6 @@ def api(api_with, server) -> Iterator[Api]:
         yield made
 
 
-def test_a_job_goes_its_way(api):
-    job = api.submit(Idempotency_Key="k")
-    assert api.submit(Idempotency_Key="k")["id"] == job["id"]
-    assert job["status"] == "queued"
-    assert api.post(f"{JOBS}/{job['id']}/pause").json["status"] == "paused"
-    assert api.post(f"{JOBS}/{job['id']}/resume").json["status"] == "queued"
-    assert api.post(f"{JOBS}/{job['id']}/cancel").json["status"] == "cancelled"
-    assert [one["id"] for one in api.get(f"{JOBS}?status=cancelled&kind=rf.generate").json["jobs"]] == [job["id"]]
-    assert api.get("/api/datasets").json["total"] == 0
-    assert api.delete(f"{JOBS}/{job['id']}").status == 204
-    assert api.get(f"{JOBS}/{job['id']}").status == 404
-
-
 def test_what_no_database_stores_is_refused_before_it_gets_there(api):
     for path in (f"{JOBS}/%00", "/api/datasets/%00", "/api/runs/%ff", f"{JOBS}/{'9' * 400}"):
         assert api.get(path).status == 404

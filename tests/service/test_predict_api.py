@@ -347,19 +347,6 @@ def test_more_at_once_than_may_be_is_429_and_a_client_that_goes_is_cancelled(seg
         assert f'brim_predict_rejected_total{{reason="{reason}"}} 1.0' in lines
 
 
-def test_a_slow_client_is_given_up_and_holds_up_nobody(segmenting_with, monkeypatch):
-    monkeypatch.setattr(predicting, "SILENCE_S", 1.2)
-    with segmenting_with() as api:
-        slow = api.connect("POST", SEGMENT, multipart([FILE]), upto=100)
-        assert segment(api, FILE).status == 200
-        said = slow.makefile("rb").read()
-        slow.close()
-
-    assert said.startswith(b"HTTP/1.1 408")
-    assert b'"detail"' in said
-    assert b"connection: close" in said.lower()
-
-
 @pytest.mark.parametrize(("slow_s", "status"), [(PATIENCE_S, b"503"), (0.0, b"408")])
 def test_a_body_that_is_not_there_by_its_deadline_is_the_fault_of_a_silent_client_alone(
     segmenting_with, monkeypatch, slow_s, status
@@ -377,20 +364,6 @@ def test_a_body_that_is_not_there_by_its_deadline_is_the_fault_of_a_silent_clien
             return b""
 
         assert until(answer).startswith(b"HTTP/1.1 " + status)
-
-
-def test_hundreds_of_connections_at_once_are_all_answered(segmenting_with):
-    with segmenting_with(predict_deadline_ms=120_000, max_predict_deadline_ms=120_000) as api:
-        body = multipart([("file", "a.png", picture(16, 16))])
-        socks = [api.connect("POST", SEGMENT, body, upto=-5) for _ in range(200)]
-        assert segment(api, FILE).status == 200
-        for sock in socks:
-            sock.sendall(body[-5:])
-        statuses = [sock.recv(12) for sock in socks]
-        for sock in socks:
-            sock.close()
-
-    assert statuses == [b"HTTP/1.1 200"] * 200
 
 
 # Models

@@ -2,11 +2,8 @@
 
 import asyncio
 import os
-import random
 import signal
 import socket
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -18,7 +15,7 @@ from brim.service.prediction.channel import LIMITS_S
 from brim.service.prediction.client import Predictions
 from brim.service.prediction.process.predictor import Peer
 from brim.service.run.unix_socket import listen, short_name
-from waiting import PATIENCE_S, until
+from waiting import PATIENCE_S
 
 STAGES = ["inspect", "decode", "forward", "finish"]
 
@@ -48,30 +45,6 @@ def test_only_a_request_that_kills_twice_fails(own, stage):
             assert isinstance(failed, Unavailable)
             assert "died twice" in str(failed)
             assert [getattr(answer, "body", answer) for answer in answers] == [b"%d" % index for index in range(12)]
-            assert predictions._under_way == {}
-
-    asyncio.run(run(own()))
-
-
-def test_under_load_every_answer_is_right_whenever_the_predictor_is_killed(own):
-    async def one(predictions: Predictions, number: int) -> bool:
-        rng = random.Random(number)
-        data = b"%d " % number * rng.choice([1, 1000, 40_000])
-        await asyncio.sleep(rng.uniform(0, 4))
-        answer = await ask(predictions, data, seconds=rng.uniform(0, 0.02))
-        return answer.body == data
-
-    async def run(predicting: Predicting) -> None:
-        async with client(predicting) as predictions:
-            await ask(predictions)
-            tasks = [asyncio.create_task(one(predictions, number)) for number in range(300)]
-            for _ in range(3):
-                await asyncio.sleep(random.uniform(0.2, 0.8))
-                predicting.kill()
-                await wait_for(lambda: not predictions.is_up)
-                await wait_for(lambda: predictions.is_up)
-            outcomes = await asyncio.gather(*tasks, return_exceptions=True)
-            assert set(outcomes) <= {True} or [one for one in outcomes if one is not True] == []
             assert predictions._under_way == {}
 
     asyncio.run(run(own()))
@@ -176,25 +149,3 @@ def test_two_predictors_share_what_arrives_at_once_by_how_long_each_takes(tmp_pa
         return received
 
     assert asyncio.run(run()) == shares
-
-
-def test_a_predictor_ends_with_its_supervisor(tmp_path):
-    code = f"""
-import sys, time
-sys.path[:0] = {[str(folder) for folder in Path(__file__).parents[:2]]!r}
-from pathlib import Path
-from predicting import Predicting
-with Predicting(Path({str(tmp_path)!r})) as made:
-    print(made.pid(), flush=True)
-    time.sleep(600)
-"""
-    parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
-    assert parent.stdout is not None
-    pid = int(parent.stdout.readline())
-    assert Path(f"/proc/{pid}").exists()
-
-    parent.kill()
-    parent.wait()
-    parent.stdout.close()
-
-    until(lambda: not Path(f"/proc/{pid}").exists() or "Z" in Path(f"/proc/{pid}/stat").read_text().split()[2])

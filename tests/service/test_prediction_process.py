@@ -12,7 +12,6 @@ from predicting import MODEL, Predicting, ask, client, gate, is_held, wait_for
 from brim.errors import DeadlinePassed, ImageError, Overloaded
 from brim.service.prediction.channel import SharedBytes
 from brim.service.prediction.client import Predictions
-from brim.service.run.unix_socket import short_name
 
 SEQPACKET = (socket.AF_UNIX, socket.SOCK_SEQPACKET)
 
@@ -89,16 +88,6 @@ def test_what_waits_is_given_up_at_its_deadline_and_its_bytes_come_back(shared, 
     asyncio.run(run())
 
 
-def test_the_wait_is_known_without_asking(shared):
-    async def run() -> None:
-        async with client(shared) as predictions:
-            await ask(predictions)
-            await wait_for(lambda: 0 < predictions.estimate("toy", 30) < 30)
-            assert predictions.estimate("another", 30) == 0.0
-
-    asyncio.run(run())
-
-
 def test_a_registered_model_is_warm_before_anybody_asks_for_it_and_a_new_version_follows(own):
     async def run() -> None:
         async with client(own()) as predictions:
@@ -113,17 +102,5 @@ def test_a_registered_model_is_warm_before_anybody_asks_for_it_and_a_new_version
 
     async def is_second(predictions: Predictions) -> bool:
         return (await ask(predictions)).facts["version"] == "2"
-
-    asyncio.run(run())
-
-
-def test_a_stranger_on_the_socket_disturbs_nobody(shared):
-    async def run() -> None:
-        async with client(shared) as predictions:
-            for words in (b"", b"GET / HTTP/1.1\r\n\r\n", b"\xff" * 100):
-                with socket.socket(*SEQPACKET) as stranger, short_name(shared.settings.predict_sockets[0]) as name:
-                    stranger.connect(name)
-                    stranger.send(words)
-            assert (await ask(predictions)).body == b"x"
 
     asyncio.run(run())

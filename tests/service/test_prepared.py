@@ -2,7 +2,6 @@
 
 import json
 import os
-import signal
 import sys
 import time
 from collections.abc import Iterator
@@ -12,7 +11,7 @@ import pytest
 
 from brim.service.run.prepared import Prepared
 from brim.service.run.process import Child, Death, Program
-from waiting import PATIENCE_S, until
+from waiting import until
 
 PROGRAM = '''
 import json, os, sys, threading, time
@@ -85,22 +84,3 @@ def test_the_exit_code_is_known_and_the_next_one_comes_soon(prepared, tmp_path):
     until(lambda: deaths.extend(filter(None, [steps(made)])) or len(deaths) == 2)
     assert [death.code for death in deaths] == [3, 3]
     assert len(facts(tmp_path / "notes")) == 2
-
-
-def test_without_the_prepared_process_it_is_started_anew_and_that_comes_back(prepared, tmp_path, monkeypatch):
-    process, made = prepared[0], child(prepared, tmp_path / "notes")
-    monkeypatch.setattr(process, "_is_ready", False)
-    monkeypatch.setattr(process, "is_starting", lambda: False)
-    monkeypatch.setenv("PYTHONPATH", process._env["PYTHONPATH"])
-    steps(made)
-    until(lambda: steps(made) is not None)  # as a command it only defines a function, and ends
-    assert not facts(tmp_path / "notes")
-
-    monkeypatch.undo()
-    process._process.send_signal(signal.SIGKILL)
-    process._process.wait()
-    assert process.is_starting()
-    until(lambda: not process.is_starting())
-    until(lambda: steps(made) or facts(tmp_path / "notes"))
-    made.kill()
-    made.wait(PATIENCE_S)

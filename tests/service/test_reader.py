@@ -154,19 +154,13 @@ def test_the_process_holds_the_libraries_and_no_secret(tmp_path, monkeypatch):
 
 
 def test_an_export_ends_when_its_client_leaves(tmp_path, monkeypatch):
-    import socket
-
-    from live_api import TOKEN
-
     with Reading(tmp_path / "data") as reading:
         reading.call("echo")
         with running(tmp_path / "data", reader=Reader(reading.settings.reader_socket)) as api:
             id = api.add_dataset(path="/nowhere", owned=False).id
             uploads = api.settings.data / "uploads"
-            with socket.create_connection(("127.0.0.1", api.port)) as connection:
-                head = f"GET /api/datasets/{id}/export HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {TOKEN}\r\n"
-                connection.sendall(f"{head}\r\n".encode())
+            with api.connect("GET", f"/api/datasets/{id}/export"):
                 until(lambda: any(uploads.iterdir()))
-            until(lambda: api.api.state.context.exports.num_free == 2)
+            until(lambda: api.context.exports.num_free == 2)
             time.sleep(0.3)  # a process that still ran would write again
             assert list(uploads.iterdir()) == []

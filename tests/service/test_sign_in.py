@@ -244,15 +244,6 @@ def test_without_a_provider_there_is_no_sign_in(shared):
     assert shared.get("/auth/callback?code=x&state=y", token=None).status == 401
 
 
-def test_a_provider_that_does_not_answer_is_told_in_words(tmp_path):
-    options = {"oidc_client_id": CLIENT, "oidc_roles": ROLES}
-    with running(tmp_path / "data", oidc_issuer="http://127.0.0.1:9", **options) as api:
-        answer = api.get("/auth/login", token=None)
-
-    assert answer.status == 503
-    assert "provider does not answer" in answer.body.decode()
-
-
 @pytest.mark.parametrize(
     ("changes", "field"),
     [

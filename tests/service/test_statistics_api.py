@@ -80,19 +80,6 @@ def test_figures_agree_with_the_rows(api, made):
         assert (one["gdop"], one["crlb_m"]) == pytest.approx((rows["gdop"][at], rows["crlb_m"][at]))
 
 
-def test_transmitters_of_a_large_dataset_are_evenly_taken(api, made, monkeypatch):
-    monkeypatch.setattr(summary, "MAX_KEPT", 6)
-    monkeypatch.setattr(summary, "MAX_TRANSMITTERS", 4)
-    lat = Dataset(made["fixed"]).load(("transmitter",))["transmitter"][:, 0].tolist()
-
-    found = figures(api, bring(api, made["fixed"]))
-
-    assert [one["index"] for one in found["transmitters"]] == [0, 4, 8]
-    assert [one["lat"] for one in found["transmitters"]] == [lat[0], lat[4], lat[8]]
-    assert sum(found["histograms"]["gdop"]["counts"]) == 6
-    assert found["samples"] == SAMPLES
-
-
 def test_a_growing_dataset_shows_what_is_there_and_no_sample_beyond_its_end(api, made, tmp_path):
     place = tmp_path / "growing"
     id = bring(api, place, state="writing", items=0)
@@ -193,30 +180,6 @@ def check_spectrum(spectrum: dict[str, Any], snr_db: float) -> None:
     assert 10 * np.log10(outside.mean() / noise) == pytest.approx(0, abs=0.6)
     in_channel = power[np.abs(frequency) <= 6_250].mean() / noise - 1
     assert 10 * np.log10(in_channel) == pytest.approx(snr_db, abs=3)  # the mean over chunks is of decibels
-
-
-def test_the_spectra_of_made_records_are_those_of_stored_ones(api, made):
-    shown = [api.get(f"/api/datasets/{bring(api, made[name])}/samples/1").json for name in ("fixed", "iq")]
-
-    for again, stored in zip(*(one["receivers"] for one in shown), strict=True):
-        assert again["heard"] == stored["heard"]
-        if again["heard"]:
-            np.testing.assert_allclose(again["spectrum"]["power_db"], stored["spectrum"]["power_db"], atol=0.02)
-
-
-def test_a_sample_of_another_brim_is_shown_without_spectra(api, made, tmp_path):
-    place = tmp_path / "other"
-    shutil.copytree(made["fixed"], place)
-    manifest = json.loads((place / "manifest.json").read_text())
-    manifest["config"]["a_field_of_tomorrow"] = 1
-    (place / "manifest.json").write_text(json.dumps(manifest))
-
-    found = api.get(f"/api/datasets/{bring(api, place)}/samples/0").json
-
-    assert found["note"].startswith("no spectra")
-    assert "a_field_of_tomorrow" in found["note"]
-    assert all(one["spectrum"] is None for one in found["receivers"])
-    assert found["receivers"][0]["snr_db"] is not None
 
 
 # Images and sequences

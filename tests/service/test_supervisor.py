@@ -165,17 +165,6 @@ def test_deaths_are_told_with_their_reason_also_after_an_outage(running, notes, 
     assert caplog.text.count("the database does not answer") == 1
 
 
-def test_who_looks_after_the_jobs_can_have_a_worker_killed(running, notes):
-    first = []
-
-    def oversee(deaths: Sequence[Death]) -> list[str]:
-        return [] if first or first.append(1) else ["w0"]
-
-    running(program(notes, BEATING, hang_s=60), oversee=oversee)
-
-    until(lambda: len(pids(notes)) == 2)
-
-
 def test_what_a_worker_started_ends_with_it(running, notes):
     body = """
     import subprocess
