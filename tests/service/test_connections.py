@@ -2,6 +2,7 @@
 
 import asyncio
 import gc
+import resource
 import socket
 import time
 from collections.abc import Iterator
@@ -13,7 +14,7 @@ import h11
 import pytest
 from live_api import Api, running
 
-from brim.service.api.connections import MAX_EVENTS, Connection
+from brim.service.api.connections import MAX_EVENTS, MAX_FILES, Connection, raise_file_limit
 from waiting import PATIENCE_S, until
 
 HEAD_S = 600.0
@@ -118,6 +119,16 @@ def test_half_sent_heads_leave_room_for_others(strict):
         assert is_open(slow[-1]), "the oldest goes first"
 
 
+def test_as_many_files_may_be_open_as_the_system_allows():
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft, 512), hard))
+        raise_file_limit()
+        assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == (MAX_FILES if hard < 0 else min(MAX_FILES, hard))
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
 @pytest.mark.parametrize("path", [b"/api/training/jobs", b"/health"])
 def test_a_strangers_body_of_one_byte_chunks_is_dropped_unparsed(shared, path, monkeypatch):
     turns: list[int] = []  # of the event loop, with the events parsed in each
@@ -186,3 +197,12 @@ def test_nothing_of_a_closed_connection_waits_for_the_garbage_collector(strict, 
         read_all(one)
 
     until(lambda: not made)
+
+
+def test_one_with_a_token_may_read_a_long_answer_slowly(strict, made):
+    token = b"Authorization: Bearer %s\r\n" % strict.settings.token.encode()
+    with lazy(strict, made) as connection:
+        connection.send(b"GET /docs/assets/swagger-ui-bundle.js HTTP/1.1\r\nHost: localhost\r\n%s\r\n" % token)
+        until(lambda: any(one.flow.write_paused for one in made))
+        pass_time(strict, 1.1 * HEAD_S)
+        assert [one._raw.is_closing() for one in made] == [False]

@@ -347,6 +347,15 @@ def test_more_at_once_than_may_be_is_429_and_a_client_that_goes_is_cancelled(seg
         assert f'brim_predict_rejected_total{{reason="{reason}"}} 1.0' in lines
 
 
+def test_a_client_that_is_silent_is_given_up_long_before_its_deadline(segmenting_with, monkeypatch):
+    monkeypatch.setattr(predicting, "SILENCE_S", 1.2)
+    with segmenting_with() as api, api.connect("POST", SEGMENT, multipart([FILE]), upto=100) as slow:
+        said = slow.makefile("rb").read()
+
+    assert said.startswith(b"HTTP/1.1 408")
+    assert b"connection: close" in said.lower()
+
+
 @pytest.mark.parametrize(("slow_s", "status"), [(PATIENCE_S, b"503"), (0.0, b"408")])
 def test_a_body_that_is_not_there_by_its_deadline_is_the_fault_of_a_silent_client_alone(
     segmenting_with, monkeypatch, slow_s, status
