@@ -119,7 +119,7 @@ class InProcess(Predictions):
         ]  # fmt: skip
 
     async def snapshot(self) -> list[dict[str, Any]]:
-        return [{"depth": 3, "running": 1, "batch_sizes": {"1": 5, "4": 2, "300": 1}, "busy_s": 2.5, "up_s": 10.0}]
+        return []
 
     def _answer(self, model: dict[str, Any], payload: Payload) -> Answer:
         servable = self._servable(model)

@@ -1,12 +1,10 @@
 """The dashboard's client: many pages are one request, and a refusal is not remembered for long."""
 
 import asyncio
-import json
-import threading
-from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from collections.abc import Callable
 from pathlib import Path
 
+import httpx
 import pytest
 
 from brim.service.dashboard import client
@@ -14,44 +12,29 @@ from brim.service.dashboard.client import Api, Rejected
 from brim.service.settings import Settings
 
 
-class Service(ThreadingHTTPServer):
+class Service(httpx.MockTransport):
     """Answers with how often it was asked; the first few times it refuses."""
 
-    refusals = asked = 0
+    def __init__(self, refusals: int = 0) -> None:
+        super().__init__(self.answer)
+        self.refusals, self.asked = refusals, 0
+
+    def answer(self, request: httpx.Request) -> httpx.Response:
+        self.asked += 1
+        if self.asked <= self.refusals:
+            return httpx.Response(503, json={"detail": "not yet", "field": None})
+        return httpx.Response(200, json={"asked": self.asked})
 
 
-class Handler(BaseHTTPRequestHandler):
-    server: Service
-
-    def do_GET(self) -> None:
-        self.server.asked += 1
-        refused = self.server.asked <= self.server.refusals
-        body = json.dumps({"detail": "not yet", "field": None} if refused else {"asked": self.server.asked}).encode()
-        self.send_response(503 if refused else 200)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    do_DELETE = do_PATCH = do_GET
-
-    def log_message(self, *_: object) -> None: ...
+def api_of(service: Service, session: Callable[[], str] = lambda: "a-session") -> Api:
+    api = Api(Settings(data=Path("/nowhere"), token="t"), session)
+    api._http = httpx.AsyncClient(transport=service, base_url="http://service")
+    return api
 
 
-@pytest.fixture
-def service() -> Iterator[Service]:
-    with Service(("127.0.0.1", 0), Handler) as made:
-        threading.Thread(target=made.serve_forever, daemon=True).start()
-        yield made
-        made.shutdown()
-
-
-def api_of(service: Service) -> Api:
-    return Api(Settings(data=Path("/nowhere"), token="t", port=service.server_address[1]), lambda: "a-session")
-
-
-def test_however_many_pages_look_the_service_is_asked_once(service):
+def test_however_many_pages_look_the_service_is_asked_once():
     async def run() -> list[int]:
-        api = api_of(service)
+        api = api_of(Service())
         found = await asyncio.gather(*(api.seen("/x", fresh_s=60.0) for _ in range(20)))
         await api.close()
         return [one["asked"] for one in found]
@@ -66,10 +49,10 @@ def test_a_refusal_names_pages_and_no_routes():
     assert refused.faults == {"id": refused.detail}
 
 
-def test_pages_of_two_people_share_no_answer(service):
+def test_pages_of_two_people_share_no_answer():
     async def run() -> list[int]:
         people = iter(("ann", "bob", "ann"))
-        api = Api(Settings(data=Path("/nowhere"), token="t", port=service.server_address[1]), lambda: next(people))
+        api = api_of(Service(), lambda: next(people))
         found = [await api.seen("/x", fresh_s=60.0) for _ in range(3)]
         await api.close()
         return [one["asked"] for one in found]
@@ -77,9 +60,9 @@ def test_pages_of_two_people_share_no_answer(service):
     assert asyncio.run(run()) == [1, 2, 1]
 
 
-def test_an_answer_from_before_a_change_is_not_shown_after_it(service):
+def test_an_answer_from_before_a_change_is_not_shown_after_it():
     async def run() -> list[int]:
-        api = api_of(service)
+        api = api_of(Service())
         found = [await api.seen("/x", fresh_s=3600.0)]
         for change in (api.delete("/x/1"), api.patch("/x/1", {})):
             await change
@@ -90,12 +73,11 @@ def test_an_answer_from_before_a_change_is_not_shown_after_it(service):
     assert asyncio.run(run()) == [1, 3, 5]
 
 
-def test_a_refusal_is_asked_again_soon_and_an_answer_is_kept(service, monkeypatch):
+def test_a_refusal_is_asked_again_soon_and_an_answer_is_kept(monkeypatch):
     monkeypatch.setattr(client, "FRESH_S", 0.05)
-    service.refusals = 1
 
     async def run() -> list[int]:
-        api = api_of(service)
+        api = api_of(Service(refusals=1))
         with pytest.raises(Rejected, match="not yet"):
             await api.seen("/x", fresh_s=3600.0)
         await asyncio.sleep(0.1)

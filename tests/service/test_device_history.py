@@ -125,13 +125,6 @@ def test_a_cpu_is_busy_with_a_job_as_far_as_both_say(tmp_path, monkeypatch, cpu_
     assert (device.memory_total_bytes, device.job_id, device.stalls) == (10, "a" * 32, {"data": 0.1})
 
 
-def test_a_machine_that_says_nothing_has_no_readings(tmp_path: Path):
-    assert Gauges(tmp_path).cpu() == (None, None, None, None)
-    (tmp_path / "stat").write_text("")
-    (tmp_path / "meminfo").write_text("MemTotal:\n")
-    assert Gauges(tmp_path).cpu() == (None, None, None, None)
-
-
 class Nvml:
     """A driver with two GPUs, one of which does not tell its power."""
 

@@ -3,14 +3,14 @@
 import base64
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from live_api import Api, running
+from live_api import Api
 
 from brim.jobs.kinds import KINDS, Inputs, Task, read_body
 from brim.jobs.store import JobRow, Output
@@ -46,21 +46,14 @@ def do(api: Api, kind: str, config: dict[str, Any], datasets: Sequence[str] = ()
 
 
 @pytest.fixture(scope="module")
-def api(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Api]:
-    torch.set_num_threads(1)
-    with running(tmp_path_factory.mktemp("runs") / "data") as made:
-        yield made
-
-
-@pytest.fixture(scope="module")
-def located(api: Api) -> dict[str, Any]:
+def located(shared: Api) -> dict[str, Any]:
     small = {"num_samples": 60, "duration_s": 0.2, "samples_per_shard": 32, "seed": 5}
-    dataset = do(api, "rf.generate", small).output_id
-    run = do(api, "rf.train", {"epochs": 5, "batch_size": 16}, [dataset]).output_id
-    none = api.get(f"/api/runs/{run}/errors")
-    first = do(api, "rf.evaluate", {}, [dataset], run)
-    (api.settings.data / first.out / "errors.json").write_text("{}")
-    job = do(api, "rf.evaluate", {}, [dataset], run)
+    dataset = do(shared, "rf.generate", small).output_id
+    run = do(shared, "rf.train", {"epochs": 5, "batch_size": 16}, [dataset]).output_id
+    none = shared.get(f"/api/runs/{run}/errors")
+    first = do(shared, "rf.evaluate", {}, [dataset], run)
+    (shared.settings.data / first.out / "errors.json").write_text("{}")
+    job = do(shared, "rf.evaluate", {}, [dataset], run)
     return {"dataset": dataset, "run": run, "none": none, "job": job}
 
 
@@ -71,8 +64,8 @@ def around_m(point: dict[str, Any]) -> tuple[float, float]:
     return float(east), float(north)
 
 
-def test_errors_are_those_of_the_newest_evaluation(api, located):
-    answer = api.get(f"/api/runs/{located['run']}/errors")
+def test_errors_are_those_of_the_newest_evaluation_and_points_lie_as_far_apart_as_they_say(shared, located):
+    answer = shared.get(f"/api/runs/{located['run']}/errors")
 
     found = answer.json
     assert answer.status == 200, found
@@ -82,12 +75,11 @@ def test_errors_are_those_of_the_newest_evaluation(api, located):
     errors = [point["error_m"] for point in found["points"]]
     assert np.median(errors) == pytest.approx(found["metrics"]["median_error_m"], abs=0.02)
     assert np.mean(errors) == pytest.approx(found["metrics"]["mean_error_m"], abs=0.02)
-
-
-def test_a_point_is_as_far_from_the_truth_as_its_error_says(api, located):
-    for point in api.get(f"/api/runs/{located['run']}/errors").json["points"]:
+    for point in found["points"]:
         assert math.hypot(*around_m(point)) == pytest.approx(point["error_m"], rel=2e-3, abs=1)
         assert point["bound_m"] > 0
+    assert located["none"].status == 404
+    assert "evaluate it first, with a job of kind rf.evaluate" in located["none"].json["detail"]
 
 
 def ellipses(covariance: torch.Tensor) -> SimpleNamespace:
@@ -133,77 +125,62 @@ def test_draws_from_a_covariance_lie_inside_its_ellipse_as_often_as_the_level_sa
     assert float(inside.double().mean()) == pytest.approx(0.95, abs=0.006)
 
 
-def test_a_run_that_was_not_evaluated_says_what_to_do(located):
-    assert located["none"].status == 404
-    assert "evaluate it first, with a job of kind rf.evaluate" in located["none"].json["detail"]
-
-
 # Images
 
 
-def test_the_worst_crops_of_a_segmentation_are_shown(api, located):
+def test_the_worst_crops_of_a_segmentation_are_shown(shared, located):
     from brim.jobs.registry import datasets as sources
     from brim.segmentation import write_cells
 
-    folder = api.settings.data.parent / "cells"
+    folder = shared.settings.data.parent / "cells"
     write_cells(folder / "images", folder / "masks", 3, seed=4, height=64, width=96)
-    dataset = sources.add(api.catalogue, api.settings.data, name="cells", path=folder, kind="images")
+    dataset = sources.add(shared.catalogue, shared.settings.data, name="cells", path=folder, kind="images")
     assert dataset is not None
-    (api.settings.data / "datasets" / dataset.id).symlink_to(folder)  # where `do` looks
-    run = do(api, "segment.train", {"model": "unet_tiny", "size": 64, "epochs": 1}, [dataset.id]).output_id
-    answer = api.get(f"/api/runs/{run}/worst")
+    (shared.settings.data / "datasets" / dataset.id).symlink_to(folder)  # where `do` looks
+    run = do(shared, "segment.train", {"model": "unet_tiny", "size": 64, "epochs": 1}, [dataset.id]).output_id
+    answer = shared.get(f"/api/runs/{run}/worst")
 
     assert answer.status == 200, answer.json
     captions = [one["caption"] for one in answer.json["pictures"]]
     assert len(captions) == 2
     assert all(re.match(r"cell_0000\d.png: \d+ true, \d+ predicted, AP50 \d.\d\d, merges", one) for one in captions)
     assert base64.b64decode(answer.json["pictures"][0]["picture"]).startswith(b"\xff\xd8")
-    assert api.get(f"/api/runs/{located['run']}/worst").status == 409
-    (api.settings.data / "runs" / run / "worst.json").unlink()
-    assert "made at its evaluations" in api.get(f"/api/runs/{run}/worst").json["detail"]
+    assert shared.get(f"/api/runs/{located['run']}/worst").status == 409
+    (shared.settings.data / "runs" / run / "worst.json").unlink()
+    assert "made at its evaluations" in shared.get(f"/api/runs/{run}/worst").json["detail"]
 
 
 # Sequences
 
 
-@pytest.fixture(scope="module", params=["self", "supervised"])
-def embedded(api: Api, request: pytest.FixtureRequest) -> dict[str, Any]:
+def test_embeddings_are_shown_in_the_plane_with_what_was_predicted(shared, located):
     from brim.jobs.registry import datasets as sources
     from brim.sequences.corpus.synthetic import make_sequences
 
-    folder = make_sequences(api.settings.data.parent / request.param, 60, dim=8, classes=3, mean_length=12)
-    dataset = sources.add(api.catalogue, api.settings.data, name=request.param, path=folder, kind="sequences")
+    folder = make_sequences(shared.settings.data.parent / "steps", 60, dim=8, classes=3, mean_length=12)
+    dataset = sources.add(shared.catalogue, shared.settings.data, name="steps", path=folder, kind="sequences")
     assert dataset is not None
-    recipe = {"iterations": 1, "encoder_epochs": 2, "classifier_epochs": 20, "batch_size": 8, "model": TINY}
-    run = do(api, "sequence.train", {**recipe, "mode": request.param}, [dataset.id]).output_id
-    none = api.get(f"/api/runs/{run}/embedding")
-    job = do(api, "sequence.evaluate", {}, [dataset.id], run)
-    return {"mode": request.param, "dataset": dataset.id, "run": run, "none": none, "job": job}
-
-
-def test_embeddings_are_shown_in_the_plane(api, embedded):
-    answer = api.get(f"/api/runs/{embedded['run']}/embedding")
+    recipe = {"mode": "supervised", "iterations": 1, "encoder_epochs": 2, "classifier_epochs": 20, "batch_size": 8}
+    run = do(shared, "sequence.train", {**recipe, "model": TINY}, [dataset.id]).output_id
+    none = shared.get(f"/api/runs/{run}/embedding")
+    job = do(shared, "sequence.evaluate", {}, [dataset.id], run)
+    answer = shared.get(f"/api/runs/{run}/embedding")
 
     found = answer.json
     assert answer.status == 200, found
-    assert embedded["none"].status == 404
-    assert "sequence.evaluate" in embedded["none"].json["detail"]
-    assert (found["job_id"], found["dataset_id"]) == (embedded["job"].id, embedded["dataset"])
-    assert found["scores"] == embedded["job"].result["metrics"]
+    assert (none.status, "sequence.evaluate" in none.json["detail"]) == (404, True)
+    assert (found["job_id"], found["dataset_id"]) == (job.id, dataset.id)
+    assert found["scores"] == job.result["metrics"]
     assert len(found["points"]) == found["scores"]["items"] == 12
     assert {point["label"] for point in found["points"]} == {"class_0", "class_1", "class_2"}
+    right = sum(point["predicted"] == point["label"] for point in found["points"])
+    assert right / 12 == pytest.approx(found["scores"]["accuracy"])
     places = np.array([[point["x"], point["y"]] for point in found["points"]])
     np.testing.assert_allclose(places.mean(0), 0, atol=1e-4)
     first, second = places.var(0)
     assert first >= second
     assert 0 < found["explained"][1] <= found["explained"][0] <= 1
     assert second / first == pytest.approx(found["explained"][1] / found["explained"][0], rel=1e-3)
-
-
-# Wrong ones
-
-
-def test_a_run_of_another_kind_is_refused(api, located, embedded):
-    for id, view in ((located["run"], "embedding"), (embedded["run"], "errors")):
-        answer = api.get(f"/api/runs/{id}/{view}")
-        assert (answer.status, "was made by" in answer.json["detail"]) == (409, True)
+    for id, view in ((located["run"], "embedding"), (run, "errors")):
+        other = shared.get(f"/api/runs/{id}/{view}")
+        assert (other.status, "was made by" in other.json["detail"]) == (409, True)

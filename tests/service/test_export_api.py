@@ -1,6 +1,5 @@
 """Datasets taken away over HTTP: every format as a zip that can be read again, and nothing left behind."""
 
-import http.client
 import io
 import json
 import shutil
@@ -184,22 +183,6 @@ def test_a_client_that_leaves_while_it_is_sent_leaves_nothing(api, made, fmt, ca
         assert len(api.uploads()) == (1 if fmt == "hdf5" else 0)
     until(lambda: is_done(api))
     assert not [record for record in caplog.records if record.levelname == "ERROR"]
-
-
-def test_a_file_that_goes_meanwhile_cuts_the_download_short(api, tmp_path):
-    place = tmp_path / "theirs"
-    place.mkdir()
-    for name in ("a.png", "b.png"):
-        (place / name).write_bytes(picture() + bytes(40_000_000))
-    id = bring(api, place, kind="images")
-    path = f"/api/datasets/{id}/export"
-    with api.connect("GET", path) as connection, http.client.HTTPResponse(connection) as answer:
-        answer.begin()
-        assert answer.read(1000)
-        (place / "b.png").unlink()
-        with pytest.raises(http.client.IncompleteRead):
-            answer.read()
-    until(lambda: is_done(api))
 
 
 def test_two_at_once_and_no_more(api, made):

@@ -7,7 +7,7 @@ from typing import Any
 
 from live_api import GENERATION, JOBS
 
-from brim.errors import Conflict, Unavailable
+from brim.errors import Unavailable
 from brim.jobs.store import Output
 
 KEYS = {
@@ -194,20 +194,6 @@ def test_a_queue_that_is_away_leaves_the_job_pending(api, monkeypatch):
     job = api.submit()
 
     assert job["status"] == "pending"
-
-
-def test_a_resume_while_the_failure_is_being_recorded_is_not_lost(api, monkeypatch):
-    def busy(job_id: str, *, failed: bool) -> None:
-        raise Conflict(f"job {job_id} is still being stopped; try again in a few seconds")
-
-    job = api.submit()
-    api.start(job["id"])
-    api.catalogue.jobs.move(job["id"], "failed", of=["running"], error="no", output=Output(items=0))
-    monkeypatch.setattr(api.queue, "resume", busy)
-
-    answer = api.post(f"{JOBS}/{job['id']}/resume")
-
-    assert (answer.status, answer.json["status"], answer.json["error"]) == (202, "pending", None)
 
 
 def test_a_catalogue_that_is_away_is_said_so(api, monkeypatch):

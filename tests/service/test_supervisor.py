@@ -97,26 +97,19 @@ def running(notes: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[.
 # Ends and restarts
 
 
-def test_a_killed_worker_is_started_again_under_its_name(running, notes):
-    running(program(notes, "time.sleep(600)"))
-    until(lambda: len(pids(notes)) == 1)
-
-    os.kill(pids(notes)[0], signal.SIGKILL)
-
-    until(lambda: len(pids(notes)) == 2)
-
-
-def test_the_api_is_started_again_and_its_death_is_nobodys_job(running, notes):
+def test_what_is_killed_is_started_again_and_only_the_death_of_a_worker_is_told(running, notes):
     deaths: list[Death] = []
     running(program(notes, "time.sleep(600)"), oversee=lambda died: deaths.extend(died) or [])
     api = notes.with_name("api")
     until(lambda: pids(api) and pids(notes))
 
     os.kill(pids(api)[0], signal.SIGKILL)
-
     until(lambda: len(pids(api)) == 2)
     assert len(pids(notes)) == 1
-    assert deaths == []
+    os.kill(pids(notes)[0], signal.SIGKILL)
+    until(lambda: len(pids(notes)) == 2 and deaths)
+
+    assert [(death.name, death.code) for death in deaths] == [("w0", -signal.SIGKILL)]
 
 
 def test_a_silent_worker_is_killed_and_one_that_beats_is_not(running, notes):
@@ -288,21 +281,15 @@ def test_children_do_not_inherit_secrets(running, notes, monkeypatch):
     assert "secret-token" not in seen.read_text()
 
 
-def test_each_worker_has_its_own_gpu_and_the_api_none(tmp_path):
-    settings = Settings(data=tmp_path, token="t", workers=2, predictors=2)
-
-    made = programs(settings, 7, gpus=["2", "5"])
-
-    assert [one.env["CUDA_VISIBLE_DEVICES"] for one in everything(made)] == ["", "2", "5", "2", "5"]
-
-
-def test_workers_on_the_cpu_share_its_cores(tmp_path, monkeypatch):
+def test_each_worker_has_its_own_gpu_or_its_share_of_the_cores_and_the_api_none(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "cpu_count", lambda: 8)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    settings = Settings(data=tmp_path, token="t", workers=2, predictors=2)
 
-    made = programs(Settings(data=tmp_path, token="t", workers=2), 7, gpus=[])
+    gpus, cores = programs(settings, 7, gpus=["2", "5"]), programs(settings, 7, gpus=[])
 
-    assert {one.env["OMP_NUM_THREADS"] for one in made.workers} == {"4"}
+    assert [one.env["CUDA_VISIBLE_DEVICES"] for one in everything(gpus)] == ["", "2", "5", "2", "5"]
+    assert [one.env["OMP_NUM_THREADS"] for one in cores.workers] == ["4", "4"]
 
 
 @pytest.mark.parametrize(("percent", "jobs", "predictors"), [(20.0, "0.8", ["0.2"]), (0.0, "1", [])])
