@@ -7,7 +7,7 @@ import pytest
 
 pytest.importorskip("nicegui", reason="the dashboard is an extra")
 
-from brim.service.dashboard import charts, words
+from brim.service.dashboard import charts, lists, runs, words
 from brim.service.dashboard.lists import page_number
 from brim.service.dashboard.maps import Scale
 from brim.service.dashboard.run import RunMetrics, best, epochs, series
@@ -66,6 +66,65 @@ def test_a_run_is_judged_by_what_it_is_about():
     assert best(None) == "–"
     assert epochs({"summary": {"epoch": 3}, "config": {"epochs": 6}}) == "3 of 6"
     assert epochs({"summary": None, "config": None}) == "–"
+
+
+def judged(name: str, value: float, id: str = "abcdef0123") -> dict:
+    figure = {"name": name, "value": value, "smaller_is_better": name.endswith("_m")}
+    about = {
+        "state": "ready",
+        "tags": ["night"],
+        "notes": "first line\nsecond",
+        "created_at": "2026-01-31T12:00:00.000Z",
+    }
+    return {"id": id, "name": "a run", "kind": "rf.train", "quality": figure, **about}
+
+
+def test_the_best_runs_come_first_whether_small_or_large_is_better():
+    rows = [runs._row(judged("median_error_m", value)) for value in (1500.0, 300.0)]
+    cells = [runs._row(judged("ap50", value)) for value in (0.5, 0.75)]
+
+    assert [row["quality"] for row in (*rows, *cells)] == [
+        "median 1.5 km",
+        "median 300 m",
+        "AP 0.5 0.500",
+        "AP 0.5 0.750",
+    ]
+    assert sorted(rows, key=lambda row: row["value"]) == rows[::-1]
+    assert sorted(cells, key=lambda row: row["value"]) == cells[::-1]
+    assert (rows[0]["notes"], runs._row({**judged("ap50", 1.0), "quality": None})["quality"]) == ("first line", "–")
+    assert [runs._matches(judged("ap50", 1.0), text) for text in ("NIGHT", "A RUN", "day", "")] == [
+        True,
+        True,
+        False,
+        True,
+    ]
+
+
+def test_compared_runs_show_the_settings_that_differ_under_names_that_do():
+    configs = [{"epochs": 5, "model": {"hidden": 8, "dim": 4}, "sizes": [1, 2]}, {"epochs": 5, "model": {"hidden": 16}}]
+
+    assert runs.differing(configs) == {"model.hidden": ["8", "16"], "model.dim": ["4", "–"], "sizes": ["1, 2", "–"]}
+    assert runs._labels([judged("ap50", 1.0), judged("ap50", 1.0, "fedcba9876")]) == [
+        "a run · abcdef",
+        "a run · fedcba",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("status", "percent", "error", "share", "text"),
+    [
+        ("running", 25.0, None, 0.25, "5 of 20 · 2 /s · 8.0 s left"),
+        ("queued", None, None, None, "5 of 20"),
+        ("completed", 25.0, None, 1.0, "20 done"),
+        ("failed", 25.0, "no space left", 0.25, "no space left"),
+    ],
+)
+def test_a_row_of_the_list_tells_how_far_a_job_has_come(status, percent, error, share, text):
+    progress = {"current": 5, "total": 20, "percent": percent, "rate": 2.0, "eta_s": 8.0, "message": ""}
+    job = {"status": status, "kind": "rf.train", "error": error, "created_at": "2026-01-31T12:00:00.000Z"}
+    row = lists._job_row({**job, "progress": progress})
+
+    assert (row["share"], row["progress"], row["kind"]) == (share, text, "Train a locator")
 
 
 # Charts

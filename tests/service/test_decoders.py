@@ -85,15 +85,6 @@ def test_a_decoder_is_used_again_and_replaced_by_a_fork_of_the_prepared_process(
     assert str(int(third)) in Path(f"/proc/{prepared}/task/{prepared}/children").read_text().split()
 
 
-def test_when_the_prepared_process_has_died_another_is_started(toys):
-    toys._prepared[0].kill()
-    toys._prepared[0].wait()
-    with pytest.raises(ImageError):
-        toys.read(payload("kill"), FEW)  # so that one must be forked
-
-    assert works(toys)
-
-
 @pytest.mark.skipif(not sandbox.available(), reason="this kernel has no walls")
 def test_a_file_can_neither_write_nor_connect_nor_start_programs(toys, tmp_path):
     walls = sandbox.available()

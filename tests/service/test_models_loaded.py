@@ -125,20 +125,6 @@ def test_a_model_is_loaded_when_it_is_first_asked_for(models, factory):
     }  # fmt: skip
 
 
-def test_others_are_served_while_a_model_loads(models, factory):
-    models.find("a")
-    factory.gates["b", "1"] = threading.Event()
-
-    waiting = models.ask("b")
-
-    assert models.find("a").version == "1"
-    assert models.loading
-    assert not waiting.done()
-    assert not waiting.cancel()  # others may wait for it too
-    factory.gates["b", "1"].set()
-    waiting.result(PATIENCE_S)
-
-
 # Memory
 
 
