@@ -1,6 +1,7 @@
 """Datasets to look at over HTTP: figures of every kind, and one radio sample with its spectra."""
 
 import json
+import os
 import shutil
 import threading
 from pathlib import Path
@@ -16,6 +17,7 @@ from brim.rf import from_mapping, preset
 from brim.rf.datasets import summary
 from brim.rf.datasets.summary import named_columns
 from brim.rf.generation.dataset import generate
+from brim.service.reader import functions
 
 SAMPLES = 12
 
@@ -128,6 +130,23 @@ def test_figures_are_kept_until_the_files_change(api, made, tmp_path, monkeypatc
     (place / "new.json").replace(place / "manifest.json")
     assert figures(api, id)["receivers"] == []
     assert len(calls) == 2
+
+
+@pytest.mark.parametrize("change", ["none", "came", "grew", "changed", "replaced"])
+def test_figures_are_made_again_for_a_file_that_came_grew_changed_or_was_replaced(tmp_path, change):
+    place, file, content = tmp_path / "images", tmp_path / "images" / "a.png", picture()
+    place.mkdir()
+    file.write_bytes(content)
+    os.utime(file, ns=(0, 10**18))
+    known = functions.statistics(str(place), "images")["stamp"]
+
+    written = {"came": place / "b.png", "replaced": tmp_path / "new"}.get(change, file)
+    written.write_bytes(content + b"x" * (change == "grew"))
+    os.utime(written, ns=(0, 10**18 + (change == "changed")))
+    if change == "replaced":
+        written.replace(file)
+
+    assert (functions.statistics(str(place), "images", known)["figures"] is None) == (change == "none")
 
 
 def test_a_damaged_dataset_is_refused_in_words(api, made, tmp_path):
