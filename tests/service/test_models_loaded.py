@@ -316,7 +316,7 @@ def test_closing_frees_everything_and_sends_away_who_waits(factory):
 
 def test_a_registered_network_is_loaded_by_its_kind_within_its_share_of_the_memory(tmp_path: Path, weights: Path):
     entry = BatchSizeEntry(
-        optimal_batch_size=1, max_safe_batch_size=4, expected_throughput=100.0, p50_latency_ms=40.0,
+        optimal_batch_size=1, max_safe_batch_size=1, expected_throughput=100.0, p50_latency_ms=40.0,
         p95_latency_ms=50.0, memory_limit_mb=1000.0, image_size=1024, precision="fp32", layout="contiguous",
         compiled=False,
     )  # fmt: skip
