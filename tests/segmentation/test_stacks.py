@@ -14,6 +14,7 @@ from brim.errors import ConfigError, ImageError
 from brim.segmentation.config import ImagePlanes
 from brim.segmentation.images import find_images, header_size
 from brim.segmentation.images.reading import read_image, read_picture
+from brim.segmentation.objects.label_files import label_tiff, zarr_files
 from brim.segmentation.prediction import find_inputs
 
 RNG = np.random.default_rng(0)
@@ -26,18 +27,19 @@ def written(array: np.ndarray, **options: object) -> bytes:
     return stream.getvalue()
 
 
-def ome(array: np.ndarray = TZCYX, axes: str = "TZCYX", **options: object) -> bytes:
-    about = {"axes": axes, "PhysicalSizeX": 0.325, "PhysicalSizeXUnit": "µm", "Channel": {"Name": NAMES}}
+def ome(array: np.ndarray = TZCYX, axes: str = "TZCYX", unit: str = "µm", **options: object) -> bytes:
+    about = {"axes": axes, "PhysicalSizeX": 0.325, "PhysicalSizeXUnit": unit}
+    about |= {"Channel": {"Name": NAMES}} if "C" in axes else {}
     return written(array, ome=True, metadata=about, **options)
 
 
-def imagej(array: np.ndarray = TZCYX, axes: str = "TZCYX") -> bytes:
-    about = {"axes": axes, "unit": "um", "Labels": NAMES * 6}
-    return written(array, imagej=True, resolution=(2.5, 2.5), metadata=about)
+def imagej(unit: str = "um", pixels_per_unit: float = 2.5) -> bytes:
+    about = {"axes": "TZCYX", "unit": unit, "Labels": NAMES * 6}
+    return written(TZCYX, imagej=True, resolution=(pixels_per_unit,) * 2, metadata=about)
 
 
-def shaped(array: np.ndarray = TZCYX, axes: str = "TZCYX") -> bytes:
-    return written(array, metadata={"axes": axes})
+def shaped(array: np.ndarray = TZCYX, axes: str = "TZCYX", **about: object) -> bytes:
+    return written(array, metadata={"axes": axes, **about})
 
 
 def one_directory() -> bytes:
@@ -150,12 +152,26 @@ def test_pages_without_a_description_count_as_slices():
     assert (grey(read_image(pages, planes=ImagePlanes(z="max"))) == TZCYX[0, :, 0].max(0)).all()
 
 
-def test_planes_that_the_xml_lists_in_another_order_are_found():
-    blocks = "".join(f'<TiffData IFD="{2 - c}" FirstC="{c}"/>' for c in range(3))
+@pytest.mark.parametrize(
+    ("blocks", "page_of_channel"),
+    [
+        ("".join(f'<TiffData IFD="{2 - c}" FirstC="{c}"/>' for c in range(3)), (2, 1, 0)),
+        ('<TiffData IFD="1" FirstC="0" PlaneCount="2"/><TiffData IFD="0" FirstC="2"/>', (1, 2, 0)),
+    ],
+)
+def test_planes_that_the_xml_lists_in_another_order_are_found(blocks, page_of_channel):
     xml = f'<OME><Image><Pixels SizeC="3" DimensionOrder="XYZCT">{blocks}</Pixels></Image></OME>'
     data = written(TZCYX[0, 0, :3], description=xml, metadata=None)
 
-    assert (grey(read_image(data, planes=ImagePlanes(channels=("0",)))) == TZCYX[0, 0, 2]).all()
+    for channel, page in enumerate(page_of_channel):
+        assert (grey(read_image(data, planes=ImagePlanes(channels=(str(channel),)))) == TZCYX[0, 0, page]).all()
+
+
+def test_an_imagej_stack_without_axes_is_a_stack_of_slices():
+    data = written(TZCYX[0, :, 0], description="ImageJ=1.53\nimages=3\n", metadata=None)
+
+    assert (grey(read_image(data, planes=ImagePlanes(z=2))) == TZCYX[0, 2, 0]).all()
+    assert (grey(read_image(data)) == TZCYX[0, :, 0].max(0)).all()
 
 
 def test_planes_in_other_files_are_a_sentence():
@@ -171,6 +187,14 @@ def test_planes_in_other_files_are_a_sentence():
     [
         (ome(), 0.325),
         (imagej(), 0.4),
+        (imagej("micron", 4), 0.25),
+        (imagej("nm", 0.005), 0.2),
+        (imagej("mm", 4000), 0.25),
+        (imagej("cm", 40_000), 0.25),
+        (imagej("inch", 50_800), 0.5),
+        (imagej("pixel", 1), None),
+        (shaped(TZCYX[0, 0, 0], "YX", PhysicalSizeX=650, PhysicalSizeXUnit="nm"), 0.65),
+        (ome(TZCYX[0, 0, 0], "YX", unit="mm"), 325.0),
         (written(TZCYX[0, 0, 0], resolution=(20000, 20000), resolutionunit="CENTIMETER"), 0.5),
         (written(TZCYX[0, 0, 0], resolution=(300, 300), resolutionunit="INCH"), None),
         (written(TZCYX[0, 0, 0], description="Aperio Image Library|MPP = 0.4990|AppMag = 20", metadata=None), 0.499),
@@ -266,11 +290,12 @@ def test_compressions_of_imagecodecs_are_read(compression, tile):
 def ome_zarr(folder, array, axes, version="0.4", **options):
     """As the specification describes it, the arrays written by zarr."""
     zarr = pytest.importorskip("zarr")
+    scale = [{"x": 650, "y": 700, "z": 2000}.get(axis, 1) for axis in axes]
     about = {
         "multiscales": [{
-            "axes": [{"name": axis, **({"unit": "micrometer"} if axis in "zyx" else {})} for axis in axes],
-            "datasets": [{"path": "0", "coordinateTransformations": [{"type": "scale", "scale": [0.65] * len(axes)}]},
-                         {"path": "1", "coordinateTransformations": [{"type": "scale", "scale": [1.3] * len(axes)}]}],
+            "axes": [{"name": axis, **({"unit": "nanometer"} if axis in "zyx" else {})} for axis in axes],
+            "datasets": [{"path": "0", "coordinateTransformations": [{"type": "scale", "scale": scale}]},
+                         {"path": "1", "coordinateTransformations": [{"type": "scale", "scale": [1300] * len(axes)}]}],
         }],
         "omero": {"channels": [{"label": name, "color": "FFFFFF"} for name in NAMES]},
     }  # fmt: skip
@@ -297,10 +322,34 @@ def test_an_ome_zarr_is_read_like_a_tiff(version, tmp_path):
     assert header_size(path) == (57, 40)
 
 
-def test_a_flat_ome_zarr_of_16_bits(tmp_path):
-    path = ome_zarr(tmp_path / "a.zarr", TZCYX[0, 0, 0].astype(np.uint16) * 257, "yx")
+def test_a_flat_ome_zarr_of_16_bits_with_its_axes_in_any_order(tmp_path):
+    plane = TZCYX[0, 0, 0].astype(np.uint16) * 257
+    for axes, array in (("yx", plane), ("xy", plane.T)):
+        path = ome_zarr(tmp_path / f"{axes}.zarr", array, axes)
 
-    assert (grey(read_image(str(path))) == TZCYX[0, 0, 0]).all()
+        assert (grey(read_image(str(path))) == TZCYX[0, 0, 0]).all()
+        assert read_picture(path).pixel_um == pytest.approx(0.65)
+
+
+@pytest.mark.parametrize(("most", "dtype"), [(65_535, np.uint16), (65_536, np.uint32)])
+def test_written_labels_keep_their_numbers_and_the_size_of_a_pixel(most, dtype, tmp_path):
+    """More than one strip and more than one chunk, read by tifffile, zarr and brim."""
+    labels = np.zeros((1500, 1100), np.int64)
+    labels[3, 4], labels[1400, 7], labels[5, 1090], labels[1499, 1099] = 1, 2, 3, most
+
+    data, group = label_tiff(labels, 0.65), tmp_path / "labels.ome.zarr"
+    for name, content in zarr_files(labels, 0.65).items():
+        (group / name).parent.mkdir(parents=True, exist_ok=True)
+        (group / name).write_bytes(content)
+
+    with tifffile.TiffFile(io.BytesIO(data)) as file:
+        assert file.asarray().dtype == dtype
+        assert np.array_equal(file.asarray(), labels)
+        pixels, centimetres = file.pages[0].tags["XResolution"].value
+        assert (pixels / centimetres, file.pages[0].tags["ResolutionUnit"].value) == (pytest.approx(10_000 / 0.65), 3)
+    assert np.array_equal(pytest.importorskip("zarr").open_array(group / "labels/cells/0", mode="r")[:], labels)
+    assert read_picture(data).pixel_um == pytest.approx(0.65, rel=1e-5)
+    assert read_picture(group).pixel_um == pytest.approx(0.65)
 
 
 @pytest.mark.parametrize("harm", ["no description", "not json", "no level", "cut chunk", "odd axes", "outside"])
