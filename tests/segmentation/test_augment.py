@@ -1,11 +1,11 @@
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from torch.nn import functional as F
 
 from brim.engine.device.devices import stream
-from brim.errors import ConfigError
 from brim.segmentation.config import CropAugmentation
 from brim.segmentation.training import augment
 
@@ -96,9 +96,51 @@ def test_mask_values_are_moved_never_mixed():
     assert set(moved.unique().tolist()) == {0, 3}
 
 
-@pytest.mark.parametrize(
-    "wrong", [{"affine": 1.5}, {"scale": -0.1}, {"scale": 1.0}, {"rotation_deg": 181.0}, {"noise": float("nan")}]
-)
-def test_a_value_that_cannot_work_is_named(wrong):
-    with pytest.raises(ConfigError, match=next(iter(wrong))):
-        CropAugmentation(**wrong)
+def test_crops_are_moved_as_far_as_the_settings_say():
+    """Crops whose red is the column and whose green is the row tell where each pixel came from."""
+    side, count, middle = 64, 2000, slice(24, 40)
+    rows, columns = torch.meshgrid(torch.arange(side), torch.arange(side), indexing="ij")
+    place = torch.stack([3 * columns, 3 * rows, 0 * rows]).to(torch.uint8).expand(count, -1, -1, -1)
+
+    def moved(**changes):
+        found, _ = change(place, place[:, :1], replace(STILL, affine=1.0, **changes))
+        x, y = found[:, :2, middle, middle].double().unbind(1)
+        down, right = (part[:, 8:].mean((1, 2)) - part[:, :8].mean((1, 2)) for part in (y / 24, y.mT / 24))
+        return torch.rad2deg(torch.atan2(right, down)), torch.hypot(down, right), x.mean((1, 2)) / 3 - 31.5
+
+    angle, _, _ = moved(rotation_deg=20.0, scale=0, shift=0)
+    _, factor, _ = moved(rotation_deg=0, scale=0.15, shift=0)
+    _, _, right = moved(rotation_deg=0, scale=0, shift=0.06)
+    for found, middle_value, most in ((angle, 0, 20), (factor, 1, 0.15), (right, 0, 0.06 * side)):
+        away = (found - middle_value).abs()
+        assert 0.95 * most < away.max() < 1.05 * most
+        assert (found - middle_value).mean().abs() < 0.06 * most  # of 2000 uniform draws: deviation 0.013
+        assert away.mean() == pytest.approx(most / 2, rel=0.06)
+
+
+def test_only_the_share_of_crops_that_the_settings_say_is_moved():
+    images = torch.randint(0, 256, (1, 3, 16, 16), dtype=torch.uint8).expand(2000, -1, -1, -1)
+
+    found, _ = change(images, images[:, :1], replace(STILL, affine=0.3))
+
+    assert (found != images).flatten(1).any(1).float().mean() == pytest.approx(0.3, abs=0.04)
+
+
+def test_light_changes_as_much_as_the_settings_say():
+    grey = torch.full((2000, 3, 8, 8), 102, dtype=torch.uint8)
+    striped = grey.clone()
+    striped[:, :, ::2] = 152
+
+    brighter = change(grey, grey, replace(STILL, brightness=0.1))[0].double().mean((1, 2, 3)) - 102
+    harder = change(striped, grey, replace(STILL, contrast=0.2))[0].double()
+    curved = change(grey, grey, replace(STILL, gamma=0.2))[0].double().mean((1, 2, 3)) / 255
+    noisy = change(grey, grey, replace(STILL, noise=0.02))[0].double().std((1, 2, 3))
+
+    assert brighter.abs().max() == pytest.approx(25.5, rel=0.04)
+    assert brighter.abs().mean() == pytest.approx(25.5 / 2, rel=0.06)
+    steps = (harder[:, :, ::2] - harder[:, :, 1::2]).mean((1, 2, 3)) / 50
+    assert (steps.min(), steps.max()) == (pytest.approx(0.8, abs=0.02), pytest.approx(1.2, abs=0.02))
+    assert harder.mean((1, 2, 3)).sub(127).abs().max() < 1
+    exponent = curved.log() / np.log(0.4)
+    assert (exponent.min(), exponent.max()) == (pytest.approx(np.exp(-0.2), 0.01), pytest.approx(np.exp(0.2), 0.01))
+    assert noisy.mean() == pytest.approx(0.02 * 255 / 2, rel=0.06)

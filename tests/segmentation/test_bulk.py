@@ -9,10 +9,9 @@ import torch
 
 from brim.engine.storage.places import place_of
 from brim.engine.tuning import ProbeConfig
-from brim.errors import CheckpointError
 from brim.segmentation.config import FORMATS, FilesConfig
 from brim.segmentation.images.writing import Writer
-from brim.segmentation.networks import create_model, save_weights
+from brim.segmentation.networks import ModelTraits, create_model, save_weights, traits_of
 from brim.segmentation.prediction import (
     BulkScorer,
     BulkTask,
@@ -179,9 +178,21 @@ def test_parcels_are_whole_batches_and_enough_for_all(num, batch_size, workers, 
     assert [task.index for tasks in work for task in tasks] == list(range(num))
 
 
-def test_weights_of_another_network_do_not_travel(weights):
-    with pytest.raises(CheckpointError, match="not of this network"):
-        pack_weights("resunet_small", weights)
+def test_weights_travel_with_what_they_say_of_images(tmp_path):
+    about = {"task": "instances", "contrast": "stretch", "scale": "0.5", "classes": '["a", "b"]'}
+    save_weights(create_model("unet_tiny", "instances", 2), tmp_path / "w.safetensors", about)
+
+    (tmp_path / "packed.safetensors").write_bytes(pack_weights("unet_tiny", tmp_path / "w.safetensors"))
+
+    expected = ModelTraits(task="instances", stretches=True, classes=("a", "b"), scale=0.5)
+    assert traits_of(tmp_path / "packed.safetensors") == expected
+
+
+@pytest.mark.parametrize(
+    ("changes", "needed"), [({"strict": False}, True), ({}, False), ({"strict": False, "batch_size": 1}, False)]
+)
+def test_only_batches_of_several_images_need_tuning(changes, needed):
+    assert recipe(**changes).needs_tuning == needed
 
 
 def test_a_scorer_takes_what_was_tuned_elsewhere_and_tells_what_it_tuned(weights, tmp_path, monkeypatch):

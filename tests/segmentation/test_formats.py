@@ -19,7 +19,17 @@ from pycocotools.coco import COCO
 from brim.errors import ConfigError, ImageError, StorageError
 from brim.segmentation.config import FORMATS
 from brim.segmentation.images.writing import Writer, encoded, output_stems, overlay, unpacked
-from brim.segmentation.objects import Polygon, Prediction, fill, geojson, geojson_of, roi_bytes, to_polygons
+from brim.segmentation.objects import (
+    Polygon,
+    Prediction,
+    csv_text,
+    fill,
+    geojson,
+    geojson_of,
+    roi_bytes,
+    to_measurements,
+    to_polygons,
+)
 from brim.segmentation.objects.rings import find_rings, trace
 
 HEIGHT, WIDTH = 40, 56
@@ -88,6 +98,27 @@ def test_bytes_without_a_file_are_those_of_the_file(tmp_path):
 
         found = encoded(prediction, form, image)
         assert (unpacked(found) if path.is_dir() else found) == (tree(path) if path.is_dir() else path.read_bytes())
+
+
+def test_measurements_are_written_as_python_formats_them_with_their_units():
+    rng = np.random.default_rng(0)
+    table = np.abs(rng.normal(0, 10.0 ** rng.integers(-3, 6, (2000, 9))))
+    table[:, 0] = rng.integers(1, 10**6, 2000)
+    area, x, y, perimeter, eccentricity, confidence, *means = table.T
+
+    header, *rows = csv_text(to_measurements(table, 0.5), first_number=7).decode().splitlines()
+
+    expected = {
+        "id": np.arange(7, 2007), "area_px": area, "x_px": x, "y_px": y, "perimeter_px": perimeter,
+        "eccentricity": eccentricity, "confidence": confidence, "area_um2": area / 4, "perimeter_um": perimeter / 2,
+        "mean_red": means[0], "mean_green": means[1], "mean_blue": means[2],
+    }  # fmt: skip
+    found = {name: column for name, *column in zip(header.split(","), *(row.split(",") for row in rows), strict=True)}
+    assert set(found) == {*expected, "class"}
+    assert set(found.pop("class")) == {"cell"}
+    for name, values in expected.items():
+        decimals = {"id": 0, "area_px": 0, "confidence": 4, "eccentricity": 4, "area_um2": 4, "perimeter_um": 4}
+        assert found[name] == [f"{value:.{decimals.get(name, 2)}f}" for value in values.tolist()], name
 
 
 @pytest.mark.parametrize("detect_holes", [True, False])

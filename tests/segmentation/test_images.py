@@ -13,10 +13,12 @@ import cv2
 import numpy as np
 import pytest
 import tifffile
+import torch
 from PIL import Image
 
 from brim.errors import ImageError, UnsupportedType
 from brim.segmentation.images import MAX_PIXELS, find_images, image_size, reading
+from brim.segmentation.images.contrast import as_grey, contrast_of, stretch, stretch_batch
 from brim.segmentation.images.reading import read_image, read_labels
 
 HEIGHT, WIDTH = 40, 57
@@ -484,6 +486,46 @@ def test_a_mask_is_what_is_not_zero(data, tmp_path):
     (tmp_path / "mask").write_bytes(data)
 
     np.testing.assert_array_equal(read_labels(tmp_path / "mask", as_objects=False), BITS)
+
+
+@pytest.mark.parametrize("wrong", [1.5, -1, 2**31])
+def test_labels_that_are_no_whole_numbers_are_refused(wrong, tmp_path):
+    values = np.zeros((8, 8), np.float64)
+    values[1, 1], values[2, 2], values[4:6, 4:6] = 1, 2, wrong
+    (tmp_path / "labels.tif").write_bytes(tiff(values))
+
+    with pytest.raises(ImageError, match="whole numbers from 0 to 2"):
+        read_labels(tmp_path / "labels.tif")
+
+
+@pytest.mark.parametrize(
+    ("dark", "bright", "shown"),
+    [
+        (150, 50, (20, 250)),  # 1.5 % and 0.5 % of the pixels
+        (50, 10, (120, 136)),  # too few to count; and 16 levels are the narrowest range
+        (150, 10, (20, 120)),
+    ],
+)
+def test_the_darkest_hundredth_is_black_and_the_brightest_fivehundredth_white(dark, bright, shown):
+    values = np.full(10_000, 120, np.uint8)
+    values[:dark], values[-bright:] = 20, 250
+    image = np.repeat(np.random.default_rng(0).permutation(values).reshape(100, 100, 1), 3, 2)
+
+    assert contrast_of(image) == shown
+    low, high = shown
+    expected = np.rint((image.astype(float) - low) * 255 / (high - low)).clip(0, 255)
+    assert np.array_equal(stretch(image), expected)
+    batch = torch.from_numpy(image).permute(2, 0, 1)[None]
+    assert np.abs(stretch_batch(batch)[0, 0].numpy().astype(float) - expected[..., 0]).max() <= 1
+
+
+def test_a_single_stain_becomes_grey_and_colours_stay():
+    stain, none = RGB[..., 0], 0 * RGB[..., 0]
+    for place in range(3):
+        planes = [none, none, none]
+        planes[place] = stain
+        assert np.array_equal(as_grey(np.dstack(planes)), np.dstack([stain] * 3))
+    assert np.array_equal(as_grey(RGB), RGB)
 
 
 def test_a_broken_mask_is_named(tmp_path):

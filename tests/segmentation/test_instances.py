@@ -56,6 +56,28 @@ def test_small_objects_are_left_out_and_numbers_have_no_gaps() -> None:
     assert int((found > 0).sum()) == 64
 
 
+@pytest.mark.parametrize(
+    ("second", "valley", "areas"),
+    [
+        (0.8, 0.69, [48]),  # rises 0.11 above the valley: part of the first
+        (0.8, 0.67, [26, 22]),
+        (0.41, 0.1, [26, 22]),
+        (0.39, 0.1, [26]),  # too low for an object
+    ],
+)
+def test_peaks_are_objects_where_they_rise_far_enough(second: float, valley: float, areas: list[int]) -> None:
+    height = torch.from_numpy(np.interp(np.arange(24), [0, 6, 12, 18, 23], [0.05, 1, valley, second, 0.04]))
+    found = to_labels(torch.ones(1, 2, 24), height.float().expand(1, 2, 24), min_area=1)
+    assert np.bincount(found.flatten())[1:].tolist() == areas
+
+
+def test_an_object_of_the_least_area_counts_and_its_pixels_are_above_the_threshold() -> None:
+    foreground = torch.zeros(1, 20, 20)
+    foreground[0, 2:6, 2:6], foreground[0, 10:13, 10:15], foreground[0, 16:, 2:8] = 0.51, 0.51, 0.5
+    found = to_labels(foreground, heights((foreground > 0).int(), 1), min_area=16)
+    assert np.bincount(found.flatten())[1:].tolist() == [16]
+
+
 @pytest.mark.parametrize("value", [0.0, 1.0])
 def test_an_image_of_one_value(value: float) -> None:
     found = to_labels(torch.full((2, 16, 16), value), torch.full((2, 16, 16), value))

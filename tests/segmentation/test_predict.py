@@ -1,4 +1,5 @@
 import itertools
+import math
 import threading
 import time
 from collections.abc import Iterator
@@ -18,10 +19,10 @@ from brim.engine.device.memory import inject_oom
 from brim.errors import ConfigError, ImageError, OutOfMemory
 from brim.segmentation.config import PredictConfig
 from brim.segmentation.images.reading import Picture
-from brim.segmentation.networks import InferenceNetwork
+from brim.segmentation.networks import InferenceNetwork, ModelTraits
 from brim.segmentation.networks.network import ComputeConfig
 from brim.segmentation.objects import Prediction
-from brim.segmentation.prediction import PredictProgress, PredictReport, predict_one, predict_stream
+from brim.segmentation.prediction import ModelLoader, PredictProgress, PredictReport, predict_one, predict_stream
 from brim.segmentation.prediction import stream as module
 from brim.segmentation.prediction.patches import ImageFrame, Patch, PatchBatch, cut, group
 from brim.segmentation.prediction.scoring import Scorer
@@ -180,6 +181,67 @@ def test_images_may_be_paths_bytes_and_arrays(tmp_path: Path) -> None:
     found = predict_all([path, str(path), content, Image.fromarray(image), image], batch_size=4)
     assert [p.name for p in found] == [str(path), str(path), "image 2", "image 3", "image 4"]
     assert all(same(found[4], prediction) for prediction in found)
+
+
+class Channel(nn.Module):
+    """The logit of a pixel is one of its normalised channels."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.number = number
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x[:, self.number : self.number + 1]
+
+
+@pytest.mark.parametrize(
+    ("number", "value", "mean", "deviation"), [(0, 200, 0.485, 0.229), (1, 150, 0.456, 0.224), (2, 250, 0.406, 0.225)]
+)
+def test_a_confidence_is_the_probability_of_a_normalised_pixel(number, value, mean, deviation) -> None:
+    """Mean and deviation of ImageNet's red, green and blue, as published."""
+    image = np.full((40, 32, 3), (200, 150, 250), np.uint8)
+
+    (polygon,) = predict_one(network(Channel(number)), image, PredictConfig()).polygons
+
+    logit = (value / 255 - mean) / deviation
+    assert polygon.confidence == pytest.approx(1 / (1 + math.exp(-logit)), abs=1e-6)
+
+
+def test_a_pixel_at_the_threshold_is_background() -> None:
+    class Even(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return 0 * x[:, :1]
+
+    image = np.zeros((32, 32, 3), np.uint8)
+    assert predict_one(network(Even()), image, PredictConfig(threshold=0.5)).polygons == ()
+    assert len(predict_one(network(Even()), image, PredictConfig(threshold=0.4999)).polygons) == 1
+    assert ModelLoader(device="cpu").postprocess_mask_batch(np.full((1, 4, 4), 0.5)) == [[]]
+
+
+@pytest.mark.parametrize("scale", [0.5, 2.0])
+@pytest.mark.parametrize("tile", [64, 1024])
+def test_what_is_found_at_another_scale_lies_where_it_is_in_the_image(scale: float, tile: int) -> None:
+    image = np.zeros((64, 160, 3), np.uint8)
+    image[20:40, 60:120] = 255
+    net = InferenceNetwork(Brightness(), CPU, ComputeConfig(), traits=ModelTraits(scale=scale))
+
+    found = predict_one(net, image, PredictConfig(tile=tile))
+
+    (polygon,) = found.polygons
+    assert np.abs(polygon.points.min(0) - (60, 20)).max() <= 1
+    assert np.abs(polygon.points.max(0) - (120, 40)).max() <= 1
+    assert (found.height, found.width) == (64, 160)
+
+
+def test_objects_of_the_least_area_are_kept_and_smaller_ones_left_out() -> None:
+    image = np.zeros((40, 40, 3), np.uint8)
+    image[4:8, 4:8], image[20:23, 20:25] = 255, 255  # 16 and 15 pixels
+
+    found = predict_one(network(), image, PredictConfig(min_area=16))
+
+    assert [polygon.area for polygon in found.polygons] == [16]
+    assert found.mask is not None
+    assert (found.mask > 0).sum() == 16
 
 
 # Windows

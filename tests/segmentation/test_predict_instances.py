@@ -218,7 +218,7 @@ def test_csv_has_a_row_for_each_cell(written, prediction):
 def test_intensities_are_those_of_the_file_in_every_channel(loader, scene, tmp_path):
     dapi = scene[0][..., 2].astype(np.uint16) * 200
     planes = np.stack([dapi, np.random.default_rng(0).integers(0, 4000, dapi.shape, np.uint16)])
-    about = {"axes": "CYX", "Channel": {"Name": ["DAPI", 'a "b", c']}}
+    about = {"axes": "CYX", "Channel": {"Name": ["DAPI", 'a "b", c']}, "PhysicalSizeX": 500, "PhysicalSizeXUnit": "nm"}
     tifffile.imwrite(tmp_path / "two.ome.tif", planes, metadata=about, photometric="minisblack")
     config = FilesConfig(model="cells", batch_size=1, format="geojson", channels=("DAPI",))
     predict_files([tmp_path / "two.ome.tif"], loader, tmp_path / "out", config)
@@ -231,6 +231,8 @@ def test_intensities_are_those_of_the_file_in_every_channel(loader, scene, tmp_p
         means = planes[:, labels == feature["id"]].mean(1)
         assert [values["mean_DAPI"], values["mean_a__b___c"]] == pytest.approx(means, abs=0.006)
         assert values["mean_intensity"] == values["mean_DAPI"]
+        assert values["area_um2"] == values["area_px"] / 4
+        assert values["perimeter_um"] == pytest.approx(values["perimeter_px"] / 2, abs=0.003)
 
 
 # Images unlike the scenes

@@ -3,9 +3,19 @@
 import numpy as np
 import pytest
 import torch
+from scipy.fft import dct
 
-from brim.segmentation.scenes.drawing import QUANTITIES, DrawnScenes, draw
-from brim.segmentation.scenes.kinds import KINDS
+from brim.segmentation.scenes.drawing import (
+    QUANTITIES,
+    DrawnScenes,
+    blur_weights,
+    cosine_matrix,
+    draw,
+    mix,
+    take_quantities,
+    unit,
+)
+from brim.segmentation.scenes.kinds import KINDS, kinds_of
 
 
 def scenes(
@@ -47,3 +57,50 @@ def test_some_objects_touch() -> None:
     labels = scenes("nuclei", count=24).labels
     left, right = labels[:, :, :-1], labels[:, :, 1:]
     assert int(((left != right) & (left > 0) & (right > 0)).sum()) > 50
+
+
+def test_words_are_scrambled_as_published() -> None:
+    """Wellons' lowbias32, and what is drawn from it, in whole numbers of Python."""
+    words = np.random.default_rng(0).integers(0, 2**32, 2000).tolist() + [0, 1, 2**31, 2**32 - 1]
+
+    def lowbias32(x: int) -> int:
+        x = (x ^ x >> 16) * 0x7FEB352D % 2**32
+        x = (x ^ x >> 15) * 0x846CA68B % 2**32
+        return x ^ x >> 16
+
+    mixed = mix(torch.from_numpy(np.array(words, np.uint32).view(np.int32)))
+
+    assert mixed.numpy().view(np.uint32).tolist() == [lowbias32(word) for word in words]
+    assert unit(mixed).tolist() == [(lowbias32(word) >> 8) / 2**24 for word in words]
+
+
+@pytest.mark.parametrize("kind", ["nuclei", "tissue", "bacteria"])
+def test_quantities_are_uniform_in_their_ranges_and_diameters_in_octaves(kind: str) -> None:
+    keys = mix(torch.arange(8000, dtype=torch.int32))
+
+    found = dict(zip(QUANTITIES, take_quantities((kind,), keys).double().T.numpy(), strict=True))
+
+    for name, (low, high) in KINDS[kind].items():
+        if name != "brightness":  # which is never near 0
+            values = np.log(found[name]) if name == "diameter" else found[name]
+            low, high = (np.log(low), np.log(high)) if name == "diameter" else (low, high)
+            assert values.min() >= low - 1e-5 * abs(low)
+            assert values.max() <= high + 1e-5 * abs(high)
+            assert abs(values.mean() - (low + high) / 2) < 0.02 * (high - low) + 1e-7, name  # six deviations
+    assert np.abs(found["brightness"]).min() >= 0.08 - 1e-6
+
+
+def test_all_kinds_are_nuclei_six_times_as_often_as_another() -> None:
+    every = kinds_of(("all",))
+
+    assert {kind: every.count(kind) for kind in every} == {kind: 6 if kind == "nuclei" else 1 for kind in KINDS}
+
+
+def test_the_lens_is_a_gaussian_and_the_compression_a_cosine_transform() -> None:
+    quantities = torch.zeros(2, len(QUANTITIES))
+    quantities[:, QUANTITIES.index("blur")] = torch.tensor([0.7, 2.0])
+    taps = np.arange(-8, 9)
+    for weights, sigma in zip(blur_weights(quantities).numpy(), (0.7, 2.0), strict=True):
+        bell = np.exp(-(taps**2) / (2 * sigma**2))
+        np.testing.assert_allclose(weights, bell / bell.sum(), atol=1e-6)
+    np.testing.assert_allclose(cosine_matrix(torch.device("cpu")), dct(np.eye(8), axis=0, norm="ortho"), atol=1e-6)

@@ -131,6 +131,32 @@ def test_a_run_leaves_weights_a_configuration_and_a_report(cells, tmp_path):
     assert (best["dice"], best["iou"]) == pytest.approx((report.dice, report.iou))
 
 
+class Everything(nn.Module):
+    """Finds foreground everywhere."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.only = nn.Conv2d(3, 1, 1)
+        nn.init.zeros_(self.only.weight)
+        nn.init.constant_(self.only.bias, 5.0)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.only(x)
+
+
+def test_the_scores_of_a_run_count_every_pixel_held_out_once(cells, tmp_path):
+    """Crops of 32 overlap in images of 64 × 72, and the training images are not counted."""
+    register_model("test_everything", Everything, replace=True)
+    config = replace(QUICK, model="test_everything", epochs=1, learning_rate=1e-9)
+
+    report = run(cells, tmp_path / "run", config)
+
+    masks = [cv2.imread(str(file), cv2.IMREAD_UNCHANGED) > 0 for file in sorted((cells / "masks").iterdir())]
+    held = np.stack([masks[number] for number in split(6, config)[1].tolist()])
+    assert report.iou == pytest.approx(held.mean())
+    assert report.dice == pytest.approx(2 * held.sum() / (held.size + held.sum()))
+
+
 # Resume and repeat
 
 

@@ -115,6 +115,93 @@ def test_tiles_that_see_an_object_differently_find_it_once(tmp_path):
     assert abs(labels.num_objects - truth.max()) <= 3
 
 
+def box(shape, rows, columns, number=1):
+    labels = np.zeros(shape, np.int32)
+    labels[slice(*rows), slice(*columns)] = number
+    return labels
+
+
+def given(*found):
+    """A segmenter that finds these labels, tile by tile, or labels with confidences."""
+
+    def segment(tiles):
+        for _, one in zip(tiles, found, strict=True):
+            yield one if isinstance(one, TileLabels) else TileLabels(one)
+
+    return segment
+
+
+@pytest.mark.parametrize(("first", "second"), [((90, 105), (86, 121)), ((80, 115), (98, 113))])
+def test_an_object_that_one_of_two_tiles_sees_smaller_is_one_object(first, second, tmp_path):
+    one = box((100, 140), (40, 60), first)
+    other = box((100, 140), (40, 60), [side - 60 for side in second])
+
+    written, _, labels = run(np.zeros((100, 200, 3), np.uint8), tmp_path, 100, 40, given(one, other))
+
+    assert labels.num_objects == 1
+    assert [found.objects.table[:, 0].tolist() for found in written] == [[20 * (first[1] - first[0])]]
+
+
+def test_a_neighbour_that_two_tiles_see_overlap_is_trimmed(tmp_path):
+    one, other = box((100, 140), (40, 60), (80, 100)), box((100, 140), (40, 60), (96 - 60, 126 - 60))
+
+    written, whole, labels = run(np.zeros((100, 200, 3), np.uint8), tmp_path, 100, 40, given(one, other))
+
+    assert labels.num_objects == 2
+    assert [found.objects.table[0, 0].item() for found in written] == [20 * 20, 20 * 26]
+    assert np.bincount(whole.ravel())[1:].tolist() == [20 * 20, 20 * 26]
+
+
+def test_a_small_object_inside_a_large_one_does_not_hide_it(tmp_path):
+    shape = (100, 180)
+    large = box(shape, (10, 90), (92 - 60, 180))
+    parts = box(shape, (10, 90), (0, 180)), box((100, 140), (10, 90), (0, 60))
+
+    _, _, labels = run(
+        np.zeros((100, 400, 3), np.uint8), tmp_path, 100, 40, given(box((100, 140), (45, 55), (95, 105)), large, *parts)
+    )
+
+    assert labels.num_objects == 2
+
+
+def test_the_confidence_of_a_joined_object_is_the_mean_over_its_pixels(tmp_path):
+    """90, 100, 100 and 10 columns of it are new to the four tiles."""
+    columns, widths = [(30, 120), (0, 140), (0, 140), (0, 50)], [120, 140, 140, 120]
+    found = [
+        TileLabels(box((60, width), (20, 40), at), np.array([confidence]))
+        for width, at, confidence in zip(widths, columns, (0.2, 0.4, 0.6, 0.8), strict=True)
+    ]
+
+    (joined,), _, _ = run(np.zeros((60, 400, 3), np.uint8), tmp_path, 100, 20, given(*found))
+
+    assert joined.objects.table[0, 0] == 20 * 300
+    assert joined.confidence.tolist() == pytest.approx([(90 * 0.2 + 100 * 0.4 + 100 * 0.6 + 10 * 0.8) / 300])
+
+
+def test_each_object_keeps_its_own_confidence(tmp_path):
+    labels = box((60, 60), (5, 15), (5, 15), 5) + box((60, 60), (30, 45), (30, 45), 3)
+    found = TileLabels(labels, np.array([0.1, 0.2, 0.3, 0.4, 0.5]))
+
+    (written,), _, _ = run(np.zeros((60, 60, 3), np.uint8), tmp_path, 100, 20, given(found))
+
+    assert written.objects.table[:, 0].tolist() == [100, 225]
+    assert written.confidence.tolist() == [0.5, 0.3]
+
+
+def test_an_outline_at_a_lower_resolution_has_the_sizes_of_the_slide(tmp_path, monkeypatch):
+    monkeypatch.setattr("brim.segmentation.prediction.slides._OUTLINED_PIXELS", 1000)
+    image = box((60, 400), (20, 40), (28, 328), 200).astype(np.uint8)
+
+    _, file = result_of(write_file(tmp_path / "slide.tif", image), tmp_path, "geojson", monkeypatch)
+
+    (feature,) = json.loads(file.read_text())["features"]
+    values, ring = feature["properties"]["measurements"], np.array(feature["geometry"]["coordinates"][0])
+    assert (values["area_px"], values["x_px"], values["y_px"]) == (20 * 300, 178, 30)
+    assert (ring.min(0).tolist(), ring.max(0).tolist()) == ([28, 20], [328, 40])
+    assert values["perimeter_px"] == pytest.approx(2 * (20 + 300), rel=0.08)
+    assert values["mean_intensity"] == 200
+
+
 def test_an_image_of_nothing_has_no_objects(tmp_path):
     written, whole, labels = run(np.zeros((300, 300, 3), np.uint8), tmp_path, 128, 16)
 

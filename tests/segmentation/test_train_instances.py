@@ -21,7 +21,7 @@ from brim.segmentation.objects.instances import STANDARD_DIAMETER, heights, maps
 from brim.segmentation.objects.scores import ObjectScores
 from brim.segmentation.scenes import write_cells
 from brim.segmentation.scenes.source import Drawing, SceneSource
-from brim.segmentation.training import train
+from brim.segmentation.training import run, train
 from brim.segmentation.training.crops import Cutting, cut
 from brim.segmentation.training.objective import instance_losses
 
@@ -111,15 +111,24 @@ def test_more_objects_than_a_crop_can_number_are_refused():
         next(cut(np.zeros((256, 256, 3), np.uint8), labels, Cutting(256, instances=True)))
 
 
-def test_scenes_are_drawn_while_training_and_a_stopped_run_ends_with_the_same_bits(tmp_path):
+def test_scenes_are_drawn_while_training_and_a_stopped_run_ends_with_the_same_bits(tmp_path, monkeypatch):
     config = SegmentTrainConfig(**QUICK | {"epochs": 2}, scenes=("nuclei",), scenes_per_epoch=12)
     asked = iter(range(100))
+    seeds = []
+
+    class Noted(Drawing):
+        def __init__(self, names, seed, size):
+            seeds.append(seed)
+            super().__init__(names, seed, size)
+
+    monkeypatch.setattr(run, "Drawing", Noted)
 
     whole = train(None, None, config, tmp_path / "whole", device="cpu")
     train(None, None, config, tmp_path / "cut", device="cpu", stop=lambda: next(asked) >= 3)
     resumed = train(None, None, config, tmp_path / "cut", device="cpu")
 
     assert (whole.task, whole.training.steps, resumed.training.steps) == ("instances", 6, 6)
+    assert len(set(seeds)) == 2  # none is both trained on and scored
     one, other = weights_of(tmp_path / "whole"), weights_of(tmp_path / "cut")
     assert all(torch.equal(one[name], other[name]) for name in one)
     assert read_metadata(tmp_path / "whole")["contrast"] == "stretch"

@@ -103,6 +103,19 @@ def test_the_tuned_batch_is_never_slower_than_a_batch_of_one(tuned):
     assert tuned.entry.expected_throughput >= 1 / statistics.median(seconds)
 
 
+def test_the_entry_is_what_the_sweep_found_within_what_was_asked(monkeypatch):
+    chosen, asked = Trial(batch=4, seconds=0.010, p50_ms=9.0, p95_ms=12.0), []
+    found = Sweep(batch=4, max_safe=32, trials=[chosen], best=chosen, chosen=chosen)
+    monkeypatch.setattr(tuner, "sweep", lambda prober, config, **_: asked.append(config) or found)
+    monkeypatch.setattr(tuner, "budget_bytes", lambda device: 10**10)
+
+    entry = tune_model("tiny", Blobs(), CPU, TuneConfig(reserve=0.25, p95_ms=50.0, **QUICK)).entry
+
+    assert (entry.optimal_batch_size, entry.max_safe_batch_size, entry.expected_throughput) == (4, 32, 400)
+    assert (entry.p50_latency_ms, entry.p95_latency_ms, entry.memory_limit_mb) == (9, 12, 7500)
+    assert (asked[0].p95_ms, asked[0].headroom, asked[0].budget_bytes) == (50, 0.25, 10**10)
+
+
 def test_a_choice_that_its_proof_shows_to_be_slow_is_taken_back():
     trials = [Trial(batch=1, seconds=0.010), Trial(batch=2, seconds=0.019), Trial(batch=2, seconds=0.025)]
     found = Sweep(batch=2, max_safe=4, trials=trials, best=merge(trials[1:]), chosen=merge(trials[1:]))
