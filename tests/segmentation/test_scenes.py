@@ -61,7 +61,7 @@ def test_some_objects_touch() -> None:
 
 def test_words_are_scrambled_as_published() -> None:
     """Wellons' lowbias32, and what is drawn from it, in whole numbers of Python."""
-    words = np.random.default_rng(0).integers(0, 2**32, 2000).tolist() + [0, 1, 2**31, 2**32 - 1]
+    words = [0, 1, 2**31, 2**32 - 1, *np.random.default_rng(0).integers(0, 2**32, 2000).tolist()]
 
     def lowbias32(x: int) -> int:
         x = (x ^ x >> 16) * 0x7FEB352D % 2**32

@@ -63,11 +63,11 @@ def test_label_images_are_learned_as_objects_and_masks_of_two_values_as_masks(ce
     assert {"ap50", "ap75", "pq", "count_error", "merges", "splits"} <= report.to_json().keys()
     assert "ap50" not in plain.to_json()
     assert json.loads((cells / "run/config.json").read_text())["training"]["task"] == "instances"
-    for run, words in (
+    for name, words in (
         ("run", ("PQ", "F1", "count error", "merges", "splits", "true,")),
         ("plain", ("Dice", ": IoU ")),
     ):
-        page = (cells / run / "report.html").read_text()
+        page = (cells / name / "report.html").read_text()
         assert page.count("<figure") == 2  # the crops of the image held out
         assert all(word in page for word in words)
 
