@@ -3,7 +3,6 @@
 import copy
 import json
 import multiprocessing
-import os
 import re
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -58,28 +57,12 @@ def save(path, content):
 # What it keeps
 
 
-def test_a_missing_file_is_empty(tmp_path):
-    sizes = BatchSizes.read(tmp_path / "none.json")
-
-    assert sizes.devices == ()
-    assert sizes.entry(KEY, "hrnet") is None
-
-
-def test_what_is_written_is_read_back(tmp_path):
-    file = tmp_path / "batch_sizes.json"
-    save_entry(file, KEY, {"name": "NVIDIA H200"}, "hrnet", ENTRY, TRIALS)
-
-    found = BatchSizes.read(file)
-
-    assert found.entry(KEY, "hrnet") == ENTRY
-    assert (found.devices, found.models(KEY)) == ((KEY,), ("hrnet",))
-
-
 def test_the_file_has_exactly_the_promised_keys(tmp_path):
     file = tmp_path / "batch_sizes.json"
     save_entry(file, KEY, {"name": "NVIDIA H200"}, "hrnet", ENTRY, TRIALS)
-    content = json.loads(file.read_text())
+    content, found = json.loads(file.read_text()), BatchSizes.read(file)
 
+    assert (found.entry(KEY, "hrnet"), found.devices, found.models(KEY)) == (ENTRY, (KEY,), ("hrnet",))
     assert list(content) == ["format_version", "created", "devices"]
     assert content["format_version"] == 1
     assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ", content["created"])
@@ -183,33 +166,14 @@ HRNET = ("devices", KEY, "batch_configurations", "hrnet")
     ("path", "value", "message"),
     [
         (("format_version",), 2, "format_version=2 must be 1"),
-        (("format_version",), True, "format_version=true"),
         (("format_version",), ..., "format_version=null"),
-        (("created",), "yesterday", 'created="yesterday" must be a time like'),
-        (("created",), "2026-01-01T00:00:00", "created="),
-        (("created",), 12, "created=12"),
-        (("devices",), [], r"devices=\[\] must be an object"),
-        (("devices", KEY), 3, f'devices."{KEY}"=3'),
-        (("devices", KEY, "device_info"), ..., "device_info=null"),
-        (("devices", KEY, "batch_configurations"), [], "batch_configurations="),
-        (HRNET, "x", 'batch_configurations."hrnet"="x" must be an object'),
+        (("created",), "2026-01-01T00:00:00", 'created="2026-01-01T00:00:00" must be a time like'),
+        (("devices", KEY), 3, f'devices."{KEY}"=3 must be an object'),
         ((*HRNET, "optimal_batch_size"), 0, 'hrnet".optimal_batch_size=0 must be between 1 and'),
-        ((*HRNET, "optimal_batch_size"), -8, "optimal_batch_size=-8"),
-        ((*HRNET, "optimal_batch_size"), 8.0, "optimal_batch_size=8.0"),
-        ((*HRNET, "optimal_batch_size"), True, "optimal_batch_size=true"),
-        ((*HRNET, "optimal_batch_size"), "8", 'optimal_batch_size="8"'),
         ((*HRNET, "optimal_batch_size"), ..., "optimal_batch_size is missing"),
         ((*HRNET, "optimal_batch_size"), 97, "optimal_batch_size=97 must be at most max_safe_batch_size, 96"),
-        ((*HRNET, "max_safe_batch_size"), 10**400, "max_safe_batch_size=1000"),
-        ((*HRNET, "expected_throughput"), 0, "expected_throughput=0.0 must be above 0"),
         ((*HRNET, "p50_latency_ms"), 30.0, "p50_latency_ms=30.0 must be at most p95_latency_ms, 19.9"),
-        ((*HRNET, "memory_limit_mb"), None, "memory_limit_mb=null"),
-        ((*HRNET, "image_size"), 0, "image_size=0"),
-        ((*HRNET, "precision"), "fp8", 'precision="fp8" is unknown'),
-        ((*HRNET, "layout"), ["contiguous"], "layout="),
-        ((*HRNET, "compiled"), 1, "compiled must be true or false"),
         (("devices", KEY, "detailed_results", "hrnet"), {}, 'detailed_results."hrnet"={} must be a list'),
-        (("devices", KEY, "detailed_results", "hrnet"), [1], r'detailed_results."hrnet"\[0\]=1'),
     ],
 )
 def test_a_wrong_value_is_named_with_its_place(tmp_path, path, value, message):
@@ -227,39 +191,21 @@ def test_a_wrong_value_is_named_with_its_place(tmp_path, path, value, message):
 @pytest.mark.parametrize(
     "content",
     [
-        b"",
-        b"{",
+        json.dumps(document()).encode()[:-40],
         b"\xff\xfe\x00",
-        b"not json",
         b'{"format_version": 1, "format_version": 1}',
         b"[" * 100_000,
         b"1" * 5000,
-        json.dumps(document()).encode()[:-40],
         json.dumps({**document(), "extra": {"deep": [1.0, float("nan")]}}).encode(),
-        json.dumps({**document(), "extra": -float("inf")}).encode(),
         json.dumps({**document(), "extra": 5e300}).replace("e+300", "e+400").encode(),
     ],
-    ids=["empty", "open", "bytes", "text", "twice", "deep", "long number", "cut", "nan", "inf", "overflow"],
+    ids=["cut", "bytes", "twice", "deep", "long number", "nan", "overflow"],
 )
 def test_what_is_not_json_is_refused(tmp_path, content):
     file = tmp_path / "sizes.json"
     file.write_bytes(content)
 
     with pytest.raises(ConfigError, match=r"sizes\.json is not valid JSON: .+delete the file and tune again"):
-        BatchSizes.read(file)
-
-
-@pytest.mark.parametrize("content", [[], None, 1, "x"])
-def test_a_document_that_is_no_object_is_refused(tmp_path, content):
-    with pytest.raises(ConfigError, match=r"the document=.+ must be an object"):
-        BatchSizes.read(save(tmp_path / "sizes.json", content))
-
-
-def test_a_key_that_occurs_twice_is_named(tmp_path):
-    file = tmp_path / "sizes.json"
-    file.write_text(json.dumps(document()).replace('"hrnet": {', '"hrnet": {}, "hrnet": {', 1))
-
-    with pytest.raises(ConfigError, match='key "hrnet" occurs twice'):
         BatchSizes.read(file)
 
 
@@ -274,27 +220,7 @@ def test_a_malformed_file_is_never_overwritten(tmp_path):
     assert file.read_text() == "{"
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"optimal_batch_size": 97}, "optimal_batch_size=97 must be at most"),
-        ({"expected_throughput": float("nan")}, "expected_throughput=NaN must be above 0"),
-        ({"precision": "int8"}, 'precision="int8"'),
-    ],
-)
-def test_an_entry_that_cannot_be_is_not_made(change, message):
-    with pytest.raises(ConfigError, match=message):
-        replace(ENTRY, **change)
-
-
 # Where it cannot be written
-
-
-def test_a_directory_that_does_not_exist_is_made(tmp_path):
-    file = tmp_path / "new" / "deeper" / "sizes.json"
-    BatchSizes.read(file).write(file)
-
-    assert BatchSizes.read(file).devices == ()
 
 
 def test_a_file_in_the_place_of_the_directory_is_a_storage_error(tmp_path):
@@ -302,21 +228,6 @@ def test_a_file_in_the_place_of_the_directory_is_a_storage_error(tmp_path):
 
     with pytest.raises(StorageError, match=r"sizes\.json: cannot write, .+choose another out"):
         save_entry(tmp_path / "plain" / "sizes.json", KEY, {}, "hrnet", ENTRY, [])
-
-
-def test_a_directory_in_the_place_of_the_file_is_a_storage_error(tmp_path):
-    with pytest.raises(StorageError, match="cannot be read"):
-        BatchSizes.read(tmp_path)
-
-
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
-def test_a_read_only_directory_is_a_storage_error(tmp_path):
-    tmp_path.chmod(0o500)
-    try:
-        with pytest.raises(StorageError, match="cannot write"):
-            BatchSizes.read(tmp_path / "sizes.json").write(tmp_path / "sizes.json")
-    finally:
-        tmp_path.chmod(0o700)
 
 
 def test_a_full_disk_leaves_the_file_as_it_was(tmp_path, monkeypatch):
@@ -344,11 +255,6 @@ def test_a_link_stays_a_link(tmp_path):
 
 
 # Which device
-
-
-def test_the_key_of_a_cpu_names_it_with_cores_and_memory():
-    assert re.fullmatch(r"\S.* \d+ cores? \d+ GiB", device_key(CPU))
-    assert device_key(CPU) == device_key(CPU)
 
 
 @pytest.mark.parametrize(("gib", "shown"), [(0.4, 1), (7.7, 8), (23.4, 24), (23.6, 24), (62.7, 64), (125.4, 128)])
@@ -386,24 +292,14 @@ def test_the_file_is_in_the_cache_directory_unless_there_is_one_here(tmp_path, m
     assert sizes_file() == Path("batch_sizes.json")
 
 
-@pytest.mark.parametrize("content", ["{", '{"format_version": 99}', "[]", "\xff"])
-def test_a_damaged_file_in_the_cache_directory_is_not_used(content, tmp_path, monkeypatch, caplog):
+def test_a_damaged_file_in_the_cache_directory_is_not_used(tmp_path, monkeypatch, caplog):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.chdir(tmp_path)
     file = sizes_file()
     file.parent.mkdir(parents=True)
-    file.write_text(content, encoding="latin-1")
+    file.write_text("{")
 
     assert BatchSizes.read(file).devices == ()
     assert caplog.text.count("it is not used") == 1
     with pytest.raises(ConfigError):
         BatchSizes.read(file.rename(tmp_path / "mine.json"))
-
-
-@pytest.mark.parametrize("value", ["", "relative"])
-def test_without_an_absolute_cache_directory_it_is_below_the_home(value, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("XDG_CACHE_HOME", value)
-    monkeypatch.setenv("HOME", str(tmp_path / "home"))
-
-    assert sizes_file() == tmp_path / "home" / ".cache" / "brim" / "batch_sizes.json"

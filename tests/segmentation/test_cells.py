@@ -1,8 +1,6 @@
 import cv2
 import numpy as np
-import pytest
 
-from brim.errors import ConfigError, StorageError
 from brim.segmentation.scenes import make_cells, make_labels, write_cells
 
 
@@ -49,20 +47,3 @@ def test_files_hold_what_was_made(tmp_path):
     assert [file.name for file in sorted((tmp_path / "masks").iterdir())] == [f"cell_0000{n}.png" for n in range(3)]
     assert np.array_equal(cv2.imread(str(tmp_path / "images/cell_00001.png"))[:, :, ::-1], image)
     assert np.array_equal(cv2.imread(str(tmp_path / "masks/cell_00001.png"), cv2.IMREAD_UNCHANGED), labels)
-
-
-@pytest.mark.parametrize(
-    ("height", "width", "seed", "name"), [(31, 64, 0, "height"), (64, 0, 0, "width"), (64, 64, -1, "seed")]
-)
-def test_a_value_that_cannot_work_is_named(height, width, seed, name):
-    with pytest.raises(ConfigError, match=name):
-        make_cells(seed, 0, height, width)
-
-
-def test_a_folder_that_cannot_be_made_is_named(tmp_path):
-    (tmp_path / "images").write_text("a file")
-
-    with pytest.raises(StorageError, match="images"):
-        write_cells(tmp_path / "images", tmp_path / "masks", 1, seed=0, height=32, width=32)
-    with pytest.raises(ConfigError, match="count=0"):
-        write_cells(tmp_path / "a", tmp_path / "b", 0, seed=0, height=32, width=32)

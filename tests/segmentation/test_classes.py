@@ -8,7 +8,6 @@ import pytest
 import torch
 from PIL import Image
 
-from brim.cli import main
 from brim.errors import DatasetError
 from brim.segmentation import ModelLoader
 from brim.segmentation.config import FilesConfig, SegmentTrainConfig
@@ -114,7 +113,6 @@ def test_other_classes_start_from_the_same_network(run, cells, tmp_path):
     ("text", "words"),
     [
         ("", "first line must name the columns image,label,class"),
-        ("label,class\n1,a\n", "image,label,class"),
         ("image,label,class\nnone.png,1,a\n", "line 2: there is no image none.png"),
         ("image,label,class\n0.png,-1,a\n", 'line 2: label "-1"'),
         ("image,label,class\n0.png,1,\n", "names 0 classes"),
@@ -125,15 +123,6 @@ def test_a_table_that_does_not_fit_is_refused(cells, tmp_path, text, words):
 
     with pytest.raises(DatasetError, match=words):
         with_classes(pair_files(cells / "images", cells / "masks"), tmp_path / "table.csv")
-
-
-def test_a_missing_table_is_one_sentence(cells, tmp_path, capsys):
-    words = (
-        f"segment train --images {cells / 'images'} --masks {cells / 'masks'} --model unet_tiny --out {tmp_path / 'o'}"
-    )
-
-    assert main([*words.split(), "--classes", str(tmp_path / "none.csv")]) == 2
-    assert "none.csv cannot be read: No such file or directory" in capsys.readouterr().err
 
 
 def test_a_table_of_one_image_needs_no_image_column(tmp_path):

@@ -6,18 +6,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-import shapely
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
-from scipy import ndimage
-from torch.overrides import TorchFunctionMode
 
 from brim.engine.device.memory import guard
 from brim.engine.pipeline import HostCopy
 from brim.errors import OutOfMemory
-from brim.segmentation.objects import Polygon, device_rings, fill, to_polygons
+from brim.segmentation.objects import device_rings, to_polygons
 from brim.segmentation.objects import rings as outlines
 from brim.segmentation.objects.device_rings import find_rings
 from brim.segmentation.prediction.scoring import TracedRings
@@ -62,58 +59,6 @@ def assert_equal(found: list[outlines.Rings], expected: list[outlines.Rings]) ->
             np.testing.assert_array_equal(values, getattr(other, name), err_msg=name)
 
 
-def check(mask: np.ndarray) -> list[Polygon]:
-    """Everything that has to hold for any mask, by those who know nothing of our rings."""
-    (probability,) = chances([mask])
-    (rings,) = trace([mask], [probability])
-    polygons, (labels, num_parts) = to_polygons(rings), ndimage.label(mask)
-    assert len(polygons) == num_parts
-    np.testing.assert_array_equal(fill(polygons, *mask.shape), mask)
-    for polygon in polygons:
-        inside = fill([polygon], *mask.shape)
-        assert len(np.unique(labels[inside])) == 1
-        assert polygon.area == inside.sum()
-        assert polygon.confidence == pytest.approx(float(probability[inside].mean(dtype=np.float64)), abs=1e-6)
-        shape = shapely.Polygon(polygon.points, polygon.holes)
-        assert shape.is_valid
-        assert shape.area == polygon.area
-        assert polygon.points.dtype == np.int32
-    return polygons
-
-
-def nested() -> np.ndarray:
-    return np.abs(np.indices((13, 13)) - 6).max(0) % 2 == 0
-
-
-@given(small_masks)
-@settings(max_examples=100, deadline=None, derandomize=True)
-def test_every_small_mask_comes_back_whole(mask):
-    check(mask)
-
-
-@pytest.mark.parametrize(
-    "mask",
-    [
-        nested(),  # islands in holes in islands
-        np.indices((9, 8)).sum(0) % 2 == 0,  # every pixel touches its neighbours at corners alone
-        np.ones((5, 7), bool),
-        np.ones((1, 1), bool),
-        np.zeros((4, 3), bool),
-        np.array([[1, 1, 1, 1], [1, 0, 0, 1], [1, 0, 1, 0], [1, 1, 1, 1]]) > 0,  # closes by a corner
-        np.array([[1, 1, 1, 1], [1, 0, 1, 1], [1, 1, 0, 1], [1, 1, 1, 1]]) > 0,  # holes that share a corner
-        np.array([[1, 1, 0, 0], [1, 1, 0, 0], [0, 0, 1, 1], [0, 0, 1, 1]]) > 0,
-    ],
-    ids=["nested", "chessboard", "full", "pixel", "empty", "closing", "holes", "corner"],
-)
-def test_masks_that_are_easy_to_get_wrong_come_back_whole(mask):
-    check(mask)
-
-
-@pytest.mark.parametrize("density", [0.03, 0.3, 0.5, 0.6, 0.8, 0.97])
-def test_noise_comes_back_whole(density):
-    check(np.random.default_rng(7).random((50, 37)) < density)
-
-
 @given(st.lists(small_masks, min_size=1, max_size=5), st.booleans())
 @settings(max_examples=100, deadline=None, derandomize=True)
 def test_masks_of_any_sizes_together_give_the_hosts_bits(masks, detect_holes):
@@ -125,14 +70,18 @@ def test_masks_of_any_sizes_together_give_the_hosts_bits(masks, detect_holes):
 
 
 @pytest.mark.parametrize("detect_holes", [True, False])
-def test_cells_give_the_hosts_bits(detect_holes):
-    masks = [make_cells(seed=5, index=index, height=256, width=200)[1] > 0 for index in range(4)]
-    masks.append(nested())
+def test_cells_and_masks_that_are_easy_to_get_wrong_give_the_hosts_bits(detect_holes):
+    masks = [make_cells(seed=5, index=index, height=256, width=200)[1] for index in range(4)]
+    masks += [
+        np.abs(np.indices((13, 13)) - 6).max(0) % 2 == 0,  # islands in holes in islands
+        np.indices((9, 8)).sum(0) % 2 == 0,  # every pixel touches its neighbours at corners alone
+        np.zeros((4, 3), bool),
+        np.array([[1, 1, 1, 1], [1, 0, 0, 1], [1, 0, 1, 0], [1, 1, 1, 1]]) > 0,  # closes by a corner
+        np.array([[1, 1, 1, 1], [1, 0, 1, 1], [1, 1, 0, 1], [1, 1, 1, 1]]) > 0,  # holes that share a corner
+    ]
     probabilities = chances(masks)
 
-    found = trace(masks, probabilities, detect_holes)
-
-    assert_equal(found, expect(masks, probabilities, detect_holes))
+    assert_equal(trace(masks, probabilities, detect_holes), expect(masks, probabilities, detect_holes))
 
 
 @pytest.mark.parametrize("band", [1, 60, 500])
@@ -193,16 +142,6 @@ def test_more_corners_than_there_is_room_for_are_refused_before_they_are_linked(
 # Without the interpreter
 
 
-class Calls(TorchFunctionMode):
-    """Counts what Python asks of torch; what TorchScript does by itself is not among it."""
-
-    num = 0
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.num += 1
-        return func(*args, **(kwargs or {}))
-
-
 def two_masks() -> tuple[torch.Tensor, torch.Tensor, list[tuple[int, int]]]:
     masks = [np.random.default_rng(seed).random((30, 41 - seed)) < 0.6 for seed in range(2)]
     sizes = [mask.shape for mask in masks]
@@ -222,23 +161,6 @@ def without_torchscript(uncompiled: None, monkeypatch: pytest.MonkeyPatch) -> No
         raise NotImplementedError("torch.jit.script has been removed")
 
     monkeypatch.setattr(torch.jit, "script", gone)
-
-
-def test_python_asks_for_all_rings_at_once():
-    arguments = two_masks()
-    find_rings(*arguments, True)
-
-    with Calls() as calls:
-        find_rings(*arguments, True)
-
-    assert calls.num < 10
-
-
-def test_without_torchscript_it_is_python_that_asks(without_torchscript):
-    with Calls() as calls:
-        find_rings(*two_masks(), True)
-
-    assert calls.num > 100
 
 
 @pytest.mark.parametrize("detect_holes", [True, False])
@@ -275,15 +197,6 @@ def test_threads_that_are_first_together_compile_once(scripts):
     assert len(scripts) == 1
     assert len(found) == 4
     assert all(torch.equal(rings.points, found[0].points) for rings in found)
-
-
-def test_no_kernels_are_compiled_for_the_shapes_that_come(scripts):
-    mask, probability, _ = two_masks()
-    for rows in (30, 30, 29, 28):
-        find_rings(mask, probability, [(rows, 40)] * 2, True)
-
-    with pytest.raises(RuntimeError, match="optimized_plan_"):  # the optimizer has not been asked for a plan
-        scripts[0].get_debug_state()
 
 
 def test_memory_that_runs_out_inside_is_recognised(monkeypatch):

@@ -232,10 +232,6 @@ def test_a_marker_without_a_segment_does_not_hide_the_frame(undecoded):
         read_image(data, max_pixels=1000)
 
 
-def test_a_jpeg_with_such_a_marker_is_read():
-    assert read_image(b"\xff\xd8\xff\x01" + jpeg()[2:]).shape == (256, 256, 3)
-
-
 def test_two_frame_headers_are_refused(undecoded):
     data = jpeg()
 
@@ -317,7 +313,7 @@ SEEDS = {
     "png": bytes(cv2.imencode(".png", GREY)[1]),
     "jpeg": bytes(cv2.imencode(".jpg", np.dstack([GREY] * 3))[1]),
     "progressive": bytes(cv2.imencode(".jpg", GREY, [cv2.IMWRITE_JPEG_PROGRESSIVE, 1])[1]),
-    "tiff": grey_tiff(*strips([bytes(row) for row in GREY])),
+    "grey tiff": bytes(cv2.imencode(".tif", GREY, [cv2.IMWRITE_TIFF_COMPRESSION, 1])[1]),
     "rgb tiff": bytes(cv2.imencode(".tif", np.dstack([GREY] * 3), [cv2.IMWRITE_TIFF_COMPRESSION, 1])[1]),
 }
 TOKENS = [b"\xff\x01", b"\xff\xd8", b"\xff\xe0\0\2", fake_frame()[:19], b"IHDR", struct.pack("<HHII", 256, LONG, 1, 32)]
@@ -339,7 +335,7 @@ def mutated(rng: random.Random, data: bytes) -> bytes:
     return bytes(out)
 
 
-@pytest.mark.parametrize("kind", ["tiff", "rgb tiff"])
+@pytest.mark.parametrize("kind", ["grey tiff", "rgb tiff"])
 def test_a_damaged_tiff_that_is_read_has_the_size_of_its_header(kind):
     rng, num_read = random.Random(kind), 0
     for _ in range(1500):
@@ -350,7 +346,7 @@ def test_a_damaged_tiff_that_is_read_has_the_size_of_its_header(kind):
             continue
         num_read += 1
         assert pixels.shape[1::-1] == size
-    assert num_read > 5 or kind == "tiff"  # whose checksums see the damage
+    assert num_read > 5
 
 
 @pytest.mark.parametrize("kind", ["png", "jpeg", "progressive"])

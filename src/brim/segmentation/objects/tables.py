@@ -167,12 +167,3 @@ def _digits(values: NDArray[np.float64], decimals: int) -> NDArray[np.uint8]:
         return np.asarray(digits)
     point = np.full((len(values), 1), ord("."), np.uint8)
     return np.concatenate([digits[:, :-decimals], point, digits[:, -decimals:]], 1)
-
-
-def summary(measurements: Measurements) -> dict[str, Any]:
-    """Count, median area and median diameter in pixels."""
-    area = measurements.column("area_px")
-    if not len(area):
-        return {"objects": 0, "median_area_px": None, "median_diameter_px": None}
-    median = float(np.median(area))
-    return {"objects": len(area), "median_area_px": median, "median_diameter_px": round(2 * (median / np.pi) ** 0.5, 2)}
