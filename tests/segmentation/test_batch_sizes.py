@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from entries import entry_of
 
 from brim.engine.device import devices as engine_device
 from brim.errors import ConfigError, StorageError
 from brim.segmentation.tuning import (
-    BatchSizeEntry,
     BatchSizes,
     batch_sizes,
     device_info,
@@ -25,18 +25,7 @@ from waiting import PATIENCE_S
 
 CPU = torch.device("cpu")
 KEY = "NVIDIA H200 140 GiB"
-ENTRY = BatchSizeEntry(
-    optimal_batch_size=8,
-    max_safe_batch_size=96,
-    expected_throughput=412.5,
-    p50_latency_ms=19.4,
-    p95_latency_ms=19.9,
-    memory_limit_mb=120000.0,
-    image_size=1024,
-    precision="bf16",
-    layout="channels_last",
-    compiled=True,
-)
+ENTRY = entry_of(optimal_batch_size=8, max_safe_batch_size=96, p50_latency_ms=19.4, p95_latency_ms=19.9, compiled=True)
 TRIALS = [{"batch": 8, "throughput": 412.5, "status": "ok"}]
 
 

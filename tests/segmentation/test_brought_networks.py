@@ -255,16 +255,6 @@ def test_a_program_predicts_what_its_module_does(brim, place, tmp_path, program)
     torch.testing.assert_close(folded, expected, rtol=1e-4, atol=1e-5)
 
 
-def test_the_norms_of_a_program_are_folded_and_its_own_tensors_stay(place):
-    from brim.engine.networks import load_program
-
-    module = load_program(place / "net.pt2")
-    names = set(module.state_dict())
-    module.fold()
-    assert "batch_norm" not in str(module.program.graph)
-    assert names == set(small(place).state_dict())
-
-
 def test_a_program_can_be_trained_further_but_torchscript_not(brim, place, tmp_path):
     options = ["--images", "images", "--masks", "masks", "--epochs", 1, "--size", 64, "--device", "cpu", "--json"]
     code, _, err = brim("segment", "train", *options, "--network", "net.pt2", "--out", tmp_path / "run")
@@ -272,15 +262,6 @@ def test_a_program_can_be_trained_further_but_torchscript_not(brim, place, tmp_p
     assert predict(brim, tmp_path, "--weights", tmp_path / "run")[0] == 0
     code, _, err = brim("segment", "train", *options, "--network", "net.pt", "--out", tmp_path / "none")
     assert (code, "TorchScript" in err, (tmp_path / "none").exists()) == (2, True, False)
-
-
-def test_tuning_names_the_network(brim, tmp_path):
-    code, out, err = brim(
-        "segment", "tune", "--network", "net.py:make", "--size", 64, "--seconds", 0.2, "--device", "cpu",
-        "--out", tmp_path / "sizes.json", "--json",
-    )  # fmt: skip
-    assert code == 0, err
-    assert find_source("net.py:make").name in json.loads(out)
 
 
 def test_declared_networks_have_names(brim, place, tmp_path, monkeypatch):
@@ -382,11 +363,6 @@ class Touch:
 
     def __reduce__(self) -> tuple:
         return Path.touch, (self.file,)
-
-
-def test_weights_that_are_a_pickle_of_code_are_refused(brim, tmp_path):
-    code, _, err = predict(brim, tmp_path, "--network", "net.py:make", "--weights", "evil.pt")
-    assert (code, err.count("error:"), "evil.pt" in err) == (2, 1, True)
 
 
 def test_a_service_refuses_code_that_changed_and_never_takes_it_from_others(brim, place, run, tmp_path):

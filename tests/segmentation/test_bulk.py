@@ -6,6 +6,7 @@ from pathlib import Path
 import cv2
 import pytest
 import torch
+from entries import sizes_file
 
 from brim.engine.storage.places import place_of
 from brim.engine.tuning import ProbeConfig
@@ -28,7 +29,7 @@ from brim.segmentation.prediction import (
     write_parcel,
 )
 from brim.segmentation.scenes import make_cells
-from brim.segmentation.tuning import BatchSizeEntry, device_key, save_entry, tuner
+from brim.segmentation.tuning import tuner
 
 NUM = 7
 torch.set_num_threads(1)
@@ -68,18 +69,6 @@ def tasks_of(images, done=None) -> list[BulkTask]:
         BulkTask(index=index, name=str(path), image=path, file=f"{path.stem}.out", done=(done or {}).get(str(path)))
         for index, path in enumerate(images)
     ]
-
-
-def sizes_file(path: Path, **changes) -> Path:
-    """As if tuned on this device."""
-    values = {
-        "optimal_batch_size": 1, "max_safe_batch_size": 4, "expected_throughput": 10.0, "p50_latency_ms": 1.0,
-        "p95_latency_ms": 2.0, "memory_limit_mb": 100.0, "image_size": 1024, "precision": "fp32",
-        "layout": "contiguous", "compiled": False,
-    }  # fmt: skip
-    cpu = torch.device("cpu")
-    save_entry(path, device_key(cpu), {}, "unet_tiny", BatchSizeEntry(**(values | changes)), [])
-    return path
 
 
 def alone(images, weights, out, made: Recipe) -> dict[str, bytes]:
@@ -129,17 +118,6 @@ def test_batches_of_one_shape_are_those_of_one_process_without_strict_too(images
         for parcel in found
         for sheet in parcel.sheets
     )
-
-
-def test_an_image_that_cannot_be_read_says_what_one_process_says(images, weights, tmp_path):
-    loader = ModelLoader({"unet_tiny": weights}, "cpu", None)
-    expected = predict_files(images[1:2], loader, tmp_path / "one", recipe().files).failures
-    missing = tmp_path / "images/gone.png"
-
-    sheets = [sheet for parcel in read_parcels(tasks_of([images[1], missing])) for sheet in parcel.sheets]
-
-    assert {sheets[0].name: sheets[0].error} == expected
-    assert sheets[1].error == f"{missing}: cannot be read: No such file or directory"
 
 
 def test_what_is_finished_is_only_looked_at(images):
@@ -233,18 +211,6 @@ def test_what_was_recorded_is_found_again(tmp_path):
 
     assert nothing == {}
     assert opened(tmp_path)[1] == {name: record(name) for name in "abc"}
-
-
-def test_records_are_gathered_into_one_file(tmp_path):
-    records, _ = opened(tmp_path)
-    for number in range(20):
-        records.add([record(str(number))])
-
-    found = opened(tmp_path)[1]
-
-    assert len(found) == 20
-    assert len(list((tmp_path / ".brim/records").iterdir())) == 1
-    assert opened(tmp_path)[1] == found
 
 
 def test_another_recipe_starts_anew(tmp_path):

@@ -301,8 +301,9 @@ def test_a_directory_that_cannot_be_made_is_known_before_any_work(tmp_path):
 
 
 @pytest.mark.parametrize("form", ["geojson", "coco"])
-def test_a_full_disk_leaves_no_half_file(tmp_path, form, monkeypatch):
-    writer = Writer(tmp_path, form, ["a.png"])
+def test_a_full_disk_leaves_the_file_of_an_earlier_run(tmp_path, form, monkeypatch):
+    (file,) = write(tmp_path, form, predict("a.png", 1))  # by an earlier run
+    before, writer = file.read_bytes(), Writer(tmp_path, form, ["a.png"])
 
     def refuse(self: Path, target: Path) -> None:
         raise OSError(28, "No space left on device")
@@ -314,7 +315,8 @@ def test_a_full_disk_leaves_no_half_file(tmp_path, form, monkeypatch):
 
     with pytest.raises(StorageError, match="No space left on device"):
         run()
-    assert list(tmp_path.iterdir()) == []
+    assert list(tmp_path.iterdir()) == [file]
+    assert file.read_bytes() == before
 
 
 @pytest.mark.parametrize("form", FORMATS)

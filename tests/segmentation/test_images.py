@@ -488,6 +488,9 @@ def test_the_size_is_known_from_the_header(kind):
     data = saved(np.zeros((40, 70, 3), np.uint8), kind)
 
     assert image_size(memoryview(data), "a") == (70, 40)
+    if kind == "WEBP":  # which has a header for lossless images, and one for extended ones
+        assert image_size(saved(np.zeros((40, 70, 3), np.uint8), kind, lossless=True), "a") == (70, 40)
+        assert image_size(saved(np.zeros((40, 70, 4), np.uint8), kind, exif=b"Exif\0\0"), "a") == (70, 40)
     if kind in ("PNG", "TIFF", "BMP"):
         assert image_size(data[:120] if kind != "TIFF" else data, "a") == (70, 40)
 

@@ -56,21 +56,10 @@ def test_a_single_pixel_is_a_unit_square():
     assert polygon.area == 1
 
 
-def test_a_full_image_is_its_border():
-    (polygon,) = check(np.ones((5, 7), bool))
-
-    assert corners(polygon.points) == {(0, 0), (7, 0), (7, 5), (0, 5)}
-
-
 @pytest.mark.parametrize("shape", [(3, 4), (1, 1), (0, 5), (5, 0)])
 def test_an_empty_mask_has_no_polygons(shape):
     assert trace(np.zeros(shape, bool)) == []
     assert not fill([], *shape).any()
-
-
-def test_an_object_touching_every_border_keeps_its_border_pixels():
-    check(picture(".#.", "###", ".#."))
-    check(picture("#.#", "###", "#.#"))
 
 
 def test_a_hole_is_a_ring_of_its_own():
@@ -86,16 +75,6 @@ def test_an_island_in_a_hole_is_an_object_and_may_have_holes():
     assert [(p.area, len(p.holes)) for p in polygons] == [(24, 1), (8, 1)]
 
 
-def test_objects_that_share_a_corner_are_two():
-    polygons = check(picture("##..", "##..", "..##", "..##"))
-
-    assert [p.area for p in polygons] == [4, 4]
-
-
-def test_pixels_of_a_chessboard_are_all_apart():
-    assert len(check(np.indices((6, 7)).sum(0) % 2 == 0)) == 21
-
-
 def test_a_c_that_closes_by_a_corner_has_a_hole_that_touches_its_outline():
     (polygon,) = check(picture("####", "#..#", "#.#.", "####"))
 
@@ -109,10 +88,6 @@ def test_holes_that_share_a_corner_stay_two_holes_of_one_object():
     assert len(polygon.holes) == 2
 
 
-def test_a_ring_of_corners_is_no_hole():
-    assert len(check(picture(".#.", "#.#", ".#."))) == 4
-
-
 @given(st.tuples(st.integers(1, 12), st.integers(1, 12)).flatmap(lambda shape: hnp.arrays(bool, shape)))
 @settings(max_examples=150, deadline=None, derandomize=True)
 def test_every_small_mask_comes_back_whole(mask):
@@ -122,15 +97,6 @@ def test_every_small_mask_comes_back_whole(mask):
 @pytest.mark.parametrize("density", [0.03, 0.2, 0.5, 0.6, 0.8, 0.97])
 def test_noise_comes_back_whole(density):
     check(np.random.default_rng(7).random((60, 45)) < density)
-
-
-def test_many_touching_objects_are_split_like_a_few():
-    noise = np.random.default_rng(3).random((40, 300)) < 0.3
-
-    whole = trace(noise)
-
-    assert len(whole) == ndimage.label(noise)[1]
-    assert [p.area for p in whole] == [p.area for p in trace(noise)]
 
 
 @pytest.mark.parametrize("density", [0.2, 0.5, 0.7, 0.9])
@@ -209,15 +175,6 @@ def test_an_outline_starts_at_its_upper_left_and_goes_down_and_objects_follow_by
     assert [p.points[:2].tolist() for p in polygons] == [[[5, 0], [5, 2]], [[2, 1], [2, 2]], [[6, 3], [6, 4]]]
 
 
-def test_one_long_outline_is_one_ring():
-    comb = np.zeros((40, 401), bool)
-    comb[:, ::2] = comb[0] = True
-
-    (polygon,) = check(comb)
-
-    assert len(polygon.points) == 804
-
-
 def test_images_wider_than_16_bits_count():
     mask = np.zeros((2, 70_000), bool)
     mask[:, 3::9], mask[1, 65_530:65_541] = True, True
@@ -229,22 +186,6 @@ def test_images_wider_than_16_bits_count():
     assert {p.confidence for p in polygons} == {0.25}
 
 
-def test_any_dtype_and_memory_order_is_the_same_mask():
-    mask = np.random.default_rng(1).random((20, 30)) < 0.4
-    expected = [p.points.tolist() for p in trace(mask)]
-
-    for same in (mask.astype(np.uint8), mask * np.uint8(255), mask.astype(np.float32), mask.T.copy().T, mask * -3):
-        assert [p.points.tolist() for p in trace(same)] == expected
-    assert [p.points.tolist() for p in trace(np.repeat(mask, 2, 0)[::2])] == expected
-
-
-@pytest.mark.parametrize("dtype", [np.float16, np.float64])
-def test_probabilities_may_be_of_any_float(dtype):
-    (polygon,) = trace(np.ones((4, 4), bool), np.full((4, 4), 0.75, dtype))
-
-    assert polygon.confidence == pytest.approx(0.75)
-
-
 def test_a_nan_outside_does_not_reach_an_object():
     probability = np.full((4, 4), 0.5, np.float32)
     probability[0, 0] = np.nan
@@ -252,10 +193,6 @@ def test_a_nan_outside_does_not_reach_an_object():
     (polygon,) = trace(picture("....", ".##.", ".##.", "...."), probability)
 
     assert polygon.confidence == pytest.approx(0.5)
-
-
-def test_without_probabilities_the_confidence_is_one():
-    assert trace(picture("##"))[0].confidence == 1
 
 
 def test_shapes_that_do_not_match_are_named():

@@ -3,7 +3,6 @@ import math
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -16,17 +15,14 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from brim.engine.device.memory import inject_oom
-from brim.errors import ConfigError, ImageError, OutOfMemory
+from brim.errors import ImageError, OutOfMemory
 from brim.segmentation.config import PredictConfig
-from brim.segmentation.images.reading import Picture
 from brim.segmentation.networks import InferenceNetwork, ModelTraits
 from brim.segmentation.networks.network import ComputeConfig
 from brim.segmentation.objects import Prediction
 from brim.segmentation.prediction import ModelLoader, PredictProgress, PredictReport, predict_one, predict_stream
 from brim.segmentation.prediction import stream as module
-from brim.segmentation.prediction.patches import ImageFrame, Patch, PatchBatch, cut, group
-from brim.segmentation.prediction.scoring import Scorer
-from waiting import PATIENCE_S
+from brim.segmentation.prediction.patches import ImageFrame, Patch, group
 
 CPU = torch.device("cpu")
 SIZES = [(32, 32), (64, 48), (20, 20), (33, 97), (128, 128), (300, 201), (1, 1), (47, 256), (64, 64), (128, 128)]
@@ -123,28 +119,6 @@ def test_mixed_sizes_come_in_order_and_equal_single_images(batch_size: int) -> N
         assert same(prediction, predict_one(net, image, PredictConfig()), 1e-4)
 
 
-def test_probabilities_do_not_depend_on_the_batch() -> None:
-    images = [cells(64, 64, seed) for seed in range(6)]
-    frames = [cut(ImageFrame(0, ""), image, tile=64, overlap=None, resize=None, pinned=False) for image in images]
-    scorer = Scorer(network(Blur()), nullcontext(), batch_size=6, threshold=0.5, resize=None)
-
-    def probabilities(patches: list[Patch]) -> Tensor:
-        (scores,) = {id(done.scores): done.scores for done in scorer.forward(PatchBatch(patches))}.values()
-        assert scores is not None
-        return scores.probability
-
-    patches = [frame.patches[0] for frame in frames]
-    alone = torch.cat([probabilities([patch]) for patch in patches])
-    torch.testing.assert_close(probabilities(patches), alone, rtol=0, atol=1e-4)
-
-
-def test_strict_is_the_same_to_the_bit_whatever_else_is_there() -> None:
-    net = network(Blur())
-    several = predict_all(IMAGES, net, batch_size=8, strict=True, tile=128)
-    for prediction, image in zip(several, IMAGES, strict=True):
-        assert same(prediction, predict_one(net, image, PredictConfig(strict=True, tile=128)))
-
-
 def test_threshold_and_holes_are_honoured() -> None:
     image = np.full((64, 64, 3), 140, np.uint8)
     image[20:40, 20:40] = 0
@@ -153,34 +127,6 @@ def test_threshold_and_holes_are_honoured() -> None:
     (full,) = predict_one(network(), image, PredictConfig(detect_holes=False)).polygons
     assert (ring.area, len(ring.holes)) == (64 * 64 - 400, 1)
     assert (full.area, full.holes) == (64 * 64, ())
-
-
-def test_order_is_kept_with_one_slow_image(monkeypatch: pytest.MonkeyPatch) -> None:
-    def slow(image: Any, **options: Any) -> Picture:
-        if image.shape[0] == 40:
-            time.sleep(0.1)
-        return Picture(image)
-
-    monkeypatch.setattr(module, "read_picture", slow)
-    images = [cells(40 if index == 3 else 64, 64, index) for index in range(20)]
-    assert [p.name for p in predict_all(images, batch_size=4)] == [f"image {index}" for index in range(20)]
-
-
-def test_no_images_give_no_predictions_and_a_report_without_a_ceiling() -> None:
-    reports: list[PredictReport] = []
-    assert list(predict_stream(network(), [], PredictConfig(), on_report=reports.append)) == []
-    assert (reports[0].images, reports[0].ceiling_share) == (0, None)
-
-
-def test_images_may_be_paths_bytes_and_arrays(tmp_path: Path) -> None:
-    from PIL import Image
-
-    image = cells(40, 50)
-    Image.fromarray(image).save(tmp_path / "a.png")
-    path, content = tmp_path / "a.png", (tmp_path / "a.png").read_bytes()
-    found = predict_all([path, str(path), content, Image.fromarray(image), image], batch_size=4)
-    assert [p.name for p in found] == [str(path), str(path), "image 2", "image 3", "image 4"]
-    assert all(same(found[4], prediction) for prediction in found)
 
 
 class Channel(nn.Module):
@@ -253,21 +199,6 @@ def test_windows_of_a_large_image_give_what_the_whole_image_gives() -> None:
     for tile in (64, 96, 100, 320):
         assert same(predict_one(network(), image, PredictConfig(tile=tile)), whole, 1e-5)
     assert same(predict_one(network(), image, PredictConfig(tile=64, overlap=0)), whole, 1e-5)
-
-
-def test_windows_share_batches_with_other_images() -> None:
-    seen: list[int] = []
-
-    class Watching(Brightness):
-        def forward(self, x: Tensor) -> Tensor:
-            seen.append(len(x))
-            return super().forward(x)
-
-    images = [cells(150, 64, 1), cells(64, 64, 2), cells(64, 150, 3)]
-    found = predict_all(images, network(Watching()), batch_size=8, tile=64)
-    assert seen == [7]  # 3 windows, one image, 3 windows
-    for prediction, image in zip(found, images, strict=True):
-        assert same(prediction, predict_one(network(), image, PredictConfig()), 1e-5)
 
 
 def test_resize_runs_at_another_side_and_gives_masks_of_the_image() -> None:
@@ -404,21 +335,6 @@ def test_memory_that_runs_out_beside_the_device_is_tried_again(
     assert [p.error is not None for p in found] == [False, False, fails, False, False]
 
 
-def test_a_large_image_that_does_not_fit_as_a_whole_fails_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    from brim.segmentation.prediction import scoring
-
-    blend = scoring.Blend
-
-    def small_only(grid: Any, *weights: Tensor) -> Any:
-        if grid.width > 200:
-            raise MemoryError
-        return blend(grid, *weights)
-
-    monkeypatch.setattr(scoring, "Blend", small_only)
-    found = predict_all([cells(64, 150), cells(64, 400), cells(64, 64), cells(64, 100)], batch_size=3, tile=64)
-    assert [p.error is not None for p in found] == [False, True, False, False]
-
-
 # What goes wrong with the run
 
 
@@ -486,22 +402,6 @@ def test_opencv_gets_its_threads_back_when_the_last_run_ends() -> None:
     assert cv2.getNumThreads() == before
 
 
-def test_large_images_wait_for_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "DECODED_BYTES", 1)
-    monkeypatch.setattr(module, "worker_count", lambda: 4)
-    found = predict_all([cells(64, 64, seed) for seed in range(20)], batch_size=4)
-    assert [p.error for p in found] == [None] * 20
-
-
-def test_the_lock_is_free_whenever_the_caller_has_a_prediction() -> None:
-    lock = threading.Lock()
-    stream = predict_stream(network(), [cells(64, 64)] * 5, PredictConfig(), lock=lock)
-    next(stream)
-    assert lock.acquire(timeout=PATIENCE_S)  # a batch ahead may run, but none waits for the caller
-    lock.release()
-    stream.close()  # type: ignore[attr-defined]
-
-
 # Telling
 
 
@@ -526,13 +426,3 @@ def test_the_report_has_the_names_of_the_contract(monkeypatch: pytest.MonkeyPatc
     assert list(report["stages"]) == ["source", "decode", "batch", "forward", "trace", "unbatch", "polygons"]
     assert all("busy_s" in stage for stage in report["stages"].values())
     assert (heard[-1].done, heard[-1].failed, heard[-1].total) == (3, 1, 3)
-
-
-@pytest.mark.parametrize(
-    "options",
-    [{"batch_size": 0}, {"batch_size": True}, {"batch_size": 2.0}, {"threshold": 0}, {"threshold": 1.0},
-     {"threshold": float("nan")}, {"threshold": "half"}, {"tile": 16}, {"overlap": 600}, {"resize": 8}],
-)  # fmt: skip
-def test_impossible_values_are_refused(options: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match=next(iter(options))):
-        PredictConfig(**options)

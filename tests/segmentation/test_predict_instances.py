@@ -9,6 +9,7 @@ import roifile
 import tifffile
 import torch
 import zarr
+from entries import sizes_file
 from PIL import Image
 from pycocotools.coco import COCO
 from scipy.ndimage import gaussian_filter
@@ -20,7 +21,6 @@ from brim.segmentation.networks import default_weights
 from brim.segmentation.objects.scores import ObjectScores
 from brim.segmentation.prediction import predict_files
 from brim.segmentation.scenes.drawing import draw
-from brim.segmentation.tuning import BatchSizeEntry, device_key, save_entry
 from real_data import real_files
 
 SIDE = 224
@@ -36,13 +36,8 @@ def scene():
 @pytest.fixture(scope="module")
 def loader(tmp_path_factory):
     """Its batch sizes are known: nothing is tuned here."""
-    entry = BatchSizeEntry(
-        optimal_batch_size=2, max_safe_batch_size=4, expected_throughput=10.0, p50_latency_ms=1.0, p95_latency_ms=2.0,
-        memory_limit_mb=100.0, image_size=1024, precision="fp32", layout="channels_last", compiled=False,
-    )  # fmt: skip
     sizes = tmp_path_factory.mktemp("sizes") / "batch_sizes.json"
-    save_entry(sizes, device_key(torch.device("cpu")), {}, "cells", entry, [])
-    return ModelLoader({"cells": default_weights()}, "cpu", sizes)
+    return ModelLoader({"cells": default_weights()}, "cpu", sizes_file(sizes, "cells", layout="channels_last"))
 
 
 @pytest.fixture(scope="module")
@@ -117,15 +112,6 @@ def test_small_cells_are_left_out(loader, scene):
     assert 0 < len(areas) < len(every.polygons)
 
 
-def test_a_batch_of_sizes_equals_its_images_one_at_a_time(loader, scene):
-    images = [scene[0], scene[0][:150, :200], np.full((90, 40, 3), 7, np.uint8)]
-
-    together = list(loader.stream(images, "cells", FilesConfig(batch_size=2)))
-
-    for image, found in zip(images, together, strict=True):
-        assert np.array_equal(found.labels, loader.predict(image, "cells").labels)
-
-
 @pytest.mark.parametrize(
     "image",
     [
@@ -180,13 +166,6 @@ def test_geojson_numbers_and_measures_cells(written, prediction, scene):
         assert feature["properties"]["class"] == "cell"
 
 
-def test_labels_are_a_tiff_of_16_bits(written, prediction):
-    labels = tifffile.imread(written("labels") / "scene_labels.tif")
-
-    assert labels.dtype == np.uint16
-    assert np.array_equal(labels, prediction.labels)
-
-
 def test_a_group_of_ome_zarr_holds_the_labels(written, prediction):
     group = zarr.open_group(written("ome-zarr") / "scene.ome.zarr", mode="r", zarr_format=2)
 
@@ -206,13 +185,6 @@ def test_coco_and_imagej_hold_the_same_cells(written, prediction):
 
     assert [int(mask.sum()) for mask in masks] == [polygon.area for polygon in prediction.polygons]
     assert len(rois) == len(zipfile.ZipFile(written("imagej") / "scene.zip").namelist()) == len(prediction.polygons)
-
-
-def test_csv_has_a_row_for_each_cell(written, prediction):
-    header, *rows = (written("csv") / "scene.csv").read_text().splitlines()
-
-    assert header.split(",")[:4] == ["id", "class", "area_px", "confidence"]
-    assert [int(row.split(",")[2]) for row in rows] == [polygon.area for polygon in prediction.polygons]
 
 
 def test_intensities_are_those_of_the_file_in_every_channel(loader, scene, tmp_path):

@@ -1,6 +1,5 @@
 """Images and results in an object store, by one process, against a real server of the S3 protocol."""
 
-import json
 from pathlib import Path
 
 import cv2
@@ -83,19 +82,6 @@ def test_results_are_those_of_files(server, proxy, images, loader, tmp_path, for
     assert server.files(BUCKET, form) == here(tmp_path)
 
 
-def test_a_store_and_a_directory_may_be_mixed(server, proxy, images, loader, tmp_path):
-    predict_files([f"s3://{BUCKET}/images/"], loader, tmp_path / "here", config())
-    predict_files([images], loader, f"s3://{BUCKET}/there", config())
-
-    assert here(tmp_path / "here") == server.files(BUCKET, "there")
-
-
-def test_one_object_is_one_image(proxy, images, tmp_path):
-    (found,) = find_inputs([f"s3://{BUCKET}/images/sub/1.png"], tmp_path)
-
-    assert str(found) == f"s3://{BUCKET}/images/sub/1.png"
-
-
 def test_a_large_object_is_read_whole_unless_it_is_larger_than_an_image(server, proxy, images, monkeypatch):
     monkeypatch.setattr("brim.segmentation.images.files.FIRST_BYTES", 100)
     (found,) = find_inputs([f"s3://{BUCKET}/images/0.png"], "out")
@@ -176,15 +162,3 @@ def test_a_name_that_no_file_can_have_is_refused(server, proxy, loader, tmp_path
             find_inputs([f"s3://{BUCKET}/strange"], tmp_path)
     finally:
         server.s3.delete_object(Bucket=BUCKET, Key=key)
-
-
-def test_no_images_are_named(proxy, images, loader, tmp_path):
-    with pytest.raises(ConfigError, match=f"s3://{BUCKET}/nothing: no images found"):
-        find_inputs([f"s3://{BUCKET}/nothing"], tmp_path)
-
-
-def test_the_one_file_of_coco_names_images_below_their_prefix(server, proxy, images, loader):
-    predict_files([f"s3://{BUCKET}/images"], loader, f"s3://{BUCKET}/one-file", config("coco"))
-
-    found = json.loads(server.files(BUCKET, "one-file")["annotations.json"])
-    assert [image["file_name"] for image in found["images"]] == ["0.png", "2.png", "4.png", "sub/1.png", "sub/3.png"]

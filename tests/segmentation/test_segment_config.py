@@ -7,16 +7,13 @@ import pytest
 
 from brim.errors import ConfigError
 from brim.segmentation.config import (
-    NETWORKS,
     REGISTERED,
     FilesConfig,
     PredictConfig,
     RequestConfig,
     SegmentTrainConfig,
     TuneConfig,
-    network_names,
 )
-from brim.segmentation.networks import create_model, model_names
 
 
 def test_settings_load_neither_torch_nor_opencv_nor_numpy():
@@ -25,11 +22,6 @@ def test_settings_load_neither_torch_nor_opencv_nor_numpy():
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
 
     assert done.stdout.split() == []
-
-
-def test_built_in_names_can_be_made():
-    assert model_names() == network_names()
-    assert create_model(NETWORKS[-1]) is not None
 
 
 def test_a_registered_network_is_a_valid_choice(monkeypatch):

@@ -1,7 +1,6 @@
 """Requests for polygons: what `predict` finds, whatever else is in the batch, in bytes of any format."""
 
 import gc
-import io
 import json
 import struct
 import zlib
@@ -12,14 +11,13 @@ import cv2
 import numpy as np
 import pytest
 import torch
-from PIL import Image
+from entries import HERE, sizes_file
 from torch import Tensor, nn
 
 from brim.engine.batching.servable import Answer, DecodedRequest, Payload
 from brim.engine.batching.warm_up import warm_up
-from brim.engine.device.memory import inject_oom
 from brim.engine.tuning import ProbeConfig
-from brim.errors import ConfigError, ImageError, TooLarge, UnsupportedType
+from brim.errors import ImageError, TooLarge
 from brim.segmentation.config import REGISTERED
 from brim.segmentation.images.reading import read_image
 from brim.segmentation.images.writing import encoded
@@ -27,7 +25,7 @@ from brim.segmentation.networks import default_weights, save_weights
 from brim.segmentation.objects import MEDIA_TYPES, RINGS, ImageObjects, Prediction, geojson, geojson_of
 from brim.segmentation.prediction import ModelLoader, SegmentServable
 from brim.segmentation.prediction import serving as module
-from brim.segmentation.tuning import BatchSizeEntry, BatchSizes, device_info, device_key, save_entry, tuner
+from brim.segmentation.tuning import BatchSizes, tuner
 from waiting import PATIENCE_S
 
 CPU = torch.device("cpu")
@@ -54,12 +52,7 @@ def _registered(monkeypatch: pytest.MonkeyPatch) -> None:
 def made(tmp_path: Path) -> Path:
     """Weights, and batch sizes as if tuned."""
     save_weights(Tiny(), tmp_path / "tiny.safetensors", {"model": "tiny"})
-    entry = BatchSizeEntry(
-        optimal_batch_size=4, max_safe_batch_size=9, expected_throughput=100.0, p50_latency_ms=40.0,
-        p95_latency_ms=50.0, memory_limit_mb=1000.0, image_size=1024, precision="fp32", layout="contiguous",
-        compiled=False,
-    )  # fmt: skip
-    save_entry(tmp_path / "batch_sizes.json", device_key(CPU), device_info(CPU), "tiny", entry, [])
+    sizes_file(tmp_path / "batch_sizes.json", "tiny", optimal_batch_size=4, max_safe_batch_size=9)
     return tmp_path
 
 
@@ -173,14 +166,6 @@ def test_rings_become_the_same_text_elsewhere(servable, holes):
     )
 
 
-def test_coco_is_one_file_of_one_image(servable):
-    document = json.loads(answer(servable, png(60, 50), format="coco").body)
-
-    assert [image["file_name"] for image in document["images"]] == ["a.png"]
-    assert [one["id"] for one in document["annotations"]] == list(range(1, len(document["annotations"]) + 1))
-    assert document["annotations"]
-
-
 def test_threshold_and_holes_are_the_requests_own(servable, loader):
     payloads = [
         Payload(png(64, 64, seed), f"{seed}.png", {"threshold": threshold, "detect_holes": holes})
@@ -201,17 +186,6 @@ def test_a_batch_answers_as_each_alone(servable):
 
     for one, payload in zip(together, payloads, strict=True):
         assert_like(one.body, answer(servable, bytes(payload.data)).body)
-
-
-def test_memory_of_a_payload_may_be_used_again(servable):
-    data = bytearray(png(64, 64))
-    expected = answer(servable, bytes(data)).body
-    item = servable.decode(Payload(memoryview(data), "a.png"))
-    data[:] = bytes(len(data))
-
-    found = servable.finish(item, servable.collect(servable.forward(item.parts)))
-
-    assert found.body == expected
 
 
 # What is told before an image is decoded
@@ -256,18 +230,6 @@ def test_a_bomb_is_refused_by_its_header(servable, data, options):
         servable.inspect(Payload(data, "a.png", options))
 
 
-@pytest.mark.parametrize("data", [b"", b"hello", b"%PDF-1.7", b"PK\x03\x04" + bytes(100)])
-def test_what_is_no_image_is_of_no_type_we_read(servable, data):
-    with pytest.raises(UnsupportedType, match=r"a\.txt.*expected PNG"):
-        servable.inspect(Payload(data, "a.txt"))
-
-
-@pytest.mark.parametrize("options", [{"threshold": 0}, {"threshold": "x"}, {"format": "svg"}])
-def test_an_option_that_cannot_work_is_refused(servable, options):
-    with pytest.raises(ConfigError):
-        servable.inspect(Payload(png(8, 8), "a.png", options))
-
-
 @pytest.mark.parametrize("data", [png(64, 64)[:-30], png(64, 64)[:200] + bytes(60), b"\xff\xd8\xff", b"II*\0"])
 def test_a_broken_image_is_an_error_that_names_it(servable, data):
     with pytest.raises(ImageError, match=r"^a\.png: "):
@@ -287,17 +249,6 @@ def test_an_image_without_finite_numbers_fails_alone(servable, loader):
     assert "white.png" in str(bad)
     assert_like(first.body, geojson(loader.predict(bytes(payloads[0].data), "tiny").polygons))
     assert_like(last.body, geojson(loader.predict(bytes(payloads[2].data), "tiny").polygons))
-
-
-def test_a_batch_that_does_not_fit_is_answered_in_parts(servable):
-    payloads = [Payload(png(64, 64, n), f"{n}.png") for n in range(4)]
-    expected = [one.body for one in run(servable, payloads)]
-
-    with inject_oom(above=1):
-        found = run(servable, payloads)
-
-    for one, other in zip(found, expected, strict=True):
-        assert_like(one.body, other)
 
 
 # Sizes and memory
@@ -320,13 +271,6 @@ def test_warming_up_times_every_size(servable):
     assert half[1] == pytest.approx(whole[1] / 2)
 
 
-def test_sizes_that_do_not_fit_are_left_out(servable):
-    with inject_oom(above=2):
-        warmed = warm_up(servable, CPU, servable._lock)
-
-    assert warmed.sizes == tuple(servable.sizes) == (1, 2)
-
-
 def test_a_model_nobody_tuned_is_tuned_and_saved(made, monkeypatch):
     monkeypatch.setattr("brim.segmentation.prediction.serving.QUICK_SECONDS", 0.3)
     monkeypatch.setattr(tuner, "ProbeConfig", lambda **_: ProbeConfig(settle_s=0.0, block_s=0.001))
@@ -335,7 +279,7 @@ def test_a_model_nobody_tuned_is_tuned_and_saved(made, monkeypatch):
 
     servable = SegmentServable("tiny", made / "tiny.safetensors", CPU, batch_sizes=file, tile=TILE)
 
-    entry = BatchSizes.read(file).entry(device_key(CPU), "tiny")
+    entry = BatchSizes.read(file).entry(HERE, "tiny")
     assert entry is not None
     assert servable.sizes[-1] == entry.optimal_batch_size
     assert servable.max_batch_size == entry.max_safe_batch_size
@@ -384,16 +328,6 @@ def test_decoded_pixels_wait_within_bounds(servable, monkeypatch):
     held.clear()
     del waiting
     assert room.held_bytes() == 0
-
-
-def test_images_of_every_kind_are_read(servable):
-    pixels = read_image(png(40, 50))
-    for format in ("PNG", "JPEG", "TIFF", "BMP", "GIF", "WEBP", "PPM"):
-        stream = io.BytesIO()
-        Image.fromarray(pixels).save(stream, format)
-        payload = Payload(memoryview(stream.getvalue()), f"a.{format.lower()}")
-
-        assert servable.inspect(payload).key == servable.decode(payload).key
 
 
 def test_a_cpu_serves_one_large_image_at_a_time_without_tuning():

@@ -3,7 +3,6 @@
 import io
 import logging
 import shutil
-import sys
 
 import numpy as np
 import pytest
@@ -103,12 +102,6 @@ def test_channels_have_names(file, wanted, channels):
 def test_what_is_not_there_is_listed(planes, words):
     with pytest.raises(ImageError, match=f"^a.tif: has {words}"):
         read_image(FILES["ome"], name="a.tif", planes=planes)
-
-
-@pytest.mark.parametrize("z", ["first", -1, 1.5, "²"])
-def test_a_slice_is_max_or_a_number(z):
-    with pytest.raises(ConfigError, match="z="):
-        ImagePlanes(z=z)
 
 
 def test_a_flat_image_has_one_slice_one_time_and_its_colours():
@@ -223,11 +216,6 @@ def test_a_float_image_with_a_hole_is_a_sentence(value):
         read_image(written(array))
 
 
-@pytest.mark.parametrize("dtype", [np.uint8, np.uint16, np.int16, np.float32])
-def test_an_image_of_a_single_value_is_read(dtype):
-    assert len(np.unique(read_image(written(np.full((40, 50), 7, dtype))))) == 1
-
-
 def test_floats_beyond_8_bits_are_scaled_like_whole_numbers():
     values = np.linspace(0, 4000, 2000, dtype=np.float32).reshape(40, 50)
 
@@ -251,19 +239,6 @@ def test_a_damaged_tile_is_named_by_its_place():
 
     with pytest.raises(ImageError, match=f"tile at byte {start}"):
         read_image(bytes(data))
-
-
-def test_a_broken_level_of_a_pyramid_is_not_read():
-    image = RNG.integers(0, 256, (64, 96), np.uint8)
-    with tifffile.TiffWriter(stream := io.BytesIO(), ome=True) as writer:
-        writer.write(image, subifds=1, tile=(16, 16), metadata={"axes": "YX"})
-        writer.write(image[::2, ::2], subfiletype=1, tile=(16, 16))
-    data = bytearray(stream.getvalue())
-    with tifffile.TiffFile(io.BytesIO(bytes(data))) as file:
-        level = file.series[0].levels[1].pages[0]
-        data[level.offset : level.offset + 60] = bytes(60)
-
-    assert (grey(read_image(bytes(data))) == image).all()
 
 
 def test_an_ome_file_with_too_few_pages_is_truncated():
@@ -402,16 +377,6 @@ def test_a_slide_like_those_of_scanners_is_read_at_full_resolution(photometric, 
     assert np.abs(picture.pixels.astype(int) - rgb).mean() < 3
     assert picture.pixel_um == 0.25
     assert find_images([tmp_path]) == [tmp_path / "a.svs"]
-
-
-def test_without_its_libraries_a_tiff_is_answered_with_how_to_install_them(monkeypatch):
-    png = io.BytesIO()
-    Image.fromarray(TZCYX[0, 0, 0]).save(png, "PNG")
-    monkeypatch.setitem(sys.modules, "imagecodecs", None)
-
-    with pytest.raises(ImageError, match="pip install tifffile imagecodecs"):
-        read_image(FILES["ome"])
-    assert (grey(read_image(png.getvalue())) == TZCYX[0, 0, 0]).all()
 
 
 def test_files_of_microscopes_in_a_folder_are_named(tmp_path, caplog):

@@ -4,8 +4,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from brim.errors import ConfigError
-from brim.segmentation.config import PredictConfig
 from brim.segmentation.prediction.patches import Blend, TileAxis, TileGrid, padded, usable_tile
 
 
@@ -45,16 +43,6 @@ def test_windows_overlap_and_the_last_ends_at_the_border(length: int) -> None:
     assert all(0 < after - before <= 56 for before, after in itertools.pairwise(starts))
 
 
-def test_weights_change_smoothly() -> None:
-    steps = TileAxis(500, 128, 16).weights().diff(dim=1).abs()
-    assert steps.max() < 0.11  # a linear ramp over 16 pixels has steps of 0.0625, a squared sine of up to 0.098
-
-
-def test_a_small_image_is_one_window() -> None:
-    assert [(w.top, w.left) for w in TileGrid(40, 64, 64)] == [(0, 0)]
-    assert len(TileGrid(65, 64, 64)) == 2
-
-
 def test_a_local_network_in_windows_equals_the_whole_image() -> None:
     torch.manual_seed(0)
     convolution = torch.nn.Conv2d(1, 1, 3, padding=1)
@@ -78,9 +66,3 @@ def test_a_local_network_in_windows_equals_the_whole_image() -> None:
 def test_sides_are_padded_to_multiples_of_32() -> None:
     assert [padded(side) for side in (1, 20, 32, 33, 1000, 1024)] == [32, 32, 32, 64, 1024, 1024]
     assert [usable_tile(tile) for tile in (32, 100, 1000, 1024)] == [32, 96, 992, 1024]
-
-
-@pytest.mark.parametrize(("tile", "overlap"), [(0, None), (31, None), (64.0, None), (True, None), (64, -1), (64, 33)])
-def test_impossible_tiles_are_refused(tile: int, overlap: int | None) -> None:
-    with pytest.raises(ConfigError, match="must be"):
-        PredictConfig(tile=tile, overlap=overlap)

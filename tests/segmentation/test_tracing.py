@@ -7,14 +7,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from brim.engine.device.memory import inject_oom
 from brim.segmentation.config import PredictConfig
 from brim.segmentation.networks import InferenceNetwork
 from brim.segmentation.networks.network import ComputeConfig
 from brim.segmentation.objects import Prediction, device_rings
 from brim.segmentation.prediction import predict_one, predict_stream
 from brim.segmentation.prediction import scoring as tracing
-from brim.segmentation.prediction import stream as predict
 
 SIZES = [(64, 64), (50, 64), (64, 40), (64, 64), (33, 97), (150, 64), (1, 1), (64, 64), (128, 128), (60, 60)]
 
@@ -127,28 +125,6 @@ def test_windows_between_images_are_not_traced_with_them(on_device: list[int]) -
     )
 
 
-def test_strict_is_the_same_to_the_bit_whatever_else_is_there(on_device: list[int]) -> None:
-    several = run(IMAGES, batch_size=8, strict=True)
-
-    alone = [predict_one(network(), image, PredictConfig(strict=True)) for image in reversed(IMAGES)]
-
-    assert all(map(same, several, reversed(alone)))
-
-
-def test_logits_that_are_not_finite_fail_in_their_own_place(on_device: list[int]) -> None:
-    found = run([IMAGES[0], np.zeros((64, 64, 3), np.uint8), IMAGES[3]], batch_size=3)
-
-    assert [p.error is not None for p in found] == [False, True, False]
-    assert "not finite" in str(found[1].error)
-
-
-def test_images_without_objects_have_no_polygons(on_device: list[int]) -> None:
-    found = run(IMAGES, batch_size=4, threshold=0.9999999)
-
-    assert [(p.error, p.polygons, p.mask is not None and p.mask.any()) for p in found] == [(None, (), False)] * 10
-    assert sum(on_device) == 10
-
-
 # Out of memory
 
 
@@ -166,46 +142,11 @@ def test_what_does_not_fit_together_is_traced_in_halves(on_device: list[int], mo
     assert on_device == [1] * len(IMAGES)
 
 
-def test_noise_is_traced_in_halves_too(on_device: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    wanted = expected(batch_size=4)
-    monkeypatch.setattr(device_rings, "MOST_CORNERS", 5000)
-
-    assert all(map(same, run(IMAGES, batch_size=4), wanted))
-    assert max(on_device) > min(on_device)
-
-
-def test_a_batch_that_does_not_fit_is_halved_there_too(on_device: list[int]) -> None:
-    wanted = expected(batch_size=4)
-    with inject_oom(above=1):
-        found = run(IMAGES, batch_size=4)
-
-    assert all(map(same, found, wanted))
-    assert set(on_device) == {1}
-
-
 def test_what_does_not_fit_alone_is_traced_on_the_host(on_device: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     wanted = expected(batch_size=4)
     monkeypatch.setattr(device_rings, "MOST_CORNERS", 300)
 
     assert all(map(same, run(IMAGES, batch_size=4), wanted))
-
-
-@pytest.mark.parametrize(("times", "fails"), [(1, False), (3, True)])
-def test_memory_that_runs_out_for_polygons_is_tried_again(
-    times: int, fails: bool, on_device: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    work, failures = predict.to_polygons, []
-
-    def short_of_memory(rings: Any) -> Any:
-        if rings.points[:, 1].max() <= 50 and len(failures) < times:  # of the second image
-            failures.append(1)
-            raise MemoryError
-        return work(rings)
-
-    monkeypatch.setattr(predict, "to_polygons", short_of_memory)
-    found = run(IMAGES[:4], batch_size=2)
-
-    assert [p.error is not None for p in found] == [False, fails, False, False]
 
 
 def test_an_image_that_fits_nowhere_fails_alone(on_device: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -225,12 +166,3 @@ def test_an_image_that_fits_nowhere_fails_alone(on_device: list[int], monkeypatc
 
     assert [p.error is not None for p in found] == [False, True, False]
     assert "image 1: out of memory" in str(found[1].error)
-
-
-def test_an_unexpected_failure_surfaces(on_device: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(*_: Any) -> None:
-        raise ZeroDivisionError("bug")
-
-    monkeypatch.setattr(device_rings, "find_rings", broken)
-    with pytest.raises(ZeroDivisionError, match="bug"):
-        run(IMAGES, batch_size=4)

@@ -15,10 +15,9 @@ from brim.errors import CheckpointError, ConfigError, ImageError
 from brim.segmentation.config import SegmentTrainConfig
 from brim.segmentation.images.contrast import stretch, stretch_batch
 from brim.segmentation.images.reading import numbers_objects, read_labels
-from brim.segmentation.networks import default_weights, load_model, normalise, read_metadata
+from brim.segmentation.networks import default_weights, load_model, read_metadata
 from brim.segmentation.networks.packing import digest, pack
-from brim.segmentation.objects.instances import STANDARD_DIAMETER, heights, maps_to_labels
-from brim.segmentation.objects.scores import ObjectScores
+from brim.segmentation.objects.instances import STANDARD_DIAMETER, heights
 from brim.segmentation.scenes import write_cells
 from brim.segmentation.scenes.source import Drawing, SceneSource
 from brim.segmentation.training import run, train
@@ -135,27 +134,6 @@ def test_scenes_are_drawn_while_training_and_a_stopped_run_ends_with_the_same_bi
     assert not (tmp_path / "whole/crops").exists()
 
 
-@pytest.mark.long
-def test_training_on_scenes_learns_to_tell_touching_nuclei_apart(tmp_path):
-    config = SegmentTrainConfig(**QUICK | {"size": 96, "seed": 1}, scenes=("nuclei",), scenes_per_epoch=320)
-
-    report = train(None, None, config, tmp_path / "run", device="cpu")
-
-    module = load_model("unet_tiny", tmp_path / "run").eval()
-    scenes = Drawing(("nuclei",), 77, 96)(torch.arange(24, dtype=torch.int32))
-    scores, blobs = (
-        ObjectScores(),
-        ObjectScores(),
-    )
-    with torch.inference_mode():
-        maps = module(normalise(scenes.images))
-    scores.add_batch(scenes.labels, maps_to_labels(maps))
-    for labels, foreground in zip(scenes.labels.numpy(), (maps[:, 0] > 0).numpy(), strict=True):
-        blobs.add(labels, cv2.connectedComponents(foreground.astype(np.uint8))[1])
-    assert report.scores["dice"] > 0.6
-    assert scores.average_precision(0.5) > blobs.average_precision(0.5)
-
-
 def test_a_run_starts_from_weights_at_the_scale_they_know(cells):
     scenes = SegmentTrainConfig(**QUICK, scenes=("nuclei",), scenes_per_epoch=4)
     train(None, None, scenes, cells / "start", device="cpu")
@@ -221,19 +199,6 @@ def test_what_to_train_on_is_named_once(cells, images, changes, reason):
 
     assert failure.value.field.startswith(reason)
     assert not (cells / "run").exists()
-
-
-def test_a_run_of_masks_does_not_go_on_as_one_of_objects(cells):
-    train(cells / "images", cells / "masks", SegmentTrainConfig(**QUICK, task="mask"), cells / "run", device="cpu")
-
-    with pytest.raises(CheckpointError, match="task was mask and is instances now"):
-        train(
-            cells / "images",
-            cells / "masks",
-            SegmentTrainConfig(**QUICK, task="instances"),
-            cells / "run",
-            device="cpu",
-        )
 
 
 def test_reflections_of_an_object_are_objects_of_their_own():

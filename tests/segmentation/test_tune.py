@@ -2,7 +2,6 @@
 
 import json
 import math
-import statistics
 from dataclasses import replace
 
 import pytest
@@ -97,12 +96,6 @@ def test_a_network_is_tuned_on_the_cpu(tuned):
     assert "took " in said(tuned)
 
 
-def test_the_tuned_batch_is_never_slower_than_a_batch_of_one(tuned):
-    seconds = [trial["seconds"] for trial in swept(tuned) if trial["batch"] == 1]
-
-    assert tuned.entry.expected_throughput >= 1 / statistics.median(seconds)
-
-
 def test_the_entry_is_what_the_sweep_found_within_what_was_asked(monkeypatch):
     chosen, asked = Trial(batch=4, seconds=0.010, p50_ms=9.0, p95_ms=12.0), []
     found = Sweep(batch=4, max_safe=32, trials=[chosen], best=chosen, chosen=chosen)
@@ -124,13 +117,6 @@ def test_a_choice_that_its_proof_shows_to_be_slow_is_taken_back():
     assert no_slower_than_one(replace(found, chosen=trials[1])) == trials[1]
 
 
-def test_the_safe_batch_was_proven_by_repeated_steps(tuned):
-    safe = [trial for trial in swept(tuned) if trial["batch"] == tuned.entry.max_safe_batch_size]
-
-    assert sum(trial["steps"] for trial in safe) >= 5
-    assert all(trial["status"] == "ok" for trial in safe)
-
-
 def test_out_of_memory_ends_the_growth_not_the_tuning():
     with inject_oom(above=3):
         tuned = tune_model("tiny", Blobs(), CPU, TuneConfig(**QUICK))
@@ -149,11 +135,6 @@ def test_a_latency_that_no_batch_keeps_is_said():
 
     assert tuned.entry.optimal_batch_size == 1
     assert "even batch 1 is slow" in said(tuned)
-
-
-def test_a_memory_that_holds_not_one_image_is_an_error():
-    with pytest.raises(OutOfMemory, match="one image of 64 x 64 does not fit"):
-        tune_model("tiny", Blobs(), CPU, TuneConfig(reserve=0.9999, **QUICK))
 
 
 def test_trials_are_json_and_messages_are_told_as_they_come(tuned, told):
@@ -195,13 +176,6 @@ def test_a_default_that_differs_falls_back_to_fp32():
     assert "fp32/contiguous is used" in said(tuned)
 
 
-def test_a_default_that_agrees_is_kept():
-    tuned = tune_model("tiny", Blobs(), CPU, TuneConfig(**QUICK), setting=ComputeConfig(precision="bf16"))
-
-    assert (tuned.entry.precision, tuned.setting.precision) == ("bf16", "bf16")
-    assert "refused" not in said(tuned)
-
-
 def test_logits_that_are_no_numbers_are_refused():
     tuned = tune_model("tiny", Blobs(wrong=math.nan), CPU, TuneConfig(**QUICK), setting=ComputeConfig(precision="bf16"))
 
@@ -233,15 +207,6 @@ def test_random_weights_are_judged_by_probabilities_and_it_is_said():
     assert "probabilities differ from fp32 by up to 0.2" in said(refused)
 
 
-def test_images_of_the_user_are_compared_on():
-    black = torch.zeros(1, 3, 48, 40, dtype=torch.uint8)  # all foreground, however wrong
-    tuned = tune_model(
-        "tiny", Blobs(wrong=5.0), CPU, TuneConfig(**QUICK), setting=ComputeConfig(precision="bf16"), images=black
-    )
-
-    assert tuned.setting.precision == "bf16"
-
-
 def test_masks_that_show_nothing_are_not_judged_by():
     module = Blobs(wrong=2.5)
     nn.init.zeros_(module.blur.weight)
@@ -250,12 +215,6 @@ def test_masks_that_show_nothing_are_not_judged_by():
 
     assert tuned.setting.precision == "fp32"
     assert "0 % of the pixels are foreground in fp32: settings are judged by probabilities" in said(tuned)
-
-
-@pytest.mark.parametrize("images", [torch.zeros(1, 3, 64, 64), torch.zeros(0, 3, 64, 64, dtype=torch.uint8)])
-def test_images_that_cannot_be_compared_on_are_refused(images):
-    with pytest.raises(ConfigError, match="expected uint8 of shape"):
-        tune_model("tiny", Blobs(), CPU, TuneConfig(**QUICK), setting=ComputeConfig(precision="bf16"), images=images)
 
 
 def test_a_search_compares_only_what_was_asked():
@@ -277,12 +236,6 @@ def test_a_setting_that_cannot_run_is_skipped():
     tuned = tune_model("tiny", Picky(), CPU, TuneConfig(search=("precision",), **QUICK))
 
     assert "skipped fp16/channels_last: no kernel for half" in tuned.messages
-
-
-def test_a_search_says_by_how_much_it_took_longer():
-    tuned = tune_model("tiny", Blobs(), CPU, TuneConfig(search=("precision",), size=SIZE, seconds=0.001))
-
-    assert "more than the 0.001 s allowed, since settings were searched" in said(tuned)
 
 
 def test_settings_vary_in_the_asked_dimensions_alone():
@@ -315,26 +268,6 @@ def test_the_reference_agrees_with_itself():
 
 
 # What cannot work
-
-
-@pytest.mark.parametrize(
-    "option",
-    [
-        {"size": 31},
-        {"seconds": 0},
-        {"seconds": math.nan},
-        {"p95_ms": -1.0},
-        {"reserve": 1.0},
-        {"tolerance": 1.5},
-        {"search": ("x",)},
-        {"models": ()},
-    ],
-)
-def test_options_that_cannot_work_are_rejected(option):
-    with pytest.raises(ConfigError) as caught:
-        TuneConfig(**option)
-
-    assert str(caught.value.field).startswith(next(iter(option)))
 
 
 # Several models and the file
@@ -373,11 +306,6 @@ def test_a_model_that_cannot_be_tuned_does_not_stop_the_others(known, tmp_path):
         tune(TuneConfig(models=("broken", "good"), **QUICK), CPU, out=file)
 
     assert BatchSizes.read(file).models(device_key(CPU)) == ("good",)
-
-
-def test_an_unknown_model_is_rejected():
-    with pytest.raises(ConfigError, match=r"models.*unet. is unknown; did you mean"):
-        TuneConfig(models=("unet",))
 
 
 def test_a_file_that_cannot_be_used_is_known_before_anything_runs(tmp_path):
