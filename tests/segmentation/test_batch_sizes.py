@@ -11,12 +11,10 @@ import pytest
 import torch
 from entries import entry_of
 
-from brim.engine.device import devices as engine_device
 from brim.errors import ConfigError, StorageError
 from brim.segmentation.tuning import (
     BatchSizes,
     batch_sizes,
-    device_info,
     device_key,
     save_entry,
     sizes_file,
@@ -71,17 +69,6 @@ def test_an_entry_of_another_device_is_not_ours(tmp_path):
     assert sizes.elsewhere("NVIDIA A100 80 GiB", "hrnet") == (KEY,)
     assert sizes.elsewhere(KEY, "hrnet") == ()
     assert sizes.elsewhere("NVIDIA A100 80 GiB", "resunet_small") == ()
-
-
-def test_several_devices_live_in_one_file(tmp_path):
-    file = save(tmp_path / "sizes.json", document())
-    other = replace(ENTRY, optimal_batch_size=2)
-    save_entry(file, "CPU 2 cores 24 GiB", {}, "hrnet", other, [])
-
-    found = BatchSizes.read(file)
-
-    assert found.entry(KEY, "hrnet") == ENTRY
-    assert found.entry("CPU 2 cores 24 GiB", "hrnet") == other
 
 
 def test_rewriting_keeps_the_time_of_creation_and_unknown_keys(tmp_path):
@@ -258,14 +245,6 @@ def test_the_key_of_a_gpu_is_name_and_memory(monkeypatch):
     monkeypatch.setattr(batch_sizes, "total_bytes", lambda device: 150_109_880_320)
 
     assert device_key(torch.device("cuda:0")) == KEY
-
-
-def test_the_facts_of_a_device_hold_nothing_that_changes_by_the_minute():
-    facts = device_info(CPU)
-
-    assert facts["name"] == engine_device.describe(CPU)["name"]
-    assert "free_bytes" not in facts
-    json.dumps(facts)
 
 
 # Where the file is

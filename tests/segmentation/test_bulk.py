@@ -32,13 +32,7 @@ from brim.segmentation.scenes import make_cells
 from brim.segmentation.tuning import tuner
 
 NUM = 7
-torch.set_num_threads(1)
-
-
-@pytest.fixture(autouse=True)
-def _short_ceiling(monkeypatch):
-    for module in ("stream", "bulk"):
-        monkeypatch.setattr(f"brim.segmentation.prediction.{module}.CEILING_S", 0.02)
+pytestmark = pytest.mark.usefixtures("short_ceiling", "one_thread")
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,5 @@
 """Rings by torch, here on the CPU: those of outlines.py to the bit, and what scipy and shapely say of them."""
 
-import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -142,12 +141,6 @@ def test_more_corners_than_there_is_room_for_are_refused_before_they_are_linked(
 # Without the interpreter
 
 
-def two_masks() -> tuple[torch.Tensor, torch.Tensor, list[tuple[int, int]]]:
-    masks = [np.random.default_rng(seed).random((30, 41 - seed)) < 0.6 for seed in range(2)]
-    sizes = [mask.shape for mask in masks]
-    return framed(masks, 0, torch.uint8), framed(chances(masks), 0, torch.float32), sizes
-
-
 @pytest.fixture
 def uncompiled() -> Iterator[None]:
     device_rings._compiled.cache_clear()
@@ -170,33 +163,6 @@ def test_without_torchscript_the_rings_are_the_same(without_torchscript, density
     probabilities = chances(masks)
 
     assert_equal(trace(masks, probabilities, detect_holes), expect(masks, probabilities, detect_holes))
-
-
-@pytest.fixture
-def scripts(uncompiled: None, monkeypatch: pytest.MonkeyPatch) -> list[torch.jit.ScriptFunction]:
-    """What _find has been compiled to since."""
-    script, made = torch.jit.script, []
-
-    def kept(function: Any, **options: Any) -> Any:  # of every function that is called in there too
-        compiled = script(function, **options)
-        made.extend([compiled] if function is device_rings._find else [])
-        return compiled
-
-    monkeypatch.setattr(torch.jit, "script", kept)
-    return made
-
-
-def test_threads_that_are_first_together_compile_once(scripts):
-    found = []
-    threads = [threading.Thread(target=lambda: found.append(find_rings(*two_masks(), True))) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-
-    assert len(scripts) == 1
-    assert len(found) == 4
-    assert all(torch.equal(rings.points, found[0].points) for rings in found)
 
 
 def test_memory_that_runs_out_inside_is_recognised(monkeypatch):

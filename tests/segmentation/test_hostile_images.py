@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from brim.errors import BrimError, ImageError
-from brim.segmentation.images import containers, image_size, reading
+from brim.segmentation.images import containers, image_size
 from brim.segmentation.images.reading import read_image
 from brim.segmentation.images.tiff import TiffStack
 
@@ -90,13 +90,6 @@ def test_hundreds_of_tags_on_one_region_take_no_memory(first):
         for read in (lambda: image_size(data, "a.tif"), lambda: read_image(data)):
             with pytest.raises(ImageError, match="corrupt"):
                 read()
-
-
-def test_more_tags_than_a_page_has_are_refused():
-    data = tiff([(1000 + number, SHORT, 1, 0) for number in range(5000)], b"")
-
-    with pytest.raises(ImageError, match="5000 tags"):
-        image_size(data, "a.tif")
 
 
 @pytest.mark.parametrize("tag", [256, 257, 258, 273, 279])
@@ -286,17 +279,6 @@ def test_a_second_png_header_is_refused(undecoded):
         read_image(data[:33] + second + data[33:])
 
 
-def test_pillow_is_given_no_comments_of_a_plain_pnm(monkeypatch):
-    """It takes quadratic time to remove them."""
-    pixels = b" ".join(str(value).encode() for value in GREY.ravel())
-    monkeypatch.setattr(reading.Image, "open", opened := Mock(wraps=reading.Image.open))
-
-    assert np.array_equal(read_image(b"P2 # grey\n64 64 255\n" + pixels + b"\n" + b"#\n" * 150_000)[..., 0], GREY)
-
-    assert all(b"#" not in call.args[0].getvalue() for call in opened.call_args_list)
-    assert opened.called
-
-
 def test_the_canvas_of_a_webp_is_limited_before_it_is_allocated():
     canvas = (16383).to_bytes(3, "little") * 2  # less one
     body = b"WEBPVP8X" + struct.pack("<I", 10) + bytes(4) + canvas
@@ -335,39 +317,13 @@ def mutated(rng: random.Random, data: bytes) -> bytes:
     return bytes(out)
 
 
-@pytest.mark.parametrize("kind", ["grey tiff", "rgb tiff"])
-def test_a_damaged_tiff_that_is_read_has_the_size_of_its_header(kind):
+@pytest.mark.parametrize("kind", SEEDS)
+def test_a_damaged_file_that_is_read_has_the_size_of_its_header(kind):
     rng, num_read = random.Random(kind), 0
     for _ in range(1500):
         data = mutated(rng, SEEDS[kind])
-        try:
+        with suppress(BrimError):
             size, pixels = image_size(data, "a"), read_image(data, max_pixels=2**20)
-        except BrimError:
-            continue
-        num_read += 1
-        assert pixels.shape[1::-1] == size
+            num_read += 1
+            assert pixels.shape[1::-1] == size
     assert num_read > 5
-
-
-@pytest.mark.parametrize("kind", ["png", "jpeg", "progressive"])
-def test_a_damaged_file_that_is_accepted_is_decoded_to_the_size_of_its_header(kind):
-    rng, num_decoded = random.Random(kind), 0
-    read = containers.read_png if kind == "png" else containers.read_jpeg
-    for _ in range(1500):
-        data = mutated(rng, SEEDS[kind])
-        try:
-            size, header = image_size(data, "a"), read(data)
-        except BrimError:
-            continue
-        assert size == (header.width, header.height)
-        if header.width * header.height > 2**20 or not header.plain:
-            continue
-        pixels = np.frombuffer(data, np.uint8) if header.data is None else header.data
-        try:
-            array = cv2.imdecode(pixels, cv2.IMREAD_UNCHANGED | cv2.IMREAD_IGNORE_ORIENTATION)
-        except cv2.error:
-            continue
-        if array is not None:
-            num_decoded += 1
-            assert array.shape[1::-1] == size
-    assert num_decoded > 5

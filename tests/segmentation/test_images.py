@@ -4,9 +4,7 @@ import io
 import logging
 import os
 import struct
-import threading
 import zlib
-from concurrent.futures import ThreadPoolExecutor
 
 import cv2
 import numpy as np
@@ -261,17 +259,12 @@ def test_pil_images_of_every_mode(mode):
     ("array", "words"),
     [
         (np.zeros((0, 5, 3), np.uint8), "size"),
-        (np.zeros((5, 0), np.uint8), "size"),
         (np.zeros((5, 5, 2), np.uint8), "2 channels"),
-        (np.zeros((5, 5, 5), np.uint8), "5 channels"),
         (np.zeros((3, 40, 50), np.uint8), "50 channels; expected .* channels last"),
-        (np.zeros((5, 5, 0), np.uint8), "0 channels"),
         (np.zeros(5, np.uint8), "1 dimensions"),
-        (np.zeros((1, 5, 5, 3), np.uint8), "4 dimensions"),
         (np.full((5, 5), np.nan), "NaN"),
         (np.array([[0.0, np.inf]]), "NaN or infinite"),
         (np.zeros((5, 5), complex), "complex128"),
-        (np.full((5, 5), "x"), "values of type"),
     ],
 )
 def test_an_array_that_is_no_image_is_refused(array, words):
@@ -326,13 +319,6 @@ def test_every_chunk_of_a_png_is_refused_for_one_wrong_byte_wherever_it_is():
                 read_image(bytes(broken))
 
 
-def test_a_png_without_one_of_its_chunks_is_refused():
-    data = cv2.imencode(".png", np.random.default_rng(0).integers(0, 255, (90, 110, 3), np.uint8))[1].tobytes()
-    for start, end in chunks(data):
-        with pytest.raises(ImageError, match=r"corrupt|truncated"):
-            read_image(data[:start] + data[end:])
-
-
 def test_a_png_with_remarks_between_all_its_chunks_is_read_exactly():
     noise = np.random.default_rng(0).integers(0, 255, (90, 110, 3), np.uint8)
     data = cv2.imencode(".png", noise)[1].tobytes()
@@ -341,11 +327,6 @@ def test_a_png_with_remarks_between_all_its_chunks_is_read_exactly():
 
     same(data[:8] + b"".join(part + idle for part in before[:1]) + b"".join(before[1:]) + idle + last, noise[..., ::-1])
     same(data[:8] + b"".join(part + idle for part in before) + last, noise[..., ::-1])
-
-
-def test_a_png_with_fewer_rows_than_it_says_is_refused():
-    with pytest.raises(ImageError, match="corrupt"):
-        read_image(png_of(WIDTH, HEIGHT, bytes((3 * WIDTH + 1) * 10)))
 
 
 @pytest.mark.parametrize("kind", ["png", "gif", "tiff", "bmp"])
@@ -381,18 +362,6 @@ def test_paths_that_cannot_be_read_say_why(tmp_path):
             read_image(tmp_path / name)
     with pytest.raises(ImageError, match="null"):
         read_image("a\0b.png")
-
-
-def test_threads_may_read_at_once():
-    ready = threading.Barrier(4)
-
-    def work(_: int) -> None:
-        ready.wait()
-        for data, expected in EXACT.values():
-            same(data, expected)
-
-    with ThreadPoolExecutor(4) as pool:
-        list(pool.map(work, range(4)))
 
 
 # Masks and directories
@@ -473,11 +442,6 @@ def test_images_are_found_below_directories_sorted_and_once(tmp_path):
 
     assert [p.relative_to(tmp_path).as_posix() for p in found] == ["odd.xyz", "a.tif", "b.PNG", "sub/deep/c.jpeg"]
     assert find_images([tmp_path / "sub" / "deep", tmp_path / "b.PNG"])[-1].name == "b.PNG"
-
-
-def test_a_path_that_is_not_there_is_named(tmp_path):
-    with pytest.raises(ImageError, match=r"gone: no such file or directory"):
-        find_images([tmp_path / "gone"])
 
 
 # The header alone

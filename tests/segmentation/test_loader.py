@@ -1,7 +1,5 @@
 import logging
-import threading
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +18,8 @@ from brim.segmentation.prediction import ModelLoader
 from brim.segmentation.tuning import BatchSizes, Tuned
 from brim.segmentation.tuning import tuner as module
 
+pytestmark = pytest.mark.usefixtures("threads_are_joined")
+
 
 class Tiny(nn.Module):
     def __init__(self):
@@ -36,13 +36,6 @@ def _registered(monkeypatch, tmp_path):
     monkeypatch.setitem(REGISTERED, "tiny", Tiny)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))  # where batch_sizes.json is by default
-
-
-@pytest.fixture(autouse=True)
-def _threads_are_joined() -> Iterator[None]:
-    before = set(threading.enumerate())
-    yield
-    assert set(threading.enumerate()) <= before
 
 
 @pytest.fixture

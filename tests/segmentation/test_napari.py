@@ -48,6 +48,7 @@ def test_written_results_are_opened_as_layers(prediction, tmp_path):
 
     (outlines, options, kind), *_ = get_reader(str(tmp_path / "image 0.geojson"))(str(tmp_path / "image 0.geojson"))
     assert (kind, options["shape_type"], len(outlines)) == ("shapes", "polygon", len(prediction.polygons))
+    assert len(outlines) > 3
     np.testing.assert_array_equal(outlines[0], prediction.polygons[0].points[::-1, ::-1] - 0.5)
     assert options["features"]["area_px"] == [polygon.area for polygon in prediction.polygons]
     for name in ("image 0_labels.tif", "image 0.ome.zarr"):

@@ -66,16 +66,6 @@ def test_every_size_from_32_to_1100_comes_back_as_it_went_in(name):
             assert module(torch.empty(1, 3, height, width)).shape == (1, 1, height, width)
 
 
-@pytest.mark.parametrize("name", NETWORKS)
-@pytest.mark.parametrize(("height", "width"), [(33, 65), (100, 71)])
-def test_real_images_of_odd_sizes_give_finite_logits(networks, name, height, width):
-    logits = InferenceNetwork(networks[name], CPU, ComputeConfig())(images(1, height, width))
-
-    assert logits.shape == (1, 1, height, width)
-    assert logits.dtype == torch.float32
-    assert torch.isfinite(logits).all()
-
-
 @pytest.mark.parametrize("name", [*NETWORKS, "unet_tiny", "cells"])
 def test_folded_norms_change_nothing(networks, name):
     batch = images(2, 71, 45)

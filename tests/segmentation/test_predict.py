@@ -1,6 +1,5 @@
 import itertools
 import math
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,14 +24,8 @@ from brim.segmentation.prediction import stream as module
 from brim.segmentation.prediction.patches import ImageFrame, Patch, group
 
 CPU = torch.device("cpu")
+pytestmark = pytest.mark.usefixtures("threads_are_joined")
 SIZES = [(32, 32), (64, 48), (20, 20), (33, 97), (128, 128), (300, 201), (1, 1), (47, 256), (64, 64), (128, 128)]
-
-
-@pytest.fixture(autouse=True)
-def _threads_are_joined() -> Iterator[None]:
-    before = set(threading.enumerate())
-    yield
-    assert set(threading.enumerate()) <= before
 
 
 class Brightness(nn.Module):
@@ -366,17 +359,6 @@ def test_an_unexpected_failure_surfaces_after_what_precedes_it(
     assert len(got) <= 6
     if stage == "read_picture":
         assert len(got) == 6
-
-
-def test_a_source_that_fails_gives_what_came_before_and_raises() -> None:
-    def source() -> Iterator[np.ndarray]:
-        yield from (cells(64, 64), cells(32, 64), cells(64, 64))
-        raise Broken("disk gone")
-
-    got: list[Prediction] = []
-    with pytest.raises(Broken):
-        got.extend(predict_stream(network(), source(), PredictConfig(batch_size=8)))
-    assert len(got) == 3
 
 
 def test_a_stream_is_read_no_further_than_needed_and_stops_when_left() -> None:

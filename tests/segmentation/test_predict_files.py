@@ -2,14 +2,11 @@
 
 import json
 import shutil
-import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 import cv2
 import numpy as np
 import pytest
-import torch
 from entries import HERE, sizes_file
 
 from brim.errors import ConfigError, StorageError
@@ -20,7 +17,7 @@ from brim.segmentation.training import train
 from brim.segmentation.tuning import BatchSizes
 
 CONFIG = FilesConfig(model="unet_tiny", batch_size=1)
-torch.set_num_threads(1)  # small batches: a second thread only competes
+pytestmark = pytest.mark.usefixtures("threads_are_joined", "short_ceiling", "one_thread")
 
 
 @pytest.fixture(scope="module")
@@ -36,18 +33,6 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     config = SegmentTrainConfig(model="unet_tiny", size=32, epochs=6, batch_size=4, learning_rate=0.003)
     train(path / "images", path / "masks", config, path / "run", device="cpu")
     return path / "run"
-
-
-@pytest.fixture(autouse=True)
-def _threads_are_joined() -> Iterator[None]:
-    before = set(threading.enumerate())
-    yield
-    assert set(threading.enumerate()) <= before
-
-
-@pytest.fixture(autouse=True)
-def _short_ceiling(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("brim.segmentation.prediction.stream.CEILING_S", 0.02)
 
 
 @pytest.fixture

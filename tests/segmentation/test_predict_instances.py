@@ -126,14 +126,6 @@ def test_an_image_of_one_value_has_no_cells(loader, image):
     assert found.labels.shape == image.shape[:2]
 
 
-def test_a_cell_larger_than_the_image_is_one_object_at_most(loader):
-    rows, columns = np.mgrid[:160, :160]
-    inside = (rows - 170) ** 2 + (columns - 150) ** 2 < 190**2
-    image = (40 + 150 * inside + np.random.default_rng(0).normal(0, 3, inside.shape)).clip(0, 255).astype(np.uint8)
-
-    assert len(loader.predict(image, "cells").polygons) <= 3
-
-
 # Files
 
 

@@ -16,12 +16,7 @@ from s3_store import FailingProxy, serve_s3
 
 BUCKET = "cells"
 NUM = 5
-torch.set_num_threads(1)
-
-
-@pytest.fixture(autouse=True)
-def _short_ceiling(monkeypatch):
-    monkeypatch.setattr("brim.segmentation.prediction.stream.CEILING_S", 0.02)
+pytestmark = pytest.mark.usefixtures("short_ceiling", "one_thread")
 
 
 @pytest.fixture(scope="module")
@@ -90,18 +85,6 @@ def test_a_large_object_is_read_whole_unless_it_is_larger_than_an_image(server, 
     assert found.read(len(content)) == content
     with pytest.raises(ImageError, match=f"{len(content)} bytes are more than"):
         found.read(len(content) - 1)
-
-
-def test_an_object_that_is_no_image_is_the_only_failure(server, proxy, images, loader):
-    server.s3.put_object(Bucket=BUCKET, Key="odd/a.png", Body=(images / "0.png").read_bytes())
-    server.s3.put_object(Bucket=BUCKET, Key="odd/empty.png", Body=b"")
-    server.s3.put_object(Bucket=BUCKET, Key="odd/text.png", Body=b"not an image")
-
-    found = predict_files([f"s3://{BUCKET}/odd"], loader, f"s3://{BUCKET}/odd/results", config())
-
-    assert set(found.failures) == {f"s3://{BUCKET}/odd/empty.png", f"s3://{BUCKET}/odd/text.png"}
-    assert found.failures[f"s3://{BUCKET}/odd/empty.png"] == f"s3://{BUCKET}/odd/empty.png: the file is empty"
-    assert list(server.files(BUCKET, "odd/results")) == ["a.geojson"]
 
 
 def test_resume_predicts_only_what_is_not_there(server, proxy, images, loader):

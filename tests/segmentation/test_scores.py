@@ -44,16 +44,6 @@ def test_pixels_weigh_alike_in_the_whole_and_images_in_the_mean():
     assert found["iou_per_image"] == pytest.approx(0.5)
 
 
-def test_parts_of_images_give_the_score_of_the_whole():
-    rng = torch.Generator().manual_seed(1)
-    predicted, true = (torch.rand(3, 1, 8, 8, generator=rng) < 0.4 for _ in range(2))
-    scores = PixelCounts(3, torch.device("cpu"))
-    for half in (slice(0, 4), slice(4, 8)):
-        scores.add(predicted[:, :, half], true[:, :, half], torch.arange(3))
-
-    assert scores.result() == agreement(predicted, true)
-
-
 def test_pixels_that_do_not_count_change_nothing():
     predicted, true = (
         mask("x.x"),
@@ -73,10 +63,10 @@ def test_an_empty_crop_in_which_nothing_is_found_is_no_failure():
 
 
 def test_scores_of_objects_counted_by_hand():
-    """IoU 0.82, IoU 0.62, one object missed, one made up; then an image with three found for two."""
+    """IoU 0.78, IoU 0.62, one object missed, one made up; then an image with three found for two."""
     true, predicted = (np.zeros((40, 40), int) for _ in range(2))
     true[:10, :10], true[:10, 20:30], true[20:30, :10] = 1, 2, 3
-    predicted.flat[[40 * row + column for row in range(10) for column in range(10)][:82]] = 7
+    predicted.flat[[40 * row + column for row in range(10) for column in range(10)][:78]] = 7
     predicted.flat[[40 * row + 20 + column for row in range(10) for column in range(10)][:62]] = 8
     predicted[20:30, 20:30] = 9
     scores = ObjectScores()
@@ -86,9 +76,9 @@ def test_scores_of_objects_counted_by_hand():
     found = scores.as_dict()
     assert found["ap50"] == pytest.approx(2 / (3 + 3 - 2))
     assert found["ap75"] == pytest.approx(1 / (3 + 3 - 1))
-    assert found["ap50_90"] == pytest.approx((3 * 2 / 4 + 4 * 1 / 5 + 2 * 0) / 9)
+    assert found["ap50_90"] == pytest.approx((3 * 2 / 4 + 3 * 1 / 5 + 3 * 0) / 9)
     assert found["f1"] == pytest.approx(2 * 2 / 6)
-    assert found["pq"] == pytest.approx(2 * (0.82 + 0.62) / 6)
+    assert found["pq"] == pytest.approx(2 * (0.78 + 0.62) / 6)
     assert (found["true"], found["predicted"], found["merges"], found["splits"]) == (3, 3, 0, 0)
     scores.add(np.array([[1, 0, 2, 0, 0, 0]]), np.array([[0, 1, 0, 2, 0, 3]]))
     assert scores.as_dict()["count_error"] == pytest.approx((0 + 1 / 2) / 2)

@@ -179,15 +179,6 @@ def test_threshold_and_holes_are_the_requests_own(servable, loader):
         assert_like(one.body, geojson(expected.polygons))
 
 
-def test_a_batch_answers_as_each_alone(servable):
-    payloads = [Payload(png(30 + 17 * n, 40 + 29 * n, n), f"{n}.png") for n in range(7)]
-
-    together = run(servable, payloads, size=4)
-
-    for one, payload in zip(together, payloads, strict=True):
-        assert_like(one.body, answer(servable, bytes(payload.data)).body)
-
-
 # What is told before an image is decoded
 
 

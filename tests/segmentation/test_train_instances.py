@@ -13,7 +13,6 @@ from safetensors.torch import load_file
 from brim.engine.storage import Dataset
 from brim.errors import CheckpointError, ConfigError, ImageError
 from brim.segmentation.config import SegmentTrainConfig
-from brim.segmentation.images.contrast import stretch, stretch_batch
 from brim.segmentation.images.reading import numbers_objects, read_labels
 from brim.segmentation.networks import default_weights, load_model, read_metadata
 from brim.segmentation.networks.packing import digest, pack
@@ -25,19 +24,12 @@ from brim.segmentation.training.crops import Cutting, cut
 from brim.segmentation.training.objective import instance_losses
 
 QUICK = {"model": "unet_tiny", "size": 64, "epochs": 1, "batch_size": 4, "learning_rate": 0.003}
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(autouse=True)
 def few_scenes(monkeypatch):
     monkeypatch.setattr("brim.segmentation.training.evaluation.SCORED_SCENES", 8)
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture
@@ -175,18 +167,6 @@ def test_a_mask_with_soft_edges_is_no_label_image(tmp_path):
     assert set(np.unique(read_labels(tmp_path / "soft.png"))) == {0, 1}
     assert numbers_objects(tmp_path / "gaps.png")
     assert set(np.unique(read_labels(tmp_path / "gaps.png"))) == {0, 7, 300, 60000}
-
-
-def test_contrast_is_stretched_to_what_an_image_holds():
-    rng = np.random.default_rng(2)
-    faint = rng.integers(30, 60, (64, 64, 3)).astype(np.uint8)
-    stretched = stretch(faint)
-    batch = torch.from_numpy(np.stack([rng.integers(10, 60, (3, 64, 64)), np.full((3, 64, 64), 9)]).astype(np.uint8))
-
-    assert (stretched.min(), stretched.max()) == (0, 255)
-    assert np.corrcoef(faint.ravel(), stretched.ravel())[0, 1] > 0.99
-    assert stretch_batch(batch)[0].float().std() > 3 * batch[0].float().std()
-    assert stretch_batch(batch)[1].max() == 0  # a single value
 
 
 @pytest.mark.parametrize(

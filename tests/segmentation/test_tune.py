@@ -1,6 +1,5 @@
 """Tuning of small networks on the CPU: what is chosen was measured, what is refused really differs."""
 
-import json
 import math
 from dataclasses import replace
 
@@ -22,6 +21,7 @@ from brim.segmentation.tuning.tuner import Reference, is_trained, no_slower_than
 CPU = torch.device("cpu")
 SIZE = 64
 QUICK = {"size": SIZE, "seconds": 0.3}
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 class Blobs(nn.Module):
@@ -38,14 +38,6 @@ class Blobs(nn.Module):
     def forward(self, images):
         logits = self.norm(self.blur(images))
         return logits if images.dtype == torch.float32 else logits + self.wrong
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -125,9 +117,9 @@ def test_out_of_memory_ends_the_growth_not_the_tuning():
     assert all(trial["batch"] <= 3 for trial in swept(tuned) if trial["status"] == "ok")
 
 
-def test_one_image_that_does_not_fit_is_an_error():
-    with inject_oom(above=0), pytest.raises(OutOfMemory, match="batch of 1 does not fit"):
-        tune_model("tiny", Blobs(), CPU, TuneConfig(**QUICK))
+def test_a_memory_that_holds_not_one_image_is_an_error():
+    with pytest.raises(OutOfMemory, match="one image of 64 x 64 does not fit"):
+        tune_model("tiny", Blobs(), CPU, TuneConfig(reserve=0.9999, **QUICK))
 
 
 def test_a_latency_that_no_batch_keeps_is_said():
@@ -135,23 +127,6 @@ def test_a_latency_that_no_batch_keeps_is_said():
 
     assert tuned.entry.optimal_batch_size == 1
     assert "even batch 1 is slow" in said(tuned)
-
-
-def test_trials_are_json_and_messages_are_told_as_they_come(tuned, told):
-    json.dumps(tuned.trials, allow_nan=False)
-    assert {"batch", "throughput", "spread", "p50_ms", "p95_ms", "peak_bytes", "status"} <= set(swept(tuned)[0])
-    assert any(text.startswith("tiny: batch 1, ") for text in told)
-    assert all(f"tiny: {text}" in told for text in tuned.messages)
-
-
-def test_the_module_stays_as_it_was():
-    module = Blobs(norm=True).train()
-    before = {name: value.clone() for name, value in module.state_dict().items()}
-    tune_model("tiny", module, CPU, TuneConfig(**QUICK), setting=ComputeConfig(precision="bf16"))
-
-    assert module.training
-    assert module.blur.weight.dtype == torch.float32
-    assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
 
 
 # The setting
