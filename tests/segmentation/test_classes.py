@@ -14,6 +14,7 @@ from brim.segmentation.config import FilesConfig, SegmentTrainConfig
 from brim.segmentation.objects.instances import kinds_of
 from brim.segmentation.objects.tables import CLASS
 from brim.segmentation.prediction import predict_files
+from brim.segmentation.prediction.scoring import instance_maps
 from brim.segmentation.training import train
 from brim.segmentation.training.crops import ImagePair, pair_files, with_classes
 
@@ -132,6 +133,15 @@ def test_a_table_of_one_image_needs_no_image_column(tmp_path):
 
     assert classes == ("a", "b")
     assert pairs[0].kinds == {4: 2, 5: 1}
+
+
+def test_maps_are_probabilities_and_those_of_classes_sum_to_one():
+    logits = torch.tensor([0.0, 2.0, 1.0, 3.0]).view(1, 4, 1, 1)
+
+    found = instance_maps(logits).flatten().tolist()
+
+    second = 1 / (1 + np.exp(3 - 1))
+    assert found == pytest.approx([0.5, 1 / (1 + np.exp(-2)), second, 1 - second])
 
 
 def test_an_objects_class_is_that_of_most_of_its_probability():

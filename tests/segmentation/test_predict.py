@@ -280,6 +280,13 @@ def test_logits_that_are_not_finite_fail_in_their_own_place(tile: int) -> None:
         predict_one(net, dark, PredictConfig())
 
 
+def test_one_window_that_is_not_finite_fails_its_image() -> None:
+    image = np.full((64, 64, 3), 200, np.uint8)
+    image[:32, :32] = 0
+    (found,) = predict_all([image], network(Poisoned()), batch_size=1, tile=32)
+    assert "not finite" in str(found.error)
+
+
 # Out of memory
 
 

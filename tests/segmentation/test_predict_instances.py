@@ -77,16 +77,18 @@ def test_every_cell_has_its_polygon(prediction, scene):
     assert np.array_equal(prediction.mask > 0, prediction.labels > 0)
 
 
-@pytest.mark.parametrize("scale", [0.5, 3])
-def test_cells_of_other_sizes_are_found_at_their_scale(loader, scene, scale):
+@pytest.mark.parametrize(("scale", "least"), [(0.4, 0.72), (4, 0.8)])
+def test_cells_of_other_sizes_are_found_at_their_scale(loader, scale, least):
+    """At the image's own scale it would be 0.61 and 0.54."""
+    drawn = draw(("nuclei",), 5, torch.tensor([6], dtype=torch.int32), SIDE, SIDE)
     side = round(scale * SIDE)
-    image = np.asarray(Image.fromarray(scene[0]).resize((side, side), Image.Resampling.BOX))
+    image = Image.fromarray(drawn.images[0].permute(1, 2, 0).numpy()).resize((side, side), Image.Resampling.BOX)
 
-    found = loader.predict(image, "cells")
+    found = loader.predict(np.asarray(image), "cells")
 
     assert found.labels.shape == (side, side)
     back = np.asarray(Image.fromarray(found.labels.astype(np.int32)).resize((SIDE, SIDE), Image.Resampling.NEAREST))
-    assert score(scene[1], back)["f1"] > (0.6 if scale < 1 else 0.7)
+    assert score(drawn.labels[0].numpy(), back)["f1"] > least
 
 
 def test_a_given_diameter_is_used(loader, scene, tmp_path):

@@ -151,8 +151,14 @@ def test_a_default_that_differs_falls_back_to_fp32():
     assert "fp32/contiguous is used" in said(tuned)
 
 
-def test_logits_that_are_no_numbers_are_refused():
-    tuned = tune_model("tiny", Blobs(wrong=math.nan), CPU, TuneConfig(**QUICK), setting=ComputeConfig(precision="bf16"))
+def test_a_single_logit_that_is_no_number_is_refused():
+    class Holed(Blobs):
+        def forward(self, images):
+            logits = super().forward(images).clone()
+            logits[..., 0, 0] = logits[..., 0, 0] if images.dtype == torch.float32 else math.nan
+            return logits
+
+    tuned = tune_model("tiny", Holed(), CPU, TuneConfig(**QUICK), setting=ComputeConfig(precision="bf16"))
 
     assert tuned.setting.precision == "fp32"
     assert "not finite" in said(tuned)
