@@ -17,7 +17,7 @@ from pycocotools.coco import COCO
 
 from brim.errors import ConfigError, ImageError, StorageError
 from brim.segmentation.config import FORMATS
-from brim.segmentation.images.writing import Writer, output_stems, overlay
+from brim.segmentation.images.writing import Writer, outlined, output_stems, overlay
 from brim.segmentation.objects import (
     Polygon,
     Prediction,
@@ -216,6 +216,25 @@ def test_an_overlay_differs_from_any_ground_and_leaves_it_untouched(ground):
     assert (drawn[:5] == ground).all()
     assert np.abs(drawn[20, 20] - ground).max() > 20  # tinted inside
     assert np.ptp(drawn[20, 6:14].sum(1)) > 250  # bright beside dark on the outline
+
+
+@pytest.mark.parametrize("source", ["mask", "geojson"])
+def test_a_thumbnail_shows_the_edges_of_objects_where_they_are(tmp_path, source):
+    mask = np.zeros((HEIGHT, WIDTH), np.uint8)
+    mask[10:20, 24:40] = 255
+    files = {name: tmp_path / name for name in ("image.png", "mask.png", "image.geojson")}
+    Image.fromarray(0 * mask).save(files["image.png"])
+    Image.fromarray(mask).save(files["mask.png"])
+    files["image.geojson"].write_bytes(geojson(trace(mask)))
+    given = {"mask": {"mask": files["mask.png"]}, "geojson": {"mask": None, "predicted": files["image.geojson"]}}
+
+    found = outlined(files["image.png"], side=100, **given[source])
+
+    shown = np.asarray(Image.open(io.BytesIO(found.png))).any(2)
+    assert (found.width, found.height, found.areas.tolist()) == (WIDTH, HEIGHT, [160])
+    assert np.flatnonzero(shown[:, 30]).tolist() == [10, 20]  # where it begins, and the first row after it
+    assert np.flatnonzero(shown[15]).tolist() == [24, 40]
+    assert outlined(files["image.png"], side=28, **given[source]).width == WIDTH
 
 
 def test_an_overlay_is_an_rgb_file(tmp_path):

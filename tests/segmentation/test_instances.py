@@ -28,7 +28,7 @@ def labels() -> torch.Tensor:
     return torch.from_numpy(parts)
 
 
-def test_height_is_the_distance_to_the_edge(labels: torch.Tensor) -> None:
+def test_height_is_the_distance_to_the_edge(labels):
     found = heights(labels, int(labels.max()))
     assert int((labels.amax((1, 2)) > 0).sum()) >= 3  # images with objects
     for image, height in zip(labels.numpy(), found.numpy(), strict=True):
@@ -40,7 +40,7 @@ def test_height_is_the_distance_to_the_edge(labels: torch.Tensor) -> None:
         np.testing.assert_allclose(height, expected, atol=1e-6)
 
 
-def test_labels_come_back_from_their_maps(labels: torch.Tensor) -> None:
+def test_labels_come_back_from_their_maps(labels):
     scores = ObjectScores()
     found = to_labels((labels > 0).float(), heights(labels, int(labels.max())), min_area=1)
     for true, predicted in zip(labels.numpy(), found.numpy(), strict=True):
@@ -49,7 +49,7 @@ def test_labels_come_back_from_their_maps(labels: torch.Tensor) -> None:
     assert scores.as_dict()["ap50"] > 0.93  # an outline with a waist has two peaks
 
 
-def test_small_objects_are_left_out_and_numbers_have_no_gaps() -> None:
+def test_small_objects_are_left_out_and_numbers_have_no_gaps():
     foreground = torch.zeros(1, 20, 20)
     foreground[0, 2:4, 2:4] = foreground[0, 8:16, 8:16] = 1
     found = to_labels(foreground, heights((foreground > 0).int(), 1), min_area=16)
@@ -66,13 +66,13 @@ def test_small_objects_are_left_out_and_numbers_have_no_gaps() -> None:
         (0.39, 0.1, [26]),  # too low for an object
     ],
 )
-def test_peaks_are_objects_where_they_rise_far_enough(second: float, valley: float, areas: list[int]) -> None:
+def test_peaks_are_objects_where_they_rise_far_enough(second, valley, areas):
     height = torch.from_numpy(np.interp(np.arange(24), [0, 6, 12, 18, 23], [0.05, 1, valley, second, 0.04]))
     found = to_labels(torch.ones(1, 2, 24), height.float().expand(1, 2, 24), min_area=1)
     assert np.bincount(found.flatten())[1:].tolist() == areas
 
 
-def test_an_object_of_the_least_area_counts_and_its_pixels_are_above_the_threshold() -> None:
+def test_an_object_of_the_least_area_counts_and_its_pixels_are_above_the_threshold():
     foreground = torch.zeros(1, 20, 20)
     foreground[0, 2:6, 2:6], foreground[0, 10:13, 10:15], foreground[0, 16:, 2:8] = 0.51, 0.51, 0.5
     found = to_labels(foreground, heights((foreground > 0).int(), 1), min_area=16)
@@ -80,12 +80,12 @@ def test_an_object_of_the_least_area_counts_and_its_pixels_are_above_the_thresho
 
 
 @pytest.mark.parametrize("value", [0.0, 1.0])
-def test_an_image_of_one_value(value: float) -> None:
+def test_an_image_of_one_value(value):
     found = to_labels(torch.full((2, 16, 16), value), torch.full((2, 16, 16), value))
     assert found.amax((1, 2)).tolist() == [value, value]
 
 
-def test_neighbours_share_their_border_and_diagonal_pixels_do_not() -> None:
+def test_neighbours_share_their_border_and_diagonal_pixels_do_not():
     image = torch.zeros(1, 6, 8, dtype=torch.int32)
     image[0, 1:5, 1:5], image[0, 2, 2], image[0, 2:4, 5], image[0, 5, 6] = 1, 0, 2, 3
     rings = find_rings(image)
@@ -100,7 +100,7 @@ def test_neighbours_share_their_border_and_diagonal_pixels_do_not() -> None:
     assert rings.label.tolist() == [1, 1, 2, 3]
 
 
-def test_scores_count_matches_merges_and_splits() -> None:
+def test_scores_count_matches_merges_and_splits():
     """Two pairs of true objects are one each, one is two, and one is as it should be."""
     true, predicted = np.zeros((10, 60), np.int32), np.zeros((10, 60), np.int32)
     for number, (start, end) in enumerate([(0, 8), (8, 16), (20, 30), (32, 36), (36, 40), (44, 50)]):
@@ -114,7 +114,7 @@ def test_scores_count_matches_merges_and_splits() -> None:
     assert values["ap50"] == pytest.approx(1 / (6 + 5 - 1))
 
 
-def test_contours_are_public_and_one_for_each_label() -> None:
+def test_contours_are_public_and_one_for_each_label():
     image = np.zeros((9, 12), np.uint16)
     image[1:4, 1:4], image[2, 2], image[1:4, 4:6], image[7:, 10], image[0, 11] = 7, 0, 3, 9, 9
 
@@ -129,7 +129,7 @@ def test_contours_are_public_and_one_for_each_label() -> None:
     assert brim.contours(np.zeros((0, 5), int)) == brim.contours(np.zeros((2, 5), bool)) == []
 
 
-def test_rings_are_those_of_the_masks_tracer_and_valid() -> None:
+def test_rings_are_those_of_the_masks_tracer_and_valid():
     rng = np.random.default_rng(0)
     for share in (0.3, 0.5, 0.7, 0.85) * 8:
         mask = rng.random(rng.integers(1, 16, 2)) < share
@@ -151,7 +151,7 @@ def _from_smallest(ring: np.ndarray) -> list[list[float]]:
     return points[start:] + points[:start]
 
 
-def test_measurements_are_those_of_the_pixels(labels: torch.Tensor) -> None:
+def test_measurements_are_those_of_the_pixels(labels):
     rng = torch.Generator().manual_seed(1)
     foreground = torch.rand(labels.shape, generator=rng)
     images = torch.randint(0, 256, (len(labels), 3, *labels.shape[1:]), dtype=torch.uint8, generator=rng)
@@ -175,7 +175,7 @@ def test_measurements_are_those_of_the_pixels(labels: torch.Tensor) -> None:
 
 
 @pytest.mark.parametrize("radius", [6, 20, 70])
-def test_the_perimeter_of_a_disc(radius: int) -> None:
+def test_the_perimeter_of_a_disc(radius):
     rows, columns = torch.meshgrid(torch.arange(160), torch.arange(160), indexing="ij")
     disc = ((rows - 79.7) ** 2 + (columns - 80.2) ** 2 < radius**2).int()
 

@@ -107,7 +107,7 @@ def test_predicting_without_weights_says_how_to_give_them(tunings):
 
 
 @pytest.mark.parametrize("single", ["a.png", b"bytes", Path("a.png"), np.zeros((8, 8, 3), np.uint8)])
-def test_a_single_image_is_no_batch(single: Any, weights: Path):
+def test_a_single_image_is_no_batch(single, weights):
     with pytest.raises(ConfigError, match="list"):
         ModelLoader({"tiny": weights}, device="cpu").predict_batch(single, "tiny")
 
@@ -145,16 +145,12 @@ def test_an_entry_for_smaller_images_is_not_enough(weights, tunings):
     assert tunings == [128]
 
 
-def test_a_large_image_needs_no_more_than_the_tile(weights, tunings):
+def test_a_large_image_and_a_stream_need_no_more_than_the_tile(weights, tunings):
     ModelLoader({"tiny": weights}, device="cpu", tile=100).predict_batch(images((40, 300)), "tiny")
     ModelLoader({"tiny": weights}, device="cpu", batch_sizes=None, resize=48).predict_batch(SOME, "tiny")
-    assert tunings == [96, 48]
-
-
-def test_a_stream_is_tuned_for_the_tile(weights, tunings):
-    loader = ModelLoader({"tiny": weights}, device="cpu", tile=256)
-    assert len(list(loader.predict_stream(iter(SOME), "tiny"))) == len(SOME)
-    assert tunings == [256]
+    stream = ModelLoader({"tiny": weights}, device="cpu", tile=256).predict_stream(iter(SOME), "tiny")
+    assert len(list(stream)) == len(SOME)
+    assert tunings == [96, 48, 256]
 
 
 def test_the_side_at_hand_is_read_from_headers(weights, tunings, tmp_path):
@@ -250,6 +246,6 @@ def test_postprocessing_takes_masks_and_probabilities():
 
 
 @pytest.mark.parametrize("masks", [np.full((1, 4, 4), 3.0), np.full((1, 4, 4), np.nan), np.zeros((4, 4)), np.zeros(3)])
-def test_logits_and_odd_shapes_are_refused(masks: np.ndarray):
+def test_logits_and_odd_shapes_are_refused(masks):
     with pytest.raises(ConfigError, match="expected"):
         ModelLoader(device="cpu").postprocess_mask_batch(masks)

@@ -2,7 +2,6 @@ import itertools
 import math
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import cv2
@@ -90,7 +89,7 @@ def same(one: Prediction, other: Prediction, tolerance: float = 0.0) -> bool:
 # What comes out
 
 
-def test_a_square_becomes_a_polygon_of_its_size() -> None:
+def test_a_square_becomes_a_polygon_of_its_size():
     image = np.zeros((50, 70, 3), np.uint8)
     image[10:30, 20:45] = 255
     found = predict_one(network(), image, PredictConfig())
@@ -104,7 +103,7 @@ def test_a_square_becomes_a_polygon_of_its_size() -> None:
 
 
 @pytest.mark.parametrize("batch_size", [1, 3, 8])
-def test_mixed_sizes_come_in_order_and_equal_single_images(batch_size: int) -> None:
+def test_mixed_sizes_come_in_order_and_equal_single_images(batch_size):
     net = network(Blur())
     found = predict_all(IMAGES, net, batch_size=batch_size)
     assert [(p.height, p.width) for p in found] == SIZES
@@ -112,7 +111,7 @@ def test_mixed_sizes_come_in_order_and_equal_single_images(batch_size: int) -> N
         assert same(prediction, predict_one(net, image, PredictConfig()), 1e-4)
 
 
-def test_threshold_and_holes_are_honoured() -> None:
+def test_threshold_and_holes_are_honoured():
     image = np.full((64, 64, 3), 140, np.uint8)
     image[20:40, 20:40] = 0
     assert predict_one(network(), image, PredictConfig(threshold=0.9)).polygons == ()
@@ -136,7 +135,7 @@ class Channel(nn.Module):
 @pytest.mark.parametrize(
     ("number", "value", "mean", "deviation"), [(0, 200, 0.485, 0.229), (1, 150, 0.456, 0.224), (2, 250, 0.406, 0.225)]
 )
-def test_a_confidence_is_the_probability_of_a_normalised_pixel(number, value, mean, deviation) -> None:
+def test_a_confidence_is_the_probability_of_a_normalised_pixel(number, value, mean, deviation):
     """Mean and deviation of ImageNet's red, green and blue, as published."""
     image = np.full((40, 32, 3), (200, 150, 250), np.uint8)
 
@@ -146,7 +145,7 @@ def test_a_confidence_is_the_probability_of_a_normalised_pixel(number, value, me
     assert polygon.confidence == pytest.approx(1 / (1 + math.exp(-logit)), abs=1e-6)
 
 
-def test_a_pixel_at_the_threshold_is_background() -> None:
+def test_a_pixel_at_the_threshold_is_background():
     class Even(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
             return 0 * x[:, :1]
@@ -159,7 +158,7 @@ def test_a_pixel_at_the_threshold_is_background() -> None:
 
 @pytest.mark.parametrize("scale", [0.5, 2.0])
 @pytest.mark.parametrize("tile", [64, 1024])
-def test_what_is_found_at_another_scale_lies_where_it_is_in_the_image(scale: float, tile: int) -> None:
+def test_what_is_found_at_another_scale_lies_where_it_is_in_the_image(scale, tile):
     image = np.zeros((64, 160, 3), np.uint8)
     image[20:40, 60:120] = 255
     net = InferenceNetwork(Brightness(), CPU, ComputeConfig(), traits=ModelTraits(scale=scale))
@@ -172,7 +171,7 @@ def test_what_is_found_at_another_scale_lies_where_it_is_in_the_image(scale: flo
     assert (found.height, found.width) == (64, 160)
 
 
-def test_objects_of_the_least_area_are_kept_and_smaller_ones_left_out() -> None:
+def test_objects_of_the_least_area_are_kept_and_smaller_ones_left_out():
     image = np.zeros((40, 40, 3), np.uint8)
     image[4:8, 4:8], image[20:23, 20:25] = 255, 255  # 16 and 15 pixels
 
@@ -183,10 +182,54 @@ def test_objects_of_the_least_area_are_kept_and_smaller_ones_left_out() -> None:
     assert (found.mask > 0).sum() == 16
 
 
+class Maps(nn.Module):
+    """Foreground is what is red, and as high as it is green."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return 8 * x[:, :2]
+
+
+def instances_of(*images: np.ndarray, **options: Any) -> list[Prediction]:
+    net = InferenceNetwork(Maps(), CPU, ComputeConfig(), traits=ModelTraits(task="instances"))
+    return predict_all(list(images), net, **options)
+
+
+def test_instances_have_holes_only_if_they_are_wanted():
+    image = np.zeros((64, 64, 3), np.uint8)
+    image[10:30, 12:32], image[16:24, 18:26] = 255, 0
+
+    ((ring,),), ((full,),) = ([p.polygons for p in instances_of(image, detect_holes=holes)] for holes in (True, False))
+
+    assert (ring.area, len(ring.holes)) == (400 - 64, 1)
+    assert (full.area, full.holes) == (400, ())
+    assert (full.points.min(0).tolist(), full.points.max(0).tolist()) == ([12, 10], [32, 30])
+
+
+def test_instances_of_fewer_than_16_pixels_are_left_out_unless_another_number_is_given():
+    image = np.zeros((64, 64, 3), np.uint8)
+    image[5:8, 5:8], image[20:24, 20:24], image[40:50, 40:50] = 255, 255, 255
+
+    areas = {least: [p.area for p in instances_of(image, min_area=least)[0].polygons] for least in (None, 0, 17)}
+
+    assert areas == {None: [16, 100], 0: [9, 16, 100], 17: [100]}
+
+
+def test_what_is_reflected_beyond_an_image_is_no_object_of_it():
+    small, large = np.zeros((40, 40, 3), np.uint8), np.zeros((60, 60, 3), np.uint8)
+    small[30:36, 30:36] = 255  # again at 43 in the padding
+
+    first, second = instances_of(small, large, batch_size=2)
+
+    assert [p.area for p in first.polygons] == [36]
+    assert first.measurements is not None
+    assert len(first.measurements.values) == 1
+    assert second.polygons == ()
+
+
 # Windows
 
 
-def test_windows_of_a_large_image_give_what_the_whole_image_gives() -> None:
+def test_windows_of_a_large_image_give_what_the_whole_image_gives():
     image = cells(250, 331, 9)
     whole = predict_one(network(), image, PredictConfig())
     for tile in (64, 96, 100, 320):
@@ -194,7 +237,7 @@ def test_windows_of_a_large_image_give_what_the_whole_image_gives() -> None:
     assert same(predict_one(network(), image, PredictConfig(tile=64, overlap=0)), whole, 1e-5)
 
 
-def test_resize_runs_at_another_side_and_gives_masks_of_the_image() -> None:
+def test_resize_runs_at_another_side_and_gives_masks_of_the_image():
     image = np.zeros((100, 160, 3), np.uint8)
     image[20:60, 40:120] = 255
     for found in (
@@ -221,7 +264,7 @@ def frame_of(index: int, *shapes: tuple[int, int]) -> ImageFrame:
     shapes=st.lists(st.lists(st.sampled_from([(1, 1), (2, 2), (3, 3)]), max_size=6), max_size=30),
     size=st.integers(1, 5),
 )
-def test_every_patch_is_in_one_batch_of_its_shape(shapes: list[list[tuple[int, int]]], size: int) -> None:
+def test_every_patch_is_in_one_batch_of_its_shape(shapes, size):
     frames = [frame_of(index, *those) for index, those in enumerate(shapes)]
     patches = [patch for frame in frames for patch in frame.patches]
     batches = list(group(frames, lambda: size))
@@ -230,7 +273,7 @@ def test_every_patch_is_in_one_batch_of_its_shape(shapes: list[list[tuple[int, i
     assert sorted(p.number for b in batches for p in b.patches) == list(range(1, len(patches) + 1))
 
 
-def test_a_rare_shape_waits_for_four_batches_and_no_longer() -> None:
+def test_a_rare_shape_waits_for_four_batches_and_no_longer():
     taken = itertools.count()
 
     def frames() -> Iterator[ImageFrame]:
@@ -243,7 +286,7 @@ def test_a_rare_shape_waits_for_four_batches_and_no_longer() -> None:
     assert next(taken) == 1 + 4 * 8
 
 
-def test_a_failed_image_passes_at_once() -> None:
+def test_a_failed_image_passes_at_once():
     failed = ImageFrame(1, "x", failure=ImageError("no"))
     batches = list(group([frame_of(0, (1, 1)), failed, frame_of(2, (1, 1))], lambda: 2))
     assert [batch.failed for batch in batches] == [failed, None]
@@ -252,7 +295,7 @@ def test_a_failed_image_passes_at_once() -> None:
 # What goes wrong with one image
 
 
-def test_bad_images_fail_in_their_own_place(tmp_path: Path) -> None:
+def test_bad_images_fail_in_their_own_place(tmp_path):
     (tmp_path / "broken.png").write_bytes(b"\x89PNG\r\n\x1a\nnothing more")
     bad = [b"no image", tmp_path / "missing.png", tmp_path / "broken.png", np.full((40, 40), np.nan), None]
     images = [item for pair in zip(bad, itertools.repeat(cells(64, 64)), strict=False) for item in pair]
@@ -271,7 +314,7 @@ class Poisoned(Brightness):
 
 
 @pytest.mark.parametrize("tile", [32, 1024])
-def test_logits_that_are_not_finite_fail_in_their_own_place(tile: int) -> None:
+def test_logits_that_are_not_finite_fail_in_their_own_place(tile):
     dark, net = np.zeros((64, 64, 3), np.uint8), network(Poisoned())
     found = predict_all([cells(64, 64), dark, np.full((64, 64, 3), 200, np.uint8)], net, batch_size=3, tile=tile)
     assert [p.error is not None for p in found] == [False, True, False]
@@ -280,7 +323,7 @@ def test_logits_that_are_not_finite_fail_in_their_own_place(tile: int) -> None:
         predict_one(net, dark, PredictConfig())
 
 
-def test_one_window_that_is_not_finite_fails_its_image() -> None:
+def test_one_window_that_is_not_finite_fails_its_image():
     image = np.full((64, 64, 3), 200, np.uint8)
     image[:32, :32] = 0
     (found,) = predict_all([image], network(Poisoned()), batch_size=1, tile=32)
@@ -292,7 +335,7 @@ def test_one_window_that_is_not_finite_fails_its_image() -> None:
 
 @pytest.mark.parametrize("tile", [32, 1024])
 @pytest.mark.parametrize("above", [1, 3])
-def test_a_batch_that_does_not_fit_is_halved(above: int, tile: int) -> None:
+def test_a_batch_that_does_not_fit_is_halved(above, tile):
     images = [cells(64, 64, seed) for seed in range(10)]
     expected = predict_all(images, batch_size=1, tile=tile)
     reports: list[PredictReport] = []
@@ -304,7 +347,7 @@ def test_a_batch_that_does_not_fit_is_halved(above: int, tile: int) -> None:
 
 
 @pytest.mark.parametrize("tile", [32, 1024])
-def test_images_of_which_not_one_fits_fail_in_their_own_places(tile: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_images_of_which_not_one_fits_fail_in_their_own_places(tile, monkeypatch):
     monkeypatch.setenv("BRIM_INJECT_OOM_ABOVE", "0")
     found = predict_all([cells(64, 64, seed) for seed in range(5)], batch_size=4, tile=tile)
     assert [p.name in str(p.error) and "does not fit" in str(p.error) for p in found] == [True] * 5
@@ -319,9 +362,7 @@ def is_low(image: np.ndarray | list[np.ndarray]) -> bool:
 
 @pytest.mark.parametrize("stage", ["read_picture", "find_rings"])
 @pytest.mark.parametrize(("times", "fails"), [(1, False), (3, True)])
-def test_memory_that_runs_out_beside_the_device_is_tried_again(
-    stage: str, times: int, fails: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_memory_that_runs_out_beside_the_device_is_tried_again(stage, times, fails, monkeypatch):
     work, failures = getattr(module, stage), []
 
     def short_of_memory(image: Any, *rest: Any, **options: Any) -> Any:
@@ -340,9 +381,7 @@ def test_memory_that_runs_out_beside_the_device_is_tried_again(
 
 @pytest.mark.parametrize("stage", ["read_picture", "find_rings", "network"])
 @pytest.mark.parametrize("failure", [Broken("bug"), StopIteration()])
-def test_an_unexpected_failure_surfaces_after_what_precedes_it(
-    stage: str, failure: Exception, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_unexpected_failure_surfaces_after_what_precedes_it(stage, failure, monkeypatch):
     class Breaking(Brightness):
         def forward(self, x: Tensor) -> Tensor:
             if stage == "network" and bool((x.amin((1, 2, 3)) > 1.5).any()):
@@ -368,7 +407,7 @@ def test_an_unexpected_failure_surfaces_after_what_precedes_it(
         assert len(got) == 6
 
 
-def test_a_stream_is_read_no_further_than_needed_and_stops_when_left() -> None:
+def test_a_stream_is_read_no_further_than_needed_and_stops_when_left():
     taken = itertools.count()
     endless = (cells(32, 32, next(taken)) for _ in itertools.count())
     stream = predict_stream(network(), endless, PredictConfig(batch_size=4))
@@ -379,7 +418,7 @@ def test_a_stream_is_read_no_further_than_needed_and_stops_when_left() -> None:
     stream.close()  # type: ignore[attr-defined]
 
 
-def test_opencv_gets_its_threads_back_when_the_last_run_ends() -> None:
+def test_opencv_gets_its_threads_back_when_the_last_run_ends():
     before = cv2.getNumThreads()
     first, second = (predict_stream(network(), [cells(64, 64)] * 9, PredictConfig()) for _ in range(2))
     next(first)
@@ -391,10 +430,17 @@ def test_opencv_gets_its_threads_back_when_the_last_run_ends() -> None:
     assert cv2.getNumThreads() == before
 
 
+def test_large_images_wait_for_room_and_none_for_ever(monkeypatch):
+    monkeypatch.setattr(module, "DECODED_BYTES", 1)
+    monkeypatch.setattr(module, "worker_count", lambda: 4)
+    found = predict_all([cells(64, 64, seed) for seed in range(20)], batch_size=4)
+    assert [p.error for p in found] == [None] * 20
+
+
 # Telling
 
 
-def test_the_report_has_the_names_of_the_contract(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_report_has_the_names_of_the_contract(monkeypatch):
     monkeypatch.setattr(module, "CEILING_S", 3600.0)  # no time to measure it
     reports: list[PredictReport] = []
     heard: list[PredictProgress] = []

@@ -128,23 +128,19 @@ def test_resume_predicts_only_what_has_no_file(loader, images, tmp_path):
         assert (tmp_path / "out" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
 
 
-def test_polygons_of_files_that_do_not_tell_are_not_guessed(loader, images, tmp_path):
-    config = FilesConfig(model="unet_tiny", batch_size=1, format="mask")
-    predict_files([images], loader, tmp_path / "out", config)
+@pytest.mark.parametrize(("form", "kept"), [("mask", 10), ("coco", 0)])
+def test_the_one_file_of_all_images_is_made_anew_and_what_files_do_not_tell_is_not_guessed(
+    loader, images, tmp_path, form, kept
+):
+    config = FilesConfig(model="unet_tiny", batch_size=1, format=form)
+    whole = predict_files([images], loader, tmp_path / "out", config)
 
     found = predict_files([images], loader, tmp_path / "out", config, resume=True)
 
-    assert (found.kept, found.as_dict()["polygons"]) == (10, None)
-
-
-def test_resume_makes_the_one_file_of_all_images_anew(loader, images, tmp_path):
-    config = FilesConfig(model="unet_tiny", batch_size=1, format="coco")
-    predict_files([images], loader, tmp_path / "out", config)
-
-    found = predict_files([images], loader, tmp_path / "out", config, resume=True)
-
-    assert (found.written, found.kept) == (10, 0)
-    assert len(json.loads((tmp_path / "out/annotations.json").read_text())["images"]) == 10
+    assert (found.written, found.kept) == (10 - kept, kept)
+    assert found.as_dict()["polygons"] == (None if kept else whole.as_dict()["polygons"])
+    if form == "coco":
+        assert len(json.loads((tmp_path / "out/annotations.json").read_text())["images"]) == 10
 
 
 def test_an_image_too_large_to_read_does_not_decide_what_is_tuned_for(run, tmp_path):

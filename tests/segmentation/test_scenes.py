@@ -8,6 +8,7 @@ from scipy.fft import dct
 from brim.segmentation.scenes.drawing import (
     QUANTITIES,
     DrawnScenes,
+    _seed_word,
     blur_weights,
     cosine_matrix,
     draw,
@@ -25,25 +26,25 @@ def scenes(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_an_image_is_the_same_in_any_batch(kind: str) -> None:
+def test_an_image_is_the_same_in_any_batch(kind):
     together, alone = scenes(kind), scenes(kind, first=2, count=1)
     assert together.images.shape == (4, 3, 96, 128)
     assert torch.equal(together.images[2:3], alone.images)
     assert torch.equal(together.labels[2:3], alone.labels)
 
 
-def test_seeds_and_numbers_give_other_images() -> None:
+def test_seeds_and_numbers_give_other_images():
     image = scenes("nuclei", count=1).images
     assert not torch.equal(image, scenes("nuclei", seed=8, count=1).images)
     assert not torch.equal(image, scenes("nuclei", first=1, count=1).images)
 
 
-def test_every_kind_names_every_quantity() -> None:
+def test_every_kind_names_every_quantity():
     assert {kind: set(ranges) for kind, ranges in KINDS.items()} == {kind: set(QUANTITIES) for kind in KINDS}
     assert all(low <= high for ranges in KINDS.values() for low, high in ranges.values())
 
 
-def test_nuclei_are_brighter_than_what_surrounds_them() -> None:
+def test_nuclei_are_brighter_than_what_surrounds_them():
     drawn = scenes("nuclei", count=24)
     grey, inside = drawn.images.float().mean(1), drawn.labels > 0
     shown = inside.flatten(1).any(1)
@@ -53,13 +54,27 @@ def test_nuclei_are_brighter_than_what_surrounds_them() -> None:
     assert np.mean(np.array(contrast) > 0) > 0.95
 
 
-def test_some_objects_touch() -> None:
+def test_objects_are_labelled_up_to_their_edges_not_their_halos():
+    index = torch.arange(60, dtype=torch.int32)
+    quantities = take_quantities(("phase",), mix(mix(index) + _seed_word(7)))
+    ratios = []
+    for image, own in zip(draw(("phase",), 7, index, 160, 160).labels.numpy(), quantities, strict=True):
+        diameter, spacing = (float(own[QUANTITIES.index(name)]) for name in ("diameter", "spacing"))
+        cut = set(np.concatenate([image[[0, -1]].ravel(), image[:, [0, -1]].ravel()]).tolist())
+        numbers, areas = np.unique(image, return_counts=True)
+        whole = [area for number, area in zip(numbers.tolist(), areas, strict=True) if number not in cut | {0}]
+        ratios += [2 * np.sqrt(area / np.pi) / diameter for area in whole if spacing > 1.6 and diameter < 30]
+    assert len(ratios) > 50
+    assert np.median(ratios) == pytest.approx(1, abs=0.1)  # with halos 1.3
+
+
+def test_some_objects_touch():
     labels = scenes("nuclei", count=24).labels
     left, right = labels[:, :, :-1], labels[:, :, 1:]
     assert int(((left != right) & (left > 0) & (right > 0)).sum()) > 50
 
 
-def test_words_are_scrambled_as_published() -> None:
+def test_words_are_scrambled_as_published():
     """Wellons' lowbias32, and what is drawn from it, in whole numbers of Python."""
     words = [0, 1, 2**31, 2**32 - 1, *np.random.default_rng(0).integers(0, 2**32, 2000).tolist()]
 
@@ -75,7 +90,7 @@ def test_words_are_scrambled_as_published() -> None:
 
 
 @pytest.mark.parametrize("kind", ["nuclei", "tissue", "bacteria"])
-def test_quantities_are_uniform_in_their_ranges_and_diameters_in_octaves(kind: str) -> None:
+def test_quantities_are_uniform_in_their_ranges_and_diameters_in_octaves(kind):
     keys = mix(torch.arange(8000, dtype=torch.int32))
 
     found = dict(zip(QUANTITIES, take_quantities((kind,), keys).double().T.numpy(), strict=True))
@@ -90,13 +105,13 @@ def test_quantities_are_uniform_in_their_ranges_and_diameters_in_octaves(kind: s
     assert np.abs(found["brightness"]).min() >= 0.08 - 1e-6
 
 
-def test_all_kinds_are_nuclei_six_times_as_often_as_another() -> None:
+def test_all_kinds_are_nuclei_six_times_as_often_as_another():
     every = kinds_of(("all",))
 
     assert {kind: every.count(kind) for kind in every} == {kind: 6 if kind == "nuclei" else 1 for kind in KINDS}
 
 
-def test_the_lens_is_a_gaussian_and_the_compression_a_cosine_transform() -> None:
+def test_the_lens_is_a_gaussian_and_the_compression_a_cosine_transform():
     quantities = torch.zeros(2, len(QUANTITIES))
     quantities[:, QUANTITIES.index("blur")] = torch.tensor([0.7, 2.0])
     taps = np.arange(-8, 9)

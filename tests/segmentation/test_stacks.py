@@ -128,6 +128,17 @@ def test_ome_colours_are_colours():
     assert (read_image(data) == rgb.max(0)).all()
 
 
+def test_objects_are_measured_in_every_channel_of_the_file_and_in_colours_as_shown():
+    measured = read_picture(FILES["ome"], planes=ImagePlanes(channels=("GFP",))).measured
+
+    assert measured is not None
+    assert (measured.names, measured.shown) == (tuple(NAMES), (1,))
+    assert np.array_equal(measured.values, np.moveaxis(TZCYX[0].max(0), 0, 2))
+    for same in (TZCYX[0, 0, 0], TZCYX[0, 0, :3].transpose(1, 2, 0)):
+        assert read_picture(same).measured is None
+    assert read_picture(TZCYX[0, 0, 0].astype(np.uint16)).measured is not None
+
+
 def test_channels_of_16_bits_are_averaged_before_they_are_scaled():
     wide = (TZCYX[0, 0].astype(np.uint16)) * 16
 

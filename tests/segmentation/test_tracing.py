@@ -79,9 +79,7 @@ def expected(**options: Any) -> list[Prediction]:
 
 @pytest.mark.parametrize("detect_holes", [True, False])
 @pytest.mark.parametrize("options", [{"batch_size": 4}, {"batch_size": 8, "tile": 64}, {"batch_size": 3, "resize": 48}])
-def test_the_device_gives_the_bits_of_the_host(
-    on_device: list[int], options: dict[str, int], detect_holes: bool
-) -> None:
+def test_the_device_gives_the_bits_of_the_host(on_device, options, detect_holes):
     wanted = expected(detect_holes=detect_holes, **options)
     assert not on_device
 
@@ -92,9 +90,7 @@ def test_the_device_gives_the_bits_of_the_host(
     assert any(polygon.holes for p in found for polygon in p.polygons) == detect_holes
 
 
-def test_images_of_one_batch_are_traced_together_as_far_as_there_is_room(
-    on_device: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_images_of_one_batch_are_traced_together_as_far_as_there_is_room(on_device, monkeypatch):
     run([IMAGES[0]] * 8, batch_size=8)
     monkeypatch.setattr(device_rings, "BAND_PIXELS", 3 * 64 * 64)
     run([IMAGES[0]] * 8, batch_size=8)
@@ -102,9 +98,7 @@ def test_images_of_one_batch_are_traced_together_as_far_as_there_is_room(
     assert on_device == [8, 3, 3, 2]
 
 
-def test_what_is_too_small_to_be_worth_it_is_left_to_the_host(
-    on_device: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_too_small_to_be_worth_it_is_left_to_the_host(on_device, monkeypatch):
     monkeypatch.setattr(tracing, "LEAST_PIXELS", 4 * 64 * 64)
 
     found = run([IMAGES[0]] * 7, batch_size=4)
@@ -113,7 +107,7 @@ def test_what_is_too_small_to_be_worth_it_is_left_to_the_host(
     assert all(same(prediction, found[0]) for prediction in found)
 
 
-def test_windows_between_images_are_not_traced_with_them(on_device: list[int]) -> None:
+def test_windows_between_images_are_not_traced_with_them(on_device):
     images = [IMAGES[0], IMAGES[5], IMAGES[3], IMAGES[7]]  # the second is three windows
 
     found = run(images, batch_size=6, tile=64)
@@ -128,7 +122,7 @@ def test_windows_between_images_are_not_traced_with_them(on_device: list[int]) -
 # Out of memory
 
 
-def test_what_does_not_fit_together_is_traced_in_halves(on_device: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_does_not_fit_together_is_traced_in_halves(on_device, monkeypatch):
     wanted, work = expected(batch_size=4), device_rings.find_rings
 
     def one_fits(mask: Tensor, *rest: Any) -> device_rings.DeviceRings:
@@ -142,7 +136,7 @@ def test_what_does_not_fit_together_is_traced_in_halves(on_device: list[int], mo
     assert on_device == [1] * len(IMAGES)
 
 
-def test_what_does_not_fit_alone_is_traced_on_the_host(on_device: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_does_not_fit_alone_is_traced_on_the_host(on_device, monkeypatch):
     wanted = expected(batch_size=4)
     monkeypatch.setattr(device_rings, "MOST_CORNERS", 300)
 

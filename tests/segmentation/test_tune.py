@@ -70,6 +70,10 @@ def swept(tuned: Tuned) -> list[dict]:
     return [trial for trial in tuned.trials if trial["kind"] == "sweep"]
 
 
+def in_bf16(module: nn.Module, **changes: object) -> Tuned:
+    return tune_model("tiny", module, CPU, TuneConfig(**QUICK, **changes), setting=ComputeConfig(precision="bf16"))
+
+
 def said(tuned: Tuned) -> str:
     return "\n".join(tuned.messages)
 
@@ -144,7 +148,7 @@ def test_a_setting_whose_masks_differ_is_refused():
 
 
 def test_a_default_that_differs_falls_back_to_fp32():
-    tuned = tune_model("tiny", Blobs(wrong=5.0), CPU, TuneConfig(**QUICK), setting=ComputeConfig(precision="bf16"))
+    tuned = in_bf16(Blobs(wrong=5.0))
 
     assert tuned.setting == ComputeConfig()
     assert "refused bf16/contiguous" in said(tuned)
@@ -158,31 +162,24 @@ def test_a_single_logit_that_is_no_number_is_refused():
             logits[..., 0, 0] = logits[..., 0, 0] if images.dtype == torch.float32 else math.nan
             return logits
 
-    tuned = tune_model("tiny", Holed(), CPU, TuneConfig(**QUICK), setting=ComputeConfig(precision="bf16"))
+    tuned = in_bf16(Holed())
 
     assert tuned.setting.precision == "fp32"
     assert "not finite" in said(tuned)
 
 
 def test_the_tolerance_is_the_callers():
-    tuned = tune_model(
-        "tiny", Blobs(wrong=5.0), CPU, TuneConfig(tolerance=0.99, **QUICK), setting=ComputeConfig(precision="bf16")
-    )
-
-    assert tuned.setting.precision == "bf16"
+    assert in_bf16(Blobs(wrong=5.0), tolerance=0.99).setting.precision == "bf16"
 
 
 def test_random_weights_are_judged_by_probabilities_and_it_is_said():
-    module = Blobs(wrong=0.1, norm=True)  # moves a probability by 0.025 at most
-    tuned = tune_model("tiny", module, CPU, TuneConfig(**QUICK), setting=ComputeConfig(precision="bf16"))
+    tuned = in_bf16(Blobs(wrong=0.1, norm=True))  # moves a probability by 0.025 at most
 
     assert tuned.setting.precision == "bf16"
     assert "weights look random" in said(tuned)
     assert tuned.trials[0]["judged_by"] == "probabilities"
 
-    refused = tune_model(
-        "tiny", Blobs(wrong=1.0, norm=True), CPU, TuneConfig(**QUICK), setting=ComputeConfig(precision="bf16")
-    )
+    refused = in_bf16(Blobs(wrong=1.0, norm=True))
 
     assert refused.setting.precision == "fp32"
     assert "probabilities differ from fp32 by up to 0.2" in said(refused)
@@ -192,7 +189,7 @@ def test_masks_that_show_nothing_are_not_judged_by():
     module = Blobs(wrong=2.5)
     nn.init.zeros_(module.blur.weight)
     nn.init.constant_(module.blur.bias, -3.0)  # background everywhere, wrong or not
-    tuned = tune_model("tiny", module, CPU, TuneConfig(**QUICK), setting=ComputeConfig(precision="bf16"))
+    tuned = in_bf16(module)
 
     assert tuned.setting.precision == "fp32"
     assert "0 % of the pixels are foreground in fp32: settings are judged by probabilities" in said(tuned)
@@ -246,9 +243,6 @@ def test_the_reference_agrees_with_itself():
 
     assert images.shape == (2, 3, SIZE, SIZE)
     assert (judgement["status"], judgement["batch"]) == ("ok", 1)
-
-
-# What cannot work
 
 
 # Several models and the file

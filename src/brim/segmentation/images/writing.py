@@ -262,11 +262,17 @@ def labels_of(prediction: Prediction) -> np.ndarray:
         return prediction.labels
     labels = np.zeros((prediction.height, prediction.width), np.uint32)
     for number, polygon in enumerate(prediction.polygons, 1):
-        start, end = polygon.points.min(0), polygon.points.max(0)
-        part = Polygon(polygon.points - start, tuple(hole - start for hole in polygon.holes), 0, 0)
-        inside = fill([part], int(end[1] - start[1]), int(end[0] - start[0]))
-        labels[start[1] : end[1], start[0] : end[0]][inside] = number
+        _fill_in(labels, polygon, number)
     return labels
+
+
+def _fill_in(labels: NDArray[Any], polygon: Polygon, number: int) -> None:
+    """Give the pixels of a polygon that number."""
+    start, end = polygon.points.min(0), polygon.points.max(0)
+    part = Polygon(polygon.points - start, tuple(hole - start for hole in polygon.holes), 0, 0)
+    inside = fill([part], int(end[1] - start[1]), int(end[0] - start[0]))
+    box = labels[start[1] : end[1], start[0] : end[0]]
+    box[inside[: box.shape[0], : box.shape[1]]] = number
 
 
 def _measured(prediction: Prediction, image: np.ndarray | None) -> Measurements:
@@ -425,12 +431,12 @@ def _drawn(file: Path, width: int, height: int) -> tuple[NDArray[np.int32], NDAr
     features = json.loads(file.read_bytes())["features"]
     labels = np.zeros((height, width), np.int32)
     for number, feature in enumerate(features, 1):
-        # rings go around pixels, OpenCV's through their middles: half a pixel more at the right and at the bottom
-        rings = [np.array(ring, np.float64) * (1 << _SHIFT) - (1 << _SHIFT - 1) for ring in _rings(feature["geometry"])]
-        cv2.fillPoly(labels, [ring.astype(np.int32) for ring in rings], number, shift=_SHIFT)
+        for polygon in _polygons(feature["geometry"]):
+            _fill_in(labels, polygon, number)
     return labels, np.array([feature["properties"]["measurements"]["area_px"] for feature in features], np.int64)
 
 
-def _rings(geometry: Mapping[str, Any]) -> list[Any]:
+def _polygons(geometry: Mapping[str, Any]) -> list[Polygon]:
     parts = geometry["coordinates"] if geometry["type"] == "MultiPolygon" else [geometry["coordinates"]]
-    return [ring for part in parts for ring in part]
+    rings = [[np.array(ring[:-1], np.int32) for ring in part] for part in parts]
+    return [Polygon(outline, tuple(holes), 0, 0) for outline, *holes in rings]
