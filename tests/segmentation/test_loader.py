@@ -11,7 +11,7 @@ from PIL import Image
 from torch import Tensor, nn
 
 from brim.errors import ConfigError, ImageError
-from brim.segmentation.config import REGISTERED, TuneConfig
+from brim.segmentation.config import REGISTERED, PredictConfig, TuneConfig
 from brim.segmentation.networks import save_weights
 from brim.segmentation.networks.network import ComputeConfig
 from brim.segmentation.prediction import ModelLoader
@@ -142,7 +142,28 @@ def test_an_entry_for_smaller_images_is_not_enough(weights, tunings):
     loader.predict_batch(images((64, 100)), "tiny")
     assert tunings == [128]
     loader.predict_batch(images((3000, 40)), "tiny", batch_size=1)  # nothing to choose
+    sizes_file("batch_sizes.json", "tiny", image_size=64)  # by another process
+    loader.predict_batch(images((64, 100)), "tiny")
     assert tunings == [128]
+
+
+@pytest.mark.parametrize(("tuned_for", "batches"), [(64, [1, 1, 1, 1]), (96, [3, 1])])
+def test_windows_are_the_loaders_and_share_a_batch_only_if_one_is_known_for_them(
+    weights, tunings, monkeypatch, tuned_for, batches
+):
+    seen, forward = [], Tiny.forward
+    monkeypatch.setattr(Tiny, "forward", lambda self, x: seen.append(tuple(x.shape)) or forward(self, x))
+    sizes_file("batch_sizes.json", "tiny", image_size=tuned_for)
+    loader = ModelLoader({"tiny": weights}, device="cpu", tile=96)
+    loader.load("tiny")
+    seen.clear()
+
+    loader.predict(images((96, 300))[0], "tiny")
+
+    assert seen == [(size, 3, 96, 96) for size in batches]
+    seen.clear()
+    list(loader.stream(images((96, 300)), "tiny", PredictConfig(batch_size=1)))
+    assert seen[:4] == [(1, 3, 96, 96)] * 4
 
 
 def test_a_large_image_and_a_stream_need_no_more_than_the_tile(weights, tunings):

@@ -52,7 +52,7 @@ def names_of(out: Path) -> list[str]:
 # Files
 
 
-@pytest.mark.parametrize(("few", "tuned_for"), [(64, []), (1, [64])])
+@pytest.mark.parametrize(("few", "tuned_for"), [(10, []), (9, [64])])
 def test_a_few_files_are_not_worth_tuning_for(run, images, tmp_path, monkeypatch, few, tuned_for):
     monkeypatch.setattr("brim.segmentation.prediction.files.FEW_IMAGES", few)
     loader, asked = ModelLoader({"unet_tiny": run}, device="cpu", batch_sizes=None, tune_seconds=0.05), []
