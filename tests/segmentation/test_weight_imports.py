@@ -15,6 +15,7 @@ from torch import nn
 from brim.cli import main
 from brim.errors import CheckpointError
 from brim.segmentation import create_model
+from brim.segmentation.config import REGISTERED
 from brim.segmentation.networks import imports, load_model, load_weights
 from brim.segmentation.networks.imports import import_weights
 
@@ -100,54 +101,6 @@ class Unet(nn.Module):
         return self.segmentation_head(x)
 
 
-class HighResolutionModule(nn.Module):
-    def __init__(self, widths):
-        super().__init__()
-        self.branches = nn.ModuleList(nn.Sequential(*(Block(width, width, 1, 1) for _ in range(4))) for width in widths)
-        self.fuse_layers = nn.ModuleList(
-            nn.ModuleList(self._fuse(widths, i, j) for j in range(len(widths))) for i in range(len(widths))
-        )
-
-    @staticmethod
-    def _fuse(widths, i, j):
-        if j == i:
-            return nn.Identity()
-        if j > i:
-            return nn.Sequential(*conv_bn(widths[j], widths[i], 1))
-        steps = [nn.Sequential(*conv_bn(widths[j], widths[j], 3, 2), nn.ReLU()) for _ in range(i - j - 1)]
-        return nn.Sequential(*steps, nn.Sequential(*conv_bn(widths[j], widths[i], 3, 2)))
-
-
-class HRNetV2(nn.Module):
-    """HRNet-W48 for segmentation, named as its authors, timm and the segmentation hub name it."""
-
-    def __init__(self, head=True, classes=1):
-        super().__init__()
-        self.conv1, self.bn1 = conv_bn(3, 64, 3, 2)
-        self.conv2, self.bn2 = conv_bn(64, 64, 3, 2)
-        self.layer1 = nn.Sequential(Block(64, 64, 1, 4), *(Block(256, 64, 1, 4) for _ in range(3)))
-        widths = (48, 96, 192, 384)
-
-        def entry(inputs, outputs, stride):
-            return nn.Sequential(*conv_bn(inputs, outputs, 3, stride), nn.ReLU())
-
-        self.transition1 = nn.ModuleList([entry(256, 48, 1), nn.Sequential(entry(256, 96, 2))])
-        self.transition2 = nn.ModuleList([nn.Identity(), nn.Identity(), nn.Sequential(entry(96, 192, 2))])
-        self.transition3 = nn.ModuleList([*(nn.Identity() for _ in range(3)), nn.Sequential(entry(192, 384, 2))])
-        for stage, number in ((2, 1), (3, 4), (4, 3)):
-            modules = nn.Sequential(*(HighResolutionModule(widths[:stage]) for _ in range(number)))
-            setattr(self, f"stage{stage}", modules)
-        if head:
-            self.last_layer = nn.Sequential(
-                nn.Conv2d(720, 720, 1), nn.BatchNorm2d(720), nn.ReLU(), nn.Conv2d(720, classes, 1)
-            )
-
-
-@pytest.fixture(scope="module")
-def hrnet() -> HRNetV2:
-    return randomised(HRNetV2())
-
-
 def randomised(module):
     """With statistics that a mistake in a name or a fold would show."""
     torch.manual_seed(0)
@@ -198,25 +151,72 @@ def test_an_encoder_is_mapped_and_the_rest_is_listed(tmp_path, prefix):
     load_weights(create_model("unet_resnet18"), tmp_path / "ours.safetensors")  # training may start from it
 
 
-def test_timm_s_classifier_and_norms_without_statistics_are_listed(tmp_path, hrnet, monkeypatch):
-    """timm's hrnet_w48 has a classification head; the hub's norms keep no running statistics."""
-    monkeypatch.setattr(imports, "save_weights", lambda *_: None)  # 260 MB; only the lists matter here
-    theirs = {name: tensor for name, tensor in hrnet.state_dict().items() if not name.startswith("last_layer.")}
-    extra = {"incre_modules.0.0.conv1.weight": torch.zeros(32, 48, 1, 1), "classifier.bias": torch.zeros(1000)}
-    save_file({**theirs, **extra}, tmp_path / "timm.safetensors")
-    report = import_weights(tmp_path / "timm.safetensors", "hrnet", tmp_path / "ours.safetensors")
-    assert {each["name"] for each in report.left_over} == set(extra)
-    assert all(name.startswith("head.") for name in report.missing)
+def hrnet_names() -> list[str]:
+    """Of the layers of HRNet-W48 for segmentation, as its authors, timm and the segmentation hub name them."""
+    names = ["conv1", "bn1", "conv2", "bn2", "last_layer.0", "last_layer.1", "last_layer.3"]
+    names += [f"layer1.{block}.{kind}{number}" for block in range(4) for kind in ("conv", "bn") for number in (1, 2, 3)]
+    names += [f"layer1.0.downsample.{part}" for part in range(2)]
+    entries = ("transition1.0", "transition1.1.0", "transition2.2.0", "transition3.3.0")
+    names += [f"{entry}.{part}" for entry in entries for part in range(2)]
+    for stage, modules in ((2, 1), (3, 4), (4, 3)):
+        for module, one in ((module, one) for module in range(modules) for one in range(stage)):
+            here = f"stage{stage}.{module}"
+            names += [
+                f"{here}.branches.{one}.{b}.{kind}{n}" for b in range(4) for kind in ("conv", "bn") for n in (1, 2)
+            ]
+            for other in range(stage):
+                paths = [f".{step}" for step in range(one - other)] if other < one else [""] * (other > one)
+                names += [f"{here}.fuse_layers.{one}.{other}{path}.{part}" for path in paths for part in range(2)]
+    return names
 
-    hub = {name: tensor for name, tensor in hrnet.state_dict().items() if "running" not in name and "num_" not in name}
-    save_file(hub, tmp_path / "hub.safetensors")
-    report = import_weights(tmp_path / "hub.safetensors", "hrnet", tmp_path / "ours.safetensors")
-    assert {name.rpartition(".")[2] for name in report.missing} == {
-        "running_mean",
-        "running_var",
-        "num_batches_tracked",
-    }
-    assert [each["name"] for each in report.left_over] == ["last_layer.0.bias"]  # its place would be a running mean
+
+def test_every_layer_of_hrnet_has_its_place():
+    with torch.device("meta"):
+        targets = create_model("hrnet").state_dict()
+    layers = {name.rpartition(".")[0] for name in targets}
+
+    found = {name: imports._name(f"{name}.weight", imports.RULES["hrnet"], targets) for name in hrnet_names()}
+
+    assert {str(ours).removesuffix(".weight") for ours in found.values()} == layers
+    assert len(found) == len(layers)
+    for theirs, ours in {
+        "layer1.2.conv3": "stage1.2.last.conv",
+        "transition2.2.0.1": "entries.1.0.norm",
+        "stage3.2.branches.1.3.bn2": "stages.1.2.branches.1.3.last.norm",
+        "stage4.1.fuse_layers.0.3.0": "stages.2.1.rows.0.3.conv",
+        "stage4.1.fuse_layers.3.0.2.1": "stages.2.1.rows.3.0.2.norm",
+    }.items():
+        assert found[theirs] == f"{ours}.weight"
+
+
+class Normed(nn.Module):
+    """A convolution without a bias before a norm."""
+
+    def __init__(self):
+        super().__init__()
+        self.mix = nn.Module()
+        self.mix.conv, self.mix.norm = conv_bn(3, 1, 3)
+
+    def forward(self, x):
+        return self.mix.norm(self.mix.conv(x))
+
+
+@torch.no_grad()
+def test_the_bias_of_a_convolution_moves_into_the_norm_behind_it(tmp_path, monkeypatch):
+    theirs = randomised(nn.Sequential(nn.Conv2d(3, 1, 3, padding=1), nn.BatchNorm2d(1)))
+    theirs[0].bias.fill_(0.7)
+    monkeypatch.setitem(REGISTERED, "normed", Normed)
+    monkeypatch.setitem(imports.RULES, "normed", imports._rules(("0", "mix.conv"), ("1", "mix.norm")))
+    save_file(theirs.state_dict(), tmp_path / "theirs.safetensors")
+
+    report = import_weights(tmp_path / "theirs.safetensors", "normed", tmp_path / "ours.safetensors")
+
+    images = torch.randn(1, 3, 8, 8)
+    torch.testing.assert_close(load_model("normed", tmp_path / "ours.safetensors").eval()(images), theirs(images))
+    assert (report.missing, report.left_over) == ([], [])
+    save_file({"0.bias": theirs[0].bias, "0.weight": theirs[0].weight}, tmp_path / "hub.safetensors")
+    report = import_weights(tmp_path / "hub.safetensors", "normed", tmp_path / "ours.safetensors")
+    assert [each["name"] for each in report.left_over] == ["0.bias"]  # its place would be the running mean
 
 
 def test_the_command_lists_every_tensor_and_other_shapes_are_left_over(tmp_path, capsys, monkeypatch):
