@@ -117,6 +117,8 @@ def test_a_single_image_is_no_batch(single, weights):
 
 def test_the_first_use_tunes_says_so_and_saves(weights, tunings, caplog):
     loader = ModelLoader({"tiny": weights}, device="cpu")
+    loader.predict_batch(SOME, "tiny", strict=True)
+    assert tunings == []
     loader.predict_batch(SOME, "tiny")
     loader.predict_batch(SOME, "tiny")
     assert tunings == [160]  # the largest side at hand, 133, as it is padded

@@ -62,6 +62,18 @@ def test_an_empty_crop_in_which_nothing_is_found_is_no_failure():
     assert worst.pictures("mask")[0]["caption"] == "a.png: IoU 1.00"
 
 
+def test_the_crops_that_score_worst_are_kept_worst_first():
+    true, predicted = torch.zeros(4, 8, 8, dtype=torch.int32), torch.zeros(4, 8, 8, dtype=torch.int32)
+    true[:, :4, :4] = predicted[0, :4, :4] = predicted[2, :4, :3] = 1
+    predicted[3, 7, 7] = 1
+    worst = WorstCrops(None, most=3)
+
+    worst.add(range(4), torch.zeros(4, 3, 8, 8, dtype=torch.uint8), true, predicted)
+
+    assert [(crop.source, crop.score) for crop in worst.crops] == [(1, 0), (3, 0), (2, 1)]
+    assert worst.pictures("mask")[2]["caption"] == "scene 2: IoU 0.75"
+
+
 def test_scores_of_objects_counted_by_hand():
     """IoU 0.78, IoU 0.62, one object missed, one made up; then an image with three found for two."""
     true, predicted = (np.zeros((40, 40), int) for _ in range(2))

@@ -1,4 +1,5 @@
 import json
+import math
 import os
 import shutil
 from contextlib import ExitStack
@@ -133,6 +134,39 @@ def test_the_scores_of_a_run_count_every_pixel_held_out_once(cells, tmp_path):
     held = np.stack([masks[number] for number in split(6, config)[1].tolist()])
     assert report.iou == pytest.approx(held.mean())
     assert report.dice == pytest.approx(2 * held.sum() / (held.size + held.sum()))
+    p, losses = 1 / (1 + math.exp(-5)), []
+    for mask in held:
+        for window in windows(64, 72, 32):
+            inside = mask[window.top : window.top + 32, window.left : window.left + 32].sum()
+            entropy = -(inside * math.log(p) + (1024 - inside) * math.log(1 - p)) / 1024
+            losses.append(entropy + 1 - (2 * p * inside + 1) / (1024 * p + inside + 1))
+    line = json.loads((tmp_path / "run/train/metrics.jsonl").read_text().splitlines()[-1])
+    assert line["val_loss"] == pytest.approx(np.mean(losses), rel=1e-4)
+
+
+def test_the_weights_of_a_run_are_the_best_not_the_last(cells, tmp_path):
+    """The masks held out are the inverse of what is trained on: every epoch makes it worse there."""
+    files = sorted((cells / "masks").iterdir())
+    for number in split(6, QUICK)[1].tolist():
+        labels = cv2.imread(str(files[number]), cv2.IMREAD_UNCHANGED)
+        cv2.imwrite(str(files[number]), (labels == 0).astype(np.uint8))
+
+    report = run(cells, tmp_path / "run", replace(QUICK, epochs=4))
+
+    lines = [json.loads(line) for line in (tmp_path / "run/train/metrics.jsonl").read_text().splitlines()]
+    scored = [line for line in lines if "val_loss" in line]
+    best = min(scored, key=lambda line: line["val_loss"])
+    assert best["val_loss"] < scored[-1]["val_loss"]
+    assert report.iou == pytest.approx(best["iou"])
+    assert report.iou != pytest.approx(scored[-1]["iou"], abs=1e-4)
+
+
+def test_crops_are_augmented_only_if_that_is_asked_for(cells, tmp_path):
+    for augment in (True, False):
+        run(cells, tmp_path / str(augment), replace(QUICK, epochs=1, augment=augment))
+
+    one, other = weights(tmp_path / "True"), weights(tmp_path / "False")
+    assert not all(torch.equal(value, other[name]) for name, value in one.items())
 
 
 # Resume and repeat
@@ -299,6 +333,10 @@ def test_norms_with_one_value_use_their_running_statistics():
     before = norm.running_mean.clone()
     norm(torch.rand(2, 4, 1, 1))
 
+    kept = nn.BatchNorm2d(4)
+    settle_norms(kept, always=True)
+    values = torch.rand(2, 4, 3, 3)
+    torch.testing.assert_close(kept(values), values, atol=1e-4, rtol=0)  # mean 0 and variance 1, as at first
     torch.testing.assert_close(alone, torch.ones(1, 4, 1, 1), atol=1e-4, rtol=0)
     assert norm.training
     assert torch.equal(before, torch.full((4,), 2.0))

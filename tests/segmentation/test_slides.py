@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from contextlib import closing
 from pathlib import Path
 
 import cv2
@@ -14,6 +15,7 @@ import torch
 
 from brim.errors import ImageError
 from brim.segmentation.config import FilesConfig
+from brim.segmentation.images.reading import open_by_part, read_picture
 from brim.segmentation.images.stacks import ImageWindow
 from brim.segmentation.networks import create_model, default_weights
 from brim.segmentation.prediction import ModelLoader, predict_files, slide_files
@@ -217,6 +219,7 @@ def test_a_file_becomes_geojson_labels_and_a_table_of_the_same_objects(kind, tmp
     num, file = result_of(path, tmp_path, "labels", monkeypatch)
     labels = tifffile.imread(file)
     assert (num, labels.dtype) == (truth.max(), np.uint16)
+    assert read_picture(file).pixel_um == pytest.approx(0.5)
     assert same_partition(labels, truth)
 
     assert result_of(path, tmp_path, "geojson", monkeypatch)[0] == num
@@ -238,6 +241,20 @@ def test_a_file_becomes_geojson_labels_and_a_table_of_the_same_objects(kind, tmp
     assert rows[0].startswith("id,class,area_px,")
     assert sorted(int(row.split(",")[0]) for row in rows[1:]) == sorted(feature["id"] for feature in features)
     assert {path.name for path in tmp_path.iterdir()} == {"slide.tif", "result"}
+
+
+def test_the_size_of_objects_is_that_of_the_median_one(tmp_path):
+    image, areas = np.zeros((300, 300), np.uint8), []
+    for number, radius in enumerate((5, 9, 9, 9, 40)):
+        disc = np.zeros_like(image)
+        cv2.circle(disc, (30 + 35 * number + 60 * (number == 4), 60 + 100 * (number == 4)), radius, 255, -1)
+        image, areas = image | disc, [*areas, (disc > 0).sum()]
+    with closing(open_by_part(write_file(tmp_path / "slide.tif", image))) as stack:
+        slide = slide_files.Slide(stack, FilesConfig(), "slide")
+
+        found = slide_files._diameter(exact, slide, slide.samples())
+
+    assert found == pytest.approx(2 * np.sqrt(areas[1] / np.pi))
 
 
 @pytest.mark.parametrize("harm", ["cut", "damaged", "nan"])

@@ -43,6 +43,11 @@ def test_windows_overlap_and_the_last_ends_at_the_border(length):
     assert all(0 < after - before <= 56 for before, after in itertools.pairwise(starts))
 
 
+def test_windows_overlap_by_an_eighth_of_the_tile():
+    grid = TileGrid(2000, 1024, 1024)
+    assert (grid.rows.starts, grid.columns.starts) == ((0, 896, 976), (0,))
+
+
 def test_a_local_network_in_windows_equals_the_whole_image():
     torch.manual_seed(0)
     convolution = torch.nn.Conv2d(1, 1, 3, padding=1)

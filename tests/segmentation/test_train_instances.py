@@ -20,7 +20,7 @@ from brim.segmentation.objects.instances import STANDARD_DIAMETER, heights
 from brim.segmentation.scenes import write_cells
 from brim.segmentation.scenes.source import Drawing, SceneSource
 from brim.segmentation.training import run, train
-from brim.segmentation.training.crops import Cutting, cut
+from brim.segmentation.training.crops import Cutting, ImagePair, cut, halves, read_pair
 from brim.segmentation.training.objective import instance_losses
 
 QUICK = {"model": "unet_tiny", "size": 64, "epochs": 1, "batch_size": 4, "learning_rate": 0.003}
@@ -75,6 +75,20 @@ def test_one_image_is_enough_and_the_part_held_out_is_not_trained_on(tmp_path):
 
     one, other = weights_of(tmp_path / "run"), weights_of(tmp_path / "other")
     assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+@pytest.mark.parametrize("shape", [(40, 80), (80, 40)])
+def test_a_single_image_is_divided_across_its_longer_side(tmp_path, shape):
+    labels = np.arange(np.prod(shape), dtype=np.uint16).reshape(shape)
+    for name in ("image.png", "mask.png"):
+        cv2.imwrite(str(tmp_path / name), labels)
+    pair = ImagePair("image.png", tmp_path / "image.png", tmp_path / "mask.png")
+
+    first, last = (read_pair(half, Cutting(32, instances=True))[1] for half in halves(pair, 0.25))
+
+    axis = int(shape[1] > shape[0])
+    assert np.array_equal(np.concatenate([first, last], axis), labels)
+    assert last.shape[axis] == 20
 
 
 def test_channels_are_chosen_and_others_are_another_run(cells):
@@ -137,6 +151,9 @@ def test_a_run_starts_from_weights_at_the_scale_they_know(cells):
     train(cells / "images", cells / "masks", SegmentTrainConfig(**QUICK), cells / "run", device="cpu",
           weights=cells / "start")  # fmt: skip
 
+    start, found = (weights_of(cells / name) for name in ("start", "run"))
+    assert all(torch.equal(start[name], found[name]) for name in start if "running" in name)  # few images would spoil
+    assert not torch.equal(start["score.weight"], found["score.weight"])
     about = read_metadata(cells / "run")
     labels = [read_labels(file) for file in sorted((cells / "masks").iterdir())]
     areas = np.concatenate([np.unique(image, return_counts=True)[1][1:] for image in labels])
