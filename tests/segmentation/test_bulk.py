@@ -97,23 +97,6 @@ def test_the_steps_make_the_bytes_of_one_process(images, weights, tmp_path, form
     assert [sheet.polygons > 0 for sheet in sheets] == [index != 1 for index in range(NUM)]
 
 
-def test_batches_of_one_shape_are_those_of_one_process_without_strict_too(images, weights, tmp_path):
-    same, made = [images[0], *images[2:-1]], recipe(strict=False)
-    sizes = sizes_file(tmp_path / "sizes.json", optimal_batch_size=2)
-    predict_files(same, ModelLoader({"unet_tiny": weights}, "cpu", sizes, tile=64), tmp_path / "one", made.files)
-    score = BulkScorer(made, pack_weights("unet_tiny", weights), sizes.read_text())
-
-    work = split_tasks(tasks_of(same), 2, 1)
-    found = [write_parcel(score(parcel), "geojson") for tasks in work for parcel in read_parcels(tasks)]
-
-    assert [len(tasks) for tasks in work] == [2, 2, 1]
-    assert all(
-        sheet.result == (tmp_path / f"one/{Path(sheet.name).stem}.geojson").read_bytes()
-        for parcel in found
-        for sheet in parcel.sheets
-    )
-
-
 def test_what_is_finished_is_only_looked_at(images):
     (first,) = read_parcels(tasks_of(images))
     known = {sheet.name: sheet.record() for sheet in first.sheets if sheet.error is None}

@@ -13,7 +13,7 @@ from hypothesis.extra import numpy as hnp
 from brim.engine.device.memory import guard
 from brim.engine.pipeline import HostCopy
 from brim.errors import OutOfMemory
-from brim.segmentation.objects import device_rings, to_polygons
+from brim.segmentation.objects import device_rings
 from brim.segmentation.objects import rings as outlines
 from brim.segmentation.objects.device_rings import find_rings
 from brim.segmentation.prediction.scoring import TracedRings
@@ -104,15 +104,6 @@ def test_images_wider_than_16_bits_count(width):
     assert_equal(trace([mask], probabilities), expect([mask], probabilities))
 
 
-def test_one_long_ring_takes_as_many_rounds_as_it_needs():
-    comb = np.zeros((9, 5001), bool)
-    comb[:, ::2] = comb[0] = True
-
-    (polygon,) = to_polygons(trace([comb], chances([comb]))[0])
-
-    assert len(polygon.points) == 10_004
-
-
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 def test_what_is_not_finite_counts_as_nothing(bad):
     mask, probability = np.ones((4, 4), bool), np.full((4, 4), 0.5, np.float32)
@@ -122,12 +113,6 @@ def test_what_is_not_finite_counts_as_nothing(bad):
 
     assert rings.mass.tolist() == [7.5]
     assert_equal([rings], expect([mask], [probability]))
-
-
-def test_probabilities_a_little_above_one_round_as_on_the_host():
-    mask, probability = np.ones((3, 3), bool), np.full((3, 3), np.nextafter(np.float32(1), np.float32(2)))
-
-    assert_equal(trace([mask], [probability]), expect([mask], [probability]))
 
 
 def test_more_corners_than_there_is_room_for_are_refused_before_they_are_linked(monkeypatch):

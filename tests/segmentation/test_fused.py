@@ -1,4 +1,4 @@
-"""The GPU's kernels without a GPU: against plain torch under Triton's interpreter, and compiled for an H100/H200.
+"""The GPU's kernels without a GPU: against plain torch under Triton's interpreter.
 
 Triton decides at import whether to interpret, so each of these runs in a process of its own.
 """
@@ -88,6 +88,32 @@ assert (found - wanted).abs().max() < 2e-3 * wanted.abs().max(), "halve"
 )
 
 
+OBJECTS = """
+import torch
+from brim.segmentation.objects import instances, kernels
+from brim.segmentation.scenes.drawing import draw
+
+scenes = draw(("nuclei", "phase"), 3, torch.arange(2, 6, dtype=torch.int32), 48, 56)
+height, rng = instances.heights(scenes.labels, 5000), torch.Generator().manual_seed(0)
+inside, noise = (scenes.labels > 0).float(), torch.rand(height.shape, generator=rng)
+CASES = [(inside, height), (inside, height + 0.1 * noise), (noise, noise.flip(2)),
+         (torch.ones_like(height), torch.ones_like(height)), (torch.zeros_like(height), height)]
+for foreground, level in CASES:
+    root, found = kernels.climb(foreground, level, 0.5)
+    wanted_root, wanted = instances._climb(foreground, level, 0.5)
+    assert torch.equal(root, wanted_root) and torch.equal(found, wanted)
+    peaks = torch.nonzero(root.flatten() == torch.arange(root.numel()))[:, 0]
+    areas = kernels.merge(root, found, peaks, 0.12, 4)
+    assert torch.equal(areas.long(), instances._merge(wanted_root, wanted, peaks, 0.12, 4))
+    assert torch.equal(root, wanted_root)
+other, columns = scenes.labels[..., :, None] != scenes.labels[..., None, :], torch.arange(56)
+across = torch.where(other, (columns[:, None] - columns).abs(), 8).amin(-1).clamp(max=8).float() ** 2
+found, inside = kernels.edge_distance(scenes.labels, across, 8).sqrt(), scenes.labels > 0
+assert inside.float().mean() > 0.1 and found[inside].max() > 4
+assert torch.allclose(found[inside], instances._edge_distance(scenes.labels, 8)[inside])
+"""
+
+
 def run(script, **environment):
     command = [sys.executable, "-W", "ignore", "-c", script]
     return subprocess.run(command, capture_output=True, text=True, env={**os.environ, **environment})
@@ -95,4 +121,9 @@ def run(script, **environment):
 
 def test_the_interpreted_kernels_equal_torch():
     done = run(COMPARE, TRITON_INTERPRET="1")
+    assert done.returncode == 0, done.stderr[-2_000:]
+
+
+def test_the_interpreted_kernels_of_objects_equal_torch():
+    done = run(OBJECTS, TRITON_INTERPRET="1")
     assert done.returncode == 0, done.stderr[-2_000:]

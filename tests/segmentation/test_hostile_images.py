@@ -175,21 +175,6 @@ def test_strips_that_overlap_are_refused(undecoded):
         read_image(grey_tiff([(0, len(stream))] * 64, stream))
 
 
-@pytest.mark.parametrize(("rows", "message"), [(0, "parts of 64 x 0"), (2**31, "tiles of 64 x 2147483648")])
-def test_rows_that_no_strip_has_are_refused(rows, message, undecoded):
-    streams, data = strips([GREY.tobytes()])
-
-    with pytest.raises(ImageError, match=message):
-        read_image(grey_tiff(streams, data, rows=rows))
-
-
-def test_strips_beside_tiles_are_refused(undecoded):
-    data = grey_tiff(*strips([bytes(row) for row in GREY]), extra=((322, LONG, 1, 64), (323, LONG, 1, 64)))
-
-    with pytest.raises(ImageError, match="neither strips nor tiles, or both"):
-        read_image(data)
-
-
 def test_a_tile_much_larger_than_its_image_is_refused(undecoded):
     streams, data = strips([GREY.tobytes()])
     file = grey_tiff(streams, data, extra=((322, LONG, 1, 30000), (323, LONG, 1, 30000)))

@@ -129,17 +129,6 @@ def test_the_module_given_stays_as_it_is(networks):
     assert all(torch.equal(before[name], after[name]) for name in before)
 
 
-def test_bf16_in_channels_last_is_near_fp32(networks):
-    batch = images(1, 64, 64)
-    wanted = torch.sigmoid(InferenceNetwork(networks["unet_tiny"], CPU, ComputeConfig())(batch))
-
-    found = torch.sigmoid(
-        InferenceNetwork(networks["unet_tiny"], CPU, ComputeConfig(precision="bf16", layout="channels_last"))(batch)
-    )
-
-    assert (found - wanted).abs().max() < 0.02
-
-
 def test_squeeze_excite_is_the_papers():
     x, layer = torch.randn(2, 16, 5, 7), blocks.SqueezeExcite(16)
     weight = torch.sigmoid(layer.mlp(x.mean((2, 3))))

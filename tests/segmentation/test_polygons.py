@@ -75,19 +75,6 @@ def test_an_island_in_a_hole_is_an_object_and_may_have_holes():
     assert [(p.area, len(p.holes)) for p in polygons] == [(24, 1), (8, 1)]
 
 
-def test_a_c_that_closes_by_a_corner_has_a_hole_that_touches_its_outline():
-    (polygon,) = check(picture("####", "#..#", "#.#.", "####"))
-
-    assert len(polygon.holes) == 1
-    assert corners(polygon.points) & corners(polygon.holes[0])
-
-
-def test_holes_that_share_a_corner_stay_two_holes_of_one_object():
-    (polygon,) = check(picture("####", "#.##", "##.#", "####"))
-
-    assert len(polygon.holes) == 2
-
-
 @given(st.tuples(st.integers(1, 12), st.integers(1, 12)).flatmap(lambda shape: hnp.arrays(bool, shape)))
 @settings(max_examples=150, deadline=None, derandomize=True)
 def test_every_small_mask_comes_back_whole(mask):

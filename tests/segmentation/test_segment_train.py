@@ -2,7 +2,6 @@ import json
 import math
 import os
 import shutil
-from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,7 +12,6 @@ import torch
 from torch import nn
 
 import brim
-from brim.engine.device.memory import inject_oom
 from brim.errors import CheckpointError, DatasetError, ImageError
 from brim.segmentation.config import SegmentTrainConfig
 from brim.segmentation.networks import InferenceNetwork, create_model, load_weights, read_metadata, register_model
@@ -341,19 +339,6 @@ def test_norms_with_one_value_use_their_running_statistics():
     assert norm.training
     assert torch.equal(before, torch.full((4,), 2.0))
     assert not torch.equal(norm.running_mean, before)
-
-
-def test_a_batch_that_does_not_fit_is_worked_off_in_parts(cells, tmp_path):
-    with ExitStack() as stack:
-
-        def tell(told):
-            if told.phase == "train" and not told.step:
-                stack.enter_context(inject_oom(above=2))
-
-        report = run(cells, tmp_path / "run", replace(QUICK, epochs=1), progress=tell)
-
-    assert report.training.micro_batch == 2
-    assert report.dice is not None
 
 
 def test_the_loss_is_that_of_its_formula_and_defined_for_empty_crops():

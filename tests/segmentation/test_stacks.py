@@ -388,12 +388,3 @@ def test_a_slide_like_those_of_scanners_is_read_at_full_resolution(photometric, 
     assert np.abs(picture.pixels.astype(int) - rgb).mean() < 3
     assert picture.pixel_um == 0.25
     assert find_images([tmp_path]) == [tmp_path / "a.svs"]
-
-
-def test_files_of_microscopes_in_a_folder_are_named(tmp_path, caplog):
-    for name in ("b.nd2", "a.czi", ".hidden.czi"):
-        (tmp_path / name).write_bytes(b"1")
-    Image.new("L", (8, 8)).save(tmp_path / "image.png")
-
-    assert find_images([tmp_path]) == [tmp_path / "image.png"]
-    assert "a.czi and 1 more like it left out: Zeiss CZI is not read; save it as OME-TIFF" in caplog.text

@@ -90,23 +90,6 @@ def test_the_device_gives_the_bits_of_the_host(on_device, options, detect_holes)
     assert any(polygon.holes for p in found for polygon in p.polygons) == detect_holes
 
 
-def test_images_of_one_batch_are_traced_together_as_far_as_there_is_room(on_device, monkeypatch):
-    run([IMAGES[0]] * 8, batch_size=8)
-    monkeypatch.setattr(device_rings, "BAND_PIXELS", 3 * 64 * 64)
-    run([IMAGES[0]] * 8, batch_size=8)
-
-    assert on_device == [8, 3, 3, 2]
-
-
-def test_what_is_too_small_to_be_worth_it_is_left_to_the_host(on_device, monkeypatch):
-    monkeypatch.setattr(tracing, "LEAST_PIXELS", 4 * 64 * 64)
-
-    found = run([IMAGES[0]] * 7, batch_size=4)
-
-    assert on_device == [4]
-    assert all(same(prediction, found[0]) for prediction in found)
-
-
 def test_windows_between_images_are_not_traced_with_them(on_device):
     images = [IMAGES[0], IMAGES[5], IMAGES[3], IMAGES[7]]  # the second is three windows
 
