@@ -1,10 +1,13 @@
 """Scenes drawn by the batch: reproducible, and true to their labels."""
 
+import cv2
 import numpy as np
 import pytest
 import torch
 from scipy.fft import dct
 
+from brim.errors import ConfigError
+from brim.segmentation.config import SampleConfig
 from brim.segmentation.scenes.drawing import (
     QUANTITIES,
     DrawnScenes,
@@ -16,6 +19,7 @@ from brim.segmentation.scenes.drawing import (
     take_quantities,
     unit,
 )
+from brim.segmentation.scenes.files import write_scenes
 from brim.segmentation.scenes.kinds import KINDS, kinds_of
 
 
@@ -72,6 +76,25 @@ def test_some_objects_touch():
     labels = scenes("nuclei", count=24).labels
     left, right = labels[:, :, :-1], labels[:, :, 1:]
     assert int(((left != right) & (left > 0) & (right > 0)).sum()) > 50
+
+
+def test_files_hold_the_scenes_of_their_numbers_kinds_in_turn(tmp_path):
+    config = SampleConfig(kind=("nuclei", "round"), images=3, size=64, seed=7)
+
+    report = write_scenes(config, tmp_path / "out", torch.device("cpu"))
+
+    objects = 0
+    for number, kind in enumerate(("nuclei", "round", "nuclei")):
+        drawn = scenes(kind, first=number, count=1, height=64, width=64)
+        image, mask = (cv2.imread(str(tmp_path / "out" / folder / f"{kind}_{number:05d}.png"), cv2.IMREAD_UNCHANGED)
+                       for folder in ("images", "masks"))  # fmt: skip
+        assert np.array_equal(image[..., ::-1], drawn.images[0].permute(1, 2, 0))
+        assert np.array_equal(np.unique(drawn.labels[0], return_inverse=True)[1].reshape(64, 64), mask)
+        objects += int(mask.max())
+    assert (report["images"], report["objects"], report["kinds"]) == (3, objects, ["nuclei", "round"])
+    assert len(list((tmp_path / "out/masks").iterdir())) == 3
+    with pytest.raises(ConfigError, match="is not empty"):
+        write_scenes(config, tmp_path / "out", torch.device("cpu"))
 
 
 def test_words_are_scrambled_as_published():

@@ -335,3 +335,5 @@ def test_a_cpu_serves_one_large_image_at_a_time_without_tuning():
     assert [feature["id"] for feature in found] == [1, 2, 3, 4]
     assert all(feature["properties"]["measurements"]["mean_intensity"] > 60 for feature in found)
     assert json.loads(answer(servable, data, min_area=10_000).body)["features"] == []
+    with pytest.raises(TooLarge, match="100 x 120 pixels with objects of 4 are shown enlarged to 600 x 720"):
+        servable.inspect(Payload(data, "a.png", {"diameter": 4, "max_pixels": 20_000}))
