@@ -12,13 +12,7 @@ import torch
 from entries import entry_of
 
 from brim.errors import ConfigError, StorageError
-from brim.segmentation.tuning import (
-    BatchSizes,
-    batch_sizes,
-    device_key,
-    save_entry,
-    sizes_file,
-)
+from brim.segmentation.tuning import BatchSizes, batch_sizes, device_key, save_entry, sizes_file
 from waiting import PATIENCE_S
 
 CPU = torch.device("cpu")
@@ -197,13 +191,6 @@ def test_a_malformed_file_is_never_overwritten(tmp_path):
 
 
 # Where it cannot be written
-
-
-def test_a_file_in_the_place_of_the_directory_is_a_storage_error(tmp_path):
-    (tmp_path / "plain").write_text("")
-
-    with pytest.raises(StorageError, match=r"sizes\.json: cannot write, .+choose another out"):
-        save_entry(tmp_path / "plain" / "sizes.json", KEY, {}, "hrnet", ENTRY, [])
 
 
 def test_a_full_disk_leaves_the_file_as_it_was(tmp_path, monkeypatch):

@@ -6,7 +6,6 @@ import tracemalloc
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from unittest.mock import Mock
 
 import cv2
 import imagecodecs
@@ -14,7 +13,7 @@ import numpy as np
 import pytest
 
 from brim.errors import BrimError, ImageError
-from brim.segmentation.images import containers, image_size
+from brim.segmentation.images import image_size
 from brim.segmentation.images.reading import read_image
 from brim.segmentation.images.tiff import TiffStack
 
@@ -228,31 +227,25 @@ def test_segments_that_libjpeg_refuses_are_refused(segment, undecoded):
             read(data[:2] + segment + data[2:])
 
 
-def test_a_flood_of_empty_segments_is_refused_after_the_first_4096(undecoded, monkeypatch):
+def test_a_flood_of_empty_segments_is_refused_after_the_first_4096(undecoded):
     data = jpeg()
     flood = data[:2] + b"\xff\xe0\0\2" * 2**14 + data[2:]
-    monkeypatch.setattr(containers, "_MARKER", marker := Mock(wraps=containers._MARKER))
 
     for read in (lambda: image_size(flood, "a.jpg"), lambda: read_image(flood)):
         with pytest.raises(ImageError, match="more than 4096 segments"):
             read()
 
-    assert marker.search.call_count == 2 * 4096
-
 
 # PNG and others
 
 
-def test_a_flood_of_chunks_is_refused_after_one_per_256_bytes(undecoded, monkeypatch):
+def test_a_flood_of_chunks_is_refused_after_one_per_256_bytes(undecoded):
     data = bytes(cv2.imencode(".png", GREY)[1])
     chunk = struct.pack(">I4sI", 0, b"teXt", zlib.crc32(b"teXt"))
     flood = data[:33] + chunk * 2**14 + data[33:]
-    monkeypatch.setattr(containers, "_PNG_CHUNK", header := Mock(wraps=containers._PNG_CHUNK))
 
-    with pytest.raises(ImageError, match=r"more than \d+ chunks"):
+    with pytest.raises(ImageError, match=f"more than {4096 + len(flood) // 256} chunks"):
         read_image(flood)
-
-    assert header.unpack_from.call_count == 4096 + len(flood) // 256
 
 
 def test_a_second_png_header_is_refused(undecoded):

@@ -10,14 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from brim.errors import ConfigError
 from brim.segmentation import create_model
 from brim.segmentation.config import REGISTERED
-from brim.segmentation.networks import (
-    InferenceNetwork,
-    blocks,
-    load_model,
-    normalise,
-    save_weights,
-    task_of,
-)
+from brim.segmentation.networks import InferenceNetwork, blocks, load_model, normalise, save_weights, task_of
 from brim.segmentation.networks.network import ComputeConfig
 
 NETWORKS = ("hrnet", "resunet_small", "resunet_advanced")

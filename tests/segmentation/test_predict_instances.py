@@ -1,17 +1,14 @@
 """Images through the default model: one polygon for each cell, its measurements, formats that other programs read."""
 
 import json
-import zipfile
 
 import numpy as np
 import pytest
-import roifile
 import tifffile
 import torch
 import zarr
 from entries import sizes_file
 from PIL import Image
-from pycocotools.coco import COCO
 from scipy.ndimage import gaussian_filter
 from shapely.geometry import shape
 
@@ -169,16 +166,6 @@ def test_a_group_of_ome_zarr_holds_the_labels(written, prediction):
     # readers that are given the folder itself, such as ome-zarr-py, look for an image there
     (level,) = group.attrs["multiscales"][0]["datasets"]
     assert np.array_equal(group[level["path"]][:], prediction.labels)
-
-
-@pytest.mark.filterwarnings("ignore:__array__ implementation")
-def test_coco_and_imagej_hold_the_same_cells(written, prediction):
-    coco = COCO(written("coco") / "annotations.json")
-    masks = [coco.annToMask(annotation) for annotation in coco.loadAnns(coco.getAnnIds())]
-    rois = roifile.roiread(written("imagej") / "scene.zip")
-
-    assert [int(mask.sum()) for mask in masks] == [polygon.area for polygon in prediction.polygons]
-    assert len(rois) == len(zipfile.ZipFile(written("imagej") / "scene.zip").namelist()) == len(prediction.polygons)
 
 
 def test_intensities_are_those_of_the_file_in_every_channel(loader, scene, tmp_path):

@@ -113,18 +113,6 @@ def test_results_below_the_images_are_not_images(proxy, server, images, loader):
         server.s3.delete_object(Bucket=BUCKET, Key=f"images/masks/{key}")
 
 
-def test_a_store_that_goes_and_comes_back_only_delays(server, proxy, images, loader, tmp_path):
-    predict_files([images], loader, tmp_path, config())
-    inputs = find_inputs([f"s3://{BUCKET}/images"], "out")
-    assert len(inputs) == NUM
-    proxy.fail("reset", 4)
-
-    found = predict_files([f"s3://{BUCKET}/images"], loader, f"s3://{BUCKET}/delayed", config())
-
-    assert found.written == NUM
-    assert server.files(BUCKET, "delayed") == here(tmp_path)
-
-
 def test_a_store_that_refuses_is_an_error_before_any_work(server, proxy, images, loader, monkeypatch):
     with server.guarded("s3:GetObject", "s3:ListBucket") as keys:
         for name, value in keys.items():

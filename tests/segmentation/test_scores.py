@@ -45,10 +45,7 @@ def test_pixels_weigh_alike_in_the_whole_and_images_in_the_mean():
 
 
 def test_pixels_that_do_not_count_change_nothing():
-    predicted, true = (
-        mask("x.x"),
-        mask("x.."),
-    )
+    predicted, true = (mask("x.x"), mask("x.."))
     scores = PixelCounts(1, torch.device("cpu"))
     scores.add(predicted, true, torch.tensor([0]), counted=mask("xx."))
 

@@ -6,13 +6,7 @@ import sys
 import pytest
 
 from brim.errors import ConfigError
-from brim.segmentation.config import (
-    REGISTERED,
-    FilesConfig,
-    PredictConfig,
-    SegmentTrainConfig,
-    TuneConfig,
-)
+from brim.segmentation.config import REGISTERED, FilesConfig, PredictConfig, SegmentTrainConfig, TuneConfig
 
 
 def test_settings_load_neither_torch_nor_opencv_nor_numpy():

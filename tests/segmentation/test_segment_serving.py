@@ -1,6 +1,5 @@
 """Requests for polygons: what `predict` finds, whatever else is in the batch, in bytes of any format."""
 
-import gc
 import json
 import struct
 import zlib
@@ -284,22 +283,6 @@ def test_sizes_that_were_tuned_on_smaller_images_stay_in_the_file(made):
 
     assert file.read_bytes() == before
     assert not servable.tuned
-
-
-def test_nothing_is_left_of_a_model_that_is_closed(made):
-    before = _num_modules(Tiny)
-    servable = SegmentServable("tiny", made / "tiny.safetensors", CPU, may_tune=False, tile=TILE)
-    answer(servable, png(150, 70))
-    assert _num_modules(Tiny) > before
-
-    servable.close()
-
-    gc.collect()
-    assert _num_modules(Tiny) == before
-
-
-def _num_modules(kind: type) -> int:
-    return sum(type(each) is kind for each in gc.get_objects())
 
 
 def test_decoded_pixels_wait_within_bounds(servable, monkeypatch):

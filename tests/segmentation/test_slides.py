@@ -88,6 +88,7 @@ def test_shapes_larger_than_a_tile_are_joined_whole(tmp_path):
     cv2.circle(image, (300, 250), 20, (255,) * 3, -1)
     cv2.line(image, (0, 490), (599, 480), (255,) * 3, 5)
     image[:, 5:9] = 255
+    image[100:400, 520:525] = image[100:400, 580:585] = image[395:400, 520:585] = 255  # two parts that meet below
     truth = next(exact([image])).labels
 
     written, whole, labels = run(image, tmp_path, 64, 16)
@@ -208,12 +209,7 @@ def test_a_file_becomes_geojson_labels_and_a_table_of_the_same_objects(kind, tmp
     image = discs(430, 150, 40, 5)[..., 0]
     full = {"uint8": 255, "uint16": 4095, "float32": 1}[kind]
     stored = (image / 255 * full).astype(kind)
-    path = write_file(
-        tmp_path / "slide.tif",
-        stored,
-        resolution=(20000, 20000),
-        resolutionunit="CENTIMETER",
-    )
+    path = write_file(tmp_path / "slide.tif", stored, resolution=(20000, 20000), resolutionunit="CENTIMETER")
     truth = next(exact([np.dstack([image] * 3)])).labels
 
     num, file = result_of(path, tmp_path, "labels", monkeypatch)

@@ -13,10 +13,9 @@ from brim.engine.tuning.search import Sweep
 from brim.engine.tuning.trials import Trial, merge
 from brim.errors import ConfigError, OutOfMemory, StorageError
 from brim.segmentation.config import REGISTERED, TuneConfig
-from brim.segmentation.networks import InferenceNetwork
 from brim.segmentation.networks.network import ComputeConfig
 from brim.segmentation.tuning import BatchSizes, Tuned, device_key, tune, tune_model, tuner
-from brim.segmentation.tuning.tuner import Reference, is_trained, no_slower_than_one, sample_images, settings
+from brim.segmentation.tuning.tuner import is_trained, no_slower_than_one, settings
 
 CPU = torch.device("cpu")
 SIZE = 64
@@ -195,15 +194,6 @@ def test_masks_that_show_nothing_are_not_judged_by():
     assert "0 % of the pixels are foreground in fp32: settings are judged by probabilities" in said(tuned)
 
 
-def test_a_search_compares_only_what_was_asked():
-    tuned = tune_model("tiny", Blobs(), CPU, TuneConfig(search=("layout",), **QUICK))
-    compared = [trial for trial in tuned.trials if trial["kind"] == "search"]
-
-    assert [trial["layout"] for trial in compared] == ["contiguous", "channels_last"]
-    assert {trial["precision"] for trial in compared} == {"fp32"}
-    assert "out of 2 settings" in said(tuned)
-
-
 def test_a_setting_that_cannot_run_is_skipped():
     class Picky(Blobs):
         def forward(self, images):
@@ -233,16 +223,6 @@ def test_batch_norms_tell_whether_weights_are_trained():
     module(torch.rand(2, 3, 32, 32))
     assert is_trained(module)
     assert is_trained(Blobs())  # nothing to tell by
-
-
-def test_the_reference_agrees_with_itself():
-    images = sample_images(CPU, SIZE, 2)
-    reference = Reference(Blobs(), CPU, images, trained=True, tolerance=0.0)
-    with inject_oom(above=1):  # both images at once do not fit
-        judgement = reference.judge(InferenceNetwork(Blobs(), CPU, ComputeConfig()))
-
-    assert images.shape == (2, 3, SIZE, SIZE)
-    assert (judgement["status"], judgement["batch"]) == ("ok", 1)
 
 
 # Several models and the file

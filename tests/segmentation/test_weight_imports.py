@@ -115,10 +115,7 @@ def randomised(module):
 
 @pytest.mark.parametrize(
     ("network", "make"),
-    [
-        ("unet_resnet18", lambda: Unet((2, 2, 2, 2), 1)),
-        ("unet_resnet50", lambda: Unet((3, 4, 6, 3), 4)),
-    ],
+    [("unet_resnet18", lambda: Unet((2, 2, 2, 2), 1)), ("unet_resnet50", lambda: Unet((3, 4, 6, 3), 4))],
 )
 @torch.no_grad()
 def test_an_imported_network_answers_as_its_own_library_does(tmp_path, network, make):
