@@ -88,7 +88,8 @@ def test_shapes_larger_than_a_tile_are_joined_whole(tmp_path):
     cv2.circle(image, (300, 250), 20, (255,) * 3, -1)
     cv2.line(image, (0, 490), (599, 480), (255,) * 3, 5)
     image[:, 5:9] = 255
-    image[100:400, 520:525] = image[100:400, 580:585] = image[395:400, 520:585] = 255  # two parts that meet below
+    image[40:400, 580:585] = image[100:400, 520:525] = image[395:400, 520:585] = 255  # two parts that meet below
+    image[200:205, 510:525] = 255
     truth = next(exact([image])).labels
 
     written, whole, labels = run(image, tmp_path, 64, 16)
