@@ -27,7 +27,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell's background jo
 
 # Folders whose tests run whole services, clusters or browsers, many processes each: one file after another.
 QUEUES = ("browser", "cluster", "faults")
-SPLIT = ("test_docs.py", "test_cuda.py", "test_fused.py")  # their tests share nothing
+SPLIT = ("test_docs.py", "test_cuda.py", "test_fused.py", "test_kernels_compile.py")  # their tests share nothing
 
 _left_out: Counter[str] = Counter()  # tests that were deselected, by what runs them
 
