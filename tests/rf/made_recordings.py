@@ -96,7 +96,7 @@ def to_int16(iq: C128, peak: float = 0.5) -> NDArray[np.int16]:
 
 def write_kiwi(
     path: Path, iq: C128 | NDArray[np.int16], rate_hz: float, start_s: float, *, stated_hz: int | None = None,
-    stale: int = 2, edit: Any = None, jitter_s: float = 0.0, age: int = 1, drift_ppm_s: float = 0.0,
+    stale: int = 2, edit: Any = None, jitter_s: float = 0.0, age: int = 1,
 ) -> Path:  # fmt: skip
     """A KiwiSDR file; start_s counts from EPOCH. edit may change the list of (seconds, nanoseconds) stamps."""
     data = to_int16(iq) if np.iscomplexobj(iq) else np.asarray(iq)
@@ -154,7 +154,7 @@ def encode(iq: C128, datatype: str) -> bytes:
     return np.round(scaled).astype(f"{order}{kind}{bits // 8}").tobytes()
 
 
-def write_sites(path: Path, names: Sequence[str] = tuple(STATIONS)) -> Path:
-    lines = [",".join([name, *map(str, STATIONS[name])]) for name in names]
+def write_sites(path: Path) -> Path:
+    lines = [",".join([name, *map(str, place)]) for name, place in STATIONS.items()]
     path.write_text("\n".join(["name,lat,lon,alt", *lines]) + "\n")
     return path

@@ -98,15 +98,14 @@ def test_a_block_that_comes_twice_counts_once(gated_config):
     assert [one.number for one in drain(book, gated_config)] == [0, 1, 2]
 
 
-@pytest.mark.parametrize("batch_size", [3])
-def test_rows_of_ranges_are_those_of_the_shards_of_one_device(gated_config, tmp_path, batch_size):
+def test_rows_of_ranges_are_those_of_the_shards_of_one_device(gated_config, tmp_path):
     generate(gated_config, tmp_path / "data", 28, device="cpu")
     dataset = Dataset(tmp_path / "data")
     shards = [dataset.shard(number) for number in range(len(dataset.shards))]
     found = drain(RangeBook(gated_config, 28, start={}), gated_config)
 
     with Stages(gated_config, torch.device("cpu"), threads=1) as stages:
-        stages.halving.size = batch_size
+        stages.halving.size = 3
         made = list(make_ranges(stages, [found[2:], found[:1], found[1:2]]))
 
     assert [one.number for one, _ in made] == [2, 3, 0, 1]

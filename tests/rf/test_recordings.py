@@ -175,13 +175,6 @@ def test_the_week_of_a_stamp_is_that_of_the_files_name_with_its_leap_seconds(dat
     assert week_start_s(None, np.array([second])) == 0
 
 
-def test_a_cut_chunk_is_refused(tmp_path):
-    path = write_kiwi(tmp_path / "a.wav", IQ, 12_000.0, 0.0)
-    path.write_bytes(path.read_bytes()[:-100])
-
-    assert "is cut off: 1948 of 2048 bytes" in refusal(path)
-
-
 @pytest.mark.parametrize(("channels", "bits", "words"), [(1, 16, "1 channel; IQ has two"), (2, 24, "24 bits")])
 def test_other_sound_files_are_refused(tmp_path, channels, bits, words):
     width = channels * bits // 8

@@ -95,15 +95,6 @@ def test_names_are_shown_and_stay_text(tmp_path):
     assert all(name in text for name in (bad, "alpine <net>", *(station.name for station in stations)))
 
 
-def test_stopped_dataset_says_so(tmp_path):
-    write_dataset(tmp_path / "data", CONFIG, attempts=3, finish=False)
-    summary = write_report(tmp_path / "data", tmp_path / "page.html")
-    text = " ".join(Page((tmp_path / "page.html").read_text(encoding="utf-8")).words)
-    assert not summary.complete
-    assert "stopped before the end" in text
-    assert "Throughput was not recorded" in text
-
-
 def test_dataset_without_samples_has_a_page(tmp_path):
     with ShardWriter(tmp_path / "empty", {"kind": "rf"}, items_per_shard=4):
         pass
