@@ -151,10 +151,6 @@ class FailingProxy:
         for connection in list(self._open):
             _reset(connection)
 
-    def down_for(self, seconds):
-        self.down()
-        threading.Timer(seconds, self.up).start()
-
     def _accept(self, listener):
         with suppress(OSError):
             while True:

@@ -28,16 +28,9 @@ ROOT = Path(__file__).parents[1]
 RADIO = ROOT / "docs" / "radio.md"
 SEGMENTATION = ROOT / "docs" / "segmentation.md"
 SEQUENCES = ROOT / "docs" / "sequences.md"
-TRAINING = ROOT / "docs" / "training.md"
-RUN = [
-    ROOT / "README.md",
-    RADIO,
-    SEGMENTATION,
-    SEQUENCES,
-    TRAINING,
-    ROOT / "docs" / "networks.md",
-    ROOT / "docs" / "library.md",
-]  # documents whose code blocks are executed, each in a directory of its own
+# Documents whose code blocks are executed, each in a directory of its own.
+RUN = [ROOT / "README.md", *(ROOT / "docs" / f"{name}.md" for name in ("radio", "segmentation", "sequences"))]
+RUN += [ROOT / "docs" / f"{name}.md" for name in ("training", "networks", "library")]
 SERVED = [ROOT / "docs" / "service.md", ROOT / "docs" / "prediction.md"]  # likewise, with a service in the background
 SKIP = "<!-- skip -->"  # on the line before a block that is not to be executed
 INTERPRETERS = {"sh": ["bash", "-euo", "pipefail", "-c"], "python": [sys.executable, "-c"]}
@@ -227,12 +220,6 @@ def test_an_example_runs(script, tmp_path, monkeypatch, capfd):
     runpy.run_path(str(script), run_name="__main__")
 
     assert capfd.readouterr().out
-
-
-def test_a_skipped_block_is_seen_as_such():
-    text = f"a\n\n{SKIP}\n```sh\nfalse\n```\n\n```sh\ntrue\n```\n"
-
-    assert [(b.line, b.code, b.skipped) for b in blocks_of(text)] == [(4, "false\n", True), (8, "true\n", False)]
 
 
 # Links

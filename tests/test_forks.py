@@ -26,12 +26,6 @@ def test_a_child_is_our_own_with_its_folder_and_its_group(tmp_path):
     assert (int(parent), group, folder) == (os.getpid(), child, str(tmp_path))
 
 
-def test_libraries_are_loaded_and_brim_is_not():
-    loaded = python("-c", "import sys; m = sys.__dict__['modules']; print('torch' in m, 'brim' in m)").stdout.split()
-
-    assert loaded == ["True", "False"]
-
-
 @pytest.mark.parametrize(
     ("code", "expected"),
     [
@@ -46,14 +40,6 @@ def test_libraries_are_loaded_and_brim_is_not():
 )
 def test_the_exit_code_is_an_interpreter_s(code, expected):
     assert python("-c", code).returncode == expected
-
-
-def test_an_error_is_traced_and_what_was_said_before_is_read():
-    done = python("-c", "import sys; print(sys.argv, sys.stdin.read()); 1 / 0", "a", input="text")
-
-    assert done.stdout == "['-c', 'a'] text\n"
-    assert done.stderr.startswith("Traceback")
-    assert done.stderr.endswith("ZeroDivisionError: division by zero\n")
 
 
 def test_descriptors_keep_their_numbers_and_others_are_closed():

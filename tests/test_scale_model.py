@@ -1,8 +1,7 @@
-"""The model of a cluster in benchmarks/simulate_cluster.py: its simulation makes all of it once, its formula agrees."""
+"""The model of a cluster in benchmarks/simulate_cluster.py: its formula agrees with its simulation."""
 
 import importlib.util
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,21 +23,10 @@ def model() -> Any:
 
 @pytest.mark.parametrize(
     ("samples", "workers", "nodes", "items"),
-    [(10_000_000, 1, 1, 512), (10_000_000, 8, 1, 512), (10_000_000, 8, 1, 4096), (50_000_000, 64, 64, 4096)],
+    [(10_000_000, 1, 1, 512), (50_000_000, 64, 64, 4096)],
 )
 def test_the_formula_says_what_the_simulation_finds(model, samples, workers, nodes, items):
     plan = model.Plan(samples=samples, workers=workers, nodes=nodes, shard_items=items)
     machine = model.Machine()
 
     assert model.forecast(plan, machine).seconds == pytest.approx(model.simulate(plan, machine).seconds, rel=0.1)
-
-
-def test_deaths_cost_their_restarts_and_lose_nothing(model):
-    plan = model.Plan(samples=2_000_000, workers=8, shard_items=512)
-    calm = replace(model.Machine(), worker_rate=2_000.0, restart_s=10.0)
-    harsh = replace(calm, mtbf_s=60.0)
-    found, undisturbed = model.simulate(plan, harsh), model.simulate(plan, calm)
-
-    assert found.deaths > 5
-    assert undisturbed.seconds < found.seconds < 1.6 * undisturbed.seconds
-    assert undisturbed.deaths == 0

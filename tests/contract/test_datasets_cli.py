@@ -13,7 +13,6 @@ from brim.sequences.corpus.synthetic import make_sequences
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "jobs"))
 
-from postgres import Postgres, find_binaries
 
 KEYS = ["id", "name", "kind", "state", "path", "owned", "items", "bytes", "job_id", "about", "created_at"]
 
@@ -117,14 +116,3 @@ def test_a_server_that_does_not_answer_is_said_with_its_reason_and_without_the_p
     assert "does not answer" in err
     assert "refused" in err
     assert "secret" not in err
-
-
-@pytest.mark.skipif(find_binaries() is None, reason="no PostgreSQL server here")
-def test_the_catalogue_may_be_in_postgres(run, cells, tmp_path):
-    with Postgres() as server:
-        assert run("list", "--database", server.url)[::2] == (0, "no datasets\n")
-        assert run("add", "c", cells, "--kind", "images", "--database", server.url)[0] == 0
-        _, out, _ = run("list", "--json", "--database", server.url)
-
-    assert json.loads(out)["total"] == 1
-    assert not list((tmp_path / "data").glob("*.sqlite"))

@@ -1,7 +1,6 @@
 """Training, evaluating and locating as others build on them: JSON, exit codes, what a stopped run leaves."""
 
 import json
-import re
 import shutil
 from pathlib import Path
 
@@ -17,11 +16,10 @@ TRAIN_KEYS = {
     "best_val_loss", "peak_bytes", "joules_per_sample", "ceiling_spread", "wall_s", "startup_s", "work_s", "overhead",
 }  # fmt: skip
 SPENT = {"wall_s", "startup_s", "work_s", "overhead"}
-EVALUATE_KEYS = {"median_error_m", "mean_error_m", "p95_error_m", "crlb_ratio", "coverage", "baselines"} | {
-    "best_baseline",
-    "verdict",
+EVALUATE_KEYS = {
+    "median_error_m", "mean_error_m", "p95_error_m", "crlb_ratio", "coverage", "baselines", "best_baseline", "verdict",
     "differences",
-}
+}  # fmt: skip
 torch.set_num_threads(1)  # small batches: a second thread only competes
 
 OPTIONS = ["--epochs", "2", "--batch-size", "16", "--device", "cpu"]
@@ -48,17 +46,6 @@ def test_train_prints_the_keys_of_the_contract(made, tmp_path):
     assert set(report) == TRAIN_KEYS
     assert (report["run"], report["epochs"], report["tier"]) == (str(tmp_path / "run"), 2, "vram")
     assert set(report["waiting"]) == {"data", "copy", "host_sync", "logging", "checkpoint"}
-
-
-def test_train_says_where_the_data_is_and_how_fast_it_was(made, tmp_path, capsys):
-    assert main(["rf", "train", str(made / "data"), "--out", str(tmp_path / "run"), *OPTIONS]) == 0
-
-    captured = capsys.readouterr()
-    assert "tier ram: " in captured.err
-    assert "brim rf evaluate" in captured.out
-    *_, summary, last = captured.out.splitlines()
-    assert "ceiling not measured: run too short" in summary
-    assert re.search(r"s in all: .* s of work, .* s of overhead, most of it \w+", last)
 
 
 def test_evaluate_prints_the_keys_of_the_contract_and_writes_a_page(made, tmp_path):
@@ -127,19 +114,12 @@ def test_a_run_that_is_missing_damaged_or_foreign_is_named(made, tmp_path, comma
     assert sorted(path.name for path in tmp_path.iterdir()) == ["run"]
 
 
-def without(one: dict, key: str) -> dict:
-    return {name: value for name, value in one.items() if name != key}
-
-
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (lambda one: without(one, "stations"), ["stations"]),
         (lambda one: one | {"stations": one["stations"][:2]}, ["2 stations", "3"]),
-        (lambda one: one | {"stations": [without(s, "lat") for s in one["stations"]]}, ["lat"]),
-        (lambda one: one | {"stations": [without(s, "features") for s in one["stations"]]}, ["rssi_dbm", "snr_db"]),
+        (lambda one: one | {"stations": [s | {"features": {}} for s in one["stations"]]}, ["rssi_dbm", "snr_db"]),
         (lambda one: one | {"stations": [s | {"loudness": 3} for s in one["stations"]]}, ["loudness"]),
-        (lambda one: one | {"reference": "nobody"}, ["nobody"]),
         (lambda one: [], ["no observations"]),
     ],
 )

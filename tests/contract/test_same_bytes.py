@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from cli_commands import brim
-from verbs import CPU, VERBS, make_inputs, quickly
+from verbs import CPU, VERBS, quickly
 
 from brim.segmentation.config import SegmentTrainConfig
 from brim.segmentation.training import train
@@ -15,15 +15,9 @@ torch.set_num_threads(1)  # sums over more threads differ in their last bits
 
 
 @pytest.fixture(scope="module")
-def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_inputs(tmp_path_factory.mktemp("inputs"))
-
-
-@pytest.fixture(scope="module")
-def made(inputs: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, str]]:
+def made(undisturbed: dict[str, Path]) -> dict[str, dict[str, str]]:
     """Checksums of what every verb makes."""
-    folder = tmp_path_factory.mktemp("made")
-    found = {name: run(name, VERBS[name].command(inputs, folder / name), folder / name) for name in VERBS}
+    found = {name: VERBS[name].made(folder) for name, folder in undisturbed.items()}
     assert all(found.values())
     return found
 

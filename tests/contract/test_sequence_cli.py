@@ -9,11 +9,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from cli_commands import answer, refused, without_times
+from cli_commands import answer, brim, refused, without_times
 from safetensors.torch import load_file
 
 from brim.cli import main
-from brim.errors import BrimError
 from brim.sequences.ablation.run import Ablation, AblationStep
 from brim.sequences.corpus.synthetic import make_sequences
 
@@ -128,36 +127,6 @@ def test_supervised_training_starts_from_the_encoder_of_a_run(made, tmp_path):
     )
 
 
-def test_the_defaults_are_those_of_the_contract(made, tmp_path, monkeypatch):
-    def train(*args: object, **options: object) -> None:
-        seen.append(args[2])
-        raise BrimError("enough")
-
-    seen: list = []
-    monkeypatch.setattr(sys.modules["brim.sequences.training.run"], "train", train)
-
-    assert "enough" in refused("sequence", "train", made / "corpus", "--out", tmp_path / "run")
-
-    config = seen[0]
-    assert (config.mode, config.iterations, config.encoder_epochs, config.classifier_epochs) == ("self", 3, 15, 15)
-    assert (config.batch_size, config.tier, config.precision) == (64, "auto", "auto")
-    assert (config.num_workers, config.prefetch_factor, config.seed) == (8, 6, 0)
-
-
-def test_a_person_is_told_scores_and_the_next_step(made, tmp_path, capsys):
-    run = tmp_path / "run"
-
-    assert main(["sequence", "train", str(made / "corpus"), "--out", str(run), "--mode", "supervised", *SHORT]) == 0
-    trained = capsys.readouterr().out
-    assert main(["sequence", "evaluate", str(run), str(made / "corpus")]) == 0
-    scored = capsys.readouterr().out
-
-    assert f"brim sequence evaluate {run} {made / 'corpus'}" in trained
-    assert "held out: accuracy" in trained
-    assert scored.splitlines()[0].split() == ["items", "8"]
-    assert "ari" not in scored
-
-
 def test_ablate_prints_the_steps(made, tmp_path, monkeypatch):
     pytest.importorskip("matplotlib")
     values = {"samples_per_s": 10.0, "busy_share": 0.5, "ceiling_share": 0.4, "peak_bytes": 7}
@@ -197,7 +166,7 @@ def test_ablate_stopped_by_a_signal_leaves_no_unpacked_files(number, made, tmp_p
 # Bad input: exit 2, one line, nothing half-written
 
 
-def test_a_folder_that_cannot_be_packed_is_refused_and_leaves_nothing(tmp_path):
+def test_a_folder_with_a_bad_file_is_refused_and_leaves_nothing_unless_it_may_be_skipped(tmp_path):
     make_sequences(tmp_path / "npy", 6, dim=6, classes=2, mean_length=6)
     np.save(tmp_path / "npy/class_0/x.npy", np.full((5, 6), np.nan, np.float32))
 
@@ -205,19 +174,11 @@ def test_a_folder_that_cannot_be_packed_is_refused_and_leaves_nothing(tmp_path):
     training = refused("sequence", "train", tmp_path / "npy", "--out", tmp_path / "run", "--clusters", "2")
 
     assert "class_0/x.npy frame 0 holds nan" in packing
-    assert "class_0/x.npy frame 0 holds nan" in training
+    assert "class_0/x.npy: frame 0 holds NaN" in training
     assert sorted(file.name for file in tmp_path.iterdir()) == ["npy"]
-
-
-def test_bad_files_are_listed_and_left_out_when_asked(tmp_path, capsys):
-    make_sequences(tmp_path / "npy", 6, dim=6, classes=2, mean_length=6)
-    np.save(tmp_path / "npy/class_0/x.npy", np.zeros((5, 7), np.float32))
-
-    assert main(["sequence", "pack", str(tmp_path / "npy"), "--out", str(tmp_path / "corpus"), "--skip-bad"]) == 0
-
-    captured = capsys.readouterr()
-    assert "skipped: class_0/x.npy has 7 features" in captured.err
-    assert "6 sequences" in captured.out
+    packed = brim("sequence", "pack", tmp_path / "npy", "--out", tmp_path / "corpus", "--skip-bad")
+    assert "skipped: class_0/x.npy frame 0 holds nan" in packed.err
+    assert "6 sequences" in packed.out
 
 
 @pytest.mark.parametrize("part", ["shards/000000.safetensors", "items.json", "manifest.json"])

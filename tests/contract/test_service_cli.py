@@ -85,17 +85,6 @@ def test_the_same_key_gives_the_same_job(serve, tmp_path):
     assert first == second
 
 
-def test_words_for_people_hold_id_status_and_name(serve, tmp_path):
-    job = submit(serve, tmp_path, 8)["id"]
-    watched = jobs(serve, "watch", job)
-    line = next(line for line in jobs(serve, "list").out.splitlines() if line.startswith(job))
-
-    assert watched.code == 0
-    assert "accepted" in watched.out
-    assert "completed" in line
-    assert "from a terminal" in line
-
-
 def test_watch_goes_on_when_the_api_is_killed(serve, tmp_path):
     job = submit(serve, tmp_path, 160)["id"]
     serve.wait_progress(job, 8)
@@ -184,7 +173,6 @@ def _no_gpu(monkeypatch):
         (["--database", "mysql://x/y"], "--database"),
         (["--host", "0.0.0.0"], "0.0.0.0"),
         (["--allow-host", "a b"], '"a b"'),
-        (["--predict-memory", "91"], "--predict-memory"),
     ],
 )
 def test_mistakes_of_serve_are_one_sentence(argv, words, tmp_path):

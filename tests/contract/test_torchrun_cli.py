@@ -73,34 +73,12 @@ def test_a_locator_trains_on_two_ranks_as_on_one(data: Path, located: Path, tmp_
 def test_a_network_trains_on_two_ranks_as_on_one(data: Path, tmp_path: Path) -> None:
     folders = ["--images", str(data / "images"), "--masks", str(data / "masks")]
     # a low rate: roundings that differ grow with every step of a network of batch norms, on any two machines
-    settings = [
-        "--model",
-        "unet_tiny",
-        "--task",
-        "mask",
-        "--size",
-        "32",
-        "--epochs",
-        "2",
-        "--batch-size",
-        "5",
-        "--learning-rate",
-        "1e-4",
-    ]
+    settings = "--model unet_tiny --task mask --size 32 --epochs 2 --batch-size 5 --learning-rate 1e-4 --device cpu"
 
-    both(["segment", "train", *folders, *settings, "--device", "cpu"], tmp_path)
+    both(["segment", "train", *folders, *settings.split()], tmp_path)
 
     assert differences(tmp_path / "one/train", tmp_path / "two/train") < 1e-5
     assert (tmp_path / "two/weights.safetensors").is_file()
-
-
-def test_a_classifier_of_sequences_trains_on_two_ranks_as_on_one(data: Path, tmp_path: Path) -> None:
-    settings = ["--mode", "supervised", "--classifier-epochs", "2", "--batch-size", "7", "--device", "cpu"]
-
-    both(["sequence", "train", str(data / "corpus"), *settings], tmp_path)
-
-    assert differences(tmp_path / "one/supervised", tmp_path / "two/supervised") < 1e-5
-    assert differences(tmp_path / "one/supervised", tmp_path / "two/supervised", "val_loss") < 1e-5
 
 
 def test_sequences_without_labels_train_on_two_ranks_as_on_one(data: Path, tmp_path: Path) -> None:
