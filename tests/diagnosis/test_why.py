@@ -58,7 +58,7 @@ def left_behind(script: Path) -> list[str]:
     for file in Path("/proc").glob("[0-9]*/cwd"):
         with suppress(OSError):
             text = (file.parent / "cmdline").read_text()
-            found += [text] if "train.py" in text and file.readlink() == script.parent else []
+            found += [text] if "\0train.py\0" in text and file.readlink() == script.parent else []
     return found
 
 
@@ -163,18 +163,10 @@ def test_a_script_that_never_steps_is_ended(write, monkeypatch):
     assert "no step within" in answer.message
 
 
-@pytest.mark.parametrize(
-    ("args", "said"),
-    [
-        ([], "no command to watch"),
-        (["--", "no-such-program"], "no-such-program: no such program"),
-        (["--report", "/nowhere/why.html", "--", "true"], "existing directory"),
-    ],
-)
-def test_bad_usage_is_one_sentence(args, said, capfd):
-    assert main(["why", *args]) == 2
+def test_a_program_that_does_not_exist_is_one_sentence(capfd):
+    assert main(["why", "--", "no-such-program"]) == 2
 
-    assert said in capfd.readouterr().err
+    assert "no-such-program: no such program" in capfd.readouterr().err
 
 
 def test_a_block_of_a_notebook_is_watched():

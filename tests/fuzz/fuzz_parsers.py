@@ -38,8 +38,6 @@ from brim.rf.recordings.opening import read_listing
 from brim.rf.recordings.sigmf import read_sigmf
 from brim.segmentation.images import image_size
 from brim.segmentation.images.reading import read_image
-from brim.segmentation.tuning import BatchSizes, save_entry
-from brim.segmentation.tuning.batch_sizes import BatchSizeEntry
 from brim.sequences.config import SequenceConfig, SourceConfig
 from brim.sequences.corpus.archives import parse_archive
 from brim.sequences.corpus.audio import decode, read_headers
@@ -249,16 +247,6 @@ def read_corpus(data: bytes) -> object:
     return Corpus.open(out).sequence(3)
 
 
-def batch_sizes() -> list[bytes]:
-    entry = BatchSizeEntry(
-        optimal_batch_size=8, max_safe_batch_size=16, expected_throughput=10.0, memory_limit_mb=1000.0, image_size=256,
-        precision="fp32", layout="channels_last", compiled=False, p50_latency_ms=1.0, p95_latency_ms=2.0,
-    )  # fmt: skip
-    file = folder() / "seed.json"
-    save_entry(file, "cpu", {"name": "cpu"}, "hrnet", entry, [{"batch": 8}])
-    return [file.read_bytes()]
-
-
 # Requests
 
 
@@ -448,8 +436,6 @@ PARSERS = (
     Parser(name="corpus table", seeds=tables, call=read_table, is_json=True, tokens=_JSON_TOKENS),
     Parser(name="run.json", seeds=runs, call=lambda data: read_about(file_of(data, "run.json").parent), is_json=True,
            tokens=_JSON_TOKENS),
-    Parser(name="batch_sizes.json", seeds=batch_sizes, call=lambda data: BatchSizes.read(file_of(data, "sizes.json")),
-           is_json=True, tokens=_JSON_TOKENS),
     Parser(name="labels.csv", seeds=lambda: [b"file,label,split\na.npy,x,train\nb/c.npy,\"y\"\"\",test\n"],
            call=lambda data: read_csv(file_of(data, "labels.csv")), tokens=(b'"', b"\0", b"\r", b"," * 200)),
     Parser(name="stations.csv", seeds=tables_of_stations, call=lambda data: read_stations(file_of(data, "s.csv")),

@@ -41,17 +41,6 @@ def test_each_start_is_drawn_by_its_squared_distance_to_the_nearest_before():
     assert float((starts[starts[:, 0] == 1][:, 1] == 3).float().mean()) == pytest.approx(4 / 5, abs=0.04)
 
 
-def test_a_seed_fixes_everything_and_restarts_help():
-    points = torch.randn(400, 3, generator=stream(1, "p", device=CPU))
-
-    one, two = (kmeans(points, 12, seed=3) for _ in range(2))
-    alone = [kmeans(points, 12, seed=seed, restarts=1).inertia for seed in range(5)]
-
-    assert torch.equal(one.labels, two.labels)
-    assert torch.equal(one.centres, two.centres)
-    assert one.inertia <= sorted(alone)[2]
-
-
 def test_chunks_do_not_matter(monkeypatch):
     points, _ = blobs(3, 50, 4)
     whole = kmeans(points, 3)

@@ -1,7 +1,7 @@
 import pytest
 
 from brim.errors import DatasetError
-from brim.sequences.corpus.labels import SequenceLabel, find_labels, number_classes, read_csv
+from brim.sequences.corpus.labels import SequenceLabel, find_labels, number_classes
 
 IDS = ["a.npy", "b/c.npy", "b/d e.npy"]
 
@@ -24,13 +24,11 @@ def test_a_csv_file_chooses_files_and_gives_labels_and_split(tmp_path):
 
 BAD = {
     "": "first line",
-    "file,label,label\na.npy,x,y\n": "first line",
     "file,label\na.npy,x\na.npy,y\n": "line 3: a.npy is named twice",
     "file,label\na.npy,x\nz.npy,x\n../a.npy,x\n": "z.npy and 1 more",
     "file,label\na.npy,\n": "line 2: a.npy has an empty label",
     "file,label,split\na.npy,x,eval\n": "split 'eval', expected train, validation, test",
     "file,label,split\na.npy,x,train\nb/c.npy,x,\n": "b/c.npy has no split",
-    "file,label\na.npy\n": "1 values, expected 2",
     'file,label\n"a.npy,x\n': "not a CSV file",
 }
 
@@ -41,13 +39,6 @@ def test_a_csv_file_that_does_not_fit_is_refused(tmp_path, text):
         find_labels(tmp_path, IDS, write(tmp_path / "l.csv", text))
     assert BAD[text] in str(failure.value)
     assert "l.csv" in str(failure.value)
-
-
-def test_a_csv_file_that_is_not_utf8_or_not_there_is_refused(tmp_path):
-    with pytest.raises(DatasetError, match="UTF-8"):
-        read_csv(write(tmp_path / "l.csv", "file,label\na.npy,ü\n", "latin-1"))
-    with pytest.raises(DatasetError, match=r"none\.csv does not exist"):
-        find_labels(tmp_path, IDS, "none.csv")
 
 
 def test_other_columns_are_kept_and_one_of_them_may_be_the_label(tmp_path):
@@ -78,15 +69,8 @@ def test_sub_folders_are_classes_when_all_files_are_one_deep(tmp_path, ids, name
     assert found.source == ("folders" if any(names) else "none")
 
 
-def test_a_number_of_any_length_is_a_class():
-    names = ["9" * 5000, "1" + "0" * 5000, "010", "9", "a"]
-
-    classes, _ = number_classes(names)
-
-    assert classes == ("9", "010", "9" * 5000, "1" + "0" * 5000, "a")
-
-
 def test_classes_are_numbered_in_natural_order():
-    classes, numbers = number_classes(["10", "9", "", "b2", "b10", "9"])
-    assert classes == ("9", "10", "b2", "b10")
-    assert numbers == [1, 0, -1, 2, 3, 0]
+    large = "9" * 5000  # more digits than Python makes a number of
+    classes, numbers = number_classes(["10", "9", "", "b2", "b10", "9", large])
+    assert classes == ("9", "10", large, "b2", "b10")
+    assert numbers == [1, 0, -1, 3, 4, 0, 2]

@@ -46,16 +46,6 @@ def test_frames_change_in_place_and_padding_stays_zero(dtype):
     assert not frames[~frame_mask(length, 48)].any()
 
 
-def test_without_changes_frames_stay_as_they_are():
-    frames = numbered(LENGTHS, 48)
-    before = frames.clone()
-
-    length = augment(frames, LENGTHS, rng(), NONE)
-
-    assert torch.equal(frames, before)
-    assert torch.equal(length, LENGTHS)
-
-
 def test_a_crop_is_a_part_of_the_sequence_moved_to_the_front():
     frames = numbered(LENGTHS, 48)
 

@@ -1,9 +1,6 @@
 import multiprocessing
 import os
 import signal
-import subprocess
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,8 +12,7 @@ from brim.sequences import Augmentation, Corpus, make_sequences, pack
 from brim.sequences.batches import dataloader
 from brim.sequences.batches.dataloader import SequenceLoader
 from brim.sequences.config import LoaderConfig
-from brim.sequences.corpus import SequenceFolder, open_sequences
-from waiting import PATIENCE_S, until
+from brim.sequences.corpus import SequenceFolder
 
 torch.set_num_threads(1)
 CPU = torch.device("cpu")
@@ -102,24 +98,6 @@ def test_buckets_give_batches_of_similar_lengths_and_padding_is_counted(folder):
     assert {batch["frames"].shape[1] % 8 for batch in batches} == {0}
 
 
-def test_a_packed_corpus_gives_what_its_files_give(folder, tmp_path):
-    pack(folder, tmp_path / "out", dtype="float32", shard_bytes=500)
-    packed = open_sequences(tmp_path / "out")
-    assert isinstance(packed, Corpus)
-    assert isinstance(open_sequences(folder), SequenceFolder)
-    with loader(SequenceFolder(folder)) as files, loader(packed) as corpus:
-        assert same(files.epoch(1), corpus.epoch(1))
-
-
-def test_files_of_integers_or_several_kinds_become_float32(tmp_path):
-    for index, kind in enumerate(("int16", "float16", "float64")):
-        np.save(tmp_path / f"{index}.npy", np.arange(6).reshape(3, 2).astype(kind))
-    with loader(SequenceFolder(tmp_path)) as source:
-        (batch,) = source.epoch(0)
-    assert batch["frames"].dtype == torch.float32
-    assert torch.equal(batch["frames"][2], torch.arange(6.0).reshape(3, 2))
-
-
 # Workers
 
 
@@ -165,35 +143,6 @@ def test_a_killed_worker_is_an_error_not_a_short_epoch(folder):
     assert multiprocessing.active_children() == []
 
 
-KILLED = """
-import multiprocessing, sys, time
-import torch
-from brim.sequences.config import LoaderConfig
-from brim.sequences.batches.dataloader import SequenceLoader
-from brim.sequences.corpus.folder import SequenceFolder
-
-if __name__ == "__main__":
-    config = LoaderConfig(batch_size=2, num_workers=1)
-    with SequenceLoader(SequenceFolder(sys.argv[1]), config, device=torch.device("cpu")) as source:
-        for _ in source.epoch(0):
-            print(multiprocessing.active_children()[0].pid, flush=True)
-            time.sleep(600)
-"""
-
-
-@pytest.mark.skipif(not Path("/proc/self").exists(), reason="looks into /proc")
-def test_no_worker_outlives_its_training_process(folder, tmp_path):
-    script = tmp_path / "script.py"
-    script.write_text(KILLED)
-    command = [sys.executable, str(script), str(folder)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        worker = Path("/proc") / process.stdout.readline().strip()
-        assert worker.is_dir()
-        process.kill()
-        process.communicate(timeout=PATIENCE_S)
-    until(lambda: not worker.exists())
-
-
 @pytest.mark.parametrize(
     ("free_batches", "workers", "prefetch"), [(100, 4, 6), (16, 4, 3), (8, 4, 1), (4, 2, 1), (1, 0, 6)]
 )
@@ -203,6 +152,3 @@ def test_batches_on_their_way_fit_shared_memory(free_batches, workers, prefetch)
     fitted = dataloader._fit_shared(config, 1000, free)
     assert (fitted.num_workers, fitted.prefetch_factor) == (workers, prefetch)
     assert fitted.num_workers * (fitted.prefetch_factor + 1) <= free_batches
-
-
-# Training

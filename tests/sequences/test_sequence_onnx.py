@@ -44,10 +44,3 @@ def test_the_graph_gives_the_runs_probabilities_at_any_length(
     with torch.no_grad():
         expected = module(frames, length).softmax(-1)
     np.testing.assert_allclose(given, expected.numpy(), atol=2e-3)
-
-
-def test_what_is_no_run_is_said_and_nothing_is_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["sequence", "export-onnx", str(tmp_path / "nowhere"), "--out", str(tmp_path / "m.onnx")]) == 2
-
-    assert "nowhere is not a directory" in capsys.readouterr().err
-    assert list(tmp_path.iterdir()) == []
