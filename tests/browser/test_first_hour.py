@@ -129,14 +129,6 @@ def test_the_first_hour(wide, demo, tmp_path):
     answer = json.loads(subprocess.run(["bash", "-c", curl], cwd=tmp_path, capture_output=True, check=True).stdout)
     assert answer["type"] == "FeatureCollection", answer
 
-    page = wide.open("/runs")  # compare it with the demo's
-    for row in ("my network", "demo cells"):
-        page.get_by_role("row", name=re.compile(row)).get_by_role("checkbox").first.click()
-    page.get_by_role("button", name="Compare 2").click()
-    page.wait_for_url("**/runs/compare?ids=*")
-    page.get_by_role("table", name="Settings that differ").wait_for()
-    wide.shot("first_compare")
-
 
 def test_no_page_has_a_serious_barrier_or_needs_to_be_moved_sideways(wide, narrow, demo):
     runs = [row["id"] for row in demo.get("/api/runs")["runs"]]

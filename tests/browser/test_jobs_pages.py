@@ -88,14 +88,6 @@ def test_an_empty_page_says_what_to_do_next(empty_visit, path, words, next_step)
     page.get_by_role("heading", name="New job").wait_for()
 
 
-def test_a_form_without_its_inputs_says_how_to_come_by_them(empty_visit):
-    page = empty_visit.open("/jobs/new?kind=rf.evaluate")
-
-    page.get_by_text("There is no dataset of rf yet.").wait_for()
-    assert page.get_by_role("link", name="Train one first").get_attribute("href") == "/jobs/new?kind=rf.train"
-    assert page.get_by_role("button", name="Submit").is_disabled()
-
-
 # Every kind by its form
 
 
@@ -310,7 +302,7 @@ def test_a_job_is_paused_resumed_cancelled_and_deleted(visit, service):
     assert service.ask("GET", f"{JOBS}/{job['id']}")[0] == 404
 
 
-def test_what_runs_is_shown_now_with_its_device(visit, phone, service):
+def test_what_runs_is_shown_now_with_its_device(visit, service):
     job = service.generate(1500, "seen now")
     try:
         service.wait_progress(job["id"], 8)
@@ -320,11 +312,6 @@ def test_what_runs_is_shown_now_with_its_device(visit, phone, service):
         page.locator(".brim-chart svg path").first.wait_for(state="attached")
         page.wait_for_timeout(3000)  # points are pushed meanwhile
         visit.shot("now")
-        visit.dark()
-        visit.shot("now_dark")
-        phone.open("/").get_by_role("link", name="seen now").first.wait_for()
-        phone.shot("now_phone")
-        assert _scrolls_sideways(phone.page) is False
     finally:
         service.ask("POST", f"{JOBS}/{job['id']}/cancel")
         service.wait(job["id"])
@@ -352,14 +339,10 @@ def test_jobs_are_filtered_and_a_row_is_a_link(visit, finished):
     page.wait_for_url(f"**/jobs/{job['id']}")
 
 
-def _scrolls_sideways(page: Any) -> bool:
-    return bool(page.evaluate("document.documentElement.scrollWidth > document.documentElement.clientWidth"))
-
-
 # Tuning
 
 
-def test_tuning_shows_what_was_measured_and_tunes_again(visit, phone, finished, service):
+def test_tuning_shows_what_was_measured_and_tunes_again(visit, finished, service):
     finished(visit, "segment.tune")
     page = visit.open("/tuning")
 
@@ -367,10 +350,6 @@ def test_tuning_shows_what_was_measured_and_tunes_again(visit, phone, finished, 
     assert page.locator(".brim-chart svg").count() == 3
     assert page.get_by_role("cell", name=re.compile("chosen")).count() == 1
     visit.shot("tuning")
-    visit.dark()
-    visit.shot("tuning_dark")
-    phone.open("/tuning").locator(".brim-chart svg").first.wait_for()
-    phone.shot("tuning_phone")
     page.get_by_role("button", name="Tune again").click()
     page.get_by_role("link", name="Watch it tune").click()
     page.wait_for_url(ID)

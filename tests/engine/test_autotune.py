@@ -60,10 +60,6 @@ class Device:
     def best_rate(self, top: int) -> float:
         return max(map(self.rate, range(1, top + 1)))
 
-    def exhaustive_s(self, top: int, full: int) -> float:
-        """Seconds to measure every size up to top in full."""
-        return sum(2 * self.step_s(size) + full * max(0.12, 3 * self.step_s(size)) for size in range(1, top + 1))
-
 
 def knee(at: float, step_ms: float = 2.0) -> StepTime:
     return lambda batch: step_ms / 1e3 * max(1.0, batch / at)
@@ -83,24 +79,7 @@ def search(device: Device, **changes: float | int | None) -> Sweep:
     return sweep(device, config, prove=device.prove, clock=device.clock)
 
 
-def test_sweep_prefers_the_fastest_batch_to_the_largest():
-    def probe(batch: int) -> Trial:
-        if batch > 64:
-            raise OutOfMemory(batch)
-        return Trial(batch=batch, seconds=0.01 + 0.001 * max(0, batch - 16))
-
-    assert sweep(probe, SweepConfig(limit=256)).batch == 16
-
-
 # The optimum
-
-
-@pytest.mark.parametrize("noise", [0.005, 0.01])
-@pytest.mark.parametrize("at", [3, 8, 17, 64])
-def test_a_knee_is_found_through_noise(at, noise):
-    found = [search(Device(knee(at), noise=noise, seed=seed)).batch for seed in range(10)]
-    assert all(0.98 * at <= batch <= 2 * at for batch in found)
-    assert sorted(found)[5] <= 1.05 * at
 
 
 @pytest.mark.parametrize("step_s", [knee(1), knee(0.2)], ids=["flat", "flat and slow"])
@@ -129,9 +108,7 @@ def random_device(seed: int, noise: float) -> Device:
     return Device(kinds[seed % len(kinds)], noise=noise, seed=seed)
 
 
-@pytest.mark.parametrize(
-    ("noise", "loss"), [(0.0, 0.02), (0.005, 0.02), (0.01, 0.025), pytest.param(0.03, 0.08, marks=pytest.mark.long)]
-)
+@pytest.mark.parametrize(("noise", "loss"), [(0.0, 0.02), (0.005, 0.02), (0.01, 0.025)])
 def test_the_optimum_is_within_2_percent_of_an_exhaustive_sweep(noise, loss):
     losses = []
     for seed in range(100):
@@ -139,7 +116,7 @@ def test_the_optimum_is_within_2_percent_of_an_exhaustive_sweep(noise, loss):
         batch = search(device).batch
         losses.append(1 - device.rate(batch) / device.best_rate(2 * batch))
     assert max(losses) <= loss
-    assert sum(value > 0.02 for value in losses) <= (15 if noise > 0.01 else 2)
+    assert sum(value > 0.02 for value in losses) <= 2
 
 
 # Memory
@@ -210,12 +187,6 @@ def test_a_size_that_fits_once_but_not_again_is_not_safe():
     assert found.batch <= found.max_safe <= 20
 
 
-def test_the_limit_is_never_exceeded():
-    device = Device(smooth(100), base=1, item=1)
-    found = search(device, limit=50, budget_bytes=1000 * MB)
-    assert max(device.tried) == found.max_safe == 50
-
-
 def test_a_failing_kernel_is_an_upper_bound():
     device = Device(smooth(100), works=70)
     found = search(device)
@@ -277,8 +248,6 @@ def test_compilation_counts_apart():
 def test_a_step_that_waits_for_something_else_is_told():
     found = sweep(lambda batch: Trial(batch=batch, seconds=0.01, device_share=0.3), SweepConfig(limit=64))
     assert "not limited by the device: it is busy for 30% of the time" in found.verdict
-    found = sweep(lambda batch: Trial(batch=batch, seconds=0.01, device_share=0.99), SweepConfig(limit=64))
-    assert found.verdict == "batch 64 gives 6\u202f400/s, 64 times batch 1"
 
 
 def test_repeated_trials_merge_into_one():

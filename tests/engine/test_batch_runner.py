@@ -93,44 +93,13 @@ def send(runner: BatchRunner, name: str, what: str = "1", within_s: float = PATI
     return runner.submit("model", Payload(what.encode(), name, options), runner._clock() + within_s, alone=alone)
 
 
-def test_an_answer_is_that_of_its_request_and_tells_its_times():
-    with serving() as (runner, _):
-        answer = send(runner, "a").result(PATIENCE_S)
-
-    assert answer.body == b"A/0"
-    assert answer.facts["name"] == "a"
-    assert set(answer.facts["seconds"]) == {"wait", "decode", "forward", "finish", "total"}
-
-
-def test_requests_that_arrive_while_the_device_is_busy_share_a_batch():
-    with serving() as (runner, model):
-        with model.held():
-            replies = [send(runner, str(number)) for number in range(9)]
-            until(lambda: len(model.decoded) == 9)
-        bodies = [reply.result(PATIENCE_S).body for reply in replies]
-
-    assert bodies == [f"{number}/0".encode() for number in range(9)]
-    assert max(map(len, model.batches)) >= 4
-    assert all(len(batch) in model.sizes for batch in model.batches)
-
-
 def test_an_oversize_request_is_split_and_rejoined_in_order():
     with serving(Sleeper(0.002)) as (runner, model):
-        body = send(runner, "big", "21").result(PATIENCE_S).body
+        answer = send(runner, "big", "21").result(PATIENCE_S)
 
-    assert body.split() == [f"BIG/{number}".encode() for number in range(21)]
+    assert set(answer.facts["seconds"]) == {"wait", "decode", "forward", "finish", "total"}
+    assert answer.body.split() == [f"BIG/{number}".encode() for number in range(21)]
     assert all(len(batch) in model.sizes for batch in model.batches)
-
-
-def test_requests_of_other_keys_and_those_alone_share_no_batch():
-    with serving(Sleeper(0.01)) as (runner, model):
-        replies = [send(runner, f"{key}-{number}", key=key) for number in range(6) for key in ("x", "y")]
-        replies += [send(runner, f"alone-{number}", alone=True) for number in range(3)]
-        wait(replies, PATIENCE_S)
-
-    for batch in model.batches:
-        assert len({part.split("-")[0] for part in batch}) == 1
-        assert len(batch) == 1 or not batch[0].startswith("alone")
 
 
 @pytest.mark.parametrize("fault", ["poison", "late-poison", "bad", "unfinishable", "undecodable"])
@@ -178,22 +147,6 @@ def test_a_cancelled_request_never_runs():
         second.result()
     assert not any("second" in part for batch in model.batches for part in batch)
     assert runner.snapshot()["cancelled"] == 1
-
-
-def test_a_request_that_cannot_be_in_time_is_refused_with_a_time_to_come_again():
-    clock, model = FakeTime(), Sleeper(sizes=(1,))
-    model.expected_s = {1: 0.8}
-    with serving(model, clock=clock) as (runner, _):
-        with model.held():
-            replies = [send(runner, str(number), within_s=2.0) for number in range(2)]
-            with pytest.raises(Overloaded) as refused:
-                send(runner, "hasty", within_s=2.0)
-            until(lambda: model.batches)
-            assert 0.4 <= refused.value.retry_after_s <= 0.8  # three take 2.4 s
-            clock.sleep(refused.value.retry_after_s)
-            replies.append(send(runner, "hasty", within_s=2.0))
-        assert [reply.result(PATIENCE_S).body for reply in replies] == [b"0/0", b"1/0", b"HASTY/0"]
-    assert runner.snapshot()["rejected"] == {"overloaded": 1}
 
 
 def test_a_deadline_that_passes_while_the_device_hangs_is_told():

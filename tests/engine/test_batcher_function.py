@@ -115,17 +115,6 @@ def test_items_of_other_shapes_share_no_batch() -> None:
     assert len(batches) < 20
 
 
-def test_one_bad_item_fails_alone() -> None:
-    def invert(items: list[float]) -> list[float]:
-        return [1 / item for item in items]
-
-    with brim.Batcher(invert, max_latency_ms=PATIENT_MS) as batcher:
-        found = gathered(batcher, [1.0, 0.0, 2.0])
-
-    assert (found[0], found[2]) == (1.0, 0.5)
-    assert isinstance(found[1], ZeroDivisionError)
-
-
 def test_a_future_for_code_with_threads() -> None:
     with brim.Batcher(lambda items: items, max_latency_ms=PATIENT_MS) as batcher:
         assert batcher.submit("x").result(PATIENCE_S) == "x"

@@ -20,30 +20,16 @@ def gpus(monkeypatch):
     return pretend
 
 
-def test_auto_prefers_the_first_gpu(gpus):
-    gpus(2)
-    assert resolve_device("auto") == torch.device("cuda:0")
-
-
-def test_auto_falls_back_to_the_cpu(gpus):
-    gpus(0)
-    assert resolve_device("auto") == CPU
-
-
-def test_cuda_without_index_is_the_first_gpu(gpus):
-    gpus(2)
-    assert resolve_device("cuda") == torch.device("cuda:0")
-    assert resolve_device("cuda:1") == torch.device("cuda:1")
-    assert resolve_device("cpu") == CPU
-
-
 def test_a_device_is_named_by_a_number_a_name_or_itself(gpus):
     gpus(2)
+    assert [str(resolve_device(name)) for name in ("auto", "cuda", "cpu")] == ["cuda:0", "cuda:0", "cpu"]
     assert [str(named_device(device)) for device in (1, "cpu", None, torch.device("cuda:1"), CPU)] == [
         "cuda:1", "cpu", "cuda:0", "cuda:1", "cpu",
     ]  # fmt: skip
     with pytest.raises(ConfigError, match="use auto, cpu, cuda or cuda:N"):
         named_device(True)
+    gpus(0)
+    assert resolve_device("auto") == CPU
 
 
 def test_absent_gpu_is_refused_with_those_that_are_here(gpus):
@@ -52,17 +38,11 @@ def test_absent_gpu_is_refused_with_those_that_are_here(gpus):
         resolve_device("cuda:1")
 
 
-def test_gpu_on_a_cpu_build_says_so(gpus, monkeypatch):
+@pytest.mark.parametrize(("built_with", "message"), [(None, "built without CUDA.*use cpu"), ("13.0", "nvidia-smi")])
+def test_a_gpu_that_cannot_be_used_says_why(gpus, monkeypatch, built_with, message):
     gpus(0)
-    monkeypatch.setattr(torch.version, "cuda", None)
-    with pytest.raises(DeviceError, match=r"built without CUDA.*use cpu"):
-        resolve_device("cuda")
-
-
-def test_gpu_without_driver_points_to_the_driver(gpus, monkeypatch):
-    gpus(0)
-    monkeypatch.setattr(torch.version, "cuda", "13.0")
-    with pytest.raises(DeviceError, match="nvidia-smi"):
+    monkeypatch.setattr(torch.version, "cuda", built_with)
+    with pytest.raises(DeviceError, match=message):
         resolve_device("cuda")
 
 

@@ -112,15 +112,10 @@ def test_rows_come_from_anywhere_in_the_form_they_had(make: Any, form: type, tmp
         ({"x": X, "y": Y[:9]}, '"y" has 9 rows, "x" has 100'),
         ({"x": X, "y": torch.empty(100, device="meta")}, '"y" is on meta, "x" is on cpu; move them'),
         ({"x": np.array([1, "a", None], dtype=object)}, 'column "x" is an array of Python objects: str in row 1'),
-        ({"x": [[1], [1, 2]]}, r"shape \[2\] in row 1"),
-        ({"x": X[:0]}, "no items"),
         (Items([(X[0], 1), (X[0, :2], 1)]), r'"0" has shape \[2\] in item 1 of the Items'),
-        (Items([{"x": X[0]}, {"z": X[0]}]), "item 1 of the Items has z; item 0 has x"),
         ({"train": {"x": X}}, r'give that split: data\["train"\]'),
-        (pyarrow.table({"t": ["a"]}), 'column "t" is string'),
         (pandas.DataFrame({"x": pandas.array([1, None, 3], "Int64")}), 'column "x" is empty in row 1'),
         (pandas.DataFrame([[1, 2]], columns=["a", "a"]), 'two columns "a"'),
-        (pyarrow.Table.from_arrays([[1], [2]], names=["a", "a"]), 'two columns "a"'),
         (Endless(), "an Endless has no rows that can be read by number; give a dict of arrays"),
         (DataLoader(Items([1])), "give what it reads: loader.dataset"),
     ],
@@ -214,8 +209,6 @@ def test_training_equals_the_loop_one_would_write(make_scheduler: Any, counts: s
     [
         (sgd, lambda opt: torch.optim.lr_scheduler.MultiStepLR(opt, [1, 3])),
         (lambda params: torch.optim.Adam(params, 0.05), lambda opt: torch.optim.lr_scheduler.ReduceLROnPlateau(opt)),
-        (torch.optim.NAdam, lambda opt: torch.optim.lr_scheduler.OneCycleLR(opt, 0.1, total_steps=16)),
-        (lambda params: torch.optim.Adagrad(params, 0.1), None),
         (None, lambda opt: torch.optim.lr_scheduler.CosineAnnealingLR(opt, 4)),
     ],
 )
@@ -255,21 +248,16 @@ def test_another_optimiser_is_another_run(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"model": nn.Linear}, "Linear is a class"),
-        ({"model": nn.ReLU()}, "no trainable parameters"),
         (
             {"loss_fn": lambda model, batch: batch["x"]},
             r"loss_fn fails on a batch of \(\[32, 4\], \[32\]\) \(TypeError",
         ),
         ({"loss_fn": lambda model, batch: model(batch[0])}, r"loss_fn returned \[32, 1\], expected a scalar"),
-        ({"data": DataLoader(Endless())}, "no length"),
         ({"loss_fn": lambda model, batch: loss(model, batch).detach()}, "depends on no parameter"),
         ({"out": "/dev/null/run"}, "/dev/null/run: cannot write"),
         ({"scheduler": lambda opt: torch.optim.lr_scheduler.OneCycleLR(opt, 0.1, total_steps=2)}, "cannot advance"),
-        ({"optimizer": lambda params: torch.optim.SGD(params, "fast")}, "making the optimiser failed"),
         ({"optimizer": torch.optim.SGD(nn.Linear(2, 2).parameters(), 0.1)}, "not trainable ones of this model"),
         ({"scheduler": torch.optim.lr_scheduler.ReduceLROnPlateau}, "needs val_loss"),
-        ({"loggers": [3]}, "an int is no logger"),
     ],
 )
 def test_a_training_that_cannot_be_is_refused_and_leaves_nothing(

@@ -9,7 +9,6 @@ from brim.engine.device.memory import (
     Halving,
     PeakMemory,
     batch_for,
-    format_size,
     free_bytes,
     guard,
     inject_oom,
@@ -30,8 +29,6 @@ MIB = 1024**2
         ("1.5 GiB", 3 * 1024**3 // 2),
         ("1073741824", 1024**3),
         (" 7 kb ", 7000),
-        ("1TiB", 1024**4),
-        ("12B", 12),
     ],
 )
 def test_sizes_are_read_as_people_write_them(text, size):
@@ -42,14 +39,6 @@ def test_sizes_are_read_as_people_write_them(text, size):
 def test_nonsense_sizes_are_refused(text):
     with pytest.raises(ConfigError, match="write it like 2GiB"):
         parse_size(text)
-
-
-@pytest.mark.parametrize(
-    ("size", "text"),
-    [(0, "0 B"), (1023, "1023 B"), (1536, "1.5 KiB"), (3 * 1024**3, "3 GiB"), (5 * 1024**4, "5 TiB")],
-)
-def test_sizes_are_written_in_powers_of_1024(size, text):
-    assert format_size(size) == text
 
 
 @example(1000, 10, 900, 50)
@@ -161,19 +150,6 @@ def test_guard_leaves_other_failures_alone(failure):
     assert caught.value is failure
 
 
-def test_halves_run_in_order_and_later_batches_stay_small():
-    halving = Halving(64, CPU)
-    with inject_oom(above=16):
-        assert halving.run(list, range(40)) == [
-            [*range(10)],
-            [*range(10, 20)],
-            [*range(20, 30)],
-            [*range(30, 40)],
-        ]
-    assert halving.size == 10
-    assert max(map(len, halving.run(list, range(40)))) <= 10
-
-
 def test_a_size_that_failed_is_not_tried_again():
     tried = []
 
@@ -183,8 +159,11 @@ def test_a_size_that_failed_is_not_tried_again():
             raise torch.OutOfMemoryError("full")
         return len(items)
 
-    assert Halving(32, CPU).run(work, torch.arange(32)) == [4] * 8
+    halving = Halving(32, CPU)
+    assert halving.run(work, torch.arange(32)) == [4] * 8
     assert tried == [32, 16, 8] + [4] * 8
+    halving.run(work, torch.arange(8))
+    assert tried[-2:] == [4, 4]
 
 
 @settings(max_examples=30)  # each collects garbage a few times

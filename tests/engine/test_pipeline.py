@@ -165,17 +165,6 @@ def test_thread_that_dies_without_its_end_is_an_error(monkeypatch: pytest.Monkey
     assert got == [0, 1, 2]
 
 
-def test_early_break_stops_an_endless_source() -> None:
-    def source() -> Iterator[int]:
-        while True:
-            yield 0
-
-    with Pipeline(source(), [Stage(name="a", work=same, workers=3)]) as results:
-        for _ in results:
-            break
-    assert all(not thread.is_alive() for thread in results._threads)
-
-
 @pytest.mark.skipif(os.name != "posix", reason="sends a POSIX signal")
 def test_ctrl_c_interrupts_a_waiting_caller() -> None:
     waiting, gate = threading.Event(), threading.Event()

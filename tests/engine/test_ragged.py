@@ -177,9 +177,6 @@ def test_a_view_orders_the_same_frames_anew(tier: str) -> None:
         view.epoch(0)
 
 
-# Tiers
-
-
 # Failures
 
 
@@ -199,10 +196,6 @@ def test_a_failure_in_a_thread_reaches_the_consumer(share: bool, monkeypatch: py
 
 
 def test_what_cannot_be_is_named() -> None:
-    with pytest.raises(ConfigError, match="tier=disk"):
-        make(tier="disk")
-    with pytest.raises(ConfigError, match="rows=100"):
-        make(rows=[100])
     with pytest.raises(DatasetError, match='field "length"'):
         make(fields={"length": torch.zeros(100)})
     with pytest.raises(DatasetError, match="a row for each of 100"):
@@ -214,6 +207,3 @@ def test_what_cannot_be_is_named() -> None:
         make(source)
     with pytest.raises(DatasetError, match="equally wide"):
         RaggedTensors([torch.zeros(3, 2), torch.zeros(3, 4)])
-
-
-# Training

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from brim.engine.config import BucketConfig, Tier
-from brim.engine.rows.order import Shuffle, epoch_order
+from brim.engine.rows.order import Shuffle
 from brim.engine.rows.ragged import RaggedResident
 from brim.engine.rows.ragged_tiers import RaggedTensors
 from brim.engine.rows.resident import Resident
@@ -37,20 +37,6 @@ def apart(size: int) -> list[Ranks]:
 
 
 # What is whose
-
-
-@pytest.mark.parametrize("size", [2, 3, 7])
-def test_each_item_of_a_batch_is_with_one_rank_in_its_place(size: int) -> None:
-    order, sizes = epoch_order(50, seed=1, epoch=2, shuffle=True, block_items=1), torch.tensor([8] * 6 + [2])
-    for number, batch in enumerate(order.split(8)):
-        found = torch.full((len(batch),), -1)
-        for ranks in apart(size):
-            part = cut(order, sizes, ranks)
-            places = part.share(ranks, number).places
-            items = part.items[int(part.stops[number - 1]) if number else 0 : int(part.stops[number])]
-            assert len(items) == max(1, len(places))
-            found[places] = items[: len(places)] * size + ranks.rank
-        assert found.tolist() == batch.tolist()
 
 
 def test_a_batch_without_own_items_has_the_next_one_stand_in() -> None:
@@ -178,10 +164,6 @@ def scenes(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[st
 
 def test_two_ranks_have_the_losses_of_one_process(scenes: Any) -> None:
     assert differences(scenes[0] / "one/run/train", scenes[0] / "two/run/train") < 1e-5
-
-
-def test_each_rank_holds_its_half_of_the_rows(scenes: Any) -> None:
-    assert [saw["run"]["bytes"] for saw in scenes[1]] == [24 * 20, 23 * 20]  # of 47 rows
 
 
 def test_norms_and_contrasts_are_over_the_whole_batch(scenes: Any) -> None:

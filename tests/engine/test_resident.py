@@ -96,16 +96,6 @@ def test_every_tier_gives_the_same_batches(data):
     assert found[0] == found[1] == found[2]
 
 
-@pytest.mark.parametrize("tier", TIERS)
-@pytest.mark.parametrize("num", [1, 63, 64, 65, 1000])
-def test_every_item_comes_once(tier, num):
-    with make(num, 64, tier=tier, shuffle="blocks") as resident:
-        batches = indices(resident.epoch(0))
-
-    assert sorted(itertools.chain(*batches)) == list(range(num))
-    assert [len(batch) for batch in batches[:-1]] == [min(64, num)] * (len(batches) - 1)
-
-
 def test_the_order_depends_on_seed_and_epoch_alone():
     orders = {
         (seed, epoch, shuffle): tuple(
@@ -126,16 +116,6 @@ def test_blocks_stay_together():
     assert sorted(blocks) == list(range(10)) != blocks
     for block, rows in zip(blocks, order.tolist(), strict=True):
         assert sorted(rows) == list(range(10 * block, 10 * block + 10)) != rows
-
-
-@pytest.mark.parametrize("tier", TIERS)
-def test_an_epoch_resumes_in_the_middle(tier):
-    with make(500, 16, tier=tier, shuffle="blocks") as resident:
-        whole = indices(resident.epoch(5))
-        for start in (0, 1, 17, 31, 32):
-            assert indices(resident.epoch(5, start)) == whole[start:]
-        with pytest.raises(ConfigError, match="start_batch=33 must be from 0 to 32"):
-            resident.epoch(5, 33)
 
 
 @pytest.mark.parametrize("tier", TIERS)

@@ -74,15 +74,6 @@ def made(tmp_path):
 # Writing and reading
 
 
-def test_rows_come_back_as_they_went_in(made):
-    dataset = Dataset(made)
-    loaded, expected = dataset.load(), rows_of(0, 25)
-    assert len(dataset) == 25
-    assert loaded.keys() == expected.keys()
-    assert all(torch.equal(loaded[name], expected[name]) for name in expected)
-    assert all(loaded[name].dtype == expected[name].dtype for name in expected)
-
-
 def test_manifest_says_what_is_there(made):
     manifest = json.loads((made / "manifest.json").read_text())
     assert list(manifest) == [
@@ -213,11 +204,6 @@ def test_every_shard_is_synced_before_the_manifest_lists_it(tmp_path, monkeypatc
 # Resuming
 
 
-def test_a_complete_dataset_can_be_extended(made, tmp_path):
-    fill(made, 60, resume=True)
-    assert files_of(made) == files_of(fill(tmp_path / "clean", 60))
-
-
 def test_finishing_with_fewer_items_drops_the_longer_partial_shard(made, tmp_path):
     fill(made, 22, resume=True)
     assert files_of(made) == files_of(fill(tmp_path / "clean", 22))
@@ -270,7 +256,6 @@ def test_a_second_writer_is_kept_out(tmp_path):
     [
         ({"header": {**HEADER, "seed": 8}}, "seed is 7 in the dataset and 8 now; use the same options"),
         ({"header": {**HEADER, "config": {"snr_db": [0, 30], "name": "µ"}}}, r"config.snr_db\[1\] is 20 in"),
-        ({"header": {**HEADER, "config": {"snr_db": [0, 20]}}}, "config.name is .* and absent now"),
         ({"per_shard": 5}, "items_per_shard is 10 in the dataset and 5 now"),
     ],
 )
@@ -281,11 +266,13 @@ def test_resuming_with_other_options_names_the_first_difference(made, change, me
     assert files_of(made) == before
 
 
-@pytest.mark.parametrize("damage", ["truncate", "alter", "delete"])
-def test_resume_refuses_a_damaged_full_shard(made, damage):
-    DAMAGE[damage](made / "shards/000001.safetensors")
-    with pytest.raises(ShardCorrupt, match=r"shard 000001.safetensors: .*; restore it"):
-        fill(made, 40, resume=True)
+@pytest.mark.parametrize("verify", ["all", "sizes"])
+@pytest.mark.parametrize(("shard", "damage"), [(0, "truncate"), (0, "delete"), (1, "alter")])
+def test_resume_refuses_a_damaged_full_shard(made, verify, shard, damage):
+    """Sizes alone find what a crash may leave."""
+    DAMAGE[damage](made / f"shards/{shard:06d}.safetensors")
+    with pytest.raises(ShardCorrupt, match=rf"shard {shard:06d}.safetensors: .*; restore it"):
+        fill(made, 40, resume=True, verify=verify)
 
 
 def test_resume_by_sizes_reads_nothing_but_the_last_shard(made, monkeypatch):
@@ -301,13 +288,6 @@ def test_resume_by_sizes_reads_nothing_but_the_last_shard(made, monkeypatch):
 
     assert [name for name, checksum in read if not checksum] == ["000000.safetensors"]
     Dataset(made).verify()
-
-
-@pytest.mark.parametrize(("shard", "damage"), [(0, "truncate"), (0, "delete"), (1, "alter")])
-def test_resume_by_sizes_finds_what_a_crash_may_leave(made, shard, damage):
-    DAMAGE[damage](made / f"shards/{shard:06d}.safetensors")
-    with pytest.raises(ShardCorrupt):
-        fill(made, 60, resume=True, verify="sizes")
 
 
 def test_resume_makes_a_damaged_partial_shard_again(made, tmp_path):
@@ -331,17 +311,10 @@ def refuse(monkeypatch, code, owner, name, when=lambda *_: True):
     monkeypatch.setattr(owner, name, call)
 
 
-@pytest.mark.parametrize(
-    ("code", "reason"),
-    [
-        (errno.ENOSPC, "no space is left"),
-        (errno.ENODEV, "No such device"),
-    ],
-)
-def test_a_refused_rename_becomes_a_storage_error(tmp_path, monkeypatch, code, reason):
+def test_a_refused_rename_becomes_a_storage_error(tmp_path, monkeypatch):
     fill(tmp_path / "out", 20, finish=False)
-    refuse(monkeypatch, code, Path, "replace", lambda self, target: target.suffix == ".safetensors")
-    with pytest.raises(StorageError, match=f"000002.safetensors: cannot write, {reason}"):
+    refuse(monkeypatch, errno.ENOSPC, Path, "replace", lambda self, target: target.suffix == ".safetensors")
+    with pytest.raises(StorageError, match=r"000002.safetensors: cannot write, no space is left"):
         fill(tmp_path / "out", 40, resume=True)
     assert len(Dataset(tmp_path / "out")) == 20
     assert not list((tmp_path / "out").rglob("*.tmp"))
@@ -406,9 +379,7 @@ def test_shards_of_different_fields_do_not_load(made):
     ("change", "message"),
     [
         (lambda m: m.update(format_version=9), "format_version is 9, expected 1 or 2"),
-        (lambda m: m.pop("shards"), "has shards=None, expected list"),
         (lambda m: m.update(items=24), "items is 24"),
-        (lambda m: m["shards"][1].pop("sha256"), "shard 1 has sha256=None"),
         (lambda m: m["shards"][0].update(name="../../etc/passwd"), "is '../../etc/passwd', expected 000000"),
         (lambda m: m["shards"][0].update(items=-1), "has -1 items"),
         (lambda m: m.update(config={"x": "\ud800"}), "is not valid JSON"),
@@ -419,10 +390,3 @@ def test_a_manifest_that_makes_no_sense_is_refused(made, change, message):
     with pytest.raises(DatasetError, match=message) as caught:
         Dataset(made)
     assert "manifest.json" in str(caught.value)
-
-
-@pytest.mark.parametrize("text", ["{", "null", "[" * 100_000, "\udcff"])
-def test_a_manifest_that_is_no_json_object_is_refused(made, text):
-    (made / "manifest.json").write_bytes(text.encode(errors="surrogateescape"))
-    with pytest.raises(DatasetError, match=r"manifest\.json"):
-        Dataset(made)

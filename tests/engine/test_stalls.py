@@ -21,10 +21,6 @@ def test_each_cause_is_named(cause: str) -> None:
     assert text.startswith(f"{cause}: 40%")
 
 
-def test_the_worst_comes_first() -> None:
-    assert [text.split(":")[0] for text in diagnose(times(copy=2.0, data=5.0))] == ["data", "copy"]
-
-
 def test_a_sync_per_step_is_named_with_its_place() -> None:
     found = Times(
         seconds=10, steps=100, waiting=NONE | {"host_sync": 0.2}, step_s=0.1, device_s=0.03, syncs=("a.py:7",)

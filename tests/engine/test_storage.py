@@ -11,7 +11,7 @@ import pytest
 import s3fs
 import torch
 from fake_time import FakeTime
-from test_shards import HEADER, fill, rows_of, totals_of, writer
+from test_shards import fill, rows_of, totals_of, writer
 
 from brim.engine.rows.files import DatasetSource
 from brim.engine.storage import destination
@@ -163,15 +163,6 @@ def test_a_lost_answer_to_a_creation_is_no_refusal(url, proxy):
 # Datasets
 
 
-def test_rows_come_back_from_a_store(url):
-    fill(url, 45)
-    dataset, expected = Dataset(url), rows_of(0, 45)
-    loaded = dataset.load()
-    dataset.verify()
-    assert all(torch.equal(loaded[name], expected[name]) for name in expected)
-    assert dataset.rows(8, 22, ["index", "even"])["index"].tolist() == [*range(8, 22)]
-
-
 def test_only_the_fields_asked_for_travel(url, proxy):
     with writer(url, per_shard=100) as out:
         index = torch.arange(100)
@@ -193,15 +184,6 @@ def test_a_source_reads_each_stored_shard_once(url, proxy):
     assert len(proxy.requests) == 2 * 5  # header and fields of each shard
 
 
-def test_a_stored_dataset_is_resumed_and_extended(url, server, clean):
-    fill(url, 23, finish=False)
-    with writer(url, resume=True) as out:
-        assert (out.items, out.totals) == (20, {"tried": 40})
-    fill(url, 38, resume=True)
-    fill(url, 45, resume=True, verify="sizes")
-    assert files_there(server, url) == clean
-
-
 def test_resume_sweeps_what_no_manifest_lists(url, server, clean):
     fill(url, 45)
     place = place_of(url)
@@ -219,27 +201,20 @@ def test_a_prefix_in_use_is_not_overwritten(url):
     place_of(f"{url}-notes").put_bytes(b"mine", "a.txt")
     with pytest.raises(DatasetError, match=r"has no manifest\.json to resume"):
         fill(f"{url}-notes", 5, resume=True)
-    with pytest.raises(DatasetError, match="seed is 7 in the dataset and 8 now"):
-        fill(url, 9, resume=True, header={**HEADER, "seed": 8})
 
 
-@pytest.mark.parametrize("damage", ["cut", "alter", "delete", "garbage"])
+@pytest.mark.parametrize("damage", ["cut", "delete"])
 def test_a_damaged_object_is_named(url, damage):
     fill(url, 25)
     place, name = place_of(url), "shards/000001.safetensors"
     data = place.read_bytes(name)
-    if damage == "delete":
-        place.remove(name)
-    else:
-        altered = {"cut": data[:-8], "alter": data[:-1] + b"!", "garbage": b"\xff" * len(data)}[damage]
-        place.put_bytes(altered, name)
+    place.remove(name) if damage == "delete" else place.put_bytes(data[:-8], name)
     with pytest.raises(ShardCorrupt, match=r"shard 000001\.safetensors: .*\(s3://bucket"):
         Dataset(url).verify()
-    if damage != "alter":
-        with pytest.raises(ShardCorrupt, match=r"000001"):
-            Dataset(url).load(["index"])
-        with pytest.raises(ShardCorrupt, match=r"000001"):
-            fill(url, 40, resume=True, verify="sizes" if damage != "garbage" else "all")
+    with pytest.raises(ShardCorrupt, match=r"000001"):
+        Dataset(url).load(["index"])
+    with pytest.raises(ShardCorrupt, match=r"000001"):
+        fill(url, 40, resume=True, verify="sizes")
 
 
 # Shards of several workers

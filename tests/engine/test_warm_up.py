@@ -3,14 +3,11 @@
 import sys
 import threading
 from collections.abc import Iterator
-from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
 from fake_time import FakeTime
-from hypothesis import given
-from hypothesis import strategies as st
 
 from brim.engine.batching.warm_up import ladder, warm_up
 from brim.errors import OutOfMemory
@@ -51,16 +48,6 @@ class Toy:
         if len(running) > self._fits:
             return [OutOfMemory("no room")] * len(running)
         return running
-
-
-@given(st.integers(1, 5000))
-def test_a_ladder_is_few_steps_none_far_from_the_next(top):
-    sizes = ladder(top)
-
-    assert sizes[0] == 1
-    assert sizes[-1] == top
-    assert all(one < other <= 2 * one for one, other in pairwise(sizes))
-    assert len(sizes) <= 2 * top.bit_length() + 1
 
 
 def test_a_ladder_goes_up_in_halves_and_thirds():
