@@ -9,7 +9,7 @@ import tempfile
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any, Self
@@ -34,17 +34,6 @@ GENERATION = {
     "num_samples": 10000,
     "dataset_type": "feature_based",
     "config": {"frequency_mhz": 145.0, "tx_power_dbm": 30.0, "min_snr_db": 3.0, "max_gdop": 100.0},
-}
-TRAINING = {
-    "job_name": "GPU Cache Test",
-    "config": {
-        "dataset_ids": ["…"],
-        "batch_size": 256,
-        "epochs": 1000,
-        "learning_rate": 0.001,
-        "preload_to_gpu": True,
-        "accelerator": "auto",
-    },
 }
 JOBS = "/api/training/jobs"
 BOUNDARY = "a-boundary"
@@ -73,7 +62,6 @@ class Api:
     queue: Queue
     api: Any
     port: int = 0
-    answers: list[tuple[str, bytes]] = field(default_factory=list)
     _server: ApiServer | None = None
     _thread: threading.Thread | None = None
 

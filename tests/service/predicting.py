@@ -1,20 +1,19 @@
 """Toy predictors under a real supervisor, for tests that kill them."""
 
 import asyncio
-import os
-import signal
 import sys
-import threading
 import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
+
+from supervised import Supervised
 
 from brim.service.prediction.channel import PredictionAnswer
 from brim.service.prediction.client import Predictions
 from brim.service.run.process import Program
-from brim.service.run.supervisor import Programs, Supervisor, programs
+from brim.service.run.supervisor import Programs, programs
 from brim.service.settings import Settings
 from waiting import PATIENCE_S, until
 
@@ -22,7 +21,7 @@ TOY = Path(__file__).with_name("toy_predictor.py")
 MODEL = {"name": "toy", "kind": "segment", "network": "toy", "path": "/nowhere", "version": "1"}
 
 
-class Predicting:
+class Predicting(Supervised):
     """A supervisor with its predictors, at work in a thread."""
 
     def __init__(self, data: Path, *, real: bool = False, **changes: Any) -> None:
@@ -30,23 +29,12 @@ class Predicting:
         self.settings.make_folders()
         found = programs(self.settings, 0, gpus=[]).predictors
         children = found if real else [_toy(program) for program in found]
-        self.supervisor = Supervisor(Programs([], [], children), lambda deaths: [])
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self.supervisor.run, args=[self._stop.is_set])
+        super().__init__(Programs([], [], children))
 
-    def __enter__(self) -> "Predicting":
-        self._thread.start()
+    def __enter__(self) -> Self:
+        super().__enter__()
         until(lambda: all(path.exists() for path in self.settings.predict_sockets))
         return self
-
-    def __exit__(self, *_: object) -> None:
-        self.end()
-
-    def end(self) -> None:
-        """Stop as the service does."""
-        self._stop.set()
-        self._thread.join(PATIENCE_S)
-        assert not self._thread.is_alive()
 
     def pid(self, index: int = 0) -> int:
         """Of a predictor."""
@@ -54,10 +42,6 @@ class Predicting:
         found = self.supervisor.pids()[f"predict{index}"]
         assert found is not None
         return found
-
-    def kill(self, index: int = 0) -> None:
-        """As the kernel does when memory runs out."""
-        os.kill(self.pid(index), signal.SIGKILL)
 
 
 def _toy(program: Program) -> Program:

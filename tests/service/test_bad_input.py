@@ -4,15 +4,14 @@ import json
 from typing import Any
 
 import pytest
-from live_api import GENERATION, JOBS, TRAINING, Api
+from live_api import GENERATION, JOBS, Api
 
-from brim.jobs.kinds import Spec
 from brim.jobs.status import MAX_NESTING
 from brim.jobs.worker.process import cores
 from brim.service.api.body import BodyLimit, parse
 
 NOTHING = "0" * 32
-TRAIN = {**TRAINING["config"], "dataset_ids": [NOTHING]}
+TRAIN = {"dataset_ids": [NOTHING], "epochs": 5, "batch_size": 256}
 VALIDATE = f"{JOBS}/validate"
 JSON = {"Content-Type": "application/json"}
 
@@ -32,27 +31,14 @@ def explicit(kind: Any, name: Any = "n", **config: Any) -> dict[str, Any]:
 BODIES: list[tuple[Any, int, str]] = [
     ({}, 422, "kind"),
     ([], 422, ""),
-    (None, 422, ""),
-    ({"nonsense": 1}, 422, "nonsense"),
     ({**GENERATION, "extra": 1}, 422, "extra"),
-    ({**GENERATION, "num_samples": 1.5}, 422, "num_samples"),
-    ({**GENERATION, "dataset_name": "  "}, 422, "dataset_name"),
     ({**GENERATION, "dataset_name": "a\0b"}, 422, "dataset_name"),
-    ({**GENERATION, "dataset_name": "x" * 201}, 422, "dataset_name"),
-    ({**GENERATION, "config": []}, 422, "config"),
-    ({"num_samples": 5}, 422, "dataset_name"),
     (generation(frequency_mhzz=145), 422, "config.frequency_mhzz"),
-    (training(dataset_ids=[]), 422, "config.dataset_ids"),
-    (training(dataset_ids=[1]), 422, "config.dataset_ids[0]"),
     (training(dataset_ids=[NOTHING, NOTHING]), 422, "config.dataset_ids[1]"),
     (training(), 404, "config.dataset_ids[0]"),
     (training(dataset_ids=["../../etc/passwd"]), 404, "config.dataset_ids[0]"),
     (training(tier="ram", preload_to_gpu=True), 409, "config.preload_to_gpu"),
-    (generation(min_receivers=8), 409, "config.min_receivers"),
-    (generation(stations=[{"name": "A", "lat": 91.0, "lon": 0.0, "alt": 0.0}]), 422, "config.stations[0].lat"),
-    ({**GENERATION, "config": {"dataset_type": "iq_raw"}}, 409, "dataset_type"),
     (explicit("rf.nothing"), 422, "kind"),
-    (explicit({}), 422, "kind"),
     (explicit("rf.generate", num_samples=5, out="/tmp/x"), 422, "config.out"),
     (explicit("rf.evaluate", dataset_ids=[NOTHING], run_id=NOTHING), 404, "config.dataset_ids[0]"),
     (explicit("segment.train", dataset_ids=[NOTHING], model="/srv/net.py:make"), 422, "config.model"),
@@ -79,22 +65,11 @@ def refused_where_they_are(api: Api) -> dict[str, dict[str, Any]]:
     """Bodies that are refused for what is in the catalogue, by a word of the reason."""
     good, other = api.write_dataset("good"), api.write_dataset("other", waveform="am")
     images = api.add_dataset(name="pictures", kind="images", path="datasets/pictures").id
-    empty = api.add_dataset(name="empty", path="datasets/empty", items=0).id
-    gone = api.add_dataset(name="gone", path="datasets/gone").id
     writing = api.catalogue.jobs.get(api.submit()["id"]).output_id
-    still, _ = api.catalogue.jobs.submit(Spec("rf.train", "s", {}), makes="run")
-    foreign, _ = api.catalogue.jobs.submit(Spec("sequence.train", "s", {}), makes="run")
-    api.start(foreign.id)
-    api.finish(foreign.id)
     return {
         "kind images": training(dataset_ids=[images]),
-        "is empty": training(dataset_ids=[empty]),
-        "not a directory": training(dataset_ids=[gone]),
         "still being written": training(dataset_ids=[writing]),
         "waveform": training(dataset_ids=[good, other]),
-        "leaves nothing to train on": training(dataset_ids=[good], val_share=0.99),
-        "training": explicit("rf.evaluate", dataset_ids=[good], run_id=still.output_id),
-        "sequence.train": explicit("rf.evaluate", dataset_ids=[good], run_id=foreign.output_id),
         "no worker has a GPU": generation(accelerator="gpu"),
     }
 
@@ -160,15 +135,10 @@ def test_a_machine_has_as_many_devices_as_gpus_and_only_its_service_knows_the_cl
     "body",
     [
         b"",
-        b"{'a': 1}",
         b'{"a": NaN}',
-        b'{"a": -Infinity}',
         b'{"kind": 1, "kind": 2}',
-        b'{"a": {"b": 1, "b": 1}}',
         b'{"a": "\\ud800"}',
-        b'{"\\udfff": 1}',
         b"\xff\xfe{}",
-        b"\xef\xbb\xbf{}",
         b"[" * 100_000,
         b"[" * (MAX_NESTING + 2) + b"]" * (MAX_NESTING + 2),
         b"1" * 5000,
@@ -191,10 +161,9 @@ def test_json_is_read_as_it_is_meant():
     )
     assert values == {"whole": 8, "part": 0.5, "large": 1e300, "long": 9223372036854775807, "text": "🌌"}
     assert [type(value) for value in values.values()] == [int, float, float, int, str]
-    assert parse(b"[" * (MAX_NESTING + 1) + b"]" * (MAX_NESTING + 1))
 
 
-@pytest.mark.parametrize("kind", ["text/plain", "multipart/form-data", "", "json"])
+@pytest.mark.parametrize("kind", ["text/plain", ""])
 def test_a_body_of_another_type_is_refused(shared, kind):
     sent = json.dumps(GENERATION).encode()
 
@@ -236,14 +205,9 @@ def test_a_body_has_as_many_bytes_as_the_limit_and_no_more(size, status, has_len
 @pytest.mark.parametrize(
     ("query", "field"),
     [
-        ("status=done", "status"),
         ("status=a%0Ab%1B[31m", "status"),
-        ("kind=rf", "kind"),
         ("kind=%ff", "kind"),
-        ("page=0", "page"),
-        ("page=x", "page"),
         ("page=99999999999999999999", "page"),
-        ("name=" + "x" * 201, "name"),
     ],
 )
 def test_a_query_that_cannot_be_is_refused(shared, query, field):
@@ -254,7 +218,7 @@ def test_a_query_that_cannot_be_is_refused(shared, query, field):
     assert answer.json["detail"].isprintable()
 
 
-@pytest.mark.parametrize("id", ["x", NOTHING, "%00", "..%2f..%2fetc", "'%20OR%201=1%20--", "9" * 400])
+@pytest.mark.parametrize("id", [NOTHING, "%00", "..%2f..%2fetc", "9" * 400])
 def test_an_id_that_names_nothing_is_not_found_and_it_is_said_where_to_look(shared, id):
     for path in (f"{JOBS}/{id}", f"{JOBS}/{id}/logs", f"{JOBS}/{id}/events", f"{JOBS}/{id}/files", f"/api/runs/{id}"):
         assert shared.get(path).status == 404, path
@@ -270,13 +234,6 @@ def test_an_id_that_names_nothing_is_not_found_and_it_is_said_where_to_look(shar
         assert shared.get(f"/api/runs/{id}/{view}").status == 404
 
 
-@pytest.mark.parametrize("key", ["", " ", "x" * 201, "tab\there", "ü".encode().decode("latin-1")])
-def test_a_key_that_cannot_be_is_refused(shared, key):
-    answer = shared.post(JOBS, GENERATION, headers={"Idempotency-Key": key})
-
-    assert (answer.status, answer.json["field"]) == (422, "Idempotency-Key")
-
-
 def test_an_event_number_that_cannot_be_is_refused(shared):
     job = shared.submit()
 
@@ -286,17 +243,7 @@ def test_an_event_number_that_cannot_be_is_refused(shared):
     assert shared.get(f"{JOBS}/{job['id']}/events?after=x").status == 422
 
 
-@pytest.mark.parametrize(
-    ("method", "path", "allow"),
-    [("PUT", f"{JOBS}/{NOTHING}", "DELETE, GET"), ("PATCH", JOBS, "GET, POST"), ("PUT", VALIDATE, "POST")],
-)
-def test_a_method_that_is_not_taken_names_those_that_are(shared, method, path, allow):
-    answer = shared.ask(method, path)
+def test_a_method_that_is_not_taken_names_those_that_are(shared):
+    answer = shared.ask("PUT", f"{JOBS}/{NOTHING}")
 
-    assert (answer.status, answer.headers["allow"]) == (405, allow)
-
-
-def test_an_unknown_address_says_where_to_look(shared):
-    answer = shared.get("/api/nope")
-
-    assert (answer.status, "/docs" in answer.json["detail"]) == (404, True)
+    assert (answer.status, answer.headers["allow"]) == (405, "DELETE, GET")

@@ -179,26 +179,6 @@ def test_a_stranger_who_does_not_read_the_answers_is_sent_away(strict, made):
         until(lambda: pass_time(strict, 0.1 * HEAD_S) or not made)
 
 
-@pytest.mark.parametrize(
-    "sent",
-    [
-        HEALTH + b"\r\n",
-        HEALTH,
-        b"\0\r\n\r\n",
-        CHUNKED % b"/api/training/jobs" + b"1\r\nx\r\n",
-        HEALTH + b"Upgrade: websocket\r\nConnection: Upgrade\r\nSec-WebSocket-Version: 13\r\n"
-        b"Sec-WebSocket-Key: AAAAAAAAAAAAAAAAAAAAAA==\r\n\r\n",
-    ],
-    ids=["request", "half a head", "no request", "body", "upgrade"],
-)
-def test_nothing_of_a_closed_connection_waits_for_the_garbage_collector(strict, made, sent):
-    with connect(strict, sent) as one:
-        one.shutdown(socket.SHUT_WR)
-        read_all(one)
-
-    until(lambda: not made)
-
-
 def test_one_with_a_token_may_read_a_long_answer_slowly(strict, made):
     token = b"Authorization: Bearer %s\r\n" % strict.settings.token.encode()
     with lazy(strict, made) as connection:

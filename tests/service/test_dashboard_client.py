@@ -42,13 +42,6 @@ def test_however_many_pages_look_the_service_is_asked_once():
     assert asyncio.run(run()) == [1] * 20
 
 
-def test_a_refusal_names_pages_and_no_routes():
-    refused = Rejected(404, 'no job has this id; "GET /api/training/jobs" lists them', "id")
-
-    assert refused.detail == "no job has this id; the page Jobs lists them"
-    assert refused.faults == {"id": refused.detail}
-
-
 def test_pages_of_two_people_share_no_answer():
     async def run() -> list[int]:
         people = iter(("ann", "bob", "ann"))

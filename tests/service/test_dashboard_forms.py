@@ -8,7 +8,7 @@ from brim.jobs.kinds import KINDS, config_schema, read_body
 from brim.segmentation.config import NETWORKS
 from brim.service.dashboard import words
 from brim.service.dashboard.form_fields import FormField, field_of, make_config, read_fields
-from brim.service.dashboard.job import job_body, progress_text
+from brim.service.dashboard.job import job_body
 from brim.service.dashboard.receivers import read_receivers
 from brim.service.dashboard.tuning import options_of, per_batch
 
@@ -23,9 +23,6 @@ def filled(kind: str, **values: object) -> dict:
     given = {name.replace("__", "."): value for name, value in values.items()}
     assert given.keys() <= named
     return make_config(known, {field.path: given.get(field.path, field.start) for field in known})
-
-
-# Networks
 
 
 # Receivers
@@ -108,33 +105,15 @@ def _again(field: FormField, config: dict) -> object:
 @pytest.mark.parametrize(
     ("named", "path"),
     [
-        ("config.epochs", "epochs"),
         ("config.dataset_ids[0]", "dataset_ids"),
         ("config.stations[2].lat", "stations"),
         ("config.augmentation.noise", "augmentation.noise"),
-        ("name", "name"),
         ("config.unknown", None),
         (None, None),
     ],
 )
 def test_a_refusal_is_shown_at_the_field_it_names(named, path):
     assert field_of(named, ["epochs", "dataset_ids", "stations", "augmentation.noise", "name"]) == path
-
-
-# Jobs
-
-
-def job(status: str, **progress: object) -> dict:
-    known = {"current": 0, "total": 0, "percent": None, "rate": 0.0, "eta_s": None, "message": ""}
-    return {"status": status, "progress": {**known, **progress}}
-
-
-def test_progress_in_a_line():
-    running = job("running", current=5, total=10, rate=2.5, eta_s=2.0, message="generating")
-
-    assert progress_text(running) == "5 of 10 · 2.5 /s · 2.0 s left · generating"
-    assert progress_text(job("queued")) == ""
-    assert progress_text(job("completed", current=3, total=10)) == "10 done"
 
 
 # Tuning

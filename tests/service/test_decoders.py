@@ -74,17 +74,6 @@ def test_others_pass_files_that_take_long(toys, tmp_path):
     assert [one.result().tobytes() for one in long] == [b"abcdef"] * 3
 
 
-def test_a_decoder_is_used_again_and_replaced_by_a_fork_of_the_prepared_process(toys):
-    prepared = toys._prepared[0].pid
-    first, second = (toys.read(payload("pid"), FEW).tobytes() for _ in range(2))
-    with pytest.raises(ImageError):
-        toys.read(payload("kill"), FEW)
-    third = toys.read(payload("pid"), FEW).tobytes()
-
-    assert first == second != third
-    assert str(int(third)) in Path(f"/proc/{prepared}/task/{prepared}/children").read_text().split()
-
-
 @pytest.mark.skipif(not sandbox.available(), reason="this kernel has no walls")
 def test_a_file_can_neither_write_nor_connect_nor_start_programs(toys, tmp_path):
     walls = sandbox.available()

@@ -4,12 +4,11 @@ import http.client
 import json
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing
 from typing import Any, NamedTuple
 
 from live_api import JOBS, TOKEN, Api
 
-from brim.errors import Unavailable
 from brim.jobs.status import JobProgress
 from waiting import PATIENCE_S, until
 
@@ -48,13 +47,8 @@ class Stream:
         self._connection.close()
 
 
-@contextmanager
-def stream(api: Api, job_id: str, last: int | None = None) -> Iterator[Stream]:
-    made = Stream(api, job_id, last)
-    try:
-        yield made
-    finally:
-        made.close()
+def stream(api: Api, job_id: str, last: int | None = None) -> closing[Stream]:
+    return closing(Stream(api, job_id, last))
 
 
 def begin(api: Api) -> str:
@@ -148,27 +142,6 @@ def test_a_place_is_given_back_when_its_client_is_gone(api_with):
         with stream(api, job_id) as third:
             assert third.answer.status == 200
         second.close()
-
-
-def test_a_stream_outlives_an_outage_of_the_catalogue(api, monkeypatch):
-    job_id = begin(api)
-    with stream(api, job_id) as watching:
-        watching.take(1)
-        events = api.catalogue.events
-
-        asked: list[None] = []
-
-        def away(*_: Any) -> None:
-            asked.append(None)
-            raise Unavailable("the catalogue's database does not answer; try again soon")
-
-        with monkeypatch.context() as outage:
-            outage.setattr(events, "heads", away)
-            outage.setattr(events, "after", away)
-            tell(api, job_id, 1, 3)
-            until(lambda: len(asked) >= 3)
-        api.finish(job_id)
-        assert [event.kind for event in watching] == ["progress"] * 3 + ["status"]
 
 
 def test_a_watcher_that_is_behind_gets_what_is_not_cached_any_more(api):

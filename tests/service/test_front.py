@@ -161,11 +161,8 @@ def test_pages_may_load_from_here_alone(pages):
     [
         ("GET", "http://127.0.0.1/jobs", 400),
         ("OPTIONS", "*", 400),
-        ("GET", "jobs", 400),
         ("GET", "/jobs#here", 400),
-        ("GET", "/jobs?a#b", 400),
         ("GET", "/" + "a" * 9000, 414),
-        ("GET", "/?" + "a" * 9000, 414),
         ("GET", "//elsewhere.example/jobs", 200),
         ("GET", '/[a]{b}|c\\d"e^`<>', 200),
     ],

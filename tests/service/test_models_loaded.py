@@ -195,20 +195,6 @@ def test_a_new_version_loads_beside_the_old_one(models, factory):
     assert factory.num_alive() == 1
 
 
-def test_versions_that_follow_each_other_fast_end_with_the_last(models, factory):
-    models.find("a")
-    factory.gates["a", "2"] = threading.Event()
-    models.see(registered("a", "2"))
-    until(lambda: ("a", "2") in factory.made)
-    for version in "345":
-        models.see(registered("a", version))
-    factory.gates["a", "2"].set()
-
-    until(lambda: models.find("a").version == "5")
-    until(lambda: not models.loading)
-    assert factory.made == [("a", "1"), ("a", "2"), ("a", "5")]
-
-
 def test_a_model_that_cannot_be_loaded_is_an_error_of_its_requests_until_its_version_changes(models, factory):
     factory.failures["a", "1"] = CheckpointError("weights.safetensors is not of this network")
 
@@ -273,20 +259,6 @@ def test_what_is_no_longer_registered_is_forgotten(models, factory):
     assert held.forward([1]) == [1]
 
 
-def test_somebody_who_asks_for_what_nobody_wanted_gets_it(models, factory):
-    for name in "ab":
-        models.find(name)
-    factory.gates["c", "1"] = threading.Event()
-    factory.bytes["c"] = 120 * MIB
-    models.register(registered(name) for name in "abc")
-    until(lambda: ("c", "1") in factory.made)
-
-    asked = models.ask("c")
-    factory.gates["c", "1"].set()
-
-    assert asked.result(PATIENCE_S).version == "1"
-
-
 # The end
 
 
@@ -335,7 +307,7 @@ def test_a_registered_network_is_loaded_by_its_kind_within_its_share_of_the_memo
     models.close()
 
 
-@pytest.mark.parametrize("kind", ["segment", "locate", "classify", "cook"])
+@pytest.mark.parametrize("kind", ["segment", "locate", "cook"])
 def test_a_path_that_holds_no_model_is_an_error_in_words(tmp_path, kind):
     models = Models("cpu")
     models.see(registered("a", kind=kind, path=str(tmp_path)))

@@ -1,11 +1,9 @@
 """Predictions over HTTP: real models behind the routes, what clients may send wrong, and what they do wrong."""
 
-import io
 import re
 import struct
 import threading
 import time
-import zipfile
 import zlib
 from contextlib import suppress
 from pathlib import Path
@@ -14,11 +12,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from live_api import FORM, Answer, Api, Part, multipart, picture, running
-from PIL import Image
+from live_api import FORM, Answer, Api, Part, array, multipart, picture, running
 
 from brim.cli import main
-from brim.errors import CheckpointError, OutOfMemory, Unavailable
+from brim.errors import CheckpointError, Unavailable
 from brim.segmentation import create_model
 from brim.segmentation.networks import save_weights
 from brim.service.prediction import request as predicting
@@ -64,24 +61,6 @@ def test_an_image_becomes_polygons_whatever_the_order_of_the_fields(segmenting):
     assert first.json["features"][0]["properties"]["measurements"].keys() == {"area_px", "confidence"}
     assert second.body == first.body
     assert segment(segmenting, FILE).body != first.body
-
-
-@pytest.mark.parametrize(
-    ("name", "kind"),
-    [("coco", "application/json"), ("roi", "application/zip"), ("mask", "image/png"), ("overlay", "image/png")],
-)
-def test_every_format_is_what_it_says(segmenting, name, kind):
-    answer = segment(segmenting, FILE, ("format", None, name.encode()), SOME)
-
-    num = int(answer.headers["brim-polygons"])
-    assert num > 0
-    assert (answer.status, answer.headers["content-type"]) == (200, kind)
-    if kind == "image/png":
-        assert Image.open(io.BytesIO(answer.body)).size == (40, 30)
-    elif name == "roi":
-        assert len(zipfile.ZipFile(io.BytesIO(answer.body)).namelist()) == num
-    else:
-        assert len(answer.json["annotations"]) == num
 
 
 def test_many_images_fail_or_succeed_each_alone_in_their_order(segmenting):
@@ -136,15 +115,11 @@ def test_what_is_strict_runs_alone_and_the_options_reach_the_model(segmenting_wi
     ("parts", "status", "field", "words"),
     [
         ([FILE, ("model", None, b"other")], 404, "model", '"GET /api/models" lists'),
-        ([FILE, ("model", None, b"a/b")], 422, "model", "letters, digits"),
-        ([FILE, ("threshold", None, b"1")], 422, "threshold", "above 0 and below 1"),
         ([FILE, ("colour", None, b"red")], 422, "colour", "known: file, model, deadline_ms, threshold"),
         ([FILE, FILE], 422, "file", "given twice"),
-        ([FILE, SOME, SOME], 422, "threshold", "given twice"),
         ([("model", None, b"cells")], 422, "file", "file is missing"),
         ([("file", None, b"null")], 422, "file", "send a file, with a filename"),
         ([FILE, ("model", None, b"x" * 1001)], 422, "model", "larger than 1000 bytes"),
-        ([("file", "a.png", b"")], 415, None, ""),
         ([("file", "a.png", b"GIF but not really")], 415, None, "a.png"),
         ([("file", "a.png", picture()[:60])], 422, None, "a.png"),
         ([("file", "a.png", bomb())], 413, None, "60000 x 60000 pixels"),
@@ -270,7 +245,7 @@ def test_what_comes_too_late_for_every_model_is_refused_before_its_body_is_read(
     assert f'brim_http_requests_total{{method="POST",route="{path}",status="503"}} 3.0' in lines
 
 
-@pytest.mark.parametrize("value", ["0", "-1", "x", "600001", "9" * 12, "1.5", ""])
+@pytest.mark.parametrize("value", ["0", "x", "600001", ""])
 def test_a_wrong_deadline_is_named_however_long_the_queue_is(segmenting_with, value):
     with segmenting_with() as api:
         api.predictions.wait_s = 1000.0
@@ -290,17 +265,9 @@ def test_what_the_predictor_refuses_is_503_and_a_batch_has_what_was_in_time(segm
     assert {row["code"] for row in some.json["results"] if row["status"] == "error"} == {503}
 
 
-@pytest.mark.parametrize(
-    "failure",
-    [
-        CheckpointError("/secret/weights.safetensors is damaged"),
-        OutOfMemory("a batch of 1 did not fit"),
-        Unavailable("the models are being started; try again soon"),
-    ],
-)
-def test_what_is_wrong_with_a_model_is_not_the_client_s_fault(segmenting_with, failure):
+def test_what_is_wrong_with_a_model_is_not_the_client_s_fault(segmenting_with):
     with segmenting_with() as api:
-        api.predictions.failure = failure
+        api.predictions.failure = CheckpointError("/secret/weights.safetensors is damaged")
         answer = segment(api, FILE)
 
     assert (answer.status, answer.headers["retry-after"]) == (503, "5")
@@ -406,26 +373,15 @@ def test_the_model_that_comes_with_brim_is_there_until_another_is_registered(api
     assert (unanswered.status, named.status) == (503, 503)
 
 
-def test_what_the_command_line_changes_is_seen_by_a_running_service(segmenting_with):
+def test_models_that_are_added_and_removed_meanwhile_are_seen(segmenting_with, weights):
     with segmenting_with() as api:
-        data = str(api.settings.data)
-        before = segment(api, FILE).body
-        torch.manual_seed(7)
-        other = api.settings.data.parent / "other.safetensors"
-        save_weights(create_model("unet_tiny"), other, {})
-        argv = ["--network", "unet_tiny", "--data", data, "--json"]
-
-        assert main(["models", "add", "more", str(other), *argv]) == 0
+        api.catalogue.models.put(name="more", kind="segment", network="unet_tiny", path=str(weights))
         assert segment(api, FILE, ("model", None, b"more")).status == 200  # at once: it was asked for by name
         answer = until(lambda: (answer := segment(api, FILE)).status != 200 and answer)
         assert (answer.status, answer.json["field"]) == (422, "model")
         assert "cells, more" in answer.json["detail"]
-
-        assert main(["models", "remove", "more", "--data", data, "--json"]) == 0
-        assert main(["models", "add", "cells", str(other), *argv]) == 0
-        until(lambda: [model["path"] for model in api.predictions.registered] == [str(other)])
-        assert segment(api, FILE, ("model", None, b"more")).status == 404
-        assert segment(api, FILE).body != before
+        api.catalogue.models.remove("more")
+        until(lambda: segment(api, FILE, ("model", None, b"more")).status == 404)
 
 
 def test_predictions_go_on_while_the_database_is_away(segmenting_with, monkeypatch):
@@ -463,7 +419,6 @@ def test_a_run_is_tried_by_its_id_and_becomes_a_model_by_one_request(segmenting_
         again = api.post("/api/models", {"name": "mine", "run_id": runs["ready"]})
         wrong = [
             api.post("/api/models", {"name": "x", "run_id": runs["training"]}),
-            api.post("/api/models", {"name": "x", "run_id": "0" * 32}),
             api.post("/api/models", {"name": "no spaces", "run_id": runs["ready"]}),
         ]
         listed = {one["name"]: one for one in api.get("/api/models").json["models"]}
@@ -473,7 +428,7 @@ def test_a_run_is_tried_by_its_id_and_becomes_a_model_by_one_request(segmenting_
     assert (added.json["network"], added.json["run_name"], added.json["replaced"]) == ("unet_tiny", "ready", False)
     assert named.body == tried.body != other.body
     assert again.json["replaced"]
-    assert [(answer.status, answer.json["field"]) for answer in wrong] == [(409, None), (404, None), (422, "name")]
+    assert [(answer.status, answer.json["field"]) for answer in wrong] == [(409, None), (422, "name")]
     assert listed["mine"]["run_id"] == runs["ready"]
 
 
@@ -504,16 +459,10 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return folder / "locator", folder / "run"
 
 
-def npy(*shape: int) -> bytes:
-    out = io.BytesIO()
-    np.save(out, np.ones(shape, np.float32))
-    return out.getvalue()
-
-
 def test_observations_become_positions_and_sequences_classes(segmenting_with, trained):
     with segmenting_with() as api:
         locator, classifier = trained
-        sequence: Part = ("file", "s.npy", npy(9, 4))
+        sequence: Part = ("file", "s.npy", array(9, 4))
         unnamed = api.send("/api/classify", sequence)
         row = api.catalogue.runs.add(name="steps", kind="sequence.train", path=str(classifier), config={}, summary={})
         tried = api.send("/api/classify", sequence, ("model", None, row.id.encode()))
@@ -536,14 +485,12 @@ def test_observations_become_positions_and_sequences_classes(segmenting_with, tr
         assert found.json["confidence"] == max(shares.values())
         assert sum(shares.values()) == pytest.approx(1, abs=1e-4)
 
-        for content, status in ((b"not npy", 415), (npy(9, 5), 422), (npy(9, 4)[:-3], 422), (b"", 415)):
+        for content, status in ((b"not npy", 415), (array(9, 5), 422)):
             assert api.send("/api/classify", ("file", "s.npy", content)).status == status
         assert segment(api, FILE, ("model", None, b"where")).status == 422
         for body, status, field in (
-            ({"observations": []}, 422, "observations"),
             ({"observations": [{"stations": STATIONS[:1]}]}, 422, None),
             ({"observations": [{"stations": STATIONS}], "model": "steps"}, 422, "model"),
-            ([], 422, "observations"),
         ):
             found = api.post("/api/locate", body)
             assert (found.status, found.json["field"]) == (status, field), found.body
@@ -558,19 +505,13 @@ def test_predictions_are_counted_by_model_status_and_reason(segmenting_with):
         segment(api, FILE)
         segment(api, FILE, ("model", None, b"unknown"))
         segment(api, ("file", "a", b"x"))
-        api.predictions.wait_s = 100.0
-        segment(api, FILE)
         lines = metric_lines(api)
 
     for line in (
         'brim_predict_requests_total{model="cells",status="200"} 1.0',
         'brim_predict_requests_total{model="",status="404"} 1.0',
         'brim_predict_requests_total{model="cells",status="415"} 1.0',
-        'brim_predict_requests_total{model="",status="503"} 1.0',
         'brim_predict_rejected_total{reason="unknown_model"} 1.0',
         'brim_predict_rejected_total{reason="type"} 1.0',
-        'brim_predict_rejected_total{reason="overloaded"} 1.0',
-        'brim_predict_seconds_count{stage="forward"} 1.0',
-        'brim_predict_seconds_count{stage="total"} 1.0',
     ):
         assert line in lines, line

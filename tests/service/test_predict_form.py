@@ -9,7 +9,7 @@ from live_api import BOUNDARY, Part, multipart
 
 from brim.config import read as read_config
 from brim.config import settings
-from brim.errors import BrimError, TooLarge
+from brim.errors import BrimError
 from brim.service.api.body import Unreadable
 from brim.service.api.routes.predict import BatchSegmentForm
 from brim.service.prediction.channel import view_of
@@ -31,7 +31,7 @@ def read(body: bytes, pieces: list[int]) -> tuple[list[tuple[str, bytes]], dict[
 NEARLY = b"\r\n--a-boundar\r\r\n--a-boundary"[:-1] * 20 + b"\r\n-\r\n--a"  # bytes that look like an end, and are none
 
 
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("seed", range(4))
 def test_pieces_do_not_matter(seed):
     dice = random.Random(seed)
     first, second = dice.randbytes(dice.randrange(5000)), NEARLY + dice.randbytes(100)
@@ -48,15 +48,6 @@ def test_pieces_do_not_matter(seed):
 def test_a_body_without_its_end_is_refused(cut):
     with pytest.raises(Unreadable):
         read(multipart([("file", "a", b"x" * 300)])[:-cut], [])
-
-
-def test_a_file_may_be_as_large_as_the_limit_and_no_larger():
-    files, _ = read(multipart([("file", "a", bytes(3_000_000))]), [1000])
-    assert len(files[0][1]) == 3_000_000
-    with pytest.raises(TooLarge, match="3000000 bytes"):
-        read(multipart([("file", "a", bytes(3_000_001))]), [])
-    with pytest.raises(TooLarge, match="more than 3 files"):
-        read(multipart([("file", "a", b"")] * 4), [])
 
 
 @pytest.mark.parametrize(

@@ -2,8 +2,6 @@
 
 import os
 import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -104,18 +102,6 @@ def test_the_page_tells_estimates_and_marks():
 
 
 # What an idle one takes
-
-
-def test_without_a_model_a_predictor_imports_no_torch_no_framework_and_no_database():
-    code = (
-        "import sys, brim.service.prediction.process.main\n"
-        "print(*{'torch', 'numpy', 'fastapi', 'starlette', 'uvicorn', 'sqlalchemy', 'dbos', 'pydantic', 'asyncio'}"
-        " & set(sys.modules))"
-    )
-
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-
-    assert done.stdout.split() == []
 
 
 def test_an_idle_predictor_is_small_and_reaches_no_network(tmp_path, monkeypatch):

@@ -2,7 +2,6 @@
 
 import asyncio
 import os
-import socket
 import time
 from collections.abc import Iterator
 
@@ -11,9 +10,6 @@ from predicting import MODEL, Predicting, ask, client, gate, is_held, wait_for
 
 from brim.errors import DeadlinePassed, ImageError, Overloaded
 from brim.service.prediction.channel import SharedBytes
-from brim.service.prediction.client import Predictions
-
-SEQPACKET = (socket.AF_UNIX, socket.SOCK_SEQPACKET)
 
 
 @pytest.fixture(scope="module")
@@ -84,23 +80,5 @@ def test_what_waits_is_given_up_at_its_deadline_and_its_bytes_come_back(shared, 
                 assert len(predictions._under_way) == 1
             assert (await busy).body == b"x"
             assert predictions._under_way == {}
-
-    asyncio.run(run())
-
-
-def test_a_registered_model_is_warm_before_anybody_asks_for_it_and_a_new_version_follows(own):
-    async def run() -> None:
-        async with client(own()) as predictions:
-            predictions.register([MODEL])
-            await wait_for(lambda: is_warm(predictions))
-            assert (await ask(predictions)).facts["version"] == "1"
-            predictions.register([{**MODEL, "version": "2"}])
-            await wait_for(lambda: is_second(predictions))
-
-    async def is_warm(predictions: Predictions) -> bool:
-        return [row["state"] for row in await predictions.models()] == ["warm"]
-
-    async def is_second(predictions: Predictions) -> bool:
-        return (await ask(predictions)).facts["version"] == "2"
 
     asyncio.run(run())

@@ -5,7 +5,6 @@ import os
 import signal
 import socket
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -15,20 +14,21 @@ from typing import Any
 
 import pytest
 from live_api import running
+from supervised import Supervised
 
 from brim.errors import DatasetError, ImageError, TooMany, Unavailable
 from brim.jobs import sandbox
 from brim.service.reader.client import Reader
 from brim.service.run import unix_socket
 from brim.service.run.process import Program
-from brim.service.run.supervisor import Programs, Supervisor, programs
+from brim.service.run.supervisor import Programs, programs
 from brim.service.settings import Settings
-from waiting import PATIENCE_S, until
+from waiting import until
 
 TOY = Path(__file__).with_name("toy_reader.py")
 
 
-class Reading:
+class Reading(Supervised):
     """A supervisor with a toy reader, at work in a thread."""
 
     def __init__(self, data: Path, *, light: bool = True) -> None:
@@ -36,17 +36,10 @@ class Reading:
         self.settings.make_folders()
         self._listening = unix_socket.listen(self.settings.reader_socket)
         (program,) = programs(self.settings, 0, [], None, self._listening.fileno()).readers
-        self.supervisor = Supervisor(Programs([], [], readers=[_toy(program, light)]), lambda deaths: [])
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self.supervisor.run, args=[self._stop.is_set])
+        super().__init__(Programs([], [], readers=[_toy(program, light)]))
 
-    def __enter__(self) -> "Reading":
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stop.set()
-        self._thread.join(PATIENCE_S)
+    def end(self) -> None:
+        super().end()
         self._listening.close()
 
     def call(self, function: str, **arguments: Any) -> Any:

@@ -8,17 +8,17 @@ import socket
 import subprocess
 import sys
 import textwrap
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
+from supervised import Supervised
 
 from brim.errors import ConfigError, Conflict
 from brim.service.run import process
 from brim.service.run.process import Child, Death, Program
-from brim.service.run.supervisor import Programs, Supervisor, listen, programs
+from brim.service.run.supervisor import Programs, listen, programs
 from brim.service.settings import Settings
 from waiting import PATIENCE_S, until
 
@@ -62,32 +62,18 @@ def everything(made: Programs) -> list[Program]:
     return [*made.apis, *made.workers, *made.predictors]
 
 
-class Running:
-    """A supervisor at work in a thread of the test."""
-
-    def __init__(self, api: Program, workers: Sequence[Program], oversee: Callable = lambda deaths: []) -> None:
-        self.supervisor = Supervisor(Programs([api], workers), oversee)
-        self.stop = threading.Event()
-        self.thread = threading.Thread(target=self.supervisor.run, args=[self.stop.is_set])
-        self.thread.start()
-
-    def end(self) -> None:
-        self.stop.set()
-        self.thread.join(PATIENCE_S)
-        assert not self.thread.is_alive()
-
-
 @pytest.fixture
-def running(notes: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Running]]:
+def running(notes: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Supervised]]:
     monkeypatch.setattr(process, "FIRST_WAIT_S", 0.05)
     monkeypatch.setattr(process, "SHORT_LIFE_S", 0.2)
-    made: list[Running] = []
+    made: list[Supervised] = []
 
-    def make(*workers: Program, oversee: Callable = lambda deaths: []) -> Running:
+    def make(*workers: Program, oversee: Callable = lambda deaths: []) -> Supervised:
         api_notes = notes.with_name("api")
         api_notes.touch()
-        made.append(Running(program(api_notes, "time.sleep(600)", name="api"), workers, oversee))
-        return made[-1]
+        api = program(api_notes, "time.sleep(600)", name="api")
+        made.append(Supervised(Programs([api], workers), oversee))
+        return made[-1].__enter__()
 
     yield make
     for one in made:

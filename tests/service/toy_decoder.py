@@ -17,8 +17,7 @@ def decode(message: Message, data: memoryview) -> tuple[Message, bytes]:
         act(words)
         return {"size": [2, 1]}, b""
     act(words)
-    pixels = str(os.getpid()).encode().ljust(6)[:6] if words == ["pid"] else b"abcdef"
-    return {"shape": [1, 2]}, pixels
+    return {"shape": [1, 2]}, b"abcdef"
 
 
 def act(words: list[str]) -> None:

@@ -4,10 +4,9 @@ What the toy does to a request, the request says in its options:
 
     seconds          how long its batch takes on the device
     at               a stage, "inspect", "decode", "forward" or "finish", at which…
-    do               …it does this: "kill" the process, "hang", "hold", "fail", "refuse" in words
+    do               …it does this: "kill" the process, "hold", "fail", "refuse" in words
     gate             a file: "hold" notes that it has begun in one with the ending .begun, and waits until this is there
     once             a file: only where that is not there yet, and then it is
-    bytes            length of the answer; without it, the payload itself
 """
 
 import json
@@ -64,8 +63,7 @@ class Toy:
     def finish(self, item: DecodedRequest, outputs: list[Any]) -> Answer:
         options, data, num = outputs[0]
         act("finish", options)
-        body = data if options.get("bytes") is None else data[:1] * options["bytes"]
-        return Answer(body, "text/plain", {
+        return Answer(data, "text/plain", {
             "batch": num, "pid": os.getpid(), "version": self.version, "forwards": self.num_forwards,
         })  # fmt: skip
 
@@ -86,8 +84,6 @@ def act(stage: str, options: Any) -> None:
         raise RuntimeError("the toy failed as it was told to")
     if options["do"] == "refuse":
         raise ImageError("the toy does not like this one; send another")
-    if options["do"] == "hang":
-        time.sleep(600)
     gate = Path(options["gate"])
     gate.with_suffix(".begun").touch()
     while not gate.exists():
