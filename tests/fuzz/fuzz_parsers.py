@@ -121,6 +121,12 @@ def images() -> list[bytes]:
     return [*files, saved(colours, "WEBP", lossless=True), saved(colours, "JPEG2000")]
 
 
+def read_sized(data: bytes) -> None:
+    """Pixels as many as the header says."""
+    size = image_size(data, "x")
+    assert read_image(data, max_pixels=MAX_PIXELS).shape[1::-1] == size
+
+
 # Sequences
 
 
@@ -424,7 +430,7 @@ def read_meta(data: bytes) -> object:
 PARSERS = (
     Parser(name="image size", seeds=images, call=lambda data: image_size(data, "x"), weight=4,
            tokens=(b"\xff\xc0", b"\xff\x01", b"IHDR", b"II*\0", b"MM\0+", b"#" * 300, b"\n# ")),
-    Parser(name="image", seeds=images, call=lambda data: read_image(data, max_pixels=MAX_PIXELS), weight=3,
+    Parser(name="image", seeds=images, call=read_sized, weight=3,
            tokens=(b"\xff\xd9", b"\xff\xda", b"IDAT", b"IEND", b"tRNS", b'SizeC="9"', b'IFD="', b"images=99")),
     Parser(name="npy", seeds=npy_files, call=parse_npy, tokens=(b"'descr'", b"(", b"-1", b"9" * 30, b"'|O'", b"'<f8'")),
     Parser(name="safetensors", seeds=tensor_files, call=lambda data: read_tensors(file_of(data, "w.safetensors")),

@@ -42,9 +42,6 @@ def make(outputs=1):
 def nothing():
     return None
 
-def kind():
-    return Small
-
 def raises():
     raise RuntimeError("no such layer")
 
@@ -224,14 +221,12 @@ def test_declared_networks_have_names(brim, place, tmp_path, monkeypatch):
     ("network", "words"),
     [
         ("net.py:nothing", "returned nothing, expected a torch.nn.Module"),
-        ("net.py:kind", "call it"),
         ("net.py:raises", "raised RuntimeError: no such layer"),
         ("net.py:halves", "into [1, 1, 32, 32], expected [1, 1, 64, 64]"),
         ("net.py:Several", "returned a dict"),
         ("net.py:unknown", 'has no "unknown"; it has Small, make'),
         ("nowhere.py:make", "does not exist"),
         ("broken.py:make", "SyntaxError"),
-        ("unknown", "is unknown"),
         ("evil.pt", "not a TorchScript program"),
         ("pickled.pt2", "is pickled, and could run code"),
         ("other_device.pt2", "was exported for cuda"),

@@ -13,14 +13,6 @@ def test_an_image_depends_on_seed_and_index_alone():
     assert not np.array_equal(first[0], make_cells(4, 5, 96, 64)[0])
 
 
-def test_some_images_are_nearly_empty_and_some_are_crowded():
-    shares = [make_cells(0, index, 128, 128)[1].mean() for index in range(40)]
-
-    assert min(shares) < 0.02
-    assert max(shares) > 0.3
-    assert 0.1 < np.mean(shares) < 0.4
-
-
 def test_cells_are_numbered_and_one_piece_each():
     _, labels = make_labels(0, 1, 128, 128)
     numbers = range(1, labels.max() + 1)
@@ -29,15 +21,6 @@ def test_cells_are_numbered_and_one_piece_each():
     assert np.array_equal(np.unique(labels), [0, *numbers])
     pieces = [cv2.connectedComponents((labels == number).astype(np.uint8))[0] - 1 for number in numbers]
     assert pieces == [1] * len(pieces)
-
-
-def test_cells_are_darker_but_brightness_alone_does_not_give_them_away():
-    for index in range(8):
-        image, mask = make_cells(0, index, 128, 128)
-        grey = image.mean(2)
-        if mask.mean() > 0.05:
-            assert grey[mask].mean() < grey[~mask].mean() - 10
-            assert grey[~mask].min() < np.percentile(grey[mask], 90)  # debris
 
 
 def test_files_hold_what_was_made(tmp_path):

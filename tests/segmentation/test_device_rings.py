@@ -17,7 +17,6 @@ from brim.segmentation.objects import device_rings
 from brim.segmentation.objects import rings as outlines
 from brim.segmentation.objects.device_rings import find_rings
 from brim.segmentation.prediction.scoring import TracedRings
-from brim.segmentation.scenes import make_cells
 
 Masks = Sequence[np.ndarray]
 small_masks = st.tuples(st.integers(1, 12), st.integers(1, 12)).flatmap(lambda shape: hnp.arrays(bool, shape))
@@ -68,21 +67,6 @@ def test_masks_of_any_sizes_together_give_the_hosts_bits(masks, detect_holes):
     assert_equal(found, expect(masks, probabilities, detect_holes))
 
 
-@pytest.mark.parametrize("detect_holes", [True, False])
-def test_cells_and_masks_that_are_easy_to_get_wrong_give_the_hosts_bits(detect_holes):
-    masks = [make_cells(seed=5, index=index, height=256, width=200)[1] for index in range(4)]
-    masks += [
-        np.abs(np.indices((13, 13)) - 6).max(0) % 2 == 0,  # islands in holes in islands
-        np.indices((9, 8)).sum(0) % 2 == 0,  # every pixel touches its neighbours at corners alone
-        np.zeros((4, 3), bool),
-        np.array([[1, 1, 1, 1], [1, 0, 0, 1], [1, 0, 1, 0], [1, 1, 1, 1]]) > 0,  # closes by a corner
-        np.array([[1, 1, 1, 1], [1, 0, 1, 1], [1, 1, 0, 1], [1, 1, 1, 1]]) > 0,  # holes that share a corner
-    ]
-    probabilities = chances(masks)
-
-    assert_equal(trace(masks, probabilities, detect_holes), expect(masks, probabilities, detect_holes))
-
-
 @pytest.mark.parametrize("band", [1, 60, 500])
 @pytest.mark.parametrize("detect_holes", [True, False])
 def test_bands_leave_no_seam(band, detect_holes, monkeypatch):
@@ -113,14 +97,6 @@ def test_what_is_not_finite_counts_as_nothing(bad):
 
     assert rings.mass.tolist() == [7.5]
     assert_equal([rings], expect([mask], [probability]))
-
-
-def test_more_corners_than_there_is_room_for_are_refused_before_they_are_linked(monkeypatch):
-    monkeypatch.setattr(device_rings, "MOST_CORNERS", 100)
-    chessboard = np.indices((8, 8)).sum(0) % 2 == 0
-
-    with pytest.raises(OutOfMemory, match="2 masks of 8 × 8 have more than 100 corners"):
-        trace([chessboard] * 2, chances([chessboard] * 2))
 
 
 # Without the interpreter

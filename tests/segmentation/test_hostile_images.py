@@ -1,6 +1,5 @@
 """Small files made to cost much: memory, time, or more pixels than the limit."""
 
-import random
 import struct
 import tracemalloc
 import zlib
@@ -12,7 +11,7 @@ import imagecodecs
 import numpy as np
 import pytest
 
-from brim.errors import BrimError, ImageError
+from brim.errors import ImageError
 from brim.segmentation.images import image_size
 from brim.segmentation.images.reading import read_image
 from brim.segmentation.images.tiff import TiffStack
@@ -141,12 +140,9 @@ def test_pages_in_a_loop_are_refused():
         '<OME><Image><Pixels SizeC="100000" SizeZ="100000" SizeT="9"/></Image></OME>',
         '<OME><Image><Pixels SizeC="-1"/></Image></OME>',
         '<OME><Image><Pixels SizeC="3"/></Image></OME>',
-        '<OME><Image><Pixels SizeC="x"/></Image></OME>',
         '<OME><Image><Pixels><TiffData IFD="0" PlaneCount="99999999999"/></Pixels></Image></OME>',
         "<OME><Image></OME>",
-        "<OME/><OME>",
         "ImageJ=1.53\nimages=99999999\n",
-        "ImageJ=1.53\nimages=5\nchannels=5\n",
     ],
 )
 def test_a_description_of_planes_that_are_not_there_is_refused(xml):
@@ -216,17 +212,6 @@ def test_two_frame_headers_are_refused(undecoded):
         read_image(data[:2] + fake_frame()[:19] + data[2:])
 
 
-@pytest.mark.parametrize(
-    "segment", [b"\xff\xe0\0\0", b"\xff\xe0\0\1", b"\xff\x02\0\2", b"\xff\xd8\0\2", b"\xff\xf7\0\2"]
-)
-def test_segments_that_libjpeg_refuses_are_refused(segment, undecoded):
-    data = jpeg()
-
-    for read in (lambda file: image_size(file, "a.jpg"), read_image):
-        with pytest.raises(ImageError, match="corrupt: JPEG marker"):
-            read(data[:2] + segment + data[2:])
-
-
 def test_a_flood_of_empty_segments_is_refused_after_the_first_4096(undecoded):
     data = jpeg()
     flood = data[:2] + b"\xff\xe0\0\2" * 2**14 + data[2:]
@@ -264,44 +249,3 @@ def test_the_canvas_of_a_webp_is_limited_before_it_is_allocated():
 
     with pytest.raises(ImageError):
         read_image(data, max_pixels=2**20)
-
-
-# Our headers and the decoder
-
-
-SEEDS = {
-    "png": bytes(cv2.imencode(".png", GREY)[1]),
-    "jpeg": bytes(cv2.imencode(".jpg", np.dstack([GREY] * 3))[1]),
-    "progressive": bytes(cv2.imencode(".jpg", GREY, [cv2.IMWRITE_JPEG_PROGRESSIVE, 1])[1]),
-    "grey tiff": bytes(cv2.imencode(".tif", GREY, [cv2.IMWRITE_TIFF_COMPRESSION, 1])[1]),
-    "rgb tiff": bytes(cv2.imencode(".tif", np.dstack([GREY] * 3), [cv2.IMWRITE_TIFF_COMPRESSION, 1])[1]),
-}
-TOKENS = [b"\xff\x01", b"\xff\xd8", b"\xff\xe0\0\2", fake_frame()[:19], b"IHDR", struct.pack("<HHII", 256, LONG, 1, 32)]
-
-
-def mutated(rng: random.Random, data: bytes) -> bytes:
-    out = bytearray(data)
-    for _ in range(rng.randint(1, 4)):
-        at = rng.choice((rng.randrange(len(out)), rng.randrange(min(200, len(out)))))
-        change = rng.randrange(4)
-        if change == 0:
-            out[at] = rng.randrange(256)
-        elif change == 1:
-            out[at:at] = rng.choice(TOKENS)
-        elif change == 2:
-            del out[at : at + rng.randint(1, 20)]
-        else:
-            out[at:at] = out[at : at + rng.randint(1, 40)]
-    return bytes(out)
-
-
-@pytest.mark.parametrize("kind", SEEDS)
-def test_a_damaged_file_that_is_read_has_the_size_of_its_header(kind):
-    rng, num_read = random.Random(kind), 0
-    for _ in range(1500):
-        data = mutated(rng, SEEDS[kind])
-        with suppress(BrimError):
-            size, pixels = image_size(data, "a"), read_image(data, max_pixels=2**20)
-            num_read += 1
-            assert pixels.shape[1::-1] == size
-    assert num_read > 5

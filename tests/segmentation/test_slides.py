@@ -1,10 +1,8 @@
 """Slides tile by tile, against the answer on the whole image; discs that touch no other are exact objects."""
 
 import json
-import subprocess
-import sys
+import tracemalloc
 from contextlib import closing
-from pathlib import Path
 
 import cv2
 import numpy as np
@@ -273,16 +271,19 @@ def test_a_broken_slide_is_a_sentence_and_leaves_nothing(harm, tmp_path, monkeyp
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_a_slide_takes_little_memory_and_every_disc_is_found_once():
-    script = Path(__file__).parents[2] / "benchmarks/bench_slides.py"
-    command = [sys.executable, str(script), "--side", "6000", "--format", "labels"]
+def test_a_slide_takes_little_memory_and_every_square_is_found_once(tmp_path, monkeypatch):
+    monkeypatch.setattr(slide_files.predict_slide, "__kwdefaults__", {"core": 400, "halo": 40, "progress": None})
+    image = np.tile(box((80, 80), (20, 60), (20, 60), 255).astype(np.uint8), (30, 30))
+    path, result = write_file(tmp_path / "slide.tif", image, compression="deflate"), tmp_path / "result"
+    tracemalloc.start()
 
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    num = write_slide(path, result, FilesConfig(format="labels"), lambda slide: exact)
 
-    result = json.loads(done.stdout.splitlines()[-1])
-    assert result["found"] == result["discs"] == 22_500
-    assert result["area"] == result["pixels"]
-    assert result["peak_rss_mb"] - result["base_mb"] < 220  # about 135; its labels alone would add 144 MB
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    areas = np.bincount(tifffile.imread(result).ravel())[1:]
+    assert (num, areas.tolist()) == (900, [40 * 40] * 900)
+    assert peak < 3 * image.size  # its labels alone would take four times as much
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ from brim.segmentation.config import PredictConfig
 from brim.segmentation.networks import InferenceNetwork
 from brim.segmentation.networks.network import ComputeConfig
 from brim.segmentation.objects import Prediction, device_rings
-from brim.segmentation.prediction import predict_one, predict_stream
+from brim.segmentation.prediction import predict_stream
 from brim.segmentation.prediction import scoring as tracing
 
 SIZES = [(64, 64), (50, 64), (64, 40), (64, 64), (33, 97), (150, 64), (1, 1), (64, 64), (128, 128), (60, 60)]
@@ -88,18 +88,6 @@ def test_the_device_gives_the_bits_of_the_host(on_device, options, detect_holes)
     assert all(map(same, found, wanted))
     assert sum(on_device) == len(IMAGES)
     assert any(polygon.holes for p in found for polygon in p.polygons) == detect_holes
-
-
-def test_windows_between_images_are_not_traced_with_them(on_device):
-    images = [IMAGES[0], IMAGES[5], IMAGES[3], IMAGES[7]]  # the second is three windows
-
-    found = run(images, batch_size=6, tile=64)
-
-    assert sorted(on_device) == [1, 1, 2]
-    assert all(
-        same(one, predict_one(network(), image, PredictConfig(tile=64)))
-        for one, image in zip(found, images, strict=True)
-    )
 
 
 # Out of memory
