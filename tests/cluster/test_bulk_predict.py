@@ -13,7 +13,7 @@ from inline_pool import InlinePool
 from brim.cluster import predict as module
 from brim.cluster.predict import BulkAssignment, check_nodes, predict_many
 from brim.cluster.ray_connect import Node, RayCluster
-from brim.errors import ClusterError, ConfigError
+from brim.errors import ClusterError
 from brim.segmentation.config import FilesConfig
 from brim.segmentation.networks import create_model, save_weights
 from brim.segmentation.prediction import ModelLoader, Recipe, predict_files
@@ -188,8 +188,3 @@ def test_a_node_without_memory_is_refused_by_name():
     small = Node(id="n", host="small", cpus=1, gpus=0, free_bytes=2**30 - 1, versions={})
     with pytest.raises(ClusterError, match=r"node small has .* of memory free, bulk prediction needs 1"):
         check_nodes([NODE, small])
-
-
-def test_one_device_of_this_machine_is_no_device_of_a_cluster(one, tmp_path):
-    with pytest.raises(ConfigError, match="on a cluster use auto or cpu"):
-        predict_many([one / "images"], tmp_path, Recipe(files=FILES, device="cuda:1"), one / "w", "auto")

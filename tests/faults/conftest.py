@@ -5,10 +5,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from fault_service import Serve
+from fault_service import QUICK, SAMPLES, Serve, shards
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "jobs"))
 from postgres import Postgres, find_binaries
+
+from brim.rf import from_mapping, generate
 
 
 @pytest.fixture(scope="session")
@@ -42,7 +44,9 @@ def make_serve(tmp_path: Path) -> Iterator[Callable[..., Serve]]:
         one.close()
 
 
-@pytest.fixture
-def serve(make_serve: Callable[..., Serve]) -> Serve:
-    """A running service on SQLite."""
-    return make_serve().start()
+@pytest.fixture(scope="session")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+    """The shards of a generation that nobody disturbs."""
+    out = tmp_path_factory.mktemp("undisturbed") / "data"
+    generate(from_mapping(QUICK), out, SAMPLES, device="cpu")
+    return shards(out)

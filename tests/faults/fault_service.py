@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ ENDED = ("completed", "failed", "cancelled", "paused")
 HOOKS = str(Path(__file__).parent / "hooks")  # on PYTHONPATH of a service that a test changes from within
 # Small and quick: short records, few to a shard.
 QUICK = {"duration_s": 0.2, "samples_per_shard": 8}
+SAMPLES = 120
 
 
 class Serve:
@@ -165,11 +165,6 @@ class Serve:
         assert not statuses or last["status"] in statuses, f"{last}; {self.said()}"
         return last
 
-    def wait_after_outage(self, job_id: str) -> dict[str, Any]:
-        """The completed job; until the databases are back for the API, nothing is known of it."""
-        until(lambda: self.try_status(f"{JOBS}/{job_id}") == 200, self.said)
-        return self.wait(job_id, "completed")
-
     def wait_progress(self, job_id: str, current: int) -> dict[str, Any]:
         """The job once it has come so far."""
         last: dict[str, Any] = {}
@@ -201,28 +196,6 @@ class Serve:
         """Where a generation writes."""
         rows = self.get("/api/datasets")["datasets"]
         return self.data / "datasets" / next(row["id"] for row in rows if row["job_id"] == job_id)
-
-
-class Reader(threading.Thread):
-    """Asks one thing over and over and notes how it was answered; for the API that must answer meanwhile."""
-
-    def __init__(self, serve: Serve, path: str, pause_s: float = 0.1) -> None:
-        super().__init__(daemon=True)
-        self._serve, self._path, self._pause_s = serve, path, pause_s
-        self._ending = threading.Event()
-        self.statuses: list[int | None] = []
-
-    def run(self) -> None:
-        while not self._ending.wait(self._pause_s):
-            self.statuses.append(self._serve.try_status(self._path))
-
-    def __enter__(self) -> "Reader":
-        self.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._ending.set()
-        self.join(PATIENCE_S)
 
 
 def brim(*argv: str | Path, **env: str) -> "subprocess.CompletedProcess[str]":

@@ -423,28 +423,17 @@ def outlines(answer: Any) -> list[Any]:
 
 
 def table(reports: dict[str, dict[str, Any]]) -> str:
-    """All counts of all databases, and the processes of each."""
-    rows = [["", *reports]]
-    for name in next(iter(reports.values())):
-        if name != "processes":
-            rows.append([name, *(_words(report[name]) for report in reports.values())])
-    parts = [_aligned(rows)]
+    """All counts of all databases, and the longest-lived process of each name."""
+    lines = []
     for database, report in reports.items():
-        columns = ["processes", "seconds", "MiB", "MiB per minute", "files at first", "files at most"]
-        lines = [[name, *(str(facts[column]) for column in columns)] for name, facts in report["processes"].items()]
-        parts.append(_aligned([[f"longest-lived process, {database}", *columns], *lines]))
-    return "\n\n".join(parts) + "\n"
+        lines.append(database)
+        lines += [f"  {name:36}{_words(value)}" for name, value in report.items() if name != "processes"]
+        lines += [f"  {name:36}{_words(facts)}" for name, facts in report["processes"].items()]
+    return "\n".join(lines) + "\n"
 
 
 def _words(value: Any) -> str:
     return ", ".join(f"{key} {number}" for key, number in value.items()) if isinstance(value, dict) else str(value)
-
-
-def _aligned(rows: list[list[str]]) -> str:
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
-    )
 
 
 if __name__ == "__main__":
