@@ -10,7 +10,7 @@ import torch
 from brim.cluster import exposure, processes, ray_connect
 from brim.cluster.exposure import Listener
 from brim.cluster.processes import ProcessPool, device_names
-from brim.cluster.ray_connect import Node, check_versions
+from brim.cluster.ray_connect import Node, check_address, check_versions
 from brim.cluster.ray_pool import RayPool
 from brim.errors import ClusterError, ConfigError, DeviceError
 
@@ -26,13 +26,18 @@ def test_devices_are_named_as_people_write_them(monkeypatch):
     monkeypatch.setattr(processes, "resolve_device", torch.device)
     assert device_names("all") == device_names(3) == ("cuda:0", "cuda:1", "cuda:2")
     assert device_names("2,cpu,cuda:0") == ("cuda:2", "cpu", "cuda:0")
-    for devices, family, said in (
-        ("0,1,0", ConfigError, "names cuda:0 twice"),
-        ("gpu", ConfigError, '"gpu" is no device'),
-        (4, DeviceError, "more than the 3"),
-    ):
+    for devices, family, said in (("0,1,0", ConfigError, "names cuda:0 twice"), (4, DeviceError, "more than the 3")):
         with pytest.raises(family, match=said):
             device_names(devices)
+
+
+@pytest.mark.parametrize(
+    ("devices", "family", "said"),
+    [("gpu", ConfigError, '"gpu" is no device'), ("cpu,", ConfigError, "is no device"), ("99", DeviceError, "cuda:99")],
+)
+def test_devices_that_are_not_here_are_refused(devices, family, said):
+    with pytest.raises(family, match=said):
+        device_names(devices)
 
 
 def test_workers_on_the_cpu_share_its_cores_and_names_tell_them_apart(monkeypatch):
@@ -90,6 +95,22 @@ def test_nodes_with_other_versions_are_refused_by_name():
         for installed, said in (("0.0.1", f"node b has {name} 0.0.1, this"), (None, f"node b has no {name}, this")):
             with pytest.raises(ClusterError, match=said):
                 check_versions([node(**here), node("b", **{**here, name: installed})])
+
+
+@pytest.mark.parametrize(
+    ("address", "is_one"),
+    [
+        ("auto", True), ("local", True), ("ray://head", True), ("ray://10.0.0.1:65535/", True), ("ray://[::1]:9", True),
+        ("ray://head:65536", False), ("ray://head:0", False), ("10.0.0.1:6379", False), ("ray://a b", False),
+        ("ray://::1", False), ("ray://head/path", False), ("http://head", False),
+    ],
+)  # fmt: skip
+def test_what_is_an_address(address, is_one):
+    if is_one:
+        check_address(address)
+    else:
+        with pytest.raises(ConfigError, match="use auto, local or ray://HOST:PORT"):
+            check_address(address)
 
 
 def test_a_port_that_is_left_out_is_rays_own(monkeypatch):

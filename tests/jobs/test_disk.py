@@ -42,3 +42,15 @@ def test_a_disk_that_fills_stops_the_job(tmp_path, free):
 
     free(999)
     assert "free some space, then resume the job" in str(disk.watch(tmp_path))
+
+
+def test_the_real_disk_is_asked_also_for_a_folder_to_be(tmp_path):
+    assert disk.free_bytes(tmp_path / "not" / "yet") > 0
+    assert disk.used_bytes(tmp_path / "not" / "yet") == 0
+
+
+@pytest.mark.parametrize(
+    ("num", "text"), [(7, "7 bytes"), (1536, "1.5 KiB"), (3 << 30, "3.0 GiB"), (1 << 41, "2.0 TiB")]
+)
+def test_bytes_are_told_in_units(num, text):
+    assert disk.words(num) == text

@@ -5,6 +5,7 @@ import logging
 
 import pytest
 
+from brim.errors import StorageError
 from brim.jobs.worker import joblog
 from brim.jobs.worker.joblog import log_file, logging_to, read_log
 
@@ -93,3 +94,10 @@ def test_a_log_that_is_full_takes_no_more(path, monkeypatch):
 
     assert path.stat().st_size <= 300
     assert all(json.loads(line) for line in path.read_text().splitlines())
+
+
+def test_a_log_that_cannot_be_opened_is_an_error_with_the_next_step(path):
+    path.mkdir(parents=True)
+
+    with pytest.raises(StorageError, match=r"cannot be opened: Is a directory; .*resume the job"):
+        write(path)

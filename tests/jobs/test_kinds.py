@@ -44,6 +44,13 @@ def test_a_kind_names_what_it_reads_in_its_config(kind):
     assert kind.reads_run is None or KINDS[kind.reads_run].makes == "run"
 
 
+@pytest.mark.parametrize(
+    ("accelerator", "device"), [("auto", "cuda"), ("cpu", "cpu"), ("gpu", "cuda"), ("cuda", "cuda")]
+)
+def test_an_accelerator_is_a_device(tmp_path, accelerator, device):
+    assert Said(tmp_path, accelerator=accelerator).task.torch_device == device
+
+
 # Words
 
 

@@ -112,6 +112,14 @@ def test_datasets_that_do_not_fit_together_are_refused_before_a_job_is_queued(da
     assert caught.value.field == "config.dataset_ids[1]"
 
 
+def test_too_few_samples_are_refused_before_a_job_is_queued(tmp_path):
+    generate(GenerateConfig(duration_s=0.2), tmp_path / "one", 1, device="cpu")
+    spec = read_body({"job_name": "a", "config": {"dataset_ids": ["a"]}})
+
+    with pytest.raises(BrimError, match="leaves nothing to train on"):
+        KINDS["rf.train"].check(spec, Inputs(datasets=(tmp_path / "one",)))
+
+
 # rf.evaluate
 
 

@@ -115,6 +115,17 @@ def test_tuning_takes_the_weights_of_a_run(trained, tmp_path):
 # segment.predict
 
 
+def test_images_become_files(trained, cells, tuned):
+    job = Watched("segment.predict", tuned / "job", {}, datasets=[cells], run=trained.path)
+
+    result = job.run()
+
+    assert result["files"] == [f"{index:02d}.geojson" for index in range(12)] == files_in(tuned / "job")
+    assert (result["images"], result["failed"], result["num_files"]) == (12, 0, 12)
+    assert result["polygons"] > 0
+    assert set(job.currents) == set(range(13))
+
+
 def test_images_of_several_datasets_are_kept_apart_and_a_bad_one_is_named_without_its_path(trained, cells, tuned):
     far = tuned / "somewhere" / "else"
     shutil.copytree(cells / "images", far)

@@ -41,6 +41,16 @@ def runs(corpus, tmp_path_factory):
     return found
 
 
+@pytest.mark.parametrize("mode", ["self", "supervised"])
+def test_training_says_which_run_it_made_and_how_good_it_is(runs, mode):
+    job = runs[mode]
+
+    assert job.result["run_id"] == mode
+    assert job.result["scores"]
+    assert job.currents == sorted(job.currents)
+    assert job.told[-1].percent == 100.0
+
+
 def test_progress_is_that_of_all_phases(runs):
     words = [progress for progress in runs["self"].told if progress.total]
 
