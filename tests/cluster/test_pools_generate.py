@@ -12,7 +12,7 @@ from brim.errors import ClusterError, ConfigError
 from brim.rf.generation.pool import TaskDone, TaskFailed, WorkerLost, WorkerReady
 
 
-@pytest.fixture(scope="module", params=["processes", "ray"])
+@pytest.fixture(scope="module", params=["processes", pytest.param("ray", marks=pytest.mark.long)])
 def make_pool(request):
     """Makes pools of two workers, not started."""
     if request.param == "processes":
@@ -50,6 +50,7 @@ def is_there(pid):
     return True
 
 
+@pytest.mark.smoke
 def test_workers_say_what_they_are_and_end_what_they_are_given_side_by_side(make_pool, tmp_path):
     pool = make_pool()
     assert pool.start(ToyWork()) == 2
