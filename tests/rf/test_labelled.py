@@ -12,10 +12,11 @@ from made_recordings import EPOCH, Scene, write_sigmf
 from brim.engine.storage import Dataset
 from brim.errors import ConfigError
 from brim.rf.datasets import inspect
+from brim.rf.features import FEATURES
 from brim.rf.generation import TRUTH
 from brim.rf.measurement import calibrate, dataset_from, measure
 from brim.rf.measurement.labelled import read_known
-from brim.rf.recordings import read_sites, sites_text
+from brim.rf.recordings import Site, read_sites, sites_text
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "contract"))
 
@@ -51,10 +52,16 @@ def listing(tmp_path_factory):
 
 
 def test_delays_of_stations_are_found(listing, tmp_path):
-    sites, report = calibrate(listing)
+    taken_off = {"ALFA": 5.0, "BRAVO": 1.0, "CHARLIE": -9.0}
+    places = [dict(zip(("lat", "lon", "alt"), place, strict=True)) for place in PLACES.values()]
+    before = [
+        Site(name=name, delay_us=us, **place) for (name, us), place in zip(taken_off.items(), places, strict=True)
+    ]
 
-    for site in sites:
-        assert site.delay_us == pytest.approx(DELAYS_US[site.name], abs=0.6)
+    sites, report = calibrate(listing, before)
+
+    for site in sites:  # the first keeps its own, and the others are relative to it
+        assert site.delay_us == pytest.approx(5 + DELAYS_US[site.name], abs=0.6)
     assert report["transmissions"] == 2
     (tmp_path / "s.csv").write_text(sites_text(sites))
     assert read_sites(tmp_path / "s.csv") == sites
@@ -85,11 +92,17 @@ def test_known_transmissions_become_a_dataset(listing, tmp_path):
     assert inspect(tmp_path / "real").as_dict()["samples"] == 2
     names = [name for name, _ in TRUTH]
     ends = zip(TRANSMITTERS.values(), rows["truth"], rows["reference"].tolist(), strict=True)
-    for (lat, lon), truth, reference in ends:
+    for row, ((lat, lon), truth, reference) in enumerate(ends):
         far = np.array([Geodesic.WGS84.Inverse(lat, lon, *place[:2])["s12"] for place in PLACES.values()])
         assert truth[:, names.index("distance_m")].numpy() == pytest.approx(far, rel=1e-3)
         later_us = truth[:, names.index("arrival_difference_us")].numpy()
         assert later_us == pytest.approx((far - far[reference]) / 299.792458, abs=0.1)
+        azimuth = np.radians([Geodesic.WGS84.Inverse(lat, lon, *place[:2])["azi1"] for place in PLACES.values()])
+        design = np.stack([np.sin(azimuth), np.cos(azimuth), np.ones(3)], 1)
+        sigma_us = rows["features"][row, :, list(dict(FEATURES)).index("arrival_sigma_us"), 0].numpy()
+        scaled = design / np.maximum(sigma_us * 299.792458, 30)[:, None]  # m
+        bound_m = np.sqrt(np.trace(np.linalg.inv(scaled.T @ scaled)[:2, :2]))
+        assert rows["crlb_m"][row] == pytest.approx(bound_m, rel=0.01)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from made_recordings import EPOCH, STATIONS, encode, write_kiwi, write_sigmf, wr
 
 from brim.errors import ConfigError
 from brim.rf.measurement.receivers import open_receivers
-from brim.rf.recordings import Clock, Site, fit_clock, match_site, open_recordings, read_sites
+from brim.rf.recordings import Clock, Site, fit_clock, match_site, named_in, open_recordings, read_sites
 from brim.rf.recordings.kiwi import week_start_s
 from brim.rf.recordings.sigmf import read_time
 
@@ -63,8 +63,8 @@ def test_captures_skip_their_headers_and_keep_their_times(tmp_path):
     data.write_bytes(b"h" * 16 + data.read_bytes()[: 8 * 2_000] + b"h" * 24 + data.read_bytes()[8 * 2_000 :])
     meta = json.loads(path.read_text())
     del meta["global"]["core:sha512"]
-    first = meta["captures"][0] | {"core:header_bytes": 16}
-    second = {"core:sample_start": 2_000, "core:datetime": f"{EPOCH[:-2]}05Z", "core:header_bytes": 24}
+    first = meta["captures"][0] | {"core:header_bytes": 16, "core:sample_start": 100}  # of what is not in the file
+    second = {"core:sample_start": 2_100, "core:datetime": f"{EPOCH[:-2]}05Z", "core:header_bytes": 24}
     meta["captures"] = [first, second]
     path.write_text(json.dumps(meta))
 
@@ -81,13 +81,16 @@ def test_captures_skip_their_headers_and_keep_their_times(tmp_path):
 
 def test_an_archive_is_read_in_place(tmp_path):
     path = write_sigmf(tmp_path / "x", IQ, 48_000.0, f"{EPOCH}Z", **{"core:hw": "an antenna"})
-    archive = tmp_path / "x.sigmf"
+    other = write_sigmf(tmp_path / "y", IQ[::-1], 24_000.0, f"{EPOCH}Z", datatype="ci16_le")
+    archive = tmp_path / "both.sigmf"
     with tarfile.open(archive, "w") as tar:
-        for file in (path, path.with_suffix(".sigmf-data")):
-            tar.add(file, f"x/{file.name}")
+        for file in (path, path.with_suffix(".sigmf-data"), other, other.with_suffix(".sigmf-data")):
+            tar.add(file, f"both/{file.name}")
 
-    recording = opened(archive)
+    (recording, second), _ = open_recordings([archive])
 
+    np.testing.assert_allclose(second.samples.complex(5, 100), IQ[-6:-106:-1] / 2, atol=1e-4)
+    assert (recording.rate_hz, second.rate_hz) == (48_000.0, 24_000.0)
     np.testing.assert_allclose(recording.samples.complex(10, 100), IQ[10:110], atol=1e-6)
     assert recording.hardware == "an antenna"
 
@@ -175,6 +178,22 @@ def test_the_week_of_a_stamp_is_that_of_the_files_name_with_its_leap_seconds(dat
     assert week_start_s(None, np.array([second])) == 0
 
 
+@pytest.mark.parametrize(("kind", "dtype"), [(1, "u1"), (1, "<i4"), (3, "<f4"), (3, "<f8"), (0xFFFE, "<i2")])
+def test_wav_files_of_other_types_behind_chunks_of_odd_length(tmp_path, kind, dtype):
+    bits, name = 8 * np.dtype(dtype).itemsize, {"u1": "cu8", "<f4": "cf32_le", "<f8": "cf64_le", "<i4": "ci32_le"}
+    data = encode(IQ, name.get(dtype, "ci16_le"))
+    head = struct.pack("<HHIIHH", kind, 2, 48_000, 48_000 * bits // 4, bits // 4, bits) + bytes(8) + b"\1" + bytes(15)
+    chunks = b"LIST" + struct.pack("<I", 3) + b"abc\0" + b"fmt " + struct.pack("<I", 40) + head
+    chunks += b"data" + struct.pack("<I", 0xFFFFFFFF) + data  # as it is streamed
+    (tmp_path / "a.wav").write_bytes(b"RIFF\xff\xff\xff\xffWAVE" + chunks)
+
+    recording = opened(tmp_path / "a.wav")
+
+    expected = IQ if kind == 3 else IQ / 2
+    np.testing.assert_allclose(recording.samples.complex(0, len(IQ)), expected, atol=0.012)
+    assert len(recording.stamp_samples) == 0
+
+
 @pytest.mark.parametrize(("channels", "bits", "words"), [(1, 16, "1 channel; IQ has two"), (2, 24, "24 bits")])
 def test_other_sound_files_are_refused(tmp_path, channels, bits, words):
     width = channels * bits // 8
@@ -222,6 +241,24 @@ def test_a_list_says_what_raw_files_do_not(tmp_path, kind, datatype):
         assert recording.place == (46.0, 8.0, 400.0)
 
 
+def test_each_raw_file_has_its_own_line_of_the_list_beside_it(tmp_path):
+    lines = {"a": (f"ALFA,46,8,{EPOCH}.25Z,250000", 0.25), "b": (f"BRAVO,47,9,{EPOCH[:-2]}07+00:00,125000", 7.0)}
+    for name in (*lines, "c"):
+        (tmp_path / f"{name}.cu8").write_bytes(encode(IQ, "cu8"))
+    rows = "\n".join(f"{name}.cu8,{line}" for name, (line, _) in lines.items())
+    (tmp_path / "recordings.csv").write_text(f"recording,name,lat,lon,start_time,sample_rate\n{rows}\n")
+    (tmp_path / "c.csv").write_text("file,station,rate,format\nc.cu8,CHARLIE,1000,\n")
+
+    (first, second, third), refused = open_recordings([tmp_path / f"{name}.cu8" for name in "abc"])
+
+    assert refused == []
+    assert [one.station for one in (first, second, third)] == ["ALFA", "BRAVO", "CHARLIE"]
+    assert [one.place for one in (first, second, third)] == [(46.0, 8.0, 0.0), (47.0, 9.0, 0.0), None]
+    assert [one.rate_hz for one in (first, second, third)] == [250e3, 125e3, 1e3]
+    assert [float(one.epoch_s + one.stamp_times_s[0]) - 1_769_860_800 for one in (first, second)] == [0.25, 7.0]
+    assert len(third.stamp_samples) == 0
+
+
 def test_raw_samples_need_a_rate(tmp_path):
     (tmp_path / "a.cu8").write_bytes(bytes(100))
 
@@ -238,6 +275,15 @@ def test_a_recording_finds_its_station_by_a_part_of_its_name(tmp_path):
         recording = opened(write_kiwi(tmp_path / name, IQ, 12_000.0, 0.0))
         assert match_site(recording, sites).name == "ALFA"
     assert match_site(opened(write_kiwi(tmp_path / "other.wav", IQ, 12_000.0, 0.0)), sites) is None
+
+
+def test_the_longest_name_in_a_files_name_counts_and_one_in_its_metadata_more(tmp_path):
+    sites = [Site(name=name, lat=1.0, lon=2.0, alt=0.0) for name in ("north1", "north12", "north")]
+
+    for file, name in (("rec-North12-iq.wav", "north12"), ("north1_north12x.wav", "north1"), ("xnorth2.wav", "north")):
+        assert named_in(tmp_path / file, sites).name == name
+    recording = opened(write_sigmf(tmp_path / "north12", IQ, 48_000.0, None, station="North1"))
+    assert match_site(recording, sites).name == "north1"
 
 
 @pytest.mark.parametrize(
@@ -318,16 +364,17 @@ def test_stamps_of_other_firmware_give_the_line_too(scatter):
         assert clock.time_s(at[block]) == pytest.approx(1_000.0 + at[block] / 12_001.08, abs=6e-6)
 
 
-def test_a_lost_block_is_a_gap_and_a_second_line():
+@pytest.mark.parametrize(("sign", "word"), [(1, "+42.663 ms): gap in"), (-1, "-42.663 ms): repeat in")])
+def test_a_lost_or_repeated_block_is_a_jump_and_a_second_line(sign, word):
     at, times = stamps()
-    times[400:] += 512 / 12_001.08
+    times[400:] += sign * 512 / 12_001.08
 
     clock = fitted(at, times)
 
     check(clock)
     assert [line.first for line in clock.lines] == [0, 400 * 512]
     assert clock.time_s(600 * 512) == pytest.approx(times[600], abs=1e-6)
-    assert any("gap" in problem for problem in clock.problems)
+    assert any(word in problem for problem in clock.problems)
 
 
 def test_the_end_of_the_week_is_bridged():
