@@ -218,21 +218,6 @@ def bound_s(signal, rate_hz, width_hz, density):
     return 1 / math.sqrt((weight * (2 * np.pi * away) ** 2).sum())
 
 
-def test_constant_delays_of_cables_are_taken_off(recorded, tmp_path):
-    paths, _ = recorded
-    lines = [
-        f"{name},{lat},{lon},{alt},{delay}"
-        for (name, (lat, lon, alt)), delay in zip(STATIONS.items(), (7, 0, -2, 0), strict=True)
-    ]
-    (tmp_path / "s.csv").write_text("\n".join(["name,lat,lon,alt,delay_us", *lines]))
-
-    pairs = measure(paths, read_sites(tmp_path / "s.csv"), MeasureConfig(seconds=3.0)).observation.pairs
-    plain = measure(paths, recorded[1], MeasureConfig(seconds=3.0)).observation.pairs
-
-    for one, other, less in zip(pairs, plain, (-7, -9, -2), strict=True):
-        assert one.difference_us - other.difference_us == pytest.approx(-less, abs=0.2)
-
-
 # What goes wrong
 
 

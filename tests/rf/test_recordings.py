@@ -11,7 +11,7 @@ import pytest
 from made_recordings import EPOCH, STATIONS, encode, write_kiwi, write_sigmf, write_sites
 
 from brim.errors import ConfigError
-from brim.rf.measurement.receivers import open_receivers
+from brim.rf.measurement.receivers import open_receivers, utc
 from brim.rf.recordings import Clock, Site, fit_clock, match_site, named_in, open_recordings, read_sites
 from brim.rf.recordings.kiwi import week_start_s
 from brim.rf.recordings.sigmf import read_time
@@ -77,6 +77,19 @@ def test_captures_skip_their_headers_and_keep_their_times(tmp_path):
     assert receiver.clock.problems == ("1 gaps between captures",)
     assert [receiver.clock.time_s(sample) for sample in (1_999, 2_000, 2_500)] == pytest.approx([1.999, 5.0, 5.5])
     assert receiver.clock.end_s == pytest.approx(9.0)
+
+
+def test_a_time_in_the_middle_tells_when_the_recording_began(tmp_path):
+    path = write_sigmf(tmp_path / "x", IQ, 1_000.0, None, place=STATIONS["ALFA"])
+    meta = json.loads(path.read_text())
+    meta["captures"].append({"core:sample_start": 2_000, "core:datetime": f"{EPOCH}.5Z"})
+    path.write_text(json.dumps(meta))
+
+    (receiver,), left_out = open_receivers([path, path.with_suffix(".sigmf-data")], [])
+
+    assert left_out == []  # the two files of one recording
+    assert utc(receiver, receiver.start_s) == "2026-01-31T11:59:58.500000Z"
+    assert "given twice" in open_receivers([path, path], [])[1][0].reason
 
 
 def test_an_archive_is_read_in_place(tmp_path):
@@ -174,7 +187,9 @@ def test_an_ordinary_wav_file_may_say_when_and_where_it_was_tuned(tmp_path):
 @pytest.mark.parametrize(("date", "second"), [("20260131T120000", 561_618), ("20140301T000000", 518_416)])
 def test_the_week_of_a_stamp_is_that_of_the_files_name_with_its_leap_seconds(date, second):
     moment = datetime.strptime(date, "%Y%m%dT%H%M%S").replace(tzinfo=UTC).timestamp()
-    assert week_start_s(date, np.array([second])) + second == moment  # 18 s apart from GPS time, 16 in 2014
+    for late in (-3_600, 0, 3_600):  # the file's name may be older or younger than its stamps
+        week_s = week_start_s(date, np.array([second + late]))
+        assert week_s + second == moment  # 18 s apart from GPS time, 16 in 2014
     assert week_start_s(None, np.array([second])) == 0
 
 
@@ -225,38 +240,26 @@ def write_wav(path, iq, extra=b""):
     path.write_bytes(b"RIFF\0\0\0\0WAVEfmt " + head + extra + b"data" + struct.pack("<I", len(data)) + data)
 
 
-@pytest.mark.parametrize(("kind", "datatype"), [("cu8", "cu8"), ("cs16", "ci16_le"), ("cf32", "cf32_le")])
-def test_a_list_says_what_raw_files_do_not(tmp_path, kind, datatype):
-    (tmp_path / f"a.{kind}").write_bytes(encode(IQ, datatype))
-    listing = tmp_path / "recordings.csv"
-    listing.write_text(
-        f"file,station,lat,lon,alt,start,rate_hz,centre_hz\na.{kind},ALFA,46,8,400,{EPOCH}.25Z,250000,7.1e6\n"
+def test_each_raw_file_has_its_own_line_of_a_list(tmp_path):
+    kinds = {"a.cu8": "cu8", "b.cs16": "ci16_le", "c.cf32": "cf32_le"}
+    for name, kind in kinds.items():
+        (tmp_path / name).write_bytes(encode(IQ if kind == "cf32_le" else IQ * 2, kind))
+    (tmp_path / "recordings.csv").write_text(
+        "recording,name,lat,lon,alt,start_time,sample_rate,center_hz\n"
+        f"a.cu8,ALFA,46,8,400,{EPOCH}.25Z,250000,7.1e6\nb.cs16,BRAVO,47,9,,{EPOCH[:-2]}07+00:00,125000,\nc.cf32,X\n"
     )
+    (tmp_path / "c.csv").write_text("file,station,rate\nc.cf32,CHARLIE,1000\n")  # its own
 
-    for path in (listing, tmp_path / f"a.{kind}"):  # listed, or with the list beside it
-        recording = opened(path)
-        expected = IQ if kind == "cf32" else IQ / 2
-        np.testing.assert_allclose(recording.samples.complex(5, 50), expected[5:55], atol=0.012)
-        assert (recording.rate_hz, recording.centre_hz, recording.station) == (250_000.0, 7.1e6, "ALFA")
-        assert recording.place == (46.0, 8.0, 400.0)
-
-
-def test_each_raw_file_has_its_own_line_of_the_list_beside_it(tmp_path):
-    lines = {"a": (f"ALFA,46,8,{EPOCH}.25Z,250000", 0.25), "b": (f"BRAVO,47,9,{EPOCH[:-2]}07+00:00,125000", 7.0)}
-    for name in (*lines, "c"):
-        (tmp_path / f"{name}.cu8").write_bytes(encode(IQ, "cu8"))
-    rows = "\n".join(f"{name}.cu8,{line}" for name, (line, _) in lines.items())
-    (tmp_path / "recordings.csv").write_text(f"recording,name,lat,lon,start_time,sample_rate\n{rows}\n")
-    (tmp_path / "c.csv").write_text("file,station,rate,format\nc.cu8,CHARLIE,1000,\n")
-
-    (first, second, third), refused = open_recordings([tmp_path / f"{name}.cu8" for name in "abc"])
+    beside, refused = open_recordings([tmp_path / name for name in kinds])
+    listed, _ = open_recordings([tmp_path / "recordings.csv"])
 
     assert refused == []
-    assert [one.station for one in (first, second, third)] == ["ALFA", "BRAVO", "CHARLIE"]
-    assert [one.place for one in (first, second, third)] == [(46.0, 8.0, 0.0), (47.0, 9.0, 0.0), None]
-    assert [one.rate_hz for one in (first, second, third)] == [250e3, 125e3, 1e3]
-    assert [float(one.epoch_s + one.stamp_times_s[0]) - 1_769_860_800 for one in (first, second)] == [0.25, 7.0]
-    assert len(third.stamp_samples) == 0
+    assert [one.station for one in (*beside, *listed)] == ["ALFA", "BRAVO", "CHARLIE", "ALFA", "BRAVO"]
+    assert [one.place for one in beside] == [(46.0, 8.0, 400.0), (47.0, 9.0, 0.0), None]
+    assert [(one.rate_hz, one.centre_hz) for one in beside] == [(250e3, 7.1e6), (125e3, None), (1e3, None)]
+    assert [float(one.epoch_s + one.stamp_times_s[0]) - 1_769_860_800 for one in listed] == [0.25, 7.0]
+    for one in beside:
+        np.testing.assert_allclose(one.samples.complex(5, 50), IQ[5:55], atol=0.02)
 
 
 def test_raw_samples_need_a_rate(tmp_path):
@@ -268,22 +271,14 @@ def test_raw_samples_need_a_rate(tmp_path):
 # Stations
 
 
-def test_a_recording_finds_its_station_by_a_part_of_its_name(tmp_path):
-    sites = read_sites(write_sites(tmp_path / "s.csv"))
-
-    for name in ("x_alfa_iq.wav", "ALFA.wav", "2026-alfa-1.wav"):
-        recording = opened(write_kiwi(tmp_path / name, IQ, 12_000.0, 0.0))
-        assert match_site(recording, sites).name == "ALFA"
-    assert match_site(opened(write_kiwi(tmp_path / "other.wav", IQ, 12_000.0, 0.0)), sites) is None
-
-
 def test_the_longest_name_in_a_files_name_counts_and_one_in_its_metadata_more(tmp_path):
-    sites = [Site(name=name, lat=1.0, lon=2.0, alt=0.0) for name in ("north1", "north12", "north")]
+    sites = [Site(name=name, lat=1.0, lon=2.0, alt=0.0) for name in ("North1", "north12", "north")]
+    files = {"2026-NORTH12-1.wav": "north12", "north1_north12x.wav": "North1", "xnorth2.wav": "north"}
 
-    for file, name in (("rec-North12-iq.wav", "north12"), ("north1_north12x.wav", "north1"), ("xnorth2.wav", "north")):
-        assert named_in(tmp_path / file, sites).name == name
-    recording = opened(write_sigmf(tmp_path / "north12", IQ, 48_000.0, None, station="North1"))
-    assert match_site(recording, sites).name == "north1"
+    assert {file: named_in(tmp_path / file, sites).name for file in files} == files
+    assert named_in(tmp_path / "other.wav", sites) is None
+    recording = opened(write_sigmf(tmp_path / "north12", IQ, 48_000.0, None, station="north1"))
+    assert match_site(recording, sites).name == "North1"
 
 
 @pytest.mark.parametrize(
