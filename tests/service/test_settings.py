@@ -15,7 +15,7 @@ from brim.service import token
 from brim.service.prediction.process import decoders
 from brim.service.reader import main as reader
 from brim.service.reader.client import CALL_S
-from brim.service.settings import MIB, Settings, data_folder, from_options, open_to_others
+from brim.service.settings import MIB, Settings, data_folder, from_options, open_to_others, role_patterns
 
 PASSWORD = "hunter2"
 POSTGRES = f"postgresql://u:{PASSWORD}@h:5432/n"
@@ -206,3 +206,9 @@ def test_the_limits_in_the_security_policy_are_those_of_the_code():
         assert f"1 s per {module.PIXELS_S / 1e6:g} million".replace(" 1 ", " ") in texts[what]
     assert f"{reader.MEMORY_BYTES // 2**30} GiB, {CALL_S:.0f} s of CPU time" in texts["one call of the reader"]
     assert str(reconcile.MAX_DEATHS) in texts["attempts of a job that ends its worker without progress"]
+
+
+def test_of_several_patterns_a_whole_name_decides_then_the_longest():
+    patterns = role_patterns("*=operator, *@lab.org=viewer, ann@lab.org=administrator, *@guests.lab.org=operator")
+
+    assert [pattern for pattern, _ in patterns] == ["ann@lab.org", "*@guests.lab.org", "*@lab.org", "*"]
