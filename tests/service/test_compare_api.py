@@ -4,6 +4,7 @@ import asyncio
 import io
 import json
 import os
+import shutil
 from types import SimpleNamespace
 from typing import Any
 
@@ -124,7 +125,8 @@ def test_an_image_of_a_dataset_is_shown_small_with_its_objects(api):
     assert abs(columns.max() - 160) <= 1
     other = finish(api, SimpleNamespace(kind="rf.generate", name="other", config={"num_samples": 5}), {})
     assert api.get(f"/api/datasets/{dataset}/images/0?job_id={other}").status == 409
-    elsewhere = api.add_dataset(kind="images", path="datasets/cells", name="elsewhere").id
+    shutil.copytree(folder, folder.with_name("elsewhere"))
+    elsewhere = api.add_dataset(kind="images", path="datasets/elsewhere", items=1).id
     assert api.get(f"/api/datasets/{elsewhere}/images/0?job_id={job}").status == 409, "it read another dataset"
 
     assert api.get(f"/api/datasets/{dataset}/images/1").status == 404
