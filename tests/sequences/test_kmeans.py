@@ -79,3 +79,12 @@ def test_copies_of_few_points_are_no_trouble(clusters):
     assert found.inertia == pytest.approx(
         0.0 if clusters > 1 else float(points.var(0, correction=0).sum() * 7), abs=1e-4
     )
+
+
+def test_the_best_of_several_starts_is_kept_and_starts_depend_on_the_seed():
+    points, _ = blobs(clusters=12, each=10, dim=2, apart=3.0)
+
+    single = [kmeans(points, 12, restarts=1, seed=seed).inertia for seed in range(8)]
+
+    assert len(set(single)) > 4
+    assert kmeans(points, 12, restarts=40).inertia < 1.001 * min(single)

@@ -14,21 +14,33 @@ from brim.errors import CheckpointError
 from brim.sequences import Augmentation, SequenceTraining
 from brim.sequences.batches import SequenceBatches, make_variants
 from brim.sequences.corpus import SequenceFolder, SequenceSplit
-from brim.sequences.evaluation.encode import FeatureStatistics, _Moments, measure
+from brim.sequences.evaluation.encode import Encodings, FeatureStatistics, _Moments, measure
+from brim.sequences.evaluation.scoring import score
 from brim.sequences.training.kmeans import kmeans
 from brim.sequences.training.methods import (
+    SMALL,
     Candidate,
     _average,
+    _choose,
     _compare_classes,
     _majority_score,
+    _statistics_score,
     _why_no_network,
     fit_run,
     guessing,
     prepare,
 )  # fmt: skip
-from brim.sequences.training.phases import SequenceRun, _length, _pseudo_labels, _supervision, _validation, run_phase
+from brim.sequences.training.phases import (
+    SequenceRun,
+    _length,
+    _new_module,
+    _pseudo_labels,
+    _supervision,
+    _validation,
+    run_phase,
+)
 from brim.sequences.training.run import _mean_comparison
-from brim.sequences.training.unlabelled import _cluster_features, _quality
+from brim.sequences.training.unlabelled import _cluster_features, _quality, _row, _stability
 
 CPU = torch.device("cpu")
 SUPERVISED = SequenceTraining(mode="supervised")
@@ -182,12 +194,11 @@ def test_a_network_is_not_tried_where_rocket_is_perfect_or_too_few_compare():
     assert _why_no_network(few, fit, "ensemble", 5.0) == "7 sequences to compare on are too few"
 
 
-def test_rocket_is_fitted_to_training_and_validation_with_their_groups():
+def test_rocket_is_fitted_to_training_and_validation_with_their_groups(monkeypatch):
     rng = torch.Generator().manual_seed(0)
     centres, labels = torch.randn(24, 1, 40, generator=rng), torch.randperm(24, generator=rng) % 2
-    run = run_of(
-        labels.repeat_interleave(3).tolist(), list(range(3, 51)), [0, 1, 2, *range(51, 60)], list(range(60, 72))
-    )
+    validation = [12, 13, 14, *range(63, 72)]
+    run = run_of(labels.repeat_interleave(3).tolist(), list(range(15, 63)), validation, list(range(12)))
     run.data.lengths, run.data.dim, run.stop, run.progress, run.reports = torch.full((72,), 5), 40, None, None, []
     frames = centres.repeat_interleave(3, 0) + 0.01 * torch.randn(72, 5, 40, generator=rng)
     run.data.read_item = lambda row, out: out.copy_(frames[row])
@@ -197,7 +208,13 @@ def test_rocket_is_fitted_to_training_and_validation_with_their_groups():
     run.config = replace(SUPERVISED, groups="speaker")
     apart = fit_run(run, ("statistics",))
 
-    assert alone.rows.tolist() == apart.rows.tolist() == list(range(60))
+    kernels = fit_run(run, ("rocket",)).left_out
+    run.config = replace(run.config, seed=1)
+
+    assert not torch.equal(fit_run(run, ("rocket",)).left_out, kernels)
+    assert alone.rows.tolist() == apart.rows.tolist() == list(range(12, 72))
+    monkeypatch.setattr("brim.sequences.rocket.fit.MAX_DUAL", 30)
+    assert fit_run(run, ("statistics",)).rows.tolist() == validation  # they choose the penalty, and compare
     assert alone.heads[0].score > 0.95  # copies of a sequence tell its label
     assert apart.heads[0].score < 0.8
 
@@ -250,21 +267,41 @@ def test_clusters_are_judged_by_the_labels_of_the_training_part():
     assert _quality(run, SimpleNamespace(encoded=encoded)) == (pytest.approx(4 / 7), "training labels (ARI)")
 
 
-def test_a_sequence_is_in_the_cluster_of_the_nearest_centre(tmp_path):
+def test_a_sequence_is_in_the_cluster_of_the_nearest_centre_and_held_out_ones_are_only_scored(tmp_path):
+    """Sequences held out have labels that cross their clusters: of 9 in 3 x 3 cells the adjusted Rand index is -1/3."""
     rng = np.random.default_rng(0)
     for row in range(30):
         np.save(tmp_path / f"{row:02d}.npy", rng.normal((-30, 0, 30)[row % 3], 1, (6, 4)).astype(np.float32))
     data, config = SequenceFolder(tmp_path), SequenceTraining(clusters=3)
-    statistics = FeatureStatistics(torch.zeros(4), torch.ones(4))
+    data.labels = torch.tensor([row % 3 if row < 21 else row // 3 % 3 for row in range(30)])
+    statistics, read, parts = FeatureStatistics(torch.zeros(4), torch.ones(4)), [], torch.arange(30).split([15, 6, 9])
+    read_item = data.read_item
+    data.read_item = lambda row, out: (read.append(row), read_item(row, out))
     with joined("cpu") as ranks, SequenceBatches(data, config, CPU) as batches:
         run = SequenceRun(
-            out=tmp_path, data=data, split=SequenceSplit(torch.arange(30), *torch.empty(2, 0).long()), config=config,
-            batches=batches, statistics=statistics, ranks=ranks,
+            out=tmp_path, data=data, split=SequenceSplit(*parts), config=config, batches=batches,
+            statistics=statistics, ranks=ranks,
         )  # fmt: skip
-        found = _cluster_features(run, "statistics clusters").encoded
+        clustering = _cluster_features(run, "statistics clusters")
+        found, known = clustering.encoded, set(read)
+        row = _row(run, clustering, 0.9, "stability", kept=True)
         best = kmeans(found.embedding, 3, restarts=config.restarts, seed=run.seed("statistics clusters"))
 
     assert torch.equal(found.prediction, best.labels)
+    assert known == set(range(15))
+    assert row.held_out["ari"] == pytest.approx(-1 / 3)
+
+
+def test_clusters_that_are_not_there_are_unstable():
+    points = torch.randn(200, 2, generator=torch.Generator().manual_seed(0))
+    run = run_of([0] * 200, train=range(200), seed=lambda _, repeat, half: 2 * repeat + half)
+    run.config = SequenceTraining(clusters=5)
+
+    def stability(points):
+        return _stability(run, SimpleNamespace(name="rocket clusters", encoded=SimpleNamespace(embedding=points)))
+
+    assert stability(points) < 0.75
+    assert stability(points + 20 * (torch.arange(200) % 5)[:, None]) == 1
 
 
 def test_the_comparison_of_folds_is_their_mean():
@@ -317,3 +354,77 @@ def test_augmented_copies_are_made_once_and_used_in_turn(tmp_path):
             zip(batch["length"].tolist(), batch["frames"][:, 0, 0].tolist(), batch["label"].tolist(), strict=True)
         )
         assert rows == [(4, copy + 1, 8), (5, copy + 3, 6)]
+
+
+def test_weights_and_order_depend_on_the_seed_and_the_phase(tmp_path):
+    for row in range(20):
+        np.save(tmp_path / f"{row}.npy", np.ones((2, 1), np.float32))
+    data, found = SequenceFolder(tmp_path), {}
+    statistics = FeatureStatistics(torch.zeros(1), torch.ones(1))
+    for seed in (0, 1, 0):
+        config = replace(SUPERVISED, seed=seed, batch_size=32)
+        with joined("cpu") as ranks, SequenceBatches(data, config, CPU) as batches:
+            run = SequenceRun(
+                out=tmp_path, data=data, split=None, config=config, batches=batches, statistics=statistics, ranks=ranks
+            )
+            for name in ("supervised-1", "supervised-2"):
+                weight = run.new(lambda: torch.nn.Linear(1, 4), name).weight.flatten().tolist()
+                made = (weight, next(iter(run.view(torch.arange(20), name).epoch(0)))["item"].tolist())
+                assert found.setdefault((seed, name), made) == made
+
+    assert (
+        len({tuple(weight) for weight, _ in found.values()}) == len({tuple(items) for _, items in found.values()}) == 4
+    )
+
+
+def test_members_begin_with_encoders_of_their_own():
+    run = run_of([0, 1], train=[0, 1])
+    run.config = replace(SUPERVISED, members=2, model=SMALL)
+    made = []
+    run.new_encoder = lambda *name: made.append(name) or torch.nn.Identity()
+    run.new = lambda make, name: made.append(name)
+
+    for number in (1, 2):
+        _new_module(run, None, number, f"supervised-{number}")
+
+    assert len(set(made)) == 4
+
+
+def test_a_validation_part_of_twenty_chooses_the_weights_of_a_small_network():
+    run = run_of([0] * 40, train=range(10), validation=range(10, 29))
+    assert _choose(run)  # not small
+    run.config = replace(SUPERVISED, model=replace(SMALL, stride=7))
+    assert not _choose(run)
+    run.split = run.split._replace(validation=torch.arange(10, 30))
+    assert _choose(run)
+
+
+def test_statistics_are_scored_on_what_was_held_out(monkeypatch):
+    run = run_of([0, 1, 0, 1, 0, 1], train=[0, 1, 2], held_out=[3, 4, 5])
+    run.batches = SimpleNamespace(plain=lambda rows: rows)
+    output = torch.tensor([[1.0], [2.0], [3.0]])
+    monkeypatch.setattr("brim.sequences.training.methods.fit_run", lambda *_: SimpleNamespace(module=torch.nn.ReLU()))
+    monkeypatch.setattr(
+        "brim.sequences.training.methods.encode",
+        lambda module, rows, device: SimpleNamespace(row=rows, prediction=torch.zeros(3).long(), output=output),
+    )
+
+    assert _statistics_score(run, run.split.held_out) == pytest.approx(1 / 3)
+    run.data.targets = torch.tensor([0.0, 0, 0, 1, 2, 6]).double()
+    assert _statistics_score(run, run.split.held_out) == pytest.approx(1 - 9 / 14)
+
+
+def test_a_probe_is_fitted_to_the_training_part(monkeypatch):
+    """There a coordinate is the label, on the sequences held out the opposite."""
+    run = run_of([0, 1] * 20, train=range(20), held_out=range(20, 40))
+
+    def encoded(module, rows, *_, **__):
+        value = torch.where(rows < 20, run.data.labels[rows], 1 - run.data.labels[rows]).float()[:, None]
+        return Encodings(rows, value, run.data.labels[rows], value)
+
+    monkeypatch.setattr("brim.sequences.evaluation.scoring.encode", encoded)
+    batches = SimpleNamespace(config=SequenceTraining(), device=CPU, plain=lambda rows: rows)
+
+    scores, _ = score(None, batches, run.data, run.split)
+
+    assert (scores["probe_accuracy"], scores["ari"]) == (0, 1)

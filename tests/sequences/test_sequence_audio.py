@@ -13,6 +13,7 @@ from brim.errors import BrimError
 from brim.sequences import Corpus, pack
 from brim.sequences.config import SourceConfig
 from brim.sequences.corpus.acoustics import mel_bank, num_frames, spectra
+from brim.sequences.corpus.audio import resample
 
 CPU = torch.device("cpu")
 SOURCE = SourceConfig(device="cpu")
@@ -108,6 +109,30 @@ def test_channels_are_averaged(tmp_path):
 
     mono, stereo = (Corpus.open(tmp_path / "out").sequence(row)[20].float().max() for row in (0, 1))
     assert float(mono - stereo) == pytest.approx(np.log(4), abs=0.01)  # half the amplitude
+
+
+def test_another_rate_keeps_what_is_below_half_of_it_and_nothing_above():
+    kept, gone = (resample(tone(hz, rate=44_100), 44_100, 16_000) for hz in (1000, 15_000))
+
+    np.testing.assert_allclose(kept[100:-100], tone(1000)[100:-100], atol=0.01)
+    assert np.abs(gone[100:-100]).max() < 0.01  # else it would be heard at 1000 Hz
+
+
+def test_loud_quiet_and_oddly_written_recordings_are_used(tmp_path):
+    """With an odd chunk before the samples, or without their number, as a pipe leaves it."""
+    for name, level in (("loud", 1.0), ("quiet", 1e-3)):
+        soundfile.write(tmp_path / f"{name}.wav", tone(1000, level=level), 16_000)
+    whole = (tmp_path / "loud.wav").read_bytes()
+    odd = whole[:36] + b"LIST" + (5).to_bytes(4, "little") + b"INFO.\0" + whole[36:]
+    (tmp_path / "odd.wav").write_bytes(odd[:4] + (len(odd) - 8).to_bytes(4, "little") + odd[8:])
+    (tmp_path / "odd_and_short.wav").write_bytes(odd[:-1000])
+    (tmp_path / "pipe.wav").write_bytes(whole[:4] + b"\xff" * 4 + whole[8:40] + b"\xff" * 4 + whole[44:])
+
+    report = pack(tmp_path, tmp_path / "out", source=SOURCE)
+
+    assert [(one.file, "truncated" in one.fault) for one in report.skipped] == [("odd_and_short.wav", True)]
+    assert Corpus.open(tmp_path / "out").ids == ("loud.wav", "odd.wav", "pipe.wav", "quiet.wav")
+    assert "clipped" not in " ".join(report.notes)
 
 
 def spoil(path):

@@ -126,3 +126,17 @@ def test_two_views_differ_and_the_target_is_the_first_without_noise():
     assert not made["target"][~frame_mask(length, 48)].any()
     assert not made["view"].flatten(0, 1)[~frame_mask(made["view_length"].flatten(), 48)].any()
     assert not torch.equal(made["view_length"][:, 0], made["view_length"][:, 1])
+
+
+def test_noise_and_masks_of_views_leave_what_is_to_be_predicted_as_it_was():
+    batch = {"frames": torch.full((64, 50, 2), 7.0), "length": torch.full((64,), 50)}
+    config, mean = Augmentation(crop=0, noise=0.5, time_masks=0, feature_masks=0), torch.tensor([3.0, -4.0])
+
+    made = two_views(batch, rng(), config, mean=mean, std=torch.tensor([0.01, 10.0]))
+
+    first, hidden = made["view"][:, 0], made["hidden"]
+    noise = first[~hidden] - 7
+    assert torch.equal(made["target"], batch["frames"])
+    assert torch.equal(first[hidden], mean.expand(int(hidden.sum()), 2))
+    assert 0.001 < float(noise[:, 0].std()) < 0.005
+    assert 1 < float(noise[:, 1].std()) < 5

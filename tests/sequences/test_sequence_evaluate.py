@@ -22,6 +22,7 @@ from brim.sequences.batches import SequenceBatches
 from brim.sequences.corpus import open_sequences
 from brim.sequences.evaluation.encode import encode, measure
 from brim.sequences.evaluation.scores import probe_accuracy
+from brim.sequences.evaluation.scoring import project
 from brim.sequences.evaluation.serving import ClassifyServable, padded
 
 torch.set_num_threads(1)  # small batches: a second thread only competes
@@ -153,9 +154,10 @@ def test_what_cannot_be_scored_is_refused(made, tmp_path):
             evaluate(made / "supervised", corpus, device="cpu")
 
 
-def test_a_run_that_cannot_be_used_is_refused_with_its_reason(made, tmp_path):
+def test_a_run_that_cannot_be_used_is_refused_with_its_reason(made, tmp_path, caplog):
     train(made / "corpus", tmp_path / "stopped", SUPERVISED, device="cpu", stop=lambda: True)
     train(made / "corpus", tmp_path / "all", replace(SUPERVISED, holdout=0.0, classifier_epochs=1), device="cpu")
+    assert "no labelled sequence is held out, so there are no scores" in caplog.text
     for name in ("altered", "damaged"):
         shutil.copytree(made / "supervised", tmp_path / name)
     file = tmp_path / "altered/run.json"
@@ -218,6 +220,24 @@ def test_an_embedding_that_cannot_be_written_is_refused_at_once(made, tmp_path):
             embed(made / "self", made / "corpus", file, device="cpu")
 
     assert not list(tmp_path.iterdir())
+
+
+def test_a_plane_shows_what_is_scored_along_the_two_principal_axes(made, tmp_path):
+    embed(made / "supervised", made / "corpus", tmp_path / "all.safetensors", device="cpu")
+    stored, corpus = load_file(tmp_path / "all.safetensors"), Corpus.open(made / "corpus")
+    held = json.loads((made / "supervised/run.json").read_text())["held_out"]
+    rows = [corpus.ids.index(name) for name in held]
+    centred = stored["embedding"][rows].double().numpy()
+    centred -= centred.mean(0)
+    sides, spread, _ = np.linalg.svd(centred, full_matrices=False)
+
+    found = project(made / "supervised", made / "corpus", device="cpu")
+
+    assert found.labels == [name.split("/")[0] for name in held]
+    assert found.predicted == [f"class_{number}" for number in stored["prediction"][rows].tolist()]
+    assert found.explained == pytest.approx(spread[:2] ** 2 / (spread**2).sum(), rel=1e-3)
+    np.testing.assert_allclose(found.points.abs(), np.abs(sides * spread)[:, :2], atol=1e-3 * spread[0])
+    assert len(project(made / "supervised", made / "corpus", device="cpu", limit=5).labels) == 4  # every third of 12
 
 
 # Parts

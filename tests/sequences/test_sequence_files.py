@@ -11,8 +11,8 @@ from brim.sequences.corpus import SequenceFolder, open_sequences
 from brim.sequences.corpus.archives import parse_archive
 
 
-def packed(source, out, **settings):
-    report = pack(source, out, **settings)
+def packed(path, out, **settings):
+    report = pack(path, out, **settings)
     return Corpus.open(out), report
 
 
@@ -43,6 +43,9 @@ def test_layers_are_stored_side_by_side_and_a_single_one_is_none(tmp_path):
         np.testing.assert_array_equal(frames(corpus, f"{name}.npy").reshape(-1, 3, 4), array.transpose(1, 0, 2))
     np.testing.assert_array_equal(frames(one, "c.npy"), random(1, 6, 4)[0])
     assert "3 layers of 4 features" in " ".join(report.notes)
+    out = torch.empty(5, 12)
+    SequenceFolder(tmp_path, tmp_path / "some.csv").read_item(1, out)
+    np.testing.assert_array_equal(out.numpy(), frames(corpus, "b.npy"))  # not packed, the same
 
 
 def labels(folder, *files):
@@ -68,6 +71,10 @@ def test_features_first_is_recognised_and_said(tmp_path):
     out = torch.empty(9, 4)
     unpacked.read_item(1, out)
     np.testing.assert_array_equal(out.numpy(), arrays[1].T)
+    alike = tmp_path / "alike"
+    alike.mkdir()
+    np.save(alike / "a.npy", arrays[0])
+    assert packed(alike, tmp_path / "asked", source=SourceConfig(layout="features-first"))[0].dim == 4
 
 
 def test_one_file_of_another_width_is_not_taken_for_transposed(tmp_path):
@@ -169,7 +176,80 @@ def test_an_archive_without_labels_or_with_times_is_parsed():
     assert one.label == ""
 
 
+def test_an_arff_line_is_a_sequence_with_its_label_last():
+    begin = "@relation a\n@attribute t0 numeric\n@attribute t1 numeric\n"
+    several = "@attribute b relational\n@attribute c0 numeric\n@end b\n@attribute class {x,y}\n@data\n"
+    texts = (
+        begin + "@attribute class {x,y}\n@data\n1,2,x\n3,4,?\n", several + "'1,2,3\\n4,5,6',y\n",
+        begin + "@attribute target numeric\n@data\n1,2,0.5\n", begin + "@attribute t2 numeric\n@data\n1,2,0.5\n",
+    )  # fmt: skip
+
+    found = [
+        [(one.frames.tolist(), one.label) for one in parse_archive(text, "a", ".arff").sequences] for text in texts
+    ]
+
+    assert found == [
+        [([[1], [2]], "x"), ([[3], [4]], "")],
+        [([[1, 4], [2, 5], [3, 6]], "y")],
+        [([[1], [2]], "0.5")],
+        [([[1], [2], [0.5]], "")],
+    ]
+    assert parse_archive("@classLabel true x\n@data\n1,2:?\n", "a", ".ts").sequences[0].label == ""
+
+
+def test_a_part_alone_divides_nothing_and_of_several_problems_a_folder_means_its_own(tmp_path):
+    (tmp_path / "b").mkdir()
+    for name in "abc":
+        (tmp_path / "b" / f"{name}_TRAIN.ts").write_text(TS)
+
+    corpus, _ = packed(tmp_path / "b", tmp_path / "out")
+    (tmp_path / "b").rename(tmp_path / "d")
+
+    assert corpus.ids == ("b_TRAIN.ts/000001", "b_TRAIN.ts/000002")
+    assert corpus.split == ("", "")
+    with pytest.raises(BrimError, match="holds 3 problems: a, b, c"):
+        pack(tmp_path / "d", tmp_path / "other")
+
+
 # .npz, .csv, .parquet
+
+
+def test_an_npz_file_says_lengths_parts_and_the_label_of_a_single_array(tmp_path):
+    stack = random(4, 5, 2)
+    np.savez(tmp_path / "parts.npz", X_train=stack[:2], lengths_train=[2, 5], X_val=stack[2:], y_val=[7, 8])
+    for name in "ab":
+        (tmp_path / "single").mkdir(exist_ok=True)
+        np.savez(tmp_path / "single" / f"{name}.npz", x=stack[0], label=name * 2)
+
+    parts, _ = packed(tmp_path / "parts.npz", tmp_path / "1")
+    single, _ = packed(tmp_path / "single", tmp_path / "2")
+
+    assert parts.lengths.tolist() == [2, 5, 5, 5]
+    np.testing.assert_array_equal(frames(parts, "parts.npz/X_train/000000"), stack[0, :2])
+    assert (parts.split, parts.label_names()) == (("train",) * 2 + ("validation",) * 2, ["", "", "7", "8"])
+    assert single.label_names() == ["aa", "bb"]
+
+
+def test_tables_are_ordered_by_time_read_again_when_large_and_chosen_by_labels(tmp_path, monkeypatch):
+    folder = tmp_path / "tables"
+    folder.mkdir()
+    for number in (1, 2):
+        lines = [f"9,{who},{time},{100 * (who == 'b') + 10 * number + time}\n" for who in "ba" for time in (2, 1)]
+        (folder / f"{number}.csv").write_text("id,who,time,x\n" + "".join(lines))
+    (folder / "labels.csv").write_text("file,label\n1.csv/b,p\n2.csv/a,q\n")
+    monkeypatch.setattr("brim.sequences.corpus.survey._KEPT_BYTES", 0)
+
+    corpus, _ = packed(folder, tmp_path / "out", source=SourceConfig(id_column="who"))
+    (tmp_path / "alone.csv").write_text("time,x\n2,20\n1,10\n")
+    alone, _ = packed(tmp_path / "alone.csv", tmp_path / "one")
+
+    assert (corpus.ids, corpus.label_names()) == (("1.csv/b", "2.csv/a"), ["p", "q"])
+    np.testing.assert_array_equal(frames(corpus, "1.csv/b"), [[9, 111], [9, 112]])
+    np.testing.assert_array_equal(frames(corpus, "2.csv/a"), [[9, 21], [9, 22]])
+    np.testing.assert_array_equal(frames(alone, "alone.csv"), [[10], [20]])
+    (tmp_path / "gap.csv").write_text("x,y\n1,2\n3,\n")
+    with pytest.raises(BrimError, match="frame 1 holds nan"):
+        pack(tmp_path / "gap.csv", tmp_path / "gap")
 
 
 def test_an_npz_file_holds_sequences_or_stacks_of_them(tmp_path):

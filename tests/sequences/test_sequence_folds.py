@@ -1,6 +1,7 @@
 """Cross-validation: measures and intervals against their definitions, reports, labels in several columns."""
 
 import csv
+import re
 from dataclasses import replace
 
 import numpy as np
@@ -23,7 +24,7 @@ from brim.sequences import (
     train,
 )
 from brim.sequences.corpus import Fold, FoldPlan, plan_folds
-from brim.sequences.evaluation import FoldPrediction, cross_validate, write_tables
+from brim.sequences.evaluation import FoldPrediction, cross_validate, fold_lines, write_tables
 from brim.sequences.evaluation.folds import summarise
 from brim.sequences.evaluation.measures import class_measures, confusion, number_measures, per_class, sums
 
@@ -163,8 +164,18 @@ def test_a_report_its_tables_and_its_page_are_of_all_folds_and_seeds(tmp_path):
         assert predicted == "abc"[(int(labels[int(file)]) + int(wrong[int(seed)][int(file)])) % 3]
     counts = [[name, *map(str, row)] for name, row in zip("abc", table, strict=True)]
     assert lines_of(tmp_path / "confusion.csv") == [["true class", *"abc"], *counts]
-    assert lines_of(tmp_path / "table.csv")[1][:3] == ["accuracy", str(score.mean), str(score.std)]
-    assert f"accuracy & {score.mean:.3f} & {score.std:.3f} & {score.low:.3f} to" in (tmp_path / "table.tex").read_text()
+    values = [score.mean, score.std, score.low, score.high]
+    assert lines_of(tmp_path / "table.csv")[1] == ["accuracy", *map(str, values), "3", "2"]
+    mean, std, low, high = (f"{value:.3f}" for value in values)
+    assert re.match(rf"accuracy +{mean} ± {std} +95 % interval {low} to {high}", fold_lines(report.as_dict())[0])
+    columns = ["precision", "recall", "f1", "sequences"]
+    head, first, *_ = lines_of(tmp_path / "per_class.csv")
+    assert (head, first) == (["class", *columns], ["a", *(str(report.per_class[name][0]) for name in columns)])
+    precision, recall, f1 = (f"{report.per_class[name][0]:.3f}" for name in columns[:3])
+    assert len({precision, recall, f1}) == 3
+    tex = (tmp_path / "table.tex").read_text()
+    assert f"accuracy & {mean} & {std} & {low} to {high} " in tex
+    assert rf"a & \multicolumn{{3}}{{l}}{{recall {recall}, $F_1$ {f1}}}" in tex
     page = (tmp_path / "report.html").read_text()
     assert 'id="embedding"' in page
     assert 'id="confusion"' in page
@@ -203,14 +214,23 @@ def test_folds_are_trained_and_continued(tmp_path, corpus, monkeypatch):
         load_run(tmp_path / "run")
     assert load_run(tmp_path / "run" / "folds" / "1-seed-0").about["split"]["held_out"] == 12
     assert lines_of(tmp_path / "run" / "table.csv")[2][:2] == ["uar", str(report.scores["uar"])]
+    monkeypatch.undo()
+    file = tmp_path / "run/folds/1-seed-0.predictions.safetensors"
+    before = load_file(file)
+    for lost in (file, tmp_path / "run/report.json"):
+        lost.unlink()
+    train(corpus, tmp_path / "run", CONFIG, resume=True)
+    for name, tensor in load_file(file).items():
+        torch.testing.assert_close(tensor, before[name])
 
 
 def test_another_column_is_learned_without_packing_again(tmp_path, corpus):
     config = replace(CONFIG, folds=None, label="Mood")
 
-    train(corpus, tmp_path / "run", config)
+    report = train(corpus, tmp_path / "run", config)
 
     assert load_run(tmp_path / "run").about["classes"] == ["high", "low"]
+    assert evaluate(tmp_path / "run", corpus).accuracy == report.scores["accuracy"]
 
 
 def test_numbers_are_recognised_and_digits_are_classes(corpus):
@@ -247,6 +267,8 @@ def test_numbers_are_predicted_in_their_unit(tmp_path):
     assert folds.scores["r2"] > 0.8
     assert folds.scores["rmse"] < 15
     assert folds.cross_validation["task"] == "regression"
+    errors = [float(line[3]) - float(line[4]) for line in lines_of(tmp_path / "folds/predictions.csv")[1:]]
+    assert np.sqrt(np.mean(np.square(errors))) == pytest.approx(folds.scores["rmse"], rel=0.1)
     scored = evaluate(tmp_path / "one", tmp_path / "corpus")
     assert scored.r2 == pytest.approx(single.scores["r2"])
     embed(tmp_path / "one", tmp_path / "corpus", tmp_path / "e.safetensors")

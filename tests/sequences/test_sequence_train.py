@@ -106,7 +106,10 @@ def test_the_report_counts_all_phases(runs):
     assert report.samples_per_s == pytest.approx(sum(phase.samples for phase in report.phases) / seconds)
     assert all(phase.samples == 2 * 48 for phase in report.phases)
     assert report.peak_bytes == max(phase.peak_bytes for phase in report.phases)
-    assert runs["supervised"][0].phases[0].val_loss > 0  # the validation part is looked at
+    supervised, run = runs["supervised"]
+    parts = json.loads((run / "run.json").read_text())["split"]
+    assert supervised.phases[0].val_loss > 0  # the validation part is looked at
+    assert supervised.phases[0].samples == 3 * parts["train"] == 3 * (48 - parts["validation"]) < 3 * 48
     shares = sum(phase.busy_share * phase.seconds for phase in report.phases) / seconds
     assert report.busy_share == pytest.approx(shares)
 

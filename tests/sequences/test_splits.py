@@ -205,3 +205,26 @@ def test_a_class_of_a_single_group_is_refused():
 
     with pytest.raises(BrimError, match="the class 'c' is in fold"):
         plan_folds(labelled(labels, groups), FOLDS)
+
+
+def test_a_column_of_folds_has_every_sequence_and_no_group_in_two_folds():
+    data = labelled(torch.arange(12) % 2, torch.arange(12) // 2)
+    data.columns["part"] = tuple("aabbaaabbbab")
+
+    with pytest.raises(DatasetError, match="the group of 6 is in 2 folds, such as a and b"):
+        plan_folds(data, replace(FOLDS, folds="part"))
+    data.columns["part"] = (*"aabbaa", "", *"bbbbb")
+    with pytest.raises(DatasetError, match="fake: 6 has no part"):
+        plan_folds(data, replace(FOLDS, folds="part", groups=None))
+
+
+def test_groups_of_the_corpus_s_own_split_and_the_seed_count_for_every_part():
+    data = labelled(torch.arange(40) % 2, torch.arange(40) // 2)
+    data.split = ("train",) * 31 + ("test",) * 9
+    with pytest.raises(DatasetError, match="1 groups are in both the .* and the test part"):
+        split_sequences(data, replace(SUPERVISED, groups="speaker"))
+    data.split = ("train",) * 30 + ("test",) * 10
+
+    chosen = [split_sequences(data, replace(SUPERVISED, val_fraction=0.3, seed=seed)).validation for seed in (0, 1)]
+
+    assert not torch.equal(*chosen)
