@@ -112,6 +112,7 @@ def test_changed_code_is_said_and_not_served(brim, place, tmp_path):
         (["--network", "net.py:one"], "expected [1, 2]"),
         (["--network", "net.py:other"], "TypeError"),
         (["--network", "net.py:Mean", "--mode", "self"], "learns from labels"),
+        (["--network", "net.py:Mean", "--task", "regression"], "learns classes"),
     ],
 )
 def test_what_cannot_be_used_is_said_in_one_sentence(brim, tmp_path, options, words):

@@ -141,6 +141,7 @@ def test_a_bad_frame_is_an_error_that_leaves_nothing(tmp_path, monkeypatch, job_
 def test_bad_files_are_skipped_and_listed_on_request(tmp_path, monkeypatch, job_bytes):
     monkeypatch.setattr(packing, "CHUNK_BYTES", job_bytes)
     folder = spoil(tmp_path / "in")
+    (folder / "labels.csv").write_text("file,label\n" + "".join(f"{row}.npy,{row}\n" for row in range(6)))
     report = pack(folder, tmp_path / "out", dtype="float16", skip_bad=True, shard_bytes=SMALL)
     faults = {skipped.file: skipped.fault for skipped in report.skipped}
     assert list(faults) == ["0.npy", "1.npy", "3.npy", "4.npy"]
@@ -148,7 +149,7 @@ def test_bad_files_are_skipped_and_listed_on_request(tmp_path, monkeypatch, job_
     assert "dtype float32" in faults["4.npy"]
     corpus = Corpus.open(tmp_path / "out")
     corpus.verify()
-    assert corpus.ids == ("2.npy", "5.npy")
+    assert (corpus.ids, corpus.label_names()) == (("2.npy", "5.npy"), ["2", "5"])
     assert torch.equal(corpus.sequence(1), torch.from_numpy(np.load(folder / "5.npy")).half())
     assert corpus.skipped == report.skipped
     assert report.items == 2

@@ -20,6 +20,7 @@ def test_a_csv_file_chooses_files_and_gives_labels_and_split(tmp_path):
     }
     assert list(found.of) == ["a.npy", "b/d e.npy"]
     assert found.source == str(tmp_path / "l.csv")
+    assert find_labels(tmp_path, IDS, tmp_path / "l.csv", own={"a.npy": SequenceLabel(name="z")}) == found
 
 
 BAD = {

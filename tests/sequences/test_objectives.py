@@ -73,11 +73,16 @@ def test_reconstruction_counts_hidden_frames_only_and_every_sequence_alike():
 
 def test_the_whole_is_the_weighted_sum_of_its_parts():
     module = learner(contrast=2.0, reconstruction=0.5).eval()
-    views = two_views(batch(), stream(0, "v", device=CPU), Augmentation())
+    mean, std = torch.linspace(-3, 5, 6), torch.linspace(0.5, 4, 6)
+    module.encoder.set_statistics(mean, std)
+    views = two_views(batch(40), stream(0, "v", device=CPU), Augmentation(crop=0.8))
 
     with torch.no_grad():
         losses = module(views)
+        predicted = module.foretell(module.encoder(views["view"][:, 0], views["view_length"][:, 0]).states)
 
+    error = reconstruction(predicted, (views["target"] - mean) / std, views["hidden"])  # as the encoder sees frames
+    torch.testing.assert_close(losses["reconstruction"], error)
     assert float(losses["loss"]) == pytest.approx(2 * float(losses["contrast"]) + 0.5 * float(losses["reconstruction"]))
     assert torch.equal(self_supervised_loss(module, views), losses["loss"])
 

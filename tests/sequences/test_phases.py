@@ -1,6 +1,7 @@
 """What training takes from its data: labels, lengths, statistics and settings, of the training part alone."""
 
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -24,22 +25,24 @@ from brim.sequences.training.methods import (
     _choose,
     _compare_classes,
     _majority_score,
-    _statistics_score,
     _why_no_network,
+    check_learned,
     fit_run,
     guessing,
     prepare,
 )  # fmt: skip
 from brim.sequences.training.phases import (
+    PhaseStopped,
     SequenceRun,
     _length,
-    _new_module,
     _pseudo_labels,
+    _step_seconds,
     _supervision,
     _validation,
     run_phase,
+    train_self_supervised,
 )
-from brim.sequences.training.run import _mean_comparison
+from brim.sequences.training.run import SequenceReport, _merge
 from brim.sequences.training.unlabelled import _cluster_features, _quality, _row, _stability
 
 CPU = torch.device("cpu")
@@ -86,6 +89,23 @@ def test_masked_places_become_the_features_means_and_noise_is_in_their_deviation
     assert 0.1 < float(masked.float().mean()) < 0.4
     assert float(frames[~masked][:, 0].std()) < 0.01
     assert 1 < float(frames[~masked][:, 1].std()) < 5
+
+
+def test_views_are_augmented_in_the_features_units(monkeypatch):
+    def stop(*_, transform, **__):
+        raise PhaseStopped(transform)
+
+    run, mean = run_of([0, 1], train=[0, 1], statistics=(torch.tensor([3.0, -4.0]), torch.ones(2))), [3.0, -4.0]
+    run.config, run.view = SequenceTraining(augmentation=Augmentation(feature_masks=0)), (lambda *_: None)
+    run.new = run.new_encoder = lambda *_: torch.nn.Identity()
+    monkeypatch.setattr("brim.sequences.training.phases.run_phase", stop)
+
+    with pytest.raises(PhaseStopped) as stopped:
+        train_self_supervised(run)
+    batch = {"frames": torch.full((8, 50, 2), 7.0), "length": torch.full((8,), 50)}
+    made = stopped.value.args[0](batch, stream(0, "x", device=CPU))
+
+    assert made["view"][:, 0][made["hidden"]].unique(dim=0).tolist() == [mean]
 
 
 def test_the_validation_loss_is_the_mean_over_sequences_not_over_batches():
@@ -147,6 +167,19 @@ def test_epochs_are_those_of_1500_steps_and_patience_a_quarter_of_them(batches, 
     assert _length(run, "supervised", None, None, source, None) == (epochs, patience)
 
 
+def test_members_share_a_budget_whose_epochs_are_kept(tmp_path, monkeypatch):
+    run, module = run_of([0] * 6, train=range(4), out=tmp_path), torch.nn.BatchNorm1d(1)
+    source = SimpleNamespace(num_batches=10, epoch=lambda number: (one for one in 1 + torch.rand(3, 5, 1)))
+    run.config = replace(SUPERVISED, members=2)
+
+    _step_seconds(run, module, lambda module, batch: module(batch).sum(), source)
+
+    assert not module.running_mean.any()  # measuring changes nothing
+    for seconds in (0.1, 7.0):
+        monkeypatch.setattr("brim.sequences.training.phases._step_seconds", lambda *_, seconds=seconds: seconds)
+        assert _length(run, "one", module, None, source, 30.0) == (15, 5)  # 150 steps of each
+
+
 @pytest.mark.parametrize(("count", "batch_size"), [(20, 16), (130, 16), (260, 32), (520, 64), (5001, 64)])
 def test_small_data_is_trained_in_small_batches_with_a_small_network(count, batch_size):
     data = SimpleNamespace(targets=None, lengths=torch.full((10,), 30))
@@ -167,6 +200,17 @@ def test_guessing_answers_with_the_most_frequent_class_of_the_training_part():
     assert guessing(run.data, run.split).score == 0.75
     guess, least, _ = _majority_score(run, run.split.held_out)
     assert (guess, least) == pytest.approx((0.25, 0.25 + (0.25 * 0.75 / 4) ** 0.5))
+
+
+def test_a_score_within_a_standard_error_of_guessing_is_said():
+    run = run_of([0] * 10 + [0] * 13 + [1] * 12, train=range(10), held_out=range(10, 35))
+    run.ranks.alone, run.data.lengths, run.data.dim = False, torch.ones(35), 1  # of 25, 52 ± 10 %
+
+    said = [check_learned(run, SimpleNamespace(model="cnn_lstm"), {"accuracy": one}) for one in (0.52, 0.61, 0.63)]
+
+    assert "against 0.52 for the majority class; " in said[0][0]
+    assert "class, within chance on 25 sequences" in said[1][0]
+    assert said[2] == []
 
 
 def test_a_network_is_weighed_by_how_likely_it_makes_the_truth():
@@ -308,11 +352,21 @@ def test_the_comparison_of_folds_is_their_mean():
     def candidate(model, score, loss, weight):
         return Candidate(model=model, score=score, loss=loss, weight=weight, measured_on="x")
 
-    reports = [SimpleNamespace(comparison=(candidate("a", 0.5, 2.0, 1.0), candidate("b", 0.2, None, 0.0))),
-               SimpleNamespace(comparison=(candidate("a", 1.0, 1.0, 0.5),))]  # fmt: skip
+    alike = {"mode": "supervised", "padding_share": 0.5, "tier": "ram", "busy_share": 1.0, "scores": None}
+    reports = [
+        SequenceReport(
+            run=f"x/{number}", samples_per_s=2.0 * number, peak_bytes=10 - number, comparison=row, warnings=("poor",),
+            ceiling_share=None if number == 1 else 0.25, **alike,
+        )
+        for number, row in ((1, (candidate("a", 0.5, 2.0, 1.0), candidate("b", 0.2, None, 0.0))),
+                            (2, (candidate("a", 1.0, 1.0, 0.5),)))
+    ]  # fmt: skip
 
-    one, two = _mean_comparison(reports)
+    whole = _merge(reports, Path("x"), SUPERVISED, {})
 
+    one, two = whole.comparison
+    assert (whole.samples_per_s, whole.peak_bytes, whole.ceiling_share, whole.stopped) == (3.0, 9, 0.25, False)
+    assert whole.warnings == ("1: poor", "2: poor")
     assert (one.score, one.loss, one.weight) == (0.75, 1.5, 0.75)
     assert (two.score, two.loss, two.weight) == (0.2, None, 0.0)
 
@@ -333,7 +387,7 @@ def test_augmented_copies_are_made_once_and_used_in_turn(tmp_path):
     calls = []
 
     def shift(batch, rng):
-        calls.append(1)
+        calls.append(float(torch.rand((), generator=rng)))
         valid = batch["frames"][..., 0].new_tensor(range(batch["frames"].shape[1])) < batch["length"][:, None] - 1
         return {
             **batch,
@@ -348,7 +402,7 @@ def test_augmented_copies_are_made_once_and_used_in_turn(tmp_path):
     ):
         epochs = [next(iter(variants.epoch(number))) for number in (0, 1, 2)]
 
-    assert len(calls) == 2
+    assert len(calls) == len(set(calls)) == 2
     for copy, batch in zip((100, 200, 100), epochs, strict=True):
         rows = sorted(
             zip(batch["length"].tolist(), batch["frames"][:, 0, 0].tolist(), batch["label"].tolist(), strict=True)
@@ -356,38 +410,18 @@ def test_augmented_copies_are_made_once_and_used_in_turn(tmp_path):
         assert rows == [(4, copy + 1, 8), (5, copy + 3, 6)]
 
 
-def test_weights_and_order_depend_on_the_seed_and_the_phase(tmp_path):
-    for row in range(20):
-        np.save(tmp_path / f"{row}.npy", np.ones((2, 1), np.float32))
-    data, found = SequenceFolder(tmp_path), {}
-    statistics = FeatureStatistics(torch.zeros(1), torch.ones(1))
+def test_weights_and_order_depend_on_the_seed_and_the_phase():
+    found, batches = {}, SimpleNamespace(view=lambda rows, label, seed: seed)
     for seed in (0, 1, 0):
-        config = replace(SUPERVISED, seed=seed, batch_size=32)
-        with joined("cpu") as ranks, SequenceBatches(data, config, CPU) as batches:
-            run = SequenceRun(
-                out=tmp_path, data=data, split=None, config=config, batches=batches, statistics=statistics, ranks=ranks
-            )
-            for name in ("supervised-1", "supervised-2"):
-                weight = run.new(lambda: torch.nn.Linear(1, 4), name).weight.flatten().tolist()
-                made = (weight, next(iter(run.view(torch.arange(20), name).epoch(0)))["item"].tolist())
-                assert found.setdefault((seed, name), made) == made
+        run = SequenceRun(
+            out=None, data=None, split=None, config=replace(SUPERVISED, seed=seed), batches=batches, statistics=None,
+            ranks=SimpleNamespace(device=CPU),
+        )  # fmt: skip
+        for name in ("supervised-1", "supervised-2"):
+            weight = run.new(lambda: torch.nn.Linear(1, 4), name).weight.flatten().tolist()
+            assert found.setdefault((seed, name), (*weight, run.view(None, name))) == (*weight, run.view(None, name))
 
-    assert (
-        len({tuple(weight) for weight, _ in found.values()}) == len({tuple(items) for _, items in found.values()}) == 4
-    )
-
-
-def test_members_begin_with_encoders_of_their_own():
-    run = run_of([0, 1], train=[0, 1])
-    run.config = replace(SUPERVISED, members=2, model=SMALL)
-    made = []
-    run.new_encoder = lambda *name: made.append(name) or torch.nn.Identity()
-    run.new = lambda make, name: made.append(name)
-
-    for number in (1, 2):
-        _new_module(run, None, number, f"supervised-{number}")
-
-    assert len(set(made)) == 4
+    assert [len(set(values)) for values in zip(*found.values(), strict=True)] == [4] * 5
 
 
 def test_a_validation_part_of_twenty_chooses_the_weights_of_a_small_network():
@@ -397,21 +431,6 @@ def test_a_validation_part_of_twenty_chooses_the_weights_of_a_small_network():
     assert not _choose(run)
     run.split = run.split._replace(validation=torch.arange(10, 30))
     assert _choose(run)
-
-
-def test_statistics_are_scored_on_what_was_held_out(monkeypatch):
-    run = run_of([0, 1, 0, 1, 0, 1], train=[0, 1, 2], held_out=[3, 4, 5])
-    run.batches = SimpleNamespace(plain=lambda rows: rows)
-    output = torch.tensor([[1.0], [2.0], [3.0]])
-    monkeypatch.setattr("brim.sequences.training.methods.fit_run", lambda *_: SimpleNamespace(module=torch.nn.ReLU()))
-    monkeypatch.setattr(
-        "brim.sequences.training.methods.encode",
-        lambda module, rows, device: SimpleNamespace(row=rows, prediction=torch.zeros(3).long(), output=output),
-    )
-
-    assert _statistics_score(run, run.split.held_out) == pytest.approx(1 / 3)
-    run.data.targets = torch.tensor([0.0, 0, 0, 1, 2, 6]).double()
-    assert _statistics_score(run, run.split.held_out) == pytest.approx(1 - 9 / 14)
 
 
 def test_a_probe_is_fitted_to_the_training_part(monkeypatch):

@@ -87,16 +87,6 @@ def test_rows_fields_and_a_fixed_order_can_be_chosen(folder):
     assert not torch.equal(batch["length"], other["length"])  # each epoch is augmented anew
 
 
-def test_each_sequence_is_augmented_in_its_own_way(tmp_path):
-    for number in range(8):
-        np.save(tmp_path / f"{number}.npy", np.ones((100, 2), np.float32))
-
-    with loader(SequenceFolder(tmp_path), augmentation=Augmentation(crop=0.9)) as source:
-        (batch,) = source.epoch(0)
-
-    assert len(set(batch["length"].tolist())) > 5
-
-
 def test_buckets_give_batches_of_similar_lengths_and_padding_is_counted(folder):
     sequences = SequenceFolder(folder)
     with loader(sequences) as plain, loader(sequences, buckets=BucketConfig(batch_size=4, multiple=8)) as source:

@@ -122,6 +122,18 @@ def test_the_interval_of_numbers_spans_the_draws_of_three_groups():
     assert (report.task, report.confusion, report.per_class) == ("regression", [], {})
 
 
+def test_a_report_is_of_labelled_sequences_and_leaves_out_what_is_not_defined():
+    data = labelled(torch.tensor([0, 0, 0, 0, -1]), torch.arange(5))
+    data.targets = torch.tensor([5, 5, 1, 3, np.nan]).double()
+    plan = FoldPlan((Fold("1", torch.tensor([0, 1])), Fold("2", torch.tensor([2, 3]))), None)
+
+    report = summarise(data, replace(CONFIG, groups=None, seed=3), plan, torch.tensor([[[5.0], [6], [1], [2], [0]]]))
+
+    r2 = report.scores["r2"]
+    assert (r2.values, r2.mean, r2.std) == ([None, pytest.approx(0.5)], pytest.approx(0.5), None)
+    assert (report.sequences, report.seeds, "over sequences of" in report.interval) == (4, [3], True)
+
+
 def confused(data):
     """Trains nothing, and takes every fifth sequence for the next class, another fifth with each seed."""
 
@@ -245,6 +257,10 @@ def test_numbers_are_recognised_and_digits_are_classes(corpus):
         assert (data.with_labels("few").targets is not None) == numbers
     data.columns["few"] = tuple(str(row) for row in range(36))
     assert data.with_labels("few").targets is None
+    data.columns["few"] = ("", *(f"{row}.5" for row in range(35)))
+    some = data.with_labels("few", "regression")
+    assert (some.labels.tolist()[:2], some.label_names()[:2]) == ([-1, 0], ["", "0.5"])
+    assert data.with_labels("mood").column("Mood", "groups")[:2] == ("high", "low")
     back = data.with_labels("mood").with_labels("label")
     assert (back.classes, back.labels.tolist()) == (data.classes, data.labels.tolist())
 

@@ -65,23 +65,6 @@ def unlabelled(folder: Path, out: Path) -> Path:
 # Learning
 
 
-def test_supervised_training_learns_classes_it_was_not_shown(tmp_path):
-    make_sequences(tmp_path / "npy", 150, dim=8, classes=3, mean_length=20)
-    pack(tmp_path / "npy", tmp_path / "corpus")
-    config = SequenceTraining(
-        mode="supervised",
-        classifier_epochs=15,
-        batch_size=16,
-        learning_rate=5e-3,
-        model=TINY | {"channels": 32, "hidden": 16},
-    )
-
-    report = train(tmp_path / "corpus", tmp_path / "run", config, device="cpu")
-
-    assert set(report.scores) == {"accuracy", "uar", "macro_f1"}
-    assert report.scores["accuracy"] >= 0.9
-
-
 def test_training_without_labels_finds_the_classes(tmp_path):
     make_sequences(tmp_path / "npy", 150, dim=8, classes=3, mean_length=20)
     pack(tmp_path / "npy", tmp_path / "corpus")

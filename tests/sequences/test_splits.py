@@ -164,7 +164,7 @@ def test_no_group_is_in_two_parts_and_every_sequence_is_held_out_once(folds):
 def test_named_folds_hold_the_sequences_of_their_group_or_value_in_natural_order():
     data = labelled(torch.tensor([0, 1, 0, 1, 0, -1]), torch.tensor([10, 9, 9, 10, 2, 9]))
     data.split = ("test", "train", "validation", "test", "test", "train")
-    data.columns["part"] = ("b", "b", "a", "a", "b", "a")
+    data.columns["part"] = ("b", "b", "a", "a", "b", "c")
 
     by_group = plan_folds(data, replace(FOLDS, folds="leave-one-group-out")).folds
     by_column = plan_folds(data, replace(FOLDS, folds="part", groups=None)).folds
@@ -207,24 +207,16 @@ def test_a_class_of_a_single_group_is_refused():
         plan_folds(labelled(labels, groups), FOLDS)
 
 
-def test_a_column_of_folds_has_every_sequence_and_no_group_in_two_folds():
-    data = labelled(torch.arange(12) % 2, torch.arange(12) // 2)
-    data.columns["part"] = tuple("aabbaaabbbab")
-
-    with pytest.raises(DatasetError, match="the group of 6 is in 2 folds, such as a and b"):
-        plan_folds(data, replace(FOLDS, folds="part"))
-    data.columns["part"] = (*"aabbaa", "", *"bbbbb")
-    with pytest.raises(DatasetError, match="fake: 6 has no part"):
-        plan_folds(data, replace(FOLDS, folds="part", groups=None))
-
-
-def test_groups_of_the_corpus_s_own_split_and_the_seed_count_for_every_part():
+def test_groups_and_the_seed_count_in_folds_and_parts_that_the_user_gives():
     data = labelled(torch.arange(40) % 2, torch.arange(40) // 2)
-    data.split = ("train",) * 31 + ("test",) * 9
-    with pytest.raises(DatasetError, match="1 groups are in both the .* and the test part"):
+    data.columns["part"], data.split = tuple("abb" + "a" * 37), ("train",) * 31 + ("test",) * 9
+
+    with pytest.raises(DatasetError, match="the group of 0 is in 2 folds, such as a and b"):
+        plan_folds(data, replace(FOLDS, folds="part"))
+    with pytest.raises(DatasetError, match=r"1 groups are in both the .* and the test part"):
         split_sequences(data, replace(SUPERVISED, groups="speaker"))
-    data.split = ("train",) * 30 + ("test",) * 10
-
+    data.columns["part"], data.split = ("a", "", *"b" * 38), ("train",) * 30 + ("test",) * 10
+    with pytest.raises(DatasetError, match="fake: 1 has no part"):
+        plan_folds(data, replace(FOLDS, folds="part", groups=None))
     chosen = [split_sequences(data, replace(SUPERVISED, val_fraction=0.3, seed=seed)).validation for seed in (0, 1)]
-
     assert not torch.equal(*chosen)
