@@ -4,6 +4,7 @@ import json
 import os
 from pathlib import Path
 
+import numpy as np
 import pytest
 import safetensors.torch
 import torch
@@ -103,6 +104,19 @@ def test_reading_by_shard_by_field_and_by_range(made):
     assert dataset.rows(30, 40)["x"].shape == (0, 2, 2)
     with pytest.raises(DatasetError, match='no field "y"; it has even, index'):
         dataset.load(["y"])
+
+
+def test_rows_by_their_numbers_come_in_the_order_of_the_list(made):
+    dataset, numbers = Dataset(made), [24, 3, 11, 3, -25, 10, 9]
+    wanted = [24, 3, 11, 3, 0, 10, 9]
+
+    for listed in (numbers, tuple(numbers), torch.tensor(numbers), np.array(numbers)):
+        assert dataset[listed]["index"].tolist() == wanted
+    assert [row["index"].item() for row in dataset.__getitems__(numbers)] == wanted
+    assert dataset[21:2:-7]["index"].tolist() == [21, 14, 7]
+    for outside in (25, -26):
+        with pytest.raises(IndexError, match="rows 0 to 24"):
+            dataset[outside]
 
 
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

@@ -211,6 +211,13 @@ def test_the_key_of_a_cpu_is_the_same_after_a_reboot(monkeypatch, gib, shown):
     assert device_key(CPU).endswith(f" {shown} GiB")
 
 
+@pytest.mark.parametrize(("cores", "shown"), [(1, " 1 core "), (2, " 2 cores "), (64, " 64 cores ")])
+def test_the_key_of_a_cpu_says_how_many_cores_are_used(monkeypatch, cores, shown):
+    monkeypatch.setattr(batch_sizes, "worker_count", lambda: cores)
+
+    assert shown in device_key(CPU)
+
+
 def test_the_key_of_a_gpu_is_name_and_memory(monkeypatch):
     monkeypatch.setattr(batch_sizes, "describe", lambda device: {"name": "NVIDIA H200"})
     monkeypatch.setattr(batch_sizes, "total_bytes", lambda device: 150_109_880_320)

@@ -4,7 +4,7 @@ import struct
 import tracemalloc
 import zlib
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 
 import cv2
 import imagecodecs
@@ -13,7 +13,8 @@ import pytest
 
 from brim.errors import ImageError
 from brim.segmentation.images import image_size
-from brim.segmentation.images.reading import read_image
+from brim.segmentation.images.reading import open_by_part, read_image
+from brim.segmentation.images.stacks import ImageWindow
 from brim.segmentation.images.tiff import TiffStack
 
 SHORT, LONG = 3, 4
@@ -77,6 +78,33 @@ def at_most(num_bytes: int) -> Iterator[None]:
 
 def test_the_tiff_of_these_tests_is_read():
     assert np.array_equal(read_image(grey_tiff(*strips([bytes(row) for row in GREY])))[..., 0], GREY)
+
+
+@pytest.mark.parametrize(("rows", "far"), [(64, 2**32 + 4096), (32, 4096)])  # a far strip, or a far list of strips
+def test_an_ndpi_is_read_beyond_4_gibibytes(rows, far, tmp_path):
+    """Low halves of places stand in classic tags, high halves behind the directory; the file is sparse."""
+    num, list_at, directory_at = 64 // rows, 2**32 + 1024, 2**32 + 65536
+    starts, lengths = [far + 64 * rows * strip for strip in range(num)], [64 * rows] * num
+    entries = [
+        (256, LONG, 1, 64), (257, LONG, 1, 64), (258, SHORT, 1, 8), (259, SHORT, 1, 1), (262, SHORT, 1, 1),
+        (273, LONG, num, starts[0] if num == 1 else list_at), (277, SHORT, 1, 1), (278, LONG, 1, rows),
+        (279, LONG, num, lengths[0] if num == 1 else 512),
+    ]  # fmt: skip
+    with (tmp_path / "slide.ndpi").open("wb") as file:
+        file.write(b"II*\0" + struct.pack("<Q", directory_at))
+        for at, values in ((512, lengths), (list_at, [start % 2**32 for start in starts])):
+            file.seek(at)
+            file.write(struct.pack(f"<{num}I", *values))
+        file.seek(far)
+        file.write(GREY.tobytes())
+        file.seek(directory_at)
+        low = b"".join(struct.pack("<HHII", *entry[:3], entry[3] % 2**32) for entry in entries)
+        high = struct.pack("<9I", *(entry[3] >> 32 for entry in entries))
+        file.write(struct.pack("<H", len(entries)) + low + bytes(8) + high)
+
+    with closing(open_by_part(tmp_path / "slide.ndpi")) as stack:
+        assert (stack.shape.height, stack.shape.width) == (64, 64)
+        assert np.array_equal(stack.read(0, 0, (0,), ImageWindow(0, 0, 64, 64))[..., 0], GREY)
 
 
 @pytest.mark.parametrize("first", [600, 258], ids=["unknown tags", "known tags too"])

@@ -386,6 +386,15 @@ def test_images_are_found_below_directories_sorted_and_once(tmp_path):
     assert find_images([tmp_path / "sub" / "deep", tmp_path / "b.PNG"])[-1].name == "b.PNG"
 
 
+def test_images_are_sorted_whatever_the_file_system_lists_first(tmp_path):
+    names = [f"{folder}{number:02}.png" for folder in ("a/", "b", "c/") for number in range(20)]
+    for name in np.random.default_rng(1).permutation(names):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+
+    assert [path.relative_to(tmp_path).as_posix() for path in find_images([tmp_path])] == names
+
+
 # The header alone
 
 

@@ -1,6 +1,7 @@
 """Images through the default model: one polygon for each cell, its measurements, formats that other programs read."""
 
 import json
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
@@ -13,10 +14,13 @@ from scipy.ndimage import gaussian_filter
 from shapely.geometry import shape
 
 from brim.segmentation import ModelLoader
-from brim.segmentation.config import FilesConfig
+from brim.segmentation.config import FilesConfig, PredictConfig
 from brim.segmentation.networks import default_weights
+from brim.segmentation.networks.network import ModelTraits
 from brim.segmentation.objects.scores import ObjectScores
 from brim.segmentation.prediction import predict_files
+from brim.segmentation.prediction.instances import InstanceTracer, Size
+from brim.segmentation.prediction.patches import ImageFrame
 from brim.segmentation.scenes.drawing import draw
 from real_data import real_files
 
@@ -189,6 +193,35 @@ def test_intensities_are_those_of_the_file_in_every_channel(loader, scene, tmp_p
 
 
 # Images unlike the scenes
+
+
+class Dark:
+    """A network that sees dark squares on a bright ground blurred, and bright squares as sharply as it is told."""
+
+    def __init__(self, blur):
+        self.blur, self.device, self.traits = blur, torch.device("cpu"), ModelTraits(task="instances", scale=None)
+
+    def __call__(self, images):
+        values = images[:, :1].float() / 255
+        is_bright = values.mean() > 0.5
+        blur = 9 if is_bright else self.blur
+        shown = torch.nn.functional.avg_pool2d(1 - values if is_bright else values, blur, 1, blur // 2)
+        return torch.logit(shown.clamp(0.01, 0.99)).repeat(1, 2, 1, 1)
+
+
+@pytest.mark.parametrize(("blur", "is_inverted"), [(1, True), (9, False)])
+def test_a_bright_image_is_shown_inverted_if_that_is_clearer(blur, is_inverted):
+    squares = np.kron(np.eye(4, dtype=bool)[:, [1, 0, 3, 2]], np.pad(np.ones((20, 20), bool), 6))
+    pixels = np.where(squares, 0, 255).astype(np.uint8)[..., None].repeat(3, 2)
+    frame = ImageFrame(0, "image", 128, 128, pixels=pixels)
+    tracer = InstanceTracer(Dark(blur), nullcontext(), PredictConfig(), lambda: 1)
+
+    maps = tracer._rescaled(frame, Size(20.0, 0.95, 2.5))
+
+    assert (maps is not None) == is_inverted
+    assert not is_inverted or np.array_equal(maps[0].numpy() > 0.9, squares)
+    frame.pixels = 255 - pixels  # a dark ground is never inverted
+    assert tracer._rescaled(frame, Size(20.0, 0.95, 2.5)) is None
 
 
 @pytest.mark.parametrize(

@@ -12,10 +12,10 @@ import tifffile
 import torch
 
 from brim.errors import ImageError
-from brim.segmentation.config import FilesConfig
+from brim.segmentation.config import REGISTERED, FilesConfig
 from brim.segmentation.images.reading import open_by_part, read_picture
 from brim.segmentation.images.stacks import ImageWindow
-from brim.segmentation.networks import create_model, default_weights
+from brim.segmentation.networks import create_model, default_weights, save_weights
 from brim.segmentation.prediction import ModelLoader, predict_files, slide_files
 from brim.segmentation.prediction.slide_files import write_slide
 from brim.segmentation.prediction.slides import TileLabels, TileObjects, predict_slide
@@ -323,6 +323,32 @@ def test_large_files_are_predicted_by_tile_beside_others(weights, tmp_path, monk
 
     other = predict_files([images / "slide.tif"], loader, tmp_path / "mask", FilesConfig(format="mask", batch_size=1))
     assert other.failures == {}  # small enough to be predicted whole
+
+
+class Bright(torch.nn.Module):
+    """Sees what is brighter than the middle of the scale."""
+
+    def __init__(self):
+        super().__init__()
+        self.middle = torch.nn.Parameter(torch.tensor((0.5 - 0.485) / 0.229))
+
+    def forward(self, x):
+        return 20 * (x[:, :1] - self.middle)
+
+
+def test_all_tiles_of_a_slide_are_shown_with_one_contrast(tmp_path, monkeypatch):
+    monkeypatch.setitem(REGISTERED, "bright", Bright)
+    save_weights(Bright(), tmp_path / "bright.safetensors", {"contrast": "stretch", "scale": "1"})
+    monkeypatch.setattr(slide_files, "SLIDE_PIXELS", 1000)
+    monkeypatch.setattr(slide_files.predict_slide, "__kwdefaults__", {"core": 150, "halo": 16, "progress": None})
+    faint, clear = discs(300, 40, 14, 3, least=8)[..., 0] // 8, discs(300, 40, 14, 4, least=8)[..., 0]
+    path = write_file(tmp_path / "slide.tif", np.hstack([faint, clear]))
+    loader = ModelLoader({"bright": tmp_path / "bright.safetensors"}, "cpu", None)
+
+    predict_files([path], loader, tmp_path / "out", FilesConfig(format="labels", batch_size=1))
+
+    labels = tifffile.imread(tmp_path / "out/slide_labels.tif")
+    assert np.array_equal(labels > 0, np.hstack([faint, clear]) > 100)
 
 
 def test_the_default_model_finds_by_tile_what_it_finds_in_the_whole_image(tmp_path, monkeypatch):

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from brim.engine.storage import Dataset
 from brim.errors import CheckpointError, ConfigError, ImageError
-from brim.segmentation.config import SegmentTrainConfig
+from brim.segmentation.config import ImagePlanes, SegmentTrainConfig
 from brim.segmentation.images.reading import numbers_objects, read_labels
 from brim.segmentation.networks import default_weights, load_model, read_metadata
 from brim.segmentation.networks.packing import digest, pack
@@ -20,7 +20,8 @@ from brim.segmentation.objects.instances import STANDARD_DIAMETER, heights
 from brim.segmentation.scenes import write_cells
 from brim.segmentation.scenes.source import Drawing, SceneSource
 from brim.segmentation.training import run, train
-from brim.segmentation.training.crops import Cutting, ImagePair, cut, halves, read_pair
+from brim.segmentation.training.crops import Cutting, ImagePair, cut, find_change, halves, read_pair
+from brim.segmentation.training.crops import pack as pack_crops
 from brim.segmentation.training.objective import instance_losses
 
 QUICK = {"model": "unet_tiny", "size": 64, "epochs": 1, "batch_size": 4, "learning_rate": 0.003}
@@ -107,6 +108,29 @@ def test_channels_are_chosen_and_others_are_another_run(cells):
         train(cells / "images", cells / "masks", replace(config, channels=("empty",)), cells / "run", device="cpu")
     with pytest.raises(ImageError, match='has no channel "Cy5"; its channels are 0 empty, 1 cells'):
         train(cells / "images", cells / "masks", replace(config, channels=("Cy5",)), cells / "other", device="cpu")
+
+
+def test_crops_are_cut_again_for_other_planes_and_other_ways_of_cutting(tmp_path):
+    stack = np.random.default_rng(0).integers(0, 256, (2, 3, 2, 32, 48), np.uint8)  # times, slices, channels
+    tifffile.imwrite(tmp_path / "a.ome.tif", stack, metadata={"axes": "TZCYX"}, photometric="minisblack")
+    cv2.imwrite(str(tmp_path / "mask.png"), np.pad(np.ones((8, 8), np.uint8), ((4, 20), (4, 36))))
+    pairs = [ImagePair("a.ome.tif", tmp_path / "a.ome.tif", tmp_path / "mask.png")]
+
+    def crop(cutting):
+        return pack_crops(pairs, tmp_path / "crops", cutting).load(("image",))["image"][0, 0].numpy()
+
+    chosen = [(0, 0, "0"), (0, 0, "1"), (0, 2, "1"), (1, 2, "1"), (1, "max", "1"), (0, 0, "0")]
+    for time, z, channel in chosen:
+        planes = stack[time, :, int(channel)]
+        wanted = planes.max(0) if z == "max" else planes[z]
+        found = crop(Cutting(32, planes=ImagePlanes(t=time, z=z, channels=(channel,))))
+        assert np.array_equal(found, wanted[:, :32]), (time, z, channel)
+    plain = Cutting(32, planes=ImagePlanes(t=0, z=0, channels=("0",)))
+    for change in ({"size": 16}, {"scale": 0.5}, {"stretched": True}, {"instances": True}):
+        kept = pack_crops(pairs, tmp_path / "crops", plain).manifest
+        assert pack_crops(pairs, tmp_path / "crops", plain).manifest == kept
+        pack_crops(pairs, tmp_path / "crops", replace(plain, **change))
+        assert find_change(pairs, tmp_path / "crops", plain).startswith(next(iter(change)))
 
 
 def test_more_objects_than_a_crop_can_number_are_refused():

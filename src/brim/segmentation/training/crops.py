@@ -168,8 +168,10 @@ class Cutting:
 
     def header(self) -> dict[str, Any]:
         """For the manifest: what differs from plain crops of masks, which older versions wrote."""
-        changes = {"instances": self.instances, "stretched": self.stretched, "scale": self.scale}
-        header = {"size": self.size} | {name: value for name, value in changes.items() if value not in (False, 1.0)}
+        header: dict[str, Any] = {"size": self.size}
+        header |= {"instances": True} if self.instances else {}
+        header |= {"stretched": True} if self.stretched else {}
+        header |= {"scale": self.scale} if self.scale != 1 else {}
         planes = {name: value for name, value in asdict(self.planes).items() if value is not None}
         header |= {"planes": json.loads(json.dumps(planes))} if planes else {}
         return header | ({"classes": list(self.classes)} if self.classes else {})
