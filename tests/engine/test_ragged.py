@@ -133,6 +133,8 @@ def test_an_epoch_resumes_in_the_middle(tier: str) -> None:
             assert len(resident.epoch(5, start)) == len(whole) - start
         with pytest.raises(ConfigError, match="start_batch=16"):
             resident.epoch(5, 16)
+        assert items_of(resident.epoch(6)) == [batch.items.tolist() for batch in resident.order(6)]
+        assert items_of(resident.epoch(6)) != items_of(whole)
 
 
 def test_large_batches_are_padded_by_several_threads(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,8 +10,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from brim.engine.config import BucketConfig, Tier
+from brim.engine.rows.buckets import Bucketed
 from brim.engine.rows.order import Shuffle
-from brim.engine.rows.ragged import RaggedResident
+from brim.engine.rows.ragged import RaggedResident, part_of
 from brim.engine.rows.ragged_tiers import RaggedTensors
 from brim.engine.rows.resident import Resident
 from brim.engine.rows.source import TensorSource
@@ -47,6 +48,16 @@ def test_a_batch_without_own_items_has_the_next_one_stand_in() -> None:
     assert part.items.tolist() == [0, 0, 1, 2]  # 1 stands in for the first batch
     assert part.stops.tolist() == [1, 4]
     assert [len(part.share(apart(2)[1], batch).places) for batch in (0, 1)] == [0, 3]
+
+
+def test_a_batch_without_own_sequences_has_the_shortest_own_one_stand_in() -> None:
+    mine, lengths = torch.tensor([False, True, False, True, False]), torch.tensor([4, 9, 3, 7, 8])
+
+    without, mixed = (part_of(Bucketed(8, torch.tensor(items)), mine, lengths) for items in ([4, 0, 2], [4, 3, 1]))
+
+    assert (without.length, without.items.tolist()) == (8, [3])
+    assert (mixed.length, mixed.items.tolist()) == (8, [3, 1])
+    assert part_of(Bucketed(3, torch.tensor([2])), mine, lengths).length == 7
 
 
 @pytest.mark.parametrize(("tier", "shuffle"), [("vram", True), ("ram", True), ("window", "blocks"), ("ram", False)])

@@ -10,7 +10,7 @@ import pyarrow
 import pytest
 import torch
 
-from brim.engine.rows.columns import arrow_tensor
+from brim.engine.rows.columns import arrow_tensor, to_columns
 from brim.engine.rows.files import DatasetSource, NpyFolderSource
 from brim.engine.rows.source import SideBySide, TensorSource, read_rows
 from brim.engine.rows.sql import SqlSource, without_password
@@ -84,6 +84,23 @@ def test_rows_are_read_in_the_order_asked_for(index):
 
 
 # Columns
+
+
+@pytest.mark.parametrize(
+    ("columns", "message"),
+    [
+        ({"x": [1, 2, 3], "y": torch.zeros(2, 3)}, 'column "y" has 2 rows, "x" has 3'),
+        ({"x": [1, 2], "y": 5.0}, 'column "y" is a single number'),
+        ({"x": [1, 2], "y": torch.zeros(2, device="meta")}, 'column "y" is on meta, "x" is on cpu'),
+        ({"x": [[1, 2], [3]]}, r'column "x" has shape \[1\] in row 1'),
+        ({"x": np.array([np.zeros(2), None], object)}, "in row 1"),
+        ({"x": ["a"]}, "holds text, not numbers"),
+        ({}, "there is no column"),
+    ],
+)
+def test_columns_that_make_no_table_are_refused(columns, message):
+    with pytest.raises(DatasetError, match=message):
+        to_columns(columns)
 
 
 def test_lists_of_a_column_become_an_axis_across_chunks():

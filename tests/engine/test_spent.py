@@ -10,7 +10,7 @@ import pytest
 from fake_time import FakeTime
 
 from brim.engine.meter.ceiling import BUDGET, CeilingProbe, of_several
-from brim.engine.meter.spent import IMPORT, WORK, Account, accounting, current_account, of_this_process, within
+from brim.engine.meter.spent import DEVICE, IMPORT, WORK, Account, accounting, current_account, of_this_process, within
 
 
 def test_every_second_belongs_to_the_innermost_cause() -> None:
@@ -29,6 +29,19 @@ def test_every_second_belongs_to_the_innermost_cause() -> None:
     assert (spent.wall_s, spent.startup_s, spent.work_s) == (17.5, 4.0, 10.0)
     assert list(spent.overhead.items()) == [("import", 4.0), ("checkpoint", 2.0), ("ceiling", 1.0), ("other", 0.5)]
     assert spent.line() == "17.5 s in all: 10.0 s of work, 7.5 s of overhead, most of it import (4.0 s)"
+
+
+def test_the_start_is_imports_and_devices_and_no_more_than_was_work_is_moved() -> None:
+    clock = FakeTime()
+    account = Account(IMPORT, clock=clock, age_s=2.0)
+    account.begin()
+    for cause, seconds in ((DEVICE, 3), ("writing", 1), (WORK, 5)):
+        with account.within(cause):
+            clock.now_s += seconds
+    account.move(7.0, "ceiling")
+    spent = account.spent()
+    assert (spent.wall_s, spent.startup_s, spent.work_s) == (11, 5, 0)
+    assert spent.overhead == {"ceiling": 5, DEVICE: 3, IMPORT: 2, "writing": 1}
 
 
 def test_calls_share_the_account_of_their_thread_and_no_other() -> None:

@@ -12,6 +12,8 @@ import numpy as np
 import pytest
 import roifile
 import shapely
+import tifffile
+import zarr
 from PIL import Image
 from pycocotools.coco import COCO
 
@@ -29,6 +31,7 @@ from brim.segmentation.objects import (
     to_measurements,
     to_polygons,
 )
+from brim.segmentation.objects.label_files import label_tiff, zarr_files
 from brim.segmentation.objects.rings import find_rings, trace
 
 HEIGHT, WIDTH = 40, 56
@@ -184,6 +187,27 @@ def test_a_mask_has_the_size_of_the_image_and_two_values(tmp_path):
     with Image.open(tmp_path / "cells.png") as image:
         assert image.mode == "L"
         np.testing.assert_array_equal(np.asarray(image), cells() * np.uint8(255))
+
+
+@pytest.mark.parametrize(("largest", "dtype"), [(65_535, np.uint16), (65_536, np.uint32)])
+def test_label_files_have_16_bits_while_they_suffice_and_the_size_of_a_pixel(largest, dtype, tmp_path):
+    labels = np.zeros((3, 1100), np.int64)
+    labels[1, 7], labels[2, 1099] = 1, largest
+    (tmp_path / "a.tif").write_bytes(label_tiff(labels, 0.25))
+    for name, content in zarr_files(labels, 0.25).items():
+        (tmp_path / "a.zarr" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "a.zarr" / name).write_bytes(content)
+
+    with tifffile.TiffFile(tmp_path / "a.tif") as file:
+        page = file.pages.first
+        assert (page.dtype, page.tags["ResolutionUnit"].value) == (dtype, 3)
+        assert page.tags["XResolution"].value[0] / page.tags["XResolution"].value[1] == 40_000  # pixels in 1 cm
+        assert np.array_equal(page.asarray(), labels)
+    group = zarr.open_group(tmp_path / "a.zarr", mode="r", zarr_format=2)
+    level = group["labels/cells"].attrs["multiscales"][0]["datasets"][0]
+    assert group["labels/cells/0"].dtype == dtype
+    assert np.array_equal(group["labels/cells/0"][:], labels)
+    assert level["coordinateTransformations"] == [{"type": "scale", "scale": [0.25, 0.25]}]
 
 
 @pytest.mark.parametrize("ground", [0, 128, 255])

@@ -1,5 +1,6 @@
 """Small files made to cost much: memory, time, or more pixels than the limit."""
 
+import mmap
 import struct
 import tracemalloc
 import zlib
@@ -15,7 +16,7 @@ from brim.errors import ImageError
 from brim.segmentation.images import image_size
 from brim.segmentation.images.reading import open_by_part, read_image
 from brim.segmentation.images.stacks import ImageWindow
-from brim.segmentation.images.tiff import TiffStack
+from brim.segmentation.images.tiff import TiffStack, page_offsets, tiff_tags
 
 SHORT, LONG = 3, 4
 GREY = np.arange(64 * 64, dtype=np.uint8).reshape(64, 64)
@@ -102,6 +103,10 @@ def test_an_ndpi_is_read_beyond_4_gibibytes(rows, far, tmp_path):
         high = struct.pack("<9I", *(entry[3] >> 32 for entry in entries))
         file.write(struct.pack("<H", len(entries)) + low + bytes(8) + high)
 
+    with (tmp_path / "slide.ndpi").open("rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as mapped:
+        assert page_offsets(mapped, is_ndpi=True) == [directory_at]
+        tags = {number: own.tolist() for number, own in tiff_tags(mapped, directory_at, is_ndpi=True).items()}
+    assert (tags[273], tags[279]) == (starts, lengths)
     with closing(open_by_part(tmp_path / "slide.ndpi")) as stack:
         assert (stack.shape.height, stack.shape.width) == (64, 64)
         assert np.array_equal(stack.read(0, 0, (0,), ImageWindow(0, 0, 64, 64))[..., 0], GREY)

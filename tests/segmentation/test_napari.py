@@ -9,7 +9,7 @@ import yaml
 
 from brim.errors import ImageError
 from brim.segmentation import ModelLoader
-from brim.segmentation.config import FilesConfig
+from brim.segmentation.config import FilesConfig, PredictConfig
 from brim.segmentation.images.writing import Writer
 from brim.segmentation.napari import get_reader, segment_cells
 from brim.segmentation.networks import default_weights
@@ -69,3 +69,11 @@ def test_the_widget_labels_cells(image, prediction):
     np.testing.assert_array_equal(segment_cells(image), prediction.labels)
     floats = segment_cells(np.where(image > 250, np.nan, image / 255).astype(np.float32))
     assert floats.shape == image.shape
+
+
+def test_the_settings_of_the_widget_are_used(image):
+    loader = ModelLoader({"cells": default_weights()}, "cpu", None)
+    config = PredictConfig(batch_size=1, diameter=45.0, threshold=0.7, min_area=90)
+    (wanted,) = loader.stream([image], "cells", config)
+
+    np.testing.assert_array_equal(segment_cells(image, 45.0, 0.7, 90), wanted.labels)

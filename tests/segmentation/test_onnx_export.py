@@ -1,6 +1,7 @@
 """ONNX files of segmentation networks answer as the networks do, at other sizes."""
 
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -8,9 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from brim.cli import main
+from brim.errors import ConfigError
 from brim.segmentation import create_model
 from brim.segmentation.config import REGISTERED
 from brim.segmentation.networks import normalise, save_weights
+from brim.segmentation.networks.onnx_file import OnnxGraph, _compare
 
 
 class TwoScales(nn.Module):
@@ -49,6 +52,23 @@ def test_an_exported_network_answers_as_torch_at_any_size(tmp_path, capsys, monk
         images = torch.randint(0, 256, shape, dtype=torch.uint8)
         (logits,) = session.run(None, {"images": images.float().numpy()})
         np.testing.assert_allclose(logits, module(normalise(images)).numpy(), atol=1e-4)
+
+
+def test_a_graph_that_answers_otherwise_is_refused(tmp_path):
+    runtime = SimpleNamespace(
+        InferenceSession=lambda file, providers: SimpleNamespace(run=lambda _, given: [own(given["images"]) + off])
+    )
+    graph = OnnxGraph(nn.Conv2d(3, 1, 1)).eval()
+
+    def own(images):
+        with torch.no_grad():
+            return graph(torch.from_numpy(images)).numpy()
+
+    off = 0.0
+    assert _compare(runtime, tmp_path / "n.onnx", graph) == 0
+    off = 0.01
+    with pytest.raises(ConfigError, match=r"differs from torch by 0\.0"):
+        _compare(runtime, tmp_path / "n.onnx", graph)
 
 
 def test_what_cannot_be_exported_is_said(tmp_path, capsys):

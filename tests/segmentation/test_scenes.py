@@ -72,6 +72,17 @@ def test_objects_are_labelled_up_to_their_edges_not_their_halos():
     assert np.median(ratios) == pytest.approx(1, abs=0.1)  # with halos 1.3
 
 
+def test_bacteria_are_rods_and_round_objects_are_round():
+    def slimness(kind):
+        labels = scenes(kind, count=12, height=160, width=160).labels.numpy()
+        shapes = [(one == number).astype(np.uint8) for one in labels for number in np.unique(one)[1:]]
+        sides = [cv2.minAreaRect(cv2.findNonZero(shape))[1] for shape in shapes if 30 < shape.sum() < 4000]
+        return np.median([max(side) / min(side) for side in sides])
+
+    assert slimness("bacteria") > 1.6
+    assert slimness("round") < 1.25
+
+
 def test_some_objects_touch():
     labels = scenes("nuclei", count=24).labels
     left, right = labels[:, :, :-1], labels[:, :, 1:]

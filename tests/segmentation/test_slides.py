@@ -312,7 +312,7 @@ def test_large_files_are_predicted_by_tile_beside_others(weights, tmp_path, monk
 
     assert list(report.failures) == [str(images / "cut.tif")]
     assert "truncated" in report.failures[str(images / "cut.tif")]
-    assert (report.written, report.report.images, report.stopped) == (2, 3, False)
+    assert (report.written, report.report.images, report.report.failed, report.stopped) == (2, 3, 1, False)
     assert {file.name for file in (tmp_path / "out").iterdir()} == {"slide.geojson", "small.geojson"}
     assert max(progress.share for progress in seen) == 1
     assert {progress.total for progress in seen} == {3}

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from entries import entry_of
 from torch import nn
 
 from brim.engine.device.memory import inject_oom
@@ -15,6 +16,7 @@ from brim.errors import ConfigError, OutOfMemory, StorageError
 from brim.segmentation.config import REGISTERED, TuneConfig
 from brim.segmentation.networks.network import ComputeConfig
 from brim.segmentation.tuning import BatchSizes, Tuned, device_key, tune, tune_model, tuner
+from brim.segmentation.tuning.plot import plot
 from brim.segmentation.tuning.tuner import is_trained, no_slower_than_one, settings
 
 CPU = torch.device("cpu")
@@ -226,6 +228,27 @@ def test_batch_norms_tell_whether_weights_are_trained():
 
 
 # Several models and the file
+
+
+def test_a_chart_has_the_values_of_the_trials_in_its_units(monkeypatch):
+    figures = []
+    monkeypatch.setattr("brim.segmentation.tuning.plot.save_figure", lambda figure, file: figures.append(figure))
+    trials = [
+        {"kind": "sweep", "batch": 2**n, "throughput": 100.0 * (n + 1), "p50_ms": 3.0, "p95_ms": 9.0,
+         "peak_bytes": 2**n * 10**9}
+        for n in range(3)
+    ]  # fmt: skip
+    entry = entry_of(optimal_batch_size=2, max_safe_batch_size=4, memory_limit_mb=8000.0)
+
+    tuned = Tuned(entry=entry, trials=trials, messages=[], setting=ComputeConfig(), compile_s=0.0, seconds=0.0)
+
+    plot("chart.png", {"tiny": tuned})
+
+    throughput, latency, memory = figures[0].axes
+    drawn = {tuple(line.get_xdata()): list(line.get_ydata()) for line in throughput.lines[:1]}
+    assert drawn == {(1, 2, 4): [100, 200, 300]}
+    assert [list(line.get_ydata()) for line in latency.lines[:2]] == [[3, 3, 3], [9, 9, 9]]
+    assert [list(line.get_ydata()) for line in memory.lines[:2]] == [[1, 2, 4], [8, 8]]
 
 
 def test_every_model_is_saved_when_it_is_found(known, tmp_path):

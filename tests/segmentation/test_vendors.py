@@ -96,9 +96,9 @@ def test_with_its_package_a_microscopes_format_is_read_by_its_axes(name, tmp_pat
     path = tmp_path / name
     path.write_bytes(b"good")
 
-    loaded = load_pixels(path, 2**20, name, ImagePlanes(channels=("1",), z=1, t=1))
+    loaded = load_pixels(path, 2**20, name, ImagePlanes(channels=("2",), z=0, t=1))
 
-    assert np.array_equal(loaded.pixels, TCZYX[1, 1, 1])
+    assert np.array_equal(loaded.pixels, TCZYX[1, 2, 0])
     assert loaded.pixel_um == pytest.approx(0.5)
     assert loaded.names == (("", "", "") if name == "a.lif" else ("DAPI", "GFP", ""))
     assert header_size(path) == (8, 6)
@@ -115,6 +115,18 @@ def test_with_openslide_a_slide_is_read_and_what_was_not_scanned_is_white(tmp_pa
     assert (loaded.pixels[0] == 255).all()
     assert np.array_equal(loaded.pixels[1:], TCZYX[0, :, 0, 1:].transpose(1, 2, 0) % 256)
     assert loaded.pixel_um == 0.5
+
+
+@pytest.mark.usefixtures("packages")
+@pytest.mark.parametrize("name", ["a.czi", "a.lif"])
+def test_a_file_that_is_read_at_once_may_not_be_larger_than_the_limit(name, tmp_path, monkeypatch):
+    (tmp_path / name).write_bytes(b"good")
+    monkeypatch.setattr("brim.segmentation.images.vendors._MOST_BYTES", TCZYX.nbytes)
+    load_pixels(tmp_path / name, 2**20, name, ImagePlanes())
+    monkeypatch.setattr("brim.segmentation.images.vendors._MOST_BYTES", TCZYX.nbytes - 1)
+
+    with pytest.raises(ImageError, match=f"holds {TCZYX.nbytes} bytes of pixels"):
+        load_pixels(tmp_path / name, 2**20, name, ImagePlanes())
 
 
 @pytest.mark.usefixtures("packages")
