@@ -21,6 +21,7 @@ def test_summary_shows_where_the_time_went() -> None:
         clock.sleep(3.0)
     with meter.waiting("compute", ROOM):
         clock.sleep(1.0)
+    meter.add("read", 4.0, BUSY, items=7)  # in another thread
     meter.add("write", 2.0, "disk")
     meter.add("write", 0.5, INPUT)
     meter.count(50)
@@ -32,6 +33,7 @@ def test_summary_shows_where_the_time_went() -> None:
         "items_per_s": 5.0,
         "stages": {
             "compute": {"busy_s": 6.0, "share": 0.6, "wait_input_s": 3.0, "wait_room_s": 1.0, "items": 1},
+            "read": {"busy_s": 4.0, "share": 0.4, "wait_input_s": 0.0, "wait_room_s": 0.0, "items": 7},
             "write": {"busy_s": 0.0, "share": 0.0, "wait_input_s": 0.5, "wait_room_s": 0.0, "items": 0},
         },
         "waiting": {"disk": 2.0, "input": 3.5, "room": 1.0},

@@ -9,13 +9,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from brim.engine.config import BucketConfig, Tier
+from brim.engine.config import TIERS, BucketConfig, Tier
 from brim.engine.rows.buckets import Bucketed
 from brim.engine.rows.order import Shuffle
 from brim.engine.rows.ragged import RaggedResident, part_of
 from brim.engine.rows.ragged_tiers import RaggedTensors
 from brim.engine.rows.resident import Resident
 from brim.engine.rows.source import TensorSource
+from brim.engine.training import ranks as joining
 from brim.engine.training.rank_share import Dropout, Share, computing, cut, drawn
 from brim.engine.training.ranks import Ranks, joined
 from brim.errors import ConfigError
@@ -157,6 +158,33 @@ def test_a_place_that_cannot_be_is_refused(monkeypatch: pytest.MonkeyPatch, name
         monkeypatch.setenv(key, text)
     with pytest.raises(ConfigError, match=f"{name}={value}"), joined("cpu"):
         pass
+
+
+def test_ranks_take_the_gpus_of_their_machine_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    known = {"WORLD_SIZE": "16", "RANK": "11", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
+    assert joining._place({**known, "LOCAL_RANK": "3"}) == (11, 16, 3)
+    assert joining._place(known) == (11, 16, 11)  # all on one machine
+    assert joining._place({"RANK": "3"}) == (0, 1, 0)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(joining, "resolve_device", torch.device)
+
+    names = ["auto", "cuda", "cuda:1", "cpu"]
+    assert [str(joining._device(name, 6)) for name in names] == ["cuda:2", "cuda:2", "cuda:1", "cpu"]
+
+
+def test_all_ranks_take_the_lowest_tier_that_one_of_them_needs() -> None:
+    class Beside(Apart):
+        """Another rank has room for a window only."""
+
+        def greatest(self, *values: int) -> list[int]:
+            asked.append(values)
+            return [TIERS.index("window")] if len(asked) == 1 else list(values)
+
+    asked: list[tuple[int, ...]] = []
+    source = TensorSource({"x": torch.randn(40, 3)})
+    with Resident(source, batch_size=8, device=CPU, tier="vram", ranks=Beside(device=CPU, rank=0, size=2)) as data:
+        assert (asked[0], data.tier) == ((TIERS.index("vram"),), "window")
 
 
 # Two real ranks

@@ -95,6 +95,16 @@ def test_shard_bytes_are_those_of_the_safetensors_library(tmp_path):
     assert (tmp_path / "out/shards/000000.safetensors").read_bytes() == safetensors.torch.save(rows)
 
 
+def test_the_header_of_a_shard_is_padded_as_in_the_library(tmp_path):
+    for length in range(1, 9):
+        tensors = {"x" * length: torch.arange(3.0), "µ": torch.arange(5, dtype=torch.int8)}
+        size, sha256 = shard_file.write_safetensors(tmp_path / "a.safetensors", tensors)
+
+        data = (tmp_path / "a.safetensors").read_bytes()
+        assert data == safetensors.torch.save(tensors)
+        assert (size, sha256) == (len(data), hashlib.sha256(data).hexdigest())
+
+
 def test_reading_by_shard_by_field_and_by_range(made):
     dataset = Dataset(made)
     assert [len(dataset.shard(number)["x"]) for number in range(3)] == [10, 10, 5]

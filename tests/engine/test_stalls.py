@@ -21,6 +21,11 @@ def test_each_cause_is_named(cause: str) -> None:
     assert text.startswith(f"{cause}: 40%")
 
 
+def test_the_worst_cause_comes_first_and_small_ones_are_left_out() -> None:
+    found = diagnose(times(copy=1.0, data=4.0, logging=0.4, checkpoint=2.0))
+    assert [text.partition(":")[0] for text in found] == ["data", "checkpoint", "copy"]
+
+
 def test_a_sync_per_step_is_named_with_its_place() -> None:
     found = Times(
         seconds=10, steps=100, waiting=NONE | {"host_sync": 0.2}, step_s=0.1, device_s=0.03, syncs=("a.py:7",)

@@ -81,11 +81,22 @@ def test_bands_leave_no_seam(band, detect_holes, monkeypatch):
 
 @pytest.mark.parametrize("width", [40_000, 70_000])
 def test_images_wider_than_16_bits_count(width):
-    mask = np.zeros((2, width), bool)
+    mask = np.zeros((3, width), bool)
     mask[:, 3::9], mask[1, width - 90 : width - 50] = True, True
+    mask[:, width - 20 : width - 10], mask[1, width - 15] = True, False  # an object with a hole
     probabilities = [np.full(mask.shape, 0.25, np.float32)]
 
     assert_equal(trace([mask], probabilities), expect([mask], probabilities))
+
+
+def test_masks_of_too_many_corners_are_refused(monkeypatch):
+    masks = [np.pad(np.ones((2, 2), bool), 1)] * 2  # four corners each
+    monkeypatch.setattr(device_rings, "MOST_CORNERS", 8)
+    assert_equal(trace(masks, chances(masks)), expect(masks, chances(masks)))
+    monkeypatch.setattr(device_rings, "MOST_CORNERS", 7)
+
+    with pytest.raises(OutOfMemory, match="2 masks of 4 × 4 have more than 7 corners"):
+        trace(masks, chances(masks))
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])

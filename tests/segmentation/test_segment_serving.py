@@ -134,7 +134,8 @@ def test_an_answer_is_what_predict_finds(servable, loader, height, width):
     expected = loader.predict(data, "tiny")
     assert found.body == geojson(expected.polygons)
     assert found.media_type == "application/geo+json"
-    assert found.facts["polygons"] == len(expected.polygons) > 3
+    assert found.facts == {"polygons": len(expected.polygons), "width": width, "height": height}
+    assert len(expected.polygons) > 3
 
 
 @pytest.mark.parametrize("format", list(MEDIA_TYPES))
@@ -243,6 +244,13 @@ def test_warming_up_times_every_size(servable):
     assert whole == pytest.approx(warmed.expected_s)
     assert half[2] == pytest.approx(whole[1])
     assert half[1] == pytest.approx(whole[1] / 2)
+
+
+def test_a_size_tuned_for_smaller_images_is_not_used(made):
+    for side, (tuned, most) in {TILE: (True, 9), TILE - 1: (False, module._UNTUNED["cpu"])}.items():
+        sizes = sizes_file(made / f"{side}.json", "tiny", max_safe_batch_size=9, image_size=side)
+        servable = SegmentServable("tiny", made / "tiny.safetensors", CPU, batch_sizes=sizes, tile=TILE)
+        assert (servable.tuned, servable.max_batch_size) == (tuned, most)
 
 
 def test_a_model_nobody_tuned_is_tuned_and_saved(made, monkeypatch):

@@ -13,11 +13,13 @@ from safetensors.torch import load_file
 from brim.engine.storage import Dataset
 from brim.errors import CheckpointError, ConfigError, ImageError
 from brim.segmentation.config import ImagePlanes, SegmentTrainConfig
+from brim.segmentation.images.contrast import stretch_batch
 from brim.segmentation.images.reading import numbers_objects, read_labels
 from brim.segmentation.networks import default_weights, load_model, read_metadata
 from brim.segmentation.networks.packing import digest, pack
 from brim.segmentation.objects.instances import STANDARD_DIAMETER, heights
 from brim.segmentation.scenes import write_cells
+from brim.segmentation.scenes.drawing import draw
 from brim.segmentation.scenes.source import Drawing, SceneSource
 from brim.segmentation.training import run, train
 from brim.segmentation.training.crops import Cutting, ImagePair, cut, find_change, halves, read_pair
@@ -253,6 +255,17 @@ def test_the_default_model_is_as_it_was_packed():
     assert about["sha256"] == digest(tensors)
     assert default_weights().stat().st_size < 8e6
     assert {"model", "task", "recipe"} <= about.keys()
+
+
+def test_scenes_of_a_seed_are_drawn_and_every_second_one_is_stretched():
+    index = torch.tensor([6, 7], dtype=torch.int32)
+    drawn = Drawing(("nuclei",), 9, 64)(index)
+    plain = draw(("nuclei",), 9, index, 64, 64)
+
+    assert torch.equal(drawn.labels, plain.labels)
+    assert torch.equal(drawn.images[0], plain.images[0])
+    assert torch.equal(drawn.images[1:], stretch_batch(plain.images[1:]))
+    assert not torch.equal(drawn.images[1], plain.images[1])
 
 
 def test_a_source_of_scenes_gives_each_number_once():
