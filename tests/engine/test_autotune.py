@@ -263,6 +263,18 @@ def test_repeated_trials_merge_into_one():
     assert merged.throughput == pytest.approx(4 / 0.011)
 
 
+@pytest.mark.parametrize("status", ["oom", "failed"])
+def test_a_size_that_did_not_run_again_is_chosen_no_more(status):
+    book = TrialBook(64)
+    for size in (1, 2, 4, 8):
+        book.add(Trial(batch=size, seconds=0.01))
+    book.add(Trial(batch=4, seconds=0.0, status=status))
+    assert (book.sizes(), book.best(), book.top) == ([1, 2], 2, 3)
+    assert not book.ran(4)
+    book.add(Trial(batch=2, seconds=0.01, status="over budget"))
+    assert (book.sizes(), book.best(), book.top) == ([1], 1, 1)
+
+
 def test_memory_is_fitted_with_a_base():
     book = TrialBook(4096)
     assert book.predict_bytes(8) is None

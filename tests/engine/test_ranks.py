@@ -151,7 +151,7 @@ def test_a_share_loses_to_dropout_what_it_would_lose_in_the_batch() -> None:
 # By itself
 
 
-@pytest.mark.parametrize(("name", "value"), [("WORLD_SIZE", "two"), ("RANK", "5")])
+@pytest.mark.parametrize(("name", "value"), [("WORLD_SIZE", "two"), ("RANK", "5"), ("RANK", "2")])
 def test_a_place_that_cannot_be_is_refused(monkeypatch: pytest.MonkeyPatch, name: str, value: str) -> None:
     place = {"WORLD_SIZE": "2", "RANK": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "1", name: value}
     for key, text in place.items():
