@@ -94,6 +94,12 @@ def test_help_and_wrong_options_import_no_torch(tmp_path):
     assert done.returncode == 0, done.stderr
 
 
+def test_the_module_is_the_command_with_its_exit_code():
+    done = subprocess.run([sys.executable, "-m", "brim", "jobs", "list", "--status", "odd"], stderr=subprocess.DEVNULL)
+
+    assert done.returncode == 2
+
+
 def test_no_command_shows_the_help_and_fails(capsys):
     assert main([]) == 2
 

@@ -1,5 +1,6 @@
 """Where workers run: devices of this machine, nodes of a cluster, and who else could reach them."""
 
+import dataclasses
 import http.server
 import threading
 from types import SimpleNamespace
@@ -13,6 +14,7 @@ from brim.cluster.processes import ProcessPool, device_names
 from brim.cluster.ray_connect import Node, check_address, check_versions
 from brim.cluster.ray_pool import RayPool
 from brim.errors import ClusterError, ConfigError, DeviceError
+from brim.rf.generation.pool import WorkerLost
 
 # Devices of this machine
 
@@ -50,6 +52,22 @@ def test_workers_on_the_cpu_share_its_cores_and_names_tell_them_apart(monkeypatc
     assert launched == [("cpu#0", "cpu", 3), ("cuda:1", "cuda:1", None), ("cpu#1", "cpu", 3)]
 
 
+def test_a_worker_that_dies_again_and_again_is_replaced_five_times(monkeypatch):
+    opens = "import sys; from multiprocessing.connection import Connection as C; here = C(int(sys.argv[1]))"
+    dies = "here.recv(); here.recv(); here.send(('ready', 0, None)); sys.exit(4)"
+    monkeypatch.setattr(processes, "_ENTRY", f"{opens}; {dies}")
+    pool, seen = ProcessPool(["cpu"]), []
+    pool.start(SimpleNamespace())
+
+    while pool._workers and len(seen) < 20:
+        seen += pool.wait(5.0)
+    pool.close()
+
+    lost = [event for event in seen if isinstance(event, WorkerLost)]
+    assert [event.worker for event in lost] == [0, 1, 2, 3, 4, 5]
+    assert "worker cpu died: its process ended with exit code 4" in str(lost[0].error)
+
+
 def test_the_gpus_of_a_process_are_those_it_sees(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,GPU-7")
     assert processes._environment("cuda:1")["CUDA_VISIBLE_DEVICES"] == "GPU-7"
@@ -85,6 +103,48 @@ def test_there_is_a_worker_for_each_gpu_or_for_each_node_with_its_cores(monkeypa
     cluster.nodes, pool._workers = (node("c", 0.5),), {}
     with pytest.raises(ClusterError, match="neither GPUs nor CPUs"):
         pool.start(SimpleNamespace())
+
+
+def fake_ray(ended):
+    """Actors whose calls end when a test says so: with a value, or with None as those of a dead node."""
+
+    def get(ref):
+        if ended[ref] is None:
+            raise RuntimeError("The actor died.\nIts node is gone.\n")
+        return ended[ref]
+
+    def make(**given):
+        ray.options.append(given)
+        number = len(ray.options)
+        begin, call = (SimpleNamespace(remote=lambda *v, k=k: (k, number, v[-1])) for k in ("open", "call"))
+        return SimpleNamespace(remote=lambda: SimpleNamespace(number=number, open=begin, call=call))
+
+    ray = SimpleNamespace(get=get, put=lambda value: value, options=[], killed=[])
+    ray.remote, ray.exceptions = lambda _: SimpleNamespace(options=make), SimpleNamespace(RayError=RuntimeError)
+    ray.wait = lambda refs, **_: ([ref for ref in refs if ref in ended], [])
+    ray.kill = lambda handle: ray.killed.append(handle.number)
+    return ray
+
+
+def test_an_actor_that_dies_again_and_again_is_replaced_five_times_anywhere():
+    pytest.importorskip("ray")
+    only = dataclasses.replace(node(cpus=8.0), id="ab" * 28)
+    pool, ended = RayPool(SimpleNamespace(address="auto", nodes=(only,))), {}
+    pool._ray = ray = fake_ray(ended)
+    pool.start(SimpleNamespace())
+
+    for number in range(1, 7):
+        ended["open", number, 8] = "ready", None
+        (ready,) = pool.wait(0)
+        pool.submit(ready.worker, "a"), pool.submit(ready.worker, "b")
+        ended["call", number, "a"] = None
+        (lost,) = pool.wait(0)
+        assert (lost.worker, lost.was_ready, "node is gone" in str(lost.error)) == (number - 1, True, True)
+
+    assert pool._workers == pool._refs == {}  # nobody waits for "b"
+    assert ray.killed == [1, 2, 3, 4, 5, 6]
+    assert [(one["num_cpus"], one["num_gpus"]) for one in ray.options] == [(8, 0)] * 6
+    assert [one["scheduling_strategy"] for one in ray.options[1:]] == ["SPREAD"] * 5
 
 
 def test_nodes_with_other_versions_are_refused_by_name():

@@ -1,5 +1,6 @@
 """The probe against a clock that is set by hand, and each change that it makes to a script."""
 
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -8,7 +9,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from brim.diagnosis.answer import Diagnosis
 from brim.diagnosis.config import WhyConfig
-from brim.diagnosis.hook.brim_probe import changes, clock, counting, feeding
+from brim.diagnosis.hook.brim_probe import changes, clock, counting, feeding, sampling, watching
 from brim.diagnosis.processes import Run
 from brim.diagnosis.runs import Examination, remedies
 
@@ -147,6 +148,45 @@ def test_kernels_that_overlap_count_once():
     ]
 
     assert counting._kernel_s(SimpleNamespace(events=lambda: events)) == pytest.approx(22e-6)
+
+
+def test_time_is_blamed_on_the_script_s_line_and_the_library_s_function_it_called():
+    names = {}
+    exec(compile("def call(function):\n    return function()", "/x/site-packages/lib/part.py", "exec"), names)
+    watch = step_clock()
+    watch.kind, sampler = "optimizer", sampling._Sampler(watch, write=False)
+
+    def step():
+        names["call"](sampler._sample)
+        return names["call"](lambda: watching.user_site(sys._getframe(1)))
+
+    site, first = step(), step.__code__.co_firstlineno
+    watch.facts["step_sites"] = {"optimizer": (__file__, first, "step")}
+    step()
+    watch.enter("data")
+    step(), step()
+
+    assert site == (__file__, first + 2, "step")
+    line = (__file__, first + 1, "step", "lib.part.call")
+    assert watch.tally.stacks == {("after", *line): 1, ("past", *line): 1, ("data", *line): 2}
+
+
+def test_what_a_rank_writes_says_who_it_is(monkeypatch):
+    for name, value in (("RANK", "5"), ("LOCAL_RANK", "1"), ("WORLD_SIZE", "8"), ("LOCAL_WORLD_SIZE", "2")):
+        monkeypatch.setenv(name, value)
+    watch = step_clock()
+    watch.losses, watch.facts["starved"] = [torch.tensor(2.5), None], 0.25
+
+    found = sampling.result(watch)
+
+    assert [found[name] for name in ("rank", "world", "worker", "starved", "losses")] == [
+        5,
+        8,
+        False,
+        0.25,
+        [2.5, None],
+    ]
+    assert sampling.result(watch, whole=False)["losses"] == []
 
 
 # Changes
@@ -290,7 +330,11 @@ def test_what_cannot_be_tried_is_skipped_with_its_reason(tmp_path):
 def test_trainers_are_the_processes_that_made_steps_those_of_ranks_in_order():
     few, many = trainer(1, 0.1), trainer(1, 0.1)
     few["tallies"]["watch"]["num_steps"] = 2
-    worker, second, first = trainer(1, 0.1, worker=True), trainer(1, 0.1, rank=1), trainer(1, 0.1, rank=0)
+    worker, second, first = (
+        trainer(1, 0.1, worker=True),
+        trainer(1, 0.1, rank=1, first_step_s=105.0),
+        trainer(1, 0.1, rank=0),
+    )
     outcome = Run(results=[few, worker, many, second, first], began_s=90.0)
 
     assert [id(one) for one in outcome.trainers] == [id(one) for one in (first, second, many, few)]

@@ -1,6 +1,7 @@
 """Scripts with known faults, scripts that misbehave, and the accounting itself."""
 
 import json
+import re
 import subprocess
 import sys
 import textwrap
@@ -10,10 +11,12 @@ from pathlib import Path
 import pytest
 
 from brim.cli import main
+from brim.diagnosis import scratch as scratch_room
 from brim.diagnosis.answer import Diagnosis, SourceLine, Tried, diagnose, limit_of, loss_changed, window
 from brim.diagnosis.config import WhyConfig
 from brim.diagnosis.hook.brim_probe.sampling import _is_logging as is_logging
 from brim.diagnosis.page import page
+from brim.diagnosis.processes import HOOK, run
 from brim.diagnosis.runs import examine
 from brim.diagnosis.scratch import scratch
 from brim.diagnosis.words import lines
@@ -252,6 +255,34 @@ def test_files_are_as_they_were(tmp_path):
     assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("kept", "before")]
 
 
+def test_without_an_overlay_a_small_folder_is_copied_and_a_large_one_is_used_as_it_is(tmp_path, monkeypatch):
+    monkeypatch.setattr(scratch_room, "_overlay", lambda *_: None)
+    (tmp_path / "file").write_text("before")
+    (tmp_path / "link").symlink_to("file")
+
+    with scratch(tmp_path) as place:
+        (place.directory / "link").write_text("after")
+        assert (place.kind, "dropped" in place.sentence) == ("copy", True)
+    assert not place.directory.exists()
+    assert (tmp_path / "file").read_text() == "before"
+
+    monkeypatch.setattr(scratch_room, "COPY_FILES", 1)
+    with scratch(tmp_path) as place:
+        assert (place.kind, place.directory, "as always" in place.sentence) == ("none", tmp_path, True)
+
+
+def test_a_run_keeps_the_end_of_what_was_written_and_puts_the_probe_before_the_paths_that_were_set(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setenv("PYTHONPATH", "/theirs")
+    plan = {"watch_s": 1.0, "ceiling_s": 1.0}
+
+    done = run(["sh", "-c", "seq 3000; echo $PYTHONPATH; exit 3"], plan, tmp_path, start_limit_s=60.0, limit_s=60.0)
+
+    assert done.output.splitlines()[-2:] == ["3000", f"{HOOK}:/theirs"]
+    assert (done.exit_code, len(done.output) <= 4000, done.left_behind) == (3, True, 0)
+
+
 # Accounting
 
 
@@ -286,6 +317,15 @@ def test_losses_are_compared_with_their_noise():
     assert loss_changed(steady, [loss * 1.03 for loss in steady]) is True
     noisy = [0.0, 4.6] * 15
     assert loss_changed(noisy, [loss * 1.03 for loss in noisy]) is False
+
+
+def test_two_mean_losses_differ_by_three_standard_errors_of_their_difference():
+    """Fifty losses of 2 ± 0.1 each: their scatter is 0.101, and √(2 · 0.101² / 50) = 0.0202 that of the difference."""
+    losses = [1.9, 2.1] * 25
+
+    assert loss_changed(losses, [loss + 0.05 for loss in losses]) is False
+    assert loss_changed(losses, [loss + 0.07 for loss in losses]) is True
+    assert loss_changed(losses, [loss - 0.07 for loss in losses]) is True
 
 
 LIBRARY_CALLS = [
@@ -464,3 +504,35 @@ def test_an_answer_in_words_and_as_a_page():
     assert "no &lt;time&gt;" in page(answer)
     assert "<time>" not in page(answer)
     assert page(Diagnosis.from_dict(json.loads(json.dumps(answer.as_dict())))) == page(answer)
+
+
+def test_a_page_draws_a_step_and_its_mean_to_scale_and_the_ranks_in_milliseconds():
+    answer = Diagnosis(
+        samples_per_s=218.0, step_s=0.1, steps=50, timeline=[["feed", 0.0, 0.07], ["backward", 0.07, 0.2]],
+        waiting={"data": 0.025, "compute": 0.075}, ranks=[{"rank": 1, "own_s": 0.01, "step_s": 0.025}],
+    )  # fmt: skip
+
+    drawn = page(answer)
+
+    bars = re.findall(r'--(\w+)\)" x="([\d.]+)" y="(?:20|72)" width="([\d.]+)" height="24"', drawn)
+    assert [(colour, float(left), float(wide)) for colour, left, wide in bars] == [
+        ("b", 0, 378), ("a", 378, 702), ("a", 0, 405), ("b", 405, 135),  # 1080 units for 0.2 s
+    ]  # fmt: skip
+    assert [f"{share} {name}" in drawn for share, name in (("75%", "computing"), ("25%", "waiting"))] == [True, True]
+    assert re.sub("<[^>]*>", " ", drawn[drawn.index("10 ms") :]).split()[:4] == ["10", "ms", "25", "ms"]
+
+
+def test_what_is_typed_is_measured_and_the_answer_is_a_page_and_json(tmp_path, monkeypatch, capsys):
+    found = Diagnosis(samples_per_s=218.0, step_s=0.1, steps=50, exit_code=3, message="it failed")
+    asked = []
+    monkeypatch.setattr("brim.diagnosis.runs.examine", lambda *given, **_: asked.append(given) or found)
+    words = ["why", "--seconds", "2m", "--try", "precision,data", "--json", "--report", str(tmp_path / "why.html")]
+
+    assert main([*words, "--", "python", "train.py", "--lr=1"]) == 3
+
+    shown = capsys.readouterr()
+    assert asked == [(["python", "train.py", "--lr=1"], WhyConfig(seconds=120.0, tries=("precision", "data")))]
+    assert (json.loads(shown.out)["samples_per_s"], "it failed" in shown.err) == (218.0, True)
+    assert "218" in (tmp_path / "why.html").read_text()
+    assert main([*words[:-1], str(tmp_path / "none" / "why.html"), "--", "python"]) == 2
+    assert "is not a file in an existing directory" in capsys.readouterr().err

@@ -87,6 +87,11 @@ def test_an_axis_has_round_ticks_within_its_ends(axis: ChartAxis, ticks: tuple[f
     assert axis.ticks == pytest.approx(ticks)
 
 
+def test_bins_are_equally_wide_as_drawn():
+    assert ChartAxis.logarithmic(1, 1e4).edges(4) == pytest.approx([1, 10, 100, 1e3, 1e4])
+    assert ChartAxis.linear(-1, 3).edges(4).tolist() == [-1, 0, 1, 2, 3]
+
+
 def test_a_spanning_axis_leaves_out_the_outermost_thousandths():
     axis = ChartAxis.spanning(np.array([1e-9, *range(2, 1001), 1e9, -5.0, np.nan]))
 
@@ -162,7 +167,7 @@ def test_numbers_read_well():
     assert [metres(value) for value in (441.7, 999.4, 999.6)] == ["442\u00a0m", "999\u00a0m", "1\u00a0km"]
     assert (percent(0.9834), percent(None)) == ("98.3\u00a0%", "–")
     assert [count(value, "row") for value in (0, 1, 12_345)] == ["0 rows", "1 row", "12\u202f345 rows"]
-    assert [counted(value, "row") for value in (1, 2, 12_000)] == ["1 row", "2 rows", "12 000 rows"]
+    assert [counted(value, "row") for value in (0, 1, 2, 12_000)] == ["0 rows", "1 row", "2 rows", "12 000 rows"]
     assert [size(value) for value in (999, 1024, 1.5 * 2**30, 2**50)] == [
         "999\u00a0B", "1\u00a0KiB", "1.5\u00a0GiB", "1\u202f024\u00a0TiB",
     ]  # fmt: skip
