@@ -8,6 +8,7 @@ bug that was not caught which of its tests passed; the last line is the score, a
 """
 
 import argparse
+import ast
 import os
 import re
 import shutil
@@ -49,7 +50,9 @@ class Mutant:
         text = path.read_text()
         if text.count(self.before) != 1:
             raise ValueError(f"{self.file} has {text.count(self.before)} times, not once: {self.before!r}")
-        path.write_text(text.replace(self.before, self.after))
+        planted = text.replace(self.before, self.after)
+        ast.parse(planted)  # a file that is no Python would fail every test
+        path.write_text(planted)
 
 
 def read(path: Path) -> list[Mutant]:
