@@ -100,7 +100,7 @@ def test_planting_tells_bugs_that_are_noticed_from_those_that_are_not(tmp_path):
     """The second only adds a space."""
     first = next(one for one in mutants.read(TESTS / "mutants.toml") if one.room == "config")
     entry = "[[mutant]]\nbug = {!r}\nfile = {!r}\nbefore = {!r}\nafter = {!r}\ntests = {!r}\n"
-    same = f" {first.before}"
+    same = f"{first.before} "
     entries = [entry.format(first.bug, first.file, first.before, after, first.tests) for after in (first.after, same)]
     (tmp_path / "list.toml").write_text("\n".join(entries))
 
