@@ -110,7 +110,8 @@ def main() -> int:
     parser.add_argument("--list", type=Path, default=ROOT / "tests" / "mutants.toml", help="another list")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="how many at a time")
     options = parser.parse_args()
-    mutants = [one for one in read(options.list) if options.room in (one.room, "") or options.room in one.file]
+    listed = read(options.list)
+    mutants = [one for one in listed if options.room == one.room] or [one for one in listed if options.room in one.file]
     if not mutants:
         parser.error(f"no mutant of {options.list} is in {options.room!r}")
     forks.install()  # torch is loaded once
