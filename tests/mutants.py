@@ -132,4 +132,8 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        print("stopped; no file of this checkout was changed", file=sys.stderr)
+        sys.exit(128 + signal.SIGINT)
